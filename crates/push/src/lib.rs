@@ -24,7 +24,6 @@
 pub mod client;
 mod crc;
 mod key;
-pub mod log;
 mod region;
 pub mod server;
 mod size;

@@ -71,7 +71,7 @@ fn long_version() -> &'static str {
         let mut text = format!("{}\n", env!("CARGO_PKG_VERSION"));
         let protocols = [
             ("push", rdmux_push::VERSION),
-            ("log", rdmux_push::log::VERSION),
+            ("log", rdmux_log::VERSION),
             ("perf", cmd::perf::VERSION.into()),
         ];
         for (name, version) in protocols.into_iter().chain(rdmux_verbs::soft::LOCAL_PROTOCOLS) {

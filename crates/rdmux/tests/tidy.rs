@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
-const MAY_USE: [(&str, &[&str]); 14] = [
+const MAY_USE: [(&str, &[&str]); 15] = [
     ("crates/wire", &[]),
     ("crates/capture", &["wire"]),
     ("crates/rnic", &["wire"]),
@@ -15,10 +15,11 @@ const MAY_USE: [(&str, &[&str]); 14] = [
     ("crates/verbs", &["capture", "memory", "rnic", "shm", "wire"]),
     ("crates/runtime", &["memory", "verbs"]),
     ("crates/push", &["memory", "runtime", "verbs", "wire"]),
-    ("crates/sim", &["push", "rnic", "wire"]),
+    ("crates/log", &["push", "runtime", "verbs"]),
+    ("crates/sim", &["log", "push", "rnic", "wire"]),
     (
         "crates/rdmux",
-        &["capture", "memory", "push", "sim", "verbs", "wire"],
+        &["capture", "log", "memory", "push", "sim", "verbs", "wire"],
     ),
     ("crates/lab-peer", &["memory", "verbs", "wire"]),
     ("crates/bench", &["verbs"]),

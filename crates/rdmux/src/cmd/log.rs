@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use hdrhistogram::Histogram;
-use rdmux_push::log::{self, Log, LogError, Options, View, agree, look};
+use rdmux_log::{self as log, Log, LogError, Options, View, agree, look};
 use rdmux_push::{Domain, Key, Target, parse_size};
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! The replicated log of `rdmux_push::log` over a server whose power is cut: its real writer, on one replica, and its real
+//! The replicated log of `rdmux_log` over a server whose power is cut: its real writer, on one replica, and its real
 //! reader, on what is left.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rdmux_push::log::{Action, AppendError, Event, View, What, Writer, scan};
+use rdmux_log::{Action, AppendError, Event, View, What, Writer, scan};
 use rdmux_rnic::Placement;
 use strum::{IntoStaticStr, VariantArray};
 
@@ -559,7 +559,7 @@ impl LogRun {
 }
 
 fn new_writer(dice: &mut Dice) -> Writer {
-    Writer::new(rdmux_push::log::Settings {
+    Writer::new(rdmux_log::Settings {
         replicas: 1,
         writer: dice.next(),
         log: dice.next(),

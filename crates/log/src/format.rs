@@ -30,7 +30,7 @@
 
 use super::defect::defect;
 use super::{Epoch, RECORD_BYTES_MAX};
-use crate::crc::Crc64;
+use rdmux_push::Crc64;
 
 /// Offset of the second header slot.
 const SLOT: u64 = 4096;

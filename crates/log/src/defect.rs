@@ -3,7 +3,7 @@
 /// Returns whether a defect is switched on; false outside of tests.
 macro_rules! defect {
     ($name:ident) => {
-        $crate::log::defect::is_on($crate::log::defect::Defect::$name)
+        $crate::defect::is_on($crate::defect::Defect::$name)
     };
 }
 pub(super) use defect;

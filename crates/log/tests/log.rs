@@ -1,14 +1,15 @@
 //! The replicated log over real servers in this process.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../../push/tests/common/mod.rs"]
 mod common;
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use common::*;
+use rdmux_log::{Log, Options, agree, look};
 use rdmux_push::Target;
-use rdmux_push::log::{Log, Options, agree, look};
 
 /// Returns a record whose bytes depend on its number.
 fn record(number: u64) -> Vec<u8> {

@@ -2,8 +2,8 @@
 
 use super::replica::{Op, Phase};
 use super::{BATCH, OPS_MAX, What, Writer, segment};
-use crate::log::defect::defect;
-use crate::log::format::{Frame, Header};
+use crate::defect::defect;
+use crate::format::{Frame, Header};
 
 impl Writer {
     pub(super) fn area(&self) -> u64 {

@@ -6,8 +6,8 @@ use std::time::Duration;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 
-use crate::log::format::{AREA_AT, Found, Frame, Header, Scan};
-use crate::log::{Action, AppendError, Epoch, Event, Over, Settings, What, Writer};
+use crate::format::{AREA_AT, Found, Frame, Header, Scan};
+use crate::{Action, AppendError, Epoch, Event, Over, Settings, What, Writer};
 
 type Failure = String;
 

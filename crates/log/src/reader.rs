@@ -3,8 +3,7 @@
 use super::Epoch;
 use super::driver::Devices;
 use super::format::{AREA_AT, FRAME_LEN, Found, Frame, Header, Point, Scan};
-use crate::client::MapRequest;
-use crate::{Access, Client, Domain, Error, Key, Target};
+use rdmux_push::{Access, Client, Domain, Error, Key, MapRequest, Target};
 
 /// Bytes read at a time.
 const READ: usize = 1 << 20;
@@ -51,9 +50,9 @@ pub struct View {
 /// Reads a replica; returns `None` if it holds no log. With `records`, the view contains the records.
 pub fn look(target: &Target, key: &Key, records: bool) -> Result<Option<View>, Error> {
     let address = target.resolve()?[0];
-    let options = crate::Options {
+    let options = rdmux_push::Options {
         device: Some(Devices::default().towards(address.ip(), None)?),
-        ..crate::Options::default()
+        ..rdmux_push::Options::default()
     };
     let mut client = Client::connect(address, key, &options)?;
     let request = MapRequest {
@@ -186,7 +185,7 @@ pub fn agree(views: &[View]) -> Option<Read> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::log::{Settings, What, Writer};
+    use crate::{Settings, What, Writer};
 
     /// A writer with one replica, whose memory is here.
     struct One {

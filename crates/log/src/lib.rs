@@ -9,8 +9,10 @@
 //! durable there too, and no later writer can reach another conclusion. These are the rules of Raft's elections, with the fence
 //! in place of votes.
 //!
-//! [`Writer`] implements this as a state machine without I/O or clock; [`Log`] drives it with [`Client`](crate::Client)s.
+//! [`Writer`] implements this as a state machine without I/O or clock; [`Log`] drives it with [`Client`](rdmux_push::Client)s.
 //! `format.rs` describes the layout of a replica.
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod defect;
 mod driver;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::replica::{Copied, Op, Phase, Replica};
 use super::{Event, OUTRANKED_MAX, Over, RAISES_MAX, RESERVE, State, What, Writer, segment};
-use crate::log::defect::defect;
-use crate::log::format::{AREA_AT, AREA_MIN, Found, Header, Point, frame_len};
-use crate::log::{Epoch, count_words};
+use crate::defect::defect;
+use crate::format::{AREA_AT, AREA_MIN, Found, Header, Point, frame_len};
+use crate::{Epoch, count_words};
 
 impl Writer {
     pub(super) fn header_read(&mut self, at: usize, bytes: &[u8], now: Duration) {

@@ -7,6 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rand_core::{OsRng, TryRngCore};
+use rdmux_push::{Domain, Error, ErrorCode, Key, Target, local_address_towards};
 use rdmux_runtime::{Inbox, Waiting, mailbox};
 use rdmux_verbs::soft::group::GroupError;
 use rdmux_verbs::waiting::WaitMode;
@@ -15,9 +17,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::link::{Came, Dial, Link, acquire};
 use super::writer::{Action, AppendError, Event, Over, Settings, What, Writer};
-use crate::key::random_nonce;
-use crate::target::local_address_towards;
-use crate::{Domain, Error, ErrorCode, Key, Target};
 
 /// Settings for opening a log.
 #[derive(Clone, Debug)]
@@ -145,10 +144,7 @@ impl Log {
     /// Opens the log in these regions, which must be all of its regions: ends the previous writer, and brings a majority to one
     /// state.
     pub fn open(targets: &[Target], key: &Key, options: &Options) -> Result<Log, LogError> {
-        let random = || -> io::Result<u64> {
-            let [a, b, c, d, e, f, g, h, ..] = random_nonce()?;
-            Ok(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
-        };
+        let random = || OsRng.try_next_u64().map_err(io::Error::other);
         let settings = Settings {
             replicas: targets.len(),
             writer: random()?,
@@ -539,8 +535,8 @@ fn is_readable(fd: BorrowedFd<'_>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::{BREAK_TIMEOUT_DEFAULT, Config};
-    use crate::{Name, Region, Server};
+    use rdmux_push::server::{BREAK_TIMEOUT_DEFAULT, Config};
+    use rdmux_push::{Name, Region, Server};
 
     #[test]
     fn arrived__a_session_that_is_over_does_not_take_the_place_of_the_newer() {

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::READ;
-use crate::log::defect::defect;
-use crate::log::format::{Frame, Header, Point, Scan};
+use crate::defect::defect;
+use crate::format::{Frame, Header, Point, Scan};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {

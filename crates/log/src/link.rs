@@ -8,8 +8,8 @@ use rdmux_verbs::Memory;
 
 use super::driver::Options;
 use super::writer::What;
-use crate::client::{Buffer, MapRequest};
-use crate::{Access, Client, Error, Key, Mapping, Target};
+use rdmux_push::client::{Buffer, MapRequest};
+use rdmux_push::{Access, Client, Error, Key, Mapping, Target};
 
 /// Bytes of the buffer for requests in flight.
 const BUFFER: u64 = 4 << 20;
@@ -39,9 +39,9 @@ impl Dial {
         let mut first = None;
         for address in target.resolve()? {
             let device = self.devices.towards(address.ip(), self.options.from)?;
-            let options = crate::Options {
+            let options = rdmux_push::Options {
                 device: Some(device),
-                ..crate::Options::default()
+                ..rdmux_push::Options::default()
             };
             match Client::connect(address, &self.key, &options) {
                 Ok(mut client) => {
@@ -181,7 +181,7 @@ impl Link {
             let Some(piece) = self.room.find(length) else {
                 return Ok(());
             };
-            if self.client.in_flight() + 1 >= crate::client::DEPTH_MAX {
+            if self.client.in_flight() + 1 >= rdmux_push::client::DEPTH_MAX {
                 return Ok(());
             }
             let at = piece.at;
