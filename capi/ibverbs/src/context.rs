@@ -74,7 +74,9 @@ impl Opened {
         let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
             match &error {
                 // These errors name the address themselves.
-                OpenError::Group(_) | OpenError::NotOneHost(_) => warn(format_args!("{error}")),
+                OpenError::Provider(_) | OpenError::NotLocal(_) | OpenError::NotOneHost(_) => {
+                    warn(format_args!("{error}"))
+                }
                 _ => warn(format_args!("{}: {error}", of.address)),
             }
             match error {

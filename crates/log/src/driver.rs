@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use rand_core::{OsRng, TryRngCore};
 use rdmux_push::{Domain, Error, ErrorCode, Key, Target, local_address_towards};
 use rdmux_runtime::{Inbox, Waiting, mailbox};
-use rdmux_verbs::soft::group::GroupError;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Device, OpenError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -516,7 +515,7 @@ impl Log {
 fn is_final(error: &Error) -> bool {
     use ErrorCode::*;
     match error {
-        Error::WrongKey(_) | Error::Open(OpenError::Group(GroupError::NotLocal { .. })) => true,
+        Error::WrongKey(_) | Error::Open(OpenError::NotLocal(_)) => true,
         Error::Refused { code, .. } => {
             matches!(code, BadVersion | BadKey | NoSuchRegion | ReadOnly | NotSupported)
         }

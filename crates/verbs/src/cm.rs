@@ -1,5 +1,6 @@
 //! Connecting queue pairs by address and port, with the messages that rdma_cm speaks.
 
+use std::error::Error;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,10 +17,9 @@ use crate::event_queue::EventQueue;
 #[cfg(doc)]
 use crate::features::Features;
 use crate::provider;
-use crate::soft::group::GroupError;
 
 /// Default of [`ConnectParams::ack_timeout`].
-pub(crate) const ACK_TIMEOUT: u8 = 14;
+pub const ACK_TIMEOUT: u8 = 14;
 
 /// Maximum private data of [`Device::connect`], in bytes: that of a REQ that also carries its addresses. IBTA Vol 1, 12.6.5 and
 /// A11.
@@ -177,16 +177,19 @@ impl From<CmError> for ConnectError {
 /// Why a port cannot be listened on.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    /// Another process of this address has it, or the group failed.
+    /// A process offers a service on that port of the address: the provider's own error, which names it.
     #[error(transparent)]
-    Group(#[from] GroupError),
+    InUse(Box<dyn Error + Send + Sync>),
+    /// The provider cannot offer the service: its own error.
+    #[error(transparent)]
+    Provider(Box<dyn Error + Send + Sync>),
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
 /// Returns the time at which a wait of `timeout` ends; `None`: never.
-pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
+pub fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
@@ -195,7 +198,8 @@ pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
 pub struct Arrival(u64);
 
 impl Arrival {
-    pub(crate) fn next() -> Arrival {
+    /// Returns a later one than all before.
+    pub fn next() -> Arrival {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Arrival(NEXT.fetch_add(1, Ordering::Relaxed))
     }
@@ -211,11 +215,13 @@ pub struct Progress {
 }
 
 impl Progress {
-    pub(crate) fn establish(&mut self, at: Arrival) {
+    /// Records that it was established.
+    pub fn establish(&mut self, at: Arrival) {
         self.established.get_or_insert(at);
     }
 
-    pub(crate) fn end(&mut self, at: Arrival) {
+    /// Records that it ended.
+    pub fn end(&mut self, at: Arrival) {
         self.ended.get_or_insert(at);
     }
 }
@@ -339,13 +345,13 @@ impl Connecting {
 }
 
 /// Returns the error of a provider that brings up the queue pairs of its connections itself, for one that its owner is to bring up.
-pub(crate) fn no_external() -> ConnectError {
+pub fn no_external() -> ConnectError {
     let why = "the device brings up the queue pairs of its connections itself";
     ConnectError::Io(io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
 /// Returns the transport service of a queue pair's connections; `None` if its type has no connections.
-pub(crate) fn transport_of(qp_type: QpType) -> Option<Transport> {
+pub fn transport_of(qp_type: QpType) -> Option<Transport> {
     match qp_type {
         QpType::Rc => Some(Transport::Rc),
         QpType::Uc => Some(Transport::Uc),
@@ -355,7 +361,7 @@ pub(crate) fn transport_of(qp_type: QpType) -> Option<Transport> {
 }
 
 /// Returns the type of the queue pair that accepts a request for a transport service.
-pub(crate) fn accepting_type(transport: Transport) -> QpType {
+pub fn accepting_type(transport: Transport) -> QpType {
     match transport {
         Transport::Rc => QpType::Rc,
         Transport::Uc => QpType::Uc,

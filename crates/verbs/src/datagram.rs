@@ -7,7 +7,22 @@ use rdmux_rnic::{ECN_MARKED, McastError, ModifyError, Path, Qpn, Target};
 use rdmux_wire::roce::grh::{GRH_LEN, source};
 
 use crate::device::{Device, QueuePair};
-use crate::soft::engine::AttachError;
+
+/// Reason why a queue pair was not attached to a multicast group.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The device refuses to attach it.
+    #[error(transparent)]
+    Refused(#[from] McastError),
+    /// The system did not let the device join the group.
+    #[error("joining {group}: {source}")]
+    Join {
+        /// The group.
+        group: IpAddr,
+        /// Error that the system returned.
+        source: io::Error,
+    },
+}
 
 /// Address of a host or a multicast group. IBTA Vol 1, 11.2.2.1.
 #[derive(Clone, Debug)]

@@ -19,11 +19,10 @@ use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
+use crate::options::{OpenError, Options, check_environment};
+use crate::process::{self, FaultCounts};
 use crate::provider::{self, Provided};
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft::engine::check_environment;
-pub use crate::soft::engine::{OpenError, Options, SharedMemory};
-use crate::soft::faults::FaultCounts;
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
 /// Why an object could not be made.
@@ -100,10 +99,11 @@ impl Device {
     }
 
     /// Opens it as [`Device::open`] does, with options.
-    pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
+    pub fn open_with(address: IpAddr, mut options: Options) -> Result<Device, OpenError> {
         let address = address.to_canonical();
         check_environment()?;
         let provider = provider::chosen(options.provider)?;
+        options.faults = options.faults.or(process::faults()?);
         Ok(Device(Arc::new(DeviceInner {
             provided: provider.open(address, &options)?,
             provider: provider.name(),
@@ -117,7 +117,7 @@ impl Device {
     /// decided, and of those to the one whose engine has the fewest connections.
     ///
     /// # Errors
-    /// Errors of [`Device::open`]. Provider `hw` has no engines ([`OpenError::SoftOnly`]).
+    /// Errors of [`Device::open`]. Provider `hw` has no engines ([`OpenError::Unsupported`]).
     pub fn open_engine(&self) -> Result<Device, OpenError> {
         Ok(Device(Arc::new(DeviceInner {
             provided: self.provided().open_engine()?,

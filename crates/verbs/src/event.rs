@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rdmux_rnic::{Cause, Cqn, Qpn, Srqn, Status};
 
-use crate::soft::engine::Waker;
+use crate::waker::Waker;
 
 /// An asynchronous event. The names are those of `enum ibv_event_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,7 +36,7 @@ pub enum AsyncEvent {
 
 impl AsyncEvent {
     /// Returns the event of a queue pair that went to error; `None` if the completion of its own request reports everything.
-    pub(crate) fn of_qp_error(qpn: Qpn, status: Status, cause: Cause) -> Option<AsyncEvent> {
+    pub fn of_qp_error(qpn: Qpn, status: Status, cause: Cause) -> Option<AsyncEvent> {
         match (cause, status) {
             (Cause::OwnRequest, _) => None,
             (Cause::PeerRequest, Status::RemoteInvalidRequest) => Some(AsyncEvent::QpRequestError(qpn)),
@@ -48,9 +48,12 @@ impl AsyncEvent {
 
 /// An object that has events.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Object {
+pub enum Object {
+    /// A completion queue.
     Cq(Cqn),
+    /// A queue pair.
     Qp(Qpn),
+    /// A shared receive queue.
     Srq(Srqn),
 }
 
@@ -75,7 +78,7 @@ impl Object {
 /// Events that the program has not taken yet. None is dropped while its object exists, and their number is bounded by that of the
 /// objects: an event that occurs again before it was taken is kept once, as the youngest.
 #[derive(Debug)]
-pub(crate) struct AsyncEvents {
+pub struct AsyncEvents {
     by_age: BTreeMap<u64, AsyncEvent>,
     ages: HashMap<AsyncEvent, u64>,
     /// Number of the next event.
@@ -84,7 +87,11 @@ pub(crate) struct AsyncEvents {
 }
 
 impl AsyncEvents {
-    pub(crate) fn new() -> io::Result<AsyncEvents> {
+    /// Makes a queue without events.
+    ///
+    /// # Errors
+    /// The system refuses a descriptor.
+    pub fn new() -> io::Result<AsyncEvents> {
         Ok(AsyncEvents {
             by_age: BTreeMap::new(),
             ages: HashMap::new(),
@@ -93,7 +100,8 @@ impl AsyncEvents {
         })
     }
 
-    pub(crate) fn push(&mut self, event: AsyncEvent) {
+    /// Adds an event and wakes who waits.
+    pub fn push(&mut self, event: AsyncEvent) {
         if let Some(before) = self.ages.insert(event, self.next) {
             self.by_age.remove(&before);
         }
@@ -102,14 +110,15 @@ impl AsyncEvents {
         self.waker.wake();
     }
 
-    pub(crate) fn take(&mut self) -> Option<AsyncEvent> {
+    /// Takes the oldest event.
+    pub fn take(&mut self) -> Option<AsyncEvent> {
         let (_, event) = self.by_age.pop_first()?;
         self.ages.remove(&event);
         Some(event)
     }
 
     /// Removes the events of an object that is destroyed, as `ibv_destroy_qp(3)` does.
-    pub(crate) fn forget(&mut self, object: Object) {
+    pub fn forget(&mut self, object: Object) {
         for event in object.events() {
             if let Some(age) = self.ages.remove(&event) {
                 self.by_age.remove(&age);
@@ -122,7 +131,7 @@ impl AsyncEvents {
 
     /// Takes the oldest event for a waiting thread. One wake-up can stand for several events: while there are more, this wakes the
     /// next waiting thread.
-    pub(crate) fn take_and_pass_on(&mut self) -> Option<AsyncEvent> {
+    pub fn take_and_pass_on(&mut self) -> Option<AsyncEvent> {
         let event = self.take();
         if !self.by_age.is_empty() {
             self.waker.wake();
@@ -130,7 +139,8 @@ impl AsyncEvents {
         event
     }
 
-    pub(crate) fn waker(&self) -> Arc<Waker> {
+    /// Returns the waker of those who wait for events.
+    pub fn waker(&self) -> Arc<Waker> {
         self.waker.clone()
     }
 }

@@ -161,14 +161,15 @@ impl AsFd for EventQueue {
 
 /// An object's place in an [`EventQueue`], until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Registration {
+pub struct Registration {
     queue: EventQueue,
     number: u64,
     token: u64,
 }
 
 impl Registration {
-    pub(crate) fn new(queue: &EventQueue, token: u64) -> Registration {
+    /// Registers an object under a token.
+    pub fn new(queue: &EventQueue, token: u64) -> Registration {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Registration {
             queue: queue.clone(),
@@ -177,12 +178,13 @@ impl Registration {
         }
     }
 
-    pub(crate) fn queue(&self) -> &EventQueue {
+    /// The queue.
+    pub fn queue(&self) -> &EventQueue {
         &self.queue
     }
 
     /// Adds the token, unless it waits already.
-    pub(crate) fn announce(&self) {
+    pub fn announce(&self) {
         let mut waiting = self.queue.waiting();
         if waiting.first_of(self.number).is_some() {
             return;
@@ -193,13 +195,13 @@ impl Registration {
     }
 
     /// Adds the token once more.
-    pub(crate) fn announce_again(&self) {
+    pub fn announce_again(&self) {
         self.queue.waiting().add(self.number, self.token);
         self.queue.write();
     }
 
     /// Takes the token back.
-    pub(crate) fn forget(&self) {
+    pub fn forget(&self) {
         self.queue.forget(self.number);
     }
 }

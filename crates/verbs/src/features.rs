@@ -76,7 +76,7 @@ impl Features {
     }
 
     /// Returns the name of the first feature in the set.
-    pub(crate) fn first_name(self) -> &'static str {
+    pub fn first_name(self) -> &'static str {
         let mut names = NAMES.into_iter();
         names
             .find(|(feature, _)| self.contains(*feature))

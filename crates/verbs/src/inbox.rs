@@ -8,11 +8,11 @@ use crate::event_queue::{EventQueue, Registration};
 
 /// Number of changes of an [`Inbox`] at some moment: whoever remembers it misses no later change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Seen(u64);
+pub struct Seen(u64);
 
 /// Events of one connection, listener or attempt, until its owner takes them.
 #[derive(Debug)]
-pub(crate) struct Inbox<E> {
+pub struct Inbox<E> {
     state: Mutex<State<E>>,
     changed: Condvar,
 }
@@ -26,14 +26,20 @@ struct State<E> {
     chosen: Option<Registration>,
 }
 
+impl<E> Default for Inbox<E> {
+    fn default() -> Inbox<E> {
+        Inbox::new()
+    }
+}
+
 impl<E> Inbox<E> {
     /// Makes an inbox that opens no descriptor.
-    pub(crate) fn new() -> Inbox<E> {
+    pub fn new() -> Inbox<E> {
         Inbox::reporting(None)
     }
 
     /// Makes an inbox that reports to a queue of its own: its descriptor is readable until [`Inbox::poll`] finds nothing.
-    pub(crate) fn with_events(events: &EventQueue) -> Inbox<E> {
+    pub fn with_events(events: &EventQueue) -> Inbox<E> {
         Inbox::reporting(Some(Registration::new(events, 0)))
     }
 
@@ -54,12 +60,12 @@ impl<E> Inbox<E> {
     }
 
     /// Adds an event and wakes the owner.
-    pub(crate) fn push(&self, event: E) {
+    pub fn push(&self, event: E) {
         self.push_below(usize::MAX, event);
     }
 
     /// Does the same if there are fewer than `max` events. Otherwise drops the event, when nothing is locked.
-    pub(crate) fn push_below(&self, max: usize, event: E) {
+    pub fn push_below(&self, max: usize, event: E) {
         let mut state = self.state();
         if state.events.len() < max {
             state.events.push_back(event);
@@ -70,7 +76,7 @@ impl<E> Inbox<E> {
     }
 
     /// Wakes the owner, who asks for something else than events.
-    pub(crate) fn wake(&self) {
+    pub fn wake(&self) {
         self.change(&mut self.state());
     }
 
@@ -83,7 +89,7 @@ impl<E> Inbox<E> {
     }
 
     /// Takes the oldest event.
-    pub(crate) fn poll(&self) -> Option<E> {
+    pub fn poll(&self) -> Option<E> {
         let mut state = self.state();
         let event = state.events.pop_front();
         if let (None, Some(own)) = (&event, &state.own) {
@@ -93,18 +99,18 @@ impl<E> Inbox<E> {
     }
 
     /// Keeps only events that are still wanted.
-    pub(crate) fn retain(&self, wanted: impl FnMut(&E) -> bool) {
+    pub fn retain(&self, wanted: impl FnMut(&E) -> bool) {
         self.state().events.retain(wanted);
     }
 
     /// Returns the moment from which on [`Inbox::wait`] sees changes. A thread that waits takes it before it looks at what it waits for,
     /// because another thread may take the event.
-    pub(crate) fn seen(&self) -> Seen {
+    pub fn seen(&self) -> Seen {
         Seen(self.state().changes)
     }
 
     /// Sleeps until something has changed since a moment. Returns false if the time is over first.
-    pub(crate) fn wait(&self, since: Seen, timeout: Option<Duration>) -> bool {
+    pub fn wait(&self, since: Seen, timeout: Option<Duration>) -> bool {
         let unchanged = |state: &mut State<E>| state.changes == since.0;
         let state = self.state();
         let Some(timeout) = timeout else {
@@ -116,7 +122,7 @@ impl<E> Inbox<E> {
     }
 
     /// Reports changes to a queue under a token, and at once those that there were before.
-    pub(crate) fn notify(&self, events: &EventQueue, token: u64) {
+    pub fn notify(&self, events: &EventQueue, token: u64) {
         let registration = Registration::new(events, token);
         let mut state = self.state();
         if state.changes > 0 {

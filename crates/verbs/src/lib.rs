@@ -43,7 +43,11 @@ mod event_queue;
 mod features;
 pub mod hw;
 mod inbox;
+pub mod interface;
 mod limits;
+mod load;
+mod options;
+mod process;
 pub mod provider;
 mod region;
 mod sidr;
@@ -53,21 +57,25 @@ mod skip;
 pub mod soft;
 mod srq;
 pub mod waiting;
+mod waker;
 
 pub use cm::{
     Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, ExternalPair, ListenError, Listener, Progress,
 };
 pub use cq::ResizeError;
-pub use datagram::AddressHandle;
+pub use datagram::{AddressHandle, AttachError};
 pub use device::{
-    Carrier, CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain,
-    QpOptions, QueuePair, Reach, SharedMemory,
+    Carrier, CompletionQueue, CreateError, Device, PostListError, ProtectionDomain, QpOptions, QueuePair,
+    Reach,
 };
 pub use event::AsyncEvent;
 pub use event_queue::EventQueue;
 pub use features::{Features, Unsupported};
 pub use limits::Limits;
+pub use load::{Load, wake_cost_ns};
+pub use options::{OpenError, Options, SharedMemory, check_environment};
+pub use process::{FaultCounts, set_process_capture, set_process_faults};
 pub use provider::{Provider, set_process_provider};
 pub use rdmux_memory::thread;
 pub use rdmux_rnic::cm::{CmState, Endpoint};
@@ -88,6 +96,4 @@ pub use sidr::{
     AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError, Resolving,
     ServiceRequest,
 };
-pub use soft::engine::{AttachError, check_environment};
-pub use soft::load::{Load, wake_cost_ns};
 pub use srq::{SharedReceiveQueue, XrcDomain};

@@ -35,8 +35,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Limits of the soft device: those of the engine.
-    pub(crate) const SOFT: Limits = Limits {
+    /// Limits of the engine ([`rdmux_rnic`]).
+    pub const ENGINE: Limits = Limits {
         queue_pairs: QPS_MAX as u32,
         shared_receive_queues: SRQS_MAX as u32,
         memory_regions: REGIONS_MAX as u32,

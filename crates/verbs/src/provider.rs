@@ -6,6 +6,9 @@
 //! provider by [`own`].
 //!
 //! Optional features have default implementations: the device does not offer them.
+//!
+//! The functions and types that this module re-exports are what providers have in common: events of connections and devices with their
+//! waiters, and the conditions of the machine.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -25,30 +28,54 @@ use rdmux_rnic::{
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 
-use crate::cm::{Arrival, ConnectError, ConnectPair, ConnectParams, ListenError, Progress, no_external};
+use crate::cm::{Arrival, ConnectError, ConnectPair, ConnectParams, ListenError, Progress};
 use crate::cq::ResizeError;
-use crate::device::{Carrier, CreateError, OpenError, Options, PostListError, QpOptions, Reach};
+use crate::datagram::AttachError;
+use crate::device::{Carrier, CreateError, PostListError, QpOptions, Reach};
 use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
-use crate::sidr::{AnswerError, Found, ResolveError};
-use crate::soft::engine::AttachError;
-use crate::soft::faults::FaultCounts;
+use crate::options::{OpenError, Options};
+use crate::process::FaultCounts;
+use crate::sidr::{AnswerError, ResolveError};
+
+pub use crate::cm::{ACK_TIMEOUT, accepting_type, deadline_after, no_external, transport_of};
+pub use crate::event::{AsyncEvents, Object};
+pub use crate::event_queue::Registration;
+pub use crate::inbox::{Inbox, Seen};
+pub use crate::load::{conditions, current_cpu};
+pub use crate::process::capture_file;
+pub use crate::sidr::Found;
+pub use crate::waker::Waker;
 
 /// A provider of devices.
 pub trait Provider: Debug + Send + Sync {
     /// Returns the name by which users choose it.
     fn name(&self) -> &'static str;
 
+    /// Returns the variables of the environment that its devices heed. Opening a device checks them.
+    fn variables(&self) -> &'static [Variable] {
+        &[]
+    }
+
     /// Opens the device of a local address. [`Options::provider`] is not the provider's to judge.
     ///
     /// # Errors
-    /// The device cannot be opened, or the options ask for a feature that its devices lack.
+    /// The device cannot be opened, or the options, or [`capture_file`], ask for a feature that its devices lack.
     fn open(&self, address: IpAddr, options: &Options) -> Result<Box<dyn Device>, OpenError>;
 
     /// Returns the local addresses on which this process can open a device.
     fn addresses(&self) -> io::Result<Vec<IpAddr>>;
+}
+
+/// A variable of the environment that takes one of a few words.
+#[derive(Clone, Copy, Debug)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// The words. Empty, it counts as unset.
+    pub words: &'static [&'static str],
 }
 
 /// The object of a provider that an object of the vocabulary holds.
@@ -67,7 +94,7 @@ pub fn own<T: Any>(object: &impl Provided) -> Option<&T> {
 pub trait Device: Any + Debug + Send + Sync {
     /// See [`crate::Device::open_engine`].
     fn open_engine(&self) -> Result<Box<dyn Device>, OpenError> {
-        Err(OpenError::SoftOnly("engines"))
+        Err(OpenError::Unsupported("several engines"))
     }
 
     /// See [`crate::Device::limits`].
@@ -507,7 +534,12 @@ static REGISTERED: Mutex<Vec<&'static dyn Provider>> = Mutex::new(Vec::new());
 /// Provider that [`set_process_provider`] set.
 static PROCESS_PROVIDER: Mutex<Option<&'static dyn Provider>> = Mutex::new(None);
 
-fn registered() -> MutexGuard<'static, Vec<&'static dyn Provider>> {
+/// Returns the registered providers.
+pub(crate) fn registered() -> Vec<&'static dyn Provider> {
+    lock().clone()
+}
+
+fn lock() -> MutexGuard<'static, Vec<&'static dyn Provider>> {
     let mut registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
     if registered.is_empty() {
         registered.extend([&crate::soft::Soft as &dyn Provider, &crate::hw::Hw]);
@@ -517,7 +549,7 @@ fn registered() -> MutexGuard<'static, Vec<&'static dyn Provider>> {
 
 /// Makes a provider known to this process. The first one is the default. Does nothing if one of the same name is registered.
 pub fn register(provider: &'static dyn Provider) {
-    let mut registered = registered();
+    let mut registered = lock();
     if registered.iter().all(|known| known.name() != provider.name()) {
         registered.push(provider);
     }
@@ -531,10 +563,17 @@ pub struct UnknownProvider {
     pub name: String,
 }
 
-/// Returns the names of the registered providers, as a text for users: `soft or hw`.
-pub(crate) fn names() -> String {
+fn names() -> String {
     let names: Vec<&str> = registered().iter().map(|known| known.name()).collect();
-    names.join(" or ")
+    one_of(&names)
+}
+
+/// Returns words as a text for users: `a, b or c`.
+pub(crate) fn one_of(words: &[&str]) -> String {
+    match words {
+        [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
+        _ => words.concat(),
+    }
 }
 
 /// Returns the provider of a name.

@@ -1,6 +1,7 @@
 //! Ids that listen.
 
 use std::ffi::c_int;
+use std::io;
 use std::iter;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ptr;
@@ -8,7 +9,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use rdmux_verbs::soft::group::GroupError;
 use rdmux_verbs::{DatagramListener, EventQueue, ListenError, Listener};
 
 use super::channel::{Event, Happened, Source, UserContext};
@@ -181,13 +181,16 @@ fn devices_at(addresses: &[IpAddr]) -> Result<Vec<(IpAddr, rdmux_verbs::Device)>
 
 /// Returns the error number for a service that cannot be offered.
 fn errno_of(error: ListenError) -> c_int {
-    match error {
-        ListenError::Group(GroupError::ServiceInUse { .. }) => libc::EADDRINUSE,
-        ListenError::Group(GroupError::Io { source, .. }) | ListenError::Io(source) => {
-            source.raw_os_error().unwrap_or(libc::EIO)
+    match &error {
+        ListenError::InUse(_) => libc::EADDRINUSE,
+        ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
+        ListenError::Provider(why) => {
+            match why.source().and_then(|source| source.downcast_ref::<io::Error>()) {
+                Some(failed) => failed.raw_os_error().unwrap_or(libc::EIO),
+                // An address has no more room.
+                None => libc::ENOBUFS,
+            }
         }
-        // An address has no more room.
-        ListenError::Group(_) => libc::ENOBUFS,
     }
 }
 

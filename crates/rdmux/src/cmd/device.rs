@@ -6,9 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use rdmux_verbs::faults::Spec;
 use rdmux_verbs::provider::{self, UnknownProvider};
-use rdmux_verbs::set_process_provider;
-use rdmux_verbs::soft::capture::set_process_capture;
-use rdmux_verbs::soft::faults::set_process_faults;
+use rdmux_verbs::{set_process_capture, set_process_faults, set_process_provider};
 
 use crate::metrics;
 

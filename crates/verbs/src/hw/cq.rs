@@ -18,8 +18,8 @@ use crate::abi::{self, wc_flags, wc_opcode, wc_status};
 use crate::cq::ResizeError;
 use crate::device::CreateError;
 use crate::features::Features;
+use crate::load::{conditions, wake_cost_ns};
 use crate::provider::{self, CompletionQueue as _};
-use crate::soft::load::{conditions, wake_cost_ns};
 use crate::waiting::{Plan, Policy, WaitMode};
 
 /// Vendor id of `rxe`.

@@ -425,9 +425,9 @@ impl provider::Device for Device {
             memory_regions: number(attr.max_mr),
             work_requests: Some(number(attr.max_qp_wr)),
             completions: Some(number(attr.max_cqe)),
-            sges: number(attr.max_sge).min(Limits::SOFT.sges),
-            inline_bytes: Limits::SOFT.inline_bytes,
-            message_bytes: port.map_or(0, |port| port.max_msg_sz.min(Limits::SOFT.message_bytes)),
+            sges: number(attr.max_sge).min(Limits::ENGINE.sges),
+            inline_bytes: Limits::ENGINE.inline_bytes,
+            message_bytes: port.map_or(0, |port| port.max_msg_sz.min(Limits::ENGINE.message_bytes)),
             mcast_groups: number(attr.max_mcast_grp),
             mcast_queue_pairs: number(attr.max_mcast_qp_attach),
         }

@@ -23,6 +23,7 @@ pub use library::LibraryError;
 use std::io;
 use std::net::IpAddr;
 
+use crate::process::capture_file;
 use crate::provider::{self, Provider};
 
 /// Provider of the RNICs of the host, and of its kernel's software RNICs, through the system's libraries.
@@ -39,13 +40,16 @@ impl Provider for Hw {
         address: IpAddr,
         options: &crate::Options,
     ) -> Result<Box<dyn provider::Device>, crate::OpenError> {
-        if options.faults.is_some() || crate::soft::faults::of_process()?.is_some() {
-            return Err(crate::OpenError::SoftOnly("faults"));
+        if options.faults.is_some() {
+            return Err(crate::OpenError::Unsupported("fault injection"));
         }
-        if crate::soft::capture::is_asked_for() {
-            return Err(crate::OpenError::SoftOnly("captures"));
+        if capture_file().is_some() {
+            return Err(crate::OpenError::Unsupported("captures"));
         }
-        Ok(Box::new(device::Device::open(address, options.waiting)?))
+        let device = device::Device::open(address, options.waiting);
+        Ok(Box::new(
+            device.map_err(|error| crate::OpenError::Provider(error.into()))?,
+        ))
     }
 
     fn addresses(&self) -> io::Result<Vec<IpAddr>> {

@@ -19,10 +19,10 @@ use super::objects::{Ah, BindRange, ExtendedRequest, Mr, Qp, QpInit, Request, Wo
 use super::resources;
 use super::srq::SharedReceiveQueue;
 use crate::abi::{self, qp_attr, qp_type as types, wr_opcode};
+use crate::datagram::AttachError;
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::features::Features;
 use crate::provider::{self, CompletionQueue as _, SharedReceiveQueue as _, own};
-use crate::soft::engine::AttachError;
 
 /// Sizes that a queue pair is asked to hold of one request, the largest first: elements, and bytes inline. Some devices have room
 /// for many requests or for large ones only.
@@ -713,7 +713,7 @@ fn join(group: IpAddr, own: IpAddr) -> std::io::Result<UdpSocket> {
             Ok(socket)
         }
         (IpAddr::V6(group), _) => {
-            let index = crate::soft::udp::interface_of(own)?.index;
+            let index = crate::interface::interface_of(own)?.index;
             let socket = UdpSocket::bind((std::net::Ipv6Addr::UNSPECIFIED, 0))?;
             socket.join_multicast_v6(&group, index)?;
             Ok(socket)

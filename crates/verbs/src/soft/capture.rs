@@ -1,7 +1,7 @@
 //! Captures written inside of a device: whole RoCEv2 packets as they would be on Ethernet, including those that go by shared memory, in
 //! pcapng files for Wireshark and for `rdmux capture check`.
 //!
-//! A device is captured from the moment it is opened ([`set_process_capture`], the environment variable `RDMUX_CAPTURE`), or while a
+//! A device is captured from the moment it is opened ([`crate::set_process_capture`], the environment variable `RDMUX_CAPTURE`), or while a
 //! program of its user asks for it ([`start`]). The engine never waits for the file: packets that find no room in a bounded queue are
 //! dropped and counted.
 //!
@@ -28,24 +28,16 @@ use rustix::io::Errno;
 pub use self::filter::{Filter, FilterError, Kind};
 pub use self::remote::{Capturing, Counts, start};
 use self::writer::{Carried, Input, Record, Writer, flow};
+use crate::options::OpenError;
+use crate::process::capture_file;
 
-/// File that the devices of this process are captured to, and its writer once a device is captured.
-static OF_PROCESS: Mutex<(Option<PathBuf>, Option<Writer>)> = Mutex::new((None, None));
+/// The file that devices of this process are captured to, and its writer.
+static WRITER: Mutex<Option<(PathBuf, Writer)>> = Mutex::new(None);
 
-/// Captures all devices that this process opens from now on to this one file; `%p` in its name stands for the process ID. It takes
-/// precedence over the environment variable `RDMUX_CAPTURE`.
-pub fn set_process_capture(file: &FilePath) {
-    *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = (Some(file.into()), None);
-}
-
-/// Returns whether this process or its environment asks for a capture.
-pub(crate) fn is_asked_for() -> bool {
-    let set = OF_PROCESS
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .0
-        .is_some();
-    set || std::env::var_os("RDMUX_CAPTURE").is_some_and(|name| !name.is_empty())
+impl From<CaptureError> for OpenError {
+    fn from(error: CaptureError) -> OpenError {
+        OpenError::Provider(error.into())
+    }
 }
 
 /// Reason why a device that is to be captured was not opened.
@@ -58,26 +50,28 @@ pub struct CaptureError {
 
 /// Returns the capture that this process or its environment asks for, for a device of this name.
 pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError> {
-    let (file, writer) = &mut *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
-    if file.is_none() {
-        let named = std::env::var_os("RDMUX_CAPTURE").filter(|name| !name.is_empty());
-        *file = named.map(PathBuf::from);
-    }
-    let Some(file) = file else { return Ok(None) };
-    let writer = match writer {
-        Some(writer) => writer,
-        none => {
-            let name = file
-                .to_string_lossy()
-                .replace("%p", &std::process::id().to_string());
-            let opened = create(FilePath::new(&name)).and_then(|file| Writer::new(file, None));
-            none.insert(opened.map_err(|source| CaptureError {
-                file: name.into(),
-                source,
-            })?)
-        }
+    let Some(file) = capture_file() else {
+        return Ok(None);
     };
+    let mut of_process = WRITER.lock().unwrap_or_else(PoisonError::into_inner);
+    let writer = match of_process.take() {
+        Some((captured, writer)) if captured == file => writer,
+        _ => begin(&file)?,
+    };
+    let (_, writer) = of_process.insert((file, writer));
     Ok(Some(Capture::new(writer, device, Filter::default())))
+}
+
+/// Begins to write to a file.
+fn begin(file: &FilePath) -> Result<Writer, CaptureError> {
+    let name = file
+        .to_string_lossy()
+        .replace("%p", &std::process::id().to_string());
+    let opened = create(FilePath::new(&name)).and_then(|file| Writer::new(file, None));
+    opened.map_err(|source| CaptureError {
+        file: name.into(),
+        source,
+    })
 }
 
 /// Creates a file, or empties one, unless another process captures to it.

@@ -17,9 +17,8 @@ use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 
 use super::cm::{Connecting, Service};
-use super::engine::{CqWaker, Engine, OpenError, Options, device_mtu, path_mtu_to};
+use super::engine::{CqWaker, Engine, device_mtu, path_mtu_to};
 use super::engines::Engines;
-use super::faults::FaultCounts;
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
 use super::sidr::Resolving;
@@ -31,6 +30,8 @@ use crate::event::{AsyncEvent, Object};
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
+use crate::options::{OpenError, Options};
+use crate::process::FaultCounts;
 use crate::provider;
 use crate::sidr::ResolveError;
 
@@ -107,7 +108,7 @@ impl provider::Device for Device {
     }
 
     fn limits(&self) -> Limits {
-        Limits::SOFT
+        Limits::ENGINE
     }
 
     fn features(&self) -> Features {

@@ -12,7 +12,6 @@ mod handover;
 mod leader;
 mod lock;
 mod looks;
-mod open;
 mod sleep;
 mod sockets;
 mod standby;
@@ -34,8 +33,8 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::{CmEvent, CmId, Peering, Request};
 use rdmux_rnic::trace::{ConnectionNote, Note};
 use rdmux_rnic::{
-    ArmedQueues, Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path,
-    PostError, QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
+    ArmedQueues, Arrival, Config, Counters, Cqn, Event, Fault, Histogram, Memory, Path, PostError,
+    QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
 };
 use rdmux_shm::Meta;
 use rdmux_wire::cm::{RejReason, ServiceId};
@@ -43,33 +42,35 @@ use rdmux_wire::roce::PathMtu;
 use rustix::event::epoll;
 use rustix::io::Errno;
 
+use crate::datagram::AttachError;
 use crate::device::PostListError;
 use crate::event::{AsyncEvent, AsyncEvents};
+use crate::interface::interface_of;
+use crate::load::{conditions, current_cpu};
+use crate::options::{OpenError, Options};
 use crate::waiting::{Plan, WaitMode};
+use crate::waker::Waker;
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
 use self::leader::{Leader, Waiter};
 use self::lock::{EngineGuard, EngineLock};
 use self::looks::Looks;
-pub use self::open::check_environment;
-pub use self::open::{OpenError, Options, SharedMemory};
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
 use self::standby::Standby;
-pub(crate) use self::waker::{CmQueue, CmSink, CqWaker, Waker};
+pub(crate) use self::waker::{CmQueue, CmSink, CqWaker};
 use super::capture;
 use super::engines::Engines;
-use super::faults::{self, Leaving};
+use super::faults::Leaving;
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, ServiceClaim};
-use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
 use super::port::Port;
 use super::resources::DeviceAt;
 use super::shm::link::{Links, slot_of};
 use super::trace::Level;
-use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
+use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
 
 /// Polls by a spinning caller between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
@@ -95,22 +96,6 @@ const SOCKET_FULL_NS: u64 = 2_000_000;
 const SOCKET_RETRY_NS: u64 = 500_000;
 /// Sleeps shorter than this end on time, not at the next millisecond.
 const PRECISE_NS: u64 = 10_000_000;
-
-/// Reason why a queue pair was not attached to a multicast group.
-#[derive(Debug, thiserror::Error)]
-pub enum AttachError {
-    /// The device refuses to attach it.
-    #[error(transparent)]
-    Refused(#[from] McastError),
-    /// The system did not let the device join the group.
-    #[error("joining {group}: {source}")]
-    Join {
-        /// The group.
-        group: IpAddr,
-        /// Error that the system returned.
-        source: io::Error,
-    },
-}
 
 /// A service that an application offers.
 #[derive(Debug)]
@@ -291,10 +276,7 @@ impl Engine {
         if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
             return Err(OpenError::NotOneHost(address));
         }
-        let spec = match options.faults {
-            None => faults::of_process()?,
-            some => some,
-        };
+        let spec = options.faults;
         // The group's thread may receive a message before the engine exists. It drops such a message, and the peer repeats it.
         let slot: Arc<Mutex<Weak<Engine>>> = Arc::default();
         let deliver = {

@@ -3,55 +3,18 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::{Mutex, PoisonError};
 
-use rdmux_rnic::faults::{Fate, LATE_NS_MAX, Line, Spec, SpecError, Stream, damage, dest_qpn, late_ns};
+use rdmux_rnic::faults::{Fate, LATE_NS_MAX, Line, Spec, Stream, damage, dest_qpn, late_ns};
 use rdmux_rnic::{Arrival, Path, Qpn, Time};
 use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN};
 
 use super::udp::ROCE_PORT;
 use crate::event::AsyncEvent;
+use crate::process::FaultCounts;
 
 /// Largest number of bytes that are held back in each direction; further packets are lost, as in a switch whose queue is full.
 const HELD_BYTES_MAX: usize = 16 << 20;
-
-/// Faults of the devices that this process opens, unless their options specify others.
-static OF_PROCESS: Mutex<Option<Spec>> = Mutex::new(None);
-
-/// Makes the devices that this process opens from now on misbehave as `spec` says, unless [`Options::faults`](crate::Options::faults) says
-/// otherwise: for programs whose devices are opened elsewhere. It takes precedence over the environment variable `RDMUX_FAULT`.
-pub fn set_process_faults(spec: Spec) {
-    *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
-}
-
-/// Returns the faults that this process or its environment asks for.
-pub(crate) fn of_process() -> Result<Option<Spec>, SpecError> {
-    if let Some(spec) = *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) {
-        return Ok(Some(spec));
-    }
-    match std::env::var_os("RDMUX_FAULT") {
-        Some(text) if !text.is_empty() => text.to_string_lossy().parse().map(Some),
-        _ => Ok(None),
-    }
-}
-
-/// Counts of the faults injected into a device's packets since it was opened, for both directions together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FaultCounts {
-    /// All packets.
-    pub packets: u64,
-    /// Lost: at random, at a port that was down, or in a full queue.
-    pub lost: u64,
-    /// Damaged.
-    pub corrupted: u64,
-    /// Duplicated.
-    pub duplicated: u64,
-    /// Held back to be overtaken.
-    pub reordered: u64,
-    /// Queue pairs put in error.
-    pub qp_errors: u64,
-}
 
 /// A packet on its way out.
 #[derive(Debug)]

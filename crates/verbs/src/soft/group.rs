@@ -55,6 +55,8 @@ use self::sockets::Sockets;
 use self::worker::{Role, Worker};
 use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
 use super::user::{User, user_of};
+use crate::cm::ListenError;
+use crate::options::OpenError;
 
 /// Slots of a group. Slot 0 carries connection management alone, so 127 processes can share an address.
 pub const SLOTS: usize = BLOCK as usize * BLOCKS as usize;
@@ -189,6 +191,24 @@ pub enum GroupError {
         /// Error that the system returned.
         source: io::Error,
     },
+}
+
+impl From<GroupError> for OpenError {
+    fn from(error: GroupError) -> OpenError {
+        match error {
+            GroupError::NotLocal { addr } => OpenError::NotLocal(addr),
+            other => OpenError::Provider(other.into()),
+        }
+    }
+}
+
+impl From<GroupError> for ListenError {
+    fn from(error: GroupError) -> ListenError {
+        match error {
+            GroupError::ServiceInUse { .. } => ListenError::InUse(error.into()),
+            other => ListenError::Provider(other.into()),
+        }
+    }
 }
 
 /// Returns the name of a service for people.

@@ -7,7 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::epoll;
 
-use super::udp::{RxSocket, interface_of};
+use super::udp::RxSocket;
+use crate::interface::interface_of;
 
 /// Largest number of sockets that one call of [`Memberships::ready`] returns.
 const READY_MAX: usize = 16;

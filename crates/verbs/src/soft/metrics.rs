@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use rdmux_rnic::{Counters, Histogram, Latencies};
 
 use super::engine::Engine;
-use super::faults::FaultCounts;
+use crate::process::FaultCounts;
 
 /// Engines that this process has opened.
 static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());

@@ -9,7 +9,6 @@ pub mod faults;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod group;
-pub(crate) mod load;
 mod mcast;
 pub mod metrics;
 pub(crate) mod port;
@@ -26,8 +25,9 @@ mod user;
 use std::io;
 use std::net::{IpAddr, UdpSocket};
 
-use crate::device::{OpenError, Options};
-use crate::provider::{self, Provider};
+use crate::interface::local_addresses;
+use crate::options::{OpenError, Options};
+use crate::provider::{self, Provider, Variable};
 
 /// Protocols between the processes of one host, with their versions. Processes with different versions do not work together, and say so.
 pub const LOCAL_PROTOCOLS: [(&str, u16); 2] = [
@@ -44,6 +44,20 @@ impl Provider for Soft {
         "soft"
     }
 
+    fn variables(&self) -> &'static [Variable] {
+        const VARIABLES: &[Variable] = &[
+            Variable {
+                name: "RDMUX_SHM",
+                words: &["on", "off"],
+            },
+            Variable {
+                name: "RDMUX_TRACE",
+                words: &["off", "events", "packets"],
+            },
+        ];
+        VARIABLES
+    }
+
     fn open(&self, address: IpAddr, options: &Options) -> Result<Box<dyn provider::Device>, OpenError> {
         Ok(Box::new(device::Device::open(address, *options)?))
     }
@@ -51,7 +65,7 @@ impl Provider for Soft {
     fn addresses(&self) -> io::Result<Vec<IpAddr>> {
         // An IPv6 address may be there and not yet, or no more, be usable.
         let is_usable = |address: &IpAddr| UdpSocket::bind((*address, 0)).is_ok();
-        let all = udp::local_addresses()?.into_iter();
+        let all = local_addresses()?.into_iter();
         Ok(all.filter(is_usable).collect())
     }
 }

@@ -11,10 +11,11 @@ use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status, Time, Train, TransmitB
 use rdmux_wire::roce::Packet;
 
 use super::capture::Capture;
-use super::faults::{FaultCounts, Faults, Leaving};
+use super::faults::{Faults, Leaving};
 use super::resources::DeviceAt;
 use super::trace::{self, Level};
 use crate::event::AsyncEvent;
+use crate::process::FaultCounts;
 
 /// The engine, and the faults and captures between it and its carriers.
 #[derive(Debug)]

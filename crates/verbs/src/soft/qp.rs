@@ -9,8 +9,9 @@ use rdmux_rnic::{
 use rdmux_shm::stay;
 
 use super::device::{CompletionQueue, Device, ProtectionDomain};
-use super::engine::{AttachError, Core};
+use super::engine::Core;
 use super::srq::XrcDomain;
+use crate::datagram::AttachError;
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::event::Object;
 use crate::provider::{self, CompletionQueue as _, own};

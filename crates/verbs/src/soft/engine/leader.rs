@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::handover::Wake;
 use super::{Core, Engine, RECEIVES_PER_TURN, SOCKET_RETRY_NS, Waker};
-use crate::soft::load::{conditions, current_cpu, wake_cost_ns};
+use crate::load::{conditions, current_cpu, wake_cost_ns};
 use crate::waiting::{Conditions, Plan, Policy, WaitMode};
 
 /// Way in which a driver waits: the leader, or the thread.

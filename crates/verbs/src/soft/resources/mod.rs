@@ -37,6 +37,7 @@ use super::shm::link::{ROOT, check_user};
 use super::shm::message::Message;
 use super::shm::report::{PAGE_BYTES_MAX, Page};
 use super::udp;
+use crate::interface::{interface_name, interface_of, local_addresses};
 
 /// Largest number of objects of a kind that a device can have: regions and windows are the most.
 const ITEMS_MAX: usize = 1 << 20;
@@ -192,8 +193,8 @@ impl DeviceAt {
 
 /// Returns name and index of the network interface that has a local address.
 pub fn netdev_of(address: IpAddr) -> Option<(String, u32)> {
-    let index = udp::interface_of(address).ok()?.index;
-    Some((udp::interface_name(index)?, index))
+    let index = interface_of(address).ok()?.index;
+    Some((interface_name(index)?, index))
 }
 
 /// Returns the local addresses that programs see devices for: those of a list in the format of `RDMUX_DEVICES`, in its order, else those of
@@ -203,7 +204,7 @@ pub fn netdev_of(address: IpAddr) -> Option<(String, u32)> {
 /// The word of the list that is no address.
 pub fn visible_addresses(list: Option<&str>) -> Result<Vec<IpAddr>, String> {
     let Some(list) = list else {
-        return Ok(udp::local_addresses().unwrap_or_else(|_| vec![Ipv4Addr::LOCALHOST.into()]));
+        return Ok(local_addresses().unwrap_or_else(|_| vec![Ipv4Addr::LOCALHOST.into()]));
     };
     let words = list.split([',', ' ']).filter(|word| !word.is_empty());
     words

@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::thread::{sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 use crate::waiting::{Conditions, WAKE_NS_DEFAULT};
-
-use super::engine::Waker;
+use crate::waker::Waker;
 
 /// Time for which an answer of [`Load::look`] is valid.
 const LOOK_NS: u64 = 1_000_000;
@@ -33,7 +32,7 @@ const MEASURE_ROUNDS: usize = 40;
 const MEASURE_ROUNDS_MIN: usize = 8;
 
 /// Returns the CPU that this thread runs on at the moment.
-pub(crate) fn current_cpu() -> u32 {
+pub fn current_cpu() -> u32 {
     sched_getcpu() as u32
 }
 
@@ -64,7 +63,7 @@ thread_local! {
 }
 
 /// Calls [`Load::look`] for this thread, with a time of the engines' clock.
-pub(crate) fn conditions(now_ns: u64) -> Conditions {
+pub fn conditions(now_ns: u64) -> Conditions {
     LOAD.with_borrow_mut(|load| load.look(now_ns))
 }
 

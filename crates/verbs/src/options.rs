@@ -1,15 +1,14 @@
 //! Opening of a device: options and errors.
 
+use std::error::Error;
 use std::io;
 use std::net::IpAddr;
 
 use rdmux_rnic::Traffic;
 use rdmux_rnic::faults::{Spec, SpecError};
 
-use crate::provider::{self, UnknownProvider};
-use crate::soft::capture::CaptureError;
-use crate::soft::faults;
-use crate::soft::group::GroupError;
+use crate::process;
+use crate::provider::{self, UnknownProvider, Variable};
 use crate::waiting::WaitMode;
 
 /// Options for opening a device.
@@ -25,7 +24,7 @@ pub struct Options {
     pub traffic: Traffic,
     /// Use of shared memory between this device and others of the same user on this host.
     pub shared_memory: SharedMemory,
-    /// Faults of the device's port, in both directions and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or
+    /// Faults of the device's port, in both directions and over all carriers; `None`: as [`crate::set_process_faults`] or
     /// the environment variable `RDMUX_FAULT` says, else none. With faults, WRITE and READ within the host go by packets too.
     pub faults: Option<Spec>,
     /// Name of the provider; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else the first
@@ -43,47 +42,40 @@ pub enum SharedMemory {
     Off,
 }
 
-/// Environment variables that take one of a few words: name, words, description.
-const VARIABLES: [(&str, &[&str], &str); 3] = [
-    ("RDMUX_SHM", &["on", "off"], "on or off"),
-    (
-        "RDMUX_TRACE",
-        &["off", "events", "packets"],
-        "off, events or packets",
-    ),
-    (
-        "RDMUX_WAIT",
-        &["blocked", "interrupted", "running"],
-        "blocked, interrupted or running",
-    ),
-];
+/// Variables of the environment that the devices of every provider heed.
+const VARIABLES: &[Variable] = &[Variable {
+    name: "RDMUX_WAIT",
+    words: &["blocked", "interrupted", "running"],
+}];
 
 /// Checks the environment variables that [`Device::open`](crate::Device::open) reads. A misspelt value that counted as unset would
 /// silently change the results of a program's measurements.
 pub fn check_environment() -> Result<(), OpenError> {
-    for (name, words, takes) in VARIABLES {
-        let Some(value) = std::env::var_os(name) else {
-            continue;
-        };
-        let value = value.to_string_lossy().into_owned();
-        if !value.is_empty() && !words.contains(&value.as_str()) {
-            let takes = takes.into();
-            return Err(OpenError::Environment { name, value, takes });
-        }
+    let providers = provider::registered();
+    let of_providers = providers.iter().flat_map(|provider| provider.variables());
+    for variable in VARIABLES.iter().chain(of_providers) {
+        check(variable.name, variable.words)?;
     }
-    if let Some(value) = std::env::var_os("RDMUX_PROVIDER").filter(|value| !value.is_empty()) {
-        let (name, value) = ("RDMUX_PROVIDER", value.to_string_lossy().into_owned());
-        if provider::named(&value).is_err() {
-            let takes = provider::names();
-            return Err(OpenError::Environment { name, value, takes });
-        }
-    }
-    faults::of_process()?;
+    let names: Vec<&str> = providers.iter().map(|provider| provider.name()).collect();
+    check("RDMUX_PROVIDER", &names)?;
+    process::faults()?;
     Ok(())
 }
 
+/// Checks that a variable is unset, empty, or one of these words.
+fn check(name: &'static str, words: &[&str]) -> Result<(), OpenError> {
+    let value = std::env::var_os(name).unwrap_or_default();
+    let value = value.to_string_lossy().into_owned();
+    if value.is_empty() || words.contains(&value.as_str()) {
+        return Ok(());
+    }
+    let takes = provider::one_of(words);
+    Err(OpenError::Environment { name, value, takes })
+}
+
 impl SharedMemory {
-    pub(super) fn is_on(self) -> bool {
+    /// Returns whether this option and the environment allow it.
+    pub fn is_on(self) -> bool {
         self == SharedMemory::Auto && std::env::var_os("RDMUX_SHM").is_none_or(|value| value != "off")
     }
 }
@@ -94,12 +86,14 @@ pub enum OpenError {
     /// The address stands for several hosts, or for any host: peers could not send to it.
     #[error("{0} is not the address of one host: open a device on each address that peers use")]
     NotOneHost(IpAddr),
-    /// The address cannot be used, its port is taken, or another user has it.
+    /// No interface of this network namespace has that address.
+    #[error(
+        "{0} is no address of this host: `ip address` lists those there are, in each network namespace its own"
+    )]
+    NotLocal(IpAddr),
+    /// The provider cannot open the device: its own error, which names the address or the device.
     #[error(transparent)]
-    Group(#[from] GroupError),
-    /// The RNIC cannot be used.
-    #[error(transparent)]
-    Hw(#[from] crate::hw::OpenError),
+    Provider(Box<dyn Error + Send + Sync>),
     /// No provider is registered.
     #[error(
         "this process has no provider of devices: call `register` of a provider's crate before it opens a device"
@@ -108,9 +102,9 @@ pub enum OpenError {
     /// No provider of the chosen name is registered.
     #[error(transparent)]
     UnknownProvider(#[from] UnknownProvider),
-    /// The options ask an RNIC for a feature that only the soft device has.
-    #[error("{0} exist only for soft devices, not for an RNIC of provider hw")]
-    SoftOnly(&'static str),
+    /// The process or the options ask for a feature that devices of the provider lack.
+    #[error("the device's provider does not offer {0}: choose another one, or do without")]
+    Unsupported(&'static str),
     /// An environment variable has a value that it does not take.
     #[error("{name}={value}: it takes {takes}")]
     Environment {
@@ -124,9 +118,6 @@ pub enum OpenError {
     /// `RDMUX_FAULT` is not a valid fault specification.
     #[error("RDMUX_FAULT: {0}")]
     Faults(#[from] SpecError),
-    /// The capture file of the device cannot be created.
-    #[error(transparent)]
-    Capture(#[from] CaptureError),
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
