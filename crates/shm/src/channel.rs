@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::gate::Gate;
-use crate::grant::{Granted, MAPPED, Process, Reach, Window};
+use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
 use crate::revocation;
 use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
@@ -404,10 +404,12 @@ impl Channel {
                 // This shows now, not with the first request, whether the system permits calls into the peer.
                 let tried = process.read(offer.offset, &mut [0]);
                 tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
-                (
-                    Reach::Process(Arc::clone(process), offer.offset..end),
-                    offer.offset,
-                )
+                let addresses = Addresses {
+                    process: Arc::clone(process),
+                    range: offer.offset..end,
+                    writable: offer.access.contains(Access::REMOTE_WRITE),
+                };
+                (Reach::Process(addresses), offer.offset)
             }
         };
         Ok(Grant {

@@ -40,8 +40,8 @@ const SEEN_TIME: Duration = Duration::from_millis(10);
 pub(crate) enum Reach {
     /// The memory is mapped in this process too.
     Mapped(Window),
-    /// The kernel copies between the processes; offsets are the peer's addresses, of which it granted these.
-    Process(Arc<Process>, Range<u64>),
+    /// The kernel copies between the processes; offsets are the peer's addresses.
+    Process(Addresses),
 }
 
 /// Count of the mappings of peers' memory, and of their bytes.
@@ -183,12 +183,27 @@ impl Process {
     }
 }
 
-/// Returns whether bytes at an address were granted.
-#[inline]
-fn check(granted: &Range<u64>, address: u64, len: u64) -> Result<(), Fault> {
-    let end = address.checked_add(len).ok_or(Fault::Unmapped)?;
-    let is_inside = granted.start <= address && end <= granted.end;
-    is_inside.then_some(()).ok_or(Fault::Unmapped)
+/// Addresses in a peer's process that the peer granted.
+#[derive(Debug)]
+pub(crate) struct Addresses {
+    pub(crate) process: Arc<Process>,
+    pub(crate) range: Range<u64>,
+    pub(crate) writable: bool,
+}
+
+impl Addresses {
+    /// Returns the number of the process, if a copy of `len` bytes at an address stays within what was granted.
+    #[inline]
+    fn check(&self, address: u64, len: u64, direction: Direction) -> Result<i32, Fault> {
+        let end = address.checked_add(len).ok_or(Fault::Unmapped)?;
+        if address < self.range.start || end > self.range.end {
+            return Err(Fault::Unmapped);
+        }
+        if direction == Direction::ToPeer && !self.writable {
+            return Err(Fault::NotSupported);
+        }
+        self.process.pid()
+    }
 }
 
 /// A grant by a peer. The user serializes the requests of one end: an end is inside of one grant at a time.
@@ -299,11 +314,11 @@ impl Granted {
                 (Reach::Mapped(theirs), Direction::FromPeer) => own
                     .write_from(own_at, &theirs.mapping, at, n)
                     .map_err(CopyError::swapped),
-                (Reach::Process(process, granted), _) => check(granted, at, n)
-                    .and_then(|()| process.pid())
+                (Reach::Process(addresses), _) => addresses
+                    .check(at, n, direction)
                     .map_err(CopyError::To)
                     .and_then(|pid| {
-                        // SAFETY: the peer granted these addresses to be written by this process, also where both are one process.
+                        // SAFETY: the peer granted that these addresses are accessed in this direction, also where both are one process.
                         unsafe { own.copy_process(own_at, pid, at, n, way) }
                     }),
             };
@@ -333,8 +348,8 @@ impl Granted {
             let copied = match (&self.reach, direction) {
                 (Reach::Mapped(theirs), Direction::ToPeer) => own.copy_to(own_at, &theirs.mapping, at, n),
                 (Reach::Mapped(theirs), Direction::FromPeer) => own.copy_from(own_at, &theirs.mapping, at, n),
-                (Reach::Process(process, granted), _) => check(granted, at, n)
-                    .and_then(|()| process.pid())
+                (Reach::Process(addresses), _) => addresses
+                    .check(at, n, direction)
                     // SAFETY: as for `copy`.
                     .and_then(|pid| unsafe { own.copy_process(own_at, pid, at, n, way) }),
             };
@@ -363,7 +378,10 @@ impl Granted {
         let ended = |_: Fault| PeerFault::Ended;
         self.reading(|| match &self.reach {
             Reach::Mapped(theirs) => theirs.mapping.read(at, out).map_err(ended),
-            Reach::Process(process, _) => process.read(at, out).map_err(ended),
+            Reach::Process(addresses) => addresses
+                .check(at, out.len() as u64, Direction::FromPeer)
+                .and_then(|pid| Mapping::read_process(pid, at, out))
+                .map_err(ended),
         })
     }
 }
@@ -385,8 +403,8 @@ impl PeerMemory for Granted {
         let ended = |_: Fault| PeerFault::Ended;
         self.writing(|passage| match &self.reach {
             Reach::Mapped(theirs) => theirs.mapping.write(offset, bytes).map_err(ended),
-            Reach::Process(process, granted) => check(granted, offset, bytes.len() as u64)
-                .and_then(|()| process.pid())
+            Reach::Process(addresses) => addresses
+                .check(offset, bytes.len() as u64, Direction::ToPeer)
                 .and_then(|pid| {
                     let order = Order::LastWordLast;
                     // SAFETY: as for `copy`.

@@ -1,11 +1,13 @@
 use std::sync::atomic::AtomicBool;
 
-use rdmux_rnic::{Access, Qpn, RKey};
+use rdmux_memory::mapping::{Mapping, allows_calls_into_processes};
+use rdmux_rnic::{Access, Memory, PeerFault, Qpn, RKey};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::SocketFlags;
 
 use super::*;
 use crate::grant::Mapped;
+use crate::skip::skip;
 
 fn doorbells() -> [OwnedFd; 2] {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -114,4 +116,69 @@ fn of_file__so_many_and_no_more() {
     assert!(first.is_some() && second.is_some() && size(12).is_none());
     drop(first);
     assert!(size(12).is_some());
+}
+
+/// The kernel knows nothing of grants: where it copies, only this side keeps to the bounds and the rights.
+#[test]
+fn take__reaches_by_calls_what_was_granted_and_no_more() {
+    if !allows_calls_into_processes() {
+        return skip("calls into processes are refused");
+    }
+    let (segment, _file) = Segment::create().unwrap();
+    let [doorbell, theirs] = doorbells();
+    let process = Process::of(std::process::id() as i32, theirs.as_fd());
+    let channel = Channel::new(
+        Arc::clone(&segment),
+        Side::Asking,
+        doorbell,
+        None,
+        &Arc::default(),
+    );
+    let (pages, words) = (
+        Mapping::anonymous(8192).unwrap(),
+        Mapping::anonymous(4096).unwrap(),
+    );
+    let (begin, end) = (pages.address() + 100, pages.address() + 200);
+    let take = |index, access| {
+        segment.grant(Side::Answering, index).store(1, Ordering::SeqCst);
+        let offer = Offer {
+            rkey: RKey(1),
+            by: Qpn::new(1),
+            index,
+            generation: 1,
+            access,
+            iova: 0,
+            length: end - begin,
+            offset: begin,
+            gate: words.address(),
+            left: words.address() + 8,
+        };
+        let open = Arc::new(AtomicBool::new(true));
+        channel.take(&offer, Vec::new(), &process, &open).unwrap().memory
+    };
+    let own = AnonymousMemory::new(4096).unwrap();
+    own.write(0, &[7; 4096]).unwrap();
+    let (writable, read_only) = (take(0, Access::REMOTE_WRITE), take(1, Access::REMOTE_READ));
+    for (memory, at, len) in [
+        (&writable, begin - 1, 8),
+        (&writable, end - 7, 8),
+        (&writable, end, 1),
+        (&writable, begin, 101),
+        (&writable, u64::MAX, 8),
+        (&read_only, begin, 8),
+    ] {
+        assert_eq!(memory.write(at, &own, 0, len), Err(PeerFault::Ended));
+        let bytes = vec![7; len as usize];
+        assert_eq!(memory.write_bytes(at, &bytes), Err(PeerFault::Ended));
+    }
+    let seen = || {
+        let mut bytes = [1; 8192];
+        pages.read(0, &mut bytes).unwrap();
+        bytes
+    };
+    assert!(seen() == [0; 8192]);
+    assert_eq!(writable.write(begin, &own, 0, end - begin), Ok(()));
+    assert!(seen()[100..200] == [7; 100] && seen()[..100] == [0; 100] && seen()[200..] == [0; 7992]);
+    assert_eq!(read_only.read(begin, &own, 0, 100), Ok(()));
+    assert_eq!(read_only.read(begin, &own, 0, 101), Err(PeerFault::Ended));
 }
