@@ -33,6 +33,7 @@
 mod connection;
 mod keepalive;
 mod mailbox;
+mod pool;
 mod reactor;
 #[cfg(test)]
 mod tests;
@@ -44,6 +45,7 @@ pub use connection::{
     Completed, EstablishError, MessageConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
 };
 pub use mailbox::{Inbox, Mailbox, mailbox};
+pub use pool::{Buffer, BufferError, BufferPool};
 pub use reactor::{AcceptError, ConnectionId, End, Event, Limits, ListenAtError, Reactor, Request};
 pub use waiting::Waiting;
 pub use work_id::WorkId;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use rdmux_memory::AnonymousMemory;
-use rdmux_verbs::{Memory, MemoryRegion, Operation, Placement, PostError, Selectivity, SgeList};
+use rdmux_runtime as runtime;
+use rdmux_verbs::{Memory, Operation, Placement, PostError, Selectivity, SgeList};
 use rdmux_wire::push::{Access, Conflict, DATA_LEN_MAX, Message, Name};
 
 use super::lease::Path;
@@ -41,9 +41,9 @@ pub(super) struct Entry {
 
 #[derive(Debug)]
 enum State {
-    /// An RDMA request, through the mapping of this number, and the registration of its buffer, which the device uses until the
+    /// An RDMA request, through the mapping of this number, and its buffer, which the device uses until the
     /// request is done: it reads a write's bytes when it sends them, and again when it repeats them.
-    Posted(u64, Option<Arc<MemoryRegion>>),
+    Posted(u64, Option<Arc<runtime::Buffer>>),
     /// A request by message, of which `left` messages have no answer.
     Told {
         left: usize,
@@ -59,7 +59,7 @@ enum State {
 /// The place for the bytes of an answer.
 #[derive(Debug)]
 pub(super) struct Received {
-    memory: Arc<AnonymousMemory>,
+    buffer: Arc<runtime::Buffer>,
     at: u64,
     length: usize,
 }
@@ -111,7 +111,7 @@ impl Client {
             );
         }
         let operation = Operation::Write { va, rkey, imm: None };
-        let sges = buffer.mr.sge(from, length).into();
+        let sges = buffer.0.sge(from, length).into();
         self.post(mapping, operation, sges, Some(buffer), token, Kind::Write)
     }
 
@@ -133,7 +133,7 @@ impl Client {
             return self.post_ordinary_read(&region, offset, buffer, to, length, token);
         }
         let operation = Operation::Read { va, rkey };
-        let sges = buffer.mr.sge(to, length).into();
+        let sges = buffer.0.sge(to, length).into();
         self.post(mapping, operation, sges, Some(buffer), token, Kind::Read)
     }
 
@@ -182,7 +182,7 @@ impl Client {
                 mapping.extent(offset, length)?;
                 let bytes = length.min(SCRATCH_BYTES as u64) as u32;
                 let (va, rkey) = mapping.locate(offset, bytes.into())?;
-                (Operation::Read { va, rkey }, self.scratch.mr.sge(0, bytes).into())
+                (Operation::Read { va, rkey }, self.scratch.sge(0, bytes).into())
             }
             _ => {
                 mapping.extent(offset, length)?;
@@ -222,7 +222,7 @@ impl Client {
         let mut messages = Vec::with_capacity(pieces.len());
         for (at, bytes) in pieces {
             let mut data = vec![0; bytes];
-            buffer.memory.read(from + (at - offset), &mut data)?;
+            buffer.memory().read(from + (at - offset), &mut data)?;
             messages.push(Message::Write {
                 region: region.clone(),
                 offset: at,
@@ -258,7 +258,7 @@ impl Client {
                 conflict: Conflict::Break,
             };
             let received = Received {
-                memory: buffer.memory.clone(),
+                buffer: buffer.0.clone(),
                 at: to + (at - offset),
                 length: bytes,
             };
@@ -345,8 +345,8 @@ impl Client {
         }
         let number = self.first_entry + self.entries.len() as u64;
         self.link.connection.post(number, operation, sges)?;
-        let mr = buffer.map(|buffer| buffer.mr.clone());
-        self.enter(token, kind, State::Posted(mapping.id, mr))?;
+        let buffer = buffer.map(|buffer| buffer.0.clone());
+        self.enter(token, kind, State::Posted(mapping.id, buffer))?;
         if let Some(leased) = self.leased.get_mut(&mapping.id) {
             leased.in_flight += 1;
         }
@@ -363,8 +363,8 @@ impl Client {
         let Some(entry) = self.entry(number) else {
             return Ok(());
         };
-        if let State::Posted(mapping, mr) = std::mem::replace(&mut entry.state, State::Done) {
-            drop(mr);
+        if let State::Posted(mapping, buffer) = std::mem::replace(&mut entry.state, State::Done) {
+            drop(buffer);
             self.one_less(mapping)?;
         }
         Ok(())
@@ -388,7 +388,7 @@ impl Client {
             Message::Written if kind == Kind::Write => None,
             Message::Bytes { bytes } if received.as_ref().is_some_and(|r| r.length == bytes.len()) => {
                 if let Some(received) = received {
-                    received.memory.write(received.at, &bytes)?;
+                    received.buffer.memory().write(received.at, &bytes)?;
                 }
                 None
             }
@@ -446,8 +446,8 @@ impl Client {
     /// Writes bytes and waits until they are visible. For speed, post requests instead.
     pub fn write(&mut self, mapping: &Mapping, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         self.drain()?;
-        let buffer = self.buffer(bytes.len())?;
-        buffer.memory.write(0, bytes)?;
+        let buffer = self.pooled(bytes.len())?;
+        buffer.memory().write(0, bytes)?;
         let length = length_u32(mapping, offset, bytes.len())?;
         self.post_write(mapping, offset, &buffer, 0, length, 0)?;
         self.next_done().map(drop)
@@ -456,11 +456,11 @@ impl Client {
     /// Reads bytes. For speed, post requests instead.
     pub fn read(&mut self, mapping: &Mapping, offset: u64, out: &mut [u8]) -> Result<(), Error> {
         self.drain()?;
-        let buffer = self.buffer(out.len())?;
+        let buffer = self.pooled(out.len())?;
         let length = length_u32(mapping, offset, out.len())?;
         self.post_read(mapping, offset, &buffer, 0, length, 0)?;
         self.next_done()?;
-        Ok(buffer.memory.read(0, out)?)
+        Ok(buffer.memory().read(0, out)?)
     }
 
     /// Flushes and waits until it is done.
@@ -503,12 +503,12 @@ impl Client {
     /// Reads bytes by message.
     pub fn ordinary_read(&mut self, region: &Name, offset: u64, out: &mut [u8]) -> Result<(), Error> {
         self.drain()?;
-        let buffer = self.buffer(out.len())?;
+        let buffer = self.pooled(out.len())?;
         let mut at = 0;
         for piece in out.chunks_mut(DATA_LEN_MAX) {
             self.post_ordinary_read(region, offset + at, &buffer, at, piece.len() as u32, 0)?;
             self.next_done()?;
-            buffer.memory.read(at, piece)?;
+            buffer.memory().read(at, piece)?;
             at += piece.len() as u64;
         }
         Ok(())

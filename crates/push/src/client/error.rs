@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use rdmux_runtime::SendError;
+use rdmux_runtime::{BufferError, SendError};
 use rdmux_verbs::{ConnectError, CreateError, Fault, OpenError, PostError, RegisterError};
 use rdmux_wire::push::{ErrorCode, Name};
 
@@ -134,6 +134,15 @@ impl From<SendError> for Error {
             SendError::TooLong => PostError::TooLong.into(),
             SendError::Memory(fault) => fault.into(),
             SendError::Post(error) => error.into(),
+        }
+    }
+}
+
+impl From<BufferError> for Error {
+    fn from(error: BufferError) -> Error {
+        match error {
+            BufferError::Allocate(error) => error.into(),
+            BufferError::Register(error) => error.into(),
         }
     }
 }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
-use rdmux_verbs::{MemoryRegion, Placement, RKey};
+use rdmux_runtime as runtime;
+use rdmux_verbs::{Placement, RKey};
 use rdmux_wire::push::{Access, Conflict, Domain, Extent, Name, Ways};
 
 use super::Error;
@@ -219,15 +220,12 @@ impl Mapping {
 
 /// Own memory, from which requests take bytes and into which they put bytes. It may be dropped before they are done.
 #[derive(Debug)]
-pub struct Buffer {
-    pub(super) mr: Arc<MemoryRegion>,
-    pub(super) memory: Arc<AnonymousMemory>,
-}
+pub struct Buffer(pub(super) Arc<runtime::Buffer>);
 
 impl Buffer {
     /// Returns the bytes.
     pub fn memory(&self) -> &AnonymousMemory {
-        &self.memory
+        self.0.memory()
     }
 }
 

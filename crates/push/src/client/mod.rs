@@ -20,8 +20,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_memory::AnonymousMemory;
-use rdmux_runtime::{Completed, EstablishError, MessageConnection, SIGNAL_EVERY, Sizes};
+use rdmux_runtime::{
+    self as runtime, BufferPool, Completed, EstablishError, MessageConnection, SIGNAL_EVERY, Sizes,
+};
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectParams, Device, Features, PostError, ProtectionDomain,
     RKey, RejReason, Status, WorkCompletion,
@@ -49,6 +50,8 @@ const SIZES: Sizes = Sizes {
     own: MESSAGES_MAX + 2 + SIGNAL_EVERY,
     operations: DEPTH_MAX,
 };
+/// Memory that a client keeps for the next request that it waits for.
+const IDLE_BYTES_MAX: usize = 1 << 20;
 /// The longest READ whose bytes nobody wants.
 const SCRATCH_BYTES: usize = 8;
 /// Time for the handshake with a server that may be busy with others.
@@ -125,7 +128,8 @@ pub struct Client {
     ordinary: usize,
     leased: HashMap<u64, Leased>,
     /// The place for the bytes of a READ that nobody wants.
-    scratch: Buffer,
+    scratch: runtime::Buffer,
+    pool: BufferPool,
 }
 
 /// Everything that ends with a connection.
@@ -181,7 +185,8 @@ impl Client {
                 id
             }
         };
-        let scratch = buffer(&pd, SCRATCH_BYTES)?;
+        let scratch = runtime::Buffer::new(&pd, SCRATCH_BYTES)?;
+        let pool = BufferPool::new(&pd, IDLE_BYTES_MAX);
         let mut client = Client {
             link: Link::connect(&pd, peer)?,
             pd,
@@ -195,6 +200,7 @@ impl Client {
             ordinary: 0,
             leased: HashMap::new(),
             scratch,
+            pool,
         };
         client.handshake()?;
         Ok(client)
@@ -412,7 +418,12 @@ impl Client {
 
     /// Allocates memory to write from and read into.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer, Error> {
-        buffer(&self.pd, bytes)
+        Ok(Buffer(Arc::new(runtime::Buffer::new(&self.pd, bytes)?)))
+    }
+
+    /// Returns memory for a request that this client waits for.
+    fn pooled(&self, bytes: usize) -> Result<Buffer, Error> {
+        Ok(Buffer(Arc::new(self.pool.take(bytes)?)))
     }
 
     /// Says goodbye and ends the connection. The goodbye arrives behind the RDMA requests in flight, so that this waits for
@@ -650,10 +661,4 @@ fn bytes_of(request: u64, message: &Message) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(256);
     message.emit(request, &mut bytes);
     bytes
-}
-
-fn buffer(pd: &ProtectionDomain, bytes: usize) -> Result<Buffer, Error> {
-    let memory = Arc::new(AnonymousMemory::new(bytes)?);
-    let mr = Arc::new(pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?);
-    Ok(Buffer { mr, memory })
 }
