@@ -1310,6 +1310,12 @@ impl Rnic {
         self.flushes.poll()
     }
 
+    /// Returns whether [`Rnic::poll_ended_memories`] or [`Cm::take_deferred`] may have something to return. A driver asks after every call.
+    #[inline]
+    pub fn has_remains(&self) -> bool {
+        self.retired.any() || self.cm.has_deferred()
+    }
+
     /// Returns memories that a work request, a packet or the destruction of a QP ended. The caller drops them where the code that
     /// this runs does no harm.
     pub fn poll_ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {

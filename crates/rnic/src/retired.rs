@@ -25,9 +25,14 @@ impl RetiredMemories {
         self.0.any.store(true, Ordering::Relaxed);
     }
 
+    /// Returns whether there may be some.
     #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.0.any.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn take(&self) -> Vec<Arc<dyn Memory>> {
-        if !self.0.any.load(Ordering::Relaxed) {
+        if !self.any() {
             return Vec::new();
         }
         let mut memories = self.0.memories.lock().unwrap_or_else(PoisonError::into_inner);

@@ -67,9 +67,13 @@ impl Cm {
 
     /// Takes the requests that have arrived. The user gives each to [`Cm::handle_request`] of the device that it chooses, and a repeated
     /// request to the same device as before, which [`Cm::knows`] it.
-    #[inline]
     pub fn take_deferred(&mut self) -> Vec<Request> {
         std::mem::take(&mut self.deferred)
+    }
+
+    /// Returns whether [`Cm::take_deferred`] has something to return.
+    pub(crate) fn has_deferred(&self) -> bool {
+        !self.deferred.is_empty()
     }
 
     pub(super) fn receive_request(&mut self, now: Time, request: Request) {

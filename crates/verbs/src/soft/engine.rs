@@ -195,16 +195,21 @@ pub(crate) struct Locked<'a> {
 /// Work to do after unlocking.
 struct Behind<'a> {
     engine: &'a Engine,
-    ended: Vec<Arc<dyn Memory>>,
-    /// Requests to place. They arrive only while the engine is locked in this way.
+    remains: Option<Box<Remains>>,
+}
+
+/// Memories to drop, and requests to place. Requests arrive only while the engine is locked by [`Locked`].
+struct Remains {
+    _ended: Vec<Arc<dyn Memory>>,
     requests: Vec<Request>,
 }
 
 impl Drop for Locked<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.behind.ended = self.core.ended_memories();
-        self.behind.requests = self.core.rnic.cm().take_deferred();
+        if self.core.has_remains() {
+            self.behind.remains = Some(self.core.remains());
+        }
     }
 }
 
@@ -214,8 +219,10 @@ impl Drop for Behind<'_> {
         if self.engine.core.has_left() {
             self.engine.serve_left();
         }
-        if !self.requests.is_empty() {
-            self.engine.engines.place(self.engine, &self.requests);
+        if let Some(remains) = &self.remains
+            && !remains.requests.is_empty()
+        {
+            self.engine.engines.place(self.engine, &remains.requests);
         }
     }
 }
@@ -469,8 +476,7 @@ impl Engine {
         }
         let behind = Behind {
             engine: self,
-            ended: Vec::new(),
-            requests: Vec::new(),
+            remains: None,
         };
         Locked { core, behind }
     }
@@ -845,6 +851,21 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 }
 
 impl Core {
+    /// Returns whether there is work to do after unlocking.
+    #[inline]
+    fn has_remains(&self) -> bool {
+        self.rnic.has_remains() || !self.ended.is_empty()
+    }
+
+    /// Takes the work to do after unlocking.
+    #[cold]
+    fn remains(&mut self) -> Box<Remains> {
+        Box::new(Remains {
+            _ended: self.ended_memories(),
+            requests: self.rnic.cm().take_deferred(),
+        })
+    }
+
     /// Returns the memories that have ended, for the caller to drop after unlocking.
     fn ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
         let mut ended = self.rnic.poll_ended_memories();

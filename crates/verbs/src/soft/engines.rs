@@ -10,7 +10,8 @@ use rdmux_wire::cm::ServiceId;
 use super::engine::Engine;
 use super::group::{GroupError, ServiceClaim};
 
-/// The engines of a device. A thread that holds the lock of an engine never calls it.
+/// The engines of a device. A thread that holds the lock of an engine never calls it, and the drop of a memory begins and ends no service: a memory
+/// that has ended may be dropped while this is locked.
 #[derive(Debug, Default)]
 pub(crate) struct Engines(Mutex<Members>);
 
