@@ -47,7 +47,7 @@ impl<M> Inbox<M> {
     }
 
     /// Sleeps until a message arrives, another descriptor is readable, a signal comes, or the deadline. Returns false if it was the
-    /// deadline. Messages that are there already may not end the sleep: take them before, after the last sleep.
+    /// deadline. A message that arrived before the previous sleep ended does not end this one: take all messages between two sleeps.
     pub fn sleep(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
         let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
         fds.extend(others.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
