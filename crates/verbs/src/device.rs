@@ -116,6 +116,27 @@ impl Device {
     /// cannot be combined. Engines listen for a service together: each request goes to the listener with the fewest requests that are not
     /// decided, and of those to the one whose engine has the fewest connections.
     ///
+    /// ```no_run
+    /// # use rdmux_verbs::*;
+    /// # use std::{thread, time::Duration};
+    /// # fn serve(device: Device) -> Result<(), Box<dyn std::error::Error>> {
+    /// let engines = [device.open_engine()?, device];
+    /// thread::scope(|scope| {
+    ///     for engine in engines {
+    ///         scope.spawn(move || {
+    ///             let listener = engine.listen(7174)?;
+    ///             while let Some(request) = listener.accept(Duration::MAX) {
+    ///                 // Accept it with a queue pair of this engine.
+    /// #               drop(request);
+    ///             }
+    ///             Ok::<_, ListenError>(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// Errors of [`Device::open`]. Provider `hw` has no engines ([`OpenError::Unsupported`]).
     pub fn open_engine(&self) -> Result<Device, OpenError> {

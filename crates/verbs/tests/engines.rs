@@ -8,6 +8,7 @@ use std::io::{Write, stdin};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -470,6 +471,56 @@ fn drop__of_a_listener_leaves_its_requests_to_the_others() {
     let _taken = remains.accept(LONG).unwrap();
     drop(remains);
     assert!(matches!(attempt.wait(), Err(ConnectError::Rejected { .. })));
+}
+
+#[test]
+fn listen__while_listeners_come_and_go_loses_no_request() {
+    const CONNECTIONS: usize = 60;
+    let device = Device::open([127, 0, 40, 23].into()).unwrap();
+    let engines = [device.open_engine().unwrap(), device.open_engine().unwrap()];
+    let to = SocketAddr::new(device.address(), PORT);
+    // One listens all the time, so that no request may be refused.
+    let stays = device.listen(PORT).unwrap();
+    let is_over = AtomicBool::new(false);
+    let serve = |engine: &Device, listener: &Listener, kept: &mut Vec<(End, Connection)>| {
+        if let Some(request) = listener.accept(Duration::from_millis(1)) {
+            kept.push(accept(engine, request));
+        }
+    };
+    thread::scope(|scope| {
+        let (serve, is_over, stays) = (&serve, &is_over, &stays);
+        scope.spawn(move || {
+            let mut kept = Vec::new();
+            while !is_over.load(Ordering::Acquire) {
+                serve(&device, stays, &mut kept);
+            }
+        });
+        for engine in &engines {
+            scope.spawn(move || {
+                let mut kept = Vec::new();
+                while !is_over.load(Ordering::Acquire) {
+                    let listener = engine.listen(PORT).unwrap();
+                    (0..3).for_each(|_| serve(engine, &listener, &mut kept));
+                }
+            });
+        }
+        let clients = [24, 25].map(|host| {
+            scope.spawn(move || {
+                let client = Device::open([127, 0, 40, host].into()).unwrap();
+                let attempts: Vec<_> = (0..CONNECTIONS).map(|_| start(&client, to)).collect();
+                let connect = |(end, attempt): (End, Connecting)| Client::of(end, attempt.wait().unwrap());
+                let clients: Vec<Client> = attempts.into_iter().map(connect).collect();
+                clients.iter().zip(1_000..).for_each(|(c, tag)| c.exchange(tag));
+                // And one after the other.
+                for tag in 0..CONNECTIONS as u64 {
+                    Client::connect(&client, to).exchange(tag);
+                }
+            })
+        });
+        let ended = clients.map(|client| client.join());
+        is_over.store(true, Ordering::Release);
+        assert!(ended.iter().all(Result::is_ok));
+    });
 }
 
 #[test]
