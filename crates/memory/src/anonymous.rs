@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
-use crate::mapping::{Mapping, sealed_file};
+use crate::mapping::{Mapping, sealed_file, whole_pages};
 
 /// Pages of the process's own, zero at first.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl AnonymousMemory {
     /// of the same user has its key, that peer reads and writes it without any action of this process. A peer that maps it reaches
     /// all of the memory, by page, not the region alone: data that no peer may see belongs in a memory of its own.
     pub fn shareable(len: usize) -> io::Result<AnonymousMemory> {
-        let len = len.max(1).next_multiple_of(rustix::param::page_size());
+        let len = whole_pages(len)?;
         let file = sealed_file("rdmux-memory", len as u64)?;
         Ok(AnonymousMemory {
             mapping: Mapping::of_sealed_file(&file, 0, len, true)?,

@@ -40,10 +40,16 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
+/// Rounds a length up to whole pages.
+pub(crate) fn whole_pages(len: usize) -> io::Result<usize> {
+    let rounded = len.max(1).checked_next_multiple_of(rustix::param::page_size());
+    rounded.ok_or(io::ErrorKind::OutOfMemory.into())
+}
+
 impl Mapping {
     /// Maps `len` bytes, rounded up to whole pages, of the process's own; zero at first.
     pub fn anonymous(len: usize) -> io::Result<Mapping> {
-        let len = len.max(1).next_multiple_of(rustix::param::page_size());
+        let len = whole_pages(len)?;
         // The kernel provides pages when they are touched, and does not account for them before.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address that the kernel chooses affects no memory that exists.

@@ -138,6 +138,12 @@ fn file_memory__refuses_what_is_no_file_with_bytes() {
 }
 
 #[test]
+fn anonymous_memory__of_more_pages_than_there_are_addresses() {
+    assert!(AnonymousMemory::new(usize::MAX).is_err());
+    assert!(AnonymousMemory::shareable(usize::MAX).is_err());
+}
+
+#[test]
 fn anonymous_memory__places_every_length_at_every_alignment() {
     let memory = AnonymousMemory::new(4096).unwrap();
     for at in 0..24u64 {
