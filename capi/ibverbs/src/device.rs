@@ -7,7 +7,7 @@ use std::path::Path;
 use std::ptr;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use rdmux_verbs::soft::resources::{node_guid, visible_addresses};
+use rdmux_verbs::resources::{node_guid, visible_addresses};
 
 use crate::{abi, warn};
 

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::{AnonymousMemory, FileMemory};
-use rdmux_verbs::soft::resources::{DeviceAt, Item, Object, ask, rnics};
+use rdmux_verbs::resources::{DeviceAt, Item, Object, ask, rnics};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -611,7 +611,7 @@ fn ask__what_this_process_has_on_an_rnic() {
 fn told(object: Object) -> Vec<Item> {
     let address: IpAddr = ADDRESS.parse().unwrap();
     let places: Vec<DeviceAt> = rnics().into_iter().filter(|at| at.address == address).collect();
-    let own = |told: &soft::resources::Told| told.pid == Some(std::process::id());
+    let own = |told: &resources::Told| told.pid == Some(std::process::id());
     let told = ask(&places, object, LONG).into_iter();
     let mut told = told.filter_map(|(_, told)| told.ok().filter(own));
     told.next().expect("an answer").items

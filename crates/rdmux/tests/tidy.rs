@@ -28,7 +28,7 @@ const MAY_USE: [(&str, &[&str]); 15] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 19] = [
+const UNSAFE_FILES: [&str; 20] = [
     "crates/memory/src/application.rs",
     "crates/memory/src/lease.rs",
     "crates/memory/src/mapping.rs",
@@ -48,6 +48,7 @@ const UNSAFE_FILES: [&str; 19] = [
     "crates/verbs/src/soft/engine/lock.rs",
     "crates/verbs/src/soft/shm/link/tests.rs",
     "crates/verbs/src/soft/udp.rs",
+    "crates/verbs/src/user.rs",
 ];
 
 fn root() -> PathBuf {
@@ -108,6 +109,30 @@ fn crates__use_only_what_is_below_them() {
                     "crate {name} uses {used}, which is not below it"
                 );
             }
+        }
+    }
+}
+
+/// Checks that neither provider uses the other one, that the vocabulary uses them only to list them, and that no service uses either.
+#[test]
+fn providers__are_used_by_programs_alone() {
+    const SERVICES: [&str; 3] = ["crates/push/", "crates/log/", "crates/runtime/"];
+    const LISTS_THEM: &str = "crates/verbs/src/provider.rs";
+    for (name, text) in sources() {
+        let of_verbs = name.strip_prefix("crates/verbs/src/");
+        let forbidden: &[&str] = match of_verbs {
+            Some(file) if file.starts_with("soft/") => &["crate::hw"],
+            Some(file) if file.starts_with("hw/") => &["crate::soft"],
+            Some(_) if name != LISTS_THEM => &["crate::soft", "crate::hw"],
+            None if SERVICES.iter().any(|service| name.starts_with(service)) => {
+                &["rdmux_verbs::soft", "rdmux_verbs::hw"]
+            }
+            _ => continue,
+        };
+        let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or("");
+        for module in forbidden {
+            let user = text.lines().map(code).find(|line| line.contains(module));
+            assert!(user.is_none(), "{name} uses {module}: {user:?}");
         }
     }
 }

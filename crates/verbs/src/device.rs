@@ -185,12 +185,6 @@ impl Device {
         self.provided().reach(memory)
     }
 
-    /// The engine of a soft device.
-    #[cfg(test)]
-    pub(crate) fn engine(&self) -> &crate::soft::engine::Engine {
-        provider::own::<crate::soft::device::Device>(self).expect("a soft device")
-    }
-
     /// Returns whether both are the same device, opened once: objects of different ones cannot be combined.
     pub(crate) fn is(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.0, &other.0)

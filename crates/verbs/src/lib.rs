@@ -50,12 +50,15 @@ mod options;
 mod process;
 pub mod provider;
 mod region;
+pub mod resources;
+mod seqpacket;
 mod sidr;
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;
 pub mod soft;
 mod srq;
+mod user;
 pub mod waiting;
 mod waker;
 

@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::resources::{self, Item};
 use rdmux_verbs::soft::metrics;
-use rdmux_verbs::soft::resources::{self, Item};
 use rdmux_verbs::*;
 
 use common::LONG;

@@ -1,7 +1,7 @@
 //! `rdmux dev`, `rdmux link` and `rdmux stat`: devices, their ports and counters, with the words of rdma(8).
 
 use anyhow::Result;
-use rdmux_verbs::soft::resources::{DeviceResource, Item, Object, netdev_of};
+use rdmux_verbs::resources::{DeviceResource, Item, Object, netdev_of};
 
 use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers, guid};
 

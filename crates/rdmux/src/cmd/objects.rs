@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::ArgAction;
 use clap::error::ErrorKind;
-use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, ask, devices, rnics};
+use rdmux_verbs::resources::{AskError, DeviceAt, Item, Object, ask, devices, rnics};
 use serde_json::{Map, Value, json};
 
 use crate::output::{self, Align};

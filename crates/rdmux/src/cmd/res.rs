@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use anyhow::Result;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
-use rdmux_verbs::soft::resources::{Item, Object as Asked, QpResource};
+use rdmux_verbs::resources::{Item, Object as Asked, QpResource};
 use rdmux_verbs::{Access, Carrier, CmDetail, CmState, QpState, QpType, RegionKind, WindowType};
 use serde_json::json;
 
@@ -467,7 +467,7 @@ fn cm_row(row: Row, cm: &CmDetail) -> Row {
 
 #[cfg(test)]
 mod tests {
-    use rdmux_verbs::soft::resources::{Counts, DeviceResource, Direct};
+    use rdmux_verbs::resources::{Counts, DeviceResource, Direct};
     use rdmux_verbs::{ByPackets, Qpn};
 
     use super::*;

@@ -16,7 +16,7 @@ use std::process::{self, Command};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmux_verbs::faults::Spec;
-use rdmux_verbs::soft::resources::visible_addresses;
+use rdmux_verbs::resources::visible_addresses;
 use rdmux_verbs::soft::trace::runtime_folder;
 
 use super::push::folder_of;

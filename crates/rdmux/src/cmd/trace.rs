@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
-use rdmux_verbs::soft::resources::DeviceAt;
+use rdmux_verbs::resources::DeviceAt;
 use rdmux_verbs::soft::trace::{Entry, Trace, folders, traces};
 use serde_json::{Value, json};
 

@@ -36,8 +36,8 @@ use crate::event::AsyncEvent;
 use crate::features::{Features, Unsupported};
 use crate::limits::Limits;
 use crate::provider;
+use crate::resources::answer::Answering;
 use crate::sidr::ResolveError;
-use crate::soft::resources::answer::Answering;
 use crate::waiting::WaitMode;
 
 /// Why an RNIC could not be opened.

@@ -15,8 +15,8 @@ use super::objects::Qp;
 use super::qp::state_of;
 use crate::abi::qp_attr;
 use crate::device::Carrier;
-use crate::soft::resources::answer::{Answering, RECORDS_MAX, Told};
-use crate::soft::resources::{CounterResource, Counts, DeviceResource, Direct, Item, Object, QpResource};
+use crate::resources::answer::{Answering, RECORDS_MAX, Told};
+use crate::resources::{CounterResource, Counts, DeviceResource, Direct, Item, Object, QpResource};
 
 /// Record of an object that lives.
 #[derive(Clone, Debug)]

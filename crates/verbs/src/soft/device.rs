@@ -259,6 +259,14 @@ impl provider::Device for Device {
     }
 }
 
+#[cfg(test)]
+impl crate::Device {
+    /// The engine of a soft device.
+    pub(crate) fn engine(&self) -> &Engine {
+        provider::own::<Device>(self).expect("a soft device")
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct ProtectionDomain {
     pub(super) device: Device,

@@ -67,10 +67,10 @@ use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, Se
 use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
 use super::port::Port;
-use super::resources::DeviceAt;
 use super::shm::link::{Links, slot_of};
 use super::trace::Level;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
+use crate::resources::DeviceAt;
 
 /// Polls by a spinning caller between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;

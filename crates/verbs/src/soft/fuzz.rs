@@ -1,10 +1,10 @@
 //! Entry points of the fuzz targets, for bytes that come from files and from other processes of the host. Each panics when something is
 //! wrong.
 
-use super::resources::Item;
 use super::shm::message::Message;
-use super::shm::report::Page;
 use super::trace;
+use crate::resources::Item;
+use crate::resources::report::Page;
 
 /// Parses a trace, as it lies in a user's runtime folder, and checks that everything read from it can be written and then reads the same.
 pub fn trace(input: &[u8]) {

@@ -28,9 +28,7 @@ mod names;
 mod sockets;
 mod worker;
 
-use std::collections::BTreeSet;
 use std::fmt;
-use std::fs;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
@@ -49,23 +47,24 @@ use rustix::io::Errno;
 use self::ledger::Ledger;
 pub(crate) use self::ledger::{OwnRecords, Record};
 use self::message::Message;
-pub(in crate::soft) use self::message::{receive_with_descriptors, send_bytes};
 use self::names::Names;
 use self::sockets::Sockets;
 use self::worker::{Role, Worker};
-use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
-use super::user::{User, user_of};
+use super::udp::{ROCE_PORT, RxBatch, RxSocket};
 use crate::cm::ListenError;
 use crate::options::OpenError;
+use crate::resources::places::bind_slot;
+use crate::seqpacket::receive_with_descriptors;
+use crate::user::{User, peer_credentials, user_of};
 
-/// Slots of a group. Slot 0 carries connection management alone, so 127 processes can share an address.
-pub const SLOTS: usize = BLOCK as usize * BLOCKS as usize;
+pub use crate::resources::places::SLOTS;
 
 /// Sockets by which a group grows.
 const BLOCK: u8 = 16;
 
 /// Most blocks of a group.
 const BLOCKS: u8 = 8;
+const _: () = assert!(SLOTS == BLOCK as usize * BLOCKS as usize);
 
 /// Services that one process may offer on one address.
 pub const SERVICES_MAX: usize = 512;
@@ -443,9 +442,9 @@ impl Group {
         self.slot
     }
 
-    /// Binds a socket to listen on to the name of this process's slot; see [`connect_slot`].
+    /// Binds a socket to listen on to the name of this process's slot; see [`crate::resources::places::connect_slot`].
     pub(crate) fn bind_slot(&self) -> Result<OwnedFd, Errno> {
-        self.shared.names.bind_slot(self.slot)
+        bind_slot(self.addr(), self.slot)
     }
 
     /// Returns the records of this process's connections.
@@ -555,48 +554,6 @@ impl fmt::Debug for Group {
     }
 }
 
-/// Connects to the process of a slot of a local address, anywhere in this network namespace.
-pub(crate) fn connect_slot(addr: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
-    Names::new(addr).connect_slot(slot)
-}
-
-/// Listens under the name of a slot, and never accepts, like a stopped process.
-#[cfg(test)]
-pub(crate) fn listen_silently(addr: IpAddr, slot: u8) -> OwnedFd {
-    let fd = Names::new(addr).bind_slot(slot).unwrap();
-    rustix::net::listen(&fd, 1).unwrap();
-    fd
-}
-
-/// Binds a socket to listen on to the name of a place for a device of an RNIC; see [`connect_slot`].
-pub(in crate::soft) fn bind_rnic_slot(addr: IpAddr) -> Result<OwnedFd, Errno> {
-    Names::new(addr).bind_rnic_slot()
-}
-
-/// Returns whether a slot is the place of a device of an RNIC.
-pub(in crate::soft) fn is_rnic_slot(slot: u8) -> bool {
-    names::RNIC_SLOTS.contains(&slot)
-}
-
-/// Returns the slots that have a process of any user in this network namespace, in the order of addresses, those of RNICs included; `None`
-/// where the system does not tell.
-pub(crate) fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
-    let sockets = fs::read_to_string("/proc/net/unix").ok()?;
-    Some(slots_of_sockets(&sockets))
-}
-
-/// Parses the system's list of Unix sockets: number, references, protocol, flags, type, state, inode, and a name if there is one.
-fn slots_of_sockets(sockets: &str) -> BTreeSet<(IpAddr, u8)> {
-    const SEQPACKET: &str = "0005";
-    let slot = |line: &str| {
-        let mut fields = line.split_whitespace();
-        let kind = fields.nth(4)?;
-        let name = fields.nth(2)?.strip_prefix('@')?;
-        (kind == SEQPACKET).then(|| names::slot_of_name(name))?
-    };
-    sockets.lines().filter_map(slot).collect()
-}
-
 /// Destination of a datagram to QPN 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
@@ -680,7 +637,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
         Err(Errno::AGAIN) => return Ok(Entry::HolderLeft(GroupError::PortInUse { addr })),
         Err(e) => return Err(io("connect to the holder of the port")(e)),
     };
-    let (uid, pid) = udp::peer_credentials(&link).map_err(|source| GroupError::Io {
+    let (uid, pid) = peer_credentials(&link).map_err(|source| GroupError::Io {
         addr,
         what: "read the credentials of the holder of the port",
         source,

@@ -14,13 +14,11 @@ pub mod metrics;
 pub(crate) mod port;
 pub(crate) mod qp;
 pub(crate) mod region;
-pub mod resources;
 pub(crate) mod shm;
 pub(crate) mod sidr;
 pub(crate) mod srq;
 pub mod trace;
 pub mod udp;
-mod user;
 
 use std::io;
 use std::net::{IpAddr, UdpSocket};

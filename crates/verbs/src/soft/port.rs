@@ -12,10 +12,10 @@ use rdmux_wire::roce::Packet;
 
 use super::capture::Capture;
 use super::faults::{Faults, Leaving};
-use super::resources::DeviceAt;
 use super::trace::{self, Level};
 use crate::event::AsyncEvent;
 use crate::process::FaultCounts;
+use crate::resources::DeviceAt;
 
 /// The engine, and the faults and captures between it and its carriers.
 #[derive(Debug)]

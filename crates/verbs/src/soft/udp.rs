@@ -694,32 +694,6 @@ pub(crate) fn attach_qpn_filter(socket: &RxSocket) -> io::Result<()> {
     }
 }
 
-/// Returns user and process at the other end of a connected Unix socket; process 0 when it is in another PID namespace,
-/// where this process cannot see it. (rustix has this call, but its process id cannot hold the 0.)
-pub(crate) fn peer_credentials(fd: impl AsFd) -> io::Result<(u32, i32)> {
-    let mut credentials = libc::ucred {
-        pid: 0,
-        uid: u32::MAX,
-        gid: u32::MAX,
-    };
-    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the value is a ucred, alive during the call, and its size is given.
-    let rc = unsafe {
-        libc::getsockopt(
-            fd.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut credentials).cast(),
-            &raw mut len,
-        )
-    };
-    if rc < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok((credentials.uid, credentials.pid))
-    }
-}
-
 fn udp_socket(local: IpAddr) -> io::Result<OwnedFd> {
     let family = if local.is_ipv4() {
         AddressFamily::INET

@@ -10,7 +10,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use rdmux_verbs::soft::resources::{netdev_of, node_guid};
+use rdmux_verbs::resources::{netdev_of, node_guid};
 use rustix::fs::CWD;
 use rustix::io::Errno;
 use rustix::mount::{

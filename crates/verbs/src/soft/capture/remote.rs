@@ -12,10 +12,11 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
 use super::Filter;
-use crate::soft::group;
-use crate::soft::resources::{AskError, DeviceAt};
-use crate::soft::shm::link::check_user;
+use crate::resources::places::connect_slot;
+use crate::resources::{AskError, DeviceAt};
+use crate::seqpacket::{receive_with_descriptors, send_bytes};
 use crate::soft::shm::message::{self, Message};
+use crate::user::check_user;
 
 /// Time that the device has for its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -41,9 +42,9 @@ pub struct Counts {
 /// Captures a device of this user to a file.
 ///
 /// # Errors
-/// Those of [`super::super::resources::ask`]; `AddrInUse` while somebody else captures it.
+/// Those of [`crate::resources::ask`]; `AddrInUse` while somebody else captures it.
 pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing, AskError> {
-    let socket = group::connect_slot(device.address, device.slot).map_err(|errno| match errno {
+    let socket = connect_slot(device.address, device.slot).map_err(|errno| match errno {
         Errno::CONNREFUSED => AskError::NotThere,
         errno => AskError::Io(errno.into()),
     })?;
@@ -57,13 +58,13 @@ pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing
     );
     let (done, theirs) = pair.map_err(io::Error::from)?;
     let ask = Message::Capture { filter: *filter }.encode();
-    group::send_bytes(&socket, &ask, &[file.as_fd(), theirs.as_fd()]).map_err(|_| AskError::Ended { pid })?;
+    send_bytes(&socket, &ask, &[file.as_fd(), theirs.as_fd()]).map_err(|_| AskError::Ended { pid })?;
     drop(theirs);
     if !readable(&socket, PATIENCE)? {
         return Err(AskError::NoAnswer { pid });
     }
     let mut buffer = [0; message::LEN_MAX];
-    let answer = group::receive_with_descriptors(&socket, &mut buffer);
+    let answer = receive_with_descriptors(&socket, &mut buffer);
     match answer.ok().and_then(|(len, _)| Message::decode(&buffer[..len])) {
         Some(Message::Welcome) => Ok(Capturing { socket, done, pid }),
         Some(Message::Refused(Refusal::Full)) => {

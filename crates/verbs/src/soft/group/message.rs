@@ -5,24 +5,19 @@
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::ops::RangeInclusive;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use rdmux_wire::cm::ServiceId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::{Errno, IoSlice, IoSliceMut};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
 
 use super::{BLOCKS, SERVICES_MAX, SLOTS};
+use crate::seqpacket::send_bytes;
 
 /// Version of the protocol; both ends must have the same.
 pub(crate) const VERSION: u16 = 4;
-
-/// Most descriptors of a message: a block's sockets are fewer, the welcome of an older version has 33.
-const DESCRIPTORS_MAX: usize = 64;
 
 /// A datagram of connection management is shorter: BTH, DETH, 256 bytes, ICRC.
 pub(super) const MAD_BYTES_MAX: usize = 512;
@@ -183,26 +178,6 @@ pub(super) fn send_with_descriptors(
     send_bytes(fd, &message.encode(), descriptors)
 }
 
-/// Sends one packet with at most [`DESCRIPTORS_MAX`] descriptors, without waiting.
-pub(in crate::soft) fn send_bytes(
-    fd: impl AsFd,
-    bytes: &[u8],
-    descriptors: &[BorrowedFd<'_>],
-) -> Result<(), Errno> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(Errno::INVAL);
-    }
-    sendmsg(
-        fd,
-        &[IoSlice::new(bytes)],
-        &mut control,
-        SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
-    )?;
-    Ok(())
-}
-
 /// Receives one message without waiting; 0 bytes at the end of the connection. Closes descriptors that come with it.
 pub(super) fn receive(fd: impl AsFd, buffer: &mut [u8]) -> Result<usize, Errno> {
     loop {
@@ -212,28 +187,6 @@ pub(super) fn receive(fd: impl AsFd, buffer: &mut [u8]) -> Result<usize, Errno> 
             Ok((_, len)) => return Ok(len.min(buffer.len())),
         }
     }
-}
-
-/// Receives one message and at most [`DESCRIPTORS_MAX`] descriptors, without waiting. `MSGSIZE` if there were more, or this process may
-/// have no more.
-pub(in crate::soft) fn receive_with_descriptors(
-    fd: impl AsFd,
-    buffer: &mut [u8],
-) -> Result<(usize, Vec<OwnedFd>), Errno> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let received = recvmsg(fd, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
-    let mut descriptors = Vec::new();
-    for item in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(fds) = item {
-            descriptors.extend(fds);
-        }
-    }
-    if received.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(Errno::MSGSIZE);
-    }
-    Ok((received.bytes, descriptors))
 }
 
 /// Waits until `fd` is readable, or has ended; returns false if `deadline` comes first.

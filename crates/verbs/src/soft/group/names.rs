@@ -3,23 +3,17 @@
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::net::IpAddr;
-use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 
 use rdmux_wire::cm::ServiceId;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with};
+use rustix::net::{SocketAddrUnix, SocketType, bind, connect};
 
 use super::{BLOCK, CM_SLOT, SLOTS};
-
-/// Places of devices of RNICs, for which only tools look: no QPN of a soft device begins with these bytes.
-pub(super) const RNIC_SLOTS: RangeInclusive<u8> = 128..=255;
+use crate::resources::places::{name, slot_suffix, unix_socket};
 
 /// Slots of a small group: all of these are used before others.
 const SMALL: u8 = 2 * BLOCK;
-
-/// Prefix of all names.
-const PREFIX: &str = "rdmux-4791-";
 
 /// The names of one address.
 #[derive(Clone, Debug)]
@@ -78,28 +72,6 @@ impl Names {
         self.claim(&slot_suffix(slot))
     }
 
-    /// Binds a socket to listen on for processes that connect to this process's slot. Names of one kind of socket do not collide with
-    /// those of another.
-    pub(super) fn bind_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
-        let fd = unix_socket(SocketType::SEQPACKET)?;
-        bind(&fd, &self.name(&slot_suffix(slot))?)?;
-        Ok(fd)
-    }
-
-    /// Does the same for a device of an RNIC, under the first free place.
-    pub(super) fn bind_rnic_slot(&self) -> Result<OwnedFd, Errno> {
-        let bound = RNIC_SLOTS.map(|slot| self.bind_slot(slot));
-        let mut bound = bound.skip_while(|bound| matches!(bound, Err(Errno::ADDRINUSE)));
-        bound.next().unwrap_or(Err(Errno::ADDRINUSE))
-    }
-
-    /// Connects to the process of a slot.
-    pub(super) fn connect_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
-        let fd = unix_socket(SocketType::SEQPACKET)?;
-        connect(&fd, &self.name(&slot_suffix(slot))?)?;
-        Ok(fd)
-    }
-
     /// Reserves `service`. `ADDRINUSE` when a process offers it.
     pub(super) fn claim_service(&self, service: ServiceId) -> Result<OwnedFd, Errno> {
         self.claim(&service_suffix(service))
@@ -129,35 +101,12 @@ impl Names {
     }
 
     fn name(&self, suffix: &str) -> Result<SocketAddrUnix, Errno> {
-        SocketAddrUnix::new_abstract_name(format!("{PREFIX}{}{suffix}", self.addr).as_bytes())
+        name(self.addr, suffix)
     }
-}
-
-/// Returns the address and slot of an abstract name, if [`Names::bind_slot`] binds such a name.
-pub(super) fn slot_of_name(name: &str) -> Option<(IpAddr, u8)> {
-    let (addr, slot) = name.strip_prefix(PREFIX)?.rsplit_once("-slot-")?;
-    let (addr, slot) = (addr.parse().ok()?, slot.parse().ok()?);
-    // A name that is spelt differently belongs to somebody else.
-    let ours = format!("{PREFIX}{addr}{}", slot_suffix(slot));
-    let is_slot = (1..SLOTS as u8).contains(&slot) || RNIC_SLOTS.contains(&slot);
-    (ours == name && is_slot).then_some((addr, slot))
-}
-
-fn slot_suffix(slot: u8) -> String {
-    format!("-slot-{slot}")
 }
 
 fn service_suffix(service: ServiceId) -> String {
     format!("-service-{:016x}", service.0)
-}
-
-fn unix_socket(kind: SocketType) -> Result<OwnedFd, Errno> {
-    socket_with(
-        AddressFamily::UNIX,
-        kind,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )
 }
 
 /// Returns a number that differs from process to process; not secret.

@@ -75,32 +75,6 @@ fn route__what_is_no_message_of_connection_management() {
     assert_eq!(route(&datagram(REP + 0x10, &[0; 8])), None);
 }
 
-#[test]
-fn slots_of_sockets__takes_the_names_of_slots_alone() {
-    let sockets = "Num       RefCount Protocol Flags    Type St Inode Path
-0000000000000000: 00000002 00000000 00010000 0005 01 20001 @rdmux-4791-127.0.0.1-slot-3
-0000000000000000: 00000003 00000000 00000000 0005 03 20002 @rdmux-4791-127.0.0.1-slot-3
-0000000000000000: 00000002 00000000 00000000 0002 01 20003 @rdmux-4791-127.0.0.1-slot-4
-0000000000000000: 00000002 00000000 00010000 0005 01 20004 @rdmux-4791-fe80::1-slot-127
-0000000000000000: 00000002 00000000 00010000 0005 01 20005 @rdmux-4791-127.0.0.1
-0000000000000000: 00000002 00000000 00010000 0005 01 20006 @rdmux-4791-127.0.0.1-slot-256
-0000000000000000: 00000002 00000000 00010000 0005 01 20007 @rdmux-4791-127.0.0.1-slot-0
-0000000000000000: 00000002 00000000 00010000 0005 01 20008 @rdmux-4791-127.0.0.1-slot-+5
-0000000000000000: 00000002 00000000 00010000 0005 01 20009 @rdmux-4791-here-slot-5
-0000000000000000: 00000002 00000000 00010000 0005 01 20010 rdmux-4791-127.0.0.2-slot-5
-0000000000000000: 00000002 00000000 00010000 0005 01 20011
-garbage
-";
-    let found: Vec<_> = slots_of_sockets(sockets).into_iter().collect();
-    assert_eq!(
-        found,
-        [
-            (IpAddr::from([127, 0, 0, 1]), 3),
-            ("fe80::1".parse().unwrap(), 127)
-        ]
-    );
-}
-
 /// A process that joins takes the slot of one that has died, before the holder knows of the death.
 #[test]
 fn join__ends_the_connections_of_the_former_process_first() {

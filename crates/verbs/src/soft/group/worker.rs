@@ -12,11 +12,12 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
 use super::ledger::Ledger;
-use super::message::{self, Message, receive_with_descriptors};
+use super::message::{self, Message};
 use super::sockets::{Grown, Growth, Sockets};
 use super::{Calls, MadDatagram, Route, SLOTS, Shared, block_of, route};
-use crate::soft::udp::{self, RxBatch, RxSocket};
-use crate::soft::user::{User, user_of};
+use crate::seqpacket::receive_with_descriptors;
+use crate::soft::udp::{RxBatch, RxSocket};
+use crate::user::{User, peer_credentials, user_of};
 
 /// Connections that wait to be accepted.
 pub(super) const BACKLOG: i32 = 64;
@@ -359,7 +360,7 @@ impl Worker {
                 break;
             };
             // Another user learns this process's identity from its credentials, and gets nothing.
-            if !udp::peer_credentials(&fd).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
+            if !peer_credentials(&fd).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
                 continue;
             }
             if holder.peers.len() >= PEERS_MAX {
@@ -618,7 +619,7 @@ impl Worker {
         let Ok(link) = self.shared.names.connect_holder() else {
             return;
         };
-        if !udp::peer_credentials(&link).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
+        if !peer_credentials(&link).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
             *pause = FOREIGN_PAUSE;
             return;
         }

@@ -23,11 +23,14 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
 
 use super::message::{self, Message};
+use crate::resources::places::connect_slot;
+use crate::resources::report::Question;
+use crate::seqpacket::{receive_with_descriptors, send_bytes};
 use crate::soft::capture::Capture;
-use crate::soft::group::{self, SLOTS};
+use crate::soft::group::SLOTS;
 use crate::soft::port::Port;
 use crate::soft::udp;
-use crate::soft::user::{User, user_of};
+use crate::user::{ROOT, check_user};
 
 mod tell;
 
@@ -46,9 +49,6 @@ const RECORDS_PER_TURN: usize = 16;
 const REASONS_MAX: usize = 1024;
 /// Time for which this side does not ask a peer again after it could not link to the peer.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-
-/// Number of the user who may query everybody's devices.
-pub(in crate::soft) const ROOT: u32 = 0;
 
 /// Returns the slot of a QPN's process.
 pub(crate) fn slot_of(qpn: Qpn) -> u8 {
@@ -411,7 +411,7 @@ impl Links {
         if self.list.len() >= LINKS_MAX {
             return Err(Why::Refused(Refusal::Full));
         }
-        let socket = group::connect_slot(peer.0, peer.1).map_err(|errno| match errno {
+        let socket = connect_slot(peer.0, peer.1).map_err(|errno| match errno {
             Errno::CONNREFUSED => Why::NotHere,
             errno => Why::System(errno),
         })?;
@@ -555,7 +555,7 @@ impl Links {
                 return;
             };
             let mut buffer = [0; message::LEN_MAX];
-            let received = group::receive_with_descriptors(&self.list[i].socket, &mut buffer);
+            let received = receive_with_descriptors(&self.list[i].socket, &mut buffer);
             let heard = match received {
                 Err(Errno::AGAIN) => return,
                 // The peer has closed without reading all messages to it; the messages that it sent before are still to come.
@@ -574,7 +574,7 @@ impl Links {
                     return self.part(rnic, now, i);
                 }
                 // A page is long: others have their turn before the next one.
-                Some(Message::List { .. }) => return,
+                Some(Message::List(_)) => return,
                 Some(_) => {}
             }
         }
@@ -604,7 +604,7 @@ impl Links {
                 channel.add_doorbell_to(&self.doorbells).ok()?;
                 let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
                 // Any process can claim this name: the sender must be the process that listens under it.
-                let named = group::connect_slot(address, slot).ok()?;
+                let named = connect_slot(address, slot).ok()?;
                 if check_user(&named) != Ok(link.pid) {
                     return None;
                 }
@@ -671,10 +671,12 @@ impl Links {
                 self.revoke(|_| true);
                 rnic.forget_grants();
             }
-            (Message::List { object, from }, State::Unknown | State::Looks) if link.peer.is_none() => {
+            (Message::List(Question { object, from }), State::Unknown | State::Looks)
+                if link.peer.is_none() =>
+            {
                 let page = self.page(rnic, object, from).encode();
                 // A peer that does not read its pages gets no more.
-                group::send_bytes(&self.list[i].socket, &page, &[]).ok()?;
+                send_bytes(&self.list[i].socket, &page, &[]).ok()?;
             }
             // `Over`, or a message that is not allowed in this state.
             _ => return None,
@@ -859,29 +861,17 @@ fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
         .is_some_and(|info| peer_of(&info) == Some(peer))
 }
 
-/// Returns the number of the process at the other end, if it is a process of this user.
-pub(in crate::soft) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
-    let (uid, pid) = udp::peer_credentials(socket)
-        .map_err(|error| Why::System(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
-    match user_of(uid) {
-        User::Own => Ok(pid),
-        User::Other => Err(Why::OtherUser(uid)),
-        User::Unknown => Err(Why::UnknownUser),
-    }
-}
-
 /// Returns why a peer closed the connection before it received anything.
 fn last_word(socket: &OwnedFd) -> Why {
     let mut buffer = [0; message::LEN_MAX];
-    match group::receive_with_descriptors(socket, &mut buffer).map(|(len, _)| Message::decode(&buffer[..len]))
-    {
+    match receive_with_descriptors(socket, &mut buffer).map(|(len, _)| Message::decode(&buffer[..len])) {
         Ok(Some(Message::Refused(refusal))) => Why::Refused(refusal),
         _ => Why::NotHere,
     }
 }
 
 fn say(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
-    group::send_bytes(socket, &message.encode(), descriptors)
+    send_bytes(socket, &message.encode(), descriptors)
 }
 
 fn watch(epoll: impl AsFd, fd: BorrowedFd<'_>, data: u64) -> Result<(), Errno> {

@@ -8,11 +8,9 @@ use std::net::{IpAddr, Ipv6Addr};
 use rdmux_rnic::{Access, Qpn, RKey};
 use rdmux_shm::{Offer, Refusal};
 
-use super::report::Object;
+pub(crate) use crate::resources::report::VERSION;
+use crate::resources::report::{LIST, Question};
 use crate::soft::capture::Filter;
-
-/// Version of the protocol; both ends must have the same.
-pub(crate) const VERSION: u16 = 3;
 
 /// Longer than any message, so that a longer one is noticed.
 pub(in crate::soft) const LEN_MAX: usize = 128;
@@ -33,8 +31,8 @@ pub(in crate::soft) enum Message {
     Granted(Offer),
     /// Refuses to grant the memory.
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
-    /// Asks for the objects of a kind from a number on; the sender wants no link. Answered by a [`super::report::Page`].
-    List { object: Object, from: u64 },
+    /// Asks for objects; the sender wants no link. Answered by a [`crate::resources::report::Page`].
+    List(Question),
     /// Captures the device as long as the connection lasts, to a file that comes with the message; the second descriptor is notified of
     /// the end. The sender wants no link. Answered by Welcome, or by Refused.
     Capture { filter: Filter },
@@ -47,9 +45,6 @@ const ASK: u8 = 4;
 const GRANTED: u8 = 5;
 const DENIED: u8 = 6;
 const OVER: u8 = 7;
-const LIST: u8 = 8;
-/// Kind of a page, which is no message but the answer to one.
-pub(super) const PAGE: u8 = 9;
 const CAPTURE: u8 = 10;
 
 impl Message {
@@ -71,12 +66,7 @@ impl Message {
             }
             Message::Welcome => with_version(WELCOME),
             Message::Over => with_version(OVER),
-            Message::List { object, from } => {
-                let mut out = with_version(LIST);
-                out.push(*object as u8);
-                out.extend(from.to_ne_bytes());
-                out
-            }
+            Message::List(question) => question.encode(),
             Message::Capture { filter } => {
                 let mut out = with_version(CAPTURE);
                 let filter = filter.to_string();
@@ -138,10 +128,7 @@ impl Message {
                 }
                 (WELCOME, []) => Some(Message::Welcome),
                 (OVER, []) => Some(Message::Over),
-                (LIST, [object, from @ ..]) => Some(Message::List {
-                    object: Object::from_repr(*object)?,
-                    from: u64::from_ne_bytes(from.try_into().ok()?),
-                }),
+                (LIST, _) => Question::decode(packet).map(Message::List),
                 (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
                     let text = str::from_utf8(text).ok()?;
                     let filter: Filter = text.parse().ok()?;
@@ -227,10 +214,10 @@ mod tests {
             },
             Message::Welcome,
             Message::Over,
-            Message::List {
-                object: Object::Mr,
+            Message::List(Question {
+                object: crate::resources::Object::Mr,
                 from: 0x01_0203 << 32,
-            },
+            }),
             Message::Capture {
                 filter: Filter::default(),
             },

@@ -2,4 +2,3 @@
 
 pub(crate) mod link;
 pub(in crate::soft) mod message;
-pub(in crate::soft) mod report;

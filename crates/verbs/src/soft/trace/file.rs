@@ -20,8 +20,8 @@ use rustix::fs::{
 use rustix::io::{Errno, pwrite};
 
 use super::record::{Entry, RECORD_BYTES, seal};
-use crate::soft::resources::DeviceAt;
-use crate::soft::user::outer_number;
+use crate::resources::DeviceAt;
+use crate::user::outer_number;
 
 /// Number of traces of ended processes that are kept: the newest. The others are removed when a device is opened.
 pub const KEPT_MAX: usize = 16;

@@ -11,7 +11,7 @@ use rdmux_rnic::Time;
 pub use self::file::{KEPT_MAX, TRACES_MAX, Trace, folders, runtime_folder, traces};
 pub(in crate::soft) use self::file::{TraceFile, fuzz};
 pub use self::record::Entry;
-use super::resources::DeviceAt;
+use crate::resources::DeviceAt;
 
 /// Level of detail of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,13 +3,11 @@
 use rdmux_rnic::Qpn;
 use rdmux_shm::Granted;
 
-use super::super::report::{Object, Page, RECORDS_MAX, Record};
 use super::Links;
+use crate::resources::items::{Carried, CounterResource, Counts, DeviceResource, Item, Reached, qp_record};
+use crate::resources::node_guid;
+use crate::resources::report::{Object, Page, RECORDS_MAX, Record};
 use crate::soft::port::Port;
-use crate::soft::resources::items::{
-    Carried, CounterResource, Counts, DeviceResource, Item, Reached, qp_record,
-};
-use crate::soft::resources::node_guid;
 
 impl Links {
     /// Returns the objects of a kind from a number on.

@@ -22,6 +22,8 @@ use super::*;
 use crate::cm::ConnectParams;
 use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
 use crate::region::MemoryRegion;
+use crate::resources::places::connect_slot;
+use crate::seqpacket::{receive_with_descriptors, send_bytes};
 use crate::skip::skip;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -281,7 +283,7 @@ impl Forger {
     fn reach(victim: &Device) -> OwnedFd {
         let mut socket = None;
         until("a connection", || {
-            socket = group::connect_slot(victim.address(), slot(victim)).ok();
+            socket = connect_slot(victim.address(), slot(victim)).ok();
             socket.is_some()
         });
         socket.unwrap()
@@ -326,7 +328,7 @@ impl Forged {
         let mut buffer = [0; message::LEN_MAX];
         let mut heard = None;
         until("a message", || {
-            match group::receive_with_descriptors(&self.socket, &mut buffer) {
+            match receive_with_descriptors(&self.socket, &mut buffer) {
                 Err(Errno::AGAIN) => false,
                 Err(_) | Ok((0, _)) => true,
                 Ok((len, _)) => {
@@ -528,7 +530,7 @@ fn hear__anything_in_messages() {
             if random.below(10) == 0 {
                 with.push(socket.as_fd());
             }
-            if group::send_bytes(socket, &bytes, &with).is_err() {
+            if send_bytes(socket, &bytes, &with).is_err() {
                 break;
             }
         }
@@ -576,7 +578,7 @@ fn hear__nonsense_ends_the_link_and_no_connection() {
     let mut turn = garbage.iter().cycle();
     until("the end of the links", || {
         for link in &b.engine().lock().links.list {
-            let _ = group::send_bytes(&link.socket, turn.next().unwrap(), &[]);
+            let _ = send_bytes(&link.socket, turn.next().unwrap(), &[]);
         }
         links(a) + links(b) == 0
     });

@@ -11,11 +11,11 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, listen};
 
 use super::items::Item;
-use crate::soft::group;
-use crate::soft::shm::link::{ROOT, check_user};
-use crate::soft::shm::message::{self, Message};
-pub(crate) use crate::soft::shm::report::RECORDS_MAX;
-use crate::soft::shm::report::{Object, Page, Record};
+use super::places::bind_rnic_slot;
+pub(crate) use super::report::RECORDS_MAX;
+use super::report::{Object, Page, QUESTION_BYTES_MAX, Question, Record};
+use crate::seqpacket::{receive_with_descriptors, send_bytes};
+use crate::user::{ROOT, check_user};
 
 /// Largest number of clients at a time; for one more, the oldest connection is closed.
 const OPEN_MAX: usize = 16;
@@ -48,7 +48,7 @@ impl Answering {
         address: IpAddr,
         items: impl Fn(Object, u64) -> Told + Send + 'static,
     ) -> io::Result<Answering> {
-        let listener = group::bind_rnic_slot(address)?;
+        let listener = bind_rnic_slot(address)?;
         listen(&listener, OPEN_MAX as i32)?;
         let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         let stopped = stop.try_clone()?;
@@ -114,18 +114,15 @@ fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told)
 
 /// Answers one query; returns `None` when the connection is to be closed.
 fn answer(socket: &OwnedFd, items: &impl Fn(Object, u64) -> Told) -> Option<()> {
-    let mut buffer = [0; message::LEN_MAX];
-    let question = match group::receive_with_descriptors(socket, &mut buffer) {
+    let mut buffer = [0; QUESTION_BYTES_MAX];
+    let Question { object, from } = match receive_with_descriptors(socket, &mut buffer) {
         Err(Errno::AGAIN | Errno::INTR) => return Some(()),
         Err(_) | Ok((0, _)) => return None,
-        Ok((len, _)) => Message::decode(buffer.get(..len)?)?,
-    };
-    let Message::List { object, from } = question else {
-        return None;
+        Ok((len, _)) => Question::decode(buffer.get(..len)?)?,
     };
     let page = page(object, from, items(object, from)).encode();
     // A client that does not read gets no further answers.
-    group::send_bytes(socket, &page, &[]).ok()
+    send_bytes(socket, &page, &[]).ok()
 }
 
 /// Returns the objects from a number on, in the order of their numbers, as many as a page holds.

@@ -1,24 +1,29 @@
 //! Reports of an engine's objects to clients: pages of records.
 //!
-//! The answer to [`Message::List`](super::message::Message::List) is one page: the first objects of a kind from the requested number on,
+//! The answer to a [`Question`] is one page: the first objects of a kind from the requested number on,
 //! in the order of their numbers. A client that wants more asks again. So the engine keeps no state for clients, and the cost of one
 //! request is bounded.
 //!
-//! A record is a number, a name (most records have none), and words whose meaning depends on the kind ([`crate::soft::resources::Item`]).
+//! A record is a number, a name (most records have none), and words whose meaning depends on the kind ([`super::Item`]).
 //! All numbers have the host's byte order.
 
 use strum::{FromRepr, VariantArray};
 
-use super::message::{PAGE, VERSION};
+/// Version of the protocol, and of all messages between engines of a host; both ends must have the same.
+pub(crate) const VERSION: u16 = 3;
+
+/// Kinds of packets, among the kinds of messages between engines.
+pub(crate) const LIST: u8 = 8;
+const PAGE: u8 = 9;
 
 /// Most records of a page.
 pub(crate) const RECORDS_MAX: usize = 256;
 /// Most words of a record.
-pub(in crate::soft) const WORDS_MAX: usize = 48;
+pub(crate) const WORDS_MAX: usize = 48;
 /// Most bytes of a record's name.
 const NAME_BYTES_MAX: usize = 64;
 /// Longer than any page, so that a longer one is noticed.
-pub(in crate::soft) const PAGE_BYTES_MAX: usize =
+pub(crate) const PAGE_BYTES_MAX: usize =
     HEADER_BYTES + RECORDS_MAX * (10 + NAME_BYTES_MAX + 8 * WORDS_MAX) + 1;
 
 const HEADER_BYTES: usize = 5;
@@ -45,26 +50,58 @@ pub enum Object {
     Counter = 8,
 }
 
+/// Asks for the objects of a kind from a number on. Answered by a [`Page`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Question {
+    pub(crate) object: Object,
+    pub(crate) from: u64,
+}
+
+/// Longer than any question, so that a longer one is noticed.
+pub(crate) const QUESTION_BYTES_MAX: usize = 13;
+
+impl Question {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![LIST];
+        out.extend(VERSION.to_ne_bytes());
+        out.push(self.object as u8);
+        out.extend(self.from.to_ne_bytes());
+        out
+    }
+
+    /// Returns `None` for bytes that no encoder produces.
+    pub(crate) fn decode(packet: &[u8]) -> Option<Question> {
+        let [LIST, low, high, object, from @ ..] = packet else {
+            return None;
+        };
+        let is_ours = u16::from_ne_bytes([*low, *high]) == VERSION;
+        is_ours.then_some(Question {
+            object: Object::from_repr(*object)?,
+            from: u64::from_ne_bytes(from.try_into().ok()?),
+        })
+    }
+}
+
 /// A page.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::soft) struct Page {
-    pub(in crate::soft) object: Object,
+pub(crate) struct Page {
+    pub(crate) object: Object,
     /// Set when more objects follow.
-    pub(in crate::soft) more: bool,
-    pub(in crate::soft) records: Vec<Record>,
+    pub(crate) more: bool,
+    pub(crate) records: Vec<Record>,
 }
 
 /// Report of one object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in crate::soft) struct Record {
-    pub(in crate::soft) number: u64,
-    pub(in crate::soft) name: String,
-    pub(in crate::soft) words: Vec<u64>,
+pub(crate) struct Record {
+    pub(crate) number: u64,
+    pub(crate) name: String,
+    pub(crate) words: Vec<u64>,
 }
 
 impl Page {
     /// Encodes the page. Omits whatever exceeds the limits of a page or a record.
-    pub(in crate::soft) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = vec![PAGE];
         out.extend(VERSION.to_ne_bytes());
         out.extend([self.object as u8, u8::from(self.more)]);
@@ -81,7 +118,7 @@ impl Page {
     }
 
     /// Returns `None` for bytes that no encoder produces.
-    pub(in crate::soft) fn decode(packet: &[u8]) -> Option<Page> {
+    pub(crate) fn decode(packet: &[u8]) -> Option<Page> {
         let (header, mut rest) = packet.split_first_chunk::<HEADER_BYTES>()?;
         let [PAGE, low, high, object, more] = *header else {
             return None;
@@ -138,7 +175,7 @@ impl Record {
     }
 
     /// Returns a word, or 0 beyond the last.
-    pub(in crate::soft) fn word(&self, at: usize) -> u64 {
+    pub(crate) fn word(&self, at: usize) -> u64 {
         self.words.get(at).copied().unwrap_or(0)
     }
 }

@@ -4,7 +4,7 @@
 //! user, and of root. A query costs the device little: it reports a bounded number of objects at a time and never waits.
 //!
 //! ```no_run
-//! use rdmux_verbs::soft::resources::{Object, ask, devices};
+//! use rdmux_verbs::resources::{Object, ask, devices};
 //! use std::time::Duration;
 //!
 //! for (device, answer) in ask(&devices(), Object::Qp, Duration::from_secs(1)) {
@@ -16,7 +16,9 @@
 //! ```
 
 pub(crate) mod answer;
-pub(in crate::soft) mod items;
+pub(crate) mod items;
+pub(crate) mod places;
+pub(crate) mod report;
 
 use std::fmt;
 use std::io;
@@ -30,14 +32,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 pub use self::items::{CounterResource, Counts, DeviceResource, Direct, Item, QpResource};
-use super::group::{self, SLOTS};
-pub use super::shm::report::Object;
+pub use self::report::Object;
 
-use super::shm::link::{ROOT, check_user};
-use super::shm::message::Message;
-use super::shm::report::{PAGE_BYTES_MAX, Page};
-use super::udp;
+use self::places::{SLOTS, connect_slot, is_rnic_slot, slots_in_use};
+use self::report::{PAGE_BYTES_MAX, Page};
 use crate::interface::{interface_name, interface_of, local_addresses};
+use crate::seqpacket::{receive_with_descriptors, send_bytes};
+use crate::user::{ROOT, check_user, peer_credentials};
 
 /// Largest number of objects of a kind that a device can have: regions and windows are the most.
 const ITEMS_MAX: usize = 1 << 20;
@@ -142,7 +143,7 @@ pub fn devices() -> Vec<DeviceAt> {
         let address = IpAddr::from(Ipv4Addr::LOCALHOST);
         (1..SLOTS as u8).map(|slot| (address, slot)).collect()
     };
-    let slots = group::slots_in_use().unwrap_or_else(loopback);
+    let slots = slots_in_use().unwrap_or_else(loopback);
     let slots = slots.into_iter();
     slots
         .map(|(address, slot)| DeviceAt { address, slot })
@@ -173,7 +174,7 @@ pub fn node_guid(address: IpAddr) -> u64 {
 /// Returns the devices of provider `hw` that processes of this network namespace have open, those of other users included, by address and
 /// slot. [`ask`] works for them too; they report no connections and no shared receive queues.
 pub fn rnics() -> Vec<DeviceAt> {
-    let slots = group::slots_in_use().unwrap_or_default().into_iter();
+    let slots = slots_in_use().unwrap_or_default().into_iter();
     slots
         .map(|(address, slot)| DeviceAt { address, slot })
         .filter(|device| device.is_rnic())
@@ -181,13 +182,13 @@ pub fn rnics() -> Vec<DeviceAt> {
 }
 
 fn is_slot(slot: &u8) -> bool {
-    (1..SLOTS as u8).contains(slot) || group::is_rnic_slot(*slot)
+    (1..SLOTS as u8).contains(slot) || is_rnic_slot(*slot)
 }
 
 impl DeviceAt {
     /// Returns whether it is a device of provider `hw`.
     pub fn is_rnic(&self) -> bool {
-        group::is_rnic_slot(self.slot)
+        is_rnic_slot(self.slot)
     }
 }
 
@@ -290,7 +291,7 @@ impl Question {
 
     /// Connects and asks for the first page, unless the device's backlog is full.
     fn ask(&mut self) {
-        let asked = match group::connect_slot(self.device.address, self.device.slot) {
+        let asked = match connect_slot(self.device.address, self.device.slot) {
             Ok(socket) => self.ask_by(socket),
             Err(Errno::AGAIN) => Ok(()),
             Err(Errno::CONNREFUSED) => Err(AskError::NotThere),
@@ -300,7 +301,7 @@ impl Question {
     }
 
     fn ask_by(&mut self, socket: OwnedFd) -> Result<(), AskError> {
-        let (uid, pid) = udp::peer_credentials(&socket)?;
+        let (uid, pid) = peer_credentials(&socket)?;
         match check_user(&socket) {
             // Root may query the devices of all users, and does not trust their answers.
             Err(Why::OtherUser(_)) if rustix::process::geteuid().as_raw() == ROOT => {}
@@ -315,17 +316,17 @@ impl Question {
     /// Asks for the objects that follow those received.
     fn ask_for_a_page(&self) -> Result<(), AskError> {
         let (object, from) = (self.object, self.from);
-        let question = Message::List { object, from }.encode();
+        let question = report::Question { object, from }.encode();
         let pid = self.told.pid;
         let socket = self.socket.as_ref().ok_or(AskError::NotThere)?;
-        group::send_bytes(socket, &question, &[]).map_err(|_| AskError::Ended { pid })
+        send_bytes(socket, &question, &[]).map_err(|_| AskError::Ended { pid })
     }
 
     /// Receives a page.
     fn hear(&mut self) {
         let mut buffer = vec![0; PAGE_BYTES_MAX];
         let socket = self.socket.as_ref();
-        let page = match socket.map(|fd| group::receive_with_descriptors(fd, &mut buffer)) {
+        let page = match socket.map(|fd| receive_with_descriptors(fd, &mut buffer)) {
             Some(Err(Errno::AGAIN | Errno::INTR)) => return,
             Some(Ok((len, _))) => buffer.get(..len).and_then(Page::decode),
             _ => None,
@@ -415,7 +416,7 @@ mod tests {
     }
 
     fn raw_question(device: DeviceAt) -> OwnedFd {
-        group::connect_slot(device.address, device.slot).unwrap()
+        connect_slot(device.address, device.slot).unwrap()
     }
 
     /// Returns whether the engine ended the connection, after anything that it may have sent before.
@@ -423,7 +424,7 @@ mod tests {
         let deadline = Instant::now() + LONG;
         let mut buffer = vec![0; PAGE_BYTES_MAX];
         while Instant::now() < deadline {
-            match group::receive_with_descriptors(socket, &mut buffer) {
+            match receive_with_descriptors(socket, &mut buffer) {
                 Ok((0, _)) | Err(Errno::CONNRESET) => return true,
                 Ok(_) => {}
                 Err(_) => std::thread::yield_now(),
@@ -568,7 +569,7 @@ mod tests {
             address: IpAddr::from([127, 0, 6, 3]),
             slot: 7,
         };
-        let _listener = group::listen_silently(silent.address, silent.slot);
+        let _listener = places::listen_silently(silent.address, silent.slot);
         let (device, _qps) = populated([127, 0, 6, 4], 1);
         let since = Instant::now();
         let mut answers = ask(&[silent, at(&device)], Object::Qp, Duration::from_millis(200));
@@ -689,10 +690,10 @@ mod tests {
             more: true,
             records: Vec::new(),
         };
-        let (welcome, page) = (Message::Welcome.encode(), page.encode());
+        let (welcome, page) = (vec![2, 3, 0], page.encode());
         for nonsense in [&b"nonsense"[..], &[], &[0; 4096], &welcome, &page] {
             let socket = raw_question(place);
-            let _ = group::send_bytes(&socket, nonsense, &[]);
+            let _ = send_bytes(&socket, nonsense, &[]);
             assert!(is_ended(&socket), "{nonsense:?}");
         }
         assert_eq!(counts(&device).qps, 303);
@@ -704,11 +705,11 @@ mod tests {
         let place = at(&device);
         let deaf = raw_question(place);
         let object = Object::Qp;
-        let question = Message::List { object, from: 0 }.encode();
+        let question = report::Question { object, from: 0 }.encode();
         // Send until the engine's side is full: then the engine ends the connection.
         let deadline = Instant::now() + LONG;
         loop {
-            match group::send_bytes(&deaf, &question, &[]) {
+            match send_bytes(&deaf, &question, &[]) {
                 Ok(()) => {}
                 Err(Errno::AGAIN) => std::thread::yield_now(),
                 Err(_) => break,
@@ -717,7 +718,7 @@ mod tests {
         }
         // Clients that never ask keep no others out.
         let idle: Vec<_> = (0..200)
-            .filter_map(|_| group::connect_slot(place.address, place.slot).ok())
+            .filter_map(|_| connect_slot(place.address, place.slot).ok())
             .collect();
         assert!(idle.len() >= 64);
         assert_eq!(counts(&device).qps, 303);

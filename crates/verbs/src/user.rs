@@ -1,7 +1,16 @@
 //! Determines whether a peer is a process of this user.
+#![allow(unsafe_code)]
 
 use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::OnceLock;
+
+use rdmux_shm::Why;
+use rustix::io::Errno;
+
+/// Number of the user who may query everybody's devices.
+pub(crate) const ROOT: u32 = 0;
 
 /// Uid that the kernel shows for users who have none in this user namespace, unless it is set to another.
 const OVERFLOW_UID: u32 = 65_534;
@@ -15,6 +24,43 @@ pub(crate) enum User {
     Other,
     /// Perhaps the same user: in this process's user namespace both have the uid that all users share who have none of their own.
     Unknown,
+}
+
+/// Returns the number of the process at the other end, if it is a process of this user.
+pub(crate) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
+    let (uid, pid) = peer_credentials(socket)
+        .map_err(|error| Why::System(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+    match user_of(uid) {
+        User::Own => Ok(pid),
+        User::Other => Err(Why::OtherUser(uid)),
+        User::Unknown => Err(Why::UnknownUser),
+    }
+}
+
+/// Returns user and process at the other end of a connected Unix socket; process 0 when it is in another PID namespace,
+/// where this process cannot see it. (rustix has this call, but its process id cannot hold the 0.)
+pub(crate) fn peer_credentials(fd: impl AsFd) -> io::Result<(u32, i32)> {
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: u32::MAX,
+        gid: u32::MAX,
+    };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the value is a ucred, alive during the call, and its size is given.
+    let rc = unsafe {
+        libc::getsockopt(
+            fd.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut len,
+        )
+    };
+    if rc < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok((credentials.uid, credentials.pid))
+    }
 }
 
 /// Returns the relation to the user of a process for which the kernel reports this effective uid.
@@ -58,7 +104,7 @@ fn has_numbers_for_all(uid_map: &str) -> bool {
 
 /// Returns the uid of this process's user outside of its user namespace, in the parent namespace: users of different namespaces may have
 /// the same uid, above all 0.
-pub(in crate::soft) fn outer_number(uid: u32) -> u32 {
+pub(crate) fn outer_number(uid: u32) -> u32 {
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     outer_number_by(uid, &map).unwrap_or(uid)
 }

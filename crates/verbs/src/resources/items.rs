@@ -11,8 +11,8 @@ use rdmux_shm::{NotDirect, Why};
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
 
+use super::report::{Object, Record};
 use crate::Carrier;
-use crate::soft::shm::report::{Object, Record};
 
 /// An object of a device, as the device reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,7 +126,7 @@ pub struct CounterResource {
 
 /// Carrier of packets, as the engine itself knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::soft) enum Carried {
+pub(crate) enum Carried {
     /// There is not exactly one peer.
     Nowhere,
     Shared,
@@ -135,11 +135,11 @@ pub(in crate::soft) enum Carried {
 
 /// Regions that a queue pair reaches without packets, as the engine itself knows them.
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::soft) struct Reached {
-    pub(in crate::soft) mapped: u32,
-    pub(in crate::soft) by_calls: u32,
+pub(crate) struct Reached {
+    pub(crate) mapped: u32,
+    pub(crate) by_calls: u32,
     /// Last reason why a region was not reached without packets.
-    pub(in crate::soft) not_direct: Option<NotDirect>,
+    pub(crate) not_direct: Option<NotDirect>,
 }
 
 const KINDS: [RegionKind; 4] = [
@@ -205,7 +205,7 @@ fn code(word: u64, value: u64) -> Option<(u8, u32)> {
 }
 
 /// Returns the record of a queue pair of an engine.
-pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: Reached) -> Record {
+pub(crate) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: Reached) -> Record {
     let info = &detail.info;
     let peer = address(info.path.map(|path| path.dst));
     let (carrier, carrier_value) = match carried {
@@ -250,7 +250,7 @@ pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, 
 
 impl Item {
     /// Returns the record of an object; `None` for queue pairs of engines, which have [`qp_record`].
-    pub(in crate::soft) fn record(&self) -> Option<Record> {
+    pub(crate) fn record(&self) -> Option<Record> {
         let record = |number: u64, words: &[u64]| Record {
             number,
             name: String::new(),
@@ -336,7 +336,7 @@ impl Item {
     }
 
     /// Parses a record. `None` for a record that no engine sends.
-    pub(in crate::soft) fn parse(object: Object, record: &Record) -> Option<Item> {
+    pub(crate) fn parse(object: Object, record: &Record) -> Option<Item> {
         let word = |at| record.word(at);
         let short = |at| u32::try_from(record.word(at)).ok();
         let flag = |at| match record.word(at) {
