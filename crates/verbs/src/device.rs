@@ -24,6 +24,7 @@ use crate::process::{self, FaultCounts};
 use crate::provider::{self, Provided};
 use crate::region::{MemoryRegion, MemoryWindow};
 use crate::srq::{SharedReceiveQueue, XrcDomain};
+use crate::watch::EngineWatch;
 
 /// Why an object could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -252,6 +253,12 @@ impl Device {
     /// something arrived.
     pub fn slept(&self, since: Instant) {
         self.provided().slept(since);
+    }
+
+    /// Takes the place of the device's engine, for a caller that is about to sleep on descriptors. `None`: another caller has it, or the
+    /// device wakes callers itself; then the descriptors of completion queues and events wake the caller.
+    pub fn watch(&self) -> Option<EngineWatch> {
+        self.provided().watch().map(EngineWatch)
     }
 
     /// Sends the delayed acknowledgements, which an RNIC would have sent long ago. It is for a process that ends without dropping

@@ -61,6 +61,7 @@ mod srq;
 mod user;
 pub mod waiting;
 mod waker;
+mod watch;
 
 pub use cm::{
     Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
@@ -100,3 +101,4 @@ pub use sidr::{
     ServiceRequest,
 };
 pub use srq::{SharedReceiveQueue, XrcDomain};
+pub use watch::EngineWatch;

@@ -170,6 +170,11 @@ pub trait Device: Any + Debug + Send + Sync {
     /// See [`crate::Device::slept`].
     fn slept(&self, _since: Instant) {}
 
+    /// See [`crate::Device::watch`].
+    fn watch(&self) -> Option<Box<dyn EngineWatch>> {
+        None
+    }
+
     /// See [`crate::Device::acknowledge`].
     fn acknowledge(&self) {}
 
@@ -211,6 +216,18 @@ pub trait Device: Any + Debug + Send + Sync {
 
     /// See [`crate::Device::object_counts`].
     fn object_counts(&self) -> (usize, usize, usize);
+}
+
+/// See [`crate::EngineWatch`].
+pub trait EngineWatch: Any + Debug + Send {
+    /// See [`crate::EngineWatch::prepare`].
+    fn prepare(&mut self) -> bool;
+
+    /// See [`crate::EngineWatch::serves_others`].
+    fn serves_others(&self) -> bool;
+
+    /// Returns a descriptor that is readable when the caller is to wake.
+    fn fd(&self) -> BorrowedFd<'_>;
 }
 
 /// See [`crate::ProtectionDomain`].

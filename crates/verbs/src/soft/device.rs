@@ -17,7 +17,7 @@ use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 
 use super::cm::{Connecting, Service};
-use super::engine::{CqWaker, Engine, device_mtu, path_mtu_to};
+use super::engine::{CqWaker, Engine, Watch, device_mtu, path_mtu_to};
 use super::engines::Engines;
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
@@ -190,6 +190,10 @@ impl provider::Device for Device {
 
     fn slept(&self, since: Instant) {
         Engine::slept(self, since);
+    }
+
+    fn watch(&self) -> Option<Box<dyn provider::EngineWatch>> {
+        Some(Box::new(Watch::begin(self)?))
     }
 
     fn acknowledge(&self) {

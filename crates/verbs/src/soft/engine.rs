@@ -16,6 +16,7 @@ mod sleep;
 mod sockets;
 mod standby;
 mod waker;
+mod watch;
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -53,13 +54,14 @@ use crate::waker::Waker;
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
-use self::leader::{Leader, Waiter};
+use self::leader::Waiter;
 use self::lock::{EngineGuard, EngineLock};
 use self::looks::Looks;
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
 use self::standby::Standby;
 pub(crate) use self::waker::{CmQueue, CmSink, CqWaker};
+pub(crate) use self::watch::Watch;
 use super::capture;
 use super::engines::Engines;
 use super::faults::Leaving;
@@ -133,10 +135,15 @@ pub(crate) struct Core {
     sleeps: Sleeps,
     /// True while the thread sleeps in epoll.
     thread_asleep: bool,
-    /// True while a caller polls for a moment before it sleeps: peers need not ring the doorbell of a sleeping thread meanwhile.
+    /// True while arrivals are reported to the thread's epoll set.
+    thread_reported: bool,
+    /// True while a caller watches in the thread's place ([`Watch`]), and while that caller sleeps.
+    is_watched: bool,
+    watcher_asleep: bool,
+    /// True while a caller polls for a moment before it sleeps: peers need not ring the doorbell of a sleeping watcher meanwhile.
     caller_looks: bool,
     standby: Standby,
-    /// True while peers ring their doorbells for the thread.
+    /// True while peers ring their doorbells for the thread, or for the caller that watches in its place.
     doorbells: bool,
     /// Number of wake-ups that completion queues sent to their waiters.
     told: Arc<AtomicU64>,
@@ -147,6 +154,9 @@ pub(crate) struct Core {
     /// Number of times that the sockets were read.
     #[cfg(test)]
     looked: u64,
+    /// Number of times that arrivals woke the thread.
+    #[cfg(test)]
+    thread_woken: u64,
     batch: RxBatch,
     tx: TxSockets,
     buf: TransmitBuf,
@@ -254,12 +264,16 @@ pub(crate) struct Engine {
     /// See [`Core::told`].
     told: Arc<AtomicU64>,
     stop: AtomicBool,
-    /// Locked by the leader, the one caller that waits and drives. Holds the policies learnt from earlier waits.
-    leader: Mutex<Leader>,
-    /// Wakes the leader.
+    /// Locked by the leader, the one caller that waits and drives. Holds the policy, which learns from the waits.
+    leader: Mutex<Waiter>,
+    /// Wakes the leader, or the caller that watches.
     leader_kick: Waker,
-    /// The sockets and doorbells, for the leader.
-    watch: OwnedFd,
+    /// Readable when something has arrived: an epoll set of the sockets and doorbells.
+    arrivals: OwnedFd,
+    /// Readable when the leader, or the caller that watches, is to wake: an epoll set of the arrivals and `leader_kick`.
+    lead: OwnedFd,
+    /// The thread's epoll set.
+    epoll: Epoll,
     waiting: Option<WaitMode>,
     /// The engines of this device.
     pub(super) engines: Arc<Engines>,
@@ -389,6 +403,9 @@ impl Engine {
             served_at: Time(0),
             sleeps: Sleeps::default(),
             thread_asleep: false,
+            thread_reported: false,
+            is_watched: false,
+            watcher_asleep: false,
             caller_looks: false,
             standby: Standby::default(),
             doorbells: false,
@@ -398,6 +415,8 @@ impl Engine {
             looks: Looks::default(),
             #[cfg(test)]
             looked: 0,
+            #[cfg(test)]
+            thread_woken: 0,
             batch: RxBatch::new(),
             tx: TxSockets::new(address, gsi),
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -418,20 +437,26 @@ impl Engine {
             ended: Vec::new(),
         };
         let waiting = options.waiting.or_else(WaitMode::of_environment);
-        let watch = watch_all([core.rx.as_fd(), core.memberships.as_fd(), core.links.doorbells()]);
-        let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
+        let arrivals = [core.rx.as_fd(), core.memberships.as_fd(), core.links.doorbells()];
+        let arrivals = any_of(&arrivals).map_err(|errno| io("epoll")(errno.into()))?;
+        let kick = Waker::new().map_err(io("eventfd"))?;
+        let leader_kick = Waker::new().map_err(io("eventfd"))?;
+        let lead = any_of(&[arrivals.as_fd(), leader_kick.fd().as_fd()]);
+        let lead = lead.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
             armed_queues: core.rnic.armed_queues(),
             told: core.told.clone(),
             core: EngineLock::new(core),
-            kick: Waker::new().map_err(io("eventfd"))?,
+            epoll: Epoll::new(&arrivals, &kick).map_err(io("epoll"))?,
+            kick,
             start,
             hand_over: HandOver::new(),
             stop: AtomicBool::new(false),
-            leader: Mutex::new(Leader::new(waiting)),
-            leader_kick: Waker::new().map_err(io("eventfd"))?,
-            watch,
+            leader: Mutex::new(Waiter::new(waiting)),
+            leader_kick,
+            arrivals,
+            lead,
             waiting,
             engines,
             group: Mutex::new(Some(group)),
@@ -448,10 +473,9 @@ impl Engine {
             .engine
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
-        let epoll = Epoll::new(&engine).map_err(io("epoll"))?;
         let thread = crate::thread::spawn("rdmux-nic", {
             let engine = engine.clone();
-            move || engine.run(&epoll)
+            move || engine.run()
         })
         .map_err(io("engine thread"))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
@@ -743,7 +767,7 @@ impl Engine {
     }
 
     /// Main loop of the engine's thread.
-    fn run(self: Arc<Engine>, epoll: &Epoll) {
+    fn run(self: Arc<Engine>) {
         // Pacing needs timers that fire on time; the engine works without them where the system refuses.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
         self.lock().standby.started();
@@ -777,7 +801,7 @@ impl Engine {
             core.links.tell_cpu(current_cpu());
             let peer_cpu = core.links.peer_cpu();
             let flushes = core.flushers.busy.load(Ordering::Relaxed) > 0;
-            let caller_looks = core.caller_looks;
+            let is_relieved = core.caller_looks || core.is_watched;
             drop(core);
             if received > 0 {
                 if let Some((since, slept)) = idle.take() {
@@ -787,8 +811,8 @@ impl Engine {
             }
             let (since, slept_before) = *idle.get_or_insert((now, false));
             // While a flush runs, the thread sleeps even when it is to spin: on one CPU it would delay the flush, and whoever waits
-            // for a flush waits for a disk. Beside a caller that looks it need not spin.
-            if !flushes && !caller_looks {
+            // for a flush waits for a disk. Beside a caller that looks or watches it need not spin.
+            if !flushes && !is_relieved {
                 match waiter.plan(now.since_ns(since), now, peer_cpu) {
                     Plan::Sleep => {}
                     Plan::Yield => {
@@ -801,7 +825,7 @@ impl Engine {
                     }
                 }
             }
-            let slept = epoll.wait(&self) || slept_before;
+            let slept = self.epoll.wait(&self) || slept_before;
             idle = Some((since, slept));
         }
     }
@@ -831,12 +855,12 @@ impl Engine {
 }
 
 /// Creates a descriptor that is readable when one of these is.
-fn watch_all(fds: [BorrowedFd<'_>; 3]) -> Result<OwnedFd, Errno> {
-    let watch = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+fn any_of(fds: &[BorrowedFd<'_>]) -> Result<OwnedFd, Errno> {
+    let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     for fd in fds {
-        epoll::add(&watch, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        epoll::add(&set, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
     }
-    Ok(watch)
+    Ok(set)
 }
 
 /// Returns the number of bytes that one connection may have in flight towards a socket with this buffer. The kernel charges more than
@@ -881,22 +905,6 @@ impl Core {
         let received = self.links.receive(&mut self.rnic, now);
         self.after_receive(now);
         received
-    }
-
-    /// Makes peers ring their doorbells while the thread sleeps and no caller looks. Returns false if packets wait already.
-    fn set_doorbells(&mut self) -> bool {
-        let wanted = self.thread_asleep && !self.caller_looks;
-        if wanted == self.doorbells {
-            return true;
-        }
-        if wanted {
-            self.doorbells = self.links.prepare_sleep();
-            self.doorbells
-        } else {
-            self.doorbells = false;
-            self.links.awake();
-            true
-        }
     }
 
     /// Returns whether somebody else needs the CPU that this caller spins on.

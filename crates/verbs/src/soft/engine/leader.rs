@@ -21,32 +21,9 @@ pub(super) struct Waiter {
     policy: Policy,
 }
 
-/// Ways of waiting of the leader. The caller that holds the lock around this is the leader.
-#[derive(Debug)]
-pub(super) struct Leader {
-    /// A leader that sleeps in the thread's place.
-    leading: Waiter,
-    /// A leader that looks in the thread's place for a moment and then sleeps on descriptors.
-    looking: Waiter,
-}
-
-impl Leader {
-    pub(super) fn new(pinned: Option<WaitMode>) -> Leader {
-        Leader {
-            leading: Waiter::new(pinned),
-            // A packet wakes the thread, and the thread wakes the caller.
-            looking: Waiter::woken_by(2, pinned),
-        }
-    }
-}
-
 impl Waiter {
     pub(super) fn new(pinned: Option<WaitMode>) -> Waiter {
-        Waiter::woken_by(1, pinned)
-    }
-
-    fn woken_by(wake_ups: u64, pinned: Option<WaitMode>) -> Waiter {
-        let mut policy = Policy::new(wake_ups * wake_cost_ns());
+        let mut policy = Policy::new(wake_cost_ns());
         policy.pin(pinned);
         Waiter { policy }
     }
@@ -128,7 +105,7 @@ impl Engine {
             return None;
         }
         let mut leader = self.leader.try_lock().ok()?;
-        let waiter = &mut leader.looking;
+        let waiter = &mut *leader;
         let began = self.now();
         let mut looks = None;
         loop {
@@ -162,10 +139,7 @@ impl Engine {
     /// Records that a caller slept on descriptors from `since` until something came.
     pub(crate) fn slept(&self, since: Instant) {
         if let Ok(mut leader) = self.leader.try_lock() {
-            leader
-                .looking
-                .policy
-                .woke(since.elapsed().as_nanos() as u64, None);
+            leader.policy.woke(since.elapsed().as_nanos() as u64, None);
         }
     }
 
@@ -189,21 +163,25 @@ impl Engine {
             Err(TryLockError::Poisoned(leader)) => Some(leader.into_inner()),
             Ok(leader) => Some(leader),
         };
-        let Some(mut leader) = leader else {
-            loop {
-                cq.arm(Arm::Next);
-                if let Some(found) = look() {
-                    return Some(found);
-                }
-                let left = left();
-                if is_over(left) || !self.sleep(waker, left) {
-                    return look();
-                }
+        if let Some(mut leader) = leader {
+            // Stops leading, however this wait ends, before anybody else can lead: followers may rely on this caller.
+            let _leads = Leads(self);
+            match self.wait_as_leader(&mut leader, deadline, waker, cq, &mut look) {
+                Led::Found(found) => return Some(found),
+                Led::TimeOver => return None,
+                Led::Watched => {}
             }
-        };
-        // Stops leading, however this wait ends, before anybody else can lead: followers may rely on this caller.
-        let _leads = Leads(self);
-        self.wait_as_leader(&mut leader.leading, deadline, waker, cq, look)
+        }
+        loop {
+            cq.arm(Arm::Next);
+            if let Some(found) = look() {
+                return Some(found);
+            }
+            let left = left();
+            if is_over(left) || !self.sleep(waker, left) {
+                return look();
+            }
+        }
     }
 
     /// Part of [`Engine::wait`] of the leader.
@@ -214,7 +192,7 @@ impl Engine {
         waker: &Waker,
         cq: &CompletionQueue,
         mut look: impl FnMut() -> Option<R>,
-    ) -> Option<R> {
+    ) -> Led<R> {
         let left = || left_until(deadline);
         let began = self.now();
         let peer_cpu = {
@@ -231,29 +209,32 @@ impl Engine {
             }
             if let Some(found) = self.poll(&mut look) {
                 waiter.policy.came(self.now().since_ns(began));
-                return Some(found);
+                return Led::Found(found);
             }
             if is_over(left()) {
                 waiter.policy.gave_up(self.now().since_ns(began));
-                return None;
+                return Led::TimeOver;
             }
         }
         let mut slept = false;
         loop {
             self.hand_over.lead();
             let mut core = self.lock();
+            if core.is_watched {
+                return Led::Watched;
+            }
             let now = self.now();
             core.receive_as_leader(now, slept);
             core.finish(now, true);
             self.wake_early(&core);
             if let Some(found) = look() {
                 waiter.policy.woke(now.since_ns(began), None);
-                return Some(found);
+                return Led::Found(found);
             }
             let left = left();
             if is_over(left) {
                 waiter.policy.gave_up(now.since_ns(began));
-                return None;
+                return Led::TimeOver;
             }
             if !core.links.prepare_sleep() {
                 continue;
@@ -282,19 +263,24 @@ impl Engine {
             tv_nsec: (ns % 1_000_000_000) as _,
         });
         let mut fds = [
-            PollFd::new(&self.watch, PollFlags::IN),
-            PollFd::new(self.leader_kick.fd(), PollFlags::IN),
+            PollFd::new(&self.lead, PollFlags::IN),
             PollFd::new(waker.fd(), PollFlags::IN),
         ];
         if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
+            self.leader_kick.reset_if_woken();
             if !fds[1].revents().is_empty() {
-                self.leader_kick.reset();
-            }
-            if !fds[2].revents().is_empty() {
                 waker.reset();
             }
         }
     }
+}
+
+/// Result of a wait of the leader.
+enum Led<R> {
+    Found(R),
+    TimeOver,
+    /// Another caller watches, so this one cannot lead.
+    Watched,
 }
 
 /// Stops leading when it is dropped, also while a panic of a caller's memory unwinds.
@@ -320,7 +306,7 @@ impl LooksOut<'_> {
         let mut core = engine.lock();
         core.links.tell_cpu(current_cpu());
         core.caller_looks = true;
-        core.set_doorbells();
+        engine.set_watch(&mut core);
         let peer_cpu = core.links.peer_cpu();
         LooksOut {
             engine,
@@ -331,7 +317,7 @@ impl LooksOut<'_> {
 }
 
 impl Drop for LooksOut<'_> {
-    /// Lets arriving packets wake the thread again, and processes those that arrived before.
+    /// Lets arriving packets wake the watcher again, and processes those that arrived before.
     fn drop(&mut self) {
         let engine = self.engine;
         let mut core = engine.lock();
@@ -339,15 +325,7 @@ impl Drop for LooksOut<'_> {
         if self.found {
             core.standby.caller_found();
         }
-        if !core.set_doorbells() {
-            core.receive(engine.now(), RECEIVES_PER_TURN);
-        }
-        core.finish(engine.now(), true);
-        engine.wake_early(&core);
-        // A peer that keeps sending would keep this caller here for ever: the thread processes the rest.
-        if !core.set_doorbells() {
-            engine.kick.wake();
-        }
+        engine.leave_to_watch(&mut core);
     }
 }
 
@@ -361,12 +339,14 @@ fn is_over(left: Option<Duration>) -> bool {
 }
 
 impl Core {
-    /// Processes arrived packets, for a caller that is about to sleep, or was woken: packets that remain in a socket wake it again.
-    fn receive_as_leader(&mut self, now: Time, woken: bool) {
-        if self.links.receive(&mut self.rnic, now) == 0 && woken {
-            self.receive(now, RECEIVES_PER_TURN);
-        } else {
-            self.after_receive(now);
+    /// Processes arrived packets, for a caller that is about to sleep, or was woken: packets that remain in a socket wake it again. Returns
+    /// how many datagrams and trains.
+    pub(super) fn receive_as_leader(&mut self, now: Time, woken: bool) -> usize {
+        let received = self.links.receive(&mut self.rnic, now);
+        if received == 0 && woken {
+            return self.receive(now, RECEIVES_PER_TURN);
         }
+        self.after_receive(now);
+        received
     }
 }

@@ -1,52 +1,40 @@
 //! Sleep of the engine's thread.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 
-use super::{Engine, PRECISE_NS, SOCKET_RETRY_NS};
+use super::{Core, Engine, PRECISE_NS, SOCKET_RETRY_NS, Waker};
 
 /// The epoll set in which the engine's thread sleeps.
+#[derive(Debug)]
 pub(super) struct Epoll {
     epoll: OwnedFd,
 }
 
-const SOCKET: u64 = 0;
+/// The sockets and doorbells.
+const ARRIVALS: u64 = 0;
 const KICK: u64 = 1;
-const GROUPS: u64 = 2;
-/// Doorbells of peers: [`Links::awake`] answers them.
-const DOORBELLS: u64 = 3;
 
 impl Epoll {
-    pub(super) fn new(engine: &Engine) -> io::Result<Epoll> {
+    pub(super) fn new(arrivals: &OwnedFd, kick: &Waker) -> io::Result<Epoll> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let core = engine.lock();
-        epoll::add(
-            &epoll,
-            core.rx.as_fd(),
-            epoll::EventData::new_u64(SOCKET),
-            epoll::EventFlags::empty(),
-        )?;
-        epoll::add(
-            &epoll,
-            core.memberships.as_fd(),
-            epoll::EventData::new_u64(GROUPS),
-            epoll::EventFlags::empty(),
-        )?;
-        epoll::add(
-            &epoll,
-            core.links.doorbells(),
-            epoll::EventData::new_u64(DOORBELLS),
-            epoll::EventFlags::IN,
-        )?;
-        epoll::add(
-            &epoll,
-            engine.kick.fd(),
-            epoll::EventData::new_u64(KICK),
-            epoll::EventFlags::IN,
-        )?;
+        let none = epoll::EventFlags::empty();
+        epoll::add(&epoll, arrivals, epoll::EventData::new_u64(ARRIVALS), none)?;
+        let kicked = epoll::EventFlags::IN;
+        epoll::add(&epoll, kick.fd(), epoll::EventData::new_u64(KICK), kicked)?;
         Ok(Epoll { epoll })
+    }
+
+    /// Lets the next arrival wake the thread, or none: also while the thread sleeps.
+    pub(super) fn report(&self, arrivals: &OwnedFd, on: bool) {
+        // For one event: while a caller polls, datagrams must not wake the thread.
+        let flags = match on {
+            true => epoll::EventFlags::IN | epoll::EventFlags::ONESHOT,
+            false => epoll::EventFlags::empty(),
+        };
+        let _ = epoll::modify(&self.epoll, arrivals, epoll::EventData::new_u64(ARRIVALS), flags);
     }
 
     /// Sleeps until something arrives, a timer is due, or somebody wakes the thread. Returns false if something had arrived already.
@@ -54,17 +42,12 @@ impl Epoll {
         let timeout_ns = {
             let mut core = engine.lock();
             core.thread_asleep = true;
-            if !core.set_doorbells() {
+            if !engine.set_watch(&mut core) {
                 core.thread_asleep = false;
                 return false;
             }
             let due = core.rnic.poll_timeout();
             core.sleeps.thread_ns = due.map_or(u64::MAX, |at| at.0);
-            // Armed for one event: while a caller polls, datagrams must not wake this thread.
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
-            for (fd, data) in [(core.rx.as_fd(), SOCKET), (core.memberships.as_fd(), GROUPS)] {
-                let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(data), flags);
-            }
             let now = engine.now();
             let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
             [due.map(|at| at.since_ns(now)), blocked]
@@ -88,7 +71,7 @@ impl Epoll {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
-        }; 4];
+        }; 2];
         let n = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
         let happened = |what| events[..n].iter().any(|event| event.data.u64() == what);
         if happened(KICK) {
@@ -98,11 +81,59 @@ impl Epoll {
         core.sleeps.thread_ns = 0;
         core.thread_asleep = false;
         core.standby.woke();
-        if core.caller_looks && happened(DOORBELLS) {
-            // A doorbell that was rung late would also end the next sleep.
-            core.links.awake();
+        if happened(ARRIVALS) {
+            core.thread_reported = false;
+            #[cfg(test)]
+            {
+                core.thread_woken += 1;
+            }
+            if core.caller_looks {
+                // A doorbell that was rung late would also end the next sleep.
+                core.links.awake();
+            }
         }
-        core.set_doorbells();
+        engine.set_watch(&mut core);
         true
+    }
+}
+
+impl Engine {
+    /// Lets arrivals wake the thread, or the caller that watches in its place, while that sleeps and no caller looks. Returns false if
+    /// packets wait already.
+    pub(super) fn set_watch(&self, core: &mut Core) -> bool {
+        let thread = core.thread_asleep && !core.is_watched;
+        if core.is_watched {
+            self.report_to_thread(core, false);
+        } else if thread && !core.caller_looks {
+            self.report_to_thread(core, true);
+        }
+        let wanted = (thread || core.watcher_asleep) && !core.caller_looks;
+        if wanted == core.doorbells {
+            return true;
+        }
+        if wanted {
+            core.doorbells = core.links.prepare_sleep();
+            core.doorbells
+        } else {
+            core.doorbells = false;
+            core.links.awake();
+            true
+        }
+    }
+
+    fn report_to_thread(&self, core: &mut Core, on: bool) {
+        if core.thread_reported != on {
+            core.thread_reported = on;
+            self.epoll.report(&self.arrivals, on);
+        }
+    }
+
+    /// Wakes whoever watches, after [`Engine::set_watch`] has found packets.
+    pub(super) fn wake_watch(&self, core: &Core) {
+        if core.is_watched {
+            self.leader_kick.wake();
+        } else {
+            self.kick.wake();
+        }
     }
 }

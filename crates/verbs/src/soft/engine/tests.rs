@@ -21,7 +21,7 @@ thread_local! {
     pub(super) static OVERSUBSCRIBED: Cell<bool> = const { Cell::new(false) };
 }
 
-const LONG: Duration = Duration::from_secs(60);
+pub(super) const LONG: Duration = Duration::from_secs(60);
 
 /// Two queue pairs of one device that are connected to each other.
 struct Pair {
@@ -93,7 +93,7 @@ impl Pair {
     }
 }
 
-fn send() -> SendRequest {
+pub(super) fn send() -> SendRequest {
     SendRequest {
         wr_id: 1,
         operation: Operation::Send { imm: None },
@@ -387,7 +387,7 @@ fn post_send__leaves_the_request_to_the_holder_of_the_lock() {
 }
 
 /// Returns whether a descriptor becomes readable in time.
-fn is_told(cq: &CompletionQueue) -> bool {
+pub(super) fn is_told(cq: &CompletionQueue) -> bool {
     let timeout = Timespec {
         tv_sec: LONG.as_secs() as i64,
         tv_nsec: 0,
@@ -571,12 +571,16 @@ fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
 }
 
 /// A device with a completion queue and a queue pair.
-type End = (Device, CompletionQueue, QueuePair);
+pub(super) type End = (Device, CompletionQueue, QueuePair);
 
 /// Returns an end on each of two addresses.
 fn ends(hosts: [u8; 2]) -> [End; 2] {
+    ends_with(hosts, Options::default)
+}
+
+pub(super) fn ends_with(hosts: [u8; 2], options: impl Fn() -> Options) -> [End; 2] {
     hosts.map(|host| {
-        let device = Device::open(IpAddr::from([127, 0, 14, host])).unwrap();
+        let device = Device::open_with(IpAddr::from([127, 0, 14, host]), options()).unwrap();
         let cq = device.create_cq(64).unwrap();
         let qp = device
             .alloc_pd()
@@ -588,7 +592,7 @@ fn ends(hosts: [u8; 2]) -> [End; 2] {
 }
 
 /// Brings up the queue pairs of two ends towards each other.
-fn bring_up(ends: &[End; 2]) {
+pub(super) fn bring_up(ends: &[End; 2]) {
     for ((device, _, qp), (peer, _, peer_qp)) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
         let (init, mut rtr, rts) = steps(device, peer_qp.qpn());
         rtr.path = rtr.path.map(|path| Path {
@@ -602,7 +606,7 @@ fn bring_up(ends: &[End; 2]) {
 }
 
 /// Waits until a condition on the engine's state holds.
-fn until(engine: &Engine, holds: impl Fn(&Core) -> bool) {
+pub(super) fn until(engine: &Engine, holds: impl Fn(&Core) -> bool) {
     let deadline = Instant::now() + LONG;
     while !holds(&engine.lock()) {
         assert!(Instant::now() < deadline);
@@ -636,9 +640,27 @@ fn link__that_comes_up_beside_a_leader_wakes_the_thread_too() {
 /// While a caller looks, nobody wakes the thread; after its last look the caller is notified of every arrival.
 #[test]
 fn look_before_sleep__loses_no_wake_up() {
+    loses_no_wake_up(&ends([19, 20]));
+}
+
+/// The same while another caller sleeps in the thread's place.
+#[test]
+fn look_before_sleep__beside_a_watch_loses_no_wake_up() {
+    let ends = ends([51, 52]);
+    let stops = [(); 2].map(|()| Waker::new().unwrap());
+    thread::scope(|scope| {
+        for (end, stop) in ends.iter().zip(&stops) {
+            scope.spawn(|| watch::tests::watch_until(end, stop));
+            until(end.0.engine(), |core| core.is_watched);
+        }
+        loses_no_wake_up(&ends);
+        stops.iter().for_each(Waker::wake);
+    });
+}
+
+fn loses_no_wake_up(ends: &[End; 2]) {
     const MESSAGES: u64 = 2_000;
-    let ends = ends([19, 20]);
-    bring_up(&ends);
+    bring_up(ends);
     // Each side answers the other, and waits for events of both requests.
     let side = |(device, cq, qp): &(Device, CompletionQueue, QueuePair), first: bool| {
         let engine = device.engine();

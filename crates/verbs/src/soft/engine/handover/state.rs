@@ -42,7 +42,7 @@ impl HandOver {
         at == LEADING || at != 0 && now_ns.saturating_sub(at) < POLLER_LEASE_NS
     }
 
-    fn has_leader(&self) -> bool {
+    pub(in super::super) fn has_leader(&self) -> bool {
         self.polled_at_ns.load(Ordering::Relaxed) == LEADING
     }
 
