@@ -18,7 +18,8 @@ use crate::context::Context;
 use crate::events::Given;
 use crate::query::CQE_MAX;
 use crate::uses::Uses;
-use crate::{abi, made, minus_one, wait};
+use crate::watch::Arrived;
+use crate::{abi, made, minus_one, wait, watch};
 
 /// Object behind a program's `struct ibv_comp_channel` pointer.
 #[repr(C)]
@@ -310,34 +311,62 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
     cq_context: *mut *mut c_void,
 ) -> c_int {
     // SAFETY: a channel that was made, of a context that is open as long, says the caller.
-    let (device, channel) = unsafe { (&Context::of((*channel).context).device, Channel::of(channel)) };
+    let (context, channel) = unsafe { (Context::of((*channel).context), Channel::of(channel)) };
+    let device = &context.device;
     let fd = channel.events.as_fd().as_raw_fd();
-    let mut slept_since = None;
-    let found = loop {
-        let found = match wait::is_blocking(fd) {
-            Ok(true) if slept_since.is_none() => {
-                wait::uncancelled(|| device.look_before_sleep(|| next_event(channel)))
-            }
-            _ => next_event(channel),
-        };
-        if let Some(found) = found {
-            break found;
-        }
-        slept_since.get_or_insert_with(Instant::now);
-        // SAFETY: there is nothing to drop here.
-        if let Err(errno) = unsafe { wait::readable_or_cancelled(fd) } {
-            return minus_one(Err(errno));
-        }
+    let blocks = wait::is_blocking(fd);
+    let look = || next_event(channel);
+    let found = match blocks {
+        Ok(true) => wait::uncancelled(|| device.look_before_sleep(look)),
+        _ => look(),
     };
-    if let Some(since) = slept_since {
-        device.slept(since);
-    }
+    let found = match found {
+        Some(found) => Ok(found),
+        // SAFETY: there is nothing to drop here.
+        None => blocks.and_then(|blocks| unsafe { sleep_until_event(context, channel, blocks) }),
+    };
+    let found = match found {
+        Ok(found) => found,
+        Err(errno) => return minus_one(Err(errno)),
+    };
     // SAFETY: the queue has given an event, so that it is not destroyed; places of the caller's.
     unsafe {
         *queue = found.cast();
         *cq_context = (*(*found).shown.get()).cq.cq_context;
     }
     0
+}
+
+/// Sleeps until a queue has an event, in the place of the device's engine if no other thread is there.
+///
+/// # Safety
+/// As [`wait::readable_or_cancelled`].
+unsafe fn sleep_until_event(context: &Context, channel: &Channel, blocks: bool) -> Result<*mut Queue, c_int> {
+    let since = Instant::now();
+    let fd = channel.events.as_fd().as_raw_fd();
+    // A signal handler may have left an earlier call by `longjmp`.
+    wait::uncancelled(watch::end);
+    let found = loop {
+        let prepared = match blocks {
+            true => wait::uncancelled(|| watch::prepare(context)),
+            false => Ok(None),
+        };
+        let ready = match prepared {
+            // SAFETY: as the caller says.
+            Ok(place) => unsafe { wait::one_readable_or_cancelled([Some(fd), place], blocks) },
+            Err(Arrived) => Ok(()),
+        };
+        match (ready, next_event(channel)) {
+            (_, Some(found)) => break Ok(found),
+            (Err(errno), None) => break Err(errno),
+            (Ok(()), None) => {}
+        }
+    };
+    wait::uncancelled(watch::end);
+    if found.is_ok() {
+        context.device.slept(since);
+    }
+    found
 }
 
 /// Returns the queue that has an event. The event has been given when this returns.

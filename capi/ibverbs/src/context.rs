@@ -146,7 +146,12 @@ impl Context {
     /// parent's threads, and what they share with the kernel still belongs to the parent. The child must end nothing of that;
     /// only the memory of the copy is lost.
     pub(crate) fn is_inherited(&self) -> bool {
-        self.opened.process != std::process::id()
+        self.process() != std::process::id()
+    }
+
+    /// Returns the process that opened it.
+    pub(crate) fn process(&self) -> u32 {
+        self.opened.process
     }
 
     /// Reports an event to this context.

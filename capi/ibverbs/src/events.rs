@@ -1,38 +1,53 @@
 //! Events that a program was given and has yet to acknowledge: their object is destroyed after that, and not before.
 
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The events of one object.
 #[derive(Default)]
 pub(crate) struct Given {
-    /// Numbers of events given and acknowledged since the object was made. They wrap.
-    counts: Mutex<(u32, u32)>,
+    counts: Mutex<Counts>,
     acknowledged: Condvar,
 }
 
+#[derive(Default)]
+struct Counts {
+    /// Numbers of events given and acknowledged since the object was made. They wrap.
+    given: u32,
+    acknowledged: u32,
+    /// Threads that destroy the object. Mostly none: a notification costs a system call also then.
+    waiting: u32,
+}
+
 impl Given {
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Counts an event given to the program.
     pub(crate) fn give(&self) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        counts.0 = counts.0.wrapping_add(1);
+        let mut counts = self.counts();
+        counts.given = counts.given.wrapping_add(1);
     }
 
     /// Counts events that the program has acknowledged.
     pub(crate) fn acknowledge(&self, count: u32) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        counts.1 = counts.1.wrapping_add(count);
-        drop(counts);
-        self.acknowledged.notify_all();
+        let mut counts = self.counts();
+        counts.acknowledged = counts.acknowledged.wrapping_add(count);
+        if counts.waiting > 0 {
+            self.acknowledged.notify_all();
+        }
     }
 
     /// Waits until the program has acknowledged all events, as the manual prescribes for destroying an object.
     pub(crate) fn wait_acknowledged(&self) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        while counts.0 != counts.1 {
+        let mut counts = self.counts();
+        counts.waiting += 1;
+        while counts.given != counts.acknowledged {
             counts = self
                 .acknowledged
                 .wait(counts)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+        counts.waiting -= 1;
     }
 }

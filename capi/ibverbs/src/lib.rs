@@ -30,6 +30,7 @@ mod unsupported;
 mod uses;
 mod versions;
 mod wait;
+mod watch;
 mod wr;
 mod xrc;
 

@@ -93,13 +93,24 @@ pub(crate) fn restarts() -> bool {
 /// The caller, and all functions between it and C, may be unwound: they have nothing to drop, and are `extern "C-unwind"` at
 /// the edge.
 pub(crate) unsafe fn readable_or_cancelled(fd: RawFd) -> Result<(), c_int> {
-    let timeout_ms = if is_blocking(fd)? { -1 } else { 0 };
+    let blocks = is_blocking(fd)?;
+    // SAFETY: as the caller says.
+    unsafe { one_readable_or_cancelled([Some(fd), None], blocks) }
+}
+
+/// Does the same for several descriptors, until one of them is readable, if the call is to block.
+///
+/// # Safety
+/// As [`readable_or_cancelled`].
+pub(crate) unsafe fn one_readable_or_cancelled(fds: [Option<RawFd>; 2], blocks: bool) -> Result<(), c_int> {
+    let timeout_ms = if blocks { -1 } else { 0 };
     loop {
-        let mut entry = entry(fd, libc::POLLIN);
-        // SAFETY: one entry, of this function's; for unwinding see above.
-        match unsafe { cancellable_poll(&raw mut entry, 1, timeout_ms) } {
+        // A negative descriptor is none for the system either.
+        let mut entries = fds.map(|fd| entry(fd.unwrap_or(-1), libc::POLLIN));
+        // SAFETY: two entries, of this function's; for unwinding see above.
+        match unsafe { cancellable_poll(entries.as_mut_ptr(), 2, timeout_ms) } {
             0 => return Err(libc::EAGAIN),
-            1 => return Ok(()),
+            1.. => return Ok(()),
             _ => match last_errno() {
                 libc::EINTR if restarts() => {}
                 errno => return Err(errno),
