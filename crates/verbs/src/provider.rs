@@ -545,7 +545,7 @@ pub trait Resolving: Any + Debug + Send + Sync {
     fn notify(&self, events: &EventQueue, token: u64);
 }
 
-/// The providers of this process, in the order of their registration.
+/// The providers of this process, in the order of their registration: those of this crate first.
 static REGISTERED: Mutex<Vec<&'static dyn Provider>> = Mutex::new(Vec::new());
 
 /// Provider that [`set_process_provider`] set.
@@ -564,7 +564,7 @@ fn lock() -> MutexGuard<'static, Vec<&'static dyn Provider>> {
     registered
 }
 
-/// Makes a provider known to this process. The first one is the default. Does nothing if one of the same name is registered.
+/// Makes a provider known to this process, beside `soft`, which is the default, and `hw`. Does nothing if one of the same name is registered.
 pub fn register(provider: &'static dyn Provider) {
     let mut registered = lock();
     if registered.iter().all(|known| known.name() != provider.name()) {
