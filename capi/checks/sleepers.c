@@ -24,7 +24,12 @@ static void make(struct ibv_context *context, struct ibv_pd *pd, struct end *end
 {
 	CHECK((end->channel = ibv_create_comp_channel(context)) && (end->cq = ibv_create_cq(context, 16, NULL, end->channel, 0)));
 	CHECK(end->mr = ibv_reg_mr(pd, end->words, sizeof(end->words), IBV_ACCESS_LOCAL_WRITE));
-	create_pair(pd, end->cq, end->cq, end->qp);
+	/* Without a timeout: no timer of the sender wakes the engine's thread, which would take in what nobody watches for. */
+	struct ibv_qp_init_attr init = {.send_cq = end->cq, .recv_cq = end->cq, .cap = {32, 32, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+	for (int i = 0; i < 2; i++)
+		CHECK(end->qp[i] = ibv_create_qp(pd, &init));
+	for (int i = 0; i < 2; i++)
+		bring_up_within(end->qp[i], end->qp[1 - i]->qp_num, 0);
 }
 
 /* Sends a message from one of the queue pairs to the other. */
