@@ -121,6 +121,7 @@ impl Channel {
     }
 
     /// Shows the peer the CPU on which this process looks for its packets.
+    #[inline]
     pub fn tell_cpu(&self, cpu: u32) {
         let word = self.segment.cpu(self.side);
         if word.load(Ordering::Relaxed) != cpu + 1 {
@@ -135,6 +136,7 @@ impl Channel {
     }
 
     /// Returns whether packets get lost on purpose at the peer's end.
+    #[inline]
     pub fn peer_loses(&self) -> bool {
         self.segment.loses(self.side.other()).load(Ordering::Relaxed) != 0
     }
@@ -200,6 +202,7 @@ impl Channel {
     }
 
     /// Returns how far the peer has come with the data sent to it.
+    #[inline]
     pub fn progress(&self) -> LinkProgress {
         let (taken, all) = self.tx.taken();
         LinkProgress {
@@ -210,6 +213,7 @@ impl Channel {
 
     /// Prepares for a sleep on the doorbell: the peer rings it for packets, and for room that trains wait for. Returns false if something is
     /// there already.
+    #[inline]
     pub fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
         while !self.waiting.is_empty() && !self.wants_room {
             self.wants_room = self.tx.wants_room()?;
@@ -221,6 +225,7 @@ impl Channel {
     }
 
     /// Ends a sleep: the peer stops ringing the doorbell. Returns whether it had rung, and takes one ring then.
+    #[inline]
     pub fn awake(&mut self) -> bool {
         let wanted_room = std::mem::take(&mut self.wants_room);
         (self.rx.awake() || wanted_room) && self.doorbell.answer_one()

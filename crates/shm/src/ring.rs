@@ -71,21 +71,25 @@ pub const fn area_bytes(slots: u32) -> usize {
 }
 
 /// Returns the offset of the payload of a record that begins with `slot`.
+#[inline]
 pub const fn payload_offset(slot: u32) -> usize {
     slot_offset(slot) + HEADER_BYTES
 }
 
+#[inline]
 const fn slot_offset(slot: u32) -> usize {
     SLOTS_OFFSET + slot as usize * SLOT_BYTES
 }
 
 /// Returns the number of slots of a record.
+#[inline]
 const fn record_slots(bytes: usize) -> u32 {
     (HEADER_BYTES + bytes).div_ceil(SLOT_BYTES) as u32
 }
 
 /// Returns the most bytes of a record. A record takes at most half of the ring, so that it fits an empty ring wherever the head is: behind
 /// a rest that is too small for the record, and with a free slot behind the record.
+#[inline]
 pub const fn bytes_max(slots: u32) -> usize {
     let half = slots as usize / 2 * SLOT_BYTES - HEADER_BYTES;
     if half < TRAIN_BYTES_MAX {
@@ -96,6 +100,7 @@ pub const fn bytes_max(slots: u32) -> usize {
 }
 
 /// Returns the stamp of a record at a position: never 0, and a different one in the next lap, since a lap is an even number.
+#[inline]
 const fn stamp(position: u32) -> u32 {
     position | 1
 }
@@ -119,6 +124,7 @@ pub enum Word {
 
 impl Word {
     /// Returns the offset of the word in the ring's memory.
+    #[inline]
     pub const fn offset(self) -> usize {
         match self {
             Word::Head => HEAD_OFFSET,
@@ -159,15 +165,18 @@ pub struct Meta {
 
 impl Meta {
     /// Returns whether a number of bytes is one train: this bounds the work that a record causes for its receiver.
+    #[inline]
     fn is_train_of(self, bytes: usize) -> bool {
         self.segment_bytes > 0 && bytes <= TRAIN_PACKETS_MAX * usize::from(self.segment_bytes)
     }
 
+    #[inline]
     fn form(self, kind: u8) -> u32 {
         let [low, high] = self.segment_bytes.to_le_bytes();
         u32::from_le_bytes([low, high, self.traffic_class, kind])
     }
 
+    #[inline]
     fn of_form(form: u32) -> (Meta, u8) {
         let [low, high, traffic_class, kind] = form.to_le_bytes();
         let segment_bytes = u16::from_le_bytes([low, high]);

@@ -35,6 +35,7 @@ pub enum Side {
 
 impl Side {
     /// Returns the other end.
+    #[inline]
     pub fn other(self) -> Side {
         match self {
             Side::Asking => Side::Answering,
@@ -42,6 +43,7 @@ impl Side {
         }
     }
 
+    #[inline]
     fn index(self) -> usize {
         usize::from(self == Side::Answering)
     }
@@ -86,16 +88,19 @@ impl Segment {
         }
     }
 
+    #[inline]
     fn word(&self, side: Side, line: usize) -> &AtomicU32 {
         self.mapping.word(side.index() * WORDS_BYTES + line * LINE_BYTES)
     }
 
     /// Returns the word that shows to which of its grants that end is writing: [`crate::revocation`].
+    #[inline]
     pub fn inside(&self, side: Side) -> &AtomicU32 {
         self.word(side, 0)
     }
 
     /// Returns the word for the last entry whose copy that end has finished by calls into the other end's process.
+    #[inline]
     pub fn left(&self, side: Side) -> &AtomicU32 {
         self.word(side, 2)
     }
@@ -106,16 +111,19 @@ impl Segment {
     }
 
     /// Returns the word for the CPU on which that end last looked for packets, plus 1.
+    #[inline]
     pub fn cpu(&self, side: Side) -> &AtomicU32 {
         self.word(side, 1)
     }
 
     /// Returns a word that is not 0 if that end loses packets on purpose, as a bad network would.
+    #[inline]
     pub fn loses(&self, side: Side) -> &AtomicU32 {
         self.word(side, 3)
     }
 
     /// Returns the word that holds the generation of a grant by `by` as long as the grant lasts; 0 means none.
+    #[inline]
     pub fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
         let index = (index % GRANTS) as usize;
         self.mapping
