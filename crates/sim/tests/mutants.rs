@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rdmux_rnic::mutant::{self, Mutant};
-use rdmux_sim::goodput::{Link, Streams, measure};
+use rdmux_sim::goodput::{LinkProperties, Streams, measure};
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
 use rdmux_sim::{leases, power};
 
@@ -49,7 +49,7 @@ fn settings(kind: &str, seed: u64) -> Settings {
 
 /// Returns the share of a link that a stream gets at a loss of 5 %, retransmitting selectively.
 fn goodput() -> f64 {
-    let link = Link {
+    let link = LinkProperties {
         bits_per_second: 10_000_000_000,
         round_trip_ns: 1_000_000,
         loss_percent: 5.0,

@@ -51,8 +51,7 @@ fn open__provider_that_is_not_registered() {
     let refused = open("other").unwrap_err();
     assert!(matches!(refused, OpenError::UnknownProvider(_)), "{refused:?}");
     let text = refused.to_string();
-    assert!(
-        text.starts_with("'other' is not a provider: give soft or hw"),
-        "{text}"
-    );
+    // The other test may have registered another provider.
+    assert!(text.starts_with("'other' is not a provider: give "), "{text}");
+    assert!(text.contains("soft") && text.contains("hw"), "{text}");
 }
