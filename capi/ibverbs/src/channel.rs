@@ -354,7 +354,12 @@ unsafe fn sleep_until_event(context: &Context, channel: &Channel, blocks: bool) 
         let ready = match prepared {
             // SAFETY: as the caller says.
             Ok(place) => unsafe { wait::one_readable_or_cancelled([Some(fd), place], blocks) },
-            Err(Arrived) => Ok(()),
+            // Only looks, as a cancellation point: a peer may send for ever without an event.
+            // SAFETY: as the caller says.
+            Err(Arrived) => match unsafe { wait::one_readable_or_cancelled([Some(fd), None], false) } {
+                Err(libc::EAGAIN) => Ok(()),
+                looked => looked,
+            },
         };
         match (ready, next_event(channel)) {
             (_, Some(found)) => break Ok(found),

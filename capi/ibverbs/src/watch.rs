@@ -63,7 +63,12 @@ pub(crate) fn end() {
     drop(take());
 }
 
+/// Takes the place out of the thread's values, if this process has it.
 fn take() -> Option<EngineWatch> {
-    let place = PLACE.try_with(|own| own.borrow_mut().take()).ok()?;
-    place?.watch.take()
+    let mut place = PLACE.try_with(|own| own.borrow_mut().take()).ok()??;
+    // Dropping the place of another process forgets it.
+    if place.process != process::id() {
+        return None;
+    }
+    place.watch.take()
 }

@@ -78,10 +78,7 @@ impl Dial {
                 result,
             });
         };
-        std::thread::Builder::new()
-            .name("log-connect".into())
-            .spawn(run)
-            .map(drop)
+        rdmux_verbs::thread::spawn("log-connect", run).map(drop)
     }
 }
 

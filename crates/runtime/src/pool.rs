@@ -76,9 +76,13 @@ impl BufferPool {
         self.0.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a buffer of at least so many bytes, which have any values. It comes back when it is dropped.
+    /// Returns a buffer of at least so many bytes, which have any values. It comes back when it is dropped, unless the pool keeps none of
+    /// that size.
     pub fn take(&self, bytes: usize) -> Result<Buffer, BufferError> {
         let size = bytes.max(BYTES_MIN).checked_next_power_of_two().unwrap_or(bytes);
+        if size > self.0.idle_bytes_max {
+            return Buffer::new(&self.0.pd, bytes);
+        }
         let mut idle = self.idle();
         let known = idle.buffers.get_mut(&size).and_then(Vec::pop);
         if known.is_some() {
@@ -129,7 +133,7 @@ impl Drop for Buffer {
 
 #[cfg(test)]
 mod tests {
-    use rdmux_verbs::Device;
+    use rdmux_verbs::{Device, Memory};
 
     use super::*;
 
@@ -169,6 +173,10 @@ mod tests {
         assert_eq!(regions(&device), 3);
         drop(pool.take(3 * 4096).unwrap());
         assert_eq!(regions(&device), 3, "16 KiB would be too much");
+        let large = pool.take(5 * 4096).unwrap();
+        assert_eq!(large.memory().len(), 5 * 4096, "it is not rounded up for others");
+        drop(large);
+        assert_eq!(regions(&device), 3);
         let buffers: Vec<_> = (0..3).map(|_| pool.take(1).unwrap()).collect();
         assert_eq!(regions(&device), 3);
         drop(buffers);

@@ -5,7 +5,6 @@ use std::collections::hash_map::Entry;
 use std::hash::Hash;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
 
 use crate::mailbox::Mailbox;
 
@@ -109,7 +108,7 @@ fn start<J: Send + 'static, M: Send + 'static>(
         changed: Condvar::new(),
     });
     let (jobs, mailbox) = (lane.clone(), mailbox.clone());
-    thread::Builder::new().name(name.into()).spawn(move || {
+    rdmux_memory::thread::spawn(name, move || {
         while let Some(batch) = jobs.take() {
             run(batch, &mut |result| mailbox.send(result));
         }

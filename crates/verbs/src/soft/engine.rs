@@ -54,7 +54,7 @@ use crate::waker::Waker;
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
-use self::leader::Waiter;
+use self::leader::{Leader, Waiter};
 use self::lock::{EngineGuard, EngineLock};
 use self::looks::Looks;
 use self::sleep::Epoll;
@@ -265,13 +265,15 @@ pub(crate) struct Engine {
     told: Arc<AtomicU64>,
     stop: AtomicBool,
     /// Locked by the leader, the one caller that waits and drives. Holds the policy, which learns from the waits.
-    leader: Mutex<Waiter>,
-    /// Wakes the leader, or the caller that watches.
+    leader: Mutex<Leader>,
+    /// Wakes the leader.
     leader_kick: Waker,
+    /// Wakes the caller that watches.
+    watch_kick: Waker,
     /// Readable when something has arrived: an epoll set of the sockets and doorbells.
     arrivals: OwnedFd,
-    /// Readable when the leader, or the caller that watches, is to wake: an epoll set of the arrivals and `leader_kick`.
-    lead: OwnedFd,
+    /// Readable when the caller that watches is to wake: an epoll set of the arrivals and `watch_kick`.
+    watch: OwnedFd,
     /// The thread's epoll set.
     epoll: Epoll,
     waiting: Option<WaitMode>,
@@ -441,8 +443,9 @@ impl Engine {
         let arrivals = any_of(&arrivals).map_err(|errno| io("epoll")(errno.into()))?;
         let kick = Waker::new().map_err(io("eventfd"))?;
         let leader_kick = Waker::new().map_err(io("eventfd"))?;
-        let lead = any_of(&[arrivals.as_fd(), leader_kick.fd().as_fd()]);
-        let lead = lead.map_err(|errno| io("epoll")(errno.into()))?;
+        let watch_kick = Waker::new().map_err(io("eventfd"))?;
+        let watch = any_of(&[arrivals.as_fd(), watch_kick.fd().as_fd()]);
+        let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
             armed_queues: core.rnic.armed_queues(),
@@ -453,10 +456,11 @@ impl Engine {
             start,
             hand_over: HandOver::new(),
             stop: AtomicBool::new(false),
-            leader: Mutex::new(Waiter::new(waiting)),
+            leader: Mutex::new(Leader::new(waiting)),
             leader_kick,
+            watch_kick,
             arrivals,
-            lead,
+            watch,
             waiting,
             engines,
             group: Mutex::new(Some(group)),

@@ -21,9 +21,33 @@ pub(super) struct Waiter {
     policy: Policy,
 }
 
+/// Ways of waiting of the leader. The caller that holds the lock around this is the leader.
+#[derive(Debug)]
+pub(super) struct Leader {
+    /// A leader that sleeps in the thread's place.
+    leading: Waiter,
+    /// A leader that looks for a moment before it sleeps on descriptors.
+    looking: Waiter,
+}
+
+impl Leader {
+    pub(super) fn new(pinned: Option<WaitMode>) -> Leader {
+        Leader {
+            leading: Waiter::new(pinned),
+            // Two callers that sleep would wake each other for ever, if each looked no longer than the other takes to wake up.
+            looking: Waiter::for_wake_ups(2, pinned),
+        }
+    }
+}
+
 impl Waiter {
     pub(super) fn new(pinned: Option<WaitMode>) -> Waiter {
-        let mut policy = Policy::new(wake_cost_ns());
+        Waiter::for_wake_ups(1, pinned)
+    }
+
+    /// Returns one that looks for as long as so many wake-ups take.
+    fn for_wake_ups(wake_ups: u64, pinned: Option<WaitMode>) -> Waiter {
+        let mut policy = Policy::new(wake_ups * wake_cost_ns());
         policy.pin(pinned);
         Waiter { policy }
     }
@@ -52,11 +76,12 @@ impl Waiter {
 }
 
 impl Engine {
-    /// Wakes the thread and the leader after a link has come up: its peer rings the doorbell only for those that announce their sleep after
-    /// that. The leader may stop leading without sleeping, so the thread has to know of the link, too.
+    /// Wakes all who sleep in wait for arrivals after a link has come up: its peer rings the doorbell only for those that announce their
+    /// sleep after that. Each of them may be awake already and leave without another sleep, so the others have to know of the link, too.
     pub(super) fn wake_sleepers(&self) {
         self.kick.wake();
         self.leader_kick.wake();
+        self.watch_kick.wake();
     }
 
     pub(super) fn wake(&self, who: Wake) {
@@ -72,6 +97,10 @@ impl Engine {
         let mut core = self.lock();
         core.finish(self.now(), true);
         self.wake_early(&core);
+        // A caller that relies on the thread relies on no caller that watches, which may be awake and busy.
+        if core.is_watched && !self.set_watch(&mut core) {
+            self.kick.wake();
+        }
         drop(core);
         self.wake(self.hand_over.hand_over());
     }
@@ -105,7 +134,7 @@ impl Engine {
             return None;
         }
         let mut leader = self.leader.try_lock().ok()?;
-        let waiter = &mut *leader;
+        let waiter = &mut leader.looking;
         let began = self.now();
         let mut looks = None;
         loop {
@@ -139,7 +168,8 @@ impl Engine {
     /// Records that a caller slept on descriptors from `since` until something came.
     pub(crate) fn slept(&self, since: Instant) {
         if let Ok(mut leader) = self.leader.try_lock() {
-            leader.policy.woke(since.elapsed().as_nanos() as u64, None);
+            let slept_ns = since.elapsed().as_nanos() as u64;
+            leader.looking.policy.woke(slept_ns, None);
         }
     }
 
@@ -163,25 +193,21 @@ impl Engine {
             Err(TryLockError::Poisoned(leader)) => Some(leader.into_inner()),
             Ok(leader) => Some(leader),
         };
-        if let Some(mut leader) = leader {
-            // Stops leading, however this wait ends, before anybody else can lead: followers may rely on this caller.
-            let _leads = Leads(self);
-            match self.wait_as_leader(&mut leader, deadline, waker, cq, &mut look) {
-                Led::Found(found) => return Some(found),
-                Led::TimeOver => return None,
-                Led::Watched => {}
+        let Some(mut leader) = leader else {
+            loop {
+                cq.arm(Arm::Next);
+                if let Some(found) = look() {
+                    return Some(found);
+                }
+                let left = left();
+                if is_over(left) || !self.sleep(waker, left) {
+                    return look();
+                }
             }
-        }
-        loop {
-            cq.arm(Arm::Next);
-            if let Some(found) = look() {
-                return Some(found);
-            }
-            let left = left();
-            if is_over(left) || !self.sleep(waker, left) {
-                return look();
-            }
-        }
+        };
+        // Stops leading, however this wait ends, before anybody else can lead: followers may rely on this caller.
+        let _leads = Leads(self);
+        self.wait_as_leader(&mut leader.leading, deadline, waker, cq, look)
     }
 
     /// Part of [`Engine::wait`] of the leader.
@@ -192,7 +218,7 @@ impl Engine {
         waker: &Waker,
         cq: &CompletionQueue,
         mut look: impl FnMut() -> Option<R>,
-    ) -> Led<R> {
+    ) -> Option<R> {
         let left = || left_until(deadline);
         let began = self.now();
         let peer_cpu = {
@@ -209,32 +235,29 @@ impl Engine {
             }
             if let Some(found) = self.poll(&mut look) {
                 waiter.policy.came(self.now().since_ns(began));
-                return Led::Found(found);
+                return Some(found);
             }
             if is_over(left()) {
                 waiter.policy.gave_up(self.now().since_ns(began));
-                return Led::TimeOver;
+                return None;
             }
         }
         let mut slept = false;
         loop {
             self.hand_over.lead();
             let mut core = self.lock();
-            if core.is_watched {
-                return Led::Watched;
-            }
             let now = self.now();
             core.receive_as_leader(now, slept);
             core.finish(now, true);
             self.wake_early(&core);
             if let Some(found) = look() {
                 waiter.policy.woke(now.since_ns(began), None);
-                return Led::Found(found);
+                return Some(found);
             }
             let left = left();
             if is_over(left) {
                 waiter.policy.gave_up(now.since_ns(began));
-                return Led::TimeOver;
+                return None;
             }
             if !core.links.prepare_sleep() {
                 continue;
@@ -263,24 +286,17 @@ impl Engine {
             tv_nsec: (ns % 1_000_000_000) as _,
         });
         let mut fds = [
-            PollFd::new(&self.lead, PollFlags::IN),
+            PollFd::new(&self.arrivals, PollFlags::IN),
+            PollFd::new(self.leader_kick.fd(), PollFlags::IN),
             PollFd::new(waker.fd(), PollFlags::IN),
         ];
         if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
             self.leader_kick.reset_if_woken();
-            if !fds[1].revents().is_empty() {
+            if !fds[2].revents().is_empty() {
                 waker.reset();
             }
         }
     }
-}
-
-/// Result of a wait of the leader.
-enum Led<R> {
-    Found(R),
-    TimeOver,
-    /// Another caller watches, so this one cannot lead.
-    Watched,
 }
 
 /// Stops leading when it is dropped, also while a panic of a caller's memory unwinds.

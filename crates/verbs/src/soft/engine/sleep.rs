@@ -98,11 +98,12 @@ impl Epoll {
 }
 
 impl Engine {
-    /// Lets arrivals wake the thread, or the caller that watches in its place, while that sleeps and no caller looks. Returns false if
-    /// packets wait already.
+    /// Lets arrivals wake the thread, or the caller that watches in its place, while that sleeps and no caller looks. They wake both while
+    /// others rely on the thread. Returns false if packets wait already.
     pub(super) fn set_watch(&self, core: &mut Core) -> bool {
-        let thread = core.thread_asleep && !core.is_watched;
-        if core.is_watched {
+        let is_relieved = core.is_watched && !self.hand_over.has_followers();
+        let thread = core.thread_asleep && !is_relieved;
+        if is_relieved {
             self.report_to_thread(core, false);
         } else if thread && !core.caller_looks {
             self.report_to_thread(core, true);
@@ -131,7 +132,7 @@ impl Engine {
     /// Wakes whoever watches, after [`Engine::set_watch`] has found packets.
     pub(super) fn wake_watch(&self, core: &Core) {
         if core.is_watched {
-            self.leader_kick.wake();
+            self.watch_kick.wake();
         } else {
             self.kick.wake();
         }

@@ -66,7 +66,7 @@ impl provider::EngineWatch for Watch {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.device.lead.as_fd()
+        self.device.watch.as_fd()
     }
 }
 
@@ -86,7 +86,7 @@ impl Engine {
         if !std::mem::take(&mut core.watcher_asleep) {
             return 0;
         }
-        self.leader_kick.reset_if_woken();
+        self.watch_kick.reset_if_woken();
         self.set_watch(core);
         core.receive_as_leader(self.now(), true)
     }

@@ -62,6 +62,11 @@ impl HandOver {
         self.leased.load(Ordering::Relaxed)
     }
 
+    /// Returns whether callers sleep and rely on somebody else. One that begins to is seen by whoever holds the engine's lock after it.
+    pub(in super::super) fn has_followers(&self) -> bool {
+        self.followers.load(Ordering::Relaxed) > 0
+    }
+
     // A caller that goes to sleep.
 
     /// Announces a caller that sleeps and relies on others; [`HandOver::hand_over`] comes next.

@@ -164,6 +164,7 @@ impl Model {
     /// A follower: a caller that sleeps and relies on others.
     fn sleep(&self) {
         self.hand_over.rely();
+        assert!(self.hand_over.has_followers());
         // The caller holds the engine's lock before it sleeps.
         drop(self.world());
         self.wake(self.hand_over.hand_over());

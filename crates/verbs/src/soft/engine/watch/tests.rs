@@ -233,17 +233,42 @@ fn serves_others__after_many_wake_ups_for_them() {
     panic!("it serves others only, and does not notice");
 }
 
+/// The caller is awake and does something else. Two others wait for a completion queue, one as the leader, one relying on others.
+#[test]
+fn watch__awake_holds_up_nobody_who_waits() {
+    for carrier in CARRIERS {
+        let ends = connected([91, 92], carrier);
+        let mut watch = watch(&ends[0]);
+        prepare(&mut watch);
+        for _ in 0..20 {
+            receive(&ends[0]);
+            receive(&ends[0]);
+            thread::scope(|scope| {
+                let waiters = [(); 2].map(|()| scope.spawn(|| ends[0].1.wait(LONG).unwrap()));
+                send_and_wait(&ends[1]);
+                send_and_wait(&ends[1]);
+                for waiter in waiters {
+                    assert_eq!(waiter.join().unwrap().unwrap().status, Status::Success);
+                }
+            });
+        }
+    }
+}
+
 /// A link comes up while the caller sleeps: its peer must ring the doorbell for the caller.
 #[test]
 fn watch__is_woken_for_a_link_that_comes_up() {
     let ends = ends_with([49, 50], Options::default);
     let mut watch = watch(&ends[0]);
     prepare(&mut watch);
+    ends[0].0.engine().watch_kick.reset_if_woken();
     bring_up(&ends);
     let slot = ends[1].0.engine().lock().rnic.config().slot;
     until(ends[0].0.engine(), |core| {
         core.links.reach((ends[1].0.address(), slot))
     });
+    // Nothing else uses this waker: packets make the sockets readable.
+    assert!(ends[0].0.engine().watch_kick.wait(Some(LONG)));
     receive(&ends[0]);
     thread::scope(|scope| {
         scope.spawn(|| send_and_wait(&ends[1]));
