@@ -99,6 +99,8 @@ impl Atomic {
 ///
 /// Offsets count from the start of the memory. An access outside of it returns [`Fault::Unmapped`] and never panics. Bytes are written
 /// in ascending order and the last word with release semantics, since programs poll it.
+///
+/// Any call to a device may drop a memory that no region needs any more. That drop must not begin or end a service of the device.
 pub trait Memory: fmt::Debug + Send + Sync {
     /// Returns the length in bytes.
     fn len(&self) -> u64;

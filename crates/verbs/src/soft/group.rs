@@ -1,6 +1,6 @@
 //! The group of processes that share UDP port 4791 of one local address.
 //!
-//! The first process of an address binds a block of [`BLOCK`] sockets to the port, and a filter that chooses among all sockets there by
+//! The first process of an address binds a block of 16 sockets to the port, and a filter that chooses among all sockets there by
 //! the top byte of the destination QPN. When all slots of the existing blocks are taken, the holder (below) binds one more. Every process of
 //! the same user gets the blocks up to that of its own slot, so that none of these is closed while it lives: closing a socket would move
 //! live QPs of higher slots to other sockets. Each process reads the socket of its own slot and no other.
