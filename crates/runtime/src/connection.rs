@@ -105,7 +105,7 @@ pub enum SendError {
     Post(#[from] PostError),
 }
 
-/// What a completion means.
+/// Tells what a completion means for the connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Completed {
     /// A message has arrived.

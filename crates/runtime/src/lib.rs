@@ -1,4 +1,4 @@
-//! What a service with many connections needs once, and not once a service: a [`Reactor`], which is the loop of one thread, and
+//! Serves services with many connections: a [`Reactor`], which is the loop of one thread, and
 //! [`MessageConnection`], which sends and receives messages beside RDMA operations. It knows no service's protocol.
 //!
 //! A service is a state machine without I/O. Its server's thread asks the reactor for the next [`Event`], passes it to the state
@@ -24,7 +24,7 @@
 //!         Some(Event::Completed(..) | Event::Mail(())) | None => {}
 //!     }
 //! }
-//! # #[allow(unreachable_code)]
+//! # #[allow(unreachable_code, reason = "the loop never ends")]
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]

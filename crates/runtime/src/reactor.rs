@@ -34,7 +34,7 @@ pub struct Limits {
     pub keepalive: Duration,
 }
 
-/// What has happened.
+/// An event that the reactor hands to the service.
 #[derive(Debug)]
 pub enum Event<M> {
     /// A peer wants a connection: accept it ([`Reactor::accept`]) or refuse it. Dropping it refuses it.

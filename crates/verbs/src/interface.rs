@@ -1,5 +1,5 @@
 //! Network interfaces of this host, and their addresses.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "getifaddrs, which rustix lacks")]
 
 use std::ffi::{CStr, c_int};
 use std::io;

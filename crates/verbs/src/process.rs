@@ -1,4 +1,4 @@
-//! What this process asks of all devices that it opens: for programs whose user decides, and for those whose devices are opened
+//! Options of all devices that this process opens: for programs whose user decides, and for those whose devices are opened
 //! elsewhere.
 
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What a provider of devices implements: [`Provider`] opens devices, and a trait for each kind of object does what the object of the
+//! The traits of a provider of devices: [`Provider`] opens devices, and a trait for each kind of object does what the object of the
 //! vocabulary of the same name promises ([`crate::Device`] holds a [`Device`], and so on).
 //!
 //! The types of the vocabulary do what all providers have in common: they keep the objects that they depend on alive, and refuse to
@@ -404,7 +404,7 @@ pub trait Listener: Any + Debug + Send + Sync {
     fn fd(&self) -> BorrowedFd<'_>;
 }
 
-/// What to do between the moment when a queue pair takes receives and the answer to its peer.
+/// Action between the moment when a queue pair takes receives and the answer to its peer.
 pub type Prepare<'a> = Box<dyn FnOnce() -> Result<(), ConnectError> + 'a>;
 
 /// See [`crate::ConnectionRequest`].

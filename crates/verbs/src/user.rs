@@ -1,5 +1,5 @@
 //! Determines whether a peer is a process of this user.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "SO_PEERCRED, whose result in rustix may not be 0")]
 
 use std::fs;
 use std::io;

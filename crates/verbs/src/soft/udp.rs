@@ -6,7 +6,10 @@
 //! before sending (0, and `i` for segment `i` of a GSO train), and the ICRC covers that field.
 //!
 //! Neither type sleeps: every call returns at once, and the caller waits on their descriptors.
-#![allow(unsafe_code)]
+#![allow(
+    unsafe_code,
+    reason = "sendmmsg and recvmmsg with control messages, which rustix lacks"
+)]
 
 use std::fmt;
 use std::io::{self, IoSlice};
