@@ -1,13 +1,15 @@
 //! `cargo xtask COMMAND`: the checks of this repository that need more than a few lines of a shell.
 //!
 //! The status is 0 if a check passed, 1 if it failed, 2 if it could not be started, and 77 if it cannot run on this machine: the reason is then
-//! the line that starts with `skipped: `.
+//! in a line that starts with `skipped: `.
 
-use std::path::Path;
+use std::env;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Parser;
 
+mod abi;
 mod policy;
 
 #[derive(Parser)]
@@ -19,12 +21,19 @@ mod policy;
 enum Command {
     /// The dependency policy: where crates come from, their licences, and the unwanted ones
     Policy,
+    /// The drop-in library against the system's libibverbs and librdmacm: names, versions, structures, numbers
+    Abi(abi::Options),
 }
+
+/// What the line starts with that has the reason; `./test` looks for it.
+const SKIPPED: &str = "skipped: ";
 
 /// How a check ended. It has printed its findings.
 enum Outcome {
     Passed,
     Failed,
+    /// It cannot run on this machine, for the given reason.
+    Skipped(String),
 }
 
 impl Outcome {
@@ -38,13 +47,30 @@ fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
+/// Returns where cargo puts a file of the release build.
+fn release(name: &str) -> PathBuf {
+    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
+    target.join("release").join(name)
+}
+
+/// Returns whether a program is in `PATH`.
+fn installed(program: &str) -> bool {
+    env::var_os("PATH")
+        .is_some_and(|path| env::split_paths(&path).any(|folder| folder.join(program).is_file()))
+}
+
 fn main() -> ExitCode {
     let outcome = match Command::parse() {
         Command::Policy => policy::run(),
+        Command::Abi(options) => abi::run(&options),
     };
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(1),
+        Ok(Outcome::Skipped(why)) => {
+            println!("{SKIPPED}{why}");
+            ExitCode::from(77)
+        }
         Err(error) => {
             eprintln!("xtask: {error:#}");
             ExitCode::from(2)

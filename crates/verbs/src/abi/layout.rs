@@ -1,5 +1,5 @@
 //! Sizes and offsets of the structures that are shared with the libraries, in bytes. This file compares them with this crate as
-//! compiled; `capi/abi` compares them with the C headers.
+//! compiled; `cargo xtask abi` compares them with the C headers.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]
 
 use std::mem::{offset_of, size_of};

@@ -1,4 +1,4 @@
-//! The numbers of the interface, under the names of the C headers without their prefix. `capi/abi` compares them with the headers.
+//! The numbers of the interface, under the names of the C headers without their prefix. `cargo xtask abi` compares them with the headers.
 
 /// `enum ibv_qp_attr_mask`.
 pub mod qp_attr {
