@@ -501,7 +501,7 @@ impl Log {
         let mut fds: Vec<_> = self.links.values().map(|(_, link)| link.client.as_fd()).collect();
         fds.extend(fd);
         let woken = self.came.sleep(&fds, due.into_iter().chain(end).min())?;
-        self.waiting.slept(began, woken);
+        self.waiting.slept(began, woken.is_some());
         self.turn()
     }
 

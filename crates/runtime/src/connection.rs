@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest, CreateError, Fault,
-    Memory, MemoryRegion, Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
-    RegisterError, SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
+    ConnectionRequest, CreateError, EventQueue, Fault, Memory, MemoryRegion, Operation, PostError,
+    ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, SendFlags, SendRequest,
+    SgeList, Status, WorkCompletion,
 };
 
 use crate::work_id::WorkId;
@@ -151,11 +152,13 @@ struct Posted {
     reported: bool,
 }
 
-/// The objects of a connection before it is established.
+/// The objects of a connection before it is established. The receives are posted: the peer may send at once.
+#[derive(Debug)]
 struct Parts {
     qp: QueuePair,
     buffers_mr: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
+    sizes: Sizes,
 }
 
 impl Parts {
@@ -166,26 +169,26 @@ impl Parts {
         let qp = pd.create_qp(&options)?;
         let buffers = Arc::new(AnonymousMemory::new(sizes.buffers() * sizes.message_bytes)?);
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
+        qp.init().map_err(ConnectError::Modify)?;
+        (0..sizes.receives as u32)
+            .try_for_each(|index| post_receive(&qp, &buffers_mr, sizes.message_bytes, index))?;
         Ok(Parts {
             qp,
             buffers_mr,
             buffers,
+            sizes: *sizes,
         })
     }
 
-    fn post_receives(&self, sizes: &Sizes) -> Result<(), PostError> {
-        (0..sizes.receives as u32)
-            .try_for_each(|index| post_receive(&self.qp, &self.buffers_mr, sizes.message_bytes, index))
-    }
-
-    fn connected(self, connection: Connection, sizes: &Sizes) -> MessageConnection {
+    fn connected(self, connection: Connection) -> MessageConnection {
+        let sizes = self.sizes;
         let slots = |range: std::ops::Range<usize>| range.map(SendSlot::new).collect();
         MessageConnection {
             connection,
             qp: self.qp,
             buffers_mr: self.buffers_mr,
             buffers: self.buffers,
-            sizes: *sizes,
+            sizes,
             idle_receives: Vec::new(),
             free_answers: slots(0..sizes.answers),
             free_own: slots(sizes.answers..sizes.slots()),
@@ -195,8 +198,53 @@ impl Parts {
     }
 }
 
+/// An attempt to connect, which waits for the listener's answer. Dropping it withdraws the request. An attempt that gets no answer ends by
+/// itself.
+// The fields are in the order in which they must be dropped.
+#[derive(Debug)]
+pub struct PendingConnection {
+    connecting: Connecting,
+    /// `None` once it has given its result.
+    parts: Option<Parts>,
+}
+
+impl PendingConnection {
+    /// Moves the attempt on. Returns the result, once, and `None` before and after that.
+    pub fn poll(&mut self) -> Option<Result<MessageConnection, EstablishError>> {
+        let result = self.connecting.poll()?;
+        let parts = self.parts.take()?;
+        Some(match result {
+            Ok(connection) => Ok(parts.connected(connection)),
+            Err(error) => Err(error.into()),
+        })
+    }
+
+    /// Reports to a queue, under a token, when [`PendingConnection::poll`] may have a result. The connection that comes of the attempt
+    /// goes on reporting there.
+    pub fn notify(&self, events: &EventQueue, token: u64) {
+        self.connecting.notify(events, token);
+    }
+}
+
 impl MessageConnection {
-    /// Connects to a listener, and waits for its answer. The peer must not send before it has received something.
+    /// Starts to connect to a listener, and does not wait for its answer.
+    pub fn start(
+        pd: &ProtectionDomain,
+        cq: &CompletionQueue,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        sizes: &Sizes,
+    ) -> Result<PendingConnection, EstablishError> {
+        let parts = Parts::new(pd, cq, sizes)?;
+        let pair = ConnectPair::Own(&parts.qp);
+        let connecting = pd.device().start_connect(pair, peer, params, &[])?;
+        Ok(PendingConnection {
+            connecting,
+            parts: Some(parts),
+        })
+    }
+
+    /// Connects to a listener, and waits for its answer.
     pub fn connect(
         pd: &ProtectionDomain,
         cq: &CompletionQueue,
@@ -206,22 +254,20 @@ impl MessageConnection {
     ) -> Result<MessageConnection, EstablishError> {
         let parts = Parts::new(pd, cq, sizes)?;
         let connection = pd.device().connect(&parts.qp, peer, params, &[])?;
-        parts.post_receives(sizes)?;
-        Ok(parts.connected(connection, sizes))
+        Ok(parts.connected(connection))
     }
 
     /// Accepts a request. `pd` and `cq` are of the device on which it has arrived.
     pub fn accept(
-        request: &mut ConnectionRequest,
+        request: ConnectionRequest,
         pd: &ProtectionDomain,
         cq: &CompletionQueue,
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
         let parts = Parts::new(pd, cq, sizes)?;
-        let prepare = || Ok(parts.post_receives(sizes).map_err(io::Error::other)?);
-        let connection = request.accept_after(&parts.qp, params, &[], prepare)?;
-        Ok(parts.connected(connection, sizes))
+        let connection = request.accept(&parts.qp, params, &[])?;
+        Ok(parts.connected(connection))
     }
 
     /// Returns the queue pair.

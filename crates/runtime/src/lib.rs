@@ -21,7 +21,7 @@
 //!             }
 //!         }
 //!         Some(Event::Ended(id, _)) => reactor.close(id, None),
-//!         Some(Event::Completed(..) | Event::Mail(())) | None => {}
+//!         Some(_) | None => {}
 //!     }
 //! }
 //! # #[allow(unreachable_code, reason = "the loop never ends")]
@@ -42,11 +42,13 @@ mod work_id;
 mod workers;
 
 pub use connection::{
-    Completed, EstablishError, MessageConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
+    Completed, EstablishError, MessageConnection, PendingConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
 };
 pub use mailbox::{Inbox, Mailbox, mailbox};
 pub use pool::{Buffer, BufferError, BufferPool};
-pub use reactor::{AcceptError, ConnectionId, End, Event, Limits, ListenAtError, Reactor, Request};
+pub use reactor::{
+    ConnectionError, ConnectionId, DescriptorId, End, Event, Limits, ListenAtError, Reactor, Request,
+};
 pub use waiting::Waiting;
 pub use work_id::WorkId;
 pub use workers::{Run, SubmitError, Workers};

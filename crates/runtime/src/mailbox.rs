@@ -1,24 +1,25 @@
 //! Messages from other threads to a thread that may be asleep.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rdmux_verbs::provider::Waker;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Sends messages to the [`Inbox`] of one thread, and wakes that thread. Clones send to the same inbox.
 #[derive(Debug)]
 pub struct Mailbox<M> {
     sender: mpsc::Sender<M>,
-    wake: Arc<OwnedFd>,
+    waker: Arc<Waker>,
 }
 
 impl<M> Clone for Mailbox<M> {
     fn clone(&self) -> Mailbox<M> {
         Mailbox {
             sender: self.sender.clone(),
-            wake: self.wake.clone(),
+            waker: self.waker.clone(),
         }
     }
 }
@@ -27,8 +28,7 @@ impl<M> Mailbox<M> {
     /// Sends a message. Returns false if the inbox is gone.
     pub fn send(&self, message: M) -> bool {
         let sent = self.sender.send(message).is_ok();
-        // The write fails only after 2^64 wake-ups that nobody read.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        self.waker.wake();
         sent
     }
 }
@@ -37,7 +37,7 @@ impl<M> Mailbox<M> {
 #[derive(Debug)]
 pub struct Inbox<M> {
     receiver: mpsc::Receiver<M>,
-    wake: Arc<OwnedFd>,
+    waker: Arc<Waker>,
 }
 
 impl<M> Inbox<M> {
@@ -46,11 +46,16 @@ impl<M> Inbox<M> {
         self.receiver.try_recv().ok()
     }
 
-    /// Sleeps until a message arrives, another descriptor is readable, a signal comes, or the deadline. Returns false if it was the
-    /// deadline. A message that arrived before the previous sleep ended does not end this one: take all messages between two sleeps.
-    pub fn sleep(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
-        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
-        fds.extend(others.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
+    /// Sleeps until a message arrives, another descriptor is readable, a signal comes, or the deadline. Returns the indices of the other
+    /// descriptors that are readable; `None` if it was the deadline. A message that arrived before the previous sleep ended does not end
+    /// this one: take all messages between two sleeps.
+    pub fn sleep(
+        &self,
+        others: &[BorrowedFd<'_>],
+        deadline: Option<Instant>,
+    ) -> io::Result<Option<Vec<usize>>> {
+        let mut fds: Vec<_> = others.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        fds.push(PollFd::new(self.waker.fd(), PollFlags::IN));
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             Timespec {
@@ -58,15 +63,21 @@ impl<M> Inbox<M> {
                 tv_nsec: left.subsec_nanos().into(),
             }
         });
-        let ready = match poll(&mut fds, timeout.as_ref()) {
-            Ok(ready) => ready > 0,
-            Err(rustix::io::Errno::INTR) => true,
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(0) => return Ok(None),
+            // No descriptor has a result.
+            Err(rustix::io::Errno::INTR) => return Ok(Some(Vec::new())),
+            Ok(_) => {}
             Err(error) => return Err(error.into()),
-        };
-        if fds.first().is_some_and(|wake| !wake.revents().is_empty()) {
-            let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
         }
-        Ok(ready)
+        let mut ready: Vec<usize> = (0..fds.len())
+            .filter(|at| !fds[*at].revents().is_empty())
+            .collect();
+        if ready.last() == Some(&others.len()) {
+            ready.pop();
+            self.waker.reset();
+        }
+        Ok(Some(ready))
     }
 }
 
@@ -76,22 +87,24 @@ impl<M> Inbox<M> {
 /// The system refuses a descriptor.
 pub fn mailbox<M>() -> io::Result<(Mailbox<M>, Inbox<M>)> {
     let (sender, receiver) = mpsc::channel();
-    let wake = Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?);
+    let waker = Arc::new(Waker::new()?);
     let mailbox = Mailbox {
         sender,
-        wake: wake.clone(),
+        waker: waker.clone(),
     };
-    Ok((mailbox, Inbox { receiver, wake }))
+    Ok((mailbox, Inbox { receiver, waker }))
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
 
+    use rustix::event::{EventfdFlags, eventfd};
+
     use super::*;
 
     fn is_woken(inbox: &Inbox<u32>) -> bool {
-        inbox.sleep(&[], Some(Instant::now())).unwrap()
+        inbox.sleep(&[], Some(Instant::now())).unwrap().is_some()
     }
 
     #[test]
@@ -109,8 +122,9 @@ mod tests {
     #[test]
     fn sleep__another_descriptor_ends_it() {
         let (_mailbox, inbox) = mailbox::<u32>().unwrap();
-        let other = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
-        assert!(inbox.sleep(&[other.as_fd()], None).unwrap());
+        let [silent, other] = [0, 1].map(|count| eventfd(count, EventfdFlags::CLOEXEC).unwrap());
+        let ready = inbox.sleep(&[silent.as_fd(), other.as_fd()], None).unwrap();
+        assert_eq!(ready, Some(vec![1]));
     }
 
     #[test]
@@ -118,7 +132,7 @@ mod tests {
         let (mailbox, inbox) = mailbox().unwrap();
         let sender = std::thread::spawn(move || mailbox.send(7));
         while inbox.take() != Some(7) {
-            assert!(inbox.sleep(&[], None).unwrap());
+            assert_eq!(inbox.sleep(&[], None).unwrap(), Some(vec![]));
         }
         assert!(sender.join().unwrap());
     }

@@ -2,33 +2,38 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::net::IpAddr;
-use std::os::fd::AsFd;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    CompletionQueue, ConnectParams, ConnectionRequest, CreateError, Device, EventQueue, ListenError,
-    Listener, Qpn, Status, WorkCompletion,
+    CompletionQueue, ConnectParams, ConnectionRequest, CreateError, Device, EngineWatch, EventQueue,
+    ListenError, Listener, Qpn, Status, WorkCompletion,
 };
 
-use crate::connection::{Completed, EstablishError, MessageConnection, Sizes};
+use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
 use crate::waiting::Waiting;
 
-/// In one poll of so many, messages of other threads and requests for connections come first: completions alone could keep a thread
-/// busy.
+/// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
 const OTHERS_EVERY: u32 = 16;
+/// Tokens of the connection events: those of attempts to connect have this bit, and the connection's number below it. Others are ports.
+const ATTEMPT: u64 = 1 << 63;
 
 /// A connection of a reactor. Numbers begin at 1 and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ConnectionId(pub u64);
 
+/// A descriptor of the service. Numbers begin at 1 and are never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DescriptorId(pub u64);
+
 /// Limits of a reactor.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections through one listener.
+    /// Connections through one listener, and those that begin at one device.
     pub connections: usize,
     /// Time of silence after which the peer of a watched connection is taken for dead.
     pub keepalive: Duration,
@@ -39,12 +44,16 @@ pub struct Limits {
 pub enum Event<M> {
     /// A peer wants a connection: accept it ([`Reactor::accept`]) or refuse it. Dropping it refuses it.
     Request(Request),
+    /// The listener has accepted ([`Reactor::connect`]), or there is no connection, for this reason.
+    Connected(ConnectionId, Result<(), EstablishError>),
     /// A message has arrived, or a request is done. Never [`Completed::Nothing`].
     Completed(ConnectionId, Completed),
     /// A connection is over. It stays until [`Reactor::close`], which may be called before.
     Ended(ConnectionId, End),
     /// A message from another thread.
     Mail(M),
+    /// A descriptor of the service is readable ([`Reactor::add_descriptor`]).
+    Readable(DescriptorId),
 }
 
 /// Why a connection is over.
@@ -79,10 +88,10 @@ impl Request {
     }
 }
 
-/// Why a request was not accepted.
+/// Why a reactor has accepted or begun no connection.
 #[derive(Debug, thiserror::Error)]
-pub enum AcceptError {
-    /// The listener has as many connections as it may have.
+pub enum ConnectionError {
+    /// The listener, or the device at which connections begin, has as many as it may have.
     #[error("too many connections")]
     TooMany,
     /// The connection was not established.
@@ -90,24 +99,32 @@ pub enum AcceptError {
     Establish(#[from] EstablishError),
 }
 
-/// A listener, and the completion queue of its connections.
+/// A listener, or a device at which connections begin, and the completion queue of these connections.
 #[derive(Debug)]
 struct Port {
     device: Device,
     cq: CompletionQueue,
-    listener: Listener,
+    listener: Option<Listener>,
+    /// Attempts, too, and connections that linger.
     connections: usize,
 }
 
 #[derive(Debug)]
 struct Known {
     link: MessageConnection,
-    listener: usize,
+    port: usize,
     watched: bool,
 }
 
+#[derive(Debug)]
+struct Attempt {
+    pending: PendingConnection,
+    port: usize,
+}
+
 /// The loop of one thread: it owns the thread's connections, and waits for everything that concerns them at once, by polling or
-/// asleep ([`rdmux_verbs::waiting`]). Other threads send it messages by a [`Mailbox`].
+/// asleep ([`rdmux_verbs::waiting`]). Asleep, it takes the place of its devices' engines ([`Device::watch`]): packets wake this thread
+/// itself. Other threads send it messages by a [`Mailbox`].
 #[derive(Debug)]
 pub struct Reactor<M> {
     sizes: Sizes,
@@ -115,16 +132,21 @@ pub struct Reactor<M> {
     /// Connections that have failed, and when each is dropped. The oldest is first.
     lingering: VecDeque<(Instant, Known)>,
     connections: HashMap<ConnectionId, Known>,
+    attempts: HashMap<ConnectionId, Attempt>,
     by_qpn: HashMap<(usize, Qpn), ConnectionId>,
     connections_so_far: u64,
     ports: Vec<Port>,
     /// The port to poll next.
     next_port: usize,
     polls: u32,
-    /// Reports the ports at which requests for connections have arrived.
-    requests: EventQueue,
+    /// Reports the ports at which requests for connections have arrived, and attempts that may have a result.
+    news: EventQueue,
     /// A port that may have more requests.
     requested: Option<usize>,
+    descriptors: Vec<(DescriptorId, OwnedFd)>,
+    descriptors_so_far: u64,
+    /// Descriptors that were readable and are not reported.
+    readable: VecDeque<DescriptorId>,
     /// Ends of connections that were noticed and not reported.
     ended: VecDeque<(ConnectionId, End)>,
     keepalive: KeepAlive,
@@ -145,13 +167,17 @@ impl<M> Reactor<M> {
             limits,
             lingering: VecDeque::new(),
             connections: HashMap::new(),
+            attempts: HashMap::new(),
             by_qpn: HashMap::new(),
             connections_so_far: 0,
             ports: Vec::new(),
             next_port: 0,
             polls: 0,
-            requests: EventQueue::new()?,
+            news: EventQueue::new()?,
             requested: None,
+            descriptors: Vec::new(),
+            descriptors_so_far: 0,
+            readable: VecDeque::new(),
             ended: VecDeque::new(),
             // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
             keepalive: KeepAlive::new(limits.keepalive / 2),
@@ -165,24 +191,25 @@ impl<M> Reactor<M> {
     pub fn listen(&mut self, device: &Device, port: u16) -> Result<(), ListenAtError> {
         let cq = self.completion_queue(device)?;
         let listener = device.listen(port)?;
-        listener.notify(&self.requests, self.ports.len() as u64);
+        listener.notify(&self.news, self.ports.len() as u64);
         self.ports.push(Port {
             device: device.clone(),
             cq,
-            listener,
+            listener: Some(listener),
             connections: 0,
         });
         Ok(())
     }
 
-    /// Returns the completion queue of the connections of one listener. This is where a pool of shared queues would give one.
+    /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
     fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
         device.create_cq((self.limits.connections * self.sizes.completions()) as u32)
     }
 
     /// Returns the devices that it listens on, one for each listener.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
-        self.ports.iter().map(|port| &port.device)
+        let listening = self.ports.iter().filter(|port| port.listener.is_some());
+        listening.map(|port| &port.device)
     }
 
     /// Returns a mailbox for messages to this reactor's thread.
@@ -193,28 +220,87 @@ impl<M> Reactor<M> {
     /// Accepts a request, with a protection domain of its own: no key of one connection is valid for another.
     pub fn accept(
         &mut self,
-        mut request: Request,
+        request: Request,
         params: &ConnectParams,
-    ) -> Result<ConnectionId, AcceptError> {
-        let port = &mut self.ports[request.listener];
+    ) -> Result<ConnectionId, ConnectionError> {
+        let Request {
+            listener: at,
+            request,
+        } = request;
+        let port = &mut self.ports[at];
         if port.connections >= self.limits.connections {
-            request.refuse(&AcceptError::TooMany.to_string());
-            return Err(AcceptError::TooMany);
+            request.reject(ConnectionError::TooMany.to_string().as_bytes());
+            return Err(ConnectionError::TooMany);
         }
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let link = MessageConnection::accept(&mut request.request, &pd, &port.cq, params, &self.sizes)?;
-        port.connections += 1;
+        let link = MessageConnection::accept(request, &pd, &port.cq, params, &self.sizes)?;
+        let connection = self.next_connection(at);
+        self.established(connection, link, at);
+        Ok(connection)
+    }
+
+    /// Starts to connect to a listener from a device. [`Event::Connected`] has the result; the connection can be closed before.
+    pub fn connect(
+        &mut self,
+        device: &Device,
+        peer: SocketAddr,
+        params: &ConnectParams,
+    ) -> Result<ConnectionId, ConnectionError> {
+        let begins = |port: &Port| port.listener.is_none() && port.device.is(device);
+        let at = match self.ports.iter().position(begins) {
+            Some(at) => at,
+            None => {
+                let cq = self.completion_queue(device).map_err(EstablishError::Create)?;
+                self.ports.push(Port {
+                    device: device.clone(),
+                    cq,
+                    listener: None,
+                    connections: 0,
+                });
+                self.ports.len() - 1
+            }
+        };
+        let port = &self.ports[at];
+        if port.connections >= self.limits.connections {
+            return Err(ConnectionError::TooMany);
+        }
+        let pd = device.alloc_pd().map_err(EstablishError::Create)?;
+        let pending = MessageConnection::start(&pd, &port.cq, peer, params, &self.sizes)?;
+        let connection = self.next_connection(at);
+        pending.notify(&self.news, ATTEMPT | connection.0);
+        self.attempts.insert(connection, Attempt { pending, port: at });
+        Ok(connection)
+    }
+
+    fn next_connection(&mut self, port: usize) -> ConnectionId {
+        self.ports[port].connections += 1;
         self.connections_so_far += 1;
-        let connection = ConnectionId(self.connections_so_far);
-        self.by_qpn
-            .insert((request.listener, link.qp().qpn()), connection);
+        ConnectionId(self.connections_so_far)
+    }
+
+    fn established(&mut self, connection: ConnectionId, link: MessageConnection, port: usize) {
+        self.by_qpn.insert((port, link.qp().qpn()), connection);
         let known = Known {
             link,
-            listener: request.listener,
+            port,
             watched: false,
         };
         self.connections.insert(connection, known);
-        Ok(connection)
+    }
+
+    /// Reports from now on whenever a descriptor is readable: a socket's, a timer's, an io_uring's. The service reads it until it is empty.
+    pub fn add_descriptor(&mut self, descriptor: OwnedFd) -> DescriptorId {
+        self.descriptors_so_far += 1;
+        let id = DescriptorId(self.descriptors_so_far);
+        self.descriptors.push((id, descriptor));
+        id
+    }
+
+    /// Reports a descriptor no more, and returns it.
+    pub fn remove_descriptor(&mut self, id: DescriptorId) -> Option<OwnedFd> {
+        self.readable.retain(|readable| *readable != id);
+        let at = self.descriptors.iter().position(|(known, _)| *known == id)?;
+        Some(self.descriptors.swap_remove(at).1)
     }
 
     /// Returns a connection, until it is closed.
@@ -222,7 +308,7 @@ impl<M> Reactor<M> {
         self.connections.get_mut(&connection).map(|known| &mut known.link)
     }
 
-    /// Returns the number of connections.
+    /// Returns the number of established connections.
     pub fn connections(&self) -> usize {
         self.connections.len()
     }
@@ -234,13 +320,16 @@ impl<M> Reactor<M> {
         }
     }
 
-    /// Ends a connection, of which no event follows. It disconnects after `linger`, if given: a peer whose access has failed gets the
+    /// Ends a connection, of which no event follows, or withdraws an attempt. It disconnects after `linger`, if given: a peer whose access has failed gets the
     /// NAK that names the cause before it is disconnected.
     pub fn close(&mut self, connection: ConnectionId, linger: Option<Duration>) {
+        if let Some(attempt) = self.attempts.remove(&connection) {
+            self.ports[attempt.port].connections -= 1;
+        }
         let Some(known) = self.connections.remove(&connection) else {
             return;
         };
-        self.by_qpn.remove(&(known.listener, known.link.qp().qpn()));
+        self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
         match linger {
             Some(linger) => self.lingering.push_back((Instant::now() + linger, known)),
             None => self.dropped(known),
@@ -248,7 +337,7 @@ impl<M> Reactor<M> {
     }
 
     fn dropped(&mut self, known: Known) {
-        self.ports[known.listener].connections -= 1;
+        self.ports[known.port].connections -= 1;
         drop(known);
     }
 
@@ -256,8 +345,14 @@ impl<M> Reactor<M> {
     pub fn poll(&mut self) -> Option<Event<M>> {
         self.polls = self.polls.wrapping_add(1);
         let others_first = self.polls.is_multiple_of(OTHERS_EVERY);
-        if others_first && let Some(event) = self.poll_others() {
-            return Some(event);
+        if others_first {
+            if !self.descriptors.is_empty() {
+                // An error is one that the next sleep reports.
+                let _ = self.sleep(&[], Some(Instant::now()));
+            }
+            if let Some(event) = self.poll_others() {
+                return Some(event);
+            }
         }
         self.poll_completions().or_else(|| self.poll_others())
     }
@@ -282,15 +377,44 @@ impl<M> Reactor<M> {
         if let Some(mail) = self.inbox.take() {
             return Some(Event::Mail(mail));
         }
+        if let Some(id) = self.readable.pop_front() {
+            return Some(Event::Readable(id));
+        }
         loop {
             // The queue reports a port once, however many requests have arrived there.
-            let reported = || self.requests.poll().map(|token| token as usize);
-            let listener = self.requested.take().or_else(reported)?;
-            if let Some(request) = self.ports[listener].listener.accept(Duration::ZERO) {
+            let reported = || self.news.poll();
+            let token = self.requested.take().map(|port| port as u64).or_else(reported)?;
+            if token & ATTEMPT != 0 {
+                let connection = ConnectionId(token & !ATTEMPT);
+                match self.attempted(connection) {
+                    Some(result) => return Some(Event::Connected(connection, result)),
+                    None => continue,
+                }
+            }
+            let listener = token as usize;
+            let accepted = self.ports.get(listener).and_then(|port| port.listener.as_ref());
+            if let Some(request) = accepted.and_then(|listener| listener.accept(Duration::ZERO)) {
                 self.requested = Some(listener);
                 return Some(Event::Request(Request { listener, request }));
             }
         }
+    }
+
+    /// Returns the result of an attempt to connect, once there is one.
+    fn attempted(&mut self, connection: ConnectionId) -> Option<Result<(), EstablishError>> {
+        let attempt = self.attempts.get_mut(&connection)?;
+        let (result, port) = (attempt.pending.poll()?, attempt.port);
+        self.attempts.remove(&connection);
+        Some(match result {
+            Ok(link) => {
+                self.established(connection, link, port);
+                Ok(())
+            }
+            Err(error) => {
+                self.ports[port].connections -= 1;
+                Err(error)
+            }
+        })
     }
 
     fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<Event<M>> {
@@ -344,20 +468,63 @@ impl<M> Reactor<M> {
                 return Ok(None);
             }
         }
+        let mut watches: Vec<EngineWatch> =
+            self.ports.iter().filter_map(|port| port.device.watch()).collect();
+        let mut has_slept = false;
+        loop {
+            // Packets that woke this thread are processed first, then the completions of all packets are polled.
+            let mut sleeps = true;
+            for watch in &mut watches {
+                sleeps &= watch.prepare();
+            }
+            if let Some(event) = self.poll_armed()? {
+                match has_slept {
+                    true => self.waiting.slept(began, true),
+                    false => self.waiting.came(began),
+                }
+                return Ok(Some(event));
+            }
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                self.waiting.gave_up(began);
+                return Ok(None);
+            }
+            if sleeps {
+                has_slept = true;
+                self.sleep(&watches, deadline)?;
+            }
+            watches.retain(|watch| !watch.serves_others());
+        }
+    }
+
+    /// Polls once more, with the queues armed: no completion after that is missed.
+    fn poll_armed(&mut self) -> io::Result<Option<Event<M>>> {
         for at in 0..self.ports.len() {
-            // A wait of zero time arms the queue and polls once more: no completion is missed.
+            // A wait of zero time arms the queue and polls it.
             while let Some(wc) = self.ports[at].cq.wait(Duration::ZERO)? {
                 if let Some(event) = self.completed(at, &wc) {
-                    self.waiting.came(began);
                     return Ok(Some(event));
                 }
             }
         }
-        let mut fds = vec![self.requests.as_fd()];
+        Ok(self.poll_others())
+    }
+
+    /// Sleeps until something has happened, or the deadline.
+    fn sleep(&mut self, watches: &[EngineWatch], deadline: Option<Instant>) -> io::Result<()> {
+        let mut fds: Vec<_> = self.descriptors.iter().map(|(_, fd)| fd.as_fd()).collect();
+        fds.push(self.news.as_fd());
         fds.extend(self.ports.iter().map(|port| port.cq.as_fd()));
-        let woken = self.inbox.sleep(&fds, deadline)?;
-        self.waiting.slept(began, woken);
-        Ok(self.poll())
+        fds.extend(watches.iter().map(AsFd::as_fd));
+        let Some(ready) = self.inbox.sleep(&fds, deadline)? else {
+            return Ok(());
+        };
+        let readable = ready.into_iter().filter_map(|at| self.descriptors.get(at));
+        for (id, _) in readable {
+            if !self.readable.contains(id) {
+                self.readable.push_back(*id);
+            }
+        }
+        Ok(())
     }
 }
 

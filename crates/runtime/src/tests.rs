@@ -1,15 +1,20 @@
 //! Reactors and connections over the soft device.
 
+use std::io::Write;
 use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectParams, Device, Operation, RKey, SgeList, Status, WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Device, Operation, RKey, SgeList, Status,
+    WorkCompletion,
 };
 
 use crate::{
-    Completed, ConnectionId, End, Event, Limits, Mailbox, MessageConnection, Reactor, Sizes, WorkId,
+    Completed, ConnectionError, ConnectionId, End, EstablishError, Event, Limits, Mailbox, MessageConnection,
+    Reactor, Sizes, WorkId,
 };
 
 /// Time for what happens at once unless something is wrong.
@@ -52,7 +57,7 @@ struct Peer {
 }
 
 impl Peer {
-    fn connect(to: SocketAddr) -> Result<Peer, crate::EstablishError> {
+    fn connect(to: SocketAddr) -> Result<Peer, EstablishError> {
         let device = Device::open(to.ip()).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
         let params = ConnectParams::default();
@@ -130,7 +135,7 @@ fn echo<M>(reactor: &mut Reactor<M>, event: Event<M>, ends: &mut Vec<(Connection
             ends.push((id, end));
             reactor.close(id, None);
         }
-        Event::Completed(..) | Event::Mail(_) => {}
+        Event::Completed(..) | Event::Mail(_) | Event::Connected(..) | Event::Readable(_) => {}
     }
 }
 
@@ -416,4 +421,183 @@ fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
     reactor.handle_timers(due);
     while peer.wait() != Err(Status::Flushed) {}
     assert!(reactor.poll().is_none());
+}
+
+/// A reactor that listens nowhere, and a device from which it connects.
+fn dialer(from: &str, connections: usize, waiting: Option<WaitMode>) -> (Reactor<()>, Device) {
+    let limits = Limits {
+        connections,
+        keepalive: 2 * LONG,
+    };
+    let reactor = Reactor::new(PEER_SIZES, limits, waiting).unwrap();
+    (reactor, Device::open(from.parse().unwrap()).unwrap())
+}
+
+fn next<M>(reactor: &mut Reactor<M>) -> Event<M> {
+    let deadline = Instant::now() + LONG;
+    while Instant::now() < deadline {
+        if let Some(event) = reactor.next(Some(deadline)).unwrap() {
+            return event;
+        }
+    }
+    panic!("nothing has happened");
+}
+
+#[test]
+fn connect__many_connections_of_one_thread_carry_messages() {
+    let address = "127.0.12.11:7174".parse().unwrap();
+    let server = Echo::start(address, 16);
+    for waiting in [None, Some(WaitMode::Running), Some(WaitMode::Blocked)] {
+        let (mut reactor, device) = dialer("127.0.12.12", 16, waiting);
+        let ids: Vec<ConnectionId> = (0..16)
+            .map(|_| {
+                reactor
+                    .connect(&device, address, &ConnectParams::default())
+                    .unwrap()
+            })
+            .collect();
+        let more = reactor.connect(&device, address, &ConnectParams::default());
+        assert!(matches!(more, Err(ConnectionError::TooMany)), "{more:?}");
+        let mut answered = Vec::new();
+        while answered.len() < ids.len() {
+            match next(&mut reactor) {
+                Event::Connected(id, result) => {
+                    result.unwrap();
+                    let connection = reactor.connection(id).unwrap();
+                    let slot = connection.take_slot().unwrap();
+                    connection.send(slot, &id.0.to_be_bytes()).unwrap();
+                }
+                Event::Completed(id, Completed::Message { bytes, .. }) => {
+                    assert_eq!(bytes, id.0.to_be_bytes());
+                    answered.push(id);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        answered.sort_unstable();
+        assert_eq!(answered, ids);
+        for id in ids {
+            reactor.close(id, None);
+        }
+        let again = reactor.connect(&device, address, &ConnectParams::default());
+        assert!(again.is_ok(), "places are free again");
+    }
+    server.stop();
+}
+
+#[test]
+fn connect__nobody_listens_and_withdrawn() {
+    let address = "127.0.12.13:7174".parse().unwrap();
+    let (mut reactor, device) = dialer("127.0.12.14", 1, None);
+    let _listens_elsewhere = Device::open("127.0.12.13".parse().unwrap()).unwrap();
+    let id = reactor
+        .connect(&device, address, &ConnectParams::default())
+        .unwrap();
+    match next(&mut reactor) {
+        Event::Connected(of, Err(EstablishError::Connect(ConnectError::Rejected { .. }))) => {
+            assert_eq!(of, id);
+        }
+        other => panic!("{other:?}"),
+    }
+    let withdrawn = reactor
+        .connect(&device, address, &ConnectParams::default())
+        .unwrap();
+    reactor.close(withdrawn, None);
+    let id = reactor
+        .connect(&device, address, &ConnectParams::default())
+        .unwrap();
+    assert!(matches!(next(&mut reactor), Event::Connected(of, Err(_)) if of == id));
+    assert_eq!(device.object_counts().0, 0, "queue pairs");
+}
+
+#[test]
+fn add_descriptor__is_reported_while_it_is_readable() {
+    for waiting in [None, Some(WaitMode::Running), Some(WaitMode::Blocked)] {
+        let (mut reactor, _) = dialer("127.0.12.15", 1, waiting);
+        let (silent, _silent) = UnixStream::pair().unwrap();
+        let (read, mut write) = UnixStream::pair().unwrap();
+        let ids = [silent, read].map(|socket| reactor.add_descriptor(socket.into()));
+        let writing = std::thread::spawn(move || {
+            write.write_all(b"x").unwrap();
+            write
+        });
+        for _ in 0..3 {
+            assert!(matches!(next(&mut reactor), Event::Readable(id) if id == ids[1]));
+        }
+        assert!(reactor.remove_descriptor(ids[1]).is_some());
+        assert!(reactor.remove_descriptor(ids[1]).is_none());
+        assert!(reactor.next(Some(Instant::now())).unwrap().is_none());
+        drop(writing.join().unwrap());
+    }
+}
+
+#[test]
+fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
+    let address: SocketAddr = "127.0.12.16:7174".parse().unwrap();
+    let mut reactor = reactor::<Peer>(address, 1);
+    let (mailbox, ends) = (reactor.mailbox(), &mut Vec::new());
+    let (read, mut write) = UnixStream::pair().unwrap();
+    write.write_all(b"x").unwrap();
+    let id = reactor.add_descriptor(read.into());
+    let stopped = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let stop = stopped.clone();
+    let sending = std::thread::spawn(move || {
+        let mut peer = Peer::connect(address).unwrap();
+        while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            if !peer.send(b"on and on") {
+                peer.wait().unwrap();
+            }
+        }
+        mailbox.send(peer);
+    });
+    let (mut messages, mut reported) = (0, 0);
+    while messages < 100 || reported < 10 {
+        match next(&mut reactor) {
+            Event::Readable(of) if of == id => reported += 1,
+            event => {
+                messages += u32::from(matches!(event, Event::Completed(..)));
+                echo(&mut reactor, event, ends);
+            }
+        }
+    }
+    stopped.store(true, std::sync::atomic::Ordering::Relaxed);
+    loop {
+        match next(&mut reactor) {
+            Event::Mail(peer) => break drop(peer),
+            event => echo(&mut reactor, event, ends),
+        }
+    }
+    sending.join().unwrap();
+}
+
+#[test]
+fn next__takes_the_place_of_the_engine_while_it_sleeps() {
+    let address: SocketAddr = "127.0.12.17:7174".parse().unwrap();
+    let device = Device::open(address.ip()).unwrap();
+    let limits = Limits {
+        connections: 1,
+        keepalive: 2 * LONG,
+    };
+    let mut reactor = Reactor::<bool>::new(SIZES, limits, Some(WaitMode::Blocked)).unwrap();
+    for port in [7174, 7175] {
+        reactor.listen(&device, port).unwrap();
+    }
+    let mailbox = reactor.mailbox();
+    let thread = std::thread::spawn(move || {
+        loop {
+            if let Some(Event::Mail(true)) = reactor.next(None).unwrap() {
+                return;
+            }
+        }
+    });
+    let deadline = Instant::now() + LONG;
+    // As long as this thread has the place, the other one sleeps without it, until it is woken.
+    while device.watch().is_some() {
+        assert!(Instant::now() < deadline, "the reactor never takes the place");
+        mailbox.send(false);
+        std::thread::yield_now();
+    }
+    mailbox.send(true);
+    thread.join().unwrap();
+    assert!(device.watch().is_some(), "the place is given back");
 }

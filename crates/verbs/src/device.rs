@@ -187,7 +187,7 @@ impl Device {
     }
 
     /// Returns whether both are the same device, opened once: objects of different ones cannot be combined.
-    pub(crate) fn is(&self, other: &Device) -> bool {
+    pub fn is(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 

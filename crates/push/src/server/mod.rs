@@ -326,6 +326,8 @@ impl Server {
                 End::Lost => self.service.handle_lost(now, client),
             },
             runtime::Event::Mail(mail) => self.mail(now, mail),
+            // The server dials nobody, and has no descriptors of its own.
+            runtime::Event::Connected(..) | runtime::Event::Readable(_) => {}
         }
     }
 
