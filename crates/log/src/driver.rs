@@ -14,8 +14,8 @@ use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Device, OpenError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::link::{Came, Dial, Link, acquire};
-use super::writer::{Action, AppendError, Event, Over, Settings, What, Writer};
+use super::link::{Came, Dial, ReplicaLink, acquire};
+use super::writer::{Action, AppendError, Over, Settings, What, Writer, WriterEvent};
 
 /// Settings for opening a log.
 #[derive(Clone, Debug)]
@@ -117,7 +117,7 @@ pub struct Log {
     targets: Vec<Target>,
     /// Last session that the writer asked for with each replica; `None` once the writer has ended it.
     sessions: Vec<Option<u64>>,
-    links: HashMap<usize, (u64, Link)>,
+    links: HashMap<usize, (u64, ReplicaLink)>,
     dial: Dial,
     came: Inbox<Came>,
     waiting: Waiting,
@@ -371,9 +371,9 @@ impl Log {
             }
             while let Some(event) = self.writer.poll_event() {
                 match event {
-                    Event::Replica { replica, state } => self.changes.push((replica, state)),
-                    Event::Over(over) => return Err(self.over(over)),
-                    Event::Ready { .. } | Event::Acknowledged { .. } => {}
+                    WriterEvent::Replica { replica, state } => self.changes.push((replica, state)),
+                    WriterEvent::Over(over) => return Err(self.over(over)),
+                    WriterEvent::Ready { .. } | WriterEvent::Acknowledged { .. } => {}
                 }
             }
             if !busy {
@@ -397,7 +397,7 @@ impl Log {
             }
             What::Acquire => {
                 if let Some((_, link)) = self.links.remove(&replica) {
-                    let Link { client, mapping, .. } = link;
+                    let ReplicaLink { client, mapping, .. } = link;
                     self.dial
                         .spawn((replica, session), true, move |_| acquire(client, mapping))?;
                 }
@@ -431,7 +431,7 @@ impl Log {
         if self.sessions[replica] != Some(session) {
             return;
         }
-        match result.and_then(|(client, mapping)| Link::new(client, mapping)) {
+        match result.and_then(|(client, mapping)| ReplicaLink::new(client, mapping)) {
             Ok(link) => {
                 self.refused[replica] = None;
                 self.connected[replica] = true;

@@ -27,7 +27,7 @@ mod tests;
 pub use driver::{Log, LogError, Options};
 pub use format::VERSION;
 pub use reader::{Read, View, agree, look, scan};
-pub use writer::{Action, AppendError, Event, Over, Settings, What, Writer};
+pub use writer::{Action, AppendError, Over, Settings, What, Writer, WriterEvent};
 
 /// Maximum number of bytes in a record.
 pub const RECORD_BYTES_MAX: u32 = 16 << 20;

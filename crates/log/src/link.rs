@@ -140,7 +140,7 @@ struct Posted {
 }
 
 /// A session with a replica.
-pub(super) struct Link {
+pub(super) struct ReplicaLink {
     pub(super) client: Client,
     pub(super) mapping: Mapping,
     buffer: Buffer,
@@ -149,10 +149,10 @@ pub(super) struct Link {
     waiting: VecDeque<What>,
 }
 
-impl Link {
-    pub(super) fn new(client: Client, mapping: Mapping) -> Result<Link, Error> {
+impl ReplicaLink {
+    pub(super) fn new(client: Client, mapping: Mapping) -> Result<ReplicaLink, Error> {
         let buffer = client.buffer(BUFFER as usize)?;
-        Ok(Link {
+        Ok(ReplicaLink {
             client,
             mapping,
             buffer,

@@ -117,7 +117,7 @@ pub enum Over {
 
 /// An event for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum WriterEvent {
     /// The log is open: all its records are acknowledged.
     Ready {
         /// Sequence number of the first record that is not dropped.
@@ -167,7 +167,7 @@ pub enum AppendError {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum State {
+enum WriterState {
     /// The writer reads the replicas' headers.
     Opening,
     /// The writer takes the replicas over; `creating` if there is no log yet.
@@ -184,10 +184,10 @@ enum State {
 #[derive(Debug)]
 pub struct Writer {
     settings: Settings,
-    state: State,
+    state: WriterState,
     replicas: Vec<Replica>,
     actions: VecDeque<Action>,
-    events: VecDeque<Event>,
+    events: VecDeque<WriterEvent>,
     /// The log's id and the size of its ring in bytes, from the first replica's header.
     log: Option<(u64, u64)>,
     /// Set if the log was promised to a writer before.
@@ -225,7 +225,7 @@ impl Writer {
         let replicas = (0..settings.replicas).map(|_| Replica::new()).collect();
         let mut writer = Writer {
             settings,
-            state: State::Opening,
+            state: WriterState::Opening,
             replicas,
             actions: VecDeque::new(),
             events: VecDeque::new(),
@@ -341,7 +341,7 @@ impl Writer {
 
     /// Does the work that is due at `now`.
     pub fn handle_timeout(&mut self, now: Duration) {
-        if matches!(self.state, State::Over(_)) {
+        if matches!(self.state, WriterState::Over(_)) {
             return;
         }
         for at in 0..self.replicas.len() {
@@ -353,7 +353,7 @@ impl Writer {
 
     /// Returns when the caller must call [`Writer::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Duration> {
-        if matches!(self.state, State::Over(_)) {
+        if matches!(self.state, WriterState::Over(_)) {
             return None;
         }
         let due = |r: &Replica| match r.phase {
@@ -369,13 +369,13 @@ impl Writer {
     }
 
     /// Returns the next event for the caller.
-    pub fn poll_event(&mut self) -> Option<Event> {
+    pub fn poll_event(&mut self) -> Option<WriterEvent> {
         self.events.pop_front()
     }
 
     /// Appends a record; returns its sequence number. An event reports the acknowledgement.
     pub fn append(&mut self, record: &[u8]) -> Result<u64, AppendError> {
-        if let State::Over(over) = &self.state {
+        if let WriterState::Over(over) = &self.state {
             return Err(AppendError::Over(over.clone()));
         }
         if !self.ready {
@@ -473,7 +473,7 @@ impl Writer {
     }
 
     fn current(&mut self, at: usize, session: u64) -> Option<&mut Replica> {
-        let over = matches!(self.state, State::Over(_));
+        let over = matches!(self.state, WriterState::Over(_));
         let r = self.replicas.get_mut(at)?;
         (!over && r.session == session && r.has_session()).then_some(r)
     }
@@ -492,7 +492,7 @@ impl Writer {
         if self.awaited == Some(at) {
             self.awaited = None;
         }
-        if self.state == (State::Recovering { creating: false }) && !self.in_use {
+        if self.state == (WriterState::Recovering { creating: false }) && !self.in_use {
             // As no writer was promised this log, another writer may be creating one: all headers are read again before any
             // promise.
             self.raise = true;
@@ -535,7 +535,7 @@ impl Writer {
         let r = &mut self.replicas[at];
         if r.state != state {
             r.state = state.into();
-            self.events.push_back(Event::Replica {
+            self.events.push_back(WriterEvent::Replica {
                 replica: at,
                 state: state.into(),
             });

@@ -13,7 +13,7 @@ use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 use crate::PersistenceDomain;
 use crate::domain::{device_folder, domain_of, is_in_memory};
 use crate::file::FileMemory;
-use crate::lease::{FileWatch, Held, Lease, Wanted};
+use crate::lease::{FileLease, FileWatch, Held, Wanted};
 use crate::mapping::Mapping;
 use crate::persist::{self, Cpu};
 
@@ -64,7 +64,7 @@ pub struct DaxMemory {
 
 #[derive(Debug)]
 struct Leased {
-    lease: Lease,
+    lease: FileLease,
     memory: Arc<FileMemory>,
     /// Number of writes through the kernel so far, and of those that a flush has brought to the medium.
     written: AtomicU64,
@@ -84,7 +84,7 @@ impl DaxMemory {
     pub fn map(file: Arc<FileMemory>, declared: Option<PersistenceDomain>) -> Result<DaxMemory, DaxError> {
         let (domain, cpu, mapping) = mapping_of(&file, declared)?;
         let (mapping, len) = (Arc::new(mapping), file.len());
-        let lease = Lease::take(file.file().clone(), {
+        let lease = FileLease::take(file.file().clone(), {
             let (mapping, file) = (mapping.clone(), file.clone());
             move || file.check(0, len).is_ok() && populate(&mapping).is_ok()
         });

@@ -23,7 +23,7 @@ const RETAKE_EVERY: Duration = Duration::from_secs(1);
 
 /// A write lease on a file. It is given up when another process wants the file, and taken again when no other process has it open.
 #[derive(Debug)]
-pub(crate) struct Lease(Arc<Inner>);
+pub(crate) struct FileLease(Arc<Inner>);
 
 /// Guard: while it lives, the file may be touched through its mapping.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ struct Inner {
     break_told: Mutex<BreakTold>,
 }
 
-/// Receiver of break notifications of a [`Lease`], which then lets go of the file.
+/// Receiver of break notifications of a [`FileLease`], which then lets go of the file.
 #[derive(Debug)]
 struct BreakTold {
     /// Without a receiver the lease is given up at once.
@@ -63,13 +63,13 @@ impl std::fmt::Debug for Usable {
     }
 }
 
-impl Lease {
+impl FileLease {
     /// Takes a write lease. `usable` is called before the lease counts as held again after a break, and must not touch the mapping.
     /// Fails if another process has the file open (`WouldBlock`), or the file belongs to another user (`PermissionDenied`).
     pub(crate) fn take(
         file: Arc<File>,
         usable: impl Fn() -> bool + Send + Sync + 'static,
-    ) -> io::Result<Lease> {
+    ) -> io::Result<FileLease> {
         let watcher = watcher()?;
         let inner = Arc::new(Inner {
             held: RwLock::new(false),
@@ -94,14 +94,14 @@ impl Lease {
         obtain(&inner.file, libc::F_WRLCK)?;
         *held = true;
         drop(held);
-        Ok(Lease(inner))
+        Ok(FileLease(inner))
     }
 
     /// Watches the file, and calls `tell` as [`FileWatch::begin`] does. After a break the mapping is not touched, but other
     /// processes wait for [`FileWatch::let_go`].
     pub(crate) fn watch(&self, tell: impl Fn(Wanted) + Send + Sync + 'static) -> FileWatch {
         self.0.break_told().tell = Some(Tell(Box::new(tell)));
-        FileWatch(Watching::Lease(self.0.clone()))
+        FileWatch(Watching::FileLease(self.0.clone()))
     }
 
     /// Keeps the lease while the mapping is touched; returns `None` if the lease is not held. Hold it briefly: a process that
@@ -148,7 +148,7 @@ enum Watching {
     /// A lease that serves the watch alone.
     Own(Arc<Watch>),
     /// The lease under which the file is mapped.
-    Lease(Arc<Inner>),
+    FileLease(Arc<Inner>),
 }
 
 #[derive(Debug)]
@@ -212,7 +212,7 @@ impl FileWatch {
     pub fn let_go(&self) {
         let let_go = match &self.0 {
             Watching::Own(watch) => std::mem::take(&mut watch.lock().held),
-            Watching::Lease(lease) => std::mem::take(&mut lease.break_told().waiting),
+            Watching::FileLease(lease) => std::mem::take(&mut lease.break_told().waiting),
         };
         if let_go {
             let _ = set(self.file(), libc::F_UNLCK);
@@ -232,7 +232,7 @@ impl FileWatch {
                 let state = watch.lock();
                 return state.held && state.told == Wanted::Nothing;
             }
-            Watching::Lease(lease) => {
+            Watching::FileLease(lease) => {
                 if !lease.is_lost() {
                     return lease.break_told().told == Wanted::Nothing;
                 }
@@ -248,7 +248,7 @@ impl FileWatch {
     fn file(&self) -> &File {
         match &self.0 {
             Watching::Own(watch) => &watch.file,
-            Watching::Lease(lease) => &lease.file,
+            Watching::FileLease(lease) => &lease.file,
         }
     }
 }
@@ -261,7 +261,7 @@ impl Drop for FileWatch {
                 state.over = true;
                 let _ = set(&watch.file, libc::F_UNLCK);
             }
-            Watching::Lease(lease) => {
+            Watching::FileLease(lease) => {
                 lease.break_told().tell = None;
                 self.let_go();
             }
@@ -303,7 +303,7 @@ impl Watched for Watch {
     }
 }
 
-impl Drop for Lease {
+impl Drop for FileLease {
     fn drop(&mut self) {
         *self.0.held.write().unwrap_or_else(PoisonError::into_inner) = false;
         self.0.ended.store(true, Ordering::Relaxed);

@@ -32,7 +32,7 @@ pub struct Region {
     read_only: bool,
     place: Place,
     not_mapped: Option<String>,
-    state: Mutex<State>,
+    state: Mutex<RegionState>,
 }
 
 /// The place of a region's bytes.
@@ -53,7 +53,7 @@ pub enum Place {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct RegionState {
     /// Oldest first.
     uploads: Vec<Arc<Upload>>,
     failed: Option<Fault>,
@@ -347,7 +347,7 @@ impl Region {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RegionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

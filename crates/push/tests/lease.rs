@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use rdmux_push::client::{Handshake, Next, OnBreak};
-use rdmux_push::server::{Config, EndReason, Event};
+use rdmux_push::server::{Config, EndReason, ServerEvent};
 use rdmux_push::{
     Access, Client, Conflict, Error, ErrorCode, MapRequest, Mapping, Options, Placement, Region,
 };
@@ -56,8 +56,8 @@ fn hear_until_over(client: &mut Client, mapping: &Mapping) {
     }
 }
 
-fn breaking(event: &Event) -> bool {
-    matches!(event, Event::Breaking { .. })
+fn breaking(event: &ServerEvent) -> bool {
+    matches!(event, ServerEvent::Breaking { .. })
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn break__a_holder_that_does_not_answer_is_revoked_and_its_late_write_kills_its_
     let theirs = other.map(&name("m"), RW, 0, 0, 0).unwrap();
     assert!(begun.elapsed() >= SHORT, "{:?}", begun.elapsed());
     other.write(&theirs, 0, &[7; 8]).unwrap();
-    server.wait_for(|event| matches!(event, Event::Revoked { .. }));
+    server.wait_for(|event| matches!(event, ServerEvent::Revoked { .. }));
     assert_eq!(holder.write8(va, rkey), Status::RemoteAccess);
     assert_eq!(byte(&server, 0), 7, "nothing of the late write landed");
     let (reason, mappings) = server.end();
@@ -299,7 +299,7 @@ fn connect__again_waits_for_ordinary_writes_of_before() {
     server.wait_for(|event| {
         matches!(
             event,
-            Event::Ended {
+            ServerEvent::Ended {
                 reason: EndReason::ConnectedAgain,
                 ..
             }
@@ -310,7 +310,7 @@ fn connect__again_waits_for_ordinary_writes_of_before() {
     server.wait_for(|event| {
         matches!(
             event,
-            Event::Ended {
+            ServerEvent::Ended {
                 reason: EndReason::Protocol(_),
                 ..
             }
@@ -404,8 +404,9 @@ fn start_with_file(
     });
     // The server reports unwatched regions before any client.
     server.client().close();
-    match server.wait_for(|event| matches!(event, Event::Unwatched { .. } | Event::Ended { .. })) {
-        Event::Unwatched { why, .. } => {
+    match server.wait_for(|event| matches!(event, ServerEvent::Unwatched { .. } | ServerEvent::Ended { .. }))
+    {
+        ServerEvent::Unwatched { why, .. } => {
             skip(why);
             None
         }
@@ -446,7 +447,7 @@ fn file__opened_by_a_program_of_the_host_waits_for_the_holder() {
     holder.write(&beside, 0, &[2; 100]).unwrap();
     holder.unmap(beside).unwrap();
     close.send(()).unwrap();
-    server.wait_for(|event| matches!(event, Event::Closed { .. }));
+    server.wait_for(|event| matches!(event, ServerEvent::Closed { .. }));
     holder.map(&name("m"), RW, 0, 0, 0).unwrap();
 }
 
@@ -461,14 +462,14 @@ fn file__truncated_by_a_program_of_the_host_when_the_holder_does_not_answer() {
     let begun = Instant::now();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     assert!(begun.elapsed() >= SHORT, "{:?}", begun.elapsed());
-    server.wait_for(|event| matches!(event, Event::Revoked { .. }));
+    server.wait_for(|event| matches!(event, ServerEvent::Revoked { .. }));
     file.set_len(4096).unwrap();
     assert_eq!(
         raw.write8(va, rkey),
         Status::RemoteAccess,
         "its key was dead before"
     );
-    server.wait_for(|event| matches!(event, Event::Ended { reason: EndReason::Failed(why), .. } if why.contains("outside")));
+    server.wait_for(|event| matches!(event, ServerEvent::Ended { reason: EndReason::Failed(why), .. } if why.contains("outside")));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::thread;
 
 use common::*;
 use rdmux_push::client::Fallback;
-use rdmux_push::server::{Config, Event};
+use rdmux_push::server::{Config, ServerEvent};
 use rdmux_push::{Error, ErrorCode, MapRequest, Options, Placement, Region};
 use rdmux_verbs::Memory;
 
@@ -183,7 +183,7 @@ fn ordinary__breaks_the_lease_of_another_and_not_ones_own() {
     other.ordinary_read(&name("m"), 0, &mut there).unwrap();
     assert_eq!(there, [1, 1, 1, 1, 2, 2, 2, 2]);
     // The holder handled no notices: the server revoked its mapping for the reader.
-    server.wait_for(|event| matches!(event, Event::Revoked { .. }));
+    server.wait_for(|event| matches!(event, ServerEvent::Revoked { .. }));
     holder.handle_notices().unwrap();
     assert!(!holder.is_held(&mapping));
 }

@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::*;
-use rdmux_push::server::{Config, EndReason, Event};
+use rdmux_push::server::{Config, EndReason, ServerEvent};
 use rdmux_push::{Client, Options};
 use rdmux_verbs::Memory;
 use rustix::process::{Pid, Signal, kill_process};
@@ -152,7 +152,7 @@ fn stopped__while_it_holds_the_lease_and_posts_when_it_goes_on() {
         let begun = Instant::now();
         take_over(&server, &mut other, 0x22);
         assert!(begun.elapsed() >= BREAK_TIMEOUT, "{:?}", begun.elapsed());
-        server.wait_for(|event| matches!(event, Event::Revoked { .. }));
+        server.wait_for(|event| matches!(event, ServerEvent::Revoked { .. }));
         stopped.go_on();
         let said = stopped.line();
         assert!(said.contains("the server refused an access"), "{said}");

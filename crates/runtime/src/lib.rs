@@ -1,11 +1,11 @@
 //! Serves services with many connections: a [`Reactor`], which is the loop of one thread, and
 //! [`MessageConnection`], which sends and receives messages beside RDMA operations. It knows no service's protocol.
 //!
-//! A service is a state machine without I/O. Its server's thread asks the reactor for the next [`Event`], passes it to the state
+//! A service is a state machine without I/O. Its server's thread asks the reactor for the next [`ReactorEvent`], passes it to the state
 //! machine, and carries out what that decides:
 //!
 //! ```no_run
-//! use rdmux_runtime::{Completed, Event, Limits, Reactor, Sizes};
+//! use rdmux_runtime::{Completed, ReactorEvent, Limits, Reactor, Sizes};
 //! use rdmux_verbs::{ConnectParams, Device};
 //!
 //! let sizes = Sizes { message_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
@@ -14,13 +14,13 @@
 //! reactor.listen(&Device::open("127.0.0.1".parse()?)?, 7174)?;
 //! loop {
 //!     match reactor.next(None)? {
-//!         Some(Event::Request(request)) => drop(reactor.accept(request, &ConnectParams::default())),
-//!         Some(Event::Completed(id, Completed::Message { slot: Some(slot), bytes })) => {
+//!         Some(ReactorEvent::Request(request)) => drop(reactor.accept(request, &ConnectParams::default())),
+//!         Some(ReactorEvent::Completed(id, Completed::Message { slot: Some(slot), bytes })) => {
 //!             if let Some(connection) = reactor.connection(id) {
 //!                 let _ = connection.send(slot, &bytes);
 //!             }
 //!         }
-//!         Some(Event::Ended(id, _)) => reactor.close(id, None),
+//!         Some(ReactorEvent::Ended(id, _)) => reactor.close(id, None),
 //!         Some(_) | None => {}
 //!     }
 //! }
@@ -47,7 +47,8 @@ pub use connection::{
 pub use mailbox::{Inbox, Mailbox, mailbox};
 pub use pool::{Buffer, BufferError, BufferPool};
 pub use reactor::{
-    ConnectionError, ConnectionId, DescriptorId, End, Event, Limits, ListenAtError, Reactor, Request,
+    ConnectionEnd, ConnectionError, ConnectionId, DescriptorId, Limits, ListenAtError, Reactor, ReactorEvent,
+    Request,
 };
 pub use waiting::Waiting;
 pub use work_id::WorkId;

@@ -41,7 +41,7 @@ pub struct Limits {
 
 /// An event that the reactor hands to the service.
 #[derive(Debug)]
-pub enum Event<M> {
+pub enum ReactorEvent<M> {
     /// A peer wants a connection: accept it ([`Reactor::accept`]) or refuse it. Dropping it refuses it.
     Request(Request),
     /// The listener has accepted ([`Reactor::connect`]), or there is no connection, for this reason.
@@ -49,7 +49,7 @@ pub enum Event<M> {
     /// A message has arrived, or a request is done. Never [`Completed::Nothing`].
     Completed(ConnectionId, Completed),
     /// A connection is over. It stays until [`Reactor::close`], which may be called before.
-    Ended(ConnectionId, End),
+    Ended(ConnectionId, ConnectionEnd),
     /// A message from another thread.
     Mail(M),
     /// A descriptor of the service is readable ([`Reactor::add_descriptor`]).
@@ -58,7 +58,7 @@ pub enum Event<M> {
 
 /// Why a connection is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum ConnectionEnd {
     /// The peer has ended it.
     Disconnected,
     /// A request has failed with this status.
@@ -101,7 +101,7 @@ pub enum ConnectionError {
 
 /// A listener, or a device at which connections begin, and the completion queue of these connections.
 #[derive(Debug)]
-struct Port {
+struct ReactorPort {
     device: Device,
     cq: CompletionQueue,
     listener: Option<Listener>,
@@ -135,7 +135,7 @@ pub struct Reactor<M> {
     attempts: HashMap<ConnectionId, Attempt>,
     by_qpn: HashMap<(usize, Qpn), ConnectionId>,
     connections_so_far: u64,
-    ports: Vec<Port>,
+    ports: Vec<ReactorPort>,
     /// The port to poll next.
     next_port: usize,
     polls: u32,
@@ -148,7 +148,7 @@ pub struct Reactor<M> {
     /// Descriptors that were readable and are not reported.
     readable: VecDeque<DescriptorId>,
     /// Ends of connections that were noticed and not reported.
-    ended: VecDeque<(ConnectionId, End)>,
+    ended: VecDeque<(ConnectionId, ConnectionEnd)>,
     keepalive: KeepAlive,
     mailbox: Mailbox<M>,
     inbox: Inbox<M>,
@@ -192,7 +192,7 @@ impl<M> Reactor<M> {
         let cq = self.completion_queue(device)?;
         let listener = device.listen(port)?;
         listener.notify(&self.news, self.ports.len() as u64);
-        self.ports.push(Port {
+        self.ports.push(ReactorPort {
             device: device.clone(),
             cq,
             listener: Some(listener),
@@ -239,19 +239,19 @@ impl<M> Reactor<M> {
         Ok(connection)
     }
 
-    /// Starts to connect to a listener from a device. [`Event::Connected`] has the result; the connection can be closed before.
+    /// Starts to connect to a listener from a device. [`ReactorEvent::Connected`] has the result; the connection can be closed before.
     pub fn connect(
         &mut self,
         device: &Device,
         peer: SocketAddr,
         params: &ConnectParams,
     ) -> Result<ConnectionId, ConnectionError> {
-        let begins = |port: &Port| port.listener.is_none() && port.device.is(device);
+        let begins = |port: &ReactorPort| port.listener.is_none() && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
             None => {
                 let cq = self.completion_queue(device).map_err(EstablishError::Create)?;
-                self.ports.push(Port {
+                self.ports.push(ReactorPort {
                     device: device.clone(),
                     cq,
                     listener: None,
@@ -342,7 +342,7 @@ impl<M> Reactor<M> {
     }
 
     /// Returns what has happened, without waiting.
-    pub fn poll(&mut self) -> Option<Event<M>> {
+    pub fn poll(&mut self) -> Option<ReactorEvent<M>> {
         self.polls = self.polls.wrapping_add(1);
         let others_first = self.polls.is_multiple_of(OTHERS_EVERY);
         if others_first {
@@ -357,7 +357,7 @@ impl<M> Reactor<M> {
         self.poll_completions().or_else(|| self.poll_others())
     }
 
-    fn poll_completions(&mut self) -> Option<Event<M>> {
+    fn poll_completions(&mut self) -> Option<ReactorEvent<M>> {
         for _ in 0..self.ports.len() {
             let at = self.next_port % self.ports.len();
             self.next_port = at + 1;
@@ -370,15 +370,15 @@ impl<M> Reactor<M> {
         None
     }
 
-    pub(crate) fn poll_others(&mut self) -> Option<Event<M>> {
+    pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
         if let Some((connection, end)) = self.ended.pop_front() {
-            return Some(Event::Ended(connection, end));
+            return Some(ReactorEvent::Ended(connection, end));
         }
         if let Some(mail) = self.inbox.take() {
-            return Some(Event::Mail(mail));
+            return Some(ReactorEvent::Mail(mail));
         }
         if let Some(id) = self.readable.pop_front() {
-            return Some(Event::Readable(id));
+            return Some(ReactorEvent::Readable(id));
         }
         loop {
             // The queue reports a port once, however many requests have arrived there.
@@ -387,7 +387,7 @@ impl<M> Reactor<M> {
             if token & ATTEMPT != 0 {
                 let connection = ConnectionId(token & !ATTEMPT);
                 match self.attempted(connection) {
-                    Some(result) => return Some(Event::Connected(connection, result)),
+                    Some(result) => return Some(ReactorEvent::Connected(connection, result)),
                     None => continue,
                 }
             }
@@ -395,7 +395,7 @@ impl<M> Reactor<M> {
             let accepted = self.ports.get(listener).and_then(|port| port.listener.as_ref());
             if let Some(request) = accepted.and_then(|listener| listener.accept(Duration::ZERO)) {
                 self.requested = Some(listener);
-                return Some(Event::Request(Request { listener, request }));
+                return Some(ReactorEvent::Request(Request { listener, request }));
             }
         }
     }
@@ -417,14 +417,14 @@ impl<M> Reactor<M> {
         })
     }
 
-    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<Event<M>> {
+    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
         let connection = *self.by_qpn.get(&(port, wc.qpn))?;
         let link = &mut self.connections.get_mut(&connection)?.link;
         match link.handle(wc) {
             Ok(Completed::Nothing) => None,
-            Ok(completed) => Some(Event::Completed(connection, completed)),
-            Err(Status::Flushed) => Some(Event::Ended(connection, End::Disconnected)),
-            Err(status) => Some(Event::Ended(connection, End::Failed(status))),
+            Ok(completed) => Some(ReactorEvent::Completed(connection, completed)),
+            Err(Status::Flushed) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected)),
+            Err(status) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Failed(status))),
         }
     }
 
@@ -435,8 +435,8 @@ impl<M> Reactor<M> {
             for (connection, known) in self.connections.iter_mut().filter(|(_, known)| known.watched) {
                 let end = match known.link.probe() {
                     Ok(true) => continue,
-                    Ok(false) => End::Silent,
-                    Err(_) => End::Lost,
+                    Ok(false) => ConnectionEnd::Silent,
+                    Err(_) => ConnectionEnd::Lost,
                 };
                 self.ended.push_back((*connection, end));
             }
@@ -451,7 +451,7 @@ impl<M> Reactor<M> {
     }
 
     /// Returns what happens next. Returns `None` at the deadline, and also earlier.
-    pub fn next(&mut self, deadline: Option<Instant>) -> io::Result<Option<Event<M>>> {
+    pub fn next(&mut self, deadline: Option<Instant>) -> io::Result<Option<ReactorEvent<M>>> {
         let began = Instant::now();
         let due = self.handle_timers(began);
         if let Some(event) = self.poll() {
@@ -497,7 +497,7 @@ impl<M> Reactor<M> {
     }
 
     /// Polls once more, with the queues armed: no completion after that is missed.
-    fn poll_armed(&mut self) -> io::Result<Option<Event<M>>> {
+    fn poll_armed(&mut self) -> io::Result<Option<ReactorEvent<M>>> {
         for at in 0..self.ports.len() {
             // A wait of zero time arms the queue and polls it.
             while let Some(wc) = self.ports[at].cq.wait(Duration::ZERO)? {

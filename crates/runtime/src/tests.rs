@@ -13,8 +13,8 @@ use rdmux_verbs::{
 };
 
 use crate::{
-    Completed, ConnectionError, ConnectionId, End, EstablishError, Event, Limits, Mailbox, MessageConnection,
-    Reactor, Sizes, WorkId,
+    Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
+    MessageConnection, Reactor, ReactorEvent, Sizes, WorkId,
 };
 
 /// Time for what happens at once unless something is wrong.
@@ -97,7 +97,7 @@ impl Peer {
 /// A reactor on a thread of its own that sends each message back, until it is stopped. The thread returns the ends of connections.
 struct Echo {
     stop: Mailbox<()>,
-    thread: JoinHandle<Vec<(ConnectionId, End)>>,
+    thread: JoinHandle<Vec<(ConnectionId, ConnectionEnd)>>,
 }
 
 impl Echo {
@@ -109,7 +109,7 @@ impl Echo {
                 let mut ends = Vec::new();
                 loop {
                     match reactor.next(None).unwrap() {
-                        Some(Event::Mail(())) => return ends,
+                        Some(ReactorEvent::Mail(())) => return ends,
                         Some(event) => echo(&mut reactor, event, &mut ends),
                         None => {}
                     }
@@ -118,24 +118,27 @@ impl Echo {
         }
     }
 
-    fn stop(self) -> Vec<(ConnectionId, End)> {
+    fn stop(self) -> Vec<(ConnectionId, ConnectionEnd)> {
         self.stop.send(());
         self.thread.join().unwrap()
     }
 }
 
-fn echo<M>(reactor: &mut Reactor<M>, event: Event<M>, ends: &mut Vec<(ConnectionId, End)>) {
+fn echo<M>(reactor: &mut Reactor<M>, event: ReactorEvent<M>, ends: &mut Vec<(ConnectionId, ConnectionEnd)>) {
     match event {
-        Event::Request(request) => drop(reactor.accept(request, &ConnectParams::default())),
-        Event::Completed(id, Completed::Message { slot, bytes }) => {
+        ReactorEvent::Request(request) => drop(reactor.accept(request, &ConnectParams::default())),
+        ReactorEvent::Completed(id, Completed::Message { slot, bytes }) => {
             let connection = reactor.connection(id).unwrap();
             let _ = connection.send(slot.unwrap(), &bytes);
         }
-        Event::Ended(id, end) => {
+        ReactorEvent::Ended(id, end) => {
             ends.push((id, end));
             reactor.close(id, None);
         }
-        Event::Completed(..) | Event::Mail(_) | Event::Connected(..) | Event::Readable(_) => {}
+        ReactorEvent::Completed(..)
+        | ReactorEvent::Mail(_)
+        | ReactorEvent::Connected(..)
+        | ReactorEvent::Readable(_) => {}
     }
 }
 
@@ -232,11 +235,11 @@ fn handle__no_receive_without_a_slot_for_the_answer() {
     let (mut slots, mut link, mut peer) = (Vec::new(), None, None);
     while peer.is_none() || slots.len() < SIZES.answers {
         match reactor.next(None).unwrap() {
-            Some(Event::Request(request)) => {
+            Some(ReactorEvent::Request(request)) => {
                 link = Some(reactor.accept(request, &ConnectParams::default()).unwrap());
             }
-            Some(Event::Completed(_, Completed::Message { slot, .. })) => slots.push(slot.unwrap()),
-            Some(Event::Mail(came)) => peer = Some(came),
+            Some(ReactorEvent::Completed(_, Completed::Message { slot, .. })) => slots.push(slot.unwrap()),
+            Some(ReactorEvent::Mail(came)) => peer = Some(came),
             Some(other) => panic!("{other:?}"),
             None => {}
         }
@@ -251,7 +254,7 @@ fn handle__no_receive_without_a_slot_for_the_answer() {
     reactor.connection(id).unwrap().give_back(slots.pop().unwrap());
     let next = loop {
         match reactor.next(None).unwrap() {
-            Some(Event::Completed(_, Completed::Message { bytes, .. })) => break bytes,
+            Some(ReactorEvent::Completed(_, Completed::Message { bytes, .. })) => break bytes,
             Some(other) => panic!("{other:?}"),
             None => {}
         }
@@ -305,7 +308,7 @@ fn ended__a_connection_killed_at_any_moment_ends_alone_and_leaves_nothing() {
     let (mut ends, mut lasting) = (Vec::new(), None);
     while lasting.is_none() || ends.len() < 24 {
         match reactor.next(None).unwrap() {
-            Some(Event::Mail(peer)) => lasting = peer,
+            Some(ReactorEvent::Mail(peer)) => lasting = peer,
             Some(event) => echo(&mut reactor, event, &mut ends),
             None => {}
         }
@@ -363,10 +366,10 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
     let (mut ids, mut peers) = (Vec::new(), Vec::new());
     while peers.len() < 2 {
         match reactor.next(None).unwrap() {
-            Some(Event::Request(request)) => {
+            Some(ReactorEvent::Request(request)) => {
                 ids.push(reactor.accept(request, &ConnectParams::default()).unwrap());
             }
-            Some(Event::Mail(peer)) => peers.push(peer),
+            Some(ReactorEvent::Mail(peer)) => peers.push(peer),
             _ => {}
         }
     }
@@ -389,7 +392,7 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
     reactor.handle_timers(now);
     let ended = reactor.poll_others();
     assert!(
-        matches!(ended, Some(Event::Ended(id, End::Silent)) if id == ids[0]),
+        matches!(ended, Some(ReactorEvent::Ended(id, ConnectionEnd::Silent)) if id == ids[0]),
         "{ended:?}"
     );
 }
@@ -403,10 +406,10 @@ fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
     let (mut id, mut peer) = (None, None);
     while peer.is_none() {
         match reactor.next(None).unwrap() {
-            Some(Event::Request(request)) => {
+            Some(ReactorEvent::Request(request)) => {
                 id = Some(reactor.accept(request, &ConnectParams::default()).unwrap());
             }
-            Some(Event::Mail(came)) => peer = Some(came),
+            Some(ReactorEvent::Mail(came)) => peer = Some(came),
             _ => {}
         }
     }
@@ -433,7 +436,7 @@ fn dialer(from: &str, connections: usize, waiting: Option<WaitMode>) -> (Reactor
     (reactor, Device::open(from.parse().unwrap()).unwrap())
 }
 
-fn next<M>(reactor: &mut Reactor<M>) -> Event<M> {
+fn next<M>(reactor: &mut Reactor<M>) -> ReactorEvent<M> {
     let deadline = Instant::now() + LONG;
     while Instant::now() < deadline {
         if let Some(event) = reactor.next(Some(deadline)).unwrap() {
@@ -461,13 +464,13 @@ fn connect__many_connections_of_one_thread_carry_messages() {
         let mut answered = Vec::new();
         while answered.len() < ids.len() {
             match next(&mut reactor) {
-                Event::Connected(id, result) => {
+                ReactorEvent::Connected(id, result) => {
                     result.unwrap();
                     let connection = reactor.connection(id).unwrap();
                     let slot = connection.take_slot().unwrap();
                     connection.send(slot, &id.0.to_be_bytes()).unwrap();
                 }
-                Event::Completed(id, Completed::Message { bytes, .. }) => {
+                ReactorEvent::Completed(id, Completed::Message { bytes, .. }) => {
                     assert_eq!(bytes, id.0.to_be_bytes());
                     answered.push(id);
                 }
@@ -494,7 +497,7 @@ fn connect__nobody_listens_and_withdrawn() {
         .connect(&device, address, &ConnectParams::default())
         .unwrap();
     match next(&mut reactor) {
-        Event::Connected(of, Err(EstablishError::Connect(ConnectError::Rejected { .. }))) => {
+        ReactorEvent::Connected(of, Err(EstablishError::Connect(ConnectError::Rejected { .. }))) => {
             assert_eq!(of, id);
         }
         other => panic!("{other:?}"),
@@ -506,7 +509,7 @@ fn connect__nobody_listens_and_withdrawn() {
     let id = reactor
         .connect(&device, address, &ConnectParams::default())
         .unwrap();
-    assert!(matches!(next(&mut reactor), Event::Connected(of, Err(_)) if of == id));
+    assert!(matches!(next(&mut reactor), ReactorEvent::Connected(of, Err(_)) if of == id));
     assert_eq!(device.object_counts().0, 0, "queue pairs");
 }
 
@@ -522,7 +525,7 @@ fn add_descriptor__is_reported_while_it_is_readable() {
             write
         });
         for _ in 0..3 {
-            assert!(matches!(next(&mut reactor), Event::Readable(id) if id == ids[1]));
+            assert!(matches!(next(&mut reactor), ReactorEvent::Readable(id) if id == ids[1]));
         }
         assert!(reactor.remove_descriptor(ids[1]).is_some());
         assert!(reactor.remove_descriptor(ids[1]).is_none());
@@ -553,9 +556,9 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
     let (mut messages, mut reported) = (0, 0);
     while messages < 100 || reported < 10 {
         match next(&mut reactor) {
-            Event::Readable(of) if of == id => reported += 1,
+            ReactorEvent::Readable(of) if of == id => reported += 1,
             event => {
-                messages += u32::from(matches!(event, Event::Completed(..)));
+                messages += u32::from(matches!(event, ReactorEvent::Completed(..)));
                 echo(&mut reactor, event, ends);
             }
         }
@@ -563,7 +566,7 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
     stopped.store(true, std::sync::atomic::Ordering::Relaxed);
     loop {
         match next(&mut reactor) {
-            Event::Mail(peer) => break drop(peer),
+            ReactorEvent::Mail(peer) => break drop(peer),
             event => echo(&mut reactor, event, ends),
         }
     }
@@ -585,7 +588,7 @@ fn next__takes_the_place_of_the_engine_while_it_sleeps() {
     let mailbox = reactor.mailbox();
     let thread = std::thread::spawn(move || {
         loop {
-            if let Some(Event::Mail(true)) = reactor.next(None).unwrap() {
+            if let Some(ReactorEvent::Mail(true)) = reactor.next(None).unwrap() {
                 return;
             }
         }

@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 
 use crate::format::{AREA_AT, Found, Frame, Header, Scan};
-use crate::{Action, AppendError, Epoch, Event, Over, Settings, What, Writer};
+use crate::{Action, AppendError, Epoch, Over, Settings, What, Writer, WriterEvent};
 
 type Failure = String;
 
@@ -501,13 +501,13 @@ impl World {
         Ok(())
     }
 
-    fn heard(&mut self, at: usize, event: &Event) -> Result<(), Failure> {
+    fn heard(&mut self, at: usize, event: &WriterEvent) -> Result<(), Failure> {
         self.trace(format_args!(
             "writer {at} {}: {event:?}",
             self.users[at].writer.epoch()
         ));
         match event {
-            Event::Ready { first, last } => {
+            WriterEvent::Ready { first, last } => {
                 self.seen.recoveries += 1;
                 let records: Vec<(u64, Vec<u8>)> = self.users[at]
                     .writer
@@ -538,7 +538,7 @@ impl World {
                 }
                 user.acknowledged = *last;
             }
-            Event::Acknowledged { sequence } => {
+            WriterEvent::Acknowledged { sequence } => {
                 let epoch = self.users[at].writer.epoch();
                 for known in self.users[at].acknowledged + 1..=*sequence {
                     let mut held = self.users[at].writer.records();
@@ -561,7 +561,7 @@ impl World {
                 }
                 self.users[at].acknowledged = *sequence;
             }
-            Event::Over(over) => {
+            WriterEvent::Over(over) => {
                 self.seen.fenced += u64::from(matches!(over, Over::Fenced(_)));
                 let unusable = match over {
                     Over::Unusable(why) => !why.contains("full"),
@@ -572,7 +572,7 @@ impl World {
                 }
                 self.users[at].alive = false;
             }
-            Event::Replica { .. } => {}
+            WriterEvent::Replica { .. } => {}
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::replica::{Copied, Op, Phase, Replica};
-use super::{Event, OUTRANKED_MAX, Over, RAISES_MAX, RESERVE, State, What, Writer, segment};
+use super::{OUTRANKED_MAX, Over, RAISES_MAX, RESERVE, What, Writer, WriterEvent, WriterState, segment};
 use crate::defect::defect;
 use crate::format::{AREA_AT, AREA_MIN, Found, Header, Point, frame_len};
 use crate::{Epoch, count_words};
@@ -34,7 +34,7 @@ impl Writer {
             }
             self.log.get_or_insert((h.log, h.area));
             self.term = self.term.max(h.promise.term);
-            let chosen = self.state != State::Opening;
+            let chosen = self.state != WriterState::Opening;
             if chosen && h.promise > self.epoch && !defect!(PromiseIgnored) {
                 return self.outranked(at, h.promise, now);
             }
@@ -52,7 +52,7 @@ impl Writer {
             self.awaited = None;
         }
         match r.phase {
-            Phase::Peeking if self.state == State::Opening => r.phase = Phase::Peeked,
+            Phase::Peeking if self.state == WriterState::Opening => r.phase = Phase::Peeked,
             Phase::Peeking => self.acquire(at),
             Phase::Settling => self.settle(at),
             _ => {}
@@ -81,7 +81,10 @@ impl Writer {
 
     /// Handles the header of a replica that only this writer may write.
     pub(super) fn settle(&mut self, at: usize) {
-        let (creating, epoch) = (self.state == State::Recovering { creating: true }, self.epoch);
+        let (creating, epoch) = (
+            self.state == WriterState::Recovering { creating: true },
+            self.epoch,
+        );
         let r = &mut self.replicas[at];
         match r.header {
             Some(h) if creating && h.promise.term > 0 => {
@@ -94,7 +97,7 @@ impl Writer {
                 r.may_join |= h.promise == epoch;
                 self.join(at);
             }
-            Some(h) if h.promise == epoch && self.state == State::Active && r.known.is_some() => {
+            Some(h) if h.promise == epoch && self.state == WriterState::Active && r.known.is_some() => {
                 let known = r.known.unwrap_or_default();
                 self.stream(at, Some(known));
             }
@@ -109,7 +112,7 @@ impl Writer {
                 };
                 self.write_header(at, header);
             }
-            None if defect!(BlankHasSay) && self.state != State::Active => {
+            None if defect!(BlankHasSay) && self.state != WriterState::Active => {
                 let header = Header {
                     promise: epoch,
                     ..self.new_header(at)
@@ -145,7 +148,7 @@ impl Writer {
             generation: 1,
             promise: self.epoch,
             area,
-            head: if self.state == State::Active {
+            head: if self.state == WriterState::Active {
                 self.head
             } else {
                 Point::origin(log)
@@ -160,7 +163,7 @@ impl Writer {
     /// must be promised again after the replica was seen like this, which fences that writer.
     pub(super) fn join(&mut self, at: usize) {
         let joins = self.replicas[at].may_join || defect!(JoinsAnyTime);
-        if self.state != State::Active || !joins {
+        if self.state != WriterState::Active || !joins {
             self.replicas[at].phase = Phase::Waiting;
             if !joins {
                 self.raise = true;
@@ -254,18 +257,18 @@ impl Writer {
 
     /// Continues once enough replicas are ready.
     pub(super) fn advance(&mut self, now: Duration) {
-        if self.raise && (self.state != State::Active || self.acknowledged.0 == self.tail.position) {
+        if self.raise && (self.state != WriterState::Active || self.acknowledged.0 == self.tail.position) {
             return self.raise_epoch(now);
         }
         match self.state {
-            State::Opening => self.open(),
-            State::Recovering { creating: true } => {
+            WriterState::Opening => self.open(),
+            WriterState::Recovering { creating: true } => {
                 let held = |r: &Replica| matches!(r.phase, Phase::Held | Phase::Formatted);
                 if !self.replicas.iter().all(held) || self.confirm(held) < self.replicas.len() {
                     return;
                 }
                 if self.replicas.iter().all(|r| r.phase == Phase::Formatted) {
-                    self.state = State::Recovering { creating: false };
+                    self.state = WriterState::Recovering { creating: false };
                     for at in 0..self.replicas.len() {
                         self.settle(at);
                     }
@@ -275,13 +278,13 @@ impl Writer {
                     self.format(at);
                 }
             }
-            State::Recovering { creating: false } => self.choose(),
-            State::Active => {
+            WriterState::Recovering { creating: false } => self.choose(),
+            WriterState::Active => {
                 for at in 0..self.replicas.len() {
                     self.meet(at);
                 }
             }
-            State::Over(_) => {}
+            WriterState::Over(_) => {}
         }
     }
 
@@ -328,7 +331,7 @@ impl Writer {
             term: self.term + 1,
             writer: self.settings.writer,
         };
-        self.state = State::Recovering { creating };
+        self.state = WriterState::Recovering { creating };
         for at in 0..self.replicas.len() {
             if self.replicas[at].phase == Phase::Peeked {
                 self.acquire(at);
@@ -410,7 +413,7 @@ impl Writer {
             self.head.position,
             told.unwrap_or_default().max(self.head.sequence),
         );
-        self.state = State::Active;
+        self.state = WriterState::Active;
         if let Some(below) = self.settings.trim {
             let last = self.tail.sequence;
             if below > last + 1 {
@@ -522,7 +525,7 @@ impl Writer {
 
     /// Advances the acknowledged position to what is durable on a majority.
     pub(super) fn acknowledge(&mut self) {
-        if self.state != State::Active {
+        if self.state != WriterState::Active {
             return;
         }
         let mut durable: Vec<u64> = (self.replicas.iter())
@@ -550,12 +553,12 @@ impl Writer {
         if !self.ready {
             self.ready = true;
             self.raises = 0;
-            self.events.push_back(Event::Ready {
+            self.events.push_back(WriterEvent::Ready {
                 first: self.head.sequence + 1,
                 last: point.sequence,
             });
         } else if point.sequence > before {
-            self.events.push_back(Event::Acknowledged {
+            self.events.push_back(WriterEvent::Acknowledged {
                 sequence: point.sequence,
             });
         }
@@ -563,7 +566,7 @@ impl Writer {
 
     /// Handles a replica that is promised to another writer.
     pub(super) fn outranked(&mut self, at: usize, by: Epoch, now: Duration) {
-        if self.state != State::Active {
+        if self.state != WriterState::Active {
             self.raises += 1;
             if self.raises > RAISES_MAX {
                 return self.end(Over::Fenced(by));
@@ -591,12 +594,12 @@ impl Writer {
     /// Restarts with an epoch above all epochs seen.
     pub(super) fn raise_epoch(&mut self, now: Duration) {
         let awaited = self.awaited;
-        if self.state == State::Active {
+        if self.state == WriterState::Active {
             self.own = Some(self.tail);
         }
         self.raise = false;
         self.promised = false;
-        self.state = State::Opening;
+        self.state = WriterState::Opening;
         self.log = None;
         self.in_use = false;
         self.ready = false;
@@ -626,7 +629,7 @@ impl Writer {
             self.replicas[at].ops.clear();
         }
         self.ready = false;
-        self.state = State::Over(over.clone());
-        self.events.push_back(Event::Over(over));
+        self.state = WriterState::Over(over.clone());
+        self.events.push_back(WriterEvent::Over(over));
     }
 }

@@ -36,11 +36,11 @@ pub struct Done {
 #[derive(Debug)]
 pub(super) struct Entry {
     done: Done,
-    state: State,
+    state: EntryState,
 }
 
 #[derive(Debug)]
-enum State {
+enum EntryState {
     /// An RDMA request, through the mapping of this number, and its buffer, which the device uses until the
     /// request is done: it reads a write's bytes when it sends them, and again when it repeats them.
     Posted(u64, Option<Arc<runtime::Buffer>>),
@@ -66,12 +66,12 @@ pub(super) struct Received {
 
 impl Entry {
     pub(super) fn is_done(&self) -> bool {
-        matches!(self.state, State::Done)
+        matches!(self.state, EntryState::Done)
     }
 
     /// Returns whether the request is done or has failed.
     pub(super) fn is_over(&self) -> bool {
-        matches!(self.state, State::Done | State::Failed(_))
+        matches!(self.state, EntryState::Done | EntryState::Failed(_))
     }
 
     pub(super) fn token(&self) -> u64 {
@@ -303,8 +303,8 @@ impl Client {
     /// Begins a data request that takes `left` messages.
     fn begin(&mut self, token: u64, kind: Kind, left: usize, ordinary: bool) -> Result<u64, Error> {
         let state = match left {
-            0 => State::Done,
-            left => State::Told {
+            0 => EntryState::Done,
+            left => EntryState::Told {
                 left,
                 ordinary,
                 failed: None,
@@ -315,7 +315,7 @@ impl Client {
         Ok(entered)
     }
 
-    fn enter(&mut self, token: u64, kind: Kind, state: State) -> Result<u64, Error> {
+    fn enter(&mut self, token: u64, kind: Kind, state: EntryState) -> Result<u64, Error> {
         if self.entries.len() >= DEPTH_MAX {
             return Err(PostError::QueueFull.into());
         }
@@ -346,7 +346,7 @@ impl Client {
         let number = self.first_entry + self.entries.len() as u64;
         self.link.connection.post(number, operation, sges)?;
         let buffer = buffer.map(|buffer| buffer.0.clone());
-        self.enter(token, kind, State::Posted(mapping.id, buffer))?;
+        self.enter(token, kind, EntryState::Posted(mapping.id, buffer))?;
         if let Some(leased) = self.leased.get_mut(&mapping.id) {
             leased.in_flight += 1;
         }
@@ -363,7 +363,7 @@ impl Client {
         let Some(entry) = self.entry(number) else {
             return Ok(());
         };
-        if let State::Posted(mapping, buffer) = std::mem::replace(&mut entry.state, State::Done) {
+        if let EntryState::Posted(mapping, buffer) = std::mem::replace(&mut entry.state, EntryState::Done) {
             drop(buffer);
             self.one_less(mapping)?;
         }
@@ -394,7 +394,7 @@ impl Client {
             }
             _ => return Err(unexpected),
         };
-        let State::Told {
+        let EntryState::Told {
             left,
             ordinary,
             failed,
@@ -409,8 +409,8 @@ impl Client {
         }
         let was_ordinary = *ordinary;
         entry.state = match failed.take() {
-            Some(error) => State::Failed(error),
-            None => State::Done,
+            Some(error) => EntryState::Failed(error),
+            None => EntryState::Done,
         };
         self.ordinary -= usize::from(was_ordinary);
         Ok(())
@@ -422,12 +422,12 @@ impl Client {
             if self
                 .entries
                 .front()
-                .is_some_and(|entry| matches!(entry.state, State::Done | State::Failed(_)))
+                .is_some_and(|entry| matches!(entry.state, EntryState::Done | EntryState::Failed(_)))
                 && let Some(entry) = self.entries.pop_front()
             {
                 self.first_entry += 1;
                 return match entry.state {
-                    State::Failed(error) => Err(error),
+                    EntryState::Failed(error) => Err(error),
                     _ => Ok(entry.done),
                 };
             }

@@ -9,13 +9,13 @@ use super::{Asked, Client, Error, Fallback, Mapping, OnBreak};
 /// A mapping's lease, and the requests in flight through it.
 #[derive(Debug)]
 pub(super) struct Leased {
-    state: State,
+    state: LeasedState,
     /// Number of RDMA requests that are not done.
     pub(super) in_flight: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum LeasedState {
     Held,
     /// Somebody else needs the range by this time.
     Breaking(Instant),
@@ -44,7 +44,7 @@ pub(super) enum Path {
 impl Client {
     pub(super) fn leased_now(&mut self, mapping: &Mapping) {
         let leased = Leased {
-            state: State::Held,
+            state: LeasedState::Held,
             in_flight: 0,
         };
         self.leased.insert(mapping.id, leased);
@@ -54,7 +54,7 @@ impl Client {
     /// still have requests in flight.
     pub fn broken(&self) -> impl Iterator<Item = Broken> {
         self.leased.iter().filter_map(|(id, leased)| match leased.state {
-            State::Breaking(until) => Some(Broken { mapping: *id, until }),
+            LeasedState::Breaking(until) => Some(Broken { mapping: *id, until }),
             _ => None,
         })
     }
@@ -70,7 +70,7 @@ impl Client {
         while self
             .leased
             .get(&mapping.id)
-            .is_some_and(|leased| mapping.connection == self.connection && leased.state != State::Over)
+            .is_some_and(|leased| mapping.connection == self.connection && leased.state != LeasedState::Over)
         {
             self.begin_release(mapping.id)?;
             self.turn()?;
@@ -94,8 +94,8 @@ impl Client {
             });
         }
         match self.leased.get(&mapping.id).map(|leased| leased.state) {
-            Some(State::Held) => Ok(Path::Rdma),
-            Some(State::Breaking(_)) if self.options.on_break == OnBreak::Tell => Ok(Path::Rdma),
+            Some(LeasedState::Held) => Ok(Path::Rdma),
+            Some(LeasedState::Breaking(_)) if self.options.on_break == OnBreak::Tell => Ok(Path::Rdma),
             Some(_) if self.options.fallback == Fallback::Automatic => Ok(Path::Message),
             _ => Err(Error::LeaseBroken {
                 region: mapping.region.clone(),
@@ -105,7 +105,7 @@ impl Client {
 
     pub(super) fn is_over(&self, mapping: &Mapping) -> bool {
         let leased = self.leased.get(&mapping.id);
-        leased.is_none_or(|leased| leased.state == State::Over)
+        leased.is_none_or(|leased| leased.state == LeasedState::Over)
     }
 
     /// Handles the server's notice about a mapping.
@@ -115,10 +115,10 @@ impl Client {
             return Ok(());
         };
         match change.kind {
-            ChangeKind::Revoked => leased.state = State::Over,
-            ChangeKind::Break if leased.state == State::Held => {
+            ChangeKind::Revoked => leased.state = LeasedState::Over,
+            ChangeKind::Break if leased.state == LeasedState::Held => {
                 let within = Duration::from_millis(change.ms.into());
-                leased.state = State::Breaking(Instant::now() + within);
+                leased.state = LeasedState::Breaking(Instant::now() + within);
                 if self.options.on_break == OnBreak::Release {
                     self.begin_release(change.mapping)?;
                 }
@@ -133,10 +133,10 @@ impl Client {
         let Some(leased) = self.leased.get_mut(&id) else {
             return Ok(());
         };
-        if leased.in_flight > 0 || matches!(leased.state, State::Releasing | State::Over) {
+        if leased.in_flight > 0 || matches!(leased.state, LeasedState::Releasing | LeasedState::Over) {
             return Ok(());
         }
-        leased.state = State::Releasing;
+        leased.state = LeasedState::Releasing;
         self.tell(Message::Release { mapping: id }, Asked::Release(id))
     }
 
@@ -146,7 +146,7 @@ impl Client {
             return Ok(());
         };
         leased.in_flight = leased.in_flight.saturating_sub(1);
-        let breaking = matches!(leased.state, State::Breaking(_));
+        let breaking = matches!(leased.state, LeasedState::Breaking(_));
         if breaking && self.options.on_break == OnBreak::Release {
             self.begin_release(id)?;
         }
@@ -155,7 +155,7 @@ impl Client {
 
     pub(super) fn released(&mut self, id: u64) {
         if let Some(leased) = self.leased.get_mut(&id) {
-            leased.state = State::Over;
+            leased.state = LeasedState::Over;
         }
     }
 }

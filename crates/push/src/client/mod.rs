@@ -113,7 +113,7 @@ pub struct Options {
 /// ([`Client::next_done`]). Every other call sends a request and waits for its answer.
 #[derive(Debug)]
 pub struct Client {
-    link: Link,
+    link: ServerConnection,
     pd: ProtectionDomain,
     peer: SocketAddr,
     key: Key,
@@ -134,7 +134,7 @@ pub struct Client {
 
 /// Everything that ends with a connection.
 #[derive(Debug)]
-struct Link {
+struct ServerConnection {
     connection: MessageConnection,
     cq: CompletionQueue,
     /// Messages that have not been sent yet, for lack of room at the server.
@@ -188,7 +188,7 @@ impl Client {
         let scratch = runtime::Buffer::new(&pd, SCRATCH_BYTES)?;
         let pool = BufferPool::new(&pd, IDLE_BYTES_MAX);
         let mut client = Client {
-            link: Link::connect(&pd, peer)?,
+            link: ServerConnection::connect(&pd, peer)?,
             pd,
             peer,
             key: key.clone(),
@@ -213,7 +213,7 @@ impl Client {
     ///
     /// After an error it may be called again.
     pub fn reconnect(&mut self) -> Result<Vec<u64>, Error> {
-        self.link = Link::connect(&self.pd, self.peer)?;
+        self.link = ServerConnection::connect(&self.pd, self.peer)?;
         self.connection += 1;
         self.leased.clear();
         self.ordinary = 0;
@@ -600,8 +600,8 @@ impl Client {
     }
 }
 
-impl Link {
-    fn connect(pd: &ProtectionDomain, peer: SocketAddr) -> Result<Link, Error> {
+impl ServerConnection {
+    fn connect(pd: &ProtectionDomain, peer: SocketAddr) -> Result<ServerConnection, Error> {
         let cq = pd.device().create_cq(SIZES.completions() as u32)?;
         let params = ConnectParams {
             // The server writes nothing here, but its probe, a WRITE of no bytes, needs the right.
@@ -636,7 +636,7 @@ impl Link {
                 EstablishError::Post(error) => error.into(),
                 EstablishError::Io(error) => error.into(),
             })?;
-        Ok(Link {
+        Ok(ServerConnection {
             connection,
             cq,
             outbox: VecDeque::new(),

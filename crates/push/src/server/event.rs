@@ -9,7 +9,7 @@ use super::EndReason;
 
 /// An event, for people to read.
 #[derive(Clone, Debug)]
-pub enum Event {
+pub enum ServerEvent {
     /// A client connected and has the key.
     Connected {
         /// Number of the client.
@@ -101,11 +101,11 @@ pub enum Event {
     },
 }
 
-impl std::fmt::Display for Event {
+impl std::fmt::Display for ServerEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Event::Connected { client, peer } => write!(f, "client {client} connected from {peer}"),
-            Event::Mapped {
+            ServerEvent::Connected { client, peer } => write!(f, "client {client} connected from {peer}"),
+            ServerEvent::Mapped {
                 client,
                 mapping,
                 region,
@@ -126,8 +126,10 @@ impl std::fmt::Display for Event {
                     "client {client} maps {region}, {length} bytes at {offset}, to {what} (mapping {mapping})"
                 )
             }
-            Event::Unmapped { client, mapping } => write!(f, "client {client} unmaps mapping {mapping}"),
-            Event::Breaking {
+            ServerEvent::Unmapped { client, mapping } => {
+                write!(f, "client {client} unmaps mapping {mapping}")
+            }
+            ServerEvent::Breaking {
                 client,
                 mapping,
                 within,
@@ -136,24 +138,28 @@ impl std::fmt::Display for Event {
                 "client {client} is asked to release mapping {mapping} within {} s: somebody else needs its range",
                 within.as_secs_f32()
             ),
-            Event::Opened { region, write } => {
+            ServerEvent::Opened { region, write } => {
                 let what = if *write { "write" } else { "read" };
                 write!(
                     f,
                     "a program of this host opens the file of region {region} to {what}"
                 )
             }
-            Event::Closed { region } => write!(f, "no other program has the file of region {region} open"),
-            Event::Unwatched { region, why } => write!(
+            ServerEvent::Closed { region } => {
+                write!(f, "no other program has the file of region {region} open")
+            }
+            ServerEvent::Unwatched { region, why } => write!(
                 f,
                 "region {region}: rdmux cannot detect programs of this host that change the file: {why}"
             ),
-            Event::Released { client, mapping } => write!(f, "client {client} releases mapping {mapping}"),
-            Event::Revoked { client, mapping } => write!(
+            ServerEvent::Released { client, mapping } => {
+                write!(f, "client {client} releases mapping {mapping}")
+            }
+            ServerEvent::Revoked { client, mapping } => write!(
                 f,
                 "mapping {mapping} of client {client} is revoked: it was not released in time"
             ),
-            Event::Ended {
+            ServerEvent::Ended {
                 client,
                 peer,
                 reason,
@@ -166,7 +172,7 @@ impl std::fmt::Display for Event {
                     n => write!(f, "; its {n} mappings ended too"),
                 }
             }
-            Event::Refused { peer, why } => write!(f, "connection from {peer} refused: {why}"),
+            ServerEvent::Refused { peer, why } => write!(f, "connection from {peer} refused: {why}"),
         }
     }
 }

@@ -105,47 +105,47 @@ pub enum Effect {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum LeaseState {
     Held,
     Breaking { until: Duration },
     Revoking,
 }
 
 #[derive(Debug)]
-struct Lease {
+struct RegionLease {
     claim: Claim,
     kind: Kind,
-    state: State,
+    state: LeaseState,
 }
 
 /// Leases that are held, in an order in which the leases of other owners in a region are quick to find: one owner may have
 /// thousands.
 #[derive(Debug, Default)]
 struct Held {
-    leases: BTreeMap<(usize, u64, LeaseId), Lease>,
+    leases: BTreeMap<(usize, u64, LeaseId), RegionLease>,
     /// Region and owner of each lease.
     by_id: HashMap<LeaseId, (usize, u64)>,
 }
 
 impl Held {
-    fn insert(&mut self, id: LeaseId, lease: Lease) {
+    fn insert(&mut self, id: LeaseId, lease: RegionLease) {
         let Claim { region, owner, .. } = lease.claim;
         self.by_id.insert(id, (region, owner));
         self.leases.insert((region, owner, id), lease);
     }
 
-    fn get_mut(&mut self, id: LeaseId) -> Option<&mut Lease> {
+    fn get_mut(&mut self, id: LeaseId) -> Option<&mut RegionLease> {
         let (region, owner) = *self.by_id.get(&id)?;
         self.leases.get_mut(&(region, owner, id))
     }
 
-    fn remove(&mut self, id: LeaseId) -> Option<Lease> {
+    fn remove(&mut self, id: LeaseId) -> Option<RegionLease> {
         let (region, owner) = self.by_id.remove(&id)?;
         self.leases.remove(&(region, owner, id))
     }
 
     /// Returns the leases that conflict with a claim.
-    fn against(&self, claim: &Claim) -> impl Iterator<Item = (LeaseId, &Lease)> {
+    fn against(&self, claim: &Claim) -> impl Iterator<Item = (LeaseId, &RegionLease)> {
         let Claim { region, owner, .. } = *claim;
         let before = self
             .leases
@@ -255,7 +255,7 @@ impl Leases {
 
     /// Ends all mappings and cancels all requests of an owner. Its running operations continue until each is released.
     pub fn owner_ended(&mut self, now: Duration, owner: u64) {
-        let over = |lease: &Lease| lease.claim.owner == owner && lease.kind == Kind::Mapping;
+        let over = |lease: &RegionLease| lease.claim.owner == owner && lease.kind == Kind::Mapping;
         let ids: Vec<_> = self
             .held
             .leases
@@ -281,7 +281,7 @@ impl Leases {
         {
             self.breaking.pop_first();
             if let Some(lease) = self.held.get_mut(id) {
-                lease.state = State::Revoking;
+                lease.state = LeaseState::Revoking;
                 self.effects.push_back(Effect::Revoke {
                     lease: id,
                     owner: lease.claim.owner,
@@ -316,14 +316,14 @@ impl Leases {
     }
 
     fn hold(&mut self, id: LeaseId, claim: Claim, kind: Kind) {
-        let state = State::Held;
-        self.held.insert(id, Lease { claim, kind, state });
+        let state = LeaseState::Held;
+        self.held.insert(id, RegionLease { claim, kind, state });
     }
 
     /// Removes a lease; returns whether it was held.
     fn forget(&mut self, id: LeaseId) -> bool {
         let lease = self.held.remove(id);
-        if let Some(State::Breaking { until }) = lease.as_ref().map(|lease| lease.state) {
+        if let Some(LeaseState::Breaking { until }) = lease.as_ref().map(|lease| lease.state) {
             self.breaking.remove(&(until, id));
         }
         lease.is_some()
@@ -359,11 +359,11 @@ impl Leases {
         let Some(lease) = self.held.get_mut(id) else {
             return;
         };
-        if lease.state != State::Held || lease.kind != Kind::Mapping {
+        if lease.state != LeaseState::Held || lease.kind != Kind::Mapping {
             return;
         }
         let until = now + self.break_timeout;
-        lease.state = State::Breaking { until };
+        lease.state = LeaseState::Breaking { until };
         let owner = lease.claim.owner;
         self.breaking.insert((until, id));
         self.effects.push_back(Effect::Notify {

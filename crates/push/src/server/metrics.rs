@@ -7,7 +7,7 @@ use rdmux_verbs::Histogram;
 use rdmux_wire::push::Message;
 use strum::VariantArray;
 
-use super::Event;
+use super::ServerEvent;
 
 /// Kind of a client's request by message; WRITE, READ and FLUSH bypass the server, and the device measures them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
@@ -107,20 +107,20 @@ impl Metrics {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn count(&self, event: &Event) {
+    pub(super) fn count(&self, event: &ServerEvent) {
         let metrics = &mut *self.lock();
         match event {
-            Event::Connected { .. } => metrics.connected += 1,
-            Event::Refused { .. } => metrics.refused += 1,
-            Event::Ended { .. } => metrics.ended += 1,
-            Event::Mapped { .. } => metrics.mapped += 1,
-            Event::Breaking { .. } => metrics.breaks += 1,
-            Event::Revoked { .. } => metrics.revoked += 1,
-            Event::Unmapped { .. }
-            | Event::Released { .. }
-            | Event::Opened { .. }
-            | Event::Closed { .. }
-            | Event::Unwatched { .. } => {}
+            ServerEvent::Connected { .. } => metrics.connected += 1,
+            ServerEvent::Refused { .. } => metrics.refused += 1,
+            ServerEvent::Ended { .. } => metrics.ended += 1,
+            ServerEvent::Mapped { .. } => metrics.mapped += 1,
+            ServerEvent::Breaking { .. } => metrics.breaks += 1,
+            ServerEvent::Revoked { .. } => metrics.revoked += 1,
+            ServerEvent::Unmapped { .. }
+            | ServerEvent::Released { .. }
+            | ServerEvent::Opened { .. }
+            | ServerEvent::Closed { .. }
+            | ServerEvent::Unwatched { .. } => {}
         }
     }
 

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_memory::FileWatch;
 use rdmux_runtime::{
-    self as runtime, Completed, ConnectionId, End, Limits, ListenAtError, Mailbox, MessageConnection,
-    Reactor, Request, SIGNAL_EVERY, SendSlot, Sizes,
+    Completed, ConnectionEnd, ConnectionId, Limits, ListenAtError, Mailbox, MessageConnection, Reactor,
+    ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
 };
 use rdmux_verbs::{
     Access, ConnectParams, CreateError, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach,
@@ -30,10 +30,10 @@ use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
 
 use self::control::Local;
 pub use self::control::{Control, Exclusive, ServerEnded};
-pub use self::event::Event;
+pub use self::event::ServerEvent;
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
 pub use self::metrics::{Metrics, RequestKind, ServerMetrics};
-pub use self::service::{Driver, Registered, Service, Slot};
+pub use self::service::{Driver, Registered, ReplySlot, Service};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
 use self::work::Workers;
 pub use self::work::{Finished, Job};
@@ -146,7 +146,7 @@ enum Mail {
 
 /// The driver's record of a client.
 #[derive(Debug)]
-struct Link {
+struct ClientConnection {
     /// Registered mappings, by number of the mapping.
     mappings: HashMap<u64, MemoryRegion>,
     /// Arrival time of the message in each slot.
@@ -158,7 +158,7 @@ struct Link {
 #[derive(Debug)]
 struct ServerDriver {
     /// Records of the clients, by number. They are dropped before the connections.
-    links: HashMap<u64, Link>,
+    links: HashMap<u64, ClientConnection>,
     reactor: Reactor<Mail>,
     workers: Workers,
     /// Watches of files, by number of the region.
@@ -277,9 +277,9 @@ impl Server {
     }
 
     /// Serves until stopped. Passes each event to `log`.
-    pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
+    pub fn run(mut self, mut log: impl FnMut(&ServerEvent)) -> io::Result<()> {
         let metrics = self.metrics();
-        let mut tell = |event: Event| {
+        let mut tell = |event: ServerEvent| {
             metrics.count(&event);
             log(&event);
         };
@@ -304,11 +304,11 @@ impl Server {
         Ok(())
     }
 
-    fn handle(&mut self, event: runtime::Event<Mail>) {
+    fn handle(&mut self, event: ReactorEvent<Mail>) {
         let now = self.now();
         match event {
-            runtime::Event::Request(request) => self.accept(now, request),
-            runtime::Event::Completed(ConnectionId(client), completed) => match completed {
+            ReactorEvent::Request(request) => self.accept(now, request),
+            ReactorEvent::Completed(ConnectionId(client), completed) => match completed {
                 Completed::Message {
                     slot: Some(slot),
                     bytes,
@@ -319,15 +319,15 @@ impl Server {
                 // The slot of a notice stays in use until the client says that it has taken the notice.
                 _ => {}
             },
-            runtime::Event::Ended(ConnectionId(client), end) => match end {
-                End::Disconnected => self.service.handle_disconnected(now, client, None),
-                End::Failed(status) => self.service.handle_disconnected(now, client, Some(status)),
-                End::Silent => self.service.handle_dead(now, client),
-                End::Lost => self.service.handle_lost(now, client),
+            ReactorEvent::Ended(ConnectionId(client), end) => match end {
+                ConnectionEnd::Disconnected => self.service.handle_disconnected(now, client, None),
+                ConnectionEnd::Failed(status) => self.service.handle_disconnected(now, client, Some(status)),
+                ConnectionEnd::Silent => self.service.handle_dead(now, client),
+                ConnectionEnd::Lost => self.service.handle_lost(now, client),
             },
-            runtime::Event::Mail(mail) => self.mail(now, mail),
+            ReactorEvent::Mail(mail) => self.mail(now, mail),
             // The server dials nobody, and has no descriptors of its own.
-            runtime::Event::Connected(..) | runtime::Event::Readable(_) => {}
+            ReactorEvent::Connected(..) | ReactorEvent::Readable(_) => {}
         }
     }
 
@@ -362,7 +362,7 @@ impl Server {
     }
 
     fn refused(&mut self, peer: IpAddr, why: String) {
-        self.service.events.push(Event::Refused { peer, why });
+        self.service.events.push(ServerEvent::Refused { peer, why });
     }
 
     fn accept_one(&mut self, now: Duration, request: Request) -> Result<(), Box<dyn std::error::Error>> {
@@ -373,7 +373,7 @@ impl Server {
         let Some(notice) = connection.and_then(MessageConnection::take_slot) else {
             return Ok(());
         };
-        let link = Link {
+        let link = ClientConnection {
             mappings: HashMap::new(),
             began: [None; SLOTS],
             notice,
@@ -505,7 +505,7 @@ impl Driver for ServerDriver {
         }
     }
 
-    fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool {
+    fn send(&mut self, client: u64, slot: ReplySlot, request: u64, message: &Message) -> bool {
         let connection = self.reactor.connection(ConnectionId(client));
         let (Some(link), Some(connection)) = (self.links.get_mut(&client), connection) else {
             return false;
@@ -513,11 +513,11 @@ impl Driver for ServerDriver {
         let mut bytes = Vec::with_capacity(256);
         message.emit(request, &mut bytes);
         let sent = match slot {
-            Slot::Answer(slot) => connection.send(SendSlot::new(slot), &bytes),
-            Slot::Last(slot) => connection.send_reported(SendSlot::new(slot), &bytes),
-            Slot::Notice => connection.send_reported(link.notice, &bytes),
+            ReplySlot::Answer(slot) => connection.send(SendSlot::new(slot), &bytes),
+            ReplySlot::Last(slot) => connection.send_reported(SendSlot::new(slot), &bytes),
+            ReplySlot::Notice => connection.send_reported(link.notice, &bytes),
         };
-        if let Slot::Answer(slot) | Slot::Last(slot) = slot {
+        if let ReplySlot::Answer(slot) | ReplySlot::Last(slot) = slot {
             self.metrics.answered(link.began[slot].take(), message);
         }
         if matches!(message, Message::Welcome { .. }) {

@@ -8,10 +8,10 @@ use rdmux_verbs::{Access, Placement};
 use rdmux_wire::push::{self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Message};
 
 use super::lease::{Answer, Claim, Effect, Kind, LeaseId};
-use super::service::{Driver, Mapping, Registered, Service, Slot};
+use super::service::{Driver, Mapping, Registered, ReplySlot, Service};
 use super::session::{Action, EndReason, Map, Ordinary};
 use super::work::{Task, Ticket};
-use super::{CLOSING_TIMEOUT, Event};
+use super::{CLOSING_TIMEOUT, ServerEvent};
 
 /// Bit set in the owners of local operations; clients' numbers never become so large.
 const LOCAL: u64 = 1 << 63;
@@ -89,13 +89,13 @@ impl<D: Driver> Service<D> {
                 };
                 client.mappings.remove(&mapping);
                 client.changes.remove(&mapping);
-                let event = Event::Unmapped { client: key, mapping };
+                let event = ServerEvent::Unmapped { client: key, mapping };
                 self.events.push(event);
                 self.send(key, slot, request, &Message::Unmapped);
             }
             Action::Release(mapping) => {
                 if self.revoke(key, mapping) {
-                    self.events.push(Event::Released {
+                    self.events.push(ServerEvent::Released {
                         client: ticket.client,
                         mapping,
                     });
@@ -183,7 +183,7 @@ impl<D: Driver> Service<D> {
         };
         client.deadline = None;
         client.id = id;
-        self.events.push(Event::Connected {
+        self.events.push(ServerEvent::Connected {
             client: ticket.client,
             peer: client.peer,
         });
@@ -398,7 +398,7 @@ impl<D: Driver> Service<D> {
             .driver
             .register(number, map, memory.clone(), rights)
             .map_err(|why| (ErrorCode::NotSupported, why))?;
-        self.events.push(Event::Mapped {
+        self.events.push(ServerEvent::Mapped {
             client: number,
             mapping: map.mapping,
             region: map.region.name().clone(),
@@ -458,7 +458,7 @@ impl<D: Driver> Service<D> {
                     if let Some((key, mapping)) = self.leased.get(&lease).copied() {
                         self.changed(key, mapping, ChangeKind::Break, ms);
                         if self.clients.contains_key(&key) {
-                            self.events.push(Event::Breaking {
+                            self.events.push(ServerEvent::Breaking {
                                 client: key,
                                 mapping,
                                 within,
@@ -474,7 +474,7 @@ impl<D: Driver> Service<D> {
                     if let Some(client) = self.clients.get_mut(&key) {
                         client.session.revoked(mapping);
                     }
-                    self.events.push(Event::Revoked {
+                    self.events.push(ServerEvent::Revoked {
                         client: owner,
                         mapping,
                     });
@@ -507,7 +507,7 @@ impl<D: Driver> Service<D> {
         client.notice = Some(client.notices_so_far);
         let notice = Message::Notice { changes };
         let number = client.notices_so_far;
-        if !self.driver.send(key, Slot::Notice, number, &notice) {
+        if !self.driver.send(key, ReplySlot::Notice, number, &notice) {
             self.end(key, EndReason::Failed("connection lost".into()));
         }
     }

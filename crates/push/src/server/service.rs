@@ -14,12 +14,12 @@ use super::lease::{LeaseId, Leases};
 use super::requests::{Pending, Welcoming};
 use super::session::{EndReason, Map, Session, Shared};
 use super::work::{Finished, Job, Task, Ticket};
-use super::{Event, HANDSHAKE_TIMEOUT};
+use super::{HANDSHAKE_TIMEOUT, ServerEvent};
 use crate::region::Mapped;
 
 /// The place that an outgoing message takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Slot {
+pub enum ReplySlot {
     /// The answer to the message that came into this slot, which takes the next message once this one has left.
     Answer(usize),
     /// The same of the last message to a client: the driver reports that it has left ([`Service::handle_sent`]).
@@ -53,7 +53,7 @@ pub trait Driver {
     fn deregister(&mut self, client: u64, mapping: u64);
 
     /// Sends a message. Returns false if the connection accepts nothing more.
-    fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool;
+    fn send(&mut self, client: u64, slot: ReplySlot, request: u64, message: &Message) -> bool;
 
     /// Makes a slot ready for the next message. Returns false if the connection accepts nothing more.
     fn receive(&mut self, client: u64, slot: usize) -> bool;
@@ -136,7 +136,7 @@ pub struct Service<D> {
     pub(super) locals_so_far: u64,
     /// Regions whose file others may have open, and the access that they have.
     pub(super) open: HashMap<usize, rdmux_wire::push::Access>,
-    pub(super) events: Vec<Event>,
+    pub(super) events: Vec<ServerEvent>,
 }
 
 impl<D: Driver> Service<D> {
@@ -235,7 +235,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Returns the new events, for people to read.
-    pub fn poll_events(&mut self) -> impl Iterator<Item = Event> + '_ {
+    pub fn poll_events(&mut self) -> impl Iterator<Item = ServerEvent> + '_ {
         self.events.drain(..)
     }
 
@@ -290,8 +290,8 @@ impl<D: Driver> Service<D> {
             return;
         };
         let slot = match known.closing {
-            None => Slot::Answer(slot),
-            Some(_) => Slot::Last(slot),
+            None => ReplySlot::Answer(slot),
+            Some(_) => ReplySlot::Last(slot),
         };
         if !self.driver.send(client, slot, request, message) {
             self.end(client, EndReason::Failed("connection lost".into()));
@@ -323,7 +323,7 @@ impl<D: Driver> Service<D> {
         self.leases.owner_ended(self.now, client);
         self.carry_out();
         let failed = matches!(reason, EndReason::Failed(_));
-        self.events.push(Event::Ended {
+        self.events.push(ServerEvent::Ended {
             client,
             peer: known.peer,
             reason,

@@ -180,7 +180,7 @@ struct Known {
 }
 
 #[derive(Debug)]
-enum State {
+enum SessionState {
     Start,
     Challenged(Transcript),
     Ready,
@@ -193,7 +193,7 @@ enum State {
 pub struct Session {
     shared: Arc<Shared>,
     nonce: [u8; 32],
-    state: State,
+    state: SessionState,
     mappings: HashMap<u64, Known>,
     next_mapping: u64,
 }
@@ -204,7 +204,7 @@ impl Session {
         Session {
             shared,
             nonce,
-            state: State::Start,
+            state: SessionState::Start,
             mappings: HashMap::new(),
             next_mapping: 1,
         }
@@ -212,7 +212,7 @@ impl Session {
 
     /// Returns whether the client has proved that it has the key.
     pub fn is_ready(&self) -> bool {
-        matches!(self.state, State::Ready)
+        matches!(self.state, SessionState::Ready)
     }
 
     /// Handles a message; returns its request id and the action that it requires.
@@ -221,22 +221,22 @@ impl Session {
             Ok(parsed) => parsed,
             Err(error) => {
                 let why = error.to_string();
-                self.state = State::Ended;
+                self.state = SessionState::Ended;
                 return (0, Action::End(None, EndReason::Protocol(why)));
             }
         };
         let action = match &self.state {
-            State::Ready if message == Message::Noticed => Action::Noticed(request),
-            State::Start => self.hello(message),
-            State::Challenged(transcript) => {
+            SessionState::Ready if message == Message::Noticed => Action::Noticed(request),
+            SessionState::Start => self.hello(message),
+            SessionState::Challenged(transcript) => {
                 let transcript = *transcript;
                 self.proof(&transcript, message)
             }
-            State::Ready => self.request(message),
-            State::Ended => Action::End(None, EndReason::Goodbye),
+            SessionState::Ready => self.request(message),
+            SessionState::Ended => Action::End(None, EndReason::Goodbye),
         };
         if matches!(action, Action::End(..)) {
-            self.state = State::Ended;
+            self.state = SessionState::Ended;
         }
         (request, action)
     }
@@ -262,7 +262,7 @@ impl Session {
             server_nonce: self.nonce,
             client: [0; 16],
         };
-        self.state = State::Challenged(transcript);
+        self.state = SessionState::Challenged(transcript);
         Action::Send(Message::Challenge {
             version: VERSION,
             server_nonce: self.nonce,
@@ -282,7 +282,7 @@ impl Session {
             let text = "the keys differ".to_owned();
             return Action::End(Some(error(ErrorCode::BadKey, text)), EndReason::WrongKey);
         }
-        self.state = State::Ready;
+        self.state = SessionState::Ready;
         Action::Welcome { client }
     }
 

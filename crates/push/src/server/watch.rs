@@ -14,14 +14,14 @@ use super::control::Local;
 use super::requests::Pending;
 use super::service::{Driver, Service};
 use super::session::Map;
-use super::{Event, Mail};
+use super::{Mail, ServerEvent};
 use crate::region::{Place, Region};
 
 /// Watches the files of regions. Returns the watches by number of the region, and adds an event for each file that has none.
 pub(super) fn watch(
     regions: &[Arc<Region>],
     server: &Mailbox<Mail>,
-    events: &mut Vec<Event>,
+    events: &mut Vec<ServerEvent>,
 ) -> HashMap<usize, FileWatch> {
     let mut files = HashMap::new();
     for (number, region) in regions.iter().enumerate() {
@@ -38,7 +38,7 @@ pub(super) fn watch(
             if matches!(region.place(), Place::File(..)) {
                 let why = "its memory does not report them".to_owned();
                 let region = region.name().clone();
-                events.push(Event::Unwatched { region, why });
+                events.push(ServerEvent::Unwatched { region, why });
             }
             continue;
         };
@@ -51,7 +51,7 @@ pub(super) fn watch(
                     _ => format!("its file system has no leases ({error})"),
                 };
                 let region = region.name().clone();
-                events.push(Event::Unwatched { region, why });
+                events.push(ServerEvent::Unwatched { region, why });
             }
         }
     }
@@ -83,7 +83,7 @@ impl<D: Driver> Service<D> {
         }
         let access = *open;
         self.driver.let_others(number);
-        self.events.push(Event::Opened {
+        self.events.push(ServerEvent::Opened {
             region: self.shared.regions[number].name().clone(),
             write: access.contains(Access::WRITE),
         });
@@ -92,7 +92,7 @@ impl<D: Driver> Service<D> {
     fn closed(&mut self, number: usize) {
         if self.open.remove(&number).is_some() {
             let region = self.shared.regions[number].name().clone();
-            self.events.push(Event::Closed { region });
+            self.events.push(ServerEvent::Closed { region });
         }
     }
 

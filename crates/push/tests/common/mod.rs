@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_push::client::{Handshake, Next};
-use rdmux_push::server::{self, Config, Control, EndReason, Event, Stopper};
+use rdmux_push::server::{self, Config, Control, EndReason, ServerEvent, Stopper};
 use rdmux_push::{
     Access, Client, Conflict, Crc64, Domain, Key, MapRequest, Name, Options, Placement, Region, Server,
 };
@@ -53,7 +53,7 @@ pub(crate) struct Running {
     pub(crate) address: SocketAddr,
     pub(crate) stopper: Stopper,
     pub(crate) thread: Option<JoinHandle<()>>,
-    pub(crate) events: mpsc::Receiver<Event>,
+    pub(crate) events: mpsc::Receiver<ServerEvent>,
     pub(crate) regions: Vec<Arc<Region>>,
     pub(crate) control: Control,
 }
@@ -99,7 +99,7 @@ impl Running {
     }
 
     /// Waits for an event.
-    pub(crate) fn wait_for(&self, wanted: impl Fn(&Event) -> bool) -> Event {
+    pub(crate) fn wait_for(&self, wanted: impl Fn(&ServerEvent) -> bool) -> ServerEvent {
         loop {
             let event = self.events.recv_timeout(LONG).expect("the event");
             if wanted(&event) {
@@ -112,7 +112,7 @@ impl Running {
     pub(crate) fn end(&self) -> (EndReason, usize) {
         loop {
             match self.events.recv_timeout(LONG).expect("the end of a connection") {
-                Event::Ended { reason, mappings, .. } => return (reason, mappings),
+                ServerEvent::Ended { reason, mappings, .. } => return (reason, mappings),
                 _ => continue,
             }
         }

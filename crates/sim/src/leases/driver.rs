@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use rdmux_push::Mapped;
-use rdmux_push::server::{Driver, Finished, Job, Map, Registered, Slot};
+use rdmux_push::server::{Driver, Finished, Job, Map, Registered, ReplySlot};
 use rdmux_rnic::{
     Access, Cqn, HeapMemory, LKey, Operation, Pd, QpInit, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Target, WorkCompletion,
@@ -438,8 +438,8 @@ impl SimDriver {
     }
 
     /// Tells the checker what a message says to its recipient.
-    fn told(&mut self, client: u64, slot: Slot, message: &Message) {
-        if let Slot::Answer(slot) | Slot::Last(slot) = slot
+    fn told(&mut self, client: u64, slot: ReplySlot, message: &Message) {
+        if let ReplySlot::Answer(slot) | ReplySlot::Last(slot) = slot
             && let Some(asked) = self.asked.remove(&(client, slot))
         {
             let now = self.world.now.0;
@@ -576,14 +576,14 @@ impl Driver for SimDriver {
         }
     }
 
-    fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool {
+    fn send(&mut self, client: u64, slot: ReplySlot, request: u64, message: &Message) -> bool {
         let Some(qpn) = self.server_qpn(client) else {
             return false;
         };
         self.told(client, slot, message);
         let wr_id = match slot {
-            Slot::Answer(slot) | Slot::Last(slot) => ANSWER | slot as u64,
-            Slot::Notice => NOTICE,
+            ReplySlot::Answer(slot) | ReplySlot::Last(slot) => ANSWER | slot as u64,
+            ReplySlot::Notice => NOTICE,
         };
         self.send_message(SERVER, qpn, wr_id, request, message)
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use rdmux_push::server::{Event, Service, Shared};
+use rdmux_push::server::{ServerEvent, Service, Shared};
 use rdmux_push::{Access, Domain, Key, Name, Region};
 use rdmux_rnic::{Qpn, Status};
 
@@ -307,13 +307,13 @@ impl Run<'_> {
             driver.counts.local += 1;
             driver.later(delay, tag);
         }
-        let events: Vec<Event> = self.service.poll_events().collect();
+        let events: Vec<ServerEvent> = self.service.poll_events().collect();
         let counts = &mut self.driver().counts;
         for event in events {
             match event {
-                Event::Breaking { .. } => counts.breaks += 1,
-                Event::Released { .. } | Event::Unmapped { .. } => counts.released += 1,
-                Event::Revoked { .. } => counts.revoked += 1,
+                ServerEvent::Breaking { .. } => counts.breaks += 1,
+                ServerEvent::Released { .. } | ServerEvent::Unmapped { .. } => counts.released += 1,
+                ServerEvent::Revoked { .. } => counts.revoked += 1,
                 _ => {}
             }
         }

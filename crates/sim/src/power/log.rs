@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rdmux_log::{Action, AppendError, Event, View, What, Writer, scan};
+use rdmux_log::{Action, AppendError, View, What, Writer, WriterEvent, scan};
 use rdmux_rnic::Placement;
 use strum::{IntoStaticStr, VariantArray};
 
@@ -521,9 +521,9 @@ impl LogRun {
         }
     }
 
-    fn heard(&mut self, event: &Event) -> Result<(), String> {
+    fn heard(&mut self, event: &WriterEvent) -> Result<(), String> {
         match event {
-            Event::Ready { first, last } => {
+            WriterEvent::Ready { first, last } => {
                 let records: Vec<_> = self.writer.records().filter(|(n, _)| n <= last).collect();
                 self.check(*first, *last, &records)
                     .map_err(|what| format!("the log is opened: {what}"))?;
@@ -531,14 +531,14 @@ impl LogRun {
                 self.acknowledged = *last;
                 self.history.retain(|sequence, _| sequence <= last);
             }
-            Event::Acknowledged { sequence } => {
+            WriterEvent::Acknowledged { sequence } => {
                 self.report.acknowledged += sequence - self.acknowledged;
                 self.acknowledged = *sequence;
             }
-            Event::Over(over) => {
+            WriterEvent::Over(over) => {
                 return Err(format!("the log cannot be opened: {over}"));
             }
-            Event::Replica { .. } => {}
+            WriterEvent::Replica { .. } => {}
         }
         Ok(())
     }
