@@ -1,7 +1,7 @@
 //! `cargo xtask COMMAND`: the checks of this repository that need more than a few lines of a shell.
 //!
 //! The status is 0 if a check passed, 1 if it failed, 2 if it could not be started, and 77 if it cannot run on this machine: the reason is then
-//! in a line that starts with `skipped: `.
+//! in a line that starts with `skipped: `. After a signal it is 128 and the signal's number.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -11,6 +11,10 @@ use clap::Parser;
 
 mod abi;
 mod policy;
+mod process;
+mod programs;
+
+use process::Interrupted;
 
 #[derive(Parser)]
 #[command(
@@ -23,6 +27,8 @@ enum Command {
     Policy,
     /// The drop-in library against the system's libibverbs and librdmacm: names, versions, structures, numbers
     Abi(abi::Options),
+    /// Unmodified programs for RDMA on rdmux: a line each with result, seconds and command
+    Programs(programs::Options),
 }
 
 /// What the line starts with that has the reason; `./test` looks for it.
@@ -63,6 +69,7 @@ fn main() -> ExitCode {
     let outcome = match Command::parse() {
         Command::Policy => policy::run(),
         Command::Abi(options) => abi::run(&options),
+        Command::Programs(options) => programs::run(&options),
     };
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
@@ -72,6 +79,9 @@ fn main() -> ExitCode {
             ExitCode::from(77)
         }
         Err(error) => {
+            if let Some(Interrupted(signal)) = error.downcast_ref() {
+                return ExitCode::from(128 + signal);
+            }
             eprintln!("xtask: {error:#}");
             ExitCode::from(2)
         }

@@ -57,7 +57,7 @@ const WITHOUT: [(&str, &str); 4] = [
     ),
     (
         "run",
-        "what it prints is another program's; capi/programs runs them",
+        "what it prints is another program's; cargo xtask programs runs them",
     ),
     ("explain qp", "cli_explain looks at what it says of each cause"),
     ("trace dump", "cli_explain looks at what it holds"),

@@ -1,0 +1,523 @@
+//! Unmodified programs for RDMA on rdmux: those of Debian's ibverbs-utils, rdmacm-utils, perftest, UCX, libfabric and fio, as server and client
+//! on this host. Several runs, of one user or of several, may go in parallel: each has its own loopback address and ports.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use serde::Serialize;
+use tempfile::TempDir;
+
+use self::host::{Claim, Network, XrcFiles, free_address, joined, listens, succeeds, usage};
+use self::table::{
+    BYTES, CLIENT, COPY, Exchange, Host, Judge, Line, PORT, Place, Ready, SERVER, Test, table,
+    why_not_with_faults,
+};
+use crate::process::{Job, Signals};
+use crate::{Outcome, installed, release};
+
+mod host;
+mod table;
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// All of the programs' options, and 1,000 rounds each
+    #[arg(long)]
+    long: bool,
+    /// The program rdmux, with its libraries beside it [default: that of the release build]
+    #[arg(long, value_name = "RDMUX")]
+    binary: Option<PathBuf>,
+    /// With a bad network: docs/bad-network.md
+    #[arg(long, value_name = "SPEC")]
+    fault: Option<String>,
+    /// Only those whose line has the word
+    #[arg(long, value_name = "WORD", default_value = "")]
+    only: String,
+    /// Print one object at the end: {"passed", "failed", "left_out", "seconds", "lines": [{"line", "result", "seconds", "said", "why"}]}
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    passed: usize,
+    failed: usize,
+    left_out: usize,
+    seconds: f64,
+    lines: Vec<Entry>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    line: String,
+    #[serde(flatten)]
+    verdict: Verdict,
+}
+
+#[derive(Serialize)]
+#[serde(tag = "result")]
+enum Verdict {
+    #[serde(rename = "ok")]
+    Passed {
+        seconds: f64,
+        #[serde(skip)]
+        tries: u32,
+    },
+    #[serde(rename = "failed")]
+    Failed {
+        seconds: f64,
+        /// The end of the programs' output.
+        said: String,
+        #[serde(skip)]
+        tries: u32,
+    },
+    #[serde(rename = "left out")]
+    LeftOut { why: String },
+}
+
+pub(crate) fn run(options: &Options) -> Result<Outcome> {
+    if !["ib_write_lat", "ibv_rc_pingpong", "rping"]
+        .into_iter()
+        .all(installed)
+    {
+        let why = "perftest, ibverbs-utils and rdmacm-utils are not all installed";
+        return Ok(Outcome::Skipped(why.to_owned()));
+    }
+    let binary = options.binary.clone().unwrap_or_else(|| release("rdmux"));
+    let binary = binary.canonicalize().with_context(|| {
+        let build = "cargo build --release -p rdmux -p rdmux-ibverbs -p rdmux-sysfs";
+        format!("there is no {}: {build}", binary.display())
+    })?;
+    let began = Instant::now();
+    let signals = Signals::catch()?;
+    let run = Run {
+        binary,
+        fault: options.fault.clone(),
+        signals: &signals,
+        work: tempfile::tempdir()?,
+        address: free_address()?,
+    };
+    fs::write(run.work.path().join(BYTES), random_bytes())?;
+
+    let lines = run.lines(options);
+    // A signal to the whole session may have ended what the run needs, before the run noticed the signal.
+    signals.check()?;
+    let lines = lines?;
+    let count = |is: fn(&Verdict) -> bool| lines.iter().filter(|entry| is(&entry.verdict)).count();
+    let report = Report {
+        passed: count(|verdict| matches!(verdict, Verdict::Passed { .. })),
+        failed: count(|verdict| matches!(verdict, Verdict::Failed { .. })),
+        left_out: count(|verdict| matches!(verdict, Verdict::LeftOut { .. })),
+        seconds: seconds(began),
+        lines,
+    };
+    report.print(options.json)?;
+    Ok(Outcome::of(report.failed == 0))
+}
+
+impl Report {
+    fn print(&self, json: bool) -> Result<()> {
+        if json {
+            println!("{}", serde_json::to_string_pretty(self)?);
+            return Ok(());
+        }
+        let Self {
+            passed,
+            failed,
+            seconds,
+            ..
+        } = self;
+        print!("{passed} passed, {failed} failed in {seconds:.2} s");
+        let mut reasons: Vec<(&str, u32)> = Vec::new();
+        for entry in &self.lines {
+            if let Verdict::LeftOut { why } = &entry.verdict {
+                match reasons.iter_mut().find(|(reason, _)| reason == why) {
+                    Some((_, count)) => *count += 1,
+                    None => reasons.push((why, 1)),
+                }
+            }
+        }
+        for (why, count) in reasons {
+            print!("; {count} left out: {why}");
+        }
+        println!();
+        Ok(())
+    }
+}
+
+impl Entry {
+    fn print(&self) {
+        let (result, seconds, tries, said) = match &self.verdict {
+            Verdict::Passed { seconds, tries } => ("ok", seconds, tries, ""),
+            Verdict::Failed { seconds, tries, said } => ("FAILED", seconds, tries, said.as_str()),
+            Verdict::LeftOut { .. } => return,
+        };
+        let tries = match tries {
+            1 => String::new(),
+            tries => format!(" ({tries} tries)"),
+        };
+        println!("{result:<6}  {seconds:>6.2} s  {}{tries}", self.line);
+        for line in said.lines() {
+            println!("  {line}");
+        }
+    }
+}
+
+/// In hundredths.
+fn seconds(since: Instant) -> f64 {
+    (since.elapsed().as_secs_f64() * 100.0).round() / 100.0
+}
+
+fn random_bytes() -> Vec<u8> {
+    let mut bytes = vec![0; 3_000_001];
+    fastrand::fill(&mut bytes);
+    bytes
+}
+
+/// How many times a client is started while nobody listens.
+const TRIES: u32 = 8;
+
+struct Run<'a> {
+    binary: PathBuf,
+    fault: Option<String>,
+    signals: &'a Signals,
+    /// Where the programs run, and all that rdmux keeps for its user.
+    work: TempDir,
+    address: Ipv4Addr,
+}
+
+/// How an exchange ended.
+enum Ran {
+    Ended { passed: bool, tries: u32 },
+    LeftOut(String),
+}
+
+/// Where a program runs: in a network namespace or this process's, with the address of its device.
+struct Side<'a> {
+    name: &'static str,
+    network: Option<&'a Network>,
+    address: String,
+}
+
+impl Run<'_> {
+    fn host(&self, long: bool) -> Host {
+        let preloads = fs::read_dir("/usr/lib").into_iter().flatten().flatten();
+        let preloads = preloads.map(|folder| folder.path().join("rsocket/librspreload.so"));
+        Host {
+            address: self.address,
+            group: self.group(),
+            long,
+            nobody: rustix::process::getuid().as_raw() == 65534,
+            mount_namespaces: succeeds("unshare", &["-Urm", "true"]),
+            network_namespaces: succeeds(
+                "unshare",
+                &[
+                    "-Urn", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1",
+                ],
+            ),
+            ucx: installed("ucx_perftest"),
+            ucx_with_mpi: usage("ucx_perftest").contains("-P <"),
+            fio: installed("fio"),
+            libfabric: installed("fi_pingpong"),
+            cmtime_by_tcp: usage("cmtime").contains("-S"),
+            preloads: preloads
+                .filter(|library| library.exists())
+                .map(|library| library.display().to_string())
+                .collect(),
+        }
+    }
+
+    fn group(&self) -> Ipv4Addr {
+        let [_, high, middle, low] = self.address.octets();
+        Ipv4Addr::new(239, high, middle, low)
+    }
+
+    fn lines(&self, options: &Options) -> Result<Vec<Entry>> {
+        let mut lines = Vec::new();
+        for line in table(&self.host(options.long)) {
+            if line.name.contains(&options.only) {
+                let entry = self.line(line)?;
+                if !options.json {
+                    entry.print();
+                }
+                lines.push(entry);
+            }
+        }
+        Ok(lines)
+    }
+
+    fn line(&self, line: Line) -> Result<Entry> {
+        let Line { name, test } = line;
+        let verdict = match self.fault.as_ref().and_then(|_| why_not_with_faults(&name)) {
+            Some(why) => Verdict::LeftOut { why: why.to_owned() },
+            None => self.test(&test).with_context(|| name.clone())?,
+        };
+        Ok(Entry { line: name, verdict })
+    }
+
+    fn test(&self, test: &Test) -> Result<Verdict> {
+        let began = Instant::now();
+        let here = self.side("one");
+        let (passed, tries) = match test {
+            Test::LeftOut(why) => return Ok(Verdict::LeftOut { why: why.clone() }),
+            Test::Alone(options, program) => {
+                let mut command = self.command(&here, options);
+                command.arg("--").args(program.split_whitespace());
+                (self.alone(&here, command)?, 1)
+            }
+            Test::Shell(script) => {
+                let mut command = Command::new("sh");
+                let run = self.command(&here, &[]);
+                command
+                    .args(["-ec", script, "sh"])
+                    .arg(run.get_program())
+                    .args(run.get_args());
+                (self.alone(&here, command)?, 1)
+            }
+            Test::Exchange(exchange) => match self.exchange(exchange)? {
+                Ran::Ended { passed, tries } => (passed, tries),
+                Ran::LeftOut(why) => return Ok(Verdict::LeftOut { why }),
+            },
+        };
+        let seconds = seconds(began);
+        let said = self.said();
+        Ok(match passed {
+            true => Verdict::Passed { seconds, tries },
+            false => Verdict::Failed {
+                seconds,
+                said: said?.trim_end().to_owned(),
+                tries,
+            },
+        })
+    }
+
+    fn side(&self, name: &'static str) -> Side<'static> {
+        Side {
+            name,
+            network: None,
+            address: self.address.to_string(),
+        }
+    }
+
+    /// Returns `rdmux run` with its options.
+    fn command(&self, side: &Side<'_>, options: &[&str]) -> Command {
+        let mut command = match side.network {
+            Some(network) => network.command(&self.binary),
+            None => Command::new(&self.binary),
+        };
+        command.args(["run", "--device", &side.address]);
+        if let Some(fault) = &self.fault {
+            command.args(["--fault", fault]);
+        }
+        command.args(options);
+        command
+    }
+
+    /// Starts a command, whose output goes to files of the side's name.
+    fn start(&self, side: &Side<'_>, mut command: Command, limit: Duration) -> Result<Job> {
+        let work = self.work.path();
+        command
+            .current_dir(work)
+            .env("XDG_RUNTIME_DIR", work)
+            .stdin(Stdio::null())
+            .stdout(File::create(work.join(side.name))?)
+            .stderr(File::create(work.join(format!("{}.err", side.name)))?);
+        Job::start(&mut command, limit)
+    }
+
+    fn alone(&self, side: &Side<'_>, command: Command) -> Result<bool> {
+        let mut job = self.start(side, command, table::LIMIT)?;
+        Ok(job.wait(self.signals)?.success())
+    }
+
+    fn exchange(&self, exchange: &Exchange) -> Result<Ran> {
+        let mut claim = match exchange.ready {
+            Ready::PickedPort => Some(Claim::wait(self.signals)?),
+            _ => None,
+        };
+        let port = claim.as_ref().map_or(0, |claim| claim.port);
+        let _xrc = match exchange.xrc.then(XrcFiles::take).transpose() {
+            Ok(files) => files,
+            Err(why) => return Ok(Ran::LeftOut(why)),
+        };
+        let networks = networks(exchange.place)?;
+        let side = |name, index: usize, address: &str| match networks.get(index) {
+            Some(network) => Side {
+                name,
+                network: Some(network),
+                address: address.to_owned(),
+            },
+            None => self.side(name),
+        };
+        let (server_side, client_side) = match exchange.place {
+            Place::TwoHosts => (side("server", 0, SERVER), side("client", 1, CLIENT)),
+            Place::OneHost | Place::Loopback => (side("server", 0, SERVER), side("client", 0, SERVER)),
+        };
+        let start = |side: &Side<'_>, program: &str| {
+            let mut command = self.command(side, exchange.run);
+            command.envs(exchange.environment.iter().map(|(name, value)| (name, value)));
+            let program = program.replace(PORT, &port.to_string());
+            command.arg("--").args(program.split_whitespace());
+            self.start(side, command, exchange.limit)
+        };
+
+        let mut server = start(&server_side, &exchange.server)?;
+        let process = networks
+            .first()
+            .map_or("self".to_owned(), |network| network.process().to_string());
+        server.until(self.signals, || match exchange.ready {
+            Ready::PickedPort => listens(&process, None, port),
+            Ready::Port(port) if networks.is_empty() => listens(&process, Some(self.address), port),
+            Ready::Port(port) => listens(&process, None, port),
+            Ready::Joined => joined(self.group()),
+            Ready::Unknown => Ok(true),
+        })?;
+        // XRC's files are everybody's until the end.
+        if !exchange.xrc {
+            claim.take();
+        }
+        let mut tries = 0;
+        let mut passed = loop {
+            tries += 1;
+            let mut client = start(&client_side, &exchange.client)?;
+            let passed = client.wait(self.signals)?.success();
+            let again = !passed && tries < TRIES && exchange.ready.may_miss(exchange.place);
+            if !again || !self.nobody_listened() || server.has_ended(self.signals)? {
+                break passed;
+            }
+        };
+        if exchange.endless {
+            server.end()?;
+        } else {
+            passed &= server.wait(self.signals)?.success();
+        }
+        let passed = self.judge(exchange, passed)?;
+        Ok(Ran::Ended { passed, tries })
+    }
+
+    fn judge(&self, exchange: &Exchange, passed: bool) -> Result<bool> {
+        let work = self.work.path();
+        match exchange.judge {
+            Judge::Status => Ok(passed),
+            Judge::Copied => {
+                let copy = fs::read(work.join(COPY)).unwrap_or_default();
+                Ok(passed && copy == fs::read(work.join(BYTES))?)
+            }
+            Judge::Captured => Ok(passed && self.captured()?),
+            Judge::MayBeFlushed(rounds) => Ok(passed || self.only_flushed(rounds)),
+        }
+    }
+
+    /// Returns what a side has written to its standard output, or to the standard error.
+    fn output(&self, side: &str) -> String {
+        let output = fs::read(self.work.path().join(side)).unwrap_or_default();
+        String::from_utf8_lossy(&output).into_owned()
+    }
+
+    /// Returns whether the client said that nobody listens, in the words that each has for that. Nothing else is tried again.
+    fn nobody_listened(&self) -> bool {
+        const ENDS: [&str; 5] = [
+            "RDMA_CM_EVENT_REJECTED, error 8",
+            "RDMA_CM_EVENT_REJECTED, error: 8",
+            "CM event bl blka 8",
+            "RDMA_CM_EVENT_UNREACHABLE, error: 1",
+            "rpoll: Operation now in progress",
+        ];
+        const WORDS: [&str; 2] = ["event is RDMA_CM_EVENT_REJECTED instead", "Connection refused"];
+        let said = self.output("client") + &self.output("client.err");
+        said.lines().any(|line| {
+            ENDS.iter().any(|end| line.ends_with(end)) || WORDS.iter().any(|word| line.contains(word))
+        })
+    }
+
+    /// Returns whether both sides report all rounds, and no error but that completions were flushed.
+    fn only_flushed(&self, rounds: u32) -> bool {
+        let all = format!("={rounds} ");
+        ["server", "client"].iter().all(|side| {
+            let output = self.output(side);
+            let said = format!("{output}\n{}", self.output(&format!("{side}.err")));
+            let mut errors = said.lines().filter(|line| line.to_lowercase().contains("error"));
+            output.contains(&all)
+                && errors.all(|line| line.contains("cq_readerr: work request flushed error"))
+        })
+    }
+
+    /// Returns whether there are two captures, and each has the messages. It removes them.
+    fn captured(&self) -> Result<bool> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(self.work.path())? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "pcapng") {
+                let check = Command::new(&self.binary)
+                    .args(["capture", "check", "--json"])
+                    .arg(&path)
+                    .output()?;
+                let summary: serde_json::Value = serde_json::from_slice(&check.stdout).unwrap_or_default();
+                let messages = summary["files"][0]["opcodes"]["RC SendOnly"].as_u64();
+                found.push(check.status.success() && messages.is_some_and(|messages| messages >= 20));
+                fs::remove_file(path)?;
+            }
+        }
+        Ok(found == [true, true])
+    }
+
+    /// Removes the programs' output, and returns its end.
+    fn said(&self) -> Result<String> {
+        let mut said = String::new();
+        for side in ["one", "server", "client"] {
+            let file = self.work.path().join(side);
+            if !file.exists() {
+                continue;
+            }
+            let errors = format!("{side}.err");
+            let (output, errors) = (self.output(side), self.output(&errors));
+            let output: Vec<&str> = output.lines().collect();
+            let end = &output[output.len().saturating_sub(8)..];
+            for line in errors.lines().chain(end.iter().copied()) {
+                writeln!(said, "{side}: {line}")?;
+            }
+            fs::remove_file(file.with_extension("err"))?;
+            fs::remove_file(file)?;
+        }
+        Ok(said)
+    }
+}
+
+/// Makes the network namespaces of a place, and their interfaces.
+fn networks(place: Place) -> Result<Vec<Network>> {
+    match place {
+        Place::Loopback => Ok(Vec::new()),
+        Place::OneHost => {
+            let host = Network::new()?;
+            host.ip(&[
+                "link add v0 type veth peer name v1".to_owned(),
+                format!("addr add {SERVER}/24 dev v0"),
+                "link set lo up".to_owned(),
+                "link set v0 up".to_owned(),
+                "link set v1 up".to_owned(),
+            ])?;
+            Ok(vec![host])
+        }
+        Place::TwoHosts => {
+            let server = Network::new()?;
+            let client = server.beside()?;
+            server.ip(&[format!(
+                "link add v0 type veth peer name v0 netns {}",
+                client.process()
+            )])?;
+            for (network, address) in [(&server, SERVER), (&client, CLIENT)] {
+                network.ip(&[
+                    format!("addr add {address}/24 dev v0"),
+                    "link set v0 up".to_owned(),
+                    "link set lo up".to_owned(),
+                ])?;
+            }
+            Ok(vec![server, client])
+        }
+    }
+}
