@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| rdmux_verbs::soft::fuzz::report(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| rdmux_soft::fuzz::report(input));

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| rdmux_verbs::soft::fuzz::trace(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| rdmux_soft::fuzz::trace(input));

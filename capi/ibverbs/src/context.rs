@@ -71,6 +71,9 @@ impl Opened {
         if let Some(opened) = known {
             return Ok(opened);
         }
+        // The first one is the default.
+        rdmux_soft::register();
+        rdmux_hw::register();
         let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
             match &error {
                 // These errors name the address themselves.

@@ -69,6 +69,7 @@ fn with_the_library(name: &str, test: impl FnOnce()) {
 
 fn device() -> Device {
     let address: IpAddr = ADDRESS.parse().unwrap();
+    rdmux_hw::register();
     let options = Options {
         provider: Some("hw"),
         ..Options::default()

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use rdmux_verbs::soft::udp::{GSO_BYTES_MAX, GSO_SEGMENTS_MAX, Outgoing, RxBatch, RxSocket, TxSocket};
+use rdmux_soft::udp::{GSO_BYTES_MAX, GSO_SEGMENTS_MAX, Outgoing, RxBatch, RxSocket, TxSocket};
 use rustix::net::{RecvFlags, SendFlags, recvfrom, sendto};
 
 use super::pin;

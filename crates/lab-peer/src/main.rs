@@ -67,6 +67,9 @@ enum Role {
 }
 
 fn main() -> Result<()> {
+    // The first one is the default.
+    rdmux_soft::register();
+    rdmux_hw::register();
     let args = Args::parse();
     if let Some(provider) = &args.provider {
         set_process_provider(provider)?;

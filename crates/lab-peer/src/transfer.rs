@@ -349,6 +349,7 @@ mod tests {
     #[test]
     fn client_and_refused__pass_against_our_own_server() {
         let address: IpAddr = "127.0.0.91".parse().unwrap();
+        rdmux_soft::register();
         let device = Device::open(address).unwrap();
         for (port, bytes, connections) in [(7471, 1 << 20, 1), (7472, REFUSED_BYTES, 6)] {
             let listener = device.listen(port).unwrap();

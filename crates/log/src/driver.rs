@@ -539,6 +539,7 @@ mod tests {
 
     #[test]
     fn arrived__a_session_that_is_over_does_not_take_the_place_of_the_newer() {
+        rdmux_soft::register();
         let key = Key::new([7; 32]);
         let server = Server::bind(Config {
             listen: vec!["127.0.9.91:7174".parse().unwrap()],

@@ -507,7 +507,7 @@ fn watcher() -> io::Result<&'static Watcher> {
         return Ok(watcher);
     }
     let (started, start) = mpsc::channel();
-    crate::thread::spawn("rdmux-lease", move || {
+    rdmux_verbs::thread::spawn("rdmux-lease", move || {
         // SAFETY: a set of signals is plain numbers; `sigemptyset` gives it its value.
         let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
         // SAFETY: the set is this thread's own.

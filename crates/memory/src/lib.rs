@@ -18,7 +18,6 @@ mod persist;
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;
-pub mod thread;
 
 pub use anonymous::AnonymousMemory;
 pub use application::ApplicationMemory;

@@ -11,6 +11,7 @@
 //! use rdmux_push::{Access, Client, Key, Name, Options, Placement};
 //!
 //! let key = Key::load_or_create()?;
+//! rdmux_soft::register();
 //! let mut client = Client::connect("127.0.0.1:7174".parse()?, &key, &Options::default())?;
 //! let region = Name::new("journal").ok_or("not a name")?;
 //! let mapping = client.map(&region, Access::READ | Access::WRITE, 0, 4096, 0)?;

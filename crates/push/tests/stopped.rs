@@ -32,6 +32,7 @@ fn stopped__part_of_the_client() {
         ..Options::default()
     };
     let flood = word() == "flood";
+    rdmux_soft::register();
     let mut client = Client::connect(server, &key(), &options).unwrap();
     let mapping = client.map(&name("m"), RW, 0, 0, 0).unwrap();
     let buffer = client.buffer(1 << 16).unwrap();

@@ -74,7 +74,7 @@ fn long_version() -> &'static str {
             ("log", rdmux_log::VERSION),
             ("perf", cmd::perf::VERSION.into()),
         ];
-        for (name, version) in protocols.into_iter().chain(rdmux_verbs::soft::LOCAL_PROTOCOLS) {
+        for (name, version) in protocols.into_iter().chain(rdmux_soft::LOCAL_PROTOCOLS) {
             text += &format!("\n{name:<18} {version}");
         }
         text
@@ -83,6 +83,9 @@ fn long_version() -> &'static str {
 }
 
 fn main() -> ExitCode {
+    // The first one is the default.
+    rdmux_soft::register();
+    rdmux_hw::register();
     // Usage errors end here, with status 2.
     let cli = Cli::parse();
     let before = cli.objects;

@@ -65,6 +65,7 @@ impl End {
         access: Access,
     ) -> End {
         let net: u8 = std::env::var(NET).unwrap().parse().unwrap();
+        rdmux_soft::register();
         let device = Device::open_with(IpAddr::from([127, 0, net, host]), options).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(cq_depth).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();

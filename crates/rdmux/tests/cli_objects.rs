@@ -50,6 +50,7 @@ struct Populated {
 
 impl Populated {
     fn at(address: &str) -> Populated {
+        rdmux_soft::register();
         let device = Device::open(address.parse().unwrap()).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
         let srq = pd.create_srq(32).unwrap();
@@ -136,6 +137,7 @@ fn link__port_that_is_down() {
         faults: Some("down=0s..".parse().unwrap()),
         ..Options::default()
     };
+    rdmux_soft::register();
     let device = Device::open_with("127.0.7.2".parse().unwrap(), options).unwrap();
     // The port is down once the device's thread has checked it.
     assert!(device.wait_async_event(LONG).is_some());
@@ -318,6 +320,7 @@ fn stat__counters() {
         faults: Some("loss=1%".parse().unwrap()),
         ..Options::default()
     };
+    rdmux_soft::register();
     let _faulty = Device::open_with("127.0.7.6".parse().unwrap(), options).unwrap();
     let stat = &list(&["stat", "show", "link", "127.0.7.6"])[0];
     assert_eq!(stat["fault_packets"], 0);

@@ -781,6 +781,7 @@ fn activity(pid: u32) -> (u64, Duration) {
 fn serve__idle_with_100_connections_sleeps() {
     let place = Place::new();
     let serve = Serve::start(&place, "127.0.10.16", &["--mem", "m,size=4K"]);
+    rdmux_soft::register();
     let device = rdmux_verbs::Device::open(serve.socket().ip()).unwrap();
     let options = Options {
         device: Some(device),

@@ -1,6 +1,6 @@
 //! The RDMA transport as a state machine. It does no I/O, reads no clock, starts no thread, and takes randomness only from the seed
-//! that it is given: its driver passes in received datagrams and the time, and sends the packets that the engine produces. The `soft`
-//! provider of `rdmux-verbs` drives it over UDP; the simulator drives it over lossy links under a virtual clock.
+//! that it is given: its driver passes in received datagrams and the time, and sends the packets that the engine produces. The
+//! provider `rdmux-soft` drives it over UDP; the simulator drives it over lossy links under a virtual clock.
 //!
 //! Begin with [`Rnic`], whose documentation is the calling contract, and [`Memory`], through which the engine accesses all bytes.
 #![forbid(unsafe_code)]

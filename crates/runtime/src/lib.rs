@@ -11,6 +11,7 @@
 //! let sizes = Sizes { message_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
 //! let limits = Limits { connections: 100, keepalive: std::time::Duration::from_secs(20) };
 //! let mut reactor = Reactor::<()>::new(sizes, limits, None)?;
+//! rdmux_soft::register();
 //! reactor.listen(&Device::open("127.0.0.1".parse()?)?, 7174)?;
 //! loop {
 //!     match reactor.next(None)? {

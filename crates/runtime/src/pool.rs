@@ -138,6 +138,7 @@ mod tests {
     use super::*;
 
     fn pool(address: &str, idle_bytes_max: usize) -> (Device, BufferPool) {
+        rdmux_soft::register();
         let device = Device::open(address.parse().unwrap()).unwrap();
         let pool = BufferPool::new(&device.alloc_pd().unwrap(), idle_bytes_max);
         (device, pool)

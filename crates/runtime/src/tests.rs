@@ -1,15 +1,15 @@
 //! Reactors and connections over the soft device.
 
 use std::io::Write;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Device, Operation, RKey, SgeList, Status,
-    WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, RKey, SgeList,
+    Status, WorkCompletion,
 };
 
 use crate::{
@@ -35,6 +35,12 @@ const PEER_SIZES: Sizes = Sizes {
     operations: 4,
 };
 
+/// Opens a soft device.
+fn open(address: IpAddr) -> Result<Device, OpenError> {
+    rdmux_soft::register();
+    Device::open(address)
+}
+
 fn reactor<M>(address: SocketAddr, connections: usize) -> Reactor<M> {
     let limits = Limits {
         connections,
@@ -42,7 +48,7 @@ fn reactor<M>(address: SocketAddr, connections: usize) -> Reactor<M> {
     };
     let mut reactor = Reactor::new(SIZES, limits, None).unwrap();
     reactor
-        .listen(&Device::open(address.ip()).unwrap(), address.port())
+        .listen(&open(address.ip()).unwrap(), address.port())
         .unwrap();
     reactor
 }
@@ -58,7 +64,7 @@ struct Peer {
 
 impl Peer {
     fn connect(to: SocketAddr) -> Result<Peer, EstablishError> {
-        let device = Device::open(to.ip()).unwrap();
+        let device = open(to.ip()).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
         let params = ConnectParams::default();
         let link = MessageConnection::connect(&pd, &cq, to, &params, &PEER_SIZES)?;
@@ -433,7 +439,7 @@ fn dialer(from: &str, connections: usize, waiting: Option<WaitMode>) -> (Reactor
         keepalive: 2 * LONG,
     };
     let reactor = Reactor::new(PEER_SIZES, limits, waiting).unwrap();
-    (reactor, Device::open(from.parse().unwrap()).unwrap())
+    (reactor, open(from.parse().unwrap()).unwrap())
 }
 
 fn next<M>(reactor: &mut Reactor<M>) -> ReactorEvent<M> {
@@ -492,7 +498,7 @@ fn connect__many_connections_of_one_thread_carry_messages() {
 fn connect__nobody_listens_and_withdrawn() {
     let address = "127.0.12.13:7174".parse().unwrap();
     let (mut reactor, device) = dialer("127.0.12.14", 1, None);
-    let _listens_elsewhere = Device::open("127.0.12.13".parse().unwrap()).unwrap();
+    let _listens_elsewhere = open("127.0.12.13".parse().unwrap()).unwrap();
     let id = reactor
         .connect(&device, address, &ConnectParams::default())
         .unwrap();
@@ -576,7 +582,7 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
 #[test]
 fn next__takes_the_place_of_the_engine_while_it_sleeps() {
     let address: SocketAddr = "127.0.12.17:7174".parse().unwrap();
-    let device = Device::open(address.ip()).unwrap();
+    let device = open(address.ip()).unwrap();
     let limits = Limits {
         connections: 1,
         keepalive: 2 * LONG,

@@ -108,7 +108,7 @@ fn start<J: Send + 'static, M: Send + 'static>(
         changed: Condvar::new(),
     });
     let (jobs, mailbox) = (lane.clone(), mailbox.clone());
-    rdmux_memory::thread::spawn(name, move || {
+    rdmux_verbs::thread::spawn(name, move || {
         while let Some(batch) = jobs.take() {
             run(batch, &mut |result| mailbox.send(result));
         }

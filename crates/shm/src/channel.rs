@@ -17,7 +17,7 @@ use crate::revocation;
 use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
 use crate::stay::{Given, Stay, Stays};
-use crate::why::{NotDirect, Refusal};
+use rdmux_verbs::provider::{NotDirect, Refusal};
 
 /// Cost of a waiting train besides its bytes: its place in the queue, which may be twice as long as needed, and the allocator's overhead.
 const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;

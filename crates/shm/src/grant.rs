@@ -20,7 +20,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::revocation::{self, Words};
 use crate::segment::{GrantWords, Segment, Side};
-use crate::why::NotDirect;
+use rdmux_verbs::provider::NotDirect;
 
 /// Bytes copied between two checks of the grant: a revocation waits for a copy of this size.
 const PIECE_BYTES: u64 = 1 << 20;

@@ -19,11 +19,9 @@ pub mod segment;
 #[path = "../../skip.rs"]
 mod skip;
 pub mod stay;
-mod why;
 
 pub use channel::{Channel, Offer, WAITING_BYTES_MAX};
 pub use grant::{Granted, Process};
 pub use ring::{Corrupt, Meta};
 pub use segment::{Segment, Side};
 pub use stay::{Given, Stay, Stays};
-pub use why::{NotDirect, Refusal, Why};

@@ -2,7 +2,8 @@
 //! [`Listener`] and [`Connection`] to connect them, [`DatagramListener`] and [`DatagramService`] where there are no connections.
 //! The words and their meaning are those of the InfiniBand verbs.
 //!
-//! Its providers are [`soft`], an RNIC in user space that speaks RoCEv2 over UDP, and `hw`, an RNIC of the host ([`Provider`]). The crate
+//! Devices come from providers, each a crate of its own: `rdmux_soft`, an RNIC in user space that speaks RoCEv2 over UDP, and `rdmux_hw`, an
+//! RNIC of the host. A program registers those that it wants before it opens a device ([`Provider`]); the first is the default. The crate
 //! `rdmux_memory` has the memories over which regions are registered.
 //!
 //! ```no_run
@@ -10,6 +11,7 @@
 //! use rdmux_verbs::{Access, ConnectParams, Device, QpOptions, RecvRequest, SendRequest};
 //! use std::{sync::Arc, time::Duration};
 //!
+//! rdmux_soft::register();
 //! let device = Device::open("127.0.0.1".parse()?)?;
 //! let pd = device.alloc_pd()?;
 //! let cq = device.create_cq(256)?;
@@ -41,7 +43,6 @@ mod device;
 mod event;
 mod event_queue;
 mod features;
-pub mod hw;
 mod inbox;
 pub mod interface;
 mod limits;
@@ -51,17 +52,16 @@ mod process;
 pub mod provider;
 mod region;
 pub mod resources;
-mod seqpacket;
 mod sidr;
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;
-pub mod soft;
 mod srq;
-mod user;
+pub mod thread;
 pub mod waiting;
 mod waker;
 mod watch;
+mod why;
 
 pub use cm::{
     Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
@@ -81,7 +81,6 @@ pub use load::{Load, wake_cost_ns};
 pub use options::{OpenError, Options, SharedMemory, check_environment};
 pub use process::{FaultCounts, set_process_capture, set_process_faults};
 pub use provider::{Provider, set_process_provider};
-pub use rdmux_memory::thread;
 pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,

@@ -49,9 +49,12 @@ const VARIABLES: &[Variable] = &[Variable {
 }];
 
 /// Checks the environment variables that [`Device::open`](crate::Device::open) reads. A misspelt value that counted as unset would
-/// silently change the results of a program's measurements.
+/// silently change the results of a program's measurements. The registered providers decide on the values.
 pub fn check_environment() -> Result<(), OpenError> {
     let providers = provider::registered();
+    if providers.is_empty() {
+        return Err(OpenError::NoProvider);
+    }
     let of_providers = providers.iter().flat_map(|provider| provider.variables());
     for variable in VARIABLES.iter().chain(of_providers) {
         check(variable.name, variable.words)?;
@@ -96,7 +99,7 @@ pub enum OpenError {
     Provider(Box<dyn Error + Send + Sync>),
     /// No provider is registered.
     #[error(
-        "this process has no provider of devices: call `register` of a provider's crate before it opens a device"
+        "this program has registered no provider of devices: call rdmux_soft::register() or rdmux_hw::register() first"
     )]
     NoProvider,
     /// No provider of the chosen name is registered.

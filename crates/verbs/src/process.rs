@@ -19,7 +19,7 @@ pub fn set_process_faults(spec: Spec) {
 }
 
 /// Returns the faults that this process or its environment asks for.
-pub(crate) fn faults() -> Result<Option<Spec>, SpecError> {
+pub fn faults() -> Result<Option<Spec>, SpecError> {
     if let Some(spec) = *FAULTS.lock().unwrap_or_else(PoisonError::into_inner) {
         return Ok(Some(spec));
     }

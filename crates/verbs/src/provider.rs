@@ -7,8 +7,15 @@
 //!
 //! Optional features have default implementations: the device does not offer them.
 //!
+//! Each provider is a crate of its own, whose `register` makes it known ([`register`]). A program registers the providers that it wants;
+//! the first one is the default. Libraries above this one register none.
+//!
 //! The functions and types that this module re-exports are what providers have in common: events of connections and devices with their
-//! waiters, and the conditions of the machine.
+//! waiters, the conditions of the machine, and the processes of the host ([`seqpacket`], [`user`], and the modules of
+//! [`crate::resources`]).
+
+pub mod seqpacket;
+pub mod user;
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -45,9 +52,10 @@ pub use crate::event::{AsyncEvents, Object};
 pub use crate::event_queue::Registration;
 pub use crate::inbox::{Inbox, Seen};
 pub use crate::load::{conditions, current_cpu};
-pub use crate::process::capture_file;
+pub use crate::process::{capture_file, faults};
 pub use crate::sidr::Found;
 pub use crate::waker::Waker;
+pub use crate::why::{NotDirect, Refusal, Why};
 
 /// A provider of devices.
 pub trait Provider: Debug + Send + Sync {
@@ -545,7 +553,7 @@ pub trait Resolving: Any + Debug + Send + Sync {
     fn notify(&self, events: &EventQueue, token: u64);
 }
 
-/// The providers of this process, in the order of their registration: those of this crate first.
+/// The providers of this process, in the order of their registration: the first one is the default.
 static REGISTERED: Mutex<Vec<&'static dyn Provider>> = Mutex::new(Vec::new());
 
 /// Provider that [`set_process_provider`] set.
@@ -557,14 +565,11 @@ pub(crate) fn registered() -> Vec<&'static dyn Provider> {
 }
 
 fn lock() -> MutexGuard<'static, Vec<&'static dyn Provider>> {
-    let mut registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
-    if registered.is_empty() {
-        registered.extend([&crate::soft::Soft as &dyn Provider, &crate::hw::Hw]);
-    }
-    registered
+    REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes a provider known to this process, beside `soft`, which is the default, and `hw`. Does nothing if one of the same name is registered.
+/// Makes a provider known to this process. The first one that is registered is the default of the process. Does nothing if one of the same
+/// name is registered.
 pub fn register(provider: &'static dyn Provider) {
     let mut registered = lock();
     if registered.iter().all(|known| known.name() != provider.name()) {
@@ -574,15 +579,18 @@ pub fn register(provider: &'static dyn Provider) {
 
 /// No provider of this name is registered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{name}' is not a provider: give {}", names())]
+#[error("'{name}' is not a provider: {}", choice())]
 pub struct UnknownProvider {
     /// The name.
     pub name: String,
 }
 
-fn names() -> String {
+fn choice() -> String {
     let names: Vec<&str> = registered().iter().map(|known| known.name()).collect();
-    one_of(&names)
+    match &names[..] {
+        [] => "the program has registered none".to_owned(),
+        names => format!("give {}", one_of(names)),
+    }
 }
 
 /// Returns words as a text for users: `a, b or c`.

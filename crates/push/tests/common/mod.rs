@@ -67,6 +67,7 @@ impl Running {
     }
 
     pub(crate) fn start_with(config: Config) -> Running {
+        rdmux_soft::register();
         let address = config.listen[0];
         let server = Server::bind(config).unwrap();
         let (tx, events) = mpsc::channel();

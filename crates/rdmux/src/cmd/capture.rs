@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_capture::check::{Checker, Report};
+use rdmux_soft::capture::{Filter, start};
 use rdmux_verbs::resources::{DeviceAt, Object, ask, devices};
-use rdmux_verbs::soft::capture::{Filter, start};
 use rdmux_wire::roce::Opcode;
 use serde_json::{Value, json};
 

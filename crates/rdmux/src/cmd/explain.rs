@@ -5,8 +5,8 @@ mod why;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use rdmux_soft::trace::{Entry, Trace, traces};
 use rdmux_verbs::resources::{AskError, DeviceAt, Item, Object, QpResource, ask, devices, rnics};
-use rdmux_verbs::soft::trace::{Entry, Trace, traces};
 use rdmux_verbs::{QpState, Qpn};
 use serde_json::{Value, json};
 

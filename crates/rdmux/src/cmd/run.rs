@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 
 use anyhow::{Context, Result, anyhow, bail};
+use rdmux_soft::trace::runtime_folder;
 use rdmux_verbs::faults::Spec;
 use rdmux_verbs::resources::visible_addresses;
-use rdmux_verbs::soft::trace::runtime_folder;
 
 use super::push::folder_of;
 use crate::output;

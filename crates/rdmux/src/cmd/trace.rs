@@ -4,8 +4,8 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
+use rdmux_soft::trace::{Entry, Trace, folders, traces};
 use rdmux_verbs::resources::DeviceAt;
-use rdmux_verbs::soft::trace::{Entry, Trace, folders, traces};
 use serde_json::{Value, json};
 
 use super::notes;

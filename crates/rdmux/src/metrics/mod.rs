@@ -9,10 +9,10 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rdmux_hw::metrics::{RnicMetrics, devices as rnics};
 use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
+use rdmux_soft::metrics::{DeviceMetrics, devices};
 use rdmux_verbs::WcOpcode;
-use rdmux_verbs::hw::metrics::{RnicMetrics, devices as rnics};
-use rdmux_verbs::soft::metrics::{DeviceMetrics, devices};
 
 use self::text::{Kind, Text};
 use strum::VariantArray;
@@ -446,6 +446,7 @@ mod tests {
             faults: Some("loss=1%".parse().unwrap()),
             ..Default::default()
         };
+        rdmux_soft::register();
         let _device = rdmux_verbs::Device::open_with(address, options).unwrap();
         let own: Vec<DeviceMetrics> = devices()
             .into_iter()

@@ -7,12 +7,12 @@ use rdmux_rnic::{
     Access, ByPackets, CmDetail, CqDetail, Cqn, Pd, PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail,
     RegionKind, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
 };
-use rdmux_shm::{NotDirect, Why};
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
 
 use super::report::{Object, Record};
 use crate::Carrier;
+use crate::why::{NotDirect, Why};
 
 /// An object of a device, as the device reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,20 +126,24 @@ pub struct CounterResource {
 
 /// Carrier of packets, as the engine itself knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Carried {
+pub enum Carried {
     /// There is not exactly one peer.
     Nowhere,
+    /// Shared memory.
     Shared,
+    /// UDP, for this reason.
     Udp(Why),
 }
 
 /// Regions that a queue pair reaches without packets, as the engine itself knows them.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Reached {
-    pub(crate) mapped: u32,
-    pub(crate) by_calls: u32,
+pub struct Reached {
+    /// Regions that are mapped.
+    pub mapped: u32,
+    /// Regions that the kernel copies to and from.
+    pub by_calls: u32,
     /// Last reason why a region was not reached without packets.
-    pub(crate) not_direct: Option<NotDirect>,
+    pub not_direct: Option<NotDirect>,
 }
 
 const KINDS: [RegionKind; 4] = [
@@ -205,7 +209,7 @@ fn code(word: u64, value: u64) -> Option<(u8, u32)> {
 }
 
 /// Returns the record of a queue pair of an engine.
-pub(crate) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: Reached) -> Record {
+pub fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: Reached) -> Record {
     let info = &detail.info;
     let peer = address(info.path.map(|path| path.dst));
     let (carrier, carrier_value) = match carried {
@@ -250,7 +254,7 @@ pub(crate) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: 
 
 impl Item {
     /// Returns the record of an object; `None` for queue pairs of engines, which have [`qp_record`].
-    pub(crate) fn record(&self) -> Option<Record> {
+    pub fn record(&self) -> Option<Record> {
         let record = |number: u64, words: &[u64]| Record {
             number,
             name: String::new(),
@@ -336,7 +340,7 @@ impl Item {
     }
 
     /// Parses a record. `None` for a record that no engine sends.
-    pub(crate) fn parse(object: Object, record: &Record) -> Option<Item> {
+    pub fn parse(object: Object, record: &Record) -> Option<Item> {
         let word = |at| record.word(at);
         let short = |at| u32::try_from(record.word(at)).ok();
         let flag = |at| match record.word(at) {
@@ -513,10 +517,10 @@ impl QpResource {
 #[cfg(test)]
 mod tests {
     use rdmux_rnic::{Path, Psn, QpInfo};
-    use rdmux_shm::Refusal;
     use rustix::io::Errno;
 
     use super::*;
+    use crate::why::Refusal;
 
     fn items() -> Vec<(Object, Item)> {
         let srq = |xrc, limit, n| {

@@ -19,17 +19,17 @@ const RNIC_SLOTS: RangeInclusive<u8> = 128..=255;
 const PREFIX: &str = "rdmux-4791-";
 
 /// Returns a name of an address.
-pub(crate) fn name(address: IpAddr, suffix: &str) -> Result<SocketAddrUnix, Errno> {
+pub fn name(address: IpAddr, suffix: &str) -> Result<SocketAddrUnix, Errno> {
     SocketAddrUnix::new_abstract_name(format!("{PREFIX}{address}{suffix}").as_bytes())
 }
 
 /// Returns what the name of a slot ends with.
-pub(crate) fn slot_suffix(slot: u8) -> String {
+pub fn slot_suffix(slot: u8) -> String {
     format!("-slot-{slot}")
 }
 
 /// Makes a Unix socket that never waits.
-pub(crate) fn unix_socket(kind: SocketType) -> Result<OwnedFd, Errno> {
+pub fn unix_socket(kind: SocketType) -> Result<OwnedFd, Errno> {
     socket_with(
         AddressFamily::UNIX,
         kind,
@@ -40,42 +40,34 @@ pub(crate) fn unix_socket(kind: SocketType) -> Result<OwnedFd, Errno> {
 
 /// Binds a socket to listen on for processes that connect to a slot of this process. Names of one kind of socket do not collide with
 /// those of another.
-pub(crate) fn bind_slot(address: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
+pub fn bind_slot(address: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
     let fd = unix_socket(SocketType::SEQPACKET)?;
     bind(&fd, &name(address, &slot_suffix(slot))?)?;
     Ok(fd)
 }
 
-/// Listens under the name of a slot, and never accepts, like a stopped process.
-#[cfg(test)]
-pub(crate) fn listen_silently(addr: IpAddr, slot: u8) -> OwnedFd {
-    let fd = bind_slot(addr, slot).unwrap();
-    rustix::net::listen(&fd, 1).unwrap();
-    fd
-}
-
 /// Does as [`bind_slot`] for a device of an RNIC, under the first free place.
-pub(crate) fn bind_rnic_slot(address: IpAddr) -> Result<OwnedFd, Errno> {
+pub fn bind_rnic_slot(address: IpAddr) -> Result<OwnedFd, Errno> {
     let bound = RNIC_SLOTS.map(|slot| bind_slot(address, slot));
     let mut bound = bound.skip_while(|bound| matches!(bound, Err(Errno::ADDRINUSE)));
     bound.next().unwrap_or(Err(Errno::ADDRINUSE))
 }
 
 /// Connects to the process of a slot of a local address, anywhere in this network namespace.
-pub(crate) fn connect_slot(address: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
+pub fn connect_slot(address: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
     let fd = unix_socket(SocketType::SEQPACKET)?;
     connect(&fd, &name(address, &slot_suffix(slot))?)?;
     Ok(fd)
 }
 
 /// Returns whether a slot is the place of a device of an RNIC.
-pub(crate) fn is_rnic_slot(slot: u8) -> bool {
+pub fn is_rnic_slot(slot: u8) -> bool {
     RNIC_SLOTS.contains(&slot)
 }
 
 /// Returns the slots that have a process of any user in this network namespace, in the order of addresses, those of RNICs included; `None`
 /// where the system does not tell.
-pub(crate) fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
+pub fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
     let sockets = fs::read_to_string("/proc/net/unix").ok()?;
     Some(slots_of_sockets(&sockets))
 }

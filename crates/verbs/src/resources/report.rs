@@ -9,22 +9,23 @@
 
 use strum::{FromRepr, VariantArray};
 
+pub use super::items::{Carried, Reached, qp_record};
+
 /// Version of the protocol, and of all messages between engines of a host; both ends must have the same.
-pub(crate) const VERSION: u16 = 3;
+pub const VERSION: u16 = 3;
 
 /// Kinds of packets, among the kinds of messages between engines.
-pub(crate) const LIST: u8 = 8;
+pub const LIST: u8 = 8;
 const PAGE: u8 = 9;
 
 /// Most records of a page.
-pub(crate) const RECORDS_MAX: usize = 256;
+pub const RECORDS_MAX: usize = 256;
 /// Most words of a record.
-pub(crate) const WORDS_MAX: usize = 48;
+pub const WORDS_MAX: usize = 48;
 /// Most bytes of a record's name.
 const NAME_BYTES_MAX: usize = 64;
 /// Longer than any page, so that a longer one is noticed.
-pub(crate) const PAGE_BYTES_MAX: usize =
-    HEADER_BYTES + RECORDS_MAX * (10 + NAME_BYTES_MAX + 8 * WORDS_MAX) + 1;
+pub const PAGE_BYTES_MAX: usize = HEADER_BYTES + RECORDS_MAX * (10 + NAME_BYTES_MAX + 8 * WORDS_MAX) + 1;
 
 const HEADER_BYTES: usize = 5;
 
@@ -52,16 +53,19 @@ pub enum Object {
 
 /// Asks for the objects of a kind from a number on. Answered by a [`Page`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Question {
-    pub(crate) object: Object,
-    pub(crate) from: u64,
+pub struct Question {
+    /// The kind.
+    pub object: Object,
+    /// Least number of an object of the answer.
+    pub from: u64,
 }
 
 /// Longer than any question, so that a longer one is noticed.
-pub(crate) const QUESTION_BYTES_MAX: usize = 13;
+pub const QUESTION_BYTES_MAX: usize = 13;
 
 impl Question {
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    /// Encodes the question.
+    pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![LIST];
         out.extend(VERSION.to_ne_bytes());
         out.push(self.object as u8);
@@ -70,7 +74,7 @@ impl Question {
     }
 
     /// Returns `None` for bytes that no encoder produces.
-    pub(crate) fn decode(packet: &[u8]) -> Option<Question> {
+    pub fn decode(packet: &[u8]) -> Option<Question> {
         let [LIST, low, high, object, from @ ..] = packet else {
             return None;
         };
@@ -84,24 +88,29 @@ impl Question {
 
 /// A page.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Page {
-    pub(crate) object: Object,
+pub struct Page {
+    /// The kind of its objects.
+    pub object: Object,
     /// Set when more objects follow.
-    pub(crate) more: bool,
-    pub(crate) records: Vec<Record>,
+    pub more: bool,
+    /// The records, in the order of their numbers, each of which is there once.
+    pub records: Vec<Record>,
 }
 
 /// Report of one object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Record {
-    pub(crate) number: u64,
-    pub(crate) name: String,
-    pub(crate) words: Vec<u64>,
+pub struct Record {
+    /// Its number.
+    pub number: u64,
+    /// Its name, of visible ASCII characters.
+    pub name: String,
+    /// The rest, by the kind of the object.
+    pub words: Vec<u64>,
 }
 
 impl Page {
     /// Encodes the page. Omits whatever exceeds the limits of a page or a record.
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![PAGE];
         out.extend(VERSION.to_ne_bytes());
         out.extend([self.object as u8, u8::from(self.more)]);
@@ -118,7 +127,7 @@ impl Page {
     }
 
     /// Returns `None` for bytes that no encoder produces.
-    pub(crate) fn decode(packet: &[u8]) -> Option<Page> {
+    pub fn decode(packet: &[u8]) -> Option<Page> {
         let (header, mut rest) = packet.split_first_chunk::<HEADER_BYTES>()?;
         let [PAGE, low, high, object, more] = *header else {
             return None;
@@ -175,7 +184,7 @@ impl Record {
     }
 
     /// Returns a word, or 0 beyond the last.
-    pub(crate) fn word(&self, at: usize) -> u64 {
+    pub fn word(&self, at: usize) -> u64 {
         self.words.get(at).copied().unwrap_or(0)
     }
 }

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use rdmux_soft::udp::SOCKET_BUFFER_BYTES;
 use rdmux_verbs::PathMtu;
-use rdmux_verbs::soft::udp::SOCKET_BUFFER_BYTES;
 use serde_json::json;
 
 use super::{Finding, Verdict, number, text};

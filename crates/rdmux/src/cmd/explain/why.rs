@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use rdmux_verbs::soft::trace::{Entry, Trace};
+use rdmux_soft::trace::{Entry, Trace};
 use rdmux_verbs::trace::{ConnectionNote, Denial, Injection, Note, Refused};
 use rdmux_verbs::{Cause, QpState, Qpn, RejReason, Status, WcOpcode};
 

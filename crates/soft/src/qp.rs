@@ -1,0 +1,185 @@
+//! Queue pairs of a soft device.
+
+use std::net::IpAddr;
+
+use rdmux_rnic::{
+    Bind, McastError, ModifyError, NotPosted, PostError, Psn, QpAttributes, QpInfo, QpInit, QpState, QpType,
+    Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
+};
+use rdmux_shm::stay;
+use rdmux_verbs::provider::{self, CompletionQueue as _, Object, own};
+use rdmux_verbs::{AttachError, Carrier, CreateError, PostListError, QpOptions};
+
+use super::device::{CompletionQueue, Device, ProtectionDomain};
+use super::engine::Core;
+use super::srq::XrcDomain;
+
+#[derive(Debug)]
+pub(crate) struct QueuePair {
+    pub(super) device: Device,
+    pub(super) qpn: Qpn,
+    pub(super) qp_type: QpType,
+    /// Set when receives come from a shared receive queue.
+    pub(super) has_srq: bool,
+    sends: SendQueue,
+    receives: ReceiveQueue,
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        self.device.with(|core, now| {
+            core.say_last(now, self.qpn);
+            core.rnic.destroy_qp(self.qpn);
+            core.async_events.forget(Object::Qp(self.qpn));
+            core.leave_groups();
+            core.qp_errors.remove(&self.qpn);
+        });
+        self.wait_for_stays();
+    }
+}
+
+impl QueuePair {
+    /// Makes a queue pair in a protection domain.
+    pub(super) fn new(pd: &ProtectionDomain, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let cqn = |cq| own::<CompletionQueue>(cq).map(|cq| cq.cqn());
+        let send_cqn = cqn(&options.send_cq).ok_or(CreateError::OtherDevice)?;
+        let recv_cqn = cqn(&options.recv_cq).ok_or(CreateError::OtherDevice)?;
+        let xrcd = options.xrcd.as_ref().and_then(own::<XrcDomain>);
+        let init = QpInit {
+            qp_type: options.qp_type,
+            srq: options.srq.as_ref().map(|srq| srq.srqn()),
+            xrcd: xrcd.map(XrcDomain::number),
+            max_send_wr: options.max_send_wr,
+            max_recv_wr: options.max_recv_wr,
+            recv_cq: recv_cqn,
+            ..QpInit::new(pd.pd, send_cqn)
+        };
+        let mut core = pd.device.lock();
+        let qpn = core.rnic.create_qp(init).ok_or(CreateError::NoRoom)?;
+        let sends = core.rnic.send_queue(qpn).ok_or(CreateError::NoRoom)?;
+        let receives = core.rnic.receive_queue(qpn).ok_or(CreateError::NoRoom)?;
+        drop(core);
+        Ok(QueuePair {
+            device: pd.device.clone(),
+            qpn,
+            qp_type: options.qp_type,
+            has_srq: options.srq.is_some() || options.qp_type == QpType::XrcRecv,
+            sends,
+            receives,
+        })
+    }
+
+    /// Waits until no peer accesses memory that was granted for the queue pair.
+    fn wait_for_stays(&self) {
+        let stays = self.device.lock().links.stays_of_qp(self.qpn);
+        stay::wait(&stays);
+    }
+}
+
+impl provider::QueuePair for QueuePair {
+    fn qpn(&self) -> Qpn {
+        self.qpn
+    }
+
+    fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        self.device.post_send(&self.sends, self.qpn, request)
+    }
+
+    fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
+        self.device.post_send_list(&self.sends, self.qpn, requests)
+    }
+
+    fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
+        self.device
+            .with(|core, now| core.rnic.bind_mw(now, self.qpn, wr_id, bind, flags))
+    }
+
+    fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+        match self.receives.post(request) {
+            Ok(()) => Ok(()),
+            Err(NotPosted::Refused(error)) => Err(error),
+            Err(NotPosted::Undecided(request)) => {
+                // In Error the receive completes at once.
+                let post = |core: &mut Core, now| core.rnic.post_recv(now, self.qpn, request);
+                self.device.with(post)
+            }
+        }
+    }
+
+    fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
+        self.device.with(|core, now| {
+            if matches!(to, QpState::Reset | QpState::Error) {
+                core.say_last(now, self.qpn);
+            }
+            core.rnic.modify_qp(now, self.qpn, to, attributes)?;
+            if to == QpState::Rtr {
+                core.meet(self.qpn);
+            }
+            if to == QpState::Reset {
+                core.qp_errors.remove(&self.qpn);
+            }
+            Ok(())
+        })?;
+        if matches!(to, QpState::Reset | QpState::Error) {
+            self.wait_for_stays();
+        }
+        Ok(())
+    }
+
+    fn retire(&self) {
+        self.device.with(|core, now| {
+            core.say_last(now, self.qpn);
+            core.rnic.retire_qp(now, self.qpn);
+            core.qp_errors.remove(&self.qpn);
+        });
+        self.wait_for_stays();
+    }
+
+    fn query(&self) -> Option<QpInfo> {
+        self.device.lock().rnic.query_qp(self.qpn)
+    }
+
+    fn carrier(&self) -> Option<Carrier> {
+        let core = self.device.lock();
+        let info = core.rnic.query_qp(self.qpn).filter(|info| info.path.is_some())?;
+        Some(match core.links.why_not(&info) {
+            None => Carrier::SharedMemory,
+            Some(why) => Carrier::Udp(why.to_string()),
+        })
+    }
+
+    fn error(&self) -> Option<Status> {
+        self.device.lock().qp_errors.get(&self.qpn).copied()
+    }
+
+    fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+        self.device.with(|core, now| {
+            let init = QpAttributes {
+                qkey: Some(qkey),
+                ..Default::default()
+            };
+            let rts = QpAttributes {
+                sq_psn: Some(Psn::new(core.rnic.random())),
+                ..Default::default()
+            };
+            let steps = [
+                (QpState::Init, init),
+                (QpState::Rtr, QpAttributes::default()),
+                (QpState::Rts, rts),
+            ];
+            let mut modify = |(to, attr)| core.rnic.modify_qp(now, self.qpn, to, &attr);
+            steps.into_iter().try_for_each(&mut modify)
+        })
+    }
+
+    fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+        self.device.with(|core, _| core.attach_mcast(self.qpn, group))
+    }
+
+    fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
+        let mut core = self.device.lock();
+        core.rnic.detach_mcast(self.qpn, group)?;
+        core.leave_groups();
+        Ok(())
+    }
+}

@@ -1,0 +1,877 @@
+//! Links between the engines of one host: how they begin, carry messages, and end.
+//!
+//! Every process of an address listens under the name of its slot. So the peer of a queue pair is found by the peer's address and the top
+//! byte of its QPN, within one network namespace, just as its UDP socket is. A link carries the same packets as UDP, so the queue pairs
+//! need no agreement: a sender may change from one to the other at any packet, and when a link breaks nothing is lost but speed. The
+//! link's connection ends with the peer, however the peer dies.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::trace::Note;
+use rdmux_rnic::{Arrival, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_shm::{Channel, Corrupt, Given, Meta, Offer, Process, Segment, Side, Stay, Stays, segment};
+use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
+use rdmux_verbs::provider::user::{ROOT, check_user};
+use rdmux_verbs::provider::{NotDirect, Refusal, Why};
+use rdmux_verbs::resources::places::connect_slot;
+use rdmux_verbs::resources::report::Question;
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
+
+use super::message::{self, Message};
+use crate::capture::Capture;
+use crate::group::SLOTS;
+use crate::port::Port;
+use crate::udp;
+
+mod tell;
+
+#[cfg(test)]
+mod tests;
+
+/// Most links of an engine, including those that are being established.
+const LINKS_MAX: usize = 64;
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 64;
+/// Messages read from one peer per turn.
+const MESSAGES_PER_TURN: usize = 64;
+/// Records taken from one link per turn.
+const RECORDS_PER_TURN: usize = 16;
+/// Queue pairs whose reasons for using packets are kept; beyond that, reasons of destroyed queue pairs are discarded.
+const REASONS_MAX: usize = 1024;
+/// Time for which this side does not ask a peer again after it could not link to the peer.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
+/// Returns the slot of a QPN's process.
+pub(crate) fn slot_of(qpn: Qpn) -> u8 {
+    (qpn.value() >> 16) as u8 % SLOTS as u8
+}
+
+/// Returns the device that a queue pair talks to: its address and slot.
+fn peer_of(info: &QpInfo) -> Option<(IpAddr, u8)> {
+    Some((info.path?.dst, slot_of(info.dest_qpn)))
+}
+
+#[derive(Debug)]
+enum State {
+    /// Accepted; the peer has sent nothing yet.
+    Unknown,
+    /// A root process, while this process belongs to another user: it may list the objects, and nothing else.
+    Looks,
+    /// Asked for by this side, without an answer yet; with its channel.
+    Asked(Box<Channel>),
+    Up(Box<Channel>),
+    /// To be removed.
+    Over,
+}
+
+#[derive(Debug)]
+struct Link {
+    id: u64,
+    /// The epoll set that contains the connection.
+    control: Arc<OwnedFd>,
+    socket: OwnedFd,
+    /// Process number of the peer; 0 when the peer is in another PID namespace.
+    pid: i32,
+    process: Result<Arc<Process>, NotDirect>,
+    /// Address and slot of the peer. Known from the start if this side asked, else from the greeting.
+    peer: Option<(IpAddr, u8)>,
+    open: Arc<AtomicBool>,
+    /// Set when the link is to end although the peer lives.
+    alive: bool,
+    state: State,
+}
+
+/// All links of an engine.
+#[derive(Debug)]
+pub(crate) struct Links {
+    address: IpAddr,
+    slot: u8,
+    on: bool,
+    /// `None` when the engine is closed, or somebody else holds the name.
+    listener: Option<OwnedFd>,
+    /// Readable when there is work for [`Links::serve`].
+    control: Arc<OwnedFd>,
+    /// Readable when a peer has rung its doorbell: see [`Links::awake`].
+    doorbells: Arc<OwnedFd>,
+    list: Vec<Link>,
+    next_id: u64,
+    /// Peers without a link, with the reason and the time of the last attempt.
+    refused: HashMap<(IpAddr, u8), (Why, Instant)>,
+    /// Queue pairs that wait for a link, by their peers.
+    waiting: Vec<((IpAddr, u8), Qpn)>,
+    /// Reasons why queue pairs did not get the memory that they asked for last.
+    not_direct: HashMap<Qpn, NotDirect>,
+    /// Number of sleepers that wait for a peer to ring its doorbell.
+    asleep: u32,
+    /// The link from which the last train came.
+    heard_last: u64,
+    /// Set when a connection could not be accepted, for want of a descriptor.
+    left_waiting: bool,
+    /// Set when a link has come up.
+    met: bool,
+    /// Set while memory is granted and asked for; else all data goes by packets.
+    grants: bool,
+    /// Peers that may still be inside of memory that was revoked from them.
+    stays: Arc<Stays>,
+    /// Set when packets get lost on purpose.
+    loses: bool,
+    /// The link whose peer has the device captured.
+    capturing: Option<u64>,
+    buffer: Vec<u8>,
+}
+
+/// Event data of the listener in the `control` epoll set; links have numbers from 1.
+const LISTENER: u64 = 0;
+/// Bit that marks the event data of a link's process there.
+const DEATH: u64 = 1 << 63;
+
+impl Links {
+    /// `listener` is bound to the name of the slot, without which nobody can tell who this process is; `control` is an epoll set.
+    pub(crate) fn new(
+        address: IpAddr,
+        slot: u8,
+        listener: Option<OwnedFd>,
+        control: OwnedFd,
+        on: bool,
+    ) -> Result<Links, Errno> {
+        let doorbells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        Ok(Links {
+            address,
+            slot,
+            on,
+            listener,
+            control: Arc::new(control),
+            doorbells: Arc::new(doorbells),
+            list: Vec::new(),
+            next_id: LISTENER + 1,
+            refused: HashMap::new(),
+            waiting: Vec::new(),
+            not_direct: HashMap::new(),
+            asleep: 0,
+            heard_last: LISTENER,
+            left_waiting: false,
+            met: false,
+            grants: true,
+            stays: Arc::default(),
+            loses: false,
+            capturing: None,
+            buffer: Vec::with_capacity(1 << 16),
+        })
+    }
+
+    /// Lets others ask for links. Called once the engine that serves them exists.
+    pub(crate) fn listen(&self) -> Result<(), Errno> {
+        let Some(listener) = &self.listener else {
+            return Ok(());
+        };
+        rustix::net::listen(listener, BACKLOG)?;
+        // Edge-triggered: a connection that cannot be accepted, for want of a descriptor, does not keep the engine awake.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(
+            &self.control,
+            listener,
+            epoll::EventData::new_u64(LISTENER),
+            flags,
+        )
+    }
+
+    /// Restricts the device to packets: it grants no memory, and asks for none.
+    pub(crate) fn keep_to_packets(&mut self) {
+        self.grants = false;
+    }
+
+    /// Declares that packets get lost here on purpose, before they go into a ring or after they come out of one.
+    pub(crate) fn lose_packets(&mut self) {
+        self.loses = true;
+    }
+
+    /// Returns how far a peer has come with the data sent to it; `None` where packets may get lost.
+    pub(crate) fn progress(&self, peer: (IpAddr, u8)) -> Option<LinkProgress> {
+        let link = self.list.iter().find(|link| link.peer == Some(peer))?;
+        let State::Up(channel) = &link.state else {
+            return None;
+        };
+        (!self.loses && !channel.peer_loses()).then(|| channel.progress())
+    }
+
+    /// Ends all links, and releases the slot's name.
+    pub(crate) fn close(&mut self) {
+        self.on = false;
+        self.listener = None;
+        self.list.clear();
+    }
+
+    pub(crate) fn doorbells(&self) -> BorrowedFd<'_> {
+        self.doorbells.as_fd()
+    }
+
+    fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Channel)> {
+        self.list
+            .iter_mut()
+            .filter_map(|link| match (&mut link.state, link.peer) {
+                (State::Up(channel), Some(peer)) => Some((peer, &mut **channel)),
+                _ => None,
+            })
+    }
+
+    // Packets.
+
+    /// Returns whether there is no link.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Returns whether trains wait for room of which the peer may notify nobody.
+    #[inline]
+    pub(crate) fn have_waiting(&self) -> bool {
+        let waits = |link: &Link| matches!(&link.state, State::Up(channel) if channel.has_waiting());
+        self.list.iter().any(waits)
+    }
+
+    /// Sends a train of packets to the process of a slot; returns false if there is no link to it.
+    #[inline]
+    pub(crate) fn send(&mut self, peer: (IpAddr, u8), meta: Meta, bytes: &[u8]) -> bool {
+        for link in &mut self.list {
+            if link.peer == Some(peer)
+                && let State::Up(channel) = &mut link.state
+            {
+                let sent = channel.send(meta, bytes);
+                if sent.is_err() {
+                    link.give_up();
+                }
+                return sent.is_ok();
+            }
+        }
+        false
+    }
+
+    /// Returns whether there is a link to the process of a slot.
+    pub(crate) fn reach(&self, peer: (IpAddr, u8)) -> bool {
+        let up = |link: &Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        self.list.iter().any(up)
+    }
+
+    /// Processes arrived packets; returns how many trains.
+    #[inline]
+    pub(crate) fn receive(&mut self, rnic: &mut Port, now: Time) -> usize {
+        let mut total = 0;
+        for link in &mut self.list {
+            let (State::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
+                continue;
+            };
+            if channel.has_waiting() && channel.send_waiting().is_err() {
+                link.give_up();
+                continue;
+            }
+            if !channel.is_ready() {
+                continue;
+            }
+            let mut taken = 0;
+            let result = loop {
+                match channel.receive(&mut self.buffer) {
+                    Ok(Some(meta)) => {
+                        rnic.handle_arrival(now, &arrival(peer, self.address, meta, &self.buffer));
+                    }
+                    Ok(None) => break Ok(()),
+                    Err(corrupt) => break Err(corrupt),
+                }
+                taken += 1;
+                if taken == RECORDS_PER_TURN {
+                    break Ok(());
+                }
+            };
+            total += taken;
+            self.heard_last = link.id;
+            channel.release();
+            if result.is_err() {
+                link.give_up();
+            }
+        }
+        total
+    }
+
+    /// Prepares for the sleep of a caller or thread: peers ring their doorbells for packets that they send, and for room that trains wait
+    /// for. Returns false if something is there already; then nobody sleeps. [`Links::awake`] ends the sleep.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        self.asleep += 1;
+        for link in &mut self.list {
+            let State::Up(channel) = &mut link.state else {
+                continue;
+            };
+            match channel.prepare_sleep() {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.awake();
+                    return false;
+                }
+                Err(Corrupt) => link.give_up(),
+            }
+        }
+        true
+    }
+
+    /// Ends the sleep of one sleeper. The last one stops the peers from ringing their doorbells, and answers those that were rung.
+    pub(crate) fn awake(&mut self) {
+        self.asleep = self.asleep.saturating_sub(1);
+        if self.asleep > 0 {
+            return;
+        }
+        let mut rung = false;
+        for (_, channel) in self.up() {
+            rung |= channel.awake();
+        }
+        if !rung {
+            // Something else woke the sleeper, or a doorbell was rung late.
+            self.up().for_each(|(_, channel)| channel.answer_doorbell());
+        }
+    }
+
+    /// Returns the CPU of the peer that sent the last train, if it is known.
+    #[inline]
+    pub(crate) fn peer_cpu(&self) -> Option<u32> {
+        let link = self.list.iter().find(|link| link.id == self.heard_last)?;
+        let State::Up(channel) = &link.state else {
+            return None;
+        };
+        channel.peer_cpu()
+    }
+
+    /// Shows peers the CPU on which this process looks for their packets.
+    pub(crate) fn tell_cpu(&mut self, cpu: u32) {
+        for (_, channel) in self.up() {
+            channel.tell_cpu(cpu);
+        }
+    }
+
+    // Establishment of links.
+
+    /// Links to the process of a queue pair's peer, if that process is on this host.
+    pub(crate) fn want(&mut self, rnic: &mut Rnic, qpn: Qpn, info: &QpInfo) {
+        // The queue pair may have waited for another peer.
+        self.waiting.retain(|(_, waits)| *waits != qpn);
+        let Some(peer) = peer_of(info) else { return };
+        self.not_direct.remove(&qpn);
+        if self
+            .list
+            .iter()
+            .any(|link| link.peer == Some(peer) && matches!(link.state, State::Up(_)))
+        {
+            rnic.set_local(qpn, true);
+            return;
+        }
+        rnic.set_local(qpn, false);
+        let refused_just_now = |(_, since): &(Why, Instant)| since.elapsed() < ASK_AGAIN;
+        if self.refused.get(&peer).is_some_and(refused_just_now) {
+            return;
+        }
+        self.waiting.push((peer, qpn));
+        if self.list.iter().any(|link| link.peer == Some(peer)) {
+            return;
+        }
+        if let Err(why) = self.connect(peer) {
+            self.refuse(peer, why);
+        }
+    }
+
+    /// Returns why packets to the peer of a queue pair go by UDP; `None` if they do not.
+    pub(crate) fn why_not(&self, info: &QpInfo) -> Option<Why> {
+        let peer = peer_of(info)?;
+        let mut links = self.list.iter().filter(|link| link.peer == Some(peer));
+        if links.clone().any(|link| matches!(link.state, State::Up(_))) {
+            return None;
+        }
+        if links.any(|link| matches!(link.state, State::Asked(_))) {
+            return Some(Why::NotYet);
+        }
+        Some(self.refused.get(&peer).map_or(Why::NotHere, |(why, _)| *why))
+    }
+
+    fn refuse(&mut self, peer: (IpAddr, u8), why: Why) {
+        if self.refused.len() >= 2 * LINKS_MAX {
+            self.refused.retain(|_, (_, since)| since.elapsed() < ASK_AGAIN);
+        }
+        self.refused.insert(peer, (why, Instant::now()));
+        self.waiting.retain(|(waits_for, _)| *waits_for != peer);
+    }
+
+    fn connect(&mut self, peer: (IpAddr, u8)) -> Result<(), Why> {
+        if !self.on {
+            return Err(Why::Off);
+        }
+        if self.list.len() >= LINKS_MAX {
+            return Err(Why::Refused(Refusal::Full));
+        }
+        let socket = connect_slot(peer.0, peer.1).map_err(|errno| match errno {
+            Errno::CONNREFUSED => Why::NotHere,
+            errno => Why::System(errno),
+        })?;
+        let pid = check_user(&socket)?;
+        let (segment, file) = Segment::create().map_err(Why::System)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (doorbell, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .map_err(Why::System)?;
+        let hello = Message::Hello {
+            address: self.address,
+            slot: self.slot,
+        };
+        let process = Process::of(pid, socket.as_fd());
+        let channel = Channel::new(segment, Side::Asking, doorbell, process.clone().ok(), &self.stays);
+        channel.tell_loses(self.loses);
+        say(&socket, &hello, &[file.as_fd(), theirs.as_fd()]).map_err(|errno| match errno {
+            Errno::PIPE | Errno::CONNRESET => last_word(&socket),
+            errno => Why::System(errno),
+        })?;
+        self.add(socket, pid, process, Some(peer), State::Asked(Box::new(channel)))
+            .map_err(Why::System)?;
+        // The peer's earlier answer says nothing about the present.
+        self.refused.remove(&peer);
+        Ok(())
+    }
+
+    fn add(
+        &mut self,
+        socket: OwnedFd,
+        pid: i32,
+        process: Result<Arc<Process>, NotDirect>,
+        peer: Option<(IpAddr, u8)>,
+        state: State,
+    ) -> Result<(), Errno> {
+        let id = self.next_id;
+        self.next_id += 1;
+        watch(&self.control, socket.as_fd(), id)?;
+        if let Ok(process) = &process {
+            // If the process has forked, its sockets outlive it.
+            let once = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+            epoll::add(
+                &self.control,
+                process.fd(),
+                epoll::EventData::new_u64(id | DEATH),
+                once,
+            )?;
+        }
+        self.list.push(Link {
+            id,
+            control: Arc::clone(&self.control),
+            socket,
+            pid,
+            process,
+            peer,
+            open: Arc::new(AtomicBool::new(true)),
+            alive: false,
+            state,
+        });
+        Ok(())
+    }
+
+    /// Handles the input of peers: connections, messages, and ends. Returns whether a link has come up.
+    pub(crate) fn serve(&mut self, rnic: &mut Port, now: Time) -> bool {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
+        let at_once = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let n = epoll::wait(&self.control, &mut events[..], Some(&at_once)).unwrap_or(0);
+        if self.left_waiting {
+            self.accept();
+        }
+        for event in &events[..n] {
+            match event.data.u64() {
+                LISTENER => self.accept(),
+                id if id & DEATH != 0 => {
+                    let id = id & !DEATH;
+                    self.hear(rnic, now, id);
+                    if let Some(i) = self.list.iter().position(|link| link.id == id) {
+                        self.part(rnic, now, i);
+                    }
+                }
+                id => self.hear(rnic, now, id),
+            }
+        }
+        self.list.retain(|link| !matches!(link.state, State::Over));
+        std::mem::take(&mut self.met)
+    }
+
+    fn accept(&mut self) {
+        self.left_waiting = false;
+        // One more than the backlog may wait.
+        for _ in 0..=BACKLOG {
+            let Some(listener) = &self.listener else { return };
+            let socket = match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => socket,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(errno) => {
+                    self.left_waiting = errno != Errno::AGAIN;
+                    return;
+                }
+            };
+            // Another user learns this process's identity from its credentials, and gets nothing; root may query.
+            let (pid, only_looks) = match check_user(&socket) {
+                Ok(pid) => (pid, false),
+                Err(Why::OtherUser(ROOT)) => (0, true),
+                Err(why) => {
+                    if why == Why::UnknownUser {
+                        let _ = say(&socket, &Message::Refused(Refusal::UnknownUser), &[]);
+                    }
+                    continue;
+                }
+            };
+            if self.list.len() >= LINKS_MAX {
+                let capturing = self.capturing;
+                let unknown = |link: &Link| {
+                    matches!(link.state, State::Unknown | State::Looks)
+                        && link.peer.is_none()
+                        && capturing != Some(link.id)
+                };
+                let Some(i) = self.list.iter().position(unknown) else {
+                    let _ = say(&socket, &Message::Refused(Refusal::Full), &[]);
+                    continue;
+                };
+                self.list.remove(i);
+            }
+            let state = if only_looks { State::Looks } else { State::Unknown };
+            let process = Process::of(pid, socket.as_fd());
+            let _ = self.add(socket, pid, process, None, state);
+        }
+    }
+
+    /// Reads the messages of one peer.
+    fn hear(&mut self, rnic: &mut Port, now: Time, id: u64) {
+        for _ in 0..MESSAGES_PER_TURN {
+            let Some(i) = self.list.iter().position(|link| link.id == id) else {
+                return;
+            };
+            let mut buffer = [0; message::LEN_MAX];
+            let received = receive_with_descriptors(&self.list[i].socket, &mut buffer);
+            let heard = match received {
+                Err(Errno::AGAIN) => return,
+                // The peer has closed without reading all messages to it; the messages that it sent before are still to come.
+                Err(Errno::CONNRESET) => continue,
+                // The peer has gone.
+                Ok((0, _)) => return self.part(rnic, now, i),
+                Err(_) => None,
+                Ok((len, descriptors)) => Message::decode(&buffer[..len]).and_then(|message| {
+                    self.handle(rnic, now, i, message, descriptors)?;
+                    Some(message)
+                }),
+            };
+            match heard {
+                None => {
+                    self.list[i].leave();
+                    return self.part(rnic, now, i);
+                }
+                // A page is long: others have their turn before the next one.
+                Some(Message::List(_)) => return,
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Handles a message; returns `None` if the link is to end.
+    fn handle(
+        &mut self,
+        rnic: &mut Port,
+        now: Time,
+        i: usize,
+        message: Message,
+        descriptors: Vec<OwnedFd>,
+    ) -> Option<()> {
+        let on = self.on;
+        let link = &mut self.list[i];
+        match (message, &mut link.state) {
+            (Message::Hello { address, slot }, State::Unknown) => {
+                if !on {
+                    let _ = say(&link.socket, &Message::Refused(Refusal::Off), &[]);
+                    return None;
+                }
+                let [file, doorbell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+                let segment = Segment::from_file(file.as_fd()).ok()?;
+                let process = link.process.clone().ok();
+                let mut channel = Channel::new(segment, Side::Answering, doorbell, process, &self.stays);
+                channel.add_doorbell_to(&self.doorbells).ok()?;
+                let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
+                // Any process can claim this name: the sender must be the process that listens under it.
+                let named = connect_slot(address, slot).ok()?;
+                if check_user(&named) != Ok(link.pid) {
+                    return None;
+                }
+                channel.tell_loses(self.loses);
+                say(&link.socket, &Message::Welcome, &[]).ok()?;
+                link.peer = Some((address, slot));
+                link.state = State::Up(Box::new(channel));
+                self.tell_waiting(rnic, (address, slot));
+            }
+            (Message::Welcome, State::Asked(_)) => {
+                let peer = link.peer?;
+                let State::Asked(mut channel) = std::mem::replace(&mut link.state, State::Over) else {
+                    return None;
+                };
+                channel.add_doorbell_to(&self.doorbells).ok()?;
+                link.state = State::Up(channel);
+                self.tell_waiting(rnic, peer);
+            }
+            (Message::Refused(refusal), State::Asked(_)) => {
+                let peer = link.peer?;
+                self.refuse(peer, Why::Refused(refusal));
+                return None;
+            }
+            (Message::Ask { rkey, of, by }, State::Up(channel)) => {
+                let peer = link.peer?;
+                let granted = if self.grants {
+                    grant(channel, rnic, peer, rkey, of, by)
+                } else {
+                    Err(Refusal::Off)
+                };
+                let (answer, file) = match granted {
+                    Ok((offer, file)) => (Message::Granted(offer), file),
+                    Err(reason) => (Message::Denied { rkey, by, reason }, None),
+                };
+                let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+                // A peer that does not read its messages gets no answer.
+                let _ = say(&link.socket, &answer, &files);
+            }
+            (Message::Granted(offer), State::Up(channel)) => {
+                if !is_between(rnic, offer.by, link.peer?) {
+                    return Some(());
+                }
+                match channel.take(&offer, descriptors, &link.process, &link.open) {
+                    Ok(grant) => rnic.set_grant(now, offer.by, offer.rkey, Some(grant)),
+                    Err(reason) => self.keep_reason(rnic, offer.by, reason),
+                }
+            }
+            (Message::Denied { by, reason, .. }, State::Up(_)) => {
+                if is_between(rnic, by, link.peer?) {
+                    self.keep_reason(rnic, by, NotDirect::Denied(reason));
+                }
+            }
+            (Message::Capture { filter }, State::Unknown) if link.peer.is_none() => {
+                if self.capturing.is_some() || rnic.is_captured() {
+                    let _ = say(&link.socket, &Message::Refused(Refusal::Full), &[]);
+                    return None;
+                }
+                let [file, done] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+                let device = format!("{}/{}", self.address, self.slot);
+                rnic.capture(Capture::to(file, done, device, filter).ok()?);
+                self.capturing = Some(link.id);
+                say(&self.list[i].socket, &Message::Welcome, &[]).ok()?;
+                self.keep_to_packets();
+                self.revoke(|_| true);
+                rnic.forget_grants();
+            }
+            (Message::List(Question { object, from }), State::Unknown | State::Looks)
+                if link.peer.is_none() =>
+            {
+                let page = self.page(rnic, object, from).encode();
+                // A peer that does not read its pages gets no more.
+                send_bytes(&self.list[i].socket, &page, &[]).ok()?;
+            }
+            // `Over`, or a message that is not allowed in this state.
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn tell_waiting(&mut self, rnic: &mut Rnic, peer: (IpAddr, u8)) {
+        self.refused.remove(&peer);
+        self.met = true;
+        self.waiting.retain(|(waits_for, qpn)| {
+            let is_it = *waits_for == peer;
+            // The queue pair may have been reset meanwhile, and have another peer.
+            if is_it && is_between(rnic, *qpn, peer) {
+                rnic.set_local(*qpn, true);
+            }
+            !is_it
+        });
+    }
+
+    /// Takes down a link. If the peer has gone, its connections end too, after all packets that it sent; else packets go by UDP.
+    fn part(&mut self, rnic: &mut Port, now: Time, i: usize) {
+        if self.capturing == Some(self.list[i].id) {
+            self.capturing = None;
+            rnic.end_capture();
+            self.grants = !rnic.keeps_to_packets();
+            // Queue pairs ask for their grants again.
+            rnic.forget_grants();
+        }
+        let link = &mut self.list[i];
+        link.open.store(false, Ordering::Relaxed);
+        let state = std::mem::replace(&mut link.state, State::Over);
+        let (peer, alive) = (link.peer, link.alive);
+        let Some(peer) = peer else { return };
+        let had = |qpn| slot_of(qpn) == peer.1;
+        match state {
+            State::Asked(_) if !self.refused.contains_key(&peer) => self.refuse(peer, Why::NotHere),
+            State::Up(mut channel) => {
+                if alive {
+                    self.refuse(peer, Why::GivenUp);
+                }
+                // At most as many records as a ring holds: a peer that lives may keep sending.
+                for _ in 0..segment::SLOTS {
+                    let Ok(Some(meta)) = channel.receive(&mut self.buffer) else {
+                        break;
+                    };
+                    rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
+                }
+                if !alive {
+                    Self::note_gone(rnic, now, peer.0, had);
+                    rnic.cm().peer_gone(now, peer.0, had);
+                }
+            }
+            // This side gave the link up.
+            State::Unknown => self.refuse(peer, Why::GivenUp),
+            _ => {}
+        }
+        for qpn in rnic.qps_to(peer.0, had) {
+            rnic.set_local(qpn, false);
+        }
+    }
+
+    /// Notes on the queue pairs concerned that the process of their peer has ended.
+    fn note_gone(rnic: &mut Rnic, now: Time, peer: IpAddr, had: impl Fn(Qpn) -> bool) {
+        for qpn in rnic.qps_to(peer, had) {
+            rnic.note(now, qpn, Note::PeerGone);
+        }
+    }
+
+    // Memory grants.
+
+    /// Records why a queue pair does not get the memory that it asked for.
+    fn keep_reason(&mut self, rnic: &Rnic, by: Qpn, reason: NotDirect) {
+        if self.not_direct.len() >= REASONS_MAX {
+            self.not_direct.retain(|qpn, _| rnic.query_qp(*qpn).is_some());
+        }
+        self.not_direct.insert(by, reason);
+    }
+
+    /// Asks the peer of a queue pair for memory.
+    pub(crate) fn ask(&mut self, rnic: &Rnic, by: Qpn, rkey: RKey) {
+        let Some(info) = rnic.query_qp(by) else { return };
+        let Some(peer) = peer_of(&info) else { return };
+        if !self.grants {
+            return self.keep_reason(rnic, by, NotDirect::KeptToPackets);
+        }
+        let up = |link: &&Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        if let Some(link) = self.list.iter().find(up) {
+            let of = info.dest_qpn;
+            // A peer that does not read its messages is not asked.
+            let _ = say(&link.socket, &Message::Ask { rkey, of, by }, &[]);
+        }
+    }
+
+    /// Revokes the grants for a queue pair.
+    pub(crate) fn revoke_qp(&mut self, qpn: Qpn) {
+        self.revoke(|given| given.qpn == qpn);
+    }
+
+    /// Returns the peers that may still be inside of memory that was granted for a queue pair.
+    pub(crate) fn stays_of_qp(&self, qpn: Qpn) -> Vec<Arc<Stay>> {
+        self.stays.of(|given| given.qpn == qpn)
+    }
+
+    /// Revokes the grants of a region. No peer can reach the region once the returned stays are over.
+    #[must_use]
+    pub(crate) fn revoke_region(&mut self, lkey: LKey) -> Vec<Arc<Stay>> {
+        self.revoke(|given| given.lkey == lkey);
+        self.stays.of(|given| given.lkey == lkey)
+    }
+
+    fn revoke(&mut self, is_it: impl Fn(&Given) -> bool) {
+        let mut inside = false;
+        for (_, channel) in self.up() {
+            inside |= channel.take_back(&is_it);
+        }
+        if inside {
+            self.stays.wait_briefly(is_it);
+        }
+    }
+}
+
+impl Link {
+    /// Ends this side of the connection, since the peer broke the rules or does not answer. The end of the connection takes down the rest.
+    fn give_up(&mut self) {
+        self.leave();
+        self.state = State::Unknown;
+    }
+
+    /// Tells the peer that the link ends, but not because this process has gone.
+    fn leave(&mut self) {
+        self.open.store(false, Ordering::Relaxed);
+        self.alive = true;
+        let _ = say(&self.socket, &Message::Over, &[]);
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // Closing is not enough: a forked child holds the descriptors too.
+        let _ = epoll::delete(&self.control, &self.socket);
+        if let Ok(process) = &self.process {
+            let _ = epoll::delete(&self.control, process.fd());
+        }
+    }
+}
+
+/// Grants a peer the memory that it asks for, if that is allowed.
+fn grant(
+    channel: &mut Channel,
+    rnic: &mut Rnic,
+    peer: (IpAddr, u8),
+    rkey: RKey,
+    of: Qpn,
+    by: Qpn,
+) -> Result<(Offer, Option<OwnedFd>), Refusal> {
+    let asks_its_peer = rnic.query_qp(of).is_some_and(|info| info.dest_qpn == by);
+    if !asks_its_peer || !is_between(rnic, of, peer) {
+        return Err(Refusal::NotGranted);
+    }
+    let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
+    channel.grant(&grantable, rkey, of, by)
+}
+
+/// Wraps a train that came through a ring.
+fn arrival(src: IpAddr, dst: IpAddr, meta: Meta, bytes: &[u8]) -> Arrival<'_> {
+    Arrival {
+        src,
+        src_port: udp::ROCE_PORT,
+        dst,
+        traffic_class: meta.traffic_class,
+        bytes,
+        segment_bytes: usize::from(meta.segment_bytes),
+        local: true,
+    }
+}
+
+/// Returns whether a queue pair of this device has its peer in the process of a slot.
+fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
+    rnic.query_qp(qpn)
+        .is_some_and(|info| peer_of(&info) == Some(peer))
+}
+
+/// Returns why a peer closed the connection before it received anything.
+fn last_word(socket: &OwnedFd) -> Why {
+    let mut buffer = [0; message::LEN_MAX];
+    match receive_with_descriptors(socket, &mut buffer).map(|(len, _)| Message::decode(&buffer[..len])) {
+        Ok(Some(Message::Refused(refusal))) => Why::Refused(refusal),
+        _ => Why::NotHere,
+    }
+}
+
+fn say(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    send_bytes(socket, &message.encode(), descriptors)
+}
+
+fn watch(epoll: impl AsFd, fd: BorrowedFd<'_>, data: u64) -> Result<(), Errno> {
+    epoll::add(epoll, fd, epoll::EventData::new_u64(data), epoll::EventFlags::IN)
+}

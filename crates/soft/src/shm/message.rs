@@ -1,0 +1,302 @@
+//! Messages between two engines besides packets, one message per packet of a `SOCK_SEQPACKET` connection.
+//!
+//! Both ends are processes of one user on one host, so numbers have the host's byte order; that does not mean that they are
+//! trusted: a message that is not understood ends the link, and no call here waits.
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use rdmux_rnic::{Access, Qpn, RKey};
+use rdmux_shm::Offer;
+use rdmux_verbs::provider::Refusal;
+use rdmux_verbs::resources::report::{LIST, Question};
+
+use crate::capture::Filter;
+pub(crate) use rdmux_verbs::resources::report::VERSION;
+
+/// Longer than any message, so that a longer one is noticed.
+pub(crate) const LEN_MAX: usize = 128;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Message {
+    /// Asks for a link. Carries the segment and the doorbell.
+    Hello { address: IpAddr, slot: u8 },
+    /// The link is up.
+    Welcome,
+    /// The sender refuses a link.
+    Refused(Refusal),
+    /// The sender gives up the link, and lives on without it.
+    Over,
+    /// Asks for memory: its key, the QP that is to serve it, and the QP that asks.
+    Ask { rkey: RKey, of: Qpn, by: Qpn },
+    /// Grants the memory. Memory that can be mapped comes as a descriptor.
+    Granted(Offer),
+    /// Refuses to grant the memory.
+    Denied { rkey: RKey, by: Qpn, reason: Refusal },
+    /// Asks for objects; the sender wants no link. Answered by a [`rdmux_verbs::resources::report::Page`].
+    List(Question),
+    /// Captures the device as long as the connection lasts, to a file that comes with the message; the second descriptor is notified of
+    /// the end. The sender wants no link. Answered by Welcome, or by Refused.
+    Capture { filter: Filter },
+}
+
+const HELLO: u8 = 1;
+const WELCOME: u8 = 2;
+const REFUSED: u8 = 3;
+const ASK: u8 = 4;
+const GRANTED: u8 = 5;
+const DENIED: u8 = 6;
+const OVER: u8 = 7;
+const CAPTURE: u8 = 10;
+
+impl Message {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let with_version = |kind: u8| {
+            let version = VERSION.to_ne_bytes();
+            vec![kind, version[0], version[1]]
+        };
+        match self {
+            Message::Hello { address, slot } => {
+                let mut out = with_version(HELLO);
+                let (family, octets) = match address {
+                    IpAddr::V4(v4) => (4, v4.to_ipv6_mapped().octets()),
+                    IpAddr::V6(v6) => (6, v6.octets()),
+                };
+                out.extend([*slot, family]);
+                out.extend(octets);
+                out
+            }
+            Message::Welcome => with_version(WELCOME),
+            Message::Over => with_version(OVER),
+            Message::List(question) => question.encode(),
+            Message::Capture { filter } => {
+                let mut out = with_version(CAPTURE);
+                let filter = filter.to_string();
+                out.push(filter.len() as u8);
+                out.extend(filter.into_bytes());
+                out
+            }
+            Message::Refused(refusal) => {
+                let mut out = with_version(REFUSED);
+                out.push(*refusal as u8);
+                out
+            }
+            Message::Ask { rkey, of, by } => words(ASK, &[rkey.0, of.value(), by.value()]),
+            Message::Granted(granted) => {
+                let mut out = words(
+                    GRANTED,
+                    &[
+                        granted.rkey.0,
+                        granted.by.value(),
+                        granted.index,
+                        granted.generation,
+                        granted.access.bits(),
+                    ],
+                );
+                for number in [
+                    granted.iova,
+                    granted.length,
+                    granted.offset,
+                    granted.gate,
+                    granted.left,
+                ] {
+                    out.extend(number.to_ne_bytes());
+                }
+                out
+            }
+            Message::Denied { rkey, by, reason } => words(DENIED, &[rkey.0, by.value(), *reason as u32]),
+        }
+    }
+
+    /// Returns `None` for bytes that no encoder produces.
+    pub(crate) fn decode(packet: &[u8]) -> Option<Message> {
+        let (&kind, rest) = packet.split_first()?;
+        if let HELLO | WELCOME | REFUSED | OVER | LIST | CAPTURE = kind {
+            // The version comes first: everything else may depend on it.
+            let (version, rest) = rest.split_first_chunk()?;
+            if u16::from_ne_bytes(*version) != VERSION {
+                return Some(Message::Refused(Refusal::Version));
+            }
+            return match (kind, rest) {
+                (HELLO, [slot, family, octets @ ..]) => {
+                    let octets = Ipv6Addr::from(<[u8; 16]>::try_from(octets).ok()?);
+                    let address = match family {
+                        4 => IpAddr::V4(octets.to_ipv4_mapped()?),
+                        6 => IpAddr::V6(octets),
+                        _ => return None,
+                    };
+                    let slot = *slot;
+                    Some(Message::Hello { address, slot })
+                }
+                (WELCOME, []) => Some(Message::Welcome),
+                (OVER, []) => Some(Message::Over),
+                (LIST, _) => Question::decode(packet).map(Message::List),
+                (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
+                    let text = str::from_utf8(text).ok()?;
+                    let filter: Filter = text.parse().ok()?;
+                    (filter.to_string() == text).then_some(Message::Capture { filter })
+                }
+                (REFUSED, [refusal]) => Refusal::from_repr(*refusal).map(Message::Refused),
+                _ => None,
+            };
+        }
+        let (words, rest) = match kind {
+            ASK | DENIED => rest.split_at_checked(12)?,
+            GRANTED => rest.split_at_checked(20)?,
+            _ => return None,
+        };
+        let word = |i: usize| words.as_chunks().0.get(i).map_or(0, |w| u32::from_ne_bytes(*w));
+        let qpn = |i| Some(word(i)).filter(|n| *n < 1 << 24).map(Qpn::new);
+        let (numbers, odd) = rest.as_chunks();
+        let number = |i: usize| numbers.get(i).map_or(0, |n| u64::from_ne_bytes(*n));
+        match (kind, numbers.len(), odd) {
+            (ASK, 0, []) => Some(Message::Ask {
+                rkey: RKey(word(0)),
+                of: qpn(1)?,
+                by: qpn(2)?,
+            }),
+            (DENIED, 0, []) => Some(Message::Denied {
+                rkey: RKey(word(0)),
+                by: qpn(1)?,
+                reason: u8::try_from(word(2)).ok().and_then(Refusal::from_repr)?,
+            }),
+            (GRANTED, 5, []) => Some(Message::Granted(Offer {
+                rkey: RKey(word(0)),
+                by: qpn(1)?,
+                index: word(2),
+                generation: word(3),
+                access: Access::from_bits(word(4))?,
+                iova: number(0),
+                length: number(1),
+                offset: number(2),
+                gate: number(3),
+                left: number(4),
+            })),
+            _ => None,
+        }
+    }
+}
+
+fn words(kind: u8, words: &[u32]) -> Vec<u8> {
+    let mut out = vec![kind];
+    out.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(non_snake_case, reason = "names of tests are function__case")]
+
+    use strum::VariantArray;
+
+    use super::*;
+
+    fn all() -> Vec<Message> {
+        let (rkey, by, of) = (RKey(0x1234_5678), Qpn::new(0x01_0002), Qpn::new(0x02_0003));
+        let granted = Offer {
+            rkey,
+            by,
+            index: 3,
+            generation: 9,
+            access: Access::REMOTE_WRITE,
+            iova: 1 << 40,
+            length: 4096,
+            offset: 8192,
+            gate: 1 << 47,
+            left: 77,
+        };
+        let mut all = vec![
+            Message::Hello {
+                address: IpAddr::from([127, 0, 0, 1]),
+                slot: 15,
+            },
+            Message::Hello {
+                address: IpAddr::V6(Ipv6Addr::LOCALHOST),
+                slot: 1,
+            },
+            Message::Welcome,
+            Message::Over,
+            Message::List(Question {
+                object: rdmux_verbs::resources::Object::Mr,
+                from: 0x01_0203 << 32,
+            }),
+            Message::Capture {
+                filter: Filter::default(),
+            },
+            Message::Capture {
+                filter: Filter {
+                    qp: Some(Qpn::new(0xff_ffff)),
+                    peer: Some(Ipv6Addr::from([0xfe; 16]).into()),
+                    opcode: Some(crate::capture::Kind::Atomic),
+                },
+            },
+            Message::Ask { rkey, of, by },
+            Message::Granted(granted),
+        ];
+        all.extend(Refusal::VARIANTS.iter().map(|&reason| Message::Refused(reason)));
+        all.extend(
+            Refusal::VARIANTS
+                .iter()
+                .map(|&reason| Message::Denied { rkey, by, reason }),
+        );
+        all
+    }
+
+    #[test]
+    fn decode__inverts_encode() {
+        for message in all() {
+            let bytes = message.encode();
+            assert!(bytes.len() < LEN_MAX);
+            assert_eq!(Message::decode(&bytes), Some(message));
+        }
+    }
+
+    #[test]
+    fn decode__cut_or_extended() {
+        for message in all() {
+            let mut bytes = message.encode();
+            for len in 0..bytes.len() {
+                assert_eq!(Message::decode(&bytes[..len]), None, "{message:?} cut to {len}");
+            }
+            bytes.push(0);
+            assert_eq!(Message::decode(&bytes), None, "{message:?} and a byte");
+        }
+    }
+
+    #[test]
+    fn decode__another_version() {
+        let mut hello = all()[0].encode();
+        hello[1..3].copy_from_slice(&(VERSION + 1).to_ne_bytes());
+        assert_eq!(Message::decode(&hello), Some(Message::Refused(Refusal::Version)));
+    }
+
+    #[test]
+    fn decode__anything_is_refused_or_encodes_to_the_same() {
+        let mut state = 1u64;
+        let mut next = move || {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (state >> 33) as usize
+        };
+        let mut understood = 0;
+        for _ in 0..300_000 {
+            let all = all();
+            let mut bytes = all[next() % all.len()].encode();
+            for _ in 0..next() % 4 {
+                let at = next() % bytes.len();
+                bytes[at] = next() as u8;
+            }
+            match next() % 8 {
+                0 => bytes.truncate(next() % (bytes.len() + 1)),
+                1 => bytes.resize_with(bytes.len() + next() % LEN_MAX, || next() as u8),
+                _ => {}
+            }
+            match Message::decode(&bytes) {
+                None | Some(Message::Refused(Refusal::Version)) => {}
+                Some(message) => {
+                    assert_eq!(message.encode(), bytes, "{message:?}");
+                    understood += 1;
+                }
+            }
+        }
+        assert!(understood > 10_000);
+    }
+}

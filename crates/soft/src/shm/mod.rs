@@ -1,0 +1,4 @@
+//! Links between engines of one host, which share memory (`rdmux_shm`): who meets whom, and what they say to each other.
+
+pub(crate) mod link;
+pub(crate) mod message;

@@ -1,0 +1,158 @@
+//! Asynchronous events that no other test here waits for.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod common;
+#[path = "../../skip.rs"]
+mod skip;
+
+use std::net::IpAddr;
+use std::process::Command;
+use std::sync::Arc;
+
+use common::{LONG, connect};
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::*;
+use skip::skip;
+
+struct End {
+    device: Device,
+    cq: CompletionQueue,
+    qp: QueuePair,
+    mr: MemoryRegion,
+}
+
+impl End {
+    /// `recv_depth`: number of receive completions that there is room for.
+    fn new(address: IpAddr, qp_type: QpType, recv_depth: u32) -> End {
+        let device = common::open(address).unwrap();
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16).unwrap());
+        let options = QpOptions {
+            qp_type,
+            recv_cq: device.create_cq(recv_depth).unwrap(),
+            ..QpOptions::new(&cq)
+        };
+        let qp = pd.create_qp(&options).unwrap();
+        let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_ATOMIC;
+        let mr = pd.reg_mr_all(memory, 0, access).unwrap();
+        End { device, cq, qp, mr }
+    }
+
+    fn send(&self, operation: Operation, to: Target) -> WorkCompletion {
+        let sges = match operation {
+            Operation::FetchAdd { .. } => self.mr.sge(0, 8).into(),
+            _ => SgeList::EMPTY,
+        };
+        let request = SendRequest {
+            wr_id: 1,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to,
+        };
+        self.qp.post_send(request).unwrap();
+        self.cq.wait(LONG).unwrap().expect("a completion")
+    }
+
+    /// Returns the next event, except that data came before the last message of the connection, which may happen or not.
+    fn event(&self) -> Option<AsyncEvent> {
+        let events = std::iter::from_fn(|| self.device.wait_async_event(LONG));
+        events
+            .into_iter()
+            .find(|event| !matches!(event, AsyncEvent::CommunicationEstablished(_)))
+    }
+}
+
+fn connected(address: [u8; 4], recv_depth: u32) -> (End, End, [Connection; 2]) {
+    let [client, server] = [16, recv_depth].map(|depth| End::new(address.into(), QpType::Rc, depth));
+    let connections = connect(&client.qp, &server.qp, &ConnectParams::default());
+    (client, server, connections)
+}
+
+#[test]
+fn event__qp_request_error() {
+    let (client, server, _held) = connected([127, 0, 33, 1], 16);
+    let (va, rkey) = (server.mr.iova() + 4, server.mr.rkey());
+    let misaligned = Operation::FetchAdd { va, rkey, add: 1 };
+    let wc = client.send(misaligned, Target::Connected);
+    assert_eq!(wc.status, Status::RemoteInvalidRequest);
+    let qpn = server.qp.qpn();
+    assert_eq!(server.event(), Some(AsyncEvent::QpRequestError(qpn)));
+    assert_eq!(server.qp.error(), Some(Status::RemoteInvalidRequest));
+    // The requester learns it from the completion alone.
+    assert_eq!(client.device.poll_async_event(), None);
+}
+
+#[test]
+fn event__cq_error_and_qp_fatal() {
+    let (client, server, _held) = connected([127, 0, 33, 2], 1);
+    for wr_id in 0..3 {
+        let sges = SgeList::EMPTY;
+        server.qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    // Nobody polls, and there is room for one completion.
+    for _ in 0..2 {
+        client.send(Operation::Send { imm: None }, Target::Connected);
+    }
+    assert!(matches!(server.event(), Some(AsyncEvent::CqError(_))));
+    assert_eq!(server.event(), Some(AsyncEvent::QpFatal(server.qp.qpn())));
+}
+
+#[test]
+fn event__sq_drained() {
+    let (client, _server, _held) = connected([127, 0, 33, 3], 16);
+    client.qp.modify(QpState::Sqd, &QpAttributes::default()).unwrap();
+    assert_eq!(client.event(), Some(AsyncEvent::SqDrained(client.qp.qpn())));
+}
+
+/// Runs in a network namespace of its own, whose link goes down and comes back.
+#[test]
+fn namespace() {
+    if std::env::var_os("RDMUX_EVENTS_NAMESPACE").is_none() {
+        return;
+    }
+    let link = |state| {
+        let status = Command::new("ip").args(["link", "set", "v0", state]).status();
+        assert!(status.unwrap().success());
+    };
+    let end = End::new([10, 33, 0, 1].into(), QpType::Ud, 16);
+    end.qp.ready_datagram(RDMA_UDP_QKEY).unwrap();
+    let to = end.device.create_ah([10, 33, 0, 2].into(), 0);
+    let to = to.to(end.qp.qpn(), RDMA_UDP_QKEY).unwrap();
+    let send = || {
+        assert_eq!(
+            end.send(Operation::Send { imm: None }, to).status,
+            Status::Success
+        )
+    };
+    send();
+    assert_eq!(end.device.poll_async_event(), None);
+    link("down");
+    send();
+    assert_eq!(end.event(), Some(AsyncEvent::PortError));
+    send();
+    assert_eq!(end.device.poll_async_event(), None, "told once");
+    link("up");
+    send();
+    assert_eq!(end.event(), Some(AsyncEvent::PortActive));
+}
+
+const LINK: &str = "ip link add v0 type veth peer name v1 && ip addr add 10.33.0.1/24 dev v0 && ip link set v1 up && ip link set v0 up";
+
+#[test]
+fn event__port_error_and_port_active() {
+    let in_namespace = |then: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(["--map-root-user", "--net", "sh", "-c"]);
+        command.arg(format!("{LINK} && exec \"$@\"")).arg("sh").args(then);
+        command.env("RDMUX_EVENTS_NAMESPACE", "1");
+        command.output().ok()
+    };
+    if !in_namespace(&["true"]).is_some_and(|tried| tried.status.success()) {
+        return skip("this user can have no network namespace with a link");
+    }
+    let program = std::env::current_exe().unwrap();
+    let output = in_namespace(&[program.to_str().unwrap(), "--exact", "namespace", "--nocapture"]).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+}

@@ -1,4 +1,0 @@
-//! Links between engines of one host, which share memory (`rdmux_shm`): who meets whom, and what they say to each other.
-
-pub(crate) mod link;
-pub(in crate::soft) mod message;
