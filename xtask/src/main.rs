@@ -3,18 +3,21 @@
 //! The status is 0 if a check passed, 1 if it failed, 2 if it could not be started, and 77 if it cannot run on this machine: the reason is then
 //! in a line that starts with `skipped: `. After a signal it is 128 and the signal's number.
 
-use std::env;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{ExitCode, Stdio};
+use std::{env, fs};
 
+use anyhow::{Context, Result};
 use clap::Parser;
 
 mod abi;
+mod check;
 mod policy;
 mod process;
 mod programs;
+mod pyverbs;
 
-use process::Interrupted;
+use crate::process::Interrupted;
 
 #[derive(Parser)]
 #[command(
@@ -29,6 +32,10 @@ enum Command {
     Abi(abi::Options),
     /// Unmodified programs for RDMA on rdmux: a line each with result, seconds and command
     Programs(programs::Options),
+    /// The C programs of capi/checks on the drop-in library: a line each
+    Check(check::Options),
+    /// rdma-core's own test suite on the drop-in library, compared with capi/pyverbs.list
+    Pyverbs(pyverbs::Options),
 }
 
 /// What the line starts with that has the reason; `./test` looks for it.
@@ -50,7 +57,8 @@ impl Outcome {
 
 /// Returns the root of the repository that this program was built in.
 fn root() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here)
 }
 
 /// Returns where cargo puts a file of the release build.
@@ -65,11 +73,41 @@ fn installed(program: &str) -> bool {
         .is_some_and(|path| env::split_paths(&path).any(|folder| folder.join(program).is_file()))
 }
 
+/// Returns whether a command ends well; it says nothing.
+fn succeeds(program: &str, arguments: &[&str]) -> bool {
+    let mut command = std::process::Command::new(program);
+    command
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+/// Returns the path of rdmux: the given one, or that of the release build.
+fn rdmux(given: Option<&Path>) -> Result<PathBuf> {
+    let path = given.map_or_else(|| release("rdmux"), Path::to_owned);
+    path.canonicalize().with_context(|| {
+        let build = "cargo build --release -p rdmux -p rdmux-ibverbs -p rdmux-sysfs";
+        format!("there is no {}: {build}", path.display())
+    })
+}
+
+/// Returns the last `count` lines of a file.
+fn last_lines(path: &Path, count: usize) -> Vec<String> {
+    let text = fs::read(path).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let skipped = text.lines().count().saturating_sub(count);
+    text.lines().skip(skipped).map(str::to_owned).collect()
+}
+
 fn main() -> ExitCode {
     let outcome = match Command::parse() {
         Command::Policy => policy::run(),
         Command::Abi(options) => abi::run(&options),
         Command::Programs(options) => programs::run(&options),
+        Command::Check(options) => check::run(&options),
+        Command::Pyverbs(options) => pyverbs::run(&options),
     };
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,

@@ -13,13 +13,13 @@ use clap::Args;
 use serde::Serialize;
 use tempfile::TempDir;
 
-use self::host::{Claim, Network, XrcFiles, free_address, joined, listens, succeeds, usage};
+use self::host::{Claim, Network, XrcFiles, free_address, joined, listens, usage};
 use self::table::{
     BYTES, CLIENT, COPY, Exchange, Host, Judge, Line, PORT, Place, Ready, SERVER, Test, table,
     why_not_with_faults,
 };
 use crate::process::{Job, Signals};
-use crate::{Outcome, installed, release};
+use crate::{Outcome, installed, last_lines, rdmux, succeeds};
 
 mod host;
 mod table;
@@ -88,11 +88,7 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
         let why = "perftest, ibverbs-utils and rdmacm-utils are not all installed";
         return Ok(Outcome::Skipped(why.to_owned()));
     }
-    let binary = options.binary.clone().unwrap_or_else(|| release("rdmux"));
-    let binary = binary.canonicalize().with_context(|| {
-        let build = "cargo build --release -p rdmux -p rdmux-ibverbs -p rdmux-sysfs";
-        format!("there is no {}: {build}", binary.display())
-    })?;
+    let binary = rdmux(options.binary.as_deref())?;
     let began = Instant::now();
     let signals = Signals::catch()?;
     let run = Run {
@@ -475,10 +471,9 @@ impl Run<'_> {
                 continue;
             }
             let errors = format!("{side}.err");
-            let (output, errors) = (self.output(side), self.output(&errors));
-            let output: Vec<&str> = output.lines().collect();
-            let end = &output[output.len().saturating_sub(8)..];
-            for line in errors.lines().chain(end.iter().copied()) {
+            let errors = self.output(&errors);
+            let end = last_lines(&file, 8);
+            for line in errors.lines().chain(end.iter().map(String::as_str)) {
                 writeln!(said, "{side}: {line}")?;
             }
             fs::remove_file(file.with_extension("err"))?;

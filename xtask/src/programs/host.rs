@@ -191,17 +191,6 @@ impl Network {
     }
 }
 
-/// Returns whether a command ends well; it says nothing.
-pub(super) fn succeeds(program: &str, arguments: &[&str]) -> bool {
-    let mut command = Command::new(program);
-    command
-        .args(arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    command.status().is_ok_and(|status| status.success())
-}
-
 /// Returns what a program says about its options.
 pub(super) fn usage(program: &str) -> String {
     let output = Command::new(program).arg("-h").stdin(Stdio::null()).output();

@@ -1,0 +1,171 @@
+//! C programs that use the drop-in library in ways that no packaged program does: `capi/checks`. Each describes its checks in its first comment.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::process::{Job, Signals};
+use crate::{Outcome, last_lines, rdmux, root};
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// The program rdmux, with its libraries beside it [default: that of the release build]
+    #[arg(long, value_name = "RDMUX")]
+    binary: Option<PathBuf>,
+    /// The address of the device
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    device: IpAddr,
+    /// The threads' rounds many times over
+    #[arg(long)]
+    long: bool,
+    /// Only those whose name has the word
+    #[arg(long, value_name = "WORD", default_value = "")]
+    only: String,
+}
+
+const HEADERS: &str = "#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n";
+
+pub(crate) fn run(options: &Options) -> Result<Outcome> {
+    let binary = rdmux(options.binary.as_deref())?;
+    if !compiles(HEADERS) {
+        let why =
+            "there is no C compiler, or no headers of rdma-core (Debian: libibverbs-dev and librdmacm-dev)";
+        return Ok(Outcome::Skipped(why.to_owned()));
+    }
+    let signals = Signals::catch()?;
+    let work = tempfile::tempdir()?;
+    let mut sources = sources(&options.only)?;
+    sources.sort();
+    let mut passed = true;
+    for source in sources {
+        let check = Check::new(&source, work.path())?;
+        let name = format!("capi/checks/{}", check.name);
+        if let Some(header) = check.missing_header() {
+            println!("{:<8}{name}: there is no {header}", "skipped");
+            continue;
+        }
+        if check.compile()? && check.run(&binary, options, &signals)? {
+            println!("{:<8}{name}", "ok");
+        } else {
+            passed = false;
+            println!("{:<8}{name}", "FAILED");
+            for line in last_lines(&check.output, 20) {
+                println!("  {line}");
+            }
+        }
+    }
+    Ok(Outcome::of(passed))
+}
+
+fn sources(only: &str) -> Result<Vec<PathBuf>> {
+    let folder = root().join("capi/checks");
+    let mut sources = Vec::new();
+    for entry in fs::read_dir(&folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or("");
+        if path.extension().is_some_and(|extension| extension == "c") && name.contains(only) {
+            sources.push(path);
+        }
+    }
+    if sources.is_empty() {
+        bail!("no program in capi/checks has '{only}' in its name");
+    }
+    Ok(sources)
+}
+
+/// Returns whether a C source compiles.
+fn compiles(source: &str) -> bool {
+    let mut command = Command::new("cc");
+    command.args(["-fsyntax-only", "-x", "c", "-"]);
+    let child = command.stdin(Stdio::piped()).stderr(Stdio::null()).spawn();
+    child.is_ok_and(|mut child| {
+        let written = child
+            .stdin
+            .take()
+            .map(|mut input| input.write_all(source.as_bytes()));
+        let ended = child.wait();
+        written.is_some_and(|written| written.is_ok()) && ended.is_ok_and(|status| status.success())
+    })
+}
+
+/// A program of `capi/checks`.
+struct Check<'a> {
+    name: String,
+    source: &'a Path,
+    text: String,
+    program: PathBuf,
+    /// What the compiler and the program say.
+    output: PathBuf,
+}
+
+impl<'a> Check<'a> {
+    fn new(source: &'a Path, work: &Path) -> Result<Self> {
+        let name = source
+            .file_stem()
+            .context("a source without a name")?
+            .to_string_lossy()
+            .into_owned();
+        Ok(Self {
+            source,
+            text: fs::read_to_string(source)?,
+            program: work.join(&name),
+            output: work.join(format!("{name}.output")),
+            name,
+        })
+    }
+
+    /// The library that the program is linked with besides rdma-core's, and its header: the comment `needs: -lx x.h` in the source.
+    fn needs(&self) -> Option<(&str, &str)> {
+        let needs = self.text.lines().find_map(|line| line.strip_prefix(" * needs: "));
+        needs?.strip_suffix(" */")?.split_once(' ')
+    }
+
+    fn missing_header(&self) -> Option<&str> {
+        let (_, header) = self.needs()?;
+        let missing = !compiles(&format!("#include <stddef.h>\n#include <{header}>\n"));
+        missing.then_some(header)
+    }
+
+    /// Some sources are two programs: one that opens its library at run time, and a plugin.
+    fn compile(&self) -> Result<bool> {
+        let plugin = self.program.with_extension("so");
+        Ok(self.compile_to(&self.program, &[])?
+            && (!self.text.lines().any(|line| line.starts_with("#ifdef PLUGIN"))
+                || self.compile_to(&plugin, &["-fPIC", "-shared", "-DPLUGIN"])?))
+    }
+
+    fn compile_to(&self, output: &Path, options: &[&str]) -> Result<bool> {
+        let mut command = Command::new("cc");
+        command
+            .args(["-Wall", "-Werror", "-O1", "-pthread"])
+            .args(options);
+        command
+            .arg("-o")
+            .args([output, self.source])
+            .arg("-Wl,--as-needed");
+        command.args(self.needs().map(|(library, _)| library));
+        command.args(["-lrdmacm", "-libverbs"]);
+        Ok(command.stderr(File::create(&self.output)?).status()?.success())
+    }
+
+    fn run(&self, binary: &Path, options: &Options, signals: &Signals) -> Result<bool> {
+        let (rounds, limit) = if options.long { ("3000", 1200) } else { ("60", 300) };
+        let output = File::create(&self.output)?;
+        let mut command = Command::new(binary);
+        command
+            .args(["run", "--device", &options.device.to_string(), "--"])
+            .arg(&self.program)
+            .arg(rounds)
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output);
+        let mut job = Job::start(&mut command, Duration::from_secs(limit))?;
+        Ok(job.wait(signals)?.success())
+    }
+}
