@@ -226,6 +226,7 @@ mod tests {
             "cm-reject",
             "cm-datagram",
         ];
+        rdmux_soft::register();
         let listener = TcpListener::bind("127.0.0.94:0").unwrap();
         let address = listener.local_addr().unwrap();
         std::thread::scope(|scope| {
