@@ -9,7 +9,7 @@ use rustix::net::{
 };
 
 /// Most descriptors of a message: a block's sockets are fewer, the welcome of an older version has 33.
-const DESCRIPTORS_MAX: usize = 64;
+pub const DESCRIPTORS_MAX: usize = 64;
 
 /// Sends one packet with at most [`DESCRIPTORS_MAX`] descriptors, without waiting.
 pub fn send_bytes(fd: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {

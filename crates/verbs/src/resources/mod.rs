@@ -3,6 +3,8 @@
 //! [`devices`] finds the devices, and [`ask`] asks them for objects of one kind, all at once. A device answers only processes of its own
 //! user, and of root. A query costs the device little: it reports a bounded number of objects at a time and never waits.
 //!
+//! The modules are for providers, whose devices answer: [`places`] says where tools find them, and [`report`] what they answer.
+//!
 //! ```no_run
 //! use rdmux_verbs::resources::{Object, ask, devices};
 //! use std::time::Duration;

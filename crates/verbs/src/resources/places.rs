@@ -61,13 +61,13 @@ pub fn connect_slot(address: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
 }
 
 /// Returns whether a slot is the place of a device of an RNIC.
-pub fn is_rnic_slot(slot: u8) -> bool {
+pub(crate) fn is_rnic_slot(slot: u8) -> bool {
     RNIC_SLOTS.contains(&slot)
 }
 
 /// Returns the slots that have a process of any user in this network namespace, in the order of addresses, those of RNICs included; `None`
 /// where the system does not tell.
-pub fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
+pub(crate) fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
     let sockets = fs::read_to_string("/proc/net/unix").ok()?;
     Some(slots_of_sockets(&sockets))
 }

@@ -21,7 +21,7 @@ const PAGE: u8 = 9;
 /// Most records of a page.
 pub const RECORDS_MAX: usize = 256;
 /// Most words of a record.
-pub const WORDS_MAX: usize = 48;
+pub(crate) const WORDS_MAX: usize = 48;
 /// Most bytes of a record's name.
 const NAME_BYTES_MAX: usize = 64;
 /// Longer than any page, so that a longer one is noticed.
@@ -184,7 +184,7 @@ impl Record {
     }
 
     /// Returns a word, or 0 beyond the last.
-    pub fn word(&self, at: usize) -> u64 {
+    pub(crate) fn word(&self, at: usize) -> u64 {
         self.words.get(at).copied().unwrap_or(0)
     }
 }
