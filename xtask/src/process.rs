@@ -100,15 +100,12 @@ impl Job {
             .process_group(0)
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        let pidfd = Pid::from_raw(child.id().cast_signed())
-            .context("no process has number 0")
-            .and_then(|pid| Ok(pidfd_open(pid, PidfdFlags::empty())?));
-        let pidfd = match pidfd {
+        let pidfd = match pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
             Ok(pidfd) => pidfd,
             Err(error) => {
                 child.kill()?;
                 child.wait()?;
-                return Err(error);
+                return Err(error.into());
             }
         };
         let deadline = Instant::now() + limit;
@@ -178,10 +175,8 @@ impl Job {
     }
 
     fn signal(&self, signal: Signal) {
-        if let Some(group) = Pid::from_raw(self.child.id().cast_signed()) {
-            // Fails only where the whole group has ended.
-            let _ended = kill_process_group(group, signal);
-        }
+        // Fails only where the whole group has ended.
+        let _ended = kill_process_group(Pid::from_child(&self.child), signal);
     }
 }
 
@@ -189,5 +184,70 @@ impl Drop for Job {
     fn drop(&mut self) {
         // Nobody is left to tell.
         let _ended = self.end();
+    }
+}
+
+#[cfg(test)]
+#[allow(non_snake_case, reason = "tests are named function__case")]
+mod tests {
+    use std::fs;
+    use std::io::{BufRead, BufReader};
+    use std::process::Stdio;
+
+    use super::*;
+
+    /// Starts a shell with a child in its group, and returns the child's number.
+    fn shell_with_child(limit: Duration) -> (Job, u32) {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "sleep 1000 & echo $!; wait"])
+            .stdout(Stdio::piped());
+        let mut job = Job::start(&mut command, limit).unwrap();
+        let mut line = String::new();
+        let output = job.child.stdout.take().unwrap();
+        BufReader::new(output).read_line(&mut line).unwrap();
+        (job, line.trim().parse().unwrap())
+    }
+
+    /// Returns whether a process has ended; nobody may have reaped it yet.
+    fn has_ended(process: u32) -> bool {
+        let Ok(stat) = fs::read_to_string(format!("/proc/{process}/stat")) else {
+            return true;
+        };
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']))
+    }
+
+    fn expect_end(process: u32) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !has_ended(process) {
+            assert!(Instant::now() < deadline, "process {process} runs on");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn job__dropped_ends_its_group() {
+        let (job, child) = shell_with_child(UNLIMITED);
+        assert!(!has_ended(child));
+        drop(job);
+        expect_end(child);
+    }
+
+    #[test]
+    fn job__over_its_limit_is_ended() {
+        let signals = Signals::catch().unwrap();
+        let (mut job, child) = shell_with_child(Duration::ZERO);
+        assert!(!job.wait(&signals).unwrap().success());
+        expect_end(child);
+    }
+
+    #[test]
+    fn job__status_stays() {
+        let signals = Signals::catch().unwrap();
+        let mut job = Job::start(Command::new("sh").args(["-c", "exit 3"]), UNLIMITED).unwrap();
+        assert_eq!(job.wait(&signals).unwrap().code(), Some(3));
+        assert!(job.has_ended(&signals).unwrap());
+        assert_eq!(job.end().unwrap().code(), Some(3));
     }
 }
