@@ -183,6 +183,7 @@ impl Serve {
             from: Some(self.socket().ip()),
             ..Options::default()
         };
+        rdmux_soft::register();
         Client::connect(self.socket(), &place.key(), &options).unwrap()
     }
 
