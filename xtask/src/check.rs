@@ -32,12 +32,12 @@ pub(crate) struct Options {
 const HEADERS: &str = "#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n";
 
 pub(crate) fn run(options: &Options) -> Result<Outcome> {
-    let binary = rdmux(options.binary.as_deref())?;
     if !compiles(HEADERS) {
         let why =
             "there is no C compiler, or no headers of rdma-core (Debian: libibverbs-dev and librdmacm-dev)";
         return Ok(Outcome::Skipped(why.to_owned()));
     }
+    let binary = rdmux(options.binary.as_deref())?;
     let signals = Signals::catch()?;
     let work = tempfile::tempdir()?;
     let mut sources = sources(&options.only)?;

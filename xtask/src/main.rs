@@ -38,7 +38,7 @@ enum Command {
     Pyverbs(pyverbs::Options),
 }
 
-/// What the line starts with that has the reason; `./test` looks for it.
+/// Start of the line with the reason, which `./test` looks for.
 const SKIPPED: &str = "skipped: ";
 
 /// How a check ended. It has printed its findings.

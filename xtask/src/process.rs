@@ -13,11 +13,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// How long a process has after SIGTERM.
+/// Time between SIGTERM and SIGKILL for a process that does not end.
 const GRACE: Duration = Duration::from_secs(2);
 /// Longer than any check.
 const UNLIMITED: Duration = Duration::from_secs(1 << 20);
-/// How often a condition is tried that no descriptor tells.
+/// Interval at which a condition without a descriptor is evaluated again.
 const AGAIN: Duration = Duration::from_millis(2);
 
 /// A signal has ended the check, which leaves no process and no file behind.
@@ -37,7 +37,7 @@ impl Signals {
         let (arrived, sender) = UnixStream::pair()?;
         let first = Arc::new(AtomicUsize::new(0));
         for (signal, number) in [(SIGINT, 2), (SIGTERM, 15), (SIGHUP, 1)] {
-            // In this order: whoever reads the byte finds the number.
+            // In this order, so that the number is there when the byte is.
             signal_hook::flag::register_usize(signal, first.clone(), number)?;
             signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
         }
@@ -167,7 +167,7 @@ impl Job {
         let mut watched = [PollFd::new(&self.pidfd, PollFlags::IN)];
         // An interrupted wait only makes the grace shorter.
         let _ended = poll(&mut watched, Some(&Timespec::try_from(GRACE)?));
-        // Also to what the process has left behind. It is not reaped yet, so nobody else has its number.
+        // Also ends what is left of the group. The process is not reaped yet, so its number cannot be another group's.
         self.signal(Signal::KILL);
         let status = self.child.wait()?;
         self.status = Some(status);
@@ -182,7 +182,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // Nobody is left to tell.
+        // A status or an error has no receiver here.
         let _ended = self.end();
     }
 }

@@ -37,10 +37,10 @@ const RUNNER: &str = include_str!("pyverbs.py");
 const LIMIT: Duration = Duration::from_secs(320);
 
 pub(crate) fn run(options: &Options) -> Result<Outcome> {
-    let binary = rdmux(options.binary.as_deref())?;
     if let Some(why) = unsuitable()? {
         return Ok(Outcome::Skipped(why));
     }
+    let binary = rdmux(options.binary.as_deref())?;
     let signals = Signals::catch()?;
     let work = tempfile::tempdir()?;
     let seed = options.seed.unwrap_or_else(|| fastrand::u16(..));

@@ -65,14 +65,14 @@ pub(super) fn listens(process: &str, address: Option<Ipv4Addr>, port: u16) -> Re
     Ok(false)
 }
 
-/// The right to take a port of TCP, or the files of XRC, from all runs on this host, until it is dropped.
+/// The lock, until it is dropped, on what all runs on this host share: ports of TCP, and the files of XRC.
 pub(super) struct Claim {
     _locked: File,
     pub(super) port: u16,
 }
 
 impl Claim {
-    /// Waits for the right, and picks a free port.
+    /// Waits for the lock, and picks a free port.
     pub(super) fn wait(signals: &Signals) -> Result<Self> {
         let locked = File::open("/tmp")?;
         let free = signals.until(Duration::from_secs(120), || {
@@ -122,7 +122,7 @@ impl XrcFiles {
 impl Drop for XrcFiles {
     fn drop(&mut self) {
         for path in Self::PATHS {
-            // Not every program makes each.
+            // No program makes all of them.
             let _absent = fs::remove_file(path);
         }
     }

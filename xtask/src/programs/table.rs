@@ -14,7 +14,7 @@ pub(super) struct Host {
     pub(super) mount_namespaces: bool,
     pub(super) network_namespaces: bool,
     pub(super) ucx: bool,
-    /// `ucx_perftest` is built with MPI: it takes its peer from there unless it is told not to.
+    /// `ucx_perftest` is built with MPI, which gives it its peer unless an option forbids that.
     pub(super) ucx_with_mpi: bool,
     pub(super) fio: bool,
     pub(super) libfabric: bool,
@@ -67,14 +67,14 @@ pub(super) enum Place {
     TwoHosts,
 }
 
-/// By what the client is started.
+/// The condition for starting the client.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ready {
     /// The server listens at a TCP port that the run picks: [`PORT`] in the command lines.
     PickedPort,
     /// The server listens at this TCP port.
     Port(u16),
-    /// Nothing tells, because the server's port is rdma_cm's: the client tries again while nobody listens.
+    /// None, because `/proc` does not show that the server listens at a port of rdma_cm: the client is started again while nobody listens.
     Unknown,
     /// The server has joined the multicast group; else like [`Ready::Unknown`].
     Joined,
