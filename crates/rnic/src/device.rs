@@ -13,6 +13,7 @@ use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, Deth, GSI_QKEY, ICRC_LEN, Opcode, Operation as Op, Packet, Transport, UDP_PORT};
 use rdmux_wire::{LKey, Psn, Qpn, RKey};
 
+use crate::access::{AccessId, AccessJob, Accessed, Accesses};
 use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
@@ -173,10 +174,10 @@ pub struct QpInfo {
 /// # Calling contract
 /// - *Verbs* (`alloc_pd` ... `post_recv`, `poll_cq`, and the methods of [`Rnic::cm`]) may be called at any time.
 /// - *Input*: [`Rnic::handle_datagram`] for datagrams that arrive on UDP port 4791, [`Rnic::handle_timeout`] when the time that
-///   [`Rnic::poll_timeout`] returned has come, [`Rnic::handle_flush`] when a flush job is done. Input may be given in any order;
-///   `now` never runs backwards.
+///   [`Rnic::poll_timeout`] returned has come, [`Rnic::handle_flush`] when a flush job is done, [`Rnic::handle_access`] when an
+///   access is. Input may be given in any order; `now` never runs backwards.
 /// - After verbs or input, poll until nothing is left, in any order: [`Rnic::poll_transmit`] for packets, [`Rnic::poll_flush`] for
-///   flushes to carry out, [`Rnic::poll_event`] for events to pass to the application, [`Rnic::poll_ended_memories`] for memories
+///   flushes and [`Rnic::poll_access`] for accesses to carry out, [`Rnic::poll_event`] for events to pass to the application, [`Rnic::poll_ended_memories`] for memories
 ///   to drop, and `cm().poll_event()`. [`Rnic::poll_timeout`] comes last, since all others change it.
 ///
 /// Datagrams that `poll_transmit` returned may be lost, duplicated, delayed or sent twice: the protocol recovers from that.
@@ -207,6 +208,7 @@ pub struct Rnic {
     /// QPs that have not placed all bytes of the datagram being handled yet.
     gathering: Vec<Qpn>,
     flushes: Flushes,
+    accesses: Accesses,
     events: VecDeque<Event>,
     /// Queues that overran during the current call, each with the QP whose completion was lost.
     overrun: Vec<(Cqn, Qpn)>,
@@ -232,6 +234,7 @@ macro_rules! env_of {
             cqs: &mut $device.cqs,
             events: &mut $device.events,
             flushes: &mut $device.flushes,
+            accesses: &mut $device.accesses,
             counters: &mut $device.counters,
             latencies: &mut $device.latencies,
             overrun: &mut $device.overrun,
@@ -270,6 +273,7 @@ impl Rnic {
             times_completions: false,
             gathering: Vec::new(),
             flushes: Flushes::new(retired.clone()),
+            accesses: Accesses::new(retired.clone()),
             events: VecDeque::new(),
             overrun: Vec::new(),
             retired,
@@ -543,6 +547,7 @@ impl Rnic {
                 self.revoked.push(qpn);
             }
             self.flushes.forget(qpn);
+            self.accesses.forget(qpn);
             self.groups.forget(qpn);
             self.regions.forget_qp(qpn);
             if qp.head.listed {
@@ -1156,6 +1161,13 @@ impl Rnic {
         self.with_qp(now, qpn, |qp, env| qp.handle_flush(env, psn, result.is_ok()));
     }
 
+    /// Handles the end of an access; a fault is final for the connection whose peer asked for it.
+    pub fn handle_access(&mut self, now: Time, id: AccessId, result: Result<Accessed, crate::memory::Fault>) {
+        if let Some(qpn) = self.accesses.finish(id) {
+            self.with_qp(now, qpn, |qp, env| qp.handle_access(env, id, result));
+        }
+    }
+
     /// Handles due timers when the time of [`Rnic::poll_timeout`] has come, for a device without links to peers on its host.
     pub fn handle_timeout(&mut self, now: Time) {
         self.handle_timeout_with(now, &|_, _| None);
@@ -1232,12 +1244,13 @@ impl Rnic {
         self.has_urgent_transmit() || (all && !self.ack_ready.is_empty())
     }
 
-    /// Returns whether [`Rnic::poll_flush`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing to
+    /// Returns whether [`Rnic::poll_flush`], [`Rnic::poll_access`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing to
     /// return.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.events.is_empty()
             && self.flushes.is_idle()
+            && self.accesses.is_idle()
             && self.revoked.is_empty()
             && self.cm.is_quiet()
             // A request that completed within its post may have set a timer.
@@ -1308,6 +1321,11 @@ impl Rnic {
     /// Returns a flush that the driver carries out in a context that may block.
     pub fn poll_flush(&mut self) -> Option<FlushJob> {
         self.flushes.poll()
+    }
+
+    /// Returns an access that the driver carries out in a context that may block.
+    pub fn poll_access(&mut self) -> Option<AccessJob> {
+        self.accesses.poll()
     }
 
     /// Returns whether [`Rnic::poll_ended_memories`] or [`Cm::take_deferred`] may have something to return. A driver asks after every call.

@@ -11,6 +11,7 @@ pub mod mutant;
 #[macro_use]
 mod probes;
 
+mod access;
 mod backlog;
 pub mod cm;
 mod counters;
@@ -37,6 +38,7 @@ pub mod trace;
 mod transmit;
 mod work;
 
+pub use access::{AccessId, AccessJob, Accessed};
 pub use backlog::Backlog;
 pub use counters::Counters;
 pub use cq::{
@@ -49,7 +51,7 @@ pub use device::{
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
-pub use memory::{Access, Atomic, Fault, HeapMemory, Memory, PeerFault, PeerMemory, Placement};
+pub use memory::{Access, Atomic, Fault, HeapMemory, Medium, Memory, PeerFault, PeerMemory, Placement};
 pub use qp::requester::direct::{ByPackets, Grant, Grantable, NotGranted};
 pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
 pub use queue::{NotPosted, ReceiveQueue, SendQueue};

@@ -95,6 +95,10 @@ impl Atomic {
     }
 }
 
+/// A medium with latencies of its own, such as a disk: accesses to the memories on it may wait for it, and for each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Medium(pub u64);
+
 /// Memory over which regions are registered.
 ///
 /// Offsets count from the start of the memory. An access outside of it returns [`Fault::Unmapped`] and never panics. Bytes are written
@@ -125,6 +129,17 @@ pub trait Memory: fmt::Debug + Send + Sync {
     /// bytes can be loaded and stored, the operation is also atomic with respect to the CPUs; otherwise only with respect to accesses
     /// through this `Memory`. An `offset` whose address is not a multiple of 8 returns [`Fault::NotSupported`].
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault>;
+
+    /// Returns the medium that an access may have to wait for; `None` if no access blocks. The engine hands what the peers of its RC QPs
+    /// access on a medium to the driver ([`crate::Rnic::poll_access`]).
+    fn medium(&self) -> Option<Medium> {
+        None
+    }
+
+    /// Like [`Memory::read`], but returns `None` where that would wait for a medium. `out` is then undefined.
+    fn read_at_once(&self, offset: u64, out: &mut [u8]) -> Option<Result<(), Fault>> {
+        self.medium().is_none().then(|| self.read(offset, out))
+    }
 
     /// Returns the placement types that a flush of this memory can honour.
     fn placement(&self) -> Placement;

@@ -20,6 +20,7 @@ use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
 use rdmux_wire::{LKey, Psn};
 
 use crate::machine::Machine;
+use crate::memory::MemoryKind;
 use input::Input;
 pub use input::Reach;
 use side::{FENCED, IOVA, Kind, PSN, QKEY, REGION, Side};
@@ -83,7 +84,11 @@ struct Pair {
 impl Pair {
     fn new(input: &mut Input<'_>) -> Pair {
         let (shape, focus) = (input.byte(), input.byte());
-        let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0, focus & 1 != 0));
+        let kind = MemoryKind {
+            gathers: focus & 1 != 0,
+            on_medium: shape & 8 != 0,
+        };
+        let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0, kind));
         // Few QPs, so that each of them makes progress.
         let first = usize::from(focus >> 1) % Kind::VARIANTS.len();
         let (second, ends) = (usize::from(focus >> 5), input.byte());
@@ -258,7 +263,8 @@ impl Pair {
                     self.fire(1);
                 }
             }
-            54 | 55 => self.finish_flush(i, input),
+            54 => self.finish_flush(i, input),
+            55 => self.finish_access(i, input),
             56 | 57 => self.modify(i, at, input),
             58 => self.renew(at, input),
             59 | 60 => self.objects(i, at, input),
@@ -468,6 +474,18 @@ impl Pair {
             job.memory.flush(job.offset, job.length, job.placement)
         };
         side.rnic.handle_flush(self.now, job.id, result);
+    }
+
+    fn finish_access(&mut self, i: usize, input: &mut Input<'_>) {
+        let side = &mut self.sides[i];
+        if let Some(job) = side.accesses.pop_front() {
+            let result = if input.one_in(16) {
+                Err(Fault::Io(5))
+            } else {
+                job.run()
+            };
+            side.rnic.handle_access(self.now, job.id, result);
+        }
     }
 
     fn modify(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
@@ -764,6 +782,8 @@ impl Pair {
             while let Some(job) = side.rnic.poll_flush() {
                 side.flushes.push(job);
             }
+            side.accesses
+                .extend(std::iter::from_fn(|| side.rnic.poll_access()));
             drop(side.rnic.poll_ended_memories());
             side.hear();
             side.check();
@@ -836,6 +856,9 @@ impl Pair {
                 let side = &mut self.sides[i];
                 for job in std::mem::take(&mut side.flushes) {
                     side.rnic.handle_flush(self.now, job.id, Ok(()));
+                }
+                for job in std::mem::take(&mut side.accesses) {
+                    side.rnic.handle_access(self.now, job.id, job.run());
                 }
                 side.post_missing_recvs(self.now);
                 // Users decide on all connections.

@@ -1,11 +1,14 @@
 //! Memory that knows what a power loss would leave, doors to it that can be shut, and an allocator.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_rnic::{Atomic, Fault, Memory, Placement};
+use rdmux_rnic::{AccessJob, Accessed, Atomic, Fault, Medium, Memory, Placement};
+
+use crate::dice::Dice;
 
 /// Bytes, and their image on the medium, which flushes update.
 #[derive(Debug)]
@@ -43,12 +46,32 @@ impl Image {
 pub(crate) struct SimMemory {
     image: Mutex<Image>,
     len: usize,
-    gathers: bool,
+    kind: MemoryKind,
+}
+
+/// How an engine accesses memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct MemoryKind {
+    /// Set when the engine places together what arrives together.
+    pub(crate) gathers: bool,
+    /// Set when accesses of peers wait for a medium.
+    pub(crate) on_medium: bool,
+}
+
+impl MemoryKind {
+    /// Returns one of the four kinds.
+    pub(crate) fn random(dice: &mut Dice) -> MemoryKind {
+        let kind = dice.below(4);
+        MemoryKind {
+            gathers: kind & 1 == 0,
+            on_medium: kind & 2 == 0,
+        }
+    }
 }
 
 impl SimMemory {
-    /// Creates memory with these bytes; with `gathers` the engine places together what arrives together.
-    pub(crate) fn new(bytes: Vec<u8>, gathers: bool) -> SimMemory {
+    /// Creates memory with these bytes.
+    pub(crate) fn new(bytes: Vec<u8>, kind: MemoryKind) -> SimMemory {
         let len = bytes.len();
         let medium = vec![0; len];
         SimMemory {
@@ -59,7 +82,7 @@ impl SimMemory {
                 promises_broken: 0,
             }),
             len,
-            gathers,
+            kind,
         }
     }
 
@@ -98,7 +121,7 @@ impl Door {
     }
 
     fn pass(&self) -> Result<(), Fault> {
-        if self.shut.load(Ordering::Relaxed) {
+        if self.shut.load(Ordering::Relaxed) && !IS_UNDER_WAY.get() {
             self.trespasses.fetch_add(1, Ordering::Relaxed);
         }
         if self.fails.load(Ordering::Relaxed) {
@@ -107,6 +130,25 @@ impl Door {
             Ok(())
         }
     }
+}
+
+thread_local! {
+    /// Set while an access is carried out that passed its door before.
+    static IS_UNDER_WAY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Notes that an access to a medium begins: it passes its door now.
+pub(crate) fn begin(job: &AccessJob) {
+    // The engine learns of a fault when the access is carried out.
+    let _ = job.memory.read(job.offset, &mut []);
+}
+
+/// Carries out an access that has begun, though its door may have been shut since.
+pub(crate) fn carry_out(job: &AccessJob) -> Result<Accessed, Fault> {
+    IS_UNDER_WAY.set(true);
+    let result = job.run();
+    IS_UNDER_WAY.set(false);
+    result
 }
 
 impl Memory for Door {
@@ -145,8 +187,12 @@ impl Memory for Door {
         Placement::GLOBAL | Placement::PERSISTENT
     }
 
+    fn medium(&self) -> Option<Medium> {
+        self.memory.kind.on_medium.then_some(Medium(1))
+    }
+
     fn gathers(&self) -> bool {
-        self.memory.gathers
+        self.memory.kind.gathers
     }
 
     fn flush_is_immediate(&self, placement: Placement) -> bool {

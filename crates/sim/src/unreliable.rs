@@ -15,7 +15,7 @@ use rdmux_rnic::{
 };
 
 use crate::dice::Dice;
-use crate::memory::{Door, SimMemory, Space};
+use crate::memory::{Door, MemoryKind, SimMemory, Space};
 use crate::world::{Faults, Shape, Step, World};
 use crate::{Report, Settings};
 
@@ -805,7 +805,11 @@ impl Side {
     fn new(world: &mut World, host: usize, dice: &mut Dice) -> Side {
         let mut model = vec![0; MEMORY as usize];
         dice.fill(&mut model);
-        let memory = Arc::new(SimMemory::new(model.clone(), dice.one_in(2)));
+        let kind = MemoryKind {
+            gathers: dice.one_in(2),
+            ..MemoryKind::default()
+        };
+        let memory = Arc::new(SimMemory::new(model.clone(), kind));
         let rnic = &mut world.hosts[host].rnic;
         let (pd, cq) = (rnic.alloc_pd(), rnic.create_cq(1 << 14));
         let spec = RegionSpec {

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
-    Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, LinkProgress, Path, PostError, QpType, RKey, Rnic,
-    SendRequest, Time, TransmitBuf, WorkCompletion,
+    AccessJob, Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, LinkProgress, Path, PostError, QpType,
+    RKey, Rnic, SendRequest, Time, TransmitBuf, WorkCompletion,
 };
 
 use rdmux_rnic::ECN_MARKED;
@@ -17,6 +17,7 @@ use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN, Operation, UDP_PORT};
 
 use crate::dice::Dice;
 use crate::machine::{Change, GrantMessage, Machine};
+use crate::memory::{begin, carry_out};
 use crate::seen::{self, Seen};
 use crate::tap::Tap;
 
@@ -78,6 +79,8 @@ enum Happening {
     },
     FlushRuns(usize, FlushJob),
     FlushEnds(usize, FlushId, Result<(), rdmux_rnic::Fault>),
+    /// The medium of a host has done the oldest of its accesses.
+    AccessEnds(usize),
     Idle(usize),
     User(u64),
 }
@@ -89,6 +92,8 @@ pub(crate) struct Host {
     pub(crate) completed: Vec<Cqn>,
     pub(crate) events: VecDeque<Event>,
     pub(crate) cm_events: VecDeque<CmEvent>,
+    /// Accesses to its medium, in order; the medium works on the first.
+    accesses: VecDeque<AccessJob>,
     /// Set when nothing goes in or out any more.
     pub(crate) vanished: bool,
     idle_pending: bool,
@@ -162,6 +167,7 @@ impl World {
                 completed: Vec::new(),
                 events: VecDeque::new(),
                 cm_events: VecDeque::new(),
+                accesses: VecDeque::new(),
                 vanished: false,
                 idle_pending: false,
                 arrival_last: Time(0),
@@ -248,7 +254,10 @@ impl World {
             _ => true,
         });
         self.flushes_running -= (before - self.agenda.len()) as u32;
+        self.agenda
+            .retain(|_, happening| !matches!(happening, Happening::AccessEnds(of) if *of == host));
         let host = &mut self.hosts[host];
+        host.accesses.clear();
         host.rnic = Rnic::new(config);
         host.completed.clear();
         host.events.clear();
@@ -379,6 +388,11 @@ impl World {
                 self.hosts[host].rnic.handle_flush(self.now, id, result);
                 self.settle(host);
             }
+            Happening::AccessEnds(host) => {
+                self.end_access(host);
+                self.work_on_medium(host);
+                self.settle(host);
+            }
             Happening::Idle(host) => {
                 self.hosts[host].idle_pending = false;
                 self.transmit(host, true);
@@ -413,6 +427,13 @@ impl World {
             let delay = self.dice.log_uniform(self.shape.flush_ns_max);
             self.plan(self.now + delay, Happening::FlushRuns(host, job));
         }
+        while let Some(job) = self.hosts[host].rnic.poll_access() {
+            begin(&job);
+            self.hosts[host].accesses.push_back(job);
+            if self.hosts[host].accesses.len() == 1 {
+                self.work_on_medium(host);
+            }
+        }
         let this = &mut self.hosts[host];
         drop(this.rnic.poll_ended_memories());
         while let Some(event) = this.rnic.poll_event() {
@@ -429,6 +450,30 @@ impl World {
         }
         for (by, rkey) in wanted {
             self.ask(host, by, rkey);
+        }
+    }
+
+    /// Lets a host's medium work on its oldest access.
+    fn work_on_medium(&mut self, host: usize) {
+        if !self.hosts[host].accesses.is_empty() {
+            // Most accesses are short; a few take as long as a flush.
+            let most = self.shape.flush_ns_max;
+            let most = if self.dice.one_in(16) {
+                most
+            } else {
+                most.min(20_000)
+            };
+            let delay = self.dice.log_uniform(most);
+            self.plan(self.now + delay, Happening::AccessEnds(host));
+        }
+    }
+
+    /// Carries out a host's oldest access to its medium.
+    fn end_access(&mut self, host: usize) {
+        let this = &mut self.hosts[host];
+        if let Some(job) = this.accesses.pop_front() {
+            let result = carry_out(&job);
+            this.rnic.handle_access(self.now, job.id, result);
         }
     }
 

@@ -6,11 +6,12 @@ mod denial;
 use std::sync::Arc;
 
 use rdmux_wire::roce::grh::GRH_LEN;
-use rdmux_wire::roce::{AtomicEth, Feth, MESSAGE_BYTES_MAX, Placement, Position, Reth, Selectivity};
+use rdmux_wire::roce::{AtomicEth, Feth, MESSAGE_BYTES_MAX, Packet, Placement, Position, Reth, Selectivity};
 use rdmux_wire::{Qpn, RKey};
 
+use crate::access::{AccessId, What};
 use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
-use crate::memory::{Access, Atomic, Fault, Memory};
+use crate::memory::{Access, Atomic, Fault, Medium, Memory};
 use crate::qp::message::{gathers, scatter};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::queue::ReceiveQueue;
@@ -145,10 +146,12 @@ pub(crate) struct FlushSpec {
     pub(crate) placement: Placement,
 }
 
-/// Reason for which a request was not carried out. All but the first put the QP in error.
+/// Reason for which a request was not carried out. All but the first two put the QP in error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     NotReady,
+    /// The request is carried out once this access has ended. Not a refusal: its peer learns nothing of it.
+    Waits(AccessId),
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
@@ -176,6 +179,12 @@ pub(crate) struct Execution {
     pub(crate) recv: ReceiveQueue,
     message: Option<Incoming>,
     gathered: Gathered,
+    /// Set when accesses to memory on a medium are left to the driver.
+    defers: bool,
+    /// Access of the current packet, announced and perhaps started. What is answered later waits for it.
+    announced: Option<(AccessId, Medium)>,
+    /// Result of the access for which the next request waited: the previous value of the memory for an atomic operation.
+    done: Option<Result<u64, Fault>>,
 }
 
 /// Bytes of the message in progress that were received and are not placed yet. They are placed or discarded by the end of the
@@ -184,6 +193,8 @@ pub(crate) struct Execution {
 struct Gathered {
     place: Option<GatheredPlace>,
     bytes: Vec<u8>,
+    /// The access that writes them, if their memory is on a medium.
+    access: Option<(AccessId, Medium)>,
 }
 
 /// Place of the gathered bytes.
@@ -208,6 +219,7 @@ impl Gathered {
 
     fn forget(&mut self) {
         self.place = None;
+        self.access = None;
         self.bytes.clear();
     }
 }
@@ -229,11 +241,16 @@ enum Incoming {
 }
 
 impl Execution {
-    pub(crate) fn new(recv: ReceiveQueue) -> Execution {
+    /// Creates the state without a message. With `defers` set, [`Execution::execute`] leaves accesses to memory on a medium to the
+    /// driver.
+    pub(crate) fn new(recv: ReceiveQueue, defers: bool) -> Execution {
         Execution {
             recv,
             message: None,
             gathered: Gathered::default(),
+            defers,
+            announced: None,
+            done: None,
         }
     }
 
@@ -317,15 +334,9 @@ impl Execution {
                         swap: eth.swap_or_add,
                     }
                 };
-                do_atomic(
-                    env,
-                    head,
-                    scope,
-                    (eth.va, eth.rkey),
-                    Access::REMOTE_ATOMIC,
-                    atomic,
-                )
-                .map(Effect::Atomic)
+                let at = (eth.va, eth.rkey);
+                self.atomic(env, head, scope, at, Access::REMOTE_ATOMIC, atomic)
+                    .map(Effect::Atomic)
             }
             Request::AtomicWrite { reth, payload } => {
                 self.begins(true)?;
@@ -335,7 +346,7 @@ impl Execution {
                 }
                 let at = (reth.va, reth.rkey);
                 // An ATOMIC WRITE needs the rights of a WRITE. A19.4.
-                do_atomic(env, head, scope, at, Access::REMOTE_WRITE, Atomic::Write(bytes))?;
+                self.atomic(env, head, scope, at, Access::REMOTE_WRITE, Atomic::Write(bytes))?;
                 Ok(Effect::AtomicWrite)
             }
             Request::Flush { reth, feth } => {
@@ -594,13 +605,36 @@ impl Execution {
                 Some(found) => found,
                 None => region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?,
             };
-            if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
+            let medium = memory.medium().filter(|_| self.defers);
+            if let Some(done) = self.done.take() {
+                done?;
+            } else if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
+                if let Some(medium) = medium
+                    && self.gathered.bytes.is_empty()
+                {
+                    let id = env.accesses.announce();
+                    self.gathered.access = Some((id, medium));
+                    self.announced = self.gathered.access;
+                }
                 let place = GatheredPlace::Region {
                     va: *va,
                     rkey: *rkey,
                     pd: scope.pd,
                 };
                 places = self.gathered.push(place, payload) || position.ends();
+            } else if let Some(medium) = medium {
+                let of = (memory.clone(), medium);
+                let id = env.accesses.announce();
+                env.accesses
+                    .start(id, scope.qpn, of, offset, What::Write(payload.to_vec()));
+                if imm.is_some() {
+                    // The receive completes when the bytes are there: the packet is handled again then.
+                    if position == Position::Only {
+                        self.message = None;
+                    }
+                    return Err(Refusal::Waits(id));
+                }
+                self.announced = Some((id, medium));
             } else {
                 memory.write(offset, payload)?;
             }
@@ -634,14 +668,24 @@ impl Execution {
 
     /// Places the gathered bytes at the end of the datagram.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) -> Result<(), Refusal> {
-        let bytes = &self.gathered.bytes;
+        let access = self.gathered.access;
+        let bytes = &mut self.gathered.bytes;
         let placed = match (self.gathered.place, &self.message) {
             (Some(GatheredPlace::Region { va, rkey, pd }), Some(Incoming::Write { scope, .. })) => {
                 let length = bytes.len() as u32;
                 let reth = Reth { va, rkey, length };
                 // The region is looked up again: it may have been deregistered since the packet came.
-                region(env, pd, scope.qpn, reth, Access::REMOTE_WRITE)
-                    .and_then(|(memory, offset)| Ok(memory.write(offset, bytes)?))
+                let found = region(env, pd, scope.qpn, reth, Access::REMOTE_WRITE);
+                match (found, access) {
+                    (Err(refusal), _) => Err(refusal),
+                    (Ok((memory, offset)), None) => memory.write(offset, bytes).map_err(Refusal::from),
+                    (Ok((memory, offset)), Some((id, medium))) => {
+                        let of = (memory.clone(), medium);
+                        let what = What::Write(std::mem::take(bytes));
+                        env.accesses.start(id, scope.qpn, of, offset, what);
+                        Ok(())
+                    }
+                }
             }
             (Some(GatheredPlace::Receive(at)), Some(Incoming::Send { recv, scope, .. })) => {
                 scatter(env, scope.recv_pd, &recv.sges, at, bytes).map_err(Refusal::Receive)
@@ -653,6 +697,68 @@ impl Execution {
             self.end_receive(env, status);
         }
         placed
+    }
+
+    /// Carries out an atomic operation: checks rights, alignment (9.4.5: of the address as the peer names it) and bounds, and
+    /// accesses the memory.
+    fn atomic(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        scope: Scope,
+        (va, rkey): (u64, RKey),
+        access: Access,
+        atomic: Atomic,
+    ) -> Result<u64, Refusal> {
+        if !head.access.contains(access) || (!va.is_multiple_of(8) && !mutant!(AtomicMisaligned)) {
+            return Err(Refusal::InvalidRequest);
+        }
+        let reth = Reth { va, rkey, length: 8 };
+        let (memory, offset) = region(env, scope.pd, scope.qpn, reth, access)?;
+        if let Some(done) = self.done.take() {
+            return Ok(done?);
+        }
+        match memory.medium() {
+            None => Ok(memory.atomic(offset, atomic)?),
+            Some(medium) => {
+                let of = (memory.clone(), medium);
+                let id = env.accesses.announce();
+                env.accesses
+                    .start(id, scope.qpn, of, offset, What::Atomic(atomic));
+                Err(Refusal::Waits(id))
+            }
+        }
+    }
+
+    /// Takes the access that the last packet announced, if any.
+    pub(crate) fn take_announced(&mut self) -> Option<(AccessId, Medium)> {
+        self.announced.take()
+    }
+
+    /// Returns the announced access whose bytes are still being collected.
+    pub(crate) fn collecting(&self) -> Option<AccessId> {
+        self.gathered.access.map(|(id, _)| id)
+    }
+
+    /// Notes the result of the access for which the next request waits.
+    pub(crate) fn done(&mut self, result: Result<u64, Fault>) {
+        self.done = Some(result);
+    }
+
+    /// Returns the medium to which a packet of a WRITE writes.
+    pub(crate) fn medium_of(&self, env: &Env<'_>, head: &Head, packet: &Packet<'_>) -> Option<Medium> {
+        let (va, rkey, scope) = if let Some(reth) = packet.reth() {
+            let scope = Scope::of(env, head, packet.xrc_srqn()).ok()?;
+            (reth.va, reth.rkey, scope)
+        } else if let Some(Incoming::Write { va, rkey, scope, .. }) = &self.message {
+            (*va, *rkey, *scope)
+        } else {
+            return None;
+        };
+        let length = packet.payload().len() as u32;
+        let reth = Reth { va, rkey, length };
+        let found = region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE);
+        found.ok()?.0.medium()
     }
 
     /// Completes every receive as flushed.
@@ -671,24 +777,6 @@ impl Execution {
             env.complete(recv_cq, wc, false);
         }
     }
-}
-
-/// Carries out an atomic operation: checks rights, alignment (9.4.5: of the address as the peer names it) and bounds, and accesses
-/// the memory.
-fn do_atomic(
-    env: &Env<'_>,
-    head: &Head,
-    scope: Scope,
-    (va, rkey): (u64, RKey),
-    access: Access,
-    atomic: Atomic,
-) -> Result<u64, Refusal> {
-    if !head.access.contains(access) || (!va.is_multiple_of(8) && !mutant!(AtomicMisaligned)) {
-        return Err(Refusal::InvalidRequest);
-    }
-    let reth = Reth { va, rkey, length: 8 };
-    let (memory, offset) = region(env, scope.pd, scope.qpn, reth, access)?;
-    Ok(memory.atomic(offset, atomic)?)
 }
 
 /// Returns the memory that a header names and the offset in it, if rights and bounds allow requests that come in on this QP to

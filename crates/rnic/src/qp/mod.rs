@@ -5,12 +5,13 @@ use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rdmux_wire::{Psn, Qpn, RKey};
 
+use crate::access::{AccessId, Accessed};
 use crate::backlog::Backlog;
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Links, Traffic};
 use crate::faults::Line;
-use crate::memory::Access;
+use crate::memory::{Access, Fault};
 use crate::probes;
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, Regions};
@@ -240,6 +241,7 @@ pub(crate) struct Env<'a> {
     pub(crate) cqs: &'a mut NumberMap<CompletionQueue>,
     pub(crate) events: &'a mut std::collections::VecDeque<Event>,
     pub(crate) flushes: &'a mut crate::flush::Flushes,
+    pub(crate) accesses: &'a mut crate::access::Accesses,
     pub(crate) counters: &'a mut crate::Counters,
     pub(crate) latencies: &'a mut crate::Latencies,
     /// Queues that overran, each with the QP whose completion was lost. All QPs of such a queue have to fail, and so does that one,
@@ -344,7 +346,7 @@ enum Halves {
 
 impl Halves {
     fn new(qp_type: QpType, receives: ReceiveQueue) -> Halves {
-        let execution = Execution::new(receives);
+        let execution = Execution::new(receives, !matches!(qp_type, QpType::Uc | QpType::Ud));
         match qp_type {
             QpType::Rc | QpType::XrcSend | QpType::XrcRecv => {
                 Halves::Reliable(Requester::new(), Responder::new(execution))
@@ -571,6 +573,7 @@ impl Qp {
                     }
                 }
                 env.flushes.forget(self.head.qpn);
+                env.accesses.forget(self.head.qpn);
                 self.head.sends.give_back(self.send_outstanding());
                 let Head { qpn, init, mtu, .. } = self.head;
                 let queues = (self.head.sends.clone(), self.head.receives.clone());
@@ -857,6 +860,19 @@ impl Qp {
         {
             env.counters.sent_naks += 1;
             self.fail(env, Some((Status::RemoteOperation, Cause::PeerRequest)));
+        }
+    }
+
+    /// Handles the end of an access to memory.
+    pub(crate) fn handle_access(&mut self, env: &mut Env<'_>, id: AccessId, result: Result<Accessed, Fault>) {
+        if let Halves::Reliable(_, responder) = &mut self.halves
+            && let Some(status) = responder.handle_access(env, &self.head, id, result)
+        {
+            self.fail(env, Some((status, Cause::PeerRequest)));
+        }
+        // Requests that waited for it may have been carried out.
+        if self.has_gathered() {
+            self.place_gathered(env);
         }
     }
 

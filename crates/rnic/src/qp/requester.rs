@@ -89,10 +89,10 @@ impl Wqe {
         self.request.operation.is_local()
     }
 
-    /// Returns whether a peer that answers this request with an RNR NAK must first end a FLUSH, however long that takes: the peer
-    /// does not lack a receive.
-    fn may_wait_for_flush(&self) -> bool {
-        self.takes_resource() && !self.is_read()
+    /// Returns whether a peer that answers this request with an RNR NAK waits for a medium, however long that takes: the request
+    /// needs no receive.
+    fn may_wait_for_medium(&self) -> bool {
+        self.takes_resource() || matches!(self.request.operation, Operation::Write { imm: None, .. })
     }
 
     fn takes_resource(&self) -> bool {
@@ -889,11 +889,13 @@ impl Requester {
                 if mutant!(RnrIsAck) {
                     return self.acknowledge(env, head, psn.plus(1)).map(|_| ());
                 }
-                if !self.acknowledge(env, head, psn)? && self.selective.is_none() {
+                // The rest of a READ that is in progress may be asked for again, and has nothing before it.
+                let has_more = psn.since(self.una) > 0;
+                if has_more && !self.acknowledge(env, head, psn)? && self.selective.is_none() {
                     return Ok(());
                 }
                 let request = self.locate(psn).wqe;
-                let counts = !self.queue.get(request).is_some_and(Wqe::may_wait_for_flush);
+                let counts = !self.queue.get(request).is_some_and(Wqe::may_wait_for_medium);
                 let is_counted = self.rnr_retry < 7 && counts;
                 let note = Note::RnrNak {
                     psn,
@@ -1401,6 +1403,7 @@ mod tests {
             cqs: &mut NumberMap::default(),
             events: &mut VecDeque::new(),
             flushes: &mut Default::default(),
+            accesses: &mut Default::default(),
             counters: &mut Counters::default(),
             latencies: &mut Default::default(),
             overrun: &mut Vec::new(),

@@ -3,6 +3,10 @@
 //! [`super::execute`] carries out requests. The responder decides whether a packet is the next one, a repetition, or one after a
 //! gap, and which response follows. Responses leave in the order of the requests: a READ's data and the end of a FLUSH hold back
 //! the acknowledgements of later requests, so that an acknowledgement always means that everything before it is done.
+//!
+//! Accesses to memory on a medium are left to the driver ([`crate::access`]). A WRITE to such memory goes on while earlier ones of
+//! the same medium are carried out; every other request, and all after it, is kept until they have ended. A peer that asks again
+//! meanwhile is told to come back later, so that its retries do not run out.
 
 use std::collections::VecDeque;
 
@@ -10,8 +14,9 @@ use rdmux_wire::Psn;
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Reth, Syndrome};
 
+use crate::access::{AccessId, Accessed, What};
 use crate::cq::Status;
-use crate::memory::Access;
+use crate::memory::{Access, Fault, Medium, Memory};
 use crate::qp::execute::{
     Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Scope, Source, region,
 };
@@ -23,8 +28,8 @@ use crate::trace::{Note, Refused};
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
 
-/// RNR timer code of the response to a repeated FLUSH that still runs: 10.24 ms.
-const FLUSH_RUNS_TIMER: u8 = 20;
+/// RNR timer code of the response to a repeated request for which a medium still works: 10.24 ms.
+const MEDIUM_TIMER: u8 = 20;
 /// RNR timer code of the response to an atomic operation while a FLUSH before it runs: 0.64 ms. The operation must not take effect
 /// before the data that the FLUSH covers is safe. A19.
 const ATOMIC_WAITS_TIMER: u8 = 12;
@@ -38,6 +43,8 @@ const LAST_REPEATS: u32 = 2;
 /// Most pending responses; requests beyond are dropped, and come again. Only a peer that ignores its initiator depth reaches this
 /// limit.
 pub(crate) const ANSWERS_MAX: usize = 1024;
+/// Most WRITEs that wait for a medium; later requests are kept.
+const PLACING_MAX: u32 = 256;
 
 /// A pending response, in the order of the requests.
 #[derive(Debug)]
@@ -52,6 +59,16 @@ enum Answer {
         msn: u32,
         source: Source,
         begun: bool,
+        fetch: Fetch,
+        /// Set for a response that has been sent before. The peer may have received it, and the memory may have ended since.
+        is_replay: bool,
+    },
+    /// No response: those that follow wait until this access has ended. The fields are those of an acknowledgement of the packet
+    /// with which it began.
+    Access {
+        psn: Psn,
+        msn: u32,
+        id: AccessId,
     },
     /// A READ response without data, for a FLUSH or for an ATOMIC WRITE (which is done from the start). A19.
     Flush {
@@ -71,9 +88,54 @@ impl Answer {
         match self {
             Answer::Ack { psn, .. }
             | Answer::Read { psn, .. }
+            | Answer::Access { psn, .. }
             | Answer::Flush { psn, .. }
             | Answer::Atomic { psn, .. } => *psn,
         }
+    }
+}
+
+/// Bytes of a READ on a medium.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Fetch {
+    /// They need not be fetched, as far as is known.
+    None,
+    /// They are fetched from this address on.
+    Runs(AccessId, u64),
+    /// These bytes, from this address on.
+    Done(u64, Vec<u8>),
+}
+
+impl Fetch {
+    /// Returns `length` bytes at an address, if they were fetched.
+    fn bytes(&self, va: u64, length: usize) -> Option<&[u8]> {
+        let Fetch::Done(begin, bytes) = self else {
+            return None;
+        };
+        let at = usize::try_from(va.checked_sub(*begin)?).ok()?;
+        bytes.get(at..at.checked_add(length)?)
+    }
+}
+
+/// Reason for which a READ response packet cannot be built.
+enum Unread {
+    Refused(Refusal),
+    /// Its bytes have to be fetched from this medium.
+    On(Medium),
+}
+
+impl From<Refusal> for Unread {
+    fn from(refusal: Refusal) -> Unread {
+        Unread::Refused(refusal)
+    }
+}
+
+/// Reads bytes, unless they have to be fetched.
+fn read_at_once(memory: &dyn Memory, offset: u64, out: &mut [u8]) -> Result<(), Unread> {
+    match (memory.read_at_once(offset, out), memory.medium()) {
+        (Some(read), _) => Ok(read.map_err(Refusal::from)?),
+        (None, Some(medium)) => Err(Unread::On(medium)),
+        (None, None) => Ok(memory.read(offset, out).map_err(Refusal::from)?),
     }
 }
 
@@ -147,8 +209,16 @@ pub(crate) struct Responder {
     max_resources: u8,
     min_rnr_timer: u8,
     established: bool,
-    /// Requests after the gap, if the peer agreed to selective retransmission.
+    /// Requests after the gap, if the peer agreed to selective retransmission; those that wait for a medium.
     early: Reorder,
+    /// Set while the next request is kept because a medium works.
+    held: bool,
+    /// Number of `Answer::Access`.
+    placing: u32,
+    /// The medium of the youngest of them.
+    medium: Option<Medium>,
+    /// The access for which the next request waits, if it has one of its own.
+    awaited: Option<AccessId>,
     /// Set when a selective NAK is pending, which reports the missing request and those kept.
     sack_owed: bool,
 }
@@ -167,6 +237,10 @@ impl Responder {
             min_rnr_timer: 0,
             established: false,
             early: Reorder::default(),
+            held: false,
+            placing: 0,
+            medium: None,
+            awaited: None,
             sack_owed: false,
         }
     }
@@ -191,9 +265,13 @@ impl Responder {
     /// responses stay. Otherwise only those at the front stay that report completed requests: the peer must not take a SEND that
     /// was received for one that was not.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        if let Some(id) = self.execution.collecting() {
+            self.forget_access(id);
+        }
         self.execution.flush(env, head);
         self.early.clear();
         self.sack_owed = false;
+        (self.held, self.awaited) = (false, None);
         if !matches!(
             self.answers.back(),
             Some(
@@ -221,6 +299,8 @@ impl Responder {
             let kept = self.answers.iter().take_while(|answer| done(answer)).count();
             self.answers.truncate(kept);
             env.flushes.forget(head.qpn);
+            env.accesses.forget(head.qpn);
+            self.placing = 0;
         }
     }
 
@@ -299,6 +379,10 @@ impl Responder {
         } else {
             psn.since(self.expected)
         };
+        if self.held && ahead >= 0 {
+            self.hold(env, head, packet);
+            return None;
+        }
         if ahead > 0 && !mutant!(GapAccepted) {
             env.counters.out_of_sequence += 1;
             if !self.nak_sent && !self.sack_owed {
@@ -324,6 +408,10 @@ impl Responder {
             self.established = true;
             env.tell_first_request(head);
         }
+        if self.must_wait(env, head, packet) {
+            self.hold(env, head, packet);
+            return None;
+        }
         match self.handle_next(env, head, packet) {
             Ok(()) => {
                 self.nak_sent = false;
@@ -346,6 +434,11 @@ impl Responder {
         refusal: Refusal,
     ) -> Option<Status> {
         let psn = packet.bth.psn;
+        if let Refusal::Waits(id) = refusal {
+            self.awaited = Some(id);
+            self.hold(env, head, packet);
+            return None;
+        }
         let note = match refusal {
             Refusal::NotReady => Note::NotReady { psn },
             refusal => Note::Refused(self.execution.denial(env, head, packet, refusal)),
@@ -391,19 +484,11 @@ impl Responder {
         if self.early.is_empty() {
             return None;
         }
-        while self.answers.len() < ANSWERS_MAX
-            && let Some(bytes) = self.take_kept()
-        {
-            let Ok(mut packet) = Packet::parse(&bytes) else {
-                break;
-            };
-            packet.bth.solicited &= !mutant!(KeptSolicitedLost);
-            if let Err(refusal) = self.handle_next(env, head, &packet) {
-                if mutant!(KeptRefusedSkipped) {
-                    self.expected = self.expected.plus(1);
-                }
-                return self.refused(env, head, &packet, refusal);
-            }
+        if let Err(status) = self.execute_kept(env, head) {
+            return status;
+        }
+        if self.held {
+            return None;
         }
         let last = self.early.psns().next_back();
         if let Some(last) = last.filter(|_| mutant!(AckPastHole)) {
@@ -416,6 +501,32 @@ impl Responder {
             self.sack_owed = true;
         }
         None
+    }
+
+    /// Executes the kept requests up to the next gap, or up to one that waits for a medium. `Err`: one was refused; the caller fails
+    /// the QP with the status, if there is one.
+    fn execute_kept(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Option<Status>> {
+        while !self.held
+            && self.answers.len() < ANSWERS_MAX
+            && let Some(bytes) = self.take_kept()
+        {
+            let Ok(mut packet) = Packet::parse(&bytes) else {
+                break;
+            };
+            packet.bth.solicited &= !mutant!(KeptSolicitedLost);
+            if self.must_wait(env, head, &packet) {
+                self.hold(env, head, &packet);
+            } else if let Err(refusal) = self.handle_next(env, head, &packet) {
+                if mutant!(KeptRefusedSkipped) {
+                    self.expected = self.expected.plus(1);
+                }
+                let status = self.refused(env, head, &packet, refusal);
+                if !self.held {
+                    return Err(status);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Takes the next request, if it is kept.
@@ -446,6 +557,162 @@ impl Responder {
         });
     }
 
+    // Media.
+
+    /// Returns whether the next request waits for accesses in progress. Only a WRITE that uses up no receive can be carried out
+    /// after them on the same medium; all others need their results.
+    fn must_wait(&self, env: &Env<'_>, head: &Head, packet: &Packet<'_>) -> bool {
+        if self.placing == 0 {
+            return false;
+        }
+        let oldest = self.answers.iter().find_map(|answer| match answer {
+            Answer::Access { psn, .. } => Some(*psn),
+            _ => None,
+        });
+        let has_room = self.placing < PLACING_MAX
+            && oldest.is_none_or(|oldest| self.expected.since(oldest) < head.reach() as i32);
+        let goes_on = has_room
+            && packet.bth.opcode.operation.is_write()
+            && packet.imm().is_none()
+            && self.execution.medium_of(env, head, packet) == self.medium;
+        !goes_on
+    }
+
+    /// Keeps a request until a medium is done, or one behind it.
+    fn hold(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
+        let psn = packet.bth.psn;
+        self.held = true;
+        self.sack_owed = false;
+        let within = psn.since(self.expected) as u32 <= head.reach();
+        if !within || packet.payload().len() > head.mtu as usize {
+            env.counters.dropped_busy += 1;
+        } else if !self.early.keep(psn, packet.bytes()) {
+            self.ask_for_time(self.expected);
+        }
+    }
+
+    /// Executes the requests that were kept for a medium, as far as they need not wait any longer.
+    fn resume(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
+        if self.awaited.is_some() || !std::mem::take(&mut self.held) {
+            return None;
+        }
+        let before = self.expected;
+        if let Err(status) = self.execute_kept(env, head) {
+            if !head.selective {
+                self.early.clear();
+            }
+            return status;
+        }
+        self.nak_sent &= self.expected == before;
+        if self.held || self.early.is_empty() {
+            return None;
+        }
+        // A request between those that were kept did not come.
+        if head.selective {
+            self.sack_owed = true;
+        } else {
+            self.early.clear();
+            self.nak_sent = true;
+            self.owe(self.expected, Syndrome::Nak(NakCode::PsnSequence));
+        }
+        None
+    }
+
+    /// Answers a repeated request with an RNR NAK, if nothing can be answered before a medium is done: the peer comes back later
+    /// instead of counting a loss. `at`: the PSN for which the peer asks, at most the next one.
+    fn ask_for_time(&mut self, at: Psn) {
+        if !matches!(
+            self.answers.front(),
+            None | Some(
+                Answer::Access { .. }
+                    | Answer::Read {
+                        fetch: Fetch::Runs(..),
+                        ..
+                    }
+            )
+        ) {
+            return;
+        }
+        // The NAK also acknowledges all requests before its own.
+        let is_open = |answer: &&Answer| match answer {
+            Answer::Access { .. } => true,
+            Answer::Flush { state, .. } => *state == FlushState::Runs,
+            _ => false,
+        };
+        let open = self.answers.iter().find(is_open).map(Answer::psn);
+        let psn = open.filter(|open| at.since(*open) > 0).unwrap_or(at);
+        let (msn, syndrome) = (self.msn, Syndrome::RnrNak { timer: MEDIUM_TIMER });
+        self.answers.push_front(Answer::Ack { psn, msn, syndrome });
+    }
+
+    /// Handles the end of an access. `Some`: it failed, or a request behind it was refused, and the caller fails the QP with this
+    /// status.
+    pub(crate) fn handle_access(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        id: AccessId,
+        result: Result<Accessed, Fault>,
+    ) -> Option<Status> {
+        if self.awaited == Some(id) {
+            self.awaited = None;
+            self.execution.done(result.map(|accessed| match accessed {
+                Accessed::Atomic(before) => before,
+                Accessed::Written | Accessed::Read(_) => 0,
+            }));
+            return self.resume(env, head);
+        }
+        let is_it = |answer: &Answer| match answer {
+            Answer::Access { id: of, .. }
+            | Answer::Read {
+                fetch: Fetch::Runs(of, _),
+                ..
+            } => *of == id,
+            _ => false,
+        };
+        let at = self.answers.iter().position(is_it)?;
+        let (psn, operation, reth, fault) = match (&mut self.answers[at], result) {
+            (Answer::Read { fetch, .. }, Ok(Accessed::Read(bytes))) => {
+                if let Fetch::Runs(_, va) = *fetch {
+                    *fetch = Fetch::Done(va, bytes);
+                }
+                return None;
+            }
+            (_, Ok(_)) => {
+                self.forget_access(id);
+                return self.resume(env, head);
+            }
+            (Answer::Read { is_replay: true, .. }, Err(_)) => {
+                self.answers.remove(at);
+                return None;
+            }
+            (Answer::Read { psn, source, .. }, Err(fault)) => {
+                let reth = Reth {
+                    va: source.va,
+                    rkey: source.rkey,
+                    length: source.bytes,
+                };
+                (*psn, Op::ReadRequest, Some(reth), fault)
+            }
+            (answer, Err(fault)) => (answer.psn(), Op::WriteMiddle, None, fault),
+        };
+        // Nothing behind an access that failed is answered.
+        self.answers.truncate(at);
+        let placing = |answer: &&Answer| matches!(answer, Answer::Access { .. });
+        self.placing = self.answers.iter().filter(placing).count() as u32;
+        env.note(head.qpn, Note::Refused(Refused::of_memory(psn, operation, reth)));
+        Some(self.refuse(env, psn, fault.into()))
+    }
+
+    /// Removes an access from the pending responses.
+    fn forget_access(&mut self, id: AccessId) {
+        let is_it = |answer: &Answer| matches!(answer, Answer::Access { id: of, .. } if *of == id);
+        if let Some(at) = self.answers.iter().position(is_it) {
+            self.answers.remove(at);
+            self.placing -= 1;
+        }
+    }
+
     /// Queues the NAK that ends the connection, and returns the status with which the QP fails.
     fn refuse(&mut self, env: &mut Env<'_>, psn: Psn, refusal: Refusal) -> Status {
         let (code, status) = match refusal {
@@ -457,9 +724,11 @@ impl Responder {
                 (NakCode::InvalidRequest, Status::RemoteInvalidRequest)
             }
             // 9.9.2.2 for a failure of the responder's own memory.
-            Refusal::RemoteOperation | Refusal::Receive(_) | Refusal::NotReady | Refusal::Invalidation => {
-                (NakCode::RemoteOperation, Status::RemoteOperation)
-            }
+            Refusal::RemoteOperation
+            | Refusal::Receive(_)
+            | Refusal::NotReady
+            | Refusal::Waits(_)
+            | Refusal::Invalidation => (NakCode::RemoteOperation, Status::RemoteOperation),
         };
         env.counters.sent_naks += 1;
         self.owe(psn, Syndrome::Nak(code));
@@ -473,7 +742,9 @@ impl Responder {
 
     /// Places gathered bytes at the end of the datagram. `Some`: that failed, and the caller fails the QP with this status.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
+        let collecting = self.execution.collecting();
         let refusal = self.execution.place_gathered(env).err()?;
+        collecting.into_iter().for_each(|id| self.forget_access(id));
         let last = self.expected.minus(1);
         let operation = match refusal {
             Refusal::Receive(_) => Op::SendMiddle,
@@ -550,7 +821,23 @@ impl Responder {
             return Err(Refusal::NotReady);
         }
         let scope = Scope::of(env, head, packet.xrc_srqn())?;
-        let effect = self.execution.execute(env, head, scope, request)?;
+        let collecting = self.execution.collecting();
+        let effect = match self.execution.execute(env, head, scope, request) {
+            Ok(effect) => effect,
+            Err(refusal) => {
+                self.execution.take_announced();
+                if let Some(id) = collecting.filter(|_| self.execution.collecting().is_none()) {
+                    self.forget_access(id);
+                }
+                return Err(refusal);
+            }
+        };
+        if let Some((id, medium)) = self.execution.take_announced() {
+            let msn = self.msn;
+            self.medium = Some(medium);
+            self.answers.push_back(Answer::Access { psn, msn, id });
+            self.placing += 1;
+        }
         let msn_next = (self.msn + 1) & 0xff_ffff;
         match effect {
             Effect::Partial => {
@@ -581,6 +868,8 @@ impl Responder {
                     msn: self.msn,
                     source,
                     begun: false,
+                    fetch: Fetch::None,
+                    is_replay: false,
                 });
             }
             Effect::Atomic(original) => {
@@ -711,6 +1000,17 @@ impl Responder {
     /// Handles a request that was executed before. 9.7.5.1.4.
     fn handle_duplicate(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let psn = packet.bth.psn;
+        // Its response is queued behind bytes that are being fetched, or would be.
+        if let Some(Answer::Read {
+            psn: first,
+            fetch: Fetch::Runs(..),
+            ..
+        }) = self.answers.front()
+            && psn.since(*first) >= 0
+            && packet.bth.opcode.operation != Op::ReadRequest
+        {
+            return self.ask_for_time(psn);
+        }
         match packet.bth.opcode.operation {
             Op::ReadRequest => {
                 if let Some(reth) = packet.reth() {
@@ -737,7 +1037,21 @@ impl Responder {
             _ => {
                 let (done, done_msn) = self.done_after(head, psn);
                 match self.answers.front() {
-                    None if !self.early.is_empty() => self.sack_owed = true,
+                    None if !self.early.is_empty() && !self.held => self.sack_owed = true,
+                    Some(Answer::Access { psn: first, .. }) if psn.since(*first) >= 0 => {
+                        self.ask_for_time(psn)
+                    }
+                    Some(Answer::Access { psn: first, msn, .. }) => {
+                        let (first, msn) = (first.minus(1), *msn);
+                        let before = if done.since(first) < 0 {
+                            (done, done_msn)
+                        } else {
+                            (first, msn)
+                        };
+                        let (psn, msn) = before;
+                        let syndrome = Syndrome::ACK;
+                        self.answers.push_front(Answer::Ack { psn, msn, syndrome });
+                    }
                     // The FLUSH may run for longer than the peer's retries last, so the responder acknowledges everything before it
                     // now.
                     Some(Answer::Flush {
@@ -793,7 +1107,7 @@ impl Responder {
             } = answer
             {
                 if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
-                    return;
+                    return self.ask_for_time(at);
                 }
                 let first = resource_covering(&self.resources, *psn);
                 // A peer that retransmits selectively needs only the part that it requests, besides the part in flight.
@@ -850,6 +1164,8 @@ impl Responder {
                 msn,
                 source,
                 begun: false,
+                fetch: Fetch::None,
+                is_replay: true,
             });
         }
     }
@@ -879,9 +1195,7 @@ impl Responder {
                     state: FlushState::Runs,
                 }) = self.answers.front()
                 {
-                    let syndrome = Syndrome::RnrNak {
-                        timer: FLUSH_RUNS_TIMER,
-                    };
+                    let syndrome = Syndrome::RnrNak { timer: MEDIUM_TIMER };
                     let answer = Answer::Ack {
                         psn: *psn,
                         msn: *msn,
@@ -909,6 +1223,13 @@ impl Responder {
         match self.answers.front() {
             None => self.sack_owed,
             Some(Answer::Flush { state, .. }) => *state != FlushState::Runs,
+            Some(
+                Answer::Access { .. }
+                | Answer::Read {
+                    fetch: Fetch::Runs(..),
+                    ..
+                },
+            ) => false,
             Some(Answer::Read { .. }) => head.rate.held_until.is_none(),
             Some(Answer::Ack { .. } | Answer::Atomic { .. }) => true,
         }
@@ -951,6 +1272,7 @@ impl Responder {
                     msn,
                     state: FlushState::Failed,
                 } => (*psn, *msn, Syndrome::Nak(NakCode::RemoteOperation)),
+                Answer::Access { .. } => return None,
                 Answer::Flush { psn, msn, .. } => {
                     let bth = Bth::new(head.opcode(Op::ReadResponseOnly), head.dest_qpn, *psn);
                     let aeth = Aeth {
@@ -983,6 +1305,8 @@ impl Responder {
                     msn,
                     source,
                     begun,
+                    fetch,
+                    is_replay,
                 } => {
                     let bytes = source.bytes.min(head.mtu);
                     let more = source.bytes > bytes;
@@ -1008,7 +1332,12 @@ impl Responder {
                         if out.is_empty() {
                             return Ok(());
                         }
+                        // Rights are checked for fetched bytes too: the region may have been deregistered since.
                         let (memory, offset) = region(env, pd, head.qpn, reth, Access::REMOTE_READ)?;
+                        if let Some(bytes) = fetch.bytes(reth.va, out.len()) {
+                            out.copy_from_slice(bytes);
+                            return Ok(());
+                        }
                         let several = Reth { length: left, ..reth };
                         let here = ahead.bytes(
                             Origin::Region(reth.rkey),
@@ -1019,16 +1348,34 @@ impl Responder {
                             |bytes| {
                                 let (memory, offset) =
                                     region(env, pd, head.qpn, several, Access::REMOTE_READ)?;
-                                Ok::<_, Refusal>(memory.read(offset, bytes)?)
+                                read_at_once(&**memory, offset, bytes)
                             },
                         )?;
                         match here {
                             Some(bytes) => out.copy_from_slice(bytes),
-                            None => memory.read(offset, out)?,
+                            None => read_at_once(&**memory, offset, out)?,
                         }
-                        Ok(())
+                        Ok::<_, Unread>(())
                     });
                     buf.ahead = ahead;
+                    let built = match built {
+                        Ok(()) => Ok(()),
+                        Err(Unread::Refused(refusal)) => Err(refusal),
+                        Err(Unread::On(medium)) => {
+                            let several = Reth { length: left, ..reth };
+                            match region(env, pd, head.qpn, several, Access::REMOTE_READ) {
+                                Ok((memory, offset)) => {
+                                    let of = (memory.clone(), medium);
+                                    let id = env.accesses.announce();
+                                    let what = What::Read(left as usize);
+                                    env.accesses.start(id, head.qpn, of, offset, what);
+                                    *fetch = Fetch::Runs(id, reth.va);
+                                    continue;
+                                }
+                                Err(refusal) => Err(refusal),
+                            }
+                        }
+                    };
                     match built {
                         Ok(()) => {
                             env.counters.sent_pkts += 1;
@@ -1039,6 +1386,10 @@ impl Responder {
                             if !more {
                                 self.answers.pop_front();
                             }
+                            continue;
+                        }
+                        Err(_) if *is_replay => {
+                            self.answers.pop_front();
                             continue;
                         }
                         Err(refusal) => {
@@ -1052,6 +1403,7 @@ impl Responder {
                             let refused = Refused::of_memory(psn, Op::ReadRequest, Some(reth));
                             env.note(head.qpn, Note::Refused(refused));
                             self.answers.clear();
+                            self.placing = 0;
                             self.answers.push_back(Answer::Ack {
                                 psn,
                                 msn,

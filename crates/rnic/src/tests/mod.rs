@@ -10,6 +10,7 @@ mod direct;
 mod ended;
 mod local;
 mod malformed;
+mod medium;
 mod operations;
 mod psn;
 mod qp_table;

@@ -6,15 +6,15 @@ use std::sync::Arc;
 
 use rdmux_rnic::cm::{CmEvent, CmId};
 use rdmux_rnic::{
-    Access, Config, Counters, Cqn, Event, FlushJob, LKey, Memory, Pd, Psn, QpInit, QpState, QpType, Qpn,
-    RKey, RecvRequest, RegionSpec, Rnic, Sge, SrqInit, Srqn, Status, Time, Traffic, WcOpcode, WindowType,
-    WorkCompletion, Xrcd,
+    Access, AccessJob, Config, Counters, Cqn, Event, FlushJob, LKey, Memory, Pd, Psn, QpInit, QpState,
+    QpType, Qpn, RKey, RecvRequest, RegionSpec, Rnic, Sge, SrqInit, Srqn, Status, Time, Traffic, WcOpcode,
+    WindowType, WorkCompletion, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
 
 use super::Reach;
-use crate::memory::{Door, SimMemory};
+use crate::memory::{Door, MemoryKind, SimMemory};
 
 pub(super) const IOVA: u64 = 0x1000;
 /// Bytes of the region that peers may change.
@@ -135,6 +135,7 @@ pub(super) struct Side {
     shared: [BTreeSet<u64>; 2],
     next_wr: u64,
     pub(super) flushes: Vec<FlushJob>,
+    pub(super) accesses: VecDeque<AccessJob>,
     pub(super) cm_ids: VecDeque<CmId>,
     /// Ids for which no further event may arrive.
     cm_gone: BTreeSet<u32>,
@@ -154,7 +155,7 @@ impl Side {
         .union(Access::FLUSH_GLOBAL)
         .union(Access::FLUSH_PERSISTENT);
 
-    pub(super) fn new(n: u8, ipv6: bool, gathers: bool) -> Side {
+    pub(super) fn new(n: u8, ipv6: bool, kind: MemoryKind) -> Side {
         let address = if ipv6 {
             IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, u16::from(n)])
         } else {
@@ -171,7 +172,7 @@ impl Side {
             mtu: 4096,
         });
         let bytes = 4 * GUARD + REGION + 2 * FENCED;
-        let memory = Arc::new(SimMemory::new(vec![GUARD_BYTE; bytes as usize], gathers));
+        let memory = Arc::new(SimMemory::new(vec![GUARD_BYTE; bytes as usize], kind));
         let (pd, other_pd) = (rnic.alloc_pd(), rnic.alloc_pd());
         let (lkey, rkey) = register(&mut rnic, &memory, pd, GUARD, REGION, Side::ACCESS);
         let read_at = 2 * GUARD + REGION;
@@ -207,6 +208,7 @@ impl Side {
             shared: Default::default(),
             next_wr: 0,
             flushes: Vec::new(),
+            accesses: VecDeque::new(),
             cm_ids: VecDeque::new(),
             cm_gone: BTreeSet::new(),
             overrun: BTreeMap::new(),

@@ -12,7 +12,7 @@ use super::keys::Key;
 use super::shared::Shared;
 use super::words::Words;
 use crate::dice::Dice;
-use crate::memory::{Door, SimMemory, Space};
+use crate::memory::{Door, MemoryKind, SimMemory, Space};
 use crate::world::World;
 
 /// Bytes before and after every region that no operation may touch.
@@ -168,7 +168,7 @@ impl Side {
         let mut model = vec![0; (length + 2 * GUARD) as usize];
         dice.fill(&mut model);
         let words = Words::new(dice, layout.words_at(), &model);
-        let memory = Arc::new(SimMemory::new(model.clone(), dice.below(2) == 0));
+        let memory = Arc::new(SimMemory::new(model.clone(), MemoryKind::random(dice)));
         let objects = Objects::new(world, host, dice, &memory, layout);
         Side {
             objects,

@@ -47,7 +47,7 @@ impl Execution {
                 needs,
                 has: head.access,
             },
-            Refusal::InvalidRequest | Refusal::NotReady => Denial::Invalid,
+            Refusal::InvalidRequest | Refusal::NotReady | Refusal::Waits(_) => Denial::Invalid,
         };
         Refused {
             psn: packet.bth.psn,
