@@ -12,6 +12,7 @@ mod handover;
 mod leader;
 mod lock;
 mod looks;
+mod media;
 mod sleep;
 mod sockets;
 mod standby;
@@ -53,6 +54,8 @@ use self::handover::{HandOver, POLLER_LEASE_NS};
 use self::leader::{Leader, Waiter};
 use self::lock::{EngineGuard, EngineLock};
 use self::looks::Looks;
+pub(crate) use self::media::InProgress;
+use self::media::Media;
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
 use self::standby::Standby;
@@ -174,6 +177,7 @@ pub(crate) struct Core {
     pub(crate) flush_times: Histogram,
     records: Arc<OwnRecords>,
     flushers: Arc<Flushers>,
+    pub(crate) media: Arc<Media>,
     /// Memories of refused flushes, to be dropped when the engine is unlocked.
     ended: Vec<Arc<dyn Memory>>,
 }
@@ -431,6 +435,7 @@ impl Engine {
             flush_times: Histogram::default(),
             records: group.records(),
             flushers: Arc::default(),
+            media: Arc::default(),
             ended: Vec::new(),
         };
         let waiting = options.waiting.or_else(WaitMode::of_environment);
@@ -466,12 +471,13 @@ impl Engine {
         *slot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
         let listening = engine.lock().links.listen();
         listening.map_err(|errno| io("shared memory")(errno.into()))?;
-        *engine
-            .lock()
-            .flushers
-            .engine
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        let (flushers, media) = {
+            let core = engine.lock();
+            (core.flushers.clone(), core.media.clone())
+        };
+        for place in [&flushers.engine, &media.engine] {
+            *place.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        }
         let thread = rdmux_verbs::thread::spawn("rdmux-nic", {
             let engine = engine.clone();
             move || engine.run()
@@ -1004,9 +1010,9 @@ impl Core {
             if self.rnic.is_quiet() {
                 return;
             }
-            let refused = self.start_flushes(now);
+            let refused = self.start_flushes(now) | self.start_accesses(now);
             let connections = self.tell(now);
-            // Responses of connection management and of refused flushes are sent at once.
+            // Responses of connection management, and of flushes and accesses without a thread, are sent at once.
             if !refused && !connections {
                 return;
             }
@@ -1055,6 +1061,19 @@ impl Core {
             }
         }
         refused
+    }
+
+    /// Hands accesses to the threads of their media; returns whether some got no thread, and were carried out here.
+    fn start_accesses(&mut self, now: Time) -> bool {
+        let mut done = false;
+        while let Some(job) = self.rnic.poll_access() {
+            if let Err(job) = Media::submit(&self.media, job) {
+                self.rnic.handle_access(now, job.id, job.run());
+                self.ended.push(job.memory);
+                done = true;
+            }
+        }
+        done
     }
 
     /// Delivers all events; returns whether some concerned connections.

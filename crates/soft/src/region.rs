@@ -7,6 +7,7 @@ use rdmux_shm::stay;
 use rdmux_verbs::provider::{self, MemoryWindow as _, own};
 
 use super::device::{Device, ProtectionDomain};
+use super::engine::InProgress;
 
 #[derive(Debug)]
 pub(crate) struct MemoryRegion {
@@ -78,8 +79,10 @@ impl provider::MemoryRegion for MemoryRegion {
             .rnic
             .rereg_mr(self.lkey, Some(pd.pd), |spec| *spec = replacement)?;
         let stays = core.links.revoke_region(self.lkey);
+        let accesses = core.media.in_progress(&before);
         drop(core);
         stay::wait(&stays);
+        accesses.into_iter().for_each(InProgress::wait);
         drop(before);
         Ok(())
     }
@@ -91,9 +94,14 @@ impl Drop for MemoryRegion {
         core.rnic.unbind_mws(self.lkey);
         let memory = core.rnic.dereg_mr(self.lkey);
         let stays = core.links.revoke_region(self.lkey);
+        let accesses = match &memory {
+            Ok(Some(memory)) => core.media.in_progress(memory),
+            _ => None,
+        };
         drop(core);
         // From here on the memory belongs to the program again: no peer may write to it.
         stay::wait(&stays);
+        accesses.into_iter().for_each(InProgress::wait);
         // Drop the memory only after the engine is unlocked: dropping may unmap, close, or run code of the memory's owner.
         drop(memory);
     }

@@ -37,7 +37,7 @@ impl Flushers {
         } else {
             let flushers = this.clone();
             // The thread first waits for the lock on the jobs, which this function holds.
-            if spawn_flusher(move || flushers.run(key)).is_err() {
+            if spawn_thread("rdmux-flush", move || flushers.run(key)).is_err() {
                 return Err(job);
             }
             jobs.insert(key, vec![job]);
@@ -102,10 +102,11 @@ impl Flushers {
     }
 }
 
-fn spawn_flusher(run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+/// Creates a thread for what may block.
+pub(super) fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     #[cfg(test)]
     if super::tests::NO_THREADS.get() {
         return Err(io::ErrorKind::WouldBlock.into());
     }
-    rdmux_verbs::thread::spawn("rdmux-flush", run).map(drop)
+    rdmux_verbs::thread::spawn(name, run).map(drop)
 }

@@ -15,7 +15,7 @@ use super::*;
 use crate::testing::{Inside, open, open_with};
 
 thread_local! {
-    /// Flushes that this thread drives get no thread.
+    /// Flushes and accesses that this thread drives get no thread.
     pub(super) static NO_THREADS: Cell<bool> = const { Cell::new(false) };
     /// For polls of this thread, more tasks run on the host than it has CPUs.
     pub(super) static OVERSUBSCRIBED: Cell<bool> = const { Cell::new(false) };
@@ -114,7 +114,7 @@ fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
 fn steps(device: &Device, peer: Qpn) -> (QpAttributes, QpAttributes, QpAttributes) {
     let address = device.address();
     let init = QpAttributes {
-        access: Some(Access::FLUSH_PERSISTENT),
+        access: Some(Access::FLUSH_PERSISTENT | Access::REMOTE_WRITE),
         ..Default::default()
     };
     let rtr = QpAttributes {
@@ -234,6 +234,154 @@ fn flush__that_panics_has_failed() {
         let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
         assert_eq!(wc.status, Status::RemoteOperation);
     }
+}
+
+/// Memory whose writes wait until a test lets them go on, or panic.
+#[derive(Debug)]
+struct Stalling {
+    begun: mpsc::SyncSender<()>,
+    go_on: Mutex<mpsc::Receiver<()>>,
+    written: AtomicUsize,
+}
+
+impl Stalling {
+    /// Returns the memory, a receiver of the beginnings of writes, and a sender that lets one go on; without it they panic.
+    fn new() -> (Arc<Stalling>, mpsc::Receiver<()>, mpsc::Sender<()>) {
+        let ((begun, begins), (go, go_on)) = (mpsc::sync_channel(16), mpsc::channel());
+        let memory = Stalling {
+            begun,
+            go_on: Mutex::new(go_on),
+            written: AtomicUsize::new(0),
+        };
+        (Arc::new(memory), begins, go)
+    }
+}
+
+impl Memory for Stalling {
+    fn len(&self) -> u64 {
+        4096
+    }
+
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Fault> {
+        let _ = self.begun.send(());
+        self.go_on.lock().unwrap().recv().expect("no such medium");
+        self.written.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn medium(&self) -> Option<rdmux_rnic::Medium> {
+        Some(rdmux_rnic::Medium(std::ptr::from_ref(self) as u64))
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::empty()
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        Ok(())
+    }
+}
+
+impl Pair {
+    /// Registers memory that the first queue pair may write to, and writes 8 bytes to it.
+    fn write_to(&self, memory: Arc<dyn Memory>) -> MemoryRegion {
+        let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let region = self.qps[1].pd().reg_mr_all(memory, 0, rights).unwrap();
+        let (va, rkey) = (0, region.rkey());
+        let request = SendRequest {
+            operation: Operation::Write { va, rkey, imm: None },
+            sges: SgeList::inline(&[7; 8]),
+            ..send()
+        };
+        self.qps[0].post_send(request).unwrap();
+        region
+    }
+}
+
+#[test]
+fn access__that_a_medium_holds_up_holds_up_nobody_else() {
+    let stalled = Pair::new([127, 0, 14, 40]);
+    let other = Pair::on(&stalled.device);
+    let ((memory, begins, go), (free, _begins, goes)) = (Stalling::new(), Stalling::new());
+    let _region = stalled.write_to(memory.clone());
+    begins.recv_timeout(LONG).unwrap();
+    goes.send(()).unwrap();
+    let _other = other.write_to(free);
+    let wc = other.cqs[0].wait(LONG).unwrap().expect("a completion");
+    assert_eq!(wc.status, Status::Success);
+    assert!(stalled.cqs[0].poll().is_none());
+    go.send(()).unwrap();
+    let wc = stalled.cqs[0].wait(LONG).unwrap().expect("a completion");
+    assert_eq!(
+        (wc.status, memory.written.load(Ordering::SeqCst)),
+        (Status::Success, 1)
+    );
+}
+
+#[test]
+fn access__in_progress_ends_before_its_region_does() {
+    let pair = Pair::new([127, 0, 14, 41]);
+    let (memory, begins, go) = Stalling::new();
+    let region = pair.write_to(memory.clone());
+    begins.recv_timeout(LONG).unwrap();
+    let (gone, is_gone) = mpsc::channel();
+    let dropping = thread::spawn(move || {
+        drop(region);
+        let _ = gone.send(());
+    });
+    // The key is invalid from the beginning, and the engine goes on.
+    while pair.device.object_counts().1 > 0 {
+        thread::yield_now();
+    }
+    assert!(
+        is_gone.try_recv().is_err(),
+        "the region has ended before the access"
+    );
+    go.send(()).unwrap();
+    dropping.join().unwrap();
+    assert_eq!(memory.written.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn access__that_panics_has_failed() {
+    let device = Device::open(IpAddr::from([127, 0, 14, 42])).unwrap();
+    let (memory, _begins, go) = Stalling::new();
+    drop(go);
+    // The second access uses the thread of the first.
+    for _ in 0..2 {
+        let pair = Pair::on(&device);
+        let _region = pair.write_to(memory.clone());
+        let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
+        assert_eq!(wc.status, Status::RemoteOperation);
+    }
+}
+
+#[test]
+fn access__without_a_thread_is_carried_out_at_once() {
+    let pair = Pair::new([127, 0, 14, 43]);
+    let (memory, _begins, go) = Stalling::new();
+    go.send(()).unwrap();
+    pair.take_over();
+    let _region = pair.write_to(memory.clone());
+    NO_THREADS.set(true);
+    pair.take_in(|| pair.device.progress());
+    let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
+    assert_eq!(
+        (wc.status, memory.written.load(Ordering::SeqCst)),
+        (Status::Success, 1)
+    );
 }
 
 fn unflushed(end: impl Fn() + Send + Sync + 'static) -> Arc<dyn Memory> {

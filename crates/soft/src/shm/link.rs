@@ -4,7 +4,6 @@
 //! byte of its QPN, within one network namespace, just as its UDP socket is. A link carries the same packets as UDP, so the queue pairs
 //! need no agreement: a sender may change from one to the other at any packet, and when a link breaks nothing is lost but speed. The
 //! link's connection ends with the peer, however the peer dies.
-#![allow(unsafe_code, reason = "accepts grants of peers")]
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -646,10 +645,7 @@ impl Links {
                 if !is_between(rnic, offer.by, link.peer?) {
                     return Some(());
                 }
-                // SAFETY: the offer came through the link's socket, whose other end has `link.process`, as the kernel says. If that is
-                // this process, another engine of it has made the offer, since nothing else of this process has the socket.
-                let taken = unsafe { channel.take(&offer, descriptors, &link.process, &link.open) };
-                match taken {
+                match channel.take(&offer, descriptors, &link.process, &link.open) {
                     Ok(grant) => rnic.set_grant(now, offer.by, offer.rkey, Some(grant)),
                     Err(reason) => self.keep_reason(rnic, offer.by, reason),
                 }
