@@ -2,15 +2,15 @@
 
 use std::any::Any;
 use std::fs::{self, File};
-use std::io::{self, Seek, SeekFrom};
+use std::io::{self, IoSliceMut, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use rdmux_rnic::{Atomic, Fault, Memory, Placement};
+use rdmux_rnic::{Atomic, Fault, Medium, Memory, Placement};
 use rustix::fs::{FallocateFlags, OFlags, Stat, fallocate, fdatasync, fstat};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::PersistenceDomain;
 use crate::domain::{device_folder, is_in_memory, is_ram_disk, keeps_its_blocks};
@@ -24,6 +24,8 @@ pub struct FileMemory {
     file: Arc<File>,
     len: u64,
     domain: PersistenceDomain,
+    /// What an access may wait for; `None` for a file in memory.
+    medium: Option<Medium>,
     read_only: bool,
     /// Set for a block device, whose size does not change.
     is_device: bool,
@@ -67,6 +69,7 @@ impl FileMemory {
             file: Arc::new(file),
             len,
             domain,
+            medium: medium(domain, meta.rdev()),
             read_only,
             is_device: true,
             blocks_known: false,
@@ -128,6 +131,7 @@ impl FileMemory {
             file: Arc::new(file),
             len,
             domain,
+            medium: medium(domain, meta.dev()),
             read_only,
             is_device: false,
             blocks_known,
@@ -224,6 +228,32 @@ impl Memory for FileMemory {
         Ok(u64::from_ne_bytes(before))
     }
 
+    fn medium(&self) -> Option<Medium> {
+        self.medium
+    }
+
+    /// Reads from the page cache. A file system that cannot tell whether it has the bytes there refuses `RWF_NOWAIT`, and may wait for
+    /// the file's attributes as well, so that these come second.
+    fn read_at_once(&self, offset: u64, out: &mut [u8]) -> Option<Result<(), Fault>> {
+        if self.medium.is_none() {
+            return Some(self.read(offset, out));
+        }
+        let length = out.len();
+        let inside = offset
+            .checked_add(length as u64)
+            .is_some_and(|end| end <= self.len);
+        if !inside {
+            return Some(Err(Fault::Unmapped));
+        }
+        let read = preadv2(
+            &self.file,
+            &mut [IoSliceMut::new(out)],
+            offset,
+            ReadWriteFlags::NOWAIT,
+        );
+        (read == Ok(length)).then(|| self.check(offset, length as u64))
+    }
+
     fn placement(&self) -> Placement {
         match self.domain {
             PersistenceDomain::None => Placement::GLOBAL,
@@ -276,6 +306,11 @@ impl FileMemory {
         }
         self.check(offset, length)
     }
+}
+
+/// Returns the medium of files of this domain on the device with this number.
+fn medium(domain: PersistenceDomain, device: u64) -> Option<Medium> {
+    (domain != PersistenceDomain::None).then_some(Medium(device))
 }
 
 /// Calls fdatasync(2); a test can replace the call.
@@ -338,6 +373,34 @@ mod tests {
         let memory = FileMemory::open(&folder.path().join("f"), Some(BYTES), false).unwrap();
         memory.write(0, &[1; BYTES as usize]).unwrap();
         (folder, memory)
+    }
+
+    #[test]
+    fn read_at_once__of_cached_bytes_and_of_others() {
+        let (_folder, memory) = written();
+        if memory.domain() == PersistenceDomain::None {
+            return skip("the folder for temporary files is in memory");
+        }
+        let mut bytes = [0; 4096];
+        assert!(memory.medium().is_some());
+        assert_eq!(
+            memory.read_at_once(BYTES - 4095, &mut bytes),
+            Some(Err(Fault::Unmapped))
+        );
+        if memory.read_at_once(0, &mut bytes).is_none() {
+            return skip("the file system of the folder for temporary files refuses RWF_NOWAIT");
+        }
+        assert_eq!(bytes, [1; 4096]);
+        // Clean pages that nobody uses leave the page cache on request.
+        memory.flush_to_medium(0, BYTES).unwrap();
+        rustix::fs::fadvise(memory.file(), 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        assert_eq!(memory.read_at_once(0, &mut bytes), None);
+        assert_eq!(memory.read(0, &mut bytes), Ok(()));
+        memory.file().set_len(BYTES / 2).unwrap();
+        assert!(!matches!(
+            memory.read_at_once(BYTES / 2, &mut bytes),
+            Some(Ok(()))
+        ));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
-use rdmux_verbs::{Atomic, Device, Fault, Features, Memory, Placement, Reach};
+use rdmux_verbs::{Atomic, Device, Fault, Features, Medium, Memory, Placement, Reach};
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
 
@@ -478,6 +478,15 @@ impl Memory for Mapped {
         self.note(self.region.memory.read(offset, out))
     }
 
+    fn medium(&self) -> Option<Medium> {
+        self.region.memory.medium()
+    }
+
+    fn read_at_once(&self, offset: u64, out: &mut [u8]) -> Option<Result<(), Fault>> {
+        let read = self.region.memory.read_at_once(offset, out)?;
+        Some(self.note(read))
+    }
+
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let Some(upload) = &self.upload else {
             return self.note(self.region.memory.write(offset, bytes));
@@ -595,6 +604,14 @@ impl Memory for WithoutFlush {
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
         self.0.read(offset, out)
+    }
+
+    fn medium(&self) -> Option<Medium> {
+        self.0.medium()
+    }
+
+    fn read_at_once(&self, offset: u64, out: &mut [u8]) -> Option<Result<(), Fault>> {
+        self.0.read_at_once(offset, out)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {

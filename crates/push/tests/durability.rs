@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use rdmux_push::server::EndReason;
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Options, Placement, Region, Way};
-use rdmux_verbs::{Memory, SgeList, Status};
+use rdmux_verbs::{Memory, Operation, SgeList, Status};
 use rdmux_wire::push::Message;
 use skip::skip;
 
@@ -86,6 +86,33 @@ fn flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
         flushing.join().unwrap().unwrap();
     });
     assert_eq!(other.stat(&name("disk"), 5).unwrap().durable, 8192);
+}
+
+#[test]
+fn access__to_a_disk_that_stalls_holds_up_no_other_client() {
+    let disk = Disk::new(false);
+    let regions = vec![disk.region(), memory_region("m", 4096)];
+    let server = Running::start("127.0.9.190:7174", regions, LONG);
+    for reads in [false, true] {
+        let raw = Raw::ready(server.address);
+        let (_, va, rkey) = raw.map("disk", RW, 0, 0);
+        disk.set(|gate| gate.stalls = true);
+        let sges = raw.mr.sge(0, 8).into();
+        if reads {
+            raw.post(Operation::Read { va, rkey }, sges);
+        } else {
+            raw.post(Operation::Write { va, rkey, imm: None }, sges);
+        }
+        disk.wait_until_held();
+        let mut other = server.client();
+        let mapping = other.map(&name("m"), RW, 0, 0, 0).unwrap();
+        other.write(&mapping, 0, &[1; 100]).unwrap();
+        let mut read = [0; 100];
+        other.read(&mapping, 0, &mut read).unwrap();
+        assert_eq!(read, [1; 100]);
+        disk.set(|gate| gate.stalls = false);
+        assert_eq!(raw.status(), Status::Success);
+    }
 }
 
 #[test]

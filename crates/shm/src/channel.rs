@@ -1,8 +1,4 @@
 //! One end of the memory that two devices share.
-#![allow(
-    unsafe_code,
-    reason = "declares a function with an obligation of the caller; calls none"
-)]
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -390,12 +386,7 @@ impl Channel {
     }
 
     /// Accepts a grant by the peer, if this process can reach the memory. The grant holds while `open` is set.
-    ///
-    /// # Safety
-    /// If `process` is this process, the offer is one that [`Channel::grant`] has made here: its addresses are of memory that a region
-    /// owns, and what the grant's user reads and writes there is what that region permits its peers. An offer of another process cannot
-    /// name memory of this one.
-    pub unsafe fn take(
+    pub fn take(
         &self,
         offer: &Offer,
         descriptors: Vec<OwnedFd>,

@@ -17,8 +17,9 @@ use rdmux_push::{
     Access, Client, Conflict, Crc64, Domain, Key, MapRequest, Name, Options, Placement, Region, Server,
 };
 use rdmux_verbs::{
-    Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, Memory, MemoryRegion, Operation,
-    QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
+    Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, Medium, Memory, MemoryRegion,
+    Operation, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status,
+    Target,
 };
 use rdmux_wire::push::{MESSAGE_LEN_MAX, Message};
 
@@ -347,7 +348,7 @@ pub(crate) fn flush(va: u64, rkey: RKey, placement: Placement) -> Operation {
     }
 }
 
-/// A file whose flushes a test can hold, release, or fail.
+/// A file whose accesses and flushes a test can hold and release, and whose flushes it can fail.
 #[derive(Debug)]
 pub(crate) struct Disk {
     pub(crate) memory: AnonymousMemory,
@@ -358,7 +359,10 @@ pub(crate) struct Disk {
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     pub(crate) shut: bool,
+    /// Set while accesses are held.
+    pub(crate) stalls: bool,
     pub(crate) fails: bool,
+    /// Number of accesses and flushes that are held.
     pub(crate) waiting: usize,
     /// The ranges of the persistent flushes that were done, in their order.
     pub(crate) flushed: Vec<Range<u64>>,
@@ -387,7 +391,18 @@ impl Disk {
             .changed
             .wait_timeout_while(gate, LONG, |gate| gate.waiting == 0)
             .unwrap();
-        assert!(!late.timed_out(), "no flush came");
+        assert!(!late.timed_out(), "nothing came");
+    }
+
+    /// Waits while accesses are held.
+    fn access(&self) {
+        let mut gate = self.gate.lock().unwrap();
+        if gate.stalls {
+            gate.waiting += 1;
+            self.changed.notify_all();
+            gate = self.changed.wait_while(gate, |gate| gate.stalls).unwrap();
+            gate.waiting -= 1;
+        }
     }
 
     pub(crate) fn region(self: &Arc<Disk>) -> Region {
@@ -409,15 +424,22 @@ impl Memory for Disk {
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.access();
         self.memory.read(offset, out)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.access();
         self.memory.write(offset, bytes)
     }
 
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.access();
         self.memory.atomic(offset, atomic)
+    }
+
+    fn medium(&self) -> Option<Medium> {
+        Some(Medium(std::ptr::from_ref(self) as u64))
     }
 
     fn placement(&self) -> Placement {

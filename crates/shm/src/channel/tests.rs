@@ -65,8 +65,7 @@ fn take__memory_that_cannot_be_relied_on() {
     let process = Process::of(std::process::id() as i32, own.as_fd());
     let take = |granted, file: Option<&OwnedFd>| {
         let files = file.map(|file| file.try_clone().unwrap()).into_iter().collect();
-        // SAFETY: the grants are of files, or are used by nobody.
-        unsafe { channel.take(&granted, files, &process, &open) }.ok()
+        channel.take(&granted, files, &process, &open).ok()
     };
     let good = file(64 << 10, SealFlags::SHRINK);
     assert!(take(granted(0, 64 << 10), Some(&good)).is_some());
@@ -155,9 +154,7 @@ fn take__reaches_by_calls_what_was_granted_and_no_more() {
             left: words.address() + 8,
         };
         let open = Arc::new(AtomicBool::new(true));
-        // SAFETY: the offer is of memory that the test owns, and reads and writes by calls alone.
-        let taken = unsafe { channel.take(&offer, Vec::new(), &process, &open) };
-        taken.unwrap().memory
+        channel.take(&offer, Vec::new(), &process, &open).unwrap().memory
     };
     let own = AnonymousMemory::new(4096).unwrap();
     own.write(0, &[7; 4096]).unwrap();
