@@ -27,6 +27,7 @@ const PORT: u16 = 7178;
 
 fn main() -> Outcome<()> {
     rdmux_soft::register();
+    rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match &arguments[..] {
         [verb, own] if verb == "serve" => serve(own.parse()?),

@@ -28,6 +28,7 @@ const BYTES: u64 = GRH_LEN as u64 + 4096;
 
 fn main() -> Outcome<()> {
     rdmux_soft::register();
+    rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (own, questions) = match &arguments[..] {
         [verb, own] if verb == "serve" => (own, None),

@@ -23,6 +23,7 @@ const SLOTS: u64 = 1024;
 
 fn main() -> Result<(), Box<dyn Error>> {
     rdmux_soft::register();
+    rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match &arguments[..] {
         [verb, own, pairs @ ..] if verb == "serve" => serve(own.parse()?, pairs),

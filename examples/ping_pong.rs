@@ -25,6 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 fn main() -> Result<(), Box<dyn Error>> {
     rdmux_soft::register();
+    rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (own, server): (IpAddr, Option<IpAddr>) = match &arguments[..] {
         [verb, own] if verb == "serve" => (own.parse()?, None),

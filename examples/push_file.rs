@@ -21,6 +21,7 @@ const DEPTH: usize = 8;
 
 fn main() -> Result<(), Box<dyn Error>> {
     rdmux_soft::register();
+    rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (path, target, from) = match &arguments[..] {
         [path, target] => (path, target, None),

@@ -500,8 +500,12 @@ impl Log {
         let due = self.writer.poll_timeout().map(|due| self.start + due);
         let mut fds: Vec<_> = self.links.values().map(|(_, link)| link.client.as_fd()).collect();
         fds.extend(fd);
-        let woken = self.came.sleep(&fds, due.into_iter().chain(end).min())?;
-        self.waiting.slept(began, woken.is_some());
+        let woken = match self.came.sleep(&fds, due.into_iter().chain(end).min()) {
+            Ok(ready) => ready.is_some(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
+            Err(error) => return Err(error.into()),
+        };
+        self.waiting.slept(began, woken);
         self.turn()
     }
 

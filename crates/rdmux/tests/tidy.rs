@@ -33,7 +33,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
     ("capi/ibverbs", &["hw", "memory", "soft", "verbs", "wire"]),
     ("capi/sysfs", &[]),
     ("xtask", &[]),
-    ("examples", &["memory", "push", "soft", "verbs"]),
+    ("examples", &["hw", "memory", "push", "soft", "verbs"]),
 ];
 
 /// Providers of devices, and the programs, which alone choose among them.

@@ -438,6 +438,21 @@ impl MessageConnection {
         self.probing
     }
 
+    /// Reports to a queue, under a token, when the connection may be over ([`MessageConnection::has_ended`]).
+    pub fn notify(&self, events: &EventQueue, token: u64) {
+        self.connection.notify(events, token);
+    }
+
+    /// Returns whether the connection is over. Messages that arrived before may still have completions.
+    pub fn has_ended(&self) -> bool {
+        self.connection.progress().ended.is_some()
+    }
+
+    /// Returns whether there are receives whose completions were not handled: when the connection ends, they are flushed.
+    pub(crate) fn has_receives(&self) -> bool {
+        self.idle_receives.len() < self.sizes.receives
+    }
+
     /// Ends the connection, and waits until the peer has agreed.
     pub fn close(self, timeout: Duration) {
         self.connection.disconnect_and_wait(timeout);

@@ -46,9 +46,12 @@ impl<M> Inbox<M> {
         self.receiver.try_recv().ok()
     }
 
-    /// Sleeps until a message arrives, another descriptor is readable, a signal comes, or the deadline. Returns the indices of the other
-    /// descriptors that are readable; `None` if it was the deadline. A message that arrived before the previous sleep ended does not end
-    /// this one: take all messages between two sleeps.
+    /// Sleeps until a message arrives, another descriptor is readable, or the deadline. Returns the indices of the other descriptors that
+    /// are readable; `None` if it was the deadline. A message that arrived before the previous sleep ended does not end this one: take all
+    /// messages between two sleeps.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::Interrupted`]: a signal has ended the sleep.
     pub fn sleep(
         &self,
         others: &[BorrowedFd<'_>],
@@ -65,8 +68,6 @@ impl<M> Inbox<M> {
         });
         match poll(&mut fds, timeout.as_ref()) {
             Ok(0) => return Ok(None),
-            // No descriptor has a result.
-            Err(rustix::io::Errno::INTR) => return Ok(Some(Vec::new())),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
         }

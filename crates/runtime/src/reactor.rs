@@ -19,8 +19,8 @@ use crate::waiting::Waiting;
 
 /// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
 const OTHERS_EVERY: u32 = 16;
-/// Tokens of the connection events: those of attempts to connect have this bit, and the connection's number below it. Others are ports.
-const ATTEMPT: u64 = 1 << 63;
+/// Tokens of the connection events: those of connections have this bit, and the connection's number below it. Others are ports.
+const CONNECTION: u64 = 1 << 63;
 
 /// A connection of a reactor. Numbers begin at 1 and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -114,12 +114,15 @@ struct Known {
     link: MessageConnection,
     port: usize,
     watched: bool,
+    /// Set once the connection's events have told that it is over. Its completions may tell so, too, and then do it behind its messages.
+    disconnected: bool,
 }
 
 #[derive(Debug)]
 struct Attempt {
     pending: PendingConnection,
     port: usize,
+    watched: bool,
 }
 
 /// The loop of one thread: it owns the thread's connections, and waits for everything that concerns them at once, by polling or
@@ -189,16 +192,20 @@ impl<M> Reactor<M> {
 
     /// Listens on a port of a device.
     pub fn listen(&mut self, device: &Device, port: u16) -> Result<(), ListenAtError> {
-        let cq = self.completion_queue(device)?;
         let listener = device.listen(port)?;
         listener.notify(&self.news, self.ports.len() as u64);
+        self.add_port(device, Some(listener))?;
+        Ok(())
+    }
+
+    fn add_port(&mut self, device: &Device, listener: Option<Listener>) -> Result<usize, CreateError> {
         self.ports.push(ReactorPort {
             device: device.clone(),
-            cq,
-            listener: Some(listener),
+            cq: self.completion_queue(device)?,
+            listener,
             connections: 0,
         });
-        Ok(())
+        Ok(self.ports.len() - 1)
     }
 
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
@@ -235,7 +242,8 @@ impl<M> Reactor<M> {
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
         let link = MessageConnection::accept(request, &pd, &port.cq, params, &self.sizes)?;
         let connection = self.next_connection(at);
-        self.established(connection, link, at);
+        link.notify(&self.news, CONNECTION | connection.0);
+        self.established(connection, link, at, false);
         Ok(connection)
     }
 
@@ -249,16 +257,7 @@ impl<M> Reactor<M> {
         let begins = |port: &ReactorPort| port.listener.is_none() && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
-            None => {
-                let cq = self.completion_queue(device).map_err(EstablishError::Create)?;
-                self.ports.push(ReactorPort {
-                    device: device.clone(),
-                    cq,
-                    listener: None,
-                    connections: 0,
-                });
-                self.ports.len() - 1
-            }
+            None => self.add_port(device, None).map_err(EstablishError::Create)?,
         };
         let port = &self.ports[at];
         if port.connections >= self.limits.connections {
@@ -267,8 +266,13 @@ impl<M> Reactor<M> {
         let pd = device.alloc_pd().map_err(EstablishError::Create)?;
         let pending = MessageConnection::start(&pd, &port.cq, peer, params, &self.sizes)?;
         let connection = self.next_connection(at);
-        pending.notify(&self.news, ATTEMPT | connection.0);
-        self.attempts.insert(connection, Attempt { pending, port: at });
+        pending.notify(&self.news, CONNECTION | connection.0);
+        let attempt = Attempt {
+            pending,
+            port: at,
+            watched: false,
+        };
+        self.attempts.insert(connection, attempt);
         Ok(connection)
     }
 
@@ -278,17 +282,19 @@ impl<M> Reactor<M> {
         ConnectionId(self.connections_so_far)
     }
 
-    fn established(&mut self, connection: ConnectionId, link: MessageConnection, port: usize) {
+    fn established(&mut self, connection: ConnectionId, link: MessageConnection, port: usize, watched: bool) {
         self.by_qpn.insert((port, link.qp().qpn()), connection);
         let known = Known {
             link,
             port,
-            watched: false,
+            watched,
+            disconnected: false,
         };
         self.connections.insert(connection, known);
     }
 
-    /// Reports from now on whenever a descriptor is readable: a socket's, a timer's, an io_uring's. The service reads it until it is empty.
+    /// Reports from now on whenever a descriptor is readable, hung up or failed: a socket's, a timer's, an io_uring's. It must not block: a
+    /// report may come after the service has read everything.
     pub fn add_descriptor(&mut self, descriptor: OwnedFd) -> DescriptorId {
         self.descriptors_so_far += 1;
         let id = DescriptorId(self.descriptors_so_far);
@@ -318,10 +324,13 @@ impl<M> Reactor<M> {
         if let Some(known) = self.connections.get_mut(&connection) {
             known.watched = true;
         }
+        if let Some(attempt) = self.attempts.get_mut(&connection) {
+            attempt.watched = true;
+        }
     }
 
-    /// Ends a connection, of which no event follows, or withdraws an attempt. It disconnects after `linger`, if given: a peer whose access has failed gets the
-    /// NAK that names the cause before it is disconnected.
+    /// Ends a connection, of which no event follows, or withdraws an attempt. It disconnects after `linger`, if given: a peer whose
+    /// access has failed gets the NAK that names the cause before it is disconnected.
     pub fn close(&mut self, connection: ConnectionId, linger: Option<Duration>) {
         if let Some(attempt) = self.attempts.remove(&connection) {
             self.ports[attempt.port].connections -= 1;
@@ -347,7 +356,7 @@ impl<M> Reactor<M> {
         let others_first = self.polls.is_multiple_of(OTHERS_EVERY);
         if others_first {
             if !self.descriptors.is_empty() {
-                // An error is one that the next sleep reports.
+                // The next sleep reports an error.
                 let _ = self.sleep(&[], Some(Instant::now()));
             }
             if let Some(event) = self.poll_others() {
@@ -371,8 +380,11 @@ impl<M> Reactor<M> {
     }
 
     pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
-        if let Some((connection, end)) = self.ended.pop_front() {
-            return Some(ReactorEvent::Ended(connection, end));
+        while let Some((connection, end)) = self.ended.pop_front() {
+            // It may have been closed since.
+            if self.connections.contains_key(&connection) {
+                return Some(ReactorEvent::Ended(connection, end));
+            }
         }
         if let Some(mail) = self.inbox.take() {
             return Some(ReactorEvent::Mail(mail));
@@ -384,8 +396,11 @@ impl<M> Reactor<M> {
             // The queue reports a port once, however many requests have arrived there.
             let reported = || self.news.poll();
             let token = self.requested.take().map(|port| port as u64).or_else(reported)?;
-            if token & ATTEMPT != 0 {
-                let connection = ConnectionId(token & !ATTEMPT);
+            if token & CONNECTION != 0 {
+                let connection = ConnectionId(token & !CONNECTION);
+                if self.disconnected(connection) {
+                    return Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected));
+                }
                 match self.attempted(connection) {
                     Some(result) => return Some(ReactorEvent::Connected(connection, result)),
                     None => continue,
@@ -403,11 +418,12 @@ impl<M> Reactor<M> {
     /// Returns the result of an attempt to connect, once there is one.
     fn attempted(&mut self, connection: ConnectionId) -> Option<Result<(), EstablishError>> {
         let attempt = self.attempts.get_mut(&connection)?;
-        let (result, port) = (attempt.pending.poll()?, attempt.port);
+        let result = attempt.pending.poll()?;
+        let (port, watched) = (attempt.port, attempt.watched);
         self.attempts.remove(&connection);
         Some(match result {
             Ok(link) => {
-                self.established(connection, link, port);
+                self.established(connection, link, port, watched);
                 Ok(())
             }
             Err(error) => {
@@ -419,8 +435,12 @@ impl<M> Reactor<M> {
 
     fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
         let connection = *self.by_qpn.get(&(port, wc.qpn))?;
-        let link = &mut self.connections.get_mut(&connection)?.link;
-        match link.handle(wc) {
+        let known = self.connections.get_mut(&connection)?;
+        let result = known.link.handle(wc);
+        if result.is_ok() && known.disconnected && !known.link.has_receives() {
+            self.ended.push_back((connection, ConnectionEnd::Disconnected));
+        }
+        match result {
             Ok(Completed::Nothing) => None,
             Ok(completed) => Some(ReactorEvent::Completed(connection, completed)),
             Err(Status::Flushed) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected)),
@@ -428,10 +448,21 @@ impl<M> Reactor<M> {
         }
     }
 
+    /// Takes note that an established connection is over, if it is. Returns whether that is to be reported now: if receives are posted,
+    /// their completions report it, behind those of the messages that have arrived.
+    fn disconnected(&mut self, connection: ConnectionId) -> bool {
+        let Some(known) = self.connections.get_mut(&connection) else {
+            return false;
+        };
+        let is_new = !known.disconnected && known.link.has_ended();
+        known.disconnected |= is_new;
+        is_new && !known.link.has_receives()
+    }
+
     /// Does what is due at `now`; returns when the next is due.
     pub(crate) fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
         if self.keepalive.is_due(now, !self.connections.is_empty()) {
-            // All at once, so that the machine wakes up once.
+            // Probes all connections at once, so that the machine wakes up once.
             for (connection, known) in self.connections.iter_mut().filter(|(_, known)| known.watched) {
                 let end = match known.link.probe() {
                     Ok(true) => continue,
@@ -450,7 +481,7 @@ impl<M> Reactor<M> {
         lingering.into_iter().chain(self.keepalive.next).min()
     }
 
-    /// Returns what happens next. Returns `None` at the deadline, and also earlier.
+    /// Returns what happens next. Returns `None` at the deadline, after a signal, and also earlier.
     pub fn next(&mut self, deadline: Option<Instant>) -> io::Result<Option<ReactorEvent<M>>> {
         let began = Instant::now();
         let due = self.handle_timers(began);
@@ -490,7 +521,9 @@ impl<M> Reactor<M> {
             }
             if sleeps {
                 has_slept = true;
-                self.sleep(&watches, deadline)?;
+                if !self.sleep(&watches, deadline)? {
+                    return Ok(None);
+                }
             }
             watches.retain(|watch| !watch.serves_others());
         }
@@ -509,14 +542,16 @@ impl<M> Reactor<M> {
         Ok(self.poll_others())
     }
 
-    /// Sleeps until something has happened, or the deadline.
-    fn sleep(&mut self, watches: &[EngineWatch], deadline: Option<Instant>) -> io::Result<()> {
+    /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.
+    fn sleep(&mut self, watches: &[EngineWatch], deadline: Option<Instant>) -> io::Result<bool> {
         let mut fds: Vec<_> = self.descriptors.iter().map(|(_, fd)| fd.as_fd()).collect();
         fds.push(self.news.as_fd());
         fds.extend(self.ports.iter().map(|port| port.cq.as_fd()));
         fds.extend(watches.iter().map(AsFd::as_fd));
-        let Some(ready) = self.inbox.sleep(&fds, deadline)? else {
-            return Ok(());
+        let ready = match self.inbox.sleep(&fds, deadline) {
+            Ok(ready) => ready.unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(false),
+            Err(error) => return Err(error),
         };
         let readable = ready.into_iter().filter_map(|at| self.descriptors.get(at));
         for (id, _) in readable {
@@ -524,7 +559,7 @@ impl<M> Reactor<M> {
                 self.readable.push_back(*id);
             }
         }
-        Ok(())
+        Ok(true)
     }
 }
 

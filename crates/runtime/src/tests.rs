@@ -610,3 +610,62 @@ fn next__takes_the_place_of_the_engine_while_it_sleeps() {
     thread.join().unwrap();
     assert!(device.watch().is_some(), "the place is given back");
 }
+
+#[test]
+fn ended__a_connection_without_receives_reports_its_end() {
+    let address: SocketAddr = "127.0.12.18:7174".parse().unwrap();
+    let limits = Limits {
+        connections: 1,
+        keepalive: 2 * LONG,
+    };
+    let none = Sizes {
+        receives: 0,
+        answers: 0,
+        ..PEER_SIZES
+    };
+    let device = open(address.ip()).unwrap();
+    for accepts in [true, false] {
+        let mut server = Reactor::<()>::new(none, limits, None).unwrap();
+        server.listen(&device, address.port()).unwrap();
+        let mut client = Reactor::<()>::new(none, limits, None).unwrap();
+        let attempt = client
+            .connect(&device, address, &ConnectParams::default())
+            .unwrap();
+        let ReactorEvent::Request(request) = next(&mut server) else {
+            panic!("no request");
+        };
+        let accepted = server.accept(request, &ConnectParams::default()).unwrap();
+        assert!(matches!(
+            next(&mut client),
+            ReactorEvent::Connected(id, Ok(())) if id == attempt
+        ));
+        let (ending, staying, ended) = match accepts {
+            true => (&mut client, &mut server, accepted),
+            false => (&mut server, &mut client, attempt),
+        };
+        ending.close(if accepts { attempt } else { accepted }, None);
+        assert!(matches!(
+            next(staying),
+            ReactorEvent::Ended(id, ConnectionEnd::Disconnected) if id == ended
+        ));
+        staying.close(ended, None);
+        assert!(staying.poll().is_none());
+    }
+}
+
+#[test]
+fn watch__of_an_attempt_holds_for_its_connection() {
+    let address = "127.0.12.19:7174".parse().unwrap();
+    let server = Echo::start(address, 1);
+    let (mut reactor, device) = dialer("127.0.12.22", 1, None);
+    let id = reactor
+        .connect(&device, address, &ConnectParams::default())
+        .unwrap();
+    reactor.watch(id);
+    assert!(matches!(next(&mut reactor), ReactorEvent::Connected(of, Ok(())) if of == id));
+    let began = Instant::now();
+    reactor.handle_timers(began);
+    reactor.handle_timers(began + LONG);
+    assert!(reactor.connection(id).unwrap().is_probing());
+    server.stop();
+}
