@@ -1,9 +1,9 @@
-//! Which programs run, with which arguments: a line each.
+//! The programs that run and their arguments: a line each.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-/// What the selection depends on.
+/// The facts about this host that select programs.
 pub(super) struct Host {
     pub(super) address: Ipv4Addr,
     pub(super) group: Ipv4Addr,
@@ -91,7 +91,7 @@ impl Ready {
     }
 }
 
-/// What has to hold besides the status of both programs.
+/// The condition for success besides the status of both programs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Judge {
     Status,
@@ -368,7 +368,7 @@ impl Table<'_> {
         });
     }
 
-    /// What programs read of devices in `/sys` and `/dev`: by the library that is preloaded, and in a mount namespace.
+    /// Programs look for devices in `/sys` and `/dev`: through the library that is preloaded, and in a mount namespace.
     fn system_folders(&mut self) {
         const NAMESPACE: &[&str] = &["--sysfs", "namespace"];
         self.alone(&[], "cat /sys/class/infiniband/rdmux0/ports/1/gid_attrs/types/0");
@@ -457,7 +457,7 @@ impl Table<'_> {
         }
     }
 
-    /// What the loopback interface does not show: packets that are no longer than Ethernet's; and libfabric.
+    /// Programs in network namespaces show what the loopback interface does not: packets that are no longer than Ethernet's, and libfabric.
     fn hosts(&mut self) {
         if !self.host.network_namespaces {
             self.left_out(
