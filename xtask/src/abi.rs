@@ -1,4 +1,4 @@
-//! Whether programs compiled against the system's libibverbs and librdmacm find the same interface in rdmux's: the names they ask for, with
+//! Programs compiled against the system's libibverbs and librdmacm have to find the same interface in rdmux's: the names they ask for, with
 //! their versions, structures of the same layout, and the same numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +11,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use crate::{Outcome, installed, release, root};
+use crate::process::{Signals, output};
+use crate::{Outcome, installed, release, root, say};
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -86,7 +87,7 @@ const NEW_FIELDS: [&str; 2] = ["wr_flush", "active_speed_ex"];
 /// Structures that newer headers have made longer.
 const GROWN: [&str; 2] = ["PortAttr", "QpEx"];
 
-/// What stands in C before the numbers of each Rust module; "" is none.
+/// The prefix in C of the numbers of each Rust module; "" is none.
 const PREFIXES: [(&str, &str); 19] = [
     ("", "IBV_"),
     ("qp_attr", "IBV_QP_"),
@@ -138,7 +139,7 @@ const NUMBERS: [(&str, &str, Option<&str>); 21] = [
     ("", "ODP_WRITE_AND_READ", None),
 ];
 
-pub(crate) fn run(options: &Options) -> Result<Outcome> {
+pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
     for tool in ["cc", "objdump"] {
         if !installed(tool) {
             return Ok(Outcome::Skipped(format!("there is no {tool}")));
@@ -150,11 +151,11 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
         .unwrap_or_else(|| release("libibverbs.so"));
     let mut passed = true;
     let mut complain = |complaint: String| {
-        println!("abi: {complaint}");
         passed = false;
+        say(format_args!("abi: {complaint}"))
     };
 
-    let own = symbols(&library)?;
+    let own = symbols(&library, signals)?;
     let map = map(&fs::read_to_string(root().join("capi/ibverbs/libibverbs.map"))?);
     if own != map {
         let differences = map.difference(&own).map(|symbol| format!("< {symbol}"));
@@ -164,7 +165,7 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
         complain(format!(
             "libibverbs.map (<) and {library} (>) differ: {}",
             first.join(" ")
-        ));
+        ))?;
     }
 
     let sources = root().join("crates/verbs/src");
@@ -183,17 +184,17 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
                 root.display()
             )));
         }
-        let errors = compile(&checks, &root.join("usr/include"))?;
+        let errors = compile(&checks, &root.join("usr/include"), signals)?;
         if !errors.is_empty() {
-            complain(format!("{}: {}", root.display(), errors.join(" ")));
+            complain(format!("{}: {}", root.display(), errors.join(" ")))?;
         }
         let mut found = 0;
         for name in ["libibverbs.so.1", "librdmacm.so.1"] {
             let Some(theirs) = find(root, name) else {
-                complain(format!("{}: there is no {name}", root.display()));
+                complain(format!("{}: there is no {name}", root.display()))?;
                 continue;
             };
-            let symbols = symbols(&theirs)?;
+            let symbols = symbols(&theirs, signals)?;
             found += symbols.len();
             let missing = missing(&symbols, &own);
             if !missing.is_empty() {
@@ -201,14 +202,14 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
                 complain(format!(
                     "{root}: {theirs} has, and rdmux's library has not: {}",
                     missing.join(" ")
-                ));
+                ))?;
             }
         }
-        println!(
+        say(format_args!(
             "abi: {}: {} sizes, offsets and numbers, {found} symbols of the system's two libraries",
             root.display(),
             checks.len()
-        );
+        ))?;
     }
     Ok(Outcome::of(passed))
 }
@@ -217,13 +218,13 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
 type Symbol = String;
 
 /// Returns the symbols that a library defines.
-fn symbols(library: &Path) -> Result<BTreeSet<Symbol>> {
-    let output = Command::new("objdump").arg("-T").arg(library).output()?;
-    if !output.status.success() {
-        bail!("objdump: {}", String::from_utf8_lossy(&output.stderr).trim());
+fn symbols(library: &Path, signals: &Signals) -> Result<BTreeSet<Symbol>> {
+    let output = output(Command::new("objdump").arg("-T").arg(library), signals)?;
+    if !output.end.success() {
+        bail!("objdump: {} ({})", output.stderr.trim(), output.end);
     }
-    let table = String::from_utf8(output.stdout)?;
-    let defined = table
+    let defined = output
+        .stdout
         .lines()
         .filter(|line| line.starts_with(|first: char| matches!(first, '0'..='9' | 'a'..='f')))
         .filter(|line| !line.contains("*UND*") && !line.contains("*ABS*"));
@@ -252,7 +253,7 @@ fn map(text: &str) -> BTreeSet<Symbol> {
     symbols
 }
 
-/// Returns what the system's library has and `own` has not. A name of the first version may have a later one: only programs from before 2007
+/// Returns the symbols that the system's library has and `own` has not. A name of the first version may have a later one: only programs from before 2007
 /// ask for the first.
 fn missing(theirs: &BTreeSet<Symbol>, own: &BTreeSet<Symbol>) -> Vec<Symbol> {
     let names: BTreeSet<&str> = own.iter().filter_map(|symbol| symbol.split(' ').next()).collect();
@@ -383,7 +384,7 @@ fn c_type(documentation: &str) -> Option<String> {
 }
 
 /// Returns the compiler's errors about the checks, 5 at most. It finds rdma-core's headers in `include`, and all others on this host.
-fn compile(checks: &[Check], include: &Path) -> Result<Vec<String>> {
+fn compile(checks: &[Check], include: &Path, signals: &Signals) -> Result<Vec<String>> {
     let folder = tempfile::tempdir()?;
     for name in ["infiniband", "rdma"] {
         symlink(include.join(name).canonicalize()?, folder.path().join(name))?;
@@ -395,18 +396,19 @@ fn compile(checks: &[Check], include: &Path) -> Result<Vec<String>> {
     }
     let file = folder.path().join("layout.c");
     fs::write(&file, source)?;
-    let output = Command::new("cc")
+    let mut command = Command::new("cc");
+    command
         .env("LC_ALL", "C")
         .args(["-fsyntax-only", "-I"])
-        .args([folder.path(), &file])
-        .output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    let errors = said
+        .args([folder.path(), &file]);
+    let output = output(&command, signals)?;
+    let errors = output
+        .stderr
         .lines()
         .filter_map(|line| Some(line.split_once("error: ")?.1.to_owned()));
     let errors: Vec<String> = errors.take(5).collect();
-    if errors.is_empty() && !output.status.success() {
-        bail!("cc: {said}");
+    if errors.is_empty() && !output.end.success() {
+        bail!("cc: {} ({})", output.stderr.trim(), output.end);
     }
     Ok(errors)
 }

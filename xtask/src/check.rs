@@ -1,17 +1,16 @@
 //! C programs that use the drop-in library in ways that no packaged program does: `capi/checks`. Each describes its checks in its first comment.
 
 use std::fs::{self, File};
-use std::io::Write as _;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use crate::process::{Job, Signals};
-use crate::{Outcome, last_lines, rdmux, root};
+use crate::process::{Job, Signals, output};
+use crate::{Outcome, installed, last_lines, rdmux, root, say};
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -31,32 +30,31 @@ pub(crate) struct Options {
 
 const HEADERS: &str = "#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n";
 
-pub(crate) fn run(options: &Options) -> Result<Outcome> {
-    if !compiles(HEADERS) {
+pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
+    let work = tempfile::tempdir()?;
+    if !installed("cc") || !compiles(HEADERS, work.path(), signals)? {
         let why =
             "there is no C compiler, or no headers of rdma-core (Debian: libibverbs-dev and librdmacm-dev)";
         return Ok(Outcome::Skipped(why.to_owned()));
     }
     let binary = rdmux(options.binary.as_deref())?;
-    let signals = Signals::catch()?;
-    let work = tempfile::tempdir()?;
     let mut sources = sources(&options.only)?;
     sources.sort();
     let mut passed = true;
     for source in sources {
         let check = Check::new(&source, work.path())?;
         let name = format!("capi/checks/{}", check.name);
-        if let Some(header) = check.missing_header() {
-            println!("{:<8}{name}: there is no {header}", "skipped");
+        if let Some(header) = check.missing_header(signals)? {
+            say(format_args!("{:<8}{name}: there is no {header}", "skipped"))?;
             continue;
         }
-        if check.compile()? && check.run(&binary, options, &signals)? {
-            println!("{:<8}{name}", "ok");
+        if check.compile(signals)? && check.run(&binary, options, signals)? {
+            say(format_args!("{:<8}{name}", "ok"))?;
         } else {
             passed = false;
-            println!("{:<8}{name}", "FAILED");
+            say(format_args!("{:<8}{name}", "FAILED"))?;
             for line in last_lines(&check.output, 20) {
-                println!("  {line}");
+                say(format_args!("  {line}"))?;
             }
         }
     }
@@ -79,19 +77,14 @@ fn sources(only: &str) -> Result<Vec<PathBuf>> {
     Ok(sources)
 }
 
-/// Returns whether a C source compiles.
-fn compiles(source: &str) -> bool {
+/// Returns whether a C source compiles, which it writes to a file in `work`.
+fn compiles(source: &str, work: &Path, signals: &Signals) -> Result<bool> {
+    let file = work.join("compiles.c");
+    fs::write(&file, source)?;
     let mut command = Command::new("cc");
-    command.args(["-fsyntax-only", "-x", "c", "-"]);
-    let child = command.stdin(Stdio::piped()).stderr(Stdio::null()).spawn();
-    child.is_ok_and(|mut child| {
-        let written = child
-            .stdin
-            .take()
-            .map(|mut input| input.write_all(source.as_bytes()));
-        let ended = child.wait();
-        written.is_some_and(|written| written.is_ok()) && ended.is_ok_and(|status| status.success())
-    })
+    Ok(output(command.arg("-fsyntax-only").arg(file), signals)?
+        .end
+        .success())
 }
 
 /// A program of `capi/checks`.
@@ -100,12 +93,13 @@ struct Check<'a> {
     source: &'a Path,
     text: String,
     program: PathBuf,
-    /// What the compiler and the program say.
+    work: &'a Path,
+    /// The file for the messages of the compiler and the program.
     output: PathBuf,
 }
 
 impl<'a> Check<'a> {
-    fn new(source: &'a Path, work: &Path) -> Result<Self> {
+    fn new(source: &'a Path, work: &'a Path) -> Result<Self> {
         let name = source
             .file_stem()
             .context("a source without a name")?
@@ -115,6 +109,7 @@ impl<'a> Check<'a> {
             source,
             text: fs::read_to_string(source)?,
             program: work.join(&name),
+            work,
             output: work.join(format!("{name}.output")),
             name,
         })
@@ -126,32 +121,37 @@ impl<'a> Check<'a> {
         needs?.strip_suffix(" */")?.split_once(' ')
     }
 
-    fn missing_header(&self) -> Option<&str> {
-        let (_, header) = self.needs()?;
-        let missing = !compiles(&format!("#include <stddef.h>\n#include <{header}>\n"));
-        missing.then_some(header)
+    fn missing_header(&self, signals: &Signals) -> Result<Option<&str>> {
+        let Some((_, header)) = self.needs() else {
+            return Ok(None);
+        };
+        let source = format!("#include <stddef.h>\n#include <{header}>\n");
+        let found = compiles(&source, self.work, signals)?;
+        Ok((!found).then_some(header))
     }
 
     /// Some sources are two programs: one that opens its library at run time, and a plugin.
-    fn compile(&self) -> Result<bool> {
+    fn compile(&self, signals: &Signals) -> Result<bool> {
         let plugin = self.program.with_extension("so");
-        Ok(self.compile_to(&self.program, &[])?
+        Ok(self.compile_to(&self.program, &[], signals)?
             && (!self.text.lines().any(|line| line.starts_with("#ifdef PLUGIN"))
-                || self.compile_to(&plugin, &["-fPIC", "-shared", "-DPLUGIN"])?))
+                || self.compile_to(&plugin, &["-fPIC", "-shared", "-DPLUGIN"], signals)?))
     }
 
-    fn compile_to(&self, output: &Path, options: &[&str]) -> Result<bool> {
+    fn compile_to(&self, program: &Path, options: &[&str], signals: &Signals) -> Result<bool> {
         let mut command = Command::new("cc");
         command
             .args(["-Wall", "-Werror", "-O1", "-pthread"])
             .args(options);
         command
             .arg("-o")
-            .args([output, self.source])
+            .args([program, self.source])
             .arg("-Wl,--as-needed");
         command.args(self.needs().map(|(library, _)| library));
         command.args(["-lrdmacm", "-libverbs"]);
-        Ok(command.stderr(File::create(&self.output)?).status()?.success())
+        let output = output(&command, signals)?;
+        fs::write(&self.output, output.stderr)?;
+        Ok(output.end.success())
     }
 
     fn run(&self, binary: &Path, options: &Options, signals: &Signals) -> Result<bool> {
@@ -161,11 +161,9 @@ impl<'a> Check<'a> {
         command
             .args(["run", "--device", &options.device.to_string(), "--"])
             .arg(&self.program)
-            .arg(rounds)
-            .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output);
-        let mut job = Job::start(&mut command, Duration::from_secs(limit))?;
+            .arg(rounds);
+        let limit = Duration::from_secs(limit);
+        let mut job = Job::start(&command, output.try_clone()?, output, limit)?;
         Ok(job.wait(signals)?.success())
     }
 }

@@ -3,9 +3,11 @@
 //! The status is 0 if a check passed, 1 if it failed, 2 if it could not be started, and 77 if it cannot run on this machine: the reason is then
 //! in a line that starts with `skipped: `. After a signal it is 128 and the signal's number.
 
+use std::fmt::Display;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{ExitCode, Stdio};
-use std::{env, fs};
+use std::process::ExitCode;
+use std::{env, fs, io};
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -17,7 +19,7 @@ mod process;
 mod programs;
 mod pyverbs;
 
-use crate::process::Interrupted;
+use crate::process::{Interrupted, Signals, output};
 
 #[derive(Parser)]
 #[command(
@@ -41,7 +43,7 @@ enum Command {
 /// Start of the line with the reason, which `./test` looks for.
 const SKIPPED: &str = "skipped: ";
 
-/// How a check ended. It has printed its findings.
+/// The result of a check that has printed its findings.
 enum Outcome {
     Passed,
     Failed,
@@ -73,15 +75,15 @@ fn installed(program: &str) -> bool {
         .is_some_and(|path| env::split_paths(&path).any(|folder| folder.join(program).is_file()))
 }
 
-/// Returns whether a command ends well; it says nothing.
-fn succeeds(program: &str, arguments: &[&str]) -> bool {
+/// Returns whether a command can be started and ends well.
+fn succeeds(program: &str, arguments: &[&str], signals: &Signals) -> Result<bool> {
     let mut command = std::process::Command::new(program);
-    command
-        .args(arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    command.status().is_ok_and(|status| status.success())
+    Ok(output(command.args(arguments), signals)?.end.success())
+}
+
+/// Prints a line. In contrast to `println!`, an output that is closed is an error.
+fn say(line: impl Display) -> Result<()> {
+    Ok(writeln!(io::stdout(), "{line}")?)
 }
 
 /// Returns the path of rdmux: the given one, or that of the release build.
@@ -101,27 +103,32 @@ fn last_lines(path: &Path, count: usize) -> Vec<String> {
     text.lines().skip(skipped).map(str::to_owned).collect()
 }
 
-fn main() -> ExitCode {
-    let outcome = match Command::parse() {
-        Command::Policy => policy::run(),
-        Command::Abi(options) => abi::run(&options),
-        Command::Programs(options) => programs::run(&options),
-        Command::Check(options) => check::run(&options),
-        Command::Pyverbs(options) => pyverbs::run(&options),
+fn run(command: &Command) -> Result<ExitCode> {
+    let signals = Signals::catch()?;
+    let outcome = match command {
+        Command::Policy => policy::run(&signals),
+        Command::Abi(options) => abi::run(options, &signals),
+        Command::Programs(options) => programs::run(options, &signals),
+        Command::Check(options) => check::run(options, &signals),
+        Command::Pyverbs(options) => pyverbs::run(options, &signals),
     };
-    match outcome {
-        Ok(Outcome::Passed) => ExitCode::SUCCESS,
-        Ok(Outcome::Failed) => ExitCode::from(1),
-        Ok(Outcome::Skipped(why)) => {
-            println!("{SKIPPED}{why}");
+    Ok(match outcome? {
+        Outcome::Passed => ExitCode::SUCCESS,
+        Outcome::Failed => ExitCode::from(1),
+        Outcome::Skipped(why) => {
+            say(format_args!("{SKIPPED}{why}"))?;
             ExitCode::from(77)
         }
-        Err(error) => {
-            if let Some(Interrupted(signal)) = error.downcast_ref() {
-                return ExitCode::from(128 + signal);
-            }
-            eprintln!("xtask: {error:#}");
-            ExitCode::from(2)
+    })
+}
+
+fn main() -> ExitCode {
+    run(&Command::parse()).unwrap_or_else(|error| {
+        if let Some(Interrupted(signal)) = error.downcast_ref() {
+            return ExitCode::from(128 + signal);
         }
-    }
+        // The status tells an error whose message nobody reads.
+        let _closed = writeln!(io::stderr(), "xtask: {error:#}");
+        ExitCode::from(2)
+    })
 }

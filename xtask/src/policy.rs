@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use cargo_metadata::{Metadata, MetadataCommand, Package, PackageId};
 use spdx::{Expression, ParseMode};
 
-use crate::{Outcome, root};
+use crate::process::{Signals, output};
+use crate::{Outcome, root, say};
 
 const ACCEPTED: [&str; 12] = [
     "0BSD",
@@ -26,6 +27,8 @@ const ACCEPTED: [&str; 12] = [
     "Zlib",
 ];
 
+const EXCEPTION: &str = "LLVM-exception";
+
 /// Each crate that may not be used, and why.
 const BANNED: [(&str, &str); 8] = [
     ("async-rdma", "GPL-3.0"),
@@ -41,13 +44,13 @@ const BANNED: [(&str, &str); 8] = [
     ("userfaultfd", "needs libclang to build"),
 ];
 
-pub(crate) fn run() -> Result<Outcome> {
+pub(crate) fn run(signals: &Signals) -> Result<Outcome> {
     let lock = fs::read_to_string(root().join("Cargo.lock")).context("Cargo.lock")?;
     let mut complaints = foreign_sources(&lock);
-    let metadata = MetadataCommand::new()
-        .current_dir(root())
-        .other_options(["--locked", "--filter-platform", &host()?].map(str::to_owned))
-        .exec()?;
+    let mut cargo = MetadataCommand::new();
+    cargo.current_dir(root());
+    cargo.other_options(["--locked", "--filter-platform", &host(signals)?].map(str::to_owned));
+    let metadata = MetadataCommand::parse(stdout(&cargo.cargo_command(), signals)?)?;
     let used = used(&metadata)?;
     for package in &used {
         complaints.extend(complaint(package));
@@ -57,7 +60,9 @@ pub(crate) fn run() -> Result<Outcome> {
     }
     if complaints.is_empty() {
         let count = used.len();
-        println!("policy: {count} crates, all from crates.io or here, licences accepted");
+        say(format_args!(
+            "policy: {count} resolved crates, all from crates.io or here, licences accepted"
+        ))?;
     }
     Ok(Outcome::of(complaints.is_empty()))
 }
@@ -76,11 +81,20 @@ fn foreign_sources(lock: &str) -> Vec<String> {
 }
 
 /// Returns the target triple of this machine.
-fn host() -> Result<String> {
-    let said = Command::new("rustc").arg("-vV").output().context("rustc")?.stdout;
-    let said = String::from_utf8(said)?;
+fn host(signals: &Signals) -> Result<String> {
+    let said = stdout(Command::new("rustc").arg("-vV"), signals)?;
     let host = said.lines().find_map(|line| line.strip_prefix("host: "));
     Ok(host.context("rustc -vV names no host")?.to_owned())
+}
+
+/// Returns the standard output of a command, which has to end well.
+fn stdout(command: &Command, signals: &Signals) -> Result<String> {
+    let output = output(command, signals)?;
+    if !output.end.success() {
+        let program = command.get_program().display();
+        bail!("{program}: {} ({})", output.stderr.trim(), output.end);
+    }
+    Ok(output.stdout)
 }
 
 /// Returns the crates that cargo resolves for a build or a test on this machine.
@@ -119,12 +133,14 @@ fn complaint(package: &Package) -> Option<String> {
         .then(|| format!("{name} v{version} has the licence \"{licence}\", which is not accepted"))
 }
 
-/// Returns whether the accepted licences satisfy an SPDX expression. An exception of LLVM only adds permissions.
+/// Returns whether the accepted licences satisfy an SPDX expression. The only accepted exception adds permissions to a licence.
 fn accepted(expression: &str) -> bool {
     Expression::parse_mode(expression, ParseMode::LAX).is_ok_and(|expression| {
         expression.evaluate(|licence| {
             let known = licence.license.id();
+            let exception = licence.addition.as_ref();
             known.is_some_and(|id| ACCEPTED.contains(&id.name))
+                && exception.is_none_or(|exception| exception.id().is_some_and(|id| id.name == EXCEPTION))
         })
     })
 }
@@ -153,6 +169,8 @@ mod tests {
             "(MIT OR ISC) AND MPL-2.0",
             "MIT OR",
             "LicenseRef-own",
+            "Apache-2.0 WITH Classpath-exception-2.0",
+            "Apache-2.0 WITH AdditionRef-own",
         ] {
             assert!(!accepted(expression), "{expression}");
         }

@@ -1,11 +1,15 @@
 //! Processes that end with this one, and the signals that end this one.
 
+use std::fmt::{self, Display, Formatter};
+use std::fs::{self, File};
+use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
-use std::sync::Arc;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -15,8 +19,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// Time between SIGTERM and SIGKILL for a process that does not end.
 const GRACE: Duration = Duration::from_secs(2);
-/// Longer than any check.
+/// The limit of [`Job::start_piped`], which is longer than any check.
 const UNLIMITED: Duration = Duration::from_secs(1 << 20);
+/// The limit of [`output`], within which a compiler on a slow machine ends.
+const OUTPUT_LIMIT: Duration = Duration::from_secs(300);
 /// Interval at which a condition without a descriptor is evaluated again.
 const AGAIN: Duration = Duration::from_millis(2);
 
@@ -27,21 +33,44 @@ pub(crate) struct Interrupted(pub(crate) u8);
 
 /// SIGINT, SIGTERM and SIGHUP, which every wait of this module returns as [`Interrupted`].
 pub(crate) struct Signals {
-    first: Arc<AtomicUsize>,
+    first: Arc<OnceLock<u8>>,
     /// Readable from the first signal on.
     arrived: UnixStream,
+    /// Keeps the thread in its wait where all of the signals are ignored.
+    _sender: UnixStream,
 }
 
 impl Signals {
+    /// Catches the signals, except those that this process was started to ignore, as `nohup` starts programs.
     pub(crate) fn catch() -> Result<Self> {
-        let (arrived, sender) = UnixStream::pair()?;
-        let first = Arc::new(AtomicUsize::new(0));
+        let ignored = ignored()?;
+        let (mut caught, sender) = UnixStream::pair()?;
+        let latest = Arc::new(AtomicUsize::new(0));
         for (signal, number) in [(SIGINT, 2), (SIGTERM, 15), (SIGHUP, 1)] {
-            // In this order, so that the number is there when the byte is.
-            signal_hook::flag::register_usize(signal, first.clone(), number)?;
-            signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
+            if ignored & (1 << (number - 1)) == 0 {
+                // In this order, so that the number is there when the byte is.
+                signal_hook::flag::register_usize(signal, latest.clone(), number)?;
+                signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
+            }
         }
-        Ok(Self { first, arrived })
+        let first = Arc::new(OnceLock::new());
+        let (arrived, notice) = UnixStream::pair()?;
+        // The thread keeps the first signal's number from a later signal, while the others do not wait.
+        thread::Builder::new().spawn({
+            let first = first.clone();
+            move || {
+                // Fails only once `Signals` is dropped.
+                if caught.read_exact(&mut [0]).is_ok() {
+                    first.get_or_init(|| u8::try_from(latest.load(Ordering::Relaxed)).unwrap_or(0));
+                    drop(notice);
+                }
+            }
+        })?;
+        Ok(Self {
+            first,
+            arrived,
+            _sender: sender,
+        })
     }
 
     /// Fails if a signal has arrived.
@@ -61,8 +90,7 @@ impl Signals {
                 result => result?,
             };
             if !watched[0].revents().is_empty() {
-                let number = self.first.load(Ordering::Relaxed);
-                return Err(Interrupted(u8::try_from(number)?).into());
+                return Err(Interrupted(self.first.get().copied().unwrap_or(0)).into());
             }
             return Ok(watched
                 .get(1)
@@ -70,17 +98,78 @@ impl Signals {
         }
     }
 
-    /// Waits until a condition holds, up to `limit`, and returns whether it does.
-    pub(crate) fn until(&self, limit: Duration, mut holds: impl FnMut() -> Result<bool>) -> Result<bool> {
+    /// Waits until a condition holds or `job` has ended, up to `limit`, and returns whether the condition holds.
+    pub(crate) fn until(
+        &self,
+        job: Option<&Job>,
+        limit: Duration,
+        mut holds: impl FnMut() -> Result<bool>,
+    ) -> Result<bool> {
         let deadline = Instant::now() + limit;
         while !holds()? {
-            if Instant::now() > deadline {
+            if self.wait(job.map(|job| &job.pidfd), AGAIN)? || Instant::now() > deadline {
                 return Ok(false);
             }
-            self.wait(None, AGAIN)?;
         }
         Ok(true)
     }
+}
+
+/// Returns the signals that this process ignores, each as the bit of its number less 1.
+fn ignored() -> Result<u64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.context("/proc/self/status has no SigIgn")?;
+    Ok(u64::from_str_radix(mask.trim(), 16)?)
+}
+
+/// The end of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The process ended by itself or was told to by [`Job::end`].
+    Status(ExitStatus),
+    /// The process was ended at its limit.
+    OverLimit,
+}
+
+impl End {
+    pub(crate) fn success(self) -> bool {
+        matches!(self, Self::Status(status) if status.success())
+    }
+}
+
+impl Display for End {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Status(status) => status.fmt(f),
+            Self::OverLimit => f.write_str("not ended within its limit"),
+        }
+    }
+}
+
+/// The end and the output of a process.
+pub(crate) struct Output {
+    pub(crate) end: End,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+/// Runs a command that takes no input to its end.
+pub(crate) fn output(command: &Command, signals: &Signals) -> Result<Output> {
+    let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
+    let mut job = Job::start(command, stdout.try_clone()?, stderr.try_clone()?, OUTPUT_LIMIT)?;
+    Ok(Output {
+        end: job.wait(signals)?,
+        stdout: text(&mut stdout)?,
+        stderr: text(&mut stderr)?,
+    })
+}
+
+fn text(file: &mut File) -> Result<String> {
+    let mut bytes = Vec::new();
+    file.rewind()?;
+    file.read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// A process with a process group of its own, which ends when this is dropped.
@@ -89,12 +178,47 @@ pub(crate) struct Job {
     /// Readable once the process has ended.
     pidfd: OwnedFd,
     deadline: Instant,
-    status: Option<ExitStatus>,
+    end: Option<End>,
 }
 
 impl Job {
-    /// Starts a command, which may take `limit`.
-    pub(crate) fn start(command: &mut Command, limit: Duration) -> Result<Self> {
+    /// Starts a command, which has no input and may take `limit`. If this process is killed, `timeout` ends the command's group after the limit.
+    pub(crate) fn start(command: &Command, output: File, errors: File, limit: Duration) -> Result<Self> {
+        // Later than the end of this limit, which is the one that counts.
+        let late = limit + 2 * GRACE;
+        let mut guarded = Command::new("timeout");
+        guarded
+            .args(["-k", &GRACE.as_secs().to_string(), &late.as_secs().to_string()])
+            .arg(command.get_program())
+            .args(command.get_args())
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors);
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => guarded.env(name, value),
+                None => guarded.env_remove(name),
+            };
+        }
+        if let Some(folder) = command.get_current_dir() {
+            guarded.current_dir(folder);
+        }
+        Self::spawn(&mut guarded, limit)
+    }
+
+    /// Starts a command without a limit, which ends when its input does, and returns its standard input and output.
+    pub(crate) fn start_piped(command: &mut Command) -> Result<(Self, ChildStdin, ChildStdout)> {
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        let mut job = Self::spawn(command, UNLIMITED)?;
+        let pipes = job.child.stdin.take().zip(job.child.stdout.take());
+        let (input, output) = pipes.context("the command has no pipes")?;
+        Ok((job, input, output))
+    }
+
+    fn spawn(command: &mut Command, limit: Duration) -> Result<Self> {
         let program = command.get_program().to_owned();
         let mut child = command
             .process_group(0)
@@ -108,21 +232,12 @@ impl Job {
                 return Err(error.into());
             }
         };
-        let deadline = Instant::now() + limit;
         Ok(Self {
             child,
             pidfd,
-            deadline,
-            status: None,
+            deadline: Instant::now() + limit,
+            end: None,
         })
-    }
-
-    /// Starts a command without a limit, and returns its standard input and output, which are pipes.
-    pub(crate) fn start_piped(command: &mut Command) -> Result<(Self, ChildStdin, ChildStdout)> {
-        let mut job = Self::start(command, UNLIMITED)?;
-        let pipes = job.child.stdin.take().zip(job.child.stdout.take());
-        let (input, output) = pipes.context("the command has no pipes")?;
-        Ok((job, input, output))
     }
 
     pub(crate) fn id(&self) -> u32 {
@@ -130,48 +245,48 @@ impl Job {
     }
 
     pub(crate) fn has_ended(&self, signals: &Signals) -> Result<bool> {
-        Ok(self.status.is_some() || signals.wait(Some(&self.pidfd), Duration::ZERO)?)
+        Ok(self.end.is_some() || signals.wait(Some(&self.pidfd), Duration::ZERO)?)
     }
 
-    /// Waits until a condition holds or the process has ended, for a minute at most.
-    pub(crate) fn until(&self, signals: &Signals, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !holds()? && Instant::now() < deadline && !signals.wait(Some(&self.pidfd), AGAIN)? {}
-        Ok(())
-    }
-
-    /// Waits for the process and returns its status; a process over its limit is ended.
-    pub(crate) fn wait(&mut self, signals: &Signals) -> Result<ExitStatus> {
-        if self.status.is_none() {
-            let left = self.deadline.saturating_duration_since(Instant::now());
-            if !signals.wait(Some(&self.pidfd), left)? {
-                self.signal(Signal::TERM);
-            }
+    /// Waits for the end of the process; a process over its limit is ended, and has failed whatever its status is.
+    pub(crate) fn wait(&mut self, signals: &Signals) -> Result<End> {
+        if let Some(end) = self.end {
+            return Ok(end);
         }
-        self.reap()
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let in_time = signals.wait(Some(&self.pidfd), left)?;
+        if !in_time {
+            self.signal(Signal::TERM);
+        }
+        let status = self.reap()?;
+        let end = if in_time {
+            End::Status(status)
+        } else {
+            End::OverLimit
+        };
+        self.end = Some(end);
+        Ok(end)
     }
 
     /// Ends the process and all of its group.
-    pub(crate) fn end(&mut self) -> Result<ExitStatus> {
-        if self.status.is_none() {
-            self.signal(Signal::TERM);
+    pub(crate) fn end(&mut self) -> Result<End> {
+        if let Some(end) = self.end {
+            return Ok(end);
         }
-        self.reap()
+        self.signal(Signal::TERM);
+        let end = End::Status(self.reap()?);
+        self.end = Some(end);
+        Ok(end)
     }
 
     /// Takes the status of a process that has ended or been told to end.
     fn reap(&mut self) -> Result<ExitStatus> {
-        if let Some(status) = self.status {
-            return Ok(status);
-        }
         let mut watched = [PollFd::new(&self.pidfd, PollFlags::IN)];
         // An interrupted wait only makes the grace shorter.
         let _ended = poll(&mut watched, Some(&Timespec::try_from(GRACE)?));
         // Also ends what is left of the group. The process is not reaped yet, so its number cannot be another group's.
         self.signal(Signal::KILL);
-        let status = self.child.wait()?;
-        self.status = Some(status);
-        Ok(status)
+        Ok(self.child.wait()?)
     }
 
     fn signal(&self, signal: Signal) {
@@ -190,23 +305,22 @@ impl Drop for Job {
 #[cfg(test)]
 #[allow(non_snake_case, reason = "tests are named function__case")]
 mod tests {
-    use std::fs;
     use std::io::{BufRead, BufReader};
-    use std::process::Stdio;
 
     use super::*;
 
-    /// Starts a shell with a child in its group, and returns the child's number.
-    fn shell_with_child(limit: Duration) -> (Job, u32) {
+    /// Starts a shell with a child in its group and the given commands, and returns the child's number.
+    fn shell_with_child(commands: &str) -> (Job, u32) {
         let mut command = Command::new("sh");
-        command
-            .args(["-c", "sleep 1000 & echo $!; wait"])
-            .stdout(Stdio::piped());
-        let mut job = Job::start(&mut command, limit).unwrap();
+        command.args(["-c", &format!("{commands}; sleep 1000 & echo $!; wait")]);
+        let (job, _input, output) = Job::start_piped(&mut command).unwrap();
         let mut line = String::new();
-        let output = job.child.stdout.take().unwrap();
         BufReader::new(output).read_line(&mut line).unwrap();
         (job, line.trim().parse().unwrap())
+    }
+
+    fn null() -> File {
+        File::create("/dev/null").unwrap()
     }
 
     /// Returns whether a process has ended; nobody may have reaped it yet.
@@ -222,13 +336,13 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !has_ended(process) {
             assert!(Instant::now() < deadline, "process {process} runs on");
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 
     #[test]
     fn job__dropped_ends_its_group() {
-        let (job, child) = shell_with_child(UNLIMITED);
+        let (job, child) = shell_with_child(":");
         assert!(!has_ended(child));
         drop(job);
         expect_end(child);
@@ -237,17 +351,36 @@ mod tests {
     #[test]
     fn job__over_its_limit_is_ended() {
         let signals = Signals::catch().unwrap();
-        let (mut job, child) = shell_with_child(Duration::ZERO);
-        assert!(!job.wait(&signals).unwrap().success());
-        expect_end(child);
+        for commands in [":", "trap 'exit 0' TERM"] {
+            let (mut job, child) = shell_with_child(commands);
+            job.deadline = Instant::now();
+            assert_eq!(job.wait(&signals).unwrap(), End::OverLimit, "{commands}");
+            assert!(!job.wait(&signals).unwrap().success());
+            expect_end(child);
+        }
     }
 
     #[test]
     fn job__status_stays() {
         let signals = Signals::catch().unwrap();
-        let mut job = Job::start(Command::new("sh").args(["-c", "exit 3"]), UNLIMITED).unwrap();
-        assert_eq!(job.wait(&signals).unwrap().code(), Some(3));
+        let mut command = Command::new("sh");
+        command.args(["-c", "exit $STATUS"]).env("STATUS", "3");
+        let mut job = Job::start(&command, null(), null(), UNLIMITED).unwrap();
+        let end = job.wait(&signals).unwrap();
+        assert!(matches!(end, End::Status(status) if status.code() == Some(3)));
         assert!(job.has_ended(&signals).unwrap());
-        assert_eq!(job.end().unwrap().code(), Some(3));
+        assert_eq!(job.end().unwrap(), end);
+    }
+
+    #[test]
+    fn output__has_both_streams() {
+        let signals = Signals::catch().unwrap();
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "echo $0; pwd >&2; cat", "out"])
+            .current_dir("/");
+        let output = output(&command, &signals).unwrap();
+        assert!(output.end.success());
+        assert_eq!((output.stdout.as_str(), output.stderr.as_str()), ("out\n", "/\n"));
     }
 }

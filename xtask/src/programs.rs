@@ -1,14 +1,13 @@
 //! Unmodified programs for RDMA on rdmux: those of Debian's ibverbs-utils, rdmacm-utils, perftest, UCX, libfabric and fio, as server and client
 //! on this host. Several runs, of one user or of several, may go in parallel: each has its own loopback address and ports.
 
-use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
 use tempfile::TempDir;
@@ -18,8 +17,8 @@ use self::table::{
     BYTES, CLIENT, COPY, Exchange, Host, Judge, Line, PORT, Place, Ready, SERVER, Test, table,
     why_not_with_faults,
 };
-use crate::process::{Job, Signals};
-use crate::{Outcome, installed, last_lines, rdmux, succeeds};
+use crate::process::{Job, Signals, output};
+use crate::{Outcome, installed, last_lines, rdmux, say, succeeds};
 
 mod host;
 mod table;
@@ -80,7 +79,7 @@ enum Verdict {
     LeftOut { why: String },
 }
 
-pub(crate) fn run(options: &Options) -> Result<Outcome> {
+pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
     if !["ib_write_lat", "ibv_rc_pingpong", "rping"]
         .into_iter()
         .all(installed)
@@ -90,20 +89,16 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
     }
     let binary = rdmux(options.binary.as_deref())?;
     let began = Instant::now();
-    let signals = Signals::catch()?;
     let run = Run {
         binary,
         fault: options.fault.clone(),
-        signals: &signals,
+        signals,
         work: tempfile::tempdir()?,
         address: free_address()?,
     };
     fs::write(run.work.path().join(BYTES), random_bytes())?;
 
-    let lines = run.lines(options);
-    // A signal to the whole session may have ended what the run needs, before the run noticed the signal.
-    signals.check()?;
-    let lines = lines?;
+    let lines = run.lines(options)?;
     let count = |is: fn(&Verdict) -> bool| lines.iter().filter(|entry| is(&entry.verdict)).count();
     let report = Report {
         passed: count(|verdict| matches!(verdict, Verdict::Passed { .. })),
@@ -119,8 +114,7 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
 impl Report {
     fn print(&self, json: bool) -> Result<()> {
         if json {
-            println!("{}", serde_json::to_string_pretty(self)?);
-            return Ok(());
+            return say(serde_json::to_string_pretty(self)?);
         }
         let Self {
             passed,
@@ -128,7 +122,7 @@ impl Report {
             seconds,
             ..
         } = self;
-        print!("{passed} passed, {failed} failed in {seconds:.2} s");
+        let mut summary = format!("{passed} passed, {failed} failed in {seconds:.2} s");
         let mut reasons: Vec<(&str, u32)> = Vec::new();
         for entry in &self.lines {
             if let Verdict::LeftOut { why } = &entry.verdict {
@@ -139,32 +133,32 @@ impl Report {
             }
         }
         for (why, count) in reasons {
-            print!("; {count} left out: {why}");
+            summary += &format!("; {count} left out: {why}");
         }
-        println!();
-        Ok(())
+        say(summary)
     }
 }
 
 impl Entry {
-    fn print(&self) {
+    fn print(&self) -> Result<()> {
         let (result, seconds, tries, said) = match &self.verdict {
             Verdict::Passed { seconds, tries } => ("ok", seconds, tries, ""),
             Verdict::Failed { seconds, tries, said } => ("FAILED", seconds, tries, said.as_str()),
-            Verdict::LeftOut { .. } => return,
+            Verdict::LeftOut { .. } => return Ok(()),
         };
         let tries = match tries {
             1 => String::new(),
             tries => format!(" ({tries} tries)"),
         };
-        println!("{result:<6}  {seconds:>6.2} s  {}{tries}", self.line);
-        for line in said.lines() {
-            println!("  {line}");
-        }
+        say(format_args!(
+            "{result:<6}  {seconds:>6.2} s  {}{tries}",
+            self.line
+        ))?;
+        said.lines().try_for_each(|line| say(format_args!("  {line}")))
     }
 }
 
-/// In hundredths.
+/// Returns the seconds since then, rounded to hundredths.
 fn seconds(since: Instant) -> f64 {
     (since.elapsed().as_secs_f64() * 100.0).round() / 100.0
 }
@@ -175,25 +169,25 @@ fn random_bytes() -> Vec<u8> {
     bytes
 }
 
-/// How many times a client is started while nobody listens.
+/// A client is started up to so many times while nobody listens.
 const TRIES: u32 = 8;
 
 struct Run<'a> {
     binary: PathBuf,
     fault: Option<String>,
     signals: &'a Signals,
-    /// Where the programs run, and all that rdmux keeps for its user.
+    /// The folder where the programs run, which has all that rdmux keeps for its user.
     work: TempDir,
     address: Ipv4Addr,
 }
 
-/// How an exchange ended.
+/// The end of a line's programs.
 enum Ran {
     Ended { passed: bool, tries: u32 },
     LeftOut(String),
 }
 
-/// Where a program runs: in a network namespace or this process's, with the address of its device.
+/// The host of a program: a network namespace or this process's, with the address of the program's device.
 struct Side<'a> {
     name: &'static str,
     network: Option<&'a Network>,
@@ -201,31 +195,29 @@ struct Side<'a> {
 }
 
 impl Run<'_> {
-    fn host(&self, long: bool) -> Host {
+    fn host(&self, long: bool) -> Result<Host> {
+        let signals = self.signals;
+        let veth = "-Urn ip link add v0 type veth peer name v1";
+        let veth: Vec<&str> = veth.split_whitespace().collect();
         let preloads = fs::read_dir("/usr/lib").into_iter().flatten().flatten();
         let preloads = preloads.map(|folder| folder.path().join("rsocket/librspreload.so"));
-        Host {
+        Ok(Host {
             address: self.address,
             group: self.group(),
             long,
             nobody: rustix::process::getuid().as_raw() == 65534,
-            mount_namespaces: succeeds("unshare", &["-Urm", "true"]),
-            network_namespaces: succeeds(
-                "unshare",
-                &[
-                    "-Urn", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1",
-                ],
-            ),
+            mount_namespaces: succeeds("unshare", &["-Urm", "true"], signals)?,
+            network_namespaces: succeeds("unshare", &veth, signals)?,
             ucx: installed("ucx_perftest"),
-            ucx_with_mpi: usage("ucx_perftest").contains("-P <"),
+            ucx_with_mpi: usage("ucx_perftest", signals)?.contains("-P <"),
             fio: installed("fio"),
             libfabric: installed("fi_pingpong"),
-            cmtime_by_tcp: usage("cmtime").contains("-S"),
+            cmtime_by_tcp: usage("cmtime", signals)?.contains("-S"),
             preloads: preloads
                 .filter(|library| library.exists())
                 .map(|library| library.display().to_string())
                 .collect(),
-        }
+        })
     }
 
     fn group(&self) -> Ipv4Addr {
@@ -234,37 +226,63 @@ impl Run<'_> {
     }
 
     fn lines(&self, options: &Options) -> Result<Vec<Entry>> {
+        let mut selected = table(&self.host(options.long)?);
+        selected.retain(|line| line.name.contains(&options.only));
+        if selected.is_empty() {
+            bail!("no line has '{}'", options.only);
+        }
         let mut lines = Vec::new();
-        for line in table(&self.host(options.long)) {
-            if line.name.contains(&options.only) {
-                let entry = self.line(line)?;
-                if !options.json {
-                    entry.print();
-                }
-                lines.push(entry);
+        for line in selected {
+            let entry = self.line(line)?;
+            if !options.json {
+                entry.print()?;
             }
+            lines.push(entry);
         }
         Ok(lines)
     }
 
+    /// Runs a line. An error of one line is its failure, and only a signal ends the others.
     fn line(&self, line: Line) -> Result<Entry> {
         let Line { name, test } = line;
-        let verdict = match self.fault.as_ref().and_then(|_| why_not_with_faults(&name)) {
-            Some(why) => Verdict::LeftOut { why: why.to_owned() },
-            None => self.test(&test).with_context(|| name.clone())?,
+        let began = Instant::now();
+        let ran = match self.fault.as_ref().and_then(|_| why_not_with_faults(&name)) {
+            Some(why) => Ok(Ran::LeftOut(why.to_owned())),
+            None => self.test(test),
+        };
+        // A signal to the whole session may have ended what the line needs, before the line noticed the signal.
+        self.signals.check()?;
+        let seconds = seconds(began);
+        let mut said = self.said();
+        let verdict = match ran {
+            Ok(Ran::LeftOut(why)) => Verdict::LeftOut { why },
+            Ok(Ran::Ended { passed: true, tries }) => Verdict::Passed { seconds, tries },
+            Ok(Ran::Ended { passed: false, tries }) => Verdict::Failed {
+                seconds,
+                said: said.join("\n"),
+                tries,
+            },
+            Err(error) => {
+                said.push(format!("{error:#}"));
+                Verdict::Failed {
+                    seconds,
+                    said: said.join("\n"),
+                    tries: 1,
+                }
+            }
         };
         Ok(Entry { line: name, verdict })
     }
 
-    fn test(&self, test: &Test) -> Result<Verdict> {
-        let began = Instant::now();
+    fn test(&self, test: Test) -> Result<Ran> {
         let here = self.side("one");
-        let (passed, tries) = match test {
-            Test::LeftOut(why) => return Ok(Verdict::LeftOut { why: why.clone() }),
+        let command = match test {
+            Test::LeftOut(why) => return Ok(Ran::LeftOut(why)),
+            Test::Exchange(exchange) => return self.exchange(&exchange),
             Test::Alone(options, program) => {
                 let mut command = self.command(&here, options);
                 command.arg("--").args(program.split_whitespace());
-                (self.alone(&here, command)?, 1)
+                command
             }
             Test::Shell(script) => {
                 let mut command = Command::new("sh");
@@ -273,23 +291,12 @@ impl Run<'_> {
                     .args(["-ec", script, "sh"])
                     .arg(run.get_program())
                     .args(run.get_args());
-                (self.alone(&here, command)?, 1)
+                command
             }
-            Test::Exchange(exchange) => match self.exchange(exchange)? {
-                Ran::Ended { passed, tries } => (passed, tries),
-                Ran::LeftOut(why) => return Ok(Verdict::LeftOut { why }),
-            },
         };
-        let seconds = seconds(began);
-        let said = self.said();
-        Ok(match passed {
-            true => Verdict::Passed { seconds, tries },
-            false => Verdict::Failed {
-                seconds,
-                said: said?.trim_end().to_owned(),
-                tries,
-            },
-        })
+        let mut job = self.start(&here, command, table::LIMIT)?;
+        let passed = job.wait(self.signals)?.success();
+        Ok(Ran::Ended { passed, tries: 1 })
     }
 
     fn side(&self, name: &'static str) -> Side<'static> {
@@ -317,18 +324,10 @@ impl Run<'_> {
     /// Starts a command, whose output goes to files of the side's name.
     fn start(&self, side: &Side<'_>, mut command: Command, limit: Duration) -> Result<Job> {
         let work = self.work.path();
-        command
-            .current_dir(work)
-            .env("XDG_RUNTIME_DIR", work)
-            .stdin(Stdio::null())
-            .stdout(File::create(work.join(side.name))?)
-            .stderr(File::create(work.join(format!("{}.err", side.name)))?);
-        Job::start(&mut command, limit)
-    }
-
-    fn alone(&self, side: &Side<'_>, command: Command) -> Result<bool> {
-        let mut job = self.start(side, command, table::LIMIT)?;
-        Ok(job.wait(self.signals)?.success())
+        command.current_dir(work).env("XDG_RUNTIME_DIR", work);
+        let output = File::create(work.join(side.name))?;
+        let errors = File::create(work.join(format!("{}.err", side.name)))?;
+        Job::start(&command, output, errors, limit)
     }
 
     fn exchange(&self, exchange: &Exchange) -> Result<Ran> {
@@ -341,7 +340,7 @@ impl Run<'_> {
             Ok(files) => files,
             Err(why) => return Ok(Ran::LeftOut(why)),
         };
-        let networks = networks(exchange.place)?;
+        let networks = networks(exchange.place, self.signals)?;
         let side = |name, index: usize, address: &str| match networks.get(index) {
             Some(network) => Side {
                 name,
@@ -366,13 +365,16 @@ impl Run<'_> {
         let process = networks
             .first()
             .map_or("self".to_owned(), |network| network.process().to_string());
-        server.until(self.signals, || match exchange.ready {
-            Ready::PickedPort => listens(&process, None, port),
-            Ready::Port(port) if networks.is_empty() => listens(&process, Some(self.address), port),
-            Ready::Port(port) => listens(&process, None, port),
-            Ready::Joined => joined(self.group()),
-            Ready::Unknown => Ok(true),
-        })?;
+        // A server that is not ready after this time shows as a client that fails.
+        let limit = Duration::from_secs(60);
+        self.signals
+            .until(Some(&server), limit, || match exchange.ready {
+                Ready::PickedPort => listens(&process, None, port),
+                Ready::Port(port) if networks.is_empty() => listens(&process, Some(self.address), port),
+                Ready::Port(port) => listens(&process, None, port),
+                Ready::Joined => joined(self.group()),
+                Ready::Unknown => Ok(true),
+            })?;
         // XRC's files are everybody's until the end.
         if !exchange.xrc {
             claim.take();
@@ -449,68 +451,73 @@ impl Run<'_> {
         for entry in fs::read_dir(self.work.path())? {
             let path = entry?.path();
             if path.extension().is_some_and(|extension| extension == "pcapng") {
-                let check = Command::new(&self.binary)
-                    .args(["capture", "check", "--json"])
-                    .arg(&path)
-                    .output()?;
-                let summary: serde_json::Value = serde_json::from_slice(&check.stdout).unwrap_or_default();
+                let mut check = Command::new(&self.binary);
+                check.args(["capture", "check", "--json"]).arg(&path);
+                let check = output(&check, self.signals)?;
+                let summary: serde_json::Value = serde_json::from_str(&check.stdout).unwrap_or_default();
                 let messages = summary["files"][0]["opcodes"]["RC SendOnly"].as_u64();
-                found.push(check.status.success() && messages.is_some_and(|messages| messages >= 20));
+                found.push(check.end.success() && messages.is_some_and(|messages| messages >= 20));
                 fs::remove_file(path)?;
             }
         }
         Ok(found == [true, true])
     }
 
-    /// Removes the programs' output, and returns its end.
-    fn said(&self) -> Result<String> {
-        let mut said = String::new();
+    /// Removes the programs' output, and returns the lines at its end.
+    fn said(&self) -> Vec<String> {
+        let mut said = Vec::new();
         for side in ["one", "server", "client"] {
             let file = self.work.path().join(side);
-            if !file.exists() {
-                continue;
-            }
-            let errors = format!("{side}.err");
-            let errors = self.output(&errors);
+            let errors = self.output(&format!("{side}.err"));
             let end = last_lines(&file, 8);
-            for line in errors.lines().chain(end.iter().map(String::as_str)) {
-                writeln!(said, "{side}: {line}")?;
+            let lines = errors.lines().chain(end.iter().map(String::as_str));
+            said.extend(lines.map(|line| format!("{side}: {line}")));
+            for file in [file.with_extension("err"), file] {
+                // No line has all of the sides.
+                let _absent = fs::remove_file(file);
             }
-            fs::remove_file(file.with_extension("err"))?;
-            fs::remove_file(file)?;
         }
-        Ok(said)
+        said
     }
 }
 
 /// Makes the network namespaces of a place, and their interfaces.
-fn networks(place: Place) -> Result<Vec<Network>> {
+fn networks(place: Place, signals: &Signals) -> Result<Vec<Network>> {
     match place {
         Place::Loopback => Ok(Vec::new()),
         Place::OneHost => {
             let host = Network::new()?;
-            host.ip(&[
-                "link add v0 type veth peer name v1".to_owned(),
-                format!("addr add {SERVER}/24 dev v0"),
-                "link set lo up".to_owned(),
-                "link set v0 up".to_owned(),
-                "link set v1 up".to_owned(),
-            ])?;
+            host.ip(
+                &[
+                    "link add v0 type veth peer name v1".to_owned(),
+                    format!("addr add {SERVER}/24 dev v0"),
+                    "link set lo up".to_owned(),
+                    "link set v0 up".to_owned(),
+                    "link set v1 up".to_owned(),
+                ],
+                signals,
+            )?;
             Ok(vec![host])
         }
         Place::TwoHosts => {
             let server = Network::new()?;
             let client = server.beside()?;
-            server.ip(&[format!(
-                "link add v0 type veth peer name v0 netns {}",
-                client.process()
-            )])?;
+            server.ip(
+                &[format!(
+                    "link add v0 type veth peer name v0 netns {}",
+                    client.process()
+                )],
+                signals,
+            )?;
             for (network, address) in [(&server, SERVER), (&client, CLIENT)] {
-                network.ip(&[
-                    format!("addr add {address}/24 dev v0"),
-                    "link set v0 up".to_owned(),
-                    "link set lo up".to_owned(),
-                ])?;
+                network.ip(
+                    &[
+                        format!("addr add {address}/24 dev v0"),
+                        "link set v0 up".to_owned(),
+                        "link set lo up".to_owned(),
+                    ],
+                    signals,
+                )?;
             }
             Ok(vec![server, client])
         }

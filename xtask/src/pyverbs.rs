@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use crate::process::{Job, Signals};
-use crate::{Outcome, last_lines, rdmux, root, succeeds};
+use crate::process::{Job, Signals, output};
+use crate::{Outcome, last_lines, rdmux, root, say, succeeds};
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -36,17 +36,16 @@ const PYTHON: &str = "/usr/bin/python3";
 const RUNNER: &str = include_str!("pyverbs.py");
 const LIMIT: Duration = Duration::from_secs(320);
 
-pub(crate) fn run(options: &Options) -> Result<Outcome> {
-    if let Some(why) = unsuitable()? {
+pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
+    if let Some(why) = unsuitable(signals)? {
         return Ok(Outcome::Skipped(why));
     }
     let binary = rdmux(options.binary.as_deref())?;
-    let signals = Signals::catch()?;
     let work = tempfile::tempdir()?;
     let seed = options.seed.unwrap_or_else(|| fastrand::u16(..));
-    println!("pyverbs: seed {seed}");
+    say(format_args!("pyverbs: seed {seed}"))?;
 
-    unpack(&work.path().join("tests"))?;
+    unpack(&work.path().join("tests"), signals)?;
     let runner = work.path().join("suite.py");
     fs::write(&runner, RUNNER)?;
     let (output, errors) = (work.path().join("outcomes"), work.path().join("errors"));
@@ -55,16 +54,14 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
     command
         .args(["run", "--device", &device, "--", PYTHON, "-B"])
         .args([&runner, work.path()])
-        .args([&seed.to_string(), &device])
-        .stdin(Stdio::null())
-        .stdout(File::create(&output)?)
-        .stderr(File::create(&errors)?);
-    let status = Job::start(&mut command, LIMIT)?.wait(&signals)?;
-    if !status.success() {
+        .args([&seed.to_string(), &device]);
+    let mut job = Job::start(&command, File::create(&output)?, File::create(&errors)?, LIMIT)?;
+    let end = job.wait(signals)?;
+    if !end.success() {
         for line in last_lines(&errors, 20) {
             eprintln!("{line}");
         }
-        eprintln!("pyverbs: ended with {status}");
+        eprintln!("pyverbs: {end}");
     }
 
     let path = root().join("capi/pyverbs.list");
@@ -73,37 +70,42 @@ pub(crate) fn run(options: &Options) -> Result<Outcome> {
     let output = String::from_utf8_lossy(&output);
     let mut outcomes: Vec<Line<'_>> = output.lines().filter_map(Line::parse).collect();
     outcomes.sort();
-    if options.write {
+    let count = |outcome| outcomes.iter().filter(|line| line.outcome == outcome).count();
+    let (ok, failed, skipped) = (count("ok"), count("FAILED"), count("skipped"));
+    if options.write && end.success() && failed == 0 {
         list = written(&list, &outcomes);
         fs::write(&path, &list)?;
     }
     let differences = differences(&list, &outcomes);
-    let passed = differences.is_empty() && status.success();
+    let passed = differences.is_empty() && end.success();
     if !passed {
-        println!("differs from capi/pyverbs.list (<), which says what each test does (>: what it did):");
+        if options.write {
+            say("capi/pyverbs.list is not written, because the suite or a test failed")?;
+        }
+        say("differs from capi/pyverbs.list (<), which says what each test does (>: what it did):")?;
         for difference in differences {
-            println!("  {difference}");
+            say(format_args!("  {difference}"))?;
         }
         for line in outcomes.iter().filter(|line| line.outcome == "FAILED") {
-            println!("{}", line.whole);
+            say(line.whole)?;
         }
         for line in last_lines(&errors, 40) {
-            println!("{line}");
+            say(line)?;
         }
     }
-    let count = |outcome| outcomes.iter().filter(|line| line.outcome == outcome).count();
-    let (ok, failed, skipped) = (count("ok"), count("FAILED"), count("skipped"));
-    println!("pyverbs: {ok} passed, {failed} failed, {skipped} skipped");
+    say(format_args!(
+        "pyverbs: {ok} passed, {failed} failed, {skipped} skipped"
+    ))?;
     Ok(Outcome::of(passed))
 }
 
 /// Returns why the suite cannot run on this machine.
-fn unsuitable() -> Result<Option<String>> {
+fn unsuitable(signals: &Signals) -> Result<Option<String>> {
     let mut missing = Vec::new();
     if !Path::new(SUITE).join("run_tests.py").exists() {
         missing.push("rdma-core");
     }
-    if !succeeds(PYTHON, &["-c", "import pyverbs.device"]) {
+    if !succeeds(PYTHON, &["-c", "import pyverbs.device"], signals)? {
         missing.push("python3-pyverbs");
     }
     if !missing.is_empty() {
@@ -112,20 +114,18 @@ fn unsuitable() -> Result<Option<String>> {
             missing.join(" and ")
         )));
     }
-    let output = Command::new("dpkg-query")
-        .args(["-W", "-f", "${Version}", "python3-pyverbs"])
-        .output()?;
-    let version = String::from_utf8_lossy(&output.stdout);
+    let mut query = Command::new("dpkg-query");
+    query.args(["-W", "-f", "${Version}", "python3-pyverbs"]);
+    let version = output(&query, signals)?.stdout;
     let other = version.split('.').next() != Some("44");
     Ok(other.then(|| "the list is of rdma-core 44, and another is installed".to_owned()))
 }
 
 /// Copies the suite, whose files Debian has compressed.
-fn unpack(folder: &Path) -> Result<()> {
-    let copied = Command::new("cp")
-        .arg("-r")
-        .args([Path::new(SUITE), folder])
-        .status()?;
+fn unpack(folder: &Path, signals: &Signals) -> Result<()> {
+    let mut copy = Command::new("cp");
+    copy.arg("-r").args([Path::new(SUITE), folder]);
+    run_well(&copy, signals)?;
     let mut unzip = Command::new("gunzip");
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
@@ -133,8 +133,13 @@ fn unpack(folder: &Path) -> Result<()> {
             unzip.arg(path);
         }
     }
-    if !copied.success() || !unzip.status()?.success() {
-        bail!("cannot copy {SUITE}");
+    run_well(&unzip, signals)
+}
+
+fn run_well(command: &Command, signals: &Signals) -> Result<()> {
+    let output = output(command, signals)?;
+    if !output.end.success() {
+        bail!("cannot copy {SUITE}: {} ({})", output.stderr.trim(), output.end);
     }
     Ok(())
 }
@@ -142,7 +147,7 @@ fn unpack(folder: &Path) -> Result<()> {
 /// A line of the list, or of the suite's output: `OUTCOME NAME[: REASON]`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Line<'a> {
-    /// What follows the outcome, with its blanks: the list is in this order, so outcomes of a length stand together.
+    /// The part after the outcome, with its blanks: the list is in this order, so outcomes of a length stand together.
     rest: &'a str,
     outcome: &'a str,
     whole: &'a str,

@@ -1,18 +1,18 @@
-//! What programs share with everybody on this host, and what a run has for itself: addresses, ports, files, network namespaces.
+//! Addresses, ports, files and network namespaces, of which a run shares some with all others on this host and has the rest for itself.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::Ipv4Addr;
 use std::os::unix::fs::MetadataExt;
-use std::process::{ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Command};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::process::{Job, Signals};
+use crate::process::{Job, Signals, output};
 
 /// An address as `/proc/net` writes it.
 fn hexadecimal(address: Ipv4Addr) -> String {
@@ -75,7 +75,7 @@ impl Claim {
     /// Waits for the lock, and picks a free port.
     pub(super) fn wait(signals: &Signals) -> Result<Self> {
         let locked = File::open("/tmp")?;
-        let free = signals.until(Duration::from_secs(120), || {
+        let free = signals.until(None, Duration::from_secs(120), || {
             match flock(&locked, FlockOperation::NonBlockingLockExclusive) {
                 Err(Errno::WOULDBLOCK) => Ok(false),
                 result => Ok(result.map(|()| true)?),
@@ -148,10 +148,6 @@ impl Network {
 
     /// Starts a command that enters a namespace and then is `cat`.
     fn held_by(command: &mut Command) -> Result<Self> {
-        let command = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null());
         let (holder, mut input, mut output) = Job::start_piped(command)?;
         // The answer comes once the namespace is there.
         input
@@ -180,25 +176,19 @@ impl Network {
     }
 
     /// Runs `ip` with each of some lines of arguments.
-    pub(super) fn ip(&self, lines: &[String]) -> Result<()> {
+    pub(super) fn ip(&self, lines: &[String], signals: &Signals) -> Result<()> {
         for line in lines {
-            let output = self.command("ip").args(line.split_whitespace()).output()?;
-            if !output.status.success() {
-                bail!("ip {line}: {}", String::from_utf8_lossy(&output.stderr).trim());
+            let output = output(self.command("ip").args(line.split_whitespace()), signals)?;
+            if !output.end.success() {
+                bail!("ip {line}: {} ({})", output.stderr.trim(), output.end);
             }
         }
         Ok(())
     }
 }
 
-/// Returns what a program says about its options.
-pub(super) fn usage(program: &str) -> String {
-    let output = Command::new(program).arg("-h").stdin(Stdio::null()).output();
-    output.map_or_else(
-        |_| String::new(),
-        |output| {
-            let said = [output.stdout, output.stderr].concat();
-            String::from_utf8_lossy(&said).into_owned()
-        },
-    )
+/// Returns what a program says about its options: nothing where it is not installed.
+pub(super) fn usage(program: &str, signals: &Signals) -> Result<String> {
+    let output = output(Command::new(program).arg("-h"), signals)?;
+    Ok(output.stdout + &output.stderr)
 }
