@@ -72,16 +72,18 @@ pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
     outcomes.sort();
     let count = |outcome| outcomes.iter().filter(|line| line.outcome == outcome).count();
     let (ok, failed, skipped) = (count("ok"), count("FAILED"), count("skipped"));
-    if options.write && end.success() && failed == 0 {
-        list = written(&list, &outcomes);
-        fs::write(&path, &list)?;
+    if options.write {
+        match written(&list, &outcomes, end.success()) {
+            Some(written) => {
+                fs::write(&path, &written)?;
+                list = written;
+            }
+            None => say("capi/pyverbs.list is not written, because the suite or a test failed")?,
+        }
     }
     let differences = differences(&list, &outcomes);
     let passed = differences.is_empty() && end.success();
     if !passed {
-        if options.write {
-            say("capi/pyverbs.list is not written, because the suite or a test failed")?;
-        }
         say("differs from capi/pyverbs.list (<), which says what each test does (>: what it did):")?;
         for difference in differences {
             say(format_args!("  {difference}"))?;
@@ -178,15 +180,19 @@ fn expected(list: &str) -> BTreeMap<&str, Line<'_>> {
         .collect()
 }
 
-/// Returns the list with other outcomes: its comments first, and the lines that were written by hand as they are.
-fn written(list: &str, outcomes: &[Line<'_>]) -> String {
+/// Returns the list with other outcomes: its comments first, and the lines that were written by hand as they are. The list has no outcomes of a
+/// suite that did not end well, or in which a test failed.
+fn written(list: &str, outcomes: &[Line<'_>], ended_well: bool) -> Option<String> {
+    if !ended_well || outcomes.iter().any(|line| line.outcome == "FAILED") {
+        return None;
+    }
     let expected = expected(list);
     let comments = list.lines().filter(|line| line.starts_with('#'));
     let lines = outcomes.iter().map(|line| match expected.get(line.name()) {
         Some(by_hand) if by_hand.outcome == "either" => by_hand.whole,
         _ => line.whole,
     });
-    comments.chain(lines).map(|line| format!("{line}\n")).collect()
+    Some(comments.chain(lines).map(|line| format!("{line}\n")).collect())
 }
 
 /// Returns what differs: lines of the list after `<`, of the suite after `>`.
@@ -250,8 +256,17 @@ mod tests {
     fn written__keeps_what_is_written_by_hand() {
         let output = "skipped  a.c: other\nok       a.e\nok       a.b\n";
         assert_eq!(
-            written(LIST, &lines(output)),
-            "# Comment.\nok       a.b\neither   a.e: here or there\nskipped  a.c: other\n"
+            written(LIST, &lines(output), true).as_deref(),
+            Some("# Comment.\nok       a.b\neither   a.e: here or there\nskipped  a.c: other\n")
+        );
+    }
+
+    #[test]
+    fn written__is_no_list_of_failures() {
+        assert_eq!(written(LIST, &lines("ok       a.b\n"), false), None);
+        assert_eq!(
+            written(LIST, &lines("ok       a.b\nFAILED   a.c: x\n"), true),
+            None
         );
     }
 }
