@@ -9,7 +9,7 @@ use rdmux_wire::Qpn;
 use crate::memory::{Atomic, Fault, Medium, Memory};
 use crate::retired::RetiredMemories;
 
-/// Identifier of an access that the driver carries out. Later accesses have higher ones.
+/// Identifier of an access that the driver carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AccessId(pub u64);
 
@@ -20,6 +20,8 @@ pub struct AccessId(pub u64);
 pub struct AccessJob {
     /// Identifier to pass to [`crate::Rnic::handle_access`].
     pub id: AccessId,
+    /// The QP that waits for it.
+    pub qpn: Qpn,
     /// The medium on which the memory is.
     pub medium: Medium,
     /// The memory.
@@ -111,6 +113,7 @@ impl Accesses {
         self.waiting.insert(id, qpn);
         self.jobs.push_back(AccessJob {
             id,
+            qpn,
             medium,
             memory,
             offset,

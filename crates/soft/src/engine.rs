@@ -1068,12 +1068,24 @@ impl Core {
         let mut done = false;
         while let Some(job) = self.rnic.poll_access() {
             if let Err(job) = Media::submit(&self.media, job) {
-                self.rnic.handle_access(now, job.id, job.run());
+                self.rnic.handle_access(now, job.id, media::carry_out(&job));
                 self.ended.push(job.memory);
                 done = true;
             }
         }
         done
+    }
+
+    /// Withdraws the accesses to media of a queue pair that accepts no more requests: those that have not begun fail. Returns those that
+    /// run, for which the caller waits once the engine is unlocked.
+    pub(crate) fn withdraw_accesses(&mut self, now: Time, qpn: Qpn) -> Vec<InProgress> {
+        self.start_accesses(now);
+        let (withdrawn, running) = self.media.withdraw(qpn);
+        for job in withdrawn {
+            self.rnic.handle_access(now, job.id, Err(Fault::Unmapped));
+            self.ended.push(job.memory);
+        }
+        running
     }
 
     /// Delivers all events; returns whether some concerned connections.

@@ -11,7 +11,7 @@ use rdmux_verbs::provider::{self, CompletionQueue as _, Object, own};
 use rdmux_verbs::{AttachError, Carrier, CreateError, PostListError, QpOptions};
 
 use super::device::{CompletionQueue, Device, ProtectionDomain};
-use super::engine::Core;
+use super::engine::{Core, InProgress};
 use super::srq::XrcDomain;
 
 #[derive(Debug)]
@@ -27,14 +27,15 @@ pub(crate) struct QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        self.device.with(|core, now| {
+        let accesses = self.device.with(|core, now| {
             core.say_last(now, self.qpn);
             core.rnic.destroy_qp(self.qpn);
             core.async_events.forget(Object::Qp(self.qpn));
             core.leave_groups();
             core.qp_errors.remove(&self.qpn);
+            core.withdraw_accesses(now, self.qpn)
         });
-        self.wait_for_stays();
+        self.wait_for_peers(accesses);
     }
 }
 
@@ -69,10 +70,11 @@ impl QueuePair {
         })
     }
 
-    /// Waits until no peer accesses memory that was granted for the queue pair.
-    fn wait_for_stays(&self) {
+    /// Waits until no peer accesses memory that was granted for the queue pair, and until the device's accesses for it have ended.
+    fn wait_for_peers(&self, accesses: Vec<InProgress>) {
         let stays = self.device.lock().links.stays_of_qp(self.qpn);
         stay::wait(&stays);
+        accesses.into_iter().for_each(InProgress::wait);
     }
 }
 
@@ -107,8 +109,9 @@ impl provider::QueuePair for QueuePair {
     }
 
     fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
-        self.device.with(|core, now| {
-            if matches!(to, QpState::Reset | QpState::Error) {
+        let stops = matches!(to, QpState::Reset | QpState::Error);
+        let accesses = self.device.with(|core, now| {
+            if stops {
                 core.say_last(now, self.qpn);
             }
             core.rnic.modify_qp(now, self.qpn, to, attributes)?;
@@ -118,21 +121,25 @@ impl provider::QueuePair for QueuePair {
             if to == QpState::Reset {
                 core.qp_errors.remove(&self.qpn);
             }
-            Ok(())
+            Ok::<_, ModifyError>(match stops {
+                true => core.withdraw_accesses(now, self.qpn),
+                false => Vec::new(),
+            })
         })?;
-        if matches!(to, QpState::Reset | QpState::Error) {
-            self.wait_for_stays();
+        if stops {
+            self.wait_for_peers(accesses);
         }
         Ok(())
     }
 
     fn retire(&self) {
-        self.device.with(|core, now| {
+        let accesses = self.device.with(|core, now| {
             core.say_last(now, self.qpn);
             core.rnic.retire_qp(now, self.qpn);
             core.qp_errors.remove(&self.qpn);
+            core.withdraw_accesses(now, self.qpn)
         });
-        self.wait_for_stays();
+        self.wait_for_peers(accesses);
     }
 
     fn query(&self) -> Option<QpInfo> {

@@ -5,7 +5,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use rdmux_rnic::{AccessId, AccessJob, Accessed, Fault, Medium, Memory};
+use rdmux_rnic::{AccessJob, Accessed, Fault, Medium, Memory, Qpn};
 use rustix::io::Errno;
 
 use super::Engine;
@@ -35,26 +35,54 @@ struct Queue {
 
 #[derive(Debug, Default)]
 struct Jobs {
-    waiting: Vec<AccessJob>,
-    /// Accesses that have not ended, with the addresses of their memories, in order.
-    open: VecDeque<(AccessId, usize)>,
+    waiting: VecDeque<(Turn, AccessJob)>,
+    running: Option<Running>,
+    turns: u64,
     /// Set while somebody waits for the end of some.
     is_awaited: bool,
 }
 
-/// Accesses of a memory that had not ended at some moment.
+/// Position in the order in which a medium's accesses are carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Turn(u64);
+
+/// The access that the thread carries out.
+#[derive(Clone, Copy, Debug)]
+struct Running {
+    turn: Turn,
+    qpn: Qpn,
+    /// Address of its memory.
+    memory: usize,
+}
+
+impl Jobs {
+    /// Returns the oldest access that has not ended.
+    fn oldest(&self) -> Option<Turn> {
+        let waiting = self.waiting.front().map(|(turn, _)| *turn);
+        self.running.map(|running| running.turn).or(waiting)
+    }
+
+    /// Returns the last access of a memory that has not ended.
+    fn last_of(&self, memory: usize) -> Option<Turn> {
+        let of_memory = |(_, job): &&(Turn, AccessJob)| address(&job.memory) == memory;
+        let waiting = self.waiting.iter().rev().find(of_memory).map(|(turn, _)| *turn);
+        let running = self.running.filter(|running| running.memory == memory);
+        waiting.or(running.map(|running| running.turn))
+    }
+}
+
+/// Accesses that had not ended at some moment.
 #[derive(Debug)]
 pub(crate) struct InProgress {
     queue: Arc<Queue>,
-    last: AccessId,
+    last: Turn,
 }
 
 impl InProgress {
     /// Waits until they have ended.
     pub(crate) fn wait(self) {
         let is_open = |jobs: &mut Jobs| {
-            let first = jobs.open.front();
-            let is_open = first.is_some_and(|(id, _)| *id <= self.last);
+            let is_open = jobs.oldest().is_some_and(|oldest| oldest <= self.last);
             jobs.is_awaited |= is_open;
             is_open
         };
@@ -70,25 +98,35 @@ impl Queue {
 
     fn push(&self, job: AccessJob) {
         let mut jobs = self.lock();
-        jobs.open.push_back((job.id, address(&job.memory)));
-        jobs.waiting.push(job);
+        jobs.turns += 1;
+        let turn = Turn(jobs.turns);
+        jobs.waiting.push_back((turn, job));
         if jobs.waiting.len() == 1 {
             self.more.notify_one();
         }
     }
 
-    /// Waits for accesses for a while, and takes them.
-    fn take(&self) -> Vec<AccessJob> {
-        let idle = |jobs: &mut Jobs| jobs.waiting.is_empty();
-        let woken = self.more.wait_timeout_while(self.lock(), IDLE, idle);
-        let (mut jobs, _) = woken.unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut jobs.waiting)
+    /// Takes the next access, which runs from then on. Waits for one for a while, if `waits`.
+    fn take(&self, waits: bool) -> Option<AccessJob> {
+        let mut jobs = self.lock();
+        if waits {
+            let idle = |jobs: &mut Jobs| jobs.waiting.is_empty();
+            let woken = self.more.wait_timeout_while(jobs, IDLE, idle);
+            jobs = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let (turn, job) = jobs.waiting.pop_front()?;
+        jobs.running = Some(Running {
+            turn,
+            qpn: job.qpn,
+            memory: address(&job.memory),
+        });
+        Some(job)
     }
 
-    /// Notes that the oldest accesses have ended.
-    fn end(&self, count: usize) {
+    /// Notes that the running access has ended.
+    fn end(&self) {
         let mut jobs = self.lock();
-        jobs.open.drain(..count);
+        jobs.running = None;
         if std::mem::take(&mut jobs.is_awaited) {
             self.ended.notify_all();
         }
@@ -120,46 +158,66 @@ impl Media {
     /// Returns the accesses of a memory that have not ended, if there are any.
     pub(crate) fn in_progress(&self, memory: &Arc<dyn Memory>) -> Option<InProgress> {
         let queue = self.lock().get(&memory.medium()?)?.clone();
-        let of_memory = |(_, of): &&(AccessId, usize)| *of == address(memory);
-        let last = queue
-            .lock()
-            .open
-            .iter()
-            .rev()
-            .find(of_memory)
-            .map(|(id, _)| *id)?;
+        let last = queue.lock().last_of(address(memory))?;
         Some(InProgress { queue, last })
+    }
+
+    /// Withdraws the accesses of a queue pair: returns those that had not begun, which nobody carries out any more, and those that run.
+    pub(super) fn withdraw(&self, qpn: Qpn) -> (Vec<AccessJob>, Vec<InProgress>) {
+        let (mut withdrawn, mut running) = (Vec::new(), Vec::new());
+        for queue in self.lock().values() {
+            let mut jobs = queue.lock();
+            let (of_qp, others) = std::mem::take(&mut jobs.waiting)
+                .into_iter()
+                .partition::<VecDeque<_>, _>(|(_, job)| job.qpn == qpn);
+            jobs.waiting = others;
+            withdrawn.extend(of_qp.into_iter().map(|(_, job)| job));
+            let last = jobs.running.filter(|running| running.qpn == qpn);
+            running.extend(last.map(|running| InProgress {
+                queue: queue.clone(),
+                last: running.turn,
+            }));
+            // Somebody may wait for one that was withdrawn.
+            if std::mem::take(&mut jobs.is_awaited) {
+                queue.ended.notify_all();
+            }
+        }
+        (withdrawn, running)
+    }
+
+    /// Returns the number of accesses that have not begun.
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> usize {
+        self.lock().values().map(|queue| queue.lock().waiting.len()).sum()
     }
 
     fn run(&self, medium: Medium, queue: &Queue) {
         loop {
-            let jobs = queue.take();
-            if jobs.is_empty() {
-                let mut queues = self.lock();
-                // Nobody adds accesses while the queues are locked.
-                if queue.lock().waiting.is_empty() {
-                    queues.remove(&medium);
-                    return;
-                }
-                continue;
-            }
             let (mut ended, mut bytes) = (Vec::new(), 0);
-            for job in jobs {
+            while let Some(job) = queue.take(ended.is_empty()) {
                 let result = carry_out(&job);
+                queue.end();
                 bytes += job.bytes();
                 ended.push((job, result));
                 if ended.len() == REPORT_JOBS || bytes >= REPORT_BYTES {
-                    self.report(queue, std::mem::take(&mut ended));
-                    bytes = 0;
+                    break;
                 }
             }
-            self.report(queue, ended);
+            if !ended.is_empty() {
+                self.report(ended);
+                continue;
+            }
+            let mut queues = self.lock();
+            // Nobody adds accesses while the queues are locked.
+            if queue.lock().waiting.is_empty() {
+                queues.remove(&medium);
+                return;
+            }
         }
     }
 
     /// Passes results to the engine.
-    fn report(&self, queue: &Queue, ended: Vec<(AccessJob, Result<Accessed, Fault>)>) {
-        queue.end(ended.len());
+    fn report(&self, ended: Vec<(AccessJob, Result<Accessed, Fault>)>) {
         let engine = self
             .engine
             .lock()
@@ -167,7 +225,7 @@ impl Media {
             .upgrade();
         // The memories are dropped after the engine is unlocked.
         let mut memories = Vec::with_capacity(ended.len());
-        if let Some(engine) = engine.filter(|_| !ended.is_empty()) {
+        if let Some(engine) = engine {
             engine.with(|core, now| {
                 for (job, result) in ended {
                     core.rnic.handle_access(now, job.id, result);
@@ -180,7 +238,7 @@ impl Media {
 }
 
 /// Carries out an access. One that panics has failed; the thread goes on.
-fn carry_out(job: &AccessJob) -> Result<Accessed, Fault> {
+pub(super) fn carry_out(job: &AccessJob) -> Result<Accessed, Fault> {
     let run = panic::catch_unwind(AssertUnwindSafe(|| job.run()));
     run.unwrap_or(Err(Fault::Io(Errno::IO.raw_os_error())))
 }

@@ -355,6 +355,40 @@ fn access__in_progress_ends_before_its_region_does() {
 }
 
 #[test]
+fn access__of_a_queue_pair_that_ends_does_not_begin() {
+    let pair = Pair::new([127, 0, 14, 44]);
+    let (memory, begins, go) = Stalling::new();
+    let _first = pair.write_to(memory.clone());
+    begins.recv_timeout(LONG).unwrap();
+    let _second = pair.write_to(memory.clone());
+    let device = pair.device.clone();
+    let waits = |count| {
+        let deadline = Instant::now() + LONG;
+        while device.engine().lock().media.waiting() != count {
+            assert!(Instant::now() < deadline, "{count} accesses should wait");
+            thread::yield_now();
+        }
+    };
+    waits(1);
+    let [requester, responder] = pair.qps;
+    let (gone, is_gone) = mpsc::channel();
+    let dropping = thread::spawn(move || {
+        drop(responder);
+        let _ = gone.send(());
+    });
+    waits(0);
+    assert!(
+        is_gone.try_recv().is_err(),
+        "the queue pair has ended before its access"
+    );
+    go.send(()).unwrap();
+    dropping.join().unwrap();
+    assert_eq!(memory.written.load(Ordering::SeqCst), 1);
+    assert!(begins.try_recv().is_err(), "the second write has begun");
+    drop(requester);
+}
+
+#[test]
 fn access__that_panics_has_failed() {
     let device = Device::open(IpAddr::from([127, 0, 14, 42])).unwrap();
     let (memory, _begins, go) = Stalling::new();
