@@ -99,8 +99,8 @@ impl Opened {
     }
 }
 
-/// Sends pending acknowledgements of devices when the program ends in its own way (`exit(3)`), because most programs end with
-/// queues and connections open.
+/// Sends pending acknowledgements and delayed packets of devices when the program ends in its own way (`exit(3)`), because most
+/// programs end with queues and connections open.
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static AT_EXIT: extern "C" fn() = acknowledge;

@@ -595,11 +595,13 @@ impl Engine {
         found
     }
 
-    /// Sends the pending acknowledgements.
+    /// Sends the pending acknowledgements, and the packets that fault injection holds back.
     pub(crate) fn acknowledge(&self) {
         for _ in 0..LAST_TRIES {
             if let Some(mut core) = self.try_lock() {
-                core.finish(self.now(), true);
+                let now = self.now();
+                core.finish(now, true);
+                core.send_held_back(now);
                 return;
             }
             thread::yield_now();
@@ -845,6 +847,9 @@ impl Engine {
         {
             let _ = thread.join();
         }
+        // Before the group ends: another process of the group then disconnects what this one has left behind, and a DREQ must not
+        // overtake the last responses.
+        self.lock().send_held_back(self.now());
         let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(group);
         let mut core = self.lock();
@@ -1352,7 +1357,7 @@ impl Core {
 }
 
 impl Core {
-    /// Gives the packets in the buffer to the port, and sends those that the port releases. A packet that a socket refuses is lost.
+    /// Gives the packets in the buffer to the port, and sends those that the port releases.
     #[cold]
     fn send_with_faults(&mut self, now: Time) {
         let (links, tx) = (&self.links, &self.tx);
@@ -1362,7 +1367,18 @@ impl Core {
         };
         self.rnic.take_trains(now, &self.buf, self.sent, shared);
         self.sent = self.buf.trains().len();
-        while let Some(packet) = self.rnic.next_leaving(now) {
+        self.send_leaving(now, now);
+    }
+
+    /// Sends the packets that fault injection holds back, for a device that is about to end: on a network they would be under way, so
+    /// they leave early rather than never.
+    fn send_held_back(&mut self, now: Time) {
+        self.send_leaving(now, Time(u64::MAX));
+    }
+
+    /// Sends the packets that the port releases up to a time. A packet that a socket refuses is lost.
+    fn send_leaving(&mut self, now: Time, until: Time) {
+        while let Some(packet) = self.rnic.next_leaving(until) {
             let Leaving {
                 path, local, damaged, ..
             } = packet;

@@ -304,6 +304,55 @@ fn down__then_up_again() {
     );
 }
 
+/// Lets a device whose port delays packets end by `end` while a SEND waits there; its peer must receive it.
+fn delayed_send_at_the_end(net: u8, end: impl Fn(End, &dyn Fn() -> bool)) {
+    for (host, shared_memory) in [(1, SharedMemory::Off), (3, SharedMemory::Auto)] {
+        let open = |host, faults| End::new([127, 0, net, host].into(), faults, shared_memory, QpType::Uc);
+        let (faulty, sound) = (open(host, Some(spec("delay=3600s"))), open(host + 1, None));
+        for (own, peer) in [(&faulty, &sound), (&sound, &faulty)] {
+            let steps = common::towards(&own.qp, peer.device.address(), peer.qp.qpn(), 0);
+            common::bring_up(&own.qp, steps);
+        }
+        let deadline = Instant::now() + LONG;
+        while shared_memory == SharedMemory::Auto && faulty.qp.carrier() != Some(Carrier::SharedMemory) {
+            assert!(Instant::now() < deadline, "{:?}", faulty.qp.carrier());
+            std::thread::yield_now();
+        }
+        sound.receive(8);
+        faulty.post(
+            Operation::Send {
+                imm: Some(host.into()),
+            },
+            8,
+        );
+        assert_eq!(faulty.wait().status, Status::Success);
+        end(faulty, &|| {
+            assert!(Instant::now() < deadline, "nothing arrives");
+            sound.device.counters().rcvd_pkts == 0
+        });
+        let received = sound.wait();
+        assert_eq!(
+            (received.status, received.imm),
+            (Status::Success, Some(host.into()))
+        );
+    }
+}
+
+#[test]
+fn delay__ends_when_the_device_is_closed() {
+    delayed_send_at_the_end(77, |faulty, _| drop(faulty));
+}
+
+#[test]
+fn delay__ends_when_a_process_sends_what_is_pending() {
+    delayed_send_at_the_end(78, |faulty, is_missing| {
+        // A call does nothing while the device's thread is at work.
+        while is_missing() {
+            faulty.device.acknowledge();
+        }
+    });
+}
+
 /// Brings a queue pair up towards another one, with a timeout and retries that end soon.
 fn bring_up(own: &End, peer: &End) {
     let mut steps = common::towards(&own.qp, peer.device.address(), peer.qp.qpn(), 0);
