@@ -130,14 +130,15 @@ pub struct QpAttributes {
     pub timeout: Option<u8>,
     /// Retries on timeout, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Retries on RNR NAK, 0 to 6; 7 retries without end. RNR NAKs by which the peer delays a request until a FLUSH has ended do
+    /// Retries on RNR NAK, 0 to 6; 7 retries without end. RNR NAKs by which an rdmux peer delays a request while a medium works do
     /// not count.
     pub rnr_retry: Option<u8>,
     /// READs, atomics and FLUSHes in flight; with 0 the requester does not take them.
     pub max_rd_atomic: Option<u8>,
     /// Bytes in flight that both ends can take; the ends exchanged their limits when they connected.
     pub window_bytes: Option<u32>,
-    /// The peer numbers the IPv4 identification of a train from 0, so the ICRC check can be narrower.
+    /// The peer numbers the IPv4 identification of a train from 0, so the ICRC check can be narrower. Its RNR NAKs distinguish a medium
+    /// that works from a missing receive.
     pub peer_is_rdmux: Option<bool>,
     /// Highest sending rate in bits per second; 0 for none.
     pub rate_limit_bps: Option<u64>,

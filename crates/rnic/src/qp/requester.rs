@@ -35,6 +35,7 @@ use crate::qp::message::{
     data_operation, gather, gathers, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
 };
 use crate::qp::read_ahead::Origin;
+use crate::qp::responder::{ATOMIC_WAITS_TIMER, MEDIUM_TIMER};
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
     bare_completion, earlier,
@@ -87,12 +88,6 @@ impl Wqe {
 
     fn is_local(&self) -> bool {
         self.request.operation.is_local()
-    }
-
-    /// Returns whether a peer that answers this request with an RNR NAK waits for a medium, however long that takes: the request
-    /// needs no receive.
-    fn may_wait_for_medium(&self) -> bool {
-        self.takes_resource() || matches!(self.request.operation, Operation::Write { imm: None, .. })
     }
 
     fn takes_resource(&self) -> bool {
@@ -895,8 +890,12 @@ impl Requester {
                     return Ok(());
                 }
                 let request = self.locate(psn).wqe;
-                let counts = !self.queue.get(request).is_some_and(Wqe::may_wait_for_medium);
-                let is_counted = self.rnr_retry < 7 && counts;
+                // An rdmux peer answers so while a medium works, however long that takes.
+                let medium_works = head.peer_is_rdmux
+                    && (timer == MEDIUM_TIMER
+                        || timer == ATOMIC_WAITS_TIMER
+                            && self.queue.get(request).is_some_and(Wqe::takes_resource));
+                let is_counted = self.rnr_retry < 7 && !medium_works;
                 let note = Note::RnrNak {
                     psn,
                     wait_ns: rnr_timer_ns(timer),

@@ -28,11 +28,12 @@ use crate::trace::{Note, Refused};
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
 
-/// RNR timer code of the response to a repeated request for which a medium still works: 10.24 ms.
-const MEDIUM_TIMER: u8 = 20;
+/// RNR timer code of the response to a repeated request for which a medium still works: 10.24 ms. An rdmux peer does not count these
+/// RNR NAKs as retries, so one for a missing receive has another code.
+pub(crate) const MEDIUM_TIMER: u8 = 20;
 /// RNR timer code of the response to an atomic operation while a FLUSH before it runs: 0.64 ms. The operation must not take effect
 /// before the data that the FLUSH covers is safe. A19.
-const ATOMIC_WAITS_TIMER: u8 = 12;
+pub(crate) const ATOMIC_WAITS_TIMER: u8 = 12;
 /// Most requests that one acknowledgement covers while it waits to be combined with later ones.
 const ACK_WAITS_FOR: u32 = 16;
 
@@ -91,6 +92,16 @@ impl Answer {
             | Answer::Access { psn, .. }
             | Answer::Flush { psn, .. }
             | Answer::Atomic { psn, .. } => *psn,
+        }
+    }
+
+    /// Returns the MSN before the request of a response that is not an acknowledgement.
+    fn msn_before(&self) -> u32 {
+        match self {
+            Answer::Ack { msn, .. } | Answer::Access { msn, .. } => *msn,
+            Answer::Read { msn, .. } | Answer::Flush { msn, .. } | Answer::Atomic { msn, .. } => {
+                msn.wrapping_sub(1) & 0xff_ffff
+            }
         }
     }
 }
@@ -452,6 +463,9 @@ impl Responder {
                 self.sack_owed = false;
                 let timer = if packet.bth.opcode.operation.is_atomic() {
                     ATOMIC_WAITS_TIMER
+                } else if self.min_rnr_timer == MEDIUM_TIMER && head.peer_is_rdmux {
+                    // The user's time is the least that the peer has to wait.
+                    MEDIUM_TIMER + 1
                 } else {
                     self.min_rnr_timer
                 };
@@ -459,7 +473,7 @@ impl Responder {
                 None
             }
             Refusal::Invalidation => Some(Status::RemoteInvalidRequest),
-            refusal => Some(self.refuse(env, packet.bth.psn, refusal)),
+            refusal => Some(self.refuse(env, (psn, self.msn), refusal)),
         }
     }
 
@@ -587,7 +601,7 @@ impl Responder {
         if !within || packet.payload().len() > head.mtu as usize {
             env.counters.dropped_busy += 1;
         } else if !self.early.keep(psn, packet.bytes()) {
-            self.ask_for_time(self.expected);
+            self.ask_for_time(head);
         }
     }
 
@@ -619,30 +633,24 @@ impl Responder {
     }
 
     /// Answers a repeated request with an RNR NAK, if nothing can be answered before a medium is done: the peer comes back later
-    /// instead of counting a loss. `at`: the PSN for which the peer asks, at most the next one.
-    fn ask_for_time(&mut self, at: Psn) {
-        if !matches!(
-            self.answers.front(),
-            None | Some(
-                Answer::Access { .. }
-                    | Answer::Read {
-                        fetch: Fetch::Runs(..),
-                        ..
-                    }
-            )
-        ) {
-            return;
-        }
-        // The NAK also acknowledges all requests before its own.
-        let is_open = |answer: &&Answer| match answer {
-            Answer::Access { .. } => true,
-            Answer::Flush { state, .. } => *state == FlushState::Runs,
-            _ => false,
+    /// instead of counting a loss. A peer that is not rdmux would count the RNR NAK; it gets no answer, and its timer decides.
+    fn ask_for_time(&mut self, head: &Head) {
+        // The NAK also acknowledges all requests before its own, so it names the oldest that is not done.
+        let (psn, msn) = match self.answers.front() {
+            None => (self.expected, self.msn),
+            Some(
+                oldest @ (Answer::Access { .. }
+                | Answer::Read {
+                    fetch: Fetch::Runs(..),
+                    ..
+                }),
+            ) => (oldest.psn(), oldest.msn_before()),
+            Some(_) => return,
         };
-        let open = self.answers.iter().find(is_open).map(Answer::psn);
-        let psn = open.filter(|open| at.since(*open) > 0).unwrap_or(at);
-        let (msn, syndrome) = (self.msn, Syndrome::RnrNak { timer: MEDIUM_TIMER });
-        self.answers.push_front(Answer::Ack { psn, msn, syndrome });
+        if head.peer_is_rdmux {
+            let syndrome = Syndrome::RnrNak { timer: MEDIUM_TIMER };
+            self.answers.push_front(Answer::Ack { psn, msn, syndrome });
+        }
     }
 
     /// Handles the end of an access. `Some`: it failed, or a request behind it was refused, and the caller fails the QP with this
@@ -671,6 +679,7 @@ impl Responder {
             _ => false,
         };
         let at = self.answers.iter().position(is_it)?;
+        let msn = self.answers[at].msn_before();
         let (psn, operation, reth, fault) = match (&mut self.answers[at], result) {
             (Answer::Read { fetch, .. }, Ok(Accessed::Read(bytes))) => {
                 if let Fetch::Runs(_, va) = *fetch {
@@ -701,7 +710,7 @@ impl Responder {
         let placing = |answer: &&Answer| matches!(answer, Answer::Access { .. });
         self.placing = self.answers.iter().filter(placing).count() as u32;
         env.note(head.qpn, Note::Refused(Refused::of_memory(psn, operation, reth)));
-        Some(self.refuse(env, psn, fault.into()))
+        Some(self.refuse(env, (psn, msn), fault.into()))
     }
 
     /// Removes an access from the pending responses.
@@ -713,8 +722,9 @@ impl Responder {
         }
     }
 
-    /// Queues the NAK that ends the connection, and returns the status with which the QP fails.
-    fn refuse(&mut self, env: &mut Env<'_>, psn: Psn, refusal: Refusal) -> Status {
+    /// Queues the NAK that ends the connection, and returns the status with which the QP fails. `msn`: the number of messages before
+    /// the refused one.
+    fn refuse(&mut self, env: &mut Env<'_>, (psn, msn): (Psn, u32), refusal: Refusal) -> Status {
         let (code, status) = match refusal {
             Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
             Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
@@ -731,7 +741,7 @@ impl Responder {
             | Refusal::Invalidation => (NakCode::RemoteOperation, Status::RemoteOperation),
         };
         env.counters.sent_naks += 1;
-        self.owe(psn, Syndrome::Nak(code));
+        self.owe_with(psn, msn, Syndrome::Nak(code));
         status
     }
 
@@ -756,7 +766,7 @@ impl Responder {
         {
             self.answers.pop_back();
         }
-        Some(self.refuse(env, last, refusal))
+        Some(self.refuse(env, (last, self.msn), refusal))
     }
 
     fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
@@ -1009,7 +1019,7 @@ impl Responder {
             && psn.since(*first) >= 0
             && packet.bth.opcode.operation != Op::ReadRequest
         {
-            return self.ask_for_time(psn);
+            return self.ask_for_time(head);
         }
         match packet.bth.opcode.operation {
             Op::ReadRequest => {
@@ -1039,7 +1049,7 @@ impl Responder {
                 match self.answers.front() {
                     None if !self.early.is_empty() && !self.held => self.sack_owed = true,
                     Some(Answer::Access { psn: first, .. }) if psn.since(*first) >= 0 => {
-                        self.ask_for_time(psn)
+                        self.ask_for_time(head)
                     }
                     Some(Answer::Access { psn: first, msn, .. }) => {
                         let (first, msn) = (first.minus(1), *msn);
@@ -1107,7 +1117,7 @@ impl Responder {
             } = answer
             {
                 if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
-                    return self.ask_for_time(at);
+                    return self.ask_for_time(head);
                 }
                 let first = resource_covering(&self.resources, *psn);
                 // A peer that retransmits selectively needs only the part that it requests, besides the part in flight.

@@ -1102,6 +1102,48 @@ fn rnr__a_copy_of_what_is_being_waited_out_counts_as_no_retry() {
 }
 
 #[test]
+fn rnr__counts_unless_an_rdmux_peer_waits_for_a_medium() {
+    let cases = [
+        (false, 20, true),
+        (false, 12, true),
+        (true, 1, true),
+        (true, 20, false),
+    ];
+    for (peer_is_rdmux, timer, counts) in cases {
+        for read in [false, true] {
+            let rkey = RKey(1);
+            let mut pair = Pair::with(|rtr, rts| {
+                rtr.peer_is_rdmux = Some(peer_is_rdmux);
+                rts.rnr_retry = Some(2);
+            });
+            let operation = match read {
+                true => Operation::Read { va: IOVA, rkey },
+                false => Operation::Write {
+                    va: IOVA,
+                    rkey,
+                    imm: None,
+                },
+            };
+            let sges = pair.sides[0].sge(0, 8);
+            pair.post(0, operation, sges);
+            pair.deliver = Box::new(|_, _| false);
+            for _ in 0..3 {
+                pair.step();
+                answer(&mut pair, Op::Acknowledge, 0, Syndrome::RnrNak { timer }, &[]);
+                pair.now = pair.now + 50_000_000;
+                pair.sides[0].rnic.handle_timeout(pair.now);
+            }
+            let state = if counts { QpState::Error } else { QpState::Rts };
+            assert_eq!(
+                pair.sides[0].state(),
+                state,
+                "{peer_is_rdmux} {timer}, READ: {read}"
+            );
+        }
+    }
+}
+
+#[test]
 fn rnr__a_flush_that_runs_for_long_is_waited_for() {
     for selective in [false, true] {
         let mut pair = Pair::with(|rtr, rts| {

@@ -1,8 +1,13 @@
 //! Accesses to memory on a medium, which the driver carries out.
 
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 use std::sync::Arc;
 
-use super::util::{ALL_ACCESS, IOVA, Pair};
+use rdmux_wire::Psn;
+use rdmux_wire::roce::{Operation as Op, Packet, Syndrome};
+
+use super::util::{ALL_ACCESS, IOVA, PSN, Pair};
 use crate::access::AccessJob;
 use crate::cq::{Status, WcOpcode};
 use crate::memory::{Access, Atomic, Fault, HeapMemory, Medium, Memory, Placement};
@@ -138,6 +143,30 @@ impl Bench {
         let all = self.pair.sides[0].completions();
         all.iter().map(|wc| (wc.opcode, wc.status)).collect()
     }
+}
+
+/// NAKs, RNR NAKs included: PSN from the first of the connection on, and MSN.
+type Naks = Rc<RefCell<Vec<(i32, u32)>>>;
+
+/// Notes the NAKs to side 0, and drops requests to side 1 whose operation is `dropped`.
+fn watch(pair: &mut Pair) -> (Naks, Rc<Cell<Option<Op>>>) {
+    let (naks, dropped) = (Naks::default(), Rc::new(Cell::new(None)));
+    pair.disable_trains();
+    let (seen, drops) = (naks.clone(), dropped.clone());
+    pair.deliver = Box::new(move |to, bytes| {
+        let packet = Packet::parse(bytes).unwrap();
+        if to == 1 {
+            return drops.get() != Some(packet.bth.opcode.operation);
+        }
+        if let Some(aeth) = packet.aeth()
+            && !matches!(aeth.syndrome, Syndrome::Ack { .. })
+        {
+            seen.borrow_mut()
+                .push((packet.bth.psn.since(Psn::new(PSN)), aeth.msn));
+        }
+        true
+    });
+    (naks, dropped)
 }
 
 /// Time in which all retries of a requester run out, many times over.
@@ -508,4 +537,119 @@ fn request__of_no_bytes_needs_no_access() {
     );
     while bench.pair.step() {}
     assert_eq!(bench.completed().len(), 2);
+}
+
+#[test]
+fn write__of_a_peer_that_is_not_rdmux_is_left_to_its_timer() {
+    let mut bench = Bench::of(Pair::with(|rtr, _| rtr.peer_is_rdmux = Some(false)), false);
+    let (naks, _) = watch(&mut bench.pair);
+    bench.fill(7);
+    bench.write(0, 100, None);
+    bench.pair.pass(15_000_000);
+    assert!(bench.pair.sides[1].rnic.counters().duplicate_request > 0);
+    bench.run_all();
+    assert_eq!(bench.completed(), [(WcOpcode::Write, Status::Success)]);
+    assert_eq!((bench.byte(99), naks.take()), (7, vec![]));
+}
+
+#[test]
+fn request__waits_for_a_medium_although_the_peer_may_not_retry_on_rnr_nak() {
+    for selective in [false, true] {
+        let mut bench = Bench::of(
+            Pair::with(|rtr, rts| {
+                rtr.selective = Some(selective);
+                rts.rnr_retry = Some(0);
+            }),
+            false,
+        );
+        let rkey = bench.rkey;
+        let add = Operation::FetchAdd {
+            va: IOVA,
+            rkey,
+            add: 1,
+        };
+        bench.pair.recv(1, 1, 4096, 64);
+        bench.write(0, 100, Some(1));
+        bench.post(Operation::Read { va: IOVA, rkey }, 100);
+        bench.post(add, 8);
+        for _ in 0..4 {
+            bench.pair.pass(LONG_NS);
+            let jobs = bench.jobs();
+            jobs.iter().for_each(|job| bench.run(job));
+        }
+        bench.pair.run();
+        let statuses: Vec<_> = bench.completed().iter().map(|(_, status)| *status).collect();
+        assert_eq!(statuses, [Status::Success; 3], "{selective}");
+    }
+}
+
+#[test]
+fn receive__missing_is_not_taken_for_a_medium_that_works() {
+    let mut bench = Bench::of(
+        Pair::with(|rtr, rts| {
+            rtr.min_rnr_timer = Some(20);
+            rts.rnr_retry = Some(2);
+        }),
+        false,
+    );
+    bench.write(0, 100, Some(1));
+    bench.pair.pass(LONG_NS);
+    assert_eq!(bench.completed(), [(WcOpcode::Write, Status::RnrRetryExceeded)]);
+}
+
+#[test]
+fn nak__has_the_number_of_messages_that_are_done() {
+    let mut bench = Bench::new(false);
+    let (naks, _) = watch(&mut bench.pair);
+    for at in 0..4 {
+        bench.write(at * 100, 100, None);
+    }
+    bench.pair.pass(50_000_000);
+    let told = naks.take();
+    assert!(
+        !told.is_empty() && told.iter().all(|nak| *nak == (0, 0)),
+        "{told:?}"
+    );
+    let jobs = bench.jobs();
+    bench.run(&jobs[0]);
+    bench.pair.pass(50_000_000);
+    let told = naks.take();
+    assert!(
+        !told.is_empty() && told.iter().all(|nak| *nak == (1, 1)),
+        "{told:?}"
+    );
+    bench.run(&jobs[1]);
+    let now = bench.pair.now;
+    bench.rnic().handle_access(now, jobs[2].id, Err(Fault::Io(5)));
+    bench.pair.run();
+    assert_eq!(naks.take(), [(2, 2)]);
+}
+
+#[test]
+fn nak__names_no_request_behind_a_read_that_is_not_answered() {
+    for selective in [false, true] {
+        let mut bench = Bench::of(Pair::with(|rtr, _| rtr.selective = Some(selective)), false);
+        let (naks, dropped) = watch(&mut bench.pair);
+        let rkey = bench.rkey;
+        bench.post(Operation::Read { va: IOVA, rkey }, 100);
+        while bench.pair.step() {}
+        dropped.set(Some(Op::ReadRequest));
+        bench.write(0, 100, None);
+        bench.pair.pass(15_000_000);
+        let told = naks.take();
+        assert!(told.iter().all(|nak| *nak == (0, 0)), "{selective} {told:?}");
+        dropped.set(None);
+        bench.pair.pass(LONG_NS);
+        bench.run_all();
+        bench.pair.run();
+        bench.run_all();
+        assert_eq!(
+            bench.completed(),
+            [
+                (WcOpcode::Read, Status::Success),
+                (WcOpcode::Write, Status::Success)
+            ],
+            "{selective}"
+        );
+    }
 }
