@@ -188,12 +188,14 @@ fn push(args: &PushArgs) -> Result<()> {
         "CPU seconds per GB: app = threads of the program, NIC = threads of the soft RNIC; s.app of TCP = its server",
     );
     output::say("");
-    output::say(
-        "next: rdmux serve --file data.img,size=1G     then     rdmux push FILE rdmux://127.0.0.1/data.img",
-    );
-    output::say(
-        "      rdmux push --help: --resume, --depth, --chunk; rdmux perf --help: latency and bandwidth alone",
-    );
+    // By the name that this command was called by: rdmux need not be in PATH.
+    let rdmux = std::env::args_os().next().unwrap_or_else(|| "rdmux".into());
+    let rdmux = rdmux.display();
+    output::say(&format!("next: {rdmux} serve --file data.img,size=1G"));
+    output::say(&format!("      {rdmux} push FILE rdmux://127.0.0.1/data.img"));
+    output::say(&format!(
+        "      {rdmux} push --help: --resume, --depth, --chunk; {rdmux} perf --help: latency and bandwidth alone"
+    ));
     Ok(())
 }
 
