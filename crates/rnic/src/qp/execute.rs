@@ -183,8 +183,25 @@ pub(crate) struct Execution {
     defers: bool,
     /// Access of the current packet, announced and perhaps started. What is answered later waits for it.
     announced: Option<(AccessId, Medium)>,
-    /// Result of the access for which the next request waited: the previous value of the memory for an atomic operation.
-    done: Option<Result<u64, Fault>>,
+    /// The access for which the next request waits, if it has one of its own.
+    awaited: Option<Awaited>,
+}
+
+/// An access that is a request of its own.
+#[derive(Debug)]
+struct Awaited {
+    va: u64,
+    rkey: RKey,
+    /// The previous value of the memory for an atomic operation; `None` until the access has ended.
+    result: Option<Result<u64, Fault>>,
+}
+
+impl Awaited {
+    /// Takes the result of an access that has ended, if it was one to this address.
+    fn result_of(awaited: &mut Option<Awaited>, va: u64, rkey: RKey) -> Option<Result<u64, Fault>> {
+        let is_it = |awaited: &mut Awaited| (awaited.va, awaited.rkey) == (va, rkey);
+        awaited.take_if(is_it)?.result
+    }
 }
 
 /// Bytes of the message in progress that were received and are not placed yet. They are placed or discarded by the end of the
@@ -250,7 +267,7 @@ impl Execution {
             gathered: Gathered::default(),
             defers,
             announced: None,
-            done: None,
+            awaited: None,
         }
     }
 
@@ -606,7 +623,7 @@ impl Execution {
                 None => region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?,
             };
             let medium = memory.medium().filter(|_| self.defers);
-            if let Some(done) = self.done.take() {
+            if let Some(done) = Awaited::result_of(&mut self.awaited, reth.va, reth.rkey) {
                 done?;
             } else if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
                 if let Some(medium) = medium
@@ -632,6 +649,7 @@ impl Execution {
                     if position == Position::Only {
                         self.message = None;
                     }
+                    self.awaits(reth.va, reth.rkey);
                     return Err(Refusal::Waits(id));
                 }
                 self.announced = Some((id, medium));
@@ -715,7 +733,7 @@ impl Execution {
         }
         let reth = Reth { va, rkey, length: 8 };
         let (memory, offset) = region(env, scope.pd, scope.qpn, reth, access)?;
-        if let Some(done) = self.done.take() {
+        if let Some(done) = Awaited::result_of(&mut self.awaited, va, rkey) {
             return Ok(done?);
         }
         match memory.medium() {
@@ -725,6 +743,7 @@ impl Execution {
                 let id = env.accesses.announce();
                 env.accesses
                     .start(id, scope.qpn, of, offset, What::Atomic(atomic));
+                self.awaits(va, rkey);
                 Err(Refusal::Waits(id))
             }
         }
@@ -742,7 +761,19 @@ impl Execution {
 
     /// Notes the result of the access for which the next request waits.
     pub(crate) fn done(&mut self, result: Result<u64, Fault>) {
-        self.done = Some(result);
+        if let Some(awaited) = &mut self.awaited {
+            awaited.result = Some(result);
+        }
+    }
+
+    /// Forgets the access for which the next request waited: that request is done, or its next repetition begins anew.
+    pub(crate) fn forget_awaited(&mut self) {
+        self.awaited = None;
+    }
+
+    fn awaits(&mut self, va: u64, rkey: RKey) {
+        let result = None;
+        self.awaited = Some(Awaited { va, rkey, result });
     }
 
     /// Returns the medium to which a packet of a WRITE writes.

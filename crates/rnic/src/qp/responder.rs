@@ -224,6 +224,8 @@ pub(crate) struct Responder {
     early: Reorder,
     /// Set while the next request is kept because a medium works.
     held: bool,
+    /// Set when a request was dropped meanwhile: nothing else reports it as missing.
+    dropped: bool,
     /// Number of `Answer::Access`.
     placing: u32,
     /// The medium of the youngest of them.
@@ -249,6 +251,7 @@ impl Responder {
             established: false,
             early: Reorder::default(),
             held: false,
+            dropped: false,
             placing: 0,
             medium: None,
             awaited: None,
@@ -282,7 +285,7 @@ impl Responder {
         self.execution.flush(env, head);
         self.early.clear();
         self.sack_owed = false;
-        (self.held, self.awaited) = (false, None);
+        (self.held, self.dropped, self.awaited) = (false, false, None);
         if !matches!(
             self.answers.back(),
             Some(
@@ -600,6 +603,7 @@ impl Responder {
         let within = psn.since(self.expected) as u32 <= head.reach();
         if !within || packet.payload().len() > head.mtu as usize {
             env.counters.dropped_busy += 1;
+            self.dropped = true;
         } else if !self.early.keep(psn, packet.bytes()) {
             self.ask_for_time(head);
         }
@@ -618,10 +622,10 @@ impl Responder {
             return status;
         }
         self.nak_sent &= self.expected == before;
-        if self.held || self.early.is_empty() {
+        if self.held || !std::mem::take(&mut self.dropped) && self.early.is_empty() {
             return None;
         }
-        // A request between those that were kept did not come.
+        // A request between those that were kept did not come, or one behind them was dropped.
         if head.selective {
             self.sack_owed = true;
         } else {
@@ -769,7 +773,16 @@ impl Responder {
         Some(self.refuse(env, (last, self.msn), refusal))
     }
 
+    /// Carries out the request at `expected`.
     fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let handled = self.execute_next(env, head, packet);
+        if !matches!(handled, Err(Refusal::Waits(_))) {
+            self.execution.forget_awaited();
+        }
+        handled
+    }
+
+    fn execute_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
         let operation = packet.bth.opcode.operation;
         let (position, payload) = (operation.position(), packet.payload());
         // A request for bytes or for a flush carries no payload. 9.4.4 and A19.4.

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use rdmux_wire::Psn;
-use rdmux_wire::roce::{Operation as Op, Packet, Syndrome};
+use rdmux_wire::roce::{Bth, Opcode, Operation as Op, Packet, Reth, Syndrome};
 
 use super::util::{ALL_ACCESS, IOVA, PSN, Pair};
 use crate::access::AccessJob;
@@ -652,4 +652,66 @@ fn nak__names_no_request_behind_a_read_that_is_not_answered() {
             "{selective}"
         );
     }
+}
+
+#[test]
+fn request__that_was_dropped_behind_a_medium_is_reported_as_missing() {
+    for selective in [false, true] {
+        let change = |rtr: &mut crate::QpAttributes, _: &mut _| rtr.selective = Some(selective);
+        let mut bench = Bench::of(Pair::with(change), false);
+        let (naks, _) = watch(&mut bench.pair);
+        bench.write(0, 8, None);
+        while bench.pair.step() {}
+        let jobs = bench.jobs();
+        // The second SEND is further ahead than the responder keeps requests.
+        let mut bth = Bth::new(
+            Opcode::rc(Op::SendOnly),
+            bench.pair.sides[1].qpn,
+            Psn::new(PSN).plus(1),
+        );
+        bth.ack_req = true;
+        for psn in [1, 60_000] {
+            bth.psn = Psn::new(PSN).plus(psn);
+            let mut bytes = [0; Bth::LEN];
+            bth.emit(&mut bytes);
+            let bytes = bench.pair.craft(&bytes);
+            bench.pair.inject(&bytes);
+        }
+        assert_eq!(bench.rnic().counters().dropped_busy, 1, "{selective}");
+        bench.pair.recv(1, 1, 0, 64);
+        bench.run(&jobs[0]);
+        while bench.pair.step() {}
+        assert_eq!(naks.take(), [(2, 2)], "{selective}");
+    }
+}
+
+#[test]
+fn request__does_not_take_the_result_of_another_access() {
+    let mut bench = Bench::new(false);
+    bench.pair.recv(1, 1, 4096, 64);
+    bench.write(0, 8, Some(1));
+    while bench.pair.step() {}
+    let jobs = bench.jobs();
+    // No receive is found for the WRITE when its bytes are there, and the peer sends another request in its place.
+    bench.pair.stopped[0] = true;
+    let rnr = |rnr| crate::faults::Spec {
+        rnr,
+        ..Default::default()
+    };
+    bench.rnic().set_faults(&rnr(100.0));
+    bench.run(&jobs[0]);
+    while bench.pair.step() {}
+    bench.rnic().set_faults(&rnr(0.0));
+    let mut bytes = [0; Bth::LEN + Reth::LEN];
+    Bth::new(Opcode::rc(Op::WriteOnly), bench.pair.sides[1].qpn, Psn::new(PSN)).emit(&mut bytes);
+    let reth = Reth {
+        va: IOVA + 64,
+        rkey: bench.rkey,
+        length: 8,
+    };
+    reth.emit(&mut bytes[Bth::LEN..]);
+    let bytes = bench.pair.craft(&[&bytes[..], &[9; 8]].concat());
+    bench.pair.inject(&bytes);
+    bench.run_all();
+    assert_eq!(bench.byte(64), 9);
 }
