@@ -605,7 +605,7 @@ impl Responder {
             env.counters.dropped_busy += 1;
             self.dropped = true;
         } else if !self.early.keep(psn, packet.bytes()) {
-            self.ask_for_time(head);
+            self.ask_for_time(head, self.expected);
         }
     }
 
@@ -637,24 +637,32 @@ impl Responder {
     }
 
     /// Answers a repeated request with an RNR NAK, if nothing can be answered before a medium is done: the peer comes back later
-    /// instead of counting a loss. A peer that is not rdmux would count the RNR NAK; it gets no answer, and its timer decides.
-    fn ask_for_time(&mut self, head: &Head) {
-        // The NAK also acknowledges all requests before its own, so it names the oldest that is not done.
-        let (psn, msn) = match self.answers.front() {
-            None => (self.expected, self.msn),
-            Some(
-                oldest @ (Answer::Access { .. }
-                | Answer::Read {
-                    fetch: Fetch::Runs(..),
-                    ..
-                }),
-            ) => (oldest.psn(), oldest.msn_before()),
-            Some(_) => return,
+    /// instead of counting a loss. A peer that is not rdmux would count the RNR NAK; it gets no answer, and its timer decides. `at`: the
+    /// PSN for which the peer asks, at most the next one.
+    fn ask_for_time(&mut self, head: &Head, at: Psn) {
+        // The replay of a READ may be stale: the peer has what it asked for then.
+        let is_open = |answer: &&Answer| match answer {
+            Answer::Access { .. } | Answer::Read { is_replay: false, .. } => true,
+            Answer::Flush { state, .. } => *state == FlushState::Runs,
+            _ => false,
         };
-        if head.peer_is_rdmux {
-            let syndrome = Syndrome::RnrNak { timer: MEDIUM_TIMER };
-            self.answers.push_front(Answer::Ack { psn, msn, syndrome });
+        let waits = match self.answers.front() {
+            None => true,
+            Some(Answer::Read { fetch, .. }) => matches!(fetch, Fetch::Runs(..)),
+            Some(oldest) => is_open(&oldest),
+        };
+        if !waits || !head.peer_is_rdmux {
+            return;
         }
+        // The NAK also acknowledges all requests before its own, so it names none behind one that is not done.
+        let open = self.answers.iter().find(is_open);
+        let (psn, msn) = match open.map(|open| (open.psn(), open.msn_before())) {
+            Some((psn, msn)) if at.since(psn) > 0 => (psn, msn),
+            Some((_, msn)) => (at, msn),
+            None => (at, self.msn),
+        };
+        let syndrome = Syndrome::RnrNak { timer: MEDIUM_TIMER };
+        self.answers.push_front(Answer::Ack { psn, msn, syndrome });
     }
 
     /// Handles the end of an access. `Some`: it failed, or a request behind it was refused, and the caller fails the QP with this
@@ -1032,7 +1040,7 @@ impl Responder {
             && psn.since(*first) >= 0
             && packet.bth.opcode.operation != Op::ReadRequest
         {
-            return self.ask_for_time(head);
+            return self.ask_for_time(head, psn);
         }
         match packet.bth.opcode.operation {
             Op::ReadRequest => {
@@ -1062,7 +1070,7 @@ impl Responder {
                 match self.answers.front() {
                     None if !self.early.is_empty() && !self.held => self.sack_owed = true,
                     Some(Answer::Access { psn: first, .. }) if psn.since(*first) >= 0 => {
-                        self.ask_for_time(head)
+                        self.ask_for_time(head, psn)
                     }
                     Some(Answer::Access { psn: first, msn, .. }) => {
                         let (first, msn) = (first.minus(1), *msn);
@@ -1130,7 +1138,7 @@ impl Responder {
             } = answer
             {
                 if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
-                    return self.ask_for_time(head);
+                    return self.ask_for_time(head, at);
                 }
                 let first = resource_covering(&self.resources, *psn);
                 // A peer that retransmits selectively needs only the part that it requests, besides the part in flight.
