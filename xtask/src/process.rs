@@ -309,7 +309,8 @@ mod tests {
 
     use super::*;
 
-    /// Starts a shell with a child in its group and the given commands, and returns the child's number.
+    /// Starts a shell with a child in its group and the given commands, and returns the child's number. The child's sleep stands for a
+    /// program that does not end by itself: nobody waits for its time.
     fn shell_with_child(commands: &str) -> (Job, u32) {
         let mut command = Command::new("sh");
         command.args(["-c", &format!("{commands}; sleep 1000 & echo $!; wait")]);

@@ -15,7 +15,8 @@ use tempfile::TempDir;
 #[path = "../../crates/skip.rs"]
 mod skip;
 
-/// In place of rdmux: takes one of XRC's files, writes its number, its child's and its arguments to a file, and never ends.
+/// In place of rdmux: takes one of XRC's files, writes its number, its child's and its arguments to a file, and never ends. The child's
+/// sleep stands for a program that does not end by itself: nobody waits for its time.
 const NEVER_ENDS: &str = "#!/bin/sh
 : >/tmp/xrc_domain
 sleep 1000 &

@@ -177,8 +177,9 @@ pub struct QpInfo {
 ///   [`Rnic::poll_timeout`] returned has come, [`Rnic::handle_flush`] when a flush job is done, [`Rnic::handle_access`] when an
 ///   access is. Input may be given in any order; `now` never runs backwards.
 /// - After verbs or input, poll until nothing is left, in any order: [`Rnic::poll_transmit`] for packets, [`Rnic::poll_flush`] for
-///   flushes and [`Rnic::poll_access`] for accesses to carry out, [`Rnic::poll_event`] for events to pass to the application, [`Rnic::poll_ended_memories`] for memories
-///   to drop, and `cm().poll_event()`. [`Rnic::poll_timeout`] comes last, since all others change it.
+///   flushes and [`Rnic::poll_access`] for accesses to carry out, [`Rnic::poll_event`] for events to pass to the application,
+///   [`Rnic::poll_ended_memories`] for memories to drop, and `cm().poll_event()`. [`Rnic::poll_timeout`] comes last, since all others
+///   change it.
 ///
 /// Datagrams that `poll_transmit` returned may be lost, duplicated, delayed or sent twice: the protocol recovers from that.
 #[derive(Debug)]
@@ -1244,8 +1245,8 @@ impl Rnic {
         self.has_urgent_transmit() || (all && !self.ack_ready.is_empty())
     }
 
-    /// Returns whether [`Rnic::poll_flush`], [`Rnic::poll_access`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing to
-    /// return.
+    /// Returns whether [`Rnic::poll_flush`], [`Rnic::poll_access`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()`
+    /// have nothing to return.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.events.is_empty()
