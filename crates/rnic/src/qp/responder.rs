@@ -692,10 +692,16 @@ impl Responder {
         };
         let at = self.answers.iter().position(is_it)?;
         let msn = self.answers[at].msn_before();
+        let is_next = self.first_data() == Some(at);
         let (psn, operation, reth, fault) = match (&mut self.answers[at], result) {
             (Answer::Read { fetch, .. }, Ok(Accessed::Read(bytes))) => {
                 if let Fetch::Runs(_, va) = *fetch {
-                    *fetch = Fetch::Done(va, bytes);
+                    // The others are fetched again: a peer that repeats READs must not make this side keep the bytes of all of them.
+                    *fetch = if is_next {
+                        Fetch::Done(va, bytes)
+                    } else {
+                        Fetch::None
+                    };
                 }
                 return None;
             }
@@ -1201,10 +1207,23 @@ impl Responder {
         }
     }
 
+    /// Returns the position of the next response that is more than an acknowledgement.
+    fn first_data(&self) -> Option<usize> {
+        let is_data = |answer: &Answer| !matches!(answer, Answer::Ack { .. });
+        self.answers.iter().position(is_data)
+    }
+
     /// Inserts a replayed response at its place in the order of requests, for instance before a FLUSH that still runs: the peer
     /// must not receive later responses before this one.
     fn insert(&mut self, answer: Answer) {
         let at = answer.psn();
+        // Only the next response keeps fetched bytes, which this one may become.
+        if let Some(first) = self.first_data()
+            && let Answer::Read { fetch, .. } = &mut self.answers[first]
+            && matches!(fetch, Fetch::Done(..))
+        {
+            *fetch = Fetch::None;
+        }
         let after = self
             .answers
             .iter()

@@ -715,3 +715,62 @@ fn request__does_not_take_the_result_of_another_access() {
     bench.run_all();
     assert_eq!(bench.byte(64), 9);
 }
+
+/// Repeats a READ of side 0 from a packet on, whose PSN counts from the first of the connection.
+fn repeat_read(bench: &mut Bench, psn: u32, va: u64, length: u32) {
+    let mut bytes = [0; Bth::LEN + Reth::LEN];
+    let at = Psn::new(PSN).plus(psn);
+    Bth::new(Opcode::rc(Op::ReadRequest), bench.pair.sides[1].qpn, at).emit(&mut bytes);
+    let rkey = bench.rkey;
+    Reth { va, rkey, length }.emit(&mut bytes[Bth::LEN..]);
+    let bytes = bench.pair.craft(&bytes);
+    bench.pair.inject(&bytes);
+}
+
+#[test]
+fn nak__names_the_repeated_request_and_no_read_that_the_peer_has() {
+    for selective in [false, true] {
+        let mut bench = Bench::of(Pair::with(|rtr, _| rtr.selective = Some(selective)), false);
+        let (naks, _) = watch(&mut bench.pair);
+        let rkey = bench.rkey;
+        bench.post(Operation::Read { va: IOVA, rkey }, 100);
+        bench.run_all();
+        repeat_read(&mut bench, 0, IOVA, 100);
+        while bench.pair.step() {}
+        bench.write(0, 100, None);
+        bench.pair.pass(15_000_000);
+        let told = naks.take();
+        assert!(!told.is_empty(), "{selective}");
+        assert!(told.iter().all(|nak| *nak == (1, 1)), "{selective} {told:?}");
+        bench.pair.pass(LONG_NS);
+        bench.run_all();
+        bench.pair.run();
+        bench.run_all();
+        let both = [WcOpcode::Read, WcOpcode::Write].map(|opcode| (opcode, Status::Success));
+        assert_eq!(bench.completed(), both, "{selective}");
+    }
+}
+
+#[test]
+fn read__repeated_in_parts_keeps_the_bytes_of_the_next_response_alone() {
+    let mut bench = Bench::of(Pair::with(|rtr, _| rtr.selective = Some(true)), false);
+    let (rkey, mtu, packets) = (bench.rkey, 1024, 4);
+    bench.post(Operation::Read { va: IOVA, rkey }, packets * mtu);
+    bench.run_all();
+    for part in (0..packets).rev() {
+        repeat_read(&mut bench, part, IOVA + u64::from(part * mtu), mtu);
+        while bench.pair.step() {}
+    }
+    let mut fetches = 0;
+    loop {
+        let jobs = bench.jobs();
+        if jobs.is_empty() {
+            break;
+        }
+        fetches += jobs.len() as u32;
+        // The last part was asked for first: its bytes come when it is not its turn.
+        jobs.iter().for_each(|job| bench.run(job));
+        while bench.pair.step() {}
+    }
+    assert_eq!(fetches, packets + (packets - 1));
+}
