@@ -31,6 +31,25 @@ impl Device {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         !left.is_some_and(|left| left.is_zero()) && self.sleep_while(|| events.wait(since, left))
     }
+
+    /// Waits until an attempt has a result. The engine ends an attempt that the peer does not answer.
+    pub(super) fn wait_result<T>(&self, events: &CmQueue, mut poll: impl FnMut() -> Option<T>) -> T {
+        loop {
+            let seen = events.seen();
+            if let Some(result) = poll() {
+                return result;
+            }
+            self.wait_changed(events, seen, None);
+        }
+    }
+
+    /// Ends an attempt that nobody waits for any more.
+    pub(super) fn withdraw(&self, id: CmId) {
+        self.with(|core, now| {
+            core.rnic.cm().disconnect(now, id);
+            core.connections.remove(&id);
+        });
+    }
 }
 
 /// An attempt to connect. Dropping it withdraws it.
@@ -187,15 +206,9 @@ impl provider::Connecting for Connecting {
         }
     }
 
-    // The engine ends an attempt that the peer does not answer.
     fn wait(&mut self) -> Result<Box<dyn provider::Connection>, ConnectError> {
-        loop {
-            let seen = self.events.seen();
-            if let Some(result) = self.poll() {
-                return result;
-            }
-            self.device.wait_changed(&self.events, seen, None);
-        }
+        let (device, events) = (self.device.clone(), self.events.clone());
+        device.wait_result(&events, || self.poll())
     }
 
     fn notify(&self, events: &EventQueue, token: u64) {
@@ -206,10 +219,7 @@ impl provider::Connecting for Connecting {
 impl Drop for Connecting {
     fn drop(&mut self) {
         if let Some(id) = self.id {
-            self.device.with(|core, now| {
-                core.rnic.cm().disconnect(now, id);
-                core.connections.remove(&id);
-            });
+            self.device.withdraw(id);
         }
     }
 }

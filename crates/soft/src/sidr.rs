@@ -78,15 +78,9 @@ impl provider::Resolving for Resolving {
         })
     }
 
-    // The engine ends a request that the peer does not answer.
     fn wait(&mut self) -> Result<Found, ResolveError> {
-        loop {
-            let seen = self.events.seen();
-            if let Some(result) = self.poll() {
-                return result;
-            }
-            self.device.wait_changed(&self.events, seen, None);
-        }
+        let (device, events) = (self.device.clone(), self.events.clone());
+        device.wait_result(&events, || self.poll())
     }
 
     fn notify(&self, events: &EventQueue, token: u64) {
@@ -97,10 +91,7 @@ impl provider::Resolving for Resolving {
 impl Drop for Resolving {
     fn drop(&mut self) {
         if let Some(id) = self.id {
-            self.device.with(|core, now| {
-                core.rnic.cm().disconnect(now, id);
-                core.connections.remove(&id);
-            });
+            self.device.withdraw(id);
         }
     }
 }

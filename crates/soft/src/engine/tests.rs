@@ -841,16 +841,36 @@ fn look_before_sleep__beside_a_watch_loses_no_wake_up() {
 }
 
 fn loses_no_wake_up(ends: &[End; 2]) {
-    const MESSAGES: u64 = 2_000;
     bring_up(ends);
-    // Each side answers the other, and waits for events of both requests.
-    let side = |(device, cq, qp): &(Device, CompletionQueue, QueuePair), first: bool| {
+    let look = |(device, cq, _): &End, (): &mut ()| {
         let engine = device.engine();
+        if engine
+            .look_before_sleep(|| cq.take_event().then_some(()))
+            .is_none()
+        {
+            let since = Instant::now();
+            assert!(is_told(cq));
+            engine.slept(since);
+        }
+    };
+    exchange(ends, || (), look);
+}
+
+/// Lets each side answer the other, and wait for events of both requests: by `sleep` whenever it has found nothing since it armed its
+/// queue, with a state of its own.
+pub(super) fn exchange<S>(
+    ends: &[End; 2],
+    state: impl Fn() -> S + Sync,
+    sleep: impl Fn(&End, &mut S) + Sync,
+) {
+    const MESSAGES: u64 = 2_000;
+    let side = |end: &End, first: bool| {
+        let (_, cq, qp) = end;
         let receive = || {
             let sges = SgeList::EMPTY;
             qp.post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
         };
-        let (mut sent, mut received) = (0, 0);
+        let (mut sent, mut received, mut state) = (0, 0, state());
         receive();
         if first {
             qp.post_send(send()).unwrap();
@@ -871,11 +891,8 @@ fn loses_no_wake_up(ends: &[End; 2]) {
                     qp.post_send(send()).unwrap();
                 }
             }
-            let look = || cq.take_event().then_some(());
-            if empty && engine.look_before_sleep(look).is_none() {
-                let since = Instant::now();
-                assert!(is_told(cq), "sent {sent}, received {received}");
-                engine.slept(since);
+            if empty {
+                sleep(end, &mut state);
             }
         }
     };

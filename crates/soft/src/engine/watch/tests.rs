@@ -7,7 +7,7 @@ use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{CompletionQueue, EngineWatch, Options, SharedMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::super::tests::{End, LONG, bring_up, ends_with, is_told, send, until};
+use super::super::tests::{End, LONG, bring_up, ends_with, exchange, is_told, send, until};
 use super::*;
 use crate::testing::Inside;
 
@@ -131,52 +131,24 @@ fn watch__dropped_leaves_arrivals_to_the_thread() {
 /// Both sides exchange messages, and sleep in the place, or beside another caller that has it.
 #[test]
 fn watch__loses_no_wake_up() {
-    const MESSAGES: u64 = 2_000;
     for (carrier, hosts) in CARRIERS.into_iter().zip([[39, 40], [41, 42]]) {
         for keeps in [false, true] {
-            let ends = connected(hosts, carrier);
-            let side = |end: &End, first: bool| {
-                let (device, cq, qp) = end;
-                let (mut sent, mut received) = (0, 0);
-                let mut place = None;
-                receive(end);
-                if first {
-                    qp.post_send(send()).unwrap();
-                }
-                while sent < MESSAGES || received < MESSAGES {
-                    cq.arm(Arm::Next);
-                    let mut empty = true;
-                    while let Some(wc) = cq.poll() {
-                        assert_eq!(wc.status, Status::Success);
-                        empty = false;
-                        if wc.wr_id == 1 {
-                            sent += 1;
-                            continue;
-                        }
-                        received += 1;
-                        receive(end);
-                        if received + u64::from(first) <= MESSAGES {
-                            qp.post_send(send()).unwrap();
+            exchange(
+                &connected(hosts, carrier),
+                || None::<EngineWatch>,
+                |(device, cq, _), place| {
+                    *place = place.take().or_else(|| device.watch());
+                    match place {
+                        None => sleep(&[cq.as_fd()]),
+                        Some(watch) => {
+                            if watch.prepare() {
+                                sleep(&[cq.as_fd(), watch.as_fd()]);
+                            }
                         }
                     }
-                    if !empty {
-                        continue;
-                    }
-                    place = place.or_else(|| device.watch());
-                    let Some(watch) = &mut place else {
-                        sleep(&[cq.as_fd()]);
-                        continue;
-                    };
-                    if watch.prepare() {
-                        sleep(&[cq.as_fd(), watch.as_fd()]);
-                    }
-                    place = place.filter(|_| keeps);
-                }
-            };
-            thread::scope(|scope| {
-                scope.spawn(|| side(&ends[0], true));
-                scope.spawn(|| side(&ends[1], false));
-            });
+                    *place = place.take().filter(|_| keeps);
+                },
+            );
         }
     }
 }
