@@ -41,6 +41,11 @@ pub struct Inbox<M> {
 }
 
 impl<M> Inbox<M> {
+    /// Makes another mailbox and inbox. A message to it ends the sleep of this one, too.
+    pub fn beside<N>(&self) -> (Mailbox<N>, Inbox<N>) {
+        with_waker(self.waker.clone())
+    }
+
     /// Takes the oldest message.
     pub fn take(&self) -> Option<M> {
         self.receiver.try_recv().ok()
@@ -87,13 +92,16 @@ impl<M> Inbox<M> {
 /// # Errors
 /// The system refuses a descriptor.
 pub fn mailbox<M>() -> io::Result<(Mailbox<M>, Inbox<M>)> {
+    Ok(with_waker(Arc::new(Waker::new()?)))
+}
+
+fn with_waker<M>(waker: Arc<Waker>) -> (Mailbox<M>, Inbox<M>) {
     let (sender, receiver) = mpsc::channel();
-    let waker = Arc::new(Waker::new()?);
     let mailbox = Mailbox {
         sender,
         waker: waker.clone(),
     };
-    Ok((mailbox, Inbox { receiver, waker }))
+    (mailbox, Inbox { receiver, waker })
 }
 
 #[cfg(test)]

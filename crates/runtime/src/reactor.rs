@@ -9,18 +9,22 @@ use std::time::{Duration, Instant};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, CreateError, Device, EngineWatch, EventQueue,
-    ListenError, Listener, Qpn, Status, WorkCompletion,
+    ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
 };
 
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
+use crate::receives::SharedReceives;
 use crate::waiting::Waiting;
+use crate::work_id::WorkId;
 
 /// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
 const OTHERS_EVERY: u32 = 16;
 /// Tokens of the connection events: those of connections have this bit, and the connection's number below it. Others are ports.
 const CONNECTION: u64 = 1 << 63;
+/// Time for a device to report the receives that an ended queue pair has taken.
+const DRAIN: Duration = Duration::from_millis(100);
 
 /// A connection of a reactor. Numbers begin at 1 and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -35,6 +39,9 @@ pub struct DescriptorId(pub u64);
 pub struct Limits {
     /// Connections through one listener, and those that begin at one device.
     pub connections: usize,
+    /// Receives that the connections through one listener share, so that their buffers do not grow with the connections. `None`: each
+    /// has [`Sizes::receives`] of its own, so that no peer waits for the receives that another has used up.
+    pub shared_receives: Option<usize>,
     /// Time of silence after which the peer of a watched connection is taken for dead.
     pub keepalive: Duration,
 }
@@ -67,12 +74,14 @@ pub enum ConnectionEnd {
     Silent,
     /// The queue pair accepts nothing more.
     Lost,
+    /// The peer has sent more messages than it may: [`Sizes::receives`] without an answer.
+    Overrun,
 }
 
 /// A peer's request for a connection.
 #[derive(Debug)]
 pub struct Request {
-    listener: usize,
+    port: usize,
     request: ConnectionRequest,
 }
 
@@ -104,7 +113,13 @@ pub enum ConnectionError {
 struct ReactorPort {
     device: Device,
     cq: CompletionQueue,
+    receives: Option<SharedReceives>,
+    /// Set if it is for connections that are accepted.
+    accepts: bool,
     listener: Option<Listener>,
+    /// Ports of other reactors, which take requests in turn with this one.
+    takers: Vec<(Mailbox<Request>, usize)>,
+    next_taker: usize,
     /// Attempts, too, and connections that linger.
     connections: usize,
 }
@@ -116,6 +131,13 @@ struct Known {
     watched: bool,
     /// Set once the connection's events have told that it is over. Its completions may tell so, too, and then do it behind its messages.
     disconnected: bool,
+}
+
+/// What was noticed of a connection, and not reported.
+#[derive(Debug)]
+enum Noticed {
+    Completed(Completed),
+    Ended(ConnectionEnd),
 }
 
 #[derive(Debug)]
@@ -132,8 +154,8 @@ struct Attempt {
 pub struct Reactor<M> {
     sizes: Sizes,
     limits: Limits,
-    /// Connections that have failed, and when each is dropped. The oldest is first.
-    lingering: VecDeque<(Instant, Known)>,
+    /// Connections that were closed, and when each is ended, or has ended and is dropped.
+    lingering: Vec<(Instant, Known)>,
     connections: HashMap<ConnectionId, Known>,
     attempts: HashMap<ConnectionId, Attempt>,
     by_qpn: HashMap<(usize, Qpn), ConnectionId>,
@@ -150,11 +172,16 @@ pub struct Reactor<M> {
     descriptors_so_far: u64,
     /// Descriptors that were readable and are not reported.
     readable: VecDeque<DescriptorId>,
-    /// Ends of connections that were noticed and not reported.
-    ended: VecDeque<(ConnectionId, ConnectionEnd)>,
+    /// Ends of connections that were noticed and not reported, and what comes before them.
+    noticed: VecDeque<(ConnectionId, Noticed)>,
+    /// Connections with messages that wait for a slot.
+    waits_for_slot: Vec<ConnectionId>,
     keepalive: KeepAlive,
     mailbox: Mailbox<M>,
     inbox: Inbox<M>,
+    /// Requests that other reactors pass on to this one.
+    passing: Mailbox<Request>,
+    passed: Inbox<Request>,
     waiting: Waiting,
 }
 
@@ -165,10 +192,11 @@ impl<M> Reactor<M> {
     /// The system refuses a descriptor.
     pub fn new(sizes: Sizes, limits: Limits, waiting: Option<WaitMode>) -> io::Result<Reactor<M>> {
         let (mailbox, inbox) = mailbox()?;
+        let (passing, passed) = inbox.beside();
         Ok(Reactor {
             sizes,
             limits,
-            lingering: VecDeque::new(),
+            lingering: Vec::new(),
             connections: HashMap::new(),
             attempts: HashMap::new(),
             by_qpn: HashMap::new(),
@@ -181,41 +209,112 @@ impl<M> Reactor<M> {
             descriptors: Vec::new(),
             descriptors_so_far: 0,
             readable: VecDeque::new(),
-            ended: VecDeque::new(),
+            noticed: VecDeque::new(),
+            waits_for_slot: Vec::new(),
             // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
             keepalive: KeepAlive::new(limits.keepalive / 2),
             mailbox,
             inbox,
+            passing,
+            passed,
             waiting: Waiting::new(waiting),
         })
     }
 
     /// Listens on a port of a device.
     pub fn listen(&mut self, device: &Device, port: u16) -> Result<(), ListenAtError> {
+        self.listen_at(device, port).map(drop)
+    }
+
+    fn listen_at(&mut self, device: &Device, port: u16) -> Result<usize, ListenAtError> {
         let listener = device.listen(port)?;
-        listener.notify(&self.news, self.ports.len() as u64);
-        self.add_port(device, Some(listener))?;
+        let at = self.add_port(device, true)?;
+        listener.notify(&self.news, at as u64);
+        self.ports[at].listener = Some(listener);
+        Ok(at)
+    }
+
+    /// Listens on a port of a device with several reactors, one for each thread of a service: requests for connections are spread over them. If
+    /// the device can have engines ([`Device::open_engine`]), each reactor listens on an engine of its own, which it does not share with the
+    /// others on the path of data. If not, the first reactor passes requests on to each in turn.
+    ///
+    /// ```no_run
+    /// # use rdmux_runtime::{Limits, Reactor, Sizes};
+    /// # fn serve(mut reactor: Reactor<()>) {}
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let (sizes, limits): (Sizes, Limits) = unimplemented!();
+    /// let cores = std::thread::available_parallelism()?.get();
+    /// let new = |_| Reactor::new(sizes, limits, None);
+    /// let mut reactors = (0..cores).map(new).collect::<Result<Vec<_>, _>>()?;
+    /// let device = rdmux_verbs::Device::open("127.0.0.1".parse()?)?;
+    /// Reactor::listen_together(&mut reactors, &device, 7174)?;
+    /// let threads: Vec<_> = reactors.into_iter().map(|reactor| std::thread::spawn(|| serve(reactor))).collect();
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn listen_together(
+        reactors: &mut [Reactor<M>],
+        device: &Device,
+        port: u16,
+    ) -> Result<(), ListenAtError> {
+        let Some((first, others)) = reactors.split_first_mut() else {
+            return Ok(());
+        };
+        let at = first.listen_at(device, port)?;
+        for other in others {
+            match device.open_engine() {
+                Ok(engine) => other.listen(&engine, port)?,
+                Err(OpenError::Unsupported(_)) => first.pass_to(at, other)?,
+                Err(error) => return Err(error.into()),
+            }
+        }
         Ok(())
     }
 
-    fn add_port(&mut self, device: &Device, listener: Option<Listener>) -> Result<usize, CreateError> {
+    /// Passes requests that arrive at a port on to another reactor as well, in turn.
+    pub(crate) fn pass_to(&mut self, port: usize, other: &mut Reactor<M>) -> Result<(), ListenAtError> {
+        let port = &mut self.ports[port];
+        let taker = other.add_port(&port.device, true)?;
+        port.takers.push((other.passing.clone(), taker));
+        Ok(())
+    }
+
+    fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, EstablishError> {
+        let shared = self.limits.shared_receives.filter(|_| accepts);
+        let receives = shared.map(|count| {
+            let pd = device.alloc_pd()?;
+            SharedReceives::new(&pd, count, self.sizes.message_bytes)
+        });
         self.ports.push(ReactorPort {
             device: device.clone(),
-            cq: self.completion_queue(device)?,
-            listener,
+            cq: self.completion_queue(device, shared)?,
+            receives: receives.transpose()?,
+            accepts,
+            listener: None,
+            takers: Vec::new(),
+            next_taker: 0,
             connections: 0,
         });
         Ok(self.ports.len() - 1)
     }
 
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
-    fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
-        device.create_cq((self.limits.connections * self.sizes.completions()) as u32)
+    fn completion_queue(
+        &self,
+        device: &Device,
+        shared_receives: Option<usize>,
+    ) -> Result<CompletionQueue, CreateError> {
+        let Limits { connections, .. } = self.limits;
+        let entries = match shared_receives {
+            None => connections * self.sizes.completions(),
+            Some(receives) => receives + connections * self.sizes.sends(),
+        };
+        device.create_cq(entries as u32)
     }
 
     /// Returns the devices that it listens on, one for each listener.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
-        let listening = self.ports.iter().filter(|port| port.listener.is_some());
+        let listening = self.ports.iter().filter(|port| port.accepts);
         listening.map(|port| &port.device)
     }
 
@@ -230,17 +329,15 @@ impl<M> Reactor<M> {
         request: Request,
         params: &ConnectParams,
     ) -> Result<ConnectionId, ConnectionError> {
-        let Request {
-            listener: at,
-            request,
-        } = request;
+        let Request { port: at, request } = request;
         let port = &mut self.ports[at];
         if port.connections >= self.limits.connections {
             request.reject(ConnectionError::TooMany.to_string().as_bytes());
             return Err(ConnectionError::TooMany);
         }
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let link = MessageConnection::accept(request, &pd, &port.cq, params, &self.sizes)?;
+        let receives = port.receives.as_ref();
+        let link = MessageConnection::accept_sharing(request, &pd, &port.cq, params, &self.sizes, receives)?;
         let connection = self.next_connection(at);
         link.notify(&self.news, CONNECTION | connection.0);
         self.established(connection, link, at, false);
@@ -254,10 +351,10 @@ impl<M> Reactor<M> {
         peer: SocketAddr,
         params: &ConnectParams,
     ) -> Result<ConnectionId, ConnectionError> {
-        let begins = |port: &ReactorPort| port.listener.is_none() && port.device.is(device);
+        let begins = |port: &ReactorPort| !port.accepts && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
-            None => self.add_port(device, None).map_err(EstablishError::Create)?,
+            None => self.add_port(device, false)?,
         };
         let port = &self.ports[at];
         if port.connections >= self.limits.connections {
@@ -340,14 +437,23 @@ impl<M> Reactor<M> {
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
         match linger {
-            Some(linger) => self.lingering.push_back((Instant::now() + linger, known)),
-            None => self.dropped(known),
+            Some(linger) => self.lingering.push((Instant::now() + linger, known)),
+            None => self.end(known, Instant::now()),
         }
     }
 
-    fn dropped(&mut self, known: Known) {
-        self.ports[known.port].connections -= 1;
-        drop(known);
+    /// Ends a connection that was closed. Its queue pair stays for a while if it may have taken shared receives: their completions would be
+    /// lost with it, and the receives with them (IBTA Vol 1, 10.2.9.5).
+    fn end(&mut self, mut known: Known, now: Instant) {
+        let port = known.port;
+        if self.ports[port].receives.is_some() {
+            if known.link.end() {
+                self.lingering.push((now + DRAIN, known));
+                return;
+            }
+            self.drain(port);
+        }
+        self.ports[port].connections -= 1;
     }
 
     /// Returns what has happened, without waiting.
@@ -363,7 +469,9 @@ impl<M> Reactor<M> {
                 return Some(event);
             }
         }
-        self.poll_completions().or_else(|| self.poll_others())
+        self.poll_waiting()
+            .or_else(|| self.poll_completions())
+            .or_else(|| self.poll_others())
     }
 
     fn poll_completions(&mut self) -> Option<ReactorEvent<M>> {
@@ -371,23 +479,42 @@ impl<M> Reactor<M> {
             let at = self.next_port % self.ports.len();
             self.next_port = at + 1;
             while let Some(wc) = self.ports[at].cq.poll() {
-                if let Some(event) = self.completed(at, &wc) {
-                    return Some(event);
+                if let Some((connection, noticed)) = self.completed(at, &wc) {
+                    return Some(noticed.of(connection));
                 }
             }
         }
         None
     }
 
+    /// Returns a message that has waited for a slot.
+    fn poll_waiting(&mut self) -> Option<ReactorEvent<M>> {
+        let (connections, mut found) = (&mut self.connections, None);
+        self.waits_for_slot.retain(|id| {
+            let Some(known) = connections.get_mut(id) else {
+                return false;
+            };
+            if found.is_none() {
+                found = known.link.take_waiting().map(|message| (*id, message));
+            }
+            known.link.waiting() > 0
+        });
+        let (connection, message) = found?;
+        Some(ReactorEvent::Completed(connection, message))
+    }
+
     pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
-        while let Some((connection, end)) = self.ended.pop_front() {
+        while let Some((connection, noticed)) = self.noticed.pop_front() {
             // It may have been closed since.
             if self.connections.contains_key(&connection) {
-                return Some(ReactorEvent::Ended(connection, end));
+                return Some(noticed.of(connection));
             }
         }
         if let Some(mail) = self.inbox.take() {
             return Some(ReactorEvent::Mail(mail));
+        }
+        if let Some(request) = self.passed.take() {
+            return Some(ReactorEvent::Request(request));
         }
         if let Some(id) = self.readable.pop_front() {
             return Some(ReactorEvent::Readable(id));
@@ -399,7 +526,7 @@ impl<M> Reactor<M> {
             if token & CONNECTION != 0 {
                 let connection = ConnectionId(token & !CONNECTION);
                 if self.disconnected(connection) {
-                    return Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected));
+                    return self.poll_others();
                 }
                 match self.attempted(connection) {
                     Some(result) => return Some(ReactorEvent::Connected(connection, result)),
@@ -410,7 +537,9 @@ impl<M> Reactor<M> {
             let accepted = self.ports.get(listener).and_then(|port| port.listener.as_ref());
             if let Some(request) = accepted.and_then(|listener| listener.accept(Duration::ZERO)) {
                 self.requested = Some(listener);
-                return Some(ReactorEvent::Request(Request { listener, request }));
+                if let Some(request) = self.ports[listener].pass(listener, request) {
+                    return Some(ReactorEvent::Request(request));
+                }
             }
         }
     }
@@ -433,30 +562,72 @@ impl<M> Reactor<M> {
         })
     }
 
-    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
-        let connection = *self.by_qpn.get(&(port, wc.qpn))?;
+    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<(ConnectionId, Noticed)> {
+        let Some(connection) = self.by_qpn.get(&(port, wc.qpn)).copied() else {
+            // It was closed before the message was handled.
+            if let (Some(receives), WorkId::Receive(index)) = (&self.ports[port].receives, wc.wr_id.into()) {
+                receives.post_again(index);
+            }
+            return None;
+        };
         let known = self.connections.get_mut(&connection)?;
         let result = known.link.handle(wc);
         if result.is_ok() && known.disconnected && !known.link.has_receives() {
-            self.ended.push_back((connection, ConnectionEnd::Disconnected));
+            let end = Noticed::Ended(ConnectionEnd::Disconnected);
+            self.noticed.push_back((connection, end));
         }
-        match result {
-            Ok(Completed::Nothing) => None,
-            Ok(completed) => Some(ReactorEvent::Completed(connection, completed)),
-            Err(Status::Flushed) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected)),
-            Err(status) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Failed(status))),
+        let noticed = match result {
+            Ok(Completed::Nothing) => return None,
+            Ok(Completed::Waiting) => match known.link.waiting() {
+                1 => {
+                    self.waits_for_slot.push(connection);
+                    return None;
+                }
+                waiting if waiting <= self.sizes.receives => return None,
+                _ => Noticed::Ended(ConnectionEnd::Overrun),
+            },
+            Ok(completed) => Noticed::Completed(completed),
+            Err(Status::Flushed) => Noticed::Ended(ConnectionEnd::Disconnected),
+            Err(status) => Noticed::Ended(ConnectionEnd::Failed(status)),
+        };
+        Some((connection, noticed))
+    }
+
+    /// Returns the number of shared receives that are posted at the first port.
+    #[cfg(test)]
+    pub(crate) fn posted_shared(&self) -> usize {
+        let receives = self.ports[0].receives.as_ref().unwrap();
+        receives.srq().query().unwrap().posted
+    }
+
+    /// Takes note of all completions of a port.
+    fn drain(&mut self, port: usize) {
+        while let Some(wc) = self.ports[port].cq.poll() {
+            if let Some(noticed) = self.completed(port, &wc) {
+                self.noticed.push_back(noticed);
+            }
         }
     }
 
-    /// Takes note that an established connection is over, if it is. Returns whether that is to be reported now: if receives are posted,
-    /// their completions report it, behind those of the messages that have arrived.
+    /// Takes note that an established connection is over, if it is, and of its end, unless receives are posted: then their completions
+    /// report it, behind those of the messages that have arrived.
     fn disconnected(&mut self, connection: ConnectionId) -> bool {
         let Some(known) = self.connections.get_mut(&connection) else {
             return false;
         };
         let is_new = !known.disconnected && known.link.has_ended();
         known.disconnected |= is_new;
-        is_new && !known.link.has_receives()
+        if !is_new || known.link.has_receives() {
+            return false;
+        }
+        // Shared receives are not flushed: messages that have arrived come first.
+        let port = known.port;
+        if self.ports[port].receives.is_some() {
+            self.drain(port);
+        }
+        let end = Noticed::Ended(ConnectionEnd::Disconnected);
+        self.noticed.push_back((connection, end));
+        true
     }
 
     /// Does what is due at `now`; returns when the next is due.
@@ -469,16 +640,15 @@ impl<M> Reactor<M> {
                     Ok(false) => ConnectionEnd::Silent,
                     Err(_) => ConnectionEnd::Lost,
                 };
-                self.ended.push_back((*connection, end));
+                self.noticed.push_back((*connection, Noticed::Ended(end)));
             }
         }
-        while self.lingering.front().is_some_and(|(until, _)| *until <= now)
-            && let Some((_, known)) = self.lingering.pop_front()
-        {
-            self.dropped(known);
+        let is_due = |lingering: &mut (Instant, Known)| lingering.0 <= now;
+        for (_, known) in self.lingering.extract_if(.., is_due).collect::<Vec<_>>() {
+            self.end(known, now);
         }
-        let lingering = self.lingering.front().map(|(until, _)| *until);
-        lingering.into_iter().chain(self.keepalive.next).min()
+        let lingering = self.lingering.iter().map(|(until, _)| *until);
+        lingering.chain(self.keepalive.next).min()
     }
 
     /// Returns what happens next. Returns `None` at the deadline, after a signal, and also earlier.
@@ -534,12 +704,12 @@ impl<M> Reactor<M> {
         for at in 0..self.ports.len() {
             // A wait of zero time arms the queue and polls it.
             while let Some(wc) = self.ports[at].cq.wait(Duration::ZERO)? {
-                if let Some(event) = self.completed(at, &wc) {
-                    return Ok(Some(event));
+                if let Some((connection, noticed)) = self.completed(at, &wc) {
+                    return Ok(Some(noticed.of(connection)));
                 }
             }
         }
-        Ok(self.poll_others())
+        Ok(self.poll_waiting().or_else(|| self.poll_others()))
     }
 
     /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.
@@ -563,13 +733,42 @@ impl<M> Reactor<M> {
     }
 }
 
+impl ReactorPort {
+    /// Returns a request that arrived at this port, which has this number, or passes it on to another reactor.
+    fn pass(&mut self, number: usize, request: ConnectionRequest) -> Option<Request> {
+        let turn = self.next_taker;
+        self.next_taker = (turn + 1) % (self.takers.len() + 1);
+        let port = number;
+        match turn.checked_sub(1).and_then(|at| self.takers.get(at)) {
+            None => Some(Request { port, request }),
+            Some((taker, port)) => {
+                // A reactor that is gone refuses the request, by dropping it.
+                taker.send(Request { port: *port, request });
+                None
+            }
+        }
+    }
+}
+
+impl Noticed {
+    fn of<M>(self, connection: ConnectionId) -> ReactorEvent<M> {
+        match self {
+            Noticed::Completed(completed) => ReactorEvent::Completed(connection, completed),
+            Noticed::Ended(end) => ReactorEvent::Ended(connection, end),
+        }
+    }
+}
+
 /// Why a reactor does not listen.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenAtError {
     /// The port cannot be listened on.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// There is no completion queue for its connections.
+    /// Another engine of the device does not open.
     #[error(transparent)]
-    Create(#[from] CreateError),
+    Open(#[from] OpenError),
+    /// There are no objects for its connections.
+    #[error(transparent)]
+    Establish(#[from] EstablishError),
 }
