@@ -6,9 +6,9 @@ use std::ffi::{c_int, c_void};
 use std::iter;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Arm, CompletionQueue, CreateError, EventQueue, Status, WcOpcode, WorkCompletion};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::Errno;
@@ -70,7 +70,7 @@ pub(crate) struct Queue {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl Queue {

@@ -3,10 +3,11 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::EventQueue;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 
 /// Owner of objects whose events the thread handles.
 pub(crate) trait Handler: Send + Sync {
@@ -33,7 +34,7 @@ impl CmThread {
     /// Returns the thread of this process, which is started at the first call. A child of a fork has its own.
     fn get() -> Result<Arc<CmThread>, c_int> {
         static THREAD: Mutex<Option<Arc<CmThread>>> = Mutex::new(None);
-        let mut thread = THREAD.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut thread = THREAD.lock();
         let process = std::process::id();
         if let Some(thread) = thread.as_ref().filter(|thread| thread.process == process) {
             return Ok(thread.clone());
@@ -51,7 +52,7 @@ impl CmThread {
     }
 
     fn handlers(&self) -> MutexGuard<'_, HashMap<u64, Weak<dyn Handler>>> {
-        self.handlers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.handlers.lock()
     }
 
     fn run(&self) {

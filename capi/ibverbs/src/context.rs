@@ -6,8 +6,9 @@ use std::mem::offset_of;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{AsyncEvent, OpenError};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -107,7 +108,7 @@ static AT_EXIT: extern "C" fn() = acknowledge;
 
 extern "C" fn acknowledge() {
     // The program may end in the middle of anything, so this waits for nothing.
-    let Ok(list) = OPEN.try_lock() else { return };
+    let Some(list) = OPEN.try_lock() else { return };
     for opened in list.iter().filter_map(|(_, opened)| opened.upgrade()) {
         if opened.process == std::process::id() {
             opened.device.acknowledge();
@@ -116,7 +117,7 @@ extern "C" fn acknowledge() {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 /// Objects that asynchronous events concern, by their numbers, as the program's pointers.

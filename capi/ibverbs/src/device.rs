@@ -5,9 +5,10 @@ use std::net::IpAddr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use rdmux_verbs::resources::{node_guid, visible_addresses};
+use rdmux_verbs::sync::Mutex;
 
 use crate::{abi, warn};
 
@@ -117,7 +118,7 @@ fn addresses() -> Vec<IpAddr> {
 /// Returns the devices that exist now. A device that was shown once keeps its name and its place in memory.
 fn devices() -> Vec<&'static Device> {
     static KNOWN: Mutex<Vec<&'static Device>> = Mutex::new(Vec::new());
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = KNOWN.lock();
     let mut now = Vec::new();
     for address in addresses() {
         let found = known.iter().find(|device| device.address == address).copied();

@@ -1,6 +1,6 @@
 //! Events that a program was given and has yet to acknowledge: their object is destroyed after that, and not before.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use rdmux_verbs::sync::{Condvar, Mutex, MutexGuard};
 
 /// The events of one object.
 #[derive(Default)]
@@ -20,7 +20,7 @@ struct Counts {
 
 impl Given {
     fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock()
     }
 
     /// Counts an event given to the program.
@@ -42,12 +42,8 @@ impl Given {
     pub(crate) fn wait_acknowledged(&self) {
         let mut counts = self.counts();
         counts.waiting += 1;
-        while counts.given != counts.acknowledged {
-            counts = self
-                .acknowledged
-                .wait(counts)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        let are_open = |counts: &mut Counts| counts.given != counts.acknowledged;
+        counts = self.acknowledged.wait_while(counts, are_open);
         counts.waiting -= 1;
     }
 }

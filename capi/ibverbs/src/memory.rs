@@ -2,9 +2,10 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rdmux_memory::ApplicationMemory;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{
     Access, Memory, MemoryRegion, MemoryWindow, ProtectionDomain, RegisterError, SendFlags, WindowType,
 };
@@ -162,7 +163,7 @@ impl Region {
     }
 
     fn registered(&self) -> MutexGuard<'_, Registered> {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registered.lock()
     }
 }
 

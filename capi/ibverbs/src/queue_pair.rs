@@ -4,8 +4,9 @@ use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
 use std::net::IpAddr;
 use std::slice;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{
     Access, Bind, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn,
     QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SGE_MAX, SendFlags,
@@ -394,7 +395,7 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
 }
 
 fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
-    let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut kept = own.attributes.lock();
     use abi::qp_attr::*;
     // Programs set the attributes of both halves at both ends of XRC, and the kernel's interface ignores those that an end does
     // not have.
@@ -520,7 +521,7 @@ unsafe extern "C" fn ibv_query_qp(
         return libc::EINVAL;
     };
     let state = number_of(info.state);
-    let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut kept = own.attributes.lock();
     kept.qp_state = state;
     // SAFETY: the program's own structure, of which nothing but the state is ever written.
     let qp = unsafe {
@@ -794,7 +795,7 @@ pub(crate) fn tell(context: *mut abi::Context, qpn: Qpn, attr: &abi::QpAttr, mas
     if let Some(pair) = objects.pairs.get(&qpn.value()) {
         // SAFETY: it is there while it is among the objects, which are held.
         let own = unsafe { Pair::of(*pair) };
-        let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = own.attributes.lock();
         keep(&mut kept, attr, mask);
         kept.qp_state = attr.qp_state;
         // SAFETY: the program's own structure, of which nothing but the state is ever written.

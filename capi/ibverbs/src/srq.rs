@@ -2,8 +2,8 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, PoisonError};
 
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{PostError, RecvRequest, SharedReceiveQueue, SrqError};
 
 use crate::channel::errno_of;
@@ -182,7 +182,7 @@ unsafe extern "C" fn ibv_modify_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAtt
     if max_wr.is_some_and(|max| max > WR_MAX) {
         return libc::EINVAL;
     }
-    let mut kept = own.attr.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut kept = own.attr.lock();
     let modified = own.queue.modify(max_wr, limit).map_err(|error: SrqError| {
         let _ = error;
         libc::EINVAL
@@ -198,7 +198,7 @@ unsafe extern "C" fn ibv_query_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr
     let Some(info) = own.queue.query() else {
         return libc::EINVAL;
     };
-    let kept = *own.attr.lock().unwrap_or_else(PoisonError::into_inner);
+    let kept = *own.attr.lock();
     // SAFETY: a place of the caller's.
     unsafe {
         *attr = abi::SrqAttr {

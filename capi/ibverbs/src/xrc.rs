@@ -3,8 +3,9 @@
 use std::ffi::c_int;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{CompletionQueue, ProtectionDomain, XrcDomain};
 
 use crate::channel::errno_of;
@@ -66,7 +67,7 @@ fn open(context: &Context, attr: &abi::XrcdInitAttr) -> Result<Arc<Shared>, c_in
     let file = rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(attr.fd) });
     let file = file.map_err(|errno| errno.raw_os_error())?;
     let name = (context.of.address, file.st_dev, file.st_ino);
-    let mut named = NAMED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut named = NAMED.lock();
     named.retain(|(_, shared)| shared.strong_count() > 0);
     let mut known = named.iter().filter(|(known, _)| *known == name);
     match known.find_map(|(_, shared)| shared.upgrade()) {

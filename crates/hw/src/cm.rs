@@ -6,7 +6,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use rdmux_verbs::abi::{self, cm_event, port_space};
 use rdmux_verbs::provider::{
     self, ACK_TIMEOUT, Connection as _, ConnectionRequest as _, Inbox, QueuePair as _, no_external, own,
 };
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{
     Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, EventQueue, Features, ListenError,
     Progress,
@@ -89,7 +90,7 @@ fn ends(kind: u32) -> bool {
 
 impl Shared {
     fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lock()
     }
 
     /// Delivers an event to its line.
@@ -205,7 +206,7 @@ impl Line {
     }
 
     fn qp(&self) -> MutexGuard<'_, Option<Weak<Qp>>> {
-        self.qp.lock().unwrap_or_else(PoisonError::into_inner)
+        self.qp.lock()
     }
 
     /// Ties the queue pair to the end of the connection, also to one that has happened already.
@@ -789,7 +790,7 @@ impl Connection {
     }
 
     fn known(&self) -> MutexGuard<'_, Progress> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {

@@ -8,11 +8,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rdmux_memory::Pages;
 use rdmux_rnic::{Counters, Cqn, Memory, QpType, Qpn, RegionSpec, RegisterError, Srqn, Status, WindowType};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
     AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, Features, Limits, ListenError,
@@ -179,7 +180,7 @@ impl Drop for Listed {
 
 impl Inner {
     pub(super) fn entries(&self) -> MutexGuard<'_, BTreeMap<u32, Entry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        self.entries.lock()
     }
 }
 
@@ -390,7 +391,7 @@ impl Device {
     }
 
     fn errors(&self) -> MutexGuard<'_, HashMap<u32, Status>> {
-        self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.errors.lock()
     }
 
     /// Records why a queue pair went to error: the status of the first completion that gives a reason.

@@ -3,10 +3,11 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use super::device::{Inner, folder};
 use super::resources;
+use rdmux_verbs::sync::Mutex;
 
 /// The devices of this process that were opened.
 static DEVICES: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
@@ -30,14 +31,14 @@ pub struct RnicMetrics {
 
 /// Adds a device that was opened.
 pub(super) fn enlist(device: &Arc<Inner>) {
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut devices = DEVICES.lock();
     devices.retain(|known| known.strong_count() > 0);
     devices.push(Arc::downgrade(device));
 }
 
 /// Returns the RNICs that this process has open, in the order in which they were opened first.
 pub fn devices() -> Vec<RnicMetrics> {
-    let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let devices = DEVICES.lock().clone();
     let mut found: Vec<RnicMetrics> = Vec::new();
     for device in devices.iter().filter_map(Weak::upgrade) {
         let counts = resources::counts(&device);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rdmux_rnic::{
     Bind, McastError, ModifyError, Operation, Path, PostError, Psn, QpAttributes, QpInfo, QpState, QpType,
@@ -11,6 +11,7 @@ use rdmux_rnic::{
 };
 use rdmux_verbs::abi::{self, qp_attr, qp_type as types, wr_opcode};
 use rdmux_verbs::provider::{self, CompletionQueue as _, SharedReceiveQueue as _, own};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{AttachError, Carrier, CreateError, Features, PostListError, QpOptions};
 use rdmux_wire::cm::{from_gid, to_gid};
 use rdmux_wire::roce::PathMtu;
@@ -236,7 +237,7 @@ impl QueuePair {
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles<Ah>> {
-        self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.handles.lock()
     }
 
     /// Adds the state to the library's error, which does not say which rule was broken: programs can do something about a wrong
@@ -516,7 +517,7 @@ impl QueuePair {
     }
 
     fn groups(&self) -> MutexGuard<'_, HashMap<IpAddr, UdpSocket>> {
-        self.0.groups.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.groups.lock()
     }
 }
 
@@ -742,12 +743,7 @@ fn flush_feature(kind: rdmux_rnic::Placement) -> Features {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        for group in self
-            .groups
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .keys()
-        {
+        for group in self.groups.get_mut().keys() {
             let _ = self.qp.detach_mcast(to_gid(*group).octets());
         }
         self.device.forget_error(self.qp.number());

@@ -3,12 +3,12 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rdmux_memory::Pages;
 use rdmux_rnic::{Access, Bind, LKey, PostError, RKey, RegionSpec, RegisterError, SgeList, WindowType};
 use rdmux_verbs::Features;
 use rdmux_verbs::provider::{self, MemoryWindow as _, own};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use super::device::{Listed, ProtectionDomain};
@@ -42,11 +42,11 @@ struct Window {
 
 impl Registry {
     fn regions(&self) -> MutexGuard<'_, HashMap<u32, Region>> {
-        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.regions.lock()
     }
 
     fn windows(&self) -> MutexGuard<'_, HashMap<u32, Window>> {
-        self.windows.lock().unwrap_or_else(PoisonError::into_inner)
+        self.windows.lock()
     }
 
     /// Posts the binding of a window to a region. Neither ends meanwhile: a region does not end before the windows that are bound

@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand_core::{OsRng, TryRngCore};
 use rdmux_push::{Domain, Error, ErrorCode, Key, Target, local_address_towards};
 use rdmux_runtime::{Inbox, Waiting, mailbox};
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Device, OpenError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -97,7 +98,7 @@ impl Devices {
             Some(from) => from,
             None => local_address_towards(peer)?,
         };
-        let mut devices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut devices = self.0.lock();
         if let Some(device) = devices.get(&route) {
             return Ok(device.clone());
         }

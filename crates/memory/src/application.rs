@@ -3,8 +3,8 @@
 
 use std::any::Any;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Mutex, PoisonError};
 
+use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 use crate::mapping::{Mapping, Order, Way};
@@ -106,7 +106,7 @@ impl Memory for ApplicationMemory {
         if !self.range(offset, 8)?.is_multiple_of(8) {
             return Err(Fault::NotSupported);
         }
-        let _held = ATOMIC.lock().unwrap_or_else(PoisonError::into_inner);
+        let _held = ATOMIC.lock();
         let mut before = [0; 8];
         self.read(offset, &mut before)?;
         self.write(offset, &atomic.apply(before))?;

@@ -6,8 +6,9 @@ use std::io::{self, IoSliceMut, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{Atomic, Fault, Medium, Memory, Placement};
 use rustix::fs::{FallocateFlags, OFlags, Stat, fallocate, fdatasync, fstat};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
@@ -221,7 +222,7 @@ impl Memory for FileMemory {
             return Err(Fault::NotSupported);
         }
         // Atomic to all accesses through this memory; an access of a processor that maps the file may come between read and write.
-        let _one_at_a_time = self.atomics.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = self.atomics.lock();
         let mut before = [0; 8];
         self.read(offset, &mut before)?;
         self.write(offset, &atomic.apply(before))?;
@@ -295,7 +296,7 @@ impl FileMemory {
     /// Flushes persistently, whatever the domain.
     pub(crate) fn flush_to_medium(&self, offset: u64, length: u64) -> Result<(), Fault> {
         self.check(offset, length)?;
-        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failed = self.failed.lock();
         if *failed {
             return Err(Fault::Io(Errno::IO.raw_os_error()));
         }

@@ -13,9 +13,10 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak, mpsc};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::time::Duration;
 
+use rdmux_rnic::sync::{Mutex, RwLock, RwLockReadGuard};
 use rustix::time::{ClockId, clock_gettime};
 
 /// Interval between attempts to take a lease again that was given up.
@@ -90,7 +91,7 @@ impl FileLease {
         let weak: Weak<Inner> = Arc::downgrade(&inner);
         list.push(weak);
         drop(list);
-        let mut held = inner.held.write().unwrap_or_else(PoisonError::into_inner);
+        let mut held = inner.held.write();
         obtain(&inner.file, libc::F_WRLCK)?;
         *held = true;
         drop(held);
@@ -108,7 +109,7 @@ impl FileLease {
     /// breaks the lease waits.
     #[inline]
     pub(crate) fn hold(&self) -> Option<Held<'_>> {
-        let guard = self.0.held.read().unwrap_or_else(PoisonError::into_inner);
+        let guard = self.0.held.read();
         if !*guard {
             return None;
         }
@@ -271,7 +272,7 @@ impl Drop for FileWatch {
 
 impl Watch {
     fn lock(&self) -> std::sync::MutexGuard<'_, WatchState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -305,7 +306,7 @@ impl Watched for Watch {
 
 impl Drop for FileLease {
     fn drop(&mut self) {
-        *self.0.held.write().unwrap_or_else(PoisonError::into_inner) = false;
+        *self.0.held.write() = false;
         self.0.ended.store(true, Ordering::Relaxed);
         let _ = set(&self.0.file, libc::F_UNLCK);
     }
@@ -329,7 +330,7 @@ impl Watched for Inner {
             Ok(libc::F_RDLCK) => Wanted::Read,
             _ => Wanted::Write,
         };
-        *self.held.write().unwrap_or_else(PoisonError::into_inner) = false;
+        *self.held.write() = false;
         let mut told = self.break_told();
         let more = wanted > told.told;
         match &told.tell {
@@ -343,7 +344,7 @@ impl Watched for Inner {
     }
 
     fn is_lost(&self) -> bool {
-        let held = *self.held.read().unwrap_or_else(PoisonError::into_inner);
+        let held = *self.held.read();
         !held && !self.ended.load(Ordering::Relaxed) && !self.break_told().waiting
     }
 
@@ -355,7 +356,7 @@ impl Watched for Inner {
         if !(self.usable.0)() {
             self.ended.store(true, Ordering::Relaxed);
         }
-        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.write();
         if self.ended.load(Ordering::Relaxed) || !is_unbroken(&self.file) {
             let _ = set(&self.file, libc::F_UNLCK);
         } else {
@@ -377,7 +378,7 @@ impl Watched for Inner {
 
 impl Inner {
     fn break_told(&self) -> std::sync::MutexGuard<'_, BreakTold> {
-        self.break_told.lock().unwrap_or_else(PoisonError::into_inner)
+        self.break_told.lock()
     }
 }
 
@@ -450,7 +451,7 @@ struct Watcher {
 
 impl Watcher {
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Weak<dyn Watched>>> {
-        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+        self.leases.lock()
     }
 
     /// Makes the thread look at the leases, and take those again that were given up.
@@ -502,7 +503,7 @@ fn watcher() -> io::Result<&'static Watcher> {
     if let Some(watcher) = WATCHER.get() {
         return Ok(watcher);
     }
-    let _one_at_a_time = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = STARTING.lock();
     if let Some(watcher) = WATCHER.get() {
         return Ok(watcher);
     }

@@ -4,9 +4,10 @@ use std::any::Any;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rdmux_memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Atomic, Device, Fault, Features, Medium, Memory, Placement, Reach};
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
@@ -348,7 +349,7 @@ impl Region {
     }
 
     fn lock(&self) -> MutexGuard<'_, RegionState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -392,7 +393,7 @@ impl Upload {
     }
 
     fn lock(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        self.progress.lock()
     }
 
     fn durable(&self) -> u64 {
@@ -458,12 +459,12 @@ impl Mapped {
 
     /// Returns the last failure.
     pub fn fault(&self) -> Option<Fault> {
-        *self.fault.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.fault.lock()
     }
 
     fn note<T>(&self, result: Result<T, Fault>) -> Result<T, Fault> {
         if let Err(fault) = &result {
-            *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(*fault);
+            *self.fault.lock() = Some(*fault);
         }
         result
     }
@@ -737,7 +738,7 @@ mod tests {
 
     impl DuringFlush {
         fn next(&self, happens: impl FnOnce() + Send + 'static) {
-            *self.next.lock().unwrap() = Some(Box::new(happens));
+            *self.next.lock() = Some(Box::new(happens));
         }
     }
 
@@ -774,7 +775,7 @@ mod tests {
 
         fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
             self.memory.flush(offset, length, placement)?;
-            let happens = self.next.lock().unwrap().take();
+            let happens = self.next.lock().take();
             happens.into_iter().for_each(|happens| happens());
             Ok(())
         }

@@ -1,9 +1,10 @@
 //! Completion queues. IBTA Vol 1, 10.8 and 11.4.2.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::sync::{Mutex, MutexGuard};
 use rdmux_wire::{Qpn, RKey};
 use strum::VariantArray;
 
@@ -232,8 +233,7 @@ impl CompletionQueue {
 
     #[inline]
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        // No invariant spans a panic.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Adds a completion.

@@ -31,6 +31,7 @@ mod remote;
 mod retired;
 pub mod sched;
 mod srq;
+pub mod sync;
 #[cfg(test)]
 mod tests;
 mod time;

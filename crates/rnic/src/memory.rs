@@ -6,6 +6,8 @@ use std::fmt;
 use bitflags::bitflags;
 pub use rdmux_wire::roce::Placement;
 
+use crate::sync::Mutex;
+
 bitflags! {
     /// Access rights of a region or a QP. The values are those of `enum ibv_access_flags`; IBTA Vol 1, 10.6.3.1.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -198,7 +200,7 @@ pub enum PeerFault {
 
 /// Plain bytes in the process's heap, for tests and the simulator.
 pub struct HeapMemory {
-    bytes: std::sync::Mutex<Vec<u8>>,
+    bytes: Mutex<Vec<u8>>,
     len: u64,
 }
 
@@ -212,17 +214,14 @@ impl HeapMemory {
     /// Returns a memory of `len` zero bytes.
     pub fn new(len: usize) -> HeapMemory {
         HeapMemory {
-            bytes: std::sync::Mutex::new(vec![0; len]),
+            bytes: Mutex::new(vec![0; len]),
             len: len as u64,
         }
     }
 
     /// Calls `f` on the bytes.
     pub fn with<R>(&self, f: impl FnOnce(&mut [u8]) -> R) -> R {
-        f(&mut self
-            .bytes
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner))
+        f(&mut self.bytes.lock())
     }
 
     fn range(&self, offset: u64, len: usize) -> Result<std::ops::Range<usize>, Fault> {

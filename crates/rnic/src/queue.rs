@@ -2,10 +2,11 @@
 //! the thread that drives the device. IBTA Vol 1, 10.8.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::qp::{Head, QpInit, QpType, requester, unreliable};
+use crate::sync::{Mutex, MutexGuard};
 use crate::work::{PostError, RecvRequest, SendRequest};
 
 /// Result of a post that the queue could not complete by itself.
@@ -40,8 +41,7 @@ impl ReceiveQueue {
 
     #[inline]
     fn lock(&self) -> MutexGuard<'_, Receives> {
-        // No invariant spans a panic.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Posts a receive request if the post needs nothing from the device. IBTA Vol 1, 11.4.1.2.

@@ -1,9 +1,10 @@
 //! Memories that the device no longer uses.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::Memory;
+use crate::sync::Mutex;
 use crate::work::Operation;
 
 /// Handles of memories that work requests, packets or errors ended. Dropping the last handle of a memory unmaps or closes it, or
@@ -20,7 +21,7 @@ struct Retired {
 
 impl RetiredMemories {
     pub(crate) fn retire(&self, memory: Arc<dyn Memory>) {
-        let mut memories = self.0.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut memories = self.0.memories.lock();
         memories.push(memory);
         self.0.any.store(true, Ordering::Relaxed);
     }
@@ -35,7 +36,7 @@ impl RetiredMemories {
         if !self.any() {
             return Vec::new();
         }
-        let mut memories = self.0.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut memories = self.0.memories.lock();
         self.0.any.store(false, Ordering::Relaxed);
         std::mem::take(&mut memories)
     }

@@ -1,9 +1,10 @@
 //! Registered memory that is used again.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Access, MemoryRegion, ProtectionDomain, RegisterError, Sge};
 
 /// The least size of a buffer of the pool.
@@ -72,8 +73,7 @@ impl BufferPool {
     }
 
     fn idle(&self) -> MutexGuard<'_, Idle> {
-        // No invariant spans a panic.
-        self.0.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.idle.lock()
     }
 
     /// Returns a buffer of at least so many bytes, which have any values. It comes back when it is dropped, unless the pool keeps none of

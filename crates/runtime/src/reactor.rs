@@ -241,8 +241,7 @@ impl<M> Reactor<M> {
     /// ```no_run
     /// # use rdmux_runtime::{Limits, Reactor, Sizes};
     /// # fn serve(mut reactor: Reactor<()>) {}
-    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let (sizes, limits): (Sizes, Limits) = unimplemented!();
+    /// # fn start(sizes: Sizes, limits: Limits) -> Result<(), Box<dyn std::error::Error>> {
     /// let cores = std::thread::available_parallelism()?.get();
     /// let new = |_| Reactor::new(sizes, limits, None);
     /// let mut reactors = (0..cores).map(new).collect::<Result<Vec<_>, _>>()?;

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::hash::Hash;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::mailbox::Mailbox;
+use rdmux_verbs::sync::{Condvar, Mutex, MutexGuard};
 
 /// Runs jobs that may block, so that the thread that owns the connections does not wait. Jobs of one lane run in order on one thread,
 /// which starts with the lane's first job; lanes do not wait for each other. Results are messages to a mailbox. When this is dropped,
@@ -49,15 +50,13 @@ struct Queue<J> {
 
 impl<J> Lane<J> {
     fn lock(&self) -> MutexGuard<'_, Queue<J>> {
-        // Nothing that could panic runs under the lock.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     /// Waits for jobs. Returns `None` when the lane is over.
     fn take(&self) -> Option<Vec<J>> {
         let idle = |queue: &mut Queue<J>| queue.waiting.is_empty() && !queue.is_over;
-        let woken = self.changed.wait_while(self.lock(), idle);
-        let mut queue = woken.unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.changed.wait_while(self.lock(), idle);
         (!queue.is_over).then(|| std::mem::take(&mut queue.waiting))
     }
 }

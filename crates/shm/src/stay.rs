@@ -9,11 +9,12 @@
 //! mapped the memory copies in user space; only its own progress, or its death, ends that.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{LKey, Qpn};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::gate::Gate;
@@ -156,7 +157,7 @@ impl Stays {
     }
 
     fn list(&self) -> MutexGuard<'_, Vec<Arc<Stay>>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock()
     }
 }
 

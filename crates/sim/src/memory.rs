@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{AccessJob, Accessed, Atomic, Fault, Medium, Memory, Placement};
 
 use crate::dice::Dice;
@@ -87,7 +88,7 @@ impl SimMemory {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Image> {
-        self.image.lock().unwrap_or_else(PoisonError::into_inner)
+        self.image.lock()
     }
 
     fn range(&self, offset: u64, len: u64) -> Result<Range<usize>, Fault> {

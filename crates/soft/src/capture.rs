@@ -17,13 +17,13 @@ use std::io;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::{Path as FilePath, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
 use rdmux_rnic::faults::Fate;
 use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status};
 use rdmux_verbs::OpenError;
 use rdmux_verbs::provider::capture_file;
+use rdmux_verbs::sync::Mutex;
 use rustix::fs::{FileType, FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -53,7 +53,7 @@ pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError
     let Some(file) = capture_file() else {
         return Ok(None);
     };
-    let mut of_process = WRITER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut of_process = WRITER.lock();
     let writer = match of_process.take() {
         Some((captured, writer)) if captured == file => writer,
         _ => begin(&file)?,

@@ -3,8 +3,8 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmError, CmEvent, CmId, Endpoint};
@@ -12,6 +12,7 @@ use rdmux_rnic::{Path, Psn, QpAttributes, QpState, QpType, Qpn};
 use rdmux_verbs::provider::{
     self, ACK_TIMEOUT, Connection as _, Seen, accepting_type, deadline_after, own, transport_of,
 };
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Arrival, ConnectError, ConnectPair, ConnectParams, EventQueue, ListenError, Progress};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
@@ -665,7 +666,7 @@ impl Connection {
     }
 
     fn known(&self) -> MutexGuard<'_, Progress> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     /// Waits until `done` holds; returns false at the deadline.

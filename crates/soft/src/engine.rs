@@ -28,7 +28,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 #[cfg(test)]
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,7 @@ use rdmux_shm::Meta;
 use rdmux_verbs::interface::interface_of;
 use rdmux_verbs::provider::{AsyncEvents, Waker, conditions, current_cpu};
 use rdmux_verbs::resources::DeviceAt;
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, WaitMode};
 use rdmux_verbs::{AsyncEvent, AttachError, OpenError, Options, PostListError};
 use rdmux_wire::cm::{RejReason, ServiceId};
@@ -304,7 +305,7 @@ impl Engine {
         let deliver = {
             let slot = slot.clone();
             move |mad: MadDatagram| {
-                let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+                let engine = slot.lock().upgrade();
                 if let Some(engine) = engine {
                     engine.handle_mad(&mad);
                 }
@@ -313,7 +314,7 @@ impl Engine {
         let disconnect_orphans = {
             let slot = slot.clone();
             move |dead: Vec<Peering>| {
-                let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+                let engine = slot.lock().upgrade();
                 if let Some(engine) = engine {
                     engine.with(|core, now| {
                         for peering in &dead {
@@ -326,7 +327,7 @@ impl Engine {
         let serve = {
             let slot = slot.clone();
             move || {
-                let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+                let engine = slot.lock().upgrade();
                 if let Some(engine) = engine {
                     engine.serve_links();
                 }
@@ -468,7 +469,7 @@ impl Engine {
             #[cfg(test)]
             overslept: AtomicUsize::new(0),
         });
-        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        *slot.lock() = Arc::downgrade(&engine);
         let listening = engine.lock().links.listen();
         listening.map_err(|errno| io("shared memory")(errno.into()))?;
         let (flushers, media) = {
@@ -476,14 +477,14 @@ impl Engine {
             (core.flushers.clone(), core.media.clone())
         };
         for place in [&flushers.engine, &media.engine] {
-            *place.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+            *place.lock() = Arc::downgrade(&engine);
         }
         let thread = rdmux_verbs::thread::spawn("rdmux-nic", {
             let engine = engine.clone();
             move || engine.run()
         })
         .map_err(io("engine thread"))?;
-        *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        *engine.thread.lock() = Some(thread);
         metrics::enlist(&engine);
         engine.engines.add(&engine);
         Ok(engine)
@@ -735,14 +736,14 @@ impl Engine {
         service: ServiceId,
         shared: Option<Arc<ServiceClaim>>,
     ) -> Result<Option<Arc<ServiceClaim>>, GroupError> {
-        match &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*self.group.lock() {
             Some(group) => group.offer(service, shared).map(Some),
             None => Ok(None),
         }
     }
 
     pub(super) fn unregister_service(&self, service: ServiceId) {
-        if let Some(group) = &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(group) = &*self.group.lock() {
             group.unregister_service(service);
         }
     }
@@ -841,7 +842,7 @@ impl Engine {
     pub(crate) fn close(&self) {
         self.stop.store(true, Ordering::Release);
         self.kick.wake();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread
             && thread.thread().id() != thread::current().id()
         {
@@ -850,7 +851,7 @@ impl Engine {
         // Before the group ends: another process of the group then disconnects what this one has left behind, and a DREQ must not
         // overtake the last responses.
         self.lock().send_held_back(self.now());
-        let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let group = self.group.lock().take();
         drop(group);
         let mut core = self.lock();
         core.links.close();

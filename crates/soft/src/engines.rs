@@ -2,9 +2,10 @@
 //! if several of them listen for one, each request for it goes to one of them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use rdmux_rnic::cm::{CmId, Request};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::cm::ServiceId;
 
 use super::engine::Engine;
@@ -26,7 +27,7 @@ struct Members {
 impl Engines {
     /// Locked while a request is placed, so that a repetition finds it placed.
     fn members(&self) -> MutexGuard<'_, Members> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Adds an engine. From the second one on, the requests that arrive at any of them are placed.

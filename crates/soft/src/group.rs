@@ -32,8 +32,8 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,7 @@ use rdmux_rnic::cm::Peering;
 use rdmux_verbs::provider::seqpacket::receive_with_descriptors;
 use rdmux_verbs::provider::user::{User, peer_credentials, user_of};
 use rdmux_verbs::resources::places::bind_slot;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{ListenError, OpenError};
 use rdmux_wire::Qpn;
 use rdmux_wire::cm::{self, Destination, ServiceId};
@@ -314,7 +315,7 @@ struct Counters {
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         // No invariant spans a panic: each change of the state is one push, removal or assignment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

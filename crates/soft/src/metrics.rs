@@ -1,10 +1,11 @@
 //! Metrics of the devices of this process, for programs that export them. They are figures only: no payload, no names and no peers.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use rdmux_rnic::{Counters, Histogram, Latencies};
 use rdmux_verbs::FaultCounts;
+use rdmux_verbs::sync::Mutex;
 
 use super::engine::Engine;
 
@@ -40,7 +41,7 @@ pub struct DeviceMetrics {
 
 /// Adds the engine of a device that was opened.
 pub(super) fn enlist(engine: &Arc<Engine>) {
-    let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut engines = ENGINES.lock();
     engines.retain(|known| known.strong_count() > 0);
     engines.push(Arc::downgrade(engine));
 }
@@ -48,7 +49,7 @@ pub(super) fn enlist(engine: &Arc<Engine>) {
 /// Returns the metrics of the devices that this process has open, in the order in which they were opened. Each call locks the engine of
 /// each device for a moment, as a program that posts to it does.
 pub fn devices() -> Vec<DeviceMetrics> {
-    let engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let engines = ENGINES.lock().clone();
     let open = engines.iter().filter_map(Weak::upgrade);
     open.filter_map(|engine| engine.metrics()).collect()
 }

@@ -10,7 +10,7 @@ use std::io::{Write, stdin};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -372,17 +372,17 @@ fn kill_some(addresses: &[IpAddr], count: usize, kills: usize) {
 }
 
 /// The tests have many processes each, so one runs at a time.
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+static ONE_AT_A_TIME: sync::Mutex<()> = sync::Mutex::new(());
 
 #[test]
 fn kill__of_some_of_a_hundred_on_one_address() {
-    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONE_AT_A_TIME.lock();
     kill_some(&[[127, 0, 1, 171].into()], 100, 25);
 }
 
 #[test]
 fn kill__of_some_on_each_of_several_addresses() {
-    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONE_AT_A_TIME.lock();
     let addresses: [IpAddr; 6] = [1, 2, 3, 4, 5, 6].map(|host| [127, 0, 2, host].into());
     kill_some(&addresses, 20, 5);
 }

@@ -1,10 +1,10 @@
 //! The events of one connection, listener or attempt.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::event_queue::{EventQueue, Registration};
+use rdmux_rnic::sync::{Condvar, Mutex, MutexGuard};
 
 /// Number of changes of an [`Inbox`] at some moment: whoever remembers it misses no later change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl<E> Inbox<E> {
     }
 
     fn state(&self) -> MutexGuard<'_, State<E>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Adds an event and wakes the owner.
@@ -117,8 +117,7 @@ impl<E> Inbox<E> {
             drop(self.changed.wait_while(state, unchanged));
             return true;
         };
-        let waited = self.changed.wait_timeout_while(state, timeout, unchanged);
-        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+        self.changed.wait_timeout_while(state, timeout, unchanged).1
     }
 
     /// Reports changes to a queue under a token, and at once those that there were before.

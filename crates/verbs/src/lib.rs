@@ -91,7 +91,7 @@ pub use rdmux_rnic::{
     SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults,
     sched,
 };
-pub use rdmux_rnic::{Cause, trace};
+pub use rdmux_rnic::{Cause, sync, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::grh::GRH_LEN;
 pub use rdmux_wire::roce::{PathMtu, Transport};

@@ -2,9 +2,9 @@
 //! elsewhere.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use rdmux_rnic::faults::{Spec, SpecError};
+use rdmux_rnic::sync::Mutex;
 
 /// Faults of the devices that this process opens, unless their options specify others.
 static FAULTS: Mutex<Option<Spec>> = Mutex::new(None);
@@ -15,12 +15,12 @@ static CAPTURE: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Makes the devices that this process opens from now on misbehave as `spec` says, unless [`Options::faults`](crate::Options::faults) says
 /// otherwise: for programs whose devices are opened elsewhere. It takes precedence over the environment variable `RDMUX_FAULT`.
 pub fn set_process_faults(spec: Spec) {
-    *FAULTS.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
+    *FAULTS.lock() = Some(spec);
 }
 
 /// Returns the faults that this process or its environment asks for.
 pub fn faults() -> Result<Option<Spec>, SpecError> {
-    if let Some(spec) = *FAULTS.lock().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(spec) = *FAULTS.lock() {
         return Ok(Some(spec));
     }
     match std::env::var_os("RDMUX_FAULT") {
@@ -32,12 +32,12 @@ pub fn faults() -> Result<Option<Spec>, SpecError> {
 /// Captures all devices that this process opens from now on to this one file; `%p` in its name stands for the process ID. It takes
 /// precedence over the environment variable `RDMUX_CAPTURE`.
 pub fn set_process_capture(file: &Path) {
-    *CAPTURE.lock().unwrap_or_else(PoisonError::into_inner) = Some(file.into());
+    *CAPTURE.lock() = Some(file.into());
 }
 
 /// Returns the file that this process or its environment names for captures of its devices.
 pub fn capture_file() -> Option<PathBuf> {
-    let set = CAPTURE.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let set = CAPTURE.lock().clone();
     set.or_else(|| {
         let named = std::env::var_os("RDMUX_CAPTURE").filter(|name| !name.is_empty());
         named.map(PathBuf::from)

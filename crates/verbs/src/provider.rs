@@ -23,10 +23,10 @@ use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::Endpoint;
+use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{
     Arm, Bind, Counters, Cqn, LKey, McastError, Memory, Moderation, ModifyError, PostError, QpAttributes,
     QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendFlags, SendRequest,
@@ -565,7 +565,7 @@ pub(crate) fn registered() -> Vec<&'static dyn Provider> {
 }
 
 fn lock() -> MutexGuard<'static, Vec<&'static dyn Provider>> {
-    REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
+    REGISTERED.lock()
 }
 
 /// Makes a provider known to this process. The first one that is registered is the default of the process. Does nothing if one of the same
@@ -619,7 +619,7 @@ pub fn named(name: &str) -> Result<&'static dyn Provider, UnknownProvider> {
 /// No provider of this name is registered.
 pub fn set_process_provider(name: &str) -> Result<(), UnknownProvider> {
     let provider = named(name)?;
-    *PROCESS_PROVIDER.lock().unwrap_or_else(PoisonError::into_inner) = Some(provider);
+    *PROCESS_PROVIDER.lock() = Some(provider);
     Ok(())
 }
 
@@ -629,7 +629,7 @@ pub(crate) fn chosen(option: Option<&str>) -> Result<&'static dyn Provider, Open
     if let Some(name) = option {
         return Ok(named(name)?);
     }
-    if let Some(provider) = *PROCESS_PROVIDER.lock().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(provider) = *PROCESS_PROVIDER.lock() {
         return Ok(provider);
     }
     match std::env::var("RDMUX_PROVIDER") {

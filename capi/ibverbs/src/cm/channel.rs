@@ -5,9 +5,10 @@ use std::ffi::{c_int, c_void};
 use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use rdmux_verbs::Arrival;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
@@ -142,7 +143,7 @@ impl Events {
     }
 
     fn list(&self) -> MutexGuard<'_, VecDeque<Box<Event>>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock()
     }
 
     /// Makes the channel report what happens at the source, until the source is dropped.
@@ -159,7 +160,7 @@ impl Events {
     }
 
     fn sources(&self) -> MutexGuard<'_, Vec<Weak<dyn Source>>> {
-        self.sources.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sources.lock()
     }
 
     /// Reports what has happened at all sources, in the order in which it happened: their events are handled in any order.

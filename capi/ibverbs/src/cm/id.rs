@@ -3,9 +3,10 @@
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{
     Arrival, Connection, ConnectionRequest, EventQueue, Progress, QpType, ServiceId, ServiceRequest,
 };
@@ -128,7 +129,7 @@ unsafe impl Send for State {}
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Reports an event of the id to the program, unless the id is gone. `event` makes it from the id and from the count of its
@@ -177,7 +178,7 @@ impl Shared {
     }
 
     fn question(&self) -> MutexGuard<'_, Option<Box<dyn Ask>>> {
-        self.question.lock().unwrap_or_else(PoisonError::into_inner)
+        self.question.lock()
     }
 
     /// Asks the peer. An event reports the result.

@@ -21,9 +21,10 @@ use std::ffi::c_int;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::sync::{Mutex, MutexGuard, RwLock};
 use rdmux_verbs::{CompletionQueue, EventQueue};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -183,7 +184,7 @@ impl Socket {
             }),
             handled: Handled::default(),
         });
-        let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = TABLE.write();
         table
             .get_or_insert_default()
             .insert(socket.number(), socket.clone());
@@ -192,7 +193,7 @@ impl Socket {
 
     /// Returns the socket of a number.
     fn of(number: c_int) -> Option<Arc<Socket>> {
-        let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
+        let table = TABLE.read();
         let socket = table.as_ref()?.get(&number)?;
         socket.is_own().then(|| socket.clone())
     }
@@ -209,7 +210,7 @@ impl Socket {
 
     /// Takes a socket out of the table.
     fn take(number: c_int) -> Result<Arc<Socket>, c_int> {
-        let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = TABLE.write();
         let table = table.as_mut().ok_or(libc::EBADF)?;
         table.remove(&number).ok_or(libc::EBADF)
     }
@@ -227,7 +228,7 @@ impl Socket {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Returns the time for which a call with these flags waits.

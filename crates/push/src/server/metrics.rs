@@ -1,9 +1,10 @@
 //! The server's counters and measurements. Figures alone: no names, no peers, no payload.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use rdmux_verbs::Histogram;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::push::Message;
 use strum::VariantArray;
 
@@ -103,8 +104,7 @@ impl Metrics {
 
     /// Locks the metrics; callers hold the lock for a copy at most.
     pub(super) fn lock(&self) -> MutexGuard<'_, ServerMetrics> {
-        // No invariant spans a panic.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(super) fn count(&self, event: &ServerEvent) {

@@ -3,9 +3,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rdmux_push::{Access, Mapped};
+use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 use crate::dice::Dice;
@@ -106,7 +107,7 @@ impl Checker {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Returns the first violation.
@@ -252,9 +253,9 @@ impl Checker {
     }
 
     fn write_as<R>(&self, writer: Writer, f: impl FnOnce() -> R) -> R {
-        *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = writer;
+        *self.writer.lock() = writer;
         let result = f();
-        *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = Writer::Nobody;
+        *self.writer.lock() = Writer::Nobody;
         result
     }
 
@@ -438,7 +439,7 @@ impl Memory for Checker {
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
         let end = offset.checked_add(out.len() as u64).ok_or(Fault::Unmapped)?;
-        let writer = *self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let writer = *self.writer.lock();
         let mut state = self.lock();
         let bytes = state.bytes.get(offset as usize..end as usize);
         out.copy_from_slice(bytes.ok_or(Fault::Unmapped)?);
@@ -450,7 +451,7 @@ impl Memory for Checker {
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let end = offset.checked_add(bytes.len() as u64).ok_or(Fault::Unmapped)?;
-        let writer = *self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let writer = *self.writer.lock();
         let mut state = self.lock();
         if let Some(held_back) = &mut state.held_back {
             held_back.push((offset, bytes.to_vec()));

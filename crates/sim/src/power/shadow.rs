@@ -10,8 +10,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 use super::choice::{Chance, Choose, Walk};
@@ -177,7 +178,7 @@ impl Shadow {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn range(&self, offset: u64, len: u64) -> Result<Range<usize>, Fault> {
@@ -610,7 +611,7 @@ pub(super) struct Mailbox {
 impl Mailbox {
     /// Returns the bytes of a slot.
     pub(super) fn take(&self, slot: u64) -> Vec<u8> {
-        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.bytes.lock();
         let at = (slot * self.slot_bytes) as usize;
         bytes[at..at + self.slot_bytes as usize].to_vec()
     }
@@ -618,7 +619,7 @@ impl Mailbox {
 
 impl Memory for Mailbox {
     fn len(&self) -> u64 {
-        self.bytes.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
+        self.bytes.lock().len() as u64
     }
 
     fn read(&self, _: u64, _: &mut [u8]) -> Result<(), Fault> {
@@ -626,7 +627,7 @@ impl Memory for Mailbox {
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        let mut all = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.bytes.lock();
         let end = offset.saturating_add(bytes.len() as u64);
         if end > all.len() as u64 {
             return Err(Fault::Unmapped);

@@ -4,13 +4,14 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType};
+use rdmux_verbs::sync::Mutex;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, ICRC_LEN, NakCode, Packet, Syndrome, UDP_PORT, rnr_timer_ns};
 use rustix::net::SendFlags;
@@ -119,7 +120,7 @@ impl Writer {
     /// Adds a device to the capture.
     pub(super) fn input(&self, name: String) -> Input {
         let counts = Arc::new(Counts::default());
-        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut devices = self.devices.lock();
         devices.push((name, counts.clone()));
         Input {
             writer: self.clone(),
@@ -220,7 +221,7 @@ impl Out {
     /// Writes the counts so far, and everything that is pending.
     fn end(&mut self) {
         let now = since_1970_ns(SystemTime::now());
-        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let devices = self.devices.lock();
         for (written, (_, counts)) in self.written.iter().zip(devices.iter()) {
             // Drops are counted for the device, not for its carriers.
             if let Some(interface) = written.interfaces.iter().flatten().next() {
@@ -241,7 +242,7 @@ impl Out {
 
     /// Returns the numbers of packets that were captured, and of those that are not in the file.
     fn counts(&self) -> (u64, u64) {
-        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let devices = self.devices.lock();
         let sum =
             |count: fn(&Counts) -> &AtomicU64| devices.iter().map(|(_, c)| count(c).load(Relaxed)).sum();
         let (packets, dropped): (u64, u64) = (sum(|c| &c.packets), sum(|c| &c.dropped));
@@ -253,7 +254,7 @@ impl Out {
     }
 
     fn interface(&mut self, device: u32, carried: Carried) -> u32 {
-        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let devices = self.devices.lock();
         while self.written.len() <= device as usize {
             self.written.push(Written {
                 interfaces: [None; 3],

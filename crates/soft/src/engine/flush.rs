@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Fault, FlushJob};
+use rdmux_verbs::sync::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::Engine;
@@ -30,7 +31,7 @@ impl Flushers {
     /// Queues a job. Returns it as the error when no thread can be created.
     pub(super) fn submit(this: &Arc<Flushers>, job: FlushJob) -> Result<(), FlushJob> {
         let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
-        let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut jobs = this.jobs.lock();
         if let Some(queue) = jobs.get_mut(&key) {
             queue.push(job);
             this.more.notify_all();
@@ -49,15 +50,11 @@ impl Flushers {
     fn run(&self, key: usize) {
         loop {
             let batch = {
-                let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut jobs = self.jobs.lock();
                 if jobs.get(&key).is_some_and(Vec::is_empty) {
                     let wait =
                         |jobs: &mut HashMap<usize, Vec<FlushJob>>| jobs.get(&key).is_some_and(Vec::is_empty);
-                    let (guard, _) = self
-                        .more
-                        .wait_timeout_while(jobs, FLUSHER_IDLE, wait)
-                        .unwrap_or_else(PoisonError::into_inner);
-                    jobs = guard;
+                    (jobs, _) = self.more.wait_timeout_while(jobs, FLUSHER_IDLE, wait);
                 }
                 match jobs.get_mut(&key) {
                     Some(queue) if !queue.is_empty() => std::mem::take(queue),
@@ -83,11 +80,7 @@ impl Flushers {
             let result = panic::catch_unwind(AssertUnwindSafe(flush))
                 .unwrap_or(Err(Fault::Io(Errno::IO.raw_os_error())));
             let took_ns = began.elapsed().as_nanos() as u64;
-            let engine = self
-                .engine
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .upgrade();
+            let engine = self.engine.lock().upgrade();
             let Some(engine) = engine else { return };
             let jobs = batch.len();
             engine.with(|core, now| {

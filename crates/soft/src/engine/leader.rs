@@ -2,7 +2,6 @@
 //! looks or sleeps as the policy decides, and arriving packets wake it directly, not through the thread. Other callers that wait meanwhile
 //! are *followers*: they sleep and rely on the leader.
 
-use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -134,7 +133,7 @@ impl Engine {
         if self.waiting == Some(WaitMode::Running) {
             return None;
         }
-        let mut leader = self.leader.try_lock().ok()?;
+        let mut leader = self.leader.try_lock()?;
         let waiter = &mut leader.looking;
         let began = self.now();
         let mut looks = None;
@@ -168,7 +167,7 @@ impl Engine {
 
     /// Records that a caller slept on descriptors from `since` until something came.
     pub(crate) fn slept(&self, since: Instant) {
-        if let Ok(mut leader) = self.leader.try_lock() {
+        if let Some(mut leader) = self.leader.try_lock() {
             let slept_ns = since.elapsed().as_nanos() as u64;
             leader.looking.policy.woke(slept_ns, None);
         }
@@ -188,13 +187,7 @@ impl Engine {
         if let Some(found) = self.poll(&mut look) {
             return Some(found);
         }
-        let leader = match self.leader.try_lock() {
-            Err(TryLockError::WouldBlock) => None,
-            // An earlier leader panicked and leads no more; the record of its waits is still valid.
-            Err(TryLockError::Poisoned(leader)) => Some(leader.into_inner()),
-            Ok(leader) => Some(leader),
-        };
-        let Some(mut leader) = leader else {
+        let Some(mut leader) = self.leader.try_lock() else {
             loop {
                 cq.arm(Arm::Next);
                 if let Some(found) = look() {

@@ -8,11 +8,12 @@
 mod word;
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lock_api::{GuardSend, RawMutex};
 
 use self::word::Word;
+
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 
 /// Functions of the system that the word needs.
 mod sync {
@@ -124,8 +125,7 @@ impl<T, L> EngineLock<T, L> {
     }
 
     fn queue(&self) -> MutexGuard<'_, VecDeque<L>> {
-        // No invariant spans a panic.
-        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+        self.left.lock()
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rdmux_rnic::{AccessJob, Accessed, Fault, Medium, Memory, Qpn};
+use rdmux_verbs::sync::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use super::Engine;
@@ -86,14 +87,13 @@ impl InProgress {
             jobs.is_awaited |= is_open;
             is_open
         };
-        let ended = self.queue.ended.wait_while(self.queue.lock(), is_open);
-        drop(ended.unwrap_or_else(PoisonError::into_inner));
+        drop(self.queue.ended.wait_while(self.queue.lock(), is_open));
     }
 }
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+        self.jobs.lock()
     }
 
     fn push(&self, job: AccessJob) {
@@ -111,8 +111,7 @@ impl Queue {
         let mut jobs = self.lock();
         if waits {
             let idle = |jobs: &mut Jobs| jobs.waiting.is_empty();
-            let woken = self.more.wait_timeout_while(jobs, IDLE, idle);
-            jobs = woken.unwrap_or_else(PoisonError::into_inner).0;
+            (jobs, _) = self.more.wait_timeout_while(jobs, IDLE, idle);
         }
         let (turn, job) = jobs.waiting.pop_front()?;
         jobs.running = Some(Running {
@@ -135,7 +134,7 @@ impl Queue {
 
 impl Media {
     fn lock(&self) -> MutexGuard<'_, HashMap<Medium, Arc<Queue>>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queues.lock()
     }
 
     /// Queues an access. Returns it as the error when no thread can be created.
@@ -218,11 +217,7 @@ impl Media {
 
     /// Passes results to the engine.
     fn report(&self, ended: Vec<(AccessJob, Result<Accessed, Fault>)>) {
-        let engine = self
-            .engine
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .upgrade();
+        let engine = self.engine.lock().upgrade();
         // The memories are dropped after the engine is unlocked.
         let mut memories = Vec::with_capacity(ended.len());
         if let Some(engine) = engine {

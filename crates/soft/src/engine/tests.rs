@@ -268,7 +268,7 @@ impl Memory for Stalling {
 
     fn write(&self, _: u64, _: &[u8]) -> Result<(), Fault> {
         let _ = self.begun.send(());
-        self.go_on.lock().unwrap().recv().expect("no such medium");
+        self.go_on.lock().recv().expect("no such medium");
         self.written.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
@@ -497,7 +497,7 @@ fn memory__whose_flush_outlives_its_region_is_dropped_when_the_engine_is_unlocke
         let goes_on = Mutex::new(goes_on);
         let flush = move || {
             let _ = begun.send(());
-            let _ = goes_on.lock().unwrap().recv_timeout(LONG);
+            let _ = goes_on.lock().recv_timeout(LONG);
         };
         let region = pair.register(Arc::new(Medium { flush, end }));
         pair.post_flush(&region);

@@ -18,11 +18,12 @@ use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_rnic::Qpn;
 use rdmux_rnic::cm::{CmId, Peering};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 
 use super::SLOTS;
@@ -170,7 +171,7 @@ impl OwnRecords {
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+        self.places.lock()
     }
 
     fn write_used(&self, used: u32) {

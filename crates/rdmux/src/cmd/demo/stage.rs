@@ -6,10 +6,10 @@ use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_push::{Key, file_system_of};
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -31,7 +31,7 @@ static LITTER: Mutex<Litter> = Mutex::new(Litter {
 });
 
 fn litter() -> MutexGuard<'static, Litter> {
-    LITTER.lock().unwrap_or_else(PoisonError::into_inner)
+    LITTER.lock()
 }
 
 fn clean_up(litter: &mut Litter) {
