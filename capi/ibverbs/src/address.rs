@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_verbs::{Device, Path, Qpn, Target};
 
-use crate::context::Context;
-use crate::memory::Domain;
+use crate::context::ContextObject;
+use crate::memory::PdObject;
 use crate::uses::Use;
 use crate::{abi, made};
 
 /// Object behind a program's `struct ibv_ah` pointer.
 #[repr(C)]
-pub(crate) struct Handle {
+pub(crate) struct AhObject {
     shown: abi::Ah,
     device: Device,
     to: IpAddr,
@@ -54,14 +54,14 @@ pub(crate) fn vector_to(to: IpAddr, traffic_class: u8) -> abi::AhAttr {
     attr
 }
 
-impl Handle {
+impl AhObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is null, or one that `ibv_create_ah` gave out and is not destroyed.
-    pub(crate) unsafe fn of<'a>(handle: *mut abi::Ah) -> Result<&'a Handle, c_int> {
+    pub(crate) unsafe fn of<'a>(handle: *mut abi::Ah) -> Result<&'a AhObject, c_int> {
         // SAFETY: as the caller says.
-        unsafe { handle.cast::<Handle>().as_ref() }.ok_or(libc::EINVAL)
+        unsafe { handle.cast::<AhObject>().as_ref() }.ok_or(libc::EINVAL)
     }
 
     /// Returns the destination of a request.
@@ -94,20 +94,20 @@ unsafe fn create(pd: *mut abi::Pd, attr: &abi::AhAttr) -> Result<*mut abi::Ah, c
     // SAFETY: a domain that was made, says the caller.
     let context = unsafe { (*pd).context };
     // SAFETY: an open context, which lives as long as its objects.
-    let device = unsafe { Context::of(context) }.device.clone();
+    let device = unsafe { ContextObject::of(context) }.device.clone();
     let shown = abi::Ah {
         context,
         pd,
         handle: 0,
     };
-    let handle = Handle {
+    let handle = AhObject {
         shown,
         device,
         to,
         traffic_class,
         last: AtomicU64::new(0),
         // SAFETY: a domain that was made, says the caller.
-        _domain: unsafe { Domain::of(pd) }.uses.begin(),
+        _domain: unsafe { PdObject::of(pd) }.uses.begin(),
     };
     Ok(Box::into_raw(Box::new(handle)).cast())
 }
@@ -121,7 +121,7 @@ unsafe extern "C" fn ibv_create_ah(pd: *mut abi::Pd, attr: *mut abi::AhAttr) -> 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_ah(handle: *mut abi::Ah) -> c_int {
     // SAFETY: made by a Box in `create`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(handle.cast::<Handle>()) });
+    drop(unsafe { Box::from_raw(handle.cast::<AhObject>()) });
     0
 }
 

@@ -5,7 +5,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{c_int, c_void};
 
 use crate::domains::Allocators;
-use crate::memory::{self, Domain};
+use crate::memory::{self, PdObject};
 use crate::uses::Use;
 use crate::{abi, made, minus_one};
 
@@ -42,7 +42,7 @@ impl Drop for Buffer {
 /// A domain that was made, and is not deallocated.
 unsafe fn alloc(pd: *mut abi::Pd, size: usize) -> Result<Box<Buffer>, c_int> {
     // SAFETY: as the caller says.
-    let domain = unsafe { Domain::of(pd) };
+    let domain = unsafe { PdObject::of(pd) };
     let page = rustix::param::page_size();
     let layout = Layout::from_size_align(size, page).map_err(|_| libc::ENOMEM)?;
     if size == 0 {

@@ -14,7 +14,7 @@ use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::Errno;
 
 use crate::completions::Poller;
-use crate::context::Context;
+use crate::context::ContextObject;
 use crate::events::Given;
 use crate::query::CQE_MAX;
 use crate::uses::Uses;
@@ -23,26 +23,26 @@ use crate::{abi, made, minus_one, wait, watch};
 
 /// Object behind a program's `struct ibv_comp_channel` pointer.
 #[repr(C)]
-struct Channel {
+struct CompChannelObject {
     shown: UnsafeCell<abi::CompChannel>,
     events: EventQueue,
     /// Its queues, by their tokens. The lock is held while events are given and while queues leave the channel: a queue that has
     /// given an event is not destroyed before the event is acknowledged.
-    queues: Mutex<HashMap<u64, *mut Queue>>,
+    queues: Mutex<HashMap<u64, *mut CqObject>>,
 }
 
-impl Channel {
+impl CompChannelObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`create_channel`] gave out, and is not destroyed.
-    unsafe fn of<'a>(channel: *mut abi::CompChannel) -> &'a Channel {
+    unsafe fn of<'a>(channel: *mut abi::CompChannel) -> &'a CompChannelObject {
         // SAFETY: as the caller says.
-        unsafe { &*channel.cast::<Channel>() }
+        unsafe { &*channel.cast::<CompChannelObject>() }
     }
 
     /// Changes its queues, and shows the program how many there are.
-    fn change(&self, change: impl FnOnce(&mut HashMap<u64, *mut Queue>)) {
+    fn change(&self, change: impl FnOnce(&mut HashMap<u64, *mut CqObject>)) {
         let mut queues = lock(&self.queues);
         change(&mut queues);
         // SAFETY: only the holder of the lock writes it.
@@ -52,12 +52,12 @@ impl Channel {
 
 /// Object behind a program's `struct ibv_cq` pointer.
 #[repr(C)]
-pub(crate) struct Queue {
+pub(crate) struct CqObject {
     pub(crate) shown: UnsafeCell<abi::CqEx>,
     pub(crate) queue: CompletionQueue,
     /// Its token in its channel.
     token: u64,
-    /// Meaning of a datagram's `sl`: see [`Queue::shown`].
+    /// Meaning of a datagram's `sl`: see [`CqObject::shown`].
     packet_type: u8,
     /// State of polling one completion after another, for a queue made for that.
     pub(crate) poller: Poller,
@@ -73,14 +73,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }
 
-impl Queue {
+impl CqObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_create_cq` gave out, and is not destroyed.
-    pub(crate) unsafe fn of<'a>(queue: *mut abi::Cq) -> &'a Queue {
+    pub(crate) unsafe fn of<'a>(queue: *mut abi::Cq) -> &'a CqObject {
         // SAFETY: as the caller says.
-        unsafe { &*queue.cast::<Queue>() }
+        unsafe { &*queue.cast::<CqObject>() }
     }
 
     /// Takes the queue out of its channel, if it has one, so that the channel no longer reports it.
@@ -89,7 +89,7 @@ impl Queue {
             return;
         }
         // SAFETY: the queue holds its channel.
-        let channel = unsafe { Channel::of(channel) };
+        let channel = unsafe { CompChannelObject::of(channel) };
         channel.change(|queues| {
             queues.remove(&self.token);
         });
@@ -134,7 +134,7 @@ pub(crate) fn create_channel(context: *mut abi::Context) -> Result<*mut abi::Com
     let events = EventQueue::new().map_err(errno)?;
     // Programs expect a call that blocks, unless they say otherwise.
     fcntl_setfl(&events, OFlags::empty()).map_err(Errno::raw_os_error)?;
-    let channel = Box::new(Channel {
+    let channel = Box::new(CompChannelObject {
         shown: UnsafeCell::new(abi::CompChannel {
             context,
             fd: events.as_fd().as_raw_fd(),
@@ -154,16 +154,16 @@ unsafe extern "C" fn ibv_create_comp_channel(context: *mut abi::Context) -> *mut
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*channel).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*channel).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a channel that was made, says the caller.
-    let own = unsafe { Channel::of(channel) };
+    let own = unsafe { CompChannelObject::of(channel) };
     if !lock(&own.queues).is_empty() {
         return libc::EBUSY;
     }
     // SAFETY: made by a Box in `create_channel`; no queue uses it, and the caller does not any more.
-    drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
+    drop(unsafe { Box::from_raw(channel.cast::<CompChannelObject>()) });
     0
 }
 
@@ -198,11 +198,11 @@ pub(crate) unsafe fn create_cq_with(
         return Err(libc::EINVAL);
     }
     // SAFETY: an open context, says the caller.
-    let device = unsafe { &Context::of(context).device };
+    let device = unsafe { &ContextObject::of(context).device };
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let token = NEXT.fetch_add(1, Ordering::Relaxed);
     // SAFETY: null, or a channel that was made, says the caller.
-    let of = (!channel.is_null()).then(|| unsafe { Channel::of(channel) });
+    let of = (!channel.is_null()).then(|| unsafe { CompChannelObject::of(channel) });
     let queue = match of {
         Some(channel) => device.create_cq_reporting(cqe as u32, &channel.events, token),
         None => device.create_cq(cqe as u32),
@@ -215,7 +215,7 @@ pub(crate) unsafe fn create_cq_with(
     (cq.context, cq.channel, cq.cq_context) = (context, channel, cq_context);
     (cq.handle, cq.cqe) = (queue.cqn().0, cqe);
     poller.prepare(&queue, &mut shown)?;
-    let made = Box::into_raw(Box::new(Queue {
+    let made = Box::into_raw(Box::new(CqObject {
         shown: UnsafeCell::new(shown),
         queue,
         token,
@@ -233,7 +233,7 @@ pub(crate) unsafe fn create_cq_with(
     }
     // SAFETY: just made; an open context, says the caller.
     unsafe {
-        Context::of(context)
+        ContextObject::of(context)
             .objects()
             .completions
             .insert((*made).queue.cqn().0, made.cast())
@@ -265,28 +265,28 @@ unsafe extern "C" fn ibv_create_cq(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*queue).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*queue).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a queue that was made, says the caller.
     let (context, channel) = unsafe { ((*queue).context, (*queue).channel) };
     // SAFETY: as above.
-    if let Err(errno) = unsafe { Queue::of(queue) }.uses.check_unused() {
+    if let Err(errno) = unsafe { CqObject::of(queue) }.uses.check_unused() {
         return errno;
     }
     {
         // SAFETY: as above.
-        let own = unsafe { Queue::of(queue) };
+        let own = unsafe { CqObject::of(queue) };
         own.leave_channel(channel);
         // SAFETY: an open context, which lives as long as its objects.
-        unsafe { Context::of(context) }.take_out(queue.cast(), |objects| {
+        unsafe { ContextObject::of(context) }.take_out(queue.cast(), |objects| {
             objects.completions.remove(&own.queue.cqn().0);
         });
         own.given.wait_acknowledged();
         own.errors.wait_acknowledged();
     }
     // SAFETY: made by a Box in `create_cq`; the caller does not use it any more, and nobody else has it.
-    drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+    drop(unsafe { Box::from_raw(queue.cast::<CqObject>()) });
     0
 }
 
@@ -296,11 +296,11 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end(queue: *mut abi::Cq) {
     // SAFETY: as the caller says.
-    let (own, channel) = unsafe { (Queue::of(queue), (*queue).channel) };
+    let (own, channel) = unsafe { (CqObject::of(queue), (*queue).channel) };
     if own.uses.check_unused().is_ok() {
         own.leave_channel(channel);
         // SAFETY: made by a Box in `create_cq`; the rest as the caller says.
-        drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+        drop(unsafe { Box::from_raw(queue.cast::<CqObject>()) });
     }
 }
 
@@ -311,7 +311,12 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
     cq_context: *mut *mut c_void,
 ) -> c_int {
     // SAFETY: a channel that was made, of a context that is open as long, says the caller.
-    let (context, channel) = unsafe { (Context::of((*channel).context), Channel::of(channel)) };
+    let (context, channel) = unsafe {
+        (
+            ContextObject::of((*channel).context),
+            CompChannelObject::of(channel),
+        )
+    };
     let device = &context.device;
     let fd = channel.events.as_fd().as_raw_fd();
     let blocks = wait::is_blocking(fd);
@@ -341,7 +346,11 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
 ///
 /// # Safety
 /// As [`wait::readable_or_cancelled`].
-unsafe fn sleep_until_event(context: &Context, channel: &Channel, blocks: bool) -> Result<*mut Queue, c_int> {
+unsafe fn sleep_until_event(
+    context: &ContextObject,
+    channel: &CompChannelObject,
+    blocks: bool,
+) -> Result<*mut CqObject, c_int> {
     let since = Instant::now();
     let fd = channel.events.as_fd().as_raw_fd();
     // A signal handler may have left an earlier call by `longjmp`.
@@ -375,7 +384,7 @@ unsafe fn sleep_until_event(context: &Context, channel: &Channel, blocks: bool) 
 }
 
 /// Returns the queue that has an event. The event has been given when this returns.
-fn next_event(channel: &Channel) -> Option<*mut Queue> {
+fn next_event(channel: &CompChannelObject) -> Option<*mut CqObject> {
     let queues = lock(&channel.queues);
     // A queue that has left the channel may have reported after that.
     let queue = iter::from_fn(|| channel.events.poll()).find_map(|token| queues.get(&token).copied())?;
@@ -389,12 +398,12 @@ fn next_event(channel: &Channel) -> Option<*mut Queue> {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_ack_cq_events(queue: *mut abi::Cq, count: u32) {
     // SAFETY: a queue that was made, says the caller.
-    unsafe { Queue::of(queue) }.given.acknowledge(count);
+    unsafe { CqObject::of(queue) }.given.acknowledge(count);
 }
 
 pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_only: c_int) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let own = unsafe { Queue::of(queue) };
+    let own = unsafe { CqObject::of(queue) };
     let arm = if solicited_only != 0 {
         Arm::Solicited
     } else {
@@ -406,7 +415,7 @@ pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_onl
 
 pub(crate) unsafe extern "C" fn poll_cq(queue: *mut abi::Cq, wanted: c_int, into: *mut abi::Wc) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let own = unsafe { Queue::of(queue) };
+    let own = unsafe { CqObject::of(queue) };
     if wanted == 1 {
         let Some(wc) = own.queue.poll() else { return 0 };
         // SAFETY: room for one, says the caller.

@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use rdmux_verbs::{CompletionQueue, Moderation, ResizeError};
 
-use crate::channel::{self, Queue};
-use crate::memory::Domain;
+use crate::channel::{self, CqObject};
+use crate::memory::PdObject;
 use crate::query::CQE_MAX;
 use crate::{abi, made, status};
 
@@ -78,7 +78,7 @@ unsafe fn create(context: *mut abi::Context, init: &abi::CqInitAttrEx) -> Result
     }
     let asks = init.comp_mask & INIT_PD != 0;
     // SAFETY: a domain that was made, says the caller.
-    let is_parent = || unsafe { Domain::of(init.parent_domain) }.parent_of.is_some();
+    let is_parent = || unsafe { PdObject::of(init.parent_domain) }.parent_of.is_some();
     if asks && (init.parent_domain.is_null() || !is_parent()) {
         return Err(libc::EINVAL);
     }
@@ -109,7 +109,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
 /// A queue that was made for that, by the thread that is between start and end.
 unsafe fn take(queue: *mut abi::CqEx) -> c_int {
     // SAFETY: as the caller says.
-    let own = unsafe { Queue::of(queue.cast()) };
+    let own = unsafe { CqObject::of(queue.cast()) };
     let Some((wc, came)) = own.queue.poll_with_time() else {
         return libc::ENOENT;
     };
@@ -130,7 +130,7 @@ unsafe extern "C" fn start_poll(queue: *mut abi::CqEx, attr: *const abi::PollCqA
         return libc::EINVAL;
     }
     // SAFETY: a queue that was made, says the caller.
-    let poller = unsafe { &Queue::of(queue.cast()).poller };
+    let poller = unsafe { &CqObject::of(queue.cast()).poller };
     while !poller.single_threaded && poller.taken.swap(true, Ordering::Acquire) {
         std::thread::yield_now();
     }
@@ -151,7 +151,7 @@ unsafe extern "C" fn next_poll(queue: *mut abi::CqEx) -> c_int {
 
 unsafe extern "C" fn end_poll(queue: *mut abi::CqEx) {
     // SAFETY: a queue that was made, says the caller.
-    unsafe { Queue::of(queue.cast()) }
+    unsafe { CqObject::of(queue.cast()) }
         .poller
         .taken
         .store(false, Ordering::Release);
@@ -163,7 +163,7 @@ unsafe extern "C" fn end_poll(queue: *mut abi::CqEx) {
 /// A queue that was made for that, by the thread that is between start and end.
 unsafe fn read<T: Default>(queue: *mut abi::CqEx, part: impl FnOnce(&abi::Wc, Instant) -> T) -> T {
     // SAFETY: as the caller says.
-    let current = unsafe { &*Queue::of(queue.cast()).poller.current.get() };
+    let current = unsafe { &*CqObject::of(queue.cast()).poller.current.get() };
     current
         .as_ref()
         .map_or_else(T::default, |(wc, came)| part(wc, *came))
@@ -243,7 +243,7 @@ pub(crate) unsafe extern "C" fn query_rt_values(_: *mut abi::Context, values: *m
 
 pub(crate) unsafe extern "C" fn modify_cq(queue: *mut abi::Cq, attr: *mut abi::ModifyCqAttr) -> c_int {
     // SAFETY: a queue that was made, and a structure of the caller's.
-    let (own, attr) = unsafe { (Queue::of(queue), &*attr) };
+    let (own, attr) = unsafe { (CqObject::of(queue), &*attr) };
     if attr.attr_mask != abi::cq_ex::MODERATE {
         return libc::EINVAL;
     }
@@ -260,7 +260,7 @@ unsafe extern "C" fn ibv_resize_cq(queue: *mut abi::Cq, cqe: c_int) -> c_int {
         return libc::EINVAL;
     }
     // SAFETY: a queue that was made, says the caller.
-    let own = unsafe { Queue::of(queue) };
+    let own = unsafe { CqObject::of(queue) };
     let resized = own
         .queue
         .resize(cqe.cast_unsigned())

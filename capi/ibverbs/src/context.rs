@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 
-use crate::device::Device;
+use crate::device::DeviceObject;
 use crate::events::Given;
 use crate::{
     abi, channel, completions, device_memory, domains, made, memory, minus_one, query, queue_pair, srq, wait,
@@ -24,9 +24,9 @@ use crate::{
 /// Object that a program's `struct ibv_context` pointer points into: the part that `verbs.h` calls through lies before the
 /// context, ours behind it.
 #[repr(C)]
-pub(crate) struct Context {
+pub(crate) struct ContextObject {
     verbs: abi::VerbsContext,
-    pub(crate) of: &'static Device,
+    pub(crate) of: &'static DeviceObject,
     pub(crate) device: rdmux_verbs::Device,
     /// State that all contexts of the device share.
     opened: Arc<Opened>,
@@ -63,7 +63,7 @@ impl Opened {
     }
 
     /// Returns the device of an address: the one that is open, or a new one. A child of a fork has its own.
-    fn get(of: &Device) -> Result<Arc<Opened>, c_int> {
+    fn get(of: &DeviceObject) -> Result<Arc<Opened>, c_int> {
         let mut list = lock(&OPEN);
         list.retain(|(_, opened)| opened.strong_count() > 0);
         let process = std::process::id();
@@ -141,7 +141,7 @@ impl Objects {
     }
 }
 
-impl Context {
+impl ContextObject {
     pub(crate) fn objects(&self) -> MutexGuard<'_, Objects> {
         lock(&self.opened.objects)
     }
@@ -233,20 +233,20 @@ impl Context {
     ///
     /// # Safety
     /// The pointer is one that [`ibv_open_device`] gave out, and is not closed.
-    pub(crate) unsafe fn of<'a>(context: *mut abi::Context) -> &'a Context {
-        let at = offset_of!(Context, verbs) + offset_of!(abi::VerbsContext, context);
+    pub(crate) unsafe fn of<'a>(context: *mut abi::Context) -> &'a ContextObject {
+        let at = offset_of!(ContextObject, verbs) + offset_of!(abi::VerbsContext, context);
         // SAFETY: it lies there in what was made, says the caller.
-        unsafe { &*context.cast::<u8>().sub(at).cast::<Context>() }
+        unsafe { &*context.cast::<u8>().sub(at).cast::<ContextObject>() }
     }
 }
 
-fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
+fn open(of: &'static DeviceObject) -> Result<*mut abi::Context, c_int> {
     // A file, which its number distinguishes from others, whoever duplicates it.
     let command = memfd_create("rdmux", MemfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
     open_over(of, command)
 }
 
-fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context, c_int> {
+fn open_over(of: &'static DeviceObject, command: OwnedFd) -> Result<*mut abi::Context, c_int> {
     let opened = Opened::get(of)?;
     let device = opened.device.clone();
     let told = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Errno::raw_os_error)?;
@@ -292,7 +292,7 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
     context.async_fd = events_fd.as_raw_fd();
     context.num_comp_vectors = 1;
     context.abi_compat = abi::EXTENDED;
-    let made = Box::leak(Box::new(Context {
+    let made = Box::leak(Box::new(ContextObject {
         verbs,
         of,
         device,
@@ -309,13 +309,13 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
 }
 
 /// Returns the context of a device that all ids share. It stays open. A child of a fork has its own.
-pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
+pub(crate) fn shared(of: &'static DeviceObject) -> Result<*mut abi::Context, c_int> {
     static OPEN: Mutex<Vec<(IpAddr, usize)>> = Mutex::new(Vec::new());
     let mut list = lock(&OPEN);
     for (_, context) in list.iter().filter(|(address, _)| *address == of.address) {
         let context = ptr::with_exposed_provenance_mut(*context);
         // SAFETY: it is never closed.
-        if !unsafe { Context::of(context) }.is_inherited() {
+        if !unsafe { ContextObject::of(context) }.is_inherited() {
             return Ok(context);
         }
     }
@@ -336,7 +336,7 @@ fn made_once<T>(place: &Mutex<usize>, make: impl FnOnce() -> Result<*mut T, c_in
 /// Returns the XRC domain that ids of such a context share.
 pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
     // SAFETY: a context of `shared`, which is never closed.
-    let own = unsafe { Context::of(context) };
+    let own = unsafe { ContextObject::of(context) };
     // SAFETY: as above.
     made_once(&own.shared_xrcd, || unsafe { xrc::unnamed(context) })
 }
@@ -344,7 +344,7 @@ pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, 
 /// Returns the domain of such a context that ids have when their program gives none.
 pub(crate) fn shared_domain(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
     // SAFETY: a context of `shared`, which is never closed.
-    let own = unsafe { Context::of(context) };
+    let own = unsafe { ContextObject::of(context) };
     made_once(&own.shared_domain, || memory::alloc_pd(context))
 }
 
@@ -356,7 +356,7 @@ fn import(command: c_int) -> Result<*mut abi::Context, c_int> {
     let wanted = file(given).map_err(Errno::raw_os_error)?;
     let is_of = |context: &usize| {
         // SAFETY: open while it is in the list, which is held.
-        let context = unsafe { &*ptr::with_exposed_provenance::<Context>(*context) };
+        let context = unsafe { &*ptr::with_exposed_provenance::<ContextObject>(*context) };
         (file(context.command.as_fd()) == Ok(wanted)).then_some(context.of)
     };
     let mut open = Opened::all().into_iter();
@@ -379,13 +379,13 @@ unsafe extern "C" fn ibv_import_device(command: c_int) -> *mut abi::Context {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_open_device(device: *mut abi::Device) -> *mut abi::Context {
     // SAFETY: a device of the list, says the caller.
-    made(open(unsafe { Device::of(device) }))
+    made(open(unsafe { DeviceObject::of(device) }))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
     // SAFETY: an open context, says the caller, who uses it no more.
-    let own = unsafe { Context::of(context) };
+    let own = unsafe { ContextObject::of(context) };
     if own.is_inherited() {
         return 0;
     }
@@ -418,7 +418,7 @@ fn distribute(opened: &Opened) {
                 };
                 for context in &*lock(&opened.contexts) {
                     // SAFETY: open while it is in the list, which is held.
-                    let context = unsafe { &*ptr::with_exposed_provenance::<Context>(*context) };
+                    let context = unsafe { &*ptr::with_exposed_provenance::<ContextObject>(*context) };
                     context.tell(abi::AsyncEvent {
                         element: 1,
                         event_type,
@@ -455,7 +455,7 @@ fn distribute(opened: &Opened) {
             event_type,
         };
         // SAFETY: an object's context is open as long as the object is there.
-        unsafe { Context::of(context) }.tell(told);
+        unsafe { ContextObject::of(context) }.tell(told);
     }
 }
 
@@ -469,11 +469,11 @@ unsafe fn given_of<'a>(event: &abi::AsyncEvent) -> Option<&'a Given> {
     match event.event_type {
         PORT_ACTIVE | PORT_ERR => None,
         // SAFETY: an event of this type is of a completion queue.
-        CQ_ERR => Some(unsafe { &channel::Queue::of(at.cast()).errors }),
+        CQ_ERR => Some(unsafe { &channel::CqObject::of(at.cast()).errors }),
         // SAFETY: an event of this type is of a shared receive queue.
-        SRQ_LIMIT_REACHED => Some(unsafe { &srq::Queue::of(at.cast()).given }),
+        SRQ_LIMIT_REACHED => Some(unsafe { &srq::SrqObject::of(at.cast()).given }),
         // SAFETY: all others are of queue pairs.
-        _ => Some(unsafe { &queue_pair::Pair::of(at.cast()).given }),
+        _ => Some(unsafe { &queue_pair::QpObject::of(at.cast()).given }),
     }
 }
 
@@ -483,7 +483,7 @@ unsafe extern "C-unwind" fn ibv_get_async_event(
     event: *mut abi::AsyncEvent,
 ) -> c_int {
     // SAFETY: an open context, says the caller.
-    let context = unsafe { Context::of(context) };
+    let context = unsafe { ContextObject::of(context) };
     loop {
         distribute(&context.opened);
         if let Some(found) = context.take_event() {

@@ -18,7 +18,7 @@ const ADDRESSES: &str = "RDMUX_DEVICES";
 /// Object behind a program's `struct ibv_device` pointer. Entries live as long as the process does: programs free the list and go on
 /// to use what was in it.
 #[repr(C)]
-pub(crate) struct Device {
+pub(crate) struct DeviceObject {
     pub(crate) shown: abi::Device,
     /// Vendors' libraries look here for the operations of their own driver, and find that there are none.
     driver: *const c_void,
@@ -28,21 +28,21 @@ pub(crate) struct Device {
 }
 
 // SAFETY: written once, before anybody has a pointer to it; the pointers in it are null.
-unsafe impl Sync for Device {}
+unsafe impl Sync for DeviceObject {}
 // SAFETY: as above.
-unsafe impl Send for Device {}
+unsafe impl Send for DeviceObject {}
 
-impl Device {
+impl DeviceObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`ibv_get_device_list`] gave out.
-    pub(crate) unsafe fn of<'a>(device: *mut abi::Device) -> &'a Device {
+    pub(crate) unsafe fn of<'a>(device: *mut abi::Device) -> &'a DeviceObject {
         // SAFETY: as the caller says; entries are never freed.
-        unsafe { &*device.cast::<Device>() }
+        unsafe { &*device.cast::<DeviceObject>() }
     }
 
-    fn new(index: usize, address: IpAddr) -> Device {
+    fn new(index: usize, address: IpAddr) -> DeviceObject {
         let name = format!("rdmux{index}");
         let mut shown = abi::Device {
             reserved: [ptr::null_mut(); 2],
@@ -61,7 +61,7 @@ impl Device {
             &format!("/sys/class/infiniband_verbs/uverbs{index}"),
         );
         put(&mut shown.ibdev_path, &format!("/sys/class/infiniband/{name}"));
-        Device {
+        DeviceObject {
             shown,
             driver: ptr::null(),
             rest: [ptr::null(); 7],
@@ -71,12 +71,12 @@ impl Device {
     }
 
     /// Returns all devices that exist now.
-    pub(crate) fn all() -> Vec<&'static Device> {
+    pub(crate) fn all() -> Vec<&'static DeviceObject> {
         devices()
     }
 
     /// Returns the device of an address.
-    pub(crate) fn at(address: IpAddr) -> Option<&'static Device> {
+    pub(crate) fn at(address: IpAddr) -> Option<&'static DeviceObject> {
         devices().into_iter().find(|device| device.address == address)
     }
 
@@ -116,14 +116,14 @@ fn addresses() -> Vec<IpAddr> {
 }
 
 /// Returns the devices that exist now. A device that was shown once keeps its name and its place in memory.
-fn devices() -> Vec<&'static Device> {
-    static KNOWN: Mutex<Vec<&'static Device>> = Mutex::new(Vec::new());
+fn devices() -> Vec<&'static DeviceObject> {
+    static KNOWN: Mutex<Vec<&'static DeviceObject>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock();
     let mut now = Vec::new();
     for address in addresses() {
         let found = known.iter().find(|device| device.address == address).copied();
         let device = found.unwrap_or_else(|| {
-            let device: &'static Device = Box::leak(Box::new(Device::new(known.len(), address)));
+            let device: &'static DeviceObject = Box::leak(Box::new(DeviceObject::new(known.len(), address)));
             known.push(device);
             device
         });
@@ -161,19 +161,19 @@ unsafe extern "C" fn ibv_free_device_list(list: *mut *mut abi::Device) {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_name(device: *mut abi::Device) -> *const c_char {
     // SAFETY: a device of the list, says the caller.
-    unsafe { Device::of(device) }.shown.name.as_ptr()
+    unsafe { DeviceObject::of(device) }.shown.name.as_ptr()
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_guid(device: *mut abi::Device) -> u64 {
     // SAFETY: a device of the list, says the caller.
-    unsafe { Device::of(device) }.guid()
+    unsafe { DeviceObject::of(device) }.guid()
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_index(device: *mut abi::Device) -> c_int {
     // SAFETY: a device of the list, says the caller.
-    unsafe { Device::of(device) }.index
+    unsafe { DeviceObject::of(device) }.index
 }
 
 #[unsafe(no_mangle)]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{Access, Atomic, Fault, Memory, Placement};
 
-use crate::context::Context;
+use crate::context::ContextObject;
 use crate::{abi, made, memory, status};
 
 /// Maximum number of bytes of one device memory.
@@ -18,21 +18,21 @@ const WORD: u64 = 4;
 
 /// Object behind a program's `struct ibv_dm` pointer.
 #[repr(C)]
-struct DeviceMemory {
+struct DmObject {
     shown: abi::Dm,
     memory: Arc<AnonymousMemory>,
     /// Bytes that the program asked for; the memory has whole pages.
     length: u64,
 }
 
-impl DeviceMemory {
+impl DmObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`alloc_dm`] or [`ibv_import_dm`] gave out, and is not freed.
-    unsafe fn of<'a>(memory: *mut abi::Dm) -> &'a DeviceMemory {
+    unsafe fn of<'a>(memory: *mut abi::Dm) -> &'a DmObject {
         // SAFETY: as the caller says.
-        unsafe { &*memory.cast::<DeviceMemory>() }
+        unsafe { &*memory.cast::<DmObject>() }
     }
 
     fn give(
@@ -48,7 +48,7 @@ impl DeviceMemory {
             comp_mask: abi::DM_MASK_HANDLE,
             handle,
         };
-        let own = DeviceMemory {
+        let own = DmObject {
             shown,
             memory,
             length,
@@ -76,9 +76,9 @@ unsafe fn alloc(context: *mut abi::Context, attr: &abi::AllocDmAttr) -> Result<*
     let memory =
         AnonymousMemory::new(attr.length).map_err(|error| error.raw_os_error().unwrap_or(libc::ENOMEM))?;
     // SAFETY: an open context, says the caller.
-    let mut objects = unsafe { Context::of(context) }.objects();
+    let mut objects = unsafe { ContextObject::of(context) }.objects();
     let handle = objects.new_handle();
-    let made = DeviceMemory::give(context, handle, Arc::new(memory), length);
+    let made = DmObject::give(context, handle, Arc::new(memory), length);
     objects.memories.insert(handle, made);
     Ok(made)
 }
@@ -93,11 +93,16 @@ pub(crate) unsafe extern "C" fn alloc_dm(
 
 pub(crate) unsafe extern "C" fn free_dm(memory: *mut abi::Dm) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*memory).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*memory).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a memory that was made, of a context that is open as long, says the caller.
-    let (own, mut objects) = unsafe { (DeviceMemory::of(memory), Context::of((*memory).context).objects()) };
+    let (own, mut objects) = unsafe {
+        (
+            DmObject::of(memory),
+            ContextObject::of((*memory).context).objects(),
+        )
+    };
     // Regions, and programs that imported it, hold it.
     if Arc::strong_count(&own.memory) > 1 {
         return libc::EBUSY;
@@ -115,12 +120,12 @@ pub(crate) unsafe extern "C" fn free_dm(memory: *mut abi::Dm) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end(memory: *mut abi::Dm) {
     // SAFETY: made by a Box in `give`; the rest as the caller says.
-    drop(unsafe { Box::from_raw(memory.cast::<DeviceMemory>()) });
+    drop(unsafe { Box::from_raw(memory.cast::<DmObject>()) });
 }
 
 unsafe extern "C" fn copy_to(memory: *mut abi::Dm, offset: u64, from: *const c_void, length: usize) -> c_int {
     // SAFETY: a memory that was made, says the caller.
-    let own = unsafe { DeviceMemory::of(memory) };
+    let own = unsafe { DmObject::of(memory) };
     if !own.has(offset, length) {
         return libc::EINVAL;
     }
@@ -134,7 +139,7 @@ unsafe extern "C" fn copy_to(memory: *mut abi::Dm, offset: u64, from: *const c_v
 
 unsafe extern "C" fn copy_from(to: *mut c_void, memory: *mut abi::Dm, offset: u64, length: usize) -> c_int {
     // SAFETY: a memory that was made, says the caller.
-    let own = unsafe { DeviceMemory::of(memory) };
+    let own = unsafe { DmObject::of(memory) };
     if !own.has(offset, length) {
         return libc::EINVAL;
     }
@@ -155,7 +160,7 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
     access: u32,
 ) -> *mut abi::Mr {
     // SAFETY: a memory that was made, says the caller.
-    let own = unsafe { DeviceMemory::of(memory) };
+    let own = unsafe { DmObject::of(memory) };
     let inside = offset
         .checked_add(length as u64)
         .is_some_and(|end| end <= own.length);
@@ -174,14 +179,14 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_import_dm(context: *mut abi::Context, handle: u32) -> *mut abi::Dm {
     // SAFETY: an open context, says the caller.
-    let objects = unsafe { Context::of(context) }.objects();
+    let objects = unsafe { ContextObject::of(context) }.objects();
     // SAFETY: it is there while it is among the objects, which are held.
     let found = objects
         .memories
         .get(&handle)
-        .map(|found| unsafe { DeviceMemory::of(*found) });
+        .map(|found| unsafe { DmObject::of(*found) });
     made(found.map_or(Err(libc::ENOENT), |found| {
-        Ok(DeviceMemory::give(
+        Ok(DmObject::give(
             context,
             handle,
             found.memory.clone(),
@@ -193,7 +198,7 @@ unsafe extern "C" fn ibv_import_dm(context: *mut abi::Context, handle: u32) -> *
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_unimport_dm(memory: *mut abi::Dm) {
     // SAFETY: made by a Box in `give`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(memory.cast::<DeviceMemory>()) });
+    drop(unsafe { Box::from_raw(memory.cast::<DmObject>()) });
 }
 
 /// Memory that discards writes and reads as zeros.

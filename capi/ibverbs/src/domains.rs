@@ -3,14 +3,14 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::memory::{Domain, new_domain};
+use crate::memory::{PdObject, new_domain};
 use crate::uses::{Use, Uses};
 use crate::{abi, made};
 
 /// Object behind a program's `struct ibv_td` pointer. That one thread alone uses its objects brings nothing here: their locks
 /// are free then.
 #[repr(C)]
-struct ThreadDomain {
+struct TdObject {
     shown: abi::Td,
     uses: Uses,
 }
@@ -25,16 +25,16 @@ pub(crate) unsafe extern "C" fn alloc_td(
     }
     let shown = abi::Td { context };
     let uses = Uses::default();
-    Box::into_raw(Box::new(ThreadDomain { shown, uses })).cast()
+    Box::into_raw(Box::new(TdObject { shown, uses })).cast()
 }
 
 pub(crate) unsafe extern "C" fn dealloc_td(domain: *mut abi::Td) -> c_int {
     // SAFETY: a domain that was made, says the caller.
-    if let Err(errno) = unsafe { &*domain.cast::<ThreadDomain>() }.uses.check_unused() {
+    if let Err(errno) = unsafe { &*domain.cast::<TdObject>() }.uses.check_unused() {
         return errno;
     }
     // SAFETY: made by a Box in `alloc_td`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(domain.cast::<ThreadDomain>()) });
+    drop(unsafe { Box::from_raw(domain.cast::<TdObject>()) });
     0
 }
 
@@ -109,13 +109,13 @@ unsafe fn alloc(context: *mut abi::Context, init: &abi::ParentDomainInitAttr) ->
         None
     };
     // SAFETY: a domain that was made, says the caller.
-    let of = unsafe { Domain::of(init.pd) };
+    let of = unsafe { PdObject::of(init.pd) };
     if of.parent_of.is_some() {
         return Err(libc::EINVAL);
     }
     let mut uses = vec![of.uses.begin()];
     // SAFETY: null, or a domain that was made.
-    if let Some(td) = unsafe { init.td.cast::<ThreadDomain>().as_ref() } {
+    if let Some(td) = unsafe { init.td.cast::<TdObject>().as_ref() } {
         uses.push(td.uses.begin());
     }
     let (handle, domain) = (of.shown.handle, of.domain.clone());

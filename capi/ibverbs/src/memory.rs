@@ -11,15 +11,15 @@ use rdmux_verbs::{
 };
 
 use crate::channel::errno_of;
-use crate::context::Context;
+use crate::context::ContextObject;
 use crate::domains::Parent;
-use crate::queue_pair::{Pair, errno_of_post};
+use crate::queue_pair::{QpObject, errno_of_post};
 use crate::uses::{Use, Uses};
 use crate::{abi, made};
 
 /// Object behind a program's `struct ibv_pd` pointer.
 #[repr(C)]
-pub(crate) struct Domain {
+pub(crate) struct PdObject {
     pub(crate) shown: abi::Pd,
     pub(crate) domain: ProtectionDomain,
     pub(crate) uses: Uses,
@@ -27,21 +27,21 @@ pub(crate) struct Domain {
     pub(crate) parent_of: Option<Parent>,
 }
 
-impl Domain {
+impl PdObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_alloc_pd` gave out, and is not deallocated.
-    pub(crate) unsafe fn of<'a>(domain: *mut abi::Pd) -> &'a Domain {
+    pub(crate) unsafe fn of<'a>(domain: *mut abi::Pd) -> &'a PdObject {
         // SAFETY: as the caller says.
-        unsafe { &*domain.cast::<Domain>() }
+        unsafe { &*domain.cast::<PdObject>() }
     }
 }
 
 /// Makes a protection domain of an open context.
 pub(crate) fn alloc_pd(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
     // SAFETY: an open context: what calls this has one.
-    let own = unsafe { Context::of(context) };
+    let own = unsafe { ContextObject::of(context) };
     let domain = own.device.alloc_pd().map_err(|error| errno_of(&error))?;
     let mut objects = own.objects();
     let handle = objects.new_handle();
@@ -59,7 +59,7 @@ pub(crate) fn new_domain(
     parent_of: Option<Parent>,
 ) -> *mut abi::Pd {
     let shown = abi::Pd { context, handle };
-    let domain = Domain {
+    let domain = PdObject {
         shown,
         domain,
         uses,
@@ -76,11 +76,11 @@ unsafe extern "C" fn ibv_alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*domain).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*domain).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a domain that was made, says the caller.
-    if let Err(errno) = unsafe { Domain::of(domain) }.uses.check_unused() {
+    if let Err(errno) = unsafe { PdObject::of(domain) }.uses.check_unused() {
         return errno;
     }
     // SAFETY: as the caller says.
@@ -93,7 +93,7 @@ pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
 /// It was made, and is not used any more.
 unsafe fn end_domain(domain: *mut abi::Pd) -> c_int {
     // SAFETY: a domain that was made, of a context that is open as long, says the caller.
-    let mut objects = unsafe { Context::of((*domain).context) }.objects();
+    let mut objects = unsafe { ContextObject::of((*domain).context) }.objects();
     // SAFETY: as above.
     let handle = unsafe { (*domain).handle };
     // An imported domain has the handle of another.
@@ -102,7 +102,7 @@ unsafe fn end_domain(domain: *mut abi::Pd) -> c_int {
     }
     drop(objects);
     // SAFETY: made by a Box in `new_domain`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
+    drop(unsafe { Box::from_raw(domain.cast::<PdObject>()) });
     0
 }
 
@@ -112,15 +112,15 @@ unsafe fn end_domain(domain: *mut abi::Pd) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end_left(domain: *mut abi::Pd) {
     // SAFETY: as the caller says.
-    if unsafe { Domain::of(domain) }.uses.check_unused().is_ok() {
+    if unsafe { PdObject::of(domain) }.uses.check_unused().is_ok() {
         // SAFETY: made by a Box in `new_domain`; the rest as the caller says.
-        drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
+        drop(unsafe { Box::from_raw(domain.cast::<PdObject>()) });
     }
 }
 
 /// Object behind a program's `struct ibv_mr` pointer.
 #[repr(C)]
-pub(crate) struct Region {
+pub(crate) struct MrObject {
     /// `registered` is held while the fields that a re-registration changes are written.
     shown: UnsafeCell<abi::Mr>,
     registered: Mutex<Registered>,
@@ -138,7 +138,7 @@ struct Registered {
     of: Option<Use>,
 }
 
-impl Region {
+impl MrObject {
     /// Returns whether memory windows are bound to it.
     fn has_windows(&self) -> bool {
         let registered = self.registered();
@@ -149,13 +149,13 @@ impl Region {
     ///
     /// # Safety
     /// The pointer is one that a registration gave out, and is not deregistered.
-    unsafe fn of<'a>(region: *mut abi::Mr) -> &'a Region {
+    unsafe fn of<'a>(region: *mut abi::Mr) -> &'a MrObject {
         // SAFETY: as the caller says.
-        unsafe { &*region.cast::<Region>() }
+        unsafe { &*region.cast::<MrObject>() }
     }
 
     fn make(shown: abi::Mr, registered: Registered) -> *mut abi::Mr {
-        let region = Region {
+        let region = MrObject {
             shown: UnsafeCell::new(shown),
             registered: Mutex::new(registered),
         };
@@ -185,11 +185,11 @@ pub(crate) unsafe fn register_memory(
     access: Access,
 ) -> Result<*mut abi::Mr, c_int> {
     // SAFETY: as the caller says.
-    let domain = unsafe { Domain::of(pd) };
+    let domain = unsafe { PdObject::of(pd) };
     let region = domain.domain.reg_mr(memory.clone(), offset, length, iova, access);
     let region = region.map_err(errno_of_register)?;
     // SAFETY: of an open context, which lives as long as its objects.
-    let mut objects = unsafe { Context::of(domain.shown.context) }.objects();
+    let mut objects = unsafe { ContextObject::of(domain.shown.context) }.objects();
     let handle = objects.new_handle();
     let shown = abi::Mr {
         context: domain.shown.context,
@@ -207,7 +207,7 @@ pub(crate) unsafe fn register_memory(
         access,
         of: Some(domain.uses.begin()),
     };
-    let made = Region::make(shown, registered);
+    let made = MrObject::make(shown, registered);
     objects.regions.insert(handle, made);
     Ok(made)
 }
@@ -279,15 +279,15 @@ unsafe extern "C" fn ibv_reg_mr_iova2(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*region).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*region).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a region that was made, says the caller.
-    if unsafe { Region::of(region) }.has_windows() {
+    if unsafe { MrObject::of(region) }.has_windows() {
         return libc::EBUSY;
     }
     // SAFETY: a region that was made, of a context that is open as long, says the caller.
-    let mut objects = unsafe { Context::of((*region).context) }.objects();
+    let mut objects = unsafe { ContextObject::of((*region).context) }.objects();
     // SAFETY: as above.
     let handle = unsafe { (*region).handle };
     // An imported region has the handle of another.
@@ -306,7 +306,7 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end_region(region: *mut abi::Mr) {
     // SAFETY: made by a Box; the rest as the caller says.
-    drop(unsafe { Box::from_raw(region.cast::<Region>()) });
+    drop(unsafe { Box::from_raw(region.cast::<MrObject>()) });
 }
 
 /// `enum ibv_rereg_mr_flags`, and the values that `ibv_rereg_mr` returns when it fails without any change.
@@ -321,7 +321,7 @@ const COMMAND_UNCHANGED: c_int = -4;
 /// # Safety
 /// As `ibv_rereg_mr(3)` has it.
 unsafe fn change(
-    own: &Region,
+    own: &MrObject,
     flags: c_int,
     pd: *mut abi::Pd,
     (address, length): (*mut c_void, usize),
@@ -352,7 +352,7 @@ unsafe fn change(
         (region.iova(), address_before, length_before)
     };
     // SAFETY: a domain that was made, says the caller.
-    let domain = unsafe { Domain::of(into) };
+    let domain = unsafe { PdObject::of(into) };
     let changed = region.rereg_in(
         &domain.domain,
         memory.clone(),
@@ -384,7 +384,7 @@ unsafe extern "C" fn ibv_rereg_mr(
         return INPUT;
     }
     // SAFETY: a region that was made, says the caller, and the rest.
-    match unsafe { change(Region::of(region), flags, pd, (address, length), access) } {
+    match unsafe { change(MrObject::of(region), flags, pd, (address, length), access) } {
         Ok(()) => 0,
         Err(errno) => {
             crate::set_errno(errno);
@@ -401,10 +401,10 @@ unsafe fn import(pd: *mut abi::Pd, handle: u32) -> Result<*mut abi::Mr, c_int> {
     // SAFETY: as the caller says.
     let context = unsafe { (*pd).context };
     // SAFETY: an open context, which lives as long as its objects.
-    let objects = unsafe { Context::of(context) }.objects();
+    let objects = unsafe { ContextObject::of(context) }.objects();
     let found = *objects.regions.get(&handle).ok_or(libc::ENOENT)?;
     // SAFETY: it is there while it is among the objects, which are held.
-    let found = unsafe { Region::of(found) };
+    let found = unsafe { MrObject::of(found) };
     let registered = found.registered();
     // SAFETY: only the holder of what is registered writes it, as here.
     let known = unsafe { &*found.shown.get() };
@@ -421,7 +421,7 @@ unsafe fn import(pd: *mut abi::Pd, handle: u32) -> Result<*mut abi::Mr, c_int> {
         access: registered.access,
         of: None,
     };
-    Ok(Region::make(shown, imported))
+    Ok(MrObject::make(shown, imported))
 }
 
 #[unsafe(no_mangle)]
@@ -439,12 +439,12 @@ unsafe extern "C" fn ibv_unimport_mr(region: *mut abi::Mr) {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_import_pd(context: *mut abi::Context, handle: u32) -> *mut abi::Pd {
     // SAFETY: an open context, says the caller.
-    let objects = unsafe { Context::of(context) }.objects();
+    let objects = unsafe { ContextObject::of(context) }.objects();
     // SAFETY: it is there while it is among the objects, which are held.
     let found = objects
         .domains
         .get(&handle)
-        .map(|found| unsafe { Domain::of(*found) });
+        .map(|found| unsafe { PdObject::of(*found) });
     made(found.map_or(Err(libc::ENOENT), |found| {
         let (domain, uses) = (found.domain.clone(), found.uses.clone());
         Ok(new_domain(context, handle, domain, uses, None))
@@ -459,7 +459,7 @@ unsafe extern "C" fn ibv_unimport_pd(domain: *mut abi::Pd) {
 
 /// Object behind a program's `struct ibv_mw` pointer.
 #[repr(C)]
-struct Window {
+struct MwObject {
     /// The program binds it from one thread at a time.
     shown: UnsafeCell<abi::Mw>,
     window: MemoryWindow,
@@ -473,7 +473,7 @@ unsafe fn allocate(pd: *mut abi::Pd, mw_type: u32) -> Result<*mut abi::Mw, c_int
         _ => return Err(libc::EINVAL),
     };
     // SAFETY: a domain that was made, says the caller.
-    let domain = unsafe { Domain::of(pd) };
+    let domain = unsafe { PdObject::of(pd) };
     let window = domain.domain.alloc_mw(window_type).map_err(errno_of_register)?;
     let shown = abi::Mw {
         context: domain.shown.context,
@@ -482,7 +482,7 @@ unsafe fn allocate(pd: *mut abi::Pd, mw_type: u32) -> Result<*mut abi::Mw, c_int
         handle: 0,
         mw_type,
     };
-    Ok(Box::into_raw(Box::new(Window {
+    Ok(Box::into_raw(Box::new(MwObject {
         shown: UnsafeCell::new(shown),
         window,
         _domain: domain.uses.begin(),
@@ -497,11 +497,11 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut abi::Pd, mw_type: u32) -> *mut
 
 pub(crate) unsafe extern "C" fn dealloc_mw(window: *mut abi::Mw) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*window).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*window).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: made by a Box in `allocate`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(window.cast::<Window>()) });
+    drop(unsafe { Box::from_raw(window.cast::<MwObject>()) });
     0
 }
 
@@ -517,13 +517,13 @@ pub(crate) unsafe extern "C" fn bind_mw(
     bind: *mut abi::MwBind,
 ) -> c_int {
     // SAFETY: a queue pair and a window that were made, and a structure of the caller's.
-    let (pair, own, bind) = unsafe { (Pair::of(pair), &*window.cast::<Window>(), &*bind) };
+    let (pair, own, bind) = unsafe { (QpObject::of(pair), &*window.cast::<MwObject>(), &*bind) };
     let info = bind.bind_info;
     if info.mr.is_null() {
         return libc::EOPNOTSUPP;
     }
     // SAFETY: a region that was made, says the caller.
-    let registered = unsafe { Region::of(info.mr) }.registered();
+    let registered = unsafe { MrObject::of(info.mr) }.registered();
     let Some(region) = registered.region.as_ref() else {
         return libc::EOPNOTSUPP;
     };

@@ -6,8 +6,8 @@ use rdmux_verbs::{INLINE_BYTES_MAX, MCAST_GROUPS_MAX, MCAST_QPS_MAX, PathMtu, SG
 
 use rdmux_verbs::abi::device_cap;
 
-use crate::context::Context;
-use crate::device::{Device, put};
+use crate::context::ContextObject;
+use crate::device::{DeviceObject, put};
 use crate::queue_pair::WR_MAX;
 use crate::{abi, completions, device_memory, minus_one, status};
 
@@ -37,7 +37,7 @@ mod odp {
     pub(super) const IMPLICIT: u64 = 1 << 1;
 }
 
-fn attributes(of: &Device) -> abi::DeviceAttr {
+fn attributes(of: &DeviceObject) -> abi::DeviceAttr {
     // SAFETY: numbers alone, all of which may be zero.
     let mut attr: abi::DeviceAttr = unsafe { std::mem::zeroed() };
     put(&mut attr.fw_ver, env!("CARGO_PKG_VERSION"));
@@ -82,7 +82,7 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_device(context: *mut abi::Context, attr: *mut abi::DeviceAttr) -> c_int {
     // SAFETY: an open context and a place of the caller's.
-    unsafe { *attr = attributes(Context::of(context).of) };
+    unsafe { *attr = attributes(ContextObject::of(context).of) };
     0
 }
 
@@ -98,7 +98,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     // SAFETY: numbers alone, all of which may be zero.
     let mut whole: abi::DeviceAttrEx = unsafe { std::mem::zeroed() };
     // SAFETY: an open context, says the caller.
-    whole.orig_attr = attributes(unsafe { Context::of(context) }.of);
+    whole.orig_attr = attributes(unsafe { ContextObject::of(context) }.of);
     // The same flags; there would be room for more.
     whole.device_cap_flags_ex = whole.orig_attr.device_cap_flags.into();
     // Nothing is pinned: all memory is on demand.
@@ -126,7 +126,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     0
 }
 
-fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
+fn port(context: &ContextObject, number: u8) -> Result<abi::PortAttr, c_int> {
     if number != 1 {
         return Err(libc::EINVAL);
     }
@@ -161,7 +161,7 @@ pub(crate) unsafe extern "C" fn query_port(
     size: usize,
 ) -> c_int {
     // SAFETY: an open context, says the caller.
-    status(port(unsafe { Context::of(context) }, number).map(|port| {
+    status(port(unsafe { ContextObject::of(context) }, number).map(|port| {
         let size = size.min(size_of::<abi::PortAttr>());
         // SAFETY: the caller has `size` bytes there.
         unsafe { std::ptr::copy_nonoverlapping((&raw const port).cast::<u8>(), attr.cast::<u8>(), size) };
@@ -195,7 +195,7 @@ unsafe extern "C" fn ibv_query_port_speed(_: *mut abi::Context, number: u32, spe
 const GIDS_MAX: u32 = 2;
 
 /// Returns the GID at an index; `ENODATA`: that entry is empty.
-fn gid(context: &Context, port: u32, index: u32) -> Result<abi::Gid, c_int> {
+fn gid(context: &ContextObject, port: u32, index: u32) -> Result<abi::Gid, c_int> {
     match (port, index) {
         (1, 0) => Ok(context.of.gid()),
         (1, 1..GIDS_MAX) => Err(libc::ENODATA),
@@ -212,7 +212,7 @@ unsafe extern "C" fn ibv_query_gid(
 ) -> c_int {
     // SAFETY: an open context, says the caller.
     let found = gid(
-        unsafe { Context::of(context) },
+        unsafe { ContextObject::of(context) },
         port.into(),
         index.cast_unsigned(),
     );
@@ -224,7 +224,7 @@ unsafe extern "C" fn ibv_query_gid(
     minus_one(found.map(|gid| unsafe { into.cast::<abi::Gid>().write_unaligned(gid) }))
 }
 
-fn entry(context: &Context, port: u32, index: u32) -> Result<abi::GidEntry, c_int> {
+fn entry(context: &ContextObject, port: u32, index: u32) -> Result<abi::GidEntry, c_int> {
     Ok(abi::GidEntry {
         gid: abi::AlignedGid(gid(context, port, index)?),
         gid_index: index,
@@ -247,7 +247,7 @@ unsafe extern "C" fn _ibv_query_gid_ex(
         return libc::EINVAL;
     }
     // SAFETY: an open context, says the caller.
-    let found = entry(unsafe { Context::of(context) }, port, index);
+    let found = entry(unsafe { ContextObject::of(context) }, port, index);
     // SAFETY: an entry of the caller's.
     status(found.map(|entry| unsafe { *into = entry }))
 }
@@ -264,7 +264,7 @@ unsafe extern "C" fn _ibv_query_gid_table(
         return -(libc::EINVAL as isize);
     }
     // SAFETY: an open context, says the caller.
-    match entry(unsafe { Context::of(context) }, 1, 0) {
+    match entry(unsafe { ContextObject::of(context) }, 1, 0) {
         Ok(entry) => {
             // SAFETY: room for one, says the caller.
             unsafe { *into = entry };
@@ -283,7 +283,7 @@ unsafe extern "C" fn ibv_query_gid_type(
     gid_type: *mut u32,
 ) -> c_int {
     // SAFETY: an open context, says the caller.
-    let is_there = gid(unsafe { Context::of(context) }, port.into(), index).is_ok();
+    let is_there = gid(unsafe { ContextObject::of(context) }, port.into(), index).is_ok();
     // SAFETY: a place of the caller's.
     unsafe { *gid_type = is_there.into() };
     0

@@ -13,11 +13,11 @@ use rdmux_verbs::{
     SendRequest, Sge, SgeList, Srqn, Target,
 };
 
-use crate::address::{Handle, vector};
-use crate::channel::{Queue, errno_of};
-use crate::context::Context;
+use crate::address::{AhObject, vector};
+use crate::channel::{CqObject, errno_of};
+use crate::context::ContextObject;
 use crate::events::Given;
-use crate::memory::Domain;
+use crate::memory::PdObject;
 use crate::uses::Use;
 use crate::wr::{self, Builder};
 use crate::{abi, made, memory, srq, status, xrc};
@@ -27,7 +27,7 @@ pub(crate) const WR_MAX: u32 = 1 << 14;
 
 /// Object behind a program's `struct ibv_qp` pointer.
 #[repr(C)]
-pub(crate) struct Pair {
+pub(crate) struct QpObject {
     shown: UnsafeCell<abi::QpEx>,
     pub(crate) pair: QueuePair,
     /// `sq_sig_all`: set when each request is signalled.
@@ -40,21 +40,21 @@ pub(crate) struct Pair {
     attributes: Mutex<abi::QpAttr>,
     address: IpAddr,
     /// Domain of an XRC target.
-    xrc: Option<Arc<xrc::Shared>>,
+    xrc: Option<Arc<xrc::XrcdShared>>,
     /// One reference for each handle that a program has: an XRC target may be opened again.
     opened: Arc<()>,
     /// Its domain and its queues.
     _of: Vec<Use>,
 }
 
-impl Pair {
+impl QpObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_create_qp` gave out, and is not destroyed.
-    pub(crate) unsafe fn of<'a>(pair: *mut abi::Qp) -> &'a Pair {
+    pub(crate) unsafe fn of<'a>(pair: *mut abi::Qp) -> &'a QpObject {
         // SAFETY: as the caller says.
-        unsafe { &*pair.cast::<Pair>() }
+        unsafe { &*pair.cast::<QpObject>() }
     }
 }
 
@@ -118,7 +118,7 @@ pub(crate) unsafe fn create(
             // SAFETY: a domain and queues that were made, says the caller.
             let (own, queues) = unsafe {
                 context = (*of).context;
-                (Domain::of(of), [Queue::of(init.send_cq), Queue::of(recv)])
+                (PdObject::of(of), [CqObject::of(init.send_cq), CqObject::of(recv)])
             };
             used.push(own.uses.begin());
             used.extend(queues.map(|queue| queue.uses.begin()));
@@ -126,7 +126,7 @@ pub(crate) unsafe fn create(
             [send_cq, recv_cq] = queues.map(|queue| queue.queue.clone());
             if receives && !init.srq.is_null() {
                 // SAFETY: a queue that was made, says the caller.
-                let queue = unsafe { srq::Queue::of(init.srq) };
+                let queue = unsafe { srq::SrqObject::of(init.srq) };
                 used.push(queue.uses.begin());
                 srq = Some(queue.queue.clone());
             }
@@ -135,7 +135,7 @@ pub(crate) unsafe fn create(
             // SAFETY: a domain that was made, says the caller.
             let shared = unsafe {
                 context = (*of).context;
-                &xrc::Domain::of(of).shared
+                &xrc::XrcdObject::of(of).shared
             };
             (domain, send_cq, recv_cq) = (shared.pd.clone(), shared.cq.clone(), shared.cq.clone());
             xrc = Some(shared.clone());
@@ -167,7 +167,7 @@ unsafe fn show(
     pd: *mut abi::Pd,
     init: &abi::QpInitAttr,
     operations: Option<u64>,
-    (xrc, used): (Option<Arc<xrc::Shared>>, Vec<Use>),
+    (xrc, used): (Option<Arc<xrc::XrcdShared>>, Vec<Use>),
 ) -> *mut abi::Qp {
     // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
     let mut shown: abi::QpEx = unsafe { std::mem::zeroed() };
@@ -180,8 +180,8 @@ unsafe fn show(
         wr::give(&mut shown);
     }
     // SAFETY: as the caller says; it lives as long as its objects.
-    let context = unsafe { Context::of(context) };
-    let made = Pair {
+    let context = unsafe { ContextObject::of(context) };
+    let made = QpObject {
         shown: UnsafeCell::new(shown),
         pair,
         signal_all: init.sq_sig_all != 0,
@@ -210,12 +210,12 @@ pub(crate) unsafe fn open(
     qp_context: *mut c_void,
 ) -> Result<*mut abi::Qp, c_int> {
     // SAFETY: as the caller says.
-    let (own, wanted) = unsafe { (Context::of(context), &xrc::Domain::of(attr.xrcd).shared) };
+    let (own, wanted) = unsafe { (ContextObject::of(context), &xrc::XrcdObject::of(attr.xrcd).shared) };
     let found = {
         let objects = own.objects();
         objects.pairs.get(&attr.qp_num).and_then(|known| {
             // SAFETY: it is there while it is among the objects, which are held.
-            let known = unsafe { Pair::of(*known) };
+            let known = unsafe { QpObject::of(*known) };
             let same = known.xrc.as_ref().is_some_and(|of| Arc::ptr_eq(of, wanted));
             same.then(|| (known.pair.clone(), known.opened.clone()))
         })
@@ -305,13 +305,13 @@ unsafe extern "C" fn ibv_qp_to_qp_ex(pair: *mut abi::Qp) -> *mut abi::QpEx {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*pair).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*pair).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a queue pair that was made, says the caller.
-    let (context, own) = unsafe { ((*pair).context, Pair::of(pair)) };
+    let (context, own) = unsafe { ((*pair).context, QpObject::of(pair)) };
     // SAFETY: an open context, which lives as long as its objects.
-    unsafe { Context::of(context) }.take_out(pair.cast(), |objects| {
+    unsafe { ContextObject::of(context) }.take_out(pair.cast(), |objects| {
         let number = own.pair.qpn().value();
         if objects.pairs.get(&number) == Some(&pair) {
             objects.pairs.remove(&number);
@@ -329,9 +329,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end(pair: *mut abi::Qp) {
     // SAFETY: made by a Box in `show`; the rest as the caller says.
-    let Pair {
+    let QpObject {
         pair, opened, _of, ..
-    } = *unsafe { Box::from_raw(pair.cast::<Pair>()) };
+    } = *unsafe { Box::from_raw(pair.cast::<QpObject>()) };
     if Arc::into_inner(opened).is_some() {
         pair.retire();
     }
@@ -379,7 +379,7 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
     attr: *mut abi::QpRateLimitAttr,
 ) -> c_int {
     // SAFETY: a queue pair that was made, and a structure of the caller's.
-    let (own, limit) = unsafe { (Pair::of(pair), &*attr) };
+    let (own, limit) = unsafe { (QpObject::of(pair), &*attr) };
     if limit.comp_mask != 0 {
         return libc::EINVAL;
     }
@@ -394,7 +394,7 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
     status(modify(own, &attr, abi::qp_attr::RATE_LIMIT))
 }
 
-fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
+fn modify(own: &QpObject, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
     let mut kept = own.attributes.lock();
     use abi::qp_attr::*;
     // Programs set the attributes of both halves at both ends of XRC, and the kernel's interface ignores those that an end does
@@ -505,7 +505,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
     mask: c_int,
 ) -> c_int {
     // SAFETY: a queue pair that was made, and a structure of the caller's.
-    status(unsafe { modify(Pair::of(pair), &*attr, mask.cast_unsigned()) })
+    status(unsafe { modify(QpObject::of(pair), &*attr, mask.cast_unsigned()) })
 }
 
 #[unsafe(no_mangle)]
@@ -516,7 +516,7 @@ unsafe extern "C" fn ibv_query_qp(
     init: *mut abi::QpInitAttr,
 ) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
-    let own = unsafe { Pair::of(pair) };
+    let own = unsafe { QpObject::of(pair) };
     let Some(info) = own.pair.query() else {
         return libc::EINVAL;
     };
@@ -618,7 +618,7 @@ pub(crate) unsafe fn bind(wr: &abi::BindMwWr) -> Result<Operation, c_int> {
 ///
 /// # Safety
 /// The objects that the request names live, as `ibv_post_send(3)` says.
-unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
+unsafe fn request(own: &QpObject, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
     use abi::wr_opcode::*;
     let imm = u32::from_be(wr.imm_data);
     // SAFETY: the operation says which part of the union is meant; all are numbers.
@@ -657,7 +657,7 @@ unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
     };
     let to = match own.pair.qp_type() {
         // SAFETY: a handle that was made, says the caller.
-        QpType::Ud => unsafe { Handle::of(ud.ah) }?.target(ud.remote_qpn, ud.remote_qkey)?,
+        QpType::Ud => unsafe { AhObject::of(ud.ah) }?.target(ud.remote_qpn, ud.remote_qkey)?,
         QpType::XrcSend if !operation.is_local() => Target::Srq(Srqn(wr.remote_srqn)),
         _ => Target::Connected,
     };
@@ -698,7 +698,7 @@ pub(crate) unsafe extern "C" fn post_send(
     bad: *mut *mut abi::SendWr,
 ) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
-    let own = unsafe { Pair::of(pair) };
+    let own = unsafe { QpObject::of(pair) };
     // SAFETY: null or a request of the caller's list.
     let is_one = unsafe { wr.as_ref() }.is_some_and(|only| only.next.is_null());
     let posted = if is_one {
@@ -721,7 +721,7 @@ pub(crate) unsafe extern "C" fn post_send(
 ///
 /// # Safety
 /// The list and what it names live, says `ibv_post_send(3)`.
-unsafe fn post_chain(own: &Pair, first: *mut abi::SendWr) -> Result<(), (*mut abi::SendWr, c_int)> {
+unsafe fn post_chain(own: &QpObject, first: *mut abi::SendWr) -> Result<(), (*mut abi::SendWr, c_int)> {
     let (mut requests, mut wr, mut malformed) = (Vec::new(), first, Ok(()));
     // SAFETY: null or a request of the list.
     while let Some(next) = unsafe { wr.as_ref() } {
@@ -752,7 +752,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     bad: *mut *mut abi::RecvWr,
 ) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
-    let own = unsafe { Pair::of(pair) };
+    let own = unsafe { QpObject::of(pair) };
     // SAFETY: null or a request of the caller's list.
     while let Some(next) = unsafe { wr.as_ref() } {
         // SAFETY: the list's elements live, says the caller.
@@ -782,19 +782,19 @@ pub(crate) unsafe extern "C" fn post_recv(
 /// The context is open.
 pub(crate) unsafe fn numbered(context: *mut abi::Context, qpn: u32) -> Option<QueuePair> {
     // SAFETY: an open context, says the caller.
-    let objects = unsafe { Context::of(context) }.objects();
+    let objects = unsafe { ContextObject::of(context) }.objects();
     let pair = *objects.pairs.get(&qpn)?;
     // SAFETY: it is there while it is among the objects, which are held.
-    Some(unsafe { Pair::of(pair) }.pair.clone())
+    Some(unsafe { QpObject::of(pair) }.pair.clone())
 }
 
 /// Records that a connection has brought a queue pair to a state, with attributes that a program may query.
 pub(crate) fn tell(context: *mut abi::Context, qpn: Qpn, attr: &abi::QpAttr, mask: u32) {
     // SAFETY: a context of ids, which is never closed.
-    let objects = unsafe { Context::of(context) }.objects();
+    let objects = unsafe { ContextObject::of(context) }.objects();
     if let Some(pair) = objects.pairs.get(&qpn.value()) {
         // SAFETY: it is there while it is among the objects, which are held.
-        let own = unsafe { Pair::of(*pair) };
+        let own = unsafe { QpObject::of(*pair) };
         let mut kept = own.attributes.lock();
         keep(&mut kept, attr, mask);
         kept.qp_state = attr.qp_state;

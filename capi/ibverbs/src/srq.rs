@@ -7,16 +7,16 @@ use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{PostError, RecvRequest, SharedReceiveQueue, SrqError};
 
 use crate::channel::errno_of;
-use crate::context::Context;
+use crate::context::ContextObject;
 use crate::events::Given;
-use crate::memory::Domain;
+use crate::memory::PdObject;
 use crate::queue_pair::{WR_MAX, elements, errno_of_post, sges};
 use crate::uses::{Use, Uses};
 use crate::{abi, channel, made, status, xrc};
 
 /// Object behind a program's `struct ibv_srq` pointer.
 #[repr(C)]
-pub(crate) struct Queue {
+pub(crate) struct SrqObject {
     shown: UnsafeCell<abi::Srq>,
     pub(crate) queue: SharedReceiveQueue,
     attr: Mutex<abi::SrqAttr>,
@@ -27,14 +27,14 @@ pub(crate) struct Queue {
     _of: Vec<Use>,
 }
 
-impl Queue {
+impl SrqObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_create_srq` gave out, and is not destroyed.
-    pub(crate) unsafe fn of<'a>(queue: *mut abi::Srq) -> &'a Queue {
+    pub(crate) unsafe fn of<'a>(queue: *mut abi::Srq) -> &'a SrqObject {
         // SAFETY: as the caller says.
-        unsafe { &*queue.cast::<Queue>() }
+        unsafe { &*queue.cast::<SrqObject>() }
     }
 }
 
@@ -52,20 +52,25 @@ unsafe fn create(
         return Err(libc::EINVAL);
     }
     // SAFETY: a domain that was made, says the caller.
-    let (context, of) = unsafe { ((*pd).context, Domain::of(pd)) };
+    let (context, of) = unsafe { ((*pd).context, PdObject::of(pd)) };
     let (domain, mut used) = (&of.domain, vec![of.uses.begin()]);
     let queue = match xrc {
         None => domain.create_srq(attr.max_wr),
         Some((xrcd, cq)) => {
             // SAFETY: both were made, says the caller.
-            let (xrcd, cq) = unsafe { (&xrc::Domain::of(xrcd).shared.domain, channel::Queue::of(cq)) };
+            let (xrcd, cq) = unsafe {
+                (
+                    &xrc::XrcdObject::of(xrcd).shared.domain,
+                    channel::CqObject::of(cq),
+                )
+            };
             used.push(cq.uses.begin());
             domain.create_xrc_srq(attr.max_wr, xrcd, &cq.queue)
         }
     };
     let queue = queue.map_err(|error| errno_of(&error))?;
     let number = queue.srqn().0;
-    let made: *mut Queue = Box::into_raw(Box::new(Queue {
+    let made: *mut SrqObject = Box::into_raw(Box::new(SrqObject {
         shown: UnsafeCell::new(abi::Srq {
             context,
             srq_context,
@@ -83,7 +88,7 @@ unsafe fn create(
         _of: used,
     }));
     // SAFETY: an open context, which lives as long as its objects.
-    unsafe { Context::of(context) }
+    unsafe { ContextObject::of(context) }
         .objects()
         .queues
         .insert(number, made.cast());
@@ -131,7 +136,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
 /// Returns the number by which peers name an XRC queue.
 pub(crate) unsafe extern "C" fn get_srq_num(queue: *mut abi::Srq, number: *mut u32) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let own = unsafe { Queue::of(queue) };
+    let own = unsafe { SrqObject::of(queue) };
     if !own.is_xrc {
         return libc::EINVAL;
     }
@@ -143,21 +148,21 @@ pub(crate) unsafe extern "C" fn get_srq_num(queue: *mut abi::Srq, number: *mut u
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*queue).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*queue).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: a queue that was made, says the caller.
-    let (context, own) = unsafe { ((*queue).context, Queue::of(queue)) };
+    let (context, own) = unsafe { ((*queue).context, SrqObject::of(queue)) };
     if let Err(errno) = own.uses.check_unused() {
         return errno;
     }
     // SAFETY: an open context, which lives as long as its objects.
-    unsafe { Context::of(context) }.take_out(queue.cast(), |objects| {
+    unsafe { ContextObject::of(context) }.take_out(queue.cast(), |objects| {
         objects.queues.remove(&own.queue.srqn().0);
     });
     own.given.wait_acknowledged();
     // SAFETY: made by a Box in `create`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+    drop(unsafe { Box::from_raw(queue.cast::<SrqObject>()) });
     0
 }
 
@@ -167,16 +172,16 @@ pub(crate) unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end(queue: *mut abi::Srq) {
     // SAFETY: as the caller says.
-    if unsafe { Queue::of(queue) }.uses.check_unused().is_ok() {
+    if unsafe { SrqObject::of(queue) }.uses.check_unused().is_ok() {
         // SAFETY: made by a Box in `create`; the rest as the caller says.
-        drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+        drop(unsafe { Box::from_raw(queue.cast::<SrqObject>()) });
     }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_modify_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr, mask: c_int) -> c_int {
     // SAFETY: a queue that was made, and a structure of the caller's.
-    let (own, attr) = unsafe { (Queue::of(queue), &*attr) };
+    let (own, attr) = unsafe { (SrqObject::of(queue), &*attr) };
     let max_wr = (mask & abi::srq::MAX_WR != 0).then_some(attr.max_wr);
     let limit = (mask & abi::srq::LIMIT != 0).then_some(attr.srq_limit);
     if max_wr.is_some_and(|max| max > WR_MAX) {
@@ -194,7 +199,7 @@ unsafe extern "C" fn ibv_modify_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAtt
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let own = unsafe { Queue::of(queue) };
+    let own = unsafe { SrqObject::of(queue) };
     let Some(info) = own.queue.query() else {
         return libc::EINVAL;
     };
@@ -216,7 +221,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     bad: *mut *mut abi::RecvWr,
 ) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let own = unsafe { Queue::of(queue) };
+    let own = unsafe { SrqObject::of(queue) };
     // SAFETY: null or a request of the caller's list.
     while let Some(next) = unsafe { wr.as_ref() } {
         // SAFETY: the list's elements live, says the caller.

@@ -7,7 +7,7 @@ use std::{mem, process};
 
 use rdmux_verbs::EngineWatch;
 
-use crate::context::Context;
+use crate::context::ContextObject;
 
 /// The place, and the process of the thread that has it.
 struct Place {
@@ -35,7 +35,7 @@ pub(crate) struct Arrived;
 
 /// Prepares a sleep in the place of a device's engine: returns the descriptor to sleep on beside the caller's own, or none if another
 /// thread has the place. [`end`] gives the place back.
-pub(crate) fn prepare(context: &Context) -> Result<Option<RawFd>, Arrived> {
+pub(crate) fn prepare(context: &ContextObject) -> Result<Option<RawFd>, Arrived> {
     let had = take();
     let watch = match had {
         Some(watch) if watch.serves_others() => None,

@@ -10,8 +10,8 @@ use rdmux_verbs::{
     SgeList, Srqn, Target,
 };
 
-use crate::address::Handle;
-use crate::queue_pair::{Pair, errno_of_post, sges};
+use crate::address::AhObject;
+use crate::queue_pair::{QpObject, errno_of_post, sges};
 use crate::{abi, queue_pair};
 
 /// Requests being built for a queue pair. From start to complete they belong to one thread; others wait.
@@ -80,7 +80,7 @@ pub(crate) const OFFERED: u64 = {
 /// The caller is between start and complete, as the manual asks of a program.
 unsafe fn batch<'a>(qp: *mut abi::QpEx) -> &'a mut Batch {
     // SAFETY: a queue pair that was made; the batch is this thread's.
-    unsafe { &mut *Pair::of(qp.cast()).builder.batch.get() }
+    unsafe { &mut *QpObject::of(qp.cast()).builder.batch.get() }
 }
 
 /// Begins a request.
@@ -94,7 +94,7 @@ unsafe fn begin(qp: *mut abi::QpEx, operation: Operation) {
             batch(qp),
             (*qp).wr_id,
             (*qp).wr_flags,
-            Pair::of(qp.cast()).signal_all,
+            QpObject::of(qp.cast()).signal_all,
         )
     };
     let mut flags = SendFlags::from_bits_truncate(wr_flags);
@@ -124,7 +124,7 @@ unsafe fn set(qp: *mut abi::QpEx, set: impl FnOnce(&mut SendRequest) -> Result<(
 
 unsafe extern "C" fn start(qp: *mut abi::QpEx) {
     // SAFETY: a queue pair that was made, says the caller.
-    let builder = unsafe { &Pair::of(qp.cast()).builder };
+    let builder = unsafe { &QpObject::of(qp.cast()).builder };
     while builder.taken.swap(true, Ordering::Acquire) {
         std::thread::yield_now();
     }
@@ -140,7 +140,7 @@ unsafe fn end(qp: *mut abi::QpEx) {
     batch.requests.clear();
     batch.failed = None;
     // SAFETY: a queue pair that was made, says the caller.
-    unsafe { &Pair::of(qp.cast()).builder }
+    unsafe { &QpObject::of(qp.cast()).builder }
         .taken
         .store(false, Ordering::Release);
 }
@@ -152,7 +152,7 @@ unsafe extern "C" fn abort(qp: *mut abi::QpEx) {
 
 unsafe extern "C" fn complete(qp: *mut abi::QpEx) -> c_int {
     // SAFETY: as the caller says.
-    let (batch, own) = unsafe { (batch(qp), Pair::of(qp.cast())) };
+    let (batch, own) = unsafe { (batch(qp), QpObject::of(qp.cast())) };
     let posted = match batch.failed {
         Some(errno) => Err(errno),
         None => post(own, &mut batch.requests),
@@ -162,7 +162,7 @@ unsafe extern "C" fn complete(qp: *mut abi::QpEx) -> c_int {
     crate::status(posted)
 }
 
-fn post(own: &Pair, requests: &mut Vec<SendRequest>) -> Result<(), c_int> {
+fn post(own: &QpObject, requests: &mut Vec<SendRequest>) -> Result<(), c_int> {
     if requests.len() == 1
         && let Some(only) = requests.pop()
     {
@@ -368,7 +368,7 @@ unsafe extern "C" fn set_ud_addr(qp: *mut abi::QpEx, handle: *mut abi::Ah, qpn: 
     // SAFETY: as the caller says.
     unsafe {
         set(qp, |request| {
-            request.to = Handle::of(handle)?.target(qpn, qkey)?;
+            request.to = AhObject::of(handle)?.target(qpn, qkey)?;
             Ok(())
         });
     }

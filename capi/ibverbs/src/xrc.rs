@@ -9,13 +9,13 @@ use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{CompletionQueue, ProtectionDomain, XrcDomain};
 
 use crate::channel::errno_of;
-use crate::context::Context;
+use crate::context::ContextObject;
 use crate::{abi, made, queue_pair};
 
 /// A domain, and the objects that its target queue pairs are made with: neither is used, because the shared receive queues that
 /// peers name have their own protection domains and completion queues.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct XrcdShared {
     pub(crate) domain: XrcDomain,
     pub(crate) pd: ProtectionDomain,
     pub(crate) cq: CompletionQueue,
@@ -23,37 +23,37 @@ pub(crate) struct Shared {
 
 /// Object behind a program's `struct ibv_xrcd` pointer.
 #[repr(C)]
-pub(crate) struct Domain {
+pub(crate) struct XrcdObject {
     shown: abi::Xrcd,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<XrcdShared>,
 }
 
-impl Domain {
+impl XrcdObject {
     /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`open_xrcd`] gave out, and is not closed.
-    pub(crate) unsafe fn of<'a>(domain: *mut abi::Xrcd) -> &'a Domain {
+    pub(crate) unsafe fn of<'a>(domain: *mut abi::Xrcd) -> &'a XrcdObject {
         // SAFETY: as the caller says.
-        unsafe { &*domain.cast::<Domain>() }
+        unsafe { &*domain.cast::<XrcdObject>() }
     }
 }
 
 /// A file by which a process finds the domain again: its device's address, and its file system and inode.
 type Name = (IpAddr, u64, u64);
 
-static NAMED: Mutex<Vec<(Name, Weak<Shared>)>> = Mutex::new(Vec::new());
+static NAMED: Mutex<Vec<(Name, Weak<XrcdShared>)>> = Mutex::new(Vec::new());
 
-fn new(context: &Context) -> Result<Arc<Shared>, c_int> {
+fn new(context: &ContextObject) -> Result<Arc<XrcdShared>, c_int> {
     let device = &context.device;
-    Ok(Arc::new(Shared {
+    Ok(Arc::new(XrcdShared {
         domain: device.alloc_xrcd().map_err(|error| errno_of(&error))?,
         pd: device.alloc_pd().map_err(|error| errno_of(&error))?,
         cq: device.create_cq(1).map_err(|error| errno_of(&error))?,
     }))
 }
 
-fn open(context: &Context, attr: &abi::XrcdInitAttr) -> Result<Arc<Shared>, c_int> {
+fn open(context: &ContextObject, attr: &abi::XrcdInitAttr) -> Result<Arc<XrcdShared>, c_int> {
     if attr.comp_mask != abi::xrcd::FD | abi::xrcd::OFLAGS
         || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0
     {
@@ -88,9 +88,9 @@ fn open(context: &Context, attr: &abi::XrcdInitAttr) -> Result<Arc<Shared>, c_in
 /// The context is open.
 pub(crate) unsafe fn unnamed(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
     // SAFETY: as the caller says.
-    let shared = new(unsafe { Context::of(context) })?;
+    let shared = new(unsafe { ContextObject::of(context) })?;
     let shown = abi::Xrcd { context };
-    Ok(Box::into_raw(Box::new(Domain { shown, shared })).cast())
+    Ok(Box::into_raw(Box::new(XrcdObject { shown, shared })).cast())
 }
 
 pub(crate) unsafe extern "C" fn open_xrcd(
@@ -98,20 +98,20 @@ pub(crate) unsafe extern "C" fn open_xrcd(
     attr: *mut abi::XrcdInitAttr,
 ) -> *mut abi::Xrcd {
     // SAFETY: an open context and a structure of the caller's.
-    let opened = unsafe { open(Context::of(context), &*attr) };
+    let opened = unsafe { open(ContextObject::of(context), &*attr) };
     made(opened.map(|shared| {
         let shown = abi::Xrcd { context };
-        Box::into_raw(Box::new(Domain { shown, shared })).cast()
+        Box::into_raw(Box::new(XrcdObject { shown, shared })).cast()
     }))
 }
 
 pub(crate) unsafe extern "C" fn close_xrcd(domain: *mut abi::Xrcd) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
-    if unsafe { Context::of((*domain).context) }.is_inherited() {
+    if unsafe { ContextObject::of((*domain).context) }.is_inherited() {
         return 0;
     }
     // SAFETY: made by a Box in `open_xrcd`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
+    drop(unsafe { Box::from_raw(domain.cast::<XrcdObject>()) });
     0
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::EventQueue;
 
-use super::id::Shared;
+use super::id::IdShared;
 
 /// Time between two tries to reach a peer that does not listen yet.
 const LISTENS_SOON: Duration = Duration::from_millis(50);
@@ -28,7 +28,7 @@ pub(super) trait Question: Send + 'static {
     fn nobody_listens(error: &Self::Error) -> bool;
 
     /// Reports the result to the program.
-    fn report(&self, shared: &Arc<Shared>, result: Result<Self::Answer, Self::Error>);
+    fn report(&self, shared: &Arc<IdShared>, result: Result<Self::Answer, Self::Error>);
 
     /// Ends what waits for the answer, when the program no longer does.
     fn withdrawn(&self) {}
@@ -53,7 +53,7 @@ struct Asking<Q: Question> {
 /// A question of any kind.
 pub(super) trait Ask: Send {
     /// Takes the steps that are possible now. Returns the time of the next one if it needs no event.
-    fn advance(&mut self, shared: &Arc<Shared>, queue: (&EventQueue, u64)) -> Option<Instant>;
+    fn advance(&mut self, shared: &Arc<IdShared>, queue: (&EventQueue, u64)) -> Option<Instant>;
 
     fn withdraw(self: Box<Self>);
 }
@@ -69,7 +69,7 @@ pub(super) fn asking<Q: Question>(question: Q) -> Box<dyn Ask> {
 }
 
 impl<Q: Question> Ask for Asking<Q> {
-    fn advance(&mut self, shared: &Arc<Shared>, queue: (&EventQueue, u64)) -> Option<Instant> {
+    fn advance(&mut self, shared: &Arc<IdShared>, queue: (&EventQueue, u64)) -> Option<Instant> {
         let result = match &mut self.step {
             Step::Asked(pending) => Q::poll(pending)?,
             Step::AsksAt(at) if *at > Instant::now() => return Some(*at),

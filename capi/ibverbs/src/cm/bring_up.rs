@@ -5,12 +5,12 @@ use std::ffi::c_int;
 use rdmux_verbs::{ConnectParams, PathMtu, QpAttributes, QpState, RDMA_UDP_QKEY};
 
 use super::connect::parameters;
-use super::id::{Id, Request};
+use super::id::{CmIdObject, IncomingRequest};
 use crate::address::vector_to;
 use crate::{abi, minus_one, queue_pair};
 
 /// Returns the attributes with which the queue pair of an id goes to a state, and the mask of `ibv_modify_qp(3)`.
-pub(super) fn attributes(own: &Id, to: QpState) -> Result<(abi::QpAttr, u32), c_int> {
+pub(super) fn attributes(own: &CmIdObject, to: QpState) -> Result<(abi::QpAttr, u32), c_int> {
     use abi::qp_attr::*;
     let mut attr = abi::QpAttr {
         port_num: 1,
@@ -35,9 +35,9 @@ pub(super) fn attributes(own: &Id, to: QpState) -> Result<(abi::QpAttr, u32), c_
 }
 
 /// Returns the attributes that both ends of a connection have agreed on.
-fn agreed(own: &Id, to: QpState) -> Result<QpAttributes, c_int> {
+fn agreed(own: &CmIdObject, to: QpState) -> Result<QpAttributes, c_int> {
     let agreed = match &own.request {
-        Some(Request::Connection(request)) => {
+        Some(IncomingRequest::Connection(request)) => {
             let mut params = parameters(own, None);
             params.responder_resources = params.responder_resources.min(request.remote().initiator_depth);
             request.attributes(to, &params).ok()
@@ -87,7 +87,7 @@ unsafe extern "C" fn rdma_init_qp_attr(
     mask: *mut c_int,
 ) -> c_int {
     // SAFETY: an id that was made, and a structure of the caller's.
-    let (own, to) = unsafe { (&*id.cast::<Id>(), (*attr).qp_state) };
+    let (own, to) = unsafe { (&*id.cast::<CmIdObject>(), (*attr).qp_state) };
     let to = match to {
         1 => QpState::Init,
         2 => QpState::Rtr,
@@ -107,7 +107,7 @@ unsafe extern "C" fn rdma_init_qp_attr(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_establish(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &*id.cast::<Id>() };
+    let own = unsafe { &*id.cast::<CmIdObject>() };
     let connection = own.shared.connection().filter(|_| own.shown.qp.is_null());
     minus_one(
         connection
@@ -121,7 +121,7 @@ unsafe extern "C" fn rdma_establish(id: *mut abi::CmId) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_notify(id: *mut abi::CmId, event: u32) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &*id.cast::<Id>() };
+    let own = unsafe { &*id.cast::<CmIdObject>() };
     if event == abi::event_type::COMM_EST
         && let Some(connection) = own.shared.connection()
     {

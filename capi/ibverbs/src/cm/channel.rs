@@ -12,7 +12,7 @@ use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-use super::id::Id;
+use super::id::CmIdObject;
 use crate::events::Given;
 use crate::{abi, made, minus_one, wait};
 
@@ -21,32 +21,32 @@ const PRIVATE_DATA_MAX: usize = 196;
 
 /// Object behind a program's `struct rdma_cm_event` pointer.
 #[repr(C)]
-pub(super) struct Event {
+pub(super) struct CmEventObject {
     pub(super) shown: abi::CmEvent,
-    /// Data that [`Event::shown`] points at: an event stays where it was made.
+    /// Data that [`CmEventObject::shown`] points at: an event stays where it was made.
     private_data: [u8; PRIVATE_DATA_MAX],
     /// Count of unacknowledged events that this event belongs to: the id's, or the listening id's.
     of: Arc<Given>,
     /// Id of a request, until the program has it; otherwise null.
-    asks: *mut Id,
+    asks: *mut CmIdObject,
 }
 
-impl Drop for Event {
+impl Drop for CmEventObject {
     fn drop(&mut self) {
         if !self.asks.is_null() {
-            // SAFETY: made by a Box in `Id::new`, and owned by this event alone. The request is refused with it.
+            // SAFETY: made by a Box in `CmIdObject::new`, and owned by this event alone. The request is refused with it.
             unsafe { Box::from_raw(self.asks) }.end();
         }
     }
 }
 
 // SAFETY: the pointers in it are the program's ids, which are not touched through it; and its own private data.
-unsafe impl Send for Event {}
+unsafe impl Send for CmEventObject {}
 
-impl Event {
+impl CmEventObject {
     /// Makes an event of an id.
-    pub(super) fn new(id: *mut abi::CmId, of: &Arc<Given>, event: u32, status: c_int) -> Box<Event> {
-        Box::new(Event {
+    pub(super) fn new(id: *mut abi::CmId, of: &Arc<Given>, event: u32, status: c_int) -> Box<CmEventObject> {
+        Box::new(CmEventObject {
             shown: abi::CmEvent {
                 id,
                 listen_id: ptr::null_mut(),
@@ -73,7 +73,11 @@ impl Event {
     }
 
     /// Turns it into an event of a listening id, on which the request came in for which this id was made.
-    pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Given>) -> Box<Event> {
+    pub(super) fn on(
+        mut self: Box<CmEventObject>,
+        listener: *mut abi::CmId,
+        of: &Arc<Given>,
+    ) -> Box<CmEventObject> {
         self.shown.listen_id = listener;
         self.asks = self.shown.id.cast();
         // The event belongs to the listening id: the new id can be destroyed before the event is acknowledged.
@@ -82,7 +86,11 @@ impl Event {
     }
 
     /// Adds the private data of the peer's user, and parameters of the connection.
-    pub(super) fn with(mut self: Box<Event>, conn: abi::ConnParam, private_data: &[u8]) -> Box<Event> {
+    pub(super) fn with(
+        mut self: Box<CmEventObject>,
+        conn: abi::ConnParam,
+        private_data: &[u8],
+    ) -> Box<CmEventObject> {
         let length = private_data.len().min(PRIVATE_DATA_MAX);
         self.private_data[..length].copy_from_slice(&private_data[..length]);
         self.shown.param.conn = abi::ConnParam {
@@ -98,7 +106,11 @@ impl Event {
     }
 
     /// Adds the private data of the peer's user, and the queue pair that serves datagrams.
-    pub(super) fn with_ud(self: Box<Event>, ud: abi::UdParam, private_data: &[u8]) -> Box<Event> {
+    pub(super) fn with_ud(
+        self: Box<CmEventObject>,
+        ud: abi::UdParam,
+        private_data: &[u8],
+    ) -> Box<CmEventObject> {
         // SAFETY: numbers and pointers, all of which may be zero.
         let mut event = self.with(unsafe { std::mem::zeroed() }, private_data);
         // SAFETY: just written.
@@ -128,7 +140,7 @@ pub(super) trait Source: Send + Sync {
 pub(super) struct Events {
     /// Number of events, so that a read waits for one.
     count: OwnedFd,
-    list: Mutex<VecDeque<Box<Event>>>,
+    list: Mutex<VecDeque<Box<CmEventObject>>>,
     sources: Mutex<Vec<Weak<dyn Source>>>,
 }
 
@@ -142,7 +154,7 @@ impl Events {
         }))
     }
 
-    fn list(&self) -> MutexGuard<'_, VecDeque<Box<Event>>> {
+    fn list(&self) -> MutexGuard<'_, VecDeque<Box<CmEventObject>>> {
         self.list.lock()
     }
 
@@ -185,14 +197,14 @@ impl Events {
             .count()
     }
 
-    pub(super) fn push(&self, event: Box<Event>) {
+    pub(super) fn push(&self, event: Box<CmEventObject>) {
         let mut list = self.list();
         list.push_back(event);
         let _ = rustix::io::write(&self.count, &1u64.to_ne_bytes());
     }
 
     /// Waits for the next event. Events of an id that is gone, or that has moved to another channel, are no longer there.
-    pub(super) fn next(&self) -> Result<Box<Event>, c_int> {
+    pub(super) fn next(&self) -> Result<Box<CmEventObject>, c_int> {
         loop {
             if let Some(event) = self.next_at_once() {
                 return Ok(event);
@@ -205,7 +217,7 @@ impl Events {
     }
 
     /// Returns the next event, if there is one.
-    fn next_at_once(&self) -> Option<Box<Event>> {
+    fn next_at_once(&self) -> Option<Box<CmEventObject>> {
         let mut list = self.list();
         let event = list.pop_front()?;
         self.count_down();
@@ -220,16 +232,16 @@ impl Events {
     }
 
     /// Takes out the events of an id, and of the requests that came in on it.
-    pub(super) fn take_of(&self, id: *mut abi::CmId) -> VecDeque<Box<Event>> {
+    pub(super) fn take_of(&self, id: *mut abi::CmId) -> VecDeque<Box<CmEventObject>> {
         self.take(|event| event.shown.id == id || event.shown.listen_id == id)
     }
 
     /// Takes out the events that are acknowledged at `given`.
-    pub(super) fn take_given(&self, given: &Arc<Given>) -> VecDeque<Box<Event>> {
+    pub(super) fn take_given(&self, given: &Arc<Given>) -> VecDeque<Box<CmEventObject>> {
         self.take(|event| Arc::ptr_eq(&event.of, given))
     }
 
-    fn take(&self, which: impl Fn(&Event) -> bool) -> VecDeque<Box<Event>> {
+    fn take(&self, which: impl Fn(&CmEventObject) -> bool) -> VecDeque<Box<CmEventObject>> {
         let mut list = self.list();
         let (of, rest): (VecDeque<_>, _) = list.drain(..).partition(|event| which(event));
         *list = rest;
@@ -242,7 +254,7 @@ impl Events {
 }
 
 /// Hands an event over to the program.
-pub(super) fn give(mut event: Box<Event>) -> *mut abi::CmEvent {
+pub(super) fn give(mut event: Box<CmEventObject>) -> *mut abi::CmEvent {
     event.asks = ptr::null_mut();
     event.of.give();
     Box::into_raw(event).cast()
@@ -250,29 +262,29 @@ pub(super) fn give(mut event: Box<Event>) -> *mut abi::CmEvent {
 
 /// Object behind a program's `struct rdma_event_channel` pointer.
 #[repr(C)]
-pub(super) struct Channel {
+pub(super) struct EventChannelObject {
     shown: abi::EventChannel,
     pub(super) events: Arc<Events>,
 }
 
-impl Channel {
-    pub(super) fn of(events: Arc<Events>) -> Box<Channel> {
+impl EventChannelObject {
+    pub(super) fn of(events: Arc<Events>) -> Box<EventChannelObject> {
         let shown = abi::EventChannel {
             fd: events.count.as_raw_fd(),
         };
-        Box::new(Channel { shown, events })
+        Box::new(EventChannelObject { shown, events })
     }
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn rdma_create_event_channel() -> *mut abi::EventChannel {
-    made(Events::new().map(|events| Box::into_raw(Channel::of(events)).cast()))
+    made(Events::new().map(|events| Box::into_raw(EventChannelObject::of(events)).cast()))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut abi::EventChannel) {
     // SAFETY: made by a Box above, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
+    drop(unsafe { Box::from_raw(channel.cast::<EventChannelObject>()) });
 }
 
 #[unsafe(no_mangle)]
@@ -281,7 +293,7 @@ unsafe extern "C-unwind" fn rdma_get_cm_event(
     event: *mut *mut abi::CmEvent,
 ) -> c_int {
     // SAFETY: a channel that was made, says the caller.
-    let own = unsafe { &*channel.cast::<Channel>() };
+    let own = unsafe { &*channel.cast::<EventChannelObject>() };
     loop {
         // SAFETY: there is nothing to drop here.
         if let Err(errno) = unsafe { wait::readable_or_cancelled(own.shown.fd) } {
@@ -300,8 +312,8 @@ unsafe extern "C-unwind" fn rdma_get_cm_event(
 /// # Safety
 /// It came from [`give`], and is not used any more.
 pub(super) unsafe fn take_back(event: *mut abi::CmEvent) {
-    // SAFETY: made by a Box in `Event::new`, and given out once, says the caller.
-    let event = unsafe { Box::from_raw(event.cast::<Event>()) };
+    // SAFETY: made by a Box in `CmEventObject::new`, and given out once, says the caller.
+    let event = unsafe { Box::from_raw(event.cast::<CmEventObject>()) };
     event.of.acknowledge(1);
 }
 
@@ -318,7 +330,7 @@ unsafe extern "C" fn rdma_ack_cm_event(event: *mut abi::CmEvent) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_migrate_id(id: *mut abi::CmId, channel: *mut abi::EventChannel) -> c_int {
     // SAFETY: an id that was made, which one thread uses meanwhile, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     if channel.is_null() && own.waits() {
         return minus_one(Err(libc::EINVAL));
     }
@@ -330,7 +342,7 @@ unsafe extern "C" fn rdma_migrate_id(id: *mut abi::CmId, channel: *mut abi::Even
         }
     } else {
         // SAFETY: a channel that was made, says the caller.
-        unsafe { &*channel.cast::<Channel>() }.events.clone()
+        unsafe { &*channel.cast::<EventChannelObject>() }.events.clone()
     };
     own.migrate(events, channel);
     // A thread that took events of the previous channel has acknowledged those of this id after this.

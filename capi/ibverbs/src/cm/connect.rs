@@ -13,9 +13,9 @@ use rdmux_verbs::{
 
 use super::ask::{Question, asking};
 use super::bring_up::{attributes, show};
-use super::channel::{Event, Happened, Source};
+use super::channel::{CmEventObject, Happened, Source};
 use super::datagram;
-use super::id::{Id, Request, Shared, Stage};
+use super::id::{CmIdObject, IdShared, IncomingRequest, Stage};
 use crate::queue_pair::Owner;
 use crate::{abi, channel, context, minus_one, queue_pair, warn};
 
@@ -73,7 +73,7 @@ unsafe fn create_qp_with(
     operations: Option<u64>,
 ) -> Result<(), c_int> {
     // SAFETY: an id that was made, which one thread uses at a time, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     if own.shown.verbs.is_null() || !own.shown.qp.is_null() {
         return Err(libc::EINVAL);
     }
@@ -125,7 +125,7 @@ unsafe fn create_qp_with(
 ///
 /// # Safety
 /// It was just made.
-unsafe fn bring_up(own: &Id, qp: *mut abi::Qp) -> Result<(), c_int> {
+unsafe fn bring_up(own: &CmIdObject, qp: *mut abi::Qp) -> Result<(), c_int> {
     let states: &[QpState] = match own.shown.qp_type {
         abi::qp_type::UD => &[QpState::Init, QpState::Rtr, QpState::Rts],
         _ => &[QpState::Init],
@@ -175,7 +175,7 @@ unsafe extern "C" fn rdma_create_qp_ex(id: *mut abi::CmId, init: *mut abi::QpIni
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     let qp = std::mem::replace(&mut own.shown.qp, ptr::null_mut());
     if !qp.is_null() {
         // SAFETY: made for the id, and used no more, says the caller.
@@ -188,7 +188,7 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
 }
 
 /// Destroys the completion queues that the library made for an id.
-pub(super) fn destroy_queues(own: &mut Id) {
+pub(super) fn destroy_queues(own: &mut CmIdObject) {
     let shown = &mut own.shown;
     destroy_queue(&mut shown.send_cq_channel, &mut shown.send_cq);
     destroy_queue(&mut shown.recv_cq_channel, &mut shown.recv_cq);
@@ -208,7 +208,7 @@ pub(super) fn destroy_queue(channel: &mut *mut abi::CompChannel, queue: &mut *mu
 }
 
 /// Converts the parameters that a program asks for into those of the vocabulary.
-pub(super) fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectParams {
+pub(super) fn parameters(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> ConnectParams {
     let default = ConnectParams::default();
     let mut params = ConnectParams {
         traffic_class: own.traffic_class,
@@ -254,7 +254,7 @@ pub(super) fn told(remote: &Endpoint) -> abi::ConnParam {
     }
 }
 
-impl Source for Shared {
+impl Source for IdShared {
     fn take(self: Arc<Self>) -> Vec<Happened> {
         use abi::cm_event::{DISCONNECTED, ESTABLISHED};
         let Some((connection, new)) = self.take_progress() else {
@@ -267,7 +267,7 @@ impl Source for Shared {
             happened.push(Happened { at, tell });
         }
         if let Some(at) = new.ended {
-            let tell = Box::new(move || self.tell(|id, of| Event::new(id, of, DISCONNECTED, 0)));
+            let tell = Box::new(move || self.tell(|id, of| CmEventObject::new(id, of, DISCONNECTED, 0)));
             happened.push(Happened { at, tell });
         }
         happened
@@ -275,15 +275,15 @@ impl Source for Shared {
 }
 
 /// Returns an id's connection as the source that its channel watches.
-pub(super) fn source_of(shared: &Arc<Shared>) -> Weak<dyn Source> {
-    let source: Weak<Shared> = Arc::downgrade(shared);
+pub(super) fn source_of(shared: &Arc<IdShared>) -> Weak<dyn Source> {
+    let source: Weak<IdShared> = Arc::downgrade(shared);
     source
 }
 
-fn tell_connection(shared: &Arc<Shared>, event: u32, connection: &Arc<Connection>, private_data: &[u8]) {
+fn tell_connection(shared: &Arc<IdShared>, event: u32, connection: &Arc<Connection>, private_data: &[u8]) {
     let conn = connection.remote().map(told);
     shared.tell(|id, of| {
-        let event = Event::new(id, of, event, 0);
+        let event = CmEventObject::new(id, of, event, 0);
         match conn {
             Some(conn) => event.with(conn, private_data),
             None => event,
@@ -300,7 +300,7 @@ enum Pair {
 }
 
 impl Pair {
-    fn of(own: &Id, asked: Option<&abi::ConnParam>) -> Result<Pair, c_int> {
+    fn of(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> Result<Pair, c_int> {
         if !own.shown.qp.is_null() {
             return own.pair().map(Pair::Own);
         }
@@ -337,7 +337,7 @@ impl Pair {
     }
 }
 
-unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
+unsafe fn connect(own: &mut CmIdObject, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
     let peer = own.remote.ok_or(libc::EINVAL)?;
     let device = own.device()?.clone();
     // SAFETY: as the caller says.
@@ -401,7 +401,7 @@ impl Question for ConnectQuestion {
         matches!(error, ConnectError::Rejected { reason, .. } if *reason == RejReason::INVALID_SERVICE_ID)
     }
 
-    fn report(&self, shared: &Arc<Shared>, result: Result<Connection, ConnectError>) {
+    fn report(&self, shared: &Arc<IdShared>, result: Result<Connection, ConnectError>) {
         match result {
             Ok(connection) => self.tell_connected(shared, &Arc::new(connection)),
             Err(error) => {
@@ -410,7 +410,7 @@ impl Question for ConnectQuestion {
                 shared.tell(|id, of| {
                     // SAFETY: numbers and pointers, all of which may be zero.
                     let conn = unsafe { std::mem::zeroed() };
-                    Event::new(id, of, event, status).with(conn, private_data)
+                    CmEventObject::new(id, of, event, status).with(conn, private_data)
                 });
                 if event == abi::cm_event::CONNECT_ERROR {
                     warn(format_args!("connecting to {}: {error}", self.peer));
@@ -425,7 +425,7 @@ impl Question for ConnectQuestion {
 }
 
 impl ConnectQuestion {
-    fn tell_connected(&self, shared: &Arc<Shared>, connection: &Arc<Connection>) {
+    fn tell_connected(&self, shared: &Arc<IdShared>, connection: &Arc<Connection>) {
         if !shared.keep(connection) {
             return;
         }
@@ -471,7 +471,7 @@ fn refused(error: &ConnectError) -> (u32, c_int, &[u8]) {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_connect(id: *mut abi::CmId, asked: *mut abi::ConnParam) -> c_int {
     // SAFETY: an id that was made, and a structure of the caller's or none.
-    let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
+    let (own, asked) = unsafe { (&mut *id.cast::<CmIdObject>(), asked.as_ref()) };
     let event = if own.shown.qp.is_null() && !own.is_datagram() {
         abi::cm_event::CONNECT_RESPONSE
     } else {
@@ -485,7 +485,7 @@ unsafe extern "C" fn rdma_connect(id: *mut abi::CmId, asked: *mut abi::ConnParam
     }))
 }
 
-unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
+unsafe fn accept(own: &mut CmIdObject, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
     // SAFETY: as the caller says.
     let data = asked.map_or(Vec::new(), |asked| unsafe {
         private_data(asked.private_data, asked.private_data_len)
@@ -493,7 +493,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     if own.is_datagram() {
         // If this fails, the program can still refuse the request.
         let pair = datagram::pair(own, asked)?;
-        let Some(Request::Service(request)) = &mut own.request else {
+        let Some(IncomingRequest::Service(request)) = &mut own.request else {
             return Err(libc::EINVAL);
         };
         request.accept(&pair, &data).map_err(|_| libc::EINVAL)?;
@@ -507,7 +507,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     // Without the thread nobody would learn how the connection goes on.
     let (queue, token) = shared.queue()?;
     let mut request = match own.request.take() {
-        Some(Request::Connection(request)) => request,
+        Some(IncomingRequest::Connection(request)) => request,
         other => {
             own.request = other;
             return Err(libc::EINVAL);
@@ -531,7 +531,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     });
     accepted.map_err(|error| {
         // The program can still accept the request otherwise, or refuse it.
-        own.request = Some(Request::Connection(request));
+        own.request = Some(IncomingRequest::Connection(request));
         match error {
             ConnectError::Rejected { .. } => libc::ECONNREFUSED,
             ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EINVAL),
@@ -543,7 +543,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_accept(id: *mut abi::CmId, asked: *mut abi::ConnParam) -> c_int {
     // SAFETY: an id that was made, and a structure of the caller's or none.
-    let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
+    let (own, asked) = unsafe { (&mut *id.cast::<CmIdObject>(), asked.as_ref()) };
     if own.is_datagram() {
         // SAFETY: as the caller says.
         return minus_one(unsafe { accept(own, asked) });
@@ -555,13 +555,13 @@ unsafe extern "C" fn rdma_accept(id: *mut abi::CmId, asked: *mut abi::ConnParam)
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length: u8) -> c_int {
     // SAFETY: an id that was made, and bytes of the caller's.
-    let (own, data) = unsafe { (&mut *id.cast::<Id>(), private_data(data, length)) };
+    let (own, data) = unsafe { (&mut *id.cast::<CmIdObject>(), private_data(data, length)) };
     minus_one(match own.request.take() {
-        Some(Request::Connection(request)) => {
+        Some(IncomingRequest::Connection(request)) => {
             request.reject(&data);
             Ok(())
         }
-        Some(Request::Service(request)) => {
+        Some(IncomingRequest::Service(request)) => {
             request.reject(&data);
             Ok(())
         }
@@ -572,13 +572,13 @@ unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     minus_one(disconnect(own))
 }
 
 /// Ends a connection as the kernel's rdma_cm does: once an id has sent or received a request, no order of calls makes this an
 /// error.
-fn disconnect(own: &mut Id) -> Result<(), c_int> {
+fn disconnect(own: &mut CmIdObject) -> Result<(), c_int> {
     match (own.stage, own.shared.connection()) {
         _ if own.is_inherited() => Err(libc::EINVAL),
         (Stage::Connect, Some(connection)) => own.complete(abi::cm_event::DISCONNECTED, |own| {

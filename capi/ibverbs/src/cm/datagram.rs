@@ -8,13 +8,13 @@ use std::sync::Arc;
 use rdmux_verbs::{DatagramService, Device, EventQueue, QueuePair, ResolveError, Resolving, SidrStatus};
 
 use super::ask::{Question, asking};
-use super::channel::Event;
-use super::id::{Id, Shared};
+use super::channel::CmEventObject;
+use super::id::{CmIdObject, IdShared};
 use crate::address::vector_to;
 use crate::{abi, queue_pair};
 
 /// Returns the queue pair that answers a request: the id's, or the one that the program names.
-pub(super) fn pair(own: &Id, asked: Option<&abi::ConnParam>) -> Result<QueuePair, c_int> {
+pub(super) fn pair(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> Result<QueuePair, c_int> {
     if !own.shown.qp.is_null() {
         return own.pair();
     }
@@ -36,7 +36,7 @@ fn told(service: &DatagramService, traffic_class: u8) -> abi::UdParam {
 
 /// Asks a peer for the queue pair that serves, and reports the answer.
 pub(super) fn connect(
-    own: &Id,
+    own: &CmIdObject,
     device: Device,
     peer: SocketAddr,
     private_data: Vec<u8>,
@@ -83,7 +83,7 @@ impl Question for ServiceQuestion {
         matches!(error, ResolveError::Refused { status, .. } if *status == SidrStatus::UNSUPPORTED)
     }
 
-    fn report(&self, shared: &Arc<Shared>, found: Result<DatagramService, ResolveError>) {
+    fn report(&self, shared: &Arc<IdShared>, found: Result<DatagramService, ResolveError>) {
         use abi::cm_event::{CONNECT_ERROR, ESTABLISHED, UNREACHABLE};
         let (event, status) = match &found {
             Ok(_) => (ESTABLISHED, 0),
@@ -94,7 +94,7 @@ impl Question for ServiceQuestion {
             Err(_) => (CONNECT_ERROR, -libc::EINVAL),
         };
         shared.tell(|id, of| {
-            let event = Event::new(id, of, event, status);
+            let event = CmEventObject::new(id, of, event, status);
             // SAFETY: numbers and pointers, all of which may be zero.
             let nothing = || unsafe { std::mem::zeroed() };
             match &found {

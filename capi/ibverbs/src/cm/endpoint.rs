@@ -5,7 +5,7 @@ use std::ptr;
 
 use super::address_info::AddressInfo;
 use super::connect::{create_qp, rdma_destroy_qp};
-use super::id::{Id, rdma_bind_addr, rdma_destroy_id, rdma_resolve_addr, rdma_resolve_route};
+use super::id::{CmIdObject, rdma_bind_addr, rdma_destroy_id, rdma_resolve_addr, rdma_resolve_route};
 use super::srq::rdma_destroy_srq;
 use crate::abi;
 
@@ -27,7 +27,7 @@ unsafe fn create(
         // SAFETY: an id just made, and what the program gave.
         unsafe {
             if !init.is_null() {
-                (*id.cast::<Id>()).passive = Some(*init);
+                (*id.cast::<CmIdObject>()).passive = Some(*init);
             }
             if rdma_bind_addr(id, info.source) != 0 {
                 return -1;

@@ -12,14 +12,14 @@ use rdmux_verbs::{
 };
 
 use super::ask::Ask;
-use super::channel::{Channel, Event, Events, Source, UserContext, take_back};
+use super::channel::{CmEventObject, EventChannelObject, Events, Source, UserContext, take_back};
 use super::connect::source_of;
 use super::listen::{Listening, free_port, some_port};
 use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
 use crate::cm_thread::{Handled, Handler};
-use crate::context::{self, Context};
-use crate::device::Device;
+use crate::context::{self, ContextObject};
+use crate::device::DeviceObject;
 use crate::events::Given;
 use crate::{abi, minus_one, queue_pair};
 
@@ -40,21 +40,21 @@ pub(super) enum Stage {
 
 /// Object behind a program's `struct rdma_cm_id` pointer.
 #[repr(C)]
-pub(super) struct Id {
+pub(super) struct CmIdObject {
     pub(super) shown: abi::CmId,
     pub(super) stage: Stage,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<IdShared>,
     pub(super) local: Option<SocketAddr>,
     pub(super) remote: Option<SocketAddr>,
     pub(super) traffic_class: u8,
     pub(super) ack_timeout: Option<u8>,
     /// Request that this id was made for: the peer waits for the answer.
-    pub(super) request: Option<Request>,
+    pub(super) request: Option<IncomingRequest>,
     pub(super) memberships: Vec<Membership>,
     /// Listening services, which end when this is dropped.
     pub(super) listening: Vec<Listening>,
     /// Channel of its own, for an id made without one: calls wait for their event.
-    private: Option<Box<Channel>>,
+    private: Option<Box<EventChannelObject>>,
     /// Attributes with which queue pairs are made for ids that come in on this one ([`super::endpoint`]), in its domain.
     pub(super) passive: Option<abi::QpInitAttr>,
     /// Set on an IPv6 id that does not accept IPv4.
@@ -72,7 +72,7 @@ pub(super) struct LocalAddress {
 
 impl LocalAddress {
     pub(super) fn at(address: IpAddr) -> Result<LocalAddress, c_int> {
-        let device = Device::at(address).ok_or(libc::ENODEV)?;
+        let device = DeviceObject::at(address).ok_or(libc::ENODEV)?;
         let verbs = context::shared(device)?;
         let (pd, gid) = (context::shared_domain(verbs)?, device.gid());
         Ok(LocalAddress { verbs, pd, gid })
@@ -80,24 +80,24 @@ impl LocalAddress {
 }
 
 /// A peer's request.
-pub(super) enum Request {
+pub(super) enum IncomingRequest {
     Connection(ConnectionRequest),
     Service(ServiceRequest),
 }
 
-impl Request {
+impl IncomingRequest {
     /// Returns the time at which it arrived.
     pub(super) fn arrival(&self) -> Arrival {
         match self {
-            Request::Connection(request) => request.arrival(),
-            Request::Service(request) => request.arrival(),
+            IncomingRequest::Connection(request) => request.arrival(),
+            IncomingRequest::Service(request) => request.arrival(),
         }
     }
 }
 
 /// State that an id shares with the thread that handles its events.
-pub(super) struct Shared {
-    state: Mutex<State>,
+pub(super) struct IdShared {
+    state: Mutex<IdState>,
     /// The question that it asks its peer. Locked before the sources of a channel, and before `state`.
     question: Mutex<Option<Box<dyn Ask>>>,
     /// Events that the program has and has not acknowledged.
@@ -105,7 +105,7 @@ pub(super) struct Shared {
     handled: Handled,
 }
 
-struct State {
+struct IdState {
     /// Null when the id is destroyed.
     id: *mut abi::CmId,
     events: Arc<Events>,
@@ -125,16 +125,16 @@ struct Told {
 }
 
 // SAFETY: the pointers are the program's, and not followed.
-unsafe impl Send for State {}
+unsafe impl Send for IdState {}
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl IdShared {
+    fn state(&self) -> MutexGuard<'_, IdState> {
         self.state.lock()
     }
 
     /// Reports an event of the id to the program, unless the id is gone. `event` makes it from the id and from the count of its
     /// unacknowledged events.
-    pub(super) fn tell(&self, event: impl FnOnce(*mut abi::CmId, &Arc<Given>) -> Box<Event>) {
+    pub(super) fn tell(&self, event: impl FnOnce(*mut abi::CmId, &Arc<Given>) -> Box<CmEventObject>) {
         let state = self.state();
         if !state.id.is_null() {
             state.events.push(event(state.id, &self.given));
@@ -172,7 +172,7 @@ impl Shared {
     /// The system refuses the thread.
     pub(super) fn queue(self: &Arc<Self>) -> Result<(&EventQueue, u64), c_int> {
         self.handled.queue(|| {
-            let handler: Weak<Shared> = Arc::downgrade(self);
+            let handler: Weak<IdShared> = Arc::downgrade(self);
             handler
         })
     }
@@ -205,7 +205,7 @@ impl Shared {
         }
         state.told.as_mut()?.rested = true;
         drop(state);
-        self.tell(|id, of| Event::new(id, of, abi::cm_event::TIMEWAIT_EXIT, 0));
+        self.tell(|id, of| CmEventObject::new(id, of, abi::cm_event::TIMEWAIT_EXIT, 0));
         None
     }
 
@@ -235,7 +235,7 @@ impl Shared {
     }
 }
 
-impl Handler for Shared {
+impl Handler for IdShared {
     fn handle(self: Arc<Self>) -> Option<Instant> {
         let queue = self.queue().ok()?;
         let mut question = self.question();
@@ -248,7 +248,7 @@ impl Handler for Shared {
     }
 }
 
-impl Id {
+impl CmIdObject {
     /// Makes an id; without a channel it gets one of its own for these events.
     pub(super) fn new(
         channel: *mut abi::EventChannel,
@@ -256,27 +256,27 @@ impl Id {
         context: UserContext,
         ps: u32,
         qp_type: u32,
-    ) -> *mut Id {
+    ) -> *mut CmIdObject {
         // SAFETY: numbers and pointers, all of which may be zero.
         let mut shown: abi::CmId = unsafe { std::mem::zeroed() };
         (shown.context, shown.ps, shown.qp_type) = (context, ps, qp_type);
         shown.pkey = 0xffff;
-        let mut private = channel.is_null().then(|| Channel::of(events.clone()));
+        let mut private = channel.is_null().then(|| EventChannelObject::of(events.clone()));
         shown.channel = shown_channel(channel, &mut private);
-        let state = State {
+        let state = IdState {
             id: ptr::null_mut(),
             events,
             channel,
             connection: None,
             told: None,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(IdShared {
             state: Mutex::new(state),
             question: Mutex::default(),
             given: Arc::default(),
             handled: Handled::default(),
         });
-        let id = Box::into_raw(Box::new(Id {
+        let id = Box::into_raw(Box::new(CmIdObject {
             shown,
             stage: Stage::Idle,
             shared: shared.clone(),
@@ -298,7 +298,7 @@ impl Id {
 
     /// Reports an event that consists of its kind alone.
     pub(super) fn tell(&self, event: u32) {
-        self.shared.tell(|id, of| Event::new(id, of, event, 0));
+        self.shared.tell(|id, of| CmEventObject::new(id, of, event, 0));
     }
 
     /// Returns whether calls wait for their event.
@@ -311,7 +311,7 @@ impl Id {
         &mut self,
         from: &[Stage],
         to: Stage,
-        step: impl FnOnce(&mut Id) -> Result<(), c_int>,
+        step: impl FnOnce(&mut CmIdObject) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         if !from.contains(&self.stage) {
             return Err(libc::EINVAL);
@@ -326,7 +326,7 @@ impl Id {
     pub(super) fn complete(
         &mut self,
         expected: u32,
-        begin: impl FnOnce(&mut Id) -> Result<(), c_int>,
+        begin: impl FnOnce(&mut CmIdObject) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         let waits = self.waits();
         begin(self)?;
@@ -365,7 +365,7 @@ impl Id {
 
     /// Moves the id's events to another channel.
     pub(super) fn migrate(&mut self, events: Arc<Events>, channel: *mut abi::EventChannel) {
-        let mut private = channel.is_null().then(|| Channel::of(events.clone()));
+        let mut private = channel.is_null().then(|| EventChannelObject::of(events.clone()));
         let mut state = self.shared.state();
         let before = std::mem::replace(&mut state.events, events.clone());
         state.channel = channel;
@@ -458,7 +458,7 @@ impl Id {
             return Err(libc::EINVAL);
         }
         // SAFETY: a context of `context::shared`, which is never closed.
-        Ok(&unsafe { Context::of(self.shown.verbs) }.device)
+        Ok(&unsafe { ContextObject::of(self.shown.verbs) }.device)
     }
 
     /// Returns the service that the id asks for, or listens on, at a port.
@@ -492,7 +492,7 @@ impl Id {
             return Err(libc::EINVAL);
         }
         // SAFETY: a queue pair that was made and is the id's.
-        Ok(unsafe { queue_pair::Pair::of(self.shown.qp) }.pair.clone())
+        Ok(unsafe { queue_pair::QpObject::of(self.shown.qp) }.pair.clone())
     }
 
     /// Returns whether its process has forked and this is the child: its connection and its listeners belong to the parent.
@@ -562,15 +562,15 @@ pub(super) fn create(
         Events::new()?
     } else {
         // SAFETY: a channel that was made, says the caller.
-        unsafe { &*channel.cast::<Channel>() }.events.clone()
+        unsafe { &*channel.cast::<EventChannelObject>() }.events.clone()
     };
-    Ok(Id::new(channel, events, context, ps, qp_type).cast())
+    Ok(CmIdObject::new(channel, events, context, ps, qp_type).cast())
 }
 
 /// Returns the channel that a program reads in its id: the one that it gave, or the id's own.
 fn shown_channel(
     given: *mut abi::EventChannel,
-    private: &mut Option<Box<Channel>>,
+    private: &mut Option<Box<EventChannelObject>>,
 ) -> *mut abi::EventChannel {
     private
         .as_mut()
@@ -579,17 +579,17 @@ fn shown_channel(
 
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_destroy_id(id: *mut abi::CmId) -> c_int {
-    // SAFETY: made by a Box in `Id::new`, and not used any more, says the caller.
-    unsafe { Box::from_raw(id.cast::<Id>()) }.end();
+    // SAFETY: made by a Box in `CmIdObject::new`, and not used any more, says the caller.
+    unsafe { Box::from_raw(id.cast::<CmIdObject>()) }.end();
     0
 }
 
 /// Returns the address to use for `address`: for a loopback address without a device, that of the first device.
 fn seen(address: SocketAddr) -> SocketAddr {
-    if !address.ip().is_loopback() || Device::at(address.ip()).is_some() {
+    if !address.ip().is_loopback() || DeviceObject::at(address.ip()).is_some() {
         return address;
     }
-    let first = Device::all()
+    let first = DeviceObject::all()
         .into_iter()
         .find(|device| device.address.is_ipv4() == address.is_ipv4());
     first.map_or(address, |device| SocketAddr::new(device.address, address.port()))
@@ -598,7 +598,7 @@ fn seen(address: SocketAddr) -> SocketAddr {
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut libc::sockaddr) -> c_int {
     // SAFETY: an id that was made, and an address of the caller's.
-    let (own, address) = unsafe { (&mut *id.cast::<Id>(), read(address)) };
+    let (own, address) = unsafe { (&mut *id.cast::<CmIdObject>(), read(address)) };
     minus_one(address.map(seen).and_then(|address| {
         own.advance(&[Stage::Idle], Stage::AddrBound, |own| {
             if !address.ip().is_unspecified() {
@@ -622,7 +622,8 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
     _: c_int,
 ) -> c_int {
     // SAFETY: an id that was made, and addresses of the caller's or none.
-    let (own, source, destination) = unsafe { (&mut *id.cast::<Id>(), read(source), read(destination)) };
+    let (own, source, destination) =
+        unsafe { (&mut *id.cast::<CmIdObject>(), read(source), read(destination)) };
     minus_one(destination.map(seen).and_then(|peer| {
         own.complete(abi::cm_event::ADDR_RESOLVED, |own| {
             let from = [Stage::Idle, Stage::AddrBound];
@@ -636,14 +637,14 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_resolve_route(id: *mut abi::CmId, _: c_int) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
-    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED, Id::take_route))
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
+    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED, CmIdObject::take_route))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_get_src_port(id: *mut abi::CmId) -> u16 {
     // SAFETY: an id that was made, says the caller.
-    unsafe { &*id.cast::<Id>() }
+    unsafe { &*id.cast::<CmIdObject>() }
         .local
         .map_or(0, |at| at.port().to_be())
 }
@@ -651,7 +652,7 @@ unsafe extern "C" fn rdma_get_src_port(id: *mut abi::CmId) -> u16 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_get_dst_port(id: *mut abi::CmId) -> u16 {
     // SAFETY: an id that was made, says the caller.
-    unsafe { &*id.cast::<Id>() }
+    unsafe { &*id.cast::<CmIdObject>() }
         .remote
         .map_or(0, |at| at.port().to_be())
 }
@@ -674,7 +675,7 @@ unsafe extern "C" fn rdma_set_option(
 ) -> c_int {
     use abi::cm_option::{ACK_TIMEOUT, LEVEL_ID, TOS};
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     let byte = || match length {
         // SAFETY: as long as the caller says.
         1 => Ok(unsafe { *value }),
@@ -702,7 +703,7 @@ unsafe extern "C" fn rdma_set_option(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_get_devices(count: *mut c_int) -> *mut *mut abi::Context {
-    let contexts: Vec<*mut abi::Context> = Device::all()
+    let contexts: Vec<*mut abi::Context> = DeviceObject::all()
         .into_iter()
         .filter_map(|of| context::shared(of).ok())
         .collect();

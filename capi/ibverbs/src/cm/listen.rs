@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use rdmux_verbs::{DatagramListener, EventQueue, ListenError, Listener};
 
-use super::channel::{Event, Happened, Source, UserContext};
+use super::channel::{CmEventObject, Happened, Source, UserContext};
 use super::connect::told;
-use super::id::{Id, LocalAddress, Request, Shared, Stage};
-use crate::device::Device;
+use super::id::{CmIdObject, IdShared, IncomingRequest, LocalAddress, Stage};
+use crate::device::DeviceObject;
 use crate::{abi, context, minus_one};
 
 /// Ports to try when the program leaves the choice to the library.
@@ -25,7 +25,7 @@ const BACKLOG_MAX: usize = 1_024;
 
 /// Receives requests on an address, until it is dropped.
 pub(super) struct Listening {
-    shared: Arc<Shared>,
+    shared: Arc<IdShared>,
     hearing: Arc<Hearing>,
 }
 
@@ -46,7 +46,7 @@ impl Drop for Listening {
 
 /// The listening id, as those know it who report requests to it.
 struct On {
-    shared: Arc<Shared>,
+    shared: Arc<IdShared>,
     /// The program's pointer: reported in events, and not followed.
     id: *mut abi::CmId,
     user: UserContext,
@@ -71,10 +71,12 @@ enum Service {
 
 impl Service {
     /// Returns the next request that has arrived.
-    fn next(&self) -> Option<Request> {
+    fn next(&self) -> Option<IncomingRequest> {
         match self {
-            Service::Connections(listener) => listener.accept(Duration::ZERO).map(Request::Connection),
-            Service::Datagrams(listener) => listener.accept(Duration::ZERO).map(Request::Service),
+            Service::Connections(listener) => {
+                listener.accept(Duration::ZERO).map(IncomingRequest::Connection)
+            }
+            Service::Datagrams(listener) => listener.accept(Duration::ZERO).map(IncomingRequest::Service),
         }
     }
 
@@ -105,25 +107,25 @@ impl Source for Hearing {
 }
 
 /// Makes an id for a request, and reports it.
-fn tell(on: &On, request: Request) {
+fn tell(on: &On, request: IncomingRequest) {
     let (events, channel) = on.shared.channel();
     if events.waiting(on.id) >= on.backlog {
         // Dropping the request refuses it.
         return;
     }
-    let made = Id::new(channel, events, on.user, on.ps, on.qp_type);
+    let made = CmIdObject::new(channel, events, on.user, on.ps, on.qp_type);
     // SAFETY: just made.
     let own = unsafe { &mut *made };
     own.take_port(on.port);
-    let event = Event::new(made.cast(), &own.shared.given, abi::cm_event::CONNECT_REQUEST, 0);
+    let event = CmEventObject::new(made.cast(), &own.shared.given, abi::cm_event::CONNECT_REQUEST, 0);
     let (peer, event) = match &request {
-        Request::Connection(request) => {
+        IncomingRequest::Connection(request) => {
             own.traffic_class = request.remote().traffic_class;
             let conn = told(request.remote());
             let peer = SocketAddr::new(request.peer(), request.peer_port());
             (peer, event.with(conn, request.private_data()))
         }
-        Request::Service(request) => {
+        IncomingRequest::Service(request) => {
             // The request says no more about its sender.
             // SAFETY: numbers and pointers, all of which may be zero.
             let ud = unsafe { std::mem::zeroed() };
@@ -145,7 +147,7 @@ fn addresses(bound: Option<SocketAddr>, own_family: bool) -> Result<(Vec<IpAddr>
         return Ok((vec![bound.ip()], bound.port()));
     }
     // IPv6's unspecified address stands for both families, as with a socket, unless the id is limited to its own.
-    let all = Device::all().into_iter().map(|device| device.address);
+    let all = DeviceObject::all().into_iter().map(|device| device.address);
     let all: Vec<IpAddr> = all
         .filter(|address| (bound.is_ipv6() && !own_family) || address.is_ipv4() == bound.is_ipv4())
         .collect();
@@ -158,9 +160,9 @@ fn addresses(bound: Option<SocketAddr>, own_family: bool) -> Result<(Vec<IpAddr>
 
 /// Returns the device of an address.
 pub(crate) fn device_at(address: IpAddr) -> Result<rdmux_verbs::Device, c_int> {
-    let device = Device::at(address).ok_or(libc::ENODEV)?;
+    let device = DeviceObject::at(address).ok_or(libc::ENODEV)?;
     // SAFETY: a context of `context::shared`, which is never closed.
-    Ok(unsafe { context::Context::of(context::shared(device)?) }
+    Ok(unsafe { context::ContextObject::of(context::shared(device)?) }
         .device
         .clone())
 }
@@ -232,7 +234,7 @@ pub(crate) fn services<S>(
 }
 
 /// Returns the function that offers the service of an id.
-fn offer(own: &Id) -> impl Fn(&rdmux_verbs::Device, u16) -> Result<Service, ListenError> {
+fn offer(own: &CmIdObject) -> impl Fn(&rdmux_verbs::Device, u16) -> Result<Service, ListenError> {
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
     move |device, port| {
         if datagrams {
@@ -244,12 +246,12 @@ fn offer(own: &Id) -> impl Fn(&rdmux_verbs::Device, u16) -> Result<Service, List
 }
 
 /// Returns a port for an id that is bound to an address: one that nobody listens on, as far as that can be known now.
-pub(super) fn free_port(own: &Id, address: SocketAddr) -> u16 {
+pub(super) fn free_port(own: &CmIdObject, address: SocketAddr) -> u16 {
     let found = services(Some(address), own.own_family, offer(own));
     found.map_or_else(|_| some_port(), |(port, _)| port)
 }
 
-fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int> {
+fn listen(id: *mut abi::CmId, own: &mut CmIdObject, backlog: c_int) -> Result<(), c_int> {
     let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
     let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
     let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
@@ -285,14 +287,14 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, backlog: c_int) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     let from = [Stage::Idle, Stage::AddrBound];
     minus_one(own.advance(&from, Stage::Listen, |own| listen(id, own, backlog)))
 }
 
 /// Waits for the next request of an id that has no channel. Returns the request's id, with the queue pair that the program
 /// asked for.
-fn next_request(own: &mut Id) -> Result<*mut abi::CmId, c_int> {
+fn next_request(own: &mut CmIdObject) -> Result<*mut abi::CmId, c_int> {
     if own.stage != Stage::Listen || !own.waits() {
         return Err(libc::EINVAL);
     }
@@ -302,7 +304,7 @@ fn next_request(own: &mut Id) -> Result<*mut abi::CmId, c_int> {
     // SAFETY: the event that was just waited for.
     let asked = unsafe { (*own.shown.event).id };
     // SAFETY: an id that was made for the request, and is nobody's yet.
-    let made = unsafe { &mut *asked.cast::<Id>() };
+    let made = unsafe { &mut *asked.cast::<CmIdObject>() };
     made.migrate(events, ptr::null_mut());
     // The event belongs to the new id, with the private data in it.
     made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
@@ -320,7 +322,7 @@ fn next_request(own: &mut Id) -> Result<*mut abi::CmId, c_int> {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *listener.cast::<Id>() };
+    let own = unsafe { &mut *listener.cast::<CmIdObject>() };
     minus_one(next_request(own).map(|asked| {
         // SAFETY: a place of the caller's.
         unsafe { *id = asked };

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use rdmux_verbs::{Qpn, RDMA_UDP_QKEY};
 
-use super::channel::Event;
-use super::id::Id;
+use super::channel::CmEventObject;
+use super::id::CmIdObject;
 use super::socket_address::read;
 use crate::address::vector_to;
 use crate::events::Given;
-use crate::queue_pair::Pair;
+use crate::queue_pair::QpObject;
 use crate::{abi, minus_one, multicast};
 
 /// `struct rdma_cm_join_mc_attr_ex`.
@@ -41,12 +41,12 @@ pub(super) struct Membership {
 
 impl Membership {
     /// Takes the id out of the group.
-    pub(super) fn end(self, own: &Id) {
+    pub(super) fn end(self, own: &CmIdObject) {
         let joined = |other: &Membership| other.full && other.group == self.group;
         if self.full && !own.shown.qp.is_null() && !own.memberships.iter().any(joined) {
             // If the queue pair was made after the id had joined, there is nothing to detach.
             // SAFETY: the id's queue pair.
-            let _ = multicast::detach(unsafe { Pair::of(own.shown.qp) }, self.group);
+            let _ = multicast::detach(unsafe { QpObject::of(own.shown.qp) }, self.group);
         }
         drop(own.shared.events().take_given(&self.given));
         self.given.wait_acknowledged();
@@ -54,7 +54,7 @@ impl Membership {
 }
 
 unsafe fn join(
-    own: &mut Id,
+    own: &mut CmIdObject,
     address: *mut libc::sockaddr,
     flags: u32,
     context: *mut c_void,
@@ -68,7 +68,7 @@ unsafe fn join(
     let mut status = 0;
     if full && !own.shown.qp.is_null() {
         // SAFETY: the id's queue pair.
-        status = multicast::attach(unsafe { Pair::of(own.shown.qp) }, group)
+        status = multicast::attach(unsafe { QpObject::of(own.shown.qp) }, group)
             .err()
             .unwrap_or(0);
     }
@@ -91,7 +91,7 @@ unsafe fn join(
     });
     own.complete(abi::cm_event::MULTICAST_JOIN, |own| {
         own.shared.tell(|id, _| {
-            let mut event = Event::new(id, &given, event, -status).with_ud(ud, &[]);
+            let mut event = CmEventObject::new(id, &given, event, -status).with_ud(ud, &[]);
             // The program's context, unchanged.
             event.shown.param.ud.private_data = context;
             event
@@ -100,7 +100,7 @@ unsafe fn join(
     })
 }
 
-fn leave(own: &mut Id, group: IpAddr) -> Result<(), c_int> {
+fn leave(own: &mut CmIdObject, group: IpAddr) -> Result<(), c_int> {
     let joined = |membership: &Membership| membership.group == group;
     let at = own
         .memberships
@@ -122,7 +122,7 @@ unsafe extern "C" fn rdma_join_multicast(
     context: *mut c_void,
 ) -> c_int {
     // SAFETY: an id that was made, and an address of the caller's.
-    minus_one(unsafe { join(&mut *id.cast::<Id>(), address, FULL_MEMBER, context) })
+    minus_one(unsafe { join(&mut *id.cast::<CmIdObject>(), address, FULL_MEMBER, context) })
 }
 
 #[unsafe(no_mangle)]
@@ -140,12 +140,19 @@ unsafe extern "C" fn rdma_join_multicast_ex(
         return minus_one(Err(libc::EINVAL));
     }
     // SAFETY: an id that was made, and an address of the caller's.
-    minus_one(unsafe { join(&mut *id.cast::<Id>(), attr.address, attr.join_flags, context) })
+    minus_one(unsafe {
+        join(
+            &mut *id.cast::<CmIdObject>(),
+            attr.address,
+            attr.join_flags,
+            context,
+        )
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_leave_multicast(id: *mut abi::CmId, address: *mut libc::sockaddr) -> c_int {
     // SAFETY: an id that was made, and an address of the caller's.
-    let (own, address) = unsafe { (&mut *id.cast::<Id>(), read(address)) };
+    let (own, address) = unsafe { (&mut *id.cast::<CmIdObject>(), read(address)) };
     minus_one(address.and_then(|address| leave(own, address.ip())))
 }

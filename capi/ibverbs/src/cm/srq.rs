@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::ptr;
 
 use super::connect::{destroy_queue, destroy_queues, queue_of};
-use super::id::Id;
+use super::id::CmIdObject;
 use crate::{abi, context, minus_one, srq};
 
 /// Makes the shared receive queue of an id, and fills in the fields of the structure that the program left out.
@@ -14,7 +14,7 @@ use crate::{abi, context, minus_one, srq};
 unsafe fn create(id: *mut abi::CmId, init: &mut abi::SrqInitAttrEx) -> Result<(), c_int> {
     use abi::srq::{INIT_CQ, INIT_PD, INIT_TYPE, INIT_XRCD, TYPE_XRC};
     // SAFETY: an id that was made, which one thread uses at a time, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     if own.shown.verbs.is_null() || !own.shown.srq.is_null() || init.comp_mask & INIT_TYPE == 0 {
         return Err(libc::EINVAL);
     }
@@ -90,7 +90,7 @@ unsafe extern "C" fn rdma_create_srq(
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_destroy_srq(id: *mut abi::CmId) {
     // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<Id>() };
+    let own = unsafe { &mut *id.cast::<CmIdObject>() };
     let queue = std::mem::replace(&mut own.shown.srq, ptr::null_mut());
     if !queue.is_null() {
         // SAFETY: made for the id, and used no more, says the caller.

@@ -12,9 +12,9 @@ use rdmux_verbs::Access;
 
 use super::buffers::Buffers;
 use super::datagram::Datagram;
-use super::options::Options;
+use super::options::SocketOptions;
 use super::resources::register_errno;
-use super::{Role, Socket, State, Wait, open, poll};
+use super::{Role, Socket, SocketState, Wait, open, poll};
 use crate::cm::{read_address, write_address};
 use crate::set_errno;
 
@@ -66,7 +66,7 @@ fn make(domain: c_int, kind: c_int, protocol: c_int) -> Result<Arc<Socket>, c_in
         (libc::SOCK_STREAM | libc::SOCK_DGRAM, _) => return Err(libc::EPROTONOSUPPORT),
         _ => return Err(libc::ESOCKTNOSUPPORT),
     };
-    let socket = Socket::new(domain, role, Options::default())?;
+    let socket = Socket::new(domain, role, SocketOptions::default())?;
     socket
         .nonblocking
         .store(kind & libc::SOCK_NONBLOCK != 0, Ordering::Relaxed);
@@ -80,7 +80,7 @@ unsafe extern "C" fn rbind(socket: c_int, address: *const libc::sockaddr, _: lib
     status(Socket::get(socket).and_then(|socket| {
         let address = address?;
         let mut state = socket.lock();
-        let State { role, options, .. } = &mut *state;
+        let SocketState { role, options, .. } = &mut *state;
         if let Role::Datagram(datagram) = role {
             return datagram.bind(address, options);
         }
@@ -234,7 +234,7 @@ fn send(socket: c_int, from: &mut Buffers<'_>, flags: c_int, to: Option<SocketAd
     let (wait, total) = (socket.wait_of(flags), from.left());
     let mut is_whole = false;
     let sent = socket.block(wait, |state| {
-        let State { role, options, .. } = state;
+        let SocketState { role, options, .. } = state;
         match role {
             Role::Opening(_) => None,
             Role::Datagram(datagram) => {

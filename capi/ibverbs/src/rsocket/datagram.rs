@@ -16,7 +16,7 @@ use rdmux_wire::rsocket::{DatagramHeader, UdpHeader};
 
 use super::buffers::Buffers;
 use super::open::device_towards;
-use super::options::Options;
+use super::options::SocketOptions;
 use super::resources::{LibraryMemory, RECEIVE, create_errno};
 use crate::udp::Udp;
 
@@ -44,7 +44,7 @@ struct DatagramQp {
 }
 
 impl DatagramQp {
-    fn new(device: Device, options: &Options) -> Result<DatagramQp, c_int> {
+    fn new(device: Device, options: &SocketOptions) -> Result<DatagramQp, c_int> {
         let errno = |error| create_errno(&error);
         let slots = |bytes: u32, queue: u16| (bytes / DATAGRAM_MAX as u32).clamp(1, queue.into());
         let sends = slots(options.send_bytes, options.sq_size);
@@ -117,7 +117,7 @@ pub(super) struct Datagram {
     peers: HashMap<SocketAddr, Peer>,
     pub(super) connected: Option<SocketAddr>,
     queue: VecDeque<(SocketAddr, Vec<u8>)>,
-    options: Options,
+    options: SocketOptions,
 }
 
 fn errno(error: &std::io::Error) -> c_int {
@@ -132,7 +132,7 @@ impl Datagram {
             peers: HashMap::new(),
             connected: None,
             queue: VecDeque::new(),
-            options: Options::default(),
+            options: SocketOptions::default(),
         }
     }
 
@@ -142,7 +142,7 @@ impl Datagram {
     }
 
     /// Binds a port; 0: any.
-    pub(super) fn bind(&mut self, address: SocketAddr, options: &Options) -> Result<(), c_int> {
+    pub(super) fn bind(&mut self, address: SocketAddr, options: &SocketOptions) -> Result<(), c_int> {
         if self.udp.is_some() {
             return Err(libc::EINVAL);
         }
@@ -265,7 +265,7 @@ impl Datagram {
         &mut self,
         to: SocketAddr,
         data: &mut Buffers<'_>,
-        options: &Options,
+        options: &SocketOptions,
     ) -> Option<Result<(), c_int>> {
         self.try_send(to, data, options).transpose()
     }
@@ -274,7 +274,7 @@ impl Datagram {
         &mut self,
         to: SocketAddr,
         data: &mut Buffers<'_>,
-        options: &Options,
+        options: &SocketOptions,
     ) -> Result<Option<()>, c_int> {
         if self.udp.is_none() {
             // The program has not bound a port.

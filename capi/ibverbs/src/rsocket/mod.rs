@@ -1,8 +1,8 @@
 //! Sockets over RDMA (rsocket(7)): streams over RC and datagrams over UD, with the protocol of rdma-core's `librdmacm`, so that its programs
 //! are peers.
 //!
-//! A socket is a number in the table below, with a [`State`] under one lock behind it. The calling thread moves the protocol on
-//! ([`State::progress`]), as in rdma-core: there is no thread for that, once it is connected. A call that waits for a stream drives the device for a
+//! A socket is a number in the table below, with a [`SocketState`] under one lock behind it. The calling thread moves the protocol on
+//! ([`SocketState::progress`]), as in rdma-core: there is no thread for that, once it is connected. A call that waits for a stream drives the device for a
 //! while ([`Socket::drive`]), which one call at a time does. Then, like all others, it leaves a [`Waker`] in the socket and
 //! sleeps, because another thread's call may take the completion that it waits for.
 
@@ -31,7 +31,7 @@ use rustix::io::Errno;
 
 use datagram::Datagram;
 use open::{Listening, Opening};
-use options::Options;
+use options::SocketOptions;
 use stream::Stream;
 
 use crate::cm_thread::Handled;
@@ -81,9 +81,9 @@ enum Role {
     Datagram(Box<Datagram>),
 }
 
-struct State {
+struct SocketState {
     role: Role,
-    options: Options,
+    options: SocketOptions,
     local: Option<SocketAddr>,
     remote: Option<SocketAddr>,
     /// Error that `SO_ERROR` returns, once.
@@ -93,7 +93,7 @@ struct State {
     waiters: Vec<Arc<Waker>>,
 }
 
-impl State {
+impl SocketState {
     /// Takes in what has arrived, and sends what is pending. Returns whether anything has arrived: then other waiters may go on
     /// too.
     fn progress(&mut self) -> bool {
@@ -152,7 +152,7 @@ struct Socket {
     /// Process that made it. A child of a fork has a copy, which is nothing but a number to be closed.
     process: u32,
     nonblocking: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<SocketState>,
     handled: Handled,
 }
 
@@ -166,14 +166,14 @@ enum Wait {
 
 impl Socket {
     /// Makes a new socket, in the table.
-    fn new(domain: c_int, role: Role, options: Options) -> Result<Arc<Socket>, c_int> {
+    fn new(domain: c_int, role: Role, options: SocketOptions) -> Result<Arc<Socket>, c_int> {
         let number = eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
         let socket = Arc::new(Socket {
             number,
             domain,
             process: std::process::id(),
             nonblocking: AtomicBool::new(false),
-            state: Mutex::new(State {
+            state: Mutex::new(SocketState {
                 role,
                 options,
                 local: None,
@@ -227,7 +227,7 @@ impl Socket {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SocketState> {
         self.state.lock()
     }
 
@@ -260,7 +260,7 @@ impl Socket {
     fn block<T>(
         &self,
         wait: Wait,
-        mut step: impl FnMut(&mut State) -> Option<Result<T, c_int>>,
+        mut step: impl FnMut(&mut SocketState) -> Option<Result<T, c_int>>,
     ) -> Result<T, c_int> {
         let mut looks_until = None;
         let mut drives = true;

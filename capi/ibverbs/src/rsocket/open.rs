@@ -15,7 +15,7 @@ use rdmux_wire::rsocket::ConnData;
 
 use super::resources::Resources;
 use super::stream::Stream;
-use super::{Role, Socket, State};
+use super::{Role, Socket, SocketState};
 use crate::cm::{device_at, route, services, some_port};
 use crate::cm_thread::Handler;
 
@@ -25,11 +25,11 @@ pub(super) struct Listening {
     /// Set when `rlisten` was called.
     pub(super) accepts: bool,
     /// Connections that wait to be accepted.
-    requests: VecDeque<Request>,
+    requests: VecDeque<StreamRequest>,
 }
 
 /// A peer that speaks the protocol and wants to connect.
-struct Request {
+struct StreamRequest {
     /// Address that it asked; `device`: device of that address.
     local: IpAddr,
     device: Device,
@@ -58,7 +58,7 @@ impl Listening {
                     break;
                 };
                 if let Ok(peer) = parse(request.private_data()) {
-                    self.requests.push_back(Request {
+                    self.requests.push_back(StreamRequest {
                         local: *local,
                         device: listener.device().clone(),
                         request,
@@ -94,7 +94,7 @@ fn parameters(source_port: u16) -> ConnectParams {
     }
 }
 
-impl State {
+impl SocketState {
     /// Binds a port; 0: any.
     pub(super) fn bind(&mut self, address: SocketAddr) -> Result<(), c_int> {
         if !matches!(self.role, Role::New) {
@@ -114,7 +114,7 @@ impl State {
 }
 
 /// Accepts the next connection request. Returns `None` when there is none.
-pub(super) fn accept(on: &Socket, state: &mut State) -> Option<Result<Arc<Socket>, c_int>> {
+pub(super) fn accept(on: &Socket, state: &mut SocketState) -> Option<Result<Arc<Socket>, c_int>> {
     let listening = match &mut state.role {
         Role::Bound(listening) if listening.accepts && !state.closed => listening,
         _ => return Some(Err(if state.closed { libc::EBADF } else { libc::EINVAL })),
@@ -123,8 +123,8 @@ pub(super) fn accept(on: &Socket, state: &mut State) -> Option<Result<Arc<Socket
     Some(answer(on, state, request))
 }
 
-fn answer(on: &Socket, state: &State, asked: Request) -> Result<Arc<Socket>, c_int> {
-    let Request {
+fn answer(on: &Socket, state: &SocketState, asked: StreamRequest) -> Result<Arc<Socket>, c_int> {
+    let StreamRequest {
         local,
         device,
         mut request,
@@ -245,7 +245,7 @@ impl Handler for Socket {
     }
 }
 
-impl State {
+impl SocketState {
     /// Ends the connection, which nobody uses any more.
     pub(super) fn close(&mut self) {
         self.closed = true;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rdmux_wire::rsocket::iomaps_offered;
 
-use super::{Role, Socket, State};
+use super::{Role, Socket, SocketState};
 
 /// `SOL_RDMA`, and its options; rsocket.h.
 const SOL_RDMA: c_int = 0x10000;
@@ -23,7 +23,7 @@ const BUFFER: std::ops::RangeInclusive<u32> = 4_096..=1 << 30;
 const SEGMENT: c_int = 2_048;
 
 #[derive(Clone)]
-pub(super) struct Options {
+pub(super) struct SocketOptions {
     pub(super) sq_size: u16,
     pub(super) rq_size: u16,
     pub(super) inline: u16,
@@ -36,10 +36,10 @@ pub(super) struct Options {
     noted: Vec<((c_int, c_int), c_int)>,
 }
 
-impl Default for Options {
+impl Default for SocketOptions {
     /// The values of rdma-core.
-    fn default() -> Options {
-        Options {
+    fn default() -> SocketOptions {
+        SocketOptions {
             sq_size: 384,
             rq_size: 384,
             inline: 64,
@@ -88,7 +88,7 @@ fn int_of(value: &[u8]) -> Result<c_int, c_int> {
     Ok(c_int::from_ne_bytes(*bytes))
 }
 
-impl State {
+impl SocketState {
     /// Returns whether the socket has its buffers and queues: then their sizes are fixed.
     fn is_open(&self) -> bool {
         matches!(self.role, Role::Opening(_) | Role::Stream(_))

@@ -5,13 +5,13 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{DRIVES, LOOKS, Role, Socket, State, Waker};
+use super::{DRIVES, LOOKS, Role, Socket, SocketState, Waker};
 use crate::wait::{self, entry};
 
 /// Events that are reported whether the program asks for them or not.
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
 
-impl State {
+impl SocketState {
     /// Returns the events that the socket has now.
     fn events(&mut self) -> i16 {
         self.progress();

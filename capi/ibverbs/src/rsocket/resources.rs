@@ -10,7 +10,7 @@ use rdmux_verbs::{
 };
 use rdmux_wire::rsocket::{ConnData, Iomap, Order, Target};
 
-use super::options::Options;
+use super::options::SocketOptions;
 
 /// Maximum number of control messages in flight, besides messages with data.
 pub(super) const CONTROLS: u32 = 4;
@@ -74,7 +74,7 @@ pub(super) struct Resources {
 }
 
 impl Resources {
-    pub(super) fn new(device: &Device, options: &Options) -> Result<Resources, c_int> {
+    pub(super) fn new(device: &Device, options: &SocketOptions) -> Result<Resources, c_int> {
         let errno = |error| create_errno(&error);
         let (sq_size, rq_size) = (u32::from(options.sq_size), options.rq_size);
         let pd = device.alloc_pd().map_err(errno)?;

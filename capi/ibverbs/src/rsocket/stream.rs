@@ -33,7 +33,7 @@ enum Posted {
 
 /// Outcome of a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum StreamEnd {
     /// Both sides said that they had no more data.
     Closed,
     /// The connection was lost.
@@ -46,7 +46,7 @@ pub(super) struct Stream {
     pub(super) peer: ConnData,
     /// Set when the peer's last message of connecting has arrived: the queue pair can send.
     established: bool,
-    end: Option<End>,
+    end: Option<StreamEnd>,
     completions: VecDeque<WorkCompletion>,
     /// Set while a call waits at the completion queue: it alone takes completions.
     has_waiter: bool,
@@ -166,7 +166,7 @@ impl Stream {
             }
         }
         if wc.status != Status::Success {
-            self.lose(End::Reset);
+            self.lose(StreamEnd::Reset);
         } else if wc.wr_id & RECEIVE != 0 && self.end.is_none() {
             let message = match (wc.opcode, wc.imm) {
                 (WcOpcode::RecvRdmaWithImm, Some(imm)) => Message::parse(imm).ok(),
@@ -174,7 +174,7 @@ impl Stream {
             };
             let taken = message.ok_or(()).and_then(|message| self.hear(message));
             if taken.is_err() || self.end.is_none() && self.own.post_receive().is_err() {
-                self.lose(End::Reset);
+                self.lose(StreamEnd::Reset);
                 self.connection.disconnect();
             }
         }
@@ -200,23 +200,23 @@ impl Stream {
             Message::Iomap(_) => self.taken = self.taken.wrapping_add(1),
             Message::KeepAlive => {}
             Message::Shutdown if self.writable => self.readable = false,
-            Message::Shutdown | Message::Disconnect => self.lose(End::Closed),
+            Message::Shutdown | Message::Disconnect => self.lose(StreamEnd::Closed),
         }
         Ok(())
     }
 
-    fn lose(&mut self, end: End) {
+    fn lose(&mut self, end: StreamEnd) {
         if self.end.is_none() {
             self.end = Some(end);
         }
-        if end == End::Closed {
+        if end == StreamEnd::Closed {
             self.readable = false;
         }
     }
 
     /// Ends a connection that was never established.
     pub(super) fn fail(&mut self) {
-        self.lose(End::Reset);
+        self.lose(StreamEnd::Reset);
     }
 
     fn is_established(&mut self) -> bool {
@@ -244,7 +244,7 @@ impl Stream {
                     Posted::Data(bytes) => self.send_out += bytes,
                     Posted::Control => self.controls -= 1,
                 }
-                self.lose(End::Reset);
+                self.lose(StreamEnd::Reset);
             }
         }
     }
@@ -296,7 +296,7 @@ impl Stream {
             } else if let Some(message) = self.owed.pop_front() {
                 self.send_control(Target::default(), &[], message);
                 if message == Message::Disconnect {
-                    self.lose(End::Closed);
+                    self.lose(StreamEnd::Closed);
                 }
             } else {
                 break;
@@ -380,7 +380,7 @@ impl Stream {
         match self.end {
             None if self.writable => None,
             None => Some(libc::EPIPE),
-            Some(End::Closed) if !self.writable => Some(libc::EPIPE),
+            Some(StreamEnd::Closed) if !self.writable => Some(libc::EPIPE),
             Some(_) => Some(libc::ECONNRESET),
         }
     }
@@ -460,7 +460,7 @@ impl Stream {
         if length == 0 {
             return match self.end {
                 _ if into.left() == 0 => Some(Ok(0)),
-                Some(End::Reset) if self.readable => Some(Err(libc::ECONNRESET)),
+                Some(StreamEnd::Reset) if self.readable => Some(Err(libc::ECONNRESET)),
                 None if self.readable => None,
                 _ => Some(Ok(0)),
             };
@@ -511,7 +511,7 @@ impl Stream {
 
     /// Returns whether the connection was lost.
     pub(super) fn is_reset(&self) -> bool {
-        self.end == Some(End::Reset)
+        self.end == Some(StreamEnd::Reset)
     }
 
     /// Returns whether all sent bytes have arrived, or are lost.
@@ -523,8 +523,10 @@ impl Stream {
     pub(super) fn events(&mut self) -> i16 {
         let is_read = self.messages.is_empty();
         let mut events = match self.end {
-            Some(End::Closed) if is_read => libc::POLLIN | libc::POLLRDHUP | libc::POLLHUP,
-            Some(End::Reset) if is_read => libc::POLLIN | libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR,
+            Some(StreamEnd::Closed) if is_read => libc::POLLIN | libc::POLLRDHUP | libc::POLLHUP,
+            Some(StreamEnd::Reset) if is_read => {
+                libc::POLLIN | libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR
+            }
             _ if !self.readable => libc::POLLIN | libc::POLLRDHUP,
             _ if is_read => 0,
             _ => libc::POLLIN,
