@@ -45,13 +45,13 @@ pub(super) const REJ_DATA_MAX: usize = 148;
 /// The connections of a device.
 #[derive(Debug)]
 pub(super) struct Cm {
-    shared: Arc<Shared>,
+    shared: Arc<CmShared>,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct CmShared {
     channel: Arc<Channel>,
     lines: Mutex<Lines>,
 }
@@ -67,7 +67,7 @@ struct Lines {
 #[derive(Debug)]
 pub(super) struct Line {
     pub(super) id: Id,
-    shared: Arc<Shared>,
+    shared: Arc<CmShared>,
     events: Inbox<Taken>,
     /// Set when its last event has arrived, under the lock of the lines and before the queue pair is looked for.
     ended: AtomicBool,
@@ -88,7 +88,7 @@ fn ends(kind: u32) -> bool {
     )
 }
 
-impl Shared {
+impl CmShared {
     fn lines(&self) -> MutexGuard<'_, Lines> {
         self.lines.lock()
     }
@@ -124,7 +124,7 @@ impl Shared {
 impl Cm {
     fn new(device: &Device) -> Result<Cm, Errno> {
         let channel = Arc::new(Channel::new(device.0.library)?);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(CmShared {
             channel,
             lines: Mutex::default(),
         });
@@ -444,12 +444,12 @@ impl Device {
 #[derive(Debug)]
 pub(crate) struct Connecting {
     approach: Approach,
-    request: Request,
+    request: ConnectAttempt,
 }
 
 /// What an attempt asks for.
 #[derive(Debug)]
-struct Request {
+struct ConnectAttempt {
     device: Device,
     qp: QueuePair,
     peer: IpAddr,
@@ -496,7 +496,7 @@ impl Connecting {
         let approach = Approach::start(line, device.address(), peer, cm_event::CONNECT_RESPONSE);
         Ok(Connecting {
             approach: approach.map_err(|failure| failure.connect_error(peer.ip()))?,
-            request: Request {
+            request: ConnectAttempt {
                 device: device.clone(),
                 qp: qp.clone(),
                 peer: peer.ip(),
@@ -523,9 +523,9 @@ impl provider::Connecting for Connecting {
     }
 }
 
-impl Request {
+impl ConnectAttempt {
     fn tell(&self) -> Tell<'_> {
-        let Request {
+        let ConnectAttempt {
             device, qp, params, ..
         } = self;
         Tell {
@@ -547,7 +547,7 @@ impl Request {
 
     /// Brings up the queue pair after the peer's answer.
     fn answered(&self, line: &Arc<Line>, told: Told) -> Result<Box<dyn provider::Connection>, ConnectError> {
-        let Request { qp, params, .. } = self;
+        let ConnectAttempt { qp, params, .. } = self;
         let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
         let depth = self.tell().initiator_depth.min(told.initiator_depth);
         let up = bring_up(&line.id, qp, params, depth, Some(ack_timeout)).and_then(|(rtr, rts)| {

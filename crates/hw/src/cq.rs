@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use super::device::{Device, Listed, poll_until};
 use super::objects::{Cq, POLL_MAX};
-use super::resources::Entry;
+use super::resources::ObjectEntry;
 
 /// Vendor id of `rxe`.
 const VENDOR_RXE: u32 = 0x00ff_ffff;
@@ -78,7 +78,7 @@ impl CompletionQueue {
             waiters: AtomicUsize::new(0),
             policy: Mutex::new(policy),
             began: Instant::now(),
-            _listed: Listed::new(device, Entry::Cq { number, depth }),
+            _listed: Listed::new(device, ObjectEntry::Cq { number, depth }),
         })))
     }
 

@@ -33,7 +33,7 @@ use super::metrics;
 use super::objects::{Context, Cq, Pd, Qp, QpInit, Xrcd};
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
-use super::resources::{self, Entry};
+use super::resources::{self, ObjectEntry};
 use super::sidr::{DatagramListener, Resolving};
 use super::srq::SharedReceiveQueue;
 
@@ -140,7 +140,7 @@ pub(super) fn folder(path: impl AsRef<Path>) -> Vec<String> {
 
 /// State that all objects of a device share.
 #[derive(Debug)]
-pub(super) struct Inner {
+pub(super) struct DeviceInner {
     pub(super) context: Arc<Context>,
     pub(super) library: &'static Library,
     pub(super) address: IpAddr,
@@ -152,7 +152,7 @@ pub(super) struct Inner {
     pub(super) waiting: Option<WaitMode>,
     pub(super) cm: OnceLock<Result<Cm, Errno>>,
     next_number: AtomicU32,
-    entries: Mutex<BTreeMap<u32, Entry>>,
+    entries: Mutex<BTreeMap<u32, ObjectEntry>>,
     /// Answers tools; it may be missing, which matters to nobody else.
     answering: OnceLock<Option<Answering>>,
     /// Why queue pairs went to error, according to their completions.
@@ -161,10 +161,10 @@ pub(super) struct Inner {
 
 /// Entry that tools see of an object as long as it lives.
 #[derive(Debug)]
-pub(super) struct Listed(Arc<Inner>, u32);
+pub(super) struct Listed(Arc<DeviceInner>, u32);
 
 impl Listed {
-    pub(super) fn new(device: &Device, entry: Entry) -> Listed {
+    pub(super) fn new(device: &Device, entry: ObjectEntry) -> Listed {
         let number = device.next_number();
         device.0.entries().insert(number, entry);
         Listed(device.0.clone(), number)
@@ -178,15 +178,15 @@ impl Drop for Listed {
     }
 }
 
-impl Inner {
-    pub(super) fn entries(&self) -> MutexGuard<'_, BTreeMap<u32, Entry>> {
+impl DeviceInner {
+    pub(super) fn entries(&self) -> MutexGuard<'_, BTreeMap<u32, ObjectEntry>> {
         self.entries.lock()
     }
 }
 
 /// An RDMA device with one address (GID).
 #[derive(Clone, Debug)]
-pub(crate) struct Device(pub(super) Arc<Inner>);
+pub(crate) struct Device(pub(super) Arc<DeviceInner>);
 
 impl Device {
     /// Opens the device that has a local address.
@@ -230,7 +230,7 @@ impl Device {
         };
         let gid_count = u32::try_from(gids.gid_tbl_len).unwrap_or(0).min(256);
         let sgid_index = (0..gid_count).find(is_own).filter(|_| is_ethernet);
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(DeviceInner {
             context,
             library,
             address,
@@ -444,7 +444,7 @@ impl provider::Device for Device {
 
     fn alloc_pd(&self) -> Result<Box<dyn provider::ProtectionDomain>, CreateError> {
         let pd = Pd::new(&self.0.context).map_err(|error| self.create_error(error, Features::empty()))?;
-        let listed = Listed::new(self, Entry::Pd);
+        let listed = Listed::new(self, ObjectEntry::Pd);
         Ok(Box::new(ProtectionDomain {
             device: self.clone(),
             pd: Arc::new(pd),

@@ -5,12 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
-use super::device::{Inner, folder};
+use super::device::{DeviceInner, folder};
 use super::resources;
 use rdmux_verbs::sync::Mutex;
 
 /// The devices of this process that were opened.
-static DEVICES: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+static DEVICES: Mutex<Vec<Weak<DeviceInner>>> = Mutex::new(Vec::new());
 
 /// An RNIC that this process has open, once or more often.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub struct RnicMetrics {
 }
 
 /// Adds a device that was opened.
-pub(super) fn enlist(device: &Arc<Inner>) {
+pub(super) fn enlist(device: &Arc<DeviceInner>) {
     let mut devices = DEVICES.lock();
     devices.retain(|known| known.strong_count() > 0);
     devices.push(Arc::downgrade(device));
@@ -66,7 +66,7 @@ pub fn devices() -> Vec<RnicMetrics> {
 }
 
 /// Returns the counters of a device's port.
-pub(super) fn counters_of(device: &Inner) -> Vec<(String, u64)> {
+pub(super) fn counters_of(device: &DeviceInner) -> Vec<(String, u64)> {
     let at: PathBuf = format!(
         "/sys/class/infiniband/{}/ports/{}",
         device.context.name(),

@@ -36,7 +36,7 @@ use rustix::io::Errno;
 use super::library::{self, Library};
 
 pub(super) use cq::{Cq, POLL_MAX};
-pub(super) use qp::{Ah, BindRange, ExtendedRequest, Qp, QpInit, Request, Work};
+pub(super) use qp::{Ah, BindRange, ExtendedRequest, Qp, QpInit, WorkRequest, WorkTarget};
 pub(super) use region::{Mr, Mw};
 pub(super) use srq::{Srq, Xrcd};
 
@@ -76,7 +76,7 @@ pub(super) struct Context {
 
 /// An asynchronous event that was taken and acknowledged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Event {
+pub(super) struct LibraryEvent {
     pub(super) event_type: u32,
     /// The number that the program gave the completion queue or the shared receive queue, or the queue pair's own.
     pub(super) number: u32,
@@ -201,7 +201,7 @@ impl Context {
     }
 
     /// Takes the oldest asynchronous event.
-    pub(super) fn take_event(&self) -> Option<Event> {
+    pub(super) fn take_event(&self) -> Option<LibraryEvent> {
         use abi::event_type as t;
         let mut event = abi::AsyncEvent {
             element: 0,
@@ -232,7 +232,7 @@ impl Context {
         };
         // SAFETY: the event was taken by the call above, and is acknowledged once.
         unsafe { (self.library.ibv_ack_async_event)(&mut event) };
-        Some(Event {
+        Some(LibraryEvent {
             event_type: event.event_type,
             number: number as u32,
         })

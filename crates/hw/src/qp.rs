@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use super::cq::CompletionQueue;
 use super::device::{Device, Listed, ProtectionDomain, XrcDomain};
-use super::objects::{Ah, BindRange, ExtendedRequest, Mr, Qp, QpInit, Request, Work};
+use super::objects::{Ah, BindRange, ExtendedRequest, Mr, Qp, QpInit, WorkRequest, WorkTarget};
 use super::resources;
 use super::srq::SharedReceiveQueue;
 
@@ -194,7 +194,7 @@ impl QueuePair {
         // A number that is used again begins without the error that was recorded for it.
         device.forget_error(qp.number());
         let qp = Arc::new(qp);
-        let entry = resources::Entry::Qp {
+        let entry = resources::ObjectEntry::Qp {
             number: qp.number(),
             qp: Arc::downgrade(&qp),
             qp_type,
@@ -308,14 +308,14 @@ impl QueuePair {
     }
 
     /// Returns a self-contained request in the library's form; `None`: it is not self-contained.
-    fn plain<'a>(&self, request: &'a SendRequest) -> Result<Option<Request<'a>>, PostError> {
+    fn plain<'a>(&self, request: &'a SendRequest) -> Result<Option<WorkRequest<'a>>, PostError> {
         let srqn = match &request.to {
             Target::Connected => 0,
             Target::Srq(number) => number.0,
             Target::Datagram { .. } => return Ok(None),
         };
         let translated = self.translate(&request.operation)?;
-        Ok(translated.map(|(opcode, imm, work)| Request {
+        Ok(translated.map(|(opcode, imm, work)| WorkRequest {
             wr_id: request.wr_id,
             opcode,
             flags: request.flags.bits(),
@@ -328,11 +328,11 @@ impl QueuePair {
 
     /// Returns the library's number for an operation, its immediate data or key, and its subject; `None`: the operation names a
     /// window, or belongs to the extended interface.
-    fn translate(&self, operation: &Operation) -> Result<Option<(u32, u32, Work<'static>)>, PostError> {
+    fn translate(&self, operation: &Operation) -> Result<Option<(u32, u32, WorkTarget<'static>)>, PostError> {
         Ok(Some(match operation {
-            Operation::Send { imm: None } => (wr_opcode::SEND, 0, Work::List),
-            Operation::Send { imm: Some(imm) } => (wr_opcode::SEND_WITH_IMM, imm.to_be(), Work::List),
-            Operation::SendInvalidate { rkey } => (wr_opcode::SEND_WITH_INV, rkey.0, Work::List),
+            Operation::Send { imm: None } => (wr_opcode::SEND, 0, WorkTarget::List),
+            Operation::Send { imm: Some(imm) } => (wr_opcode::SEND_WITH_IMM, imm.to_be(), WorkTarget::List),
+            Operation::SendInvalidate { rkey } => (wr_opcode::SEND_WITH_INV, rkey.0, WorkTarget::List),
             Operation::Write { va, rkey, imm: None } => (wr_opcode::RDMA_WRITE, 0, rdma(*va, *rkey)),
             Operation::Write {
                 va,
@@ -347,7 +347,7 @@ impl QueuePair {
                 swap,
             } => {
                 self.needs(Features::ATOMIC)?;
-                let work = Work::Atomic {
+                let work = WorkTarget::Atomic {
                     va: *va,
                     rkey: rkey.0,
                     compare_add: *compare,
@@ -357,7 +357,7 @@ impl QueuePair {
             }
             Operation::FetchAdd { va, rkey, add } => {
                 self.needs(Features::ATOMIC)?;
-                let work = Work::Atomic {
+                let work = WorkTarget::Atomic {
                     va: *va,
                     rkey: rkey.0,
                     compare_add: *add,
@@ -365,7 +365,7 @@ impl QueuePair {
                 };
                 (wr_opcode::ATOMIC_FETCH_AND_ADD, 0, work)
             }
-            Operation::LocalInvalidate { rkey } => (wr_opcode::LOCAL_INV, rkey.0, Work::List),
+            Operation::LocalInvalidate { rkey } => (wr_opcode::LOCAL_INV, rkey.0, WorkTarget::List),
             Operation::Register(_) => {
                 return Err(PostError::Unsupported(Features::FAST_REGISTER.first_name()));
             }
@@ -379,8 +379,8 @@ impl QueuePair {
         }
         let registry = &self.0.pd.registry;
         let (wr_id, flags) = (request.wr_id, request.flags.bits());
-        let post = |opcode: u32, imm: u32, work: Work<'_>| {
-            let request = Request {
+        let post = |opcode: u32, imm: u32, work: WorkTarget<'_>| {
+            let request = WorkRequest {
                 wr_id,
                 opcode,
                 flags,
@@ -425,7 +425,7 @@ impl QueuePair {
             Operation::Bind(bind) => {
                 self.needs(Features::MW_TYPE_2)?;
                 registry.bind(bind, |window, region| {
-                    let work = Work::Bind {
+                    let work = WorkTarget::Bind {
                         window,
                         rkey: bind.window.0,
                         range: range_of(bind, region),
@@ -442,7 +442,7 @@ impl QueuePair {
                     return Err(PostError::Invalid);
                 };
                 let way = (path.dst, path.traffic_class);
-                let work = Work::Datagram {
+                let work = WorkTarget::Datagram {
                     ah: handles.of(way, || handle(&self.0.pd, way))?,
                     qpn: qpn.value(),
                     qkey: *qkey,
@@ -541,7 +541,7 @@ impl provider::QueuePair for QueuePair {
             // by one.
             let chained = |request| self.check(request).and_then(|()| self.plain(request));
             let chain = requests[at..].iter().map(chained);
-            let chain: Vec<Request<'_>> = chain.map_while(|request| request.ok().flatten()).collect();
+            let chain: Vec<WorkRequest<'_>> = chain.map_while(|request| request.ok().flatten()).collect();
             let (taken, posted) = if chain.is_empty() {
                 let request = &requests[at];
                 let posted = self.check(request);
@@ -721,8 +721,8 @@ fn join(group: IpAddr, own: IpAddr) -> std::io::Result<UdpSocket> {
     }
 }
 
-fn rdma<'a>(va: u64, rkey: RKey) -> Work<'a> {
-    Work::Rdma { va, rkey: rkey.0 }
+fn rdma<'a>(va: u64, rkey: RKey) -> WorkTarget<'a> {
+    WorkTarget::Rdma { va, rkey: rkey.0 }
 }
 
 fn range_of<'a>(bind: &Bind, region: &'a Mr) -> BindRange<'a> {

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::device::{Listed, ProtectionDomain};
 use super::objects::{Mr, Mw};
-use super::resources::Entry;
+use super::resources::ObjectEntry;
 
 /// Bits of a type 2 window's key that the program chooses.
 const OWN_BITS: u32 = 0xff;
@@ -21,19 +21,19 @@ const OWN_BITS: u32 = 0xff;
 /// Regions and windows of a protection domain.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
-    regions: Mutex<HashMap<u32, Region>>,
+    regions: Mutex<HashMap<u32, RegisteredMr>>,
     /// By their keys without the bits that the program chooses.
-    windows: Mutex<HashMap<u32, Window>>,
+    windows: Mutex<HashMap<u32, AllocatedMw>>,
 }
 
 #[derive(Debug)]
-struct Region {
+struct RegisteredMr {
     mr: Mr,
     iova: u64,
 }
 
 #[derive(Debug)]
-struct Window {
+struct AllocatedMw {
     /// `None`: its region has been deregistered, and the window was deallocated with it.
     mw: Option<Mw>,
     /// The region that it is bound to, or was bound to last.
@@ -41,11 +41,11 @@ struct Window {
 }
 
 impl Registry {
-    fn regions(&self) -> MutexGuard<'_, HashMap<u32, Region>> {
+    fn regions(&self) -> MutexGuard<'_, HashMap<u32, RegisteredMr>> {
         self.regions.lock()
     }
 
-    fn windows(&self) -> MutexGuard<'_, HashMap<u32, Window>> {
+    fn windows(&self) -> MutexGuard<'_, HashMap<u32, AllocatedMw>> {
         self.windows.lock()
     }
 
@@ -173,14 +173,14 @@ impl MemoryRegion {
         let made = Mr::new(pd.object(), memory, offset, length, iova, access.bits());
         let mr = made.ok_or(RegisterError::NotMapped)?.map_err(refused)?;
         let (lkey, rkey) = mr.keys();
-        let entry = Entry::Mr {
+        let entry = ObjectEntry::Mr {
             pdn: pd.number(),
             rkey,
             iova,
             length,
             access,
         };
-        let region = Region { mr, iova };
+        let region = RegisteredMr { mr, iova };
         pd.registry.regions().insert(lkey, region);
         Ok(MemoryRegion {
             pd: pd.clone(),
@@ -252,7 +252,7 @@ impl MemoryWindow {
         }
         let mw = Mw::new(pd.object(), number).map_err(refused)?;
         let rkey = mw.rkey();
-        let window = Window {
+        let window = AllocatedMw {
             mw: Some(mw),
             region: None,
         };

@@ -14,14 +14,14 @@ use rdmux_wire::cm::from_gid;
 use rdmux_wire::roce::PathMtu;
 
 use super::answer::{Answering, Told};
-use super::device::Inner;
+use super::device::DeviceInner;
 use super::metrics::counters_of;
 use super::objects::Qp;
 use super::qp::state_of;
 
 /// Record of an object that lives.
 #[derive(Clone, Debug)]
-pub(super) enum Entry {
+pub(super) enum ObjectEntry {
     /// A protection domain, known by the number of its entry.
     Pd,
     Cq {
@@ -47,7 +47,7 @@ pub(super) enum Entry {
 }
 
 /// Begins to answer tools that ask.
-pub(super) fn answer(device: &Arc<Inner>) -> io::Result<Answering> {
+pub(super) fn answer(device: &Arc<DeviceInner>) -> io::Result<Answering> {
     let weak = Arc::downgrade(device);
     Answering::begin(device.address, move |object, from| match weak.upgrade() {
         Some(device) => items(&device, object, from),
@@ -56,14 +56,14 @@ pub(super) fn answer(device: &Arc<Inner>) -> io::Result<Answering> {
 }
 
 /// Returns how many objects there are.
-pub(super) fn counts(device: &Inner) -> Counts {
+pub(super) fn counts(device: &DeviceInner) -> Counts {
     let mut counts = Counts::default();
     for entry in device.entries().values() {
         let count = match entry {
-            Entry::Pd => &mut counts.pds,
-            Entry::Cq { .. } => &mut counts.cqs,
-            Entry::Mr { .. } => &mut counts.mrs,
-            Entry::Qp { .. } => &mut counts.qps,
+            ObjectEntry::Pd => &mut counts.pds,
+            ObjectEntry::Cq { .. } => &mut counts.cqs,
+            ObjectEntry::Mr { .. } => &mut counts.mrs,
+            ObjectEntry::Qp { .. } => &mut counts.qps,
         };
         *count += 1;
     }
@@ -74,7 +74,7 @@ fn all(items: Vec<Item>) -> Told {
     Told { items, more: false }
 }
 
-fn items(device: &Inner, object: Object, from: u64) -> Told {
+fn items(device: &DeviceInner, object: Object, from: u64) -> Told {
     match object {
         Object::Device => all(vec![Item::Device(of_device(device))]),
         Object::Counter => {
@@ -87,14 +87,16 @@ fn items(device: &Inner, object: Object, from: u64) -> Told {
 }
 
 /// Returns the objects of a kind from a number on, as many as a page has room for.
-fn objects(device: &Inner, object: Object, from: u64) -> Told {
+fn objects(device: &DeviceInner, object: Object, from: u64) -> Told {
     let entries = device.entries();
     let mut chosen = BTreeMap::new();
     for (entry_number, entry) in entries.iter() {
         let number = match (object, entry) {
-            (Object::Pd, Entry::Pd) => *entry_number,
-            (Object::Cq, Entry::Cq { number, .. }) | (Object::Qp, Entry::Qp { number, .. }) => *number,
-            (Object::Mr, Entry::Mr { rkey, .. }) => region_number(*rkey),
+            (Object::Pd, ObjectEntry::Pd) => *entry_number,
+            (Object::Cq, ObjectEntry::Cq { number, .. }) | (Object::Qp, ObjectEntry::Qp { number, .. }) => {
+                *number
+            }
+            (Object::Mr, ObjectEntry::Mr { rkey, .. }) => region_number(*rkey),
             _ => continue,
         };
         if u64::from(number) >= from {
@@ -107,7 +109,7 @@ fn objects(device: &Inner, object: Object, from: u64) -> Told {
     }
     let more = chosen.len() > RECORDS_MAX;
     let chosen = chosen.into_iter().take(RECORDS_MAX);
-    let chosen: Vec<(u32, Entry)> = chosen.map(|(number, entry)| (number, entry.clone())).collect();
+    let chosen: Vec<(u32, ObjectEntry)> = chosen.map(|(number, entry)| (number, entry.clone())).collect();
     let users = users(object, entries.values());
     // To query each queue pair's state, the device takes its time.
     drop(entries);
@@ -122,15 +124,15 @@ fn objects(device: &Inner, object: Object, from: u64) -> Told {
 }
 
 /// Returns how many others use each object of a kind.
-fn users<'a>(object: Object, entries: impl Iterator<Item = &'a Entry>) -> HashMap<u32, u32> {
+fn users<'a>(object: Object, entries: impl Iterator<Item = &'a ObjectEntry>) -> HashMap<u32, u32> {
     let mut users = HashMap::new();
     let mut count = |number: u32| *users.entry(number).or_default() += 1;
     for entry in entries {
         match (object, entry) {
-            (Object::Pd, Entry::Mr { pdn, .. } | Entry::Qp { pdn, .. }) => count(*pdn),
+            (Object::Pd, ObjectEntry::Mr { pdn, .. } | ObjectEntry::Qp { pdn, .. }) => count(*pdn),
             (
                 Object::Cq,
-                Entry::Qp {
+                ObjectEntry::Qp {
                     send_cqn, recv_cqn, ..
                 },
             ) => {
@@ -149,13 +151,13 @@ fn region_number(rkey: u32) -> u32 {
     rkey >> 8
 }
 
-fn item(number: u32, entry: &Entry, users: u32) -> Option<Item> {
+fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
     Some(match entry {
-        Entry::Pd => Item::Pd(PdDetail {
+        ObjectEntry::Pd => Item::Pd(PdDetail {
             pd: Pd(number),
             users,
         }),
-        Entry::Cq { depth, .. } => Item::Cq(CqDetail {
+        ObjectEntry::Cq { depth, .. } => Item::Cq(CqDetail {
             cqn: Cqn(number),
             depth: *depth,
             // Devices do not report these.
@@ -163,7 +165,7 @@ fn item(number: u32, entry: &Entry, users: u32) -> Option<Item> {
             overrun: false,
             users,
         }),
-        Entry::Mr {
+        ObjectEntry::Mr {
             pdn,
             rkey,
             iova,
@@ -178,11 +180,11 @@ fn item(number: u32, entry: &Entry, users: u32) -> Option<Item> {
             length: *length,
             access: *access,
         }),
-        Entry::Qp { .. } => Item::Qp(queue_pair(entry)?),
+        ObjectEntry::Qp { .. } => Item::Qp(queue_pair(entry)?),
     })
 }
 
-fn of_device(device: &Inner) -> DeviceResource {
+fn of_device(device: &DeviceInner) -> DeviceResource {
     const PORT_ACTIVE: u32 = 4;
     let port = device.context.query_port(device.port).unwrap_or_default();
     let mtu = PathMtu::from_code(port.active_mtu as u8);
@@ -195,8 +197,8 @@ fn of_device(device: &Inner) -> DeviceResource {
     }
 }
 
-fn queue_pair(entry: &Entry) -> Option<QpResource> {
-    let Entry::Qp {
+fn queue_pair(entry: &ObjectEntry) -> Option<QpResource> {
+    let ObjectEntry::Qp {
         number,
         qp,
         qp_type,

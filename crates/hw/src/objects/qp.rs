@@ -42,7 +42,7 @@ pub(crate) struct Qp {
 
 /// Target or subject of a request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Work<'a> {
+pub(crate) enum WorkTarget<'a> {
     /// Nothing but the list.
     List,
     Rdma {
@@ -89,19 +89,19 @@ impl BindRange<'_> {
 
 /// A send request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Request<'a> {
+pub(crate) struct WorkRequest<'a> {
     pub(crate) wr_id: u64,
     pub(crate) opcode: u32,
     pub(crate) flags: u32,
     /// In the form of the structure: immediate data in network order, or a key.
     pub(crate) imm: u32,
     pub(crate) sges: &'a SgeList,
-    pub(crate) work: Work<'a>,
+    pub(crate) work: WorkTarget<'a>,
     /// Target of a request on XRC.
     pub(crate) srqn: u32,
 }
 
-impl Request<'_> {
+impl WorkRequest<'_> {
     /// Returns its list; bytes inline are an element of their own.
     fn elements(&self) -> Elements {
         let mut elements = Elements::new(self.sges);
@@ -128,12 +128,12 @@ impl Request<'_> {
         (wr.opcode, wr.send_flags, wr.imm_data) = (self.opcode, flags, self.imm);
         wr.remote_srqn = self.srqn;
         match self.work {
-            Work::List => {}
-            Work::Rdma {
+            WorkTarget::List => {}
+            WorkTarget::Rdma {
                 va: remote_addr,
                 rkey,
             } => wr.wr.rdma = abi::Rdma { remote_addr, rkey },
-            Work::Atomic {
+            WorkTarget::Atomic {
                 va: remote_addr,
                 rkey,
                 compare_add,
@@ -146,7 +146,7 @@ impl Request<'_> {
                     rkey,
                 };
             }
-            Work::Datagram {
+            WorkTarget::Datagram {
                 ah,
                 qpn: remote_qpn,
                 qkey: remote_qkey,
@@ -157,7 +157,7 @@ impl Request<'_> {
                     remote_qkey,
                 };
             }
-            Work::Bind { window, rkey, range } => {
+            WorkTarget::Bind { window, rkey, range } => {
                 wr.bind_mw = abi::BindMwWr {
                     mw: window.pointer.as_ptr(),
                     rkey,
@@ -307,7 +307,7 @@ impl Qp {
     }
 
     /// Posts a request.
-    pub(crate) fn post_send(&self, request: &Request<'_>) -> Result<(), Errno> {
+    pub(crate) fn post_send(&self, request: &WorkRequest<'_>) -> Result<(), Errno> {
         let mut list = request.elements();
         let mut wr = request.send(&mut list);
         let mut bad = null_mut();
@@ -317,8 +317,8 @@ impl Qp {
     }
 
     /// Posts requests in order by one call. An error comes with the place of its request: those before it are posted.
-    pub(crate) fn post_send_chain(&self, requests: &[Request<'_>]) -> Result<(), (usize, Errno)> {
-        let mut lists: Vec<Elements> = requests.iter().map(Request::elements).collect();
+    pub(crate) fn post_send_chain(&self, requests: &[WorkRequest<'_>]) -> Result<(), (usize, Errno)> {
+        let mut lists: Vec<Elements> = requests.iter().map(WorkRequest::elements).collect();
         let both = requests.iter().zip(&mut lists);
         let mut chain: Vec<abi::SendWr> = both.map(|(request, list)| request.send(list)).collect();
         let first = chain.as_mut_ptr();
