@@ -23,7 +23,7 @@ use crate::machine::Machine;
 use crate::memory::MemoryKind;
 use input::Input;
 pub use input::Reach;
-use side::{FENCED, IOVA, Kind, PSN, QKEY, REGION, Side};
+use side::{FENCED, IOVA, PSN, QKEY, QpKind, REGION, Side};
 use strum::VariantArray;
 
 /// Maximum number of packets that wait on the link.
@@ -90,7 +90,7 @@ impl Pair {
         };
         let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0, kind));
         // Few QPs, so that each of them makes progress.
-        let first = usize::from(focus >> 1) % Kind::VARIANTS.len();
+        let first = usize::from(focus >> 1) % QpKind::VARIANTS.len();
         let (second, ends) = (usize::from(focus >> 5), input.byte());
         let mut pair = Pair {
             now: Time(1),
@@ -98,12 +98,12 @@ impl Pair {
             links: Default::default(),
             buf: TransmitBuf::new(64 << 10, shape & 2 != 0),
             shape,
-            focus: vec![first, peer_of(first), second % Kind::VARIANTS.len()],
+            focus: vec![first, peer_of(first), second % QpKind::VARIANTS.len()],
             connects: ends & 3 == 3,
             heals: ends & 4 != 0,
             machine: (ends >> 3 & 7 == 7).then(|| Machine::new(0, 1).0),
         };
-        for at in 0..Kind::VARIANTS.len() {
+        for at in 0..QpKind::VARIANTS.len() {
             pair.connect(0, at, shape, QpState::Rts);
             pair.connect(1, at, shape, QpState::Rts);
         }
@@ -153,7 +153,7 @@ impl Pair {
                 min_rnr_timer: answers.then_some(1),
                 window_bytes: (answers || asks).then_some(if shape & 16 == 0 { 1 } else { 1 << 16 }),
                 peer_is_rdmux: Some(shape & 32 == 0),
-                selective: (kind == Kind::Selective).then_some(true),
+                selective: (kind == QpKind::Selective).then_some(true),
                 ..Default::default()
             },
             QpState::Rts => QpAttributes {
@@ -427,8 +427,8 @@ impl Pair {
         let how = input.byte();
         match self.sides[i].queues[at].kind {
             _ if how == 0 => Target::Connected,
-            Kind::XrcSend => Target::Srq(if how < 8 { Srqn(7) } else { peer.xrc_srq }),
-            Kind::Ud => {
+            QpKind::XrcSend => Target::Srq(if how < 8 { Srqn(7) } else { peer.xrc_srq }),
+            QpKind::Ud => {
                 let is_group = how & 3 == 3;
                 Target::Datagram {
                     path: Path {
@@ -453,8 +453,8 @@ impl Pair {
             let sges = self.own(i, length, 3, input);
             let side = &mut self.sides[i];
             match side.queues[at].kind {
-                Kind::Shared => side.post_srq_recv(false, sges),
-                Kind::XrcRecv => side.post_srq_recv(true, sges),
+                QpKind::Shared => side.post_srq_recv(false, sges),
+                QpKind::XrcRecv => side.post_srq_recv(true, sges),
                 _ => side.post_recv(self.now, at, sges),
             }
         }
@@ -568,7 +568,10 @@ impl Pair {
                     .rereg_mr(side.lkey, None, |spec| spec.access = Access::LOCAL_WRITE),
             ),
             1 => side.renew_region(),
-            2..=5 => drop(side.rnic.attach_mcast(side.queues[Kind::Ud as usize].qpn, group)),
+            2..=5 => drop(
+                side.rnic
+                    .attach_mcast(side.queues[QpKind::Ud as usize].qpn, group),
+            ),
             6 => drop(side.rnic.detach_mcast(qpn, group)),
             7 => drop(
                 side.rnic
@@ -641,7 +644,7 @@ impl Pair {
             }
             12 | 13 => {
                 let status = SidrStatus(input.byte() % 4);
-                let qpn = side.queues[Kind::Ud as usize].qpn;
+                let qpn = side.queues[QpKind::Ud as usize].qpn;
                 let _ = side.rnic.cm().answer(now, id, status, qpn, QKEY, &private);
             }
             14 => {
@@ -691,7 +694,7 @@ impl Pair {
         let dest_qpn = Bth::parse(&wire.bytes).map_or(Qpn::new(0), |bth| bth.dest_qpn);
         let connected = self.sides[i]
             .queue_of(dest_qpn)
-            .is_some_and(|at| at != Kind::Ud as usize);
+            .is_some_and(|at| at != QpKind::Ud as usize);
         // IPv4 hides a field that the ICRC covers, so some wrong ICRCs are as good as right ones.
         if wire.path.src.is_ipv6() {
             let at = usize::from(input.byte()) % wire.bytes.len();
@@ -899,7 +902,7 @@ impl Pair {
 
 /// Returns the index of a QP's peer among the QPs of the other side.
 fn peer_of(at: usize) -> usize {
-    Kind::VARIANTS[at].of_peer() as usize
+    QpKind::VARIANTS[at].of_peer() as usize
 }
 
 fn group(shape: u8) -> IpAddr {
@@ -910,7 +913,7 @@ fn group(shape: u8) -> IpAddr {
     }
 }
 
-fn endpoint(qpn: Qpn, kind: Kind) -> Endpoint {
+fn endpoint(qpn: Qpn, kind: QpKind) -> Endpoint {
     Endpoint {
         transport: match kind.qp_type() {
             QpType::Rc => Transport::Rc,
@@ -924,7 +927,7 @@ fn endpoint(qpn: Qpn, kind: Kind) -> Endpoint {
         initiator_depth: 1,
         rnr_retry_count: 7,
         retry_count: 7,
-        srq: kind == Kind::Shared,
+        srq: kind == QpKind::Shared,
         ack_timeout: 14,
         path_mtu: PathMtu::Bytes1024,
         traffic_class: 0,

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::{Event, Status, WcOpcode};
 
-use super::side::Kind;
+use super::side::QpKind;
 
 /// Remaining bytes of the input.
 pub(super) struct Input<'a>(pub(super) &'a [u8]);
@@ -61,7 +61,7 @@ impl Reach {
         self.counters.extend(other.counters);
     }
 
-    pub(super) fn completed(&mut self, kind: Kind, opcode: WcOpcode, status: Status) {
+    pub(super) fn completed(&mut self, kind: QpKind, opcode: WcOpcode, status: Status) {
         self.completions.insert((kind as u8, opcode as u8, status as u8));
     }
 

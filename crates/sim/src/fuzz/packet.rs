@@ -6,7 +6,7 @@ use rdmux_wire::roce::cnp::Cnp;
 use rdmux_wire::roce::{Bth, Deth, Ext, GSI_QKEY, Opcode, Operation as Op, Transport};
 
 use super::input::Input;
-use super::side::{IOVA, Kind, PSN, QKEY, REGION, Side};
+use super::side::{IOVA, PSN, QKEY, QpKind, REGION, Side};
 
 const REQUESTS: [Op; 18] = [
     Op::SendFirst,
@@ -39,12 +39,12 @@ const ANSWERS: [Op; 8] = [
     Op::AtomicAcknowledge,
 ];
 
-fn transport(kind: Kind) -> Transport {
+fn transport(kind: QpKind) -> Transport {
     match kind {
-        Kind::Rc | Kind::Selective | Kind::Shared => Transport::Rc,
-        Kind::Uc => Transport::Uc,
-        Kind::Ud => Transport::Ud,
-        Kind::XrcSend | Kind::XrcRecv => Transport::Xrc,
+        QpKind::Rc | QpKind::Selective | QpKind::Shared => Transport::Rc,
+        QpKind::Uc => Transport::Uc,
+        QpKind::Ud => Transport::Ud,
+        QpKind::XrcSend | QpKind::XrcRecv => Transport::Xrc,
     }
 }
 
@@ -58,12 +58,12 @@ pub(super) fn forged(to: &Side, at: usize, mtu: usize, input: &mut Input<'_>) ->
         return bytes;
     }
     let answers = match queue.kind {
-        Kind::Rc | Kind::Selective | Kind::Shared => what & 1 == 1,
-        Kind::XrcSend => what & 15 != 0,
-        Kind::Uc | Kind::Ud | Kind::XrcRecv => what & 15 == 0,
+        QpKind::Rc | QpKind::Selective | QpKind::Shared => what & 1 == 1,
+        QpKind::XrcSend => what & 15 != 0,
+        QpKind::Uc | QpKind::Ud | QpKind::XrcRecv => what & 15 == 0,
     };
     let operation = match queue.kind {
-        Kind::Ud => input.pick(&[Op::SendOnly, Op::SendOnlyImm]),
+        QpKind::Ud => input.pick(&[Op::SendOnly, Op::SendOnlyImm]),
         _ if answers => input.pick(&ANSWERS),
         _ => input.pick(&REQUESTS),
     };
@@ -152,7 +152,7 @@ fn address(length: u64, input: &mut Input<'_>) -> u64 {
 
 fn extensions(
     to: &Side,
-    kind: Kind,
+    kind: QpKind,
     opcode: Opcode,
     payload: usize,
     mtu: usize,
@@ -207,7 +207,7 @@ fn extensions(
             0 => input.byte(),
             1..=3 => 0x60 + input.byte() % 4,
             // A NAK that ends the QP would end most runs at once.
-            n if kind == Kind::Selective && n & 1 == 1 => 0x60,
+            n if kind == QpKind::Selective && n & 1 == 1 => 0x60,
             n => syndromes[usize::from(n) % syndromes.len()],
         };
         push(u64::from(syndrome) << 24, 4);

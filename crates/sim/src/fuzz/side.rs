@@ -37,7 +37,7 @@ pub(super) const QKEY: u32 = 0x33;
 
 /// Kind of a QP. XRC targets and initiators are each other's peers; the peer of any other QP is of the same kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
-pub(super) enum Kind {
+pub(super) enum QpKind {
     Rc,
     /// Retransmits selectively.
     Selective,
@@ -49,21 +49,21 @@ pub(super) enum Kind {
     XrcRecv,
 }
 
-impl Kind {
+impl QpKind {
     pub(super) fn qp_type(self) -> QpType {
         match self {
-            Kind::Rc | Kind::Selective | Kind::Shared => QpType::Rc,
-            Kind::Uc => QpType::Uc,
-            Kind::Ud => QpType::Ud,
-            Kind::XrcSend => QpType::XrcSend,
-            Kind::XrcRecv => QpType::XrcRecv,
+            QpKind::Rc | QpKind::Selective | QpKind::Shared => QpType::Rc,
+            QpKind::Uc => QpType::Uc,
+            QpKind::Ud => QpType::Ud,
+            QpKind::XrcSend => QpType::XrcSend,
+            QpKind::XrcRecv => QpType::XrcRecv,
         }
     }
 
-    pub(super) fn of_peer(self) -> Kind {
+    pub(super) fn of_peer(self) -> QpKind {
         match self {
-            Kind::XrcSend => Kind::XrcRecv,
-            Kind::XrcRecv => Kind::XrcSend,
+            QpKind::XrcSend => QpKind::XrcRecv,
+            QpKind::XrcRecv => QpKind::XrcSend,
             other => other,
         }
     }
@@ -72,7 +72,7 @@ impl Kind {
 /// A QP, and the requests posted to it that have not completed.
 #[derive(Debug)]
 pub(super) struct Queue {
-    pub(super) kind: Kind,
+    pub(super) kind: QpKind,
     pub(super) qpn: Qpn,
     pub(super) cq: Cqn,
     /// Send requests: number, and whether they complete when they succeed.
@@ -103,7 +103,7 @@ impl Queue {
 
     /// Handles a change of the state by the user: UC and UD recover from errors of their requests.
     pub(super) fn repaired(&mut self) {
-        if matches!(self.kind, Kind::Uc | Kind::Ud) {
+        if matches!(self.kind, QpKind::Uc | QpKind::Ud) {
             (self.flushed, self.broken) = (false, false);
         }
     }
@@ -215,7 +215,7 @@ impl Side {
             wanted: Vec::new(),
             reach: Reach::default(),
         };
-        for &kind in Kind::VARIANTS {
+        for &kind in QpKind::VARIANTS {
             let (qpn, cq) = side.create(kind);
             let mut queue = Queue {
                 kind,
@@ -234,14 +234,14 @@ impl Side {
         side
     }
 
-    fn create(&mut self, kind: Kind) -> (Qpn, Cqn) {
-        let cq = self.cqs[usize::from(kind == Kind::Shared)];
+    fn create(&mut self, kind: QpKind) -> (Qpn, Cqn) {
+        let cq = self.cqs[usize::from(kind == QpKind::Shared)];
         let init = QpInit {
             qp_type: kind.qp_type(),
             max_send_wr: SEND_WR_MAX,
             max_recv_wr: RECV_WR_MAX,
-            srq: (kind == Kind::Shared).then_some(self.srq),
-            xrcd: (kind == Kind::XrcRecv).then_some(self.xrcd),
+            srq: (kind == QpKind::Shared).then_some(self.srq),
+            xrcd: (kind == QpKind::XrcRecv).then_some(self.xrcd),
             ..QpInit::new(self.pd, cq)
         };
         (self.rnic.create_qp(init).expect("there are QPNs"), cq)
@@ -251,7 +251,7 @@ impl Side {
     pub(super) fn renew(&mut self, at: usize) {
         let kind = self.queues[at].kind;
         self.rnic.destroy_qp(self.queues[at].qpn);
-        if kind == Kind::Shared && self.is_overrun(self.cqs[1]) {
+        if kind == QpKind::Shared && self.is_overrun(self.cqs[1]) {
             self.rnic.destroy_cq(self.cqs[1]);
             self.cqs[1] = self.rnic.create_cq(SMALL_CQ);
         }
@@ -456,7 +456,7 @@ impl Side {
                 signaled <= info.send_outstanding,
                 "{kind:?}: a request has gone without a completion"
             );
-            if kind != Kind::Shared {
+            if kind != QpKind::Shared {
                 let inside = queue.recvs.len().wrapping_sub(info.recv_posted);
                 assert!(
                     inside <= usize::from(!idle),
@@ -482,7 +482,7 @@ impl Side {
         for queue in &self.queues {
             let info = self.rnic.query_qp(queue.qpn).expect("it is there");
             let waits = info.state == QpState::Rts && info.send_outstanding > 0;
-            let is_answered = !matches!(queue.kind, Kind::Uc | Kind::Ud);
+            let is_answered = !matches!(queue.kind, QpKind::Uc | QpKind::Ud);
             assert!(
                 !waits || is_answered && !queue.times_out,
                 "{:?}: a request never completes",
@@ -496,7 +496,7 @@ impl Side {
         for at in 0..self.queues.len() {
             let info = self.rnic.query_qp(self.queues[at].qpn).expect("it is there");
             match self.queues[at].kind {
-                Kind::Shared | Kind::XrcRecv | Kind::XrcSend => {}
+                QpKind::Shared | QpKind::XrcRecv | QpKind::XrcSend => {}
                 _ if info.recv_posted < 8 && info.state != QpState::Error => {
                     self.post_recv(now, at, Sge::new(IOVA, 1 << 13, self.lkey).into());
                 }

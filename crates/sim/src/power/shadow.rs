@@ -90,7 +90,7 @@ impl Piece {
 
 /// Entry that waits in a lane.
 #[derive(Clone, Copy, Debug)]
-enum Entry {
+enum LaneEntry {
     Line(Piece),
     /// A message in this slot, which goes to ordinary memory.
     Message(u64),
@@ -99,7 +99,7 @@ enum Entry {
 /// The buffers of one QP.
 #[derive(Clone, Debug, Default)]
 struct Buffers {
-    entries: VecDeque<Entry>,
+    entries: VecDeque<LaneEntry>,
     /// Number of entries that have left the RNIC. On a platform that acknowledges late all have.
     out_of_rnic: usize,
     /// Set when no entry may come any more.
@@ -124,7 +124,7 @@ pub struct Passed {
 }
 
 #[derive(Clone, Debug)]
-struct State {
+struct ShadowState {
     platform: Platform,
     defect: Option<Defect>,
     /// Set when a persistent flush completes within the engine's call.
@@ -144,7 +144,7 @@ struct State {
 /// A server's memory, with caches and buffers in front of it.
 #[derive(Debug)]
 pub struct Shadow {
-    state: Mutex<State>,
+    state: Mutex<ShadowState>,
     len: u64,
 }
 
@@ -162,7 +162,7 @@ impl Shadow {
         media.resize(len, 0);
         Shadow {
             len: len as u64,
-            state: Mutex::new(State {
+            state: Mutex::new(ShadowState {
                 platform,
                 defect,
                 flushes_at_once,
@@ -177,7 +177,7 @@ impl Shadow {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ShadowState> {
         self.state.lock()
     }
 
@@ -257,8 +257,8 @@ impl Shadow {
     }
 }
 
-impl State {
-    fn push(&mut self, lane: usize, entry: Entry) {
+impl ShadowState {
+    fn push(&mut self, lane: usize, entry: LaneEntry) {
         let buffers = &mut self.lanes[lane];
         buffers.entries.push_back(entry);
         if !self.platform.acks_early {
@@ -281,17 +281,17 @@ impl State {
                 bytes: [0; LINE],
             };
             piece.bytes[from..from + n].copy_from_slice(&bytes[done..done + n]);
-            self.push(lane, Entry::Line(piece));
+            self.push(lane, LaneEntry::Line(piece));
             done += n;
         }
     }
 
     /// Moves the oldest entry of a lane on.
-    fn drain_one(&mut self, lane: usize) -> Option<Entry> {
+    fn drain_one(&mut self, lane: usize) -> Option<LaneEntry> {
         let buffers = &mut self.lanes[lane];
         let entry = buffers.entries.pop_front()?;
         buffers.out_of_rnic = buffers.out_of_rnic.saturating_sub(1);
-        if let Entry::Line(piece) = &entry {
+        if let LaneEntry::Line(piece) = &entry {
             piece.apply(piece.mask, &mut self.visible);
             let place = Place::first(self.platform);
             self.lines.entry(piece.line).or_default().push((*piece, place));
@@ -314,7 +314,7 @@ impl State {
 
     /// Moves on what was written before a message when the processor is notified of the message.
     fn completed(&mut self, lane: usize, slot: u64) {
-        let waits = |entry: &Entry| matches!(entry, Entry::Message(of) if *of == slot);
+        let waits = |entry: &LaneEntry| matches!(entry, LaneEntry::Message(of) if *of == slot);
         if self.lanes[lane].entries.iter().any(waits) {
             while self.drain_one(lane).is_some_and(|entry| !waits(&entry)) {}
         }
@@ -444,7 +444,7 @@ impl State {
                 self.drain_one(lane);
             }
             let next = self.lanes[lane].entries.front().copied();
-            if let Some(Entry::Line(piece)) = next
+            if let Some(LaneEntry::Line(piece)) = next
                 && self.lanes[lane].out_of_rnic > 0
             {
                 let mask = piece.torn(by);
@@ -536,7 +536,7 @@ impl Lane {
         !self.shadow.lock().lanes[self.number].entries.is_empty()
     }
 
-    fn enter(&self) -> Result<MutexGuard<'_, State>, Fault> {
+    fn enter(&self) -> Result<MutexGuard<'_, ShadowState>, Fault> {
         let mut state = self.shadow.lock();
         if state.lanes[self.number].shut {
             state.passed.trespasses += 1;
@@ -637,7 +637,7 @@ impl Memory for Mailbox {
         self.lane
             .shadow
             .lock()
-            .push(self.lane.number, Entry::Message(slot));
+            .push(self.lane.number, LaneEntry::Message(slot));
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use rdmux_rnic::{Arm, Cqn, QpState, Qpn, Status, WorkCompletion};
 
 use super::post::untag;
-use super::{Checked, Drain, Kind, Op, USER_POLL, Workload, keys, tag};
+use super::{Checked, Drain, Op, OpKind, USER_POLL, Workload, keys, tag};
 
 impl Workload {
     pub(super) fn take_completions(&mut self) -> Checked {
@@ -95,7 +95,7 @@ impl Workload {
                 return Err(format!("#{} was passed over", op.wr_id));
             }
             if itself {
-                if op.kind == Kind::Probe {
+                if op.kind == OpKind::Probe {
                     return Err("a request succeeded that was to be refused".to_owned());
                 }
                 if wc.opcode != op.kind.opcode() || u64::from(wc.byte_len) != op.bytes {
@@ -122,17 +122,17 @@ impl Workload {
         self.report.book(op.kind.index(), op.bytes);
         self.sides[peer].ends[qp].served |= !op.kind.is_local();
         match op.kind {
-            Kind::Write => {
+            OpKind::Write => {
                 self.sides[peer].check(op.remote.as_slice(), "bytes written")?;
                 if !op.held {
                     self.give_remote(qp, peer, &op);
                 }
             }
-            Kind::Read => {
+            OpKind::Read => {
                 self.sides[host].check(&op.local, "bytes read")?;
                 self.give_remote(qp, peer, &op);
             }
-            Kind::Flush => {
+            OpKind::Flush => {
                 let image = self.sides[peer].memory.lock();
                 for piece in &op.covers {
                     let range = piece.at as usize..(piece.at + piece.len) as usize;
@@ -148,16 +148,16 @@ impl Workload {
                     self.sides[peer].give(&op.covers);
                 }
             }
-            Kind::FetchAdd | Kind::CompareSwap => {
+            OpKind::FetchAdd | OpKind::CompareSwap => {
                 let found = self.sides[host].accept(&op.local);
                 let found = found.first_chunk().map_or(0, |bytes| u64::from_ne_bytes(*bytes));
                 if let Some(word) = &op.word {
                     self.sides[peer].words.done(word, found)?;
                 }
             }
-            Kind::AtomicWrite => self.sides[peer].give(&op.covers),
-            Kind::Bind | Kind::Register | Kind::LocalInvalidate => self.key_done(qp, host, &op),
-            Kind::Send | Kind::Probe => {}
+            OpKind::AtomicWrite => self.sides[peer].give(&op.covers),
+            OpKind::Bind | OpKind::Register | OpKind::LocalInvalidate => self.key_done(qp, host, &op),
+            OpKind::Send | OpKind::Probe => {}
         }
         if !op.lends {
             self.sides[host].give(&op.local);
@@ -179,7 +179,7 @@ impl Workload {
     fn key_done(&mut self, qp: usize, host: usize, op: &Op) {
         let Some(n) = op.key else { return };
         let key = &mut self.sides[host].ends[qp].keys[n];
-        if key.state == keys::State::Closing {
+        if key.state == keys::KeyState::Closing {
             self.close_key(qp, host, n);
         } else {
             let freed = key.opened();
@@ -341,10 +341,10 @@ impl Workload {
     /// Records that an operation may have taken effect, perhaps in part.
     fn unsure(&mut self, _qp: usize, host: usize, op: &Op) {
         let peer = 1 - host;
-        if op.kind.takes_answer() || op.kind == Kind::Probe {
+        if op.kind.takes_answer() || op.kind == OpKind::Probe {
             self.sides[host].unknown.extend(&op.local);
         }
-        if matches!(op.kind, Kind::Write | Kind::AtomicWrite) {
+        if matches!(op.kind, OpKind::Write | OpKind::AtomicWrite) {
             self.sides[peer].unknown.extend(op.remote);
         }
         if let Some(word) = &op.word {

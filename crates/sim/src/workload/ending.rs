@@ -7,7 +7,7 @@ use rdmux_rnic::{
 };
 
 use super::side::{NARROW, Objects};
-use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
+use super::{Checked, Op, OpKind, Piece, Recv, USER_RECONNECT, Workload, tag};
 use crate::{Ending, seen};
 
 impl Workload {
@@ -18,7 +18,7 @@ impl Workload {
         let mut open = self.flows[qp][1 - host].outstanding.iter();
         let waits = self.ending == Ending::MemoryFails
             && done < self.report.settings.operations * 3 / 4
-            && !open.any(|op| !op.covers.is_empty() && op.kind == Kind::Flush);
+            && !open.any(|op| !op.covers.is_empty() && op.kind == OpKind::Flush);
         done >= self.ending_after && !waits
     }
 
@@ -79,7 +79,7 @@ impl Workload {
             let (va, rkey, imm) = (self.dice.next(), RKey(0), None);
             let operation = Operation::Write { va, rkey, imm };
             let shared = self.shared_of(qp, 1 - host);
-            let op = Op::bare(Kind::Write);
+            let op = Op::bare(OpKind::Write);
             self.submit(
                 qp,
                 host,
@@ -246,7 +246,7 @@ impl Workload {
         let op = Op {
             bytes: length,
             local,
-            ..Op::bare(Kind::Probe)
+            ..Op::bare(OpKind::Probe)
         };
         self.submit(qp, host, op, operation, sges, SendFlags::empty(), shared)
     }
@@ -308,7 +308,7 @@ impl Workload {
             BadResponse, Flushed, LocalProtection, LocalQpOperation, MemoryBind, RemoteAccess,
             RemoteInvalidRequest, RemoteOperation, RetryExceeded, RnrRetryExceeded,
         };
-        let sure = op.kind == Kind::Probe && self.lossless;
+        let sure = op.kind == OpKind::Probe && self.lossless;
         match (self.ending, self.ending_at.0 == host) {
             (Ending::None, _) => &[],
             (Ending::PeerVanishes | Ending::LinkDown, _) => &[RetryExceeded],

@@ -15,7 +15,7 @@ const BYTES_MAX: u64 = 32 << 10;
 const BOTH: Access = Access::REMOTE_WRITE.union(Access::REMOTE_READ);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum KeyKind {
     WindowOne,
     WindowTwo,
     /// Registered by work requests.
@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum KeyState {
     Idle,
     /// The work request that opens it is in flight.
     Opening,
@@ -39,8 +39,8 @@ pub(super) enum State {
 /// A key of one end, for its peer.
 #[derive(Debug)]
 pub(super) struct Key {
-    pub(super) kind: Kind,
-    pub(super) state: State,
+    pub(super) kind: KeyKind,
+    pub(super) state: KeyState,
     pub(super) rkey: RKey,
     /// Rights of peers by this key.
     rights: Access,
@@ -60,12 +60,17 @@ pub(super) struct Key {
 
 impl Key {
     pub(super) fn some(rnic: &mut Rnic, pd: Pd, dice: &mut Dice, service: Service) -> Vec<Key> {
-        let kinds = [Kind::WindowOne, Kind::WindowTwo, Kind::Fast, Kind::Region];
+        let kinds = [
+            KeyKind::WindowOne,
+            KeyKind::WindowTwo,
+            KeyKind::Fast,
+            KeyKind::Region,
+        ];
         // A type 2 window serves only the QP that bound it: on XRC that is one that takes no requests.
         let kinds = kinds
             .into_iter()
-            .filter(|kind| service == Service::Rc || *kind != Kind::WindowTwo);
-        let kinds: Vec<Kind> = kinds.filter(|_| dice.one_in(2)).collect();
+            .filter(|kind| service == Service::Rc || *kind != KeyKind::WindowTwo);
+        let kinds: Vec<KeyKind> = kinds.filter(|_| dice.one_in(2)).collect();
         let new = |kind| Key::new(rnic, pd, kind, BOTH);
         kinds.into_iter().map(new).collect()
     }
@@ -73,20 +78,20 @@ impl Key {
     /// Creates a key that allows WRITE or READ alone.
     pub(super) fn of_one_right(rnic: &mut Rnic, pd: Pd, dice: &mut Dice) -> Key {
         let rights = dice.pick(&[Access::REMOTE_WRITE, Access::REMOTE_READ]);
-        Key::new(rnic, pd, Kind::Region, rights)
+        Key::new(rnic, pd, KeyKind::Region, rights)
     }
 
-    fn new(rnic: &mut Rnic, pd: Pd, kind: Kind, rights: Access) -> Key {
+    fn new(rnic: &mut Rnic, pd: Pd, kind: KeyKind, rights: Access) -> Key {
         let made = match kind {
-            Kind::WindowOne => rnic.alloc_mw(pd, WindowType::One),
-            Kind::WindowTwo => rnic.alloc_mw(pd, WindowType::Two),
-            Kind::Fast => rnic.alloc_mr(pd, BYTES_MAX).map(|(_, rkey)| rkey),
-            Kind::Region => Ok(RKey(0)),
+            KeyKind::WindowOne => rnic.alloc_mw(pd, WindowType::One),
+            KeyKind::WindowTwo => rnic.alloc_mw(pd, WindowType::Two),
+            KeyKind::Fast => rnic.alloc_mr(pd, BYTES_MAX).map(|(_, rkey)| rkey),
+            KeyKind::Region => Ok(RKey(0)),
         };
         let nothing = Piece { at: 0, len: 0 };
         Key {
             kind,
-            state: State::Idle,
+            state: KeyState::Idle,
             rkey: made.expect("there are keys"),
             rights,
             arena: nothing,
@@ -104,7 +109,7 @@ impl Key {
     fn take_arena(&mut self, space: &mut Space, dice: &mut Dice) -> bool {
         let len = dice.log_uniform(BYTES_MAX);
         let Some(at) = space.take(len) else { return false };
-        if self.state == State::Open {
+        if self.state == KeyState::Open {
             self.before = Some(self.arena);
             self.ended = Some((self.rkey, self.iova));
         }
@@ -138,8 +143,8 @@ impl Key {
         if !self.take_arena(space, dice) {
             return None;
         }
-        self.state = State::Opening;
-        if self.kind == Kind::Fast {
+        self.state = KeyState::Opening;
+        if self.kind == KeyKind::Fast {
             self.iova = dice.below(1 << 47);
             self.rkey = self.rkey.next();
             let (door, spec) = self.spec(memory);
@@ -150,7 +155,7 @@ impl Key {
         let zero_based = dice.one_in(3);
         let va = reg.va(self.arena.at);
         self.iova = if zero_based { 0 } else { va };
-        if self.kind == Kind::WindowTwo {
+        if self.kind == KeyKind::WindowTwo {
             self.rkey = self.rkey.next();
         }
         let mut access = self.rights;
@@ -185,13 +190,13 @@ impl Key {
                 .map(drop)
         };
         self.door = Some(door);
-        self.state = State::Open;
+        self.state = KeyState::Open;
         done.map_err(|error| format!("registering anew: {error}"))
     }
 
     /// Returns the request that ends a type 1 window.
     pub(super) fn unbind(&self, reg: &Reg) -> Option<Operation> {
-        (self.kind == Kind::WindowOne).then(|| {
+        (self.kind == KeyKind::WindowOne).then(|| {
             Operation::Bind(Bind {
                 window: self.rkey,
                 region: reg.lkey,
@@ -204,31 +209,31 @@ impl Key {
 
     /// Returns a key and an address that grant nothing.
     pub(super) fn nothing(&self) -> Option<(RKey, u64)> {
-        let (rkey, iova) = self.ended.filter(|_| self.kind != Kind::Region)?;
+        let (rkey, iova) = self.ended.filter(|_| self.kind != KeyKind::Region)?;
         match self.state {
-            State::Open | State::Closing | State::Opening if rkey == self.rkey => None,
+            KeyState::Open | KeyState::Closing | KeyState::Opening if rkey == self.rkey => None,
             // The window is being bound again, and its current key is valid until that is done.
-            State::Opening if self.before.is_some() => None,
+            KeyState::Opening if self.before.is_some() => None,
             // Another tag, and an address that the key itself grants.
-            State::Open => Some((rkey, self.iova)),
+            KeyState::Open => Some((rkey, self.iova)),
             _ => Some((rkey, iova)),
         }
     }
 
     /// Returns a key and an address that grant something only on the QP of its own end.
     pub(super) fn foreign(&self) -> Option<(RKey, u64)> {
-        (self.kind == Kind::WindowTwo && self.state == State::Open).then_some((self.rkey, self.iova))
+        (self.kind == KeyKind::WindowTwo && self.state == KeyState::Open).then_some((self.rkey, self.iova))
     }
 
     /// Returns a key, an address that it grants, and the right that it lacks.
     pub(super) fn lacking(&self) -> Option<(RKey, u64, Access)> {
         let lacks = BOTH.difference(self.rights);
-        (self.state == State::Open && !lacks.is_empty()).then_some((self.rkey, self.iova, lacks))
+        (self.state == KeyState::Open && !lacks.is_empty()).then_some((self.rkey, self.iova, lacks))
     }
 
     /// Returns the key that a window would be bound with, while it is unbound.
     pub(super) fn to_bind(&self) -> Option<RKey> {
-        (self.kind == Kind::WindowTwo && self.state == State::Idle).then(|| self.rkey.next())
+        (self.kind == KeyKind::WindowTwo && self.state == KeyState::Idle).then(|| self.rkey.next())
     }
 
     pub(super) fn door(&self) -> Option<&Arc<Door>> {
@@ -237,12 +242,12 @@ impl Key {
 
     /// Handles the completion of the request that opens it. Returns the memory that it had before.
     pub(super) fn opened(&mut self) -> Option<Piece> {
-        self.state = State::Open;
+        self.state = KeyState::Open;
         self.before.take()
     }
 
     pub(super) fn wants_close(&self) -> bool {
-        self.state == State::Open && self.uses_left == 0
+        self.state == KeyState::Open && self.uses_left == 0
     }
 
     /// Returns whether its own user may end it: no operation needs it any more.
@@ -252,7 +257,7 @@ impl Key {
 
     /// Takes memory for an operation of the peer. Returns its location, and the address for it.
     pub(super) fn use_it(&mut self, bytes: u64, right: Access) -> Option<(Piece, u64)> {
-        if self.state != State::Open || self.uses_left == 0 || !self.rights.contains(right) {
+        if self.state != KeyState::Open || self.uses_left == 0 || !self.rights.contains(right) {
             return None;
         }
         let at = self.space.take(bytes)?;
@@ -279,7 +284,7 @@ impl Key {
     /// was shut.
     pub(super) fn close(&mut self) -> (Option<Piece>, Option<Arc<Door>>) {
         self.ended = Some((self.rkey, self.iova));
-        self.state = State::Ended;
+        self.state = KeyState::Ended;
         let door = self.door.take();
         if let Some(door) = &door {
             door.shut.store(true, Ordering::Relaxed);
@@ -288,10 +293,10 @@ impl Key {
     }
 
     fn rest(&mut self) -> Option<Piece> {
-        if self.state != State::Ended || self.users > 0 {
+        if self.state != KeyState::Ended || self.users > 0 {
             return None;
         }
-        self.state = State::Idle;
+        self.state = KeyState::Idle;
         Some(self.arena)
     }
 }

@@ -31,7 +31,7 @@ use words::WordOp;
 const STEPS_PER_OPERATION: u64 = 20_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum OpKind {
     Send,
     Write,
     Read,
@@ -49,7 +49,7 @@ enum Kind {
 #[derive(Debug)]
 struct Op {
     wr_id: u64,
-    kind: Kind,
+    kind: OpKind,
     bytes: u64,
     local: Vec<Piece>,
     remote: Option<Piece>,
@@ -686,43 +686,43 @@ impl Workload {
     }
 }
 
-impl Kind {
+impl OpKind {
     /// Returns the index in [`Report::done`].
     fn index(self) -> usize {
         match self {
-            Kind::Send => 0,
-            Kind::Write => 1,
-            Kind::Read => 2,
-            Kind::Flush => 3,
-            Kind::FetchAdd | Kind::CompareSwap => 4,
-            Kind::AtomicWrite => 5,
-            Kind::Bind | Kind::Register | Kind::LocalInvalidate | Kind::Probe => 6,
+            OpKind::Send => 0,
+            OpKind::Write => 1,
+            OpKind::Read => 2,
+            OpKind::Flush => 3,
+            OpKind::FetchAdd | OpKind::CompareSwap => 4,
+            OpKind::AtomicWrite => 5,
+            OpKind::Bind | OpKind::Register | OpKind::LocalInvalidate | OpKind::Probe => 6,
         }
     }
 
     fn opcode(self) -> WcOpcode {
         match self {
-            Kind::Send | Kind::Probe => WcOpcode::Send,
-            Kind::Write => WcOpcode::Write,
-            Kind::Read => WcOpcode::Read,
-            Kind::Flush => WcOpcode::Flush,
-            Kind::FetchAdd => WcOpcode::FetchAdd,
-            Kind::CompareSwap => WcOpcode::CompareSwap,
-            Kind::AtomicWrite => WcOpcode::AtomicWrite,
-            Kind::Bind => WcOpcode::BindWindow,
-            Kind::Register => WcOpcode::Register,
-            Kind::LocalInvalidate => WcOpcode::LocalInvalidate,
+            OpKind::Send | OpKind::Probe => WcOpcode::Send,
+            OpKind::Write => WcOpcode::Write,
+            OpKind::Read => WcOpcode::Read,
+            OpKind::Flush => WcOpcode::Flush,
+            OpKind::FetchAdd => WcOpcode::FetchAdd,
+            OpKind::CompareSwap => WcOpcode::CompareSwap,
+            OpKind::AtomicWrite => WcOpcode::AtomicWrite,
+            OpKind::Bind => WcOpcode::BindWindow,
+            OpKind::Register => WcOpcode::Register,
+            OpKind::LocalInvalidate => WcOpcode::LocalInvalidate,
         }
     }
 
     /// Returns whether the operation needs no peer.
     fn is_local(self) -> bool {
-        matches!(self, Kind::Bind | Kind::Register | Kind::LocalInvalidate)
+        matches!(self, OpKind::Bind | OpKind::Register | OpKind::LocalInvalidate)
     }
 
     /// Returns whether only data from the peer completes the operation.
     fn takes_answer(self) -> bool {
-        matches!(self, Kind::Read | Kind::FetchAdd | Kind::CompareSwap)
+        matches!(self, OpKind::Read | OpKind::FetchAdd | OpKind::CompareSwap)
     }
 }
 

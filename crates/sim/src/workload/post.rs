@@ -7,7 +7,7 @@ use rdmux_rnic::{
 
 use super::keys;
 use super::words::WordOp;
-use super::{Checked, GUARD, Kind, Op, Piece, Recv, USER_POST, USER_RECV, Workload, tag};
+use super::{Checked, GUARD, Op, OpKind, Piece, Recv, USER_POST, USER_RECV, Workload, tag};
 use crate::memory::Promise;
 
 /// Longest READ whose bytes are sent on.
@@ -113,25 +113,25 @@ impl Workload {
         Some(pieces)
     }
 
-    fn draw_kind(&mut self, qp: usize, host: usize) -> Kind {
+    fn draw_kind(&mut self, qp: usize, host: usize) -> OpKind {
         let flow = &self.flows[qp][host];
         if flow.to_publish.is_some() {
-            return Kind::AtomicWrite;
+            return OpKind::AtomicWrite;
         }
         if flow.to_forward.is_some() {
-            return Kind::Write;
+            return OpKind::Write;
         }
         if flow.held.len() >= 4 {
-            return Kind::Flush;
+            return OpKind::Flush;
         }
         match self.dice.below(100) {
-            0..23 => Kind::Send,
-            23..55 => Kind::Write,
-            55..76 => Kind::Read,
-            76..86 => Kind::Flush,
-            86..91 => Kind::FetchAdd,
-            91..97 => Kind::CompareSwap,
-            _ => Kind::AtomicWrite,
+            0..23 => OpKind::Send,
+            23..55 => OpKind::Write,
+            55..76 => OpKind::Read,
+            76..86 => OpKind::Flush,
+            86..91 => OpKind::FetchAdd,
+            91..97 => OpKind::CompareSwap,
+            _ => OpKind::AtomicWrite,
         }
     }
 
@@ -150,27 +150,27 @@ impl Workload {
         let kind = self.draw_kind(qp, host);
         let shared = self.shared_of(qp, peer);
         let mut bytes = match kind {
-            Kind::Flush => 0,
-            Kind::FetchAdd | Kind::CompareSwap | Kind::AtomicWrite => 8,
+            OpKind::Flush => 0,
+            OpKind::FetchAdd | OpKind::CompareSwap | OpKind::AtomicWrite => 8,
             _ => self.size(),
         };
-        if let (Kind::Send, Some(n)) = (kind, shared) {
+        if let (OpKind::Send, Some(n)) = (kind, shared) {
             bytes = bytes.min(self.sides[peer].objects.shared[n].len);
         }
         let forwarded = self.flows[qp][host].to_forward.as_ref();
         let forwards = forwarded.map(|(_, data)| data.len() as u64);
         bytes = forwards.unwrap_or(bytes);
         let may_be_inline =
-            matches!(kind, Kind::Send | Kind::Write | Kind::AtomicWrite) && forwards.is_none();
+            matches!(kind, OpKind::Send | OpKind::Write | OpKind::AtomicWrite) && forwards.is_none();
         let inline = may_be_inline && bytes <= INLINE_BYTES_MAX as u64 && self.dice.one_in(4);
         let imm = match kind {
-            Kind::Send => self.dice.one_in(2),
-            Kind::Write => self.dice.one_in(4),
+            OpKind::Send => self.dice.one_in(2),
+            OpKind::Write => self.dice.one_in(4),
             _ => false,
         };
         let imm = imm.then(|| self.dice.next() as u32);
-        let receives = kind == Kind::Send || imm.is_some();
-        let invalidates = (kind == Kind::Send && imm.is_none())
+        let receives = kind == OpKind::Send || imm.is_some();
+        let invalidates = (kind == OpKind::Send && imm.is_none())
             .then(|| self.key_to_invalidate(qp, peer))
             .flatten();
 
@@ -179,7 +179,7 @@ impl Workload {
             return Ok(false);
         };
         if let Some(n) = invalidates {
-            self.sides[peer].ends[qp].keys[n].state = keys::State::Closing;
+            self.sides[peer].ends[qp].keys[n].state = keys::KeyState::Closing;
         }
 
         // Draws the content, and computes the effect of the operation.
@@ -191,21 +191,21 @@ impl Workload {
             taken.local = pieces;
         }
         match kind {
-            Kind::Send => {
+            OpKind::Send => {
                 self.sides[host].write_both(&taken.local, &data);
                 self.sides[peer].write_model(&taken.recv, &data);
             }
-            Kind::Write => {
+            OpKind::Write => {
                 if forwards.is_none() {
                     self.sides[host].write_both(&taken.local, &data);
                 }
                 self.sides[peer].write_model(taken.remote.as_slice(), &data);
             }
-            Kind::Read => {
+            OpKind::Read => {
                 self.sides[peer].write_both(taken.remote.as_slice(), &data);
                 self.sides[host].write_model(&taken.local, &data);
             }
-            Kind::AtomicWrite => {
+            OpKind::AtomicWrite => {
                 data.copy_from_slice(&self.sides[peer].words.fresh().to_ne_bytes());
                 self.sides[host].write_both(&taken.local, &data);
                 self.sides[peer].write_model(taken.remote.as_slice(), &data);
@@ -216,18 +216,18 @@ impl Workload {
         let last = self.flows[qp][host].todo == 1;
         let (va, rkey) = (taken.va, taken.rkey.unwrap_or(RKey(0)));
         let operation = match (kind, invalidates) {
-            (Kind::Send, Some(n)) => Operation::SendInvalidate {
+            (OpKind::Send, Some(n)) => Operation::SendInvalidate {
                 rkey: self.sides[peer].ends[qp].keys[n].rkey,
             },
-            (Kind::Send, None) => Operation::Send { imm },
-            (Kind::Write, _) => Operation::Write { va, rkey, imm },
-            (Kind::Read, _) => Operation::Read { va, rkey },
-            (Kind::FetchAdd | Kind::CompareSwap, _) => {
+            (OpKind::Send, None) => Operation::Send { imm },
+            (OpKind::Write, _) => Operation::Write { va, rkey, imm },
+            (OpKind::Read, _) => Operation::Read { va, rkey },
+            (OpKind::FetchAdd | OpKind::CompareSwap, _) => {
                 let (op, operation) = self.word_operation(kind, peer);
                 word = Some(op);
                 operation
             }
-            (Kind::AtomicWrite, _) => {
+            (OpKind::AtomicWrite, _) => {
                 covers = self.flows[qp][host].to_publish.take().unwrap_or_default();
                 if let Some(value) = data.first_chunk()
                     && !covers.is_empty()
@@ -249,14 +249,14 @@ impl Workload {
                 self.flush_of(peer, qp, &covers)
             }
         };
-        let lends = kind == Kind::Read
+        let lends = kind == OpKind::Read
             && (1..=FORWARDED_MAX).contains(&bytes)
             && self.flows[qp][host].todo > 2
             && self.dice.one_in(8);
         if lends {
             self.flows[qp][host].to_forward = Some((taken.local.clone(), data.clone()));
         }
-        let held = kind == Kind::Write
+        let held = kind == OpKind::Write
             && !last
             && taken.key.is_none()
             && bytes < self.bytes_max / 8
@@ -279,7 +279,7 @@ impl Workload {
             let flow = &mut self.flows[qp][host];
             let wr_id = flow.next_recv_id;
             flow.next_recv_id += 1;
-            let content = kind == Kind::Send && shared.is_some();
+            let content = kind == OpKind::Send && shared.is_some();
             flow.recvs.push_back(Recv {
                 wr_id,
                 pieces: taken.recv,
@@ -287,7 +287,7 @@ impl Workload {
                 data: if content { data.clone() } else { Vec::new() },
                 byte_len: bytes as u32,
                 imm,
-                opcode: if kind == Kind::Write {
+                opcode: if kind == OpKind::Write {
                     WcOpcode::RecvRdmaWithImm
                 } else {
                     WcOpcode::Recv
@@ -343,13 +343,13 @@ impl Workload {
         let flow = &mut self.flows[qp][host];
         // The last operation that fits must be signaled, on behalf of the silent ones before it.
         let last = flow.todo <= 1 || flow.outstanding.len() + 1 >= flow.depth;
-        op.signaled = last || op.kind == Kind::Probe || !self.dice.one_in(6);
+        op.signaled = last || op.kind == OpKind::Probe || !self.dice.one_in(6);
         flags.set(SendFlags::SIGNALED, op.signaled);
         op.wr_id = flow.next_wr_id;
         let wr_id = op.wr_id;
         flow.next_wr_id += 1;
         flow.todo = flow.todo.saturating_sub(1);
-        self.report.posted += u64::from(op.kind != Kind::Probe);
+        self.report.posted += u64::from(op.kind != OpKind::Probe);
         let (end, peer) = (&self.sides[host].ends[qp], &self.sides[1 - host]);
         let to = match shared.filter(|_| end.xrc) {
             Some(n) if !operation.is_local() => Target::Srq(peer.objects.shared[n].srqn),
@@ -358,7 +358,7 @@ impl Workload {
         let qpn = end.send_qpn;
         let key = op.key.filter(|_| operation.is_local());
         flow.outstanding.push_back(op);
-        let done = if let (Operation::Bind(bind), Some(keys::Kind::WindowOne)) =
+        let done = if let (Operation::Bind(bind), Some(keys::KeyKind::WindowOne)) =
             (&operation, key.map(|n| end.keys[n].kind))
         {
             let bind = *bind;
@@ -395,7 +395,7 @@ impl Workload {
         &mut self,
         qp: usize,
         host: usize,
-        kind: Kind,
+        kind: OpKind,
         local: u64,
         bytes: u64,
         receives: bool,
@@ -406,8 +406,8 @@ impl Workload {
         };
         taken.local = self.take_pieces(host, local)?;
         let peer = 1 - host;
-        if matches!(kind, Kind::Write | Kind::Read) {
-            let right = if kind == Kind::Write {
+        if matches!(kind, OpKind::Write | OpKind::Read) {
+            let right = if kind == OpKind::Write {
                 Access::REMOTE_WRITE
             } else {
                 Access::REMOTE_READ
@@ -421,7 +421,7 @@ impl Workload {
                 (taken.va, taken.rkey) = (reg.va(at), Some(reg.rkey));
                 taken.remote = Some(Piece { at, len: bytes });
             }
-        } else if kind == Kind::AtomicWrite {
+        } else if kind == OpKind::AtomicWrite {
             let side = &self.sides[peer];
             let word = side.words.published(2 * qp + host);
             let common = &side.objects.common;
@@ -430,7 +430,11 @@ impl Workload {
         }
         if receives {
             let spare = self.dice.below(3) * self.dice.below(100);
-            let need = if kind == Kind::Send { bytes + spare } else { spare };
+            let need = if kind == OpKind::Send {
+                bytes + spare
+            } else {
+                spare
+            };
             let Some(pieces) = self.take_pieces(peer, need) else {
                 self.sides[host].give(&taken.local);
                 match (taken.remote, taken.key) {
@@ -460,9 +464,9 @@ impl Workload {
         false
     }
 
-    fn word_operation(&mut self, kind: Kind, peer: usize) -> (WordOp, Operation) {
+    fn word_operation(&mut self, kind: OpKind, peer: usize) -> (WordOp, Operation) {
         let side = &mut self.sides[peer];
-        let add = kind == Kind::FetchAdd;
+        let add = kind == OpKind::FetchAdd;
         let op = if add {
             side.words.add(&mut self.dice)
         } else {
@@ -551,13 +555,14 @@ impl Workload {
         let n = self.dice.below(keys) as usize;
         let end = &mut side.ends[qp];
         let (key, reg) = (&mut end.keys[n], &end.reg);
-        let idle = key.state == keys::State::Idle;
-        let by_peer = matches!(key.kind, keys::Kind::WindowTwo | keys::Kind::Fast) && self.dice.one_in(2);
+        let idle = key.state == keys::KeyState::Idle;
+        let by_peer =
+            matches!(key.kind, keys::KeyKind::WindowTwo | keys::KeyKind::Fast) && self.dice.one_in(2);
         if !idle && (!key.may_close() || by_peer) {
             return Ok(false);
         }
-        let moves = key.kind == keys::Kind::WindowOne && self.dice.one_in(2);
-        let (kind, operation) = if key.kind == keys::Kind::Region {
+        let moves = key.kind == keys::KeyKind::WindowOne && self.dice.one_in(2);
+        let (kind, operation) = if key.kind == keys::KeyKind::Region {
             let (mut freed, mut door) = (None, None);
             if !idle {
                 (freed, door) = key.close();
@@ -572,17 +577,17 @@ impl Workload {
             let opened = key.open(reg, &side.memory, &mut side.space, &mut self.dice);
             let Some(operation) = opened else { return Ok(false) };
             let kind = if matches!(operation, Operation::Bind(_)) {
-                Kind::Bind
+                OpKind::Bind
             } else {
-                Kind::Register
+                OpKind::Register
             };
             (kind, operation)
         } else {
-            key.state = keys::State::Closing;
+            key.state = keys::KeyState::Closing;
             match key.unbind(reg) {
-                Some(operation) => (Kind::Bind, operation),
+                Some(operation) => (OpKind::Bind, operation),
                 None => (
-                    Kind::LocalInvalidate,
+                    OpKind::LocalInvalidate,
                     Operation::LocalInvalidate { rkey: key.rkey },
                 ),
             }
@@ -601,7 +606,7 @@ impl Workload {
     fn key_to_invalidate(&self, qp: usize, peer: usize) -> Option<usize> {
         let keys = &self.sides[peer].ends[qp].keys;
         let ends = |key: &keys::Key| {
-            matches!(key.kind, keys::Kind::WindowTwo | keys::Kind::Fast) && key.wants_close()
+            matches!(key.kind, keys::KeyKind::WindowTwo | keys::KeyKind::Fast) && key.wants_close()
         };
         keys.iter().position(ends)
     }
@@ -609,7 +614,7 @@ impl Workload {
 
 impl Op {
     /// Creates an operation that moves no bytes.
-    pub(super) fn bare(kind: Kind) -> Op {
+    pub(super) fn bare(kind: OpKind) -> Op {
         Op {
             wr_id: 0,
             kind,

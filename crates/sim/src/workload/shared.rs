@@ -11,7 +11,7 @@ use crate::dice::Dice;
 use crate::memory::Space;
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SharedQueue {
     pub(super) srqn: Srqn,
     /// Posted receives that have not completed.
     pub(super) recvs: BTreeMap<u64, Piece>,
@@ -26,10 +26,10 @@ pub(super) struct Shared {
     left: usize,
 }
 
-impl Shared {
-    pub(super) fn new(srqn: Srqn, depth: u32, range: Range<u64>, dice: &mut Dice) -> Shared {
+impl SharedQueue {
+    pub(super) fn new(srqn: Srqn, depth: u32, range: Range<u64>, dice: &mut Dice) -> SharedQueue {
         let most = (range.end - range.start) / u64::from(4 * depth);
-        Shared {
+        SharedQueue {
             srqn,
             recvs: BTreeMap::new(),
             len: dice.log_uniform(most),

@@ -9,7 +9,7 @@ use rdmux_rnic::{
 
 use super::Checked;
 use super::keys::Key;
-use super::shared::Shared;
+use super::shared::SharedQueue;
 use super::words::Words;
 use crate::dice::Dice;
 use crate::memory::{Door, MemoryKind, SimMemory, Space};
@@ -117,7 +117,7 @@ pub(super) struct Objects {
     pub(super) lazy_cq: Cqn,
     /// Region for words and shared receive queues.
     pub(super) common: Reg,
-    pub(super) shared: Vec<Shared>,
+    pub(super) shared: Vec<SharedQueue>,
 }
 
 pub(super) struct Side {
@@ -391,7 +391,7 @@ impl Objects {
             };
             let srqn = rnic.create_srq(init).expect("its PD and CQ are there");
             let begin = GUARD + layout.room + n * layout.shared_room;
-            Shared::new(srqn, depth, begin..begin + layout.shared_room, dice)
+            SharedQueue::new(srqn, depth, begin..begin + layout.shared_room, dice)
         });
         let shared = shared.collect();
         Objects {
