@@ -27,9 +27,9 @@ use rdmux_verbs::sync::Mutex;
 use rustix::fs::{FileType, FlockOperation, flock};
 use rustix::io::Errno;
 
-pub use self::filter::{Filter, FilterError, Kind};
+pub use self::filter::{Filter, FilterError, PacketKind};
 pub use self::remote::{Capturing, Counts, start};
-use self::writer::{Carried, Input, Record, Writer, flow};
+use self::writer::{CaptureRecord, Carried, Input, Writer, flow};
 
 /// The file that devices of this process are captured to, and its writer.
 static WRITER: Mutex<Option<(PathBuf, Writer)>> = Mutex::new(None);
@@ -132,7 +132,7 @@ impl Capture {
         segment_bytes: usize,
         fate: Option<&Fate>,
     ) {
-        let record = |bytes: &[u8]| Record {
+        let record = |bytes: &[u8]| CaptureRecord {
             at: SystemTime::now(),
             carried: if shared {
                 Carried::SharedMemory
@@ -155,7 +155,7 @@ impl Capture {
         }
         for packet in bytes.chunks(segment_bytes.max(1)) {
             if self.filter.takes(rnic, path.dst, true, packet) {
-                self.input.put(Record {
+                self.input.put(CaptureRecord {
                     sent: false,
                     ..record(packet)
                 });
@@ -167,7 +167,7 @@ impl Capture {
     pub(super) fn arrived(&self, rnic: &Rnic, arrival: &Arrival<'_>, fate: Option<&Fate>) {
         for packet in arrival.bytes.chunks(arrival.segment_bytes.max(1)) {
             if self.filter.takes(rnic, arrival.src, false, packet) {
-                self.input.put(Record {
+                self.input.put(CaptureRecord {
                     at: SystemTime::now(),
                     carried: if arrival.local {
                         Carried::SharedMemory
@@ -201,7 +201,7 @@ impl Capture {
             qpn.value(),
             qpn.value()
         );
-        self.input.put(Record {
+        self.input.put(CaptureRecord {
             at: SystemTime::now(),
             carried: Carried::Event,
             sent: true,

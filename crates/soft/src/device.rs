@@ -31,13 +31,13 @@ use super::srq::{SharedReceiveQueue, XrcDomain};
 
 /// Handle that closes the engine when the last object of the device is dropped.
 #[derive(Debug)]
-struct Handle {
+struct DeviceHandle {
     engine: Arc<Engine>,
     address: IpAddr,
     options: Options,
 }
 
-impl Drop for Handle {
+impl Drop for DeviceHandle {
     fn drop(&mut self) {
         self.engine.close();
     }
@@ -45,7 +45,7 @@ impl Drop for Handle {
 
 /// A device with one of its engines. Each object of the engine holds a clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Device(Arc<Handle>);
+pub(crate) struct Device(Arc<DeviceHandle>);
 
 impl Deref for Device {
     type Target = Engine;
@@ -62,7 +62,7 @@ impl Device {
 
     fn with_engine(address: IpAddr, options: Options, engines: Arc<Engines>) -> Result<Device, OpenError> {
         let engine = Engine::open(address, options, engines)?;
-        Ok(Device(Arc::new(Handle {
+        Ok(Device(Arc::new(DeviceHandle {
             engine,
             address,
             options,
@@ -92,7 +92,7 @@ impl Device {
 
 impl provider::Device for Device {
     fn open_engine(&self) -> Result<Box<dyn provider::Device>, OpenError> {
-        let Handle {
+        let DeviceHandle {
             engine,
             address,
             options,

@@ -65,10 +65,10 @@ pub(crate) use self::watch::Watch;
 use super::capture;
 use super::engines::Engines;
 use super::faults::Leaving;
-use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, ServiceClaim};
+use super::group::{Calls, GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup, ServiceClaim};
 use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
-use super::port::Port;
+use super::port::RnicPort;
 use super::shm::link::{Links, slot_of};
 use super::trace::Level;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
@@ -113,7 +113,7 @@ pub(crate) struct ConnectionEntry {
     /// Queue pair that ends with the connection; `None` once this side has ended the connection.
     pub(crate) qpn: Option<Qpn>,
     /// Entry in the ledger of the address, from the moment that the peer may regard the connection as established.
-    pub(crate) record: Option<Record>,
+    pub(crate) record: Option<LedgerRecord>,
 }
 
 /// Times in ns of the engine's clock at which the sleeping thread and the leader wake at the latest; 0: awake, or looks again by itself.
@@ -125,7 +125,7 @@ struct Sleeps {
 
 /// State that the engine's lock protects.
 pub(crate) struct Core {
-    pub(crate) rnic: Port,
+    pub(crate) rnic: RnicPort,
     rx: RxSocket,
     memberships: Memberships,
     pub(crate) links: Links,
@@ -279,7 +279,7 @@ pub(crate) struct Engine {
     waiting: Option<WaitMode>,
     /// The engines of this device.
     pub(super) engines: Arc<Engines>,
-    group: Mutex<Option<Group>>,
+    group: Mutex<Option<PortGroup>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Leases that the thread slept through to their end while a completion queue was armed.
     #[cfg(test)]
@@ -335,7 +335,7 @@ impl Engine {
         };
         let control = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| io("epoll")(e.into()))?;
         let aside = control.try_clone().map_err(io("epoll"))?;
-        let group = Group::join_with(
+        let group = PortGroup::join_with(
             address,
             Calls {
                 deliver: Box::new(deliver),
@@ -387,7 +387,7 @@ impl Engine {
         static START: OnceLock<Instant> = OnceLock::new();
         let start = *START.get_or_init(Instant::now);
         let now = Time(start.elapsed().as_nanos() as u64);
-        let mut port = Port::new(Rnic::new(config), spec, now);
+        let mut port = RnicPort::new(Rnic::new(config), spec, now);
         let device = DeviceAt {
             address,
             slot: group.slot(),

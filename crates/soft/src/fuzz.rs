@@ -1,7 +1,7 @@
 //! Entry points of the fuzz targets, for bytes that come from files and from other processes of the host. Each panics when something is
 //! wrong.
 
-use super::shm::message::Message;
+use super::shm::message::LinkMessage;
 use super::trace;
 use rdmux_verbs::resources::Item;
 use rdmux_verbs::resources::report::Page;
@@ -14,8 +14,8 @@ pub fn trace(input: &[u8]) {
 /// Parses a message that a device receives on its control socket, or a page that it answers, and checks that whatever is understood can be
 /// written and means the same again.
 pub fn report(input: &[u8]) {
-    if let Some(message) = Message::decode(input) {
-        assert_eq!(Message::decode(&message.encode()), Some(message));
+    if let Some(message) = LinkMessage::decode(input) {
+        assert_eq!(LinkMessage::decode(&message.encode()), Some(message));
     }
     let Some(page) = Page::decode(input) else { return };
     assert_eq!(Page::decode(&page.encode()).as_ref(), Some(&page));

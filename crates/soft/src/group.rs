@@ -50,8 +50,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use self::ledger::Ledger;
-pub(crate) use self::ledger::{OwnRecords, Record};
-use self::message::Message;
+pub(crate) use self::ledger::{LedgerRecord, OwnRecords};
+use self::message::GroupMessage;
 use self::names::Names;
 use self::sockets::Sockets;
 use self::worker::{Role, Worker};
@@ -226,7 +226,7 @@ pub struct MadDatagram {
     pub bytes: Vec<u8>,
 }
 
-/// Receives the messages for this process, on the group's own thread. It must not call back into the [`Group`], and while it runs no
+/// Receives the messages for this process, on the group's own thread. It must not call back into the [`PortGroup`], and while it runs no
 /// message moves on the address.
 pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
 
@@ -259,8 +259,8 @@ pub struct GroupCounters {
 ///
 /// A process may have several, on one address or on many. Dropping it leaves the group. A child that is forked and does
 /// not `exec` keeps its parent's place taken, and must end before the place is free.
-pub struct Group {
-    shared: Arc<Shared>,
+pub struct PortGroup {
+    shared: Arc<GroupShared>,
     socket: RxSocket,
     slot: u8,
     records: Arc<OwnRecords>,
@@ -287,16 +287,16 @@ fn block_of(slot: u8) -> u8 {
 }
 
 /// State that the group's thread and its user share.
-struct Shared {
+struct GroupShared {
     names: Names,
     wake: OwnedFd,
     stop: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<GroupState>,
     counters: Counters,
 }
 
 #[derive(Default)]
-struct State {
+struct GroupState {
     slot: u8,
     /// Services of this place, with the names that reserve them.
     services: Vec<(ServiceId, Arc<ServiceClaim>)>,
@@ -312,14 +312,14 @@ struct Counters {
     undeliverable: AtomicU64,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl GroupShared {
+    fn state(&self) -> MutexGuard<'_, GroupState> {
         // No invariant spans a panic: each change of the state is one push, removal or assignment.
         self.state.lock()
     }
 }
 
-impl State {
+impl GroupState {
     /// Sends this process's slot and services to the holder. If the connection cannot take the message, this ends it, and the thread makes
     /// a new one, which begins with this message.
     fn announce(&mut self) {
@@ -327,7 +327,7 @@ impl State {
         let services = self.services.iter().map(|(id, _)| *id).collect();
         if message::send(
             link,
-            &Message::Announce {
+            &GroupMessage::Announce {
                 slot: self.slot,
                 services,
             },
@@ -340,13 +340,13 @@ impl State {
     }
 }
 
-impl Group {
+impl PortGroup {
     /// Takes a place on port 4791 of the local address `addr`, and becomes the first process there if there is none.
     ///
     /// # Errors
     /// A [`GroupError`] that says who has the port. Where it belongs to a foreign program the call takes 2 s, during
     /// which the survivors of a holder would have come forward.
-    pub fn join(addr: IpAddr, deliver: Deliver) -> Result<Group, GroupError> {
+    pub fn join(addr: IpAddr, deliver: Deliver) -> Result<PortGroup, GroupError> {
         let calls = Calls {
             deliver,
             disconnect_orphans: Box::new(|_| {}),
@@ -355,11 +355,11 @@ impl Group {
         Self::join_with(addr, calls)
     }
 
-    /// Takes a place as [`Group::join`] does, with a thread that also does other work.
+    /// Takes a place as [`PortGroup::join`] does, with a thread that also does other work.
     ///
     /// # Errors
-    /// Those of [`Group::join`].
-    pub(crate) fn join_with(addr: IpAddr, calls: Calls) -> Result<Group, GroupError> {
+    /// Those of [`PortGroup::join`].
+    pub(crate) fn join_with(addr: IpAddr, calls: Calls) -> Result<PortGroup, GroupError> {
         let io = |what| {
             move |e: Errno| GroupError::Io {
                 addr,
@@ -378,9 +378,9 @@ impl Group {
                 Err(e) => return Err(io("bind an abstract Unix socket")(e)),
             };
             let failure = match entry {
-                Entry::Place(role, place) => return Self::start(names, place, role, calls),
-                Entry::NotYet(failure) => failure,
-                Entry::HolderLeft(failure) => {
+                JoinOutcome::Place(role, place) => return Self::start(names, place, role, calls),
+                JoinOutcome::NotYet(failure) => failure,
+                JoinOutcome::HolderLeft(failure) => {
                     // The time for the holder's survivors begins here.
                     deadline = give_up.min(Instant::now() + JOIN_TIMEOUT);
                     failure
@@ -394,7 +394,7 @@ impl Group {
         }
     }
 
-    fn start(names: Names, place: Place, role: Role, calls: Calls) -> Result<Group, GroupError> {
+    fn start(names: Names, place: Place, role: Role, calls: Calls) -> Result<PortGroup, GroupError> {
         let addr = names.addr();
         let io = |what| move |source| GroupError::Io { addr, what, source };
         let Place {
@@ -409,13 +409,13 @@ impl Group {
 
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| io("make an eventfd")(e.into()))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(GroupShared {
             names,
             wake,
             stop: AtomicBool::new(false),
-            state: Mutex::new(State {
+            state: Mutex::new(GroupState {
                 slot,
-                ..State::default()
+                ..GroupState::default()
             }),
             counters: Counters::default(),
         });
@@ -426,7 +426,7 @@ impl Group {
         let thread =
             rdmux_verbs::thread::spawn("rdmux-cm", move || worker.run()).map_err(io("start a thread"))?;
         let thread_id = thread.thread().id();
-        Ok(Group {
+        Ok(PortGroup {
             shared,
             socket,
             slot,
@@ -475,7 +475,7 @@ impl Group {
         self.offer(service, None).map(drop)
     }
 
-    /// Offers `service` as [`Group::register_service`] does, beside the places of this process that share its reservation, if there are any.
+    /// Offers `service` as [`PortGroup::register_service`] does, beside the places of this process that share its reservation, if there are any.
     /// A request for it comes to one of them. Returns the reservation.
     pub(crate) fn offer(
         &self,
@@ -529,7 +529,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for PortGroup {
     fn drop(&mut self) {
         // The holder ends the remaining connections, and another process may use the region.
         self.records.abandon();
@@ -546,9 +546,9 @@ impl Drop for Group {
     }
 }
 
-impl fmt::Debug for Group {
+impl fmt::Debug for PortGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Group")
+        f.debug_struct("PortGroup")
             .field("addr", &self.addr())
             .field("slot", &self.slot)
             .finish_non_exhaustive()
@@ -582,7 +582,7 @@ pub fn route(payload: &[u8]) -> Option<Route> {
 }
 
 /// Outcome of an attempt to take a place.
-enum Entry {
+enum JoinOutcome {
     Place(Role, Place),
     /// Nobody listens, or the group cannot grow at the moment; with the error to report when the time is over.
     NotYet(GroupError),
@@ -591,13 +591,13 @@ enum Entry {
 }
 
 /// Becomes the first process of an address, if no process there has sockets.
-fn found(names: &Names, listener: OwnedFd) -> Result<Entry, GroupError> {
+fn found(names: &Names, listener: OwnedFd) -> Result<JoinOutcome, GroupError> {
     let addr = names.addr();
     let io = |what| move |source| GroupError::Io { addr, what, source };
     let sockets = match Sockets::bind(addr) {
         Ok(sockets) => sockets,
         Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
-            return Ok(Entry::NotYet(GroupError::PortInUse { addr }));
+            return Ok(JoinOutcome::NotYet(GroupError::PortInUse { addr }));
         }
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => return Err(GroupError::NotLocal { addr }),
         Err(source) => return Err(io("bind UDP port 4791")(source)),
@@ -608,7 +608,7 @@ fn found(names: &Names, listener: OwnedFd) -> Result<Entry, GroupError> {
     let claim = claim.map_err(|e| io("bind an abstract Unix socket")(e.into()))?;
     // Processes that are about to end may still have all names of the first block, though no socket.
     let Some((slot, slot_claim)) = claim.filter(|(slot, _)| block_of(*slot) < sockets.blocks()) else {
-        return Ok(Entry::NotYet(GroupError::PortInUse { addr }));
+        return Ok(JoinOutcome::NotYet(GroupError::PortInUse { addr }));
     };
     rustix::net::listen(&listener, worker::BACKLOG).map_err(|e| io("listen on a Unix socket")(e.into()))?;
     let place = Place {
@@ -617,11 +617,11 @@ fn found(names: &Names, listener: OwnedFd) -> Result<Entry, GroupError> {
         sockets,
         ledger: Arc::new(ledger),
     };
-    Ok(Entry::Place(Role::holder(listener), place))
+    Ok(JoinOutcome::Place(Role::holder(listener), place))
 }
 
 /// Takes a slot, and asks the holder for the sockets of its block and the blocks below.
-fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
+fn enter(names: &Names, deadline: Instant) -> Result<JoinOutcome, GroupError> {
     let addr = names.addr();
     let io = |what| {
         move |e: Errno| GroupError::Io {
@@ -633,9 +633,9 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     let link = match names.connect_holder() {
         Ok(link) => link,
         // The holder is between its bind and its listen, or has gone.
-        Err(Errno::CONNREFUSED) => return Ok(Entry::NotYet(GroupError::PortInUse { addr })),
+        Err(Errno::CONNREFUSED) => return Ok(JoinOutcome::NotYet(GroupError::PortInUse { addr })),
         // The holder's backlog is full.
-        Err(Errno::AGAIN) => return Ok(Entry::HolderLeft(GroupError::PortInUse { addr })),
+        Err(Errno::AGAIN) => return Ok(JoinOutcome::HolderLeft(GroupError::PortInUse { addr })),
         Err(e) => return Err(io("connect to the holder of the port")(e)),
     };
     let (uid, pid) = peer_credentials(&link).map_err(|source| GroupError::Io {
@@ -659,11 +659,11 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
             Ok(received) => received,
             // This process has too many.
             Err(Errno::MSGSIZE) => return Err(io("receive descriptors of the group")(Errno::MFILE)),
-            Err(_) => return Ok(Entry::HolderLeft(no_answer())),
+            Err(_) => return Ok(JoinOutcome::HolderLeft(no_answer())),
         };
-        let taking = match (Message::decode(&buffer[..len]), &mut place) {
+        let taking = match (GroupMessage::decode(&buffer[..len]), &mut place) {
             (
-                Some(Message::Welcome {
+                Some(GroupMessage::Welcome {
                     version: message::VERSION,
                     next_slot,
                 }),
@@ -681,33 +681,33 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
                     ledger: Arc::new(ledger),
                 })
             }
-            (Some(Message::Welcome { .. }), None) => return Err(GroupError::OtherVersion { addr, pid }),
-            (Some(Message::Block(block)), Some(place)) if block == place.sockets.blocks() => {
+            (Some(GroupMessage::Welcome { .. }), None) => return Err(GroupError::OtherVersion { addr, pid }),
+            (Some(GroupMessage::Block(block)), Some(place)) if block == place.sockets.blocks() => {
                 if !place.sockets.add(descriptors) {
                     return Err(no_answer());
                 }
                 place
             }
-            (Some(Message::NoBlock(errno)), Some(_)) => {
+            (Some(GroupMessage::NoBlock(errno)), Some(_)) => {
                 let source = io::Error::from_raw_os_error(errno);
-                return Ok(Entry::NotYet(GroupError::NotGrown { addr, pid, source }));
+                return Ok(JoinOutcome::NotYet(GroupError::NotGrown { addr, pid, source }));
             }
             // Messages to all processes.
-            (Some(Message::NextSlot(_) | Message::Mad { .. }), Some(_)) => continue,
-            _ if len == 0 => return Ok(Entry::HolderLeft(no_answer())),
+            (Some(GroupMessage::NextSlot(_) | GroupMessage::Mad { .. }), Some(_)) => continue,
+            _ if len == 0 => return Ok(JoinOutcome::HolderLeft(no_answer())),
             _ => return Err(no_answer()),
         };
         let next = taking.sockets.blocks();
         if next <= block_of(taking.slot) {
-            let want = Message::Want {
+            let want = GroupMessage::Want {
                 slot: taking.slot,
                 block: next,
             };
             if message::send(&link, &want).is_err() {
-                return Ok(Entry::HolderLeft(no_answer()));
+                return Ok(JoinOutcome::HolderLeft(no_answer()));
             }
         } else if let Some(place) = place {
-            return Ok(Entry::Place(Role::Member(link), place));
+            return Ok(JoinOutcome::Place(Role::Member(link), place));
         }
     }
 }

@@ -18,7 +18,7 @@ use super::trace::{self, Level};
 
 /// The engine, and the faults and captures between it and its carriers.
 #[derive(Debug)]
-pub(crate) struct Port {
+pub(crate) struct RnicPort {
     rnic: Rnic,
     /// `None` while there are neither faults nor a capture.
     watch: Option<Box<Watch>>,
@@ -34,7 +34,7 @@ struct Watch {
     capture: Option<Capture>,
 }
 
-impl Deref for Port {
+impl Deref for RnicPort {
     type Target = Rnic;
 
     #[inline]
@@ -43,15 +43,15 @@ impl Deref for Port {
     }
 }
 
-impl DerefMut for Port {
+impl DerefMut for RnicPort {
     #[inline]
     fn deref_mut(&mut self) -> &mut Rnic {
         &mut self.rnic
     }
 }
 
-impl Port {
-    pub(crate) fn new(mut rnic: Rnic, spec: Option<Spec>, now: Time) -> Port {
+impl RnicPort {
+    pub(crate) fn new(mut rnic: Rnic, spec: Option<Spec>, now: Time) -> RnicPort {
         if let Some(spec) = &spec {
             rnic.set_faults(spec);
         }
@@ -61,7 +61,7 @@ impl Port {
                 capture: None,
             })
         });
-        Port {
+        RnicPort {
             rnic,
             watch,
             is_down: false,
@@ -225,7 +225,7 @@ impl Port {
         self.handle_arrival(now, &arrival);
     }
 
-    /// As [`Rnic::handle_arrival`]; packets that fault injection holds back arrive later, by [`Port::handle_timeout`].
+    /// As [`Rnic::handle_arrival`]; packets that fault injection holds back arrive later, by [`RnicPort::handle_timeout`].
     #[inline]
     pub(crate) fn handle_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
         if self.traces_packets {
@@ -318,7 +318,7 @@ impl Port {
         faults.is_some_and(Faults::has_leaving)
     }
 
-    /// Takes the packets of the trains from index `from` on; [`Port::next_leaving`] returns each when its time has come. `shared` tells
+    /// Takes the packets of the trains from index `from` on; [`RnicPort::next_leaving`] returns each when its time has come. `shared` tells
     /// which paths go by shared memory.
     pub(crate) fn take_trains(
         &mut self,

@@ -16,7 +16,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rdmux_soft::group::{Group, GroupError, MadDatagram, SLOTS};
+use rdmux_soft::group::{GroupError, MadDatagram, PortGroup, SLOTS};
 use rdmux_soft::udp::{ROCE_PORT, RxBatch, RxSocket};
 use rdmux_wire::cm::ServiceId;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -160,7 +160,7 @@ fn child() {
     let Ok(addr) = std::env::var("RDMUX_GROUP_ADDR") else {
         return;
     };
-    let group = match Group::join(
+    let group = match PortGroup::join(
         addr.parse().unwrap(),
         Box::new(|mad| println!("@ mad {}", describe(&mad))),
     ) {
@@ -627,7 +627,7 @@ fn join__another_user_is_refused() {
         refused.starts_with("OtherUser") && refused.contains("uid: 65534"),
         "{refused}"
     );
-    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    let refused = PortGroup::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(refused.to_string().contains("in use by process"), "{refused}");
     check_all(&sender, &mut members, "after");
 }
@@ -636,7 +636,7 @@ fn join__another_user_is_refused() {
 fn join__foreign_socket_on_the_port() {
     let addr = IpAddr::from([127, 0, 0, 46]);
     let foreign = UdpSocket::bind((addr, ROCE_PORT)).unwrap();
-    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    let refused = PortGroup::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(matches!(refused, GroupError::PortInUse { .. }), "{refused:?}");
     drop(foreign);
     // A program that would share the port shifts all slots, so it is foreign too.
@@ -645,15 +645,15 @@ fn join__foreign_socket_on_the_port() {
         sharing = RxSocket::bind(SocketAddr::new(addr, ROCE_PORT), true).ok();
         sharing.is_some()
     });
-    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    let refused = PortGroup::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(matches!(refused, GroupError::PortInUse { .. }), "{refused:?}");
     drop(sharing);
-    drop(Group::join(addr, Box::new(|_| {})).unwrap());
+    drop(PortGroup::join(addr, Box::new(|_| {})).unwrap());
 }
 
 #[test]
 fn join__address_of_another_host() {
-    let refused = Group::join(IpAddr::from([192, 0, 2, 1]), Box::new(|_| {})).unwrap_err();
+    let refused = PortGroup::join(IpAddr::from([192, 0, 2, 1]), Box::new(|_| {})).unwrap_err();
     assert!(matches!(refused, GroupError::NotLocal { .. }), "{refused:?}");
     assert!(
         refused
@@ -674,9 +674,9 @@ fn until_forks_are_over(mut attempt: impl FnMut() -> bool) {
 }
 
 /// Joins a group in this process. Returns it, and the messages that it receives.
-fn join(addr: IpAddr) -> (Group, Receiver<MadDatagram>) {
+fn join(addr: IpAddr) -> (PortGroup, Receiver<MadDatagram>) {
     let (tx, rx) = mpsc::channel();
-    let group = Group::join(addr, Box::new(move |mad| drop(tx.send(mad)))).unwrap();
+    let group = PortGroup::join(addr, Box::new(move |mad| drop(tx.send(mad)))).unwrap();
     (group, rx)
 }
 
@@ -700,7 +700,7 @@ fn join__many_times_in_one_process() {
         drop(left);
         until_forks_are_over(|| {
             let (tx, rx) = mpsc::channel();
-            let group = Group::join(addr, Box::new(move |mad| drop(tx.send(mad))));
+            let group = PortGroup::join(addr, Box::new(move |mad| drop(tx.send(mad))));
             group.map(|group| groups.push((group, rx))).is_ok()
         });
         assert_eq!(groups.last().unwrap().0.slot(), slot);
@@ -709,7 +709,7 @@ fn join__many_times_in_one_process() {
             assert_eq!(describe(&mads.recv_timeout(DEADLINE).unwrap()), "x");
         }
     }
-    let sum = |f: fn(&Group) -> u64| groups.iter().map(|(g, _)| f(g)).sum::<u64>();
+    let sum = |f: fn(&PortGroup) -> u64| groups.iter().map(|(g, _)| f(g)).sum::<u64>();
     assert_eq!(sum(|g| g.counters().undeliverable + g.counters().malformed), 0);
 }
 
@@ -776,7 +776,7 @@ fn join__holder_that_does_not_answer() {
     let silent = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     rustix::net::bind(&silent, &holder_name(addr)).unwrap();
     rustix::net::listen(&silent, 4).unwrap();
-    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    let refused = PortGroup::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(
         matches!(refused, GroupError::NoAnswer { pid, .. } if pid == std::process::id() as i32),
         "{refused:?}"
@@ -789,7 +789,7 @@ fn join__holder_that_does_not_answer() {
             let _ = rustix::net::send(&fd, &[1, 1, 77, 77], SendFlags::NOSIGNAL);
         }
     });
-    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    let refused = PortGroup::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(matches!(refused, GroupError::OtherVersion { .. }), "{refused:?}");
     answering.join().unwrap();
 }

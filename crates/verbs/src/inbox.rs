@@ -13,12 +13,12 @@ pub struct Seen(u64);
 /// Events of one connection, listener or attempt, until its owner takes them.
 #[derive(Debug)]
 pub struct Inbox<E> {
-    state: Mutex<State<E>>,
+    state: Mutex<InboxState<E>>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State<E> {
+struct InboxState<E> {
     events: VecDeque<E>,
     changes: u64,
     /// A descriptor of its own, and that of a queue that its owner chose.
@@ -45,7 +45,7 @@ impl<E> Inbox<E> {
 
     fn reporting(own: Option<Registration>) -> Inbox<E> {
         Inbox {
-            state: Mutex::new(State {
+            state: Mutex::new(InboxState {
                 events: VecDeque::new(),
                 changes: 0,
                 own,
@@ -55,7 +55,7 @@ impl<E> Inbox<E> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State<E>> {
+    fn state(&self) -> MutexGuard<'_, InboxState<E>> {
         self.state.lock()
     }
 
@@ -80,7 +80,7 @@ impl<E> Inbox<E> {
         self.change(&mut self.state());
     }
 
-    fn change(&self, state: &mut State<E>) {
+    fn change(&self, state: &mut InboxState<E>) {
         state.changes += 1;
         for registration in [&state.own, &state.chosen].into_iter().flatten() {
             registration.announce();
@@ -111,7 +111,7 @@ impl<E> Inbox<E> {
 
     /// Sleeps until something has changed since a moment. Returns false if the time is over first.
     pub fn wait(&self, since: Seen, timeout: Option<Duration>) -> bool {
-        let unchanged = |state: &mut State<E>| state.changes == since.0;
+        let unchanged = |state: &mut InboxState<E>| state.changes == since.0;
         let state = self.state();
         let Some(timeout) = timeout else {
             drop(self.changed.wait_while(state, unchanged));

@@ -5,7 +5,7 @@ mod why;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use rdmux_soft::trace::{Entry, Trace, traces};
+use rdmux_soft::trace::{Trace, TraceEntry, traces};
 use rdmux_verbs::resources::{AskError, DeviceAt, Item, Object, QpResource, ask, devices, rnics};
 use rdmux_verbs::{QpState, Qpn};
 use serde_json::{Value, json};
@@ -71,7 +71,7 @@ struct Found {
     /// Set when notes of its device are found.
     noted: bool,
     /// Notes of the queue pair and of its device as a whole.
-    entries: Vec<Entry>,
+    entries: Vec<TraceEntry>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -212,7 +212,7 @@ fn on_an_rnic(qpn: Qpn, only: Option<DeviceAt>) -> Option<DeviceAt> {
 }
 
 /// Returns the notes of a queue pair and of its device as a whole.
-fn of_qp(trace: &Trace, qpn: Qpn) -> Vec<Entry> {
+fn of_qp(trace: &Trace, qpn: Qpn) -> Vec<TraceEntry> {
     let entries = trace.entries.iter();
     entries
         .filter(|entry| entry.qpn == qpn || entry.qpn.value() == 0)
@@ -221,7 +221,7 @@ fn of_qp(trace: &Trace, qpn: Qpn) -> Vec<Entry> {
 }
 
 /// Returns the last events of the queue pair and its device.
-fn last(found: &Found) -> &[Entry] {
+fn last(found: &Found) -> &[TraceEntry] {
     &found.entries[found.entries.len().saturating_sub(EVENTS_MAX)..]
 }
 

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
-use rdmux_soft::trace::{Entry, Trace, folders, traces};
+use rdmux_soft::trace::{Trace, TraceEntry, folders, traces};
 use rdmux_verbs::resources::DeviceAt;
 use serde_json::{Value, json};
 
@@ -120,7 +120,7 @@ fn text(trace: &Trace) -> String {
 }
 
 /// Returns events under a header.
-pub(crate) fn table(entries: &[Entry]) -> String {
+pub(crate) fn table(entries: &[TraceEntry]) -> String {
     let rows: Vec<Vec<String>> = entries
         .iter()
         .map(|entry| {
@@ -155,7 +155,7 @@ fn trace_json(trace: &Trace) -> Value {
     })
 }
 
-pub(crate) fn entry_json(entry: &Entry) -> Value {
+pub(crate) fn entry_json(entry: &TraceEntry) -> Value {
     json!({
         "number": entry.number,
         "time": notes::utc(entry.time_ns),

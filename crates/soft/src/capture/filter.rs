@@ -22,12 +22,12 @@ pub struct Filter {
     /// The other end's address.
     pub peer: Option<IpAddr>,
     /// A kind of packet.
-    pub opcode: Option<Kind>,
+    pub opcode: Option<PacketKind>,
 }
 
 /// A kind of packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum PacketKind {
     /// SEND.
     Send,
     /// RDMA WRITE.
@@ -46,15 +46,15 @@ pub enum Kind {
     Cnp,
 }
 
-const KINDS: [(&str, Kind); 8] = [
-    ("send", Kind::Send),
-    ("write", Kind::Write),
-    ("read", Kind::Read),
-    ("atomic", Kind::Atomic),
-    ("flush", Kind::Flush),
-    ("ack", Kind::Ack),
-    ("cm", Kind::Cm),
-    ("cnp", Kind::Cnp),
+const KINDS: [(&str, PacketKind); 8] = [
+    ("send", PacketKind::Send),
+    ("write", PacketKind::Write),
+    ("read", PacketKind::Read),
+    ("atomic", PacketKind::Atomic),
+    ("flush", PacketKind::Flush),
+    ("ack", PacketKind::Ack),
+    ("cm", PacketKind::Cm),
+    ("cnp", PacketKind::Cnp),
 ];
 
 /// Error for a text that is no [`Filter`]: the part, and what may be there.
@@ -151,22 +151,22 @@ impl Filter {
     }
 }
 
-fn kind_of(code: u8, dest: Qpn, packet: &[u8]) -> Option<Kind> {
+fn kind_of(code: u8, dest: Qpn, packet: &[u8]) -> Option<PacketKind> {
     if Cnp::is_cnp(packet) {
-        return Some(Kind::Cnp);
+        return Some(PacketKind::Cnp);
     }
     if dest == Qpn::GSI {
-        return Some(Kind::Cm);
+        return Some(PacketKind::Cm);
     }
     Some(match Opcode::from_code(code)?.operation {
-        Operation::Acknowledge => Kind::Ack,
-        Operation::AtomicAcknowledge => Kind::Atomic,
-        Operation::ReadRequest => Kind::Read,
-        Operation::Flush => Kind::Flush,
-        operation if operation.is_send() => Kind::Send,
-        operation if operation.is_write() => Kind::Write,
-        operation if operation.is_atomic() => Kind::Atomic,
-        _ => Kind::Read,
+        Operation::Acknowledge => PacketKind::Ack,
+        Operation::AtomicAcknowledge => PacketKind::Atomic,
+        Operation::ReadRequest => PacketKind::Read,
+        Operation::Flush => PacketKind::Flush,
+        operation if operation.is_send() => PacketKind::Send,
+        operation if operation.is_write() => PacketKind::Write,
+        operation if operation.is_atomic() => PacketKind::Atomic,
+        _ => PacketKind::Read,
     })
 }
 
@@ -180,7 +180,7 @@ mod tests {
         let expected = Filter {
             qp: Some(Qpn::new(0x3001a)),
             peer: Some([10, 0, 0, 2].into()),
-            opcode: Some(Kind::Write),
+            opcode: Some(PacketKind::Write),
         };
         assert_eq!(filter, expected);
         assert_eq!(filter.to_string().parse(), Ok(filter));

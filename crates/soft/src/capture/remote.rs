@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
 use super::Filter;
-use crate::shm::message::{self, Message};
+use crate::shm::message::{self, LinkMessage};
 
 /// Time that the device has for its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -57,7 +57,7 @@ pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing
         None,
     );
     let (done, theirs) = pair.map_err(io::Error::from)?;
-    let ask = Message::Capture { filter: *filter }.encode();
+    let ask = LinkMessage::Capture { filter: *filter }.encode();
     send_bytes(&socket, &ask, &[file.as_fd(), theirs.as_fd()]).map_err(|_| AskError::Ended { pid })?;
     drop(theirs);
     if !readable(&socket, PATIENCE)? {
@@ -65,9 +65,12 @@ pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing
     }
     let mut buffer = [0; message::LEN_MAX];
     let answer = receive_with_descriptors(&socket, &mut buffer);
-    match answer.ok().and_then(|(len, _)| Message::decode(&buffer[..len])) {
-        Some(Message::Welcome) => Ok(Capturing { socket, done, pid }),
-        Some(Message::Refused(Refusal::Full)) => {
+    match answer
+        .ok()
+        .and_then(|(len, _)| LinkMessage::decode(&buffer[..len]))
+    {
+        Some(LinkMessage::Welcome) => Ok(Capturing { socket, done, pid }),
+        Some(LinkMessage::Refused(Refusal::Full)) => {
             let busy = "another capture of it is running";
             Err(AskError::Io(io::Error::new(io::ErrorKind::AddrInUse, busy)))
         }

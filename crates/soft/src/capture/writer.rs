@@ -35,7 +35,7 @@ pub(super) enum Carried {
 
 /// A train of packets, or an event.
 #[derive(Debug)]
-pub(super) struct Record {
+pub(super) struct CaptureRecord {
     pub(super) at: SystemTime,
     pub(super) carried: Carried,
     /// Set when this side built it: packet `i` has identification `i`.
@@ -48,8 +48,8 @@ pub(super) struct Record {
     pub(super) note: Option<String>,
 }
 
-enum Message {
-    Of(u32, Record),
+enum WriterMessage {
+    Of(u32, CaptureRecord),
     /// Asks for all records before it to be in the file, with the counts.
     Sync(Sender<()>),
 }
@@ -67,7 +67,7 @@ type Devices = Arc<Mutex<Vec<(String, Arc<Counts>)>>>;
 /// Sending side of the queue to a capture's file. Each device holds one; the capture ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(super) struct Writer {
-    queue: SyncSender<Message>,
+    queue: SyncSender<WriterMessage>,
     /// Bytes in the queue.
     bytes: Arc<AtomicUsize>,
     devices: Devices,
@@ -132,7 +132,7 @@ impl Writer {
 
 impl Input {
     /// Adds a record to the queue. Never waits: a record that finds no room is dropped and counted.
-    pub(super) fn put(&self, record: Record) {
+    pub(super) fn put(&self, record: CaptureRecord) {
         let packets = match record.carried {
             Carried::Event => 0,
             _ => record.bytes.len().div_ceil(record.segment_bytes.max(1)) as u64,
@@ -141,7 +141,12 @@ impl Input {
         self.counts.packets.fetch_add(packets, Relaxed);
         let writer = &self.writer;
         let fits = writer.bytes.fetch_add(bytes, Relaxed) + bytes <= BYTES_MAX;
-        if !fits || writer.queue.try_send(Message::Of(self.device, record)).is_err() {
+        if !fits
+            || writer
+                .queue
+                .try_send(WriterMessage::Of(self.device, record))
+                .is_err()
+        {
             writer.bytes.fetch_sub(bytes, Relaxed);
             self.counts.dropped.fetch_add(packets.max(1), Relaxed);
         }
@@ -150,7 +155,7 @@ impl Input {
     /// Waits, for a limited time, until all records in the queue are in the file.
     pub(super) fn sync(&self) {
         let (done, wait) = channel();
-        let mut message = Message::Sync(done);
+        let mut message = WriterMessage::Sync(done);
         // The thread empties a full queue, unless the file takes nothing.
         for _ in 0..100 {
             match self.writer.queue.try_send(message) {
@@ -188,7 +193,7 @@ struct Out {
 }
 
 impl Out {
-    fn run(&mut self, records: &Receiver<Message>) {
+    fn run(&mut self, records: &Receiver<WriterMessage>) {
         loop {
             let message = match records.try_recv() {
                 Ok(message) => message,
@@ -202,14 +207,14 @@ impl Out {
                 }
             };
             match message {
-                Message::Of(device, record) => {
+                WriterMessage::Of(device, record) => {
                     self.bytes.fetch_sub(record.bytes.len(), Relaxed);
                     self.write(device, &record);
                     if self.pending.len() >= WRITE_BYTES {
                         self.flush();
                     }
                 }
-                Message::Sync(done) => {
+                WriterMessage::Sync(done) => {
                     self.end();
                     let _ = done.send(());
                 }
@@ -278,7 +283,7 @@ impl Out {
         self.interfaces - 1
     }
 
-    fn write(&mut self, device: u32, record: &Record) {
+    fn write(&mut self, device: u32, record: &CaptureRecord) {
         let interface = self.interface(device, record.carried);
         let at = since_1970_ns(record.at);
         let mut frame = Vec::new();
@@ -399,8 +404,8 @@ mod tests {
 
     use super::*;
 
-    fn record(bytes: usize) -> Record {
-        Record {
+    fn record(bytes: usize) -> CaptureRecord {
+        CaptureRecord {
             at: SystemTime::now(),
             carried: Carried::SharedMemory,
             sent: true,

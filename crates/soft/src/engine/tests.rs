@@ -753,14 +753,14 @@ fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
 }
 
 /// A device with a completion queue and a queue pair.
-pub(super) type End = (Device, CompletionQueue, QueuePair);
+pub(super) type EngineEnd = (Device, CompletionQueue, QueuePair);
 
 /// Returns an end on each of two addresses.
-fn ends(hosts: [u8; 2]) -> [End; 2] {
+fn ends(hosts: [u8; 2]) -> [EngineEnd; 2] {
     ends_with(hosts, Options::default)
 }
 
-pub(super) fn ends_with(hosts: [u8; 2], options: impl Fn() -> Options) -> [End; 2] {
+pub(super) fn ends_with(hosts: [u8; 2], options: impl Fn() -> Options) -> [EngineEnd; 2] {
     hosts.map(|host| {
         let device = open_with(IpAddr::from([127, 0, 14, host]), options()).unwrap();
         let cq = device.create_cq(64).unwrap();
@@ -774,7 +774,7 @@ pub(super) fn ends_with(hosts: [u8; 2], options: impl Fn() -> Options) -> [End; 
 }
 
 /// Brings up the queue pairs of two ends towards each other.
-pub(super) fn bring_up(ends: &[End; 2]) {
+pub(super) fn bring_up(ends: &[EngineEnd; 2]) {
     for ((device, _, qp), (peer, _, peer_qp)) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
         let (init, mut rtr, rts) = steps(device, peer_qp.qpn());
         rtr.path = rtr.path.map(|path| Path {
@@ -840,9 +840,9 @@ fn look_before_sleep__beside_a_watch_loses_no_wake_up() {
     });
 }
 
-fn loses_no_wake_up(ends: &[End; 2]) {
+fn loses_no_wake_up(ends: &[EngineEnd; 2]) {
     bring_up(ends);
-    let look = |(device, cq, _): &End, (): &mut ()| {
+    let look = |(device, cq, _): &EngineEnd, (): &mut ()| {
         let engine = device.engine();
         if engine
             .look_before_sleep(|| cq.take_event().then_some(()))
@@ -859,12 +859,12 @@ fn loses_no_wake_up(ends: &[End; 2]) {
 /// Lets each side answer the other, and wait for events of both requests: by `sleep` whenever it has found nothing since it armed its
 /// queue, with a state of its own.
 pub(super) fn exchange<S>(
-    ends: &[End; 2],
+    ends: &[EngineEnd; 2],
     state: impl Fn() -> S + Sync,
-    sleep: impl Fn(&End, &mut S) + Sync,
+    sleep: impl Fn(&EngineEnd, &mut S) + Sync,
 ) {
     const MESSAGES: u64 = 2_000;
-    let side = |end: &End, first: bool| {
+    let side = |end: &EngineEnd, first: bool| {
         let (_, cq, qp) = end;
         let receive = || {
             let sges = SgeList::EMPTY;

@@ -184,7 +184,7 @@ impl OwnRecords {
     }
 
     /// Records a connection for as long as the result lives; `None` if there is no room.
-    pub(crate) fn record(self: &Arc<Self>, peering: &Peering) -> Option<Record> {
+    pub(crate) fn record(self: &Arc<Self>, peering: &Peering) -> Option<LedgerRecord> {
         let mut places = self.places();
         if self.abandoned.load(Relaxed) {
             return None;
@@ -200,7 +200,7 @@ impl OwnRecords {
         self.write(index, &encode(peering));
         self.write_used(places.used);
         drop(places);
-        Some(Record {
+        Some(LedgerRecord {
             records: self.clone(),
             index,
         })
@@ -209,12 +209,12 @@ impl OwnRecords {
 
 /// Record of a connection.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub(crate) struct LedgerRecord {
     records: Arc<OwnRecords>,
     index: u32,
 }
 
-impl Drop for Record {
+impl Drop for LedgerRecord {
     fn drop(&mut self) {
         let mut places = self.records.places();
         if self.records.abandoned.load(Relaxed) {
@@ -254,7 +254,7 @@ mod tests {
     fn record__stays_until_it_is_dropped() {
         let ledger = Arc::new(Ledger::create().unwrap());
         let own = Arc::new(OwnRecords::new(ledger.clone(), 3));
-        let mut records: Vec<Record> = (0..5).filter_map(|n| own.record(&peering(3, n))).collect();
+        let mut records: Vec<LedgerRecord> = (0..5).filter_map(|n| own.record(&peering(3, n))).collect();
         let seen = Ledger::from_fd(ledger.as_fd().try_clone_to_owned().unwrap()).unwrap();
         assert_eq!(seen.read(3), [0, 1, 2, 3, 4].map(|n| peering(3, n)));
         assert!(seen.is_dirty(3) && !seen.is_dirty(2) && !seen.is_dirty(4));
@@ -277,7 +277,7 @@ mod tests {
             Arc::new(OwnRecords::new(ledger.clone(), 2)),
         );
         let _others = next.record(&peering(2, 1));
-        let records: Vec<Record> = (0..RECORDS_MAX)
+        let records: Vec<LedgerRecord> = (0..RECORDS_MAX)
             .filter_map(|n| own.record(&peering(1, n)))
             .collect();
         assert_eq!(records.len(), RECORDS_MAX as usize);

@@ -37,7 +37,7 @@ const BLOCK_OF_SOCKETS: u8 = 6;
 const NO_BLOCK: u8 = 7;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Message<'a> {
+pub(super) enum GroupMessage<'a> {
     /// Holder to new connection. Carries the group's ledger.
     Welcome { version: u16, next_slot: u8 },
     /// Member to holder: its slot and its services; sent again at each change.
@@ -54,20 +54,20 @@ pub(super) enum Message<'a> {
     NoBlock(i32),
 }
 
-impl<'a> Message<'a> {
+impl<'a> GroupMessage<'a> {
     fn encode(&self) -> Vec<u8> {
         match self {
-            Message::Welcome { version, next_slot } => {
+            GroupMessage::Welcome { version, next_slot } => {
                 let version = version.to_ne_bytes();
                 vec![WELCOME, *next_slot, version[0], version[1]]
             }
-            Message::Announce { slot, services } => {
+            GroupMessage::Announce { slot, services } => {
                 let mut out = vec![ANNOUNCE, *slot];
                 out.extend(services.iter().flat_map(|s| s.0.to_ne_bytes()));
                 out
             }
-            Message::NextSlot(slot) => vec![NEXT_SLOT, *slot],
-            Message::Mad { src, bytes } => {
+            GroupMessage::NextSlot(slot) => vec![NEXT_SLOT, *slot],
+            GroupMessage::Mad { src, bytes } => {
                 let (family, ip, scope) = match src {
                     SocketAddr::V4(a) => (4, a.ip().to_ipv6_mapped(), 0),
                     SocketAddr::V6(a) => (6, *a.ip(), a.scope_id()),
@@ -79,9 +79,9 @@ impl<'a> Message<'a> {
                 out.extend(*bytes);
                 out
             }
-            Message::Want { slot, block } => vec![WANT, *slot, *block],
-            Message::Block(block) => vec![BLOCK_OF_SOCKETS, *block],
-            Message::NoBlock(errno) => {
+            GroupMessage::Want { slot, block } => vec![WANT, *slot, *block],
+            GroupMessage::Block(block) => vec![BLOCK_OF_SOCKETS, *block],
+            GroupMessage::NoBlock(errno) => {
                 let mut out = vec![NO_BLOCK];
                 out.extend(errno.to_ne_bytes());
                 out
@@ -102,12 +102,12 @@ impl<'a> Message<'a> {
                 // The version comes first: everything else may depend on it.
                 let version = u16::from_ne_bytes(*rest.get(1..)?.first_chunk()?);
                 if version != VERSION {
-                    return Some(Message::Welcome {
+                    return Some(GroupMessage::Welcome {
                         version,
                         next_slot: 1,
                     });
                 }
-                Some(Message::Welcome {
+                Some(GroupMessage::Welcome {
                     version,
                     next_slot: slot_of(rest[0]).filter(|_| rest.len() == 3)?,
                 })
@@ -124,14 +124,14 @@ impl<'a> Message<'a> {
                     .iter()
                     .map(|s| ServiceId(u64::from_ne_bytes(*s)))
                     .collect();
-                Some(Message::Announce {
+                Some(GroupMessage::Announce {
                     slot: slot_of(slot)?,
                     services,
                 })
             }
             NEXT_SLOT => {
                 let [slot] = rest else { return None };
-                Some(Message::NextSlot(slot_of(*slot)?))
+                Some(GroupMessage::NextSlot(slot_of(*slot)?))
             }
             MAD => {
                 let (&family, rest) = rest.split_first()?;
@@ -144,19 +144,19 @@ impl<'a> Message<'a> {
                     6 => SocketAddrV6::new(ip, port, 0, u32::from_ne_bytes(*scope)).into(),
                     _ => return None,
                 };
-                (bytes.len() <= MAD_BYTES_MAX).then_some(Message::Mad { src, bytes })
+                (bytes.len() <= MAD_BYTES_MAX).then_some(GroupMessage::Mad { src, bytes })
             }
             WANT => {
                 let (&slot, rest) = rest.split_first()?;
-                Some(Message::Want {
+                Some(GroupMessage::Want {
                     slot: slot_of(slot)?,
                     block: block_of(rest)?,
                 })
             }
-            BLOCK_OF_SOCKETS => block_of(rest).map(Message::Block),
+            BLOCK_OF_SOCKETS => block_of(rest).map(GroupMessage::Block),
             NO_BLOCK => {
                 let errno = i32::from_ne_bytes(rest.try_into().ok()?);
-                ERRNOS.contains(&errno).then_some(Message::NoBlock(errno))
+                ERRNOS.contains(&errno).then_some(GroupMessage::NoBlock(errno))
             }
             _ => None,
         }
@@ -164,7 +164,7 @@ impl<'a> Message<'a> {
 }
 
 /// Sends without waiting; fails with `AGAIN` when the other side does not read.
-pub(super) fn send(fd: impl AsFd, message: &Message<'_>) -> Result<(), Errno> {
+pub(super) fn send(fd: impl AsFd, message: &GroupMessage<'_>) -> Result<(), Errno> {
     rustix::net::send(fd, &message.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
     Ok(())
 }
@@ -172,7 +172,7 @@ pub(super) fn send(fd: impl AsFd, message: &Message<'_>) -> Result<(), Errno> {
 /// Sends a message with `descriptors`.
 pub(super) fn send_with_descriptors(
     fd: impl AsFd,
-    message: &Message<'_>,
+    message: &GroupMessage<'_>,
     descriptors: &[BorrowedFd<'_>],
 ) -> Result<(), Errno> {
     send_bytes(fd, &message.encode(), descriptors)
@@ -210,34 +210,34 @@ mod tests {
 
     use super::*;
 
-    fn all() -> Vec<Message<'static>> {
+    fn all() -> Vec<GroupMessage<'static>> {
         let v4 = SocketAddr::from((Ipv4Addr::new(10, 0, 0, 1), 49_152));
         let v6 = SocketAddr::from(SocketAddrV6::new(Ipv6Addr::LOCALHOST, 1, 0, 7));
         vec![
-            Message::Welcome {
+            GroupMessage::Welcome {
                 version: VERSION,
                 next_slot: 15,
             },
-            Message::Announce {
+            GroupMessage::Announce {
                 slot: 1,
                 services: vec![],
             },
-            Message::Announce {
+            GroupMessage::Announce {
                 slot: 2,
                 services: (0..SERVICES_MAX as u64).map(ServiceId).collect(),
             },
-            Message::NextSlot(3),
-            Message::Mad {
+            GroupMessage::NextSlot(3),
+            GroupMessage::Mad {
                 src: v4,
                 bytes: &[1; 280],
             },
-            Message::Mad {
+            GroupMessage::Mad {
                 src: v6,
                 bytes: &[2; MAD_BYTES_MAX],
             },
-            Message::Want { slot: 1, block: 0 },
-            Message::Block(BLOCKS - 1),
-            Message::NoBlock(24),
+            GroupMessage::Want { slot: 1, block: 0 },
+            GroupMessage::Block(BLOCKS - 1),
+            GroupMessage::NoBlock(24),
         ]
     }
 
@@ -246,7 +246,7 @@ mod tests {
         for message in all() {
             let bytes = message.encode();
             assert!(bytes.len() < LEN_MAX);
-            assert_eq!(Message::decode(&bytes), Some(message));
+            assert_eq!(GroupMessage::decode(&bytes), Some(message));
         }
     }
 
@@ -255,28 +255,28 @@ mod tests {
         for message in all() {
             let mut bytes = message.encode();
             for len in 0..bytes.len() {
-                assert_ne!(Message::decode(&bytes[..len]), Some(message.clone()));
+                assert_ne!(GroupMessage::decode(&bytes[..len]), Some(message.clone()));
             }
             bytes.extend([0; LEN_MAX]);
-            assert_eq!(Message::decode(&bytes), None);
+            assert_eq!(GroupMessage::decode(&bytes), None);
         }
     }
 
     #[test]
     fn decode__slot_outside_the_group() {
         for slot in [0, SLOTS as u8, 255] {
-            assert_eq!(Message::decode(&[NEXT_SLOT, slot]), None);
-            assert_eq!(Message::decode(&[ANNOUNCE, slot]), None);
+            assert_eq!(GroupMessage::decode(&[NEXT_SLOT, slot]), None);
+            assert_eq!(GroupMessage::decode(&[ANNOUNCE, slot]), None);
         }
-        assert_eq!(Message::decode(&[WANT, 1, BLOCKS]), None);
-        assert_eq!(Message::decode(&[WANT, 0, 1]), None);
-        assert_eq!(Message::decode(&[BLOCK_OF_SOCKETS, BLOCKS]), None);
+        assert_eq!(GroupMessage::decode(&[WANT, 1, BLOCKS]), None);
+        assert_eq!(GroupMessage::decode(&[WANT, 0, 1]), None);
+        assert_eq!(GroupMessage::decode(&[BLOCK_OF_SOCKETS, BLOCKS]), None);
     }
 
     #[test]
     fn decode__number_of_no_error() {
         for errno in [i32::MIN, -1, 0, 4096, i32::MAX] {
-            assert_eq!(Message::decode(&Message::NoBlock(errno).encode()), None);
+            assert_eq!(GroupMessage::decode(&GroupMessage::NoBlock(errno).encode()), None);
         }
     }
 
@@ -284,7 +284,7 @@ mod tests {
     fn decode__welcome_of_another_version_shows_it() {
         let later = (VERSION + 1).to_ne_bytes();
         let welcome = [WELCOME, 200, later[0], later[1], 9, 9, 9];
-        let decoded = Message::decode(&welcome);
-        assert!(matches!(decoded, Some(Message::Welcome { version, .. }) if version == VERSION + 1));
+        let decoded = GroupMessage::decode(&welcome);
+        assert!(matches!(decoded, Some(GroupMessage::Welcome { version, .. }) if version == VERSION + 1));
     }
 }

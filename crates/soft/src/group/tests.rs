@@ -85,7 +85,7 @@ fn join__ends_the_connections_of_the_former_process_first() {
         disconnect_orphans: Box::new(move |peerings| tell.send(peerings).unwrap()),
         aside: None,
     };
-    let holder = Group::join_with(addr, calls).unwrap();
+    let holder = PortGroup::join_with(addr, calls).unwrap();
     let names = Names::new(addr);
     let link = names.connect_holder().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -108,9 +108,9 @@ fn join__ends_the_connections_of_the_former_process_first() {
     };
     let records = Arc::new(OwnRecords::new(ledger, slot));
     std::mem::forget(records.record(&left).unwrap());
-    message::send(&link, &Message::Want { slot, block: 0 }).unwrap();
+    message::send(&link, &GroupMessage::Want { slot, block: 0 }).unwrap();
     let (bytes, descriptors) = next();
-    assert_eq!(Message::decode(&bytes), Some(Message::Block(0)));
+    assert_eq!(GroupMessage::decode(&bytes), Some(GroupMessage::Block(0)));
     assert_eq!(descriptors.len(), usize::from(BLOCK));
     assert_eq!(told.try_recv(), Ok(vec![left]));
 }

@@ -14,9 +14,9 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
 use super::ledger::Ledger;
-use super::message::{self, Message};
+use super::message::{self, GroupMessage};
 use super::sockets::{Grown, Growth, Sockets};
-use super::{Calls, MadDatagram, Route, SLOTS, Shared, block_of, route};
+use super::{Calls, GroupShared, MadDatagram, Route, SLOTS, block_of, route};
 use crate::udp::{RxBatch, RxSocket};
 
 /// Connections that wait to be accepted.
@@ -106,7 +106,7 @@ impl Holder {
             peer.asked = None;
             if peer.wants.take_if(|wanted| *wanted >= block).is_some() {
                 // One that does not read finds out by the end of its patience.
-                let _ = message::send(&peer.fd, &Message::NoBlock(errno.raw_os_error()));
+                let _ = message::send(&peer.fd, &GroupMessage::NoBlock(errno.raw_os_error()));
             }
         }
     }
@@ -144,7 +144,7 @@ impl Peer {
 }
 
 pub(super) struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<GroupShared>,
     sockets: Sockets,
     ledger: Arc<Ledger>,
     cm_socket: RxSocket,
@@ -158,7 +158,7 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<GroupShared>,
         (sockets, ledger): (Sockets, Arc<Ledger>),
         (slot, cm_socket): (u8, RxSocket),
         role: Role,
@@ -286,7 +286,7 @@ impl Worker {
                     Some(Route::Everyone) => {
                         for peer in &holder.peers {
                             let src = datagram.src;
-                            let _ = message::send(&peer.fd, &Message::Mad { src, bytes });
+                            let _ = message::send(&peer.fd, &GroupMessage::Mad { src, bytes });
                         }
                         Target::Own
                     }
@@ -304,7 +304,7 @@ impl Worker {
                         let peer = &mut holder.peers[i];
                         match message::send(
                             &peer.fd,
-                            &Message::Mad {
+                            &GroupMessage::Mad {
                                 src: datagram.src,
                                 bytes,
                             },
@@ -376,7 +376,7 @@ impl Worker {
                 };
                 holder.peers.remove(i);
             }
-            let welcome = Message::Welcome {
+            let welcome = GroupMessage::Welcome {
                 version: message::VERSION,
                 next_slot: self.next_slot,
             };
@@ -414,8 +414,8 @@ impl Worker {
                     Ok(received) => received,
                 };
                 peer.given = None;
-                match Message::decode(&self.buffer[..len]) {
-                    Some(Message::Announce { slot, services }) if slot != self.slot => {
+                match GroupMessage::decode(&self.buffer[..len]) {
+                    Some(GroupMessage::Announce { slot, services }) if slot != self.slot => {
                         if peer.slot != Some(slot) {
                             self.next_slot = after(slot);
                             // The slot's new process has cleared it.
@@ -428,17 +428,17 @@ impl Worker {
                             other.1.gone |= other.1.slot == Some(slot);
                         }
                     }
-                    Some(Message::Want { slot, block }) if peer.slot.is_none() => {
+                    Some(GroupMessage::Want { slot, block }) if peer.slot.is_none() => {
                         (peer.joins, peer.wants) = (Some(slot), Some(block));
                         taken.push(slot);
                     }
                     // An answer that comes late, after the block came from another process, is of no use.
-                    Some(Message::Block(block)) if peer.slot.is_some() => {
+                    Some(GroupMessage::Block(block)) if peer.slot.is_some() => {
                         if peer.asked.take().is_some() && block == self.sockets.blocks() {
                             peer.gone = !self.sockets.add(descriptors);
                         }
                     }
-                    Some(Message::NoBlock(errno)) if peer.slot.is_some() => {
+                    Some(GroupMessage::NoBlock(errno)) if peer.slot.is_some() => {
                         refusal = peer
                             .asked
                             .take()
@@ -466,7 +466,7 @@ impl Worker {
         if self.next_slot != next_slot {
             for peer in &holder.peers {
                 // A member that does not read misses a hint.
-                let _ = message::send(&peer.fd, &Message::NextSlot(self.next_slot));
+                let _ = message::send(&peer.fd, &GroupMessage::NextSlot(self.next_slot));
             }
         }
     }
@@ -489,7 +489,7 @@ impl Worker {
             if given >= GIVEN_MAX {
                 continue;
             }
-            match message::send_with_descriptors(&peer.fd, &Message::Block(block), &sockets) {
+            match message::send_with_descriptors(&peer.fd, &GroupMessage::Block(block), &sockets) {
                 Ok(()) => {
                     (peer.wants, peer.given) = (None, Some(now + BLOCK_TIME));
                     given += 1;
@@ -524,7 +524,7 @@ impl Worker {
             // One that does not read does not answer either.
             let _ = message::send(
                 &peer.fd,
-                &Message::Want {
+                &GroupMessage::Want {
                     slot: self.slot,
                     block,
                 },
@@ -561,27 +561,27 @@ impl Worker {
             let received = match message::receive(link, &mut self.buffer) {
                 Err(Errno::AGAIN) => return,
                 Err(_) | Ok(0) => None,
-                Ok(len) => Message::decode(&self.buffer[..len]),
+                Ok(len) => GroupMessage::decode(&self.buffer[..len]),
             };
             match received {
-                Some(Message::Mad { src, bytes }) => (self.calls.deliver)(MadDatagram {
+                Some(GroupMessage::Mad { src, bytes }) => (self.calls.deliver)(MadDatagram {
                     src,
                     bytes: bytes.to_vec(),
                 }),
-                Some(Message::NextSlot(slot)) => self.next_slot = slot,
-                Some(Message::Want { block, .. }) => {
+                Some(GroupMessage::NextSlot(slot)) => self.next_slot = slot,
+                Some(GroupMessage::Want { block, .. }) => {
                     let sent = match self.sockets.block(block) {
                         Some(sockets) => {
-                            message::send_with_descriptors(link, &Message::Block(block), &sockets)
+                            message::send_with_descriptors(link, &GroupMessage::Block(block), &sockets)
                         }
                         None => Err(Errno::NOENT),
                     };
                     if let Err(errno) = sent {
-                        let _ = message::send(link, &Message::NoBlock(errno.raw_os_error()));
+                        let _ = message::send(link, &GroupMessage::NoBlock(errno.raw_os_error()));
                     }
                 }
                 // The greeting of a new holder, whose sockets this process already has.
-                Some(Message::Welcome {
+                Some(GroupMessage::Welcome {
                     version: message::VERSION,
                     ..
                 }) => {}
@@ -644,7 +644,7 @@ enum Target {
     Absent,
 }
 
-fn target(shared: &Shared, peers: &[Peer], own_slot: u8, to: Route) -> Target {
+fn target(shared: &GroupShared, peers: &[Peer], own_slot: u8, to: Route) -> Target {
     let peer = |found: &dyn Fn(&Peer) -> bool| peers.iter().position(|p| !p.gone && found(p));
     match to {
         Route::Everyone => Target::Own,

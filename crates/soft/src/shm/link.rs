@@ -24,10 +24,10 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
 
-use super::message::{self, Message};
+use super::message::{self, LinkMessage};
 use crate::capture::Capture;
 use crate::group::SLOTS;
-use crate::port::Port;
+use crate::port::RnicPort;
 use crate::udp;
 
 mod tell;
@@ -59,7 +59,7 @@ fn peer_of(info: &QpInfo) -> Option<(IpAddr, u8)> {
 }
 
 #[derive(Debug)]
-enum State {
+enum LinkState {
     /// Accepted; the peer has sent nothing yet.
     Unknown,
     /// A root process, while this process belongs to another user: it may list the objects, and nothing else.
@@ -72,7 +72,7 @@ enum State {
 }
 
 #[derive(Debug)]
-struct Link {
+struct ShmLink {
     id: u64,
     /// The epoll set that contains the connection.
     control: Arc<OwnedFd>,
@@ -85,7 +85,7 @@ struct Link {
     open: Arc<AtomicBool>,
     /// Set when the link is to end although the peer lives.
     alive: bool,
-    state: State,
+    state: LinkState,
 }
 
 /// All links of an engine.
@@ -100,7 +100,7 @@ pub(crate) struct Links {
     control: Arc<OwnedFd>,
     /// Readable when a peer has rung its doorbell: see [`Links::awake`].
     doorbells: Arc<OwnedFd>,
-    list: Vec<Link>,
+    list: Vec<ShmLink>,
     next_id: u64,
     /// Peers without a link, with the reason and the time of the last attempt.
     refused: HashMap<(IpAddr, u8), (Why, Instant)>,
@@ -195,7 +195,7 @@ impl Links {
     /// Returns how far a peer has come with the data sent to it; `None` where packets may get lost.
     pub(crate) fn progress(&self, peer: (IpAddr, u8)) -> Option<LinkProgress> {
         let link = self.list.iter().find(|link| link.peer == Some(peer))?;
-        let State::Up(channel) = &link.state else {
+        let LinkState::Up(channel) = &link.state else {
             return None;
         };
         (!self.loses && !channel.peer_loses()).then(|| channel.progress())
@@ -216,7 +216,7 @@ impl Links {
         self.list
             .iter_mut()
             .filter_map(|link| match (&mut link.state, link.peer) {
-                (State::Up(channel), Some(peer)) => Some((peer, &mut **channel)),
+                (LinkState::Up(channel), Some(peer)) => Some((peer, &mut **channel)),
                 _ => None,
             })
     }
@@ -232,7 +232,7 @@ impl Links {
     /// Returns whether trains wait for room of which the peer may notify nobody.
     #[inline]
     pub(crate) fn have_waiting(&self) -> bool {
-        let waits = |link: &Link| matches!(&link.state, State::Up(channel) if channel.has_waiting());
+        let waits = |link: &ShmLink| matches!(&link.state, LinkState::Up(channel) if channel.has_waiting());
         self.list.iter().any(waits)
     }
 
@@ -241,7 +241,7 @@ impl Links {
     pub(crate) fn send(&mut self, peer: (IpAddr, u8), meta: Meta, bytes: &[u8]) -> bool {
         for link in &mut self.list {
             if link.peer == Some(peer)
-                && let State::Up(channel) = &mut link.state
+                && let LinkState::Up(channel) = &mut link.state
             {
                 let sent = channel.send(meta, bytes);
                 if sent.is_err() {
@@ -255,16 +255,16 @@ impl Links {
 
     /// Returns whether there is a link to the process of a slot.
     pub(crate) fn reach(&self, peer: (IpAddr, u8)) -> bool {
-        let up = |link: &Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        let up = |link: &ShmLink| link.peer == Some(peer) && matches!(link.state, LinkState::Up(_));
         self.list.iter().any(up)
     }
 
     /// Processes arrived packets; returns how many trains.
     #[inline]
-    pub(crate) fn receive(&mut self, rnic: &mut Port, now: Time) -> usize {
+    pub(crate) fn receive(&mut self, rnic: &mut RnicPort, now: Time) -> usize {
         let mut total = 0;
         for link in &mut self.list {
-            let (State::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
+            let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
             if channel.has_waiting() && channel.send_waiting().is_err() {
@@ -303,7 +303,7 @@ impl Links {
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         self.asleep += 1;
         for link in &mut self.list {
-            let State::Up(channel) = &mut link.state else {
+            let LinkState::Up(channel) = &mut link.state else {
                 continue;
             };
             match channel.prepare_sleep() {
@@ -338,7 +338,7 @@ impl Links {
     #[inline]
     pub(crate) fn peer_cpu(&self) -> Option<u32> {
         let link = self.list.iter().find(|link| link.id == self.heard_last)?;
-        let State::Up(channel) = &link.state else {
+        let LinkState::Up(channel) = &link.state else {
             return None;
         };
         channel.peer_cpu()
@@ -362,7 +362,7 @@ impl Links {
         if self
             .list
             .iter()
-            .any(|link| link.peer == Some(peer) && matches!(link.state, State::Up(_)))
+            .any(|link| link.peer == Some(peer) && matches!(link.state, LinkState::Up(_)))
         {
             rnic.set_local(qpn, true);
             return;
@@ -385,10 +385,10 @@ impl Links {
     pub(crate) fn why_not(&self, info: &QpInfo) -> Option<Why> {
         let peer = peer_of(info)?;
         let mut links = self.list.iter().filter(|link| link.peer == Some(peer));
-        if links.clone().any(|link| matches!(link.state, State::Up(_))) {
+        if links.clone().any(|link| matches!(link.state, LinkState::Up(_))) {
             return None;
         }
-        if links.any(|link| matches!(link.state, State::Asked(_))) {
+        if links.any(|link| matches!(link.state, LinkState::Asked(_))) {
             return Some(Why::NotYet);
         }
         Some(self.refused.get(&peer).map_or(Why::NotHere, |(why, _)| *why))
@@ -419,7 +419,7 @@ impl Links {
         let (doorbell, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .map_err(Why::System)?;
-        let hello = Message::Hello {
+        let hello = LinkMessage::Hello {
             address: self.address,
             slot: self.slot,
         };
@@ -430,8 +430,14 @@ impl Links {
             Errno::PIPE | Errno::CONNRESET => last_word(&socket),
             errno => Why::System(errno),
         })?;
-        self.add(socket, pid, process, Some(peer), State::Asked(Box::new(channel)))
-            .map_err(Why::System)?;
+        self.add(
+            socket,
+            pid,
+            process,
+            Some(peer),
+            LinkState::Asked(Box::new(channel)),
+        )
+        .map_err(Why::System)?;
         // The peer's earlier answer says nothing about the present.
         self.refused.remove(&peer);
         Ok(())
@@ -443,7 +449,7 @@ impl Links {
         pid: i32,
         process: Result<Arc<Process>, NotDirect>,
         peer: Option<(IpAddr, u8)>,
-        state: State,
+        state: LinkState,
     ) -> Result<(), Errno> {
         let id = self.next_id;
         self.next_id += 1;
@@ -458,7 +464,7 @@ impl Links {
                 once,
             )?;
         }
-        self.list.push(Link {
+        self.list.push(ShmLink {
             id,
             control: Arc::clone(&self.control),
             socket,
@@ -473,7 +479,7 @@ impl Links {
     }
 
     /// Handles the input of peers: connections, messages, and ends. Returns whether a link has come up.
-    pub(crate) fn serve(&mut self, rnic: &mut Port, now: Time) -> bool {
+    pub(crate) fn serve(&mut self, rnic: &mut RnicPort, now: Time) -> bool {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
@@ -499,7 +505,7 @@ impl Links {
                 id => self.hear(rnic, now, id),
             }
         }
-        self.list.retain(|link| !matches!(link.state, State::Over));
+        self.list.retain(|link| !matches!(link.state, LinkState::Over));
         std::mem::take(&mut self.met)
     }
 
@@ -522,32 +528,36 @@ impl Links {
                 Err(Why::OtherUser(ROOT)) => (0, true),
                 Err(why) => {
                     if why == Why::UnknownUser {
-                        let _ = say(&socket, &Message::Refused(Refusal::UnknownUser), &[]);
+                        let _ = say(&socket, &LinkMessage::Refused(Refusal::UnknownUser), &[]);
                     }
                     continue;
                 }
             };
             if self.list.len() >= LINKS_MAX {
                 let capturing = self.capturing;
-                let unknown = |link: &Link| {
-                    matches!(link.state, State::Unknown | State::Looks)
+                let unknown = |link: &ShmLink| {
+                    matches!(link.state, LinkState::Unknown | LinkState::Looks)
                         && link.peer.is_none()
                         && capturing != Some(link.id)
                 };
                 let Some(i) = self.list.iter().position(unknown) else {
-                    let _ = say(&socket, &Message::Refused(Refusal::Full), &[]);
+                    let _ = say(&socket, &LinkMessage::Refused(Refusal::Full), &[]);
                     continue;
                 };
                 self.list.remove(i);
             }
-            let state = if only_looks { State::Looks } else { State::Unknown };
+            let state = if only_looks {
+                LinkState::Looks
+            } else {
+                LinkState::Unknown
+            };
             let process = Process::of(pid, socket.as_fd());
             let _ = self.add(socket, pid, process, None, state);
         }
     }
 
     /// Reads the messages of one peer.
-    fn hear(&mut self, rnic: &mut Port, now: Time, id: u64) {
+    fn hear(&mut self, rnic: &mut RnicPort, now: Time, id: u64) {
         for _ in 0..MESSAGES_PER_TURN {
             let Some(i) = self.list.iter().position(|link| link.id == id) else {
                 return;
@@ -561,7 +571,7 @@ impl Links {
                 // The peer has gone.
                 Ok((0, _)) => return self.part(rnic, now, i),
                 Err(_) => None,
-                Ok((len, descriptors)) => Message::decode(&buffer[..len]).and_then(|message| {
+                Ok((len, descriptors)) => LinkMessage::decode(&buffer[..len]).and_then(|message| {
                     self.handle(rnic, now, i, message, descriptors)?;
                     Some(message)
                 }),
@@ -572,7 +582,7 @@ impl Links {
                     return self.part(rnic, now, i);
                 }
                 // A page is long: others have their turn before the next one.
-                Some(Message::List(_)) => return,
+                Some(LinkMessage::List(_)) => return,
                 Some(_) => {}
             }
         }
@@ -581,18 +591,18 @@ impl Links {
     /// Handles a message; returns `None` if the link is to end.
     fn handle(
         &mut self,
-        rnic: &mut Port,
+        rnic: &mut RnicPort,
         now: Time,
         i: usize,
-        message: Message,
+        message: LinkMessage,
         descriptors: Vec<OwnedFd>,
     ) -> Option<()> {
         let on = self.on;
         let link = &mut self.list[i];
         match (message, &mut link.state) {
-            (Message::Hello { address, slot }, State::Unknown) => {
+            (LinkMessage::Hello { address, slot }, LinkState::Unknown) => {
                 if !on {
-                    let _ = say(&link.socket, &Message::Refused(Refusal::Off), &[]);
+                    let _ = say(&link.socket, &LinkMessage::Refused(Refusal::Off), &[]);
                     return None;
                 }
                 let [file, doorbell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
@@ -607,26 +617,27 @@ impl Links {
                     return None;
                 }
                 channel.tell_loses(self.loses);
-                say(&link.socket, &Message::Welcome, &[]).ok()?;
+                say(&link.socket, &LinkMessage::Welcome, &[]).ok()?;
                 link.peer = Some((address, slot));
-                link.state = State::Up(Box::new(channel));
+                link.state = LinkState::Up(Box::new(channel));
                 self.tell_waiting(rnic, (address, slot));
             }
-            (Message::Welcome, State::Asked(_)) => {
+            (LinkMessage::Welcome, LinkState::Asked(_)) => {
                 let peer = link.peer?;
-                let State::Asked(mut channel) = std::mem::replace(&mut link.state, State::Over) else {
+                let LinkState::Asked(mut channel) = std::mem::replace(&mut link.state, LinkState::Over)
+                else {
                     return None;
                 };
                 channel.add_doorbell_to(&self.doorbells).ok()?;
-                link.state = State::Up(channel);
+                link.state = LinkState::Up(channel);
                 self.tell_waiting(rnic, peer);
             }
-            (Message::Refused(refusal), State::Asked(_)) => {
+            (LinkMessage::Refused(refusal), LinkState::Asked(_)) => {
                 let peer = link.peer?;
                 self.refuse(peer, Why::Refused(refusal));
                 return None;
             }
-            (Message::Ask { rkey, of, by }, State::Up(channel)) => {
+            (LinkMessage::Ask { rkey, of, by }, LinkState::Up(channel)) => {
                 let peer = link.peer?;
                 let granted = if self.grants {
                     grant(channel, rnic, peer, rkey, of, by)
@@ -634,14 +645,14 @@ impl Links {
                     Err(Refusal::Off)
                 };
                 let (answer, file) = match granted {
-                    Ok((offer, file)) => (Message::Granted(offer), file),
-                    Err(reason) => (Message::Denied { rkey, by, reason }, None),
+                    Ok((offer, file)) => (LinkMessage::Granted(offer), file),
+                    Err(reason) => (LinkMessage::Denied { rkey, by, reason }, None),
                 };
                 let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
                 // A peer that does not read its messages gets no answer.
                 let _ = say(&link.socket, &answer, &files);
             }
-            (Message::Granted(offer), State::Up(channel)) => {
+            (LinkMessage::Granted(offer), LinkState::Up(channel)) => {
                 if !is_between(rnic, offer.by, link.peer?) {
                     return Some(());
                 }
@@ -650,26 +661,26 @@ impl Links {
                     Err(reason) => self.keep_reason(rnic, offer.by, reason),
                 }
             }
-            (Message::Denied { by, reason, .. }, State::Up(_)) => {
+            (LinkMessage::Denied { by, reason, .. }, LinkState::Up(_)) => {
                 if is_between(rnic, by, link.peer?) {
                     self.keep_reason(rnic, by, NotDirect::Denied(reason));
                 }
             }
-            (Message::Capture { filter }, State::Unknown) if link.peer.is_none() => {
+            (LinkMessage::Capture { filter }, LinkState::Unknown) if link.peer.is_none() => {
                 if self.capturing.is_some() || rnic.is_captured() {
-                    let _ = say(&link.socket, &Message::Refused(Refusal::Full), &[]);
+                    let _ = say(&link.socket, &LinkMessage::Refused(Refusal::Full), &[]);
                     return None;
                 }
                 let [file, done] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
                 let device = format!("{}/{}", self.address, self.slot);
                 rnic.capture(Capture::to(file, done, device, filter).ok()?);
                 self.capturing = Some(link.id);
-                say(&self.list[i].socket, &Message::Welcome, &[]).ok()?;
+                say(&self.list[i].socket, &LinkMessage::Welcome, &[]).ok()?;
                 self.keep_to_packets();
                 self.revoke(|_| true);
                 rnic.forget_grants();
             }
-            (Message::List(Question { object, from }), State::Unknown | State::Looks)
+            (LinkMessage::List(Question { object, from }), LinkState::Unknown | LinkState::Looks)
                 if link.peer.is_none() =>
             {
                 let page = self.page(rnic, object, from).encode();
@@ -696,7 +707,7 @@ impl Links {
     }
 
     /// Takes down a link. If the peer has gone, its connections end too, after all packets that it sent; else packets go by UDP.
-    fn part(&mut self, rnic: &mut Port, now: Time, i: usize) {
+    fn part(&mut self, rnic: &mut RnicPort, now: Time, i: usize) {
         if self.capturing == Some(self.list[i].id) {
             self.capturing = None;
             rnic.end_capture();
@@ -706,13 +717,13 @@ impl Links {
         }
         let link = &mut self.list[i];
         link.open.store(false, Ordering::Relaxed);
-        let state = std::mem::replace(&mut link.state, State::Over);
+        let state = std::mem::replace(&mut link.state, LinkState::Over);
         let (peer, alive) = (link.peer, link.alive);
         let Some(peer) = peer else { return };
         let had = |qpn| slot_of(qpn) == peer.1;
         match state {
-            State::Asked(_) if !self.refused.contains_key(&peer) => self.refuse(peer, Why::NotHere),
-            State::Up(mut channel) => {
+            LinkState::Asked(_) if !self.refused.contains_key(&peer) => self.refuse(peer, Why::NotHere),
+            LinkState::Up(mut channel) => {
                 if alive {
                     self.refuse(peer, Why::GivenUp);
                 }
@@ -729,7 +740,7 @@ impl Links {
                 }
             }
             // This side gave the link up.
-            State::Unknown => self.refuse(peer, Why::GivenUp),
+            LinkState::Unknown => self.refuse(peer, Why::GivenUp),
             _ => {}
         }
         for qpn in rnic.qps_to(peer.0, had) {
@@ -761,11 +772,11 @@ impl Links {
         if !self.grants {
             return self.keep_reason(rnic, by, NotDirect::KeptToPackets);
         }
-        let up = |link: &&Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        let up = |link: &&ShmLink| link.peer == Some(peer) && matches!(link.state, LinkState::Up(_));
         if let Some(link) = self.list.iter().find(up) {
             let of = info.dest_qpn;
             // A peer that does not read its messages is not asked.
-            let _ = say(&link.socket, &Message::Ask { rkey, of, by }, &[]);
+            let _ = say(&link.socket, &LinkMessage::Ask { rkey, of, by }, &[]);
         }
     }
 
@@ -797,23 +808,23 @@ impl Links {
     }
 }
 
-impl Link {
+impl ShmLink {
     /// Ends this side of the connection, since the peer broke the rules or does not answer. The end of the connection takes down the rest.
     fn give_up(&mut self) {
         self.leave();
-        self.state = State::Unknown;
+        self.state = LinkState::Unknown;
     }
 
     /// Tells the peer that the link ends, but not because this process has gone.
     fn leave(&mut self) {
         self.open.store(false, Ordering::Relaxed);
         self.alive = true;
-        let _ = say(&self.socket, &Message::Over, &[]);
+        let _ = say(&self.socket, &LinkMessage::Over, &[]);
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
     }
 }
 
-impl Drop for Link {
+impl Drop for ShmLink {
     fn drop(&mut self) {
         // Closing is not enough: a forked child holds the descriptors too.
         let _ = epoll::delete(&self.control, &self.socket);
@@ -862,13 +873,13 @@ fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
 /// Returns why a peer closed the connection before it received anything.
 fn last_word(socket: &OwnedFd) -> Why {
     let mut buffer = [0; message::LEN_MAX];
-    match receive_with_descriptors(socket, &mut buffer).map(|(len, _)| Message::decode(&buffer[..len])) {
-        Ok(Some(Message::Refused(refusal))) => Why::Refused(refusal),
+    match receive_with_descriptors(socket, &mut buffer).map(|(len, _)| LinkMessage::decode(&buffer[..len])) {
+        Ok(Some(LinkMessage::Refused(refusal))) => Why::Refused(refusal),
         _ => Why::NotHere,
     }
 }
 
-fn say(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+fn say(socket: impl AsFd, message: &LinkMessage, descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     send_bytes(socket, &message.encode(), descriptors)
 }
 

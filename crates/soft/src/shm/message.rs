@@ -17,7 +17,7 @@ pub(crate) use rdmux_verbs::resources::report::VERSION;
 pub(crate) const LEN_MAX: usize = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Message {
+pub(crate) enum LinkMessage {
     /// Asks for a link. Carries the segment and the doorbell.
     Hello { address: IpAddr, slot: u8 },
     /// The link is up.
@@ -48,14 +48,14 @@ const DENIED: u8 = 6;
 const OVER: u8 = 7;
 const CAPTURE: u8 = 10;
 
-impl Message {
+impl LinkMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let with_version = |kind: u8| {
             let version = VERSION.to_ne_bytes();
             vec![kind, version[0], version[1]]
         };
         match self {
-            Message::Hello { address, slot } => {
+            LinkMessage::Hello { address, slot } => {
                 let mut out = with_version(HELLO);
                 let (family, octets) = match address {
                     IpAddr::V4(v4) => (4, v4.to_ipv6_mapped().octets()),
@@ -65,23 +65,23 @@ impl Message {
                 out.extend(octets);
                 out
             }
-            Message::Welcome => with_version(WELCOME),
-            Message::Over => with_version(OVER),
-            Message::List(question) => question.encode(),
-            Message::Capture { filter } => {
+            LinkMessage::Welcome => with_version(WELCOME),
+            LinkMessage::Over => with_version(OVER),
+            LinkMessage::List(question) => question.encode(),
+            LinkMessage::Capture { filter } => {
                 let mut out = with_version(CAPTURE);
                 let filter = filter.to_string();
                 out.push(filter.len() as u8);
                 out.extend(filter.into_bytes());
                 out
             }
-            Message::Refused(refusal) => {
+            LinkMessage::Refused(refusal) => {
                 let mut out = with_version(REFUSED);
                 out.push(*refusal as u8);
                 out
             }
-            Message::Ask { rkey, of, by } => words(ASK, &[rkey.0, of.value(), by.value()]),
-            Message::Granted(granted) => {
+            LinkMessage::Ask { rkey, of, by } => words(ASK, &[rkey.0, of.value(), by.value()]),
+            LinkMessage::Granted(granted) => {
                 let mut out = words(
                     GRANTED,
                     &[
@@ -103,18 +103,18 @@ impl Message {
                 }
                 out
             }
-            Message::Denied { rkey, by, reason } => words(DENIED, &[rkey.0, by.value(), *reason as u32]),
+            LinkMessage::Denied { rkey, by, reason } => words(DENIED, &[rkey.0, by.value(), *reason as u32]),
         }
     }
 
     /// Returns `None` for bytes that no encoder produces.
-    pub(crate) fn decode(packet: &[u8]) -> Option<Message> {
+    pub(crate) fn decode(packet: &[u8]) -> Option<LinkMessage> {
         let (&kind, rest) = packet.split_first()?;
         if let HELLO | WELCOME | REFUSED | OVER | LIST | CAPTURE = kind {
             // The version comes first: everything else may depend on it.
             let (version, rest) = rest.split_first_chunk()?;
             if u16::from_ne_bytes(*version) != VERSION {
-                return Some(Message::Refused(Refusal::Version));
+                return Some(LinkMessage::Refused(Refusal::Version));
             }
             return match (kind, rest) {
                 (HELLO, [slot, family, octets @ ..]) => {
@@ -125,17 +125,17 @@ impl Message {
                         _ => return None,
                     };
                     let slot = *slot;
-                    Some(Message::Hello { address, slot })
+                    Some(LinkMessage::Hello { address, slot })
                 }
-                (WELCOME, []) => Some(Message::Welcome),
-                (OVER, []) => Some(Message::Over),
-                (LIST, _) => Question::decode(packet).map(Message::List),
+                (WELCOME, []) => Some(LinkMessage::Welcome),
+                (OVER, []) => Some(LinkMessage::Over),
+                (LIST, _) => Question::decode(packet).map(LinkMessage::List),
                 (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
                     let text = str::from_utf8(text).ok()?;
                     let filter: Filter = text.parse().ok()?;
-                    (filter.to_string() == text).then_some(Message::Capture { filter })
+                    (filter.to_string() == text).then_some(LinkMessage::Capture { filter })
                 }
-                (REFUSED, [refusal]) => Refusal::from_repr(*refusal).map(Message::Refused),
+                (REFUSED, [refusal]) => Refusal::from_repr(*refusal).map(LinkMessage::Refused),
                 _ => None,
             };
         }
@@ -149,17 +149,17 @@ impl Message {
         let (numbers, odd) = rest.as_chunks();
         let number = |i: usize| numbers.get(i).map_or(0, |n| u64::from_ne_bytes(*n));
         match (kind, numbers.len(), odd) {
-            (ASK, 0, []) => Some(Message::Ask {
+            (ASK, 0, []) => Some(LinkMessage::Ask {
                 rkey: RKey(word(0)),
                 of: qpn(1)?,
                 by: qpn(2)?,
             }),
-            (DENIED, 0, []) => Some(Message::Denied {
+            (DENIED, 0, []) => Some(LinkMessage::Denied {
                 rkey: RKey(word(0)),
                 by: qpn(1)?,
                 reason: u8::try_from(word(2)).ok().and_then(Refusal::from_repr)?,
             }),
-            (GRANTED, 5, []) => Some(Message::Granted(Offer {
+            (GRANTED, 5, []) => Some(LinkMessage::Granted(Offer {
                 rkey: RKey(word(0)),
                 by: qpn(1)?,
                 index: word(2),
@@ -190,7 +190,7 @@ mod tests {
 
     use super::*;
 
-    fn all() -> Vec<Message> {
+    fn all() -> Vec<LinkMessage> {
         let (rkey, by, of) = (RKey(0x1234_5678), Qpn::new(0x01_0002), Qpn::new(0x02_0003));
         let granted = Offer {
             rkey,
@@ -205,38 +205,42 @@ mod tests {
             left: 77,
         };
         let mut all = vec![
-            Message::Hello {
+            LinkMessage::Hello {
                 address: IpAddr::from([127, 0, 0, 1]),
                 slot: 15,
             },
-            Message::Hello {
+            LinkMessage::Hello {
                 address: IpAddr::V6(Ipv6Addr::LOCALHOST),
                 slot: 1,
             },
-            Message::Welcome,
-            Message::Over,
-            Message::List(Question {
+            LinkMessage::Welcome,
+            LinkMessage::Over,
+            LinkMessage::List(Question {
                 object: rdmux_verbs::resources::Object::Mr,
                 from: 0x01_0203 << 32,
             }),
-            Message::Capture {
+            LinkMessage::Capture {
                 filter: Filter::default(),
             },
-            Message::Capture {
+            LinkMessage::Capture {
                 filter: Filter {
                     qp: Some(Qpn::new(0xff_ffff)),
                     peer: Some(Ipv6Addr::from([0xfe; 16]).into()),
-                    opcode: Some(crate::capture::Kind::Atomic),
+                    opcode: Some(crate::capture::PacketKind::Atomic),
                 },
             },
-            Message::Ask { rkey, of, by },
-            Message::Granted(granted),
+            LinkMessage::Ask { rkey, of, by },
+            LinkMessage::Granted(granted),
         ];
-        all.extend(Refusal::VARIANTS.iter().map(|&reason| Message::Refused(reason)));
         all.extend(
             Refusal::VARIANTS
                 .iter()
-                .map(|&reason| Message::Denied { rkey, by, reason }),
+                .map(|&reason| LinkMessage::Refused(reason)),
+        );
+        all.extend(
+            Refusal::VARIANTS
+                .iter()
+                .map(|&reason| LinkMessage::Denied { rkey, by, reason }),
         );
         all
     }
@@ -246,7 +250,7 @@ mod tests {
         for message in all() {
             let bytes = message.encode();
             assert!(bytes.len() < LEN_MAX);
-            assert_eq!(Message::decode(&bytes), Some(message));
+            assert_eq!(LinkMessage::decode(&bytes), Some(message));
         }
     }
 
@@ -255,10 +259,14 @@ mod tests {
         for message in all() {
             let mut bytes = message.encode();
             for len in 0..bytes.len() {
-                assert_eq!(Message::decode(&bytes[..len]), None, "{message:?} cut to {len}");
+                assert_eq!(
+                    LinkMessage::decode(&bytes[..len]),
+                    None,
+                    "{message:?} cut to {len}"
+                );
             }
             bytes.push(0);
-            assert_eq!(Message::decode(&bytes), None, "{message:?} and a byte");
+            assert_eq!(LinkMessage::decode(&bytes), None, "{message:?} and a byte");
         }
     }
 
@@ -266,7 +274,10 @@ mod tests {
     fn decode__another_version() {
         let mut hello = all()[0].encode();
         hello[1..3].copy_from_slice(&(VERSION + 1).to_ne_bytes());
-        assert_eq!(Message::decode(&hello), Some(Message::Refused(Refusal::Version)));
+        assert_eq!(
+            LinkMessage::decode(&hello),
+            Some(LinkMessage::Refused(Refusal::Version))
+        );
     }
 
     #[test]
@@ -289,8 +300,8 @@ mod tests {
                 1 => bytes.resize_with(bytes.len() + next() % LEN_MAX, || next() as u8),
                 _ => {}
             }
-            match Message::decode(&bytes) {
-                None | Some(Message::Refused(Refusal::Version)) => {}
+            match LinkMessage::decode(&bytes) {
+                None | Some(LinkMessage::Refused(Refusal::Version)) => {}
                 Some(message) => {
                     assert_eq!(message.encode(), bytes, "{message:?}");
                     understood += 1;

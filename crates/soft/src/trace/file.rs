@@ -21,7 +21,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, pwrite};
 
-use super::record::{Entry, RECORD_BYTES, seal};
+use super::record::{RECORD_BYTES, TraceEntry, seal};
 
 /// Number of traces of ended processes that are kept: the newest. The others are removed when a device is opened.
 pub const KEPT_MAX: usize = 16;
@@ -137,7 +137,7 @@ impl TraceFile {
 
     fn write(&mut self, qpn: Qpn, note: Note) {
         self.number += 1;
-        let entry = Entry {
+        let entry = TraceEntry {
             number: self.number,
             time_ns: self.base_ns + self.last.0,
             qpn,
@@ -390,17 +390,17 @@ pub struct Trace {
     /// Set while its process lives.
     pub alive: bool,
     /// Notes, oldest first.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<TraceEntry>,
 }
 
 /// Parses header and records of a trace, whoever has written it.
-fn parse(bytes: &[u8]) -> Option<(Header, Vec<Entry>)> {
+fn parse(bytes: &[u8]) -> Option<(Header, Vec<TraceEntry>)> {
     let (header, records) = bytes.split_first_chunk::<HEADER_BYTES>()?;
     let header = Header::decode(header)?;
     let records = records.as_chunks::<RECORD_BYTES>().0.iter();
-    let mut entries: Vec<Entry> = records
+    let mut entries: Vec<TraceEntry> = records
         .take(2 * RING as usize)
-        .filter_map(Entry::decode)
+        .filter_map(TraceEntry::decode)
         .collect();
     entries.sort_by_key(|entry| entry.number);
     entries.dedup_by_key(|entry| entry.number);
@@ -429,7 +429,7 @@ pub(crate) fn fuzz(input: &[u8]) {
         assert!(!header.comm.contains(char::is_control), "{:?}", header.comm);
         assert!(entries.is_sorted_by(|a, b| a.number < b.number));
         for entry in entries {
-            assert_eq!(Entry::decode(&entry.encode()), Some(entry));
+            assert_eq!(TraceEntry::decode(&entry.encode()), Some(entry));
         }
     }
 }
@@ -548,8 +548,8 @@ mod tests {
         }
     }
 
-    fn entry(number: u64) -> Entry {
-        Entry {
+    fn entry(number: u64) -> TraceEntry {
+        TraceEntry {
             number,
             time_ns: number,
             qpn: Qpn::new(5),

@@ -11,7 +11,7 @@ use rdmux_verbs::resources::DeviceAt;
 
 pub use self::file::{KEPT_MAX, TRACES_MAX, Trace, folders, runtime_folder, traces};
 pub(crate) use self::file::{TraceFile, fuzz};
-pub use self::record::Entry;
+pub use self::record::TraceEntry;
 
 /// Level of detail of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

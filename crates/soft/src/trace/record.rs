@@ -23,7 +23,7 @@ const WORDS: usize = 8;
 
 /// A note with its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct TraceEntry {
     /// Number among all notes of the device, from 1.
     pub number: u64,
     /// Nanoseconds since 1970, UTC.
@@ -109,7 +109,7 @@ fn bytes_to_words(bytes: &[u8; RECORD_BYTES]) -> [u64; WORDS] {
     words
 }
 
-impl Entry {
+impl TraceEntry {
     pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
         let (kind, more) = self.words();
         let mut words = [0; WORDS];
@@ -122,14 +122,14 @@ impl Entry {
     }
 
     /// Decodes a record. `None` for bytes that no encoder makes, and for an empty place.
-    pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Entry> {
+    pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<TraceEntry> {
         let words = bytes_to_words(bytes);
         let [number, time_ns, tag, ..] = words;
         if number == 0 || part(tag, 32, 32) != u64::from(checksum(&words)) {
             return None;
         }
         let more = [words[3], words[4], words[5], words[6], words[7]];
-        Some(Entry {
+        Some(TraceEntry {
             number,
             time_ns,
             qpn: qpn(part(tag, 8, 24))?,
@@ -555,8 +555,8 @@ mod tests {
         notes
     }
 
-    fn entries() -> impl Iterator<Item = Entry> {
-        all_notes().into_iter().enumerate().map(|(i, note)| Entry {
+    fn entries() -> impl Iterator<Item = TraceEntry> {
+        all_notes().into_iter().enumerate().map(|(i, note)| TraceEntry {
             number: i as u64 + 1,
             time_ns: u64::MAX - i as u64,
             qpn: Qpn::new(0xff_ffff),
@@ -567,7 +567,7 @@ mod tests {
     #[test]
     fn decode__inverts_encode() {
         for entry in entries() {
-            assert_eq!(Entry::decode(&entry.encode()), Some(entry));
+            assert_eq!(TraceEntry::decode(&entry.encode()), Some(entry));
         }
     }
 
@@ -578,10 +578,10 @@ mod tests {
             for bit in 0..8 * RECORD_BYTES {
                 let mut changed = bytes;
                 changed[bit / 8] ^= 1 << (bit % 8);
-                assert_eq!(Entry::decode(&changed), None, "{entry:?}, bit {bit}");
+                assert_eq!(TraceEntry::decode(&changed), None, "{entry:?}, bit {bit}");
             }
         }
-        assert_eq!(Entry::decode(&[0; RECORD_BYTES]), None);
+        assert_eq!(TraceEntry::decode(&[0; RECORD_BYTES]), None);
     }
 
     #[test]
@@ -597,13 +597,13 @@ mod tests {
             let words = [(); 5].map(|()| next() >> (next() % 44));
             let Some(note) = note(kind, words) else { continue };
             understood += 1;
-            let entry = Entry {
+            let entry = TraceEntry {
                 number: 1,
                 time_ns: 2,
                 qpn: Qpn::new(3),
                 note,
             };
-            assert_eq!(Entry::decode(&entry.encode()), Some(entry));
+            assert_eq!(TraceEntry::decode(&entry.encode()), Some(entry));
         }
         assert!(understood > 10_000);
     }

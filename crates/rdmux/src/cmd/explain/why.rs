@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use rdmux_soft::trace::{Entry, Trace};
+use rdmux_soft::trace::{Trace, TraceEntry};
 use rdmux_verbs::trace::{ConnectionNote, Denial, Injection, Note, Refused};
 use rdmux_verbs::{Cause, QpState, Qpn, RejReason, Status, WcOpcode};
 
@@ -21,7 +21,7 @@ pub(super) struct Case<'a> {
     /// Set when notes of its device are found.
     pub(super) noted: bool,
     /// Notes of its device about it and about the device itself, oldest first.
-    pub(super) entries: &'a [Entry],
+    pub(super) entries: &'a [TraceEntry],
     /// Traces of all devices: that of its peer may be among them.
     pub(super) traces: &'a [Trace],
 }
@@ -78,9 +78,9 @@ impl Case<'_> {
                 )
             })
             .map_or(0, |entry| entry.number);
-        let is_life = |entry: &&Entry| entry.number > begin && entry.number < end;
-        let life: Vec<&Entry> = self.entries.iter().filter(is_life).collect();
-        let is_connection = |entry: &Entry| matches!(entry.note, Note::Connection { .. });
+        let is_life = |entry: &&TraceEntry| entry.number > begin && entry.number < end;
+        let life: Vec<&TraceEntry> = self.entries.iter().filter(is_life).collect();
+        let is_connection = |entry: &TraceEntry| matches!(entry.note, Note::Connection { .. });
         // A queue pair begins in RESET, and a failed connection establishment leaves it there.
         let mut noted = (begin > 0 || own().all(is_connection)).then_some((QpState::Reset, None));
         let mut peer = None;
@@ -120,7 +120,7 @@ impl Case<'_> {
     /// before that counts.
     fn end(&self) -> u64 {
         let moves = self.entries.iter().rev().filter(|entry| entry.qpn == self.qpn);
-        let destroys = |entry: &&Entry| {
+        let destroys = |entry: &&TraceEntry| {
             let Note::Moved { from, to, .. } = entry.note else {
                 return false;
             };
@@ -136,7 +136,7 @@ impl Case<'_> {
     }
 
     /// Explains a queue pair that is in error.
-    fn of_error(&self, life: &[&Entry]) -> Answer {
+    fn of_error(&self, life: &[&TraceEntry]) -> Answer {
         let own = life.iter().filter(|entry| entry.qpn == self.qpn);
         let went = own.rev().find_map(|entry| match entry.note {
             Note::Failed { status, cause, .. } => Some((entry.number, Some((status, cause)))),
@@ -151,7 +151,7 @@ impl Case<'_> {
             return unknown("the queue pair is in error, and no event records the cause");
         };
         // Later events explain nothing: the end of a peer may be noted after the failure that it caused.
-        let before: Vec<&Entry> = life.iter().filter(|entry| entry.number <= at).copied().collect();
+        let before: Vec<&TraceEntry> = life.iter().filter(|entry| entry.number <= at).copied().collect();
         let peer = before.iter().rev().find_map(|entry| match entry.note {
             Note::Peer { address, qpn, .. } => Some((address, qpn)),
             _ => None,
@@ -172,7 +172,7 @@ impl Case<'_> {
     }
 
     /// Explains an error of one of its own requests.
-    fn of_request(&self, before: &[&Entry], peer: Option<(IpAddr, Qpn)>) -> Option<Answer> {
+    fn of_request(&self, before: &[&TraceEntry], peer: Option<(IpAddr, Qpn)>) -> Option<Answer> {
         let own: Vec<&Note> = before
             .iter()
             .filter(|entry| entry.qpn == self.qpn)
@@ -310,8 +310,8 @@ impl Case<'_> {
     }
 
     /// Explains retries that got no answer.
-    fn of_retries(&self, before: &[&Entry], what: &str, to: &str) -> Answer {
-        let of_qp = |entry: &&&Entry| entry.qpn == self.qpn;
+    fn of_retries(&self, before: &[&TraceEntry], what: &str, to: &str) -> Answer {
+        let of_qp = |entry: &&&TraceEntry| entry.qpn == self.qpn;
         let used = before
             .iter()
             .rev()
@@ -401,7 +401,7 @@ impl Case<'_> {
     }
 
     /// Explains a request of its peer that could not be executed.
-    fn of_peers_request(&self, before: &[&Entry], status: Status) -> Answer {
+    fn of_peers_request(&self, before: &[&TraceEntry], status: Status) -> Answer {
         let last = before
             .iter()
             .rev()
@@ -422,7 +422,7 @@ impl Case<'_> {
     }
 
     /// Explains a move to error for which no failure is noted.
-    fn of_move(&self, before: &[&Entry]) -> Answer {
+    fn of_move(&self, before: &[&TraceEntry]) -> Answer {
         for entry in before.iter().rev().filter(|entry| entry.qpn == self.qpn) {
             match entry.note {
                 Note::PeerGone => {
@@ -468,7 +468,7 @@ impl Case<'_> {
     }
 
     /// Explains a queue pair that is not in error.
-    fn of_health(&self, state: QpState, life: &[&Entry]) -> Answer {
+    fn of_health(&self, state: QpState, life: &[&TraceEntry]) -> Answer {
         let last = life
             .iter()
             .rev()
@@ -581,7 +581,7 @@ fn of_refusal(what: ConnectionNote, reason: u16) -> Answer {
     )
 }
 
-fn of_overrun(before: &[&Entry]) -> Answer {
+fn of_overrun(before: &[&TraceEntry]) -> Answer {
     let cqn = before.iter().rev().find_map(|entry| match entry.note {
         Note::Overrun { cqn } => Some(cqn.0),
         _ => None,

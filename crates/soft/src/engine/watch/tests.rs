@@ -7,14 +7,14 @@ use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{CompletionQueue, EngineWatch, Options, SharedMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::super::tests::{End, LONG, bring_up, ends_with, exchange, is_told, send, until};
+use super::super::tests::{EngineEnd, LONG, bring_up, ends_with, exchange, is_told, send, until};
 use super::*;
 use crate::testing::Inside;
 
 /// With links within the host, and without.
 const CARRIERS: [SharedMemory; 2] = [SharedMemory::Auto, SharedMemory::Off];
 
-fn connected(hosts: [u8; 2], carrier: SharedMemory) -> [End; 2] {
+fn connected(hosts: [u8; 2], carrier: SharedMemory) -> [EngineEnd; 2] {
     let options = || Options {
         shared_memory: carrier,
         ..Options::default()
@@ -30,19 +30,19 @@ fn connected(hosts: [u8; 2], carrier: SharedMemory) -> [End; 2] {
     ends
 }
 
-fn receive((_, _, qp): &End) {
+fn receive((_, _, qp): &EngineEnd) {
     let sges = SgeList::EMPTY;
     qp.post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
 }
 
 /// Sends a message, and waits until it is acknowledged.
-fn send_and_wait((_, cq, qp): &End) {
+fn send_and_wait((_, cq, qp): &EngineEnd) {
     qp.post_send(send()).unwrap();
     assert_eq!(cq.wait(LONG).unwrap().unwrap().status, Status::Success);
 }
 
 /// Takes the place; waits for those who have it.
-fn watch(end: &End) -> EngineWatch {
+fn watch(end: &EngineEnd) -> EngineWatch {
     loop {
         if let Some(watch) = end.0.watch() {
             return watch;
@@ -154,7 +154,7 @@ fn watch__loses_no_wake_up() {
 }
 
 /// Sleeps in the place, for nothing of its own, until woken.
-pub(in super::super) fn watch_until(end: &End, woken: &Waker) {
+pub(in super::super) fn watch_until(end: &EngineEnd, woken: &Waker) {
     let mut watch = watch(end);
     while !woken.reset() {
         if watch.prepare() {

@@ -6,11 +6,11 @@ use rdmux_verbs::resources::report::{Carried, Object, Page, RECORDS_MAX, Reached
 use rdmux_verbs::resources::{CounterResource, Counts, DeviceResource, Item, node_guid};
 
 use super::Links;
-use crate::port::Port;
+use crate::port::RnicPort;
 
 impl Links {
     /// Returns the objects of a kind from a number on.
-    pub(super) fn page(&self, rnic: &Port, object: Object, from: u64) -> Page {
+    pub(super) fn page(&self, rnic: &RnicPort, object: Object, from: u64) -> Page {
         fn records<T>((list, more): (Vec<T>, bool), item: impl Fn(T) -> Item) -> (Vec<Record>, bool) {
             (
                 list.into_iter().filter_map(|one| item(one).record()).collect(),
@@ -38,7 +38,7 @@ impl Links {
         }
     }
 
-    fn device(&self, rnic: &Port) -> Item {
+    fn device(&self, rnic: &RnicPort) -> Item {
         let [qps, mrs, cqs, pds, srqs, cm_ids] = rnic
             .all_counts()
             .map(|count| count.try_into().unwrap_or(u32::MAX));
@@ -58,7 +58,7 @@ impl Links {
         })
     }
 
-    fn qp(&self, rnic: &Port, qpn: Qpn) -> Option<Record> {
+    fn qp(&self, rnic: &RnicPort, qpn: Qpn) -> Option<Record> {
         let detail = rnic.qp_detail(qpn)?;
         let carried = match (detail.info.path, self.why_not(&detail.info)) {
             (None, _) => Carried::Nowhere,
@@ -85,7 +85,7 @@ impl Links {
 }
 
 /// Returns the counters of the engine, then those of the faults at its port, if it has any.
-fn counters(rnic: &Port, from: u64) -> Vec<Record> {
+fn counters(rnic: &RnicPort, from: u64) -> Vec<Record> {
     let own = rnic.counters().iter().map(|(name, value, _)| (name, value));
     let faults = rnic.fault_counts().map(|counts| {
         [

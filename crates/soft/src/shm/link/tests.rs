@@ -78,7 +78,7 @@ fn links(device: &Device) -> usize {
 /// Returns the number of links to other addresses than the given one.
 fn links_but_to(device: &Device, address: IpAddr) -> usize {
     let core = device.engine().lock();
-    let others = |link: &&Link| link.peer.is_none_or(|peer| peer.0 != address);
+    let others = |link: &&ShmLink| link.peer.is_none_or(|peer| peer.0 != address);
     core.links.list.iter().filter(others).count()
 }
 
@@ -116,7 +116,7 @@ fn connect(device: &Device, qp: &QueuePair, peer: (IpAddr, Qpn)) {
 }
 
 /// One end of an honest connection.
-struct End {
+struct HonestEnd {
     device: Device,
     cq: CompletionQueue,
     qp: QueuePair,
@@ -126,8 +126,8 @@ struct End {
 
 const AREA_BYTES: usize = 64 << 10;
 
-impl End {
-    fn new(device: &Device) -> End {
+impl HonestEnd {
+    fn new(device: &Device) -> HonestEnd {
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let memory = Arc::new(AnonymousMemory::shareable(3 * AREA_BYTES).unwrap());
@@ -136,7 +136,7 @@ impl End {
         let (offset, length) = (AREA_BYTES as u64, AREA_BYTES as u64);
         let mr = pd.reg_mr(memory.clone(), offset, length, 0, access).unwrap();
         let device = device.clone();
-        End {
+        HonestEnd {
             device,
             cq,
             qp,
@@ -178,14 +178,14 @@ impl End {
 
 /// A victim, and the honest peer that it is connected to.
 struct Honest {
-    victim: End,
-    other: End,
+    victim: HonestEnd,
+    other: HonestEnd,
     random: Random,
 }
 
 impl Honest {
     fn new(victim: [u8; 4], other: [u8; 4]) -> Honest {
-        let [victim, other] = [victim, other].map(|address| End::new(&open(address.into()).unwrap()));
+        let [victim, other] = [victim, other].map(|address| HonestEnd::new(&open(address.into()).unwrap()));
         let honest = Honest {
             victim,
             other,
@@ -288,8 +288,8 @@ impl Forger {
         socket.unwrap()
     }
 
-    fn hello(&self) -> Message {
-        Message::Hello {
+    fn hello(&self) -> LinkMessage {
+        LinkMessage::Hello {
             address: self.address,
             slot: self.slot,
         }
@@ -309,13 +309,13 @@ impl Forger {
             file,
             doorbell,
         };
-        assert_eq!(forged.hear(), Some(Message::Welcome));
+        assert_eq!(forged.hear(), Some(LinkMessage::Welcome));
         forged
     }
 
     /// Returns a queue pair of the victim that is connected to the forger.
-    fn queue_pair(&self, victim: &Device) -> End {
-        let end = End::new(victim);
+    fn queue_pair(&self, victim: &Device) -> HonestEnd {
+        let end = HonestEnd::new(victim);
         connect(victim, &end.qp, (self.address, self.qpn()));
         end
     }
@@ -323,7 +323,7 @@ impl Forger {
 
 impl Forged {
     /// Returns the next message of the victim; `None` if it has ended the link.
-    fn hear(&self) -> Option<Message> {
+    fn hear(&self) -> Option<LinkMessage> {
         let mut buffer = [0; message::LEN_MAX];
         let mut heard = None;
         until("a message", || {
@@ -331,7 +331,7 @@ impl Forged {
                 Err(Errno::AGAIN) => false,
                 Err(_) | Ok((0, _)) => true,
                 Ok((len, _)) => {
-                    heard = Message::decode(&buffer[..len]);
+                    heard = LinkMessage::decode(&buffer[..len]);
                     true
                 }
             }
@@ -339,7 +339,7 @@ impl Forged {
         heard
     }
 
-    fn say(&self, message: &Message) {
+    fn say(&self, message: &LinkMessage) {
         say(&self.socket, message, &[]).unwrap();
     }
 }
@@ -487,15 +487,15 @@ fn hear__anything_in_messages() {
             let (rkey, by, of) = (end.mr.rkey(), forger.qpn(), end.qp.qpn());
             let message = match random.below(8) {
                 0 => forger.hello(),
-                1 => Message::Welcome,
-                2 | 3 => Message::Ask { rkey, of, by },
-                4 => Message::Denied {
+                1 => LinkMessage::Welcome,
+                2 | 3 => LinkMessage::Ask { rkey, of, by },
+                4 => LinkMessage::Denied {
                     rkey,
                     by: of,
                     reason: Refusal::Full,
                 },
-                5 => Message::Refused(Refusal::Off),
-                _ => Message::Granted(Offer {
+                5 => LinkMessage::Refused(Refusal::Off),
+                _ => LinkMessage::Granted(Offer {
                     gate: 0,
                     left: 0,
                     rkey,
@@ -613,7 +613,7 @@ fn answer_doorbells__of_no_use() {
             file: file.try_clone().unwrap(),
             doorbell: other.try_clone().unwrap(),
         };
-        assert_ne!(forged.hear(), Some(Message::Welcome));
+        assert_ne!(forged.hear(), Some(LinkMessage::Welcome));
     }
     drop(other);
     until("peace", || !ready());
@@ -628,7 +628,7 @@ fn answer_doorbells__of_no_use() {
             file: file.try_clone().unwrap(),
             doorbell: doorbell.try_clone().unwrap(),
         };
-        assert_eq!(forged.hear(), Some(Message::Welcome));
+        assert_eq!(forged.hear(), Some(LinkMessage::Welcome));
         if kept {
             drop(forged);
             until("the end of the link", || honest.others() == 0);
@@ -673,7 +673,7 @@ fn ask__ten_thousand_times_and_read_nothing() {
     let before = descriptors();
     let (rkey, of, by) = (end.mr.rkey(), end.qp.qpn(), forger.qpn());
     for i in 0..10_000 {
-        let asked = say(&forged.socket, &Message::Ask { rkey, of, by }, &[]);
+        let asked = say(&forged.socket, &LinkMessage::Ask { rkey, of, by }, &[]);
         if asked == Err(Errno::PIPE) || asked == Err(Errno::CONNRESET) {
             break;
         }
@@ -684,7 +684,9 @@ fn ask__ten_thousand_times_and_read_nothing() {
     honest.check();
     let core = honest.device().engine().lock();
     let given = core.links.list.iter().filter_map(|link| match &link.state {
-        State::Up(channel) if link.peer == Some((forger.address, forger.slot)) => Some(channel.grant_words()),
+        LinkState::Up(channel) if link.peer == Some((forger.address, forger.slot)) => {
+            Some(channel.grant_words())
+        }
         _ => None,
     });
     assert!(given.sum::<usize>() <= 1, "what is granted is not granted again");
@@ -704,13 +706,13 @@ struct GrantedTo {
 }
 
 impl GrantedTo {
-    fn new(forger: &Forger, end: &End) -> GrantedTo {
+    fn new(forger: &Forger, end: &HonestEnd) -> GrantedTo {
         let qp = end.qp.pd().create_qp(&QpOptions::new(&end.cq)).unwrap();
         connect(&end.device, &qp, (forger.address, forger.qpn()));
         let link = forger.link(&end.device);
         let (rkey, of, by) = (end.mr.rkey(), qp.qpn(), forger.qpn());
-        link.say(&Message::Ask { rkey, of, by });
-        let Some(Message::Granted(granted)) = link.hear() else {
+        link.say(&LinkMessage::Ask { rkey, of, by });
+        let Some(LinkMessage::Granted(granted)) = link.hear() else {
             panic!("it is granted")
         };
         let mut granted_to = GrantedTo {
@@ -757,8 +759,8 @@ impl GrantedTo {
 }
 
 /// Returns an end whose memory peers reach by calls, where the system permits that.
-fn end_by_calls(device: &Device) -> End {
-    let mut end = End::new(device);
+fn end_by_calls(device: &Device) -> HonestEnd {
+    let mut end = HonestEnd::new(device);
     end.memory = Arc::new(AnonymousMemory::new(3 * AREA_BYTES).unwrap());
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
     let (offset, length) = (AREA_BYTES as u64, AREA_BYTES as u64);
@@ -779,7 +781,7 @@ fn revoke__of_peers_stopped_before_they_write() {
         .iter()
         .map(|forger| GrantedTo::new(forger, &end))
         .collect();
-    let End { mr, memory, .. } = end;
+    let HonestEnd { mr, memory, .. } = end;
     // The peers have entered and copy nothing yet: the deregistration does not wait for them.
     drop(mr);
     for peer in &granted {
@@ -799,18 +801,18 @@ fn revoke__of_peers_stopped_before_they_write() {
     let end = end_by_calls(honest.device());
     let peer = &granted[0];
     let (rkey, of, by) = (end.mr.rkey(), peer.qp.qpn(), forgers[0].qpn());
-    peer.link.say(&Message::Ask { rkey, of, by });
+    peer.link.say(&LinkMessage::Ask { rkey, of, by });
     assert!(
-        matches!(peer.link.hear(), Some(Message::Denied { .. })),
+        matches!(peer.link.hear(), Some(LinkMessage::Denied { .. })),
         "another domain's"
     );
 }
 
 /// Deregisters while a peer is inside, which leaves when `leave` is called; meanwhile others go on.
-fn revoke_while_inside(honest: &mut Honest, end: End, peer: &GrantedTo, leave: impl FnOnce()) {
+fn revoke_while_inside(honest: &mut Honest, end: HonestEnd, peer: &GrantedTo, leave: impl FnOnce()) {
     let device = honest.device().clone();
     let over = AtomicBool::new(false);
-    let End { mr, .. } = end;
+    let HonestEnd { mr, .. } = end;
     thread::scope(|scope| {
         scope.spawn(|| {
             drop(mr);
@@ -850,7 +852,7 @@ fn revoke__waits_for_a_call_under_way() {
 fn revoke__waits_for_who_has_mapped_the_memory() {
     let mut honest = Honest::new([127, 0, 1, 145], [127, 0, 1, 146]);
     let forger = Forger::new([127, 0, 1, 147], 3);
-    let end = End::new(honest.device());
+    let end = HonestEnd::new(honest.device());
     let peer = GrantedTo::new(&forger, &end);
     revoke_while_inside(&mut honest, end, &peer, || {
         revocation::leave(&peer.words(), peer.entry)
@@ -861,9 +863,9 @@ fn revoke__waits_for_who_has_mapped_the_memory() {
 fn revoke__waits_for_a_peer_whose_link_has_ended() {
     let mut honest = Honest::new([127, 0, 1, 148], [127, 0, 1, 149]);
     let forger = Forger::new([127, 0, 1, 150], 3);
-    let end = End::new(honest.device());
+    let end = HonestEnd::new(honest.device());
     let peer = GrantedTo::new(&forger, &end);
-    peer.link.say(&Message::Over);
+    peer.link.say(&LinkMessage::Over);
     until("the end of the link", || honest.others() == 0);
     revoke_while_inside(&mut honest, end, &peer, || {
         revocation::leave(&peer.words(), peer.entry)
@@ -873,9 +875,9 @@ fn revoke__waits_for_a_peer_whose_link_has_ended() {
 /// Asks for a region, and returns the grant.
 fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> Offer {
     let (of, by) = (peer.qp.qpn(), forger.qpn());
-    peer.link.say(&Message::Ask { rkey, of, by });
+    peer.link.say(&LinkMessage::Ask { rkey, of, by });
     match peer.link.hear() {
-        Some(Message::Granted(granted)) => granted,
+        Some(LinkMessage::Granted(granted)) => granted,
         other => panic!("{other:?}"),
     }
 }
@@ -884,7 +886,7 @@ fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> Offer {
 struct ByOneGate {
     honest: Honest,
     forger: Forger,
-    end: End,
+    end: HonestEnd,
     second: MemoryRegion,
     third: MemoryRegion,
     /// The peer is inside of the region of `end`.
@@ -974,7 +976,7 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
         granted,
     } = ByOneGate::new([162, 163, 164]);
     // Deregisters the region while the peer is inside; the peer then leaves.
-    let End { mr, memory, .. } = end;
+    let HonestEnd { mr, memory, .. } = end;
     drop(mr);
     ask_for(&peer, &forger, third.rkey());
     revocation::leave(&peer.words(), peer.entry);
@@ -998,7 +1000,7 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
 fn grant__generations_differ() {
     let honest = Honest::new([127, 0, 1, 151], [127, 0, 1, 152]);
     let forger = Forger::new([127, 0, 1, 153], 3);
-    let end = End::new(honest.device());
+    let end = HonestEnd::new(honest.device());
     let first = GrantedTo::new(&forger, &end);
     revocation::leave(&first.words(), first.entry);
     let pd = end.qp.pd();
@@ -1006,8 +1008,8 @@ fn grant__generations_differ() {
     let second = pd.reg_mr(end.memory.clone(), 0, 4096, 0, access).unwrap();
     drop(end.mr);
     let (rkey, of, by) = (second.rkey(), first.qp.qpn(), forger.qpn());
-    first.link.say(&Message::Ask { rkey, of, by });
-    let Some(Message::Granted(granted)) = first.link.hear() else {
+    first.link.say(&LinkMessage::Ask { rkey, of, by });
+    let Some(LinkMessage::Granted(granted)) = first.link.hear() else {
         panic!("it is granted")
     };
     assert_eq!(granted.index, first.granted.index, "the place is used again");
@@ -1048,7 +1050,7 @@ fn granted__by_somebody_else() {
     let (va, rkey) = (other.mr.iova(), other.mr.rkey());
     let memory = file(1 << 20, SealFlags::SHRINK);
     forged.segment.grant(Side::Asking, 7).store(5, Ordering::SeqCst);
-    let granted = Message::Granted(Offer {
+    let granted = LinkMessage::Granted(Offer {
         rkey,
         by: victim.qp.qpn(),
         index: 7,
@@ -1072,8 +1074,8 @@ fn granted__by_somebody_else() {
         }
         // The victim has processed the grant once it answers the message after it.
         let (of, by) = (victim.qp.qpn(), forger.qpn());
-        forged.say(&Message::Ask { rkey, of, by });
-        assert!(matches!(forged.hear(), Some(Message::Denied { .. })));
+        forged.say(&LinkMessage::Ask { rkey, of, by });
+        assert!(matches!(forged.hear(), Some(LinkMessage::Denied { .. })));
     }
 }
 
@@ -1137,8 +1139,8 @@ fn accept__hundreds_of_connections() {
     assert!(links(honest.device()) <= LINKS_MAX);
     honest.check();
     // An honest device still finds room.
-    let third = End::new(&open([127, 0, 1, 139].into()).unwrap());
-    let end = End::new(honest.device());
+    let third = HonestEnd::new(&open([127, 0, 1, 139].into()).unwrap());
+    let end = HonestEnd::new(honest.device());
     for (end, peer) in [(&third, &end), (&end, &third)] {
         connect(&end.device, &end.qp, (peer.device.address(), peer.qp.qpn()));
     }
@@ -1186,7 +1188,9 @@ fn serve__a_process_whose_socket_outlives_it() {
     let mut core = honest.device().engine().lock();
     let pid = process.id() as i32;
     let other = Process::of(pid, socket.as_fd());
-    core.links.add(socket, pid, other, None, State::Unknown).unwrap();
+    core.links
+        .add(socket, pid, other, None, LinkState::Unknown)
+        .unwrap();
     let its = core.links.list.last().unwrap().process.clone().unwrap();
     drop(core);
     assert!(its.lives());
