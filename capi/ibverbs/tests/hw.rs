@@ -78,7 +78,7 @@ fn device() -> Device {
 }
 
 /// A queue pair and the objects that it is made of.
-struct End {
+struct HwEnd {
     pd: ProtectionDomain,
     cq: CompletionQueue,
     qp: QueuePair,
@@ -86,15 +86,15 @@ struct End {
     mr: MemoryRegion,
 }
 
-impl End {
-    fn new(device: &Device) -> End {
+impl HwEnd {
+    fn new(device: &Device) -> HwEnd {
         let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(256).unwrap();
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let buffer = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::MW_BIND;
         let mr = pd.reg_mr_all(buffer.clone(), 0, access).unwrap();
-        End {
+        HwEnd {
             pd,
             cq,
             qp,
@@ -104,7 +104,7 @@ impl End {
     }
 
     /// Brings it up, connected to another, by address.
-    fn bring_up(&self, peer: &End) {
+    fn bring_up(&self, peer: &HwEnd) {
         let address: IpAddr = ADDRESS.parse().unwrap();
         let init = QpAttributes {
             access: Some(Access::REMOTE_WRITE | Access::REMOTE_READ),
@@ -152,9 +152,9 @@ impl End {
     }
 }
 
-fn pair() -> (Device, End, End) {
+fn pair() -> (Device, HwEnd, HwEnd) {
     let device = device();
-    let [a, b] = [End::new(&device), End::new(&device)];
+    let [a, b] = [HwEnd::new(&device), HwEnd::new(&device)];
     a.bring_up(&b);
     b.bring_up(&a);
     (device, a, b)
@@ -345,7 +345,7 @@ fn post_send_list__is_posted_up_to_the_first_that_is_refused() {
             }
             assert_eq!(a.cq.poll(), None);
 
-            let idle = End::new(&device());
+            let idle = HwEnd::new(&device());
             let early = idle.qp.post_send_list([write(0)]).unwrap_err();
             assert_eq!((early.index, early.source), (0, PostError::WrongState));
         },
@@ -456,7 +456,7 @@ fn start_connect__is_reported_by_events() {
         const ACCEPTED: u64 = 3;
         const LONG: Duration = Duration::from_secs(60);
         let device = device();
-        let [asking, asked] = [(); 2].map(|()| End::new(&device));
+        let [asking, asked] = [(); 2].map(|()| HwEnd::new(&device));
         let events = EventQueue::new().unwrap();
         let listener = device.listen(7174).unwrap();
         listener.notify(&events, LISTENER);
@@ -537,7 +537,7 @@ fn what_the_system_does_not_have__is_said_before_it_is_used() {
             said.contains("does not offer connections of UC and XRC by address"),
             "{said}"
         );
-        let end = End::new(&device);
+        let end = HwEnd::new(&device);
         let uc = QpOptions {
             qp_type: QpType::Uc,
             ..QpOptions::new(&end.cq)

@@ -36,7 +36,7 @@ const ALL: Access = Access::LOCAL_WRITE
 
 // Scenes. Each prints the number of the queue pair to be explained, and stays until it is ended.
 
-struct End {
+struct SceneEnd {
     device: Device,
     pd: ProtectionDomain,
     cq: CompletionQueue,
@@ -45,15 +45,15 @@ struct End {
     memory: Arc<dyn Memory>,
 }
 
-impl End {
-    fn of_type(host: u8, qp_type: QpType) -> End {
-        let end = End::new(host);
+impl SceneEnd {
+    fn of_type(host: u8, qp_type: QpType) -> SceneEnd {
+        let end = SceneEnd::new(host);
         let options = QpOptions {
             qp_type,
             ..QpOptions::new(&end.cq)
         };
         let qp = end.pd.create_qp(&options).unwrap();
-        End { qp, ..end }
+        SceneEnd { qp, ..end }
     }
 
     fn with(
@@ -63,14 +63,14 @@ impl End {
         memory: Arc<dyn Memory>,
         iova: u64,
         access: Access,
-    ) -> End {
+    ) -> SceneEnd {
         let net: u8 = std::env::var(NET).unwrap().parse().unwrap();
         rdmux_soft::register();
         let device = Device::open_with(IpAddr::from([127, 0, net, host]), options).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(cq_depth).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let mr = pd.reg_mr_all(memory.clone(), iova, access).unwrap();
-        End {
+        SceneEnd {
             device,
             pd,
             cq,
@@ -81,10 +81,10 @@ impl End {
     }
 
     /// Creates one more queue pair of the same device and protection domain.
-    fn another(&self) -> End {
+    fn another(&self) -> SceneEnd {
         let memory = self.memory.clone();
         let mr = self.pd.reg_mr_all(memory.clone(), 0, server_access()).unwrap();
-        End {
+        SceneEnd {
             device: self.device.clone(),
             pd: self.pd.clone(),
             cq: self.cq.clone(),
@@ -94,15 +94,15 @@ impl End {
         }
     }
 
-    fn new(host: u8) -> End {
-        End::with_options(host, Options::default())
+    fn new(host: u8) -> SceneEnd {
+        SceneEnd::with_options(host, Options::default())
     }
 
-    fn with_options(host: u8, options: Options) -> End {
+    fn with_options(host: u8, options: Options) -> SceneEnd {
         let memory = Arc::new(AnonymousMemory::shareable(4096).unwrap());
         let iova = memory.address();
         let access = server_access();
-        End::with(host, options, 64, memory, iova, access)
+        SceneEnd::with(host, options, 64, memory, iova, access)
     }
 
     fn post(&self, operation: Operation, sges: SgeList) {
@@ -137,7 +137,7 @@ impl End {
 }
 
 /// Connects two ends, both with the same parameters.
-fn connect(client: &End, server: &End, params: &ConnectParams) -> [Connection; 2] {
+fn connect(client: &SceneEnd, server: &SceneEnd, params: &ConnectParams) -> [Connection; 2] {
     let listener = server.device.listen_for(7174, &[QpType::Rc, QpType::Uc]).unwrap();
     thread::scope(|scope| {
         let accepting = scope.spawn(|| {
@@ -153,7 +153,7 @@ fn connect(client: &End, server: &End, params: &ConnectParams) -> [Connection; 2
 }
 
 /// Takes an end to RTS, as programs do that exchange their numbers themselves.
-fn connect_by_hand(end: &End, peer: &End, path_mtu: u32) {
+fn connect_by_hand(end: &SceneEnd, peer: &SceneEnd, path_mtu: u32) {
     let init = QpAttributes {
         access: Some(server_access()),
         ..QpAttributes::default()
@@ -186,14 +186,14 @@ fn connect_by_hand(end: &End, peer: &End, path_mtu: u32) {
 }
 
 /// Returns two ends, connected over shared memory or UDP as it happens.
-fn pair() -> (End, End, [Connection; 2]) {
-    let (client, server) = (End::new(1), End::new(2));
+fn pair() -> (SceneEnd, SceneEnd, [Connection; 2]) {
+    let (client, server) = (SceneEnd::new(1), SceneEnd::new(2));
     let connections = connect(&client, &server, &ConnectParams::default());
     (client, server, connections)
 }
 
 /// Prints the number of the queue pair, and stays.
-fn tell(end: &End) {
+fn tell(end: &SceneEnd) {
     println!("explain {}", end.qp.qpn().value());
     std::io::stdout().flush().unwrap();
     // Standard input ends with the test, if not before.
@@ -309,7 +309,7 @@ fn play(scene: &str) {
             tell(&server);
         }
         "no-right-on-qp" | "remote-invalid-request" => {
-            let (client, server) = (End::new(1), End::new(2));
+            let (client, server) = (SceneEnd::new(1), SceneEnd::new(2));
             let listener = server.device.listen(7174).unwrap();
             let peer = SocketAddr::new(server.device.address(), 7174);
             let _held = thread::scope(|scope| {
@@ -336,9 +336,9 @@ fn play(scene: &str) {
             });
         }
         "memory-failed" | "remote-operation" => {
-            let client = End::new(1);
+            let client = SceneEnd::new(1);
             let full = Arc::new(BadDisk { takes_writes: false });
-            let server = End::with(2, Options::default(), 64, full, 4096, ALL);
+            let server = SceneEnd::with(2, Options::default(), 64, full, 4096, ALL);
             let _held = connect(&client, &server, &ConnectParams::default());
             client.post(write(server.mr.iova(), server.mr.rkey()), SgeList::inline(b"x"));
             client.ends(Status::RemoteOperation);
@@ -378,7 +378,10 @@ fn play(scene: &str) {
         }
         "bad-response" => {
             // The ends do not agree on the path MTU: the server answers in longer packets than the client expects.
-            let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
+            let (client, server) = (
+                SceneEnd::with_options(1, no_memory),
+                SceneEnd::with_options(2, no_memory),
+            );
             connect_by_hand(&client, &server, 1024);
             connect_by_hand(&server, &client, 4096);
             let read = Operation::Read {
@@ -390,7 +393,10 @@ fn play(scene: &str) {
             tell(&client);
         }
         "retrying" => {
-            let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
+            let (client, server) = (
+                SceneEnd::with_options(1, no_memory),
+                SceneEnd::with_options(2, no_memory),
+            );
             // It takes some minutes to fail.
             let params = ConnectParams {
                 ack_timeout: Some(17),
@@ -411,7 +417,7 @@ fn play(scene: &str) {
         "other-window" => {
             // A queue pair binds the window, for its own peer alone.
             let (_client, server, _held) = pair();
-            let (stranger, second) = (End::new(3), server.another());
+            let (stranger, second) = (SceneEnd::new(3), server.another());
             let _connected = connect(&stranger, &second, &ConnectParams::default());
             let region = server
                 .pd
@@ -441,7 +447,7 @@ fn play(scene: &str) {
         }
         "send-queue" => {
             // A UC queue pair keeps receiving.
-            let (client, server) = (End::of_type(1, QpType::Uc), End::of_type(2, QpType::Uc));
+            let (client, server) = (SceneEnd::of_type(1, QpType::Uc), SceneEnd::of_type(2, QpType::Uc));
             let _held = connect(&client, &server, &ConnectParams::default());
             let wrong = Sge::new(client.mr.iova(), 64, LKey(client.mr.lkey().0 ^ 1 << 20));
             client.post(write(server.mr.iova(), server.mr.rkey()), wrong.into());
@@ -459,9 +465,9 @@ fn play(scene: &str) {
             }
             tell(&client);
         }
-        "not-ready" => tell(&End::new(1)),
+        "not-ready" => tell(&SceneEnd::new(1)),
         "rejected" | "unreachable" => {
-            let client = End::new(1);
+            let client = SceneEnd::new(1);
             let net: u8 = std::env::var(NET).unwrap().parse().unwrap();
             let host = if scene == "rejected" { 1 } else { 9 };
             let at = SocketAddr::new(IpAddr::from([127, 0, net, host]), 7174);
@@ -481,7 +487,10 @@ fn play(scene: &str) {
             tell(&client);
         }
         "retry-exceeded" | "retry-silent" => {
-            let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
+            let (client, server) = (
+                SceneEnd::with_options(1, no_memory),
+                SceneEnd::with_options(2, no_memory),
+            );
             let params = ConnectParams {
                 retry_count: 3,
                 ..ConnectParams::default()
@@ -502,7 +511,7 @@ fn play(scene: &str) {
             tell(&client);
         }
         "rnr-retry-exceeded" => {
-            let (client, server) = (End::new(1), End::new(2));
+            let (client, server) = (SceneEnd::new(1), SceneEnd::new(2));
             let params = ConnectParams {
                 rnr_retry: 1,
                 ..ConnectParams::default()
@@ -516,9 +525,9 @@ fn play(scene: &str) {
             tell(&client);
         }
         "flush-failed" | "remote-flush-failed" => {
-            let client = End::new(1);
+            let client = SceneEnd::new(1);
             let disk = Arc::new(BadDisk { takes_writes: true });
-            let server = End::with(2, Options::default(), 64, disk, 4096, ALL);
+            let server = SceneEnd::with(2, Options::default(), 64, disk, 4096, ALL);
             let _held = connect(&client, &server, &ConnectParams::default());
             let flush = Operation::Flush {
                 va: server.mr.iova(),
@@ -536,8 +545,8 @@ fn play(scene: &str) {
             let memory = Arc::new(AnonymousMemory::shareable(4096).unwrap());
             let iova = memory.address();
             let access = server_access();
-            let client = End::with(1, Options::default(), 2, memory, iova, access);
-            let server = End::new(2);
+            let client = SceneEnd::with(1, Options::default(), 2, memory, iova, access);
+            let server = SceneEnd::new(2);
             let _held = connect(&client, &server, &ConnectParams::default());
             for _ in 0..5 {
                 client.post(write(server.mr.iova(), server.mr.rkey()), SgeList::inline(b"x"));
@@ -547,7 +556,10 @@ fn play(scene: &str) {
         }
         "injected" => {
             let faults = Some("qp-error=1".parse().unwrap());
-            let (client, server) = (End::new(1), End::with_options(2, Options { faults, ..no_memory }));
+            let (client, server) = (
+                SceneEnd::new(1),
+                SceneEnd::with_options(2, Options { faults, ..no_memory }),
+            );
             let _held = connect(&client, &server, &ConnectParams::default());
             client.post(write(server.mr.iova(), server.mr.rkey()), SgeList::inline(b"x"));
             server.is_broken();
@@ -570,7 +582,7 @@ fn play(scene: &str) {
         }
         "peer-gone" | "peer-stalled" => {
             // The peer is another process, which is killed or stopped.
-            let client = End::new(1);
+            let client = SceneEnd::new(1);
             let mut peer = Running(start("peer", &std::env::var("XDG_RUNTIME_DIR").unwrap(), &[]));
             let mut lines = BufReader::new(peer.0.stdout.take().unwrap()).lines();
             while lines.next().unwrap().unwrap() != "listening" {}
@@ -598,7 +610,7 @@ fn play(scene: &str) {
         "peer" => {
             // The peer may be stopped when the scene's process is killed, and would stay behind.
             set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
-            let server = End::new(2);
+            let server = SceneEnd::new(2);
             let listener = server.device.listen(7174).unwrap();
             println!("listening");
             let request = listener.accept(LONG).expect("a request");

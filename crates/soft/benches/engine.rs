@@ -17,14 +17,14 @@ use rdmux_verbs::{
 const BYTES: usize = 4096;
 const ROUNDS: u32 = 200_000;
 
-struct End {
+struct BenchEnd {
     device: Device,
     cq: CompletionQueue,
     qp: QueuePair,
     mr: MemoryRegion,
 }
 
-fn end() -> Result<End, Box<dyn Error>> {
+fn end() -> Result<BenchEnd, Box<dyn Error>> {
     rdmux_soft::register();
     let device = Device::open("127.0.0.1".parse()?)?;
     let pd = device.alloc_pd()?;
@@ -33,7 +33,7 @@ fn end() -> Result<End, Box<dyn Error>> {
     let memory = Arc::new(AnonymousMemory::shareable(BYTES)?);
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
     let mr = pd.reg_mr_all(memory.clone(), memory.address(), access)?;
-    Ok(End { device, cq, qp, mr })
+    Ok(BenchEnd { device, cq, qp, mr })
 }
 
 /// Prints the median time of a call, in ns.

@@ -163,15 +163,15 @@ struct Session {
 
 /// Reason why a session is over.
 #[derive(Debug)]
-enum End {
+enum Ending {
     /// The connection has ended, or a request has failed.
     Over,
     Wrong(String),
 }
 
-impl From<String> for End {
-    fn from(what: String) -> End {
-        End::Wrong(what)
+impl From<String> for Ending {
+    fn from(what: String) -> Ending {
+        Ending::Wrong(what)
     }
 }
 
@@ -217,7 +217,7 @@ impl Session {
         self.mr.as_ref().unwrap().sge(at, bytes as u32).into()
     }
 
-    fn post_recv(&mut self, slot: u64) -> Result<(), End> {
+    fn post_recv(&mut self, slot: u64) -> Result<(), Ending> {
         let sges = self.sge(slot * MESSAGE_BYTES, MESSAGE_BYTES);
         let request = RecvRequest {
             wr_id: 1 << 32 | slot,
@@ -230,7 +230,7 @@ impl Session {
         Ok(())
     }
 
-    fn post(&mut self, posted: Posted, operation: Operation, sges: SgeList) -> Result<(), End> {
+    fn post(&mut self, posted: Posted, operation: Operation, sges: SgeList) -> Result<(), Ending> {
         let request = SendRequest {
             wr_id: 0,
             operation,
@@ -245,7 +245,7 @@ impl Session {
         Ok(())
     }
 
-    fn say(&mut self) -> Result<(), End> {
+    fn say(&mut self) -> Result<(), Ending> {
         while let Some(slot) = self.send_slots.pop() {
             let kind = self.to_say.pop_front().unwrap_or(Kind::Data);
             let bytes = match self.random.below(4) {
@@ -262,7 +262,7 @@ impl Session {
         Ok(())
     }
 
-    fn offer(&mut self) -> Result<(), End> {
+    fn offer(&mut self) -> Result<(), Ending> {
         let pages = 1 + self.random.below(AREA_BYTES / 4096);
         let memory = any_memory(&mut self.random, pages * 4096);
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
@@ -287,7 +287,7 @@ impl Session {
     }
 
     /// Checks the offered memory after the peer has reported that it is done with it, and takes it back.
-    fn take_back(&mut self, key: u64) -> Result<(), End> {
+    fn take_back(&mut self, key: u64) -> Result<(), Ending> {
         let mut offered = self.offered.take().ok_or("done with nothing".to_owned())?;
         let mr = offered.mr.take().unwrap();
         let begin = (mr.iova() - offered.memory.address()) as usize;
@@ -304,7 +304,7 @@ impl Session {
         self.dereg(mr)
     }
 
-    fn dereg(&self, mr: MemoryRegion) -> Result<(), End> {
+    fn dereg(&self, mr: MemoryRegion) -> Result<(), Ending> {
         let since = Instant::now();
         drop(mr);
         match since.elapsed() {
@@ -314,7 +314,7 @@ impl Session {
     }
 
     /// Posts the next turn of the task: WRITEs of all its bytes in pieces, or READs.
-    fn next_turn(&mut self) -> Result<(), End> {
+    fn next_turn(&mut self) -> Result<(), Ending> {
         let Some(mut task) = self.task else { return Ok(()) };
         if task.rounds_left == 0 {
             self.task = None;
@@ -355,7 +355,7 @@ impl Session {
         Ok(())
     }
 
-    fn turn_done(&mut self) -> Result<(), End> {
+    fn turn_done(&mut self) -> Result<(), Ending> {
         let Some(task) = &mut self.task else {
             return Err("a completion of no task".to_owned().into());
         };
@@ -381,11 +381,11 @@ impl Session {
         self.next_turn()
     }
 
-    fn completed(&mut self, wc: &WorkCompletion) -> Result<(), End> {
+    fn completed(&mut self, wc: &WorkCompletion) -> Result<(), Ending> {
         if wc.wr_id >> 32 == 1 {
             self.recvs -= 1;
             if wc.status != Status::Success {
-                return Err(End::Over);
+                return Err(Ending::Over);
             }
             let slot = wc.wr_id & 0xffff_ffff;
             let mut message = vec![0; wc.byte_len as usize];
@@ -428,8 +428,8 @@ impl Session {
         if wc.status != Status::Success {
             let expected = [Status::Flushed, Status::RetryExceeded, Status::RnrRetryExceeded];
             return Err(match expected.contains(&wc.status) {
-                true => End::Over,
-                false => End::Wrong(format!("{posted:?}: {:?}", wc.status)),
+                true => Ending::Over,
+                false => Ending::Wrong(format!("{posted:?}: {:?}", wc.status)),
             });
         }
         match posted {
@@ -441,7 +441,7 @@ impl Session {
         }
     }
 
-    fn talk(&mut self, connection: &Connection) -> Result<(), End> {
+    fn talk(&mut self, connection: &Connection) -> Result<(), Ending> {
         self.offer()?;
         let mut progress = Instant::now();
         loop {
@@ -458,7 +458,7 @@ impl Session {
                         self.by_shm = self.qp.carrier() == Some(Carrier::SharedMemory);
                     }
                 }
-                None if connection.is_ended() => return Err(End::Over),
+                None if connection.is_ended() => return Err(Ending::Over),
                 None if progress.elapsed() > HANG_TIME => {
                     let (posted, carrier) = (self.posted.len(), self.qp.carrier());
                     return Err(format!("nothing completes: {posted} requests, {carrier:?}").into());
@@ -469,7 +469,7 @@ impl Session {
     }
 
     /// Winds up after the connection is over: everything that was posted completes, and memory comes back.
-    fn wind_up(&mut self, connection: &Connection) -> Result<(), End> {
+    fn wind_up(&mut self, connection: &Connection) -> Result<(), Ending> {
         let deadline = Instant::now() + TOLD_TIME;
         while self.recvs > 0 || !self.posted.is_empty() {
             let Some(wc) = self.cq.wait(Duration::from_millis(50)).unwrap() else {
@@ -501,11 +501,11 @@ impl Session {
     fn run(mut self, connection: &Connection) {
         println!("@ up {}", self.peer);
         let mut end = self.talk(connection);
-        if matches!(end, Err(End::Over)) {
+        if matches!(end, Err(Ending::Over)) {
             end = self.wind_up(connection);
         }
         match end {
-            Err(End::Wrong(what)) => println!("@ wrong {} {what}", self.peer),
+            Err(Ending::Wrong(what)) => println!("@ wrong {} {what}", self.peer),
             _ => {
                 let carrier = if self.by_shm { "shm" } else { "udp" };
                 println!("@ ended {} {} {carrier}", self.peer, self.received);

@@ -33,13 +33,13 @@ struct Shared {
 }
 
 #[derive(Clone, Debug)]
-struct End {
+struct ModelEnd {
     shared: Rc<Shared>,
     weak: Weak,
     owner: bool,
 }
 
-impl Words for End {
+impl Words for ModelEnd {
     fn inside(&self, order: Ordering) -> u32 {
         let weak = self.owner && self.weak == Weak::AcquireOfHasLeft;
         self.shared.inside.load(if weak { Relaxed } else { order })
@@ -83,12 +83,12 @@ fn take_back_while_written(weak: Weak) {
         grant: AtomicU32::new(1),
         ..Shared::default()
     };
-    let owner = End {
+    let owner = ModelEnd {
         shared: Rc::new(shared),
         weak,
         owner: true,
     };
-    let holder = End {
+    let holder = ModelEnd {
         owner: false,
         ..owner.clone()
     };
