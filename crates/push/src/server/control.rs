@@ -7,6 +7,7 @@ use rdmux_runtime::Mailbox;
 use rdmux_wire::push::{Access, Name};
 
 use super::Mail;
+use super::id::{OperationId, RegionId};
 
 /// A request from the program that runs the server.
 #[derive(Debug)]
@@ -16,11 +17,11 @@ pub(super) enum Local {
         access: Access,
         share: Access,
         /// Receives the operation's number once it may begin; nothing if there is no such region.
-        reply: mpsc::Sender<u64>,
+        reply: mpsc::Sender<OperationId>,
     },
-    End(u64),
+    End(OperationId),
     /// A program outside of the server wants the file of the region with this number.
-    Wanted(usize, Wanted),
+    Wanted(RegionId, Wanted),
 }
 
 /// The server has ended, or never had that region.
@@ -56,7 +57,7 @@ impl Control {
 #[derive(Debug)]
 pub struct Exclusive {
     control: Control,
-    number: u64,
+    number: OperationId,
 }
 
 impl Drop for Exclusive {

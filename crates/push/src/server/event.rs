@@ -6,6 +6,7 @@ use std::time::Duration;
 use rdmux_wire::push;
 
 use super::EndReason;
+use super::id::{ClientId, MappingId};
 
 /// An event, for people to read.
 #[derive(Clone, Debug)]
@@ -13,16 +14,16 @@ pub enum ServerEvent {
     /// A client connected and has the key.
     Connected {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Address of the client.
         peer: IpAddr,
     },
     /// A client mapped a range.
     Mapped {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Number of the mapping.
-        mapping: u64,
+        mapping: MappingId,
         /// The region.
         region: push::Name,
         /// First byte.
@@ -35,32 +36,32 @@ pub enum ServerEvent {
     /// A client ended a mapping.
     Unmapped {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Number of the mapping.
-        mapping: u64,
+        mapping: MappingId,
     },
     /// A mapping's lease is being broken, because somebody else needs its range.
     Breaking {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Number of the mapping.
-        mapping: u64,
+        mapping: MappingId,
         /// Time for the client to release it.
         within: Duration,
     },
     /// A client released a mapping: it can be flushed, and nothing else.
     Released {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Number of the mapping.
-        mapping: u64,
+        mapping: MappingId,
     },
     /// A mapping was revoked, because its client did not release it in time.
     Revoked {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Number of the mapping.
-        mapping: u64,
+        mapping: MappingId,
     },
     /// A program of this host opens a region's file: the holders of conflicting leases have released them.
     Opened {
@@ -84,7 +85,7 @@ pub enum ServerEvent {
     /// A connection ended, and its mappings with it.
     Ended {
         /// Number of the client.
-        client: u64,
+        client: ClientId,
         /// Address of the client.
         peer: IpAddr,
         /// The reason.

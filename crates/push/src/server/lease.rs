@@ -21,6 +21,8 @@ use std::time::Duration;
 
 use rdmux_wire::push::{Access, Conflict};
 
+use super::id::{ClientId, OperationId, Owner, RegionId};
+
 /// Identifies a lease from its request on. Ids are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LeaseId(u64);
@@ -29,9 +31,9 @@ pub struct LeaseId(u64);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claim {
     /// The owner: a connection, or a local operation.
-    pub owner: u64,
+    pub owner: Owner,
     /// Number of the region.
-    pub region: usize,
+    pub region: RegionId,
     /// First byte.
     pub offset: u64,
     /// Bytes.
@@ -84,7 +86,7 @@ pub enum Effect {
         /// The lease.
         lease: LeaseId,
         /// Its holder.
-        owner: u64,
+        owner: Owner,
         /// The deadline.
         until: Duration,
     },
@@ -93,14 +95,14 @@ pub enum Effect {
         /// The lease.
         lease: LeaseId,
         /// Its holder.
-        owner: u64,
+        owner: Owner,
     },
     /// A request that waited is granted.
     Granted {
         /// The lease.
         lease: LeaseId,
         /// Its holder.
-        owner: u64,
+        owner: Owner,
     },
 }
 
@@ -122,9 +124,9 @@ struct RegionLease {
 /// thousands.
 #[derive(Debug, Default)]
 struct Held {
-    leases: BTreeMap<(usize, u64, LeaseId), RegionLease>,
+    leases: BTreeMap<(RegionId, Owner, LeaseId), RegionLease>,
     /// Region and owner of each lease.
-    by_id: HashMap<LeaseId, (usize, u64)>,
+    by_id: HashMap<LeaseId, (RegionId, Owner)>,
 }
 
 impl Held {
@@ -147,12 +149,10 @@ impl Held {
     /// Returns the leases that conflict with a claim.
     fn against(&self, claim: &Claim) -> impl Iterator<Item = (LeaseId, &RegionLease)> {
         let Claim { region, owner, .. } = *claim;
-        let before = self
-            .leases
-            .range((region, 0, LeaseId(0))..(region, owner, LeaseId(0)));
-        let behind = self
-            .leases
-            .range((region, owner, LeaseId(u64::MAX))..(region + 1, 0, LeaseId(0)));
+        let first = (region, Owner::Client(ClientId(0)), LeaseId(0));
+        let last = (region, Owner::Local(OperationId(u64::MAX)), LeaseId(u64::MAX));
+        let before = self.leases.range(first..(region, owner, LeaseId(0)));
+        let behind = self.leases.range((region, owner, LeaseId(u64::MAX))..=last);
         before
             .chain(behind)
             .map(|((.., id), lease)| (*id, lease))
@@ -254,7 +254,7 @@ impl Leases {
     }
 
     /// Ends all mappings and cancels all requests of an owner. Its running operations continue until each is released.
-    pub fn owner_ended(&mut self, now: Duration, owner: u64) {
+    pub fn owner_ended(&mut self, now: Duration, owner: Owner) {
         let over = |lease: &RegionLease| lease.claim.owner == owner && lease.kind == Kind::Mapping;
         let ids: Vec<_> = self
             .held
@@ -375,7 +375,7 @@ impl Leases {
 }
 
 impl Effect {
-    fn owner(&self) -> u64 {
+    fn owner(&self) -> Owner {
         match self {
             Effect::Notify { owner, .. } | Effect::Revoke { owner, .. } | Effect::Granted { owner, .. } => {
                 *owner

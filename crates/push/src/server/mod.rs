@@ -3,6 +3,7 @@
 
 mod control;
 mod event;
+mod id;
 mod lease;
 mod metrics;
 mod requests;
@@ -30,6 +31,7 @@ use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
 use self::control::Local;
 pub use self::control::{Control, Exclusive, ServerEnded};
 pub use self::event::ServerEvent;
+pub use self::id::{ClientId, MappingId, OperationId, Owner, RegionId};
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
 pub use self::metrics::{Metrics, RequestKind, ServerMetrics};
 pub use self::service::{Driver, Registered, ReplySlot, Service};
@@ -149,21 +151,34 @@ enum Mail {
 #[derive(Debug)]
 struct ClientConnection {
     /// Registered mappings, by number of the mapping.
-    mappings: HashMap<u64, MemoryRegion>,
+    mappings: HashMap<MappingId, MemoryRegion>,
     /// Arrival time of the message in each slot.
     began: [Option<Instant>; SLOTS],
     notice: SendSlot,
 }
 
-/// The driver, which carries out what the service decides. A client has the number of its connection.
+/// A client has the number of its connection.
+impl From<ConnectionId> for ClientId {
+    fn from(ConnectionId(number): ConnectionId) -> ClientId {
+        ClientId(number)
+    }
+}
+
+impl From<ClientId> for ConnectionId {
+    fn from(ClientId(number): ClientId) -> ConnectionId {
+        ConnectionId(number)
+    }
+}
+
+/// The driver, which carries out what the service decides.
 #[derive(Debug)]
 struct ServerDriver {
     /// Records of the clients, by number. They are dropped before the connections.
-    links: HashMap<u64, ClientConnection>,
+    links: HashMap<ClientId, ClientConnection>,
     reactor: Reactor<Mail>,
     workers: Workers,
     /// Watches of files, by number of the region.
-    files: HashMap<usize, FileWatch>,
+    files: HashMap<RegionId, FileWatch>,
     metrics: Metrics,
     /// Number of jobs that carried bytes by message.
     jobs_by_message: u64,
@@ -311,27 +326,31 @@ impl Server {
         let now = self.now();
         match event {
             ReactorEvent::Request(request) => self.accept(now, request),
-            ReactorEvent::Completed(ConnectionId(client), completed) => match completed {
+            ReactorEvent::Completed(connection, completed) => match completed {
                 Completed::Message {
                     slot: Some(slot),
                     bytes,
-                } => self.message(now, client, slot, &bytes),
+                } => self.message(now, connection.into(), slot, &bytes),
                 Completed::Sent(slot) if slot.index() < SLOTS => {
-                    self.service.handle_sent(now, client, slot.index());
+                    self.service.handle_sent(now, connection.into(), slot.index());
                 }
                 // The slot of a notice stays in use until the client says that it has taken the notice.
                 _ => {}
             },
-            ReactorEvent::Ended(ConnectionId(client), end) => match end {
-                ConnectionEnd::Disconnected => self.service.handle_disconnected(now, client, None),
-                ConnectionEnd::Failed(status) => self.service.handle_disconnected(now, client, Some(status)),
-                ConnectionEnd::Silent => self.service.handle_dead(now, client),
-                ConnectionEnd::Lost => self.service.handle_lost(now, client),
-                ConnectionEnd::Overrun => self.service.handle_overrun(now, client),
-            },
+            ReactorEvent::Ended(connection, end) => self.ended(now, connection.into(), end),
             ReactorEvent::Mail(mail) => self.mail(now, mail),
             // The server dials nobody, and has no descriptors of its own.
             ReactorEvent::Connected(..) | ReactorEvent::Readable(_) => {}
+        }
+    }
+
+    fn ended(&mut self, now: Duration, client: ClientId, end: ConnectionEnd) {
+        match end {
+            ConnectionEnd::Disconnected => self.service.handle_disconnected(now, client, None),
+            ConnectionEnd::Failed(status) => self.service.handle_disconnected(now, client, Some(status)),
+            ConnectionEnd::Silent => self.service.handle_dead(now, client),
+            ConnectionEnd::Lost => self.service.handle_lost(now, client),
+            ConnectionEnd::Overrun => self.service.handle_overrun(now, client),
         }
     }
 
@@ -382,13 +401,13 @@ impl Server {
             began: [None; SLOTS],
             notice,
         };
-        driver.links.insert(id.0, link);
+        driver.links.insert(id.into(), link);
         driver.metrics.lock().connections = driver.links.len();
-        self.service.handle_connected(now, id.0, peer, nonce);
+        self.service.handle_connected(now, id.into(), peer, nonce);
         Ok(())
     }
 
-    fn message(&mut self, now: Duration, client: u64, slot: SendSlot, message: &[u8]) {
+    fn message(&mut self, now: Duration, client: ClientId, slot: SendSlot, message: &[u8]) {
         let driver = &mut self.service.driver;
         let jobs = driver.jobs_by_message;
         if let Some(link) = driver.links.get_mut(&client) {
@@ -453,12 +472,12 @@ impl ServerDriver {
 impl Driver for ServerDriver {
     fn register(
         &mut self,
-        client: u64,
+        client: ClientId,
         map: &Map,
         memory: Arc<Mapped>,
         rights: Access,
     ) -> Result<Registered, String> {
-        let connection = self.reactor.connection(ConnectionId(client));
+        let connection = self.reactor.connection(client.into());
         let (Some(link), Some(connection)) = (self.links.get_mut(&client), connection) else {
             return Err("the connection has ended".into());
         };
@@ -497,7 +516,7 @@ impl Driver for ServerDriver {
         })
     }
 
-    fn deregister(&mut self, client: u64, mapping: u64) {
+    fn deregister(&mut self, client: ClientId, mapping: MappingId) {
         let links = &mut self.links;
         // Once the memory region is gone, the responder is in no access to it, and begins none.
         if let Some(mr) = links
@@ -509,8 +528,8 @@ impl Driver for ServerDriver {
         }
     }
 
-    fn send(&mut self, client: u64, slot: ReplySlot, request: u64, message: &Message) -> bool {
-        let connection = self.reactor.connection(ConnectionId(client));
+    fn send(&mut self, client: ClientId, slot: ReplySlot, request: u64, message: &Message) -> bool {
+        let connection = self.reactor.connection(client.into());
         let (Some(link), Some(connection)) = (self.links.get_mut(&client), connection) else {
             return false;
         };
@@ -525,19 +544,19 @@ impl Driver for ServerDriver {
             self.metrics.answered(link.began[slot].take(), message);
         }
         if matches!(message, Message::Welcome { .. }) {
-            self.reactor.watch(ConnectionId(client));
+            self.reactor.watch(client.into());
         }
         sent.is_ok()
     }
 
-    fn receive(&mut self, client: u64, slot: usize) -> bool {
-        let connection = self.reactor.connection(ConnectionId(client));
+    fn receive(&mut self, client: ClientId, slot: usize) -> bool {
+        let connection = self.reactor.connection(client.into());
         connection
             .map(|connection| connection.give_back(SendSlot::new(slot)))
             .is_some()
     }
 
-    fn disconnect(&mut self, client: u64, failed: bool) {
+    fn disconnect(&mut self, client: ClientId, failed: bool) {
         let Some(link) = self.links.remove(&client) else {
             return;
         };
@@ -546,7 +565,7 @@ impl Driver for ServerDriver {
         metrics.mappings -= link.mappings.len();
         drop(metrics);
         drop(link);
-        self.reactor.close(ConnectionId(client), failed.then_some(LINGER));
+        self.reactor.close(client.into(), failed.then_some(LINGER));
     }
 
     fn work(&mut self, mut job: Job) -> Option<Finished> {
@@ -558,13 +577,13 @@ impl Driver for ServerDriver {
         work::submit(&mut self.workers, job)
     }
 
-    fn let_others(&mut self, region: usize) {
+    fn let_others(&mut self, region: RegionId) {
         if let Some(watch) = self.files.get(&region) {
             watch.let_go();
         }
     }
 
-    fn is_alone(&mut self, region: usize) -> bool {
+    fn is_alone(&mut self, region: RegionId) -> bool {
         self.files.get(&region).is_some_and(FileWatch::is_alone)
     }
 }

@@ -7,14 +7,12 @@ use std::time::Duration;
 use rdmux_verbs::{Access, Placement};
 use rdmux_wire::push::{self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Message};
 
+use super::id::{ClientId, MappingId, OperationId, Owner, RegionId};
 use super::lease::{Answer, Claim, Effect, Kind, LeaseId};
 use super::service::{Driver, Mapping, Registered, ReplySlot, Service};
 use super::session::{Action, EndReason, Map, Ordinary};
 use super::work::{Task, Ticket};
 use super::{CLOSING_TIMEOUT, ServerEvent};
-
-/// Bit set in the owners of local operations; clients' numbers never become so large.
-const LOCAL: u64 = 1 << 63;
 
 /// A request that waits for a lease.
 #[derive(Debug)]
@@ -23,9 +21,9 @@ pub(super) enum Pending {
     Write(Ticket, Ordinary, Vec<u8>, Placement),
     Read(Ticket, Ordinary),
     /// An operation of the server's own, and the channel that reports that it may begin.
-    Local(u64, mpsc::Sender<u64>),
+    Local(OperationId, mpsc::Sender<OperationId>),
     /// A program outside of the server that wants the file of the region with this number.
-    Outside(usize, push::Access),
+    Outside(RegionId, push::Access),
 }
 
 impl Pending {
@@ -36,7 +34,7 @@ impl Pending {
         }
     }
 
-    pub(super) fn is_of(&self, client: u64) -> bool {
+    pub(super) fn is_of(&self, client: ClientId) -> bool {
         self.ticket().is_some_and(|ticket| ticket.client == client)
     }
 }
@@ -50,14 +48,14 @@ pub(super) struct Welcoming {
 }
 
 impl Welcoming {
-    pub(super) fn client(&self) -> u64 {
+    pub(super) fn client(&self) -> ClientId {
         self.ticket.client
     }
 }
 
 impl<D: Driver> Service<D> {
     /// Handles a client's message. Its slot takes the next message when this one is answered.
-    pub fn handle_message(&mut self, now: Duration, key: u64, slot: usize, message: &[u8]) {
+    pub fn handle_message(&mut self, now: Duration, key: ClientId, slot: usize, message: &[u8]) {
         self.now = now;
         let Some(client) = self.clients.get_mut(&key) else {
             return;
@@ -170,9 +168,9 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    fn number_of(&self, region: &Arc<crate::region::Region>) -> usize {
+    fn number_of(&self, region: &Arc<crate::region::Region>) -> RegionId {
         let regions = &self.shared.regions;
-        regions.iter().position(|r| Arc::ptr_eq(r, region)).unwrap_or(0)
+        RegionId(regions.iter().position(|r| Arc::ptr_eq(r, region)).unwrap_or(0))
     }
 
     /// Handles a client that has proved that it has the key. When the client receives its welcome, its earlier mappings are
@@ -221,7 +219,7 @@ impl<D: Driver> Service<D> {
 
     fn claim_of(&self, ticket: &Ticket, ordinary: &Ordinary, access: push::Access) -> Claim {
         Claim {
-            owner: ticket.client,
+            owner: Owner::Client(ticket.client),
             region: ordinary.number,
             offset: ordinary.offset,
             length: ordinary.length,
@@ -236,7 +234,7 @@ impl<D: Driver> Service<D> {
             self.take_over(ticket.client, &map);
         }
         let claim = Claim {
-            owner: ticket.client,
+            owner: Owner::Client(ticket.client),
             region: map.number,
             offset: map.offset,
             length: map.length,
@@ -252,7 +250,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Ends another connection that wrote for the same upload: its client died, or must not write any more.
-    fn take_over(&mut self, key: u64, map: &Map) {
+    fn take_over(&mut self, key: ClientId, map: &Map) {
         let same = |mapping: &Mapping| {
             let overlaps =
                 mapping.offset < map.offset + map.length && map.offset < mapping.offset + mapping.length;
@@ -284,11 +282,10 @@ impl<D: Driver> Service<D> {
     }
 
     fn refused(&mut self, other: &Claim, pending: Pending) {
-        let region = self.shared.regions[other.region].name();
-        let holder = if other.owner & LOCAL != 0 {
-            "a program of the server's host".to_owned()
-        } else {
-            format!("another client (client {})", other.owner)
+        let region = self.shared.regions[other.region.0].name();
+        let holder = match other.owner {
+            Owner::Local(_) => "a program of the server's host".to_owned(),
+            Owner::Client(client) => format!("another client (client {client})"),
         };
         let does = if other.access.contains(push::Access::WRITE) {
             "is writing to"
@@ -420,7 +417,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Invalidates a mapping's keys, and then lets others have its range. Returns whether the keys were valid.
-    fn revoke(&mut self, key: u64, mapping: u64) -> bool {
+    fn revoke(&mut self, key: ClientId, mapping: MappingId) -> bool {
         let client = self.clients.get_mut(&key);
         let Some(lease) = client
             .and_then(|client| client.mappings.get_mut(&mapping))
@@ -466,7 +463,7 @@ impl<D: Driver> Service<D> {
                         }
                     }
                 }
-                Effect::Revoke { lease, owner } => {
+                Effect::Revoke { lease, .. } => {
                     let Some((key, mapping)) = self.leased.get(&lease).copied() else {
                         self.leases.release(self.now, lease);
                         continue;
@@ -474,10 +471,7 @@ impl<D: Driver> Service<D> {
                     if let Some(client) = self.clients.get_mut(&key) {
                         client.session.revoked(mapping);
                     }
-                    self.events.push(ServerEvent::Revoked {
-                        client: owner,
-                        mapping,
-                    });
+                    self.events.push(ServerEvent::Revoked { client: key, mapping });
                     self.revoke(key, mapping);
                     self.changed(key, mapping, ChangeKind::Revoked, 0);
                 }
@@ -486,15 +480,20 @@ impl<D: Driver> Service<D> {
     }
 
     /// Notifies a client of a change to a mapping.
-    fn changed(&mut self, key: u64, mapping: u64, kind: ChangeKind, ms: u32) {
+    fn changed(&mut self, key: ClientId, mapping: MappingId, kind: ChangeKind, ms: u32) {
         if let Some(client) = self.clients.get_mut(&key) {
-            client.changes.insert(mapping, Change { mapping, kind, ms });
+            let change = Change {
+                mapping: mapping.0,
+                kind,
+                ms,
+            };
+            client.changes.insert(mapping, change);
             self.notify(key);
         }
     }
 
     /// Sends pending changes, unless the client has not taken the last notice: then it has no receive for another.
-    fn notify(&mut self, key: u64) {
+    fn notify(&mut self, key: ClientId) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
@@ -513,10 +512,15 @@ impl<D: Driver> Service<D> {
     }
 
     /// Returns a claim of a new owner on all of a region.
-    pub(super) fn local_claim(&mut self, region: usize, access: push::Access, share: push::Access) -> Claim {
+    pub(super) fn local_claim(
+        &mut self,
+        region: RegionId,
+        access: push::Access,
+        share: push::Access,
+    ) -> Claim {
         self.locals_so_far += 1;
         Claim {
-            owner: LOCAL | self.locals_so_far,
+            owner: Owner::Local(OperationId(self.locals_so_far)),
             region,
             offset: 0,
             length: u64::MAX,
@@ -533,24 +537,24 @@ impl<D: Driver> Service<D> {
         region: &push::Name,
         access: push::Access,
         share: push::Access,
-        reply: mpsc::Sender<u64>,
+        reply: mpsc::Sender<OperationId>,
     ) {
         self.now = now;
         let Some(at) = self.shared.regions.iter().position(|r| r.name() == region) else {
             return;
         };
-        let claim = self.local_claim(at, access, share);
-        let number = self.locals_so_far;
+        let claim = self.local_claim(RegionId(at), access, share);
+        let number = OperationId(self.locals_so_far);
         self.claim(claim, Conflict::Break, Pending::Local(number, reply));
     }
 
     /// Handles the end of an operation of the server's own.
-    pub fn handle_local_end(&mut self, now: Duration, number: u64) {
+    pub fn handle_local_end(&mut self, now: Duration, number: OperationId) {
         self.now = now;
         self.end_local(number);
     }
 
-    fn end_local(&mut self, number: u64) {
+    fn end_local(&mut self, number: OperationId) {
         if let Some(lease) = self.locals.remove(&number) {
             self.leases.release(self.now, lease);
             self.carry_out();

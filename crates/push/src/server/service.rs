@@ -10,6 +10,7 @@ use std::time::Duration;
 use rdmux_verbs::{Access, Status};
 use rdmux_wire::push::{Change, Extent, Message, Ways};
 
+use super::id::{ClientId, MappingId, OperationId, Owner, RegionId};
 use super::lease::{LeaseId, Leases};
 use super::requests::{Pending, Welcoming};
 use super::session::{EndReason, Map, Session, Shared};
@@ -42,7 +43,7 @@ pub trait Driver {
     /// Registers the memory of a mapping for a client. The error is the reason.
     fn register(
         &mut self,
-        client: u64,
+        client: ClientId,
         map: &Map,
         memory: Arc<Mapped>,
         rights: Access,
@@ -50,26 +51,26 @@ pub trait Driver {
 
     /// Invalidates the keys of a mapping. When this returns, nothing reaches the memory through them, and what was in flight is
     /// placed: the revocation point.
-    fn deregister(&mut self, client: u64, mapping: u64);
+    fn deregister(&mut self, client: ClientId, mapping: MappingId);
 
     /// Sends a message. Returns false if the connection accepts nothing more.
-    fn send(&mut self, client: u64, slot: ReplySlot, request: u64, message: &Message) -> bool;
+    fn send(&mut self, client: ClientId, slot: ReplySlot, request: u64, message: &Message) -> bool;
 
     /// Makes a slot ready for the next message. Returns false if the connection accepts nothing more.
-    fn receive(&mut self, client: u64, slot: usize) -> bool;
+    fn receive(&mut self, client: ClientId, slot: usize) -> bool;
 
     /// Ends a connection, which then does nothing more. A connection that `failed` may stay for a moment to report why.
-    fn disconnect(&mut self, client: u64, failed: bool);
+    fn disconnect(&mut self, client: ClientId, failed: bool);
 
     /// Runs a job and returns its result, or hands it on and calls [`Service::finished`] later. Jobs that change or read the
     /// same region run in order.
     fn work(&mut self, job: Job) -> Option<Finished>;
 
     /// Lets programs of the host continue that wait for the file of the region with this number.
-    fn let_others(&mut self, region: usize);
+    fn let_others(&mut self, region: RegionId);
 
     /// Returns whether no program of the host has the file of the region with this number open.
-    fn is_alone(&mut self, region: usize) -> bool;
+    fn is_alone(&mut self, region: RegionId) -> bool;
 }
 
 /// A mapping. Without its lease it cannot be accessed, and can only be flushed.
@@ -78,7 +79,7 @@ pub(super) struct Mapping {
     pub(super) lease: Option<LeaseId>,
     pub(super) memory: Arc<Mapped>,
     /// Number of the region.
-    pub(super) number: usize,
+    pub(super) number: RegionId,
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) transfer: u64,
@@ -88,7 +89,7 @@ pub(super) struct Mapping {
 pub(super) struct Client {
     pub(super) peer: IpAddr,
     pub(super) session: Session,
-    pub(super) mappings: BTreeMap<u64, Mapping>,
+    pub(super) mappings: BTreeMap<MappingId, Mapping>,
     /// Deadline of the handshake, or of the last message.
     pub(super) deadline: Option<Duration>,
     /// Reason of the end, which follows once the last message has left.
@@ -96,7 +97,7 @@ pub(super) struct Client {
     /// Name of the client over several connections; zeros if it has given none.
     pub(super) id: [u8; 16],
     /// Changes to notify the client of: the last one of each mapping.
-    pub(super) changes: BTreeMap<u64, Change>,
+    pub(super) changes: BTreeMap<MappingId, Change>,
     /// Number of the notice that the client has not taken yet.
     pub(super) notice: Option<u64>,
     pub(super) notices_so_far: u64,
@@ -121,21 +122,21 @@ pub struct Service<D> {
     pub(super) shared: Arc<Shared>,
     /// Time of the call in progress.
     pub(super) now: Duration,
-    pub(super) clients: BTreeMap<u64, Client>,
+    pub(super) clients: BTreeMap<ClientId, Client>,
     pub(super) leases: Leases,
     pub(super) carrying_out: bool,
     /// Client and number of each mapping, by lease.
-    pub(super) leased: HashMap<LeaseId, (u64, u64)>,
+    pub(super) leased: HashMap<LeaseId, (ClientId, MappingId)>,
     /// Requests that wait for a lease.
     pub(super) pending: HashMap<LeaseId, Pending>,
     /// Clients whose jobs from earlier connections are not done.
     pub(super) welcoming: Vec<Welcoming>,
-    running: HashMap<u64, Running>,
+    running: HashMap<ClientId, Running>,
     /// Leases of local operations, by number.
-    pub(super) locals: HashMap<u64, LeaseId>,
+    pub(super) locals: HashMap<OperationId, LeaseId>,
     pub(super) locals_so_far: u64,
     /// Regions whose file others may have open, and the access that they have.
-    pub(super) open: HashMap<usize, rdmux_wire::push::Access>,
+    pub(super) open: HashMap<RegionId, rdmux_wire::push::Access>,
     pub(super) events: Vec<ServerEvent>,
 }
 
@@ -161,7 +162,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Handles a new connection, of a client with a number that no other client gets; `nonce` is random.
-    pub fn handle_connected(&mut self, now: Duration, number: u64, peer: IpAddr, nonce: [u8; 32]) {
+    pub fn handle_connected(&mut self, now: Duration, number: ClientId, peer: IpAddr, nonce: [u8; 32]) {
         self.now = now;
         let client = Client {
             peer,
@@ -179,7 +180,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Handles the last message of a client that has left. A driver may report other answers too: their slots take the next message.
-    pub fn handle_sent(&mut self, now: Duration, client: u64, slot: usize) {
+    pub fn handle_sent(&mut self, now: Duration, client: ClientId, slot: usize) {
         self.now = now;
         let Some(known) = self.clients.get_mut(&client) else {
             return;
@@ -191,7 +192,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Handles a connection that failed or ended; `status` is the cause, if the queue pair knows it.
-    pub fn handle_disconnected(&mut self, now: Duration, client: u64, status: Option<Status>) {
+    pub fn handle_disconnected(&mut self, now: Duration, client: ClientId, status: Option<Status>) {
         self.now = now;
         if let Some(known) = self.clients.get(&client) {
             let reason = known.why_ended(status);
@@ -200,19 +201,19 @@ impl<D: Driver> Service<D> {
     }
 
     /// Handles a client that does not answer.
-    pub fn handle_dead(&mut self, now: Duration, client: u64) {
+    pub fn handle_dead(&mut self, now: Duration, client: ClientId) {
         self.now = now;
         self.end(client, EndReason::Dead);
     }
 
     /// Handles a connection that accepts nothing more.
-    pub fn handle_lost(&mut self, now: Duration, client: u64) {
+    pub fn handle_lost(&mut self, now: Duration, client: ClientId) {
         self.now = now;
         self.end(client, EndReason::Failed("connection lost".into()));
     }
 
     /// Handles a client that has sent more messages than it may.
-    pub fn handle_overrun(&mut self, now: Duration, client: u64) {
+    pub fn handle_overrun(&mut self, now: Duration, client: ClientId) {
         self.now = now;
         let why = "more messages without an answer than allowed";
         self.end(client, EndReason::Protocol(why.into()));
@@ -278,7 +279,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Returns whether a client has proved that it has the key.
-    pub fn is_ready(&self, client: u64) -> bool {
+    pub fn is_ready(&self, client: ClientId) -> bool {
         self.clients
             .get(&client)
             .is_some_and(|known| known.session.is_ready())
@@ -292,7 +293,7 @@ impl<D: Driver> Service<D> {
             .count()
     }
 
-    pub(super) fn send(&mut self, client: u64, slot: usize, request: u64, message: &Message) {
+    pub(super) fn send(&mut self, client: ClientId, slot: usize, request: u64, message: &Message) {
         let Some(known) = self.clients.get(&client) else {
             return;
         };
@@ -305,13 +306,13 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    pub(super) fn receive_again(&mut self, client: u64, slot: usize) {
+    pub(super) fn receive_again(&mut self, client: ClientId, slot: usize) {
         if self.clients.contains_key(&client) && !self.driver.receive(client, slot) {
             self.end(client, EndReason::Failed("connection lost".into()));
         }
     }
 
-    pub(super) fn end(&mut self, client: u64, reason: EndReason) {
+    pub(super) fn end(&mut self, client: ClientId, reason: EndReason) {
         let Some(mut known) = self.clients.remove(&client) else {
             return;
         };
@@ -327,7 +328,7 @@ impl<D: Driver> Service<D> {
         }
         self.pending.retain(|_, pending| !pending.is_of(client));
         self.welcoming.retain(|welcoming| welcoming.client() != client);
-        self.leases.owner_ended(self.now, client);
+        self.leases.owner_ended(self.now, Owner::Client(client));
         self.carry_out();
         let failed = matches!(reason, EndReason::Failed(_));
         self.events.push(ServerEvent::Ended {
@@ -339,7 +340,7 @@ impl<D: Driver> Service<D> {
         self.driver.disconnect(client, failed);
     }
 
-    pub(super) fn work(&mut self, region: usize, ticket: Ticket, task: Task) {
+    pub(super) fn work(&mut self, region: RegionId, ticket: Ticket, task: Task) {
         let client = ticket.client;
         let at_once = task.is_immediate() && !self.running.contains_key(&client);
         let counted = !at_once && !task.is_checksum();
@@ -389,7 +390,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Returns whether a job runs for the client of this name on a connection other than `but`.
-    pub(super) fn runs_for(&self, id: [u8; 16], but: u64) -> bool {
+    pub(super) fn runs_for(&self, id: [u8; 16], but: ClientId) -> bool {
         self.running
             .iter()
             .any(|(client, running)| running.id == id && *client != but)

@@ -8,6 +8,7 @@ use rdmux_wire::push::{Access, Conflict, ErrorCode, Message, Name, VERSION};
 
 use crate::key::{Key, Role, Transcript};
 use crate::region::Region;
+use crate::server::id::{MappingId, RegionId};
 use crate::server::service::Registered;
 
 /// State that all sessions of a server share.
@@ -26,11 +27,10 @@ pub struct Shared {
 }
 
 impl Shared {
-    fn region(&self, name: &Name) -> Option<(usize, &Arc<Region>)> {
-        self.regions
-            .iter()
-            .enumerate()
-            .find(|(_, region)| region.name() == name)
+    fn region(&self, name: &Name) -> Option<(RegionId, &Arc<Region>)> {
+        let mut known = self.regions.iter().enumerate();
+        let (at, region) = known.find(|(_, region)| region.name() == name)?;
+        Some((RegionId(at), region))
     }
 }
 
@@ -47,13 +47,13 @@ pub enum Action {
     /// Register this, then call [`Session::mapped`] and answer with what it returns.
     Map(Map),
     /// End the mapping, then answer with [`Message::Unmapped`].
-    Unmap(u64),
+    Unmap(MappingId),
     /// Make the mapping's keys invalid, then answer with [`Message::Released`].
-    Release(u64),
+    Release(MappingId),
     /// Flush a range of the mapping, then answer with [`Message::Flushed`].
     Flush {
         /// The mapping, whose keys may be invalid.
-        mapping: u64,
+        mapping: MappingId,
         /// First byte, in the region.
         offset: u64,
         /// Bytes.
@@ -84,7 +84,7 @@ pub enum Action {
 #[derive(Debug)]
 pub struct Ordinary {
     /// Number of the region.
-    pub number: usize,
+    pub number: RegionId,
     /// The region.
     pub region: Arc<Region>,
     /// First byte.
@@ -99,9 +99,9 @@ pub struct Ordinary {
 #[derive(Debug)]
 pub struct Map {
     /// Number of the mapping.
-    pub mapping: u64,
+    pub mapping: MappingId,
     /// Number of the region.
-    pub number: usize,
+    pub number: RegionId,
     /// The region.
     pub region: Arc<Region>,
     /// Access of the mapping.
@@ -171,7 +171,7 @@ impl std::fmt::Display for EndReason {
 /// A session's record of a mapping.
 #[derive(Debug)]
 struct Known {
-    number: usize,
+    number: RegionId,
     access: Access,
     offset: u64,
     length: u64,
@@ -194,8 +194,8 @@ pub struct Session {
     shared: Arc<Shared>,
     nonce: [u8; 32],
     state: SessionState,
-    mappings: HashMap<u64, Known>,
-    next_mapping: u64,
+    mappings: HashMap<MappingId, Known>,
+    mappings_so_far: u64,
 }
 
 impl Session {
@@ -206,7 +206,7 @@ impl Session {
             nonce,
             state: SessionState::Start,
             mappings: HashMap::new(),
-            next_mapping: 1,
+            mappings_so_far: 0,
         }
     }
 
@@ -299,16 +299,16 @@ impl Session {
     fn request(&mut self, message: Message) -> Action {
         match message {
             map @ Message::Map { .. } => self.map(map).unwrap_or_else(Action::Send),
-            Message::Unmap { mapping } => match self.mappings.remove(&mapping) {
-                Some(_) => Action::Unmap(mapping),
-                None => Action::Send(no_mapping(mapping)),
+            Message::Unmap { mapping } => match self.mappings.remove(&MappingId(mapping)) {
+                Some(_) => Action::Unmap(MappingId(mapping)),
+                None => Action::Send(no_mapping(MappingId(mapping))),
             },
-            Message::Release { mapping } => match self.mappings.get_mut(&mapping) {
+            Message::Release { mapping } => match self.mappings.get_mut(&MappingId(mapping)) {
                 Some(known) => {
                     known.live = false;
-                    Action::Release(mapping)
+                    Action::Release(MappingId(mapping))
                 }
-                None => Action::Send(no_mapping(mapping)),
+                None => Action::Send(no_mapping(MappingId(mapping))),
             },
             Message::Flush {
                 mapping,
@@ -316,7 +316,7 @@ impl Session {
                 length,
                 placement,
             } => self
-                .flush(mapping, offset, length, placement)
+                .flush(MappingId(mapping), offset, length, placement)
                 .unwrap_or_else(Action::Send),
             Message::Write {
                 region,
@@ -404,8 +404,8 @@ impl Session {
             return Err(out_of_range(region, offset, length));
         }
         let region = region.clone();
-        let mapping = self.next_mapping;
-        self.next_mapping += 1;
+        self.mappings_so_far += 1;
+        let mapping = MappingId(self.mappings_so_far);
         let known = Known {
             number,
             access,
@@ -428,7 +428,7 @@ impl Session {
     }
 
     /// Returns the region of that name, if it allows `access`.
-    fn writable(&self, name: &Name, access: Access) -> Result<(usize, &Arc<Region>), Message> {
+    fn writable(&self, name: &Name, access: Access) -> Result<(RegionId, &Arc<Region>), Message> {
         let (number, region) = self
             .shared
             .region(name)
@@ -446,9 +446,15 @@ impl Session {
         Ok((number, region))
     }
 
-    fn flush(&self, mapping: u64, offset: u64, length: u64, placement: Placement) -> Result<Action, Message> {
+    fn flush(
+        &self,
+        mapping: MappingId,
+        offset: u64,
+        length: u64,
+        placement: Placement,
+    ) -> Result<Action, Message> {
         let known = self.mappings.get(&mapping).ok_or_else(|| no_mapping(mapping))?;
-        let region = &self.shared.regions[known.number];
+        let region = &self.shared.regions[known.number.0];
         if !known.access.contains(Access::WRITE) {
             let text = format!(
                 "mapping {mapping} of region {} has no write access",
@@ -495,14 +501,14 @@ impl Session {
     }
 
     /// Notes that a mapping was revoked: it can still be flushed.
-    pub fn revoked(&mut self, mapping: u64) {
+    pub fn revoked(&mut self, mapping: MappingId) {
         if let Some(known) = self.mappings.get_mut(&mapping) {
             known.live = false;
         }
     }
 
     /// Returns whether a mapping's keys are valid.
-    pub fn is_live(&self, mapping: u64) -> bool {
+    pub fn is_live(&self, mapping: MappingId) -> bool {
         self.mappings.get(&mapping).is_some_and(|known| known.live)
     }
 
@@ -510,7 +516,7 @@ impl Session {
     pub fn mapped(&mut self, map: &Map, made: Result<Registered, (ErrorCode, String)>) -> Message {
         match made {
             Ok(registered) => Message::Mapped {
-                mapping: map.mapping,
+                mapping: map.mapping.0,
                 region_bytes: map.region.bytes(),
                 domain: map.region.domain(),
                 placement: map.region.placement(),
@@ -542,7 +548,7 @@ fn error(code: ErrorCode, text: String) -> Message {
     Message::Error { code, text }
 }
 
-fn no_mapping(mapping: u64) -> Message {
+fn no_mapping(mapping: MappingId) -> Message {
     error(ErrorCode::Protocol, format!("no mapping {mapping}"))
 }
 

@@ -11,6 +11,7 @@ use rdmux_runtime::Mailbox;
 use rdmux_wire::push::{Access, Conflict, ErrorCode};
 
 use super::control::Local;
+use super::id::RegionId;
 use super::requests::Pending;
 use super::service::{Driver, Service};
 use super::session::Map;
@@ -22,9 +23,10 @@ pub(super) fn watch(
     regions: &[Arc<Region>],
     server: &Mailbox<Mail>,
     events: &mut Vec<ServerEvent>,
-) -> HashMap<usize, FileWatch> {
+) -> HashMap<RegionId, FileWatch> {
     let mut files = HashMap::new();
-    for (number, region) in regions.iter().enumerate() {
+    for (at, region) in regions.iter().enumerate() {
+        let number = RegionId(at);
         let server = server.clone();
         let tell = move |wanted| {
             server.send(Mail::Local(Local::Wanted(number, wanted)));
@@ -60,7 +62,7 @@ pub(super) fn watch(
 
 impl<D: Driver> Service<D> {
     /// Handles a program that wants the file of the region with this number, or the fact that none has it any more.
-    pub fn handle_wanted(&mut self, now: Duration, number: usize, wanted: Wanted) {
+    pub fn handle_wanted(&mut self, now: Duration, number: RegionId, wanted: Wanted) {
         self.now = now;
         let access = match wanted {
             Wanted::Nothing => return self.closed(number),
@@ -73,7 +75,7 @@ impl<D: Driver> Service<D> {
     }
 
     /// Lets programs have the file for which they wait, as no lease conflicts with it any more.
-    pub(super) fn opened(&mut self, number: usize, access: Access) {
+    pub(super) fn opened(&mut self, number: RegionId, access: Access) {
         let open = self.open.entry(number).or_default();
         *open |= access;
         // Letting one program in lets in all: a writer may wait for mappings that do not conflict with a reader.
@@ -84,14 +86,14 @@ impl<D: Driver> Service<D> {
         let access = *open;
         self.driver.let_others(number);
         self.events.push(ServerEvent::Opened {
-            region: self.shared.regions[number].name().clone(),
+            region: self.shared.regions[number.0].name().clone(),
             write: access.contains(Access::WRITE),
         });
     }
 
-    fn closed(&mut self, number: usize) {
+    fn closed(&mut self, number: RegionId) {
         if self.open.remove(&number).is_some() {
-            let region = self.shared.regions[number].name().clone();
+            let region = self.shared.regions[number.0].name().clone();
             self.events.push(ServerEvent::Closed { region });
         }
     }

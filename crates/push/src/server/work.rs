@@ -8,6 +8,7 @@ use rdmux_runtime::Mailbox;
 use rdmux_verbs::{Fault, Memory, Placement, Reach};
 use rdmux_wire::push::{ErrorCode, Message};
 
+use super::id::{ClientId, RegionId};
 use super::lease::LeaseId;
 use super::{CONNECTIONS_MAX, Mail, RECEIVES};
 use crate::crc::crc64_while;
@@ -20,7 +21,7 @@ const JOBS_MAX: usize = CONNECTIONS_MAX * RECEIVES;
 #[derive(Clone, Debug)]
 pub(super) struct Ticket {
     /// The client's number, which is never reused.
-    pub(super) client: u64,
+    pub(super) client: ClientId,
     pub(super) slot: usize,
     pub(super) request: u64,
     /// Lease to release when the job is done.
@@ -60,7 +61,7 @@ pub(super) enum Task {
 #[derive(Debug)]
 pub struct Job {
     /// Number of the region.
-    pub(super) region: usize,
+    pub(super) region: RegionId,
     pub(super) ticket: Ticket,
     pub(super) task: Task,
     /// Set if the job waits for no medium, and for no job before it.
@@ -73,7 +74,7 @@ pub struct Job {
 
 impl Job {
     /// Returns the client for which the job runs.
-    pub fn client(&self) -> u64 {
+    pub fn client(&self) -> ClientId {
         self.ticket.client
     }
 
@@ -122,7 +123,7 @@ pub struct Finished {
 }
 
 /// Threads for jobs. A lane is the number of a region, and whether it is the one for checksums.
-pub(super) type Workers = rdmux_runtime::Workers<(usize, bool), Job, Mail>;
+pub(super) type Workers = rdmux_runtime::Workers<(RegionId, bool), Job, Mail>;
 
 pub(super) fn workers(server: Mailbox<Mail>) -> Workers {
     Workers::new("push-work", JOBS_MAX, run_all, server)

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use rdmux_push::server::{ClientId, MappingId, OperationId};
 use rdmux_push::{Access, Mapped};
 use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
@@ -24,14 +25,14 @@ enum Writer {
     Nobody,
     Mapping(Uid),
     /// The server's processor, on behalf of this client.
-    Operation(u64),
+    Operation(ClientId),
 }
 
 /// A right to a range.
 #[derive(Clone, Debug)]
 pub(super) struct Right {
     /// Number of the client; `None` for the server itself.
-    pub(super) client: Option<u64>,
+    pub(super) client: Option<ClientId>,
     pub(super) range: Range<u64>,
     pub(super) access: Access,
     pub(super) share: Access,
@@ -74,12 +75,12 @@ struct State {
     bytes: Vec<u8>,
     mappings: Vec<Mapping>,
     /// By number of client and of mapping, in this life of the server.
-    numbers: BTreeMap<(u64, u64), Uid>,
+    numbers: BTreeMap<(ClientId, MappingId), Uid>,
     pushes: Vec<Push>,
     /// Clients for which a later connection is welcome, so that nothing of theirs may land any more.
-    succeeded: Vec<u64>,
+    succeeded: Vec<ClientId>,
     /// Rights that the server itself holds.
-    own: Vec<(u64, Right)>,
+    own: Vec<(OperationId, Right)>,
     /// Writes of an operation that is reported done although it is not.
     held_back: Option<Vec<(u64, Vec<u8>)>>,
     violation: Option<String>,
@@ -123,7 +124,7 @@ impl Checker {
     // Events at the server.
 
     /// Records that a mapping is made: whatever excludes it must be over.
-    pub(super) fn begin(&self, number: (u64, u64), right: Right, memory: Arc<Mapped>) -> Uid {
+    pub(super) fn begin(&self, number: (ClientId, MappingId), right: Right, memory: Arc<Mapped>) -> Uid {
         let mut state = self.lock();
         let uid = Uid(state.mappings.len());
         if let Some((_, own)) = state.own.iter().find(|(_, own)| own.excludes(&right)) {
@@ -142,18 +143,18 @@ impl Checker {
     }
 
     /// Records that the server itself begins an operation.
-    pub(super) fn begin_own(&self, number: u64, right: Right) {
+    pub(super) fn begin_own(&self, number: OperationId, right: Right) {
         let mut state = self.lock();
         state.end_excluded(&right, "the server itself went on");
         state.own.push((number, right));
     }
 
-    pub(super) fn end_own(&self, number: u64) {
+    pub(super) fn end_own(&self, number: OperationId) {
         self.lock().own.retain(|(own, _)| *own != number);
     }
 
     /// Records that a mapping is over: somebody was notified of that.
-    pub(super) fn over(&self, client: u64, mapping: u64, why: &str) {
+    pub(super) fn over(&self, client: ClientId, mapping: MappingId, why: &str) {
         let mut state = self.lock();
         if let Some(uid) = state.numbers.get(&(client, mapping)).copied() {
             state.end(uid, why);
@@ -161,9 +162,9 @@ impl Checker {
     }
 
     /// Records that all mappings of a client are over.
-    pub(super) fn client_over(&self, client: u64, why: &str) {
+    pub(super) fn client_over(&self, client: ClientId, why: &str) {
         let mut state = self.lock();
-        let of = (client, 0)..=(client, u64::MAX);
+        let of = (client, MappingId(0))..=(client, MappingId(u64::MAX));
         let all: Vec<Uid> = state.numbers.range(of).map(|(_, uid)| *uid).collect();
         for uid in all {
             state.end(uid, why);
@@ -171,7 +172,7 @@ impl Checker {
     }
 
     /// Records that a later connection of the same client is welcome: nothing of this one may land.
-    pub(super) fn succeeded(&self, client: u64) {
+    pub(super) fn succeeded(&self, client: ClientId) {
         self.client_over(client, "its client is welcome on another connection");
         self.lock().succeeded.push(client);
     }
@@ -205,9 +206,9 @@ impl Checker {
     }
 
     /// Lets everything land that came before a message of that client.
-    pub(super) fn drain_client(&self, client: u64) {
+    pub(super) fn drain_client(&self, client: ClientId) {
         let state = self.lock();
-        let of = (client, 0)..=(client, u64::MAX);
+        let of = (client, MappingId(0))..=(client, MappingId(u64::MAX));
         let all: Vec<Uid> = state.numbers.range(of).map(|(_, uid)| *uid).collect();
         drop(state);
         for uid in all {
@@ -260,18 +261,18 @@ impl Checker {
     }
 
     /// Runs `f` for a client on the server's processor.
-    pub(super) fn operate<R>(&self, client: u64, f: impl FnOnce() -> R) -> R {
+    pub(super) fn operate<R>(&self, client: ClientId, f: impl FnOnce() -> R) -> R {
         self.write_as(Writer::Operation(client), f)
     }
 
     /// Runs `f` for a client, but leaves its writes to [`Checker::land_late`].
-    pub(super) fn pretend<R>(&self, client: u64, f: impl FnOnce() -> R) -> (R, Vec<(u64, Vec<u8>)>) {
+    pub(super) fn pretend<R>(&self, client: ClientId, f: impl FnOnce() -> R) -> (R, Vec<(u64, Vec<u8>)>) {
         self.lock().held_back = Some(Vec::new());
         let result = self.operate(client, f);
         (result, self.lock().held_back.take().unwrap_or_default())
     }
 
-    pub(super) fn land_late(&self, client: u64, writes: &[(u64, Vec<u8>)]) {
+    pub(super) fn land_late(&self, client: ClientId, writes: &[(u64, Vec<u8>)]) {
         for (at, bytes) in writes {
             let written = self.operate(client, || self.write(*at, bytes));
             written.expect("its bounds were looked at");
@@ -280,7 +281,7 @@ impl Checker {
 
     // Actions of clients.
 
-    pub(super) fn uid(&self, client: u64, mapping: u64) -> Option<Uid> {
+    pub(super) fn uid(&self, client: ClientId, mapping: MappingId) -> Option<Uid> {
         self.lock().numbers.get(&(client, mapping)).copied()
     }
 
@@ -381,7 +382,7 @@ impl State {
                     let what = format!(
                         "{} bytes at {at} land through a mapping of client {} after its revocation point: {why}",
                         bytes.len(),
-                        mapping.right.client.unwrap_or(0)
+                        mapping.right.client.map_or(0, |ClientId(number)| number)
                     );
                     self.violation.get_or_insert(what);
                 }
@@ -411,7 +412,7 @@ impl State {
     }
 
     /// Records that an ordinary read or write goes on: what excludes it is over.
-    fn operates(&mut self, client: u64, range: Range<u64>, access: Access) {
+    fn operates(&mut self, client: ClientId, range: Range<u64>, access: Access) {
         if access == Access::WRITE && self.succeeded.contains(&client) {
             let what = format!(
                 "an ordinary write of client {client} to {range:?} lands when it is welcome on another connection"

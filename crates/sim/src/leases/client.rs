@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use rdmux_push::client::{Handshake, Next};
+use rdmux_push::server::{ClientId, MappingId};
 use rdmux_push::{Access, Conflict, Key};
 use rdmux_rnic::{
     Operation, Placement, Qpn, RKey, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
@@ -32,7 +33,7 @@ const PUSH_BYTES_MAX: u64 = 1024;
 /// A mapping, as its client knows it.
 #[derive(Debug)]
 struct Held {
-    mapping: u64,
+    mapping: MappingId,
     uid: Uid,
     rkey: RKey,
     va: u64,
@@ -49,7 +50,7 @@ struct Held {
 #[derive(Debug)]
 enum Request {
     Map { range: Range<u64>, access: Access },
-    Release(u64),
+    Release(MappingId),
     Write(u64),
     Read,
 }
@@ -57,7 +58,7 @@ enum Request {
 #[derive(Debug)]
 struct Connection {
     /// The client's number at the server.
-    number: u64,
+    number: ClientId,
     end: MessageQp,
     handshake: Option<Handshake>,
     failed: bool,
@@ -67,7 +68,7 @@ struct Connection {
     next_request: u64,
     held: Vec<Held>,
     /// By push or flush in flight: the mapping.
-    under_way: BTreeMap<u64, u64>,
+    under_way: BTreeMap<u64, MappingId>,
 }
 
 #[derive(Debug)]
@@ -92,7 +93,7 @@ impl Client {
     }
 
     /// Returns its own QPN and its number at the server.
-    pub(super) fn connected(&self) -> Option<(Qpn, u64)> {
+    pub(super) fn connected(&self) -> Option<(Qpn, ClientId)> {
         let connection = self.connection.as_ref()?;
         Some((connection.end.qpn, connection.number))
     }
@@ -182,7 +183,11 @@ impl Run<'_> {
         match message {
             Message::Notice { changes } => {
                 for change in changes {
-                    let Some(held) = connection.held.iter_mut().find(|h| h.mapping == change.mapping) else {
+                    let Some(held) = connection
+                        .held
+                        .iter_mut()
+                        .find(|h| h.mapping == MappingId(change.mapping))
+                    else {
                         continue;
                     };
                     match change.kind {
@@ -203,11 +208,11 @@ impl Run<'_> {
                 };
                 let number = connection.number;
                 // If the server has restarted, the mapping belongs to nobody.
-                let Some(uid) = self.checker.uid(number, mapping) else {
+                let Some(uid) = self.checker.uid(number, MappingId(mapping)) else {
                     return Ok(());
                 };
                 connection.held.push(Held {
-                    mapping,
+                    mapping: MappingId(mapping),
                     uid,
                     rkey: RKey(extent.rkey.0),
                     va: extent.va,
@@ -241,14 +246,18 @@ impl Run<'_> {
             let busy = under_way.values().any(|mapping| *mapping == held.mapping);
             held.breaking && !held.over && !busy
         });
-        let due: Vec<u64> = due
+        let due: Vec<MappingId> = due
             .map(|held| {
                 held.over = true;
                 held.mapping
             })
             .collect();
         for mapping in due {
-            self.ask(at, Request::Release(mapping), &Message::Release { mapping });
+            self.ask(
+                at,
+                Request::Release(mapping),
+                &Message::Release { mapping: mapping.0 },
+            );
         }
     }
 
@@ -355,7 +364,7 @@ impl Run<'_> {
         self.dice.fill(&mut server_nonce);
         let peer = driver.world.hosts[CLIENT].address;
         let now = self.now();
-        let number = self.connections;
+        let number = ClientId(self.connections);
         self.service.handle_connected(now, number, peer, server_nonce);
         self.driver().connected(number, server);
         self.by_qpn.insert(end.qpn, at);
@@ -522,9 +531,9 @@ impl Run<'_> {
         held.over = true;
         let mapping = held.mapping;
         let message = if unmaps {
-            Message::Unmap { mapping }
+            Message::Unmap { mapping: mapping.0 }
         } else {
-            Message::Release { mapping }
+            Message::Release { mapping: mapping.0 }
         };
         self.ask(at, Request::Release(mapping), &message);
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use rdmux_push::Mapped;
-use rdmux_push::server::{Driver, Finished, Job, Map, Registered, ReplySlot};
+use rdmux_push::server::{ClientId, Driver, Finished, Job, Map, MappingId, RegionId, Registered, ReplySlot};
 use rdmux_rnic::{
     Access, Cqn, HeapMemory, LKey, Operation, Pd, QpInit, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Target, WorkCompletion,
@@ -123,11 +123,11 @@ impl MessageQp {
 #[derive(Debug)]
 struct ServerConnection {
     end: MessageQp,
-    mappings: BTreeMap<u64, (LKey, Uid)>,
+    mappings: BTreeMap<MappingId, (LKey, Uid)>,
 }
 
 /// Writes of a client's job.
-type Late = (u64, Vec<(u64, Vec<u8>)>);
+type Late = (ClientId, Vec<(u64, Vec<u8>)>);
 
 /// A request that the server has not answered.
 #[derive(Clone, Debug)]
@@ -136,7 +136,7 @@ struct Asked {
     /// Latest time at which it may be answered.
     until_ns: u64,
     /// Mapping that it ends.
-    ends: Option<u64>,
+    ends: Option<MappingId>,
 }
 
 /// Both engines, the network, and the server's side except for its decisions.
@@ -147,13 +147,13 @@ pub(super) struct SimDriver {
     pub(super) dice: Dice,
     pub(super) counts: Counts,
     /// Messages that a defect makes up.
-    pub(super) made_up: VecDeque<(u64, Vec<u8>)>,
+    pub(super) made_up: VecDeque<(ClientId, Vec<u8>)>,
     pub(super) cqs: [Cqn; 2],
     pub(super) mtu: u32,
     pub(super) window_bytes: u32,
     defect: Option<Defect>,
-    links: BTreeMap<u64, ServerConnection>,
-    by_qpn: BTreeMap<Qpn, u64>,
+    links: BTreeMap<ClientId, ServerConnection>,
+    by_qpn: BTreeMap<Qpn, ClientId>,
     /// QPNs that were used. None is used twice, because old packets would fit.
     used: [BTreeSet<Qpn>; 2],
     jobs: BTreeMap<u64, Job>,
@@ -165,9 +165,9 @@ pub(super) struct SimDriver {
     lingering: BTreeMap<u64, MessageQp>,
     next: u64,
     /// Requests without an answer, by client and slot.
-    asked: BTreeMap<(u64, usize), Asked>,
+    asked: BTreeMap<(ClientId, usize), Asked>,
     /// Names that clients give themselves.
-    names: BTreeMap<u64, [u8; 16]>,
+    names: BTreeMap<ClientId, [u8; 16]>,
     /// Number of operations of the server's own that wait or run.
     pub(super) own: usize,
     break_ns: u64,
@@ -308,7 +308,7 @@ impl SimDriver {
     }
 
     /// Records that a client has connected.
-    pub(super) fn connected(&mut self, client: u64, end: MessageQp) {
+    pub(super) fn connected(&mut self, client: ClientId, end: MessageQp) {
         for slot in 0..SLOTS {
             self.ready(SERVER, &end, slot);
         }
@@ -322,7 +322,7 @@ impl SimDriver {
         );
     }
 
-    pub(super) fn server_qpn(&self, client: u64) -> Option<Qpn> {
+    pub(super) fn server_qpn(&self, client: ClientId) -> Option<Qpn> {
         self.links.get(&client).map(|link| link.end.qpn)
     }
 
@@ -345,7 +345,7 @@ impl SimDriver {
     }
 
     /// Returns the client and the meaning of a completion at the server.
-    pub(super) fn what(&self, wc: &WorkCompletion) -> Option<(u64, Came)> {
+    pub(super) fn what(&self, wc: &WorkCompletion) -> Option<(ClientId, Came)> {
         let client = *self.by_qpn.get(&wc.qpn)?;
         let slot = (wc.wr_id & 0xffff) as usize;
         Some((
@@ -359,13 +359,13 @@ impl SimDriver {
     }
 
     /// Takes a message for the service, and tells the checker what it has to know about it.
-    pub(super) fn take(&mut self, client: u64, slot: usize, bytes: usize) -> Option<Vec<u8>> {
+    pub(super) fn take(&mut self, client: ClientId, slot: usize, bytes: usize) -> Option<Vec<u8>> {
         // A completion arrives behind the writes before it.
         self.checker.drain_client(client);
         let message = self.links.get(&client)?.end.message(slot, bytes);
         if let Ok((_, parsed)) = Message::parse(&message) {
             let ends = match parsed {
-                Message::Release { mapping } | Message::Unmap { mapping } => Some(mapping),
+                Message::Release { mapping } | Message::Unmap { mapping } => Some(MappingId(mapping)),
                 Message::Proof { client: name, .. } => {
                     self.names.insert(client, name);
                     None
@@ -438,7 +438,7 @@ impl SimDriver {
     }
 
     /// Tells the checker what a message says to its recipient.
-    fn told(&mut self, client: u64, slot: ReplySlot, message: &Message) {
+    fn told(&mut self, client: ClientId, slot: ReplySlot, message: &Message) {
         if let ReplySlot::Answer(slot) | ReplySlot::Last(slot) = slot
             && let Some(asked) = self.asked.remove(&(client, slot))
         {
@@ -453,7 +453,7 @@ impl SimDriver {
                 self.counts.welcomes += 1;
                 let name = self.names.get(&client).copied().unwrap_or_default();
                 let earlier = self.names.iter().filter(|(n, id)| **n < client && **id == name);
-                let earlier: Vec<u64> = earlier.map(|(n, _)| *n).collect();
+                let earlier: Vec<ClientId> = earlier.map(|(n, _)| *n).collect();
                 self.counts.reconnects += u64::from(!earlier.is_empty());
                 for client in earlier {
                     self.checker.succeeded(client);
@@ -464,11 +464,11 @@ impl SimDriver {
                 for change in changes {
                     match change.kind {
                         ChangeKind::Break => {
-                            self.assume_acknowledged(client, change.mapping);
+                            self.assume_acknowledged(client, MappingId(change.mapping));
                         }
                         ChangeKind::Revoked => {
                             self.checker
-                                .over(client, change.mapping, "its holder was told so");
+                                .over(client, MappingId(change.mapping), "its holder was told so");
                         }
                     }
                 }
@@ -478,20 +478,20 @@ impl SimDriver {
     }
 
     /// Returns whether another connection of the same client has shown the key.
-    fn has_successor(&self, client: u64) -> bool {
+    fn has_successor(&self, client: ClientId) -> bool {
         let name = self.names.get(&client);
         self.names
-            .range(client + 1..)
+            .range(ClientId(client.0 + 1)..)
             .any(|(_, other)| Some(other) == name)
     }
 
-    fn assume_acknowledged(&mut self, client: u64, mapping: u64) {
+    fn assume_acknowledged(&mut self, client: ClientId, mapping: MappingId) {
         if self.has(Defect::AcknowledgementAssumed) {
             if let Some(link) = self.links.get_mut(&client) {
                 link.mappings.remove(&mapping);
             }
             let mut bytes = Vec::new();
-            Message::Release { mapping }.emit(0, &mut bytes);
+            Message::Release { mapping: mapping.0 }.emit(0, &mut bytes);
             self.made_up.push_back((client, bytes));
         }
     }
@@ -510,7 +510,7 @@ pub(super) enum Came {
 impl Driver for SimDriver {
     fn register(
         &mut self,
-        client: u64,
+        client: ClientId,
         map: &Map,
         memory: Arc<Mapped>,
         rights: Access,
@@ -552,7 +552,7 @@ impl Driver for SimDriver {
         })
     }
 
-    fn deregister(&mut self, client: u64, mapping: u64) {
+    fn deregister(&mut self, client: ClientId, mapping: MappingId) {
         let Some(link) = self.links.get_mut(&client) else {
             return;
         };
@@ -576,7 +576,7 @@ impl Driver for SimDriver {
         }
     }
 
-    fn send(&mut self, client: u64, slot: ReplySlot, request: u64, message: &Message) -> bool {
+    fn send(&mut self, client: ClientId, slot: ReplySlot, request: u64, message: &Message) -> bool {
         let Some(qpn) = self.server_qpn(client) else {
             return false;
         };
@@ -588,13 +588,13 @@ impl Driver for SimDriver {
         self.send_message(SERVER, qpn, wr_id, request, message)
     }
 
-    fn receive(&mut self, client: u64, slot: usize) -> bool {
+    fn receive(&mut self, client: ClientId, slot: usize) -> bool {
         let end = self.links.get(&client).map(|link| (link.end.qpn, link.end.lkey));
         // A message that a defect made up came into no slot.
         slot >= SLOTS || end.is_some_and(|end| self.post_recv(SERVER, end, slot))
     }
 
-    fn disconnect(&mut self, client: u64, failed: bool) {
+    fn disconnect(&mut self, client: ClientId, failed: bool) {
         let of = (client, 0)..=(client, usize::MAX);
         let asked: Vec<_> = self.asked.range(of).map(|(at, _)| *at).collect();
         for at in asked {
@@ -637,9 +637,9 @@ impl Driver for SimDriver {
         None
     }
 
-    fn let_others(&mut self, _: usize) {}
+    fn let_others(&mut self, _: RegionId) {}
 
-    fn is_alone(&mut self, _: usize) -> bool {
+    fn is_alone(&mut self, _: RegionId) -> bool {
         true
     }
 }

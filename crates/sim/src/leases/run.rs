@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use rdmux_push::server::{ServerEvent, Service, Shared};
+use rdmux_push::server::{OperationId, ServerEvent, Service, Shared};
 use rdmux_push::{Access, Domain, Key, Name, Region};
 use rdmux_rnic::{Qpn, Status};
 
@@ -28,7 +28,7 @@ const BREAK_NS: [u64; 4] = [2_000_000, 20_000_000, 200_000_000, 2_000_000_000];
 /// An operation of the server's own that waits.
 #[derive(Debug)]
 struct Own {
-    granted: mpsc::Receiver<u64>,
+    granted: mpsc::Receiver<OperationId>,
     access: Access,
     share: Access,
     until_ns: u64,
@@ -242,7 +242,7 @@ impl Run<'_> {
             Tag::Fault => self.fault(),
             Tag::OwnEnds(number) => {
                 if number >> 32 == self.life {
-                    let number = number & u64::from(u32::MAX);
+                    let number = OperationId(number & u64::from(u32::MAX));
                     self.driver().own -= 1;
                     self.checker.end_own(number);
                     self.service.handle_local_end(now, number);
@@ -302,7 +302,7 @@ impl Run<'_> {
             };
             self.checker.begin_own(number, right);
             let delay = self.dice.log_uniform(OWN_NS_MAX);
-            let tag = Tag::OwnEnds(self.life << 32 | number);
+            let tag = Tag::OwnEnds(self.life << 32 | number.0);
             let driver = self.driver();
             driver.counts.local += 1;
             driver.later(delay, tag);

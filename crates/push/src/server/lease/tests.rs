@@ -7,10 +7,21 @@ const READ: Access = Access::READ;
 const WRITE: Access = Access::WRITE;
 const NONE: Access = Access::empty();
 
+fn client(number: u64) -> Owner {
+    Owner::Client(ClientId(number))
+}
+
+fn number(owner: Owner) -> u64 {
+    match owner {
+        Owner::Client(ClientId(number)) => number,
+        Owner::Local(_) => panic!("{owner:?} is no client"),
+    }
+}
+
 fn claim(owner: u64, offset: u64, length: u64, access: Access, share: Access) -> Claim {
     Claim {
-        owner,
-        region: 0,
+        owner: client(owner),
+        region: RegionId(0),
         offset,
         length,
         access,
@@ -62,7 +73,7 @@ fn conflicts__several_readers_or_one_writer_unless_shared() {
         assert_eq!(b.conflicts(&a), expected, "{b:?} {a:?}");
     }
     let elsewhere = Claim {
-        region: 1,
+        region: RegionId(1),
         ..writer(2)
     };
     assert!(!writer(1).conflicts(&elsewhere));
@@ -78,7 +89,7 @@ fn request__holder_that_lets_go_is_followed_by_the_one_that_asked() {
     let until = now + TIMEOUT;
     let notify = Effect::Notify {
         lease: held,
-        owner: 1,
+        owner: client(1),
         until,
     };
     assert_eq!(effects(&mut leases), [notify]);
@@ -88,7 +99,7 @@ fn request__holder_that_lets_go_is_followed_by_the_one_that_asked() {
     leases.release(now, held);
     let granted = Effect::Granted {
         lease: asked,
-        owner: 2,
+        owner: client(2),
     };
     assert_eq!(effects(&mut leases), [granted]);
     assert_eq!(leases.next_timeout(), None);
@@ -104,7 +115,7 @@ fn handle_timeout__a_holder_that_does_not_let_go_is_revoked_first() {
     leases.handle_timeout(now + TIMEOUT);
     let revoke = Effect::Revoke {
         lease: held,
-        owner: 1,
+        owner: client(1),
     };
     assert_eq!(
         effects(&mut leases),
@@ -115,7 +126,7 @@ fn handle_timeout__a_holder_that_does_not_let_go_is_revoked_first() {
     leases.release(now + TIMEOUT, held);
     let granted = Effect::Granted {
         lease: asked,
-        owner: 2,
+        owner: client(2),
     };
     assert_eq!(effects(&mut leases), [granted]);
 }
@@ -142,7 +153,7 @@ fn request__an_operation_is_waited_for_and_not_broken() {
     leases.release(now, running);
     let granted = Effect::Granted {
         lease: asked,
-        owner: 2,
+        owner: client(2),
     };
     assert_eq!(effects(&mut leases), [granted]);
 }
@@ -159,18 +170,18 @@ fn request__who_asked_first_is_served_first_and_broken_for_the_next() {
     leases.release(now, first);
     let granted = Effect::Granted {
         lease: second,
-        owner: 2,
+        owner: client(2),
     };
     let notify = Effect::Notify {
         lease: second,
-        owner: 2,
+        owner: client(2),
         until: now + TIMEOUT,
     };
     assert_eq!(effects(&mut leases), [granted, notify]);
-    leases.owner_ended(now, 2);
+    leases.owner_ended(now, client(2));
     let granted = Effect::Granted {
         lease: third,
-        owner: 3,
+        owner: client(3),
     };
     assert_eq!(effects(&mut leases), [granted]);
     assert_eq!(leases.len(), 1);
@@ -182,7 +193,7 @@ fn owner_ended__takes_back_what_it_waited_for() {
     let (held, _) = ask(&mut leases, now, writer(1));
     ask(&mut leases, now, writer(2));
     effects(&mut leases);
-    leases.owner_ended(now, 2);
+    leases.owner_ended(now, client(2));
     leases.release(now, held);
     assert_eq!(effects(&mut leases), []);
     assert!(leases.is_empty());
@@ -196,10 +207,10 @@ fn owner_ended__a_granted_operation_is_still_told_of_to_be_released() {
     assert_eq!(answer, Answer::Waiting);
     effects(&mut leases);
     leases.release(now, held);
-    leases.owner_ended(now, 2);
+    leases.owner_ended(now, client(2));
     let granted = Effect::Granted {
         lease: asked,
-        owner: 2,
+        owner: client(2),
     };
     assert_eq!(effects(&mut leases), [granted]);
     leases.release(now, asked);
@@ -416,7 +427,7 @@ impl World {
             {
                 self.end(before);
             } else if let Some(before) = before {
-                self.leases.owner_ended(self.now, before);
+                self.leases.owner_ended(self.now, client(before));
             }
             self.alive.insert(connection);
             return Ok(());
@@ -445,7 +456,7 @@ impl World {
                 self.leases.release(self.now, id);
             }
             Packet::Write { key, at } => match self.keys.get(&key) {
-                Some(claim) if claim.owner == connection => self.place(key, at)?,
+                Some(claim) if claim.owner == client(connection) => self.place(key, at)?,
                 _ => {
                     self.killed += 1;
                     self.end(connection);
@@ -458,9 +469,10 @@ impl World {
 
     fn end(&mut self, connection: u64) {
         self.alive.remove(&connection);
-        self.keys.retain(|_, claim| claim.owner != connection);
-        self.waiting.retain(|id| self.claims[id].owner != connection);
-        self.leases.owner_ended(self.now, connection);
+        self.keys.retain(|_, claim| claim.owner != client(connection));
+        self.waiting
+            .retain(|id| self.claims[id].owner != client(connection));
+        self.leases.owner_ended(self.now, client(connection));
     }
 
     fn carry_out(&mut self) -> Result<(), String> {
@@ -477,7 +489,7 @@ impl World {
                     self.leases.release(self.now, lease);
                 }
                 Effect::Notify { owner, .. } => {
-                    self.to_client.entry(owner).or_default().push_back(effect);
+                    self.to_client.entry(number(owner)).or_default().push_back(effect);
                 }
             }
         }
@@ -494,7 +506,7 @@ impl World {
         let owner = claim.owner;
         self.keys.insert(lease, claim);
         self.to_client
-            .entry(owner)
+            .entry(number(owner))
             .or_default()
             .push_back(Effect::Granted { lease, owner });
         Ok(())
@@ -507,7 +519,7 @@ impl World {
         let other = self
             .keys
             .iter()
-            .find(|(id, other)| **id != key && other.conflicts(&byte(claim.owner)));
+            .find(|(id, other)| **id != key && other.conflicts(&byte(number(claim.owner))));
         if !self.leases.is_held(key) {
             return Err(format!("a write through {claim:?}, which is not held any more"));
         }

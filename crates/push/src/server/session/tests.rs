@@ -250,7 +250,7 @@ fn handle__map_up_to_the_limit_and_again_after_unmap() {
     }
     assert_ne!(ids[0], ids[1]);
     assert_eq!(refused(&mut session, &message), ErrorCode::Busy);
-    let unmap = Message::Unmap { mapping: ids[0] };
+    let unmap = Message::Unmap { mapping: ids[0].0 };
     assert!(matches!(session.handle(&bytes(&unmap)).1, Action::Unmap(id) if id == ids[0]));
     assert_eq!(refused(&mut session, &unmap), ErrorCode::Protocol);
     let Action::Map(map) = session.handle(&bytes(&message)).1 else {
@@ -331,19 +331,31 @@ fn handle__flush_checks_mapping_range_right_and_domain() {
     let good = bytes(&flush(1, 100, 200, Placement::GLOBAL));
     assert!(matches!(
         session.handle(&good).1,
-        Action::Flush { mapping: 1, .. }
+        Action::Flush {
+            mapping: MappingId(1),
+            ..
+        }
     ));
     // Bytes written through a mapping may still be flushed when it is over.
     let release = bytes(&Message::Release { mapping: 1 });
-    assert!(matches!(session.handle(&release).1, Action::Release(1)));
-    assert!(!session.is_live(1));
+    assert!(matches!(
+        session.handle(&release).1,
+        Action::Release(MappingId(1))
+    ));
+    assert!(!session.is_live(MappingId(1)));
     assert!(matches!(
         session.handle(&good).1,
-        Action::Flush { mapping: 1, .. }
+        Action::Flush {
+            mapping: MappingId(1),
+            ..
+        }
     ));
-    assert!(matches!(session.handle(&release).1, Action::Release(1)));
+    assert!(matches!(
+        session.handle(&release).1,
+        Action::Release(MappingId(1))
+    ));
     let unmap = bytes(&Message::Unmap { mapping: 1 });
-    assert!(matches!(session.handle(&unmap).1, Action::Unmap(1)));
+    assert!(matches!(session.handle(&unmap).1, Action::Unmap(MappingId(1))));
     assert!(matches!(
         session.handle(&good).1,
         Action::Send(Message::Error { .. })
@@ -365,7 +377,9 @@ fn handle__ordinary_reads_and_writes_are_checked() {
         assert_eq!(refused(&mut session, &message), code, "{message:?}");
     }
     let (_, action) = session.handle(&bytes(&write("b", 998, 2, Placement::GLOBAL)));
-    assert!(matches!(action, Action::Write(ordinary, bytes, _) if ordinary.number == 1 && bytes == [1, 1]));
+    assert!(
+        matches!(action, Action::Write(ordinary, bytes, _) if ordinary.number == RegionId(1) && bytes == [1, 1])
+    );
     let (_, action) = session.handle(&bytes(&read("constant", 0, 10)));
     assert!(matches!(action, Action::Read(ordinary) if ordinary.length == 10));
     let (_, action) = session.handle(&bytes(&Message::Noticed));
