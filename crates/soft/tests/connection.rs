@@ -4,47 +4,13 @@
 mod common;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 use std::time::Duration;
 
-use common::{LONG, connect};
-use rdmux_memory::AnonymousMemory;
+use common::{End, LONG, connect, connect_ends, connected, private};
 use rdmux_verbs::*;
 
-struct End {
-    _device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
-
-fn end(address: IpAddr, bytes: usize) -> End {
-    end_with(address, bytes, Options::default())
-}
-
 fn end_with(address: IpAddr, bytes: usize, options: Options) -> End {
-    let device = common::open_with(address, options).unwrap();
-    let pd = device.alloc_pd().unwrap();
-    let cq = device.create_cq(256).unwrap();
-    let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
-    let memory = Arc::new(AnonymousMemory::new(bytes).unwrap());
-    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL;
-    let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-    End {
-        _device: device,
-        cq,
-        qp,
-        memory,
-        mr,
-    }
-}
-
-/// Returns a connected pair: (client, its connection, server, its connection).
-fn connected(address: IpAddr, bytes: usize) -> (End, Connection, End, Connection) {
-    let (client, server) = (end(address, bytes), end(address, bytes));
-    let [c, s] = connect(&client.qp, &server.qp, &ConnectParams::default());
-    (client, c, server, s)
+    End::on(&common::open_with(address, options).unwrap(), private(bytes))
 }
 
 fn send(wr_id: u64, operation: Operation, sges: SgeList) -> SendRequest {
@@ -58,7 +24,9 @@ fn send(wr_id: u64, operation: Operation, sges: SgeList) -> SendRequest {
 }
 
 fn write_read_send(address: &str) {
-    let (client, c, server, _s) = connected(address.parse().unwrap(), 4 << 20);
+    let end = |()| End::on(&common::open(address.parse().unwrap()).unwrap(), private(4 << 20));
+    let [client, server] = [(); 2].map(end);
+    let [c, _s] = connect_ends(&client, &server);
     let bytes: Vec<u8> = (0..3usize << 20).map(|i| (i * 7 + i / 255) as u8).collect();
     client.memory.write(0, &bytes).unwrap();
     let (va, rkey) = (server.mr.iova(), server.mr.rkey());
@@ -67,7 +35,7 @@ fn write_read_send(address: &str) {
         .qp
         .post_send(send(1, Operation::Write { va, rkey, imm: None }, whole.into()))
         .unwrap();
-    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    let wc = client.wait();
     assert_eq!((wc.wr_id, wc.status), (1, Status::Success));
     let mut there = vec![0; bytes.len()];
     server.memory.read(0, &mut there).unwrap();
@@ -78,7 +46,7 @@ fn write_read_send(address: &str) {
         .qp
         .post_send(send(2, Operation::Read { va, rkey }, whole.into()))
         .unwrap();
-    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    let wc = client.wait();
     assert_eq!((wc.wr_id, wc.status), (2, Status::Success));
     client.memory.read(0, &mut there).unwrap();
     assert!(there == bytes, "read bytes differ");
@@ -128,8 +96,8 @@ fn connection__moves_bytes_over_ipv6() {
 
 #[test]
 fn connect__to_a_port_nobody_listens_on_is_refused_at_once() {
-    let client = end("127.0.0.32".parse().unwrap(), 4096);
-    let result = client._device.connect(
+    let client = End::new([127, 0, 0, 32]);
+    let result = client.device.connect(
         &client.qp,
         "127.0.0.32:7174".parse().unwrap(),
         &ConnectParams::default(),
@@ -149,10 +117,10 @@ fn connect__to_a_port_nobody_listens_on_is_refused_at_once() {
 
 #[test]
 fn listen__on_a_port_that_another_device_of_the_address_has_fails() {
-    let address = "127.0.0.33".parse().unwrap();
-    let (one, two) = (end(address, 4096), end(address, 4096));
-    let _listener = one._device.listen(7174).unwrap();
-    assert!(two._device.listen(7174).is_err());
+    let address = [127, 0, 0, 33];
+    let (one, two) = (End::new(address), End::new(address));
+    let _listener = one.device.listen(7174).unwrap();
+    assert!(two.device.listen(7174).is_err());
 }
 
 /// Receive buffer that an ordinary user's socket holds by default: the kernel doubles this request to 212,992.
@@ -168,7 +136,7 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
         ..Default::default()
     };
     let server = end_with(address, CLIENTS * BYTES, small);
-    let listener = server._device.listen(7174).unwrap();
+    let listener = server.device.listen(7174).unwrap();
     std::thread::scope(|scope| {
         for i in 0..CLIENTS {
             let (va, rkey) = (server.mr.iova() + (i * BYTES) as u64, server.mr.rkey());
@@ -178,7 +146,7 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
                 client.memory.write(0, &bytes).unwrap();
                 let peer = SocketAddr::new(address, 7174);
                 let c = client
-                    ._device
+                    .device
                     .connect(&client.qp, peer, &ConnectParams::default(), &[])
                     .unwrap();
                 for round in 0..4 {
@@ -191,7 +159,7 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
                             whole.into(),
                         ))
                         .unwrap();
-                    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+                    let wc = client.wait();
                     assert_eq!((wc.wr_id, wc.status), (round, Status::Success), "client {i}");
                 }
                 let back = client.mr.sge(0, BYTES as u32);
@@ -200,7 +168,7 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
                     .qp
                     .post_send(send(9, Operation::Read { va, rkey }, back.into()))
                     .unwrap();
-                let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+                let wc = client.wait();
                 assert_eq!((wc.wr_id, wc.status), (9, Status::Success), "client {i}");
                 let mut there = vec![0; BYTES];
                 client.memory.read(0, &mut there).unwrap();
@@ -226,7 +194,7 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
 
 #[test]
 fn disconnect__sends_the_acknowledgement_that_is_owed() {
-    let (client, _c, server, s) = connected("127.0.0.35".parse().unwrap(), 1 << 16);
+    let (client, server, [_c, s]) = connected([127, 0, 0, 35]);
     server
         .qp
         .post_recv(RecvRequest {
@@ -245,13 +213,13 @@ fn disconnect__sends_the_acknowledgement_that_is_owed() {
     // A polling caller takes the message and leaves at once.
     while server.cq.poll().is_none() {}
     s.disconnect();
-    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    let wc = client.wait();
     assert_eq!((wc.wr_id, wc.status), (2, Status::Success), "it was delivered");
 }
 
 #[test]
 fn connection__that_is_dropped_does_not_end_the_next_one_of_its_queue_pair() {
-    let (client, first, server, _s) = connected([127, 0, 0, 36].into(), 1 << 16);
+    let (client, server, [first, _s]) = connected([127, 0, 0, 36]);
     drop(first);
     client
         .qp
@@ -269,13 +237,13 @@ fn connection__that_is_dropped_does_not_end_the_next_one_of_its_queue_pair() {
         .qp
         .post_send(send(5, operation, client.mr.sge(0, 100).into()))
         .unwrap();
-    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    let wc = client.wait();
     assert_eq!((wc.wr_id, wc.status), (5, Status::Success));
 }
 
 #[test]
 fn post_recv__in_error_wakes_who_waits() {
-    let (client, c, _server, _s) = connected("127.0.0.37".parse().unwrap(), 1 << 16);
+    let (client, _server, [c, _s]) = connected([127, 0, 0, 37]);
     c.disconnect();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| client.cq.wait(LONG).unwrap());
@@ -296,7 +264,7 @@ fn post_recv__in_error_wakes_who_waits() {
 #[test]
 fn connect__after_a_refusal_with_a_queue_pair_that_has_receives() {
     let address = IpAddr::from([127, 0, 12, 17]);
-    let (client, server) = (end(address, 4096), end(address, 4096));
+    let (client, server) = (End::new(address), End::new(address));
     let init = QpAttributes {
         access: Some(Access::REMOTE_WRITE),
         ..QpAttributes::default()
@@ -334,8 +302,8 @@ fn connect__after_a_refusal_with_a_queue_pair_that_has_receives() {
 #[test]
 fn connect__asks_for_a_smaller_packet_when_the_peer_wants_less() {
     let address: IpAddr = "127.0.0.38".parse().unwrap();
-    let (client, server) = (end(address, 1 << 16), end(address, 1 << 16));
-    let listener = server._device.listen(7174).unwrap();
+    let (client, server) = (End::new(address), End::new(address));
+    let listener = server.device.listen(7174).unwrap();
     std::thread::scope(|scope| {
         let accepting = scope.spawn(|| {
             let small = ConnectParams {
@@ -356,7 +324,7 @@ fn connect__asks_for_a_smaller_packet_when_the_peer_wants_less() {
         });
         let peer = SocketAddr::new(address, 7174);
         let c = client
-            ._device
+            .device
             .connect(&client.qp, peer, &ConnectParams::default(), &[])
             .unwrap();
         assert_eq!(client.qp.query().unwrap().path_mtu, 1024);
@@ -367,7 +335,7 @@ fn connect__asks_for_a_smaller_packet_when_the_peer_wants_less() {
 
 #[test]
 fn wait__for_ever_is_a_duration_too() {
-    let (client, c, _server, _s) = connected("127.0.0.39".parse().unwrap(), 1 << 16);
+    let (client, _server, [c, _s]) = connected([127, 0, 0, 39]);
     client
         .qp
         .post_recv(RecvRequest {
@@ -446,7 +414,7 @@ fn connect__xrc() {
     let (client, _, client_cq, a, _) = typed(address, QpType::XrcSend);
     let (server, pd, server_cq, b, xrcd) = typed(address, QpType::XrcRecv);
     let srq = pd.create_xrc_srq(4, &xrcd, &server_cq).unwrap();
-    let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
+    let memory = std::sync::Arc::new(private(4096));
     let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).unwrap();
     let sges = mr.sge(0, 64).into();
     srq.post_recv(RecvRequest { wr_id: 9, sges }).unwrap();
@@ -537,8 +505,8 @@ fn connect__with_a_queue_pair_that_is_not_for_it() {
 #[test]
 fn connecting__dropped_is_withdrawn() {
     let address: IpAddr = "127.0.0.59".parse().unwrap();
-    let (client, server) = (end(address, 4096), end(address, 4096));
-    let listener = server._device.listen(7174).unwrap();
+    let (client, server) = (End::new(address), End::new(address));
+    let listener = server.device.listen(7174).unwrap();
     let params = ConnectParams::default();
     let connecting = start_connect(&client, address);
     let mut request = listener.accept(LONG).unwrap();
@@ -549,9 +517,9 @@ fn connecting__dropped_is_withdrawn() {
     }
     assert_eq!(client.qp.query().unwrap().state, QpState::Reset);
     // A request for a datagram service.
-    let service = client._device.listen_datagram(7174).unwrap();
+    let service = client.device.listen_datagram(7174).unwrap();
     let resolving = client
-        ._device
+        .device
         .start_resolve(0, SocketAddr::new(address, 7174), b"");
     let request = service.accept(LONG);
     drop(resolving);
@@ -560,7 +528,7 @@ fn connecting__dropped_is_withdrawn() {
 
 fn start_connect(end: &End, address: IpAddr) -> Connecting {
     let (pair, peer) = (ConnectPair::Own(&end.qp), SocketAddr::new(address, 7174));
-    end._device
+    end.device
         .start_connect(pair, peer, &ConnectParams::default(), b"")
         .unwrap()
 }
@@ -568,7 +536,7 @@ fn start_connect(end: &End, address: IpAddr) -> Connecting {
 #[test]
 fn connecting__refused_reports_why() {
     let address = IpAddr::from([127, 0, 14, 31]);
-    let (client, server) = (end(address, 4096), end(address, 4096));
+    let (client, server) = (End::new(address), End::new(address));
     let events = EventQueue::new().unwrap();
     let result_of = |mut connecting: Connecting| loop {
         if let Some(result) = connecting.poll() {
@@ -583,7 +551,7 @@ fn connecting__refused_reports_why() {
     assert!(
         matches!(result, Err(ConnectError::Rejected { reason, .. }) if reason == RejReason::INVALID_SERVICE_ID)
     );
-    let listener = server._device.listen(7174).unwrap();
+    let listener = server.device.listen(7174).unwrap();
     let connecting = start_connect(&client, address);
     connecting.notify(&events, 3);
     listener.accept(LONG).unwrap().reject(b"no");
@@ -596,7 +564,7 @@ fn connecting__refused_reports_why() {
 
 #[test]
 fn rests_for__until_the_numbers_may_be_used_again() {
-    let (_client, c, _server, s) = connected("127.0.0.60".parse().unwrap(), 4096);
+    let (_client, _server, [c, s]) = connected([127, 0, 0, 60]);
     assert_eq!((c.rests_for(), s.rests_for()), (None, None));
     c.disconnect_and_wait(LONG);
     assert!(s.wait_ended(LONG));
@@ -612,12 +580,12 @@ fn rests_for__until_the_numbers_may_be_used_again() {
 #[test]
 fn connect__private_data_of_full_size_and_no_more() {
     let address: IpAddr = "127.0.0.54".parse().unwrap();
-    let (client, server) = (end(address, 4096), end(address, 4096));
-    let listener = server._device.listen(7174).unwrap();
+    let (client, server) = (End::new(address), End::new(address));
+    let listener = server.device.listen(7174).unwrap();
     let peer = SocketAddr::new(address, 7174);
     let connect = |data: &[u8]| {
         client
-            ._device
+            .device
             .connect(&client.qp, peer, &ConnectParams::default(), data)
     };
     assert!(matches!(connect(&[1; 57]), Err(ConnectError::PrivateData)));
@@ -645,7 +613,7 @@ fn connect__private_data_of_full_size_and_no_more() {
 #[test]
 fn init__takes_receives_before_the_queue_pair_is_connected() {
     let address = IpAddr::from([127, 0, 11, 61]);
-    let (client, server) = (end(address, 4096), end(address, 4096));
+    let (client, server) = (End::new(address), End::new(address));
     for end in [&client, &server] {
         let receive = || {
             end.qp.post_recv(RecvRequest {
@@ -663,10 +631,10 @@ fn init__takes_receives_before_the_queue_pair_is_connected() {
         ..ConnectParams::default()
     };
     let peer = SocketAddr::new(address, 7174);
-    let connect_client = || client._device.connect(&client.qp, peer, &params, b"");
+    let connect_client = || client.device.connect(&client.qp, peer, &params, b"");
     // Nobody listens: the queue pair is as it was.
     assert!(matches!(connect_client(), Err(ConnectError::Rejected { .. })));
-    let listener = server._device.listen(7174).unwrap();
+    let listener = server.device.listen(7174).unwrap();
     std::thread::scope(|scope| {
         let accepting = scope.spawn(|| {
             let request = listener.accept(LONG).expect("a request");
@@ -685,12 +653,12 @@ fn init__takes_receives_before_the_queue_pair_is_connected() {
 fn exchange(end: &End) -> [Status; 2] {
     let request = send(1, Operation::Send { imm: None }, end.mr.sge(8, 8).into());
     end.qp.post_send(request).unwrap();
-    [(); 2].map(|()| end.cq.wait(LONG).unwrap().expect("a completion").status)
+    [(); 2].map(|()| end.wait().status)
 }
 
 #[test]
 fn drop__of_a_connection_that_has_ended_leaves_its_queue_pair_alone() {
-    let (_client, c, server, s) = connected([127, 0, 11, 60].into(), 4096);
+    let (_client, server, [c, s]) = connected([127, 0, 11, 60]);
     c.disconnect();
     assert!(s.wait_ended(LONG));
     for state in [QpState::Reset, QpState::Init] {
@@ -708,7 +676,7 @@ fn drop__of_a_connection_that_has_ended_leaves_its_queue_pair_alone() {
 /// A thread waits for the end while another one checks whether it has come, and so is the first to see it.
 #[test]
 fn wait_ended__when_another_thread_looks_first() {
-    let (client, c, server, s) = connected([127, 0, 0, 97].into(), 1 << 16);
+    let (client, server, [c, s]) = connected([127, 0, 0, 97]);
     drop((c, s));
     for _ in 0..100 {
         let qp = |end: &End| end.qp.pd().create_qp(&QpOptions::new(&end.cq)).unwrap();

@@ -6,57 +6,21 @@ mod common;
 use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use rdmux_memory::AnonymousMemory;
+use common::{End, LONG};
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(60);
 /// Long enough to see that nothing arrives, if something would arrive at once.
 const SHORT: Duration = Duration::from_millis(100);
 const QKEY: u32 = RDMA_UDP_QKEY;
 
-struct End {
-    device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
-
 impl End {
-    fn new(address: IpAddr, qp_type: QpType) -> End {
-        let device = common::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
-        let options = QpOptions {
-            qp_type,
-            ..QpOptions::new(&cq)
-        };
-        let qp = pd.create_qp(&options).unwrap();
-        let memory = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-        End {
-            device,
-            cq,
-            qp,
-            memory,
-            mr,
-        }
-    }
-
     fn ud(address: impl Into<IpAddr>) -> End {
-        let end = End::new(address.into(), QpType::Ud);
+        let end = End::of_type(address, QpType::Ud);
         end.qp.ready_datagram(QKEY).unwrap();
         end
-    }
-
-    /// Brings up a UC QP towards `peer`.
-    fn connect(&self, peer: &End) {
-        let steps = common::towards(&self.qp, peer.device.address(), peer.qp.qpn(), 0);
-        common::bring_up(&self.qp, steps);
     }
 
     fn recv(&self, wr_id: u64) {
@@ -73,17 +37,11 @@ impl End {
             to,
         };
         self.qp.post_send(request).unwrap();
-        assert_eq!(self.next().opcode, WcOpcode::Send);
+        assert_eq!(self.wait_success().opcode, WcOpcode::Send);
     }
 
     fn send_text(&self, to: Target, text: &[u8]) {
         self.send(to, Operation::Send { imm: None }, SgeList::inline(text));
-    }
-
-    fn next(&self) -> WorkCompletion {
-        let wc = self.cq.wait(LONG).unwrap().expect("a completion");
-        assert_eq!(wc.status, Status::Success);
-        wc
     }
 
     fn bytes(&self, wc: &WorkCompletion) -> Vec<u8> {
@@ -101,7 +59,7 @@ fn ud__there_and_back() {
     let to = a.device.create_ah(b.device.address(), 0x40);
     let to = to.to(b.qp.qpn(), QKEY).unwrap();
     a.send(to, Operation::Send { imm: Some(9) }, SgeList::inline(b"ping"));
-    let wc = b.next();
+    let wc = b.wait_success();
     assert_eq!((wc.imm, wc.byte_len, wc.src_qpn), (Some(9), 44, Some(a.qp.qpn())));
     let bytes = b.bytes(&wc);
     // The traffic class is the one that the socket saw.
@@ -111,7 +69,7 @@ fn ud__there_and_back() {
     let back = b.device.create_ah_from_grh(bytes.first_chunk().unwrap()).unwrap();
     let back = back.to(wc.src_qpn.unwrap(), QKEY).unwrap();
     b.send_text(back, b"pong");
-    let wc = a.next();
+    let wc = a.wait_success();
     let bytes = a.bytes(&wc);
     assert_eq!(bytes[40..], *b"pong");
     assert_eq!(
@@ -130,7 +88,7 @@ fn ud__over_ipv6_and_to_itself() {
     let full = vec![5; 4096];
     end.memory.write(0, &full).unwrap();
     end.send(to, Operation::Send { imm: None }, end.mr.sge(0, 4096).into());
-    let wc = end.next();
+    let wc = end.wait_success();
     assert_eq!(wc.byte_len, 4096 + 40);
     let bytes = end.bytes(&wc);
     assert_eq!((bytes[0] >> 4, bytes[23], bytes[39]), (6, 1, 1));
@@ -148,10 +106,10 @@ fn ud__over_ipv6_and_to_itself() {
 
 #[test]
 fn uc__messages_and_writes() {
-    let a = End::new([127, 0, 30, 3].into(), QpType::Uc);
-    let b = End::new([127, 0, 30, 4].into(), QpType::Uc);
-    a.connect(&b);
-    b.connect(&a);
+    let a = End::of_type([127, 0, 30, 3], QpType::Uc);
+    let b = End::of_type([127, 0, 30, 4], QpType::Uc);
+    a.bring_up(&b);
+    b.bring_up(&a);
     b.recv(1);
     b.recv(2);
     let text: Vec<u8> = (0..5000).map(|i| i as u8).collect();
@@ -161,7 +119,7 @@ fn uc__messages_and_writes() {
         Operation::Send { imm: None },
         a.mr.sge(0, 5000).into(),
     );
-    let wc = b.next();
+    let wc = b.wait_success();
     assert_eq!((wc.wr_id, b.bytes(&wc)), (1, text.clone()));
     let write = SendRequest {
         wr_id: 0,
@@ -175,8 +133,8 @@ fn uc__messages_and_writes() {
         to: Target::Connected,
     };
     a.qp.post_send(write).unwrap();
-    assert_eq!(a.next().opcode, WcOpcode::Write);
-    let wc = b.next();
+    assert_eq!(a.wait_success().opcode, WcOpcode::Write);
+    let wc = b.wait_success();
     assert_eq!((wc.imm, wc.byte_len), (Some(77), 5000));
     let mut there = vec![0; 5000];
     b.memory.read(40_000, &mut there).unwrap();
@@ -200,7 +158,7 @@ fn multicast__devices_of_one_host() {
     let to = ends[0].device.create_ah(group, 0).to_group(QKEY).unwrap();
     ends[0].send_text(to, b"to all");
     for end in &ends {
-        let wc = end.next();
+        let wc = end.wait_success();
         let bytes = end.bytes(&wc);
         assert_eq!(bytes[36..40], [239, 30, 0, 1]);
         assert_eq!(
@@ -215,8 +173,8 @@ fn multicast__devices_of_one_host() {
         end.recv(2);
     }
     ends[0].send_text(to, b"to two");
-    assert_eq!(ends[2].next().wr_id, 2);
-    assert_eq!(ends[0].next().wr_id, 2);
+    assert_eq!(ends[2].wait_success().wr_id, 2);
+    assert_eq!(ends[0].wait_success().wr_id, 2);
     assert_eq!(ends[1].cq.wait(SHORT).unwrap(), None);
 }
 
@@ -228,7 +186,7 @@ fn attach_mcast__refusals() {
         refused,
         Err(AttachError::Refused(McastError::BadAddress))
     ));
-    let uc = End::new([127, 0, 30, 8].into(), QpType::Uc);
+    let uc = End::of_type([127, 0, 30, 8], QpType::Uc);
     let refused = uc.qp.attach_mcast([239, 30, 0, 3].into());
     assert!(matches!(refused, Err(AttachError::Refused(McastError::NotUd))));
     let refused = end.qp.detach_mcast([239, 30, 0, 3].into());
@@ -265,7 +223,7 @@ fn resolve__finds_the_queue_pair_and_carries_private_data_of_full_size() {
     assert_eq!((service.qpn(), service.qkey()), (b.qp.qpn(), QKEY));
     assert_eq!(service.private_data(), answer);
     a.send_text(service.target(0).unwrap(), b"found");
-    let wc = b.next();
+    let wc = b.wait_success();
     assert_eq!(b.bytes(&wc)[40..], *b"found");
 }
 
@@ -307,8 +265,8 @@ fn resolve__refusals() {
     assert_eq!(status, SidrStatus::REJECT);
 
     // The listener cannot answer with a queue pair that cannot serve, and the peer is notified.
-    let uc = End::new(elsewhere.into(), QpType::Uc);
-    let raw = End::new(elsewhere.into(), QpType::Ud);
+    let uc = End::of_type(elsewhere, QpType::Uc);
+    let raw = End::of_type(elsewhere, QpType::Ud);
     for qp in [&uc.qp, &raw.qp] {
         let (answered, (status, _)) = together(|| request().accept(qp, b""), || ask(7174));
         assert_eq!(
@@ -323,7 +281,7 @@ fn resolve__refusals() {
     );
 
     // A peer cannot connect to a datagram service either, nor resolve a service of connections.
-    let rc = End::new(elsewhere.into(), QpType::Rc);
+    let rc = End::of_type(elsewhere, QpType::Rc);
     let connected = rc
         .device
         .connect(&rc.qp, SocketAddr::new(at, 7174), &ConnectParams::default(), b"");
@@ -425,7 +383,7 @@ fn serve(address: &str, port: u16) {
     println!("@ ready");
     let mut request = listener.accept(LONG).expect("a request");
     request.accept(&end.qp, &port.to_be_bytes()).unwrap();
-    let wc = end.next();
+    let wc = end.wait_success();
     println!("@ {}", String::from_utf8_lossy(&end.bytes(&wc)[40..]));
     // The process runs until it is killed.
     let _ = std::io::stdin().lines().map_while(Result::ok).count();
@@ -463,7 +421,7 @@ fn join_and_receive(address: &str) {
     end.recv(1);
     end.qp.attach_mcast([239, 30, 0, 9].into()).unwrap();
     println!("@ ready");
-    let wc = end.next();
+    let wc = end.wait_success();
     println!("@ {}", String::from_utf8_lossy(&end.bytes(&wc)[40..]));
 }
 

@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use common::End;
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -27,35 +28,16 @@ fn is_readable(fd: impl AsFd) -> bool {
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)) == Ok(1)
 }
 
-struct End {
-    device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-}
-
-impl End {
-    fn new(address: [u8; 4]) -> End {
-        let device = common::open(IpAddr::from(address)).unwrap();
-        let cq = device.create_cq(64).unwrap();
-        let qp = device
-            .alloc_pd()
-            .unwrap()
-            .create_qp(&QpOptions::new(&cq))
-            .unwrap();
-        End { device, cq, qp }
-    }
-
-    /// Connects the queue pair to itself.
-    fn ready(self) -> End {
-        let steps = common::towards(&self.qp, self.device.address(), self.qp.qpn(), 0);
-        common::bring_up(&self.qp, steps);
-        self
-    }
+/// Makes an end whose queue pair is connected to itself.
+fn looped(address: [u8; 4]) -> End {
+    let end = End::new(address);
+    end.bring_up(&end);
+    end
 }
 
 #[test]
 fn post_recv__on_a_queue_pair_in_error_wakes_who_waits() {
-    let end = End::new([127, 0, 14, 1]).ready();
+    let end = looped([127, 0, 14, 1]);
     end.qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
     end.cq.arm(Arm::Next);
     let sges = SgeList::EMPTY;
@@ -108,7 +90,7 @@ fn send(wr_id: u64, bytes: &[u8]) -> SendRequest {
 
 #[test]
 fn post_send_list__says_which_request_was_not_taken() {
-    let end = End::new([127, 0, 14, 8]).ready();
+    let end = looped([127, 0, 14, 8]);
     let too_long = vec![0; INLINE_BYTES_MAX + 1];
     // The iterator that makes the requests may use the device.
     let lists = [&too_long[..1], &too_long[..2], &too_long, &too_long[..3]];
@@ -126,7 +108,7 @@ fn post_send_list__says_which_request_was_not_taken() {
 
 #[test]
 fn async_event_fd__tells_which_completion_queue_overran() {
-    let end = End::new([127, 0, 14, 7]).ready();
+    let end = looped([127, 0, 14, 7]);
     let small = end.device.create_cq(1).unwrap();
     let options = QpOptions {
         recv_cq: small.clone(),

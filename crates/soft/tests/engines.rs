@@ -7,18 +7,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Write, stdin};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rdmux_memory::AnonymousMemory;
 use rdmux_soft::metrics;
 use rdmux_verbs::resources::{self, Item};
 use rdmux_verbs::*;
 
-use common::LONG;
+use common::{End, LONG, private};
 
 const PORT: u16 = 7_900;
 /// Bytes of the memory of each end.
@@ -26,23 +24,11 @@ const BYTES: usize = 4_096;
 /// In the environment of [`child`]: the address.
 const CHILD: &str = "RDMUX_ENGINES";
 
-/// A queue pair and its memory.
-struct End {
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
-
 impl End {
-    fn new(device: &Device) -> End {
-        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16).unwrap());
-        let memory = Arc::new(AnonymousMemory::new(BYTES).unwrap());
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-        let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
-        qp.init().unwrap();
-        let end = End { cq, qp, memory, mr };
+    /// Makes a queue pair that has a receive before it is connected.
+    fn ready(device: &Device) -> End {
+        let end = End::on(device, private(BYTES));
+        end.qp.init().unwrap();
         end.receive();
         end
     }
@@ -57,21 +43,9 @@ impl End {
         self.mr.remote(..).unwrap().to_bytes().to_vec()
     }
 
-    fn next(&self) -> WorkCompletion {
-        let wc = self.cq.wait(LONG).unwrap().expect("a completion");
-        assert_eq!(wc.status, Status::Success);
-        wc
-    }
-
     fn done(&self, request: SendRequest) {
         self.qp.post_send(request.signaled()).unwrap();
-        self.next();
-    }
-
-    fn bytes(&self, at: u64) -> [u8; 8] {
-        let mut bytes = [0; 8];
-        self.memory.read(at, &mut bytes).unwrap();
-        bytes
+        self.wait_success();
     }
 
     /// Writes to the peer's memory, reads it back and adds to it.
@@ -83,7 +57,7 @@ impl End {
         self.done(SendRequest::fetch_add(piece(16), there(64), 5));
         self.done(SendRequest::compare_swap(piece(24), there(64), tag + 5, tag + 6));
         self.done(SendRequest::read(piece(8), there(64)));
-        let seen = [8, 16, 24].map(|at| u64::from_ne_bytes(self.bytes(at)));
+        let seen = [8, 16, 24].map(|at| self.word(at));
         assert_eq!(seen, [tag + 6, tag, tag + 5]);
     }
 
@@ -111,7 +85,7 @@ impl Client {
     }
 
     fn connect(device: &Device, to: SocketAddr) -> Client {
-        let end = End::new(device);
+        let end = End::ready(device);
         let connection = device.connect(&end.qp, to, &ConnectParams::default(), b"hello");
         Client::of(end, connection.unwrap())
     }
@@ -132,7 +106,7 @@ fn slot(qpn: Qpn) -> u8 {
 
 /// An attempt to connect.
 fn start(device: &Device, to: SocketAddr) -> (End, Connecting) {
-    let end = End::new(device);
+    let end = End::ready(device);
     let pair = ConnectPair::Own(&end.qp);
     let attempt = device.start_connect(pair, to, &ConnectParams::default(), b"hello");
     (end, attempt.unwrap())
@@ -140,7 +114,7 @@ fn start(device: &Device, to: SocketAddr) -> (End, Connecting) {
 
 fn accept(engine: &Device, request: ConnectionRequest) -> (End, Connection) {
     assert_eq!(&request.private_data()[..5], b"hello");
-    let end = End::new(engine);
+    let end = End::ready(engine);
     let buffer = end.buffer();
     let connection = request.accept(&end.qp, &ConnectParams::default(), &buffer);
     (end, connection.unwrap())
@@ -155,7 +129,7 @@ fn pair(client: &Device, engine: &Device, listener: &Listener) -> (Client, (End,
 }
 
 fn slot_of(device: &Device) -> u8 {
-    slot(End::new(device).qp.qpn())
+    slot(End::ready(device).qp.qpn())
 }
 
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -420,9 +394,9 @@ fn open_engine__of_a_device_connects_to_its_other_engine() {
         }
         client.exchange(2);
         client.end.send();
-        assert_eq!(served.next().opcode, WcOpcode::Recv);
+        assert_eq!(served.wait_success().opcode, WcOpcode::Recv);
         served.send();
-        assert_eq!(client.end.next().opcode, WcOpcode::Recv);
+        assert_eq!(client.end.wait_success().opcode, WcOpcode::Recv);
         // Deregistration waits for the other engine, which is of this process.
         drop((served, connection));
         assert!(client.connection.wait_ended(LONG));
@@ -457,7 +431,7 @@ fn drop__of_a_listener_leaves_its_requests_to_the_others() {
     let accepted = (0..6).map(|_| accept(&other, remains.accept(LONG).unwrap()));
     let _accepted: Vec<_> = accepted.collect();
     for taken in taken {
-        let late = taken.accept(&End::new(&one).qp, &ConnectParams::default(), b"");
+        let late = taken.accept(&End::ready(&one).qp, &ConnectParams::default(), b"");
         assert!(late.is_err());
     }
     for (end, attempt) in attempts {
@@ -623,7 +597,7 @@ fn open_engine__is_shown_as_a_device_of_its_own() {
     let address = IpAddr::from([127, 0, 40, 22]);
     let device = common::open(address).unwrap();
     let engines = [device.open_engine().unwrap(), device];
-    let ends = engines.each_ref().map(End::new);
+    let ends = engines.each_ref().map(End::ready);
     let slots: BTreeSet<u8> = ends.iter().map(|end| slot(end.qp.qpn())).collect();
     assert_eq!(slots.len(), 2);
     let counted = metrics::devices().into_iter();

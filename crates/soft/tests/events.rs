@@ -7,51 +7,29 @@ mod skip;
 
 use std::net::IpAddr;
 use std::process::Command;
-use std::sync::Arc;
 
-use common::{LONG, connect};
-use rdmux_memory::AnonymousMemory;
+use common::{End, LONG, connect_ends, private};
 use rdmux_verbs::*;
 use skip::skip;
 
-struct End {
-    device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    mr: MemoryRegion,
+/// Makes an end with a queue of its own for the completions of receives, which has room for `recv_depth`.
+fn end(address: impl Into<IpAddr>, qp_type: QpType, recv_depth: u32) -> End {
+    let device = common::open(address.into()).unwrap();
+    End::with(&device, private(4096), |_, options| QpOptions {
+        qp_type,
+        recv_cq: device.create_cq(recv_depth).unwrap(),
+        ..options
+    })
 }
 
 impl End {
-    /// `recv_depth`: number of receive completions that there is room for.
-    fn new(address: IpAddr, qp_type: QpType, recv_depth: u32) -> End {
-        let device = common::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16).unwrap());
-        let options = QpOptions {
-            qp_type,
-            recv_cq: device.create_cq(recv_depth).unwrap(),
-            ..QpOptions::new(&cq)
-        };
-        let qp = pd.create_qp(&options).unwrap();
-        let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
-        let access = Access::LOCAL_WRITE | Access::REMOTE_ATOMIC;
-        let mr = pd.reg_mr_all(memory, 0, access).unwrap();
-        End { device, cq, qp, mr }
-    }
-
     fn send(&self, operation: Operation, to: Target) -> WorkCompletion {
         let sges = match operation {
             Operation::FetchAdd { .. } => self.mr.sge(0, 8).into(),
             _ => SgeList::EMPTY,
         };
-        let request = SendRequest {
-            wr_id: 1,
-            operation,
-            sges,
-            flags: SendFlags::SIGNALED,
-            to,
-        };
-        self.qp.post_send(request).unwrap();
-        self.cq.wait(LONG).unwrap().expect("a completion")
+        self.try_post(operation, sges, to).unwrap();
+        self.wait()
     }
 
     /// Returns the next event, except that data came before the last message of the connection, which may happen or not.
@@ -64,8 +42,8 @@ impl End {
 }
 
 fn connected(address: [u8; 4], recv_depth: u32) -> (End, End, [Connection; 2]) {
-    let [client, server] = [16, recv_depth].map(|depth| End::new(address.into(), QpType::Rc, depth));
-    let connections = connect(&client.qp, &server.qp, &ConnectParams::default());
+    let [client, server] = [16, recv_depth].map(|depth| end(address, QpType::Rc, depth));
+    let connections = connect_ends(&client, &server);
     (client, server, connections)
 }
 
@@ -115,7 +93,7 @@ fn namespace() {
         let status = Command::new("ip").args(["link", "set", "v0", state]).status();
         assert!(status.unwrap().success());
     };
-    let end = End::new([10, 33, 0, 1].into(), QpType::Ud, 16);
+    let end = end([10, 33, 0, 1], QpType::Ud, 16);
     end.qp.ready_datagram(RDMA_UDP_QKEY).unwrap();
     let to = end.device.create_ah([10, 33, 0, 2].into(), 0);
     let to = to.to(end.qp.qpn(), RDMA_UDP_QKEY).unwrap();

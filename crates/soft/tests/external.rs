@@ -1,33 +1,16 @@
 //! Queue pairs that their owners bring up, connected by address and port.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
+mod common;
 
+use std::net::{IpAddr, SocketAddr};
+
+use common::{End, LONG};
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(60);
 const PORT: u16 = 7174;
 
-struct Side {
-    device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-}
-
-impl Side {
-    fn new(address: IpAddr) -> Side {
-        rdmux_soft::register();
-        let device = Device::open(address).unwrap();
-        let cq = device.create_cq(16).unwrap();
-        let qp = device
-            .alloc_pd()
-            .unwrap()
-            .create_qp(&QpOptions::new(&cq))
-            .unwrap();
-        Side { device, cq, qp }
-    }
-
+impl End {
     fn pair(&self) -> ExternalPair {
         ExternalPair {
             qpn: self.qp.qpn(),
@@ -36,46 +19,33 @@ impl Side {
         }
     }
 
-    fn bring_up(&self, attributes: impl Fn(QpState) -> QpAttributes) {
+    fn modify_by(&self, attributes: impl Fn(QpState) -> QpAttributes) {
         for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
             self.qp.modify(state, &attributes(state)).unwrap();
         }
     }
 
     fn receive(&self) {
-        let sges = SgeList::from(&[][..]);
+        let sges = SgeList::EMPTY;
         self.qp.post_recv(RecvRequest { wr_id: 7, sges }).unwrap();
     }
 
     fn send(&self) {
-        self.qp
-            .post_send(SendRequest {
-                wr_id: 8,
-                operation: Operation::Send { imm: Some(9) },
-                sges: SgeList::from(&[][..]),
-                flags: SendFlags::SIGNALED,
-                to: Target::Connected,
-            })
-            .unwrap();
-    }
-
-    fn completes(&self) {
-        let wc = self.cq.wait(LONG).unwrap().expect("a completion");
-        assert_eq!(wc.status, Status::Success);
+        self.post(Operation::Send { imm: Some(9) }, SgeList::EMPTY);
     }
 }
 
 /// Connects two queue pairs. `active` and `passive` say whose queue pair its owner brings up.
 fn connect(address: [u8; 4], active: bool, passive: bool) {
     let address = IpAddr::from(address);
-    let (server, client) = (Side::new(address), Side::new(address));
+    let (server, client) = (End::new(address), End::new(address));
     let listener = server.device.listen(PORT).unwrap();
     let params = ConnectParams::default();
     let there = std::thread::spawn(move || {
         let mut request = listener.accept(LONG).expect("a request");
         assert_eq!(request.peer_port(), 4711);
         let connection = if passive {
-            server.bring_up(|to| request.attributes(to, &params).unwrap());
+            server.modify_by(|to| request.attributes(to, &params).unwrap());
             server.receive();
             request
                 .accept_pair(ConnectPair::External(&server.pair()), &params, b"yes")
@@ -90,9 +60,9 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
                 .unwrap()
         };
         assert!(connection.wait_established());
-        server.completes();
+        server.wait_success();
         server.send();
-        server.completes();
+        server.wait_success();
         assert!(connection.wait_ended(LONG));
         // Only its owner ends an external queue pair.
         let state = server.qp.query().unwrap().state;
@@ -110,7 +80,7 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
             .and_then(Connecting::wait)
             .unwrap();
         assert_eq!(client.qp.query().unwrap().state, QpState::Reset);
-        client.bring_up(|to| connection.attributes(to).unwrap());
+        client.modify_by(|to| connection.attributes(to).unwrap());
         client.receive();
         connection.establish();
         connection
@@ -126,8 +96,8 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
         client.receive();
     }
     client.send();
-    client.completes();
-    client.completes();
+    client.wait_success();
+    client.wait_success();
     connection.disconnect();
     there.join().unwrap();
 }
@@ -151,7 +121,7 @@ fn accept_pair__external_of_one_that_is_brought_up() {
 #[test]
 fn start_connect__external_left_before_it_stands() {
     let address = IpAddr::from([127, 0, 14, 24]);
-    let (server, client) = (Side::new(address), Side::new(address));
+    let (server, client) = (End::new(address), End::new(address));
     let listener = server.device.listen(PORT).unwrap();
     let there = std::thread::spawn(move || {
         let request = listener.accept(LONG).expect("a request");

@@ -4,66 +4,38 @@
 
 mod common;
 
-use std::net::IpAddr;
 use std::process::Command;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{LONG, connect};
-use rdmux_memory::AnonymousMemory;
+use common::{End, LONG, connect_ends, shareable};
 use rdmux_verbs::faults::{Line, Spec, Stream};
 use rdmux_verbs::*;
 
 const BYTES: u32 = 64 << 10;
 const ROUNDS: u64 = 60;
 
-struct End {
-    device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
-
 fn spec(text: &str) -> Spec {
     text.parse().unwrap()
 }
 
-impl End {
-    fn new(address: IpAddr, faults: Option<Spec>, shared_memory: SharedMemory, qp_type: QpType) -> End {
-        let options = Options {
-            faults,
-            shared_memory,
-            ..Options::default()
-        };
-        let device = common::open_with(address, options).unwrap();
-        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(1024).unwrap());
-        let options = QpOptions {
-            qp_type,
-            ..QpOptions::new(&cq)
-        };
-        let qp = pd.create_qp(&options).unwrap();
-        let memory = Arc::new(AnonymousMemory::shareable(BYTES as usize).unwrap());
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-        End {
-            device,
-            cq,
-            qp,
-            memory,
-            mr,
-        }
-    }
+/// Makes an end on a device with faults.
+fn end_with(address: [u8; 4], faults: Option<Spec>, shared_memory: SharedMemory, qp_type: QpType) -> End {
+    let options = Options {
+        faults,
+        shared_memory,
+        ..Options::default()
+    };
+    let device = common::open_with(address.into(), options).unwrap();
+    End::with(&device, shareable(BYTES as usize), |_, options| QpOptions {
+        qp_type,
+        ..options
+    })
+}
 
-    fn post(&self, operation: Operation, bytes: u32) {
-        let request = SendRequest {
-            wr_id: 1,
-            operation,
-            sges: self.mr.sge(0, bytes).into(),
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        };
-        self.qp.post_send(request).unwrap();
+impl End {
+    /// Posts a request with the first `bytes` bytes of the memory.
+    fn post_bytes(&self, operation: Operation, bytes: u32) {
+        self.post(operation, self.mr.sge(0, bytes));
     }
 
     fn receive(&self, bytes: u32) {
@@ -71,13 +43,9 @@ impl End {
         self.qp.post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
     }
 
-    fn wait(&self) -> WorkCompletion {
-        self.cq.wait(LONG).unwrap().expect("a completion")
-    }
-
     fn write(&self, to: &End, bytes: u32) -> Status {
         let (va, rkey) = (to.mr.iova(), to.mr.rkey());
-        self.post(Operation::Write { va, rkey, imm: None }, bytes);
+        self.post_bytes(Operation::Write { va, rkey, imm: None }, bytes);
         self.wait().status
     }
 
@@ -102,9 +70,9 @@ struct Pair {
 /// Runs a test over each carrier in turn.
 fn over_each_carrier(net: u8, text: &str, test: impl Fn(&Pair)) {
     for (host, shared_memory) in [(1, SharedMemory::Off), (3, SharedMemory::Auto)] {
-        let end = |host, faults| End::new([127, 0, net, host].into(), faults, shared_memory, QpType::Rc);
-        let (faulty, sound) = (end(host, Some(spec(text))), end(host + 1, None));
-        let connections = connect(&faulty.qp, &sound.qp, &ConnectParams::default());
+        let open = |host, faults| end_with([127, 0, net, host], faults, shared_memory, QpType::Rc);
+        let (faulty, sound) = (open(host, Some(spec(text))), open(host + 1, None));
+        let connections = connect_ends(&faulty, &sound);
         let carried = |end: &End| end.qp.carrier() == Some(Carrier::SharedMemory);
         let deadline = Instant::now() + LONG;
         while shared_memory == SharedMemory::Auto && !(carried(&faulty) && carried(&sound)) {
@@ -245,7 +213,7 @@ fn rnr__though_a_receive_is_there() {
             for _ in 0..20 {
                 responder.receive(64);
                 let (va, rkey) = (responder.mr.iova(), responder.mr.rkey());
-                requester.post(
+                requester.post_bytes(
                     match imm {
                         None => Operation::Send { imm: None },
                         imm => Operation::Write { va, rkey, imm },
@@ -274,7 +242,7 @@ fn qp_error__fails_the_queue_pair_of_that_packet() {
         while failed.qp.query().unwrap().state != QpState::Error {
             assert!(Instant::now() < deadline, "it never fails");
             let (va, rkey) = (failed.mr.iova(), failed.mr.rkey());
-            pair.sound.post(Operation::Write { va, rkey, imm: None }, 8);
+            pair.sound.post_bytes(Operation::Write { va, rkey, imm: None }, 8);
             pair.sound.cq.wait(Duration::from_millis(100)).unwrap();
         }
         let event = failed.device.wait_async_event(LONG);
@@ -290,11 +258,11 @@ fn qp_error__fails_the_queue_pair_of_that_packet() {
 fn down__then_up_again() {
     let ends = [1, 2].map(|host| {
         let faults = (host == 1).then(|| spec("down=0s..300ms"));
-        End::new([127, 0, 88, host].into(), faults, SharedMemory::Off, QpType::Rc)
+        end_with([127, 0, 88, host], faults, SharedMemory::Off, QpType::Rc)
     });
     let [faulty, sound] = &ends;
     // The client asks again until the server answers.
-    let _connections = connect(&faulty.qp, &sound.qp, &ConnectParams::default());
+    let _connections = connect_ends(faulty, sound);
     let events = [(); 2].map(|()| faulty.device.wait_async_event(LONG));
     assert_eq!(events, [AsyncEvent::PortError, AsyncEvent::PortActive].map(Some));
     assert_eq!(faulty.write(sound, BYTES), Status::Success);
@@ -307,19 +275,17 @@ fn down__then_up_again() {
 /// Lets a device whose port delays packets end by `end` while a SEND waits there; its peer must receive it.
 fn delayed_send_at_the_end(net: u8, end: impl Fn(End, &dyn Fn() -> bool)) {
     for (host, shared_memory) in [(1, SharedMemory::Off), (3, SharedMemory::Auto)] {
-        let open = |host, faults| End::new([127, 0, net, host].into(), faults, shared_memory, QpType::Uc);
+        let open = |host, faults| end_with([127, 0, net, host], faults, shared_memory, QpType::Uc);
         let (faulty, sound) = (open(host, Some(spec("delay=3600s"))), open(host + 1, None));
-        for (own, peer) in [(&faulty, &sound), (&sound, &faulty)] {
-            let steps = common::towards(&own.qp, peer.device.address(), peer.qp.qpn(), 0);
-            common::bring_up(&own.qp, steps);
-        }
+        faulty.bring_up(&sound);
+        sound.bring_up(&faulty);
         let deadline = Instant::now() + LONG;
         while shared_memory == SharedMemory::Auto && faulty.qp.carrier() != Some(Carrier::SharedMemory) {
             assert!(Instant::now() < deadline, "{:?}", faulty.qp.carrier());
             std::thread::yield_now();
         }
         sound.receive(8);
-        faulty.post(
+        faulty.post_bytes(
             Operation::Send {
                 imm: Some(host.into()),
             },
@@ -364,8 +330,8 @@ fn bring_up(own: &End, peer: &End) {
 #[test]
 fn down__for_good() {
     for (host, shared_memory) in [(1, SharedMemory::Off), (3, SharedMemory::Auto)] {
-        let end = |host, faults| End::new([127, 0, 89, host].into(), faults, shared_memory, QpType::Rc);
-        let (faulty, sound) = (end(host, Some(spec("down=0s.."))), end(host + 1, None));
+        let open = |host, faults| end_with([127, 0, 89, host], faults, shared_memory, QpType::Rc);
+        let (faulty, sound) = (open(host, Some(spec("down=0s.."))), open(host + 1, None));
         bring_up(&faulty, &sound);
         bring_up(&sound, &faulty);
         assert_eq!(faulty.device.wait_async_event(LONG), Some(AsyncEvent::PortError));
@@ -383,7 +349,7 @@ fn down__for_good() {
 /// Returns which of many datagrams arrive, in their order, when the sender's port misbehaves.
 fn datagrams_that_arrive(text: &str, count: u32) -> Vec<u32> {
     let end = |host, faults| {
-        let end = End::new([127, 0, 90, host].into(), faults, SharedMemory::Off, QpType::Ud);
+        let end = end_with([127, 0, 90, host], faults, SharedMemory::Off, QpType::Ud);
         end.qp.ready_datagram(RDMA_UDP_QKEY).unwrap();
         end
     };

@@ -12,12 +12,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::{End, LONG, RIGHTS, shareable};
 use rdmux_memory::{AnonymousMemory, FileMemory, PersistenceDomain};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use skip::skip;
 
-const LONG: Duration = Duration::from_secs(60);
 const QKEY: u32 = RDMA_UDP_QKEY;
 const BYTES: usize = 64 << 10;
 const YES: &str = "yes";
@@ -79,31 +79,14 @@ struct Bed {
     host: Cell<u8>,
 }
 
-struct End {
-    device: Device,
-    pd: ProtectionDomain,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-    xrc_srq: Option<SharedReceiveQueue>,
-}
-
 /// Two ends, brought up: by CM if the transport has connections.
 struct Pair {
     a: End,
     b: End,
+    /// Queue of an XRC target.
+    xrc_srq: Option<SharedReceiveQueue>,
     to: Target,
     _connections: Option<[Connection; 2]>,
-}
-
-fn rights() -> Access {
-    Access::LOCAL_WRITE
-        | Access::REMOTE_WRITE
-        | Access::REMOTE_READ
-        | Access::REMOTE_ATOMIC
-        | Access::FLUSH_GLOBAL
-        | Access::MW_BIND
 }
 
 impl Bed {
@@ -127,31 +110,6 @@ impl Bed {
         common::open_with(address, options).unwrap()
     }
 
-    fn end(&self, device: Device, qp_type: QpType) -> End {
-        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
-        let xrcd = (qp_type == QpType::XrcRecv).then(|| device.alloc_xrcd().unwrap());
-        let xrc_srq = xrcd
-            .as_ref()
-            .map(|xrcd| pd.create_xrc_srq(16, xrcd, &cq).unwrap());
-        let options = QpOptions {
-            qp_type,
-            xrcd,
-            ..QpOptions::new(&cq)
-        };
-        let qp = pd.create_qp(&options).unwrap();
-        let memory = Arc::new(AnonymousMemory::shareable(BYTES).unwrap());
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), rights()).unwrap();
-        End {
-            device,
-            pd,
-            cq,
-            qp,
-            memory,
-            mr,
-            xrc_srq,
-        }
-    }
-
     fn pair(&self, qp_type: QpType) -> Pair {
         self.pair_at(qp_type, [self.address(), self.address()])
     }
@@ -162,12 +120,11 @@ impl Bed {
     }
 
     fn pair_of(&self, qp_type: QpType, [a, b]: [Device; 2], params: &ConnectParams) -> Pair {
-        let accepting = if qp_type == QpType::XrcSend {
-            QpType::XrcRecv
-        } else {
-            qp_type
+        let a = end(&a, qp_type);
+        let (b, xrc_srq) = match qp_type {
+            QpType::XrcSend => xrc_target(&b),
+            _ => (end(&b, qp_type), None),
         };
-        let (a, b) = (self.end(a, qp_type), self.end(b, accepting));
         if qp_type == QpType::Ud {
             a.qp.ready_datagram(QKEY).unwrap();
             b.qp.ready_datagram(QKEY).unwrap();
@@ -179,11 +136,12 @@ impl Bed {
             return Pair {
                 a,
                 b,
+                xrc_srq,
                 to,
                 _connections: None,
             };
         }
-        let listener = b.device.listen_for(self.port(), &[accepting]).unwrap();
+        let listener = b.device.listen_for(self.port(), &[b.qp.qp_type()]).unwrap();
         let connections = thread::scope(|scope| {
             let accepted = scope.spawn(|| {
                 let request = listener.accept(LONG).expect("a request");
@@ -198,13 +156,13 @@ impl Bed {
             ]
         });
         self.wait_for_carrier(&a.qp);
-        let to = b
-            .xrc_srq
+        let to = xrc_srq
             .as_ref()
             .map_or(Target::Connected, |srq| Target::Srq(srq.srqn()));
         Pair {
             a,
             b,
+            xrc_srq,
             to,
             _connections: Some(connections),
         }
@@ -222,46 +180,52 @@ impl Bed {
     }
 }
 
+/// Makes an end with memory that a peer may reach by the bed's carrier.
+fn end(device: &Device, qp_type: QpType) -> End {
+    End::with(device, shareable(BYTES), |_, options| QpOptions {
+        qp_type,
+        ..options
+    })
+}
+
+/// Makes an XRC target, and the queue that takes its receives.
+fn xrc_target(device: &Device) -> (End, Option<SharedReceiveQueue>) {
+    let xrcd = device.alloc_xrcd().unwrap();
+    let end = End::with(device, shareable(BYTES), |_, options| QpOptions {
+        qp_type: QpType::XrcRecv,
+        xrcd: Some(xrcd.clone()),
+        ..options
+    });
+    let srq = end.pd.create_xrc_srq(16, &xrcd, &end.cq).unwrap();
+    (end, Some(srq))
+}
+
 impl End {
-    fn wait(&self) -> WorkCompletion {
-        self.cq.wait(LONG).unwrap().expect("a completion")
-    }
-
-    fn receive(&self, wr_id: u64) {
-        let sges = self.mr.sge(32 << 10, 8 << 10).into();
-        let request = RecvRequest { wr_id, sges };
-        match &self.xrc_srq {
-            Some(srq) => srq.post_recv(request).unwrap(),
-            None => self.qp.post_recv(request).unwrap(),
-        }
-    }
-
     fn event(&self, wanted: impl Fn(&AsyncEvent) -> bool) {
         while !wanted(&self.device.wait_async_event(LONG).expect("the event")) {}
     }
 
-    fn posts(&self, operation: Operation, sges: SgeList, to: Target) -> Result<(), PostError> {
-        self.qp.post_send(SendRequest {
-            wr_id: 1,
-            operation,
-            sges,
-            flags: SendFlags::SIGNALED,
-            to,
-        })
-    }
-
     /// Posts a request and returns the status of its completion.
     fn ends(&self, operation: Operation, sges: SgeList) -> Status {
-        self.posts(operation, sges, Target::Connected).unwrap();
-        self.wait().status
+        self.does(operation, sges).status
     }
 }
 
 impl Pair {
+    /// Posts a receive of the second end.
+    fn receive(&self, wr_id: u64) {
+        let sges = self.b.mr.sge(32 << 10, 8 << 10).into();
+        let request = RecvRequest { wr_id, sges };
+        match &self.xrc_srq {
+            Some(srq) => srq.post_recv(request).unwrap(),
+            None => self.b.qp.post_recv(request).unwrap(),
+        }
+    }
+
     /// Returns whether a request succeeds, or is refused because the transport does not have it.
     fn does(&self, request: fn(&Pair) -> (Operation, SgeList)) -> String {
         let (operation, sges) = request(self);
-        match self.a.posts(operation, sges, self.to) {
+        match self.a.try_post(operation, sges, self.to) {
             Err(PostError::Invalid) => NO.into(),
             Err(error) => panic!("{error}"),
             Ok(()) => {
@@ -278,9 +242,9 @@ impl Pair {
 
 /// Checks that a SEND arrives.
 fn works(pair: &Pair) -> String {
-    pair.b.receive(7);
+    pair.receive(7);
     pair.a
-        .posts(Operation::Send { imm: None }, SgeList::inline(b"hello"), pair.to)
+        .try_post(Operation::Send { imm: None }, SgeList::inline(b"hello"), pair.to)
         .unwrap();
     assert_eq!(pair.a.wait().status, Status::Success);
     let wc = pair.b.wait();
@@ -358,7 +322,7 @@ fn flush_of(va: u64, rkey: RKey, placement: Placement) -> Operation {
 
 fn send_imm(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
-    pair.b.receive(7);
+    pair.receive(7);
     let sent = pair.a.ends(Operation::Send { imm: Some(77) }, SgeList::EMPTY);
     assert_eq!((sent, pair.b.wait().imm), (Status::Success, Some(77)));
     YES.into()
@@ -366,7 +330,7 @@ fn send_imm(bed: &Bed) -> String {
 
 fn write_imm(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
-    pair.b.receive(7);
+    pair.receive(7);
     let (va, rkey) = pair.peer();
     let imm = Some(78);
     let written = pair
@@ -407,7 +371,7 @@ fn send_invalidate(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
     let window = pair.b.pd.alloc_mw(WindowType::Two).unwrap();
     let key = bound(&pair.b, &window);
-    pair.b.receive(7);
+    pair.receive(7);
     let sent = pair
         .a
         .ends(Operation::SendInvalidate { rkey: key }, SgeList::EMPTY);
@@ -450,7 +414,7 @@ fn fast_registration(bed: &Bed) -> String {
         memory_offset: 0,
         length: 4096,
         iova: pair.b.mr.iova(),
-        access: rights(),
+        access: RIGHTS,
     };
     let register = Operation::Register(Box::new(Registration { key, spec }));
     assert_eq!(pair.b.ends(register, SgeList::EMPTY), Status::Success);
@@ -481,7 +445,7 @@ fn flush_global(bed: &Bed) -> String {
 /// Flushes to a file, which makes its bytes durable; memory that keeps nothing is refused.
 fn flush_persistent(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
-    let rights = rights() | Access::FLUSH_PERSISTENT;
+    let rights = RIGHTS | Access::FLUSH_PERSISTENT;
     let refused = pair.b.pd.reg_mr_all(pair.b.memory.clone(), 0, rights);
     assert!(matches!(refused, Err(RegisterError::FlushNotSupported)));
     let folder = FilePath::new(env!("CARGO_TARGET_TMPDIR"));
@@ -522,7 +486,7 @@ fn inline_bytes(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
     let found = greatest(INLINE_BYTES_MAX, PostError::TooLong, |bytes| {
         pair.a
-            .posts(write(&pair).0, SgeList::inline(&vec![7; bytes]), pair.to)
+            .try_post(write(&pair).0, SgeList::inline(&vec![7; bytes]), pair.to)
     });
     assert_eq!(pair.a.wait().status, Status::Success);
     found
@@ -532,7 +496,7 @@ fn sges(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
     let found = greatest(SGE_MAX, PostError::TooManySges, |n| {
         let list: Vec<Sge> = (0..n as u64).map(|i| pair.a.mr.sge(i * 8, 8)).collect();
-        pair.a.posts(write(&pair).0, list[..].into(), pair.to)
+        pair.a.try_post(write(&pair).0, list[..].into(), pair.to)
     });
     assert_eq!(pair.a.wait().status, Status::Success);
     found
@@ -547,7 +511,7 @@ fn longest_message(bed: &Bed) -> String {
             length: (bytes - (1 << 30)) as u32,
             ..half
         };
-        pair.a.posts(write(&pair).0, [half, rest][..].into(), pair.to)
+        pair.a.try_post(write(&pair).0, [half, rest][..].into(), pair.to)
     })
 }
 
@@ -598,7 +562,7 @@ fn bring_up(from: &End, to: &End, mtu: u32, traffic_class: u8) -> bool {
 
 fn shared_receives(bed: &Bed) -> String {
     let devices = [bed.address(), bed.address()].map(|address| bed.open(address, None));
-    let [a, b] = devices.map(|device| bed.end(device, QpType::Rc));
+    let [a, b] = devices.map(|device| end(&device, QpType::Rc));
     let srq = b.pd.create_srq(4).unwrap();
     let options = QpOptions {
         srq: Some(srq.clone()),
@@ -640,7 +604,7 @@ fn unpinned(bed: &Bed) -> String {
     let device = bed.open(bed.address(), None);
     let pd = device.alloc_pd().unwrap();
     let memory = Arc::new(AnonymousMemory::new(256 << 30).unwrap());
-    let mr = pd.reg_mr_all(memory, 0, rights() | Access::ON_DEMAND).unwrap();
+    let mr = pd.reg_mr_all(memory, 0, RIGHTS | Access::ON_DEMAND).unwrap();
     assert_eq!(mr.length(), 256 << 30);
     YES.into()
 }
@@ -649,13 +613,13 @@ fn multicast(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Ud);
     let group: IpAddr = [239, 0, bed.net, 1].into();
     pair.b.qp.attach_mcast(group).unwrap();
-    pair.b.receive(7);
+    pair.receive(7);
     let to = pair.a.device.create_ah(group, 0).to_group(QKEY).unwrap();
     let deadline = Instant::now() + LONG;
     loop {
         // A network may lose a packet.
         pair.a
-            .posts(Operation::Send { imm: None }, SgeList::inline(b"all"), to)
+            .try_post(Operation::Send { imm: None }, SgeList::inline(b"all"), to)
             .unwrap();
         assert_eq!(pair.a.wait().status, Status::Success);
         if let Some(wc) = pair.b.cq.wait(Duration::from_millis(100)).unwrap() {
@@ -673,7 +637,7 @@ fn drained(bed: &Bed) -> String {
     pair.a
         .event(|event| *event == AsyncEvent::SqDrained(pair.a.qp.qpn()));
     let (operation, sges) = write(&pair);
-    pair.a.posts(operation, sges, pair.to).unwrap();
+    pair.a.try_post(operation, sges, pair.to).unwrap();
     assert_eq!(pair.a.cq.poll(), None, "nothing new begins");
     pair.a.qp.modify(QpState::Rts, &none).unwrap();
     assert_eq!(pair.a.wait().status, Status::Success);
@@ -692,7 +656,7 @@ fn rate_limit(bed: &Bed) -> String {
     for _ in 0..4 {
         let write = Operation::Write { va, rkey, imm: None };
         pair.a
-            .posts(write, pair.a.mr.sge(0, BYTES as u32).into(), pair.to)
+            .try_post(write, pair.a.mr.sge(0, BYTES as u32).into(), pair.to)
             .unwrap();
     }
     for _ in 0..4 {
@@ -706,8 +670,8 @@ fn rate_limit(bed: &Bed) -> String {
 
 fn solicited(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
-    pair.b.receive(1);
-    pair.b.receive(2);
+    pair.receive(1);
+    pair.receive(2);
     pair.b.cq.arm(Arm::Solicited);
     let woken = |timeout: Duration| {
         let mut fds = [PollFd::new(&pair.b.cq, PollFlags::IN)];
@@ -735,7 +699,7 @@ fn solicited(bed: &Bed) -> String {
 /// Sends two datagrams, whose completions go to a queue for one that was prepared.
 fn two_to_a_small_queue(bed: &Bed, prepare: impl FnOnce(&CompletionQueue)) -> (End, CompletionQueue) {
     let device = bed.open(bed.address(), None);
-    let end = bed.end(device, QpType::Ud);
+    let end = end(&device, QpType::Ud);
     let small = end.device.create_cq(1).unwrap();
     let options = QpOptions {
         qp_type: QpType::Ud,
@@ -845,7 +809,7 @@ fn congestion(bed: &Bed) -> String {
             },
             ..Options::default()
         };
-        let open = || bed.end(common::open_with(bed.address(), options).unwrap(), QpType::Uc);
+        let open = || end(&common::open_with(bed.address(), options).unwrap(), QpType::Uc);
         let (a, b) = (open(), open());
         assert!(bring_up(&a, &b, 1024, MARKED) && bring_up(&b, &a, 1024, 0));
         let (va, rkey, imm) = (b.mr.iova(), b.mr.rkey(), None);
@@ -863,7 +827,7 @@ fn congestion(bed: &Bed) -> String {
 }
 
 fn sidr(bed: &Bed) -> String {
-    let [a, b] = [bed.address(), bed.address()].map(|address| bed.end(bed.open(address, None), QpType::Ud));
+    let [a, b] = [bed.address(), bed.address()].map(|address| end(&bed.open(address, None), QpType::Ud));
     b.qp.ready_datagram(QKEY).unwrap();
     let listener = b.device.listen_datagram(bed.port()).unwrap();
     let service = thread::scope(|scope| {

@@ -38,19 +38,19 @@ fn port_of(index: usize) -> u16 {
 }
 
 /// A queue pair with room for a message each way.
-struct End {
+struct MessageEnd {
     qp: QueuePair,
     mr: MemoryRegion,
     memory: Arc<AnonymousMemory>,
 }
 
-impl End {
-    fn new(pd: &ProtectionDomain, cq: &CompletionQueue) -> End {
+impl MessageEnd {
+    fn new(pd: &ProtectionDomain, cq: &CompletionQueue) -> MessageEnd {
         let memory = Arc::new(AnonymousMemory::new(2 * BYTES).unwrap());
         let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).unwrap();
         let qp = pd.create_qp(&QpOptions::new(cq)).unwrap();
         qp.init().unwrap();
-        let end = End { qp, mr, memory };
+        let end = MessageEnd { qp, mr, memory };
         end.receive().unwrap();
         end
     }
@@ -83,7 +83,7 @@ fn serve(device: &Device, pd: &ProtectionDomain, port: u16) {
     let cq = device.create_cq(1024).unwrap();
     let listener = device.listen(port).unwrap();
     println!("@ ready");
-    let ends: Arc<Mutex<HashMap<Qpn, End>>> = Arc::default();
+    let ends: Arc<Mutex<HashMap<Qpn, MessageEnd>>> = Arc::default();
     let (served, completed) = (ends.clone(), cq.clone());
     thread::spawn(move || {
         while let Ok(wc) = completed.wait(Duration::MAX) {
@@ -101,7 +101,7 @@ fn serve(device: &Device, pd: &ProtectionDomain, port: u16) {
     thread::spawn(move || {
         let mut connections = Vec::new();
         while let Some(request) = listener.accept(Duration::MAX) {
-            let end = End::new(&pd, &cq);
+            let end = MessageEnd::new(&pd, &cq);
             let qpn = end.qp.qpn();
             let mut ends = ends.lock().unwrap();
             let accepted = request.accept(&end.qp, &ConnectParams::default(), b"");
@@ -113,7 +113,7 @@ fn serve(device: &Device, pd: &ProtectionDomain, port: u16) {
 }
 
 /// Exchanges messages with a peer; false when the connection has ended.
-fn exchange(end: &End, cq: &CompletionQueue, lost: &mut BTreeSet<Qpn>, bytes: [u8; BYTES]) -> bool {
+fn exchange(end: &MessageEnd, cq: &CompletionQueue, lost: &mut BTreeSet<Qpn>, bytes: [u8; BYTES]) -> bool {
     let qpn = end.qp.qpn();
     if lost.contains(&qpn) || end.send(&bytes).is_err() {
         return false;
@@ -143,7 +143,7 @@ fn child() {
     let device = common::open(address).unwrap();
     let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
     serve(&device, &pd, port_of(index));
-    let mut ends: BTreeMap<usize, (End, Connection)> = BTreeMap::new();
+    let mut ends: BTreeMap<usize, (MessageEnd, Connection)> = BTreeMap::new();
     let mut lost = BTreeSet::new();
     let (tell, told) = mpsc::channel();
     thread::spawn(move || {
@@ -152,7 +152,7 @@ fn child() {
             .map_while(Result::ok)
             .try_for_each(|line| tell.send(line))
     });
-    let mut exchange_all = |ends: &BTreeMap<usize, (End, Connection)>, round: usize| {
+    let mut exchange_all = |ends: &BTreeMap<usize, (MessageEnd, Connection)>, round: usize| {
         for (peer, (end, _)) in ends {
             let mut bytes = [round as u8; BYTES];
             (bytes[0], bytes[1]) = (index as u8, *peer as u8);
@@ -168,7 +168,7 @@ fn child() {
         match line.as_str() {
             "connect" => {
                 for peer in peers_of(index, count) {
-                    let end = End::new(&pd, &cq);
+                    let end = MessageEnd::new(&pd, &cq);
                     let to = SocketAddr::new(address, port_of(peer));
                     let connection = device.connect(&end.qp, to, &ConnectParams::default(), b"");
                     ends.insert(peer, (end, connection.unwrap()));
@@ -250,7 +250,7 @@ impl Drop for Process {
 }
 
 /// The processes of an address.
-struct Group {
+struct ProcessGroup {
     address: IpAddr,
     /// Their count, killed ones included.
     count: usize,
@@ -258,12 +258,12 @@ struct Group {
     killed: BTreeSet<usize>,
 }
 
-impl Group {
+impl ProcessGroup {
     /// Starts processes, which then listen.
-    fn start(address: IpAddr, count: usize, indexes: impl Iterator<Item = usize>) -> Group {
+    fn start(address: IpAddr, count: usize, indexes: impl Iterator<Item = usize>) -> ProcessGroup {
         let start = |index| Process::start(address, count, index);
         let processes: Vec<Process> = indexes.map(start).collect();
-        Group {
+        ProcessGroup {
             address,
             count,
             processes,
@@ -341,11 +341,11 @@ impl Dice {
 /// Kills `kills` of the processes on each address, at random times, while all exchange messages.
 fn kill_some(addresses: &[IpAddr], count: usize, kills: usize) {
     let mut dice = Dice::new();
-    let start = |address: &IpAddr| Group::start(*address, count, 0..count);
-    let mut groups: Vec<Group> = addresses.iter().map(start).collect();
-    groups.iter_mut().for_each(Group::connect);
-    groups.iter_mut().for_each(Group::check);
-    groups.iter_mut().for_each(Group::run);
+    let start = |address: &IpAddr| ProcessGroup::start(*address, count, 0..count);
+    let mut groups: Vec<ProcessGroup> = addresses.iter().map(start).collect();
+    groups.iter_mut().for_each(ProcessGroup::connect);
+    groups.iter_mut().for_each(ProcessGroup::check);
+    groups.iter_mut().for_each(ProcessGroup::run);
     let mut left = kills * groups.len();
     let pause_max = (KILL_TIME / left as u32).as_micros() as usize;
     while left > 0 {
@@ -363,12 +363,13 @@ fn kill_some(addresses: &[IpAddr], count: usize, kills: usize) {
             assert!(lost.is_subset(&group.killed), "process {index}: {lost:?}");
         }
     }
-    groups.iter_mut().for_each(Group::check);
+    groups.iter_mut().for_each(ProcessGroup::check);
     // Others take the ports of the killed ones.
-    let start = |group: &Group| Group::start(group.address, count, group.killed.iter().copied());
-    let mut newcomers: Vec<Group> = groups.iter().map(start).collect();
-    newcomers.iter_mut().for_each(Group::connect);
-    newcomers.iter_mut().for_each(Group::check);
+    let start =
+        |group: &ProcessGroup| ProcessGroup::start(group.address, count, group.killed.iter().copied());
+    let mut newcomers: Vec<ProcessGroup> = groups.iter().map(start).collect();
+    newcomers.iter_mut().for_each(ProcessGroup::connect);
+    newcomers.iter_mut().for_each(ProcessGroup::check);
 }
 
 /// The tests have many processes each, so one runs at a time.

@@ -3,85 +3,31 @@
 
 mod common;
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::{LONG, connect};
+use common::{END_BYTES, End, LONG, RIGHTS, connect_ends, private};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 
-const ACCESS: Access = Access::LOCAL_WRITE
-    .union(Access::REMOTE_WRITE)
-    .union(Access::REMOTE_READ)
-    .union(Access::REMOTE_ATOMIC)
-    .union(Access::MW_BIND);
-
-struct End {
-    device: Device,
-    pd: ProtectionDomain,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
-
-fn end(address: IpAddr, options: impl FnOnce(&Device, &ProtectionDomain, QpOptions) -> QpOptions) -> End {
-    let device = common::open(address).unwrap();
-    let pd = device.alloc_pd().unwrap();
-    let cq = device.create_cq(256).unwrap();
-    let qp = pd.create_qp(&options(&device, &pd, QpOptions::new(&cq))).unwrap();
-    let memory = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
-    let mr = pd.reg_mr_all(memory.clone(), memory.address(), ACCESS).unwrap();
-    End {
-        device,
-        pd,
-        cq,
-        qp,
-        memory,
-        mr,
-    }
-}
-
 /// Returns a connected pair, the second with a shared receive queue of 16.
-fn connected(address: &str) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
-    let address = address.parse().unwrap();
-    let client = end(address, |_, _, options| options);
+fn connected(address: [u8; 4]) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
+    let client = End::new(address);
     let mut queue = None;
-    let server = end(address, |_, pd, options| QpOptions {
+    let device = common::open(address.into()).unwrap();
+    let server = End::with(&device, private(END_BYTES), |pd, options| QpOptions {
         srq: Some(queue.insert(pd.create_srq(16).unwrap()).clone()),
         ..options
     });
-    let connections = connect(&client.qp, &server.qp, &ConnectParams::default());
+    let connections = connect_ends(&client, &server);
     (client, server, queue.unwrap(), connections)
-}
-
-impl End {
-    /// Posts a request and waits for its completion.
-    fn does(&self, operation: Operation, sges: SgeList) -> WorkCompletion {
-        let request = SendRequest {
-            wr_id: 1,
-            operation,
-            sges,
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        };
-        self.qp.post_send(request).unwrap();
-        self.cq.wait(LONG).unwrap().expect("a completion")
-    }
-
-    fn word(&self, offset: u64) -> u64 {
-        let mut bytes = [0; 8];
-        self.memory.read(offset, &mut bytes).unwrap();
-        u64::from_ne_bytes(bytes)
-    }
 }
 
 #[test]
 fn atomics__are_done_in_the_peers_memory() {
-    let (client, server, _, _held) = connected("127.0.11.1");
+    let (client, server, _, _held) = connected([127, 0, 11, 1]);
     let (va, rkey) = (server.mr.iova() + 64, server.mr.rkey());
-    let own = || client.mr.sge(0, 8).into();
+    let own = || client.mr.sge(0, 8);
     assert_eq!(
         client
             .does(Operation::FetchAdd { va, rkey, add: 5 }, own())
@@ -109,7 +55,7 @@ fn atomics__are_done_in_the_peers_memory() {
 
 #[test]
 fn window__opens_and_closes_a_part_of_a_region() {
-    let (client, server, queue, _held) = connected("127.0.11.2");
+    let (client, server, queue, _held) = connected([127, 0, 11, 2]);
     let window = server.pd.alloc_mw(WindowType::One).unwrap();
     let range = server.mr.iova()..server.mr.iova() + 16;
     let bind = |range, access| {
@@ -170,7 +116,7 @@ fn window__opens_and_closes_a_part_of_a_region() {
 
 #[test]
 fn error__is_forgotten_when_the_queue_pair_is_reset() {
-    let (client, server, _, _held) = connected("127.0.11.5");
+    let (client, server, _, _held) = connected([127, 0, 11, 5]);
     let write = Operation::Write {
         va: server.mr.iova(),
         rkey: RKey(server.mr.rkey().0 ^ 1 << 20),
@@ -188,7 +134,7 @@ fn error__is_forgotten_when_the_queue_pair_is_reset() {
 
 #[test]
 fn srq__tells_when_its_limit_is_reached() {
-    let (client, server, queue, _held) = connected("127.0.11.3");
+    let (client, server, queue, _held) = connected([127, 0, 11, 3]);
     for wr_id in 0..2 {
         let sges = server.mr.sge(wr_id * 64, 64).into();
         queue.post_recv(RecvRequest { wr_id, sges }).unwrap();
@@ -220,7 +166,7 @@ fn reg_mr__of_256_gib_neither_pins_nor_touches_them() {
     };
     let (before, start) = (resident(), Instant::now());
     let mr = pd
-        .reg_mr_all(memory.clone(), memory.address(), ACCESS | Access::ON_DEMAND)
+        .reg_mr_all(memory.clone(), memory.address(), RIGHTS | Access::ON_DEMAND)
         .unwrap();
     println!("registered in {:?}", start.elapsed());
     assert_eq!(mr.length(), 256 << 30);

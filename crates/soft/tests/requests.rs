@@ -3,68 +3,24 @@
 
 mod common;
 
-use std::net::{IpAddr, UdpSocket};
+use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::{LONG, connect};
+use common::{END_BYTES, End, LONG, RIGHTS, connected};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 
-const ACCESS: Access = Access::LOCAL_WRITE
-    .union(Access::REMOTE_WRITE)
-    .union(Access::REMOTE_READ)
-    .union(Access::REMOTE_ATOMIC)
-    .union(Access::FLUSH_GLOBAL);
-const BYTES: u64 = 4096;
-
-struct End {
-    pd: ProtectionDomain,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
+const BYTES: u64 = END_BYTES as u64;
 
 impl End {
-    fn new(address: IpAddr) -> End {
-        let device = common::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
-        let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
-        let memory = Arc::new(AnonymousMemory::new(BYTES as usize).unwrap());
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), ACCESS).unwrap();
-        End {
-            pd,
-            cq,
-            qp,
-            memory,
-            mr,
-        }
-    }
-
-    fn next(&self) -> WorkCompletion {
-        self.cq.wait(LONG).unwrap().expect("a completion")
-    }
-
     /// Posts a request and returns its completion.
-    fn does(&self, request: SendRequest) -> WorkCompletion {
+    fn does_request(&self, request: SendRequest) -> WorkCompletion {
         self.qp.post_send(request.wr_id(7).signaled()).unwrap();
-        let wc = self.next();
+        let wc = self.wait();
         assert_eq!(wc.wr_id, 7);
         wc
     }
-
-    fn word(&self, offset: u64) -> u64 {
-        let mut bytes = [0; 8];
-        self.memory.read(offset, &mut bytes).unwrap();
-        u64::from_ne_bytes(bytes)
-    }
-}
-
-fn connected(address: [u8; 4]) -> (End, End, [Connection; 2]) {
-    let [client, server] = [(); 2].map(|()| End::new(address.into()));
-    let connections = connect(&client.qp, &server.qp, &ConnectParams::default());
-    (client, server, connections)
 }
 
 #[test]
@@ -76,46 +32,50 @@ fn send_request__each_constructor_on_a_peers_memory() {
     client.memory.write(8, &5u64.to_ne_bytes()).unwrap();
 
     assert_eq!(
-        client.does(SendRequest::write(local, remote)).status,
+        client.does_request(SendRequest::write(local, remote)).status,
         Status::Success
     );
     assert_eq!(server.word(64), 5);
     let second = remote.slice(8..).unwrap();
     let inline = SgeList::inline(&6u64.to_ne_bytes());
     assert_eq!(
-        client.does(SendRequest::write(inline, second)).status,
+        client.does_request(SendRequest::write(inline, second)).status,
         Status::Success
     );
     assert_eq!(server.word(72), 6);
 
     assert_eq!(
-        client.does(SendRequest::fetch_add(local, remote, 10)).status,
+        client
+            .does_request(SendRequest::fetch_add(local, remote, 10))
+            .status,
         Status::Success
     );
     assert_eq!((client.word(8), server.word(64)), (5, 15));
     let swap = SendRequest::compare_swap(local, remote, 15, 20);
-    assert_eq!(client.does(swap).status, Status::Success);
+    assert_eq!(client.does_request(swap).status, Status::Success);
     assert_eq!((client.word(8), server.word(64)), (15, 20));
     assert_eq!(
-        client.does(SendRequest::atomic_write(local, second)).status,
+        client
+            .does_request(SendRequest::atomic_write(local, second))
+            .status,
         Status::Success
     );
     assert_eq!(server.word(72), 15);
     assert_eq!(
-        client.does(SendRequest::read(local, remote)).status,
+        client.does_request(SendRequest::read(local, remote)).status,
         Status::Success
     );
     assert_eq!(client.word(8), 20);
-    let flush = client.does(SendRequest::flush(remote, Placement::GLOBAL));
+    let flush = client.does_request(SendRequest::flush(remote, Placement::GLOBAL));
     assert_eq!((flush.status, flush.opcode), (Status::Success, WcOpcode::Flush));
 
     let receive = RecvRequest::new(3, server.mr.slice(1024..2048).unwrap());
     server.qp.post_recv(receive).unwrap();
     assert_eq!(
-        client.does(SendRequest::send(local).imm(9)).status,
+        client.does_request(SendRequest::send(local).imm(9)).status,
         Status::Success
     );
-    let wc = server.next();
+    let wc = server.wait();
     assert_eq!(
         (wc.wr_id, wc.imm, wc.byte_len, server.word(1024)),
         (3, Some(9), 8, 20)
@@ -133,14 +93,14 @@ fn send_request__of_a_forged_buffer_is_an_error() {
             ..whole
         };
         let local = client.mr.slice(..).unwrap();
-        let status = client.does(SendRequest::read(local, remote)).status;
+        let status = client.does_request(SendRequest::read(local, remote)).status;
         assert_eq!(status, Status::RemoteAccess, "{remote:?}");
     }
 }
 
 #[test]
 fn slice__of_a_region() {
-    let end = End::new([127, 0, 34, 4].into());
+    let end = End::new([127, 0, 34, 4]);
     let (base, lkey) = (end.mr.iova(), end.mr.lkey());
     assert_eq!(end.mr.slice(10..30), Some(Sge::new(base + 10, 20, lkey)));
     assert_eq!(end.mr.slice(..), Some(end.mr.sge(0, BYTES as u32)));
@@ -159,7 +119,7 @@ fn slice__of_a_region() {
 /// A scatter/gather element holds less than 4 GiB; a remote buffer has no such limit.
 #[test]
 fn slice__of_more_than_an_element_holds() {
-    let end = End::new([127, 0, 34, 5].into());
+    let end = End::new([127, 0, 34, 5]);
     let bytes = 1u64 << 32;
     // No page is touched.
     let memory = Arc::new(AnonymousMemory::new(bytes as usize).unwrap());
@@ -173,7 +133,7 @@ fn slice__of_more_than_an_element_holds() {
 fn remote__of_a_zero_based_region() {
     let (client, server, _held) = connected([127, 0, 34, 6]);
     let memory = server.memory.clone();
-    let access = ACCESS | Access::ZERO_BASED;
+    let access = RIGHTS | Access::ZERO_BASED;
     let mut mr = server
         .pd
         .reg_mr_all(memory.clone(), memory.address(), access)
@@ -181,14 +141,14 @@ fn remote__of_a_zero_based_region() {
     let remote = mr.remote(16..24).unwrap();
     assert_eq!(remote.address, 16);
     let write = SendRequest::write(SgeList::inline(&[7; 8]), remote);
-    assert_eq!(client.does(write).status, Status::Success);
+    assert_eq!(client.does_request(write).status, Status::Success);
     assert_eq!(server.word(16), u64::from_ne_bytes([7; 8]));
     // Its own requests count from zero as well.
     let read = SendRequest::read(mr.slice(0..8).unwrap(), client.mr.remote(8..16).unwrap());
     client.memory.write(8, &[3; 8]).unwrap();
-    assert_eq!(server.does(read).status, Status::Success);
+    assert_eq!(server.does_request(read).status, Status::Success);
     assert_eq!(server.word(0), u64::from_ne_bytes([3; 8]));
-    mr.rereg(memory.clone(), 0, BYTES, memory.address(), ACCESS)
+    mr.rereg(memory.clone(), 0, BYTES, memory.address(), RIGHTS)
         .unwrap();
     assert_eq!(mr.remote(16..24).unwrap().address, memory.address() + 16);
 }
@@ -231,7 +191,7 @@ fn addresses__are_local() {
 /// Checks each limit by what is refused beyond it.
 #[test]
 fn limits__are_where_requests_are_refused() {
-    let end = End::new([127, 0, 34, 8].into());
+    let end = End::new([127, 0, 34, 8]);
     end.qp.init().unwrap();
     let limits = end.pd.device().limits();
     let sge = end.mr.slice(0..1).unwrap();

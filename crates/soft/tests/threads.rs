@@ -4,27 +4,18 @@
 mod common;
 
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rdmux_memory::AnonymousMemory;
+use common::{END_BYTES, End, LONG, connect_ends, shareable};
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectParams, MemoryRegion, Operation, Options, PostError, QpOptions,
-    QueuePair, RecvRequest, SendFlags, SendRequest, SharedMemory, Status, Target,
+    Operation, Options, PostError, QpOptions, RecvRequest, SendFlags, SendRequest, SharedMemory, Status,
+    Target,
 };
 
 const POSTERS: u64 = 4;
 const EACH: u64 = 2_000;
-const LONG: Duration = Duration::from_secs(60);
-
-struct End {
-    send_cq: CompletionQueue,
-    recv_cq: CompletionQueue,
-    qp: QueuePair,
-    mr: MemoryRegion,
-}
 
 fn end(address: IpAddr, shared_memory: SharedMemory) -> End {
     let options = Options {
@@ -32,25 +23,13 @@ fn end(address: IpAddr, shared_memory: SharedMemory) -> End {
         ..Options::default()
     };
     let device = common::open_with(address, options).unwrap();
-    let pd = device.alloc_pd().unwrap();
     let depth = (2 * POSTERS * EACH) as u32;
-    let (send_cq, recv_cq) = (device.create_cq(depth).unwrap(), device.create_cq(depth).unwrap());
-    let options = QpOptions {
-        recv_cq: recv_cq.clone(),
+    End::with(&device, shareable(END_BYTES), |_, options| QpOptions {
+        send_cq: device.create_cq(depth).unwrap(),
+        recv_cq: device.create_cq(depth).unwrap(),
         max_recv_wr: depth,
-        ..QpOptions::new(&send_cq)
-    };
-    let qp = pd.create_qp(&options).unwrap();
-    let memory = Arc::new(AnonymousMemory::shareable(1 << 16).unwrap());
-    let mr = pd
-        .reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)
-        .unwrap();
-    End {
-        send_cq,
-        recv_cq,
-        qp,
-        mr,
-    }
+        ..options
+    })
 }
 
 /// Checks that every message is posted once, received once and completed once, whoever drives, polls and sleeps meanwhile.
@@ -59,7 +38,7 @@ fn exchange(address: [u8; 4], shared_memory: SharedMemory) {
         end(address.into(), shared_memory),
         end(address.into(), shared_memory),
     );
-    let _connections = common::connect(&a.qp, &b.qp, &ConnectParams::default());
+    let _connections = connect_ends(&a, &b);
     let all = POSTERS * EACH;
     for wr_id in 0..all {
         let sges = b.mr.sge(0, 64).into();
@@ -102,7 +81,7 @@ fn exchange(address: [u8; 4], shared_memory: SharedMemory) {
                 }
             });
         }
-        for (cq, counter) in [(&a.send_cq, sent), (&b.recv_cq, received)] {
+        for (cq, counter) in [(&a.cq, sent), (&b.recv_cq, received)] {
             let ok = |wc: rdmux_verbs::WorkCompletion| assert_eq!(wc.status, Status::Success);
             scope.spawn(move || while count(counter, cq.poll().map(ok).is_some()) {});
             for _ in 0..2 {
@@ -114,7 +93,7 @@ fn exchange(address: [u8; 4], shared_memory: SharedMemory) {
     });
     let counts = [sent, received].map(|counter| counter.load(Ordering::Relaxed));
     assert_eq!(counts, [all, all]);
-    assert!(a.send_cq.poll().is_none() && b.recv_cq.poll().is_none());
+    assert!(a.cq.poll().is_none() && b.recv_cq.poll().is_none());
 }
 
 #[test]
@@ -132,7 +111,7 @@ fn threads__share_a_queue_pair_over_udp() {
 fn wait__is_ended_by_every_answer() {
     let address = IpAddr::from([127, 0, 74, 3]);
     let (a, b) = (end(address, SharedMemory::Auto), end(address, SharedMemory::Auto));
-    let _connections = common::connect(&a.qp, &b.qp, &ConnectParams::default());
+    let _connections = connect_ends(&a, &b);
     const TRIPS: u64 = 2_000;
     let receive = |end: &End| {
         let sges = end.mr.sge(0, 64).into();
@@ -180,7 +159,7 @@ fn wait__is_ended_by_every_answer() {
 fn wait__of_another_thread_is_ended_when_the_first_has_left() {
     let address = IpAddr::from([127, 0, 74, 4]);
     let (a, b) = (end(address, SharedMemory::Auto), end(address, SharedMemory::Auto));
-    let _connections = common::connect(&a.qp, &b.qp, &ConnectParams::default());
+    let _connections = connect_ends(&a, &b);
     let send = |wr_id| {
         let request = SendRequest {
             wr_id,

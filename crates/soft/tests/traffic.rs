@@ -4,11 +4,9 @@
 mod common;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{LONG, connect};
-use rdmux_memory::AnonymousMemory;
+use common::{End, LONG, connect, private};
 use rdmux_soft::udp::{ROCE_PORT, RxBatch, RxSocket};
 use rdmux_verbs::*;
 
@@ -18,13 +16,6 @@ const EF: u8 = 46 << 2;
 const MARKED: u8 = 0b11;
 const BYTES: u32 = 1 << 20;
 
-struct End {
-    device: Device,
-    cq: CompletionQueue,
-    qp: QueuePair,
-    mr: MemoryRegion,
-}
-
 fn end(address: IpAddr, traffic: Traffic) -> End {
     let options = Options {
         traffic,
@@ -33,35 +24,18 @@ fn end(address: IpAddr, traffic: Traffic) -> End {
         ..Options::default()
     };
     let device = common::open_with(address, options).unwrap();
-    let pd = device.alloc_pd().unwrap();
-    let cq = device.create_cq(256).unwrap();
-    let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
-    let memory = Arc::new(AnonymousMemory::new(BYTES as usize).unwrap());
-    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-    let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-    End { device, cq, qp, mr }
+    End::on(&device, private(BYTES as usize))
 }
 
 impl End {
     /// Brings the queue pair up by hand, towards a peer that need not be rdmux.
-    fn bring_up(&self, dst: IpAddr, dest_qpn: Qpn, traffic_class: u8) {
+    fn bring_up_towards(&self, dst: IpAddr, dest_qpn: Qpn, traffic_class: u8) {
         common::bring_up(&self.qp, common::towards(&self.qp, dst, dest_qpn, traffic_class));
     }
 
     fn write(&self, rkey: RKey, va: u64) {
-        let request = SendRequest {
-            wr_id: 1,
-            operation: Operation::Write { va, rkey, imm: None },
-            sges: self.mr.sge(0, BYTES).into(),
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        };
-        self.qp.post_send(request).unwrap();
-    }
-
-    fn wait(&self) {
-        let wc = self.cq.wait(LONG).unwrap().expect("a completion");
-        assert_eq!(wc.status, Status::Success);
+        let operation = Operation::Write { va, rkey, imm: None };
+        self.post(operation, self.mr.sge(0, BYTES));
     }
 }
 
@@ -70,7 +44,7 @@ fn traffic_class__is_on_the_wire() {
     let (own, peer): (IpAddr, IpAddr) = ([127, 0, 71, 1].into(), [127, 0, 71, 2].into());
     let rx = RxSocket::bind(SocketAddr::new(peer, ROCE_PORT), false).unwrap();
     let end = end(own, Traffic::default());
-    end.bring_up(peer, Qpn::new(0x12_3456), EF);
+    end.bring_up_towards(peer, Qpn::new(0x12_3456), EF);
     end.write(RKey(1), 0);
     let (mut batch, deadline) = (RxBatch::new(), Instant::now() + LONG);
     while rx.recv_batch(&mut batch).unwrap() == 0 {
@@ -90,10 +64,10 @@ fn marked__packets_bring_a_cnp() {
     };
     let [a, b] = addresses.map(|address| end(address, traffic));
     // The packets are sent with the mark, as if a switch had marked them on their way.
-    a.bring_up(addresses[1], b.qp.qpn(), EF | MARKED);
-    b.bring_up(addresses[0], a.qp.qpn(), EF);
+    a.bring_up_towards(addresses[1], b.qp.qpn(), EF | MARKED);
+    b.bring_up_towards(addresses[0], a.qp.qpn(), EF);
     a.write(b.mr.rkey(), b.mr.iova());
-    a.wait();
+    a.wait_success();
     let deadline = Instant::now() + LONG;
     while a.device.counters().rp_cnp_handled == 0 {
         assert!(Instant::now() < deadline, "no CNP came");
@@ -125,7 +99,7 @@ fn connect__both_ends_use_the_class_of_the_request_and_keep_a_rate() {
     client.qp.modify(QpState::Rts, &limit).unwrap();
     let begin = Instant::now();
     client.write(server.mr.rkey(), server.mr.iova());
-    client.wait();
+    client.wait_success();
     // 1 MiB at 200 Mbit/s, headers left out, and a train that the rate has credit for.
     assert!(
         begin.elapsed() >= Duration::from_millis(39),

@@ -1,5 +1,5 @@
 //! Common beginnings of several of the tests here.
-#![allow(dead_code, reason = "not every test needs all of it")]
+#![allow(dead_code, unused_imports, reason = "not every test needs all of it")]
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::{IpAddr, SocketAddr};
@@ -8,6 +8,10 @@ use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::*;
+
+mod end;
+
+pub(crate) use end::{END_BYTES, End, RIGHTS, connect_ends, connected, private, shareable};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
