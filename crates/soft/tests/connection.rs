@@ -347,32 +347,14 @@ fn wait__for_ever_is_a_duration_too() {
     assert!(client.cq.wait(Duration::MAX).unwrap().is_some());
 }
 
-/// Makes a device and a queue pair of a type on it, which is not connected.
-fn typed(
-    address: [u8; 4],
-    qp_type: QpType,
-) -> (Device, ProtectionDomain, CompletionQueue, QueuePair, XrcDomain) {
-    let device = common::open(address.into()).unwrap();
-    let (pd, cq, xrcd) = (
-        device.alloc_pd().unwrap(),
-        device.create_cq(16).unwrap(),
-        device.alloc_xrcd().unwrap(),
-    );
-    let options = QpOptions {
-        qp_type,
-        xrcd: (qp_type == QpType::XrcRecv).then(|| xrcd.clone()),
-        ..QpOptions::new(&cq)
-    };
-    let qp = pd.create_qp(&options).unwrap();
-    (device, pd, cq, qp, xrcd)
-}
-
 #[test]
 fn connect__uc() {
     let address = [127, 0, 0, 40];
-    let (client, _, client_cq, a, _) = typed(address, QpType::Uc);
-    let (server, _, server_cq, b, _) = typed(address, QpType::Uc);
-    let listener = server.listen_for(7174, &[QpType::Rc, QpType::Uc]).unwrap();
+    let (client, server) = (
+        End::of_type(address, QpType::Uc),
+        End::of_type(address, QpType::Uc),
+    );
+    let listener = server.device.listen_for(7174, &[QpType::Rc, QpType::Uc]).unwrap();
     let nothing = || RecvRequest {
         wr_id: 9,
         sges: SgeList::EMPTY,
@@ -382,65 +364,65 @@ fn connect__uc() {
             let mut request = listener.accept(LONG).expect("a request");
             assert_eq!(request.qp_type(), QpType::Uc);
             let prepare = || {
-                b.post_recv(nothing()).unwrap();
+                server.qp.post_recv(nothing()).unwrap();
                 Ok(())
             };
-            let accepted = request.accept_after(&b, &ConnectParams::default(), &[], prepare);
+            let accepted = request.accept_after(&server.qp, &ConnectParams::default(), &[], prepare);
             let connection = accepted.unwrap();
             assert!(connection.wait_established());
             connection
         });
         let peer = SocketAddr::new(address.into(), 7174);
-        let c = client.connect(&a, peer, &ConnectParams::default(), &[]).unwrap();
+        let c = client
+            .device
+            .connect(&client.qp, peer, &ConnectParams::default(), &[])
+            .unwrap();
         (c, accepting.join().unwrap())
     });
-    a.post_recv(nothing()).unwrap();
-    for (qp, own, others) in [(&a, &client_cq, &server_cq), (&b, &server_cq, &client_cq)] {
-        let operation = Operation::Send { imm: Some(7) };
-        qp.post_send(send(1, operation, SgeList::EMPTY)).unwrap();
-        assert_eq!(own.wait(LONG).unwrap().unwrap().status, Status::Success);
-        let wc = others.wait(LONG).unwrap().unwrap();
+    client.qp.post_recv(nothing()).unwrap();
+    for (from, to) in [(&client, &server), (&server, &client)] {
+        let sent = from.does(Operation::Send { imm: Some(7) }, SgeList::EMPTY);
+        assert_eq!(sent.status, Status::Success);
+        let wc = to.wait();
         assert_eq!((wc.wr_id, wc.status, wc.imm), (9, Status::Success, Some(7)));
     }
-    b.post_recv(nothing()).unwrap();
+    server.qp.post_recv(nothing()).unwrap();
     c.disconnect_and_wait(LONG);
     assert!(s.wait_ended(LONG));
-    assert_eq!(server_cq.wait(LONG).unwrap().unwrap().status, Status::Flushed);
+    assert_eq!(server.wait().status, Status::Flushed);
 }
 
 #[test]
 fn connect__xrc() {
     let address = [127, 0, 0, 51];
-    let (client, _, client_cq, a, _) = typed(address, QpType::XrcSend);
-    let (server, pd, server_cq, b, xrcd) = typed(address, QpType::XrcRecv);
-    let srq = pd.create_xrc_srq(4, &xrcd, &server_cq).unwrap();
-    let memory = std::sync::Arc::new(private(4096));
-    let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).unwrap();
-    let sges = mr.sge(0, 64).into();
+    let client = End::of_type(address, QpType::XrcSend);
+    let device = common::open(address.into()).unwrap();
+    let (server, srq) = End::xrc_target(&device, private(4096));
+    let sges = server.mr.sge(0, 64).into();
     srq.post_recv(RecvRequest { wr_id: 9, sges }).unwrap();
-    let listener = server.listen_for(7174, &[QpType::XrcRecv]).unwrap();
+    let listener = device.listen_for(7174, &[QpType::XrcRecv]).unwrap();
     let (c, s) = std::thread::scope(|scope| {
         let accepting = scope.spawn(|| {
             let request = listener.accept(LONG).expect("a request");
             let number = srq.srqn().0.to_be_bytes();
-            let accepted = request.accept(&b, &ConnectParams::default(), &number);
+            let accepted = request.accept(&server.qp, &ConnectParams::default(), &number);
             let connection = accepted.unwrap();
             assert!(connection.wait_established());
             connection
         });
         let peer = SocketAddr::new(address.into(), 7174);
-        let c = client.connect(&a, peer, &ConnectParams::default(), &[]).unwrap();
+        let c = client
+            .device
+            .connect(&client.qp, peer, &ConnectParams::default(), &[])
+            .unwrap();
         (c, accepting.join().unwrap())
     });
     let srqn = Srqn(u32::from_be_bytes(*c.private_data().first_chunk().unwrap()));
     assert!(c.remote().unwrap().srq);
-    let request = SendRequest {
-        to: Target::Srq(srqn),
-        ..send(1, Operation::Send { imm: None }, SgeList::inline(b"to the queue"))
-    };
-    a.post_send(request).unwrap();
-    assert_eq!(client_cq.wait(LONG).unwrap().unwrap().status, Status::Success);
-    let wc = server_cq.wait(LONG).unwrap().unwrap();
+    let (operation, text) = (Operation::Send { imm: None }, SgeList::inline(b"to the queue"));
+    client.try_post(operation, text, Target::Srq(srqn)).unwrap();
+    client.wait_success();
+    let wc = server.wait();
     assert_eq!((wc.wr_id, wc.status, wc.byte_len), (9, Status::Success, 12));
     c.disconnect_and_wait(LONG);
     assert!(s.wait_ended(LONG));
@@ -449,7 +431,7 @@ fn connect__xrc() {
 #[test]
 fn listen_for__refuses_what_it_does_not_offer() {
     let address = [127, 0, 0, 52];
-    let (server, ..) = typed(address, QpType::Rc);
+    let server = common::open(address.into()).unwrap();
     let connected = server.listen(7174).unwrap();
     let unreliable = server.listen_for(7175, &[QpType::Uc]).unwrap();
     let cases = [
@@ -461,9 +443,11 @@ fn listen_for__refuses_what_it_does_not_offer() {
             // The program drops the request that may come, and so refuses it.
             let refusing = scope.spawn(|| listener.accept(LONG).map(|request| request.qp_type()));
             for qp_type in [QpType::XrcSend, other, offered] {
-                let (client, _, _, qp, _) = typed(address, qp_type);
+                let client = End::of_type(address, qp_type);
                 let peer = SocketAddr::new(address.into(), port);
-                let refused = client.connect(&qp, peer, &ConnectParams::default(), &[]);
+                let refused = client
+                    .device
+                    .connect(&client.qp, peer, &ConnectParams::default(), &[]);
                 let wanted = match qp_type == offered {
                     true => RejReason::CONSUMER,
                     false => RejReason::INVALID_TRANSPORT,
@@ -482,20 +466,26 @@ fn listen_for__refuses_what_it_does_not_offer() {
 fn connect__with_a_queue_pair_that_is_not_for_it() {
     let address = [127, 0, 0, 53];
     let peer = SocketAddr::new(address.into(), 7174);
-    for qp_type in [QpType::Ud, QpType::XrcRecv] {
-        let (device, _, _, qp, _) = typed(address, qp_type);
-        let refused = device.connect(&qp, peer, &ConnectParams::default(), &[]);
+    let device = common::open(address.into()).unwrap();
+    let (target, _srq) = End::xrc_target(&device, private(4096));
+    let datagrams = End::of_type(address, QpType::Ud);
+    for (end, qp_type) in [(datagrams, QpType::Ud), (target, QpType::XrcRecv)] {
+        let refused = end.device.connect(&end.qp, peer, &ConnectParams::default(), &[]);
         assert!(matches!(refused, Err(ConnectError::QpType(t)) if t == qp_type));
     }
-    let (server, _, _, uc, _) = typed(address, QpType::Uc);
-    let listener = server.listen(7174).unwrap();
-    let (client, _, _, rc, _) = typed(address, QpType::Rc);
+    let server = End::of_type(address, QpType::Uc);
+    let listener = server.device.listen(7174).unwrap();
+    let client = End::new(address);
     std::thread::scope(|scope| {
         let accepting = scope.spawn(|| {
             let request = listener.accept(LONG).expect("a request");
-            request.accept(&uc, &ConnectParams::default(), &[]).map(drop)
+            request
+                .accept(&server.qp, &ConnectParams::default(), &[])
+                .map(drop)
         });
-        let refused = client.connect(&rc, peer, &ConnectParams::default(), &[]);
+        let refused = client
+            .device
+            .connect(&client.qp, peer, &ConnectParams::default(), &[]);
         assert!(matches!(refused, Err(ConnectError::Rejected { .. })));
         let accepted = accepting.join().unwrap();
         assert!(matches!(accepted, Err(ConnectError::QpType(QpType::Uc))));

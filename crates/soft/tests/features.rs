@@ -122,7 +122,10 @@ impl Bed {
     fn pair_of(&self, qp_type: QpType, [a, b]: [Device; 2], params: &ConnectParams) -> Pair {
         let a = end(&a, qp_type);
         let (b, xrc_srq) = match qp_type {
-            QpType::XrcSend => xrc_target(&b),
+            QpType::XrcSend => {
+                let (b, srq) = End::xrc_target(&b, shareable(BYTES));
+                (b, Some(srq))
+            }
             _ => (end(&b, qp_type), None),
         };
         if qp_type == QpType::Ud {
@@ -186,18 +189,6 @@ fn end(device: &Device, qp_type: QpType) -> End {
         qp_type,
         ..options
     })
-}
-
-/// Makes an XRC target, and the queue that takes its receives.
-fn xrc_target(device: &Device) -> (End, Option<SharedReceiveQueue>) {
-    let xrcd = device.alloc_xrcd().unwrap();
-    let end = End::with(device, shareable(BYTES), |_, options| QpOptions {
-        qp_type: QpType::XrcRecv,
-        xrcd: Some(xrcd.clone()),
-        ..options
-    });
-    let srq = end.pd.create_xrc_srq(16, &xrcd, &end.cq).unwrap();
-    (end, Some(srq))
 }
 
 impl End {

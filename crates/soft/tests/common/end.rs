@@ -75,6 +75,18 @@ impl End {
         }
     }
 
+    /// Makes an XRC target on a device, and a queue of 16 for its receives, which complete to the end's queue.
+    pub(crate) fn xrc_target(device: &Device, memory: AnonymousMemory) -> (End, SharedReceiveQueue) {
+        let xrcd = device.alloc_xrcd().unwrap();
+        let end = End::with(device, memory, |_, options| QpOptions {
+            qp_type: QpType::XrcRecv,
+            xrcd: Some(xrcd.clone()),
+            ..options
+        });
+        let srq = end.pd.create_xrc_srq(16, &xrcd, &end.cq).unwrap();
+        (end, srq)
+    }
+
     /// Brings the queue pair up towards another one, or itself, without a message of connection management.
     pub(crate) fn bring_up(&self, peer: &End) {
         let steps = towards(&self.qp, peer.device.address(), peer.qp.qpn(), 0);
