@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use rdmux_verbs::sync::{Mutex, MutexGuard};
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{Arm, CompletionQueue, CreateError, EventQueue, Status, WcOpcode, WorkCompletion};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::Errno;
@@ -43,7 +43,7 @@ impl CompChannelObject {
 
     /// Changes its queues, and shows the program how many there are.
     fn change(&self, change: impl FnOnce(&mut HashMap<u64, *mut CqObject>)) {
-        let mut queues = lock(&self.queues);
+        let mut queues = self.queues.lock();
         change(&mut queues);
         // SAFETY: only the holder of the lock writes it.
         unsafe { (*self.shown.get()).refcnt = queues.len() as c_int };
@@ -67,10 +67,6 @@ pub(crate) struct CqObject {
     given: Given,
     pub(crate) errors: Given,
     pub(crate) uses: Uses,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 impl CqObject {
@@ -159,7 +155,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::Comp
     }
     // SAFETY: a channel that was made, says the caller.
     let own = unsafe { CompChannelObject::of(channel) };
-    if !lock(&own.queues).is_empty() {
+    if !own.queues.lock().is_empty() {
         return libc::EBUSY;
     }
     // SAFETY: made by a Box in `create_channel`; no queue uses it, and the caller does not any more.
@@ -385,7 +381,7 @@ unsafe fn sleep_until_event(
 
 /// Returns the queue that has an event. The event has been given when this returns.
 fn next_event(channel: &CompChannelObject) -> Option<*mut CqObject> {
-    let queues = lock(&channel.queues);
+    let queues = channel.queues.lock();
     // A queue that has left the channel may have reported after that.
     let queue = iter::from_fn(|| channel.events.poll()).find_map(|token| queues.get(&token).copied())?;
     // SAFETY: a queue of the channel, which it leaves under the lock.
@@ -422,7 +418,7 @@ pub(crate) unsafe extern "C" fn poll_cq(queue: *mut abi::Cq, wanted: c_int, into
         unsafe { *into = own.shown(&wc) };
         return 1;
     }
-    let mut buffer = lock(&own.buffer);
+    let mut buffer = own.buffer.lock();
     let n = own.queue.poll_many(wanted.max(0) as usize, &mut buffer);
     for (i, wc) in buffer.drain(..).enumerate() {
         // SAFETY: room for as many as were wanted, says the caller, and no more were taken.

@@ -57,14 +57,14 @@ impl Opened {
     /// Returns the open devices of this process.
     fn all() -> Vec<Arc<Opened>> {
         let process = std::process::id();
-        let list = lock(&OPEN);
+        let list = OPEN.lock();
         let opened = list.iter().filter_map(|(_, opened)| opened.upgrade());
         opened.filter(|opened| opened.process == process).collect()
     }
 
     /// Returns the device of an address: the one that is open, or a new one. A child of a fork has its own.
     fn get(of: &DeviceObject) -> Result<Arc<Opened>, c_int> {
-        let mut list = lock(&OPEN);
+        let mut list = OPEN.lock();
         list.retain(|(_, opened)| opened.strong_count() > 0);
         let process = std::process::id();
         let mut known = list.iter().filter(|(address, _)| *address == of.address);
@@ -116,10 +116,6 @@ extern "C" fn acknowledge() {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
-}
-
 /// Objects that asynchronous events concern, by their numbers, as the program's pointers.
 #[derive(Default)]
 pub(crate) struct Objects {
@@ -143,7 +139,7 @@ impl Objects {
 
 impl ContextObject {
     pub(crate) fn objects(&self) -> MutexGuard<'_, Objects> {
-        lock(&self.opened.objects)
+        self.opened.objects.lock()
     }
 
     /// Returns whether its process has forked and this is the child: it has a copy of what the parent opened, without the
@@ -160,7 +156,7 @@ impl ContextObject {
 
     /// Reports an event to this context.
     fn tell(&self, event: abi::AsyncEvent) {
-        let mut events = lock(&self.events);
+        let mut events = self.events.lock();
         events.push_back(event);
         let _ = rustix::io::write(&self.told, &1u64.to_ne_bytes());
     }
@@ -221,7 +217,7 @@ impl ContextObject {
     }
 
     fn take_from<T>(&self, take: impl FnOnce(&mut VecDeque<abi::AsyncEvent>) -> T) -> T {
-        let mut events = lock(&self.events);
+        let mut events = self.events.lock();
         let taken = take(&mut events);
         if events.is_empty() {
             let _ = rustix::io::read(&self.told, &mut [0; 8]);
@@ -304,14 +300,17 @@ fn open_over(of: &'static DeviceObject, command: OwnedFd) -> Result<*mut abi::Co
         shared_xrcd: Mutex::default(),
         shared_domain: Mutex::default(),
     }));
-    lock(&made.opened.contexts).push((&raw const *made).expose_provenance());
+    made.opened
+        .contexts
+        .lock()
+        .push((&raw const *made).expose_provenance());
     Ok(&raw mut made.verbs.context)
 }
 
 /// Returns the context of a device that all ids share. It stays open. A child of a fork has its own.
 pub(crate) fn shared(of: &'static DeviceObject) -> Result<*mut abi::Context, c_int> {
     static OPEN: Mutex<Vec<(IpAddr, usize)>> = Mutex::new(Vec::new());
-    let mut list = lock(&OPEN);
+    let mut list = OPEN.lock();
     for (_, context) in list.iter().filter(|(address, _)| *address == of.address) {
         let context = ptr::with_exposed_provenance_mut(*context);
         // SAFETY: it is never closed.
@@ -326,7 +325,7 @@ pub(crate) fn shared(of: &'static DeviceObject) -> Result<*mut abi::Context, c_i
 
 /// Makes an object once for such a context, at its first use. It stays open, too.
 fn made_once<T>(place: &Mutex<usize>, make: impl FnOnce() -> Result<*mut T, c_int>) -> Result<*mut T, c_int> {
-    let mut at = lock(place);
+    let mut at = place.lock();
     if *at == 0 {
         *at = make()?.expose_provenance();
     }
@@ -360,7 +359,7 @@ fn import(command: c_int) -> Result<*mut abi::Context, c_int> {
         (file(context.command.as_fd()) == Ok(wanted)).then_some(context.of)
     };
     let mut open = Opened::all().into_iter();
-    let found = open.find_map(|opened| lock(&opened.contexts).iter().find_map(is_of));
+    let found = open.find_map(|opened| opened.contexts.lock().iter().find_map(is_of));
     // Contexts of other processes cannot be reached: their memory is theirs.
     let of = found.ok_or(libc::EOPNOTSUPP)?;
     // SAFETY: from now on the descriptor is the context's, says `ibv_import_device(3)`.
@@ -392,7 +391,7 @@ unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
     let at = ptr::from_ref(own).cast_mut();
     // SAFETY: as the caller says, of its objects too.
     unsafe { own.end_objects(context) };
-    lock(&own.opened.contexts).retain(|known| *known != at.addr());
+    own.opened.contexts.lock().retain(|known| *known != at.addr());
     // SAFETY: made by a Box in `open`.
     drop(unsafe { Box::from_raw(at) });
     0
@@ -403,7 +402,7 @@ fn distribute(opened: &Opened) {
     use abi::event_type::*;
     while let Some(event) = opened.device.poll_async_event() {
         // Held until the context has the event: its object, and so the context, is not destroyed before that.
-        let objects = lock(&opened.objects);
+        let objects = opened.objects.lock();
         let pair = |qpn: rdmux_verbs::Qpn| {
             let pair = *objects.pairs.get(&qpn.value())?;
             // SAFETY: it is there while it is among the objects, which are held.
@@ -416,7 +415,7 @@ fn distribute(opened: &Opened) {
                 } else {
                     PORT_ERR
                 };
-                for context in &*lock(&opened.contexts) {
+                for context in &*opened.contexts.lock() {
                     // SAFETY: open while it is in the list, which is held.
                     let context = unsafe { &*ptr::with_exposed_provenance::<ContextObject>(*context) };
                     context.tell(abi::AsyncEvent {

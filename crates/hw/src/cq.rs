@@ -3,13 +3,14 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Arm, Cqn, Qpn, RKey, Status, WcOpcode, WorkCompletion};
 use rdmux_verbs::abi::{self, wc_flags, wc_opcode, wc_status};
 use rdmux_verbs::provider::{self, CompletionQueue as _, conditions};
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
 use rdmux_verbs::{CreateError, Features, ResizeError, wake_cost_ns};
 use rustix::event::{EventfdFlags, epoll, eventfd};
@@ -113,7 +114,7 @@ impl CompletionQueue {
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         let is_over = || deadline.is_some_and(|at| Instant::now() >= at);
         // One waiting thread at a time uses the policy; another sleeps at once.
-        let mut policy = self.0.policy.try_lock().ok();
+        let mut policy = self.0.policy.try_lock();
         while let Some(policy) = policy.as_deref_mut() {
             match policy.plan(elapsed_ns(), conditions(self.0.began.elapsed().as_nanos() as u64)) {
                 Plan::Spin { .. } => std::hint::spin_loop(),

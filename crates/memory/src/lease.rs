@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::time::Duration;
 
-use rdmux_rnic::sync::{Mutex, RwLock, RwLockReadGuard};
+use rdmux_rnic::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 use rustix::time::{ClockId, clock_gettime};
 
 /// Interval between attempts to take a lease again that was given up.
@@ -271,7 +271,7 @@ impl Drop for FileWatch {
 }
 
 impl Watch {
-    fn lock(&self) -> std::sync::MutexGuard<'_, WatchState> {
+    fn lock(&self) -> MutexGuard<'_, WatchState> {
         self.state.lock()
     }
 }
@@ -377,7 +377,7 @@ impl Watched for Inner {
 }
 
 impl Inner {
-    fn break_told(&self) -> std::sync::MutexGuard<'_, BreakTold> {
+    fn break_told(&self) -> MutexGuard<'_, BreakTold> {
         self.break_told.lock()
     }
 }
@@ -450,7 +450,7 @@ struct Watcher {
 }
 
 impl Watcher {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Weak<dyn Watched>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn Watched>>> {
         self.leases.lock()
     }
 

@@ -16,9 +16,9 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::{NonNull, copy_nonoverlapping};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{Atomic, Fault};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
@@ -543,7 +543,7 @@ unsafe fn copy_by_file(from: *const u8, to: *mut u8, len: usize) -> Result<usize
     let process = std::process::id();
     // A thread that does not get the lock, also because a thread had it when the process forked, makes another file.
     let (mut held, other);
-    let file = if let Ok(guard) = FILE.try_lock() {
+    let file = if let Some(guard) = FILE.try_lock() {
         held = guard;
         if held.as_ref().is_none_or(|(maker, _)| *maker != process) {
             *held = Some((process, make()?));

@@ -14,11 +14,11 @@ bitflags! {
     pub struct Access: u32 {
         /// The device may write the region on behalf of its owner: receives and READ destinations.
         const LOCAL_WRITE = 1 << 0;
-        /// A peer may WRITE and ATOMIC WRITE.
+        /// A peer may WRITE and ATOMIC WRITE. Only with `LOCAL_WRITE`.
         const REMOTE_WRITE = 1 << 1;
         /// A peer may READ.
         const REMOTE_READ = 1 << 2;
-        /// A peer may compare-and-swap and fetch-and-add.
+        /// A peer may compare-and-swap and fetch-and-add. Only with `LOCAL_WRITE`.
         const REMOTE_ATOMIC = 1 << 3;
         /// Memory windows may be bound to the region. IBTA Vol 1, 10.6.7.2.
         const MW_BIND = 1 << 4;

@@ -1,7 +1,7 @@
-//! Locks that a panic does not poison: no state behind them has an invariant that spans one.
+//! Locks that a panic does not poison, for state that is whole after each statement.
 //!
-//! They are those of the standard library, which work in the child of a fork. Those of `parking_lot` keep their waiters in a table of the
-//! process, which a thread that the child lacks may have locked.
+//! They are those of the standard library: one that no thread had at a fork works in the child. Those of `parking_lot` keep the waiters of all
+//! locks in one table, which another thread may have had at the fork.
 
 use std::sync::{LockResult, PoisonError, TryLockError};
 use std::time::Duration;

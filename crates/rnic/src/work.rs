@@ -330,7 +330,8 @@ impl SendRequest {
         SendRequest::new(Operation::Read { va, rkey }, local)
     }
 
-    /// Returns a compare-and-swap of the first 8 bytes of `remote`. `local` receives their previous value.
+    /// Returns a compare-and-swap of the first 8 bytes of `remote`, whose address must be a multiple of 8. `local`, of 8 bytes, receives
+    /// their previous value in the byte order of this host; the peer counts in the byte order of its own.
     pub fn compare_swap(
         local: impl Into<SgeList>,
         remote: RemoteBuffer,
@@ -349,7 +350,7 @@ impl SendRequest {
         SendRequest::new(operation, local)
     }
 
-    /// Returns a fetch-and-add to the first 8 bytes of `remote`. `local` receives their previous value.
+    /// Returns a fetch-and-add to the first 8 bytes of `remote`: addresses and byte order as for [`SendRequest::compare_swap`].
     pub fn fetch_add(local: impl Into<SgeList>, remote: RemoteBuffer, add: u64) -> SendRequest {
         let RemoteBuffer {
             address: va, rkey, ..
@@ -505,7 +506,7 @@ pub enum PostError {
     #[error("the message is too long")]
     TooLong,
     /// The QP's transport does not have the operation, or its operands contradict each other.
-    #[error("the QP does not support this operation")]
+    #[error("the QP does not support this operation, or its lengths or operands do not fit it")]
     Invalid,
     /// The QP takes its receives from a shared receive queue.
     #[error("the QP uses a shared receive queue for its receives")]

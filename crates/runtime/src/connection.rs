@@ -10,11 +10,10 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, CreateError, EventQueue, Fault, Memory, MemoryRegion, Operation, PostError,
-    ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RecvRequest, RegisterError,
-    SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+    ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, SendFlags, SendRequest,
+    SgeList, Status, WorkCompletion,
 };
 
-use crate::receives::SharedReceives;
 use crate::work_id::WorkId;
 
 /// At the latest every so many messages, one has a completion, which frees the slots of all messages before it as well. So many slots
@@ -29,9 +28,7 @@ pub struct Sizes {
     /// Messages of the peer that may arrive before they are handled.
     pub receives: usize,
     /// Slots for answers. Each message takes one when it arrives, and a receive is posted only if its message would get one: a peer
-    /// that does not acknowledge answers cannot make this side hold more. If connections share their receives
-    /// ([`crate::Limits::shared_receives`]), a message for which there is none waits for one, and so do up to [`Sizes::receives`] messages
-    /// of a connection. With 0, messages take none, and the protocol limits them.
+    /// that does not acknowledge answers cannot make this side hold more. With 0, messages take none, and the protocol limits them.
     pub answers: usize,
     /// Slots for messages that are no answers.
     pub own: usize,
@@ -45,13 +42,17 @@ impl Sizes {
     }
 
     /// Returns the number of requests that the send queue holds: one is a probe.
-    pub(crate) const fn sends(&self) -> usize {
+    const fn sends(&self) -> usize {
         self.slots() + self.operations + 1
     }
 
     /// Returns the number of completions that a connection may have at a time.
     pub const fn completions(&self) -> usize {
         self.receives + self.sends()
+    }
+
+    const fn buffers(&self) -> usize {
+        self.receives + self.slots()
     }
 }
 
@@ -119,8 +120,6 @@ pub enum Completed {
     Sent(SendSlot),
     /// The RDMA operation with this number is done.
     Operation(u64),
-    /// A message has arrived, and waits until a slot is free for its answer: a [`Reactor`](crate::Reactor) reports it then.
-    Waiting,
     /// Nothing that concerns the caller; slots may have become free.
     Nothing,
 }
@@ -134,31 +133,16 @@ pub struct MessageConnection {
     connection: Connection,
     qp: QueuePair,
     buffers_mr: MemoryRegion,
-    /// One buffer for each receive of its own, then one for each slot.
+    /// One buffer for each receive, then one for each slot.
     buffers: Arc<AnonymousMemory>,
     sizes: Sizes,
-    receives: Receives,
+    /// Buffers for which no receive is posted until a slot is free.
+    idle_receives: Vec<u32>,
     free_answers: Vec<SendSlot>,
     free_own: Vec<SendSlot>,
     /// Messages without a completion so far, in the order in which they were posted.
     in_flight: VecDeque<Posted>,
     probing: bool,
-    is_ended: bool,
-}
-
-/// Where the peer's messages arrive.
-#[derive(Debug)]
-enum Receives {
-    /// The connection has a buffer for each.
-    Own {
-        /// Buffers for which no receive is posted until a slot is free.
-        idle: Vec<u32>,
-    },
-    Shared {
-        receives: SharedReceives,
-        /// Messages that wait for a slot; the oldest is first.
-        waiting: VecDeque<Vec<u8>>,
-    },
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -175,38 +159,24 @@ struct Parts {
     buffers_mr: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
     sizes: Sizes,
-    receives: Receives,
 }
 
 impl Parts {
-    fn new(
-        pd: &ProtectionDomain,
-        cq: &CompletionQueue,
-        sizes: &Sizes,
-        shared: Option<&SharedReceives>,
-    ) -> Result<Parts, EstablishError> {
+    fn new(pd: &ProtectionDomain, cq: &CompletionQueue, sizes: &Sizes) -> Result<Parts, EstablishError> {
         let mut options = QpOptions::new(cq);
         options.max_send_wr = sizes.sends() as u32;
-        let (own, receives) = match shared {
-            None => (sizes.receives, Receives::Own { idle: Vec::new() }),
-            Some(shared) => {
-                options.srq = Some(shared.srq().clone());
-                let (receives, waiting) = (shared.clone(), VecDeque::new());
-                (0, Receives::Shared { receives, waiting })
-            }
-        };
-        options.max_recv_wr = own as u32;
+        options.max_recv_wr = sizes.receives as u32;
         let qp = pd.create_qp(&options)?;
-        let buffers = Arc::new(AnonymousMemory::new((own + sizes.slots()) * sizes.message_bytes)?);
+        let buffers = Arc::new(AnonymousMemory::new(sizes.buffers() * sizes.message_bytes)?);
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
-        (0..own as u32).try_for_each(|index| post_receive(&qp, &buffers_mr, sizes.message_bytes, index))?;
+        (0..sizes.receives as u32)
+            .try_for_each(|index| post_receive(&qp, &buffers_mr, sizes.message_bytes, index))?;
         Ok(Parts {
             qp,
             buffers_mr,
             buffers,
             sizes: *sizes,
-            receives,
         })
     }
 
@@ -219,12 +189,11 @@ impl Parts {
             buffers_mr: self.buffers_mr,
             buffers: self.buffers,
             sizes,
-            receives: self.receives,
+            idle_receives: Vec::new(),
             free_answers: slots(0..sizes.answers),
             free_own: slots(sizes.answers..sizes.slots()),
             in_flight: VecDeque::new(),
             probing: false,
-            is_ended: false,
         }
     }
 }
@@ -266,7 +235,7 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<PendingConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes, None)?;
+        let parts = Parts::new(pd, cq, sizes)?;
         let pair = ConnectPair::Own(&parts.qp);
         let connecting = pd.device().start_connect(pair, peer, params, &[])?;
         Ok(PendingConnection {
@@ -283,7 +252,7 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes, None)?;
+        let parts = Parts::new(pd, cq, sizes)?;
         let connection = pd.device().connect(&parts.qp, peer, params, &[])?;
         Ok(parts.connected(connection))
     }
@@ -296,18 +265,7 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        MessageConnection::accept_sharing(request, pd, cq, params, sizes, None)
-    }
-
-    pub(crate) fn accept_sharing(
-        request: ConnectionRequest,
-        pd: &ProtectionDomain,
-        cq: &CompletionQueue,
-        params: &ConnectParams,
-        sizes: &Sizes,
-        receives: Option<&SharedReceives>,
-    ) -> Result<MessageConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes, receives)?;
+        let parts = Parts::new(pd, cq, sizes)?;
         let connection = request.accept(&parts.qp, params, &[])?;
         Ok(parts.connected(connection))
     }
@@ -364,11 +322,7 @@ impl MessageConnection {
         if message.len() > self.sizes.message_bytes || slot.index() >= self.sizes.slots() {
             return Err(SendError::TooLong);
         }
-        let own_receives = match self.receives {
-            Receives::Own { .. } => self.sizes.receives,
-            Receives::Shared { .. } => 0,
-        };
-        let at = ((own_receives + slot.index()) * self.sizes.message_bytes) as u64;
+        let at = ((self.sizes.receives + slot.index()) * self.sizes.message_bytes) as u64;
         self.buffers.write(at, message)?;
         let mut request =
             SendRequest::send(self.buffers_mr.sge(at, message.len() as u32)).wr_id(WorkId::Send(slot).into());
@@ -420,21 +374,21 @@ impl MessageConnection {
     /// # Errors
     /// The connection is over, for this reason; [`Status::Flushed`]: the peer has ended it.
     pub fn handle(&mut self, wc: &WorkCompletion) -> Result<Completed, Status> {
-        let id = WorkId::from(wc.wr_id);
-        if wc.status != Status::Success
-            && let (WorkId::Receive(index), Receives::Shared { receives, .. }) = (id, &self.receives)
-        {
-            receives.post_again(index);
-        }
         match wc.status {
             Status::Success => {}
             Status::Flushed => return Err(self.qp.error().unwrap_or(Status::Flushed)),
             failed => return Err(failed),
         }
-        Ok(match id {
+        Ok(match WorkId::from(wc.wr_id) {
             WorkId::Receive(index) => {
-                let received = self.received(index, wc.byte_len as usize);
-                received.map_err(|_| Status::LocalQpOperation)?
+                let mut bytes = vec![0; (wc.byte_len as usize).min(self.sizes.message_bytes)];
+                let at = u64::from(index) * self.sizes.message_bytes as u64;
+                let read = self.buffers.read(at, &mut bytes);
+                read.map_err(|_| Status::LocalQpOperation)?;
+                let slot = self.free_answers.pop();
+                self.idle_receives.push(index);
+                self.post_receives();
+                Completed::Message { slot, bytes }
             }
             WorkId::Send(_) => self.sent(),
             WorkId::Operation(number) => Completed::Operation(number),
@@ -443,46 +397,6 @@ impl MessageConnection {
                 Completed::Nothing
             }
         })
-    }
-
-    fn received(&mut self, index: u32, bytes: usize) -> Result<Completed, Fault> {
-        match &mut self.receives {
-            Receives::Own { idle } => {
-                let mut message = vec![0; bytes.min(self.sizes.message_bytes)];
-                let at = u64::from(index) * self.sizes.message_bytes as u64;
-                self.buffers.read(at, &mut message)?;
-                idle.push(index);
-                let slot = self.free_answers.pop();
-                self.post_receives();
-                Ok(Completed::Message { slot, bytes: message })
-            }
-            Receives::Shared { receives, waiting } => {
-                let message = receives.take(index, bytes)?;
-                waiting.push_back(message);
-                Ok(self.take_waiting().unwrap_or(Completed::Waiting))
-            }
-        }
-    }
-
-    /// Returns the oldest message that waits for a slot, once it has one.
-    pub(crate) fn take_waiting(&mut self) -> Option<Completed> {
-        let Receives::Shared { waiting, .. } = &mut self.receives else {
-            return None;
-        };
-        let is_limited = self.sizes.answers > 0;
-        if waiting.is_empty() || is_limited && self.free_answers.is_empty() {
-            return None;
-        }
-        let (slot, bytes) = (self.free_answers.pop(), waiting.pop_front()?);
-        Some(Completed::Message { slot, bytes })
-    }
-
-    /// Returns the number of messages that wait for a slot.
-    pub(crate) fn waiting(&self) -> usize {
-        match &self.receives {
-            Receives::Own { .. } => 0,
-            Receives::Shared { waiting, .. } => waiting.len(),
-        }
     }
 
     /// Frees the slots of the messages up to the first with a completion, which this is: completions come in order.
@@ -502,27 +416,21 @@ impl MessageConnection {
     /// Posts receives as long as there is a slot for the answer of each. One that is refused is of a connection that is over, as its
     /// completions say.
     fn post_receives(&mut self) {
-        let Receives::Own { idle } = &mut self.receives else {
-            return;
-        };
-        while let Some(index) = idle.last() {
-            let posted = self.sizes.receives - idle.len();
+        while let Some(index) = self.idle_receives.last() {
+            let posted = self.sizes.receives - self.idle_receives.len();
             let is_limited = self.sizes.answers > 0;
             if is_limited && posted >= self.free_answers.len()
                 || post_receive(&self.qp, &self.buffers_mr, self.sizes.message_bytes, *index).is_err()
             {
                 return;
             }
-            idle.pop();
+            self.idle_receives.pop();
         }
     }
 
-    /// Returns the number of its own receives that are posted.
+    #[cfg(test)]
     pub(crate) fn posted_receives(&self) -> usize {
-        match &self.receives {
-            Receives::Own { idle } => self.sizes.receives - idle.len(),
-            Receives::Shared { .. } => 0,
-        }
+        self.sizes.receives - self.idle_receives.len()
     }
 
     #[cfg(test)]
@@ -542,18 +450,7 @@ impl MessageConnection {
 
     /// Returns whether there are receives whose completions were not handled: when the connection ends, they are flushed.
     pub(crate) fn has_receives(&self) -> bool {
-        self.posted_receives() > 0
-    }
-
-    /// Ends the connection, and keeps its queue pair. Returns false if that was done before.
-    pub(crate) fn end(&mut self) -> bool {
-        if std::mem::replace(&mut self.is_ended, true) {
-            return false;
-        }
-        self.connection.disconnect();
-        // One that is in error already stays so.
-        let _ = self.qp.modify(QpState::Error, &QpAttributes::default());
-        true
+        self.idle_receives.len() < self.sizes.receives
     }
 
     /// Ends the connection, and waits until the peer has agreed.

@@ -27,9 +27,14 @@ impl<M> Clone for Mailbox<M> {
 impl<M> Mailbox<M> {
     /// Sends a message. Returns false if the inbox is gone.
     pub fn send(&self, message: M) -> bool {
-        let sent = self.sender.send(message).is_ok();
+        self.pass(message).is_none()
+    }
+
+    /// Sends a message, or returns it if the inbox is gone.
+    pub(crate) fn pass(&self, message: M) -> Option<M> {
+        let sent = self.sender.send(message);
         self.waker.wake();
-        sent
+        sent.err().map(|mpsc::SendError(message)| message)
     }
 }
 
@@ -41,8 +46,8 @@ pub struct Inbox<M> {
 }
 
 impl<M> Inbox<M> {
-    /// Makes another mailbox and inbox. A message to it ends the sleep of this one, too.
-    pub fn beside<N>(&self) -> (Mailbox<N>, Inbox<N>) {
+    /// Makes another mailbox, whose inbox belongs to the same thread: its messages end the sleep of this one.
+    pub(crate) fn beside<N>(&self) -> (Mailbox<N>, Inbox<N>) {
         with_waker(self.waker.clone())
     }
 

@@ -15,16 +15,12 @@ use rdmux_verbs::{
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
-use crate::receives::SharedReceives;
 use crate::waiting::Waiting;
-use crate::work_id::WorkId;
 
 /// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
 const OTHERS_EVERY: u32 = 16;
 /// Tokens of the connection events: those of connections have this bit, and the connection's number below it. Others are ports.
 const CONNECTION: u64 = 1 << 63;
-/// Time for a device to report the receives that an ended queue pair has taken.
-const DRAIN: Duration = Duration::from_millis(100);
 
 /// A connection of a reactor. Numbers begin at 1 and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -39,9 +35,6 @@ pub struct DescriptorId(pub u64);
 pub struct Limits {
     /// Connections through one listener, and those that begin at one device.
     pub connections: usize,
-    /// Receives that the connections through one listener share, so that their buffers do not grow with the connections. `None`: each
-    /// has [`Sizes::receives`] of its own, so that no peer waits for the receives that another has used up.
-    pub shared_receives: Option<usize>,
     /// Time of silence after which the peer of a watched connection is taken for dead.
     pub keepalive: Duration,
 }
@@ -74,8 +67,6 @@ pub enum ConnectionEnd {
     Silent,
     /// The queue pair accepts nothing more.
     Lost,
-    /// The peer has sent more messages than it may: [`Sizes::receives`] without an answer.
-    Overrun,
 }
 
 /// A peer's request for a connection.
@@ -113,11 +104,10 @@ pub enum ConnectionError {
 struct ReactorPort {
     device: Device,
     cq: CompletionQueue,
-    receives: Option<SharedReceives>,
     /// Set if it is for connections that are accepted.
     accepts: bool,
     listener: Option<Listener>,
-    /// Ports of other reactors, which take requests in turn with this one.
+    /// Reactors that take requests in turn with this one, and the port of each.
     takers: Vec<(Mailbox<Request>, usize)>,
     next_taker: usize,
     /// Attempts, too, and connections that linger.
@@ -131,13 +121,6 @@ struct Known {
     watched: bool,
     /// Set once the connection's events have told that it is over. Its completions may tell so, too, and then do it behind its messages.
     disconnected: bool,
-}
-
-/// What was noticed of a connection, and not reported.
-#[derive(Debug)]
-enum Noticed {
-    Completed(Completed),
-    Ended(ConnectionEnd),
 }
 
 #[derive(Debug)]
@@ -154,8 +137,8 @@ struct Attempt {
 pub struct Reactor<M> {
     sizes: Sizes,
     limits: Limits,
-    /// Connections that were closed, and when each is ended, or has ended and is dropped.
-    lingering: Vec<(Instant, Known)>,
+    /// Connections that have failed, and when each is dropped. The oldest is first.
+    lingering: VecDeque<(Instant, Known)>,
     connections: HashMap<ConnectionId, Known>,
     attempts: HashMap<ConnectionId, Attempt>,
     by_qpn: HashMap<(usize, Qpn), ConnectionId>,
@@ -172,14 +155,12 @@ pub struct Reactor<M> {
     descriptors_so_far: u64,
     /// Descriptors that were readable and are not reported.
     readable: VecDeque<DescriptorId>,
-    /// Ends of connections that were noticed and not reported, and what comes before them.
-    noticed: VecDeque<(ConnectionId, Noticed)>,
-    /// Connections with messages that wait for a slot.
-    waits_for_slot: Vec<ConnectionId>,
+    /// Ends of connections that were noticed and not reported.
+    ended: VecDeque<(ConnectionId, ConnectionEnd)>,
     keepalive: KeepAlive,
     mailbox: Mailbox<M>,
     inbox: Inbox<M>,
-    /// Requests that other reactors pass on to this one.
+    /// Requests that another reactor passes on to this one.
     passing: Mailbox<Request>,
     passed: Inbox<Request>,
     waiting: Waiting,
@@ -196,7 +177,7 @@ impl<M> Reactor<M> {
         Ok(Reactor {
             sizes,
             limits,
-            lingering: Vec::new(),
+            lingering: VecDeque::new(),
             connections: HashMap::new(),
             attempts: HashMap::new(),
             by_qpn: HashMap::new(),
@@ -209,8 +190,7 @@ impl<M> Reactor<M> {
             descriptors: Vec::new(),
             descriptors_so_far: 0,
             readable: VecDeque::new(),
-            noticed: VecDeque::new(),
-            waits_for_slot: Vec::new(),
+            ended: VecDeque::new(),
             // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
             keepalive: KeepAlive::new(limits.keepalive / 2),
             mailbox,
@@ -223,20 +203,16 @@ impl<M> Reactor<M> {
 
     /// Listens on a port of a device.
     pub fn listen(&mut self, device: &Device, port: u16) -> Result<(), ListenAtError> {
-        self.listen_at(device, port).map(drop)
-    }
-
-    fn listen_at(&mut self, device: &Device, port: u16) -> Result<usize, ListenAtError> {
         let listener = device.listen(port)?;
         let at = self.add_port(device, true)?;
         listener.notify(&self.news, at as u64);
         self.ports[at].listener = Some(listener);
-        Ok(at)
+        Ok(())
     }
 
     /// Listens on a port of a device with several reactors, one for each thread of a service: requests for connections are spread over them. If
     /// the device can have engines ([`Device::open_engine`]), each reactor listens on an engine of its own, which it does not share with the
-    /// others on the path of data. If not, the first reactor passes requests on to each in turn.
+    /// others on the path of data. If not, the first reactor passes requests on to each in turn. After an error, none listens.
     ///
     /// ```no_run
     /// # use rdmux_runtime::{Limits, Reactor, Sizes};
@@ -256,38 +232,48 @@ impl<M> Reactor<M> {
         device: &Device,
         port: u16,
     ) -> Result<(), ListenAtError> {
+        let before: Vec<usize> = reactors.iter().map(|reactor| reactor.ports.len()).collect();
+        let listened = Reactor::try_listen_together(reactors, device, port);
+        if listened.is_err() {
+            for (reactor, ports) in reactors.iter_mut().zip(before) {
+                reactor.ports.truncate(ports);
+            }
+        }
+        listened
+    }
+
+    fn try_listen_together(
+        reactors: &mut [Reactor<M>],
+        device: &Device,
+        port: u16,
+    ) -> Result<(), ListenAtError> {
         let Some((first, others)) = reactors.split_first_mut() else {
             return Ok(());
         };
-        let at = first.listen_at(device, port)?;
+        first.listen(device, port)?;
         for other in others {
             match device.open_engine() {
                 Ok(engine) => other.listen(&engine, port)?,
-                Err(OpenError::Unsupported(_)) => first.pass_to(at, other)?,
+                Err(OpenError::Unsupported(_)) => first.pass_to(other)?,
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(())
     }
 
-    /// Passes requests that arrive at a port on to another reactor as well, in turn.
-    pub(crate) fn pass_to(&mut self, port: usize, other: &mut Reactor<M>) -> Result<(), ListenAtError> {
-        let port = &mut self.ports[port];
-        let taker = other.add_port(&port.device, true)?;
-        port.takers.push((other.passing.clone(), taker));
+    /// Passes requests that arrive at the last port on to another reactor as well, in turn.
+    pub(crate) fn pass_to(&mut self, other: &mut Reactor<M>) -> Result<(), CreateError> {
+        if let Some(port) = self.ports.last_mut() {
+            let taker = other.add_port(&port.device, true)?;
+            port.takers.push((other.passing.clone(), taker));
+        }
         Ok(())
     }
 
-    fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, EstablishError> {
-        let shared = self.limits.shared_receives.filter(|_| accepts);
-        let receives = shared.map(|count| {
-            let pd = device.alloc_pd()?;
-            SharedReceives::new(&pd, count, self.sizes.message_bytes)
-        });
+    fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, CreateError> {
         self.ports.push(ReactorPort {
             device: device.clone(),
-            cq: self.completion_queue(device, shared)?,
-            receives: receives.transpose()?,
+            cq: self.completion_queue(device)?,
             accepts,
             listener: None,
             takers: Vec::new(),
@@ -298,17 +284,8 @@ impl<M> Reactor<M> {
     }
 
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
-    fn completion_queue(
-        &self,
-        device: &Device,
-        shared_receives: Option<usize>,
-    ) -> Result<CompletionQueue, CreateError> {
-        let Limits { connections, .. } = self.limits;
-        let entries = match shared_receives {
-            None => connections * self.sizes.completions(),
-            Some(receives) => receives + connections * self.sizes.sends(),
-        };
-        device.create_cq(entries as u32)
+    fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
+        device.create_cq((self.limits.connections * self.sizes.completions()) as u32)
     }
 
     /// Returns the devices that it listens on, one for each listener.
@@ -335,8 +312,7 @@ impl<M> Reactor<M> {
             return Err(ConnectionError::TooMany);
         }
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let receives = port.receives.as_ref();
-        let link = MessageConnection::accept_sharing(request, &pd, &port.cq, params, &self.sizes, receives)?;
+        let link = MessageConnection::accept(request, &pd, &port.cq, params, &self.sizes)?;
         let connection = self.next_connection(at);
         link.notify(&self.news, CONNECTION | connection.0);
         self.established(connection, link, at, false);
@@ -353,7 +329,7 @@ impl<M> Reactor<M> {
         let begins = |port: &ReactorPort| !port.accepts && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
-            None => self.add_port(device, false)?,
+            None => self.add_port(device, false).map_err(EstablishError::Create)?,
         };
         let port = &self.ports[at];
         if port.connections >= self.limits.connections {
@@ -436,23 +412,14 @@ impl<M> Reactor<M> {
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
         match linger {
-            Some(linger) => self.lingering.push((Instant::now() + linger, known)),
-            None => self.end(known, Instant::now()),
+            Some(linger) => self.lingering.push_back((Instant::now() + linger, known)),
+            None => self.dropped(known),
         }
     }
 
-    /// Ends a connection that was closed. Its queue pair stays for a while if it may have taken shared receives: their completions would be
-    /// lost with it, and the receives with them (IBTA Vol 1, 10.2.9.5).
-    fn end(&mut self, mut known: Known, now: Instant) {
-        let port = known.port;
-        if self.ports[port].receives.is_some() {
-            if known.link.end() {
-                self.lingering.push((now + DRAIN, known));
-                return;
-            }
-            self.drain(port);
-        }
-        self.ports[port].connections -= 1;
+    fn dropped(&mut self, known: Known) {
+        self.ports[known.port].connections -= 1;
+        drop(known);
     }
 
     /// Returns what has happened, without waiting.
@@ -468,9 +435,7 @@ impl<M> Reactor<M> {
                 return Some(event);
             }
         }
-        self.poll_waiting()
-            .or_else(|| self.poll_completions())
-            .or_else(|| self.poll_others())
+        self.poll_completions().or_else(|| self.poll_others())
     }
 
     fn poll_completions(&mut self) -> Option<ReactorEvent<M>> {
@@ -478,35 +443,19 @@ impl<M> Reactor<M> {
             let at = self.next_port % self.ports.len();
             self.next_port = at + 1;
             while let Some(wc) = self.ports[at].cq.poll() {
-                if let Some((connection, noticed)) = self.completed(at, &wc) {
-                    return Some(noticed.of(connection));
+                if let Some(event) = self.completed(at, &wc) {
+                    return Some(event);
                 }
             }
         }
         None
     }
 
-    /// Returns a message that has waited for a slot.
-    fn poll_waiting(&mut self) -> Option<ReactorEvent<M>> {
-        let (connections, mut found) = (&mut self.connections, None);
-        self.waits_for_slot.retain(|id| {
-            let Some(known) = connections.get_mut(id) else {
-                return false;
-            };
-            if found.is_none() {
-                found = known.link.take_waiting().map(|message| (*id, message));
-            }
-            known.link.waiting() > 0
-        });
-        let (connection, message) = found?;
-        Some(ReactorEvent::Completed(connection, message))
-    }
-
     pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
-        while let Some((connection, noticed)) = self.noticed.pop_front() {
+        while let Some((connection, end)) = self.ended.pop_front() {
             // It may have been closed since.
             if self.connections.contains_key(&connection) {
-                return Some(noticed.of(connection));
+                return Some(ReactorEvent::Ended(connection, end));
             }
         }
         if let Some(mail) = self.inbox.take() {
@@ -525,18 +474,21 @@ impl<M> Reactor<M> {
             if token & CONNECTION != 0 {
                 let connection = ConnectionId(token & !CONNECTION);
                 if self.disconnected(connection) {
-                    return self.poll_others();
+                    return Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected));
                 }
                 match self.attempted(connection) {
                     Some(result) => return Some(ReactorEvent::Connected(connection, result)),
                     None => continue,
                 }
             }
-            let listener = token as usize;
-            let accepted = self.ports.get(listener).and_then(|port| port.listener.as_ref());
-            if let Some(request) = accepted.and_then(|listener| listener.accept(Duration::ZERO)) {
-                self.requested = Some(listener);
-                if let Some(request) = self.ports[listener].pass(listener, request) {
+            let at = token as usize;
+            let Some(port) = self.ports.get_mut(at) else {
+                continue;
+            };
+            let listener = port.listener.as_ref();
+            if let Some(request) = listener.and_then(|listener| listener.accept(Duration::ZERO)) {
+                self.requested = Some(at);
+                if let Some(request) = port.pass(Request { port: at, request }) {
                     return Some(ReactorEvent::Request(request));
                 }
             }
@@ -561,72 +513,30 @@ impl<M> Reactor<M> {
         })
     }
 
-    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<(ConnectionId, Noticed)> {
-        let Some(connection) = self.by_qpn.get(&(port, wc.qpn)).copied() else {
-            // It was closed before the message was handled.
-            if let (Some(receives), WorkId::Receive(index)) = (&self.ports[port].receives, wc.wr_id.into()) {
-                receives.post_again(index);
-            }
-            return None;
-        };
+    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
+        let connection = *self.by_qpn.get(&(port, wc.qpn))?;
         let known = self.connections.get_mut(&connection)?;
         let result = known.link.handle(wc);
         if result.is_ok() && known.disconnected && !known.link.has_receives() {
-            let end = Noticed::Ended(ConnectionEnd::Disconnected);
-            self.noticed.push_back((connection, end));
+            self.ended.push_back((connection, ConnectionEnd::Disconnected));
         }
-        let noticed = match result {
-            Ok(Completed::Nothing) => return None,
-            Ok(Completed::Waiting) => match known.link.waiting() {
-                1 => {
-                    self.waits_for_slot.push(connection);
-                    return None;
-                }
-                waiting if waiting <= self.sizes.receives => return None,
-                _ => Noticed::Ended(ConnectionEnd::Overrun),
-            },
-            Ok(completed) => Noticed::Completed(completed),
-            Err(Status::Flushed) => Noticed::Ended(ConnectionEnd::Disconnected),
-            Err(status) => Noticed::Ended(ConnectionEnd::Failed(status)),
-        };
-        Some((connection, noticed))
-    }
-
-    /// Returns the number of shared receives that are posted at the first port.
-    #[cfg(test)]
-    pub(crate) fn posted_shared(&self) -> usize {
-        let receives = self.ports[0].receives.as_ref().unwrap();
-        receives.srq().query().unwrap().posted
-    }
-
-    /// Takes note of all completions of a port.
-    fn drain(&mut self, port: usize) {
-        while let Some(wc) = self.ports[port].cq.poll() {
-            if let Some(noticed) = self.completed(port, &wc) {
-                self.noticed.push_back(noticed);
-            }
+        match result {
+            Ok(Completed::Nothing) => None,
+            Ok(completed) => Some(ReactorEvent::Completed(connection, completed)),
+            Err(Status::Flushed) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected)),
+            Err(status) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Failed(status))),
         }
     }
 
-    /// Takes note that an established connection is over, if it is, and of its end, unless receives are posted: then their completions
-    /// report it, behind those of the messages that have arrived.
+    /// Takes note that an established connection is over, if it is. Returns whether that is to be reported now: if receives are posted,
+    /// their completions report it, behind those of the messages that have arrived.
     fn disconnected(&mut self, connection: ConnectionId) -> bool {
         let Some(known) = self.connections.get_mut(&connection) else {
             return false;
         };
         let is_new = !known.disconnected && known.link.has_ended();
         known.disconnected |= is_new;
-        if !is_new || known.link.has_receives() {
-            return false;
-        }
-        // Shared receives are not flushed: messages that have arrived come first.
-        let port = known.port;
-        if self.ports[port].receives.is_some() {
-            self.drain(port);
-        }
-        let end = Noticed::Ended(ConnectionEnd::Disconnected);
-        self.noticed.push_back((connection, end));
-        true
+        is_new && !known.link.has_receives()
     }
 
     /// Does what is due at `now`; returns when the next is due.
@@ -639,15 +549,16 @@ impl<M> Reactor<M> {
                     Ok(false) => ConnectionEnd::Silent,
                     Err(_) => ConnectionEnd::Lost,
                 };
-                self.noticed.push_back((*connection, Noticed::Ended(end)));
+                self.ended.push_back((*connection, end));
             }
         }
-        let is_due = |lingering: &mut (Instant, Known)| lingering.0 <= now;
-        for (_, known) in self.lingering.extract_if(.., is_due).collect::<Vec<_>>() {
-            self.end(known, now);
+        while self.lingering.front().is_some_and(|(until, _)| *until <= now)
+            && let Some((_, known)) = self.lingering.pop_front()
+        {
+            self.dropped(known);
         }
-        let lingering = self.lingering.iter().map(|(until, _)| *until);
-        lingering.chain(self.keepalive.next).min()
+        let lingering = self.lingering.front().map(|(until, _)| *until);
+        lingering.into_iter().chain(self.keepalive.next).min()
     }
 
     /// Returns what happens next. Returns `None` at the deadline, after a signal, and also earlier.
@@ -703,12 +614,12 @@ impl<M> Reactor<M> {
         for at in 0..self.ports.len() {
             // A wait of zero time arms the queue and polls it.
             while let Some(wc) = self.ports[at].cq.wait(Duration::ZERO)? {
-                if let Some((connection, noticed)) = self.completed(at, &wc) {
-                    return Ok(Some(noticed.of(connection)));
+                if let Some(event) = self.completed(at, &wc) {
+                    return Ok(Some(event));
                 }
             }
         }
-        Ok(self.poll_waiting().or_else(|| self.poll_others()))
+        Ok(self.poll_others())
     }
 
     /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.
@@ -733,27 +644,21 @@ impl<M> Reactor<M> {
 }
 
 impl ReactorPort {
-    /// Returns a request that arrived at this port, which has this number, or passes it on to another reactor.
-    fn pass(&mut self, number: usize, request: ConnectionRequest) -> Option<Request> {
-        let turn = self.next_taker;
-        self.next_taker = (turn + 1) % (self.takers.len() + 1);
-        let port = number;
-        match turn.checked_sub(1).and_then(|at| self.takers.get(at)) {
-            None => Some(Request { port, request }),
-            Some((taker, port)) => {
-                // A reactor that is gone refuses the request, by dropping it.
-                taker.send(Request { port: *port, request });
-                None
-            }
-        }
-    }
-}
-
-impl Noticed {
-    fn of<M>(self, connection: ConnectionId) -> ReactorEvent<M> {
-        match self {
-            Noticed::Completed(completed) => ReactorEvent::Completed(connection, completed),
-            Noticed::Ended(end) => ReactorEvent::Ended(connection, end),
+    /// Returns a request that arrived at this port, or passes it on if it is another reactor's turn.
+    fn pass(&mut self, mut request: Request) -> Option<Request> {
+        let own = request.port;
+        loop {
+            let turn = self.next_taker;
+            self.next_taker = (turn + 1) % (self.takers.len() + 1);
+            let Some((taker, port)) = turn.checked_sub(1).and_then(|at| self.takers.get(at)) else {
+                request.port = own;
+                return Some(request);
+            };
+            request.port = *port;
+            request = taker.pass(request)?;
+            // The reactor is gone: it is the next one's turn.
+            self.takers.remove(turn - 1);
+            self.next_taker = turn % (self.takers.len() + 1);
         }
     }
 }
@@ -767,7 +672,7 @@ pub enum ListenAtError {
     /// Another engine of the device does not open.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// There are no objects for its connections.
+    /// There is no completion queue for its connections.
     #[error(transparent)]
-    Establish(#[from] EstablishError),
+    Create(#[from] CreateError),
 }

@@ -14,7 +14,7 @@ use rdmux_verbs::{
 
 use crate::{
     Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
-    MessageConnection, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
+    MessageConnection, Reactor, ReactorEvent, Sizes, WorkId,
 };
 
 /// Time for what happens at once unless something is wrong.
@@ -42,13 +42,8 @@ fn open(address: IpAddr) -> Result<Device, OpenError> {
 }
 
 fn reactor<M>(address: SocketAddr, connections: usize) -> Reactor<M> {
-    reactor_sharing(address, connections, None)
-}
-
-fn reactor_sharing<M>(address: SocketAddr, connections: usize, shared_receives: Option<usize>) -> Reactor<M> {
     let limits = Limits {
         connections,
-        shared_receives,
         keepalive: 2 * LONG,
     };
     let mut reactor = Reactor::new(SIZES, limits, None).unwrap();
@@ -113,10 +108,7 @@ struct Echo {
 
 impl Echo {
     fn start(address: SocketAddr, connections: usize) -> Echo {
-        Echo::run(reactor(address, connections))
-    }
-
-    fn run(mut reactor: Reactor<()>) -> Echo {
+        let mut reactor = reactor(address, connections);
         Echo {
             stop: reactor.mailbox(),
             thread: std::thread::spawn(move || {
@@ -159,17 +151,7 @@ fn echo<M>(reactor: &mut Reactor<M>, event: ReactorEvent<M>, ends: &mut Vec<(Con
 #[test]
 fn next__messages_of_several_connections_are_answered_in_order() {
     let address = "127.0.12.1:7174".parse().unwrap();
-    answers_in_order(address, Echo::start(address, 8));
-}
-
-/// Fewer receives than connections: messages that find none are sent again.
-#[test]
-fn shared_receives__messages_of_more_connections_are_answered_in_order() {
-    let address = "127.0.12.23:7174".parse().unwrap();
-    answers_in_order(address, Echo::run(reactor_sharing(address, 8, Some(2))));
-}
-
-fn answers_in_order(address: SocketAddr, server: Echo) {
+    let server = Echo::start(address, 8);
     let mut peers: Vec<Peer> = (0..3).map(|_| Peer::connect(address).unwrap()).collect();
     for round in 0..100u32 {
         for (at, peer) in (0u32..).zip(&mut peers) {
@@ -310,47 +292,7 @@ fn accept__more_connections_than_allowed_are_refused() {
 #[test]
 fn ended__a_connection_killed_at_any_moment_ends_alone_and_leaves_nothing() {
     let address: SocketAddr = "127.0.12.7:7174".parse().unwrap();
-    let (reactor, _lasting) = ends_alone(address, reactor(address, 8));
-    let device = reactor.devices().next().unwrap();
-    let (qps, ..) = device.object_counts();
-    assert_eq!(qps, 1, "of the connection that lasts");
-}
-
-#[test]
-fn shared_receives__none_is_lost_with_a_connection_that_is_killed_at_any_moment() {
-    let address: SocketAddr = "127.0.12.24:7174".parse().unwrap();
-    // Ended connections keep their places for a moment.
-    let (mut reactor, _lasting) = ends_alone(address, reactor_sharing(address, 30, Some(5)));
-    let due = reactor.handle_timers(Instant::now() + LONG);
-    assert!(due.is_some(), "of the keep-alive alone");
-    assert!(reactor.poll().is_none());
-    assert_eq!(reactor.posted_shared(), 5);
-    let device = reactor.devices().next().unwrap();
-    let (qps, ..) = device.object_counts();
-    assert_eq!(qps, 1, "of the connection that lasts");
-}
-
-#[test]
-fn shared_receives__none_is_lost_with_a_connection_that_is_closed_before_its_messages_are_handled() {
-    let address: SocketAddr = "127.0.12.29:7174".parse().unwrap();
-    let mut reactor = reactor_sharing::<Peer>(address, 1, Some(3));
-    let connecting = send_without_answers(address, reactor.mailbox(), 0);
-    let (_, _, mut peer) = take_messages(&mut reactor, 0);
-    connecting.join().unwrap();
-    assert!((0..3).all(|_| peer.send(b"nobody handles this")));
-    let deadline = Instant::now() + LONG;
-    while reactor.posted_shared() > 0 {
-        assert!(Instant::now() < deadline, "the messages do not arrive");
-        std::thread::yield_now();
-    }
-    reactor.close(ConnectionId(1), None);
-    reactor.handle_timers(Instant::now() + LONG);
-    assert_eq!(reactor.posted_shared(), 3);
-    assert!(reactor.poll().is_none());
-}
-
-/// Lets peers be killed beside one that lasts.
-fn ends_alone(address: SocketAddr, mut reactor: Reactor<Option<Peer>>) -> (Reactor<Option<Peer>>, Peer) {
+    let mut reactor = reactor::<Option<Peer>>(address, 8);
     let mailbox = reactor.mailbox();
     let peers = std::thread::spawn(move || {
         let mut lasting = Peer::connect(address).unwrap();
@@ -382,90 +324,9 @@ fn ends_alone(address: SocketAddr, mut reactor: Reactor<Option<Peer>>) -> (React
     victims.sort_unstable();
     assert_eq!(victims, (2..=25).collect::<Vec<_>>());
     assert_eq!(reactor.connections(), 1);
-    (reactor, lasting.unwrap())
-}
-
-/// Serves one connection until so many messages have arrived, and its peer was sent.
-fn take_messages(reactor: &mut Reactor<Peer>, count: usize) -> (Vec<SendSlot>, Vec<Vec<u8>>, Peer) {
-    let (mut slots, mut messages, mut peer) = (Vec::new(), Vec::new(), None);
-    while peer.is_none() || messages.len() < count {
-        match next(reactor) {
-            ReactorEvent::Request(request) => {
-                reactor.accept(request, &ConnectParams::default()).unwrap();
-            }
-            ReactorEvent::Completed(_, Completed::Message { slot, bytes }) => {
-                slots.push(slot.unwrap());
-                messages.push(bytes);
-            }
-            ReactorEvent::Mail(came) => peer = Some(came),
-            other => panic!("{other:?}"),
-        }
-    }
-    (slots, messages, peer.unwrap())
-}
-
-/// A peer that sends so many messages, and then waits until its device has delivered them.
-fn send_without_answers(address: SocketAddr, mailbox: Mailbox<Peer>, count: u32) -> JoinHandle<bool> {
-    std::thread::spawn(move || {
-        let mut peer = Peer::connect(address).unwrap();
-        for round in 0..count {
-            while !peer.send(&round.to_be_bytes()) {
-                peer.wait().unwrap();
-            }
-        }
-        mailbox.send(peer)
-    })
-}
-
-#[test]
-fn shared_receives__messages_without_a_slot_wait_in_order() {
-    let address: SocketAddr = "127.0.12.25:7174".parse().unwrap();
-    let mut reactor = reactor_sharing::<Peer>(address, 1, Some(3));
-    let allowed = SIZES.answers + SIZES.receives;
-    let sending = send_without_answers(address, reactor.mailbox(), allowed as u32);
-    let (slots, mut messages, _peer) = take_messages(&mut reactor, SIZES.answers);
-    sending.join().unwrap();
-    // All messages leave the receives, which others need.
-    let deadline = Instant::now() + LONG;
-    let id = ConnectionId(1);
-    while reactor.connection(id).unwrap().waiting() < SIZES.receives {
-        assert!(Instant::now() < deadline, "the last messages do not arrive");
-        assert!(reactor.poll().is_none());
-    }
-    for slot in slots {
-        reactor.connection(id).unwrap().give_back(slot);
-        if messages.len() < allowed {
-            let ReactorEvent::Completed(_, Completed::Message { slot, bytes }) = next(&mut reactor) else {
-                panic!("no message for the slot")
-            };
-            assert!(slot.is_some());
-            messages.push(bytes);
-        }
-    }
-    let sent = (0..allowed as u32).map(|round| round.to_be_bytes().to_vec());
-    assert_eq!(messages, sent.collect::<Vec<_>>());
-}
-
-#[test]
-fn shared_receives__a_peer_that_sends_too_many_messages_is_reported() {
-    let address: SocketAddr = "127.0.12.26:7174".parse().unwrap();
-    let mut reactor = reactor_sharing::<Peer>(address, 1, Some(3));
-    let allowed = SIZES.answers + SIZES.receives;
-    let sending = send_without_answers(address, reactor.mailbox(), allowed as u32 + 1);
-    let (mut came, mut ended, mut peers) = (0, None, Vec::new());
-    while ended.is_none() {
-        match next(&mut reactor) {
-            ReactorEvent::Request(request) => {
-                reactor.accept(request, &ConnectParams::default()).unwrap();
-            }
-            ReactorEvent::Completed(..) => came += 1,
-            ReactorEvent::Ended(_, end) => ended = Some(end),
-            ReactorEvent::Mail(peer) => peers.push(peer),
-            other => panic!("{other:?}"),
-        }
-    }
-    assert_eq!((came, ended), (SIZES.answers, Some(ConnectionEnd::Overrun)));
-    sending.join().unwrap();
+    let device = reactor.devices().next().unwrap();
+    let (qps, ..) = device.object_counts();
+    assert_eq!(qps, 1, "of the connection that lasts");
 }
 
 /// Serves peers with several reactors; returns how many connections each has accepted.
@@ -505,38 +366,49 @@ fn spread(address: SocketAddr, reactors: Vec<Reactor<()>>, peers: usize) -> Vec<
     counts.collect()
 }
 
+fn reactors(count: usize) -> Vec<Reactor<()>> {
+    let limits = Limits {
+        connections: 12,
+        keepalive: 2 * LONG,
+    };
+    let new = |_| Reactor::new(SIZES, limits, None).unwrap();
+    (0..count).map(new).collect()
+}
+
 #[test]
 fn listen_together__connections_are_spread_over_the_reactors() {
     let address: SocketAddr = "127.0.12.27:7174".parse().unwrap();
-    for shared_receives in [None, Some(4)] {
-        let limits = Limits {
-            connections: 12,
-            shared_receives,
-            keepalive: 2 * LONG,
-        };
-        let new = |_| Reactor::new(SIZES, limits, None).unwrap();
-        let mut reactors: Vec<_> = (0..3).map(new).collect();
-        Reactor::listen_together(&mut reactors, &open(address.ip()).unwrap(), address.port()).unwrap();
-        assert_eq!(spread(address, reactors, 12), [4, 4, 4]);
-    }
+    let mut reactors = reactors(3);
+    let device = open(address.ip()).unwrap();
+    Reactor::listen_together(&mut reactors, &device, address.port()).unwrap();
+    assert_eq!(spread(address, reactors, 12), [4, 4, 4]);
+}
+
+#[test]
+fn listen_together__after_an_error_none_listens() {
+    let address: SocketAddr = "127.0.12.23:7174".parse().unwrap();
+    let device = open(address.ip()).unwrap();
+    let mut others = reactors(2);
+    // A service has one listener on an engine: the third reactor of this device cannot have its own.
+    others[1].listen(&device, address.port()).unwrap();
+    let failed = Reactor::listen_together(&mut others, &device, address.port());
+    assert!(failed.is_err());
+    assert_eq!(others[0].devices().count(), 0);
+    assert_eq!(others[1].devices().count(), 1, "what it listened on before stays");
 }
 
 #[test]
 fn pass_to__a_device_without_engines_serves_several_reactors() {
     let address: SocketAddr = "127.0.12.28:7174".parse().unwrap();
-    let mut first = reactor(address, 12);
-    let mut others = [(); 2].map(|()| {
-        let limits = Limits {
-            connections: 12,
-            shared_receives: None,
-            keepalive: 2 * LONG,
-        };
-        Reactor::new(SIZES, limits, None).unwrap()
-    });
-    for other in &mut others {
-        first.pass_to(0, other).unwrap();
+    let mut reactors = reactors(4);
+    let device = open(address.ip()).unwrap();
+    let (first, others) = reactors.split_first_mut().unwrap();
+    first.listen(&device, address.port()).unwrap();
+    for other in others {
+        first.pass_to(other).unwrap();
     }
-    let reactors = std::iter::once(first).chain(others).collect();
+    // One that is gone takes none.
+    drop(reactors.remove(2));
     assert_eq!(spread(address, reactors, 12), [4, 4, 4]);
 }
 
@@ -647,7 +519,6 @@ fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
 fn dialer(from: &str, connections: usize, waiting: Option<WaitMode>) -> (Reactor<()>, Device) {
     let limits = Limits {
         connections,
-        shared_receives: None,
         keepalive: 2 * LONG,
     };
     let reactor = Reactor::new(PEER_SIZES, limits, waiting).unwrap();
@@ -797,7 +668,6 @@ fn next__takes_the_place_of_the_engine_while_it_sleeps() {
     let device = open(address.ip()).unwrap();
     let limits = Limits {
         connections: 1,
-        shared_receives: None,
         keepalive: 2 * LONG,
     };
     let mut reactor = Reactor::<bool>::new(SIZES, limits, Some(WaitMode::Blocked)).unwrap();
@@ -829,7 +699,6 @@ fn ended__a_connection_without_receives_reports_its_end() {
     let address: SocketAddr = "127.0.12.18:7174".parse().unwrap();
     let limits = Limits {
         connections: 1,
-        shared_receives: None,
         keepalive: 2 * LONG,
     };
     let none = Sizes {

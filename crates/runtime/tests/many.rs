@@ -21,7 +21,6 @@ const SIZES: Sizes = Sizes {
 fn reactor() -> Reactor<()> {
     let limits = Limits {
         connections: CONNECTIONS,
-        shared_receives: None,
         keepalive: 2 * LONG,
     };
     Reactor::new(SIZES, limits, None).unwrap()

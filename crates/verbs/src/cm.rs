@@ -54,6 +54,8 @@ pub struct ConnectParams {
 }
 
 impl Default for ConnectParams {
+    /// All rights on the queue pair (those on a region are the region's), 16 READs, FLUSHes and atomics each way, 7 retries, RNR retries
+    /// without limit, path MTU and timeout as the two sides agree.
     fn default() -> ConnectParams {
         ConnectParams {
             access: Access::LOCAL_WRITE
@@ -551,7 +553,8 @@ impl Connection {
         self.provided.remote()
     }
 
-    /// Returns the private data that the peer's user sent when connecting, padded with zeros.
+    /// Returns the private data that the peer's user sent with its request or its answer, padded with zeros to the length of the field: data
+    /// that may be missing needs a length or a mark of its own.
     pub fn private_data(&self) -> &[u8] {
         self.provided.private_data()
     }
@@ -592,7 +595,9 @@ impl Connection {
         self.provided.progress()
     }
 
-    /// Returns whether the peer has ended the connection. The queue pair is then in Error and its requests are flushed.
+    /// Returns whether the peer has ended the connection. The queue pair is then in Error and its requests are flushed. A peer that was
+    /// killed on another host, where it shared its address with no other process, ends nothing: a request to it fails with `RetryExceeded`, and a side that sends none has to
+    /// probe, for example by an empty WRITE from time to time.
     pub fn is_ended(&self) -> bool {
         self.progress().ended.is_some()
     }

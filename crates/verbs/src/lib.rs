@@ -82,6 +82,8 @@ pub use options::{OpenError, Options, SharedMemory, check_environment};
 pub use process::{FaultCounts, set_process_capture, set_process_faults};
 pub use provider::{Provider, set_process_provider};
 pub use rdmux_rnic::cm::{CmState, Endpoint};
+#[doc(hidden)]
+pub use rdmux_rnic::sync;
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
     INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium, Memory,
@@ -91,7 +93,7 @@ pub use rdmux_rnic::{
     SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults,
     sched,
 };
-pub use rdmux_rnic::{Cause, sync, trace};
+pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::grh::GRH_LEN;
 pub use rdmux_wire::roce::{PathMtu, Transport};

@@ -547,7 +547,7 @@ impl Client {
             }
             Ok(Completed::Operation(entry)) => self.entry_done(entry)?,
             Ok(Completed::Sent(_)) => self.link.has_left = true,
-            Ok(Completed::Nothing | Completed::Waiting) => {}
+            Ok(Completed::Nothing) => {}
             Err(status) => return Err(self.failed(status)),
         }
         self.send_outbox()

@@ -20,11 +20,12 @@ use std::time::{Duration, Instant};
 
 use rdmux_memory::FileWatch;
 use rdmux_runtime::{
-    Completed, ConnectionEnd, ConnectionId, EstablishError, Limits, ListenAtError, Mailbox,
-    MessageConnection, Reactor, ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
+    Completed, ConnectionEnd, ConnectionId, Limits, ListenAtError, Mailbox, MessageConnection, Reactor,
+    ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
 };
 use rdmux_verbs::{
-    Access, ConnectParams, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach, RegisterError,
+    Access, ConnectParams, CreateError, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach,
+    RegisterError,
 };
 use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
 
@@ -57,8 +58,6 @@ pub const MAPPINGS_MAX_DEFAULT: u32 = 16384;
 const RECEIVES: usize = 16;
 /// Of these, messages that need an answer: one receive is left for a notice's receipt, and one for a goodbye.
 const MESSAGES_MAX: u16 = RECEIVES as u16 - 2;
-/// Receives that all clients of an address share: for so many messages a client finds one at once. Each takes [`MESSAGE_LEN_MAX`] bytes.
-const RECEIVES_SHARED: usize = 256;
 /// Maximum number of messages of a client whose answers it has not acknowledged. There are more than three times as many as receives, since
 /// a client that continues at once acknowledges many answers together (IBTA Vol 1, 9.7.5.1.2), and its next message must still
 /// find a receive.
@@ -120,9 +119,9 @@ pub enum ServeError {
     /// Two regions have one name.
     #[error("two regions are named {0}: name one of them with ,name=NAME")]
     SameName(push::Name),
-    /// The objects for connections could not be made.
+    /// Another object could not be created.
     #[error(transparent)]
-    Establish(#[from] EstablishError),
+    Create(#[from] CreateError),
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -214,7 +213,6 @@ impl Server {
         });
         let limits = Limits {
             connections: CONNECTIONS_MAX,
-            shared_receives: Some(RECEIVES_SHARED),
             keepalive: config.keepalive,
         };
         let mut reactor = Reactor::new(SIZES, limits, config.device.waiting)?;
@@ -231,7 +229,7 @@ impl Server {
                 .map_err(|error| match error {
                     ListenAtError::Listen(source) => ServeError::Listen { address, source },
                     ListenAtError::Open(source) => ServeError::Open { address, source },
-                    ListenAtError::Establish(source) => source.into(),
+                    ListenAtError::Create(source) => source.into(),
                 })?;
         }
         let mailbox = reactor.mailbox();
@@ -350,7 +348,6 @@ impl Server {
             ConnectionEnd::Failed(status) => self.service.handle_disconnected(now, client, Some(status)),
             ConnectionEnd::Silent => self.service.handle_dead(now, client),
             ConnectionEnd::Lost => self.service.handle_lost(now, client),
-            ConnectionEnd::Overrun => self.service.handle_overrun(now, client),
         }
     }
 

@@ -212,13 +212,6 @@ impl<D: Driver> Service<D> {
         self.end(client, EndReason::Failed("connection lost".into()));
     }
 
-    /// Handles a client that has sent more messages than it may.
-    pub fn handle_overrun(&mut self, now: Duration, client: ClientId) {
-        self.now = now;
-        let why = "more messages without an answer than allowed";
-        self.end(client, EndReason::Protocol(why.into()));
-    }
-
     /// Does what is due at `now`.
     pub fn handle_timeout(&mut self, now: Duration) {
         self.now = now;
