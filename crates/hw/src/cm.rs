@@ -26,7 +26,7 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-use super::cma::{Channel, Id, Taken, Tell, Told};
+use super::cma::{EventChannel, RdmaCmId, Taken, Tell, Told};
 use super::device::{Device, poll_until};
 use super::objects::Qp;
 use super::qp::QueuePair;
@@ -52,7 +52,7 @@ pub(super) struct Cm {
 
 #[derive(Debug)]
 struct CmShared {
-    channel: Arc<Channel>,
+    channel: Arc<EventChannel>,
     lines: Mutex<Lines>,
 }
 
@@ -66,7 +66,7 @@ struct Lines {
 /// A connection, a listener or an attempt to connect: its id, and its events.
 #[derive(Debug)]
 pub(super) struct Line {
-    pub(super) id: Id,
+    pub(super) id: RdmaCmId,
     shared: Arc<CmShared>,
     events: Inbox<Taken>,
     /// Set when its last event has arrived, under the lock of the lines and before the queue pair is looked for.
@@ -123,7 +123,7 @@ impl CmShared {
 
 impl Cm {
     fn new(device: &Device) -> Result<Cm, Errno> {
-        let channel = Arc::new(Channel::new(device.0.library)?);
+        let channel = Arc::new(EventChannel::new(device.0.library)?);
         let shared = Arc::new(CmShared {
             channel,
             lines: Mutex::default(),
@@ -153,11 +153,11 @@ impl Cm {
 
     /// Makes an id whose events are delivered.
     pub(super) fn open(&self, space: u32, events: Inbox<Taken>) -> Result<Arc<Line>, Errno> {
-        Ok(self.adopt(Id::new(&self.shared.channel, space)?, events))
+        Ok(self.adopt(RdmaCmId::new(&self.shared.channel, space)?, events))
     }
 
     /// Adopts an id, so that its events are delivered.
-    fn adopt(&self, id: Id, events: Inbox<Taken>) -> Arc<Line> {
+    fn adopt(&self, id: RdmaCmId, events: Inbox<Taken>) -> Arc<Line> {
         let line = Arc::new(Line {
             id,
             shared: self.shared.clone(),
@@ -277,7 +277,7 @@ impl Approach {
     /// why it will not come.
     pub(super) fn poll(
         &mut self,
-        connect: impl Fn(&Id) -> Result<(), Errno>,
+        connect: impl Fn(&RdmaCmId) -> Result<(), Errno>,
     ) -> Option<Result<Told, Failure>> {
         loop {
             let Some(taken) = self.line.events.poll() else {
@@ -564,7 +564,7 @@ impl ConnectAttempt {
 
 /// Moves a queue pair from Reset to RTS as both ends agreed, and returns the attributes of the last two steps.
 fn bring_up(
-    id: &Id,
+    id: &RdmaCmId,
     qp: &QueuePair,
     params: &ConnectParams,
     depth: u8,
@@ -679,7 +679,7 @@ impl provider::Listener for Listener {
 pub(crate) struct ConnectionRequest {
     device: Device,
     /// `None` once the request is decided.
-    id: Option<Id>,
+    id: Option<RdmaCmId>,
     arrival: Arrival,
     peer: IpAddr,
     remote: Endpoint,

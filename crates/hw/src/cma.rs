@@ -68,8 +68,8 @@ fn address_of(storage: &[u64; 16]) -> Option<IpAddr> {
 
 /// Returns the name of the device that has a local address, and its port.
 pub(super) fn device_of(library: &'static Library, address: IpAddr) -> Result<(String, u8), Errno> {
-    let channel = Arc::new(Channel::new(library)?);
-    let id = Id::new(&channel, abi::port_space::TCP)?;
+    let channel = Arc::new(EventChannel::new(library)?);
+    let id = RdmaCmId::new(&channel, abi::port_space::TCP)?;
     id.bind(SocketAddr::new(address, 0))?;
     // SAFETY: the id lives; the library sets its context when it is bound.
     let (context, port) = unsafe { ((*id.pointer.as_ptr()).verbs, (*id.pointer.as_ptr()).port_num) };
@@ -80,15 +80,15 @@ pub(super) fn device_of(library: &'static Library, address: IpAddr) -> Result<(S
 
 /// An event channel.
 #[derive(Debug)]
-pub(super) struct Channel {
+pub(super) struct EventChannel {
     library: &'static Library,
     pointer: NonNull<abi::EventChannel>,
 }
 
 // SAFETY: the library's functions may be called by several threads at a time, and the value is the only owner of the channel.
-unsafe impl Send for Channel {}
+unsafe impl Send for EventChannel {}
 // SAFETY: as above.
-unsafe impl Sync for Channel {}
+unsafe impl Sync for EventChannel {}
 
 /// Data of the peer in an event.
 #[derive(Clone, Debug, Default)]
@@ -107,21 +107,21 @@ pub(super) struct Told {
 /// An event that was taken and acknowledged.
 #[derive(Debug)]
 pub(crate) struct Taken {
-    /// Number of the id that it belongs to ([`Id::number`]); for a request, that of the listener.
+    /// Number of the id that it belongs to ([`RdmaCmId::number`]); for a request, that of the listener.
     pub(super) of: usize,
     pub(super) kind: u32,
     pub(super) status: i32,
     pub(super) told: Told,
     /// For a request, the id that it came with.
-    pub(super) request: Option<Id>,
+    pub(super) request: Option<RdmaCmId>,
 }
 
-impl Channel {
-    pub(super) fn new(library: &'static Library) -> Result<Channel, Errno> {
+impl EventChannel {
+    pub(super) fn new(library: &'static Library) -> Result<EventChannel, Errno> {
         // SAFETY: no arguments.
         let pointer =
             NonNull::new(unsafe { (library.rdma_create_event_channel)() }).ok_or_else(last_error)?;
-        let channel = Channel { library, pointer };
+        let channel = EventChannel { library, pointer };
         set_nonblocking(channel.fd())?;
         Ok(channel)
     }
@@ -133,7 +133,7 @@ impl Channel {
     }
 
     /// Takes the oldest event; `None`: there is none.
-    pub(super) fn take_event(self: &Arc<Channel>) -> Option<Taken> {
+    pub(super) fn take_event(self: &Arc<EventChannel>) -> Option<Taken> {
         let mut pointer = null_mut();
         // SAFETY: the channel lives, and its descriptor does not block.
         if unsafe { (self.library.rdma_get_cm_event)(self.pointer.as_ptr(), &mut pointer) } != 0 {
@@ -183,7 +183,7 @@ impl Channel {
             let number = next_number();
             // SAFETY: as above; the id came with its listener's context, and nobody else knows of it yet.
             unsafe { (*pointer.as_ptr()).context = without_provenance_mut(number) };
-            Id {
+            RdmaCmId {
                 channel: self.clone(),
                 pointer,
                 number,
@@ -202,7 +202,7 @@ impl Channel {
     }
 }
 
-impl Drop for Channel {
+impl Drop for EventChannel {
     fn drop(&mut self) {
         // SAFETY: its ids hold it, so that none is left.
         unsafe { (self.library.rdma_destroy_event_channel)(self.pointer.as_ptr()) };
@@ -211,8 +211,8 @@ impl Drop for Channel {
 
 /// One end of a connection, or a listener.
 #[derive(Debug)]
-pub(super) struct Id {
-    channel: Arc<Channel>,
+pub(super) struct RdmaCmId {
+    channel: Arc<EventChannel>,
     pointer: NonNull<abi::CmId>,
     /// Value of its context. Another id may get its address while events of this one are still pending.
     number: usize,
@@ -225,9 +225,9 @@ fn next_number() -> usize {
 }
 
 // SAFETY: the library's functions may be called by several threads at a time, and the value is the only owner of the id.
-unsafe impl Send for Id {}
+unsafe impl Send for RdmaCmId {}
 // SAFETY: as above.
-unsafe impl Sync for Id {}
+unsafe impl Sync for RdmaCmId {}
 
 /// Data for the peer.
 #[derive(Clone, Copy, Debug)]
@@ -257,9 +257,9 @@ impl Tell<'_> {
     }
 }
 
-impl Id {
+impl RdmaCmId {
     /// Makes an id of a port space.
-    pub(super) fn new(channel: &Arc<Channel>, port_space: u32) -> Result<Id, Errno> {
+    pub(super) fn new(channel: &Arc<EventChannel>, port_space: u32) -> Result<RdmaCmId, Errno> {
         let mut pointer = null_mut();
         let number = next_number();
         let context = without_provenance_mut(number);
@@ -267,7 +267,7 @@ impl Id {
         done(unsafe {
             (channel.library.rdma_create_id)(channel.pointer.as_ptr(), &mut pointer, context, port_space)
         })?;
-        Ok(Id {
+        Ok(RdmaCmId {
             channel: channel.clone(),
             pointer: NonNull::new(pointer).ok_or(Errno::IO)?,
             number,
@@ -371,7 +371,7 @@ impl Id {
     }
 }
 
-impl Drop for Id {
+impl Drop for RdmaCmId {
     fn drop(&mut self) {
         // SAFETY: the value is the only owner; all its events that were taken are acknowledged, but for one that another thread is just
         // taking, which the call waits for.

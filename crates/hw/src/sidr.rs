@@ -15,7 +15,7 @@ use rdmux_verbs::{
 use rdmux_wire::cm::SidrStatus;
 
 use super::cm::{Approach, Failure, Line, listen};
-use super::cma::{Id, Tell, Told};
+use super::cma::{RdmaCmId, Tell, Told};
 use super::device::Device;
 
 /// Most private data of a SIDR_REP. IBTA Vol 1, 12.11.
@@ -152,7 +152,7 @@ impl provider::DatagramListener for DatagramListener {
 #[derive(Debug)]
 pub(crate) struct ServiceRequest {
     /// `None` once the request is decided.
-    id: Option<Id>,
+    id: Option<RdmaCmId>,
     arrival: Arrival,
     peer: IpAddr,
     private_data: Vec<u8>,

@@ -28,7 +28,7 @@ use rustix::fs::{FileType, FlockOperation, flock};
 use rustix::io::Errno;
 
 pub use self::filter::{Filter, FilterError, PacketKind};
-pub use self::remote::{Capturing, Counts, start};
+pub use self::remote::{CaptureCounts, Capturing, start};
 use self::writer::{CaptureRecord, Carried, Input, Writer, flow};
 
 /// The file that devices of this process are captured to, and its writer.

@@ -57,7 +57,7 @@ impl Device {
 #[derive(Debug)]
 pub(crate) struct Connecting {
     device: Device,
-    pair: Pair,
+    pair: ConnectedPair,
     peer: SocketAddr,
     params: ConnectParams,
     private_data: Vec<u8>,
@@ -76,7 +76,7 @@ impl Connecting {
         params: &ConnectParams,
         private_data: &[u8],
     ) -> Result<Connecting, ConnectError> {
-        let pair = Pair::of(pair)?;
+        let pair = ConnectedPair::of(pair)?;
         let path_mtu = path_mtu_to(device.address(), peer.ip())?.min(params.path_mtu_max);
         let mut connecting = Connecting {
             device: device.clone(),
@@ -227,7 +227,7 @@ impl Drop for Connecting {
 
 /// A queue pair as a connection knows it.
 #[derive(Clone, Copy, Debug)]
-struct Pair {
+struct ConnectedPair {
     qpn: Qpn,
     qp_type: QpType,
     srq: bool,
@@ -235,19 +235,19 @@ struct Pair {
     external: bool,
 }
 
-impl Pair {
-    fn of(pair: ConnectPair<'_>) -> Result<Pair, ConnectError> {
+impl ConnectedPair {
+    fn of(pair: ConnectPair<'_>) -> Result<ConnectedPair, ConnectError> {
         Ok(match pair {
             ConnectPair::Own(qp) => {
                 let qp = own::<QueuePair>(qp).ok_or(ConnectError::OtherDevice)?;
-                Pair {
+                ConnectedPair {
                     qpn: qp.qpn,
                     qp_type: qp.qp_type,
                     srq: qp.has_srq,
                     external: false,
                 }
             }
-            ConnectPair::External(pair) => Pair {
+            ConnectPair::External(pair) => ConnectedPair {
                 qpn: pair.qpn,
                 qp_type: pair.qp_type,
                 srq: pair.srq,
@@ -262,7 +262,12 @@ impl Pair {
     }
 }
 
-fn local_endpoint(pair: &Pair, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
+fn local_endpoint(
+    pair: &ConnectedPair,
+    starting_psn: Psn,
+    params: &ConnectParams,
+    path_mtu: PathMtu,
+) -> Endpoint {
     // A transport without acknowledgements has no READs, and no retries.
     let reliable = pair.qp_type != QpType::Uc;
     let if_reliable = |value: u8| if reliable { value } else { 0 };
@@ -286,7 +291,7 @@ fn local_endpoint(pair: &Pair, starting_psn: Psn, params: &ConnectParams, path_m
 /// Parameters that both ends of a connection have agreed on, for bringing up a queue pair.
 #[derive(Clone, Debug)]
 struct Agreed {
-    pair: Pair,
+    pair: ConnectedPair,
     path: Path,
     params: ConnectParams,
     remote: Endpoint,
@@ -298,7 +303,7 @@ struct Agreed {
 impl Agreed {
     fn new(
         core: &mut Core,
-        pair: &Pair,
+        pair: &ConnectedPair,
         peer: IpAddr,
         params: &ConnectParams,
         remote: &Endpoint,
@@ -501,7 +506,7 @@ pub(crate) struct ConnectionRequest {
 }
 
 impl ConnectionRequest {
-    fn agree(&self, core: &mut Core, pair: &Pair, params: &ConnectParams) -> io::Result<Agreed> {
+    fn agree(&self, core: &mut Core, pair: &ConnectedPair, params: &ConnectParams) -> io::Result<Agreed> {
         let (peer, remote) = (self.peer, &self.remote);
         let ack_timeout = params.ack_timeout.unwrap_or(remote.ack_timeout.max(1));
         let retries = (ack_timeout, remote.retry_count);
@@ -544,7 +549,7 @@ impl provider::ConnectionRequest for ConnectionRequest {
         private_data: &[u8],
         prepare: provider::Prepare<'_>,
     ) -> Result<Box<dyn provider::Connection>, ConnectError> {
-        let pair = &Pair::of(pair)?;
+        let pair = &ConnectedPair::of(pair)?;
         let local_mtu = path_mtu_to(self.device.address(), self.peer)?.min(params.path_mtu_max);
         if self.remote.path_mtu > local_mtu {
             self.reject_with(RejReason::INVALID_PATH_MTU, &[local_mtu.code()], &[]);
@@ -601,7 +606,7 @@ impl provider::ConnectionRequest for ConnectionRequest {
     }
 
     fn attributes(&self, to: QpState, params: &ConnectParams) -> Result<QpAttributes, ConnectError> {
-        let pair = Pair {
+        let pair = ConnectedPair {
             qpn: Qpn::new(0),
             qp_type: accepting_type(self.remote.transport),
             srq: false,
@@ -794,7 +799,10 @@ mod tests {
             .unwrap()
             .create_qp(&QpOptions::new(&cq))
             .unwrap();
-        let (pair, params) = (Pair::of(ConnectPair::Own(&qp)).unwrap(), ConnectParams::default());
+        let (pair, params) = (
+            ConnectedPair::of(ConnectPair::Own(&qp)).unwrap(),
+            ConnectParams::default(),
+        );
         let qp = own::<QueuePair>(&qp).unwrap();
         for (resources, depth) in [(0, 0), (4, 4), (255, params.initiator_depth)] {
             let remote = Endpoint {

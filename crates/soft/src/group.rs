@@ -54,7 +54,7 @@ pub(crate) use self::ledger::{LedgerRecord, OwnRecords};
 use self::message::GroupMessage;
 use self::names::Names;
 use self::sockets::Sockets;
-use self::worker::{Role, Worker};
+use self::worker::{GroupRole, Worker};
 use super::udp::{ROCE_PORT, RxBatch, RxSocket};
 
 pub use rdmux_verbs::resources::places::SLOTS;
@@ -394,7 +394,7 @@ impl PortGroup {
         }
     }
 
-    fn start(names: Names, place: Place, role: Role, calls: Calls) -> Result<PortGroup, GroupError> {
+    fn start(names: Names, place: Place, role: GroupRole, calls: Calls) -> Result<PortGroup, GroupError> {
         let addr = names.addr();
         let io = |what| move |source| GroupError::Io { addr, what, source };
         let Place {
@@ -583,7 +583,7 @@ pub fn route(payload: &[u8]) -> Option<Route> {
 
 /// Outcome of an attempt to take a place.
 enum JoinOutcome {
-    Place(Role, Place),
+    Place(GroupRole, Place),
     /// Nobody listens, or the group cannot grow at the moment; with the error to report when the time is over.
     NotYet(GroupError),
     /// A holder was there a moment ago, and may come back; with the error to report when the time is over.
@@ -617,7 +617,7 @@ fn found(names: &Names, listener: OwnedFd) -> Result<JoinOutcome, GroupError> {
         sockets,
         ledger: Arc::new(ledger),
     };
-    Ok(JoinOutcome::Place(Role::holder(listener), place))
+    Ok(JoinOutcome::Place(GroupRole::holder(listener), place))
 }
 
 /// Takes a slot, and asks the holder for the sockets of its block and the blocks below.
@@ -707,7 +707,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<JoinOutcome, GroupError> {
                 return Ok(JoinOutcome::HolderLeft(no_answer()));
             }
         } else if let Some(place) = place {
-            return Ok(JoinOutcome::Place(Role::Member(link), place));
+            return Ok(JoinOutcome::Place(GroupRole::Member(link), place));
         }
     }
 }

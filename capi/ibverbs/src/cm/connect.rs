@@ -292,17 +292,17 @@ fn tell_connection(shared: &Arc<IdShared>, event: u32, connection: &Arc<Connecti
 }
 
 /// The queue pair of a connection.
-enum Pair {
+enum OwnedConnectPair {
     /// A queue pair of the id: the library brings it up.
     Own(QueuePair),
     /// A queue pair of the program, which brings it up itself.
     External(ExternalPair),
 }
 
-impl Pair {
-    fn of(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> Result<Pair, c_int> {
+impl OwnedConnectPair {
+    fn of(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> Result<OwnedConnectPair, c_int> {
         if !own.shown.qp.is_null() {
-            return own.pair().map(Pair::Own);
+            return own.pair().map(OwnedConnectPair::Own);
         }
         let asked = asked.ok_or(libc::EINVAL)?;
         let pair = ExternalPair {
@@ -310,18 +310,18 @@ impl Pair {
             qp_type: own.qp_type(),
             srq: asked.srq != 0,
         };
-        Ok(Pair::External(pair))
+        Ok(OwnedConnectPair::External(pair))
     }
 
     fn get(&self) -> ConnectPair<'_> {
         match self {
-            Pair::Own(pair) => ConnectPair::Own(pair),
-            Pair::External(pair) => ConnectPair::External(pair),
+            OwnedConnectPair::Own(pair) => ConnectPair::Own(pair),
+            OwnedConnectPair::External(pair) => ConnectPair::External(pair),
         }
     }
     /// Shows the program, in its queue pair, the state to which the connection has brought it.
     fn show(&self, verbs: usize, connection: &Connection, state: QpState) {
-        if let Pair::Own(pair) = self
+        if let OwnedConnectPair::Own(pair) = self
             && let Some(agreed) = connection.attributes(state)
         {
             let (attr, mask) = show(&agreed, state);
@@ -331,7 +331,7 @@ impl Pair {
 
     /// Flushes posted requests when there is no connection.
     fn fail(&self) {
-        if let Pair::Own(pair) = self {
+        if let OwnedConnectPair::Own(pair) = self {
             let _ = pair.modify(QpState::Error, &QpAttributes::default());
         }
     }
@@ -356,7 +356,7 @@ unsafe fn connect(own: &mut CmIdObject, asked: Option<&abi::ConnParam>) -> Resul
         return datagram::connect(own, device, peer, data);
     }
     let question = asking(ConnectQuestion {
-        pair: Pair::of(own, asked)?,
+        pair: OwnedConnectPair::of(own, asked)?,
         params: parameters(own, asked),
         device,
         peer,
@@ -371,7 +371,7 @@ unsafe fn connect(own: &mut CmIdObject, asked: Option<&abi::ConnParam>) -> Resul
 /// Asks a peer for a connection.
 struct ConnectQuestion {
     device: Device,
-    pair: Pair,
+    pair: OwnedConnectPair,
     peer: SocketAddr,
     params: ConnectParams,
     data: Vec<u8>,
@@ -433,8 +433,8 @@ impl ConnectQuestion {
             self.pair.show(self.verbs, connection, state);
         }
         let event = match self.pair {
-            Pair::Own(_) => abi::cm_event::ESTABLISHED,
-            Pair::External(_) => abi::cm_event::CONNECT_RESPONSE,
+            OwnedConnectPair::Own(_) => abi::cm_event::ESTABLISHED,
+            OwnedConnectPair::External(_) => abi::cm_event::CONNECT_RESPONSE,
         };
         let events = shared.events();
         events.watch(source_of(shared));
@@ -501,7 +501,7 @@ unsafe fn accept(own: &mut CmIdObject, asked: Option<&abi::ConnParam>) -> Result
         own.forget_event();
         return Ok(());
     }
-    let pair = Pair::of(own, asked)?;
+    let pair = OwnedConnectPair::of(own, asked)?;
     let params = parameters(own, asked);
     let shared = own.shared.clone();
     // Without the thread nobody would learn how the connection goes on.
@@ -590,7 +590,7 @@ fn disconnect(own: &mut CmIdObject) -> Result<(), c_int> {
         // Its queue pair no longer takes part in a connection. No event reports that.
         (Stage::Connect, None) => {
             if !own.shown.qp.is_null() {
-                Pair::Own(own.pair()?).fail();
+                OwnedConnectPair::Own(own.pair()?).fail();
             }
             Ok(())
         }

@@ -14,20 +14,20 @@ use super::{Context, done, made, set_nonblocking};
 /// Most completions that are taken by one call.
 pub(crate) const POLL_MAX: usize = 16;
 
-shared! { Channel Cq }
+shared! { CompChannel Cq }
 
 /// A completion channel.
 #[derive(Debug)]
-struct Channel {
+struct CompChannel {
     context: Arc<Context>,
     pub(super) pointer: NonNull<abi::CompChannel>,
 }
 
-impl Channel {
-    fn new(context: &Arc<Context>) -> Result<Channel, Errno> {
+impl CompChannel {
+    fn new(context: &Arc<Context>) -> Result<CompChannel, Errno> {
         // SAFETY: the context is open, and held.
         let pointer = made(unsafe { (context.library.ibv_create_comp_channel)(context.pointer.as_ptr()) })?;
-        let channel = Channel {
+        let channel = CompChannel {
             context: context.clone(),
             pointer,
         };
@@ -41,7 +41,7 @@ impl Channel {
     }
 }
 
-impl Drop for Channel {
+impl Drop for CompChannel {
     fn drop(&mut self) {
         // SAFETY: its completion queue holds it, and has ended before.
         unsafe { (self.context.library.ibv_destroy_comp_channel)(self.pointer.as_ptr()) };
@@ -54,7 +54,7 @@ pub(crate) struct Cq {
     pub(super) pointer: NonNull<abi::Cq>,
     poll: abi::PollCq,
     notify: abi::ReqNotifyCq,
-    channel: Channel,
+    channel: CompChannel,
 }
 
 impl Cq {
@@ -65,7 +65,7 @@ impl Cq {
             .poll_cq
             .zip(context.ops().req_notify_cq)
             .ok_or(Errno::OPNOTSUPP)?;
-        let channel = Channel::new(context)?;
+        let channel = CompChannel::new(context)?;
         let depth = c_int::try_from(depth.max(1)).map_err(|_| Errno::INVAL)?;
         // SAFETY: context and channel live as long as the queue. Its own context is a number, which nobody takes for a pointer.
         let pointer = made(unsafe {

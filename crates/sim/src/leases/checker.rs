@@ -71,7 +71,7 @@ struct Push {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct CheckerState {
     bytes: Vec<u8>,
     mappings: Vec<Mapping>,
     /// By number of client and of mapping, in this life of the server.
@@ -90,7 +90,7 @@ struct State {
 /// A region's memory.
 #[derive(Debug)]
 pub(super) struct Checker {
-    state: Mutex<State>,
+    state: Mutex<CheckerState>,
     writer: Mutex<Writer>,
     len: u64,
 }
@@ -98,16 +98,16 @@ pub(super) struct Checker {
 impl Checker {
     pub(super) fn new(len: u64) -> Checker {
         Checker {
-            state: Mutex::new(State {
+            state: Mutex::new(CheckerState {
                 bytes: vec![0; len as usize],
-                ..State::default()
+                ..CheckerState::default()
             }),
             writer: Mutex::new(Writer::Nobody),
             len,
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CheckerState> {
         self.state.lock()
     }
 
@@ -338,7 +338,7 @@ impl Push {
     }
 }
 
-impl State {
+impl CheckerState {
     fn missing(&mut self, push: u64, when: &str) {
         let known = &self.pushes[push as usize - 1];
         let what = format!(

@@ -32,7 +32,7 @@ pub struct Capturing {
 
 /// Packet counts of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counts {
+pub struct CaptureCounts {
     /// Packets that the filter took.
     pub packets: u64,
     /// Those of them that are not in the file: the disk was too slow, or full.
@@ -91,7 +91,7 @@ impl Capturing {
     ///
     /// # Errors
     /// [`AskError::Ended`] when the process ended first: the file holds what it had written.
-    pub fn stop(self) -> Result<Counts, AskError> {
+    pub fn stop(self) -> Result<CaptureCounts, AskError> {
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
         let ended = AskError::Ended { pid: self.pid };
         let deadline = Instant::now() + 2 * PATIENCE;
@@ -104,7 +104,7 @@ impl Capturing {
             _ => return Err(ended),
         };
         match counts.collect::<Vec<_>>()[..] {
-            [packets, dropped] => Ok(Counts { packets, dropped }),
+            [packets, dropped] => Ok(CaptureCounts { packets, dropped }),
             _ => Err(ended),
         }
     }

@@ -56,13 +56,13 @@ enum WriterMessage {
 
 /// Counts of one device in a capture.
 #[derive(Debug, Default)]
-struct Counts {
+struct DeviceCounts {
     packets: AtomicU64,
     dropped: AtomicU64,
 }
 
 /// Devices of a capture, by their numbers in it: names and counts.
-type Devices = Arc<Mutex<Vec<(String, Arc<Counts>)>>>;
+type Devices = Arc<Mutex<Vec<(String, Arc<DeviceCounts>)>>>;
 
 /// Sending side of the queue to a capture's file. Each device holds one; the capture ends when the last clone is dropped.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ pub(super) struct Writer {
 pub(super) struct Input {
     writer: Writer,
     device: u32,
-    counts: Arc<Counts>,
+    counts: Arc<DeviceCounts>,
 }
 
 impl Writer {
@@ -119,7 +119,7 @@ impl Writer {
 
     /// Adds a device to the capture.
     pub(super) fn input(&self, name: String) -> Input {
-        let counts = Arc::new(Counts::default());
+        let counts = Arc::new(DeviceCounts::default());
         let mut devices = self.devices.lock();
         devices.push((name, counts.clone()));
         Input {
@@ -248,8 +248,9 @@ impl Out {
     /// Returns the numbers of packets that were captured, and of those that are not in the file.
     fn counts(&self) -> (u64, u64) {
         let devices = self.devices.lock();
-        let sum =
-            |count: fn(&Counts) -> &AtomicU64| devices.iter().map(|(_, c)| count(c).load(Relaxed)).sum();
+        let sum = |count: fn(&DeviceCounts) -> &AtomicU64| {
+            devices.iter().map(|(_, c)| count(c).load(Relaxed)).sum()
+        };
         let (packets, dropped): (u64, u64) = (sum(|c| &c.packets), sum(|c| &c.dropped));
         if self.failed {
             (packets, packets)

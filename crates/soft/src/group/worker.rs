@@ -53,7 +53,7 @@ const SEEK_PAUSE_MAX: Duration = Duration::from_millis(100);
 /// Pause while the name of the holder belongs to another user.
 const FOREIGN_PAUSE: Duration = Duration::from_secs(1);
 
-pub(super) enum Role {
+pub(super) enum GroupRole {
     Holder(Holder),
     /// Connected to the holder.
     Member(OwnedFd),
@@ -63,10 +63,10 @@ pub(super) enum Role {
     },
 }
 
-impl Role {
+impl GroupRole {
     /// Returns the role of the first process of an address: there is no member that it would have to wait for.
     pub(super) fn holder(listener: OwnedFd) -> Self {
-        Role::Holder(Holder {
+        GroupRole::Holder(Holder {
             listener,
             peers: Vec::new(),
             settle_until: None,
@@ -149,7 +149,7 @@ pub(super) struct Worker {
     ledger: Arc<Ledger>,
     cm_socket: RxSocket,
     slot: u8,
-    role: Role,
+    role: GroupRole,
     next_slot: u8,
     calls: Calls,
     batch: RxBatch,
@@ -161,10 +161,10 @@ impl Worker {
         shared: Arc<GroupShared>,
         (sockets, ledger): (Sockets, Arc<Ledger>),
         (slot, cm_socket): (u8, RxSocket),
-        role: Role,
+        role: GroupRole,
         calls: Calls,
     ) -> io::Result<Self> {
-        if let Role::Member(link) = &role {
+        if let GroupRole::Member(link) = &role {
             let mut state = shared.state();
             state.link = Some(link.try_clone()?);
             state.announce();
@@ -193,9 +193,9 @@ impl Worker {
                 return;
             }
             match self.role {
-                Role::Holder(_) => self.hold(),
-                Role::Member(_) => self.follow(),
-                Role::Seeking { .. } => self.seek(),
+                GroupRole::Holder(_) => self.hold(),
+                GroupRole::Member(_) => self.follow(),
+                GroupRole::Seeking { .. } => self.seek(),
             }
         }
     }
@@ -208,7 +208,7 @@ impl Worker {
         fds.extend(aside.map(|(fd, _)| input(fd.as_fd())));
         let mut timeout = None;
         match &self.role {
-            Role::Holder(holder) => {
+            GroupRole::Holder(holder) => {
                 fds.push(input(holder.listener.as_fd()));
                 fds.extend(holder.peers.iter().map(|p| input(p.fd.as_fd())));
                 fds.extend(
@@ -232,8 +232,8 @@ impl Worker {
                     timeout = Some(timeout.map_or(left, |t| t.min(left)));
                 }
             }
-            Role::Member(link) => fds.push(input(link.as_fd())),
-            Role::Seeking { pause } => timeout = Some(*pause),
+            GroupRole::Member(link) => fds.push(input(link.as_fd())),
+            GroupRole::Seeking { pause } => timeout = Some(*pause),
         }
         let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
         match poll(&mut fds, timeout.as_ref()) {
@@ -249,7 +249,7 @@ impl Worker {
     fn hold(&mut self) {
         self.serve_peers();
         while self.give_blocks() && self.obtain_block() {}
-        let Role::Holder(holder) = &mut self.role else {
+        let GroupRole::Holder(holder) = &mut self.role else {
             return;
         };
         if let Some(until) = holder.settle_until {
@@ -272,7 +272,7 @@ impl Worker {
         }
         // A process that offers a service announces it before anybody can ask for it: the holder reads its announcement first.
         self.serve_peers();
-        let Role::Holder(holder) = &mut self.role else {
+        let GroupRole::Holder(holder) = &mut self.role else {
             return;
         };
         for datagram in self.batch.iter() {
@@ -326,7 +326,7 @@ impl Worker {
 
     /// Ends the connections of processes that did not end them, and lets their slots rest meanwhile.
     fn disconnect_orphans(&mut self) {
-        let Role::Holder(holder) = &mut self.role else {
+        let GroupRole::Holder(holder) = &mut self.role else {
             return;
         };
         let (names, ledger) = (&self.shared.names, &self.ledger);
@@ -355,7 +355,9 @@ impl Worker {
     fn serve_peers(&mut self) {
         self.read_peers();
         for _ in 0..BACKLOG {
-            let Role::Holder(holder) = &self.role else { return };
+            let GroupRole::Holder(holder) = &self.role else {
+                return;
+            };
             let Ok(fd) = accept_with(&holder.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
                 break;
             };
@@ -366,7 +368,7 @@ impl Worker {
             if holder.peers.len() >= PEERS_MAX {
                 self.read_peers();
             }
-            let Role::Holder(holder) = &mut self.role else {
+            let GroupRole::Holder(holder) = &mut self.role else {
                 return;
             };
             if holder.peers.len() >= PEERS_MAX {
@@ -388,7 +390,7 @@ impl Worker {
     }
 
     fn read_peers(&mut self) {
-        let Role::Holder(holder) = &mut self.role else {
+        let GroupRole::Holder(holder) = &mut self.role else {
             return;
         };
         let next_slot = self.next_slot;
@@ -473,7 +475,7 @@ impl Worker {
 
     /// Gives the joining processes the sockets that they wait for. Returns whether one waits for sockets that this process does not have.
     fn give_blocks(&mut self) -> bool {
-        let Role::Holder(holder) = &mut self.role else {
+        let GroupRole::Holder(holder) = &mut self.role else {
             return false;
         };
         let now = Instant::now();
@@ -505,7 +507,7 @@ impl Worker {
 
     /// Gets the next block from a member that has it, or else binds it. Returns whether this process has it now.
     fn obtain_block(&mut self) -> bool {
-        let Role::Holder(holder) = &mut self.role else {
+        let GroupRole::Holder(holder) = &mut self.role else {
             return false;
         };
         let (now, block) = (Instant::now(), self.sockets.blocks());
@@ -556,7 +558,9 @@ impl Worker {
     }
 
     fn follow(&mut self) {
-        let Role::Member(link) = &self.role else { return };
+        let GroupRole::Member(link) = &self.role else {
+            return;
+        };
         for _ in 0..MESSAGES_PER_TURN {
             let received = match message::receive(link, &mut self.buffer) {
                 Err(Errno::AGAIN) => return,
@@ -587,7 +591,7 @@ impl Worker {
                 }) => {}
                 _ => {
                     self.shared.state().link = None;
-                    self.role = Role::Seeking {
+                    self.role = GroupRole::Seeking {
                         pause: Duration::ZERO,
                     };
                     return;
@@ -598,14 +602,14 @@ impl Worker {
 
     /// Becomes the holder, or finds it. The holder's name belongs to one process at a time, so at most one becomes the holder.
     fn seek(&mut self) {
-        let Role::Seeking { pause } = &mut self.role else {
+        let GroupRole::Seeking { pause } = &mut self.role else {
             return;
         };
         *pause = (*pause * 2).clamp(SEEK_PAUSE_MIN, SEEK_PAUSE_MAX);
         if let Ok(listener) = self.shared.names.claim_holder() {
             if rustix::net::listen(&listener, BACKLOG).is_ok() {
                 let settle_until = Some(Instant::now() + SETTLE_TIME);
-                self.role = Role::Holder(Holder {
+                self.role = GroupRole::Holder(Holder {
                     listener,
                     peers: Vec::new(),
                     settle_until,
@@ -629,7 +633,7 @@ impl Worker {
         state.announce();
         if state.link.is_some() {
             drop(state);
-            self.role = Role::Member(link);
+            self.role = GroupRole::Member(link);
         }
     }
 }
