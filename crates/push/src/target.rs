@@ -98,7 +98,13 @@ impl std::str::FromStr for Target {
 }
 
 impl Target {
-    /// Returns the addresses of the host.
+    /// Returns the address if the host is one: then there is no name to resolve.
+    pub fn address(&self) -> Option<SocketAddr> {
+        let ip = self.host.parse().ok()?;
+        Some(SocketAddr::new(ip, self.port))
+    }
+
+    /// Returns the addresses of the host. Blocks while a name is resolved.
     pub fn resolve(&self) -> Result<Vec<SocketAddr>, TargetError> {
         let failed = |source| TargetError::Resolve {
             host: self.host.clone(),
@@ -180,6 +186,14 @@ mod tests {
             assert_eq!(got, (host, port, region, offset), "{text}");
             assert_eq!(target.to_string().parse::<Target>().unwrap(), target);
         }
+    }
+
+    #[test]
+    fn address__of_a_name_is_unknown() {
+        let address = |text: &str| text.parse::<Target>().unwrap().address();
+        assert_eq!(address("rdmux://127.0.0.1:99/a"), "127.0.0.1:99".parse().ok());
+        assert_eq!(address("rdmux://[::1]/a"), "[::1]:7174".parse().ok());
+        assert_eq!(address("rdmux://localhost/a"), None);
     }
 
     #[test]

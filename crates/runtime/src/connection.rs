@@ -219,6 +219,16 @@ impl PendingConnection {
         })
     }
 
+    /// Waits for the result.
+    ///
+    /// # Errors
+    /// [`ConnectError::Over`] if [`PendingConnection::poll`] has returned the result.
+    pub fn wait(self) -> Result<MessageConnection, EstablishError> {
+        let connection = self.connecting.wait()?;
+        let parts = self.parts.ok_or(ConnectError::Over)?;
+        Ok(parts.connected(connection))
+    }
+
     /// Reports to a queue, under a token, when [`PendingConnection::poll`] may have a result. The connection that comes of the attempt
     /// goes on reporting there.
     pub fn notify(&self, events: &EventQueue, token: u64) {
@@ -252,9 +262,7 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes)?;
-        let connection = pd.device().connect(&parts.qp, peer, params, &[])?;
-        Ok(parts.connected(connection))
+        MessageConnection::start(pd, cq, peer, params, sizes)?.wait()
     }
 
     /// Accepts a request. `pd` and `cq` are of the device on which it has arrived.

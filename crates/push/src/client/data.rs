@@ -294,7 +294,7 @@ impl Client {
 
     /// Waits for a completion and handles it.
     pub(super) fn turn(&mut self) -> Result<(), Error> {
-        if let Some(wc) = self.poll(None)? {
+        if let Some(wc) = self.poll()? {
             self.handle(&wc)?;
         }
         Ok(())

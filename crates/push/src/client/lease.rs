@@ -42,12 +42,12 @@ pub(super) enum Path {
 }
 
 impl Client {
-    pub(super) fn leased_now(&mut self, mapping: &Mapping) {
+    pub(super) fn leased_now(&mut self, mapping: u64) {
         let leased = Leased {
             state: LeasedState::Held,
             in_flight: 0,
         };
-        self.leased.insert(mapping.id, leased);
+        self.leased.insert(mapping, leased);
     }
 
     /// Returns the mappings that others need and that are not released. With [`OnBreak::Release`], these are the mappings that

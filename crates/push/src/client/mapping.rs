@@ -8,7 +8,7 @@ use rdmux_runtime as runtime;
 use rdmux_verbs::{Placement, RKey};
 use rdmux_wire::push::{Access, Conflict, Domain, Extent, Name, Ways};
 
-use super::Error;
+use super::{Answer, Error};
 
 /// Maximum number of bytes of one request.
 pub const REQUEST_BYTES_MAX: u64 = 1 << 30;
@@ -77,6 +77,19 @@ impl MapRequest {
             transfer: 0,
         }
     }
+}
+
+/// A request for a mapping, which the server may answer only once the holders of conflicting leases have released them. Dropping it
+/// leaves the mapping, should there be one, until the connection ends or somebody else needs the range.
+#[derive(Debug)]
+pub struct PendingMap {
+    pub(super) answer: Answer,
+    /// Number of the connection.
+    pub(super) connection: u64,
+    pub(super) region: Name,
+    pub(super) access: Access,
+    pub(super) offset: u64,
+    pub(super) length: u64,
 }
 
 /// A mapping: the part of a region that RDMA reaches.

@@ -8,6 +8,7 @@
 //! it waits for something, or in [`Client::handle_notices`]: it posts nothing more through the mapping, and releases it when
 //! the requests in flight are done. Then requests fail with [`Error::LeaseBroken`], or go by message ([`Fallback`]).
 
+mod connect;
 mod data;
 mod error;
 mod lease;
@@ -17,27 +18,25 @@ mod session;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use rdmux_runtime::{
-    self as runtime, BufferPool, Completed, EstablishError, MessageConnection, SIGNAL_EVERY, Sizes,
-};
+use rdmux_runtime::{self as runtime, BufferPool, Completed, MessageConnection, SIGNAL_EVERY, Sizes};
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Device, Features, PostError, ProtectionDomain,
-    RKey, RejReason, Status, WorkCompletion,
+    CompletionQueue, Device, Features, PostError, ProtectionDomain, RKey, Status, WorkCompletion,
 };
-use rdmux_wire::push::{self, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
+use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
 
+pub use self::connect::PendingClient;
+use self::connect::{ClientParts, Establishing};
 pub use self::data::{DEPTH_MAX, Done, Kind};
 use self::data::{Entry, Received};
 pub use self::error::Error;
 pub use self::lease::Broken;
 use self::lease::Leased;
-pub use self::mapping::{Buffer, MapRequest, Mapping, REQUEST_BYTES_MAX, Way};
+pub use self::mapping::{Buffer, MapRequest, Mapping, PendingMap, REQUEST_BYTES_MAX, Way};
 pub use self::session::{Failure, Handshake, Next};
-use crate::key::{Key, random_nonce};
-use crate::target::local_address_towards;
+use crate::key::Key;
 
 /// Maximum number of messages of this client without an answer, if the server allows so many.
 const MESSAGES_MAX: usize = 14;
@@ -54,8 +53,6 @@ const SIZES: Sizes = Sizes {
 const IDLE_BYTES_MAX: usize = 1 << 20;
 /// The longest READ whose bytes nobody wants.
 const SCRATCH_BYTES: usize = 8;
-/// Time for the handshake with a server that may be busy with others.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Waiting mode of a client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,7 +107,7 @@ pub struct Options {
 }
 
 /// A connection to a server. The caller posts data requests with numbers of its own; they complete in order
-/// ([`Client::next_done`]). Every other call sends a request and waits for its answer.
+/// ([`Client::next_done`]). Other calls send a request and wait for its answer, unless they say otherwise.
 #[derive(Debug)]
 pub struct Client {
     link: ServerConnection,
@@ -144,66 +141,65 @@ struct ServerConnection {
     messages_max: usize,
     /// Number of a notice that the client has taken and not acknowledged.
     noticed: Option<u64>,
-    /// The answer that the caller waits for.
-    answer: Option<Message>,
     /// Set when the server's device has the goodbye.
     has_left: bool,
     last_request: u64,
     keepalive: Duration,
+    /// Time of the next probe, by which the death of a silent server is noticed.
+    probe_at: Instant,
 }
 
 /// The receiver of an answer.
 #[derive(Debug)]
 enum Asked {
-    /// The caller.
-    Caller,
+    /// A caller, which may no longer want it.
+    Caller(mpsc::Sender<Message>),
     /// The data request with this number, and the place for the bytes.
     Entry(u64, Option<Received>),
     /// The release of a mapping.
     Release(u64),
 }
 
+/// Where a caller finds an answer.
+type Answer = mpsc::Receiver<Message>;
+
 impl Client {
     /// Connects and proves that it has the key. When this returns, the server has revoked the same client's mappings on other
     /// connections.
     pub fn connect(peer: SocketAddr, key: &Key, options: &Options) -> Result<Client, Error> {
-        let device = match &options.device {
-            Some(device) => device.clone(),
-            None => {
-                let from = match options.from {
-                    Some(from) => from,
-                    None => local_address_towards(peer.ip())?,
-                };
-                Device::open(from)?
-            }
-        };
-        let pd = device.alloc_pd()?;
-        let id = match options.client {
-            Some(id) => id,
-            None => {
-                let [id @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = random_nonce()?;
-                id
-            }
-        };
-        let scratch = runtime::Buffer::new(&pd, SCRATCH_BYTES)?;
-        let pool = BufferPool::new(&pd, IDLE_BYTES_MAX);
-        let mut client = Client {
-            link: ServerConnection::connect(&pd, peer)?,
+        let parts = ClientParts::new(peer, key, options)?;
+        let link = parts.establish()?.wait(options.wait)?;
+        Client::new(parts, link)
+    }
+
+    /// Starts what [`Client::connect`] does, and waits for nothing.
+    pub fn start_connect(peer: SocketAddr, key: &Key, options: &Options) -> Result<PendingClient, Error> {
+        PendingClient::start(ClientParts::new(peer, key, options)?)
+    }
+
+    fn new(parts: ClientParts, link: ServerConnection) -> Result<Client, Error> {
+        let ClientParts {
             pd,
             peer,
-            key: key.clone(),
-            options: options.clone(),
+            key,
+            options,
+            id,
+        } = parts;
+        Ok(Client {
+            link,
+            scratch: runtime::Buffer::new(&pd, SCRATCH_BYTES)?,
+            pool: BufferPool::new(&pd, IDLE_BYTES_MAX),
+            pd,
+            peer,
+            key,
+            options,
             id,
             connection: 1,
             entries: VecDeque::new(),
             first_entry: 0,
             ordinary: 0,
             leased: HashMap::new(),
-            scratch,
-            pool,
-        };
-        client.handshake()?;
-        Ok(client)
+        })
     }
 
     /// Connects again as the same client, after the connection was lost or to fence requests in flight. When this returns, the
@@ -213,11 +209,11 @@ impl Client {
     ///
     /// After an error it may be called again.
     pub fn reconnect(&mut self) -> Result<Vec<u64>, Error> {
-        self.link = ServerConnection::connect(&self.pd, self.peer)?;
+        let establishing = Establishing::start(&self.pd, self.peer, &self.key, self.id)?;
+        self.link = establishing.wait(self.options.wait)?;
         self.connection += 1;
         self.leased.clear();
         self.ordinary = 0;
-        self.handshake()?;
         let entries = std::mem::take(&mut self.entries);
         self.first_entry += entries.len() as u64;
         Ok(entries
@@ -225,30 +221,6 @@ impl Client {
             .filter(|entry| !entry.is_done())
             .map(Entry::token)
             .collect())
-    }
-
-    fn handshake(&mut self) -> Result<(), Error> {
-        let mut handshake = Handshake::new(self.key.clone(), random_nonce()?, self.id);
-        let mut message = handshake.hello();
-        loop {
-            let answer = self.ask_within(message, Some(HANDSHAKE_TIMEOUT))?;
-            match handshake.handle(answer) {
-                Ok(Next::Send(next)) => message = next,
-                Ok(Next::Welcome {
-                    keepalive_ms,
-                    messages_max,
-                    ..
-                }) => {
-                    self.link.keepalive =
-                        Duration::from_millis(keepalive_ms.into()).max(Duration::from_millis(100));
-                    self.link.messages_max = usize::from(messages_max).clamp(1, MESSAGES_MAX);
-                    return Ok(());
-                }
-                Err(Failure::WrongKey) => return Err(Error::WrongKey(self.peer)),
-                Err(Failure::Refused(code, text)) => return Err(Error::Refused { code, text }),
-                Err(Failure::Protocol) => return Err(self.protocol("unexpected handshake message")),
-            }
-        }
     }
 
     /// Returns the server's address.
@@ -294,6 +266,17 @@ impl Client {
 
     /// Maps a range of a region.
     pub fn map_as(&mut self, region: &Name, request: &MapRequest) -> Result<Mapping, Error> {
+        let pending = self.start_map(region, request)?;
+        loop {
+            if let Some(mapping) = self.mapped(&pending)? {
+                return Ok(mapping);
+            }
+            self.turn()?;
+        }
+    }
+
+    /// Starts what [`Client::map_as`] does, and waits for nothing: [`Client::poll_map`] returns the mapping.
+    pub fn start_map(&mut self, region: &Name, request: &MapRequest) -> Result<PendingMap, Error> {
         let MapRequest {
             access,
             share,
@@ -311,52 +294,69 @@ impl Client {
             length,
             transfer,
         };
-        match self.ask(message)? {
-            Message::Mapped {
-                mapping,
-                region_bytes,
-                domain,
-                placement,
-                ways,
-                extents,
-            } => {
-                let sane = |e: &Extent| {
-                    e.offset.checked_add(e.length).is_some() && e.va.checked_add(e.length).is_some()
-                };
-                if !extents.iter().all(sane) {
-                    return Err(self.protocol("an extent wraps around"));
-                }
-                let direct = !extents.is_empty();
-                let extents = match direct {
-                    true => extents,
-                    false => vec![Extent {
-                        offset,
-                        length: if length == 0 {
-                            region_bytes.saturating_sub(offset)
-                        } else {
-                            length
-                        },
-                        va: 0,
-                        rkey: RKey(0),
-                    }],
-                };
-                let mapping = Mapping {
-                    id: mapping,
-                    connection: self.connection,
-                    region: region.clone(),
-                    access,
-                    domain,
-                    placement,
-                    ways: self.ways_here(ways),
-                    region_bytes,
-                    extents,
-                    direct,
-                };
-                self.leased_now(&mapping);
-                Ok(mapping)
-            }
-            _ => Err(self.protocol("unexpected answer to Map")),
+        Ok(PendingMap {
+            answer: self.start(message)?,
+            connection: self.connection,
+            region: region.clone(),
+            access,
+            offset,
+            length,
+        })
+    }
+
+    /// Returns the mapping, once, when the server has answered the request.
+    fn mapped(&self, pending: &PendingMap) -> Result<Option<Mapping>, Error> {
+        if pending.connection != self.connection {
+            return Err(Error::MappingEnded {
+                region: pending.region.clone(),
+            });
         }
+        let Ok(answer) = pending.answer.try_recv() else {
+            return Ok(None);
+        };
+        let Message::Mapped {
+            mapping,
+            region_bytes,
+            domain,
+            placement,
+            ways,
+            extents,
+        } = unless_refused(answer)?
+        else {
+            return Err(self.protocol("unexpected answer to Map"));
+        };
+        let sane =
+            |e: &Extent| e.offset.checked_add(e.length).is_some() && e.va.checked_add(e.length).is_some();
+        if !extents.iter().all(sane) {
+            return Err(self.protocol("an extent wraps around"));
+        }
+        let (offset, length) = (pending.offset, pending.length);
+        let direct = !extents.is_empty();
+        let extents = match direct {
+            true => extents,
+            false => vec![Extent {
+                offset,
+                length: if length == 0 {
+                    region_bytes.saturating_sub(offset)
+                } else {
+                    length
+                },
+                va: 0,
+                rkey: RKey(0),
+            }],
+        };
+        Ok(Some(Mapping {
+            id: mapping,
+            connection: self.connection,
+            region: pending.region.clone(),
+            access: pending.access,
+            domain,
+            placement,
+            ways: self.ways_here(ways),
+            region_bytes,
+            extents,
+            direct,
+        }))
     }
 
     /// Returns the ways that this side's device supports too.
@@ -371,16 +371,27 @@ impl Client {
 
     /// Ends a mapping, after all requests in flight.
     pub fn unmap(&mut self, mapping: Mapping) -> Result<(), Error> {
-        if mapping.connection != self.connection {
+        let Some(answer) = self.begin_unmap(&mapping)? else {
             return Ok(());
-        }
-        match self.ask(Message::Unmap { mapping: mapping.id })? {
-            Message::Unmapped => {
-                self.leased.remove(&mapping.id);
-                Ok(())
-            }
+        };
+        match self.wait_for(&answer)? {
+            Message::Unmapped => Ok(()),
             _ => Err(self.protocol("unexpected answer to Unmap")),
         }
+    }
+
+    /// Does what [`Client::unmap`] does, and waits for nothing: the server acts on it before it acts on later requests.
+    pub fn start_unmap(&mut self, mapping: Mapping) -> Result<(), Error> {
+        self.begin_unmap(&mapping).map(drop)
+    }
+
+    /// Returns where the answer will be; `None` if the mapping ended with its connection.
+    fn begin_unmap(&mut self, mapping: &Mapping) -> Result<Option<Answer>, Error> {
+        if mapping.connection != self.connection {
+            return Ok(None);
+        }
+        self.leased.remove(&mapping.id);
+        self.start(Message::Unmap { mapping: mapping.id }).map(Some)
     }
 
     /// Queries a region and an upload into it; `transfer` 0 selects the upload that wrote last.
@@ -454,26 +465,24 @@ impl Client {
 
     /// Sends a request and waits for the answer.
     fn ask(&mut self, message: Message) -> Result<Message, Error> {
-        match self.ask_within(message, None)? {
-            Message::Error { code, text } => Err(Error::Refused { code, text }),
-            answer => Ok(answer),
+        let answer = self.start(message)?;
+        self.wait_for(&answer)
+    }
+
+    fn wait_for(&mut self, answer: &Answer) -> Result<Message, Error> {
+        loop {
+            if let Ok(answer) = answer.try_recv() {
+                return unless_refused(answer);
+            }
+            self.turn()?;
         }
     }
 
-    fn ask_within(&mut self, message: Message, timeout: Option<Duration>) -> Result<Message, Error> {
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
-        self.link.answer = None;
-        self.tell(message, Asked::Caller)?;
-        loop {
-            if let Some(answer) = self.link.answer.take() {
-                return Ok(answer);
-            }
-            if let Some(wc) = self.poll(deadline)? {
-                self.handle(&wc)?;
-            } else if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(self.lost("no answer within the timeout"));
-            }
-        }
+    /// Sends a request, and returns where its answer will be.
+    fn start(&mut self, message: Message) -> Result<Answer, Error> {
+        let (caller, answer) = mpsc::channel();
+        self.tell(message, Asked::Caller(caller))?;
+        Ok(answer)
     }
 
     /// Sends a message that has an answer, now or when there is room for it.
@@ -513,49 +522,41 @@ impl Client {
 
     /// Waits for a completion, for the keep-alive time at most. Probes a server that is silent for so long, so that its death
     /// is noticed.
-    fn poll(&mut self, deadline: Option<Instant>) -> Result<Option<WorkCompletion>, Error> {
+    fn poll(&mut self) -> Result<Option<WorkCompletion>, Error> {
         let link = &mut self.link;
-        let silent = Instant::now() + link.keepalive;
-        let until = deadline.map_or(silent, |deadline| deadline.min(silent));
-        let wc = match self.options.wait {
-            Wait::Blocked => link.cq.wait(until.saturating_duration_since(Instant::now()))?,
-            Wait::Polled => {
-                let mut turns = 0u32;
-                loop {
-                    if let Some(wc) = link.cq.poll() {
-                        break Some(wc);
-                    }
-                    turns = turns.wrapping_add(1);
-                    if turns.is_multiple_of(1024) && Instant::now() >= until {
-                        break None;
-                    }
-                }
-            }
-        };
-        if wc.is_none() && Instant::now() >= silent {
-            link.connection.probe()?;
+        link.probe_at = Instant::now() + link.keepalive;
+        let wc = wait_until(&link.cq, link.probe_at, self.options.wait)?;
+        if wc.is_none() {
+            self.probe_if_due()?;
         }
         Ok(wc)
     }
 
+    fn probe_if_due(&mut self) -> Result<(), Error> {
+        let (link, now) = (&mut self.link, Instant::now());
+        if now >= link.probe_at {
+            link.connection.probe()?;
+            link.probe_at = now + link.keepalive;
+        }
+        Ok(())
+    }
+
     fn handle(&mut self, wc: &WorkCompletion) -> Result<(), Error> {
-        match self.link.connection.handle(wc) {
-            Ok(Completed::Message { bytes, .. }) => {
-                let parsed = Message::parse(&bytes).map_err(|error| self.protocol(&error.to_string()));
-                let (request, message) = parsed?;
+        let completed = self.link.connection.handle(wc);
+        match completed.map_err(|status| failed(self.peer, status))? {
+            Completed::Message { bytes, .. } => {
+                let (request, message) = parse(self.peer, &bytes)?;
                 self.handle_message(request, message)?;
             }
-            Ok(Completed::Operation(entry)) => self.entry_done(entry)?,
-            Ok(Completed::Sent(_)) => self.link.has_left = true,
-            Ok(Completed::Nothing) => {}
-            Err(status) => return Err(self.failed(status)),
+            Completed::Operation(entry) => self.entry_done(entry)?,
+            Completed::Sent(_) => self.link.has_left = true,
+            Completed::Nothing => {}
         }
         self.send_outbox()
     }
 
     fn handle_message(&mut self, request: u64, message: Message) -> Result<(), Error> {
         let message = match message {
-            Message::Goodbye => return Err(self.lost("the server closed the connection")),
             Message::Notice { changes } => {
                 self.link.noticed = Some(request);
                 return changes.iter().try_for_each(|change| self.changed(change));
@@ -563,7 +564,13 @@ impl Client {
             answer => answer,
         };
         match self.link.asked.remove(&request) {
-            Some(Asked::Caller) => self.link.answer = Some(message),
+            Some(Asked::Caller(caller)) => {
+                // A notice about the mapping may arrive before the caller looks.
+                if let Message::Mapped { mapping, .. } = message {
+                    self.leased_now(mapping);
+                }
+                let _ = caller.send(message);
+            }
             Some(Asked::Entry(entry, received)) => self.entry_answered(entry, received, message)?,
             Some(Asked::Release(mapping)) => self.released(mapping),
             None => return Err(self.protocol("an answer without a request")),
@@ -571,83 +578,25 @@ impl Client {
         Ok(())
     }
 
-    fn failed(&self, status: Status) -> Error {
-        self.lost(match status {
-            Status::Flushed => "the server disconnected",
-            Status::RetryExceeded => "the server no longer answers",
-            Status::RemoteAccess => {
-                "the server refused an access because the mapping ended or the region's file was truncated"
-            }
-            Status::RemoteOperation => {
-                "the region's file failed at the server: unacknowledged bytes are not durable"
-            }
-            _ => return self.lost(&status.to_string()),
-        })
-    }
-
-    fn lost(&self, why: &str) -> Error {
-        Error::Lost {
-            peer: self.peer,
-            why: why.into(),
-        }
-    }
-
     fn protocol(&self, why: &str) -> Error {
-        Error::Protocol {
-            peer: self.peer,
-            why: why.into(),
-        }
+        protocol(self.peer, why)
     }
 }
 
 impl ServerConnection {
-    fn connect(pd: &ProtectionDomain, peer: SocketAddr) -> Result<ServerConnection, Error> {
-        let cq = pd.device().create_cq(SIZES.completions() as u32)?;
-        let params = ConnectParams {
-            // The server writes nothing here, but its probe, a WRITE of no bytes, needs the right.
-            access: Access::LOCAL_WRITE | Access::REMOTE_WRITE,
-            ..ConnectParams::default()
-        };
-        let connection =
-            MessageConnection::connect(pd, &cq, peer, &params, &SIZES).map_err(|error| match error {
-                EstablishError::Connect(ConnectError::Rejected {
-                    reason: RejReason::INVALID_SERVICE_ID,
-                    ..
-                }) => Error::NobodyListens(peer),
-                EstablishError::Connect(ConnectError::Rejected { private_data, .. })
-                    if private_data.first().is_some_and(|b| *b != 0) =>
-                {
-                    let end = private_data
-                        .iter()
-                        .position(|b| *b == 0)
-                        .unwrap_or(private_data.len());
-                    let text: String = String::from_utf8_lossy(&private_data[..end])
-                        .chars()
-                        .filter(|c| !c.is_control())
-                        .collect();
-                    Error::Refused {
-                        code: ErrorCode::Busy,
-                        text: format!("{peer} refused the connection: {text}"),
-                    }
-                }
-                EstablishError::Connect(source) => Error::Connect { peer, source },
-                EstablishError::Create(error) => error.into(),
-                EstablishError::Register(error) => error.into(),
-                EstablishError::Post(error) => error.into(),
-                EstablishError::Io(error) => error.into(),
-            })?;
-        Ok(ServerConnection {
+    fn new(connection: MessageConnection, cq: CompletionQueue, keepalive: Duration) -> ServerConnection {
+        ServerConnection {
             connection,
             cq,
             outbox: VecDeque::new(),
             asked: HashMap::new(),
             messages_max: 1,
             noticed: None,
-            answer: None,
             has_left: false,
             last_request: 0,
-            keepalive: HANDSHAKE_TIMEOUT,
-        })
+            keepalive,
+            probe_at: Instant::now() + keepalive,
+        }
     }
 
     /// Sends a message. There must be a free slot.
@@ -657,8 +606,71 @@ impl ServerConnection {
     }
 }
 
+/// Waits for a completion until a time.
+fn wait_until(cq: &CompletionQueue, until: Instant, wait: Wait) -> Result<Option<WorkCompletion>, Error> {
+    if wait == Wait::Blocked {
+        return Ok(cq.wait(until.saturating_duration_since(Instant::now()))?);
+    }
+    let mut turns = 0u32;
+    loop {
+        if let Some(wc) = cq.poll() {
+            return Ok(Some(wc));
+        }
+        turns = turns.wrapping_add(1);
+        if turns.is_multiple_of(1024) && Instant::now() >= until {
+            return Ok(None);
+        }
+    }
+}
+
 fn bytes_of(request: u64, message: &Message) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(256);
     message.emit(request, &mut bytes);
     bytes
+}
+
+/// Returns a message of the server and the number of its request. A goodbye is an error.
+fn parse(peer: SocketAddr, bytes: &[u8]) -> Result<(u64, Message), Error> {
+    match Message::parse(bytes) {
+        Ok((_, Message::Goodbye)) => Err(lost(peer, "the server closed the connection")),
+        Ok(parsed) => Ok(parsed),
+        Err(error) => Err(protocol(peer, &error.to_string())),
+    }
+}
+
+fn unless_refused(answer: Message) -> Result<Message, Error> {
+    match answer {
+        Message::Error { code, text } => Err(Error::Refused { code, text }),
+        answer => Ok(answer),
+    }
+}
+
+/// Returns the error of a connection that has ended with a status.
+fn failed(peer: SocketAddr, status: Status) -> Error {
+    let why = match status {
+        Status::Flushed => "the server disconnected",
+        Status::RetryExceeded => "the server no longer answers",
+        Status::RemoteAccess => {
+            "the server refused an access because the mapping ended or the region's file was truncated"
+        }
+        Status::RemoteOperation => {
+            "the region's file failed at the server: unacknowledged bytes are not durable"
+        }
+        _ => return lost(peer, &status.to_string()),
+    };
+    lost(peer, why)
+}
+
+fn lost(peer: SocketAddr, why: &str) -> Error {
+    Error::Lost {
+        peer,
+        why: why.into(),
+    }
+}
+
+fn protocol(peer: SocketAddr, why: &str) -> Error {
+    Error::Protocol {
+        peer,
+        why: why.into(),
+    }
 }

@@ -6,6 +6,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -16,6 +17,7 @@ use rdmux_push::server::{self, Config, Control, EndReason, ServerEvent, Stopper}
 use rdmux_push::{
     Access, Client, Conflict, Crc64, Domain, Key, MapRequest, Name, Options, Placement, Region, Server,
 };
+use rdmux_runtime::{MessageConnection, Sizes};
 use rdmux_verbs::{
     Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, Medium, Memory, MemoryRegion,
     Operation, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status,
@@ -124,6 +126,62 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.stopper.stop();
+        let ended = self.thread.take().unwrap().join();
+        assert!(ended.is_ok() || std::thread::panicking());
+    }
+}
+
+/// A server that accepts connections and then says nothing.
+pub(crate) struct Silent {
+    accepted: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Silent {
+    const SIZES: Sizes = Sizes {
+        message_bytes: MESSAGE_LEN_MAX,
+        receives: 4,
+        answers: 0,
+        own: 1,
+        operations: 0,
+    };
+
+    pub(crate) fn start(address: &str) -> Silent {
+        rdmux_soft::register();
+        let device = Device::open(address.parse().unwrap()).unwrap();
+        let listener = device.listen(7174).unwrap();
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
+        let (accepted, stop) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let (count, is_over) = (accepted.clone(), stop.clone());
+        let thread = std::thread::spawn(move || {
+            let mut connections = Vec::new();
+            while !is_over.load(Ordering::Relaxed) {
+                let Some(request) = listener.accept(Duration::from_millis(20)) else {
+                    continue;
+                };
+                let params = ConnectParams::default();
+                let accepted = MessageConnection::accept(request, &pd, &cq, &params, &Silent::SIZES);
+                connections.push(accepted.unwrap());
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        Silent {
+            accepted,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    /// Returns how many connections it has accepted.
+    pub(crate) fn accepted(&self) -> usize {
+        self.accepted.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Silent {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
         let ended = self.thread.take().unwrap().join();
         assert!(ended.is_ok() || std::thread::panicking());
     }
