@@ -1,21 +1,18 @@
 //! The log over connections: clients perform the state machine's actions, all on the caller's thread.
 
-use std::collections::HashMap;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand_core::{OsRng, TryRngCore};
-use rdmux_push::{Domain, Error, ErrorCode, Key, Target, local_address_towards};
-use rdmux_runtime::{Inbox, Waiting, mailbox};
-use rdmux_verbs::sync::Mutex;
+use rdmux_push::{Domain, Error, ErrorCode, Key, Target, TargetError};
+use rdmux_runtime::{Inbox, Waiting, Workers, mailbox};
+use rdmux_verbs::OpenError;
 use rdmux_verbs::waiting::WaitMode;
-use rdmux_verbs::{Device, OpenError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::link::{Came, Dial, ReplicaLink, acquire};
+use super::link::{Devices, Dial, Session, SessionEvent};
 use super::writer::{Action, AppendError, Over, Settings, What, Writer, WriterEvent};
 
 /// Settings for opening a log.
@@ -88,27 +85,30 @@ pub enum LogError {
     Io(#[from] io::Error),
 }
 
-/// Devices by their own address: all clients on an address share its device.
-#[derive(Debug, Default)]
-pub(super) struct Devices(Mutex<HashMap<IpAddr, Device>>);
+/// A name to resolve, for a session with a replica.
+struct Resolve {
+    replica: usize,
+    session: u64,
+    target: Target,
+}
 
-impl Devices {
-    pub(super) fn towards(&self, peer: IpAddr, from: Option<IpAddr>) -> Result<Device, Error> {
-        let route = match from {
-            Some(from) => from,
-            None => local_address_towards(peer)?,
+/// The addresses of a session's server.
+struct Resolved {
+    replica: usize,
+    session: u64,
+    result: Result<Vec<SocketAddr>, TargetError>,
+}
+
+fn resolve(jobs: Vec<Resolve>, report: &mut dyn FnMut(Resolved) -> bool) {
+    for job in jobs {
+        let resolved = Resolved {
+            replica: job.replica,
+            session: job.session,
+            result: job.target.resolve(),
         };
-        let mut devices = self.0.lock();
-        if let Some(device) = devices.get(&route) {
-            return Ok(device.clone());
+        if !report(resolved) {
+            return;
         }
-        // If another user has the loopback address that the route takes, the server's own address may work.
-        let device = match Device::open(route) {
-            Err(_) if from.is_none() && peer.is_loopback() => Device::open(peer)?,
-            device => device?,
-        };
-        devices.insert(route, device.clone());
-        Ok(device)
     }
 }
 
@@ -116,19 +116,18 @@ impl Devices {
 pub struct Log {
     writer: Writer,
     targets: Vec<Target>,
-    /// Last session that the writer asked for with each replica; `None` once the writer has ended it.
-    sessions: Vec<Option<u64>>,
-    links: HashMap<usize, (u64, ReplicaLink)>,
+    /// The session with each replica, if there is one.
+    sessions: Vec<Option<Session>>,
     dial: Dial,
-    came: Inbox<Came>,
+    /// Resolves names on one thread.
+    resolver: Workers<(), Resolve, Resolved>,
+    resolved: Inbox<Resolved>,
     waiting: Waiting,
     start: Instant,
     changes: Vec<(usize, String)>,
     /// Error of each replica whose server refused for good at the last attempt.
     refused: Vec<Option<String>>,
     domains: Vec<Option<Domain>>,
-    /// Set for each replica whose server is connected.
-    connected: Vec<bool>,
     options: Options,
 }
 
@@ -154,25 +153,24 @@ impl Log {
             drop_oldest: options.drop_oldest,
             trim: options.trim,
         };
-        let (mailbox, came) = mailbox()?;
+        let (mailbox, resolved) = mailbox()?;
         let mut log = Log {
             writer: Writer::new(settings),
             targets: targets.to_vec(),
-            sessions: vec![None; targets.len()],
-            links: HashMap::new(),
+            sessions: targets.iter().map(|_| None).collect(),
             dial: Dial {
                 key: key.clone(),
-                options: options.clone(),
-                devices: Arc::default(),
-                came: mailbox,
+                from: options.from,
+                devices: Devices::default(),
             },
-            came,
+            // A session that ends leaves its job behind, and the next session adds one.
+            resolver: Workers::new("log-resolve", 2 * targets.len(), resolve, mailbox),
+            resolved,
             waiting: Waiting::new(options.polled.then_some(WaitMode::Running)),
             start: Instant::now(),
             changes: Vec::new(),
             refused: vec![None; targets.len()],
             domains: vec![None; targets.len()],
-            connected: vec![false; targets.len()],
             options: options.clone(),
         };
         log.wait(|log| log.writer.is_ready())?;
@@ -263,11 +261,8 @@ impl Log {
         self.wait(|log| !log.is_behind())?;
         self.writer.mark();
         self.settle()?;
-        for (_, (_, link)) in self.links.drain() {
-            // A goodbye would wait for a replica that is behind, and for ever for one whose disk hangs.
-            if link.client.in_flight() == 0 {
-                link.client.close();
-            }
+        for session in self.sessions.drain(..).flatten() {
+            session.close();
         }
         Ok(())
     }
@@ -308,8 +303,9 @@ impl Log {
                 deadline = now + patience;
             }
             if now >= deadline {
-                let replicas = self.replicas().zip(&self.connected);
-                let states = replicas.map(|((target, state, _), connected)| {
+                let replicas = self.replicas().zip(&self.sessions);
+                let states = replicas.map(|((target, state, _), session)| {
+                    let connected = session.as_ref().is_some_and(Session::is_connected);
                     let state = match (connected, &*state) {
                         (true, _) if !self.writer.is_ready() => "connected, waiting for the others",
                         (true, "") => "connected",
@@ -343,22 +339,17 @@ impl Log {
         self.start.elapsed()
     }
 
-    /// Does all work that needs no waiting.
-    fn turn(&mut self) -> Result<(), LogError> {
+    /// Does all work that needs no waiting. Returns whether there was any.
+    fn turn(&mut self) -> Result<bool, LogError> {
+        let mut worked = false;
         loop {
             let mut busy = false;
-            while let Some(came) = self.came.take() {
+            while let Some(resolved) = self.resolved.take() {
                 busy = true;
-                self.arrived(came);
+                self.handle_resolved(resolved);
             }
             for at in 0..self.targets.len() {
-                while let Some((session, link)) = self.links.get_mut(&at) {
-                    let (session, now) = (*session, self.start.elapsed());
-                    match link.poll() {
-                        Ok(None) => break,
-                        Ok(Some(bytes)) => self.writer.handle_done(at, session, bytes, now),
-                        Err(error) => self.lost(at, session, &error),
-                    }
+                while self.advance(at) {
                     busy = true;
                 }
             }
@@ -368,7 +359,7 @@ impl Log {
             }
             while let Some(action) = self.writer.poll_action() {
                 busy = true;
-                self.act(action)?;
+                self.act(action);
             }
             while let Some(event) = self.writer.poll_event() {
                 match event {
@@ -378,89 +369,114 @@ impl Log {
                 }
             }
             if !busy {
-                return Ok(());
+                return Ok(worked);
             }
+            worked = true;
         }
     }
 
-    fn act(&mut self, action: Action) -> Result<(), LogError> {
+    /// Takes the next event of a replica's session. Returns false if there is none.
+    fn advance(&mut self, at: usize) -> bool {
+        let Some(session) = &mut self.sessions[at] else {
+            return false;
+        };
+        let number = session.number;
+        let event = match session.poll(&mut self.dial, &self.targets[at].region) {
+            Ok(None) => return false,
+            Ok(Some(event)) => event,
+            Err(error) => {
+                self.lost(at, number, &error);
+                return true;
+            }
+        };
+        match event {
+            SessionEvent::Accepted => {}
+            SessionEvent::Mapped(domain, region_bytes) => {
+                self.refused[at] = None;
+                self.domains[at] = Some(domain);
+                self.writer.handle_connected(at, number, region_bytes);
+            }
+            SessionEvent::Acquired => self.writer.handle_acquired(at, number),
+            SessionEvent::Done(bytes) => self.writer.handle_done(at, number, bytes, self.start.elapsed()),
+        }
+        true
+    }
+
+    fn act(&mut self, action: Action) {
         let Action {
             replica,
             session,
             what,
         } = action;
         match what {
-            What::Connect => {
-                self.sessions[replica] = Some(session);
-                let target = self.targets[replica].clone();
-                self.dial
-                    .spawn((replica, session), false, move |dial| dial.connect(&target))?;
-            }
-            What::Acquire => {
-                if let Some((_, link)) = self.links.remove(&replica) {
-                    let ReplicaLink { client, mapping, .. } = link;
-                    self.dial
-                        .spawn((replica, session), true, move |_| acquire(client, mapping))?;
-                }
-            }
-            // Dropping the link ends the session at once.
-            What::Disconnect => {
-                self.sessions[replica] = None;
-                self.connected[replica] = false;
-                self.links.remove(&replica);
-            }
+            What::Connect => self.connect(replica, session),
+            // Dropping the session ends it at once.
+            What::Disconnect => self.sessions[replica] = None,
             what => {
-                if let Some((known, link)) = self.links.get_mut(&replica)
-                    && *known == session
-                    && let Err(error) = link.take(what)
+                if let Some(known) = self.session(replica, session)
+                    && let Err(error) = known.take(what)
                 {
                     self.lost(replica, session, &error);
                 }
             }
         }
-        Ok(())
     }
 
-    fn arrived(&mut self, came: Came) {
-        let Came {
+    fn session(&mut self, replica: usize, number: u64) -> Option<&mut Session> {
+        let session = self.sessions[replica].as_mut();
+        session.filter(|session| session.number == number)
+    }
+
+    fn connect(&mut self, replica: usize, session: u64) {
+        let target = self.targets[replica].clone();
+        let address = target.address();
+        let known = self.sessions[replica].insert(Session::new(session));
+        if let Some(address) = address {
+            return known.connect(vec![address]);
+        }
+        let job = Resolve {
             replica,
             session,
-            acquired,
-            result,
-        } = came;
-        // Connecting took longer than the writer waited: dropping the client ends its session at once.
-        if self.sessions[replica] != Some(session) {
-            return;
+            target,
+        };
+        if let Err((_, error)) = self.resolver.submit((), job) {
+            self.lost(replica, session, &io::Error::other(error).into());
         }
-        match result.and_then(|(client, mapping)| ReplicaLink::new(client, mapping)) {
-            Ok(link) => {
-                self.refused[replica] = None;
-                self.connected[replica] = true;
-                let region_bytes = link.mapping.region_bytes();
-                self.domains[replica] = Some(link.mapping.domain());
-                self.links.insert(replica, (session, link));
-                if acquired {
-                    self.writer.handle_acquired(replica, session);
-                } else {
-                    self.writer.handle_connected(replica, session, region_bytes);
-                }
-            }
-            Err(error) => self.lost(replica, session, &error),
+    }
+
+    fn handle_resolved(&mut self, resolved: Resolved) {
+        let Resolved {
+            replica,
+            session,
+            result,
+        } = resolved;
+        // Resolving may have taken longer than the session lasted.
+        let Some(known) = self.session(replica, session) else {
+            return;
+        };
+        match result {
+            Ok(addresses) => known.connect(addresses),
+            Err(error) => self.lost(replica, session, &error.into()),
         }
     }
 
     fn lost(&mut self, replica: usize, session: u64, error: &Error) {
-        if self
-            .links
-            .get(&replica)
-            .is_some_and(|(known, _)| *known == session)
-        {
-            self.links.remove(&replica);
-        }
-        self.connected[replica] = false;
+        self.sessions[replica] = None;
         self.refused[replica] = is_final(error).then(|| error.to_string());
         let now = self.now();
         self.writer.handle_lost(replica, session, &error.to_string(), now);
+    }
+
+    /// Arms the sessions' descriptors.
+    fn arm(&mut self) {
+        for at in 0..self.sessions.len() {
+            if let Some(session) = &mut self.sessions[at]
+                && let Err(error) = session.arm()
+            {
+                let number = session.number;
+                self.lost(at, number, &error);
+            }
+        }
     }
 
     fn sleep_on(&mut self, fd: Option<BorrowedFd<'_>>, timeout: Duration) -> Result<(), LogError> {
@@ -483,36 +499,39 @@ impl Log {
                 return Ok(());
             }
         }
-        let mut failed = Vec::new();
-        for (replica, (session, link)) in &mut self.links {
-            if let Err(error) = link.client.arm() {
-                failed.push((*replica, *session, error));
+        loop {
+            self.arm();
+            // Handles completions from before the descriptors were armed, which may lead to more that are to be armed.
+            let worked = self.turn()?;
+            if self.state() != before {
+                self.waiting.came(began);
+                return Ok(());
+            }
+            if !worked {
+                break;
             }
         }
-        for (replica, session, error) in failed {
-            self.lost(replica, session, &error);
-        }
-        // Handles completions from before the clients were armed.
-        self.turn()?;
-        if self.state() != before {
-            self.waiting.came(began);
-            return Ok(());
-        }
-        let due = self.writer.poll_timeout().map(|due| self.start + due);
-        let mut fds: Vec<_> = self.links.values().map(|(_, link)| link.client.as_fd()).collect();
+        let sessions = self.sessions.iter().flatten();
+        let writer_due = self.writer.poll_timeout().map(|due| self.start + due);
+        let due = sessions.clone().filter_map(Session::due).chain(writer_due);
+        let mut fds: Vec<_> = sessions.filter_map(Session::fd).collect();
         fds.extend(fd);
-        let woken = match self.came.sleep(&fds, due.into_iter().chain(end).min()) {
+        let woken = match self.resolved.sleep(&fds, due.chain(end).min()) {
             Ok(ready) => ready.is_some(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
             Err(error) => return Err(error.into()),
         };
         self.waiting.slept(began, woken);
-        self.turn()
+        self.turn().map(drop)
     }
 
     /// Returns what a caller that waits may wait for.
-    fn state(&self) -> (u64, bool) {
-        (self.acknowledged(), self.writer.is_ready())
+    fn state(&self) -> (u64, bool, bool) {
+        (
+            self.acknowledged(),
+            self.writer.is_ready(),
+            self.writer.is_quiet(),
+        )
     }
 }
 
@@ -543,7 +562,7 @@ mod tests {
     use rdmux_push::{Name, Region, Server};
 
     #[test]
-    fn arrived__a_session_that_is_over_does_not_take_the_place_of_the_newer() {
+    fn handle_resolved__of_a_session_that_is_over_does_not_take_the_place_of_the_newer() {
         rdmux_soft::register();
         let key = Key::new([7; 32]);
         let server = Server::bind(Config {
@@ -565,13 +584,10 @@ mod tests {
             ..Options::default()
         };
         let mut log = Log::open(std::slice::from_ref(&target), &key, &options).unwrap();
-        let result = log.dial.connect(&target);
-        assert!(result.is_ok());
-        log.arrived(Came {
+        log.handle_resolved(Resolved {
             replica: 0,
             session: 0,
-            acquired: false,
-            result,
+            result: target.resolve(),
         });
         let record = log.append(b"record").unwrap();
         log.wait_for(record).unwrap();

@@ -1,98 +1,213 @@
-//! The driver's state for one replica: a session with its server, and the requests in flight.
+//! The driver's state for one replica: the way to its server, then the requests in flight.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Instant;
 
-use rdmux_runtime::Mailbox;
-use rdmux_verbs::Memory;
+use rdmux_push::client::{Buffer, MapRequest, PendingClient, PendingMap};
+use rdmux_push::{Access, Client, Domain, Error, Key, Mapping, Name, local_address_towards};
+use rdmux_verbs::{Device, Memory};
 
-use super::driver::Options;
 use super::writer::What;
-use rdmux_push::client::{Buffer, MapRequest};
-use rdmux_push::{Access, Client, Error, Key, Mapping, Target};
 
 /// Bytes of the buffer for requests in flight.
 const BUFFER: u64 = 4 << 20;
 /// Identifies log writers to the servers: a mapping for writing ends the connection of the previous writer.
 const WRITERS: u64 = u64::from_be_bytes(*b"rdmuxlog");
 
-/// Result of a connecting thread.
-pub(super) struct Came {
-    pub(super) replica: usize,
-    pub(super) session: u64,
-    pub(super) acquired: bool,
-    pub(super) result: Result<(Client, Mapping), Error>,
+/// Devices by their own address: all clients on an address share its device.
+#[derive(Debug, Default)]
+pub(super) struct Devices(HashMap<IpAddr, Device>);
+
+impl Devices {
+    pub(super) fn towards(&mut self, peer: IpAddr, from: Option<IpAddr>) -> Result<Device, Error> {
+        let route = match from {
+            Some(from) => from,
+            None => local_address_towards(peer)?,
+        };
+        if let Some(device) = self.0.get(&route) {
+            return Ok(device.clone());
+        }
+        // If another user has the loopback address that the route takes, the server's own address may work.
+        let device = match Device::open(route) {
+            Err(_) if from.is_none() && peer.is_loopback() => Device::open(peer)?,
+            device => device?,
+        };
+        self.0.insert(route, device.clone());
+        Ok(device)
+    }
 }
 
 /// Everything needed to reach the servers.
-#[derive(Clone)]
 pub(super) struct Dial {
     pub(super) key: Key,
-    pub(super) options: Options,
-    pub(super) devices: Arc<super::driver::Devices>,
-    pub(super) came: Mailbox<Came>,
+    pub(super) from: Option<IpAddr>,
+    pub(super) devices: Devices,
 }
 
 impl Dial {
-    /// Connects and maps the region for reading, while others may write.
-    pub(super) fn connect(&self, target: &Target) -> Result<(Client, Mapping), Error> {
-        let mut first = None;
-        for address in target.resolve()? {
-            let device = self.devices.towards(address.ip(), self.options.from)?;
-            let options = rdmux_push::Options {
-                device: Some(device),
-                ..rdmux_push::Options::default()
-            };
-            match Client::connect(address, &self.key, &options) {
-                Ok(mut client) => {
-                    let request = MapRequest {
-                        share: Access::READ | Access::WRITE,
-                        ..MapRequest::new(Access::READ)
-                    };
-                    let mapping = client.map_as(&target.region, &request)?;
-                    return Ok((client, mapping));
-                }
-                Err(error) => {
-                    first.get_or_insert(error);
-                }
-            }
-        }
-        Err(first.unwrap_or(Error::Io(std::io::ErrorKind::AddrNotAvailable.into())))
-    }
-
-    /// Runs `work` on a thread, which reports the result.
-    pub(super) fn spawn(
-        &self,
-        (replica, session): (usize, u64),
-        acquired: bool,
-        work: impl FnOnce(&Dial) -> Result<(Client, Mapping), Error> + Send + 'static,
-    ) -> std::io::Result<()> {
-        let dial = self.clone();
-        let run = move || {
-            let result = work(&dial);
-            // Nobody receives it if the log was closed meanwhile.
-            dial.came.send(Came {
-                replica,
-                session,
-                acquired,
-                result,
-            });
+    fn start(&mut self, address: SocketAddr) -> Result<PendingClient, Error> {
+        let options = rdmux_push::Options {
+            device: Some(self.devices.towards(address.ip(), self.from)?),
+            ..rdmux_push::Options::default()
         };
-        rdmux_verbs::thread::spawn("log-connect", run).map(drop)
+        Client::start_connect(address, &self.key, &options)
     }
 }
 
-/// Maps the region for writing and shares it with readers only.
-pub(super) fn acquire(mut client: Client, reading: Mapping) -> Result<(Client, Mapping), Error> {
-    let request = MapRequest {
-        share: Access::READ,
-        transfer: WRITERS,
-        ..MapRequest::new(Access::READ | Access::WRITE)
-    };
-    let region = reading.region().clone();
-    client.unmap(reading)?;
-    let mapping = client.map_as(&region, &request)?;
-    Ok((client, mapping))
+/// A session with a replica, which begins with connecting to its server. Dropping it ends it at once.
+pub(super) struct Session {
+    pub(super) number: u64,
+    step: Step,
+}
+
+enum Step {
+    /// The name of the server is being resolved.
+    Resolving,
+    Connecting(Box<Attempt>),
+    Linked(Box<ReplicaLink>),
+}
+
+/// News of a session.
+pub(super) enum SessionEvent {
+    /// The server has accepted the client.
+    Accepted,
+    /// The region is mapped for reading: its domain, and its size in bytes.
+    Mapped(Domain, u64),
+    /// The region is mapped for writing.
+    Acquired,
+    /// The oldest request is complete; the bytes if it was a read.
+    Done(Option<Vec<u8>>),
+}
+
+impl Session {
+    pub(super) fn new(number: u64) -> Session {
+        Session {
+            number,
+            step: Step::Resolving,
+        }
+    }
+
+    /// Connects to the server, which has these addresses.
+    pub(super) fn connect(&mut self, addresses: Vec<SocketAddr>) {
+        self.step = Step::Connecting(Box::new(Attempt::new(addresses)));
+    }
+
+    /// Returns what has happened next, without waiting.
+    pub(super) fn poll(&mut self, dial: &mut Dial, region: &Name) -> Result<Option<SessionEvent>, Error> {
+        match &mut self.step {
+            Step::Resolving => Ok(None),
+            Step::Connecting(attempt) => {
+                let Some(client) = attempt.poll(dial)? else {
+                    return Ok(None);
+                };
+                self.step = Step::Linked(Box::new(ReplicaLink::new(client, region)?));
+                Ok(Some(SessionEvent::Accepted))
+            }
+            Step::Linked(link) => link.poll(),
+        }
+    }
+
+    /// Accepts an action on the region.
+    pub(super) fn take(&mut self, what: What) -> Result<(), Error> {
+        match &mut self.step {
+            Step::Linked(link) if what == What::Acquire => link.acquire(),
+            Step::Linked(link) => link.take(what),
+            Step::Resolving | Step::Connecting(_) => Ok(()),
+        }
+    }
+
+    /// Returns whether the region is mapped, or was for reading.
+    pub(super) fn is_connected(&self) -> bool {
+        match &self.step {
+            Step::Linked(link) => link.acquires || matches!(link.hold, Hold::Mapped(_)),
+            Step::Resolving | Step::Connecting(_) => false,
+        }
+    }
+
+    /// Makes the descriptor readable for what happens from now on. It is for what has not led to an event of [`Session::poll`].
+    pub(super) fn arm(&mut self) -> Result<(), Error> {
+        match &mut self.step {
+            Step::Linked(link) => link.client.arm(),
+            // Polling has armed that of an attempt.
+            Step::Resolving | Step::Connecting(_) => Ok(()),
+        }
+    }
+
+    /// Returns the descriptor to sleep on.
+    pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.step {
+            Step::Resolving => None,
+            Step::Connecting(attempt) => attempt.pending.as_ref().map(AsFd::as_fd),
+            Step::Linked(link) => Some(link.client.as_fd()),
+        }
+    }
+
+    /// Returns the time until which to sleep.
+    pub(super) fn due(&self) -> Option<Instant> {
+        match &self.step {
+            Step::Resolving => None,
+            Step::Connecting(attempt) => attempt.pending.as_ref()?.due(),
+            Step::Linked(link) => Some(link.client.due()),
+        }
+    }
+
+    /// Ends the session: with a goodbye if no request is in flight.
+    pub(super) fn close(self) {
+        // A goodbye would wait for a replica that is behind, and for ever for one whose disk hangs.
+        if let Step::Linked(link) = self.step
+            && matches!(link.hold, Hold::Mapped(_))
+            && link.client.in_flight() == 0
+        {
+            link.client.close();
+        }
+    }
+}
+
+/// An attempt to connect to a replica's server, by one of its addresses after the other.
+struct Attempt {
+    addresses: std::vec::IntoIter<SocketAddr>,
+    pending: Option<PendingClient>,
+    /// The error at the first address.
+    first: Option<Error>,
+}
+
+impl Attempt {
+    fn new(addresses: Vec<SocketAddr>) -> Attempt {
+        Attempt {
+            addresses: addresses.into_iter(),
+            pending: None,
+            first: None,
+        }
+    }
+
+    /// Moves the attempt on, without waiting.
+    fn poll(&mut self, dial: &mut Dial) -> Result<Option<Client>, Error> {
+        loop {
+            let started = match &mut self.pending {
+                Some(pending) => match pending.poll() {
+                    None => return Ok(None),
+                    Some(Ok(client)) => return Ok(Some(client)),
+                    Some(Err(error)) => Err(error),
+                },
+                None => match self.addresses.next() {
+                    Some(address) => dial.start(address),
+                    None => {
+                        let none = || Error::Io(std::io::ErrorKind::AddrNotAvailable.into());
+                        return Err(self.first.take().unwrap_or_else(none));
+                    }
+                },
+            };
+            self.pending = match started {
+                Ok(pending) => Some(pending),
+                Err(error) => {
+                    self.first.get_or_insert(error);
+                    None
+                }
+            };
+        }
+    }
 }
 
 /// A request's part of the buffer.
@@ -139,36 +254,68 @@ struct Posted {
     is_read: bool,
 }
 
-/// A session with a replica.
-pub(super) struct ReplicaLink {
-    pub(super) client: Client,
-    pub(super) mapping: Mapping,
+/// A connection to a replica's server, and the mapping of the region.
+struct ReplicaLink {
+    client: Client,
+    region: Name,
+    hold: Hold,
+    /// Set once the region was asked for for writing.
+    acquires: bool,
     buffer: Buffer,
     room: Room,
     posted: VecDeque<Posted>,
     waiting: VecDeque<What>,
 }
 
+enum Hold {
+    Pending(PendingMap),
+    Mapped(Mapping),
+}
+
 impl ReplicaLink {
-    pub(super) fn new(client: Client, mapping: Mapping) -> Result<ReplicaLink, Error> {
-        let buffer = client.buffer(BUFFER as usize)?;
+    /// Asks for the region for reading, while others may write.
+    fn new(mut client: Client, region: &Name) -> Result<ReplicaLink, Error> {
+        let request = MapRequest {
+            share: Access::READ | Access::WRITE,
+            ..MapRequest::new(Access::READ)
+        };
         Ok(ReplicaLink {
+            hold: Hold::Pending(client.start_map(region, &request)?),
+            acquires: false,
+            buffer: client.buffer(BUFFER as usize)?,
             client,
-            mapping,
-            buffer,
+            region: region.clone(),
             room: Room::default(),
             posted: VecDeque::new(),
             waiting: VecDeque::new(),
         })
     }
 
+    /// Asks for the region for writing, and shares it with readers only.
+    fn acquire(&mut self) -> Result<(), Error> {
+        let request = MapRequest {
+            share: Access::READ,
+            transfer: WRITERS,
+            ..MapRequest::new(Access::READ | Access::WRITE)
+        };
+        if let Hold::Mapped(reading) = &self.hold {
+            self.client.start_unmap(reading.clone())?;
+        }
+        self.hold = Hold::Pending(self.client.start_map(&self.region, &request)?);
+        self.acquires = true;
+        Ok(())
+    }
+
     /// Accepts a read, write or flush, and posts it once there is room.
-    pub(super) fn take(&mut self, what: What) -> Result<(), Error> {
+    fn take(&mut self, what: What) -> Result<(), Error> {
         self.waiting.push_back(what);
         self.post()
     }
 
     fn post(&mut self) -> Result<(), Error> {
+        let Hold::Mapped(mapping) = &self.hold else {
+            return Ok(());
+        };
         while let Some(what) = self.waiting.front() {
             let length = match what {
                 What::Write { bytes, .. } => bytes.len() as u64,
@@ -187,15 +334,15 @@ impl ReplicaLink {
                     self.buffer.memory().write(at, bytes)?;
                     let length = bytes.len() as u32;
                     self.client
-                        .post_write(&self.mapping, *offset, &self.buffer, at, length, 0)?;
+                        .post_write(mapping, *offset, &self.buffer, at, length, 0)?;
                 }
                 What::Read { offset, length } => {
                     self.client
-                        .post_read(&self.mapping, *offset, &self.buffer, at, *length as u32, 0)?;
+                        .post_read(mapping, *offset, &self.buffer, at, *length as u32, 0)?;
                 }
                 What::Flush { offset, length } => {
-                    let kind = self.mapping.strongest();
-                    self.client.post_flush(&self.mapping, *offset, *length, kind, 0)?;
+                    let kind = mapping.strongest();
+                    self.client.post_flush(mapping, *offset, *length, kind, 0)?;
                 }
                 What::Connect | What::Acquire | What::Disconnect => {}
             }
@@ -207,12 +354,27 @@ impl ReplicaLink {
         Ok(())
     }
 
-    /// Polls the oldest request: returns `None` until it is complete, then the bytes if it was a read.
-    pub(super) fn poll(&mut self) -> Result<Option<Option<Vec<u8>>>, Error> {
+    /// Returns what has happened next, without waiting.
+    fn poll(&mut self) -> Result<Option<SessionEvent>, Error> {
+        let mapping = match &self.hold {
+            Hold::Mapped(mapping) => mapping,
+            Hold::Pending(pending) => {
+                let Some(mapping) = self.client.poll_map(pending)? else {
+                    return Ok(None);
+                };
+                let event = match self.acquires {
+                    true => SessionEvent::Acquired,
+                    false => SessionEvent::Mapped(mapping.domain(), mapping.region_bytes()),
+                };
+                self.hold = Hold::Mapped(mapping);
+                self.post()?;
+                return Ok(Some(event));
+            }
+        };
         if self.client.poll_done()?.is_none() {
-            if !self.client.is_held(&self.mapping) {
+            if !self.client.is_held(mapping) {
                 return Err(Error::LeaseBroken {
-                    region: self.mapping.region().clone(),
+                    region: self.region.clone(),
                 });
             }
             return Ok(None);
@@ -228,7 +390,7 @@ impl ReplicaLink {
         }
         self.room.give_back(posted.piece);
         self.post()?;
-        Ok(Some(bytes))
+        Ok(Some(SessionEvent::Done(bytes)))
     }
 }
 

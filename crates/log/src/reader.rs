@@ -1,8 +1,8 @@
 //! Reading a log without disturbing its writer.
 
 use super::Epoch;
-use super::driver::Devices;
 use super::format::{AREA_AT, FRAME_LEN, Found, Frame, Header, Point, Scan};
+use super::link::Devices;
 use rdmux_push::{Access, Client, Domain, Error, Key, MapRequest, Target};
 
 /// Bytes read at a time.

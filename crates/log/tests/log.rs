@@ -51,6 +51,33 @@ fn open__finds_all_of_a_log_larger_than_the_buffer_of_requests() {
 }
 
 #[test]
+fn open__a_server_by_name() {
+    let server = Running::start("127.0.9.95:7174", vec![memory_region("log", 1 << 20)], LONG);
+    // The resolver knows what this name is, and it is no address: 9 * 256 + 95.
+    let target: Target = "rdmux://127.0.2399/log".parse().unwrap();
+    assert_eq!(target.address(), None);
+    assert_eq!(target.resolve().unwrap(), [server.address]);
+    let options = Options {
+        create: true,
+        ..Options::default()
+    };
+    let mut log = Log::open(std::slice::from_ref(&target), &key(), &options).unwrap();
+    let next = log.append(b"record").unwrap();
+    log.wait_for(next).unwrap();
+    log.close().unwrap();
+    let nowhere: Target = "rdmux://host.invalid/log".parse().unwrap();
+    let options = Options {
+        patience: Duration::from_millis(300),
+        ..options
+    };
+    let error = Log::open(&[nowhere], &key(), &options).unwrap_err();
+    assert!(
+        error.to_string().contains("no majority of the 1 replicas"),
+        "{error}"
+    );
+}
+
+#[test]
 fn close__does_not_wait_for_a_replica_whose_disk_hangs() {
     let disk = Disk::new(false);
     let servers = [
