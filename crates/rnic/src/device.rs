@@ -593,9 +593,6 @@ impl Rnic {
 
     /// Detaches a QP from a multicast group. IBTA Vol 1, 11.3.2.
     pub fn detach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), McastError> {
-        if mutant!(DetachForgotten) {
-            return Ok(());
-        }
         self.groups.detach(group.to_canonical(), qpn)
     }
 
@@ -859,11 +856,7 @@ impl Rnic {
             memory_offset: spec.memory_offset,
             iova: spec.view().iova,
             length: spec.length,
-            access: if mutant!(GrantWithoutRight) {
-                allowed
-            } else {
-                allowed & spec.access
-            },
+            access: allowed & spec.access,
             lkey: LKey(rkey.0),
         })
     }
@@ -972,7 +965,7 @@ impl Rnic {
     /// rdmux.
     fn icrc_is_right(&mut self, flow: &Flow, bytes: &[u8], icrc: u32, narrow: bool) -> bool {
         let difference = flow.icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ icrc;
-        if difference == 0 || mutant!(IcrcIgnored) {
+        if difference == 0 {
             return true;
         }
         if flow.src.is_ipv6() {
@@ -1108,14 +1101,22 @@ impl Rnic {
         }
     }
 
+    /// Returns the QPs to which a datagram to a group is delivered.
+    fn mcast_receivers(&self, group: IpAddr) -> Vec<Qpn> {
+        if mutant!(McastToAll) {
+            return self.qps.keys().map(|qpn| Qpn::new(*qpn)).collect();
+        }
+        let mut attached = self.groups.attached(group).to_vec();
+        if mutant!(McastToFirst) {
+            attached.truncate(1);
+        }
+        attached
+    }
+
     /// Delivers a copy of a packet to every QP that is attached to the group, the sender's own included. IBTA Vol 1, 10.5.2.1.
     fn handle_multicast(&mut self, now: Time, arrival: &Arrival<'_>, packet: &Packet<'_>) {
         let flow = arrival.flow();
-        let attached = if mutant!(McastToAll) {
-            self.qps.keys().map(|qpn| Qpn::new(*qpn)).collect()
-        } else {
-            self.groups.attached(flow.dst).to_vec()
-        };
+        let attached = self.mcast_receivers(flow.dst);
         // Both the address and the QPN of a packet to a group are those of a group.
         if packet.bth.dest_qpn != Qpn::MULTICAST || attached.is_empty() {
             self.counters.no_qp += 1;
@@ -1125,8 +1126,7 @@ impl Rnic {
             self.counters.rx_icrc_encapsulated += 1;
             return;
         }
-        let one = if mutant!(McastToFirst) { 1 } else { usize::MAX };
-        for qpn in attached.into_iter().take(one) {
+        for qpn in attached {
             let takes = self.with_qp(now, qpn, |qp, env| {
                 let takes = qp.head.takes(packet.bth.opcode) && qp.head.takes_now(packet.bth.opcode);
                 if takes {
@@ -1393,7 +1393,7 @@ impl Rnic {
         qp.head.look_at_rate(&env);
         let before = qp.head.granted.then(|| qp.grants());
         let result = f(qp, &mut env);
-        if before.is_some_and(|before| before != qp.grants()) && !mutant!(GrantOutlivesError) {
+        if before.is_some_and(|before| before != qp.grants()) {
             qp.head.granted = false;
             self.revoked.push(qpn);
         }

@@ -1,4 +1,7 @@
 //! Deliberate defects, one at a time, with which the tests prove that they can fail. Only feature `mutants` compiles them in.
+//!
+//! A defect here violates the protocol in a way that no change of a single operator, condition or function body gives: those changes
+//! are what cargo-mutants makes (`.cargo/mutants.toml`).
 
 /// Evaluates to true when a defect is switched on; constant `false` without feature `mutants`.
 macro_rules! mutant {
@@ -54,42 +57,20 @@ mod switch {
         FlushAnsweredEarly,
         /// An acknowledgement past a READ completes it without its data.
         AckCompletesRead,
-        /// The ICRC is not checked.
-        IcrcIgnored,
         /// The last packet of a message is never sent again.
         LastNotResent,
-        /// The responder queues a replayed READ or FLUSH behind its answers to later requests.
-        ReplayBehindAll,
         /// Retries are not counted.
         RetriesNeverEnd,
-        /// A QP in error does not flush its receives.
-        ReceivesForgotten,
-        /// A type 2 window accepts requests on any QP.
-        WindowOfAnyQp,
-        /// A SEND with invalidate leaves the key valid.
-        InvalidateForgotten,
         /// A QP in SQD begins new requests.
         SqdBeginsNew,
-        /// A fenced request does not wait.
-        FenceIgnored,
-        /// An atomic operation accepts any address.
-        AtomicMisaligned,
         /// An atomic operation does not wait for a FLUSH before it.
         AtomicPassesFlush,
-        /// A UC message continues after a gap.
-        UcGapAccepted,
         /// A UC packet that is late or a duplicate begins a message.
         UcLateAccepted,
-        /// A dropped UC message consumes a receive.
-        UcDropUsesReceive,
         /// A failed send request of UC or UD leaves the QP in RTS.
         SqeNotEntered,
-        /// The Q_Key is not checked.
-        QkeyIgnored,
         /// The GRH of a datagram is not placed.
         GrhLeftOut,
-        /// The GRH is not counted in a datagram's byte length.
-        GrhNotCounted,
         /// A datagram to a group reaches QPs that are not attached to it.
         McastToAll,
         /// A datagram to a group reaches only one of the attached QPs.
@@ -98,14 +79,10 @@ mod switch {
         SqeIsError,
         /// The responder reports a gap by bitmap to a peer that did not agree to it.
         SackUnagreed,
-        /// The responder does not report a gap.
-        SackNeverSent,
         /// A bitmap begins one packet too late.
         SackBeginsLate,
         /// A bitmap acknowledges the packet that it requests.
         SackAcknowledgesHole,
-        /// The responder drops packets behind a gap.
-        KeptNothing,
         /// The responder executes kept packets before all missing packets have arrived.
         KeptBeforeGapCloses,
         /// A kept message loses its solicited event.
@@ -114,12 +91,8 @@ mod switch {
         KeptRefusedSkipped,
         /// The responder acknowledges packets that it keeps behind the next gap.
         AckPastHole,
-        /// The requester treats a hole as filled without sending a packet.
-        HoleNeverResent,
         /// The requester fills a hole only once, even if that packet is lost as well.
         HoleFilledOnce,
-        /// The requester sends no probe when no answer arrives.
-        ProbeNeverSent,
         /// READ data that arrives late completes every request that was sent.
         AnsweredIsAll,
         /// Packets that the peer reports as arrived still count as in flight.
@@ -134,20 +107,12 @@ mod switch {
         LastWqeUntold,
         /// An XRC message takes its receive from a queue other than the one that it names.
         XrcSrqIgnored,
-        /// A solicited message wakes nobody.
-        SolicitedIgnored,
         /// A key is looked up without its tag.
         TagIgnored,
         /// Binding a window does not change its key.
         WindowKeyStays,
-        /// A window may be bound beyond its region.
-        BindUnchecked,
-        /// A local invalidation leaves the key as it was.
-        LocalInvalidateForgotten,
         /// A region that is registered anew keeps its old memory.
         ReregisterKeepsMemory,
-        /// A deregistered region stays usable.
-        DeregisterForgotten,
         /// A repeated atomic operation is executed again.
         AtomicReplayExecutes,
         /// The response to a repeated atomic operation lacks the original value.
@@ -166,64 +131,28 @@ mod switch {
         OldResourceKept,
         /// The requester sends more requests than the peer can remember.
         InitiatorDepthIgnored,
-        /// The device reports the send queue as drained while requests are in flight.
-        SqDrainedEarly,
-        /// The device raises no event when the send queue has drained.
-        SqDrainedUntold,
-        /// RNR retries are not counted.
-        RnrRetriesNeverEnd,
         /// A QP in error flushes its send requests in the wrong order.
         FlushedBackwards,
         /// The device raises no event when a QP enters Error.
         QpErrorUntold,
-        /// The device raises no event when a completion queue overruns.
-        OverrunUntold,
-        /// The device raises no event for the first request in RTR.
-        EstablishedUntold,
         /// A restarted device numbers its QPs from the beginning again.
         NumbersBeginAgain,
         /// A QP ignores a new path.
         PathStays,
-        /// A request that is repeated after its connection has ended gets no answer.
-        CmAnswerNotRepeated,
         /// A connection that has ended is forgotten at once.
         TimeWaitSkipped,
         /// A DREQ is not answered.
         DreqUnanswered,
-        /// An MRA of the peer has no effect.
-        MraIgnored,
         /// A request from a QP that is already connected opens a second connection.
         StaleUnnoticed,
-        /// A repeated request is treated as a new one.
-        RequestTaken,
-        /// A lost RTU is not repeated.
-        RtuNotRepeated,
-        /// A repeated resolution request gets no answer.
-        SidrAnswerNotRepeated,
-        /// The passive user receives no event when the connection is established.
-        CmEstablishedUntold,
-        /// A QP that is detached from a group stays attached.
-        DetachForgotten,
-        /// A datagram longer than the path MTU is sent.
-        UdTooLongSent,
         /// An address handle's traffic class is not sent.
         UdTrafficClassLost,
-        /// A request that needs no packet executes before earlier requests have completed.
-        DirectOvertakes,
-        /// A request that needs no packet begins in SQD.
-        DirectInSqd,
         /// A request whose grant has ended counts as done.
         EndedIsDone,
-        /// Grants to a QP's peer stay valid when the QP stops accepting requests.
-        GrantOutlivesError,
         /// Grants to a QP's peer stay valid when the QP is destroyed.
         GrantOutlivesQp,
         /// A grant extends one byte too far.
         GrantOffByOne,
-        /// A grant allows an access that the region does not.
-        GrantWithoutRight,
-        /// The requester asks for a grant of the key with every request.
-        GrantAskedTwice,
         /// A QP whose link within the host broke continues to send through that link.
         LinkOutlived,
     }

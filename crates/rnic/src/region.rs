@@ -375,7 +375,7 @@ impl Regions {
             Keyed::Fast { .. } => true,
             Keyed::Window { .. } => false,
         };
-        if !named || mutant!(DeregisterForgotten) {
+        if !named {
             return Err(RegisterError::NoRegion);
         }
         if entry.windows > 0 {
@@ -482,8 +482,7 @@ impl Regions {
                 .map(RegionSpec::view);
         };
         let bound = bound.filter(|bound| {
-            bound.bind.access.contains(access)
-                && (*kind == WindowType::One || bound.qpn == qpn || mutant!(WindowOfAnyQp))
+            bound.bind.access.contains(access) && (*kind == WindowType::One || bound.qpn == qpn)
         })?;
         let Bind {
             region,
@@ -519,7 +518,7 @@ impl Regions {
                 && (remote | flushes).contains(rights)
                 && (!writes || spec.access.contains(Access::LOCAL_WRITE))
                 && spec.view().offset_of(bind.va, bind.length).is_some();
-            if !allowed && !mutant!(BindUnchecked) {
+            if !allowed {
                 return Err(KeyError);
             }
         }

@@ -202,9 +202,7 @@ impl Cm {
             }
             ConnectionState::RepSent | ConnectionState::MraRepReceived => {
                 c.state = ConnectionState::Established;
-                if !mutant!(CmEstablishedUntold) {
-                    self.events.push_back(CmEvent::Established { id });
-                }
+                self.events.push_back(CmEvent::Established { id });
             }
             _ => return,
         }
@@ -347,8 +345,7 @@ impl Cm {
 
     pub(super) fn handle_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &Req) {
         let key = (peer, Some(req.ca_guid), req.local_comm_id);
-        let known = self.repeated(&key, tid);
-        if let Some(id) = known.filter(|_| !mutant!(RequestTaken)) {
+        if let Some(id) = self.repeated(&key, tid) {
             return self.handle_req_again(id);
         }
         let refuse = |cm: &mut Cm, reason, ari: &[u8]| {
@@ -447,7 +444,6 @@ impl Cm {
     fn handle_req_again(&mut self, id: u32) {
         match self.connections.get(&id).map(|c| c.state) {
             Some(ConnectionState::ReqReceived | ConnectionState::MraReqSent) => self.send_mra(id),
-            Some(ConnectionState::TimeWait) if mutant!(CmAnswerNotRepeated) => {}
             Some(ConnectionState::RepSent | ConnectionState::TimeWait) => self.repeat(id),
             _ => {}
         }
@@ -468,7 +464,6 @@ impl Cm {
             ConnectionState::ReqSent | ConnectionState::MraReqReceived => self.handle_first_rep(now, id, rep),
             _ if c.remote_id != rep.local_comm_id || c.request.is_some() => {}
             ConnectionState::RepReceived | ConnectionState::MraRepSent => self.send_mra(id),
-            ConnectionState::Established if mutant!(RtuNotRepeated) => {}
             // The RTU was lost.
             ConnectionState::Established => self.repeat(id),
             _ => {}
@@ -587,7 +582,6 @@ impl Cm {
             return;
         };
         match (c.state, mra.answered) {
-            _ if mutant!(MraIgnored) => return,
             (ConnectionState::ReqSent | ConnectionState::MraReqReceived, Answered::Req) => {
                 c.state = ConnectionState::MraReqReceived;
                 c.remote_id = mra.local_comm_id;

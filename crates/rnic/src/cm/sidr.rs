@@ -77,7 +77,6 @@ impl Cm {
                 .connections
                 .get(&id)
                 .is_some_and(|c| c.state == ConnectionState::TimeWait)
-                && !mutant!(SidrAnswerNotRepeated)
             {
                 self.repeat(id);
             }

@@ -51,8 +51,7 @@ impl Scope {
         }
         let mut srqn = named.ok_or(Refusal::InvalidRequest)?;
         if mutant!(XrcSrqIgnored) {
-            let of_xrc = env.srqs.iter().filter(|(_, srq)| srq.init.xrc.is_some());
-            srqn = of_xrc.map(|(srqn, _)| *srqn).min().unwrap_or(srqn);
+            srqn = lowest_xrc_srq(env).unwrap_or(srqn);
         }
         let srq = env.srqs.get(&srqn).ok_or(Refusal::InvalidRequest)?;
         match srq.init.xrc {
@@ -66,6 +65,12 @@ impl Scope {
             _ => Err(Refusal::InvalidRequest),
         }
     }
+}
+
+/// A deliberate defect: returns a shared receive queue of XRC without regard to the packet.
+fn lowest_xrc_srq(env: &Env<'_>) -> Option<u32> {
+    let of_xrc = env.srqs.iter().filter(|(_, srq)| srq.init.xrc.is_some());
+    of_xrc.map(|(srqn, _)| *srqn).min()
 }
 
 /// A request, or the part of one that a packet carries.
@@ -475,7 +480,6 @@ impl Execution {
         }
         self.message = None;
         if let Some(rkey) = invalidate
-            && !mutant!(InvalidateForgotten)
             && env.regions.invalidate(rkey, pd, qpn).is_err()
         {
             let wc = bare_completion(qpn, wr_id, Status::RemoteInvalidRequest, WcOpcode::Recv);
@@ -523,9 +527,8 @@ impl Execution {
             );
             return Err(Refusal::Receive(status));
         }
-        let counted = if mutant!(GrhNotCounted) { 0 } else { GRH_LEN };
         let wc = WorkCompletion {
-            byte_len: (counted + payload.len()) as u32,
+            byte_len: (GRH_LEN + payload.len()) as u32,
             imm,
             src_qpn: Some(src_qpn),
             ..bare_completion(qpn, recv.wr_id, Status::Success, WcOpcode::Recv)
@@ -550,9 +553,7 @@ impl Execution {
 
     /// Gives up the message in progress: the next one takes its receive. IBTA Vol 1, 9.8.2.2.
     pub(crate) fn give_up_message(&mut self) {
-        if let Some(Incoming::Send { recv, .. }) = self.message.take()
-            && !mutant!(UcDropUsesReceive)
-        {
+        if let Some(Incoming::Send { recv, .. }) = self.message.take() {
             self.recv.put_back(recv);
         }
     }
@@ -728,7 +729,7 @@ impl Execution {
         access: Access,
         atomic: Atomic,
     ) -> Result<u64, Refusal> {
-        if !head.access.contains(access) || (!va.is_multiple_of(8) && !mutant!(AtomicMisaligned)) {
+        if !head.access.contains(access) || !va.is_multiple_of(8) {
             return Err(Refusal::InvalidRequest);
         }
         let reth = Reth { va, rkey, length: 8 };
@@ -799,9 +800,6 @@ impl Execution {
         if let Some(Incoming::Send { recv, scope, .. }) = self.message.take() {
             self.recv.put_back(recv);
             recv_cq = scope.recv_cq;
-        }
-        if mutant!(ReceivesForgotten) {
-            self.recv.close();
         }
         for recv in self.recv.close() {
             let wc = bare_completion(head.qpn, recv.wr_id, Status::Flushed, WcOpcode::Recv);

@@ -61,7 +61,6 @@ pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operatio
             let done = env.regions.fill(registration, pd);
             done.map_err(|_| Status::LocalQpOperation)
         }
-        Operation::LocalInvalidate { .. } if mutant!(LocalInvalidateForgotten) => Ok(()),
         Operation::LocalInvalidate { rkey } => {
             let done = env.regions.invalidate(*rkey, pd, qpn);
             done.map_err(|_| Status::LocalQpOperation)

@@ -270,7 +270,7 @@ impl Env<'_> {
     pub(crate) fn tell_first_request(&mut self, head: &Head) {
         if head.tells_first_request {
             self.events.push_back(Event::FirstRequest(head.qpn));
-        } else if head.state == QpState::Rtr && !mutant!(EstablishedUntold) {
+        } else if head.state == QpState::Rtr {
             self.events.push_back(Event::CommunicationEstablished(head.qpn));
         }
     }
@@ -300,8 +300,6 @@ impl Env<'_> {
             Pushed::Overrun { first } => {
                 if first {
                     self.note(wc.qpn, Note::Overrun { cqn: cq });
-                }
-                if first && !mutant!(OverrunUntold) {
                     self.events.push_back(Event::CqError(cq));
                 }
                 // Also after the first loss: a QP may have been brought up again since.
@@ -512,8 +510,9 @@ impl Qp {
         attr.check(qp_type, from, to)?;
         let head = &mut self.head;
         head.access = attr.access.unwrap_or(head.access);
-        let path_stays = head.path.is_some() && mutant!(PathStays);
-        head.path = attr.path.filter(|_| !path_stays).or(head.path);
+        if head.path.is_none() || !mutant!(PathStays) {
+            head.path = attr.path.or(head.path);
+        }
         head.mtu = attr.path_mtu.unwrap_or(head.mtu);
         head.dest_qpn = attr.dest_qpn.unwrap_or(head.dest_qpn);
         head.qkey = attr.qkey.unwrap_or(head.qkey);

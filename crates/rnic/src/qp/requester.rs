@@ -505,8 +505,8 @@ impl Requester {
 
     /// Reports that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
     pub(crate) fn tell_drained(&mut self, env: &mut Env<'_>, head: &Head) {
-        let begun = self.queue.front().is_some_and(|wqe| wqe.first.is_some()) && !mutant!(SqDrainedEarly);
-        if self.draining && head.state == QpState::Sqd && !begun && !mutant!(SqDrainedUntold) {
+        let begun = self.queue.front().is_some_and(|wqe| wqe.first.is_some());
+        if self.draining && head.state == QpState::Sqd && !begun {
             self.draining = false;
             env.events.push_back(Event::SqDrained(head.qpn));
         }
@@ -536,8 +536,7 @@ impl Requester {
         }
         let fenced = wqe.request.flags.contains(SendFlags::FENCE)
             && self.cursor.packet == 0
-            && self.answers_wait_before_cursor()
-            && !mutant!(FenceIgnored);
+            && self.answers_wait_before_cursor();
         // A retransmission reads memory again: a key is invalidated when no request before can need it any longer. 10.8.3.3.
         let ends_key = matches!(wqe.request.operation, Operation::LocalInvalidate { .. });
         if fenced || ends_key && self.cursor.wqe > 0 {
@@ -905,7 +904,7 @@ impl Requester {
                 };
                 env.note(head.qpn, note);
                 if is_counted {
-                    if self.rnr_tries >= self.rnr_retry && !mutant!(RnrRetriesNeverEnd) {
+                    if self.rnr_tries >= self.rnr_retry {
                         let status = Status::RnrRetryExceeded;
                         return Err(Broken { status, request });
                     }
@@ -1234,18 +1233,21 @@ impl Requester {
         {
             self.flush_icrc.resend();
         }
-        if mutant!(LastNotResent)
-            && self
-                .queue
-                .get(self.cursor.wqe)
-                .is_some_and(|w| self.cursor.packet + 1 == w.packets)
-        {
+        if mutant!(LastNotResent) {
+            self.skip_last_packet();
+        }
+        self.arm(env.now);
+    }
+
+    /// A deliberate defect: moves the cursor past the last packet of a message.
+    fn skip_last_packet(&mut self) {
+        let Cursor { wqe, packet } = self.cursor;
+        if self.queue.get(wqe).is_some_and(|wqe| packet + 1 == wqe.packets) {
             self.cursor = Cursor {
-                wqe: self.cursor.wqe + 1,
+                wqe: wqe + 1,
                 packet: 0,
             };
         }
-        self.arm(env.now);
     }
 
     /// Reduces the number of packets in flight after a loss, once for all losses of one window.

@@ -487,11 +487,11 @@ impl Responder {
         let psn = packet.bth.psn;
         let within = psn.since(self.expected) as u32 <= head.reach();
         let fits = packet.payload().len() <= head.mtu as usize;
-        if within && fits && !mutant!(KeptNothing) && self.early.keep(psn, packet.bytes()) {
+        if within && fits && self.early.keep(psn, packet.bytes()) {
             env.counters.kept_requests += 1;
         }
         // A peer that received an RNR NAK for the missing request knows of it.
-        self.sack_owed |= !self.nak_sent && !mutant!(SackNeverSent);
+        self.sack_owed |= !self.nak_sent;
     }
 
     /// Executes the requests kept behind a missing one that has been executed, up to the next gap. `Some`: one was refused, and the
@@ -548,8 +548,12 @@ impl Responder {
 
     /// Takes the next request, if it is kept.
     fn take_kept(&mut self) -> Option<Box<[u8]>> {
-        let first = self.early.first().filter(|_| mutant!(KeptBeforeGapCloses));
-        self.early.take(first.unwrap_or(self.expected))
+        let next = if mutant!(KeptBeforeGapCloses) {
+            self.early.first()?
+        } else {
+            self.expected
+        };
+        self.early.take(next)
     }
 
     /// Builds the selective NAK, which reports the missing request and those kept. All responses that were pending before it have
@@ -971,24 +975,20 @@ impl Responder {
 
     /// Handles the end of a flush. Returns true when the QP is to fail: no response has promised durability, and none will.
     pub(crate) fn handle_flush(&mut self, psn: Psn, ok: bool) -> bool {
+        let ok = ok || mutant!(FailedFlushAnswered);
         let owed = self
             .answers
             .iter()
             .position(|a| matches!(a, Answer::Flush { psn: p, .. } if *p == psn));
         let Some(at) = owed else { return false };
         if let Some(Answer::Flush { state, .. }) = self.answers.get_mut(at) {
-            *state = if ok || mutant!(FailedFlushAnswered) {
-                FlushState::Done
-            } else {
-                FlushState::Failed
-            };
+            *state = if ok { FlushState::Done } else { FlushState::Failed };
         }
-        let failed = !ok && !mutant!(FailedFlushAnswered);
-        if failed {
+        if !ok {
             // Nothing behind a failed flush is answered.
             self.answers.truncate(at + 1);
         }
-        failed
+        !ok
     }
 
     /// Makes `psn`, at most 2^23 further, the PSN of the next request. Forgets the resources that no repetition can name any
@@ -1224,10 +1224,7 @@ impl Responder {
         {
             *fetch = Fetch::None;
         }
-        let after = self
-            .answers
-            .iter()
-            .position(|a| a.psn().since(at) > 0 && !mutant!(ReplayBehindAll));
+        let after = self.answers.iter().position(|a| a.psn().since(at) > 0);
         self.answers.insert(after.unwrap_or(self.answers.len()), answer);
     }
 

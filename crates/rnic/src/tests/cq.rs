@@ -198,6 +198,34 @@ fn armed_queues__any_until_told_or_destroyed() {
 }
 
 #[test]
+fn arm__solicited_tells_of_solicited_messages_and_errors() {
+    let mut pair = Pair::new();
+    let cq = pair.sides[1].cq;
+    pair.sides[1].rnic.arm_cq(cq, Arm::Solicited);
+    for (flags, told) in [(SendFlags::empty(), false), (SendFlags::SOLICITED, true)] {
+        pair.recv(1, 0, 0, 64);
+        let request = SendRequest {
+            wr_id: 0,
+            operation: Operation::Send { imm: None },
+            sges: SgeList::inline(b"message"),
+            flags,
+            to: Target::Connected,
+        };
+        let side = &mut pair.sides[0];
+        side.rnic.post_send(pair.now, side.qpn, request).unwrap();
+        pair.run();
+        assert_eq!(pair.sides[1].completions().len(), 1);
+        let event = pair.sides[1].rnic.poll_event();
+        assert_eq!(event, told.then_some(Event::Completion(cq)), "{flags:?}");
+    }
+
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    bed.rnic().arm_cq(cq, Arm::Solicited);
+    assert!(bed.complete(0, 0), "an error");
+}
+
+#[test]
 fn keep_times__of_others_stay_when_a_queue_pair_is_forgotten() {
     let mut bed = Bed::new();
     let (other, _) = bed.pair.second_qps();

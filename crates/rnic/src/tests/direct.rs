@@ -222,6 +222,23 @@ fn direct__states_of_the_asking_side() {
     ]);
 }
 
+#[test]
+fn direct__begins_nothing_in_sqd() {
+    for posts_directly in [true, false] {
+        let mut host = Host::new(true);
+        host.posts_directly = posts_directly;
+        host.warm();
+        let before = host.direct();
+        host.perform(Modify(0, QpState::Sqd));
+        host.perform(Post(write(8, 8)));
+        host.rest();
+        assert_eq!(host.direct(), before);
+        host.perform(Modify(0, QpState::Rts));
+        host.rest();
+        assert_eq!(host.direct(), before + 1);
+    }
+}
+
 #[rustfmt::skip]
 #[test]
 fn direct__a_grant_ends_with_what_it_stands_for() {

@@ -941,6 +941,19 @@ fn srq__feeds_its_qps_and_tells_once_when_its_limit_is_reached() {
 }
 
 #[test]
+fn srq__limit_is_at_most_its_size_and_zero_disarms_it() {
+    let (mut pair, srqn) = shared(2);
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.modify_srq(srqn, None, Some(8)).unwrap();
+    assert_eq!(rnic.query_srq(srqn).unwrap().limit, Some(8));
+    rnic.modify_srq(srqn, None, Some(0)).unwrap();
+    assert_eq!(rnic.query_srq(srqn).unwrap().limit, None);
+    send(&mut pair);
+    pair.run();
+    assert_eq!(events(&mut pair, 1), []);
+}
+
+#[test]
 fn srq__has_its_own_domain_for_the_memory_of_its_receives() {
     for (own, status) in [(true, Status::Success), (false, Status::RemoteOperation)] {
         let (mut pair, _) = shared(0);

@@ -241,6 +241,19 @@ fn marked__read_responses_slow_the_responder_down() {
     assert!(pair.sides[1].rnic.counters().rp_cnp_handled > 0);
 }
 
+#[test]
+fn cnp__leaves_in_a_traffic_class_of_its_own() {
+    let mut pair = Pair::new();
+    pair.marked[1] = true;
+    pair.write(0, 0, 1);
+    pair.step();
+    pair.stopped[0] = true;
+    pair.step();
+    let sent = pair.sides[0].inbox.iter();
+    let classes: Vec<u8> = sent.map(|(path, ..)| path.traffic_class).collect();
+    assert!(classes.contains(&(48 << 2)), "{classes:?}");
+}
+
 /// Returns the counters of side 0 after it has received this CNP with a correct ICRC.
 fn given(cnp: Cnp, change: impl Fn(&mut [u8])) -> Counters {
     let mut pair = Pair::new();

@@ -134,7 +134,7 @@ impl Requester {
         let Some((rkey, ..)) = reaches(&request.operation, bytes) else {
             return;
         };
-        if self.direct.grants.iter().any(|(key, _)| *key == rkey) && !mutant!(GrantAskedTwice) {
+        if self.direct.grants.iter().any(|(key, _)| *key == rkey) {
             return;
         }
         if self.direct.grants.len() == GRANTS_MAX {
@@ -175,7 +175,7 @@ impl Requester {
     /// Returns whether a request that is posted now may be carried out directly.
     #[inline]
     pub(crate) fn may_go_directly(&self) -> bool {
-        !self.direct.grants.is_empty() && (self.queue.is_empty() || mutant!(DirectOvertakes))
+        !self.direct.grants.is_empty() && self.queue.is_empty()
     }
 
     /// Carries out a request at once, if no request is before it; returns false if the caller must queue it instead.
@@ -187,7 +187,7 @@ impl Requester {
             _ => false,
         };
         let may = request.to == Target::Connected && head.init.max_send_wr > 0;
-        let begins = head.state == QpState::Rts || head.state == QpState::Sqd && mutant!(DirectInSqd);
+        let begins = head.state == QpState::Rts;
         if !is_plain || !may || !begins || !head.rate.is_free() {
             return false;
         }

@@ -624,9 +624,6 @@ impl Requester {
     /// Sends a probe, since the peer was silent for too long: the oldest packet and the last are sent again, with all that are
     /// known to be missing.
     pub(super) fn probe(&mut self, env: &mut Env<'_>) {
-        if mutant!(ProbeNeverSent) {
-            return;
-        }
         let Some(mut selective) = self.selective.take() else {
             return;
         };
@@ -723,7 +720,7 @@ impl Requester {
         }
         let at = self.locate(psn);
         let is_open = self.queue.get(at.wqe).is_some_and(|wqe| wqe.first.is_some());
-        if !is_open || mutant!(HoleNeverResent) {
+        if !is_open {
             return Ok(());
         }
         self.transmit_one(env, head, buf, at, Some(packets))
