@@ -3,13 +3,11 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, SocketAddr};
-use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use common::{End, LONG};
+use common::{ChildProcess, End, LONG};
 use rdmux_verbs::*;
 
 /// Long enough to see that nothing arrives, if something would arrive at once.
@@ -322,44 +320,15 @@ fn resolve__of_a_service_that_does_not_answer_ends() {
 
 // Between processes.
 
-struct Child {
-    process: std::process::Child,
-    said: Box<dyn FnMut() -> Option<String>>,
-}
-
-impl Child {
-    /// Starts the other process, this test binary again, and waits until it is ready.
-    fn start(address: &str, role: &str) -> Child {
-        let mut process = Command::new("/proc/self/exe")
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+/// Starts another process, and waits until it is ready.
+fn start(address: &str, role: &str) -> ChildProcess {
+    let child = ChildProcess::start(|command| {
+        command
             .env("RDMUX_DATAGRAM_AT", address)
-            .env("RDMUX_DATAGRAM_ROLE", role)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
-        let said = Box::new(move || {
-            let said = lines.by_ref().map_while(Result::ok);
-            said.into_iter()
-                .find_map(|line| Some(line.split_once("@ ")?.1.to_owned()))
-        });
-        let mut child = Child { process, said };
-        assert_eq!((child.said)().as_deref(), Some("ready"));
-        child
-    }
-
-    fn kill(&mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+            .env("RDMUX_DATAGRAM_ROLE", role);
+    });
+    child.expect("ready");
+    child
 }
 
 /// Body of the other process.
@@ -392,7 +361,7 @@ fn serve(address: &str, port: u16) {
 #[test]
 fn resolve__each_process_of_an_address_has_its_own_services() {
     let at = "127.0.30.20";
-    let mut children = [7001, 7002, 7003].map(|port: u16| (port, Child::start(at, &port.to_string())));
+    let mut children = [7001, 7002, 7003].map(|port: u16| (port, start(at, &port.to_string())));
     // One end asks from the same address, one from another.
     let ends = [End::ud([127, 0, 30, 20]), End::ud([127, 0, 30, 21])];
     let ask = |end: &End, port| {
@@ -404,7 +373,7 @@ fn resolve__each_process_of_an_address_has_its_own_services() {
         let service = ask(end, *port).unwrap();
         assert_eq!(service.private_data()[..2], port.to_be_bytes());
         end.send_text(service.target(0).unwrap(), format!("for {port}").as_bytes());
-        assert_eq!((child.said)(), Some(format!("for {port}")));
+        child.expect(&format!("for {port}"));
     }
     // A service ends with its process, whoever holds the port then.
     for (port, child) in &mut children {
@@ -429,11 +398,11 @@ fn join_and_receive(address: &str) {
 fn multicast__each_process_of_a_host_gets_a_copy() {
     let sender = End::ud([127, 0, 30, 10]);
     // The first shares the sender's address, the others have one of their own.
-    let children = ["127.0.30.10", "127.0.30.11", "127.0.30.11"].map(|address| Child::start(address, "join"));
+    let children = ["127.0.30.10", "127.0.30.11", "127.0.30.11"].map(|address| start(address, "join"));
     let group = sender.device.create_ah([239, 30, 0, 9].into(), 0);
     sender.send_text(group.to_group(QKEY).unwrap(), b"hello, all");
     for mut child in children {
-        assert_eq!((child.said)().as_deref(), Some("hello, all"));
-        assert!(child.process.wait().unwrap().success());
+        child.expect("hello, all");
+        assert!(child.wait().success());
     }
 }

@@ -4,62 +4,26 @@
 mod common;
 
 use std::net::{IpAddr, SocketAddr};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
 
+use common::{ChildProcess, LONG};
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(60);
-
-/// A process that accepts connections: this test binary, started again to run `child` alone.
+/// A process that accepts connections.
 struct Server {
-    process: Child,
-    _stdin: ChildStdin,
-    events: Receiver<String>,
+    process: ChildProcess,
     at: SocketAddr,
 }
 
 impl Server {
     fn start(address: IpAddr, port: u16) -> Server {
-        let mut process = Command::new("/proc/self/exe")
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env("RDMUX_DEATH_AT", SocketAddr::new(address, port).to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let events = common::told(process.stdout.take().unwrap());
-        let server = Server {
-            _stdin: process.stdin.take().unwrap(),
-            process,
-            events,
-            at: SocketAddr::new(address, port),
-        };
-        server.expect("ready");
-        server
-    }
-
-    fn expect(&self, event: &str) {
-        assert_eq!(
-            self.events.recv_timeout(LONG).as_deref(),
-            Ok(event),
-            "{}",
-            self.at
-        );
-    }
-
-    fn kill(&mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        let at = SocketAddr::new(address, port);
+        let process = ChildProcess::start(|command| {
+            command.env("RDMUX_DEATH_AT", at.to_string());
+        });
+        process.expect("ready");
+        Server { process, at }
     }
 }
 
@@ -108,7 +72,7 @@ impl Client {
             .device
             .connect(&qp, server.at, &ConnectParams::default(), &[])
             .unwrap();
-        server.expect("accepted");
+        server.process.expect("accepted");
         connection
     }
 
@@ -148,7 +112,7 @@ fn peers_are_told(address: IpAddr, client: IpAddr, victim: usize) {
     let mut victim = servers.remove(victim);
     let lost: Vec<Connection> = (0..20).map(|_| client.connect(&victim)).collect();
     let kept: Vec<Connection> = servers.iter().map(|server| client.connect(server)).collect();
-    victim.kill();
+    victim.process.kill();
     for connection in &lost {
         assert!(connection.wait_ended(LONG), "a peer was not told");
     }
@@ -180,9 +144,9 @@ fn death__of_one_after_the_other() {
     let mut servers: Vec<Server> = (7001..7005).map(|port| Server::start(address, port)).collect();
     let connections: Vec<Connection> = servers.iter().map(|server| client.connect(server)).collect();
     // The new holder dies while it ends the connections of the first process.
-    servers[0].kill();
-    servers[1].kill();
-    servers[2].kill();
+    servers[0].process.kill();
+    servers[1].process.kill();
+    servers[2].process.kill();
     for connection in &connections[..3] {
         assert!(connection.wait_ended(LONG), "a peer was not told");
     }

@@ -4,11 +4,10 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{Write, stdin};
+use std::io::stdin;
 use std::net::{IpAddr, SocketAddr};
-use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,7 +15,7 @@ use rdmux_soft::metrics;
 use rdmux_verbs::resources::{self, Item};
 use rdmux_verbs::*;
 
-use common::{End, LONG, private};
+use common::{ChildProcess, End, LONG, private};
 
 const PORT: u16 = 7_900;
 /// Bytes of the memory of each end.
@@ -194,58 +193,36 @@ fn child() {
     }
 }
 
+/// A process whose device has two engines.
 struct Server {
-    process: Child,
-    stdin: ChildStdin,
-    events: Receiver<String>,
+    process: ChildProcess,
     slots: [u8; 2],
     at: SocketAddr,
 }
 
 impl Server {
     fn start(address: [u8; 4], faults: &str) -> Server {
-        let address = IpAddr::from(address);
-        let mut process = Command::new("/proc/self/exe")
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env(CHILD, address.to_string())
-            .env("RDMUX_FAULT", faults)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let events = common::told(process.stdout.take().unwrap());
-        let mut server = Server {
-            stdin: process.stdin.take().unwrap(),
-            process,
-            events,
-            slots: [0; 2],
-            at: SocketAddr::new(address, PORT),
-        };
-        let ready = server.next();
+        let at = SocketAddr::new(IpAddr::from(address), PORT);
+        let process = ChildProcess::start(|command| {
+            command.env(CHILD, at.ip().to_string()).env("RDMUX_FAULT", faults);
+        });
+        let ready = process.next();
         let slots = ready.strip_prefix("ready ").unwrap().split(' ');
         let slots: Vec<u8> = slots.map(|slot| slot.parse().unwrap()).collect();
-        server.slots = slots.try_into().unwrap();
-        server
-    }
-
-    fn next(&self) -> String {
-        self.events.recv_timeout(LONG).unwrap()
+        Server {
+            process,
+            slots: slots.try_into().unwrap(),
+            at,
+        }
     }
 
     fn ask(&mut self, line: &str) -> String {
-        writeln!(self.stdin, "{line}").unwrap();
-        self.next()
+        self.process.tell(line);
+        self.process.next()
     }
 
     fn tell(&mut self, line: &str) {
         assert_eq!(self.ask(line), "done");
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 
@@ -344,8 +321,7 @@ fn killed(addresses: [[u8; 4]; 2], is_first: bool) {
     let clients: Vec<Client> = (0..6).map(|_| Client::connect(&device, server.at)).collect();
     let slots: BTreeSet<u8> = clients.iter().map(Client::slot).collect();
     assert_eq!(slots, server.slots.into());
-    server.process.kill().unwrap();
-    server.process.wait().unwrap();
+    server.process.kill();
     for client in &clients {
         assert!(client.connection.wait_ended(LONG));
     }

@@ -6,10 +6,9 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
-use std::io::{Write, stdin};
+use std::io::stdin;
 use std::net::{IpAddr, SocketAddr};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -17,7 +16,7 @@ use std::time::Duration;
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 
-use common::LONG;
+use common::{ChildProcess, LONG};
 
 const FIRST_PORT: u16 = 20_000;
 const BYTES: usize = 64;
@@ -193,59 +192,32 @@ fn child() {
     std::process::exit(0);
 }
 
+/// A process of [`child`], with its index.
 struct Process {
     index: usize,
-    process: Child,
-    stdin: ChildStdin,
-    events: Receiver<String>,
+    child: ChildProcess,
 }
 
 impl Process {
     fn start(address: IpAddr, count: usize, index: usize) -> Process {
-        let mut command = Command::new("/proc/self/exe");
-        command.args(["--exact", "child", "--nocapture", "--test-threads=1"]);
-        command.env(CHILD, format!("{address} {count} {index}"));
-        // About half of the connections use shared memory, the others UDP.
-        if index % 4 == 3 {
-            command.env("RDMUX_SHM", "off");
-        }
-        let mut process = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        Process {
-            index,
-            stdin: process.stdin.take().unwrap(),
-            events: common::told(process.stdout.take().unwrap()),
-            process,
-        }
-    }
-
-    fn tell(&mut self, words: &str) {
-        writeln!(self.stdin, "{words}").unwrap();
-    }
-
-    fn next(&self) -> String {
-        let event = self.events.recv_timeout(LONG);
-        event.unwrap_or_else(|why| panic!("process {}: {why}", self.index))
+        let child = ChildProcess::start(|command| {
+            command.env(CHILD, format!("{address} {count} {index}"));
+            // About half of the connections use shared memory, the others UDP.
+            if index % 4 == 3 {
+                command.env("RDMUX_SHM", "off");
+            }
+        });
+        Process { index, child }
     }
 
     /// The peers that it has lost.
     fn lost(&self) -> BTreeSet<usize> {
-        let event = self.next();
+        let event = self.child.next();
         let peers = event.strip_prefix("lost ").unwrap_or_else(|| panic!("{event}"));
         peers
             .split_whitespace()
             .map(|peer| peer.parse().unwrap())
             .collect()
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 
@@ -274,30 +246,30 @@ impl ProcessGroup {
     /// Connects each process once all of them listen.
     fn connect(&mut self) {
         for process in &self.processes {
-            assert_eq!(process.next(), "ready");
+            process.child.expect("ready");
         }
         for process in &mut self.processes {
-            process.tell("connect");
+            process.child.tell("connect");
         }
         for process in &self.processes {
-            assert_eq!(process.next(), "connected");
+            process.child.expect("connected");
         }
     }
 
     /// Lets the processes exchange messages; returns once each has done so.
     fn run(&mut self) {
         for process in &mut self.processes {
-            process.tell("exchange");
+            process.child.tell("exchange");
         }
         for process in &self.processes {
-            assert_eq!(process.next(), "runs", "process {}", process.index);
+            process.child.expect("runs");
         }
     }
 
     /// Stops that; returns the peers that each process has lost.
     fn stop(&mut self) -> Vec<(usize, BTreeSet<usize>)> {
         for process in &mut self.processes {
-            process.tell("stop");
+            process.child.tell("stop");
         }
         let lost = self.processes.iter().map(|p| (p.index, p.lost()));
         lost.collect()

@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use rdmux_verbs::*;
 
+mod child;
 mod end;
 
+pub(crate) use child::ChildProcess;
 pub(crate) use end::{END_BYTES, End, RIGHTS, connect_ends, connected, private, shareable};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
