@@ -1000,6 +1000,28 @@ fn srq__that_is_empty_makes_the_sender_wait() {
 }
 
 #[test]
+fn srq__serves_a_write_with_immediate_when_it_has_a_receive() {
+    let (mut pair, srqn) = shared(0);
+    let write = Operation::Write {
+        va: IOVA,
+        rkey: pair.sides[1].rkey,
+        imm: Some(5),
+    };
+    pair.post(0, write, SgeList::inline(b"message"));
+    pair.pass(1_000_000);
+    assert!(pair.sides[0].completions().is_empty());
+    let request = RecvRequest {
+        wr_id: 1,
+        sges: SgeList::EMPTY,
+    };
+    pair.sides[1].rnic.post_srq_recv(srqn, request).unwrap();
+    pair.run();
+    assert_eq!(one(&mut pair, 0).status, Status::Success);
+    let received = one(&mut pair, 1);
+    assert_eq!((received.wr_id, received.imm), (1, Some(5)));
+}
+
+#[test]
 fn srq__is_resized_within_what_is_posted_and_ends_after_its_qps() {
     let (mut pair, srqn) = shared(4);
     let side = &mut pair.sides[1];

@@ -540,10 +540,13 @@ fn multicast__detached_qps_get_nothing() {
 #[test]
 fn multicast__a_destroyed_qp_is_detached() {
     let mut pair = datagrams();
+    let (first, second) = (pair.sides[1].qpn, pair.ud_qp(1, QKEY));
     let rnic = &mut pair.sides[1].rnic;
-    rnic.attach_mcast(pair.sides[1].qpn, group()).unwrap();
-    assert!(rnic.has_mcast_group(group()));
-    rnic.destroy_qp(pair.sides[1].qpn);
+    rnic.attach_mcast(first, group()).unwrap();
+    rnic.attach_mcast(second, group()).unwrap();
+    rnic.destroy_qp(first);
+    assert!(rnic.has_mcast_group(group()), "the other QP is attached");
+    rnic.destroy_qp(second);
     assert!(!rnic.has_mcast_group(group()));
 }
 
