@@ -85,17 +85,15 @@ pub enum LogError {
     Io(#[from] io::Error),
 }
 
-/// A name to resolve, for a session with a replica.
+/// A replica's name to resolve.
 struct Resolve {
     replica: usize,
-    session: u64,
     target: Target,
 }
 
-/// The addresses of a session's server.
+/// The addresses of a replica's server.
 struct Resolved {
     replica: usize,
-    session: u64,
     result: Result<Vec<SocketAddr>, TargetError>,
 }
 
@@ -103,7 +101,6 @@ fn resolve(jobs: Vec<Resolve>, report: &mut dyn FnMut(Resolved) -> bool) {
     for job in jobs {
         let resolved = Resolved {
             replica: job.replica,
-            session: job.session,
             result: job.target.resolve(),
         };
         if !report(resolved) {
@@ -119,9 +116,11 @@ pub struct Log {
     /// The session with each replica, if there is one.
     sessions: Vec<Option<Session>>,
     dial: Dial,
-    /// Resolves names on one thread.
-    resolver: Workers<(), Resolve, Resolved>,
+    /// Resolves names: on a thread for each, so that none waits for the servers of another.
+    resolver: Workers<usize, Resolve, Resolved>,
     resolved: Inbox<Resolved>,
+    /// Set for each replica whose name is being resolved.
+    resolving: Vec<bool>,
     waiting: Waiting,
     start: Instant,
     changes: Vec<(usize, String)>,
@@ -163,8 +162,8 @@ impl Log {
                 from: options.from,
                 devices: Devices::default(),
             },
-            // A session that ends leaves its job behind, and the next session adds one.
-            resolver: Workers::new("log-resolve", 2 * targets.len(), resolve, mailbox),
+            resolver: Workers::new("log-resolve", 1, resolve, mailbox),
+            resolving: vec![false; targets.len()],
             resolved,
             waiting: Waiting::new(options.polled.then_some(WaitMode::Running)),
             start: Instant::now(),
@@ -434,29 +433,32 @@ impl Log {
         if let Some(address) = address {
             return known.connect(vec![address]);
         }
-        let job = Resolve {
-            replica,
-            session,
-            target,
-        };
-        if let Err((_, error)) = self.resolver.submit((), job) {
+        // An earlier session may have ended while its name was being resolved: the result serves this one.
+        if std::mem::replace(&mut self.resolving[replica], true) {
+            return;
+        }
+        if let Err((_, error)) = self.resolver.submit(replica, Resolve { replica, target }) {
+            self.resolving[replica] = false;
             self.lost(replica, session, &io::Error::other(error).into());
         }
     }
 
     fn handle_resolved(&mut self, resolved: Resolved) {
-        let Resolved {
-            replica,
-            session,
-            result,
-        } = resolved;
+        let Resolved { replica, result } = resolved;
+        self.resolving[replica] = false;
         // Resolving may have taken longer than the session lasted.
-        let Some(known) = self.session(replica, session) else {
+        let Some(known) = self.sessions[replica]
+            .as_mut()
+            .filter(|known| known.is_resolving())
+        else {
             return;
         };
         match result {
             Ok(addresses) => known.connect(addresses),
-            Err(error) => self.lost(replica, session, &error.into()),
+            Err(error) => {
+                let session = known.number;
+                self.lost(replica, session, &error.into());
+            }
         }
     }
 
@@ -562,7 +564,7 @@ mod tests {
     use rdmux_push::{Name, Region, Server};
 
     #[test]
-    fn handle_resolved__of_a_session_that_is_over_does_not_take_the_place_of_the_newer() {
+    fn handle_resolved__too_late_leaves_the_session_as_it_is() {
         rdmux_soft::register();
         let key = Key::new([7; 32]);
         let server = Server::bind(Config {
@@ -586,7 +588,6 @@ mod tests {
         let mut log = Log::open(std::slice::from_ref(&target), &key, &options).unwrap();
         log.handle_resolved(Resolved {
             replica: 0,
-            session: 0,
             result: target.resolve(),
         });
         let record = log.append(b"record").unwrap();

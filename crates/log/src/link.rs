@@ -89,6 +89,10 @@ impl Session {
         }
     }
 
+    pub(super) fn is_resolving(&self) -> bool {
+        matches!(self.step, Step::Resolving)
+    }
+
     /// Connects to the server, which has these addresses.
     pub(super) fn connect(&mut self, addresses: Vec<SocketAddr>) {
         self.step = Step::Connecting(Box::new(Attempt::new(addresses)));

@@ -88,11 +88,14 @@ impl PendingClient {
     }
 
     /// Moves the attempt on. Returns the result, once, and `None` before and after that. After `None` before the result, the
-    /// descriptor becomes readable when there is something to do; and this is to be called at [`PendingClient::due`].
+    /// descriptor becomes readable when there is something to do; and this is to be called at [`PendingClient::due`]. Both change with
+    /// the steps of the attempt: ask for them after each call.
     pub fn poll(&mut self) -> Option<Result<Client, Error>> {
         self.parts.as_ref()?;
         while self.events.poll().is_some() {}
         let link = self.establishing.poll().transpose()?;
+        // After a failure, nothing of the connection stays for as long as this is not dropped.
+        self.establishing.stage = Stage::Over;
         let parts = self.parts.take()?;
         Some(link.and_then(|link| Client::new(parts, link)))
     }
@@ -107,8 +110,8 @@ impl PendingClient {
 impl AsFd for PendingClient {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.establishing.stage {
-            Stage::Connecting(_) => self.events.as_fd(),
-            Stage::Handshake { .. } | Stage::Over => self.establishing.cq.as_fd(),
+            Stage::Handshake { .. } => self.establishing.cq.as_fd(),
+            Stage::Connecting(_) | Stage::Over => self.events.as_fd(),
         }
     }
 }
