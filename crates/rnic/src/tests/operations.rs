@@ -754,7 +754,7 @@ fn destroy_qp__ends_the_windows_that_it_alone_served() {
 #[test]
 fn bind__of_what_may_not_be_bound_is_a_bind_error() {
     type Change = fn(&mut Bind, &mut Pair);
-    let changes: [(&str, Change); 7] = [
+    let changes: [(&str, Change); 8] = [
         ("past the region", |bind, _| bind.length = 1 << 40),
         ("no such region", |bind, _| {
             bind.region = LKey(bind.region.0 ^ 0x100)
@@ -771,6 +771,14 @@ fn bind__of_what_may_not_be_bound_is_a_bind_error() {
             let (pd, spec) = (
                 pair.sides[1].pd,
                 spec_of(pair, 1, ALL_ACCESS.difference(Access::MW_BIND)),
+            );
+            let (lkey, _) = pair.sides[1].rnic.reg_mr(pd, spec).unwrap();
+            (bind.region, bind.va) = (lkey, 0x5_0000);
+        }),
+        ("writes to a region without local write", |bind, pair| {
+            let (pd, spec) = (
+                pair.sides[1].pd,
+                spec_of(pair, 1, Access::MW_BIND | Access::REMOTE_READ),
             );
             let (lkey, _) = pair.sides[1].rnic.reg_mr(pd, spec).unwrap();
             (bind.region, bind.va) = (lkey, 0x5_0000);
