@@ -54,6 +54,8 @@ pub const SRQS_MAX: usize = 1 << 15;
 /// Random numbers tried for a QPN. At least half of all numbers belong to no QP, and connections whose QPs were destroyed hold few
 /// of those.
 const QPN_TRIES: u32 = 1_000;
+/// Numbers of destroyed QPs that no new one gets.
+const ENDED_QPNS: usize = 1_024;
 
 /// Traffic class of congestion notifications: DSCP 48 (CS6).
 const CNP_TRAFFIC_CLASS: u8 = 48 << 2;
@@ -193,6 +195,8 @@ pub struct Rnic {
     srqs: NumberMap<SharedReceiveQueue>,
     xrcds: Vec<bool>,
     qps: NumberMap<Qp>,
+    /// Numbers of the QPs that were destroyed last, the oldest first. A late packet to one of them must find no other QP.
+    ended: VecDeque<Qpn>,
     groups: Groups,
     /// QPs that have packets to send.
     ready: Scheduler<Qpn>,
@@ -265,6 +269,7 @@ impl Rnic {
             srqs: NumberMap::default(),
             xrcds: Vec::new(),
             qps: NumberMap::default(),
+            ended: VecDeque::new(),
             groups: Groups::default(),
             ready: Scheduler::new(config.traffic.classes),
             ack_ready: VecDeque::new(),
@@ -514,7 +519,8 @@ impl Rnic {
         }
         let qpn = (0..QPN_TRIES).find_map(|_| {
             let qpn = Qpn::new(self.new_number());
-            let taken = self.qps.contains_key(&qpn.value()) || self.cm.has_qpn(qpn);
+            let taken =
+                self.qps.contains_key(&qpn.value()) || self.cm.has_qpn(qpn) || self.ended.contains(&qpn);
             (qpn.value() > 1 && !taken).then_some(qpn)
         })?;
         self.qps.insert(qpn.value(), Qp::new(qpn, init, self.config.mtu));
@@ -557,6 +563,10 @@ impl Rnic {
             if let Some(at) = qp.head.timer {
                 self.timers.remove(&(at, qpn.value()));
             }
+            if self.ended.len() == ENDED_QPNS {
+                self.ended.pop_front();
+            }
+            self.ended.push_back(qpn);
         }
     }
 

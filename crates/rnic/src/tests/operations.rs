@@ -1232,6 +1232,24 @@ fn xrc__an_initiator_carries_out_local_operations_which_name_no_queue() {
 }
 
 #[test]
+fn create_qp__gives_no_number_again_soon() {
+    let mut pair = Pair::new();
+    let side = &mut pair.sides[0];
+    let init = QpInit::new(side.pd, side.cq);
+    let mut last = std::collections::VecDeque::new();
+    // Of so many random numbers of 16 bits, some would meet one of the last thousand.
+    for _ in 0..2_000 {
+        let qpn = side.rnic.create_qp(init).unwrap();
+        assert!(!last.contains(&qpn), "{qpn} is given again");
+        side.rnic.destroy_qp(qpn);
+        last.push_back(qpn);
+        if last.len() > 1_000 {
+            last.pop_front();
+        }
+    }
+}
+
+#[test]
 fn create_qp__refuses_what_does_not_go_together() {
     let (mut pair, srqn) = xrc();
     let side = &mut pair.sides[1];
