@@ -8,24 +8,21 @@
 //! the same medium are carried out; every other request, and all after it, is kept until they have ended. A peer that asks again
 //! meanwhile is told to come back later, so that its retries do not run out.
 
+mod transmit;
+
 use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
-use rdmux_wire::roce::sack::Sack;
-use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Reth, Syndrome};
+use rdmux_wire::roce::{NakCode, Operation as Op, Packet, Reth, Syndrome};
 
-use crate::access::{AccessId, Accessed, What};
+use crate::access::{AccessId, Accessed};
 use crate::cq::Status;
-use crate::memory::{Access, Fault, Medium, Memory};
-use crate::qp::execute::{
-    Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Scope, Source, region,
-};
+use crate::memory::{Access, Fault, Medium};
+use crate::qp::execute::{Effect, Execution, FlushSpec, Refusal, Request, Scope, Source, region};
 use crate::qp::message::fits;
-use crate::qp::read_ahead::Origin;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::{Note, Refused};
-use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
 
 /// RNR timer code of the response to a repeated request for which a medium still works: 10.24 ms. An rdmux peer does not count these
@@ -55,15 +52,7 @@ enum Answer {
         msn: u32,
         syndrome: Syndrome,
     },
-    Read {
-        psn: Psn,
-        msn: u32,
-        source: Source,
-        begun: bool,
-        fetch: Fetch,
-        /// Set for a response that has been sent before. The peer may have received it, and the memory may have ended since.
-        is_replay: bool,
-    },
+    Read(ReadAnswer),
     /// No response: those that follow wait until this access has ended. The fields are those of an acknowledgement of the packet
     /// with which it began.
     Access {
@@ -88,7 +77,7 @@ impl Answer {
     fn psn(&self) -> Psn {
         match self {
             Answer::Ack { psn, .. }
-            | Answer::Read { psn, .. }
+            | Answer::Read(ReadAnswer { psn, .. })
             | Answer::Access { psn, .. }
             | Answer::Flush { psn, .. }
             | Answer::Atomic { psn, .. } => *psn,
@@ -99,11 +88,24 @@ impl Answer {
     fn msn_before(&self) -> u32 {
         match self {
             Answer::Ack { msn, .. } | Answer::Access { msn, .. } => *msn,
-            Answer::Read { msn, .. } | Answer::Flush { msn, .. } | Answer::Atomic { msn, .. } => {
+            Answer::Read(ReadAnswer { msn, .. }) | Answer::Flush { msn, .. } | Answer::Atomic { msn, .. } => {
                 msn.wrapping_sub(1) & 0xff_ffff
             }
         }
     }
+}
+
+/// The part of a READ's response that has not been sent.
+#[derive(Debug)]
+struct ReadAnswer {
+    psn: Psn,
+    msn: u32,
+    source: Source,
+    /// Set once a packet has been sent.
+    begun: bool,
+    fetch: Fetch,
+    /// Set for a response that has been sent before. The peer may have received it, and the memory may have ended since.
+    is_replay: bool,
 }
 
 /// Bytes of a READ on a medium.
@@ -125,28 +127,6 @@ impl Fetch {
         };
         let at = usize::try_from(va.checked_sub(*begin)?).ok()?;
         bytes.get(at..at.checked_add(length)?)
-    }
-}
-
-/// Reason for which a READ response packet cannot be built.
-enum Unread {
-    Refused(Refusal),
-    /// Its bytes have to be fetched from this medium.
-    On(Medium),
-}
-
-impl From<Refusal> for Unread {
-    fn from(refusal: Refusal) -> Unread {
-        Unread::Refused(refusal)
-    }
-}
-
-/// Reads bytes, unless they have to be fetched.
-fn read_at_once(memory: &dyn Memory, offset: u64, out: &mut [u8]) -> Result<(), Unread> {
-    match (memory.read_at_once(offset, out), memory.medium()) {
-        (Some(read), _) => Ok(read.map_err(Refusal::from)?),
-        (None, Some(medium)) => Err(Unread::On(medium)),
-        (None, None) => Ok(memory.read(offset, out).map_err(Refusal::from)?),
     }
 }
 
@@ -556,28 +536,6 @@ impl Responder {
         self.early.take(next)
     }
 
-    /// Builds the selective NAK, which reports the missing request and those kept. All responses that were pending before it have
-    /// left.
-    fn transmit_sack(&mut self, env: &mut Env<'_>, head: &Head, path: &Path, buf: &mut TransmitBuf) {
-        self.sack_owed = false;
-        let expected = self.expected;
-        let last = self.early.psns().next_back();
-        let bytes = Sack::len_for(last.map_or(0, |last| last.since(expected) as u32));
-        let bth = Bth::new(head.opcode(Op::Acknowledge), head.dest_qpn, expected);
-        let aeth = Aeth {
-            syndrome: Syndrome::Nak(NakCode::PsnSequence),
-            msn: self.msn,
-        };
-        env.counters.sent_pkts += 1;
-        probe!(nak_out, head.qpn.value(), expected.value(), aeth.syndrome.code());
-        let late = u32::from(mutant!(SackBeginsLate));
-        let offsets = self.early.psns().map(|psn| psn.since(expected) as u32 + late);
-        let Ok(()) = emit(buf, path, bth, Some(aeth), bytes, |out| {
-            Sack::emit(offsets, out);
-            Ok::<_, std::convert::Infallible>(())
-        });
-    }
-
     // Media.
 
     /// Returns whether the next request waits for accesses in progress. Only a WRITE that uses up no receive can be carried out
@@ -646,13 +604,13 @@ impl Responder {
     fn ask_for_time(&mut self, head: &Head, at: Psn) {
         // The replay of a READ may be stale: the peer has what it asked for then.
         let is_open = |answer: &&Answer| match answer {
-            Answer::Access { .. } | Answer::Read { is_replay: false, .. } => true,
+            Answer::Access { .. } | Answer::Read(ReadAnswer { is_replay: false, .. }) => true,
             Answer::Flush { state, .. } => *state == FlushState::Runs,
             _ => false,
         };
         let waits = match self.answers.front() {
             None => true,
-            Some(Answer::Read { fetch, .. }) => matches!(fetch, Fetch::Runs(..)),
+            Some(Answer::Read(read)) => matches!(read.fetch, Fetch::Runs(..)),
             Some(oldest) => is_open(&oldest),
         };
         if !waits || !head.peer_is_rdmux {
@@ -688,20 +646,20 @@ impl Responder {
         }
         let is_it = |answer: &Answer| match answer {
             Answer::Access { id: of, .. }
-            | Answer::Read {
+            | Answer::Read(ReadAnswer {
                 fetch: Fetch::Runs(of, _),
                 ..
-            } => *of == id,
+            }) => *of == id,
             _ => false,
         };
         let at = self.answers.iter().position(is_it)?;
         let msn = self.answers[at].msn_before();
         let is_next = self.first_data() == Some(at);
         let (psn, operation, reth, fault) = match (&mut self.answers[at], result) {
-            (Answer::Read { fetch, .. }, Ok(Accessed::Read(bytes))) => {
-                if let Fetch::Runs(_, va) = *fetch {
+            (Answer::Read(read), Ok(Accessed::Read(bytes))) => {
+                if let Fetch::Runs(_, va) = read.fetch {
                     // The others are fetched again: a peer that repeats READs must not make this side keep the bytes of all of them.
-                    *fetch = if is_next {
+                    read.fetch = if is_next {
                         Fetch::Done(va, bytes)
                     } else {
                         Fetch::None
@@ -713,17 +671,13 @@ impl Responder {
                 self.forget_access(id);
                 return self.resume(env, head);
             }
-            (Answer::Read { is_replay: true, .. }, Err(_)) => {
+            (Answer::Read(read), Err(_)) if read.is_replay => {
                 self.answers.remove(at);
                 return None;
             }
-            (Answer::Read { psn, source, .. }, Err(fault)) => {
-                let reth = Reth {
-                    va: source.va,
-                    rkey: source.rkey,
-                    length: source.bytes,
-                };
-                (*psn, Op::ReadRequest, Some(reth), fault)
+            (Answer::Read(read), Err(fault)) => {
+                let reth = read.first(read.source.bytes);
+                (read.psn, Op::ReadRequest, Some(reth), fault)
             }
             (answer, Err(fault)) => (answer.psn(), Op::WriteMiddle, None, fault),
         };
@@ -904,14 +858,14 @@ impl Responder {
                     msn: self.msn,
                     source,
                 });
-                self.answers.push_back(Answer::Read {
+                self.answers.push_back(Answer::Read(ReadAnswer {
                     psn,
                     msn: self.msn,
                     source,
                     begun: false,
                     fetch: Fetch::None,
                     is_replay: false,
-                });
+                }));
             }
             Effect::Atomic(original) => {
                 self.advance(psn.plus(1));
@@ -1038,11 +992,11 @@ impl Responder {
     fn handle_duplicate(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let psn = packet.bth.psn;
         // Its response is queued behind bytes that are being fetched, or would be.
-        if let Some(Answer::Read {
+        if let Some(Answer::Read(ReadAnswer {
             psn: first,
             fetch: Fetch::Runs(..),
             ..
-        }) = self.answers.front()
+        })) = self.answers.front()
             && psn.since(*first) >= 0
             && packet.bth.opcode.operation != Op::ReadRequest
         {
@@ -1139,9 +1093,9 @@ impl Responder {
     fn replay_read(&mut self, env: &mut Env<'_>, head: &Head, at: Psn, reth: Reth) {
         // A response that is still being sent goes back to the PSN from which the peer requests it again.
         for answer in &mut self.answers {
-            if let Answer::Read {
+            if let Answer::Read(ReadAnswer {
                 psn, source, begun, ..
-            } = answer
+            }) = answer
             {
                 if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
                     return self.ask_for_time(head, at);
@@ -1196,14 +1150,14 @@ impl Responder {
                 bytes: reth.length,
                 pd: source.pd,
             };
-            self.insert(Answer::Read {
+            self.insert(Answer::Read(ReadAnswer {
                 psn: at,
                 msn,
                 source,
                 begun: false,
                 fetch: Fetch::None,
                 is_replay: true,
-            });
+            }));
         }
     }
 
@@ -1219,10 +1173,10 @@ impl Responder {
         let at = answer.psn();
         // Only the next response keeps fetched bytes, which this one may become.
         if let Some(first) = self.first_data()
-            && let Answer::Read { fetch, .. } = &mut self.answers[first]
-            && matches!(fetch, Fetch::Done(..))
+            && let Answer::Read(read) = &mut self.answers[first]
+            && matches!(read.fetch, Fetch::Done(..))
         {
-            *fetch = Fetch::None;
+            read.fetch = Fetch::None;
         }
         let after = self.answers.iter().position(|a| a.psn().since(at) > 0);
         self.answers.insert(after.unwrap_or(self.answers.len()), answer);
@@ -1263,216 +1217,6 @@ impl Responder {
             }
         }
     }
-
-    // Answers.
-
-    pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
-        match self.answers.front() {
-            None => self.sack_owed,
-            Some(Answer::Flush { state, .. }) => *state != FlushState::Runs,
-            Some(
-                Answer::Access { .. }
-                | Answer::Read {
-                    fetch: Fetch::Runs(..),
-                    ..
-                },
-            ) => false,
-            Some(Answer::Read { .. }) => head.rate.held_until.is_none(),
-            Some(Answer::Ack { .. } | Answer::Atomic { .. }) => true,
-        }
-    }
-
-    /// Returns whether only an acknowledgement is pending, which may wait a little to be combined with later ones.
-    pub(crate) fn owes_only_ack(&self) -> bool {
-        self.answers.len() == 1
-            && !self.sack_owed
-            && self.ack_covers < ACK_WAITS_FOR
-            && matches!(
-                self.answers.front(),
-                Some(Answer::Ack {
-                    syndrome: Syndrome::Ack { .. },
-                    ..
-                })
-            )
-    }
-
-    /// Builds the packets of pending responses, until the buffer is full for this turn. `Some`: memory failed under a READ, and the
-    /// caller fails the QP with this status.
-    pub(crate) fn transmit(
-        &mut self,
-        env: &mut Env<'_>,
-        head: &Head,
-        buf: &mut TransmitBuf,
-    ) -> Option<Status> {
-        buf.ahead.forget();
-        while !buf.is_full() && self.wants_transmit(head) {
-            let path = head.path?;
-            if self.answers.is_empty() {
-                self.transmit_sack(env, head, &path, buf);
-                continue;
-            }
-            let answer = self.answers.front_mut()?;
-            let (psn, msn, syndrome) = match answer {
-                Answer::Ack { psn, msn, syndrome } => (*psn, *msn, *syndrome),
-                Answer::Flush {
-                    psn,
-                    msn,
-                    state: FlushState::Failed,
-                } => (*psn, *msn, Syndrome::Nak(NakCode::RemoteOperation)),
-                Answer::Access { .. } => return None,
-                Answer::Flush { psn, msn, .. } => {
-                    let bth = Bth::new(head.opcode(Op::ReadResponseOnly), head.dest_qpn, *psn);
-                    let aeth = Aeth {
-                        syndrome: Syndrome::ACK,
-                        msn: *msn,
-                    };
-                    self.answers.pop_front();
-                    env.counters.sent_pkts += 1;
-                    let _ = emit(buf, &path, bth, Some(aeth), 0, |_| Ok::<_, Refusal>(()));
-                    continue;
-                }
-                Answer::Atomic { psn, msn, original } => {
-                    let bth = Bth::new(head.opcode(Op::AtomicAcknowledge), head.dest_qpn, *psn);
-                    let aeth = Aeth {
-                        syndrome: Syndrome::ACK,
-                        msn: *msn,
-                    };
-                    // AtomicAckETH stands in the place of a payload. 9.3.5.
-                    let original = original.to_be_bytes();
-                    self.answers.pop_front();
-                    env.counters.sent_pkts += 1;
-                    let _ = emit(buf, &path, bth, Some(aeth), 8, |out| {
-                        out.copy_from_slice(&original);
-                        Ok::<_, Refusal>(())
-                    });
-                    continue;
-                }
-                Answer::Read {
-                    psn,
-                    msn,
-                    source,
-                    begun,
-                    fetch,
-                    is_replay,
-                } => {
-                    let bytes = source.bytes.min(head.mtu);
-                    let more = source.bytes > bytes;
-                    let op = match (*begun, more) {
-                        (false, true) => Op::ReadResponseFirst,
-                        (true, true) => Op::ReadResponseMiddle,
-                        (true, false) => Op::ReadResponseLast,
-                        (false, false) => Op::ReadResponseOnly,
-                    };
-                    let aeth = (op != Op::ReadResponseMiddle).then_some(Aeth {
-                        syndrome: Syndrome::ACK,
-                        msn: *msn,
-                    });
-                    let bth = Bth::new(head.opcode(op), head.dest_qpn, *psn);
-                    let reth = Reth {
-                        va: source.va,
-                        rkey: source.rkey,
-                        length: bytes,
-                    };
-                    let (left, pd) = (source.bytes.min(GATHER_BYTES as u32), source.pd);
-                    let mut ahead = std::mem::take(&mut buf.ahead);
-                    let built = emit(buf, &path, bth, aeth, bytes as usize, |out| {
-                        if out.is_empty() {
-                            return Ok(());
-                        }
-                        // Rights are checked for fetched bytes too: the region may have been deregistered since.
-                        let (memory, offset) = region(env, pd, head.qpn, reth, Access::REMOTE_READ)?;
-                        if let Some(bytes) = fetch.bytes(reth.va, out.len()) {
-                            out.copy_from_slice(bytes);
-                            return Ok(());
-                        }
-                        let several = Reth { length: left, ..reth };
-                        let here = ahead.bytes(
-                            Origin::Region(reth.rkey),
-                            reth.va,
-                            out.len(),
-                            left as usize,
-                            || memory.gathers(),
-                            |bytes| {
-                                let (memory, offset) =
-                                    region(env, pd, head.qpn, several, Access::REMOTE_READ)?;
-                                read_at_once(&**memory, offset, bytes)
-                            },
-                        )?;
-                        match here {
-                            Some(bytes) => out.copy_from_slice(bytes),
-                            None => read_at_once(&**memory, offset, out)?,
-                        }
-                        Ok::<_, Unread>(())
-                    });
-                    buf.ahead = ahead;
-                    let built = match built {
-                        Ok(()) => Ok(()),
-                        Err(Unread::Refused(refusal)) => Err(refusal),
-                        Err(Unread::On(medium)) => {
-                            let several = Reth { length: left, ..reth };
-                            match region(env, pd, head.qpn, several, Access::REMOTE_READ) {
-                                Ok((memory, offset)) => {
-                                    let of = (memory.clone(), medium);
-                                    let id = env.accesses.announce();
-                                    let what = What::Read(left as usize);
-                                    env.accesses.start(id, head.qpn, of, offset, what);
-                                    *fetch = Fetch::Runs(id, reth.va);
-                                    continue;
-                                }
-                                Err(refusal) => Err(refusal),
-                            }
-                        }
-                    };
-                    match built {
-                        Ok(()) => {
-                            env.counters.sent_pkts += 1;
-                            *begun = true;
-                            *psn = psn.plus(1);
-                            source.va = source.va.wrapping_add(bytes.into());
-                            source.bytes -= bytes;
-                            if !more {
-                                self.answers.pop_front();
-                            }
-                            continue;
-                        }
-                        Err(_) if *is_replay => {
-                            self.answers.pop_front();
-                            continue;
-                        }
-                        Err(refusal) => {
-                            // The memory was there when the READ was accepted and is gone now.
-                            let (psn, msn) = (*psn, *msn);
-                            let (code, status) = match refusal {
-                                Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-                                _ => (NakCode::RemoteOperation, Status::RemoteOperation),
-                            };
-                            env.counters.sent_naks += 1;
-                            let refused = Refused::of_memory(psn, Op::ReadRequest, Some(reth));
-                            env.note(head.qpn, Note::Refused(refused));
-                            self.answers.clear();
-                            self.placing = 0;
-                            self.answers.push_back(Answer::Ack {
-                                psn,
-                                msn,
-                                syndrome: Syndrome::Nak(code),
-                            });
-                            return Some(status);
-                        }
-                    }
-                }
-            };
-            self.answers.pop_front();
-            env.counters.sent_pkts += 1;
-            if !matches!(syndrome, Syndrome::Ack { .. }) {
-                probe!(nak_out, head.qpn.value(), psn.value(), syndrome.code());
-            }
-            let bth = Bth::new(head.opcode(Op::Acknowledge), head.dest_qpn, psn);
-            let _ = emit(buf, &path, bth, Some(Aeth { syndrome, msn }), 0, |_| {
-                Ok::<_, Refusal>(())
-            });
-        }
-        None
-    }
 }
 
 fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource> {
@@ -1483,24 +1227,6 @@ fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource
         .copied()
 }
 
-fn emit<E>(
-    buf: &mut TransmitBuf,
-    path: &Path,
-    mut bth: Bth,
-    aeth: Option<Aeth>,
-    bytes: usize,
-    fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-) -> Result<(), E> {
-    bth.pad = ((4 - bytes % 4) % 4) as u8;
-    let head = Bth::LEN + aeth.map_or(0, |_| Aeth::LEN);
-    buf.push(path, head + bytes + usize::from(bth.pad), |b| {
-        bth.emit(b);
-        if let Some(aeth) = aeth {
-            aeth.emit(&mut b[Bth::LEN..]);
-        }
-        fill(&mut b[head..head + bytes])
-    })
-}
 /// Returns whether a packet is the one of its message that uses up a receive.
 fn needs_receive(operation: Op, has_imm: bool) -> bool {
     (operation.is_send() && operation.position().begins()) || (operation.is_write() && has_imm)
