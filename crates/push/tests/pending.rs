@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::process::{Child, Command, Stdio};
@@ -169,7 +169,8 @@ fn silent__part_of_the_server() {
     let keepalive = Duration::from_secs(1);
     let _server = Running::start(&address, vec![memory_region("m", 4096)], keepalive);
     println!("@serving");
-    std::thread::sleep(2 * LONG);
+    // Serves until it is killed, or whoever started it has ended.
+    let _ = std::io::stdin().read_to_end(&mut Vec::new());
 }
 
 struct Process(Child);
@@ -188,6 +189,7 @@ fn start_map__a_server_that_dies_in_silence_is_noticed() {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "silent__part_of_the_server", "--nocapture"])
         .env("PUSH_PENDING_SERVER", address.to_string())
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn();
     let mut server = Process(child.unwrap());
