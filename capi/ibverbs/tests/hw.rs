@@ -610,12 +610,18 @@ fn ask__what_this_process_has_on_an_rnic() {
 
 /// Returns what processes that ask learn of this process's device, without other devices of this host.
 fn told(object: Object) -> Vec<Item> {
+    told_at(object).1
+}
+
+/// Asks for what this process has; other tests' processes use the same address.
+fn told_at(object: Object) -> (DeviceAt, Vec<Item>) {
     let address: IpAddr = ADDRESS.parse().unwrap();
     let places: Vec<DeviceAt> = rnics().into_iter().filter(|at| at.address == address).collect();
     let own = |told: &resources::Told| told.pid == Some(std::process::id());
     let told = ask(&places, object, LONG).into_iter();
-    let mut told = told.filter_map(|(_, told)| told.ok().filter(own));
-    told.next().expect("an answer").items
+    let mut told = told.filter_map(|(at, told)| Some((at, told.ok().filter(own)?)));
+    let (at, told) = told.next().expect("an answer");
+    (at, told.items)
 }
 
 #[test]
@@ -666,9 +672,8 @@ fn ask__process_without_a_descriptor_left() {
             assert!(Instant::now() < deadline, "nobody answers");
         };
         let state = File::open(answering.join("stat")).unwrap();
-        let address: IpAddr = ADDRESS.parse().unwrap();
-        let place = rnics().into_iter().find(|at| at.address == address).unwrap();
-        let name = format!("rdmux-4791-{address}-slot-{}", place.slot);
+        let (at, _) = told_at(Object::Device);
+        let name = format!("rdmux-4791-{}-slot-{}", at.address, at.slot);
         let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
