@@ -315,10 +315,11 @@ static void datagrams(void)
 	rdma_destroy_ep(listener);
 }
 
-static struct rdma_cm_id *ask(struct rdma_event_channel *channel)
+/* Asks for a connection, whose peer retries so often on RNR NAK. */
+static struct rdma_cm_id *ask(struct rdma_event_channel *channel, uint8_t rnr_retry)
 {
 	struct rdma_cm_id *id;
-	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1, .rnr_retry_count = rnr_retry};
 	CHECK(!rdma_create_id(channel, &id, NULL, RDMA_PS_TCP));
 	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000));
 	expect(channel, RDMA_CM_EVENT_ADDR_RESOLVED);
@@ -344,9 +345,9 @@ static void backlog(void)
 	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address));
 	CHECK(rdma_get_src_port(listener) && !rdma_listen(listener, 1));
 	address.sin_port = rdma_get_src_port(listener);
-	first = ask(here);
+	first = ask(here, 0);
 	wait_for_event(there);
-	second = ask(here);
+	second = ask(here, 0);
 	struct rdma_cm_event *event;
 	CHECK(!rdma_get_cm_event(here, &event) && event->id == second && event->event == RDMA_CM_EVENT_REJECTED);
 	CHECK(!rdma_ack_cm_event(event));
@@ -416,6 +417,28 @@ static void end(struct rdma_cm_id *id, struct rdma_cm_id *other)
 	expect(other->channel, RDMA_CM_EVENT_DISCONNECTED);
 }
 
+/* A program that asks for a few RNR retries has seconds to post its receive, as with the RDMA CM of Linux. */
+static void late_receive(void)
+{
+	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
+	struct rdma_cm_id *listener = listening(there);
+	struct ibv_qp_attr attr;
+	struct ibv_qp_init_attr init;
+	CHECK(!rdma_listen(listener, 0));
+	struct rdma_cm_id *id = ask(here, 2), *sender = answer(there, id);
+	expect(here, RDMA_CM_EVENT_ESTABLISHED);
+	expect(there, RDMA_CM_EVENT_ESTABLISHED);
+	CHECK(!ibv_query_qp(sender->qp, &attr, IBV_QP_RNR_RETRY, &init) && attr.rnr_retry == 2);
+	CHECK(!rdma_post_sendv(sender, NULL, NULL, 0, IBV_SEND_SIGNALED));
+	CHECK(!usleep(50000));
+	CHECK(!rdma_post_recvv(id, NULL, NULL, 0));
+	completion(sender->send_cq);
+	completion(id->recv_cq);
+	leave(id);
+	leave(sender);
+	over(listener, there, here);
+}
+
 /* A program may disconnect a connection any number of times, from the request on, and after the event of its end. */
 static void disconnects(void)
 {
@@ -427,7 +450,7 @@ static void disconnects(void)
 	FAILS(rdma_disconnect(id[0]), EINVAL);
 	CHECK(!rdma_destroy_id(id[0]));
 	for (int ends = 0; ends < 2; ends++) {
-		id[0] = ask(here);
+		id[0] = ask(here, 0);
 		id[1] = answer(there, id[0]);
 		end(id[ends], id[1 - ends]);
 		/* At the end that disconnected, and at the one that got the peer's disconnect. */
@@ -441,7 +464,7 @@ static void disconnects(void)
 		}
 	}
 	/* Disconnecting an id whose request was not answered takes its queue pair out of the connection. */
-	id[0] = ask(here);
+	id[0] = ask(here, 0);
 	struct rdma_cm_event *event = event_of(there, RDMA_CM_EVENT_CONNECT_REQUEST);
 	id[1] = event->id;
 	CHECK(!rdma_ack_cm_event(event));
@@ -465,7 +488,7 @@ static void time_wait(void)
 	struct rdma_cm_id *listener = listening(there), *id[2];
 	CHECK(!rdma_listen(listener, 0));
 	for (int ends = 0; ends < 2; ends++) {
-		id[0] = ask(here);
+		id[0] = ask(here, 0);
 		id[1] = answer(there, id[0]);
 		end(id[ends], id[1 - ends]);
 		struct rdma_cm_event *event = event_of(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
@@ -482,7 +505,7 @@ static void time_wait(void)
 		leave(id[1]);
 	}
 	/* Destroyed ids get no event. */
-	id[0] = ask(here);
+	id[0] = ask(here, 0);
 	id[1] = answer(there, id[0]);
 	end(id[0], id[1]);
 	leave(id[0]);
@@ -535,11 +558,11 @@ static void given_up(void)
 	struct rdma_cm_id *listener = listening(there), *early[8], *id, *accepted;
 	/* So many ids that the first have asked when the last are made. */
 	for (int i = 0; i < 8; i++)
-		early[i] = ask(here);
+		early[i] = ask(here, 0);
 	for (int i = 0; i < 8; i++)
 		leave(early[i]);
 	CHECK(!rdma_listen(listener, 0));
-	id = ask(here);
+	id = ask(here, 0);
 	accepted = answer(there, id);
 	end(id, accepted);
 	/* By then the destroyed ids would have asked again. */
@@ -598,7 +621,7 @@ static void ports(void)
 	struct rdma_event_channel *here = rdma_create_event_channel();
 	struct rdma_cm_event *event;
 	address.sin_port = port;
-	client = ask(here);
+	client = ask(here, 0);
 	wait_for_event(late->channel);
 	struct rdma_cm_id *asked;
 	none = no_more(had);
@@ -734,6 +757,7 @@ int main(int count, char **arguments)
 	group();
 	datagrams();
 	backlog();
+	late_receive();
 	disconnects();
 	time_wait();
 	time_wait_alone();

@@ -1,6 +1,7 @@
 //! C programs that use the drop-in library in ways that no packaged program does: `capi/checks`. Each describes its checks in its first comment.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -156,14 +157,18 @@ impl<'a> Check<'a> {
 
     fn run(&self, binary: &Path, options: &Options, signals: &Signals) -> Result<bool> {
         let (rounds, limit) = if options.long { ("3000", 1200) } else { ("60", 300) };
-        let output = File::create(&self.output)?;
+        let mut output = File::create(&self.output)?;
         let mut command = Command::new(binary);
         command
             .args(["run", "--device", &options.device.to_string(), "--"])
             .arg(&self.program)
             .arg(rounds);
         let limit = Duration::from_secs(limit);
-        let mut job = Job::start(&command, output.try_clone()?, output, limit)?;
-        Ok(job.wait(signals)?.success())
+        let mut job = Job::start(&command, output.try_clone()?, output.try_clone()?, limit)?;
+        let end = job.wait(signals)?;
+        if !end.success() {
+            writeln!(output, "{}: {end}", self.name)?;
+        }
+        Ok(end.success())
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use rdmux_verbs::{ConnectParams, PathMtu, QpAttributes, QpState, RDMA_UDP_QKEY};
 
-use super::connect::parameters;
+use super::connect::{LINUX_MIN_RNR_TIMER, parameters};
 use super::id::{CmIdObject, IncomingRequest};
 use crate::address::vector_to;
 use crate::{abi, minus_one, queue_pair};
@@ -40,6 +40,8 @@ fn agreed(own: &CmIdObject, to: QpState) -> Result<QpAttributes, c_int> {
         Some(IncomingRequest::Connection(request)) => {
             let mut params = parameters(own, None);
             params.responder_resources = params.responder_resources.min(request.remote().initiator_depth);
+            // How often the peer retries is only told when the program accepts.
+            params.min_rnr_timer = LINUX_MIN_RNR_TIMER;
             request.attributes(to, &params).ok()
         }
         _ => own

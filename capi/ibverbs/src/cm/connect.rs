@@ -207,6 +207,10 @@ pub(super) fn destroy_queue(channel: &mut *mut abi::CompChannel, queue: &mut *mu
     }
 }
 
+/// RNR timer code that the RDMA CM of Linux gives every queue pair (`cm_init_qp_rtr_attr`): 655.36 ms. Programs choose their numbers
+/// of RNR retries for it.
+pub(super) const LINUX_MIN_RNR_TIMER: u8 = 0;
+
 /// Converts the parameters that a program asks for into those of the vocabulary.
 pub(super) fn parameters(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> ConnectParams {
     let default = ConnectParams::default();
@@ -222,6 +226,10 @@ pub(super) fn parameters(own: &CmIdObject, asked: Option<&abi::ConnParam>) -> Co
         params.initiator_depth = asked.initiator_depth.min(default.initiator_depth);
         params.retry_count = asked.retry_count.min(7);
         params.rnr_retry = asked.rnr_retry_count.min(7);
+        // A peer that retries without limit is better served by the shorter time of the default.
+        if params.rnr_retry < 7 {
+            params.min_rnr_timer = LINUX_MIN_RNR_TIMER;
+        }
     }
     params
 }
