@@ -3,10 +3,9 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -15,7 +14,7 @@ use rdmux_push::server::ServerEvent;
 use rdmux_push::{Client, Error, Key, MapRequest, Options};
 use rdmux_verbs::Device;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 fn sleep_on(fds: &[BorrowedFd<'_>]) {
     let timeout = Timespec::try_from(LONG).unwrap();
@@ -173,28 +172,13 @@ fn silent__part_of_the_server() {
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
 }
 
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn start_map__a_server_that_dies_in_silence_is_noticed() {
     rdmux_soft::register();
     let address: SocketAddr = "127.0.9.115:7174".parse().unwrap();
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "silent__part_of_the_server", "--nocapture"])
-        .env("PUSH_PENDING_SERVER", address.to_string())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn();
-    let mut server = Process(child.unwrap());
-    let mut lines = BufReader::new(server.0.stdout.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap().contains("@serving")));
+    let environment = [("PUSH_PENDING_SERVER", &*address.to_string())];
+    let mut server = Process::start("silent__part_of_the_server", &environment);
+    assert_eq!(server.line(), "serving");
 
     let device = Device::open("127.0.9.116".parse().unwrap()).unwrap();
     let options = Options {
@@ -215,7 +199,7 @@ fn start_map__a_server_that_dies_in_silence_is_noticed() {
         }
     }
     assert!(holder.is_held(&held));
-    kill_process(Pid::from_child(&server.0), Signal::STOP).unwrap();
+    server.signal(Signal::STOP);
     let deadline = Instant::now() + LONG;
     let error = loop {
         assert!(Instant::now() < deadline, "nobody notices");

@@ -3,16 +3,14 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::*;
 use rdmux_push::server::{Config, EndReason, ServerEvent};
 use rdmux_push::{Client, Options};
 use rdmux_verbs::Memory;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 const BYTES: usize = 1 << 20;
 const BREAK_TIMEOUT: Duration = Duration::from_millis(400);
@@ -66,58 +64,21 @@ fn stopped__part_of_the_client() {
     println!("@{error}");
 }
 
-/// A client process.
-struct Process {
-    child: Child,
-    lines: BufReader<ChildStdout>,
+/// Starts a client process, which maps the region and writes `once`, when it is told to go on, or in a `flood`.
+fn start_client(server: SocketAddr, from: &str, id: u8, what: &str, shared_memory: bool) -> Process {
+    let plan = format!("{server} {from} {id} {what}");
+    let mut environment = vec![("PUSH_STOPPED_CLIENT", &*plan)];
+    if !shared_memory {
+        environment.push(("RDMUX_SHM", "off"));
+    }
+    let mut process = Process::start("stopped__part_of_the_client", &environment);
+    assert_eq!(process.line(), "mapped");
+    process
 }
 
-impl Process {
-    fn start(server: SocketAddr, from: &str, id: u8, what: &str, shared_memory: bool) -> Process {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
-            .args(["--exact", "stopped__part_of_the_client", "--nocapture"])
-            .env("PUSH_STOPPED_CLIENT", format!("{server} {from} {id} {what}"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        if !shared_memory {
-            command.env("RDMUX_SHM", "off");
-        }
-        let mut child = command.spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        let mut process = Process { child, lines };
-        assert_eq!(process.line(), "mapped");
-        process
-    }
-
-    /// Returns the next line that the client prints for this test.
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        while self.lines.read_line(&mut line).unwrap() > 0 {
-            // The test harness may have begun the line.
-            if let Some((_, text)) = line.trim_end().split_once('@') {
-                return text.to_owned();
-            }
-            line.clear();
-        }
-        panic!("the client ended without a word");
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
-    }
-
-    fn go_on(&mut self) {
-        self.signal(Signal::CONT);
-        let _ = self.child.stdin.as_mut().unwrap().write_all(b"\n");
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn go_on(process: &mut Process) {
+    process.signal(Signal::CONT);
+    process.say("");
 }
 
 fn start(address: &str, keepalive: Duration) -> Running {
@@ -147,14 +108,14 @@ fn stopped__while_it_holds_the_lease_and_posts_when_it_goes_on() {
     for (round, shared_memory) in [true, false].into_iter().enumerate() {
         let server = start("127.0.9.70:7174", Duration::from_secs(60));
         let from = format!("127.0.9.{}", 200 + round);
-        let mut stopped = Process::start(server.address, &from, 1, "once", shared_memory);
+        let mut stopped = start_client(server.address, &from, 1, "once", shared_memory);
         stopped.signal(Signal::STOP);
         let mut other = server.client();
         let begun = Instant::now();
         take_over(&server, &mut other, 0x22);
         assert!(begun.elapsed() >= BREAK_TIMEOUT, "{:?}", begun.elapsed());
         server.wait_for(|event| matches!(event, ServerEvent::Revoked { .. }));
-        stopped.go_on();
+        go_on(&mut stopped);
         let said = stopped.line();
         assert!(said.contains("the server refused an access"), "{said}");
         let (reason, _) = server.end();
@@ -173,7 +134,7 @@ fn stopped__amid_a_flood_of_writes_again_and_again() {
         let shared_memory = round % 2 == 0;
         let server = start("127.0.9.71:7174", Duration::from_secs(60));
         let from = format!("127.0.9.{}", 210 + round);
-        let mut stopped = Process::start(server.address, &from, 1, "flood", shared_memory);
+        let mut stopped = start_client(server.address, &from, 1, "flood", shared_memory);
         // The client stops at any moment of its flood.
         std::thread::sleep(Duration::from_micros(1 + round * round * 700));
         stopped.signal(Signal::STOP);
@@ -196,7 +157,7 @@ fn stopped__amid_a_flood_of_writes_again_and_again() {
 #[test]
 fn stopped__and_replaced_by_itself_on_another_connection() {
     let server = start("127.0.9.72:7174", Duration::from_secs(60));
-    let mut stopped = Process::start(server.address, "127.0.9.230", 9, "once", false);
+    let mut stopped = start_client(server.address, "127.0.9.230", 9, "once", false);
     stopped.signal(Signal::STOP);
     // The same client, started again elsewhere, waits for no lease.
     let mut again = server.client_with(Options {
@@ -205,7 +166,7 @@ fn stopped__and_replaced_by_itself_on_another_connection() {
     });
     assert_eq!(server.end(), (EndReason::ConnectedAgain, 1));
     take_over(&server, &mut again, 0x33);
-    stopped.go_on();
+    go_on(&mut stopped);
     let said = stopped.line();
     assert!(said.contains("Err"), "{said}");
     assert!(holds(&server, 0x33), "nothing of before landed");
@@ -214,12 +175,12 @@ fn stopped__and_replaced_by_itself_on_another_connection() {
 #[test]
 fn stopped__for_longer_than_the_keep_alive_time() {
     let server = start("127.0.9.73:7174", Duration::from_secs(1));
-    let mut stopped = Process::start(server.address, "127.0.9.231", 1, "once", false);
+    let mut stopped = start_client(server.address, "127.0.9.231", 1, "once", false);
     stopped.signal(Signal::STOP);
     assert_eq!(server.end(), (EndReason::Dead, 1));
     let mut other = server.client();
     take_over(&server, &mut other, 0x44);
-    stopped.go_on();
+    go_on(&mut stopped);
     let said = stopped.line();
     assert!(said.contains("Err"), "{said}");
     assert!(holds(&server, 0x44), "nothing of before landed");

@@ -116,6 +116,14 @@ impl Bench {
         self.rnic().handle_access(now, job.id, result);
     }
 
+    /// Lets everything end: what waits for a time, then the accesses, and the accesses that those lead to.
+    fn finish(&mut self) {
+        self.pair.pass(LONG_NS);
+        self.run_all();
+        self.pair.run();
+        self.run_all();
+    }
+
     /// Carries out jobs until there are none, and delivers what follows.
     fn run_all(&mut self) {
         loop {
@@ -639,10 +647,7 @@ fn nak__names_no_request_behind_a_read_that_is_not_answered() {
         let told = naks.take();
         assert!(told.iter().all(|nak| *nak == (0, 0)), "{selective} {told:?}");
         dropped.set(None);
-        bench.pair.pass(LONG_NS);
-        bench.run_all();
-        bench.pair.run();
-        bench.run_all();
+        bench.finish();
         assert_eq!(
             bench.completed(),
             [
@@ -742,10 +747,7 @@ fn nak__names_the_repeated_request_and_no_read_that_the_peer_has() {
         let told = naks.take();
         assert!(!told.is_empty(), "{selective}");
         assert!(told.iter().all(|nak| *nak == (1, 1)), "{selective} {told:?}");
-        bench.pair.pass(LONG_NS);
-        bench.run_all();
-        bench.pair.run();
-        bench.run_all();
+        bench.finish();
         let both = [WcOpcode::Read, WcOpcode::Write].map(|opcode| (opcode, Status::Success));
         assert_eq!(bench.completed(), both, "{selective}");
     }
