@@ -2,6 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "common/process.rs"]
+mod process;
 
 use std::io::Read;
 use std::net::SocketAddr;
@@ -9,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use common::*;
+use process::Process;
 use rdmux_push::client::{OnBreak, PendingClient};
 use rdmux_push::server::ServerEvent;
 use rdmux_push::{Client, Error, Key, MapRequest, Options};

@@ -2,11 +2,14 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "common/process.rs"]
+mod process;
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use common::*;
+use process::Process;
 use rdmux_push::server::{Config, EndReason, ServerEvent};
 use rdmux_push::{Client, Options};
 use rdmux_verbs::Memory;
