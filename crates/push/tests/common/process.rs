@@ -1,4 +1,5 @@
 //! Other processes, for what one process alone cannot show.
+#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
