@@ -14,6 +14,8 @@ use rdmux_verbs::{
     SgeList, Status, WorkCompletion,
 };
 
+use crate::reactor::ConnectionEnd;
+use crate::receives::ReceiveShare;
 use crate::work_id::WorkId;
 
 /// At the latest every so many messages, one has a completion, which frees the slots of all messages before it as well. So many slots
@@ -28,7 +30,8 @@ pub struct Sizes {
     /// Messages of the peer that may arrive before they are handled.
     pub receives: usize,
     /// Slots for answers. Each message takes one when it arrives, and a receive is posted only if its message would get one: a peer
-    /// that does not acknowledge answers cannot make this side hold more. With 0, messages take none, and the protocol limits them.
+    /// that does not acknowledge answers cannot make this side hold more. Of a peer whose connection shares its receives, up to
+    /// `receives` messages wait for slots; one more ends the connection. With 0, messages take none, and the protocol limits them.
     pub answers: usize,
     /// Slots for messages that are no answers.
     pub own: usize,
@@ -50,10 +53,22 @@ impl Sizes {
     pub const fn completions(&self) -> usize {
         self.receives + self.sends()
     }
+}
 
-    const fn buffers(&self) -> usize {
-        self.receives + self.slots()
-    }
+/// Where the messages of a connection are received.
+#[derive(Debug)]
+enum Receives {
+    /// In buffers of its own, before those of the slots.
+    Own {
+        /// Buffers for which no receive is posted until a slot is free.
+        idle: Vec<u32>,
+    },
+    /// In buffers that it shares with other connections.
+    Shared {
+        share: ReceiveShare,
+        /// Messages that wait for a slot for their answer.
+        held: VecDeque<Vec<u8>>,
+    },
 }
 
 /// The buffer that one message is sent from. Those for answers come first.
@@ -133,11 +148,10 @@ pub struct MessageConnection {
     connection: Connection,
     qp: QueuePair,
     buffers_mr: MemoryRegion,
-    /// One buffer for each receive, then one for each slot.
+    /// One buffer for each receive of its own, then one for each slot.
     buffers: Arc<AnonymousMemory>,
     sizes: Sizes,
-    /// Buffers for which no receive is posted until a slot is free.
-    idle_receives: Vec<u32>,
+    receives: Receives,
     free_answers: Vec<SendSlot>,
     free_own: Vec<SendSlot>,
     /// Messages without a completion so far, in the order in which they were posted.
@@ -159,24 +173,40 @@ struct Parts {
     buffers_mr: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
     sizes: Sizes,
+    receives: Receives,
 }
 
 impl Parts {
-    fn new(pd: &ProtectionDomain, cq: &CompletionQueue, sizes: &Sizes) -> Result<Parts, EstablishError> {
+    fn new(
+        pd: &ProtectionDomain,
+        cq: &CompletionQueue,
+        sizes: &Sizes,
+        share: Option<ReceiveShare>,
+    ) -> Result<Parts, EstablishError> {
+        let own_receives = if share.is_none() { sizes.receives } else { 0 };
         let mut options = QpOptions::new(cq);
         options.max_send_wr = sizes.sends() as u32;
-        options.max_recv_wr = sizes.receives as u32;
+        options.max_recv_wr = own_receives as u32;
+        options.srq = share.as_ref().map(|share| share.queue().clone());
         let qp = pd.create_qp(&options)?;
-        let buffers = Arc::new(AnonymousMemory::new(sizes.buffers() * sizes.message_bytes)?);
+        let buffers = own_receives + sizes.slots();
+        let buffers = Arc::new(AnonymousMemory::new(buffers * sizes.message_bytes)?);
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
-        (0..sizes.receives as u32)
+        (0..own_receives as u32)
             .try_for_each(|index| post_receive(&qp, &buffers_mr, sizes.message_bytes, index))?;
         Ok(Parts {
             qp,
             buffers_mr,
             buffers,
             sizes: *sizes,
+            receives: match share {
+                None => Receives::Own { idle: Vec::new() },
+                Some(share) => Receives::Shared {
+                    share,
+                    held: VecDeque::new(),
+                },
+            },
         })
     }
 
@@ -189,7 +219,7 @@ impl Parts {
             buffers_mr: self.buffers_mr,
             buffers: self.buffers,
             sizes,
-            idle_receives: Vec::new(),
+            receives: self.receives,
             free_answers: slots(0..sizes.answers),
             free_own: slots(sizes.answers..sizes.slots()),
             in_flight: VecDeque::new(),
@@ -245,7 +275,7 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<PendingConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes)?;
+        let parts = Parts::new(pd, cq, sizes, None)?;
         let pair = ConnectPair::Own(&parts.qp);
         let connecting = pd.device().start_connect(pair, peer, params, &[])?;
         Ok(PendingConnection {
@@ -273,7 +303,19 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes)?;
+        MessageConnection::accept_sharing(request, pd, cq, params, sizes, None)
+    }
+
+    /// Does the same for a connection that may share its receives.
+    pub(crate) fn accept_sharing(
+        request: ConnectionRequest,
+        pd: &ProtectionDomain,
+        cq: &CompletionQueue,
+        params: &ConnectParams,
+        sizes: &Sizes,
+        share: Option<ReceiveShare>,
+    ) -> Result<MessageConnection, EstablishError> {
+        let parts = Parts::new(pd, cq, sizes, share)?;
         let connection = request.accept(&parts.qp, params, &[])?;
         Ok(parts.connected(connection))
     }
@@ -330,7 +372,11 @@ impl MessageConnection {
         if message.len() > self.sizes.message_bytes || slot.index() >= self.sizes.slots() {
             return Err(SendError::TooLong);
         }
-        let at = ((self.sizes.receives + slot.index()) * self.sizes.message_bytes) as u64;
+        let own_receives = match self.receives {
+            Receives::Own { .. } => self.sizes.receives,
+            Receives::Shared { .. } => 0,
+        };
+        let at = ((own_receives + slot.index()) * self.sizes.message_bytes) as u64;
         self.buffers.write(at, message)?;
         let mut request =
             SendRequest::send(self.buffers_mr.sge(at, message.len() as u32)).wr_id(WorkId::Send(slot).into());
@@ -388,16 +434,7 @@ impl MessageConnection {
             failed => return Err(failed),
         }
         Ok(match WorkId::from(wc.wr_id) {
-            WorkId::Receive(index) => {
-                let mut bytes = vec![0; (wc.byte_len as usize).min(self.sizes.message_bytes)];
-                let at = u64::from(index) * self.sizes.message_bytes as u64;
-                let read = self.buffers.read(at, &mut bytes);
-                read.map_err(|_| Status::LocalQpOperation)?;
-                let slot = self.free_answers.pop();
-                self.idle_receives.push(index);
-                self.post_receives();
-                Completed::Message { slot, bytes }
-            }
+            WorkId::Receive(index) => self.received(index, wc.byte_len)?,
             WorkId::Send(_) => self.sent(),
             WorkId::Operation(number) => Completed::Operation(number),
             WorkId::Probe => {
@@ -405,6 +442,52 @@ impl MessageConnection {
                 Completed::Nothing
             }
         })
+    }
+
+    fn received(&mut self, index: u32, byte_len: u32) -> Result<Completed, Status> {
+        match &mut self.receives {
+            Receives::Own { idle } => {
+                let mut bytes = vec![0; (byte_len as usize).min(self.sizes.message_bytes)];
+                let at = u64::from(index) * self.sizes.message_bytes as u64;
+                let read = self.buffers.read(at, &mut bytes);
+                read.map_err(|_| Status::LocalQpOperation)?;
+                let slot = self.free_answers.pop();
+                idle.push(index);
+                self.post_receives();
+                Ok(Completed::Message { slot, bytes })
+            }
+            Receives::Shared { share, held } => {
+                let message = share.take(index, byte_len);
+                let bytes = message.map_err(|_| Status::LocalQpOperation)?;
+                if self.sizes.answers == 0 {
+                    return Ok(Completed::Message { slot: None, bytes });
+                }
+                // A peer that keeps to its credits has no more messages without an answer.
+                if held.len() >= self.sizes.receives {
+                    return Err(Status::RemoteInvalidRequest);
+                }
+                held.push_back(bytes);
+                Ok(self.next_held().unwrap_or(Completed::Nothing))
+            }
+        }
+    }
+
+    /// Returns the next message that waited for a slot, if one is free.
+    pub(crate) fn next_held(&mut self) -> Option<Completed> {
+        let Receives::Shared { held, .. } = &mut self.receives else {
+            return None;
+        };
+        if held.is_empty() {
+            return None;
+        }
+        let slot = Some(self.free_answers.pop()?);
+        let bytes = held.pop_front()?;
+        Some(Completed::Message { slot, bytes })
+    }
+
+    /// Returns whether messages wait for a slot.
+    pub(crate) fn holds_messages(&self) -> bool {
+        matches!(&self.receives, Receives::Shared { held, .. } if !held.is_empty())
     }
 
     /// Frees the slots of the messages up to the first with a completion, which this is: completions come in order.
@@ -424,21 +507,32 @@ impl MessageConnection {
     /// Posts receives as long as there is a slot for the answer of each. One that is refused is of a connection that is over, as its
     /// completions say.
     fn post_receives(&mut self) {
-        while let Some(index) = self.idle_receives.last() {
-            let posted = self.sizes.receives - self.idle_receives.len();
+        let Receives::Own { idle } = &mut self.receives else {
+            return;
+        };
+        while let Some(index) = idle.last() {
+            let posted = self.sizes.receives - idle.len();
             let is_limited = self.sizes.answers > 0;
             if is_limited && posted >= self.free_answers.len()
                 || post_receive(&self.qp, &self.buffers_mr, self.sizes.message_bytes, *index).is_err()
             {
                 return;
             }
-            self.idle_receives.pop();
+            idle.pop();
         }
     }
 
-    #[cfg(test)]
-    pub(crate) fn posted_receives(&self) -> usize {
-        self.sizes.receives - self.idle_receives.len()
+    /// Returns the number of receives of its own that are posted, or whose completions were not handled: when the connection ends, they
+    /// are flushed.
+    pub(crate) fn own_receives(&self) -> usize {
+        match &self.receives {
+            Receives::Own { idle } => self.sizes.receives - idle.len(),
+            Receives::Shared { .. } => 0,
+        }
+    }
+
+    pub(crate) fn shares_receives(&self) -> bool {
+        matches!(self.receives, Receives::Shared { .. })
     }
 
     #[cfg(test)]
@@ -446,19 +540,23 @@ impl MessageConnection {
         self.probing
     }
 
-    /// Reports to a queue, under a token, when the connection may be over ([`MessageConnection::has_ended`]).
+    /// Reports to a queue, under a token, when the connection may be over ([`MessageConnection::end`]).
     pub fn notify(&self, events: &EventQueue, token: u64) {
         self.connection.notify(events, token);
     }
 
-    /// Returns whether the connection is over. Messages that arrived before may still have completions.
-    pub fn has_ended(&self) -> bool {
-        self.connection.progress().ended.is_some()
+    /// Returns why the connection is over, if it is. Messages that arrived before may still have completions.
+    pub fn end(&self) -> Option<ConnectionEnd> {
+        if let Some(status) = self.qp.error() {
+            return Some(ConnectionEnd::Failed(status));
+        }
+        let disconnected = self.connection.progress().ended.is_some();
+        disconnected.then_some(ConnectionEnd::Disconnected)
     }
 
-    /// Returns whether there are receives whose completions were not handled: when the connection ends, they are flushed.
-    pub(crate) fn has_receives(&self) -> bool {
-        self.idle_receives.len() < self.sizes.receives
+    /// Ends the connection. Completions of its requests may follow.
+    pub(crate) fn disconnect(&self) {
+        self.connection.disconnect();
     }
 
     /// Ends the connection, and waits until the peer has agreed.

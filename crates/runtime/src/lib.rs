@@ -9,7 +9,7 @@
 //! use rdmux_verbs::{ConnectParams, Device};
 //!
 //! let sizes = Sizes { message_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
-//! let limits = Limits { connections: 100, keepalive: std::time::Duration::from_secs(20) };
+//! let limits = Limits { connections: 100, keepalive: std::time::Duration::from_secs(20), shared_receives: Some(64) };
 //! let mut reactor = Reactor::<()>::new(sizes, limits, None)?;
 //! rdmux_soft::register();
 //! reactor.listen(&Device::open("127.0.0.1".parse()?)?, 7174)?;
@@ -36,6 +36,7 @@ mod keepalive;
 mod mailbox;
 mod pool;
 mod reactor;
+mod receives;
 #[cfg(test)]
 mod tests;
 mod waiting;

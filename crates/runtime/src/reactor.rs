@@ -4,18 +4,21 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, CreateError, Device, EngineWatch, EventQueue,
-    ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
+    Features, ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
 };
 
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
+use crate::receives::{ReceiveShare, SharedReceives};
 use crate::waiting::Waiting;
+use crate::work_id::WorkId;
 
 /// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
 const OTHERS_EVERY: u32 = 16;
@@ -37,6 +40,9 @@ pub struct Limits {
     pub connections: usize,
     /// Time of silence after which the peer of a watched connection is taken for dead.
     pub keepalive: Duration,
+    /// The connections of a listener share so many receives, and add one each, if the device can do that
+    /// ([`Features::SHARED_RECEIVES`]). `None`: each has [`Sizes::receives`] of its own.
+    pub shared_receives: Option<usize>,
 }
 
 /// An event that the reactor hands to the service.
@@ -104,6 +110,11 @@ pub enum ConnectionError {
 struct ReactorPort {
     device: Device,
     cq: CompletionQueue,
+    receives: Option<Arc<SharedReceives>>,
+    /// Number of completions taken from the queue so far.
+    taken: u64,
+    /// What waits until the completions that the queue holds are taken: at the latest when so many have been taken. The oldest is first.
+    draining: VecDeque<(u64, Draining)>,
     /// Set if it is for connections that are accepted.
     accepts: bool,
     listener: Option<Listener>,
@@ -114,13 +125,22 @@ struct ReactorPort {
     connections: usize,
 }
 
+/// What waits for the completions before it.
+#[derive(Debug)]
+enum Draining {
+    /// The report that a connection is over: messages that arrived before come first.
+    End(ConnectionId, ConnectionEnd),
+    /// A closed connection: the receives that it has taken are posted again.
+    Closed(Box<Known>),
+}
+
 #[derive(Debug)]
 struct Known {
     link: MessageConnection,
     port: usize,
     watched: bool,
     /// Set once the connection's events have told that it is over. Its completions may tell so, too, and then do it behind its messages.
-    disconnected: bool,
+    over: Option<ConnectionEnd>,
 }
 
 #[derive(Debug)]
@@ -155,6 +175,8 @@ pub struct Reactor<M> {
     descriptors_so_far: u64,
     /// Descriptors that were readable and are not reported.
     readable: VecDeque<DescriptorId>,
+    /// Connections with messages that wait for slots.
+    holding: Vec<ConnectionId>,
     /// Ends of connections that were noticed and not reported.
     ended: VecDeque<(ConnectionId, ConnectionEnd)>,
     keepalive: KeepAlive,
@@ -190,6 +212,7 @@ impl<M> Reactor<M> {
             descriptors: Vec::new(),
             descriptors_so_far: 0,
             readable: VecDeque::new(),
+            holding: Vec::new(),
             ended: VecDeque::new(),
             // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
             keepalive: KeepAlive::new(limits.keepalive / 2),
@@ -262,7 +285,7 @@ impl<M> Reactor<M> {
     }
 
     /// Passes requests that arrive at the last port on to another reactor as well, in turn.
-    pub(crate) fn pass_to(&mut self, other: &mut Reactor<M>) -> Result<(), CreateError> {
+    pub(crate) fn pass_to(&mut self, other: &mut Reactor<M>) -> Result<(), EstablishError> {
         if let Some(port) = self.ports.last_mut() {
             let taker = other.add_port(&port.device, true)?;
             port.takers.push((other.passing.clone(), taker));
@@ -270,10 +293,17 @@ impl<M> Reactor<M> {
         Ok(())
     }
 
-    fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, CreateError> {
+    fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, EstablishError> {
+        let connections = self.limits.connections;
+        let shared = self.limits.shared_receives.filter(|_| accepts);
+        let shared = shared.filter(|_| device.features().contains(Features::SHARED_RECEIVES));
+        let receives = shared.map(|common| SharedReceives::new(device, &self.sizes, common, connections));
         self.ports.push(ReactorPort {
             device: device.clone(),
             cq: self.completion_queue(device)?,
+            receives: receives.transpose()?,
+            taken: 0,
+            draining: VecDeque::new(),
             accepts,
             listener: None,
             takers: Vec::new(),
@@ -283,9 +313,14 @@ impl<M> Reactor<M> {
         Ok(self.ports.len() - 1)
     }
 
+    /// Returns the number of completions of one port's connections that may wait at a time.
+    fn completions(&self) -> usize {
+        self.limits.connections * self.sizes.completions() + self.limits.shared_receives.unwrap_or(0)
+    }
+
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
     fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
-        device.create_cq((self.limits.connections * self.sizes.completions()) as u32)
+        device.create_cq(self.completions() as u32)
     }
 
     /// Returns the devices that it listens on, one for each listener.
@@ -312,7 +347,9 @@ impl<M> Reactor<M> {
             return Err(ConnectionError::TooMany);
         }
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let link = MessageConnection::accept(request, &pd, &port.cq, params, &self.sizes)?;
+        let share = port.receives.as_ref().map(ReceiveShare::new).transpose();
+        let share = share.map_err(EstablishError::Post)?;
+        let link = MessageConnection::accept_sharing(request, &pd, &port.cq, params, &self.sizes, share)?;
         let connection = self.next_connection(at);
         link.notify(&self.news, CONNECTION | connection.0);
         self.established(connection, link, at, false);
@@ -329,7 +366,7 @@ impl<M> Reactor<M> {
         let begins = |port: &ReactorPort| !port.accepts && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
-            None => self.add_port(device, false).map_err(EstablishError::Create)?,
+            None => self.add_port(device, false)?,
         };
         let port = &self.ports[at];
         if port.connections >= self.limits.connections {
@@ -360,7 +397,7 @@ impl<M> Reactor<M> {
             link,
             port,
             watched,
-            disconnected: false,
+            over: None,
         };
         self.connections.insert(connection, known);
     }
@@ -418,8 +455,39 @@ impl<M> Reactor<M> {
     }
 
     fn dropped(&mut self, known: Known) {
-        self.ports[known.port].connections -= 1;
-        drop(known);
+        let at = known.port;
+        if known.link.shares_receives() {
+            known.link.disconnect();
+            self.drain(at, Draining::Closed(Box::new(known)));
+        } else {
+            self.ports[at].connections -= 1;
+        }
+    }
+
+    /// Has something wait until all completions that a port's queue holds now have been taken.
+    fn drain(&mut self, at: usize, what: Draining) {
+        let until = self.ports[at].taken + self.completions() as u64;
+        self.ports[at].draining.push_back((until, what));
+    }
+
+    /// Takes note that a completion was taken from a port's queue, or that there is none.
+    fn took(&mut self, at: usize, found: bool) {
+        let port = &mut self.ports[at];
+        port.taken += u64::from(found);
+        while port
+            .draining
+            .front()
+            .is_some_and(|(until, _)| !found || *until <= port.taken)
+            && let Some((_, what)) = port.draining.pop_front()
+        {
+            match what {
+                Draining::End(connection, end) => self.ended.push_back((connection, end)),
+                Draining::Closed(known) => {
+                    port.connections -= 1;
+                    drop(known);
+                }
+            }
+        }
     }
 
     /// Returns what has happened, without waiting.
@@ -447,16 +515,40 @@ impl<M> Reactor<M> {
                     return Some(event);
                 }
             }
+            self.took(at, false);
         }
         None
     }
 
-    pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
+    /// Returns a message that waited for a slot.
+    fn poll_held(&mut self) -> Option<ReactorEvent<M>> {
+        let mut at = 0;
+        while let Some(connection) = self.holding.get(at).copied() {
+            let link = self.connections.get_mut(&connection).map(|known| &mut known.link);
+            match link.filter(|link| link.holds_messages()) {
+                None => drop(self.holding.swap_remove(at)),
+                Some(link) => match link.next_held() {
+                    Some(message) => return Some(ReactorEvent::Completed(connection, message)),
+                    None => at += 1,
+                },
+            }
+        }
+        None
+    }
+
+    fn poll_ended(&mut self) -> Option<ReactorEvent<M>> {
         while let Some((connection, end)) = self.ended.pop_front() {
             // It may have been closed since.
             if self.connections.contains_key(&connection) {
                 return Some(ReactorEvent::Ended(connection, end));
             }
+        }
+        None
+    }
+
+    pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
+        if let Some(event) = self.poll_held().or_else(|| self.poll_ended()) {
+            return Some(event);
         }
         if let Some(mail) = self.inbox.take() {
             return Some(ReactorEvent::Mail(mail));
@@ -473,11 +565,11 @@ impl<M> Reactor<M> {
             let token = self.requested.take().map(|port| port as u64).or_else(reported)?;
             if token & CONNECTION != 0 {
                 let connection = ConnectionId(token & !CONNECTION);
-                if self.disconnected(connection) {
-                    return Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected));
+                if let Some(result) = self.attempted(connection) {
+                    return Some(ReactorEvent::Connected(connection, result));
                 }
-                match self.attempted(connection) {
-                    Some(result) => return Some(ReactorEvent::Connected(connection, result)),
+                match self.over(connection) {
+                    Some(event) => return Some(event),
                     None => continue,
                 }
             }
@@ -513,12 +605,25 @@ impl<M> Reactor<M> {
         })
     }
 
-    fn completed(&mut self, port: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
-        let connection = *self.by_qpn.get(&(port, wc.qpn))?;
+    fn completed(&mut self, at: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
+        self.took(at, true);
+        let connection = self.by_qpn.get(&(at, wc.qpn)).copied();
+        if let (Some(receives), WorkId::Receive(index)) = (&self.ports[at].receives, WorkId::from(wc.wr_id))
+            && (connection.is_none() || wc.status != Status::Success)
+        {
+            receives.repost(index);
+        }
+        let connection = connection?;
         let known = self.connections.get_mut(&connection)?;
         let result = known.link.handle(wc);
-        if result.is_ok() && known.disconnected && !known.link.has_receives() {
-            self.ended.push_back((connection, ConnectionEnd::Disconnected));
+        if known.link.holds_messages() && !self.holding.contains(&connection) {
+            self.holding.push(connection);
+        }
+        if let (Ok(_), Some(end)) = (&result, known.over)
+            && !known.link.shares_receives()
+            && known.link.own_receives() == 0
+        {
+            self.ended.push_back((connection, end));
         }
         match result {
             Ok(Completed::Nothing) => None,
@@ -528,15 +633,21 @@ impl<M> Reactor<M> {
         }
     }
 
-    /// Takes note that an established connection is over, if it is. Returns whether that is to be reported now: if receives are posted,
-    /// their completions report it, behind those of the messages that have arrived.
-    fn disconnected(&mut self, connection: ConnectionId) -> bool {
-        let Some(known) = self.connections.get_mut(&connection) else {
-            return false;
-        };
-        let is_new = !known.disconnected && known.link.has_ended();
-        known.disconnected |= is_new;
-        is_new && !known.link.has_receives()
+    /// Takes note that an established connection is over, if it is. If receives of its own are posted, their completions report it, behind
+    /// those of the messages that have arrived.
+    fn over(&mut self, connection: ConnectionId) -> Option<ReactorEvent<M>> {
+        let known = self.connections.get_mut(&connection)?;
+        if known.over.is_some() {
+            return None;
+        }
+        let end = known.link.end()?;
+        known.over = Some(end);
+        if known.link.shares_receives() {
+            let at = known.port;
+            self.drain(at, Draining::End(connection, end));
+            return self.poll_completions().or_else(|| self.poll_ended());
+        }
+        (known.link.own_receives() == 0).then_some(ReactorEvent::Ended(connection, end))
     }
 
     /// Does what is due at `now`; returns when the next is due.
@@ -618,6 +729,7 @@ impl<M> Reactor<M> {
                     return Ok(Some(event));
                 }
             }
+            self.took(at, false);
         }
         Ok(self.poll_others())
     }
@@ -672,7 +784,7 @@ pub enum ListenAtError {
     /// Another engine of the device does not open.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// There is no completion queue for its connections.
+    /// There is no completion queue, or there are no receives, for its connections.
     #[error(transparent)]
-    Create(#[from] CreateError),
+    Establish(#[from] EstablishError),
 }

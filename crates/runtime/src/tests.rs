@@ -1,20 +1,23 @@
 //! Reactors and connections over the soft device.
 
+use std::collections::VecDeque;
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, RKey, SgeList,
-    Status, WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, PathMtu, RKey,
+    SendRequest, Sge, SgeList, Status, WorkCompletion,
 };
 
 use crate::{
     Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
-    MessageConnection, Reactor, ReactorEvent, Sizes, WorkId,
+    MessageConnection, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
 };
 
 /// Time for what happens at once unless something is wrong.
@@ -41,12 +44,21 @@ fn open(address: IpAddr) -> Result<Device, OpenError> {
     Device::open(address)
 }
 
-fn reactor<M>(address: SocketAddr, connections: usize) -> Reactor<M> {
-    let limits = Limits {
+/// Limits of a reactor whose connections share few receives.
+fn limits(connections: usize) -> Limits {
+    Limits {
         connections,
         keepalive: 2 * LONG,
-    };
-    let mut reactor = Reactor::new(SIZES, limits, None).unwrap();
+        shared_receives: Some(2),
+    }
+}
+
+fn reactor<M>(address: SocketAddr, connections: usize) -> Reactor<M> {
+    reactor_of(address, SIZES, limits(connections))
+}
+
+fn reactor_of<M>(address: SocketAddr, sizes: Sizes, limits: Limits) -> Reactor<M> {
+    let mut reactor = Reactor::new(sizes, limits, None).unwrap();
     reactor
         .listen(&open(address.ip()).unwrap(), address.port())
         .unwrap();
@@ -108,7 +120,10 @@ struct Echo {
 
 impl Echo {
     fn start(address: SocketAddr, connections: usize) -> Echo {
-        let mut reactor = reactor(address, connections);
+        Echo::of(reactor(address, connections))
+    }
+
+    fn of(mut reactor: Reactor<()>) -> Echo {
         Echo {
             stop: reactor.mailbox(),
             thread: std::thread::spawn(move || {
@@ -151,18 +166,24 @@ fn echo<M>(reactor: &mut Reactor<M>, event: ReactorEvent<M>, ends: &mut Vec<(Con
 #[test]
 fn next__messages_of_several_connections_are_answered_in_order() {
     let address = "127.0.12.1:7174".parse().unwrap();
-    let server = Echo::start(address, 8);
-    let mut peers: Vec<Peer> = (0..3).map(|_| Peer::connect(address).unwrap()).collect();
-    for round in 0..100u32 {
-        for (at, peer) in (0u32..).zip(&mut peers) {
-            peer.send_soon(&[at.to_be_bytes(), round.to_be_bytes()].concat());
+    for shared_receives in [None, Some(0), Some(2)] {
+        let limits = Limits {
+            shared_receives,
+            ..limits(8)
+        };
+        let server = Echo::of(reactor_of(address, SIZES, limits));
+        let mut peers: Vec<Peer> = (0..3).map(|_| Peer::connect(address).unwrap()).collect();
+        for round in 0..100u32 {
+            for (at, peer) in (0u32..).zip(&mut peers) {
+                peer.send_soon(&[at.to_be_bytes(), round.to_be_bytes()].concat());
+            }
+            for (at, peer) in (0u32..).zip(&mut peers) {
+                let answer = peer.message().unwrap();
+                assert_eq!(answer, [at.to_be_bytes(), round.to_be_bytes()].concat());
+            }
         }
-        for (at, peer) in (0u32..).zip(&mut peers) {
-            let answer = peer.message().unwrap();
-            assert_eq!(answer, [at.to_be_bytes(), round.to_be_bytes()].concat());
-        }
+        assert_eq!(server.stop(), []);
     }
-    assert_eq!(server.stop(), []);
 }
 
 #[test]
@@ -226,7 +247,11 @@ fn send_reported__the_slot_stays_with_the_caller() {
 #[test]
 fn handle__no_receive_without_a_slot_for_the_answer() {
     let address: SocketAddr = "127.0.12.5:7174".parse().unwrap();
-    let mut reactor = reactor::<Peer>(address, 1);
+    let own = Limits {
+        shared_receives: None,
+        ..limits(1)
+    };
+    let mut reactor = reactor_of::<Peer>(address, SIZES, own);
     let mailbox = reactor.mailbox();
     // The peer sends as much as it can, and waits for no answer.
     let connecting = std::thread::spawn(move || {
@@ -253,7 +278,7 @@ fn handle__no_receive_without_a_slot_for_the_answer() {
     connecting.join().unwrap();
     let id = link.unwrap();
     assert_eq!(
-        reactor.connection(id).unwrap().posted_receives(),
+        reactor.connection(id).unwrap().own_receives(),
         0,
         "all slots are taken: the peer's last messages wait at the peer"
     );
@@ -324,6 +349,7 @@ fn ended__a_connection_killed_at_any_moment_ends_alone_and_leaves_nothing() {
     victims.sort_unstable();
     assert_eq!(victims, (2..=25).collect::<Vec<_>>());
     assert_eq!(reactor.connections(), 1);
+    while reactor.poll().is_some() {}
     let device = reactor.devices().next().unwrap();
     let (qps, ..) = device.object_counts();
     assert_eq!(qps, 1, "of the connection that lasts");
@@ -367,11 +393,7 @@ fn spread(address: SocketAddr, reactors: Vec<Reactor<()>>, peers: usize) -> Vec<
 }
 
 fn reactors(count: usize) -> Vec<Reactor<()>> {
-    let limits = Limits {
-        connections: 12,
-        keepalive: 2 * LONG,
-    };
-    let new = |_| Reactor::new(SIZES, limits, None).unwrap();
+    let new = |_| Reactor::new(SIZES, limits(12), None).unwrap();
     (0..count).map(new).collect()
 }
 
@@ -423,7 +445,7 @@ fn ended__a_failed_request_has_its_status() {
         imm: None,
     };
     let pd = peer.link.pd().clone();
-    let memory = std::sync::Arc::new(rdmux_memory::AnonymousMemory::new(8).unwrap());
+    let memory = Arc::new(AnonymousMemory::new(8).unwrap());
     let mr = pd.reg_mr_all(memory, 0, Access::LOCAL_WRITE).unwrap();
     peer.link.post(7, write, mr.sge(0, 8).into()).unwrap();
     assert_eq!(peer.wait(), Err(Status::RemoteAccess));
@@ -517,11 +539,7 @@ fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
 
 /// A reactor that listens nowhere, and a device from which it connects.
 fn dialer(from: &str, connections: usize, waiting: Option<WaitMode>) -> (Reactor<()>, Device) {
-    let limits = Limits {
-        connections,
-        keepalive: 2 * LONG,
-    };
-    let reactor = Reactor::new(PEER_SIZES, limits, waiting).unwrap();
+    let reactor = Reactor::new(PEER_SIZES, limits(connections), waiting).unwrap();
     (reactor, open(from.parse().unwrap()).unwrap())
 }
 
@@ -631,7 +649,7 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
     let (read, mut write) = UnixStream::pair().unwrap();
     write.write_all(b"x").unwrap();
     let id = reactor.add_descriptor(read.into());
-    let stopped = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let stopped = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let stop = stopped.clone();
     let sending = std::thread::spawn(move || {
         let mut peer = Peer::connect(address).unwrap();
@@ -666,10 +684,7 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
 fn next__takes_the_place_of_the_engine_while_it_sleeps() {
     let address: SocketAddr = "127.0.12.17:7174".parse().unwrap();
     let device = open(address.ip()).unwrap();
-    let limits = Limits {
-        connections: 1,
-        keepalive: 2 * LONG,
-    };
+    let limits = limits(1);
     let mut reactor = Reactor::<bool>::new(SIZES, limits, Some(WaitMode::Blocked)).unwrap();
     for port in [7174, 7175] {
         reactor.listen(&device, port).unwrap();
@@ -697,10 +712,7 @@ fn next__takes_the_place_of_the_engine_while_it_sleeps() {
 #[test]
 fn ended__a_connection_without_receives_reports_its_end() {
     let address: SocketAddr = "127.0.12.18:7174".parse().unwrap();
-    let limits = Limits {
-        connections: 1,
-        keepalive: 2 * LONG,
-    };
+    let limits = limits(1);
     let none = Sizes {
         receives: 0,
         answers: 0,
@@ -751,4 +763,193 @@ fn watch__of_an_attempt_holds_for_its_connection() {
     reactor.handle_timers(began + LONG);
     assert!(reactor.connection(id).unwrap().is_probing());
     server.stop();
+}
+
+/// A listening reactor and one that connects to it, both of this thread.
+struct Both {
+    server: Reactor<()>,
+    client: Reactor<()>,
+    device: Device,
+    address: SocketAddr,
+}
+
+impl Both {
+    fn new(address: &str, sizes: Sizes, shared_receives: usize) -> Both {
+        let address: SocketAddr = address.parse().unwrap();
+        let limits = Limits {
+            shared_receives: Some(shared_receives),
+            ..limits(4)
+        };
+        let (client, device) = dialer(&address.ip().to_string(), 4, None);
+        Both {
+            server: reactor_of(address, sizes, limits),
+            client,
+            device,
+            address,
+        }
+    }
+
+    /// Connects; returns the connection as the server and the client know it.
+    fn connect(&mut self) -> [ConnectionId; 2] {
+        let params = ConnectParams {
+            path_mtu_max: PathMtu::Bytes256,
+            ..ConnectParams::default()
+        };
+        let here = self.client.connect(&self.device, self.address, &params).unwrap();
+        let ReactorEvent::Request(request) = next(&mut self.server) else {
+            panic!("no request");
+        };
+        let there = self.server.accept(request, &params).unwrap();
+        assert!(matches!(next(&mut self.client), ReactorEvent::Connected(of, Ok(())) if of == here));
+        [there, here]
+    }
+
+    fn send(&mut self, from: ConnectionId, message: &[u8]) {
+        let link = self.client.connection(from).unwrap();
+        let slot = link.take_slot().unwrap();
+        link.send_reported(slot, message).unwrap();
+        // The server's device has the message once it has acknowledged it.
+        let event = loop {
+            match next(&mut self.client) {
+                // Each flushed request reports the end of another connection.
+                ReactorEvent::Ended(of, _) if of != from => {}
+                event => break event,
+            }
+        };
+        assert!(
+            matches!(event, ReactorEvent::Completed(of, Completed::Sent(sent)) if (of, sent) == (from, slot)),
+            "{event:?}"
+        );
+        self.client.connection(from).unwrap().give_back(slot);
+    }
+
+    #[track_caller]
+    fn receive(&mut self, at: ConnectionId, message: &[u8]) -> SendSlot {
+        match next(&mut self.server) {
+            ReactorEvent::Completed(of, Completed::Message { slot, bytes }) => {
+                assert_eq!((of, &*bytes), (at, message));
+                slot.unwrap()
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn ended__behind_the_messages_of_a_connection_that_shares_receives() {
+    let mut both = Both::new("127.0.12.24:7174", SIZES, 4);
+    for others_first in [false, true] {
+        let [there, here] = both.connect();
+        (0..3).for_each(|round| both.send(here, &[round]));
+        both.client.close(here, None);
+        for round in 0..3 {
+            // The queue of events, which reports the end of the connection, may be the first to be polled.
+            let first = others_first && round == 0;
+            let event = match first {
+                true => std::iter::repeat_with(|| both.server.poll_others())
+                    .flatten()
+                    .next()
+                    .unwrap(),
+                false => next(&mut both.server),
+            };
+            assert!(
+                matches!(event, ReactorEvent::Completed(of, Completed::Message { bytes, .. }) if (of, &*bytes) == (there, &[round]))
+            );
+        }
+        assert!(
+            matches!(next(&mut both.server), ReactorEvent::Ended(of, ConnectionEnd::Disconnected) if of == there)
+        );
+        both.server.close(there, None);
+        assert!(both.server.poll().is_none());
+        assert_eq!(both.device.object_counts().0, 0, "queue pairs");
+    }
+}
+
+#[test]
+fn ended__an_access_that_is_refused_ends_a_connection_that_shares_receives() {
+    let mut both = Both::new("127.0.12.25:7174", SIZES, 4);
+    let [there, here] = both.connect();
+    let link = both.client.connection(here).unwrap();
+    let memory = Arc::new(AnonymousMemory::new(8).unwrap());
+    let mr = link.pd().reg_mr_all(memory, 0, Access::LOCAL_WRITE).unwrap();
+    let write = Operation::Write {
+        va: 0,
+        rkey: RKey(0x1234_5678),
+        imm: None,
+    };
+    link.post(7, write, mr.sge(0, 8).into()).unwrap();
+    let event = next(&mut both.server);
+    let refused = ConnectionEnd::Failed(Status::RemoteAccess);
+    assert!(
+        matches!(event, ReactorEvent::Ended(of, end) if (of, end) == (there, refused)),
+        "{event:?}"
+    );
+}
+
+#[test]
+fn next__messages_of_a_connection_that_shares_receives_wait_for_slots() {
+    let mut both = Both::new("127.0.12.26:7174", SIZES, 1);
+    let [there, here] = both.connect();
+    let mut taken = VecDeque::new();
+    for round in 0..SIZES.answers as u8 {
+        both.send(here, &[round]);
+        taken.push_back(both.receive(there, &[round]));
+    }
+    let more = SIZES.answers as u8..(SIZES.answers + SIZES.receives) as u8;
+    for round in more.clone() {
+        both.send(here, &[round]);
+        assert!(both.server.poll().is_none(), "no slot is free");
+    }
+    for round in more {
+        let slot = taken.pop_front().unwrap();
+        both.server.connection(there).unwrap().give_back(slot);
+        taken.push_back(both.receive(there, &[round]));
+        assert!(both.server.poll().is_none(), "no slot is free");
+    }
+    // A peer that sends more than it may is disconnected.
+    for round in 0..SIZES.receives as u8 {
+        both.send(here, &[round]);
+        assert!(both.server.poll().is_none(), "no slot is free");
+    }
+    both.send(here, b"one too many");
+    let event = next(&mut both.server);
+    let excess = ConnectionEnd::Failed(Status::RemoteInvalidRequest);
+    assert!(
+        matches!(event, ReactorEvent::Ended(of, end) if (of, end) == (there, excess)),
+        "{event:?}"
+    );
+}
+
+#[test]
+fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
+    let sizes = Sizes {
+        message_bytes: 1024,
+        ..SIZES
+    };
+    let mut both = Both::new("127.0.12.27:7174", sizes, 0);
+    let [there, here] = both.connect();
+    for _ in 0..3 {
+        let [stuck_there, stuck] = both.connect();
+        let link = both.client.connection(stuck).unwrap();
+        let memory = Arc::new(AnonymousMemory::new(256).unwrap());
+        let mr = link.pd().reg_mr_all(memory, 0, Access::LOCAL_WRITE).unwrap();
+        // The first packet leaves; the second cannot be built.
+        let none = Sge {
+            lkey: 0x1234_5678,
+            ..mr.sge(0, 256)
+        };
+        let half = SendRequest::send(SgeList::from(&[mr.sge(0, 256), none][..]));
+        link.qp().post_send(half.signaled()).unwrap();
+        assert!(
+            matches!(next(&mut both.client), ReactorEvent::Ended(of, ConnectionEnd::Failed(_)) if of == stuck)
+        );
+        for round in 0..20 {
+            both.send(here, &[round]);
+            let slot = both.receive(there, &[round]);
+            both.server.connection(there).unwrap().give_back(slot);
+        }
+        both.client.close(stuck, None);
+        assert!(matches!(next(&mut both.server), ReactorEvent::Ended(of, _) if of == stuck_there));
+        both.server.close(stuck_there, None);
+    }
 }

@@ -24,6 +24,7 @@ fn reactor() -> Reactor<()> {
     let limits = Limits {
         connections: CONNECTIONS,
         keepalive: 2 * LONG,
+        shared_receives: Some(0),
     };
     Reactor::new(SIZES, limits, None).unwrap()
 }

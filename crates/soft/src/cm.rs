@@ -48,7 +48,7 @@ impl Device {
     pub(super) fn withdraw(&self, id: CmId) {
         self.with(|core, now| {
             core.rnic.cm().disconnect(now, id);
-            core.connections.remove(&id);
+            core.forget_connection(id);
         });
     }
 }
@@ -117,7 +117,7 @@ impl Connecting {
                 &self.private_data,
             )?;
             let (sink, qpn, record) = (CmSink::of(&self.events), pair.managed(), None);
-            core.connections.insert(id, ConnectionEntry { sink, qpn, record });
+            core.add_connection(id, ConnectionEntry { sink, qpn, record });
             Ok::<_, CmError>((id, starting_psn))
         })?;
         (self.id, self.starting_psn) = (Some(id), starting_psn);
@@ -579,10 +579,7 @@ impl provider::ConnectionRequest for ConnectionRequest {
                 if accepted.is_ok() {
                     let (qpn, record) = (pair.managed(), None);
                     let entry = ConnectionEntry { sink, qpn, record };
-                    core.connections.insert(id, entry);
-                    if let Some(qpn) = qpn {
-                        core.accepted.insert(qpn, id);
-                    }
+                    core.add_connection(id, entry);
                     core.record(id);
                 }
                 accepted.map_err(ConnectError::from)
@@ -759,7 +756,7 @@ impl provider::Connection for Connection {
             // After the end of a connection its owner may use the queue pair again.
             let entry = core.connections.get_mut(&id);
             if entry.is_some_and(|entry| entry.qpn.take().is_some()) {
-                core.accepted.remove(&qpn);
+                core.connected.remove(&qpn);
                 let _ = core
                     .rnic
                     .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
@@ -767,7 +764,7 @@ impl provider::Connection for Connection {
             core.rnic.cm().disconnect(now, id);
             if !established {
                 // No further event comes for it.
-                core.connections.remove(&id);
+                core.forget_connection(id);
             }
         });
         if !established {

@@ -169,8 +169,8 @@ pub(crate) struct Core {
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
     pub(crate) async_events: AsyncEvents,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
-    /// Connections that were accepted and wait for the peer's RTU or its first request, by their queue pairs.
-    pub(crate) accepted: HashMap<Qpn, CmId>,
+    /// Connections by the queue pairs that end with them.
+    pub(crate) connected: HashMap<Qpn, CmId>,
     pub(crate) listeners: HashMap<ServiceId, ListenerEntry>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
@@ -430,7 +430,7 @@ impl Engine {
             qp_errors: HashMap::new(),
             async_events: AsyncEvents::new().map_err(io("eventfd"))?,
             connections: HashMap::new(),
-            accepted: HashMap::new(),
+            connected: HashMap::new(),
             listeners: HashMap::new(),
             send_errors: 0,
             flush_times: Histogram::default(),
@@ -1131,13 +1131,17 @@ impl Core {
                 if let Some(event) = AsyncEvent::of_qp_error(qpn, status, cause) {
                     self.async_events.push(event);
                 }
+                let connection = self.connected.get(&qpn).and_then(|id| self.connections.get(id));
+                if let Some(connection) = connection {
+                    connection.sink.wake();
+                }
             }
             Event::CommunicationEstablished(qpn) => {
                 self.async_events.push(AsyncEvent::CommunicationEstablished(qpn));
             }
             // The RTU is late or lost: the request proves that the peer is ready.
             Event::FirstRequest(qpn) => {
-                if let Some(id) = self.accepted.get(&qpn) {
+                if let Some(id) = self.connected.get(&qpn) {
                     self.rnic.cm().establish(*id);
                 }
             }
@@ -1172,7 +1176,6 @@ impl Core {
             return;
         };
         if let Some(qpn) = entry.qpn {
-            self.accepted.remove(&qpn);
             if matches!(event, CmEvent::Established { .. }) {
                 self.rnic.peer_is_ready(now, qpn);
             }
@@ -1194,7 +1197,24 @@ impl Core {
         };
         entry.sink.tell(event);
         if ends {
-            self.connections.remove(&id);
+            self.forget_connection(id);
+        }
+    }
+
+    pub(crate) fn add_connection(&mut self, id: CmId, entry: ConnectionEntry) {
+        if let Some(qpn) = entry.qpn {
+            self.connected.insert(qpn, id);
+        }
+        self.connections.insert(id, entry);
+    }
+
+    pub(crate) fn forget_connection(&mut self, id: CmId) {
+        let entry = self.connections.remove(&id);
+        // The queue pair may have been connected again since.
+        if let Some(qpn) = entry.and_then(|entry| entry.qpn)
+            && self.connected.get(&qpn) == Some(&id)
+        {
+            self.connected.remove(&qpn);
         }
     }
 

@@ -43,7 +43,7 @@ impl Resolving {
             let cm = core.rnic.cm();
             let id = cm.resolve(now, address, service, Some(addressing), private_data)?;
             let (sink, qpn, record) = (CmSink::of(&events), None, None);
-            core.connections.insert(id, ConnectionEntry { sink, qpn, record });
+            core.add_connection(id, ConnectionEntry { sink, qpn, record });
             Ok::<_, CmError>(id)
         })?;
         Ok(Resolving {

@@ -585,7 +585,8 @@ impl Connection {
         self.provided.wait_established()
     }
 
-    /// Reports to a queue, under a token, when [`Connection::progress`] may have changed.
+    /// Reports to a queue, under a token, when [`Connection::progress`] may have changed, and when the queue pair that it has brought up
+    /// has failed ([`QueuePair::error`]), if the device has [`Features::SHARED_RECEIVES`](crate::Features::SHARED_RECEIVES).
     pub fn notify(&self, events: &EventQueue, token: u64) {
         self.provided.notify(events, token);
     }

@@ -42,11 +42,15 @@ bitflags! {
         const CQ_MODERATION = 1 << 15;
         /// Completion queues that record the time at which each completion arrived.
         const CQ_TIMES = 1 << 16;
+        /// Shared receive queues for connections of several protection domains: receives are checked against the domain of their queue
+        /// (rxe checks them against that of the queue pair), and a connection reports that its queue pair has failed
+        /// ([`Connection::notify`](crate::Connection::notify)), which no flushed receive tells.
+        const SHARED_RECEIVES = 1 << 17;
     }
 }
 
 /// Each feature with its name, as users read it.
-const NAMES: [(Features, &str); 17] = [
+const NAMES: [(Features, &str); 18] = [
     (Features::UC, "UC"),
     (Features::UD, "UD"),
     (Features::XRC, "XRC"),
@@ -64,6 +68,7 @@ const NAMES: [(Features, &str); 17] = [
     (Features::BY_ADDRESS, "queue pairs brought up by address"),
     (Features::CQ_MODERATION, "moderation of completion queues"),
     (Features::CQ_TIMES, "times of completions"),
+    (Features::SHARED_RECEIVES, "receives shared by protection domains"),
 ];
 
 impl Features {

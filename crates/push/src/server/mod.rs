@@ -20,12 +20,11 @@ use std::time::{Duration, Instant};
 
 use rdmux_memory::FileWatch;
 use rdmux_runtime::{
-    Completed, ConnectionEnd, ConnectionId, Limits, ListenAtError, Mailbox, MessageConnection, Reactor,
-    ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
+    Completed, ConnectionEnd, ConnectionId, EstablishError, Limits, ListenAtError, Mailbox,
+    MessageConnection, Reactor, ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
 };
 use rdmux_verbs::{
-    Access, ConnectParams, CreateError, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach,
-    RegisterError,
+    Access, ConnectParams, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach, RegisterError,
 };
 use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
 
@@ -70,6 +69,9 @@ const SIZES: Sizes = Sizes {
     own: 1,
     operations: 0,
 };
+/// Receives that the clients of an address share: so many messages may arrive before the server polls, and one of each client besides. A
+/// client's message that finds none is sent again.
+const SHARED_RECEIVES: usize = 16 * RECEIVES;
 /// Maximum number of events handled before timers.
 const EVENTS_MAX: usize = 256;
 /// Time for a holder to release a lease that somebody else needs. MS-SMB2 3.3.2.5 has the same value; it is less than the 45 s
@@ -119,9 +121,9 @@ pub enum ServeError {
     /// Two regions have one name.
     #[error("two regions are named {0}: name one of them with ,name=NAME")]
     SameName(push::Name),
-    /// Another object could not be created.
+    /// An object for the connections could not be created.
     #[error(transparent)]
-    Create(#[from] CreateError),
+    Establish(#[from] EstablishError),
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -214,6 +216,7 @@ impl Server {
         let limits = Limits {
             connections: CONNECTIONS_MAX,
             keepalive: config.keepalive,
+            shared_receives: Some(SHARED_RECEIVES),
         };
         let mut reactor = Reactor::new(SIZES, limits, config.device.waiting)?;
         for address in config.listen {
@@ -229,7 +232,7 @@ impl Server {
                 .map_err(|error| match error {
                     ListenAtError::Listen(source) => ServeError::Listen { address, source },
                     ListenAtError::Open(source) => ServeError::Open { address, source },
-                    ListenAtError::Create(source) => source.into(),
+                    ListenAtError::Establish(source) => source.into(),
                 })?;
         }
         let mailbox = reactor.mailbox();

@@ -107,6 +107,13 @@ impl CmSink {
         CmSink(Arc::downgrade(queue))
     }
 
+    /// Wakes the user, who asks for something else than events.
+    pub(super) fn wake(&self) {
+        if let Some(queue) = self.0.upgrade() {
+            queue.wake();
+        }
+    }
+
     /// Queues an event and wakes its user; returns whether the user still exists.
     pub(super) fn tell(&self, event: CmEvent) -> bool {
         let Some(queue) = self.0.upgrade() else {

@@ -1,0 +1,127 @@
+//! Receives that connections share.
+
+use std::sync::Arc;
+
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::sync::Mutex;
+use rdmux_verbs::{Access, Device, Fault, Memory, MemoryRegion, PostError, RecvRequest, SharedReceiveQueue};
+
+use crate::connection::{EstablishError, Sizes};
+use crate::work_id::WorkId;
+
+/// The shared receive queue of a listener's connections, and the buffers of its receives.
+///
+/// A message takes a receive with its first packet. A peer that never sends the last one keeps it, so each connection adds one receive to
+/// those that all have in common: such peers keep nothing that the others need.
+// The fields are in the order in which they must be dropped.
+#[derive(Debug)]
+pub(crate) struct SharedReceives {
+    queue: SharedReceiveQueue,
+    mr: MemoryRegion,
+    memory: Arc<AnonymousMemory>,
+    message_bytes: usize,
+    stock: Mutex<Stock>,
+}
+
+#[derive(Debug)]
+struct Stock {
+    /// Buffers without a receive.
+    idle: Vec<u32>,
+    posted: usize,
+    /// Receives that are to be posted.
+    wanted: usize,
+}
+
+impl SharedReceives {
+    /// Makes a queue with `common` receives, and one more for each of up to `connections` connections.
+    pub(crate) fn new(
+        device: &Device,
+        sizes: &Sizes,
+        common: usize,
+        connections: usize,
+    ) -> Result<Arc<SharedReceives>, EstablishError> {
+        // The connections have protection domains of their own; the queue's is for its buffers alone.
+        let pd = device.alloc_pd()?;
+        let most = common + connections;
+        let queue = pd.create_srq(most as u32)?;
+        let memory = Arc::new(AnonymousMemory::new(most * sizes.message_bytes)?);
+        let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?;
+        let receives = SharedReceives {
+            queue,
+            mr,
+            memory,
+            message_bytes: sizes.message_bytes,
+            stock: Mutex::new(Stock {
+                idle: (0..most as u32).rev().collect(),
+                posted: 0,
+                wanted: common,
+            }),
+        };
+        receives.post(&mut receives.stock.lock())?;
+        Ok(Arc::new(receives))
+    }
+
+    fn post(&self, stock: &mut Stock) -> Result<(), PostError> {
+        while stock.posted < stock.wanted
+            && let Some(index) = stock.idle.last()
+        {
+            let at = u64::from(*index) * self.message_bytes as u64;
+            self.queue.post_recv(RecvRequest {
+                wr_id: WorkId::Receive(*index).into(),
+                sges: self.mr.sge(at, self.message_bytes as u32).into(),
+            })?;
+            stock.idle.pop();
+            stock.posted += 1;
+        }
+        Ok(())
+    }
+
+    /// Returns the message that a receive has taken.
+    pub(crate) fn read(&self, index: u32, byte_len: u32) -> Result<Vec<u8>, Fault> {
+        let mut bytes = vec![0; (byte_len as usize).min(self.message_bytes)];
+        self.memory
+            .read(u64::from(index) * self.message_bytes as u64, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Posts the receive of a completion again. Every completion of a receive must come here once.
+    pub(crate) fn repost(&self, index: u32) {
+        let mut stock = self.stock.lock();
+        stock.posted -= 1;
+        stock.idle.push(index);
+        // The queue has room for all of them, and takes requests as long as it exists.
+        let _ = self.post(&mut stock);
+    }
+}
+
+/// A connection's share of the receives.
+#[derive(Debug)]
+pub(crate) struct ReceiveShare(Arc<SharedReceives>);
+
+impl ReceiveShare {
+    pub(crate) fn new(receives: &Arc<SharedReceives>) -> Result<ReceiveShare, PostError> {
+        let share = ReceiveShare(receives.clone());
+        let mut stock = receives.stock.lock();
+        stock.wanted += 1;
+        receives.post(&mut stock)?;
+        drop(stock);
+        Ok(share)
+    }
+
+    pub(crate) fn queue(&self) -> &SharedReceiveQueue {
+        &self.0.queue
+    }
+
+    /// Takes the message of a receive, which is posted again.
+    pub(crate) fn take(&self, index: u32, byte_len: u32) -> Result<Vec<u8>, Fault> {
+        let message = self.0.read(index, byte_len);
+        self.0.repost(index);
+        message
+    }
+}
+
+impl Drop for ReceiveShare {
+    fn drop(&mut self) {
+        self.0.stock.lock().wanted -= 1;
+    }
+}
