@@ -17,24 +17,18 @@
 pub(crate) mod direct;
 mod rtt;
 mod selective;
+mod transmit;
 
 use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
-use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::sack::Sack;
-use rdmux_wire::roce::{
-    Aeth, AtomicEth, Bth, Feth, NakCode, Operation as Op, Packet, Reth, Syndrome, ack_timeout_ns,
-    rnr_timer_ns,
-};
+use rdmux_wire::roce::{Aeth, NakCode, Operation as Op, Packet, Syndrome, ack_timeout_ns, rnr_timer_ns};
 
 use crate::cq::Status;
 use crate::device::LinkProgress;
 use crate::qp::flush_icrc::FlushIcrc;
-use crate::qp::message::{
-    data_operation, gather, gathers, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
-};
-use crate::qp::read_ahead::Origin;
+use crate::qp::message::{note_failed, opcode_of, packets_of, scatter};
 use crate::qp::responder::{ATOMIC_WAITS_TIMER, MEDIUM_TIMER};
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
@@ -42,18 +36,9 @@ use crate::qp::{
 };
 use crate::queue::Place;
 use crate::retired::Held;
-use crate::srq::Srqn;
 use crate::time::Time;
 use crate::trace::Note;
-use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
-
-/// Most packets of a message from one request for an acknowledgement to the next.
-const ACK_REQ_PACKETS: u32 = 32;
-/// Bytes of the XRC extended transport header. A14.
-const XRCETH_LEN: usize = 4;
-/// Packets of a train that fills a datagram at path MTU 4096.
-const TRAIN_PACKETS: u32 = 15;
 
 use direct::Direct;
 use selective::{Selective, later};
@@ -471,33 +456,6 @@ impl Requester {
         before.is_none_or(|before| before == link.taken)
     }
 
-    // Sending.
-
-    fn cursor_psn(&self) -> Psn {
-        match self.queue.get(self.cursor.wqe).and_then(|wqe| wqe.first) {
-            Some(first) => first.plus(self.cursor.packet),
-            None => self.next,
-        }
-    }
-
-    /// Returns the number of PSNs that may still be sent before a response must come.
-    fn room(&self) -> u32 {
-        let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
-        let window = self.window.min(self.congestion_window);
-        match &self.selective {
-            None => window.saturating_sub(in_flight),
-            Some(selective) => selective.room(window, in_flight),
-        }
-    }
-
-    /// Returns whether a hole is to be filled, before new packets are sent.
-    fn has_due(&self, head: &Head) -> bool {
-        self.selective.as_deref().is_some_and(Selective::has_due)
-            && matches!(head.state, QpState::Rts | QpState::Sqd)
-            && self.rnr_until.is_none()
-            && head.rate.held_until.is_none()
-    }
-
     /// Notes that the QP goes to SQD: one event follows when the requests that were begun have ended.
     pub(crate) fn drain(&mut self) {
         self.draining = true;
@@ -512,124 +470,6 @@ impl Requester {
         }
     }
 
-    /// Returns whether packets can be sent that are worth sending.
-    pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
-        if self.has_due(head) {
-            return true;
-        }
-        let least = self.queue.get(self.cursor.wqe).map_or(1, |wqe| {
-            self.worth_sending(wqe.is_read(), wqe.packets - self.cursor.packet)
-        });
-        self.may_transmit(head, least)
-    }
-
-    /// Returns whether the next packet can be sent with `least` PSNs free in the window.
-    fn may_transmit(&self, head: &Head, least: u32) -> bool {
-        if !matches!(head.state, QpState::Rts | QpState::Sqd) || self.rnr_until.is_some() {
-            return false;
-        }
-        let Some(wqe) = self.queue.get(self.cursor.wqe) else {
-            return false;
-        };
-        if wqe.first.is_none() && head.state == QpState::Sqd && !mutant!(SqdBeginsNew) {
-            return false;
-        }
-        let fenced = wqe.request.flags.contains(SendFlags::FENCE)
-            && self.cursor.packet == 0
-            && self.answers_wait_before_cursor();
-        // A retransmission reads memory again: a key is invalidated when no request before can need it any longer. 10.8.3.3.
-        let ends_key = matches!(wqe.request.operation, Operation::LocalInvalidate { .. });
-        if fenced || ends_key && self.cursor.wqe > 0 {
-            return false;
-        }
-        if wqe.is_local() {
-            return true;
-        }
-        if let Some(at_once) = self.directly(head) {
-            return at_once;
-        }
-        if self.room() < least.max(1) || head.rate.held_until.is_some() {
-            return false;
-        }
-        let cursor = self.cursor_psn();
-        // The request that the cursor is inside of holds a resource already and is only retransmitted in part.
-        let before = self
-            .resources
-            .iter()
-            .take_while(|(first, n)| first.plus(*n).since(cursor) <= 0)
-            .count();
-        // Requests that were posted before the depth became 0 are sent all the same.
-        let waits = wqe.takes_resource() && before >= usize::from(self.max_rd_atomic.max(1));
-        !waits || mutant!(InitiatorDepthIgnored)
-    }
-
-    /// Returns the number of PSNs that must be free before the next packets of a request with `left` packets are sent: a READ is
-    /// divided into few pieces, and data leaves in trains that are worth their system call.
-    fn worth_sending(&self, is_read: bool, left: u32) -> u32 {
-        let window = self.window.min(self.congestion_window);
-        left.min(if is_read {
-            window.div_ceil(2)
-        } else {
-            (window / 4).clamp(1, TRAIN_PACKETS)
-        })
-    }
-
-    fn answers_wait_before_cursor(&self) -> bool {
-        self.queue.iter().take(self.cursor.wqe).any(Wqe::takes_answer)
-    }
-
-    /// Builds packets until the window is used up, or the buffer is full for this turn.
-    pub(crate) fn transmit(
-        &mut self,
-        env: &mut Env<'_>,
-        head: &Head,
-        buf: &mut TransmitBuf,
-    ) -> Result<(), Broken> {
-        let mut sent = false;
-        buf.ahead.forget();
-        while !buf.is_full() {
-            if self.has_due(head) {
-                self.transmit_due(env, head, buf)?;
-                continue;
-            }
-            // A train that was worth starting continues to the edge of the window.
-            let begun = sent && self.queue.get(self.cursor.wqe).is_some_and(|wqe| !wqe.is_read());
-            if !(if begun {
-                self.may_transmit(head, 1)
-            } else {
-                self.wants_transmit(head)
-            }) {
-                break;
-            }
-            let request = self.cursor.wqe;
-            if self.queue[request].is_local() {
-                self.do_local(env, head)
-            } else if self.directly(head) == Some(true) {
-                self.do_direct(env, head)
-            } else {
-                self.transmit_one(env, head, buf, self.cursor, None)
-            }
-            .map_err(|status| Broken { status, request })?;
-            sent = true;
-        }
-        Ok(())
-    }
-
-    /// Carries out the local operation at the cursor.
-    fn do_local(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Status> {
-        let wqe = &mut self.queue[self.cursor.wqe];
-        if wqe.first.is_none() {
-            perform_local(env, head, &wqe.request.operation)?;
-            wqe.first = Some(self.next);
-        }
-        self.cursor = Cursor {
-            wqe: self.cursor.wqe + 1,
-            packet: 0,
-        };
-        self.complete_local(env, head);
-        Ok(())
-    }
-
     /// Completes local operations that no request before them holds back.
     fn complete_local(&mut self, env: &mut Env<'_>, head: &Head) {
         while self
@@ -638,188 +478,6 @@ impl Requester {
             .is_some_and(|wqe| wqe.is_local() && wqe.first.is_some())
         {
             self.complete_oldest(env, head);
-        }
-    }
-
-    /// Builds the packet at `at`: the cursor's, which then advances, or one that fills a hole of `hole` PSNs.
-    fn transmit_one(
-        &mut self,
-        env: &mut Env<'_>,
-        head: &Head,
-        buf: &mut TransmitBuf,
-        at: Cursor,
-        hole: Option<u32>,
-    ) -> Result<(), Status> {
-        let room = hole.unwrap_or_else(|| self.room());
-        // Whatever stops the train, its last packet requests an acknowledgement, which opens the window again.
-        let pauses = head.rate.is_limited() && buf.is_filled_by(head.mtu);
-        let ack_every = (self.window.min(self.congestion_window) / 2).clamp(1, ACK_REQ_PACKETS);
-        let Some(path) = head.path else {
-            return Err(Status::LocalQpOperation);
-        };
-        self.count_by_packets(env, head, at.wqe);
-        let wqe = &mut self.queue[at.wqe];
-        let first = *wqe.first.get_or_insert_with(|| {
-            let first = self.next;
-            self.next = self.next.plus(wqe.packets);
-            first
-        });
-        let psn = first.plus(at.packet);
-        let mut bth = Bth::new(head.opcode(Op::ReadRequest), head.dest_qpn, psn);
-        bth.ack_req = true;
-        let mut packets = 1;
-        // On XRC its extended header comes before all others. A14.
-        let (srqn, ext) = match wqe.request.to {
-            Target::Srq(srqn) => (Some(srqn), Bth::LEN + XRCETH_LEN),
-            Target::Connected | Target::Datagram { .. } => (None, Bth::LEN),
-        };
-
-        match wqe.request.operation {
-            Operation::Read { va, rkey } => {
-                let asked = self
-                    .resources
-                    .iter()
-                    .find(|(first, n)| psn.since(*first) >= 0 && psn.since(first.plus(*n)) < 0);
-                let left = asked.map_or(wqe.packets - at.packet, |(first, n)| {
-                    first.plus(*n).since(psn) as u32
-                });
-                packets = room.min(left);
-                let done = at.packet * head.mtu;
-                let length = (packets * head.mtu).min(wqe.bytes - done);
-                let reth = Reth {
-                    va: va.wrapping_add(u64::from(done)),
-                    rkey,
-                    length,
-                };
-                buf.push(&path, ext + Reth::LEN, |b| {
-                    emit_heads(b, &bth, srqn);
-                    reth.emit(&mut b[ext..]);
-                    Ok::<_, Status>(())
-                })?;
-            }
-            Operation::CompareSwap {
-                va,
-                rkey,
-                compare,
-                swap,
-            } => {
-                bth.opcode = head.opcode(Op::CompareSwap);
-                let eth = AtomicEth {
-                    va,
-                    rkey,
-                    swap_or_add: swap,
-                    compare,
-                };
-                push_atomic(buf, &path, &bth, srqn, eth)?;
-            }
-            Operation::FetchAdd { va, rkey, add } => {
-                bth.opcode = head.opcode(Op::FetchAdd);
-                let eth = AtomicEth {
-                    va,
-                    rkey,
-                    swap_or_add: add,
-                    compare: 0,
-                };
-                push_atomic(buf, &path, &bth, srqn, eth)?;
-            }
-            Operation::AtomicWrite { va, rkey } => {
-                bth.opcode = head.opcode(Op::AtomicWrite);
-                buf.push(&path, ext + Reth::LEN + 8, |b| {
-                    emit_heads(b, &bth, srqn);
-                    Reth { va, rkey, length: 8 }.emit(&mut b[ext..]);
-                    gather(env, head.init.pd, &wqe.request.sges, 0, &mut b[ext + Reth::LEN..])
-                })?;
-            }
-            Operation::Flush {
-                va,
-                rkey,
-                length,
-                placement,
-                selectivity,
-            } => {
-                bth.opcode = head.opcode(Op::Flush);
-                let of_rxe = self.flush_icrc.is_of_rxe();
-                let icrc = if of_rxe { Flow::rxe_flush_icrc } else { Flow::icrc };
-                buf.push_with_icrc(&path, ext + Feth::LEN + Reth::LEN, icrc, |b| {
-                    emit_heads(b, &bth, srqn);
-                    Feth {
-                        placement,
-                        selectivity,
-                    }
-                    .emit(&mut b[ext..]);
-                    Reth { va, rkey, length }.emit(&mut b[ext + Feth::LEN..]);
-                    Ok::<_, Status>(())
-                })?;
-            }
-            Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
-                let edge = room == 1 || pauses || self.since_ack_req + 1 >= ack_every;
-                bth.ack_req = edge;
-                bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, srqn, room)?;
-            }
-            // `do_local` carries these out without packets.
-            Operation::Bind(_) | Operation::Register(_) | Operation::LocalInvalidate { .. } => return Ok(()),
-        }
-        if hole.is_some() {
-            env.counters.retransmitted_packets += 1;
-            probe!(retransmission, head.qpn.value(), psn.value());
-            env.counters.sent_pkts += 1;
-            if self.deadline.is_none() {
-                self.arm(env.now);
-            }
-            return Ok(());
-        }
-        let (whole, takes_resource) = (at.packet + packets == wqe.packets, wqe.takes_resource());
-        if takes_resource {
-            self.keep_resource(psn, packets);
-        }
-        self.cursor = if whole {
-            Cursor {
-                wqe: at.wqe + 1,
-                packet: 0,
-            }
-        } else {
-            Cursor {
-                packet: at.packet + packets,
-                ..at
-            }
-        };
-        self.since_ack_req = if bth.ack_req { 0 } else { self.since_ack_req + 1 };
-        let end = psn.plus(packets);
-        if end.since(self.high) > 0 {
-            self.high = end;
-        } else {
-            env.counters.retransmitted_packets += 1;
-            probe!(retransmission, head.qpn.value(), psn.value());
-        }
-        if let Some(selective) = &mut self.selective {
-            selective.sent(psn, bth.ack_req, env.now);
-            if bth.opcode.operation == Op::Flush {
-                selective.sent_flush(psn);
-            }
-        }
-        env.counters.sent_pkts += 1;
-        if self.deadline.is_none() {
-            self.arm(env.now);
-        }
-        Ok(())
-    }
-
-    /// Records a request that takes a resource: as a new entry, or by dividing the entry that it lies in.
-    fn keep_resource(&mut self, psn: Psn, packets: u32) {
-        let covers = |&(first, n): &(Psn, u32)| psn.since(first) >= 0 && psn.since(first.plus(n)) < 0;
-        let Some(at) = self.resources.iter().position(covers) else {
-            self.resources.push_back((psn, packets));
-            return;
-        };
-        let (first, n) = self.resources[at];
-        let (before, end) = (psn.since(first) as u32, psn.plus(packets));
-        let after = first.plus(n).since(end) as u32;
-        let parts = [(first, before), (psn, packets), (end, after)];
-        self.resources.remove(at);
-        // Ranges before `una` are answered and count no longer.
-        let open = |(first, n): &(Psn, u32)| *n > 0 && first.plus(*n).since(self.una) > 0;
-        for part in parts.into_iter().rev().filter(open) {
-            self.resources.insert(at, part);
         }
     }
 
@@ -1165,7 +823,14 @@ impl Requester {
         Ok(())
     }
 
-    // Going back.
+    // The cursor.
+
+    fn cursor_psn(&self) -> Psn {
+        match self.queue.get(self.cursor.wqe).and_then(|wqe| wqe.first) {
+            Some(first) => first.plus(self.cursor.packet),
+            None => self.next,
+        }
+    }
 
     fn locate(&self, psn: Psn) -> Cursor {
         let begun = |wqe: &Wqe| {
@@ -1186,6 +851,8 @@ impl Requester {
     fn rewind(&mut self, psn: Psn) {
         self.cursor = self.locate(psn);
     }
+
+    // Retransmission.
 
     fn resend_from(&mut self, env: &mut Env<'_>, head: &Head, psn: Psn) -> Result<(), Broken> {
         if self.queue.is_empty() {
@@ -1258,104 +925,6 @@ impl Requester {
             self.recover = self.high;
         }
     }
-}
-
-/// Builds one packet of a SEND or WRITE. `room`: PSNs that may be sent, this one included. Returns whether the packet requests an
-/// acknowledgement, as the last one always does.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one call of one place, apart for its length"
-)]
-fn push_data(
-    env: &mut Env<'_>,
-    head: &Head,
-    buf: &mut TransmitBuf,
-    path: &crate::transmit::Path,
-    wqe: &Wqe,
-    index: u32,
-    mut bth: Bth,
-    srqn: Option<Srqn>,
-    room: u32,
-) -> Result<bool, Status> {
-    let last = index + 1 == wqe.packets;
-    let position = position_of(index, wqe.packets);
-    let (write, imm, invalidate) = match wqe.request.operation {
-        Operation::Write { va, rkey, imm } => (Some((va, rkey)), imm, None),
-        Operation::SendInvalidate { rkey } => (None, None, Some(rkey)),
-        Operation::Send { imm } => (None, imm, None),
-        _ => return Err(Status::LocalQpOperation),
-    };
-    let operation = data_operation(write.is_some(), position, imm.is_some(), invalidate.is_some());
-    let done = index * head.mtu;
-    let bytes = (wqe.bytes - done).min(head.mtu) as usize;
-    bth.opcode = head.opcode(operation);
-    bth.pad = ((4 - bytes % 4) % 4) as u8;
-    bth.ack_req |= last;
-    bth.solicited =
-        last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
-    let ext = bth.opcode.ext().len();
-    let source = Origin::Request(bth.psn.minus(index));
-    let soon = (room.saturating_mul(head.mtu).min(wqe.bytes - done) as usize).min(buf.room());
-    let mut ahead = std::mem::take(&mut buf.ahead);
-    let built = buf.push(path, Bth::LEN + ext + bytes + usize::from(bth.pad), |b| {
-        let mut at = emit_heads(b, &bth, srqn);
-        if let Some((va, rkey)) = write
-            && position.begins()
-        {
-            Reth {
-                va,
-                rkey,
-                length: wqe.bytes,
-            }
-            .emit(&mut b[at..]);
-            at += Reth::LEN;
-        }
-        if let Some(word) = imm.or(invalidate.map(|rkey| rkey.0))
-            && last
-        {
-            b[at..at + 4].copy_from_slice(&word.to_be_bytes());
-            at += 4;
-        }
-        let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
-        let done = u64::from(done);
-        let (asks, read) = (
-            || gathers(env, pd, sges),
-            |several: &mut [u8]| gather(env, pd, sges, done, several),
-        );
-        match ahead.bytes(source, done, bytes, soon, asks, read)? {
-            Some(bytes) => out.copy_from_slice(bytes),
-            None => gather(env, pd, sges, done, out)?,
-        }
-        Ok(())
-    });
-    buf.ahead = ahead;
-    built?;
-    Ok(bth.ack_req)
-}
-
-/// Writes the headers that every request begins with; returns their length.
-fn emit_heads(b: &mut [u8], bth: &Bth, srqn: Option<Srqn>) -> usize {
-    bth.emit(b);
-    let Some(Srqn(number)) = srqn else {
-        return Bth::LEN;
-    };
-    b[Bth::LEN..Bth::LEN + XRCETH_LEN].copy_from_slice(&number.to_be_bytes());
-    Bth::LEN + XRCETH_LEN
-}
-
-fn push_atomic(
-    buf: &mut TransmitBuf,
-    path: &crate::transmit::Path,
-    bth: &Bth,
-    srqn: Option<Srqn>,
-    eth: AtomicEth,
-) -> Result<(), Status> {
-    let heads = Bth::LEN + srqn.map_or(0, |_| XRCETH_LEN);
-    buf.push(path, heads + AtomicEth::LEN, |b| {
-        emit_heads(b, bth, srqn);
-        eth.emit(&mut b[heads..]);
-        Ok(())
-    })
 }
 
 #[cfg(test)]

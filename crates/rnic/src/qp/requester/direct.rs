@@ -104,7 +104,7 @@ impl Requester {
     pub(super) fn count_by_packets(&mut self, env: &mut Env<'_>, head: &Head, wqe: usize) {
         let wqe = &self.queue[wqe];
         let may_be_direct = head.local && head.init.qp_type == QpType::Rc && wqe.bytes > 0;
-        if !may_be_direct || wqe.first.is_some() {
+        if !may_be_direct {
             return;
         }
         let is_granted = self.grant_for(&wqe.request.operation, wqe.bytes).is_some();
