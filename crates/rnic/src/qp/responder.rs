@@ -755,43 +755,15 @@ impl Responder {
     }
 
     fn execute_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let request = request_of(packet, head.mtu)?;
+        self.may_begin(env, packet)?;
+        let effect = self.execute(env, head, packet, request)?;
+        self.answer(env, head, packet, effect)
+    }
+
+    /// Checks whether a request can be carried out now, before the execution looks at it.
+    fn may_begin(&self, env: &mut Env<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let operation = packet.bth.opcode.operation;
-        let (position, payload) = (operation.position(), packet.payload());
-        // A request for bytes or for a flush carries no payload. 9.4.4 and A19.4.
-        let bare = matches!(
-            operation,
-            Op::ReadRequest | Op::Flush | Op::CompareSwap | Op::FetchAdd
-        );
-        if !fits(packet, head.mtu) || (bare && !payload.is_empty()) {
-            return Err(Refusal::InvalidRequest);
-        }
-        let (imm, solicited) = (packet.imm(), packet.bth.solicited);
-        let atomic = packet.atomic();
-        let request = match (operation, packet.reth(), packet.feth()) {
-            (Op::ReadRequest, Some(reth), _) => Request::Read { reth },
-            (Op::Flush, Some(reth), Some(feth)) => Request::Flush { reth, feth },
-            (Op::AtomicWrite, Some(reth), _) => Request::AtomicWrite { reth, payload },
-            (Op::CompareSwap | Op::FetchAdd, ..) => Request::Atomic {
-                eth: atomic.ok_or(Refusal::InvalidRequest)?,
-                add: operation == Op::FetchAdd,
-            },
-            (op, ..) if op.is_send() => Request::Send {
-                position,
-                payload,
-                imm,
-                invalidate: packet.invalidate(),
-                solicited,
-            },
-            (op, reth, _) if op.is_write() => Request::Write {
-                position,
-                reth,
-                payload,
-                imm,
-                solicited,
-            },
-            _ => return Err(Refusal::InvalidRequest),
-        };
-        let psn = packet.bth.psn;
         // No resource was promised to the peer.
         let takes_resource = operation.is_atomic() || matches!(operation, Op::ReadRequest | Op::Flush);
         if takes_resource && self.max_resources == 0 {
@@ -810,92 +782,94 @@ impl Responder {
             return Err(Refusal::NotReady);
         }
         if let Some(faults) = env.rnr_faults
-            && needs_receive(operation, imm.is_some())
+            && needs_receive(operation, packet.imm().is_some())
             && faults.next_rnr()
         {
             return Err(Refusal::NotReady);
         }
+        Ok(())
+    }
+
+    /// Has a request carried out. Later responses wait for the access to a medium that it announced.
+    fn execute(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+        request: Request<'_>,
+    ) -> Result<Effect, Refusal> {
         let scope = Scope::of(env, head, packet.xrc_srqn())?;
         let collecting = self.execution.collecting();
-        let effect = match self.execution.execute(env, head, scope, request) {
-            Ok(effect) => effect,
-            Err(refusal) => {
-                self.execution.take_announced();
-                if let Some(id) = collecting.filter(|_| self.execution.collecting().is_none()) {
-                    self.forget_access(id);
-                }
-                return Err(refusal);
+        let effect = self.execution.execute(env, head, scope, request);
+        let announced = self.execution.take_announced();
+        if effect.is_err() {
+            if let Some(id) = collecting.filter(|_| self.execution.collecting().is_none()) {
+                self.forget_access(id);
             }
-        };
-        if let Some((id, medium)) = self.execution.take_announced() {
-            let msn = self.msn;
+        } else if let Some((id, medium)) = announced {
+            let (psn, msn) = (packet.bth.psn, self.msn);
             self.medium = Some(medium);
             self.answers.push_back(Answer::Access { psn, msn, id });
             self.placing += 1;
         }
-        let msn_next = (self.msn + 1) & 0xff_ffff;
-        match effect {
-            Effect::Partial => {
+        effect
+    }
+
+    /// Makes the request behind one that was carried out the next, and the response pending.
+    fn answer(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+        effect: Effect,
+    ) -> Result<(), Refusal> {
+        let psn = packet.bth.psn;
+        let ended = u32::from(!matches!(effect, Effect::Partial));
+        let msn = (self.msn + ended) & 0xff_ffff;
+        let (resource, answer) = match effect {
+            Effect::Partial | Effect::Complete => {
                 self.advance(psn.plus(1));
+                self.msn = msn;
                 if packet.bth.ack_req {
                     self.owe(psn, Syndrome::ACK);
                 }
-            }
-            Effect::Complete => {
-                self.advance(psn.plus(1));
-                self.msn = msn_next;
-                if packet.bth.ack_req {
-                    self.owe(psn, Syndrome::ACK);
-                }
+                return Ok(());
             }
             Effect::Read(source) => {
                 let packets = source.bytes.div_ceil(head.mtu).max(1);
-                self.advance(psn.plus(packets));
-                self.msn = msn_next;
-                self.keep(Resource::Read {
+                let resource = Resource::Read {
                     psn,
                     packets,
-                    msn: self.msn,
+                    msn,
                     source,
-                });
-                self.answers.push_back(Answer::Read(ReadAnswer {
+                };
+                let read = ReadAnswer {
                     psn,
-                    msn: self.msn,
+                    msn,
                     source,
                     begun: false,
                     fetch: Fetch::None,
                     is_replay: false,
-                }));
+                };
+                (resource, Answer::Read(read))
             }
-            Effect::Atomic(original) => {
-                self.advance(psn.plus(1));
-                self.msn = msn_next;
-                let msn = self.msn;
-                self.keep(Resource::Atomic { psn, msn, original });
-                self.answers.push_back(Answer::Atomic { psn, msn, original });
-            }
+            Effect::Atomic(original) => (
+                Resource::Atomic { psn, msn, original },
+                Answer::Atomic { psn, msn, original },
+            ),
             Effect::AtomicWrite => {
-                self.advance(psn.plus(1));
-                self.msn = msn_next;
-                self.keep(Resource::Flush { psn, msn: self.msn });
-                self.answers.push_back(Answer::Flush {
-                    psn,
-                    msn: self.msn,
-                    state: FlushState::Done,
-                });
+                let state = FlushState::Done;
+                (Resource::Flush { psn, msn }, Answer::Flush { psn, msn, state })
             }
             Effect::Flush(spec) => {
                 let state = self.start_flush(env, head, psn, spec)?;
-                self.advance(psn.plus(1));
-                self.msn = msn_next;
-                self.keep(Resource::Flush { psn, msn: self.msn });
-                self.answers.push_back(Answer::Flush {
-                    psn,
-                    msn: self.msn,
-                    state,
-                });
+                (Resource::Flush { psn, msn }, Answer::Flush { psn, msn, state })
             }
-        }
+        };
+        self.advance(resource.end());
+        self.msn = msn;
+        self.keep(resource);
+        self.answers.push_back(answer);
         Ok(())
     }
 
@@ -1217,6 +1191,46 @@ impl Responder {
             }
         }
     }
+}
+
+/// Returns the request of a packet, if the packet has the form that its operation requires.
+fn request_of<'a>(packet: &Packet<'a>, mtu: u32) -> Result<Request<'a>, Refusal> {
+    let operation = packet.bth.opcode.operation;
+    let (position, payload) = (operation.position(), packet.payload());
+    // A request for bytes or for a flush carries no payload. 9.4.4 and A19.4.
+    let bare = matches!(
+        operation,
+        Op::ReadRequest | Op::Flush | Op::CompareSwap | Op::FetchAdd
+    );
+    if !fits(packet, mtu) || (bare && !payload.is_empty()) {
+        return Err(Refusal::InvalidRequest);
+    }
+    let (imm, solicited) = (packet.imm(), packet.bth.solicited);
+    let request = match (operation, packet.reth(), packet.feth()) {
+        (Op::ReadRequest, Some(reth), _) => Request::Read { reth },
+        (Op::Flush, Some(reth), Some(feth)) => Request::Flush { reth, feth },
+        (Op::AtomicWrite, Some(reth), _) => Request::AtomicWrite { reth, payload },
+        (Op::CompareSwap | Op::FetchAdd, ..) => Request::Atomic {
+            eth: packet.atomic().ok_or(Refusal::InvalidRequest)?,
+            add: operation == Op::FetchAdd,
+        },
+        (op, ..) if op.is_send() => Request::Send {
+            position,
+            payload,
+            imm,
+            invalidate: packet.invalidate(),
+            solicited,
+        },
+        (op, reth, _) if op.is_write() => Request::Write {
+            position,
+            reth,
+            payload,
+            imm,
+            solicited,
+        },
+        _ => return Err(Refusal::InvalidRequest),
+    };
+    Ok(request)
 }
 
 fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource> {
