@@ -2,6 +2,7 @@
 //! the network and in rings in shared memory both end here, so there is no second responder. IBTA Vol 1, 9.7.4.
 
 mod denial;
+mod write;
 
 use std::sync::Arc;
 
@@ -15,9 +16,11 @@ use crate::memory::{Access, Atomic, Fault, Medium, Memory};
 use crate::qp::message::{gathers, scatter};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::queue::ReceiveQueue;
-use crate::region::{Pd, View};
+use crate::region::{Pd, Regions};
 use crate::srq::Srqn;
 use crate::work::{PostError, RecvRequest};
+
+pub(crate) use write::WritePacket;
 
 /// Most bytes that are placed or read at once.
 pub(crate) const GATHER_BYTES: usize = 64 << 10;
@@ -91,13 +94,7 @@ pub(crate) enum Request<'a> {
         src_qpn: Qpn,
         solicited: bool,
     },
-    Write {
-        position: Position,
-        reth: Option<Reth>,
-        payload: &'a [u8],
-        imm: Option<u32>,
-        solicited: bool,
-    },
+    Write(WritePacket<'a>),
     Read {
         reth: Reth,
     },
@@ -323,13 +320,7 @@ impl Execution {
                 src_qpn,
                 solicited,
             } => self.datagram(env, scope, &grh, payload, (imm, src_qpn), solicited),
-            Request::Write {
-                position,
-                reth,
-                payload,
-                imm,
-                solicited,
-            } => self.write(env, head, scope, position, reth, payload, imm, solicited),
+            Request::Write(packet) => self.write(env, head, scope, packet),
             Request::Read { reth } => {
                 self.begins(true)?;
                 if !head.access.contains(Access::REMOTE_READ) || reth.length > MESSAGE_BYTES_MAX {
@@ -337,7 +328,7 @@ impl Execution {
                 }
                 // A READ of 0 bytes names no memory: neither key nor address is checked. 9.7.4.1.5.
                 if reth.length > 0 {
-                    region(env, pd, qpn, reth, Access::REMOTE_READ)?;
+                    region(env.regions, pd, qpn, reth, Access::REMOTE_READ)?;
                 }
                 Ok(Effect::Read(Source {
                     va: reth.va,
@@ -424,6 +415,12 @@ impl Execution {
             env.events.push_back(Event::SrqLimitReached(srqn));
         }
         taken
+    }
+
+    /// Returns whether a message finds a receive.
+    fn has_recv(&self, env: &Env<'_>, srq: Option<Srqn>) -> bool {
+        let shared = srq.and_then(|srqn| env.srqs.get(&srqn.0));
+        !self.recv.is_empty() || shared.is_some_and(|srq| !srq.is_empty())
     }
 
     fn send(
@@ -558,128 +555,6 @@ impl Execution {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
-    fn write(
-        &mut self,
-        env: &mut Env<'_>,
-        head: &Head,
-        scope: Scope,
-        position: Position,
-        reth: Option<Reth>,
-        payload: &[u8],
-        imm: Option<u32>,
-        solicited: bool,
-    ) -> Result<Effect, Refusal> {
-        let mut found = None;
-        if let Some(reth) = reth {
-            self.begins(true)?;
-            if !head.access.contains(Access::REMOTE_WRITE) || reth.length > MESSAGE_BYTES_MAX {
-                return Err(Refusal::InvalidRequest);
-            }
-            if reth.length > 0 {
-                found = Some(region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?);
-            }
-            self.message = Some(Incoming::Write {
-                va: reth.va,
-                rkey: reth.rkey,
-                left: reth.length,
-                total: reth.length,
-                scope,
-            });
-        }
-        let Some(Incoming::Write {
-            va,
-            rkey,
-            left,
-            total,
-            scope,
-        }) = &mut self.message
-        else {
-            return Err(Refusal::InvalidRequest);
-        };
-        let (scope, total) = (*scope, *total);
-        // A message must have the length that it announced: no more bytes, and no fewer at its end. 9.7.4.1.6.
-        let bytes = payload.len() as u32;
-        if bytes > *left || (position.ends() && bytes != *left) {
-            return Err(Refusal::InvalidRequest);
-        }
-        // A receive must be posted before the last packet takes effect, since the peer sends only that packet again.
-        let shared = scope.srq.and_then(|srqn| env.srqs.get(&srqn.0));
-        let has_recv = !self.recv.is_empty() || shared.is_some_and(|srq| !srq.is_empty());
-        if imm.is_some() && !has_recv {
-            if position == Position::Only {
-                self.message = None;
-            }
-            return Err(Refusal::NotReady);
-        }
-        let mut places = false;
-        if !payload.is_empty() && !mutant!(AckBeforePlacement) {
-            let reth = Reth {
-                va: *va,
-                rkey: *rkey,
-                length: bytes,
-            };
-            let (memory, offset) = match found {
-                Some(found) => found,
-                None => region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?,
-            };
-            let medium = memory.medium().filter(|_| self.defers);
-            if let Some(done) = Awaited::result_of(&mut self.awaited, reth.va, reth.rkey) {
-                done?;
-            } else if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
-                if let Some(medium) = medium
-                    && self.gathered.bytes.is_empty()
-                {
-                    let id = env.accesses.announce();
-                    self.gathered.access = Some((id, medium));
-                    self.announced = self.gathered.access;
-                }
-                let place = GatheredPlace::Region {
-                    va: *va,
-                    rkey: *rkey,
-                    pd: scope.pd,
-                };
-                places = self.gathered.push(place, payload) || position.ends();
-            } else if let Some(medium) = medium {
-                let of = (memory.clone(), medium);
-                let id = env.accesses.announce();
-                env.accesses
-                    .start(id, scope.qpn, of, offset, What::Write(payload.to_vec()));
-                if imm.is_some() {
-                    // The receive completes when the bytes are there: the packet is handled again then.
-                    if position == Position::Only {
-                        self.message = None;
-                    }
-                    self.awaits(reth.va, reth.rkey);
-                    return Err(Refusal::Waits(id));
-                }
-                self.announced = Some((id, medium));
-            } else {
-                memory.write(offset, payload)?;
-            }
-        }
-        *va = va.wrapping_add(u64::from(bytes));
-        *left -= bytes;
-        if places {
-            self.place_gathered(env)?;
-        }
-        if !position.ends() {
-            return Ok(Effect::Partial);
-        }
-        self.message = None;
-        if imm.is_some()
-            && let Some(recv) = self.take_recv(env, scope.srq)
-        {
-            let wc = WorkCompletion {
-                byte_len: total,
-                imm,
-                ..bare_completion(scope.qpn, recv.wr_id, Status::Success, WcOpcode::RecvRdmaWithImm)
-            };
-            env.complete(scope.recv_cq, wc, solicited);
-        }
-        Ok(Effect::Complete)
-    }
-
     /// Returns whether bytes wait to be placed.
     pub(crate) fn has_gathered(&self) -> bool {
         !self.gathered.bytes.is_empty()
@@ -694,7 +569,7 @@ impl Execution {
                 let length = bytes.len() as u32;
                 let reth = Reth { va, rkey, length };
                 // The region is looked up again: it may have been deregistered since the packet came.
-                let found = region(env, pd, scope.qpn, reth, Access::REMOTE_WRITE);
+                let found = region(env.regions, pd, scope.qpn, reth, Access::REMOTE_WRITE);
                 match (found, access) {
                     (Err(refusal), _) => Err(refusal),
                     (Ok((memory, offset)), None) => memory.write(offset, bytes).map_err(Refusal::from),
@@ -733,7 +608,7 @@ impl Execution {
             return Err(Refusal::InvalidRequest);
         }
         let reth = Reth { va, rkey, length: 8 };
-        let (memory, offset) = region(env, scope.pd, scope.qpn, reth, access)?;
+        let (memory, offset) = region(env.regions, scope.pd, scope.qpn, reth, access)?;
         if let Some(done) = Awaited::result_of(&mut self.awaited, va, rkey) {
             return Ok(done?);
         }
@@ -789,7 +664,7 @@ impl Execution {
         };
         let length = packet.payload().len() as u32;
         let reth = Reth { va, rkey, length };
-        let found = region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE);
+        let found = region(env.regions, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE);
         found.ok()?.0.medium()
     }
 
@@ -808,17 +683,20 @@ impl Execution {
     }
 }
 
+/// The memory that a header names, and the offset in it.
+pub(crate) type Found<'a> = (&'a Arc<dyn Memory>, u64);
+
 /// Returns the memory that a header names and the offset in it, if rights and bounds allow requests that come in on this QP to
 /// access it.
-pub(crate) fn region<'a>(
-    env: &'a Env<'_>,
+pub(crate) fn region(
+    regions: &Regions,
     pd: Pd,
     qpn: Qpn,
     reth: Reth,
     access: Access,
-) -> Result<(&'a Arc<dyn Memory>, u64), Refusal> {
-    let view = env.regions.remote(reth.rkey.0, pd, qpn, access);
-    let view: View<'a> = view.ok_or(Refusal::RemoteAccess)?;
+) -> Result<Found<'_>, Refusal> {
+    let view = regions.remote(reth.rkey.0, pd, qpn, access);
+    let view = view.ok_or(Refusal::RemoteAccess)?;
     let offset = view.offset_of(reth.va, u64::from(reth.length));
     Ok((view.memory, offset.ok_or(Refusal::RemoteAccess)?))
 }

@@ -18,7 +18,9 @@ use rdmux_wire::roce::{NakCode, Operation as Op, Packet, Reth, Syndrome};
 use crate::access::{AccessId, Accessed};
 use crate::cq::Status;
 use crate::memory::{Access, Fault, Medium};
-use crate::qp::execute::{Effect, Execution, FlushSpec, Refusal, Request, Scope, Source, region};
+use crate::qp::execute::{
+    Effect, Execution, FlushSpec, Refusal, Request, Scope, Source, WritePacket, region,
+};
 use crate::qp::message::fits;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, QpAttributes};
@@ -1112,7 +1114,8 @@ impl Responder {
             && at.since(first.plus(packets)) < 0
             && reth.va == source.va.wrapping_add(skip.into())
             && reth.length <= source.bytes - skip.min(source.bytes);
-        let allowed = reth.length == 0 || region(env, source.pd, head.qpn, reth, Access::REMOTE_READ).is_ok();
+        let allowed =
+            reth.length == 0 || region(env.regions, source.pd, head.qpn, reth, Access::REMOTE_READ).is_ok();
         if inside && allowed {
             let source = Source {
                 va: if mutant!(ReadReplayedFromStart) {
@@ -1221,13 +1224,13 @@ fn request_of<'a>(packet: &Packet<'a>, mtu: u32) -> Result<Request<'a>, Refusal>
             invalidate: packet.invalidate(),
             solicited,
         },
-        (op, reth, _) if op.is_write() => Request::Write {
+        (op, reth, _) if op.is_write() => Request::Write(WritePacket {
             position,
             reth,
             payload,
             imm,
             solicited,
-        },
+        }),
         _ => return Err(Refusal::InvalidRequest),
     };
     Ok(request)

@@ -4,7 +4,7 @@ use rdmux_wire::Psn;
 use rdmux_wire::roce::Packet;
 
 use crate::cq::Status;
-use crate::qp::execute::{Effect, Execution, Refusal, Request, Scope};
+use crate::qp::execute::{Effect, Execution, Refusal, Request, Scope, WritePacket};
 use crate::qp::message::fits;
 use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::Note;
@@ -119,13 +119,13 @@ impl UcReceiver {
                 solicited,
             }
         } else {
-            Request::Write {
+            Request::Write(WritePacket {
                 position,
                 reth: packet.reth(),
                 payload,
                 imm,
                 solicited,
-            }
+            })
         };
         let scope = Scope::of(env, head, None)?;
         self.execution.execute(env, head, scope, request)

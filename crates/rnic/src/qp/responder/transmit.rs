@@ -247,7 +247,7 @@ impl ReadAnswer {
         }
         let (pd, reth) = (self.source.pd, self.first(out.len() as u32));
         // Rights are checked for fetched bytes too: the region may have been deregistered since.
-        let (memory, offset) = region(env, pd, head.qpn, reth, Access::REMOTE_READ)?;
+        let (memory, offset) = region(env.regions, pd, head.qpn, reth, Access::REMOTE_READ)?;
         if let Some(bytes) = self.fetch.bytes(reth.va, out.len()) {
             out.copy_from_slice(bytes);
             return Ok(());
@@ -260,7 +260,7 @@ impl ReadAnswer {
             gathered.length as usize,
             || memory.gathers(),
             |bytes| {
-                let (memory, offset) = region(env, pd, head.qpn, gathered, Access::REMOTE_READ)?;
+                let (memory, offset) = region(env.regions, pd, head.qpn, gathered, Access::REMOTE_READ)?;
                 read_at_once(&**memory, offset, bytes)
             },
         )?;
@@ -274,7 +274,13 @@ impl ReadAnswer {
     /// Has the next bytes fetched from their medium.
     fn start_fetch(&mut self, env: &mut Env<'_>, head: &Head, medium: Medium) -> Result<(), Refusal> {
         let gathered = self.gathered();
-        let (memory, offset) = region(env, self.source.pd, head.qpn, gathered, Access::REMOTE_READ)?;
+        let (memory, offset) = region(
+            env.regions,
+            self.source.pd,
+            head.qpn,
+            gathered,
+            Access::REMOTE_READ,
+        )?;
         let of = (memory.clone(), medium);
         let id = env.accesses.announce();
         let what = What::Read(gathered.length as usize);
