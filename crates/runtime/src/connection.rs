@@ -10,8 +10,8 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, CreateError, EventQueue, Fault, Memory, MemoryRegion, Operation, PostError,
-    ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, SendFlags, SendRequest,
-    SgeList, Status, WorkCompletion,
+    ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RecvRequest, RegisterError,
+    SendFlags, SendRequest, SgeList, Status, WorkCompletion,
 };
 
 use crate::reactor::ConnectionEnd;
@@ -320,7 +320,7 @@ impl MessageConnection {
         Ok(parts.connected(connection))
     }
 
-    /// Returns the queue pair.
+    /// Returns the queue pair. An owner that moves it to Error by itself gets no event of that.
     pub fn qp(&self) -> &QueuePair {
         &self.qp
     }
@@ -554,9 +554,10 @@ impl MessageConnection {
         disconnected.then_some(ConnectionEnd::Disconnected)
     }
 
-    /// Ends the connection. Completions of its requests may follow.
+    /// Ends the connection. When this returns, no access of the peer runs. Completions of requests may follow.
     pub(crate) fn disconnect(&self) {
         self.connection.disconnect();
+        let _ = self.qp.modify(QpState::Error, &QpAttributes::default());
     }
 
     /// Ends the connection, and waits until the peer has agreed.

@@ -141,6 +141,8 @@ struct Known {
     watched: bool,
     /// Set once the connection's events have told that it is over. Its completions may tell so, too, and then do it behind its messages.
     over: Option<ConnectionEnd>,
+    /// Set if it is among those that hold messages.
+    is_holding: bool,
 }
 
 #[derive(Debug)]
@@ -295,7 +297,8 @@ impl<M> Reactor<M> {
 
     fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, EstablishError> {
         let connections = self.limits.connections;
-        let shared = self.limits.shared_receives.filter(|_| accepts);
+        let shared = self.limits.shared_receives;
+        let shared = shared.filter(|_| accepts && self.sizes.receives > 0);
         let shared = shared.filter(|_| device.features().contains(Features::SHARED_RECEIVES));
         let receives = shared.map(|common| SharedReceives::new(device, &self.sizes, common, connections));
         self.ports.push(ReactorPort {
@@ -313,20 +316,29 @@ impl<M> Reactor<M> {
         Ok(self.ports.len() - 1)
     }
 
-    /// Returns the number of completions of one port's connections that may wait at a time.
-    fn completions(&self) -> usize {
-        self.limits.connections * self.sizes.completions() + self.limits.shared_receives.unwrap_or(0)
+    /// Returns the number of completions of so many connections that may wait at a time.
+    fn completions(&self, connections: usize) -> usize {
+        connections * self.sizes.completions() + self.limits.shared_receives.unwrap_or(0)
     }
 
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
     fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
-        device.create_cq(self.completions() as u32)
+        device.create_cq(self.completions(self.limits.connections) as u32)
     }
 
     /// Returns the devices that it listens on, one for each listener.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
         let listening = self.ports.iter().filter(|port| port.accepts);
         listening.map(|port| &port.device)
+    }
+
+    /// Returns the number of receives that are posted for all connections of the first port.
+    #[cfg(test)]
+    pub(crate) fn shared_receives(&self) -> usize {
+        self.ports[0]
+            .receives
+            .as_ref()
+            .map_or(0, |receives| receives.posted())
     }
 
     /// Returns a mailbox for messages to this reactor's thread.
@@ -398,6 +410,7 @@ impl<M> Reactor<M> {
             port,
             watched,
             over: None,
+            is_holding: false,
         };
         self.connections.insert(connection, known);
     }
@@ -439,7 +452,7 @@ impl<M> Reactor<M> {
     }
 
     /// Ends a connection, of which no event follows, or withdraws an attempt. It disconnects after `linger`, if given: a peer whose
-    /// access has failed gets the NAK that names the cause before it is disconnected.
+    /// access has failed gets the NAK that names the cause before it is disconnected. Messages that wait for slots are dropped.
     pub fn close(&mut self, connection: ConnectionId, linger: Option<Duration>) {
         if let Some(attempt) = self.attempts.remove(&connection) {
             self.ports[attempt.port].connections -= 1;
@@ -448,6 +461,8 @@ impl<M> Reactor<M> {
             return;
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
+        // One that has not failed would go on taking receives of the others.
+        let linger = linger.filter(|_| !known.link.shares_receives() || known.link.qp().error().is_some());
         match linger {
             Some(linger) => self.lingering.push_back((Instant::now() + linger, known)),
             None => self.dropped(known),
@@ -466,8 +481,9 @@ impl<M> Reactor<M> {
 
     /// Has something wait until all completions that a port's queue holds now have been taken.
     fn drain(&mut self, at: usize, what: Draining) {
-        let until = self.ports[at].taken + self.completions() as u64;
-        self.ports[at].draining.push_back((until, what));
+        let waiting = self.completions(self.ports[at].connections);
+        let port = &mut self.ports[at];
+        port.draining.push_back((port.taken + waiting as u64, what));
     }
 
     /// Takes note that a completion was taken from a port's queue, or that there is none.
@@ -523,14 +539,18 @@ impl<M> Reactor<M> {
     /// Returns a message that waited for a slot.
     fn poll_held(&mut self) -> Option<ReactorEvent<M>> {
         let mut at = 0;
-        while let Some(connection) = self.holding.get(at).copied() {
-            let link = self.connections.get_mut(&connection).map(|known| &mut known.link);
-            match link.filter(|link| link.holds_messages()) {
-                None => drop(self.holding.swap_remove(at)),
-                Some(link) => match link.next_held() {
-                    Some(message) => return Some(ReactorEvent::Completed(connection, message)),
-                    None => at += 1,
-                },
+        while let Some(connection) = self.holding.get(at) {
+            match self.connections.get_mut(connection) {
+                Some(known) if known.link.holds_messages() => {
+                    if let Some(message) = known.link.next_held() {
+                        return Some(ReactorEvent::Completed(*connection, message));
+                    }
+                    at += 1;
+                }
+                known => {
+                    known.into_iter().for_each(|known| known.is_holding = false);
+                    self.holding.swap_remove(at);
+                }
             }
         }
         None
@@ -577,6 +597,11 @@ impl<M> Reactor<M> {
             let Some(port) = self.ports.get_mut(at) else {
                 continue;
             };
+            // The places of closed connections become free first.
+            if port.connections >= self.limits.connections && !port.draining.is_empty() {
+                self.requested = Some(at);
+                return None;
+            }
             let listener = port.listener.as_ref();
             if let Some(request) = listener.and_then(|listener| listener.accept(Duration::ZERO)) {
                 self.requested = Some(at);
@@ -616,7 +641,13 @@ impl<M> Reactor<M> {
         let connection = connection?;
         let known = self.connections.get_mut(&connection)?;
         let result = known.link.handle(wc);
-        if known.link.holds_messages() && !self.holding.contains(&connection) {
+        let result = result.map(|completed| match completed {
+            // A slot may have become free.
+            Completed::Nothing => known.link.next_held().unwrap_or(Completed::Nothing),
+            other => other,
+        });
+        if known.link.holds_messages() && !known.is_holding {
+            known.is_holding = true;
             self.holding.push(connection);
         }
         if let (Ok(_), Some(end)) = (&result, known.over)
@@ -625,12 +656,15 @@ impl<M> Reactor<M> {
         {
             self.ended.push_back((connection, end));
         }
-        match result {
-            Ok(Completed::Nothing) => None,
-            Ok(completed) => Some(ReactorEvent::Completed(connection, completed)),
-            Err(Status::Flushed) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Disconnected)),
-            Err(status) => Some(ReactorEvent::Ended(connection, ConnectionEnd::Failed(status))),
-        }
+        let end = match result {
+            Ok(Completed::Nothing) => return None,
+            Ok(completed) => return Some(ReactorEvent::Completed(connection, completed)),
+            Err(Status::Flushed) => ConnectionEnd::Disconnected,
+            Err(status) => ConnectionEnd::Failed(status),
+        };
+        // Messages that waited for a slot come first, as far as there are slots.
+        self.ended.push_back((connection, end));
+        self.poll_held().or_else(|| self.poll_ended())
     }
 
     /// Takes note that an established connection is over, if it is. If receives of its own are posted, their completions report it, behind
@@ -645,7 +679,8 @@ impl<M> Reactor<M> {
         if known.link.shares_receives() {
             let at = known.port;
             self.drain(at, Draining::End(connection, end));
-            return self.poll_completions().or_else(|| self.poll_ended());
+            let event = self.poll_completions().or_else(|| self.poll_held());
+            return event.or_else(|| self.poll_ended());
         }
         (known.link.own_receives() == 0).then_some(ReactorEvent::Ended(connection, end))
     }

@@ -92,6 +92,11 @@ impl SharedReceives {
         // The queue has room for all of them, and takes requests as long as it exists.
         let _ = self.post(&mut stock);
     }
+
+    #[cfg(test)]
+    pub(crate) fn posted(&self) -> usize {
+        self.queue.query().map_or(0, |queue| queue.posted)
+    }
 }
 
 /// A connection's share of the receives.

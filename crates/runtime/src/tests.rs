@@ -511,7 +511,11 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
 #[test]
 fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
     let address: SocketAddr = "127.0.12.10:7174".parse().unwrap();
-    let mut reactor = reactor::<Peer>(address, 1);
+    let own = Limits {
+        shared_receives: None,
+        ..limits(1)
+    };
+    let mut reactor = reactor_of::<Peer>(address, SIZES, own);
     let mailbox = reactor.mailbox();
     let connecting = std::thread::spawn(move || mailbox.send(Peer::connect(address).unwrap()));
     let (mut id, mut peer) = (None, None);
@@ -943,6 +947,13 @@ fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
         assert!(
             matches!(next(&mut both.client), ReactorEvent::Ended(of, ConnectionEnd::Failed(_)) if of == stuck)
         );
+        let began = Instant::now();
+        while both.server.shared_receives() != 1 {
+            assert!(
+                began.elapsed() < LONG,
+                "the first packet takes one of the two receives"
+            );
+        }
         for round in 0..20 {
             both.send(here, &[round]);
             let slot = both.receive(there, &[round]);
@@ -951,5 +962,33 @@ fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
         both.client.close(stuck, None);
         assert!(matches!(next(&mut both.server), ReactorEvent::Ended(of, _) if of == stuck_there));
         both.server.close(stuck_there, None);
+        assert!(both.server.poll().is_none());
+        assert_eq!(both.server.shared_receives(), 2, "none is lost");
     }
+}
+
+#[test]
+fn accept__the_place_of_a_closed_connection_is_free_at_once() {
+    let mut both = Both::new("127.0.12.28:7174", SIZES, 1);
+    let mut connected: Vec<_> = (0..4).map(|_| both.connect()).collect();
+    for round in 0..40 {
+        let [there, here] = connected.remove(0);
+        both.send(here, b"last words");
+        both.client.close(here, None);
+        loop {
+            match next(&mut both.server) {
+                ReactorEvent::Completed(of, Completed::Message { .. }) => assert_eq!(of, there),
+                ReactorEvent::Ended(of, _) => break assert_eq!(of, there),
+                other => panic!("{round}: {other:?}"),
+            }
+        }
+        // A peer whose queue pair has not failed does not linger: it would take receives.
+        both.server.close(there, Some(LONG));
+        connected.push(both.connect());
+    }
+    connected
+        .drain(..)
+        .for_each(|[there, _]| both.server.close(there, None));
+    assert!(both.server.poll().is_none());
+    assert_eq!(both.server.shared_receives(), 5, "none is lost");
 }

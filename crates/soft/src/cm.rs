@@ -756,7 +756,7 @@ impl provider::Connection for Connection {
             // After the end of a connection its owner may use the queue pair again.
             let entry = core.connections.get_mut(&id);
             if entry.is_some_and(|entry| entry.qpn.take().is_some()) {
-                core.connected.remove(&qpn);
+                core.disconnected(id, qpn);
                 let _ = core
                     .rnic
                     .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());

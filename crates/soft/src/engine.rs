@@ -1204,16 +1204,22 @@ impl Core {
     pub(crate) fn add_connection(&mut self, id: CmId, entry: ConnectionEntry) {
         if let Some(qpn) = entry.qpn {
             self.connected.insert(qpn, id);
+            if self.qp_errors.contains_key(&qpn) {
+                entry.sink.wake();
+            }
         }
         self.connections.insert(id, entry);
     }
 
     pub(crate) fn forget_connection(&mut self, id: CmId) {
-        let entry = self.connections.remove(&id);
-        // The queue pair may have been connected again since.
-        if let Some(qpn) = entry.and_then(|entry| entry.qpn)
-            && self.connected.get(&qpn) == Some(&id)
-        {
+        if let Some(qpn) = self.connections.remove(&id).and_then(|entry| entry.qpn) {
+            self.disconnected(id, qpn);
+        }
+    }
+
+    /// Takes note that a queue pair no longer belongs to a connection. It may have been connected again since.
+    pub(crate) fn disconnected(&mut self, id: CmId, qpn: Qpn) {
+        if self.connected.get(&qpn) == Some(&id) {
             self.connected.remove(&qpn);
         }
     }
