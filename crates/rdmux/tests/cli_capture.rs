@@ -9,6 +9,7 @@ mod skip;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::text;
@@ -155,6 +156,9 @@ const SCENARIOS: [&str; 22] = [
 
 /// Runs those scenarios between two processes that are captured; returns the captures.
 fn lab_peers(environment: &[(&str, &str)], addresses: [&str; 2], port: &str) -> [PathBuf; 2] {
+    // Every pair's scenario of multicast uses the same group, whose datagrams all devices of the network namespace receive.
+    static ONE_PAIR: Mutex<()> = Mutex::new(());
+    let _one = ONE_PAIR.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = folder().keep();
     let files = ["answer.pcapng", "ask.pcapng"].map(|name| folder.join(name));
     let start = |args: &[&str], file: &Path| {
@@ -178,17 +182,38 @@ fn lab_peers(environment: &[(&str, &str)], addresses: [&str; 2], port: &str) -> 
         let asked = [&["ask", addresses[0], port, addresses[1]], &SCENARIOS[..]].concat();
         let mut asking = start(&asked, &files[1]);
         let status = asking.0.wait().unwrap();
-        let mut said = String::new();
-        asking.0.stdout.take().unwrap().read_to_string(&mut said).unwrap();
-        asking.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        let said = said_by(&mut asking);
         let early = said.contains("refused");
         if !early || Instant::now() > deadline {
-            assert!(status.success(), "{said}");
+            if !status.success() {
+                let _ = answering.0.kill();
+                panic!("{said}\nthe other side:\n{}", said_by(&mut answering));
+            }
             break;
         }
     }
     let _ = answering.0.wait();
     files
+}
+
+/// Returns what a process says until it ends.
+fn said_by(process: &mut Running) -> String {
+    let mut said = String::new();
+    process
+        .0
+        .stdout
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
+    process
+        .0
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
+    said
 }
 
 /// Checks that each capture of the scenarios has its opcodes and everything else that it must have.
