@@ -10,12 +10,12 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, CreateError, EventQueue, Fault, Memory, MemoryRegion, Operation, PostError,
-    ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RecvRequest, RegisterError,
-    SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+    ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RegisterError, SendFlags,
+    SendRequest, SgeList, Status, WorkCompletion,
 };
 
 use crate::reactor::ConnectionEnd;
-use crate::receives::ReceiveShare;
+use crate::receives::{ReceiveShare, message_of, receive_request};
 use crate::work_id::WorkId;
 
 /// At the latest every so many messages, one has a completion, which frees the slots of all messages before it as well. So many slots
@@ -194,7 +194,7 @@ impl Parts {
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
         (0..own_receives as u32)
-            .try_for_each(|index| post_receive(&qp, &buffers_mr, sizes.message_bytes, index))?;
+            .try_for_each(|index| qp.post_recv(receive_request(&buffers_mr, sizes.message_bytes, index)))?;
         Ok(Parts {
             qp,
             buffers_mr,
@@ -447,10 +447,8 @@ impl MessageConnection {
     fn received(&mut self, index: u32, byte_len: u32) -> Result<Completed, Status> {
         match &mut self.receives {
             Receives::Own { idle } => {
-                let mut bytes = vec![0; (byte_len as usize).min(self.sizes.message_bytes)];
-                let at = u64::from(index) * self.sizes.message_bytes as u64;
-                let read = self.buffers.read(at, &mut bytes);
-                read.map_err(|_| Status::LocalQpOperation)?;
+                let message = message_of(&self.buffers, self.sizes.message_bytes, index, byte_len);
+                let bytes = message.map_err(|_| Status::LocalQpOperation)?;
                 let slot = self.free_answers.pop();
                 idle.push(index);
                 self.post_receives();
@@ -513,9 +511,8 @@ impl MessageConnection {
         while let Some(index) = idle.last() {
             let posted = self.sizes.receives - idle.len();
             let is_limited = self.sizes.answers > 0;
-            if is_limited && posted >= self.free_answers.len()
-                || post_receive(&self.qp, &self.buffers_mr, self.sizes.message_bytes, *index).is_err()
-            {
+            let request = receive_request(&self.buffers_mr, self.sizes.message_bytes, *index);
+            if is_limited && posted >= self.free_answers.len() || self.qp.post_recv(request).is_err() {
                 return;
             }
             idle.pop();
@@ -564,17 +561,4 @@ impl MessageConnection {
     pub fn close(self, timeout: Duration) {
         self.connection.disconnect_and_wait(timeout);
     }
-}
-
-fn post_receive(
-    qp: &QueuePair,
-    buffers: &MemoryRegion,
-    message_bytes: usize,
-    index: u32,
-) -> Result<(), PostError> {
-    let at = u64::from(index) * message_bytes as u64;
-    qp.post_recv(RecvRequest {
-        wr_id: WorkId::Receive(index).into(),
-        sges: buffers.sge(at, message_bytes as u32).into(),
-    })
 }

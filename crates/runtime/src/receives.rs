@@ -1,4 +1,4 @@
-//! Receives that connections share.
+//! The receives of messages, and those that connections share.
 
 use std::sync::Arc;
 
@@ -8,6 +8,27 @@ use rdmux_verbs::{Access, Device, Fault, Memory, MemoryRegion, PostError, RecvRe
 
 use crate::connection::{EstablishError, Sizes};
 use crate::work_id::WorkId;
+
+/// Returns the request for a receive into the buffer with an index, of the first buffers of a region.
+pub(crate) fn receive_request(buffers: &MemoryRegion, message_bytes: usize, index: u32) -> RecvRequest {
+    let at = u64::from(index) * message_bytes as u64;
+    RecvRequest {
+        wr_id: WorkId::Receive(index).into(),
+        sges: buffers.sge(at, message_bytes as u32).into(),
+    }
+}
+
+/// Returns the message that a receive has taken.
+pub(crate) fn message_of(
+    buffers: &AnonymousMemory,
+    message_bytes: usize,
+    index: u32,
+    byte_len: u32,
+) -> Result<Vec<u8>, Fault> {
+    let mut bytes = vec![0; (byte_len as usize).min(message_bytes)];
+    buffers.read(u64::from(index) * message_bytes as u64, &mut bytes)?;
+    Ok(bytes)
+}
 
 /// The shared receive queue of a listener's connections, and the buffers of its receives.
 ///
@@ -65,23 +86,12 @@ impl SharedReceives {
         while stock.posted < stock.wanted
             && let Some(index) = stock.idle.last()
         {
-            let at = u64::from(*index) * self.message_bytes as u64;
-            self.queue.post_recv(RecvRequest {
-                wr_id: WorkId::Receive(*index).into(),
-                sges: self.mr.sge(at, self.message_bytes as u32).into(),
-            })?;
+            let request = receive_request(&self.mr, self.message_bytes, *index);
+            self.queue.post_recv(request)?;
             stock.idle.pop();
             stock.posted += 1;
         }
         Ok(())
-    }
-
-    /// Returns the message that a receive has taken.
-    pub(crate) fn read(&self, index: u32, byte_len: u32) -> Result<Vec<u8>, Fault> {
-        let mut bytes = vec![0; (byte_len as usize).min(self.message_bytes)];
-        self.memory
-            .read(u64::from(index) * self.message_bytes as u64, &mut bytes)?;
-        Ok(bytes)
     }
 
     /// Posts the receive of a completion again. Every completion of a receive must come here once.
@@ -119,7 +129,7 @@ impl ReceiveShare {
 
     /// Takes the message of a receive, which is posted again.
     pub(crate) fn take(&self, index: u32, byte_len: u32) -> Result<Vec<u8>, Fault> {
-        let message = self.0.read(index, byte_len);
+        let message = message_of(&self.0.memory, self.0.message_bytes, index, byte_len);
         self.0.repost(index);
         message
     }

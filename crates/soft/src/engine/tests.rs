@@ -4,8 +4,8 @@ use std::cell::Cell;
 use std::sync::mpsc;
 
 use rdmux_rnic::{
-    Access, Arm, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, RegionSpec, Registration,
-    Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
+    Access, Arm, Atomic, Memory, Operation, Path, Placement, Psn, QpAttributes, QpState, RecvRequest,
+    RegionSpec, Registration, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
 use rdmux_verbs::thread::{Policy, policy};
 use rdmux_verbs::{CompletionQueue, Device, MemoryRegion, QpOptions, QueuePair};
