@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
-use rdmux_wire::cm::{self, IpAddressing, MAD_LEN, Message};
+use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
 use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
@@ -98,15 +98,15 @@ pub(crate) fn roce(input: &[u8]) {
 /// A MAD: parse, emit and parse again give the same message, and its destination agrees with it.
 pub(crate) fn cm(input: &[u8]) {
     let destination = cm::destination(input);
-    if let Ok((tid, message)) = Message::parse(input) {
+    if let Ok((tid, message)) = CmMessage::parse(input) {
         assert!(destination.is_some());
         let mut mad = [0xee; MAD_LEN];
         message.emit(tid, &mut mad);
-        assert_eq!(Message::parse(&mad), Ok((tid, message)));
+        assert_eq!(CmMessage::parse(&mad), Ok((tid, message)));
         assert_eq!(cm::destination(&mad), destination);
         let private: &[u8] = match &message {
-            Message::Req(req) => req.private_data.bytes(),
-            Message::SidrReq(req) => req.private_data.bytes(),
+            CmMessage::Req(req) => req.private_data.bytes(),
+            CmMessage::SidrReq(req) => req.private_data.bytes(),
             _ => return,
         };
         if let Ok(addressing) = IpAddressing::parse(private) {
@@ -220,8 +220,8 @@ pub(crate) fn rsocket(input: &[u8]) {
         assert_eq!(UdpHeader::parse(&emitted), Ok(header));
     }
     if let Some(imm) = input.first_chunk().map(|bytes| u32::from_be_bytes(*bytes))
-        && let Ok(message) = rsocket::Message::parse(imm)
+        && let Ok(message) = rsocket::ImmData::parse(imm)
     {
-        assert_eq!(rsocket::Message::parse(message.imm()), Ok(message));
+        assert_eq!(rsocket::ImmData::parse(message.imm()), Ok(message));
     }
 }

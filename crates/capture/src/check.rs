@@ -20,7 +20,7 @@ use std::mem;
 use std::net::IpAddr;
 
 use crate::pcapng::{Captured, LinkType, NoUdp, Reader, UdpDatagram, ip_udp};
-use rdmux_wire::cm::Message;
+use rdmux_wire::cm::CmMessage;
 use rdmux_wire::roce::cnp::Cnp;
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{
@@ -455,12 +455,12 @@ impl Checker {
             ));
         }
         let (src, dst) = (direction.src, direction.dst);
-        match Message::parse(packet.payload()) {
-            Ok((_, Message::Req(req))) => {
+        match CmMessage::parse(packet.payload()) {
+            Ok((_, CmMessage::Req(req))) => {
                 self.connecting
                     .insert((src, dst, req.local_comm_id), (req.qpn, req.starting_psn));
             }
-            Ok((_, Message::Rep(rep))) => {
+            Ok((_, CmMessage::Rep(rep))) => {
                 // A repeated REP finds no REQ, and leaves the connection unchanged.
                 if let Some((qpn, psn)) = self.connecting.remove(&(dst, src, rep.remote_comm_id)) {
                     let forth = Direction {

@@ -181,7 +181,7 @@ impl Log {
         loop {
             match self.writer.append(record) {
                 Ok(sequence) => {
-                    self.turn()?;
+                    self.progress()?;
                     return Ok(sequence);
                 }
                 Err(AppendError::Over(over)) => return Err(self.over(over)),
@@ -203,7 +203,7 @@ impl Log {
 
     /// Does all work that needs no waiting; returns the sequence number of the last acknowledged record.
     pub fn poll(&mut self) -> Result<u64, LogError> {
-        self.turn()?;
+        self.progress()?;
         Ok(self.acknowledged())
     }
 
@@ -269,7 +269,7 @@ impl Log {
     /// Waits, for a limited time, until the replicas that are in step have no request in flight.
     fn settle(&mut self) -> Result<(), LogError> {
         let end = Instant::now() + Duration::from_secs(2).min(self.options.patience);
-        self.turn()?;
+        self.progress()?;
         while !self.writer.is_quiet() && Instant::now() < end {
             self.sleep_on(None, end.saturating_duration_since(Instant::now()))?;
         }
@@ -285,7 +285,7 @@ impl Log {
         let patience = self.options.patience;
         let mut deadline = Instant::now() + patience;
         let mut acknowledged = self.acknowledged();
-        self.turn()?;
+        self.progress()?;
         while !done(self) {
             let refused = self.refused.iter().flatten().count();
             if refused >= self.targets.len().div_ceil(2) {
@@ -339,7 +339,7 @@ impl Log {
     }
 
     /// Does all work that needs no waiting. Returns whether there was any.
-    fn turn(&mut self) -> Result<bool, LogError> {
+    fn progress(&mut self) -> Result<bool, LogError> {
         let mut worked = false;
         loop {
             let mut busy = false;
@@ -483,14 +483,14 @@ impl Log {
 
     fn sleep_on(&mut self, fd: Option<BorrowedFd<'_>>, timeout: Duration) -> Result<(), LogError> {
         let before = self.state();
-        self.turn()?;
+        self.progress()?;
         if self.state() != before {
             return Ok(());
         }
         let began = Instant::now();
         let end = began.checked_add(timeout);
         while self.waiting.pause(began) {
-            self.turn()?;
+            self.progress()?;
             if self.state() != before {
                 self.waiting.came(began);
                 return Ok(());
@@ -504,7 +504,7 @@ impl Log {
         loop {
             self.arm();
             // Handles completions from before the descriptors were armed, which may lead to more that are to be armed.
-            let worked = self.turn()?;
+            let worked = self.progress()?;
             if self.state() != before {
                 self.waiting.came(began);
                 return Ok(());
@@ -524,7 +524,7 @@ impl Log {
             Err(error) => return Err(error.into()),
         };
         self.waiting.slept(began, woken);
-        self.turn().map(drop)
+        self.progress().map(drop)
     }
 
     /// Returns what a caller that waits may wait for.

@@ -25,8 +25,8 @@
 //!           48  payload, then zeros to a multiple of 8
 //! ```
 //!
-//! A frame belongs to the log if the frame before it does and its chain matches. So a torn frame, a frame from an earlier turn
-//! of the ring, or a frame that another writer left there ends the log. The chain of a frame identifies the whole log up to it.
+//! A frame belongs to the log if the frame before it does and its chain matches. So a torn frame, a frame from before the ring wrapped,
+//! or a frame that another writer left there ends the log. The chain of a frame identifies the whole log up to it.
 
 use super::defect::defect;
 use super::{Epoch, RECORD_BYTES_MAX};

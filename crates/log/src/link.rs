@@ -236,9 +236,9 @@ impl Room {
     /// Returns the piece where `length` bytes fit, if there is any; [`Room::take`] allocates it.
     fn find(&self, length: u64) -> Option<Piece> {
         // A request's bytes do not wrap around the end of the buffer: it skips the bytes that remain there.
-        let turns = self.next + length > BUFFER;
-        let lost = if turns { BUFFER - self.next } else { 0 };
-        let at = if turns { 0 } else { self.next };
+        let wraps = self.next + length > BUFFER;
+        let lost = if wraps { BUFFER - self.next } else { 0 };
+        let at = if wraps { 0 } else { self.next };
         (self.used + lost + length <= BUFFER).then_some(Piece { at, length, lost })
     }
 
@@ -406,7 +406,7 @@ mod tests {
     fn room__a_piece_is_as_long_as_asked_for_and_overlaps_none_in_use() {
         let mut room = Room::default();
         let mut in_use: VecDeque<Piece> = VecDeque::new();
-        let (mut turns, mut full) = (0, 0);
+        let (mut wraps, mut full) = (0, 0);
         for step in 0..2_000u64 {
             let length = [8192, 256 << 10, 0, 8, 200_001][step as usize % 5];
             while let Some(oldest) = in_use.front().copied()
@@ -423,11 +423,11 @@ mod tests {
                 let apart = piece.at >= other.at + other.length || other.at >= piece.at + length;
                 assert!(apart, "step {step}: {piece:?} and {other:?}");
             }
-            turns += u64::from(piece.lost > 0);
+            wraps += u64::from(piece.lost > 0);
             room.take(piece);
             in_use.push_back(piece);
         }
-        assert!(turns > 10 && full > 10, "{turns} turns, full {full} times");
+        assert!(wraps > 10 && full > 10, "{wraps} wraps, full {full} times");
         in_use.into_iter().for_each(|piece| room.give_back(piece));
         assert_eq!(room.used, 0);
     }

@@ -110,6 +110,11 @@ impl DaxMemory {
         })
     }
 
+    /// Returns the file, or `None` for a device.
+    pub fn file(&self) -> Option<&FileMemory> {
+        self.file.as_ref().map(|leased| &*leased.memory)
+    }
+
     /// Maps a whole DAX device (`/dev/dax0.0`). `declared` says what survives; without it, the system's report about the device
     /// does.
     pub fn device(path: &Path, declared: Option<PersistenceDomain>) -> Result<DaxMemory, DaxError> {

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{Atomic, Fault, Medium, Memory, Placement};
-use rustix::fs::{FallocateFlags, OFlags, Stat, fallocate, fdatasync, fstat};
+use rustix::fs::{FallocateFlags, OFlags, Stat, fallocate, fdatasync, fstat, stat};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::PersistenceDomain;
@@ -142,9 +142,21 @@ impl FileMemory {
         })
     }
 
+    /// Returns the file from which a device may read a memory's bytes by itself, at the same offsets; `None` for a block device, which has
+    /// no pages for devices.
+    pub fn of(memory: &dyn Memory) -> Option<&FileMemory> {
+        memory.pages()?.downcast_ref()
+    }
+
     /// Returns what survives a loss of power once it is flushed.
     pub fn domain(&self) -> PersistenceDomain {
         self.domain
+    }
+
+    /// Returns whether `path` leads to this file: another process may have removed, renamed or replaced it since.
+    pub fn is_at(&self, path: &Path) -> bool {
+        let same = |here: Stat, there: Stat| (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino);
+        fstat(&self.file).is_ok_and(|here| stat(path).is_ok_and(|there| same(here, there)))
     }
 
     /// Returns whether it was opened for reading only.
@@ -152,7 +164,8 @@ impl FileMemory {
         self.read_only
     }
 
-    pub(crate) fn file(&self) -> &Arc<File> {
+    /// Returns the open file. Whoever reads it by itself calls [`FileMemory::check`] afterwards.
+    pub fn file(&self) -> &Arc<File> {
         &self.file
     }
 
@@ -169,7 +182,10 @@ impl FileMemory {
 
     /// Checks that `len` bytes at `offset` are there. Another process may truncate the file at any time: each access checks this
     /// first, and each flush checks it again before it promises anything.
-    pub(crate) fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
+    ///
+    /// # Errors
+    /// [`Fault::Unmapped`]: the memory has no such bytes, or the file was truncated.
+    pub fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
         let end = offset
             .checked_add(len)
             .filter(|end| *end <= self.len)

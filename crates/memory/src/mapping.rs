@@ -697,13 +697,13 @@ mod tests {
             return skip("calls into processes are refused");
         }
         const LEN: usize = 4096 + 8;
-        const TURNS: u64 = 20_000;
+        const ROUNDS: u64 = 20_000;
         let memory = Mapping::anonymous(8192).unwrap();
         let pid = std::process::id().cast_signed();
         std::thread::scope(|threads| {
             threads.spawn(|| {
-                for turn in 1..=TURNS {
-                    let words = std::iter::repeat_n(turn.to_ne_bytes(), LEN / 8);
+                for round in 1..=ROUNDS {
+                    let words = std::iter::repeat_n(round.to_ne_bytes(), LEN / 8);
                     let bytes: Vec<u8> = words.flatten().collect();
                     let order = Order::LastWordLast;
                     let address = memory.address();
@@ -712,7 +712,7 @@ mod tests {
                 }
             });
             let (mut seen, mut bytes) = (0, vec![0; LEN - 8]);
-            while seen < TURNS {
+            while seen < ROUNDS {
                 let word = memory.atomic(LEN as u64 - 8, Atomic::FetchAdd(0)).unwrap();
                 memory.read(0, &mut bytes).unwrap();
                 let words = bytes.chunks(8).map(|w| u64::from_ne_bytes(w.try_into().unwrap()));
@@ -780,8 +780,8 @@ mod tests {
         const LEN: usize = 2048 + 8;
         std::thread::scope(|threads| {
             threads.spawn(|| {
-                for turn in 1..=60_000u64 {
-                    let bytes: Vec<u8> = std::iter::repeat_n(turn.to_ne_bytes(), LEN / 8)
+                for round in 1..=60_000u64 {
+                    let bytes: Vec<u8> = std::iter::repeat_n(round.to_ne_bytes(), LEN / 8)
                         .flatten()
                         .collect();
                     memory.write_through(cpu, 56, &bytes).unwrap();

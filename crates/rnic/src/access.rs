@@ -14,8 +14,8 @@ use crate::retired::RetiredMemories;
 pub struct AccessId(pub u64);
 
 /// An access for the driver: it calls [`AccessJob::run`] in a context that may block, and then [`crate::Rnic::handle_access`] with the
-/// result. Accesses to one medium run one after the other, in the order in which [`crate::Rnic::poll_access`] returned them: later
-/// requests of a QP rely on that.
+/// result. Writes and atomic operations of one medium run one after the other, in the order in which [`crate::Rnic::poll_access`] returned
+/// them: later requests of a QP rely on that. Reads may run at any time.
 #[derive(Debug)]
 pub struct AccessJob {
     /// Identifier to pass to [`crate::Rnic::handle_access`].
@@ -65,6 +65,15 @@ impl AccessJob {
                 Ok(Accessed::Read(bytes))
             }
             What::Atomic(atomic) => self.memory.atomic(self.offset, *atomic).map(Accessed::Atomic),
+        }
+    }
+
+    /// Returns the number of bytes to read, unless it is a write or an atomic operation. A driver may read them in a way of
+    /// its own.
+    pub fn read_length(&self) -> Option<usize> {
+        match self.what {
+            What::Read(length) => Some(length),
+            _ => None,
         }
     }
 

@@ -292,8 +292,8 @@ impl CompletionQueue {
 
     /// Sets the moderation of notifications; `None` notifies a waiter of each completion.
     pub(crate) fn moderate(&self, moderation: Option<Moderation>) {
-        // A count below two, or no time, means no moderation.
-        self.lock().moderation = moderation.filter(|to| to.count > 1 && to.period_us > 0);
+        // No time means no moderation. A count below two delays nothing.
+        self.lock().moderation = moderation.filter(|to| to.period_us > 0);
     }
 
     /// Resizes the queue to `depth` completions. IBTA Vol 1, 11.2.8.3.

@@ -230,6 +230,7 @@ mod tests {
                 scheduler.end(turn, 1500, false);
             }
             assert_eq!(scheduler.len(), waiting.iter().sum::<usize>());
+            assert_eq!(scheduler.is_empty(), waiting == [0; CLASSES]);
         }
     }
 
@@ -341,6 +342,20 @@ mod tests {
         scheduler.end(turn, 0, true);
         scheduler.forget('a');
         assert!(scheduler.is_empty());
+    }
+
+    #[test]
+    fn end__a_turn_without_use_goes_to_the_next_sender() {
+        for policy in [Policy::Strict, Policy::default()] {
+            let mut scheduler = Scheduler::new([policy; CLASSES]);
+            scheduler.push(0, 'a');
+            scheduler.push(0, 'b');
+            for id in ['a', 'b', 'a'] {
+                let turn = scheduler.pick().unwrap();
+                assert_eq!((turn.id, turn.bytes), (id, TURN_BYTES), "{policy:?}");
+                scheduler.end(turn, 0, true);
+            }
+        }
     }
 
     #[test]

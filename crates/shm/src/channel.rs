@@ -23,8 +23,8 @@ use rdmux_verbs::provider::{NotDirect, Refusal};
 const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
 /// Most bytes that wait for room in a ring; trains beyond that count as lost on a network.
 pub const WAITING_BYTES_MAX: usize = 16 << 20;
-/// Rings of one peer's doorbell taken per turn.
-const RINGS_PER_TURN: usize = 64;
+/// Rings of one peer's doorbell taken per pass.
+const RINGS_PER_PASS: usize = 64;
 
 /// A grant, as its owner describes it to the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -461,7 +461,7 @@ impl Doorbell {
 
     /// Takes the pending rings of the doorbell.
     fn answer(&mut self) {
-        for _ in 0..RINGS_PER_TURN {
+        for _ in 0..RINGS_PER_PASS {
             if !self.answer_one() {
                 return;
             }

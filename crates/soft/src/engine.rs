@@ -14,6 +14,7 @@ mod leader;
 mod lock;
 mod looks;
 mod media;
+mod open;
 mod sleep;
 mod sockets;
 mod standby;
@@ -25,29 +26,27 @@ use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 #[cfg(test)]
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::cm::{CmId, Peering, Request};
+use rdmux_rnic::cm::{CmId, Request};
 use rdmux_rnic::{
-    ArmedQueues, Arrival, Config, Counters, Cqn, Event, Fault, Histogram, Memory, Path, PostError, QpType,
-    Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
+    ArmedQueues, Arrival, Counters, Cqn, Event, Fault, Histogram, Memory, Path, PostError, QpType, Qpn,
+    SendQueue, SendRequest, Time, TransmitBuf,
 };
 use rdmux_shm::Meta;
 use rdmux_verbs::interface::interface_of;
 use rdmux_verbs::provider::{AsyncEvents, Waker, conditions, current_cpu};
-use rdmux_verbs::resources::DeviceAt;
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, WaitMode};
-use rdmux_verbs::{AsyncEvent, AttachError, OpenError, Options, PostListError};
+use rdmux_verbs::{AsyncEvent, AttachError, PostListError};
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
-use rustix::event::epoll;
 use rustix::io::Errno;
 
 pub(crate) use self::connections::{ConnectionEntry, ListenerEntry};
@@ -63,16 +62,14 @@ use self::sockets::TxSockets;
 use self::standby::Standby;
 pub(crate) use self::waker::{CmQueue, CmSink, CqWaker};
 pub(crate) use self::watch::Watch;
-use super::capture;
 use super::engines::Engines;
 use super::faults::Leaving;
-use super::group::{Calls, GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup, ServiceClaim};
+use super::group::{GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup, ServiceClaim};
 use super::mcast::Memberships;
-use super::metrics::{self, DeviceMetrics};
+use super::metrics::DeviceMetrics;
 use super::port::RnicPort;
 use super::shm::link::{Links, slot_of};
-use super::trace::Level;
-use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
+use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket};
 
 /// Polls by a spinning caller between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
@@ -83,15 +80,13 @@ const POLLS_OF_SPINNER: u32 = 64;
 const ROUNDS_FOR_OTHERS: u32 = 16;
 /// Receive calls of the engine's thread in a row before transmission and timers. A polling caller receives once per call: another
 /// receive after a hit would delay the caller's result by a system call.
-const RECEIVES_PER_TURN: usize = 8;
+const RECEIVES_PER_PASS: usize = 8;
 /// Attempts of an ending process to take the engine's lock for its last acknowledgements: it must not wait for a thread that makes no
 /// progress.
 const LAST_TRIES: usize = 1_000;
 /// Interval at which a polling caller serves the messages of other engines. These messages have a thread of their own, which may wait
 /// long for a CPU that a caller spins on.
 const SERVE_NS: u64 = 100_000;
-/// Bytes collected before they are sent.
-const TRANSMIT_BYTES: usize = 256 << 10;
 /// Longest time for which a full socket may block the others: a NIC's queue drains faster, that of an absent neighbour never does.
 const SOCKET_FULL_NS: u64 = 2_000_000;
 /// Time between attempts to send to a full socket, whose buffer drains by itself in well under a millisecond.
@@ -272,207 +267,6 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Opens a further engine of the device that has `engines`.
-    pub(crate) fn open(
-        address: IpAddr,
-        options: Options,
-        engines: Arc<Engines>,
-    ) -> Result<Arc<Engine>, OpenError> {
-        let io = |what| move |source| OpenError::Io { what, source };
-        if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
-            return Err(OpenError::NotOneHost(address));
-        }
-        let spec = options.faults;
-        // The group's thread may receive a message before the engine exists. It drops such a message, and the peer repeats it.
-        let slot: Arc<Mutex<Weak<Engine>>> = Arc::default();
-        let deliver = {
-            let slot = slot.clone();
-            move |mad: MadDatagram| {
-                let engine = slot.lock().upgrade();
-                if let Some(engine) = engine {
-                    engine.handle_mad(&mad);
-                }
-            }
-        };
-        let disconnect_orphans = {
-            let slot = slot.clone();
-            move |dead: Vec<Peering>| {
-                let engine = slot.lock().upgrade();
-                if let Some(engine) = engine {
-                    engine.with(|core, now| {
-                        for peering in &dead {
-                            core.rnic.cm().disconnect_orphan(now, peering);
-                        }
-                    });
-                }
-            }
-        };
-        let serve = {
-            let slot = slot.clone();
-            move || {
-                let engine = slot.lock().upgrade();
-                if let Some(engine) = engine {
-                    engine.serve_links();
-                }
-            }
-        };
-        let control = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| io("epoll")(e.into()))?;
-        let aside = control.try_clone().map_err(io("epoll"))?;
-        let group = PortGroup::join_with(
-            address,
-            Calls {
-                deliver: Box::new(deliver),
-                disconnect_orphans: Box::new(disconnect_orphans),
-                aside: Some((aside, Box::new(serve))),
-            },
-        )?;
-        let rx = group.socket().map_err(io("UDP socket"))?;
-        if let Some(bytes) = options.receive_buffer_bytes {
-            rx.set_buffer_bytes(bytes).map_err(io("UDP receive buffer"))?;
-        }
-        let buffer_bytes = rx.buffer_bytes().map_err(io("UDP receive buffer"))?;
-        let gsi = TxSocket::bind(address).map_err(io("UDP socket"))?;
-        // Faults lose and delay single packets, so packets leave one at a time, without GSO.
-        let gso = gsi.self_test().map_err(io("UDP self-test"))? && spec.is_none();
-
-        let mut seed = [0u8; 32];
-        fill_random(&mut seed).map_err(io("random numbers"))?;
-        // Not derived from the seed, since peers receive it. It identifies the device that connects, not its node.
-        let mut guid = [0u8; 8];
-        fill_random(&mut guid).map_err(io("random numbers"))?;
-        let config = Config {
-            address,
-            slot: group.slot(),
-            seed,
-            guid: u64::from_le_bytes(guid),
-            gsi_src_port: gsi.local_addr().port(),
-            receive_window_bytes: window_for(buffer_bytes),
-            traffic: options.traffic,
-            mtu: device_mtu(address).bytes(),
-        };
-        let listener = group.bind_slot().ok();
-        let links = Links::new(
-            address,
-            group.slot(),
-            listener,
-            control,
-            options.shared_memory.is_on(),
-        );
-        let mut links = links.map_err(|errno| io("shared memory")(errno.into()))?;
-        let capture = capture::of_process(format!("{address}/{}", group.slot()))?;
-        if spec.is_some() || capture.is_some() {
-            links.keep_to_packets();
-        }
-        if spec.is_some() {
-            links.lose_packets();
-        }
-        // One clock for all engines: the load of a thread is measured by it.
-        static START: OnceLock<Instant> = OnceLock::new();
-        let start = *START.get_or_init(Instant::now);
-        let now = Time(start.elapsed().as_nanos() as u64);
-        let mut port = RnicPort::new(Rnic::new(config), spec, now);
-        let device = DeviceAt {
-            address,
-            slot: group.slot(),
-        };
-        let level = Level::of_environment();
-        port.trace(level, device, Time(start.elapsed().as_nanos() as u64));
-        if let Some(capture) = capture {
-            port.capture(capture);
-        }
-        let core = Core {
-            rnic: port,
-            rx,
-            memberships: Memberships::new().map_err(io("epoll"))?,
-            links,
-            served_at: Time(0),
-            sleeps: Sleeps::default(),
-            thread_asleep: false,
-            thread_reported: false,
-            is_watched: false,
-            watcher_asleep: false,
-            caller_looks: false,
-            standby: Standby::default(),
-            doorbells: false,
-            told: Arc::default(),
-            polls: 0,
-            polls_unarmed: 0,
-            looks: Looks::default(),
-            #[cfg(test)]
-            looked: 0,
-            #[cfg(test)]
-            thread_woken: 0,
-            batch: RxBatch::new(),
-            tx: TxSockets::new(address, gsi),
-            buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
-            sent: 0,
-            blocked: None,
-            gso,
-            address,
-            cq_wakers: HashMap::new(),
-            qp_errors: HashMap::new(),
-            async_events: AsyncEvents::new().map_err(io("eventfd"))?,
-            connections: HashMap::new(),
-            connected: HashMap::new(),
-            listeners: HashMap::new(),
-            send_errors: 0,
-            flush_times: Histogram::default(),
-            records: group.records(),
-            flushers: Arc::default(),
-            media: Arc::default(),
-            ended: Vec::new(),
-        };
-        let waiting = options.waiting.or_else(WaitMode::of_environment);
-        let arrivals = [core.rx.as_fd(), core.memberships.as_fd(), core.links.doorbells()];
-        let arrivals = any_of(&arrivals).map_err(|errno| io("epoll")(errno.into()))?;
-        let kick = Waker::new().map_err(io("eventfd"))?;
-        let leader_kick = Waker::new().map_err(io("eventfd"))?;
-        let watch_kick = Waker::new().map_err(io("eventfd"))?;
-        let watch = any_of(&[arrivals.as_fd(), watch_kick.fd().as_fd()]);
-        let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
-        let engine = Arc::new(Engine {
-            async_waker: core.async_events.waker(),
-            armed_queues: core.rnic.armed_queues(),
-            told: core.told.clone(),
-            core: EngineLock::new(core),
-            epoll: Epoll::new(&arrivals, &kick).map_err(io("epoll"))?,
-            kick,
-            start,
-            hand_over: HandOver::new(),
-            stop: AtomicBool::new(false),
-            leader: Mutex::new(Leader::new(waiting)),
-            leader_kick,
-            watch_kick,
-            arrivals,
-            watch,
-            waiting,
-            engines,
-            group: Mutex::new(Some(group)),
-            thread: Mutex::new(None),
-            #[cfg(test)]
-            overslept: AtomicUsize::new(0),
-        });
-        *slot.lock() = Arc::downgrade(&engine);
-        let listening = engine.lock().links.listen();
-        listening.map_err(|errno| io("shared memory")(errno.into()))?;
-        let (flushers, media) = {
-            let core = engine.lock();
-            (core.flushers.clone(), core.media.clone())
-        };
-        for place in [&flushers.engine, &media.engine] {
-            *place.lock() = Arc::downgrade(&engine);
-        }
-        let thread = rdmux_verbs::thread::spawn("rdmux-nic", {
-            let engine = engine.clone();
-            move || engine.run()
-        })
-        .map_err(io("engine thread"))?;
-        *engine.thread.lock() = Some(thread);
-        metrics::enlist(&engine);
-        engine.engines.add(&engine);
-        Ok(engine)
-    }
-
     pub(crate) fn lock(&self) -> Locked<'_> {
         self.begin(self.core.lock())
     }
@@ -683,7 +477,7 @@ impl Engine {
     fn handle_mad(&self, mad: &MadDatagram) {
         self.with(|core, now| {
             // The data that the peer sent before this message came by another socket: a DREQ must not overtake the last response.
-            core.receive(now, RECEIVES_PER_TURN);
+            core.receive(now, RECEIVES_PER_PASS);
             core.rnic
                 .handle_datagram(now, mad.src.ip(), mad.src.port(), &mad.bytes, mad.bytes.len());
             // That data woke the engine's thread, which finds none and sleeps on: nobody else sends the acknowledgements of the data.
@@ -787,7 +581,7 @@ impl Engine {
             self.hand_over.unpark();
             let mut core = self.lock();
             let now = self.now();
-            let received = core.receive(now, RECEIVES_PER_TURN);
+            let received = core.receive(now, RECEIVES_PER_PASS);
             core.finish(now, true);
             core.links.tell_cpu(current_cpu());
             let peer_cpu = core.links.peer_cpu();
@@ -846,26 +640,6 @@ impl Engine {
             capture.finish();
         }
     }
-}
-
-/// Creates a descriptor that is readable when one of these is.
-fn any_of(fds: &[BorrowedFd<'_>]) -> Result<OwnedFd, Errno> {
-    let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-    for fd in fds {
-        epoll::add(&set, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
-    }
-    Ok(set)
-}
-
-/// Returns the number of bytes that one connection may have in flight towards a socket with this buffer. The kernel charges more than
-/// the payload, and several connections share the buffer: losses make those reduce their windows.
-fn window_for(buffer_bytes: usize) -> u32 {
-    (buffer_bytes / 4).clamp(16 << 10, 512 << 10) as u32
-}
-
-fn fill_random(seed: &mut [u8]) -> io::Result<()> {
-    use rand_core::TryRngCore;
-    rand_core::OsRng.try_fill_bytes(seed).map_err(io::Error::other)
 }
 
 impl Core {
@@ -1170,91 +944,105 @@ impl Core {
         if self.rnic.has_faults() {
             return self.send_with_faults(now);
         }
-        let trains = self.buf.trains();
-        while self.sent < trains.len() {
-            let train = &trains[self.sent];
-            let port = train.path.src_port;
-            if !self.links.is_empty()
-                && let Some(slot) = self.tx.slot_of_port(port)
-            {
-                let meta = Meta {
-                    segment_bytes: train.segment_bytes as u16,
-                    traffic_class: train.path.traffic_class,
-                };
-                let bytes = &self.buf.bytes()[train.range.clone()];
-                if self.links.send((train.path.dst, slot), meta, bytes) {
-                    self.rnic.show_sent(now, train, true, bytes);
-                    self.sent += 1;
-                    continue;
-                }
-            }
-            if train.local {
+        while let Some(train) = self.buf.trains().get(self.sent) {
+            let is_local = train.local;
+            if !self.links.is_empty() && self.send_by_link(now) {
+                self.sent += 1;
+            } else if is_local {
                 // The link has broken since this train was built, and the train has no ICRC: it counts as lost.
                 self.sent += 1;
-                continue;
-            }
-            // Consecutive trains that leave by one socket are sent in one system call.
-            let run = trains[self.sent..]
-                .iter()
-                .take_while(|t| {
-                    t.path.src_port == port && (self.links.is_empty() || t.path.dst == train.path.dst)
-                })
-                .count()
-                .min(16);
-            let Some(socket) = self.tx.by_port(port) else {
-                self.sent += run;
-                continue;
-            };
-            let run = &trains[self.sent..self.sent + run];
-            let bytes = self.buf.bytes();
-            let slices: [[IoSlice<'_>; 1]; 16] =
-                std::array::from_fn(|i| [IoSlice::new(run.get(i).map_or(&[], |t| &bytes[t.range.clone()]))]);
-            let outgoing: [Outgoing<'_>; 16] = std::array::from_fn(|i| {
-                let train = run.get(i).unwrap_or(&run[0]);
-                Outgoing {
-                    dst: SocketAddr::new(train.path.dst, ROCE_PORT),
-                    segment_size: (train.packets > 1).then_some(train.segment_bytes as u16),
-                    tos: train.path.traffic_class,
-                    parts: &slices[i],
-                }
-            });
-            match socket.send_batch(&outgoing[..run.len()]) {
-                Ok(n) => {
-                    for train in &run[..n] {
-                        self.rnic
-                            .show_sent(now, train, false, &bytes[train.range.clone()]);
-                    }
-                    self.sent += n;
-                    self.looks.sent(now);
-                    if n > 0 && self.rnic.set_down(now, false) {
-                        self.async_events.push(AsyncEvent::PortActive);
-                    }
-                    let full = n < run.len();
-                    let since = self.blocked.unwrap_or(now);
-                    self.blocked = full.then_some(since);
-                    if full && (self.tx.carries_cm(port) || now.since_ns(since) >= SOCKET_FULL_NS) {
-                        self.blocked = None;
-                        self.send_errors += 1;
-                        self.sent += 1;
-                    } else if full {
-                        return;
-                    }
-                }
-                Err(error) => {
-                    // The train counts as lost on the way: the protocol notices, and the counter shows the reason.
-                    self.send_errors += 1;
-                    self.sent += error.index + 1;
-                    if port_is_down(&error.source) && !self.rnic.set_down(now, true) {
-                        self.async_events.push(AsyncEvent::PortError);
-                    }
-                }
-            }
-            if self.gso && !socket.gso() {
-                self.gso = false;
+            } else if !self.send_by_socket(now) {
+                return;
             }
         }
         if !self.gso {
             self.buf.disable_gso();
+        }
+    }
+
+    /// Sends the next train to its engine by shared memory. Returns false if there is no link to that.
+    fn send_by_link(&mut self, now: Time) -> bool {
+        let train = &self.buf.trains()[self.sent];
+        let Some(slot) = self.tx.slot_of_port(train.path.src_port) else {
+            return false;
+        };
+        let meta = Meta {
+            segment_bytes: train.segment_bytes as u16,
+            traffic_class: train.path.traffic_class,
+        };
+        let bytes = &self.buf.bytes()[train.range.clone()];
+        let sent = self.links.send((train.path.dst, slot), meta, bytes);
+        if sent {
+            self.rnic.show_sent(now, train, true, bytes);
+        }
+        sent
+    }
+
+    /// Sends the next trains, as far as they leave by one socket, in one system call. Returns false if the rest is to wait, because that
+    /// socket is full.
+    fn send_by_socket(&mut self, now: Time) -> bool {
+        let trains = &self.buf.trains()[self.sent..];
+        let Path {
+            src_port: port, dst, ..
+        } = trains[0].path;
+        let run = trains
+            .iter()
+            .take_while(|t| t.path.src_port == port && (self.links.is_empty() || t.path.dst == dst))
+            .count()
+            .min(16);
+        let Some(socket) = self.tx.by_port(port) else {
+            self.sent += run;
+            return true;
+        };
+        let run = &trains[..run];
+        let bytes = self.buf.bytes();
+        let slices: [[IoSlice<'_>; 1]; 16] =
+            std::array::from_fn(|i| [IoSlice::new(run.get(i).map_or(&[], |t| &bytes[t.range.clone()]))]);
+        let outgoing: [Outgoing<'_>; 16] = std::array::from_fn(|i| {
+            let train = run.get(i).unwrap_or(&run[0]);
+            Outgoing {
+                dst: SocketAddr::new(train.path.dst, ROCE_PORT),
+                segment_size: (train.packets > 1).then_some(train.segment_bytes as u16),
+                tos: train.path.traffic_class,
+                parts: &slices[i],
+            }
+        });
+        let result = socket.send_batch(&outgoing[..run.len()]);
+        self.gso &= socket.gso();
+        match result {
+            Ok(n) => {
+                for train in &run[..n] {
+                    self.rnic
+                        .show_sent(now, train, false, &bytes[train.range.clone()]);
+                }
+                let full = n < run.len();
+                self.sent += n;
+                self.looks.sent(now);
+                if n > 0 && self.rnic.set_down(now, false) {
+                    self.async_events.push(AsyncEvent::PortActive);
+                }
+                if !full {
+                    self.blocked = None;
+                    return true;
+                }
+                let since = *self.blocked.get_or_insert(now);
+                let gives_up = self.tx.carries_cm(port) || now.since_ns(since) >= SOCKET_FULL_NS;
+                if gives_up {
+                    self.blocked = None;
+                    self.send_errors += 1;
+                    self.sent += 1;
+                }
+                gives_up
+            }
+            Err(error) => {
+                // The train counts as lost on the way: the protocol notices, and the counter shows the reason.
+                self.send_errors += 1;
+                self.sent += error.index + 1;
+                if port_is_down(&error.source) && !self.rnic.set_down(now, true) {
+                    self.async_events.push(AsyncEvent::PortError);
+                }
+                true
+            }
         }
     }
 }
@@ -1339,16 +1127,6 @@ fn arrival<'a>(datagram: &Datagram<'a>, dst: IpAddr) -> Arrival<'a> {
         segment_bytes: datagram.segment_size,
         local: false,
     }
-}
-
-/// Returns whether an address is a broadcast address, of all networks or of one that this host is on.
-fn is_broadcast(address: IpAddr) -> bool {
-    use rustix::net::{AddressFamily, SocketType, connect, socket};
-    let IpAddr::V4(v4) = address else { return false };
-    // Only the kernel knows the networks: it refuses to connect a socket without SO_BROADCAST to a broadcast address.
-    v4.is_broadcast()
-        || socket(AddressFamily::INET, SocketType::DGRAM, None)
-            .is_ok_and(|probe| connect(&probe, &SocketAddr::new(address, ROCE_PORT)) == Err(Errno::ACCESS))
 }
 
 /// Returns the path MTU of the device's own link. Where the address is on no link, as on routers, returns the path MTU that every

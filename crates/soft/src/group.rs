@@ -620,6 +620,38 @@ fn found(names: &Names, listener: OwnedFd) -> Result<JoinOutcome, GroupError> {
     Ok(JoinOutcome::Place(GroupRole::holder(listener), place))
 }
 
+/// Checks that the holder of a port is a process of the same user, and returns its PID.
+fn check_holder(addr: IpAddr, link: &OwnedFd) -> Result<i32, GroupError> {
+    let (uid, pid) = peer_credentials(link).map_err(|source| GroupError::Io {
+        addr,
+        what: "read the credentials of the holder of the port",
+        source,
+    })?;
+    match user_of(uid) {
+        User::Own => Ok(pid),
+        User::Other => Err(GroupError::OtherUser { addr, uid, pid }),
+        User::Unknown => Err(GroupError::UnknownUser { addr, uid }),
+    }
+}
+
+/// Takes a free slot; the search begins at `next_slot`.
+fn take_place(names: &Names, ledger: Ledger, next_slot: u8) -> Result<Place, GroupError> {
+    let addr = names.addr();
+    let claim = names.claim_a_slot(next_slot, |slot| ledger.is_dirty(slot));
+    let claim = claim.map_err(|e| GroupError::Io {
+        addr,
+        what: "bind an abstract Unix socket",
+        source: e.into(),
+    })?;
+    let (slot, slot_claim) = claim.ok_or(GroupError::Full { addr })?;
+    Ok(Place {
+        slot,
+        slot_claim,
+        sockets: Sockets::new(addr),
+        ledger: Arc::new(ledger),
+    })
+}
+
 /// Takes a slot, and asks the holder for the sockets of its block and the blocks below.
 fn enter(names: &Names, deadline: Instant) -> Result<JoinOutcome, GroupError> {
     let addr = names.addr();
@@ -638,16 +670,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<JoinOutcome, GroupError> {
         Err(Errno::AGAIN) => return Ok(JoinOutcome::HolderLeft(GroupError::PortInUse { addr })),
         Err(e) => return Err(io("connect to the holder of the port")(e)),
     };
-    let (uid, pid) = peer_credentials(&link).map_err(|source| GroupError::Io {
-        addr,
-        what: "read the credentials of the holder of the port",
-        source,
-    })?;
-    match user_of(uid) {
-        User::Own => {}
-        User::Other => return Err(GroupError::OtherUser { addr, uid, pid }),
-        User::Unknown => return Err(GroupError::UnknownUser { addr, uid }),
-    }
+    let pid = check_holder(addr, &link)?;
     let no_answer = || GroupError::NoAnswer { addr, pid };
     let mut buffer = [0; message::LEN_MAX];
     let mut place = None;
@@ -670,16 +693,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<JoinOutcome, GroupError> {
                 None,
             ) => {
                 let ledger = descriptors.into_iter().next().and_then(Ledger::from_fd);
-                let ledger = ledger.ok_or_else(no_answer)?;
-                let claim = names.claim_a_slot(next_slot, |slot| ledger.is_dirty(slot));
-                let claim = claim.map_err(io("bind an abstract Unix socket"))?;
-                let (slot, slot_claim) = claim.ok_or(GroupError::Full { addr })?;
-                place.insert(Place {
-                    slot,
-                    slot_claim,
-                    sockets: Sockets::new(addr),
-                    ledger: Arc::new(ledger),
-                })
+                place.insert(take_place(names, ledger.ok_or_else(no_answer)?, next_slot)?)
             }
             (Some(GroupMessage::Welcome { .. }), None) => return Err(GroupError::OtherVersion { addr, pid }),
             (Some(GroupMessage::Block(block)), Some(place)) if block == place.sockets.blocks() => {

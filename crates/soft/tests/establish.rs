@@ -11,7 +11,7 @@ use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
 use rdmux_rnic::{Arrival, Config, Cqn, QpInit, Rnic, Time, TransmitBuf};
 use rdmux_soft::udp::{Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
 use rdmux_verbs::*;
-use rdmux_wire::cm::Message;
+use rdmux_wire::cm::CmMessage;
 use rdmux_wire::roce::{Packet, Transport};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -70,11 +70,11 @@ impl Peer {
                 return found;
             }
             assert!(self.start.elapsed() < 2 * LONG, "it does not happen");
-            self.turn();
+            self.handle_next();
         }
     }
 
-    fn turn(&mut self) {
+    fn handle_next(&mut self) {
         let now = self.now();
         if self.rx.recv_batch(&mut self.batch).unwrap() == 0 {
             thread::yield_now();
@@ -186,7 +186,8 @@ impl Peer {
 
 fn is_rtu(packet: &[u8]) -> bool {
     let packet = Packet::parse(packet).unwrap();
-    packet.bth.dest_qpn == Qpn::GSI && matches!(Message::parse(packet.payload()), Ok((_, Message::Rtu(_))))
+    packet.bth.dest_qpn == Qpn::GSI
+        && matches!(CmMessage::parse(packet.payload()), Ok((_, CmMessage::Rtu(_))))
 }
 
 struct Server {
@@ -266,7 +267,7 @@ fn accept__a_request_establishes_the_connection_when_the_last_message_is_lost() 
         peer.rnic.post_recv(now, qpn, nothing(5)).unwrap();
         assert_eq!(peer.completion().wr_id, 5);
         while peer.lost < 2 {
-            peer.turn();
+            peer.handle_next();
         }
         let now = peer.now();
         peer.rnic.post_send(now, qpn, send(4)).unwrap();
@@ -305,10 +306,10 @@ fn accept__hands_out_no_request_that_was_withdrawn() {
     let mut peer = Peer::new([127, 0, 32, 6].into());
     for n in 0..300 {
         let id = peer.ask(server.device.address(), Psn::new(n));
-        peer.turn();
+        peer.handle_next();
         let now = peer.now();
         peer.rnic.cm().disconnect(now, id);
-        peer.turn();
+        peer.handle_next();
     }
     // A request whose withdrawal the server has not received would be handed out.
     peer.until(|_| (server.device.counters().rcvd_pkts >= 600).then_some(()));

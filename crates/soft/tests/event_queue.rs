@@ -70,7 +70,7 @@ impl Sides {
     }
 
     /// Handles the next event.
-    fn turn(&mut self) {
+    fn handle_next(&mut self) {
         let token = self.events.wait(LONG).expect("something happens");
         if token == LISTENER {
             while let Some(request) = self.listener.accept(Duration::ZERO) {
@@ -90,7 +90,7 @@ impl Sides {
     fn until_all(&mut self, count: usize, are: impl Fn(Progress) -> bool) {
         let is_so = |connection: &&Connection| are(connection.progress());
         while self.connections.values().filter(is_so).count() < count {
-            self.turn();
+            self.handle_next();
         }
     }
 

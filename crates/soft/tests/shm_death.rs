@@ -130,7 +130,7 @@ struct Task {
     key: u64,
     rounds_left: u64,
     reading: bool,
-    /// Number of requests of this turn that have not completed.
+    /// Number of requests of this round that have not completed.
     left: usize,
 }
 
@@ -313,8 +313,8 @@ impl Session {
         }
     }
 
-    /// Posts the next turn of the task: WRITEs of all its bytes in pieces, or READs.
-    fn next_turn(&mut self) -> Result<(), Ending> {
+    /// Posts the next round of the task: WRITEs of all its bytes in pieces, or READs.
+    fn next_round(&mut self) -> Result<(), Ending> {
         let Some(mut task) = self.task else { return Ok(()) };
         if task.rounds_left == 0 {
             self.task = None;
@@ -378,7 +378,7 @@ impl Session {
             task.rounds_left -= 1;
         }
         task.reading = !task.reading;
-        self.next_turn()
+        self.next_round()
     }
 
     fn completed(&mut self, wc: &WorkCompletion) -> Result<(), Ending> {
@@ -417,7 +417,7 @@ impl Session {
                         reading: false,
                         left: 0,
                     });
-                    self.next_turn()
+                    self.next_round()
                 }
             };
         }

@@ -1,7 +1,7 @@
 //! Network interfaces of this host, and their addresses.
 #![allow(unsafe_code, reason = "getifaddrs, which rustix lacks")]
 
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, CString, c_int};
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -51,6 +51,27 @@ pub fn local_addresses() -> io::Result<Vec<IpAddr>> {
     found.sort_by_key(|address| (address.is_loopback(), address.is_ipv6(), *address));
     found.dedup();
     Ok(found)
+}
+
+/// Returns name and MTU of each network interface that is up and has its link, in the order of the names: those of this process's network
+/// namespace, to which a `/sys` of another one has no access.
+pub fn link_mtus() -> io::Result<Vec<(String, u32)>> {
+    let mut names = Vec::new();
+    each_interface(|entry, name| {
+        let wanted = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_uint;
+        if entry.ifa_flags & wanted == wanted {
+            names.push(name.to_owned());
+        }
+    })?;
+    names.sort();
+    names.dedup();
+    let fd = socket_for(Ipv4Addr::LOCALHOST.into())?;
+    // An interface may have gone meanwhile.
+    let mtu = |name: CString| {
+        let mtu = interface_mtu(&fd, &name).ok()?;
+        Some((name.to_string_lossy().into_owned(), mtu))
+    };
+    Ok(names.into_iter().filter_map(mtu).collect())
 }
 
 /// Returns the network interface that has a local address. All of 127.0.0.0/8 belongs to the loopback interface.

@@ -5,7 +5,7 @@
 //! for as long as a wake-up takes, and only then sleeps, never pays more than twice what the best choice would have cost (Karlin,
 //! Manasse, Rudolph, Sleator: "Competitive snoopy caching", Algorithmica 3, 1988). [`Policy`] does that where waits have been
 //! short, and sleeps at once where they have been long. Where another task needs the CPU, the waiter yields it between two polls: a
-//! turn of that task costs less than a wake-up, and a peer on the same CPU can answer only while the waiter yields.
+//! time slice of that task costs less than a wake-up, and a peer on the same CPU can answer only while the waiter yields.
 //!
 //! A wait begins when a poll has found nothing. Its *gap* is the time from then until what is waited for arrives. What the first
 //! poll finds was no wait and is not reported: a batch that is taken without waiting says nothing about the wait after it.

@@ -90,7 +90,7 @@ pub fn destination(mad: &[u8]) -> Option<Destination> {
 /// A message of connection management. IBTA Vol 1, 12.6.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each variant is documented at its type")]
-pub enum Message {
+pub enum CmMessage {
     Req(Req),
     Mra(Mra),
     Rej(Rej),
@@ -104,9 +104,9 @@ pub enum Message {
     Apr(Apr),
 }
 
-impl Message {
+impl CmMessage {
     /// Reads a MAD: returns its transaction id and the message. Ignores bytes after the 256th.
-    pub fn parse(mad: &[u8]) -> Result<(u64, Message), Malformed> {
+    pub fn parse(mad: &[u8]) -> Result<(u64, CmMessage), Malformed> {
         need("MAD", mad, MAD_LEN)?;
         for (what, value, expected) in [
             ("MAD base version", mad[0], BASE_VERSION),
@@ -125,8 +125,8 @@ impl Message {
         let b = &mad[HEADER_LEN..MAD_LEN];
         let (local_comm_id, remote_comm_id) = (be32(b, 0), be32(b, 4));
         let message = match be16(mad, 16) {
-            attribute::REQ => Message::Req(Req::parse(b, options)?),
-            attribute::MRA => Message::Mra(Mra {
+            attribute::REQ => CmMessage::Req(Req::parse(b, options)?),
+            attribute::MRA => CmMessage::Mra(Mra {
                 local_comm_id,
                 remote_comm_id,
                 answered: Answered::parse(b[8] >> 6)?,
@@ -136,7 +136,7 @@ impl Message {
             attribute::REJ => {
                 let mut ari = [0; 72];
                 ari.copy_from_slice(&b[12..84]);
-                Message::Rej(Rej {
+                CmMessage::Rej(Rej {
                     local_comm_id,
                     remote_comm_id,
                     answered: Answered::parse(b[8] >> 6)?,
@@ -146,7 +146,7 @@ impl Message {
                     private_data: PrivateData::parse(b, 84),
                 })
             }
-            attribute::REP => Message::Rep(Rep {
+            attribute::REP => CmMessage::Rep(Rep {
                 local_comm_id,
                 remote_comm_id,
                 ece: Ece::from_fields(u32::from_be_bytes([0, b[23], b[19], b[15]]), options),
@@ -164,29 +164,29 @@ impl Message {
                 ca_guid: be64(b, 28),
                 private_data: PrivateData::parse(b, 36),
             }),
-            attribute::RTU => Message::Rtu(Rtu {
+            attribute::RTU => CmMessage::Rtu(Rtu {
                 local_comm_id,
                 remote_comm_id,
                 private_data: PrivateData::parse(b, 8),
             }),
-            attribute::DREQ => Message::Dreq(Dreq {
+            attribute::DREQ => CmMessage::Dreq(Dreq {
                 local_comm_id,
                 remote_comm_id,
                 remote_qpn: Qpn::new(be24(b, 8)),
                 private_data: PrivateData::parse(b, 12),
             }),
-            attribute::DREP => Message::Drep(Drep {
+            attribute::DREP => CmMessage::Drep(Drep {
                 local_comm_id,
                 remote_comm_id,
                 private_data: PrivateData::parse(b, 8),
             }),
-            attribute::SIDR_REQ => Message::SidrReq(SidrReq {
+            attribute::SIDR_REQ => CmMessage::SidrReq(SidrReq {
                 request_id: local_comm_id,
                 pkey: be16(b, 4),
                 service_id: ServiceId(be64(b, 8)),
                 private_data: PrivateData::parse(b, 16),
             }),
-            attribute::SIDR_REP => Message::SidrRep(SidrRep {
+            attribute::SIDR_REP => CmMessage::SidrRep(SidrRep {
                 request_id: local_comm_id,
                 status: SidrStatus(b[4]),
                 qpn: Qpn::new(be24(b, 8)),
@@ -194,11 +194,11 @@ impl Message {
                 qkey: be32(b, 20),
                 private_data: PrivateData::parse(b, 96),
             }),
-            attribute::LAP => Message::Lap(Lap {
+            attribute::LAP => CmMessage::Lap(Lap {
                 local_comm_id,
                 remote_comm_id,
             }),
-            attribute::APR => Message::Apr(Apr {
+            attribute::APR => CmMessage::Apr(Apr {
                 local_comm_id,
                 remote_comm_id,
                 status: AprStatus(b[9]),
@@ -224,7 +224,8 @@ impl Message {
         put(mad, 0, &[BASE_VERSION, CLASS, CLASS_VERSION, METHOD_SEND]);
         put(mad, 8, &tid.to_be_bytes());
         put(mad, 16, &self.attribute().to_be_bytes());
-        if let Message::Req(Req { ece: Some(ece), .. }) | Message::Rep(Rep { ece: Some(ece), .. }) = self {
+        if let CmMessage::Req(Req { ece: Some(ece), .. }) | CmMessage::Rep(Rep { ece: Some(ece), .. }) = self
+        {
             put(mad, 20, &ece.options.to_be_bytes());
         }
         let b = &mut mad[HEADER_LEN..];
@@ -233,14 +234,14 @@ impl Message {
             put(b, 4, &remote.to_be_bytes());
         };
         match self {
-            Message::Req(m) => m.emit(b),
-            Message::Mra(m) => {
+            CmMessage::Req(m) => m.emit(b),
+            CmMessage::Mra(m) => {
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 b[8] = (m.answered as u8) << 6;
                 b[9] = m.service_timeout << 3;
                 put(b, 10, m.private_data.bytes());
             }
-            Message::Rej(m) => {
+            CmMessage::Rej(m) => {
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 b[8] = (m.answered as u8) << 6;
                 b[9] = m.ari_len.min(72) << 1;
@@ -248,7 +249,7 @@ impl Message {
                 put(b, 12, &m.ari);
                 put(b, 84, m.private_data.bytes());
             }
-            Message::Rep(m) => {
+            CmMessage::Rep(m) => {
                 let [_, high, middle, low] = m.ece.map_or(0, |e| e.vendor).to_be_bytes();
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 put(b, 8, &m.qkey.to_be_bytes());
@@ -265,26 +266,26 @@ impl Message {
                 put(b, 28, &m.ca_guid.to_be_bytes());
                 put(b, 36, m.private_data.bytes());
             }
-            Message::Rtu(m) => {
+            CmMessage::Rtu(m) => {
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 put(b, 8, m.private_data.bytes());
             }
-            Message::Dreq(m) => {
+            CmMessage::Dreq(m) => {
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 put24(b, 8, m.remote_qpn.value());
                 put(b, 12, m.private_data.bytes());
             }
-            Message::Drep(m) => {
+            CmMessage::Drep(m) => {
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 put(b, 8, m.private_data.bytes());
             }
-            Message::SidrReq(m) => {
+            CmMessage::SidrReq(m) => {
                 put(b, 0, &m.request_id.to_be_bytes());
                 put(b, 4, &m.pkey.to_be_bytes());
                 put(b, 8, &m.service_id.0.to_be_bytes());
                 put(b, 16, m.private_data.bytes());
             }
-            Message::SidrRep(m) => {
+            CmMessage::SidrRep(m) => {
                 put(b, 0, &m.request_id.to_be_bytes());
                 b[4] = m.status.0;
                 put24(b, 8, m.qpn.value());
@@ -292,8 +293,8 @@ impl Message {
                 put(b, 20, &m.qkey.to_be_bytes());
                 put(b, 96, m.private_data.bytes());
             }
-            Message::Lap(m) => ids(b, m.local_comm_id, m.remote_comm_id),
-            Message::Apr(m) => {
+            CmMessage::Lap(m) => ids(b, m.local_comm_id, m.remote_comm_id),
+            CmMessage::Apr(m) => {
                 ids(b, m.local_comm_id, m.remote_comm_id);
                 b[9] = m.status.0;
                 put(b, 84, m.private_data.bytes());
@@ -304,17 +305,17 @@ impl Message {
     /// Returns the attribute id of the message.
     pub const fn attribute(&self) -> u16 {
         match self {
-            Message::Req(_) => attribute::REQ,
-            Message::Mra(_) => attribute::MRA,
-            Message::Rej(_) => attribute::REJ,
-            Message::Rep(_) => attribute::REP,
-            Message::Rtu(_) => attribute::RTU,
-            Message::Dreq(_) => attribute::DREQ,
-            Message::Drep(_) => attribute::DREP,
-            Message::SidrReq(_) => attribute::SIDR_REQ,
-            Message::SidrRep(_) => attribute::SIDR_REP,
-            Message::Lap(_) => attribute::LAP,
-            Message::Apr(_) => attribute::APR,
+            CmMessage::Req(_) => attribute::REQ,
+            CmMessage::Mra(_) => attribute::MRA,
+            CmMessage::Rej(_) => attribute::REJ,
+            CmMessage::Rep(_) => attribute::REP,
+            CmMessage::Rtu(_) => attribute::RTU,
+            CmMessage::Dreq(_) => attribute::DREQ,
+            CmMessage::Drep(_) => attribute::DREP,
+            CmMessage::SidrReq(_) => attribute::SIDR_REQ,
+            CmMessage::SidrRep(_) => attribute::SIDR_REP,
+            CmMessage::Lap(_) => attribute::LAP,
+            CmMessage::Apr(_) => attribute::APR,
         }
     }
 }

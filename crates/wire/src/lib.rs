@@ -6,7 +6,7 @@
 //! panic. `emit` writes into a buffer that the caller made large enough (each value documents the size) and panics if the buffer is too
 //! small: that is a bug of the caller, never of the peer.
 //!
-//! Begin with [`roce::Packet`], [`roce::icrc::Flow`] and [`cm::Message`].
+//! Begin with [`roce::Packet`], [`roce::icrc::Flow`] and [`cm::CmMessage`].
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 

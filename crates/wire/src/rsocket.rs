@@ -202,7 +202,7 @@ impl ConnData {
 
 /// Immediate data of a message: its meaning besides the bytes that the message writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Message {
+pub enum ImmData {
     /// The buffer has this many more bytes of the stream.
     Data(u32),
     /// Messages may be sent up to this number; the table may have a new buffer.
@@ -217,7 +217,7 @@ pub enum Message {
     Shutdown,
 }
 
-impl Message {
+impl ImmData {
     /// Upper bound of the bytes that one message can write.
     pub const DATA_MAX: u32 = (1 << 29) - 1;
 
@@ -227,16 +227,16 @@ impl Message {
     const OP_CONTROL: u32 = 7;
 
     /// Reads immediate data.
-    pub fn parse(imm: u32) -> Result<Message, Malformed> {
-        let value = imm & Message::DATA_MAX;
+    pub fn parse(imm: u32) -> Result<ImmData, Malformed> {
+        let value = imm & ImmData::DATA_MAX;
         match (imm >> 29, value) {
-            (Message::OP_DATA, _) => Ok(Message::Data(value)),
+            (ImmData::OP_DATA, _) => Ok(ImmData::Data(value)),
             // The value has more than 16 bits, and the number wraps at 16.
-            (Message::OP_CREDITS, _) => Ok(Message::Credits(value as u16)),
-            (Message::OP_IOMAP, _) => Ok(Message::Iomap(value as u16)),
-            (Message::OP_CONTROL, 0) => Ok(Message::Disconnect),
-            (Message::OP_CONTROL, 1) => Ok(Message::KeepAlive),
-            (Message::OP_CONTROL, 2) => Ok(Message::Shutdown),
+            (ImmData::OP_CREDITS, _) => Ok(ImmData::Credits(value as u16)),
+            (ImmData::OP_IOMAP, _) => Ok(ImmData::Iomap(value as u16)),
+            (ImmData::OP_CONTROL, 0) => Ok(ImmData::Disconnect),
+            (ImmData::OP_CONTROL, 1) => Ok(ImmData::KeepAlive),
+            (ImmData::OP_CONTROL, 2) => Ok(ImmData::Shutdown),
             _ => Err(Malformed::Undefined {
                 what: "rsocket message",
                 value: imm.into(),
@@ -247,12 +247,12 @@ impl Message {
     /// Returns the immediate data.
     pub fn imm(self) -> u32 {
         let (op, value) = match self {
-            Message::Data(bytes) => (Message::OP_DATA, bytes & Message::DATA_MAX),
-            Message::Credits(number) => (Message::OP_CREDITS, number.into()),
-            Message::Iomap(index) => (Message::OP_IOMAP, index.into()),
-            Message::Disconnect => (Message::OP_CONTROL, 0),
-            Message::KeepAlive => (Message::OP_CONTROL, 1),
-            Message::Shutdown => (Message::OP_CONTROL, 2),
+            ImmData::Data(bytes) => (ImmData::OP_DATA, bytes & ImmData::DATA_MAX),
+            ImmData::Credits(number) => (ImmData::OP_CREDITS, number.into()),
+            ImmData::Iomap(index) => (ImmData::OP_IOMAP, index.into()),
+            ImmData::Disconnect => (ImmData::OP_CONTROL, 0),
+            ImmData::KeepAlive => (ImmData::OP_CONTROL, 1),
+            ImmData::Shutdown => (ImmData::OP_CONTROL, 2),
         };
         op << 29 | value
     }
@@ -344,8 +344,8 @@ impl UdpHeader {
             _ => return Err(undefined_version(bytes[4])),
         };
         let has_data = match u32::from(bytes[5]) {
-            Message::OP_DATA => true,
-            Message::OP_CONTROL => false,
+            ImmData::OP_DATA => true,
+            ImmData::OP_CONTROL => false,
             op => {
                 return Err(Malformed::Undefined {
                     what: "rsocket UDP operation",
@@ -366,9 +366,9 @@ impl UdpHeader {
         put(bytes, 0, &UdpHeader::TAG.to_be_bytes());
         bytes[4] = version(self.address);
         let op = if self.has_data {
-            Message::OP_DATA
+            ImmData::OP_DATA
         } else {
-            Message::OP_CONTROL
+            ImmData::OP_CONTROL
         };
         bytes[5] = op as u8;
         bytes[6] = self.bytes() as u8;
@@ -479,21 +479,21 @@ mod tests {
     #[test]
     fn message__imm() {
         let known = [
-            (Message::Data(65_536), 0x0001_0000),
-            (Message::Credits(400), 0x8000_0190),
-            (Message::Iomap(7), 0xc000_0007),
-            (Message::Disconnect, 0xe000_0000),
-            (Message::KeepAlive, 0xe000_0001),
-            (Message::Shutdown, 0xe000_0002),
+            (ImmData::Data(65_536), 0x0001_0000),
+            (ImmData::Credits(400), 0x8000_0190),
+            (ImmData::Iomap(7), 0xc000_0007),
+            (ImmData::Disconnect, 0xe000_0000),
+            (ImmData::KeepAlive, 0xe000_0001),
+            (ImmData::Shutdown, 0xe000_0002),
         ];
         for (message, imm) in known {
             assert_eq!(message.imm(), imm);
-            assert_eq!(Message::parse(imm), Ok(message));
+            assert_eq!(ImmData::parse(imm), Ok(message));
         }
         // A value with more than 16 bits.
-        assert_eq!(Message::parse(0x8001_0190), Ok(Message::Credits(400)));
+        assert_eq!(ImmData::parse(0x8001_0190), Ok(ImmData::Credits(400)));
         for imm in [0x2000_0000, 0x4000_0000, 0x6000_0000, 0xa000_0000, 0xe000_0003] {
-            assert!(Message::parse(imm).is_err(), "{imm:#x}");
+            assert!(ImmData::parse(imm).is_err(), "{imm:#x}");
         }
     }
 

@@ -1,6 +1,6 @@
 //! A connected stream: bytes are written into the peer's buffer, in messages whose immediate data gives their number.
 //!
-//! The peer grants its buffer by halves, in a table here that it writes, and grants messages by number ([`Message::Credits`]).
+//! The peer grants its buffer by halves, in a table here that it writes, and grants messages by number ([`ImmData::Credits`]).
 //! The stream trusts the peer only as far as a lie hurts the peer alone: using more than it was granted ends the connection.
 
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ use rdmux_verbs::{
     Arm, CompletionQueue, Connection, INLINE_BYTES_MAX, Memory, Operation, QpState, RKey, SendFlags,
     SendRequest, SgeList, Status, Target as To, WcOpcode, WorkCompletion,
 };
-use rdmux_wire::rsocket::{ConnData, Message, Order, Target};
+use rdmux_wire::rsocket::{ConnData, ImmData, Order, Target};
 
 use super::buffers::Buffers;
 use super::iomap::{Iomaps, Mapped};
@@ -63,7 +63,7 @@ pub(super) struct Stream {
     send_in: u64,
     send_out: u64,
     /// Control messages that wait for their turn.
-    owed: VecDeque<Message>,
+    owed: VecDeque<ImmData>,
     writable: bool,
 
     /// Numbers of bytes that the peer may write, that it has written, and that were read.
@@ -169,7 +169,7 @@ impl Stream {
             self.lose(StreamEnd::Reset);
         } else if wc.wr_id & RECEIVE != 0 && self.end.is_none() {
             let message = match (wc.opcode, wc.imm) {
-                (WcOpcode::RecvRdmaWithImm, Some(imm)) => Message::parse(imm).ok(),
+                (WcOpcode::RecvRdmaWithImm, Some(imm)) => ImmData::parse(imm).ok(),
                 _ => None,
             };
             let taken = message.ok_or(()).and_then(|message| self.hear(message));
@@ -181,9 +181,9 @@ impl Stream {
     }
 
     /// Handles a message of the peer.
-    fn hear(&mut self, message: Message) -> Result<(), ()> {
+    fn hear(&mut self, message: ImmData) -> Result<(), ()> {
         match message {
-            Message::Data(bytes) => {
+            ImmData::Data(bytes) => {
                 let received = self.received + u64::from(bytes);
                 if received > self.granted || self.messages.len() >= usize::from(self.own.rq_size) {
                     return Err(());
@@ -195,12 +195,12 @@ impl Stream {
                     self.taken = self.taken.wrapping_add(1);
                 }
             }
-            Message::Credits(number) => self.sent_max = number,
+            ImmData::Credits(number) => self.sent_max = number,
             // The mapping is in the table; the message used a credit.
-            Message::Iomap(_) => self.taken = self.taken.wrapping_add(1),
-            Message::KeepAlive => {}
-            Message::Shutdown if self.writable => self.readable = false,
-            Message::Shutdown | Message::Disconnect => self.lose(StreamEnd::Closed),
+            ImmData::Iomap(_) => self.taken = self.taken.wrapping_add(1),
+            ImmData::KeepAlive => {}
+            ImmData::Shutdown if self.writable => self.readable = false,
+            ImmData::Shutdown | ImmData::Disconnect => self.lose(StreamEnd::Closed),
         }
         Ok(())
     }
@@ -250,7 +250,7 @@ impl Stream {
     }
 
     /// Writes to a location that the peer granted, with a message.
-    fn post_write(&mut self, to: Target, sges: SgeList, message: Message, posted: Posted) {
+    fn post_write(&mut self, to: Target, sges: SgeList, message: ImmData, posted: Posted) {
         let operation = Operation::Write {
             va: to.addr,
             rkey: RKey(to.rkey),
@@ -259,7 +259,7 @@ impl Stream {
         self.post(operation, sges, posted);
     }
 
-    fn send_control(&mut self, to: Target, bytes: &[u8], message: Message) {
+    fn send_control(&mut self, to: Target, bytes: &[u8], message: ImmData) {
         self.controls += 1;
         let sges = if bytes.is_empty() {
             SgeList::EMPTY
@@ -277,7 +277,7 @@ impl Stream {
             let is_due = self.taken.wrapping_sub(self.tell_at).cast_signed() >= 0;
             if self.readable && (free >= half || is_due) {
                 self.tell_at = self.taken.wrapping_add(self.own.rq_size / 2);
-                let message = Message::Credits(self.taken.wrapping_add(self.own.rq_size));
+                let message = ImmData::Credits(self.taken.wrapping_add(self.own.rq_size));
                 if free < half {
                     self.send_control(Target::default(), &[], message);
                     continue;
@@ -295,7 +295,7 @@ impl Stream {
                 self.send_control(to, &entry, message);
             } else if let Some(message) = self.owed.pop_front() {
                 self.send_control(Target::default(), &[], message);
-                if message == Message::Disconnect {
+                if message == ImmData::Disconnect {
                     self.lose(StreamEnd::Closed);
                 }
             } else {
@@ -401,7 +401,7 @@ impl Stream {
             self.target.addr = to.addr.wrapping_add(length);
             self.target.length -= length as u32;
             self.sent = self.sent.wrapping_add(1);
-            self.post_write(to, sges, Message::Data(length as u32), posted);
+            self.post_write(to, sges, ImmData::Data(length as u32), posted);
         }
         match self.send_error() {
             Some(errno) if from.left() > 0 => Err(errno),
@@ -425,7 +425,7 @@ impl Stream {
             self.post_write(
                 to,
                 SgeList::inline(&entry),
-                Message::Iomap(index),
+                ImmData::Iomap(index),
                 Posted::Data(0),
             );
         }
@@ -503,8 +503,8 @@ impl Stream {
         match (self.readable, self.writable) {
             _ if self.end.is_some() || before == (self.readable, self.writable) => {}
             (_, true) => {}
-            (true, false) => self.owed.push_back(Message::Shutdown),
-            (false, false) => self.owed.push_back(Message::Disconnect),
+            (true, false) => self.owed.push_back(ImmData::Shutdown),
+            (false, false) => self.owed.push_back(ImmData::Disconnect),
         }
         self.send_pending();
     }

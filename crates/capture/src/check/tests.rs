@@ -79,7 +79,7 @@ impl Wire {
         self.answer(Acknowledge, psn, Some(Syndrome::ACK), 0);
     }
 
-    fn mad(&mut self, forth: bool, message: &Message, qkey: u32) {
+    fn mad(&mut self, forth: bool, message: &CmMessage, qkey: u32) {
         let mut mad = [0; MAD_LEN];
         message.emit(1, &mut mad);
         let mut deth = [0; 8];
@@ -524,9 +524,9 @@ fn connect(wire: &mut Wire) {
         ca_guid: 0,
         private_data: PrivateData::default(),
     };
-    wire.mad(true, &Message::Req(req), GSI_QKEY);
-    wire.mad(false, &Message::Rep(rep), GSI_QKEY);
-    wire.mad(false, &Message::Rep(rep), GSI_QKEY);
+    wire.mad(true, &CmMessage::Req(req), GSI_QKEY);
+    wire.mad(false, &CmMessage::Rep(rep), GSI_QKEY);
+    wire.mad(false, &CmMessage::Rep(rep), GSI_QKEY);
 }
 
 #[test]
@@ -561,7 +561,7 @@ fn connection__wrong_qkey_and_malformed_mad() {
         remote_comm_id: 2,
         private_data: PrivateData::default(),
     };
-    wire.mad(true, &Message::Rtu(rtu), 5);
+    wire.mad(true, &CmMessage::Rtu(rtu), 5);
     wire.bad("Q_Key of QP 1 is 0x5");
     let mut wire = Wire::new();
     let packet = wire.build(true, gsi(), &[0x80, 1, 0, 0, 0, 0, 0, 1], &[0; 255], 0);

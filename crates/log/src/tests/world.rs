@@ -22,7 +22,7 @@ pub(super) struct Seen {
     wiped: u64,
     stalls: u64,
     partitions: u64,
-    turns: u64,
+    wraps: u64,
     dropped: u64,
 }
 
@@ -36,7 +36,7 @@ impl Seen {
         self.wiped += other.wiped;
         self.stalls += other.stalls;
         self.partitions += other.partitions;
-        self.turns += other.turns;
+        self.wraps += other.wraps;
         self.dropped += other.dropped;
     }
 
@@ -50,7 +50,7 @@ impl Seen {
             self.wiped,
             self.stalls,
             self.partitions,
-            self.turns,
+            self.wraps,
             self.dropped,
         ];
         assert!(
@@ -788,7 +788,7 @@ impl World {
             if header.joining {
                 return Err(format!("replica {at} still joins"));
             }
-            self.seen.turns += u64::from(header.head.position > header.area);
+            self.seen.wraps += u64::from(header.head.position > header.area);
             let last = self.history.last_key_value().map_or(0, |(sequence, _)| *sequence);
             for (frame, payload) in server.frames() {
                 if frame.acknowledged > last {

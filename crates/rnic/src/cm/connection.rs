@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use rdmux_wire::Qpn;
 use rdmux_wire::cm::{
-    Answered, Apr, AprStatus, Drep, Dreq, Extensions, IpAddressing, Lap, Message, Mra, PrivateData, Rej,
+    Answered, Apr, AprStatus, CmMessage, Drep, Dreq, Extensions, IpAddressing, Lap, Mra, PrivateData, Rej,
     RejReason, Rep, Req, Rtu, ServiceId, SidrStatus, to_gid,
 };
 use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
@@ -82,7 +82,7 @@ impl Cm {
         connection.local_qpn = local.qpn;
         connection.rest = local.ack_timeout.clamp(REST_MIN, REST_MAX);
         connection.decide_by = now + PEER_DECISION_NS;
-        connection.message = emit(&Message::Req(req), tid);
+        connection.message = emit(&CmMessage::Req(req), tid);
         self.qpns.insert((local.qpn, id));
         self.connections.insert(id, connection);
         self.send_again(now, id);
@@ -133,7 +133,7 @@ impl Cm {
             ca_guid: guid,
             private_data,
         };
-        c.message = emit(&Message::Rep(rep), c.tid);
+        c.message = emit(&CmMessage::Rep(rep), c.tid);
         c.state = ConnectionState::RepSent;
         c.local_qpn = local.qpn;
         c.decide_by = now + PEER_DECISION_NS;
@@ -196,7 +196,7 @@ impl Cm {
                     remote_comm_id: c.remote_id,
                     private_data: PrivateData::default(),
                 };
-                c.message = emit(&Message::Rtu(rtu), c.tid);
+                c.message = emit(&CmMessage::Rtu(rtu), c.tid);
                 c.state = ConnectionState::Established;
                 self.repeat(id.0);
             }
@@ -229,7 +229,7 @@ impl Cm {
                     private_data: PrivateData::default(),
                 };
                 c.tid = tid;
-                c.message = emit(&Message::Dreq(dreq), tid);
+                c.message = emit(&CmMessage::Dreq(dreq), tid);
                 c.state = ConnectionState::DreqSent;
                 c.tries = 0;
                 self.send_again(now, id.0);
@@ -338,7 +338,7 @@ impl Cm {
             service_timeout: SERVICE_TIMEOUT,
             private_data: PrivateData::default(),
         };
-        let (peer, message, decide_by) = (c.peer, emit(&Message::Mra(mra), c.tid), c.decide_by);
+        let (peer, message, decide_by) = (c.peer, emit(&CmMessage::Mra(mra), c.tid), c.decide_by);
         self.set_deadline(id, Some(decide_by));
         self.send(peer, message);
     }
@@ -385,7 +385,7 @@ impl Cm {
         connection.peer_response = req.local_response_timeout;
         connection.rest = req.local_ack_timeout.clamp(REST_MIN, REST_MAX);
         connection.decide_by = now + DECISION_NS;
-        connection.message = emit(&Message::Req(*req), tid);
+        connection.message = emit(&CmMessage::Req(*req), tid);
         // An MRA must reach the peer within the response timeout that the peer gave.
         let half = now + nanoseconds(req.remote_response_timeout) / 2;
         let deadline = half.min(connection.decide_by);
@@ -627,7 +627,7 @@ impl Cm {
         };
         // Also answer for a connection that has gone: the peer only needs to know that it has ended.
         if !mutant!(DreqUnanswered) {
-            self.send(peer, emit(&Message::Drep(drep), tid));
+            self.send(peer, emit(&CmMessage::Drep(drep), tid));
         }
         if ends {
             self.rest(now, id, None);
@@ -658,6 +658,6 @@ impl Cm {
             status,
             private_data: PrivateData::default(),
         };
-        self.send(peer, emit(&Message::Apr(apr), tid));
+        self.send(peer, emit(&CmMessage::Apr(apr), tid));
     }
 }

@@ -24,7 +24,8 @@ use std::net::IpAddr;
 use rand_chacha::ChaCha12Rng;
 use rand_core::RngCore;
 use rdmux_wire::cm::{
-    Answered, Extensions, IpAddressing, MAD_LEN, Message, PrivateData, Rej, RejReason, ServiceId, SidrStatus,
+    Answered, CmMessage, Extensions, IpAddressing, MAD_LEN, PrivateData, Rej, RejReason, ServiceId,
+    SidrStatus,
 };
 use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
@@ -540,22 +541,22 @@ impl Cm {
     /// Handles a MAD. Drops anything that is not a CM message, or is one of another version: an unsolicited MAD has no response that
     /// could report the error. 13.4.6.
     pub(crate) fn handle_mad(&mut self, now: Time, peer: IpAddr, mad: &[u8]) {
-        let Ok((tid, message)) = Message::parse(mad) else {
+        let Ok((tid, message)) = CmMessage::parse(mad) else {
             return;
         };
         match message {
-            Message::Req(req) => self.receive_request(now, Request::connect(peer, tid, req)),
-            Message::Rep(rep) => self.handle_rep(now, peer, tid, &rep),
-            Message::Rtu(rtu) => self.handle_rtu(peer, tid, &rtu),
-            Message::Rej(rej) => self.handle_rej(now, peer, &rej),
-            Message::Mra(mra) => self.handle_mra(now, peer, &mra),
-            Message::Dreq(dreq) => self.handle_dreq(now, peer, tid, &dreq),
-            Message::Drep(drep) => self.handle_drep(now, peer, &drep),
-            Message::Lap(lap) => self.handle_lap(peer, tid, &lap),
+            CmMessage::Req(req) => self.receive_request(now, Request::connect(peer, tid, req)),
+            CmMessage::Rep(rep) => self.handle_rep(now, peer, tid, &rep),
+            CmMessage::Rtu(rtu) => self.handle_rtu(peer, tid, &rtu),
+            CmMessage::Rej(rej) => self.handle_rej(now, peer, &rej),
+            CmMessage::Mra(mra) => self.handle_mra(now, peer, &mra),
+            CmMessage::Dreq(dreq) => self.handle_dreq(now, peer, tid, &dreq),
+            CmMessage::Drep(drep) => self.handle_drep(now, peer, &drep),
+            CmMessage::Lap(lap) => self.handle_lap(peer, tid, &lap),
             // An APR answers a LAP, and this side never sends one.
-            Message::Apr(_) => {}
-            Message::SidrReq(req) => self.receive_request(now, Request::resolve(peer, tid, req)),
-            Message::SidrRep(rep) => self.handle_sidr_rep(now, peer, &rep),
+            CmMessage::Apr(_) => {}
+            CmMessage::SidrReq(req) => self.receive_request(now, Request::resolve(peer, tid, req)),
+            CmMessage::SidrRep(rep) => self.handle_sidr_rep(now, peer, &rep),
         }
     }
 
@@ -825,10 +826,10 @@ fn rej_with(
         ari: *cut::<72>(ari).bytes(),
         private_data: cut(private_data),
     };
-    emit(&Message::Rej(rej), tid)
+    emit(&CmMessage::Rej(rej), tid)
 }
 
-fn emit(message: &Message, tid: u64) -> Mad {
+fn emit(message: &CmMessage, tid: u64) -> Mad {
     let mut mad = Box::new([0; MAD_LEN]);
     message.emit(tid, &mut mad);
     mad

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use rdmux_wire::cm::{Message, Req, ServiceId, SidrReq};
+use rdmux_wire::cm::{CmMessage, Req, ServiceId, SidrReq};
 
 use super::{BACKLOG_MAX, Cm, CmId, Connection, ConnectionState, RequestKey};
 use crate::time::Time;
@@ -119,9 +119,9 @@ impl Cm {
     /// Forgets a request that the user has not decided on, for another device to handle it. Returns `None` if there is no such request.
     pub fn release(&mut self, id: CmId) -> Option<Request> {
         let c = self.connections.get(&id.0).filter(|c| c.state.is_undecided())?;
-        let request = match Message::parse(&c.message[..]) {
-            Ok((tid, Message::Req(req))) => Request::connect(c.peer, tid, req),
-            Ok((tid, Message::SidrReq(req))) => Request::resolve(c.peer, tid, req),
+        let request = match CmMessage::parse(&c.message[..]) {
+            Ok((tid, CmMessage::Req(req))) => Request::connect(c.peer, tid, req),
+            Ok((tid, CmMessage::SidrReq(req))) => Request::resolve(c.peer, tid, req),
             _ => return None,
         };
         self.forget(id.0);

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use rdmux_wire::Qpn;
-use rdmux_wire::cm::{IpAddressing, Message, PrivateData, ServiceId, SidrRep, SidrReq, SidrStatus};
+use rdmux_wire::cm::{CmMessage, IpAddressing, PrivateData, ServiceId, SidrRep, SidrReq, SidrStatus};
 use rdmux_wire::roce::PKEY_DEFAULT;
 
 use super::{
@@ -33,7 +33,7 @@ impl Cm {
             private_data,
         };
         let mut resolution = Connection::new(ConnectionState::SidrReqSent, service, peer, tid);
-        resolution.message = emit(&Message::SidrReq(req), tid);
+        resolution.message = emit(&CmMessage::SidrReq(req), tid);
         self.connections.insert(id, resolution);
         self.send_again(now, id);
         Ok(CmId(id))
@@ -63,7 +63,7 @@ impl Cm {
             qkey,
             private_data,
         };
-        let (peer, message) = (c.peer, emit(&Message::SidrRep(rep), c.tid));
+        let (peer, message) = (c.peer, emit(&CmMessage::SidrRep(rep), c.tid));
         self.rest(now, id.0, Some(message.clone()));
         self.send(peer, message);
         Ok(())
@@ -91,7 +91,7 @@ impl Cm {
                 qkey: 0,
                 private_data: PrivateData::default(),
             };
-            emit(&Message::SidrRep(rep), tid)
+            emit(&CmMessage::SidrRep(rep), tid)
         };
         let Some(listener) = self.listeners.get(&req.service_id).copied() else {
             return self.send(peer, refusal(SidrStatus::UNSUPPORTED));
@@ -107,7 +107,7 @@ impl Cm {
         let mut request = Connection::new(ConnectionState::SidrReqReceived, req.service_id, peer, tid);
         request.request = Some(key);
         request.remote_id = req.request_id;
-        request.message = emit(&Message::SidrReq(*req), tid);
+        request.message = emit(&CmMessage::SidrReq(*req), tid);
         self.by_request.insert(key, id);
         self.connections.insert(id, request);
         self.requested(req.service_id);

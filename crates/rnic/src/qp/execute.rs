@@ -304,7 +304,6 @@ impl Execution {
         scope: Scope,
         request: Request<'_>,
     ) -> Result<Effect, Refusal> {
-        let Scope { pd, qpn, .. } = scope;
         match request {
             Request::Send {
                 position,
@@ -321,22 +320,7 @@ impl Execution {
                 solicited,
             } => self.datagram(env, scope, &grh, payload, (imm, src_qpn), solicited),
             Request::Write(packet) => self.write(env, head, scope, packet),
-            Request::Read { reth } => {
-                self.begins(true)?;
-                if !head.access.contains(Access::REMOTE_READ) || reth.length > MESSAGE_BYTES_MAX {
-                    return Err(Refusal::InvalidRequest);
-                }
-                // A READ of 0 bytes names no memory: neither key nor address is checked. 9.7.4.1.5.
-                if reth.length > 0 {
-                    region(env.regions, pd, qpn, reth, Access::REMOTE_READ)?;
-                }
-                Ok(Effect::Read(Source {
-                    va: reth.va,
-                    rkey: reth.rkey,
-                    bytes: reth.length,
-                    pd,
-                }))
-            }
+            Request::Read { reth } => self.read(env, head, scope, reth),
             Request::Atomic { eth, add } => {
                 self.begins(true)?;
                 let atomic = if add {
@@ -351,45 +335,8 @@ impl Execution {
                 self.atomic(env, head, scope, at, Access::REMOTE_ATOMIC, atomic)
                     .map(Effect::Atomic)
             }
-            Request::AtomicWrite { reth, payload } => {
-                self.begins(true)?;
-                let bytes = <[u8; 8]>::try_from(payload).map_err(|_| Refusal::InvalidRequest)?;
-                if reth.length != 8 {
-                    return Err(Refusal::InvalidRequest);
-                }
-                let at = (reth.va, reth.rkey);
-                // An ATOMIC WRITE needs the rights of a WRITE. A19.4.
-                self.atomic(env, head, scope, at, Access::REMOTE_WRITE, Atomic::Write(bytes))?;
-                Ok(Effect::AtomicWrite)
-            }
-            Request::Flush { reth, feth } => {
-                self.begins(true)?;
-                let needs = Access::for_flush(feth.placement);
-                if !head.access.contains(needs) {
-                    return Err(Refusal::InvalidRequest);
-                }
-                let region = env
-                    .regions
-                    .remote(reth.rkey.0, pd, qpn, needs)
-                    .ok_or(Refusal::RemoteAccess)?;
-                let (offset, length) = match feth.selectivity {
-                    Selectivity::MemoryRegion => (region.memory_offset, region.length),
-                    Selectivity::Range => {
-                        let length = u64::from(reth.length);
-                        (
-                            region.offset_of(reth.va, length).ok_or(Refusal::RemoteAccess)?,
-                            length,
-                        )
-                    }
-                };
-                let memory = region.memory.clone();
-                Ok(Effect::Flush(FlushSpec {
-                    memory,
-                    offset,
-                    length,
-                    placement: feth.placement,
-                }))
-            }
+            Request::AtomicWrite { reth, payload } => self.atomic_write(env, head, scope, reth, payload),
+            Request::Flush { reth, feth } => self.flush_spec(env, head, scope, reth, feth),
         }
     }
 
@@ -591,6 +538,78 @@ impl Execution {
             self.end_receive(env, status);
         }
         placed
+    }
+
+    /// Checks a READ; its bytes are read when its responses are sent.
+    fn read(&self, env: &Env<'_>, head: &Head, scope: Scope, reth: Reth) -> Result<Effect, Refusal> {
+        self.begins(true)?;
+        if !head.access.contains(Access::REMOTE_READ) || reth.length > MESSAGE_BYTES_MAX {
+            return Err(Refusal::InvalidRequest);
+        }
+        let Scope { pd, qpn, .. } = scope;
+        // A READ of 0 bytes names no memory: neither key nor address is checked. 9.7.4.1.5.
+        if reth.length > 0 {
+            region(env.regions, pd, qpn, reth, Access::REMOTE_READ)?;
+        }
+        Ok(Effect::Read(Source {
+            va: reth.va,
+            rkey: reth.rkey,
+            bytes: reth.length,
+            pd,
+        }))
+    }
+
+    fn atomic_write(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        scope: Scope,
+        reth: Reth,
+        payload: &[u8],
+    ) -> Result<Effect, Refusal> {
+        self.begins(true)?;
+        let bytes = <[u8; 8]>::try_from(payload).map_err(|_| Refusal::InvalidRequest)?;
+        if reth.length != 8 {
+            return Err(Refusal::InvalidRequest);
+        }
+        let at = (reth.va, reth.rkey);
+        // An ATOMIC WRITE needs the rights of a WRITE. A19.4.
+        self.atomic(env, head, scope, at, Access::REMOTE_WRITE, Atomic::Write(bytes))?;
+        Ok(Effect::AtomicWrite)
+    }
+
+    /// Checks a FLUSH, and finds what it flushes.
+    fn flush_spec(
+        &self,
+        env: &Env<'_>,
+        head: &Head,
+        scope: Scope,
+        reth: Reth,
+        feth: Feth,
+    ) -> Result<Effect, Refusal> {
+        self.begins(true)?;
+        let needs = Access::for_flush(feth.placement);
+        if !head.access.contains(needs) {
+            return Err(Refusal::InvalidRequest);
+        }
+        let region = env
+            .regions
+            .remote(reth.rkey.0, scope.pd, scope.qpn, needs)
+            .ok_or(Refusal::RemoteAccess)?;
+        let (offset, length) = match feth.selectivity {
+            Selectivity::MemoryRegion => (region.memory_offset, region.length),
+            Selectivity::Range => {
+                let length = u64::from(reth.length);
+                let offset = region.offset_of(reth.va, length);
+                (offset.ok_or(Refusal::RemoteAccess)?, length)
+            }
+        };
+        Ok(Effect::Flush(FlushSpec {
+            memory: region.memory.clone(),
+            offset,
+            length,
+            placement: feth.placement,
+        }))
     }
 
     /// Carries out an atomic operation: checks rights, alignment (9.4.5: of the address as the peer names it) and bounds, and

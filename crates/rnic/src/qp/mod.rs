@@ -400,6 +400,24 @@ impl Head {
         traffic.congestion.as_ref().filter(|_| has)
     }
 
+    /// Applies the attributes that are given.
+    fn set(&mut self, attr: &QpAttributes, traffic: &Traffic) {
+        self.access = attr.access.unwrap_or(self.access);
+        if self.path.is_none() || !mutant!(PathStays) {
+            self.path = attr.path.or(self.path);
+        }
+        self.mtu = attr.path_mtu.unwrap_or(self.mtu);
+        self.dest_qpn = attr.dest_qpn.unwrap_or(self.dest_qpn);
+        self.qkey = attr.qkey.unwrap_or(self.qkey);
+        self.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(self.peer_is_rdmux);
+        self.rate.limit_bps = attr.rate_limit_bps.unwrap_or(self.rate.limit_bps);
+        self.set_ecn(traffic);
+        self.selective = attr.selective.unwrap_or(self.selective);
+        if let Some(bytes) = attr.window_bytes {
+            self.window = (bytes / self.mtu).clamp(WINDOW_PACKETS_MIN, WINDOW_PACKETS_MAX);
+        }
+    }
+
     /// Sets the ECN field of the QP's packets. For a peer that is not known to answer marks, only the user sets ECN bits.
     fn set_ecn(&mut self, traffic: &Traffic) {
         let capable = self.congestion(traffic).is_some();
@@ -508,25 +526,11 @@ impl Qp {
         }
         let (qp_type, from) = (self.head.init.qp_type, self.head.state);
         attr.check(qp_type, from, to)?;
-        let head = &mut self.head;
-        head.access = attr.access.unwrap_or(head.access);
-        if head.path.is_none() || !mutant!(PathStays) {
-            head.path = attr.path.or(head.path);
-        }
-        head.mtu = attr.path_mtu.unwrap_or(head.mtu);
-        head.dest_qpn = attr.dest_qpn.unwrap_or(head.dest_qpn);
-        head.qkey = attr.qkey.unwrap_or(head.qkey);
-        head.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(head.peer_is_rdmux);
-        head.rate.limit_bps = attr.rate_limit_bps.unwrap_or(head.rate.limit_bps);
-        head.set_ecn(env.traffic);
-        head.selective = attr.selective.unwrap_or(head.selective);
-        if let Some(bytes) = attr.window_bytes {
-            head.window = (bytes / head.mtu).clamp(WINDOW_PACKETS_MIN, WINDOW_PACKETS_MAX);
-        }
+        self.head.set(attr, env.traffic);
         match &mut self.halves {
             Halves::Reliable(requester, responder) => {
                 responder.set(attr);
-                requester.set(attr, head);
+                requester.set(attr, &self.head);
             }
             Halves::Uc(sender, receiver) => {
                 sender.set(attr);
@@ -547,47 +551,52 @@ impl Qp {
         }
         match to {
             QpState::Error => self.fail(env, None),
-            QpState::Sqd => {
-                let begins = self.head.state == QpState::Rts;
-                self.head.state = to;
-                match &mut self.halves {
-                    Halves::Reliable(requester, _) => {
-                        if begins {
-                            requester.drain();
-                        }
-                        requester.tell_drained(env, &self.head);
-                    }
-                    Halves::Uc(sender, _) | Halves::Ud(sender, _) => {
-                        if begins {
-                            sender.drain();
-                        }
-                        sender.tell_drained(env, &self.head);
-                    }
-                }
-            }
-            QpState::Reset => {
-                // Nothing completes: posted requests are discarded, and so are completions that are not polled yet. 10.3.1.
-                for cq in [self.head.init.send_cq, self.head.init.recv_cq] {
-                    if let Some(queue) = env.cqs.get(&cq.0) {
-                        queue.forget(self.head.qpn);
-                    }
-                }
-                env.flushes.forget(self.head.qpn);
-                env.accesses.forget(self.head.qpn);
-                self.head.sends.give_back(self.send_outstanding());
-                let Head { qpn, init, mtu, .. } = self.head;
-                let queues = (self.head.sends.clone(), self.head.receives.clone());
-                let mut fresh = Qp::with_queues(qpn, init, mtu, queues);
-                fresh.head.listed = self.head.listed;
-                fresh.head.ack_listed = self.head.ack_listed;
-                fresh.head.timer = self.head.timer;
-                fresh.head.granted = self.head.granted;
-                *self = fresh;
-            }
+            QpState::Sqd => self.drain(env),
+            QpState::Reset => self.reset(env),
             _ => self.head.state = to,
         }
         self.open_queues();
         Ok(())
+    }
+
+    /// Moves the QP to SQD: it begins no request any more, and reports when those that it has begun are complete.
+    fn drain(&mut self, env: &mut Env<'_>) {
+        let begins = self.head.state == QpState::Rts;
+        self.head.state = QpState::Sqd;
+        match &mut self.halves {
+            Halves::Reliable(requester, _) => {
+                if begins {
+                    requester.drain();
+                }
+                requester.tell_drained(env, &self.head);
+            }
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => {
+                if begins {
+                    sender.drain();
+                }
+                sender.tell_drained(env, &self.head);
+            }
+        }
+    }
+
+    /// Moves the QP to Reset. Nothing completes: posted requests are discarded, and so are completions that are not polled yet. 10.3.1.
+    fn reset(&mut self, env: &mut Env<'_>) {
+        for cq in [self.head.init.send_cq, self.head.init.recv_cq] {
+            if let Some(queue) = env.cqs.get(&cq.0) {
+                queue.forget(self.head.qpn);
+            }
+        }
+        env.flushes.forget(self.head.qpn);
+        env.accesses.forget(self.head.qpn);
+        self.head.sends.give_back(self.send_outstanding());
+        let Head { qpn, init, mtu, .. } = self.head;
+        let queues = (self.head.sends.clone(), self.head.receives.clone());
+        let mut fresh = Qp::with_queues(qpn, init, mtu, queues);
+        fresh.head.listed = self.head.listed;
+        fresh.head.ack_listed = self.head.ack_listed;
+        fresh.head.timer = self.head.timer;
+        fresh.head.granted = self.head.granted;
+        *self = fresh;
     }
 
     /// Lets callers post without the device while the QP's state takes requests, and closes the queues otherwise.

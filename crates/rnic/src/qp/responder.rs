@@ -991,54 +991,55 @@ impl Responder {
             Op::CompareSwap | Op::FetchAdd if mutant!(AtomicReplayExecutes) => {
                 self.replay_by_executing(env, head, packet);
             }
-            Op::CompareSwap | Op::FetchAdd => {
-                let owed = |answer: &Answer| matches!(answer, Answer::Atomic { psn: p, .. } if *p == psn);
-                if !self.answers.iter().any(owed)
-                    && let Some(Resource::Atomic { psn, msn, original }) =
-                        resource_covering(&self.resources, psn)
-                {
-                    let original = if mutant!(AtomicReplayLost) { 0 } else { original };
-                    self.insert(Answer::Atomic { psn, msn, original });
-                }
+            Op::CompareSwap | Op::FetchAdd => self.replay_atomic(psn),
+            _ => self.acknowledge_again(head, psn),
+        }
+    }
+
+    fn replay_atomic(&mut self, psn: Psn) {
+        let owed = |answer: &Answer| matches!(answer, Answer::Atomic { psn: p, .. } if *p == psn);
+        if !self.answers.iter().any(owed)
+            && let Some(Resource::Atomic { psn, msn, original }) = resource_covering(&self.resources, psn)
+        {
+            let original = if mutant!(AtomicReplayLost) { 0 } else { original };
+            self.insert(Answer::Atomic { psn, msn, original });
+        }
+    }
+
+    /// Answers a repeated SEND or WRITE: acknowledges what is done.
+    fn acknowledge_again(&mut self, head: &Head, psn: Psn) {
+        let (done, done_msn) = self.done_after(head, psn);
+        match self.answers.front() {
+            None if !self.early.is_empty() && !self.held => self.sack_owed = true,
+            Some(Answer::Access { psn: first, .. }) if psn.since(*first) >= 0 => self.ask_for_time(head, psn),
+            Some(Answer::Access { psn: first, msn, .. }) => {
+                let (first, msn) = (first.minus(1), *msn);
+                let before = if done.since(first) < 0 {
+                    (done, done_msn)
+                } else {
+                    (first, msn)
+                };
+                let (psn, msn) = before;
+                let syndrome = Syndrome::ACK;
+                self.answers.push_front(Answer::Ack { psn, msn, syndrome });
+            }
+            // The FLUSH may run for longer than the peer's retries last, so the responder acknowledges everything before it now.
+            Some(Answer::Flush {
+                psn,
+                msn,
+                state: FlushState::Runs,
+            }) => {
+                let answer = Answer::Ack {
+                    psn: psn.minus(1),
+                    msn: msn.wrapping_sub(1) & 0xff_ffff,
+                    syndrome: Syndrome::ACK,
+                };
+                self.answers.push_front(answer);
             }
             _ => {
-                let (done, done_msn) = self.done_after(head, psn);
-                match self.answers.front() {
-                    None if !self.early.is_empty() && !self.held => self.sack_owed = true,
-                    Some(Answer::Access { psn: first, .. }) if psn.since(*first) >= 0 => {
-                        self.ask_for_time(head, psn)
-                    }
-                    Some(Answer::Access { psn: first, msn, .. }) => {
-                        let (first, msn) = (first.minus(1), *msn);
-                        let before = if done.since(first) < 0 {
-                            (done, done_msn)
-                        } else {
-                            (first, msn)
-                        };
-                        let (psn, msn) = before;
-                        let syndrome = Syndrome::ACK;
-                        self.answers.push_front(Answer::Ack { psn, msn, syndrome });
-                    }
-                    // The FLUSH may run for longer than the peer's retries last, so the responder acknowledges everything before it
-                    // now.
-                    Some(Answer::Flush {
-                        psn,
-                        msn,
-                        state: FlushState::Runs,
-                    }) => {
-                        let answer = Answer::Ack {
-                            psn: psn.minus(1),
-                            msn: msn.wrapping_sub(1) & 0xff_ffff,
-                            syndrome: Syndrome::ACK,
-                        };
-                        self.answers.push_front(answer);
-                    }
-                    _ => {
-                        let told = |answer: &Answer| answer.psn().since(done) >= 0;
-                        if !self.answers.back().is_some_and(told) {
-                            self.owe_with(done, done_msn, Syndrome::ACK);
-                        }
-                    }
+                let told = |answer: &Answer| answer.psn().since(done) >= 0;
+                if !self.answers.back().is_some_and(told) {
+                    self.owe_with(done, done_msn, Syndrome::ACK);
                 }
             }
         }
@@ -1066,38 +1067,10 @@ impl Responder {
         (self.expected, self.msn) = (expected, msn);
     }
 
+    /// Answers a repeated READ, from the PSN at which the peer begins to request it again.
     fn replay_read(&mut self, env: &mut Env<'_>, head: &Head, at: Psn, reth: Reth) {
-        // A response that is still being sent goes back to the PSN from which the peer requests it again.
-        for answer in &mut self.answers {
-            if let Answer::Read(ReadAnswer {
-                psn, source, begun, ..
-            }) = answer
-            {
-                if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
-                    return self.ask_for_time(head, at);
-                }
-                let first = resource_covering(&self.resources, *psn);
-                // A peer that retransmits selectively needs only the part that it requests, besides the part in flight.
-                if !head.selective
-                    && let Some(Resource::Read {
-                        psn: first,
-                        source: whole,
-                        ..
-                    }) = first
-                    && at.since(first) >= 0
-                    && at.since(*psn) < 0
-                {
-                    let skip = at.since(first) as u32 * head.mtu;
-                    *psn = at;
-                    *source = Source {
-                        va: whole.va.wrapping_add(skip.into()),
-                        bytes: whole.bytes - skip,
-                        ..whole
-                    };
-                    *begun = false;
-                    return;
-                }
-            }
+        if self.replay_of_answer(head, at) {
+            return;
         }
         let Some(Resource::Read {
             psn: first,
@@ -1136,6 +1109,44 @@ impl Responder {
                 is_replay: true,
             }));
         }
+    }
+
+    /// Answers a repeated READ whose responses are still being sent: they go back to the PSN at which the peer begins to request it
+    /// again. Returns false if there are none.
+    fn replay_of_answer(&mut self, head: &Head, at: Psn) -> bool {
+        for answer in &mut self.answers {
+            if let Answer::Read(ReadAnswer {
+                psn, source, begun, ..
+            }) = answer
+            {
+                if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
+                    self.ask_for_time(head, at);
+                    return true;
+                }
+                let first = resource_covering(&self.resources, *psn);
+                // A peer that retransmits selectively needs only the part that it requests, besides the part in flight.
+                if !head.selective
+                    && let Some(Resource::Read {
+                        psn: first,
+                        source: whole,
+                        ..
+                    }) = first
+                    && at.since(first) >= 0
+                    && at.since(*psn) < 0
+                {
+                    let skip = at.since(first) as u32 * head.mtu;
+                    *psn = at;
+                    *source = Source {
+                        va: whole.va.wrapping_add(skip.into()),
+                        bytes: whole.bytes - skip,
+                        ..whole
+                    };
+                    *begun = false;
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// Returns the position of the next response that is more than an acknowledgement.

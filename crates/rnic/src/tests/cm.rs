@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use rdmux_wire::cm::{
-    Answered, Dreq, IpAddressing, MAD_LEN, Message, Mra, PrivateData, Rej, RejReason, Rep, Req, ServiceId,
+    Answered, CmMessage, Dreq, IpAddressing, MAD_LEN, Mra, PrivateData, Rej, RejReason, Rep, Req, ServiceId,
     SidrReq, SidrStatus,
 };
 use rdmux_wire::roce::{Bth, Deth, PathMtu, Transport};
@@ -491,13 +491,13 @@ fn stale__qp_of_a_peer_that_forgot_is_rejected_and_the_old_connection_ended() {
 }
 
 /// Returns the messages that side 0 has to send.
-fn said(pair: &mut Pair) -> Vec<Message> {
+fn said(pair: &mut Pair) -> Vec<CmMessage> {
     let mut buf = TransmitBuf::new(1 << 20, false);
     let now = pair.now;
     while pair.sides[0].rnic.poll_transmit(now, &mut buf, true) {}
     let mads = buf.trains().iter().map(|train| {
         let bytes = &buf.bytes()[train.range.clone()];
-        Message::parse(&bytes[Bth::LEN + Deth::LEN..][..MAD_LEN])
+        CmMessage::parse(&bytes[Bth::LEN + Deth::LEN..][..MAD_LEN])
             .unwrap()
             .1
     });
@@ -507,7 +507,7 @@ fn said(pair: &mut Pair) -> Vec<Message> {
 /// Returns a request to side 0, made from side 0's own pending request; each `n` makes a different one.
 fn request_of(pair: &mut Pair, n: u32) -> Req {
     let said = said(pair);
-    let Some(Message::Req(sent)) = said.first() else {
+    let Some(CmMessage::Req(sent)) = said.first() else {
         panic!("no request is to be sent: {said:?}");
     };
     numbered(sent, n)
@@ -532,8 +532,8 @@ fn listening() -> (Pair, CmId, Req) {
     (pair, id, req)
 }
 
-fn rej(local_comm_id: u32, remote_comm_id: u32) -> Message {
-    Message::Rej(Rej {
+fn rej(local_comm_id: u32, remote_comm_id: u32) -> CmMessage {
+    CmMessage::Rej(Rej {
         local_comm_id,
         remote_comm_id,
         answered: Answered::Rep,
@@ -545,7 +545,7 @@ fn rej(local_comm_id: u32, remote_comm_id: u32) -> Message {
 }
 
 /// Delivers a MAD from side 1 to side 0.
-fn mad(pair: &mut Pair, message: &Message) {
+fn mad(pair: &mut Pair, message: &CmMessage) {
     let mut mad = [0; MAD_LEN];
     message.emit(1, &mut mad);
     let (src, now) = (address(pair, 1), pair.now);
@@ -571,7 +571,7 @@ fn mra__makes_the_active_side_wait_as_long_as_it_says() {
         service_timeout: 20,
         private_data: PrivateData::default(),
     };
-    mad(&mut pair, &Message::Mra(mra));
+    mad(&mut pair, &CmMessage::Mra(mra));
     pair.pass(4 * SECOND);
     assert_eq!(counted.try_iter().last(), Some(1), "4.3 s have not passed");
     pair.pass(SECOND / 2);
@@ -592,7 +592,7 @@ fn mra__again_and_again_does_not_hold_the_active_side_for_ever() {
     };
     let mut seconds = 0;
     let event = loop {
-        mad(&mut pair, &Message::Mra(mra));
+        mad(&mut pair, &CmMessage::Mra(mra));
         pair.pass(SECOND);
         seconds += 1;
         match event(&mut pair, 0) {
@@ -609,7 +609,7 @@ fn request__with_the_id_of_an_answered_one_is_another() {
     let (mut pair, _, req) = listening();
     let ask = |pair: &mut Pair, tid| {
         let mut bytes = [0; MAD_LEN];
-        Message::Req(req).emit(tid, &mut bytes);
+        CmMessage::Req(req).emit(tid, &mut bytes);
         let (src, now) = (address(pair, 1), pair.now);
         pair.sides[0].rnic.cm().handle_mad(now, src, &bytes);
         event(pair, 0)
@@ -633,14 +633,14 @@ fn unknown__messages_make_no_connection_and_no_event() {
             remote_comm_id,
             private_data: PrivateData::default(),
         };
-        mad(&mut pair, &Message::Rtu(rtu));
+        mad(&mut pair, &CmMessage::Rtu(rtu));
         let dreq = Dreq {
             local_comm_id: 1,
             remote_comm_id,
             remote_qpn: Qpn::new(5),
             private_data: PrivateData::default(),
         };
-        mad(&mut pair, &Message::Dreq(dreq));
+        mad(&mut pair, &CmMessage::Dreq(dreq));
     }
     assert_eq!(event(&mut pair, 0), None);
     assert_eq!(pair.sides[0].rnic.cm().len(), 1);
@@ -658,7 +658,7 @@ fn request__of_a_nameless_peer_does_not_end_what_is_being_made() {
         qpn: Qpn::new(0),
         ..request_of(&mut pair, 1)
     };
-    mad(&mut pair, &Message::Req(req));
+    mad(&mut pair, &CmMessage::Req(req));
     while let Some(event) = event(&mut pair, 0) {
         seen = Some(event);
     }
@@ -689,13 +689,13 @@ fn reply__that_nobody_waits_for_is_rejected() {
         ca_guid: 1,
         private_data: PrivateData::default(),
     };
-    mad(&mut pair, &Message::Rep(rep));
+    mad(&mut pair, &CmMessage::Rep(rep));
     let mut buf = TransmitBuf::new(1 << 16, false);
     let now = pair.now;
     pair.sides[0].rnic.poll_transmit(now, &mut buf, true);
-    let (_, message) = Message::parse(&buf.bytes()[Bth::LEN + Deth::LEN..][..MAD_LEN]).unwrap();
+    let (_, message) = CmMessage::parse(&buf.bytes()[Bth::LEN + Deth::LEN..][..MAD_LEN]).unwrap();
     assert!(
-        matches!(message, Message::Rej(rej) if rej.reason == RejReason::INVALID_COMM_ID && rej.remote_comm_id == 42)
+        matches!(message, CmMessage::Rej(rej) if rej.reason == RejReason::INVALID_COMM_ID && rej.remote_comm_id == 42)
     );
 }
 
@@ -709,7 +709,7 @@ fn out__of_a_flood_that_cannot_be_answered_is_bounded() {
             remote_qpn: Qpn::new(5),
             private_data: PrivateData::default(),
         };
-        mad(&mut pair, &Message::Dreq(dreq));
+        mad(&mut pair, &CmMessage::Dreq(dreq));
     }
     assert_eq!(said(&mut pair).len(), OUT_MAX);
 }
@@ -718,7 +718,7 @@ fn out__of_a_flood_that_cannot_be_answered_is_bounded() {
 fn backlog__takes_so_many_requests_and_again_as_many_as_are_decided_on() {
     let (mut pair, _, req) = listening();
     for n in 1..=BACKLOG_MAX as u32 + 10 {
-        mad(&mut pair, &Message::Req(numbered(&req, n)));
+        mad(&mut pair, &CmMessage::Req(numbered(&req, n)));
     }
     let ids: Vec<CmId> = std::iter::from_fn(|| event(&mut pair, 0))
         .map(|event| match event {
@@ -737,7 +737,7 @@ fn backlog__takes_so_many_requests_and_again_as_many_as_are_decided_on() {
     cm.reject(now, ids[1], RejReason::CONSUMER, &[]);
     cm.destroy(ids[2]);
     for n in 1_000..1_010 {
-        mad(&mut pair, &Message::Req(numbered(&req, n)));
+        mad(&mut pair, &CmMessage::Req(numbered(&req, n)));
     }
     let taken = std::iter::from_fn(|| event(&mut pair, 0)).count();
     assert_eq!(taken, 3);
@@ -775,7 +775,7 @@ fn rejection__without_the_right_id_ends_nothing_once_the_peer_has_answered() {
     for wrong in [0, 99] {
         // States of the passive side: requested, replied to, established, being disconnected.
         let (mut pair, _, req) = listening();
-        mad(&mut pair, &Message::Req(req));
+        mad(&mut pair, &CmMessage::Req(req));
         let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
             panic!("no request came");
         };
@@ -858,7 +858,7 @@ fn reject__cuts_off_private_data_that_is_too_long() {
 
 /// Returns the attribute ids of the messages that side 0 has to send, and delivers none of them.
 fn kinds(pair: &mut Pair) -> Vec<u16> {
-    said(pair).iter().map(Message::attribute).collect()
+    said(pair).iter().map(CmMessage::attribute).collect()
 }
 
 #[test]
@@ -869,14 +869,14 @@ fn mra__of_a_slow_user_comes_at_half_the_time_that_the_peer_gives() {
         remote_response_timeout: 18,
         ..req
     };
-    mad(&mut pair, &Message::Req(request));
+    mad(&mut pair, &CmMessage::Req(request));
     pair.now = pair.sides[0].rnic.poll_timeout().unwrap();
     assert_eq!(pair.now.0, 1 + (4_096 << 18) / 2);
     let now = pair.now;
     pair.sides[0].rnic.handle_timeout(now);
     let said = said(&mut pair);
     assert!(
-        matches!(said[..], [Message::Mra(mra)] if mra.answered == Answered::Req && mra.remote_comm_id == 1)
+        matches!(said[..], [CmMessage::Mra(mra)] if mra.answered == Answered::Req && mra.remote_comm_id == 1)
     );
 }
 
@@ -906,7 +906,7 @@ fn accept__repeats_no_more_often_than_the_peer_allows() {
             local_response_timeout: 19,
             ..req
         };
-        mad(&mut pair, &Message::Req(request));
+        mad(&mut pair, &CmMessage::Req(request));
         let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
             panic!("no request came");
         };
@@ -964,10 +964,10 @@ fn reject__says_what_would_be_accepted() {
         dst_gid: std::net::Ipv6Addr::LOCALHOST,
         ..req
     };
-    mad(&mut pair, &Message::Req(request));
+    mad(&mut pair, &CmMessage::Req(request));
     let said = said(&mut pair);
     assert!(
-        matches!(&said[..], [Message::Rej(rej)] if rej.reason == RejReason::INVALID_GID
+        matches!(&said[..], [CmMessage::Rej(rej)] if rej.reason == RejReason::INVALID_GID
         && rej.ari[..usize::from(rej.ari_len)] == req.dst_gid.octets())
     );
 }
@@ -1038,7 +1038,7 @@ fn time_wait__of_requests_does_not_end_that_of_connections() {
     let qpn = pair.sides[0].qpn;
     disconnect(&mut pair, 0, id);
     for n in 1..=RESTING_MAX as u32 + 10 {
-        mad(&mut pair, &Message::Req(numbered(&req, n)));
+        mad(&mut pair, &CmMessage::Req(numbered(&req, n)));
         let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
             panic!("request {n} was not told");
         };
@@ -1251,7 +1251,7 @@ fn resolve__takes_so_many_requests_and_again_as_many_as_are_answered() {
             service_id: DATAGRAMS,
             private_data: PrivateData::default(),
         };
-        mad(pair, &Message::SidrReq(req));
+        mad(pair, &CmMessage::SidrReq(req));
     };
     for n in 0..BACKLOG_MAX as u32 + 10 {
         ask(&mut pair, n);

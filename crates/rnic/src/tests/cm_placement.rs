@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use rand_chacha::ChaCha12Rng;
 use rand_core::SeedableRng;
-use rdmux_wire::cm::{MAD_LEN, Message, RejReason, ServiceId, SidrStatus};
+use rdmux_wire::cm::{CmMessage, MAD_LEN, RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
@@ -237,7 +237,7 @@ fn take_deferred__of_a_flood_is_bounded() {
     let (mut peer, [mut first, _]) = devices();
     connect(&mut peer, 7);
     let [mad] = sent(&mut peer).try_into().unwrap();
-    assert!(matches!(Message::parse(&mad), Ok((_, Message::Req(_)))));
+    assert!(matches!(CmMessage::parse(&mad), Ok((_, CmMessage::Req(_)))));
     (0..10_000).for_each(|_| first.handle_mad(NOW, PEER, &mad));
     assert_eq!(first.take_deferred().len(), crate::cm::BACKLOG_MAX);
 }

@@ -10,8 +10,8 @@ use std::net::IpAddr;
 use rand_chacha::ChaCha12Rng;
 use rand_core::SeedableRng;
 use rdmux_wire::cm::{
-    Answered, Apr, AprStatus, Drep, Dreq, Lap, MAD_LEN, Message, Mra, PrivateData, Rej, RejReason, Rep, Req,
-    Rtu, ServiceId, SidrRep, SidrReq, SidrStatus, to_gid,
+    Answered, Apr, AprStatus, CmMessage, Drep, Dreq, Lap, MAD_LEN, Mra, PrivateData, Rej, RejReason, Rep,
+    Req, Rtu, ServiceId, SidrRep, SidrReq, SidrStatus, to_gid,
 };
 use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
@@ -222,8 +222,8 @@ fn local() -> Endpoint {
     }
 }
 
-fn req(local_comm_id: u32) -> Message {
-    Message::Req(Req {
+fn req(local_comm_id: u32) -> CmMessage {
+    CmMessage::Req(Req {
         local_comm_id,
         ece: None,
         service_id: SERVICE,
@@ -256,17 +256,17 @@ fn req(local_comm_id: u32) -> Message {
 }
 
 /// Returns a request of another QP of the peer, changed by `change`.
-fn req_with(change: impl FnOnce(&mut Req)) -> Message {
-    let Message::Req(mut req) = req(THEIR_ID + 2) else {
+fn req_with(change: impl FnOnce(&mut Req)) -> CmMessage {
+    let CmMessage::Req(mut req) = req(THEIR_ID + 2) else {
         unreachable!("a REQ")
     };
     req.qpn = Qpn::new(0x02_0008);
     change(&mut req);
-    Message::Req(req)
+    CmMessage::Req(req)
 }
 
-fn mra(to: CmId, answered: Answered) -> Message {
-    Message::Mra(Mra {
+fn mra(to: CmId, answered: Answered) -> CmMessage {
+    CmMessage::Mra(Mra {
         local_comm_id: THEIR_ID,
         remote_comm_id: to.0,
         answered,
@@ -275,10 +275,10 @@ fn mra(to: CmId, answered: Answered) -> Message {
     })
 }
 
-fn rej(from: u32, to: u32, answered: Answered, reason: RejReason) -> Message {
+fn rej(from: u32, to: u32, answered: Answered, reason: RejReason) -> CmMessage {
     let mut ari = [0; 72];
     ari[..8].copy_from_slice(&THEIR_GUID.to_be_bytes());
-    Message::Rej(Rej {
+    CmMessage::Rej(Rej {
         local_comm_id: from,
         remote_comm_id: to,
         answered,
@@ -289,8 +289,8 @@ fn rej(from: u32, to: u32, answered: Answered, reason: RejReason) -> Message {
     })
 }
 
-fn rep(to: CmId, local_comm_id: u32) -> Message {
-    Message::Rep(Rep {
+fn rep(to: CmId, local_comm_id: u32) -> CmMessage {
+    CmMessage::Rep(Rep {
         local_comm_id,
         remote_comm_id: to.0,
         ece: None,
@@ -310,24 +310,24 @@ fn rep(to: CmId, local_comm_id: u32) -> Message {
     })
 }
 
-fn rtu(to: CmId, local_comm_id: u32) -> Message {
-    Message::Rtu(Rtu {
+fn rtu(to: CmId, local_comm_id: u32) -> CmMessage {
+    CmMessage::Rtu(Rtu {
         local_comm_id,
         remote_comm_id: to.0,
         private_data: PrivateData::default(),
     })
 }
 
-fn drep(to: CmId, local_comm_id: u32) -> Message {
-    Message::Drep(Drep {
+fn drep(to: CmId, local_comm_id: u32) -> CmMessage {
+    CmMessage::Drep(Drep {
         local_comm_id,
         remote_comm_id: to.0,
         private_data: PrivateData::default(),
     })
 }
 
-fn dreq(to: CmId, local_comm_id: u32, remote_qpn: Qpn) -> Message {
-    Message::Dreq(Dreq {
+fn dreq(to: CmId, local_comm_id: u32, remote_qpn: Qpn) -> CmMessage {
+    CmMessage::Dreq(Dreq {
         local_comm_id,
         remote_comm_id: to.0,
         remote_qpn,
@@ -335,8 +335,8 @@ fn dreq(to: CmId, local_comm_id: u32, remote_qpn: Qpn) -> Message {
     })
 }
 
-fn sidr_req(request_id: u32, service_id: ServiceId) -> Message {
-    Message::SidrReq(SidrReq {
+fn sidr_req(request_id: u32, service_id: ServiceId) -> CmMessage {
+    CmMessage::SidrReq(SidrReq {
         request_id,
         pkey: 0xffff,
         service_id,
@@ -345,7 +345,7 @@ fn sidr_req(request_id: u32, service_id: ServiceId) -> Message {
 }
 
 /// Returns the message of a table row.
-fn message(event: &str, id: CmId) -> Option<Message> {
+fn message(event: &str, id: CmId) -> Option<CmMessage> {
     Some(match event {
         "REQ" => req(THEIR_ID),
         "REQ same QP" => req(THEIR_ID + 1),
@@ -366,11 +366,11 @@ fn message(event: &str, id: CmId) -> Option<Message> {
         "DREQ other id" => dreq(id, THEIR_ID + 1, OUR_QPN),
         "DREP" => drep(id, THEIR_ID),
         "DREP other id" => drep(id, THEIR_ID + 1),
-        "LAP" => Message::Lap(Lap {
+        "LAP" => CmMessage::Lap(Lap {
             local_comm_id: THEIR_ID,
             remote_comm_id: id.0,
         }),
-        "APR" => Message::Apr(Apr {
+        "APR" => CmMessage::Apr(Apr {
             local_comm_id: THEIR_ID,
             remote_comm_id: id.0,
             status: AprStatus::UNSUPPORTED,
@@ -378,7 +378,7 @@ fn message(event: &str, id: CmId) -> Option<Message> {
         }),
         "SIDR_REQ" => sidr_req(THEIR_ID, SERVICE),
         "SIDR_REQ other service" => sidr_req(THEIR_ID + 1, OTHER_SERVICE),
-        "SIDR_REP" | "SIDR_REP other id" => Message::SidrRep(SidrRep {
+        "SIDR_REP" | "SIDR_REP other id" => CmMessage::SidrRep(SidrRep {
             request_id: id.0 ^ u32::from(event.ends_with("other id")),
             status: SidrStatus::VALID,
             qpn: THEIR_QPN,
@@ -480,7 +480,7 @@ impl Bench {
         events.iter().for_each(|event| self.happen(event, PEER));
     }
 
-    fn arrive(&mut self, message: &Message, from: IpAddr) {
+    fn arrive(&mut self, message: &CmMessage, from: IpAddr) {
         let mut mad = [0; MAD_LEN];
         message.emit(TID, &mut mad);
         self.cm.handle_mad(self.now, from, &mad);
@@ -572,18 +572,18 @@ impl Bench {
 }
 
 fn sent_name(mad: &[u8]) -> String {
-    match Message::parse(mad).expect("what is sent can be read").1 {
-        Message::Req(_) => "REQ".into(),
-        Message::Mra(_) => "MRA".into(),
-        Message::Rej(rej) => format!("REJ{}", rej.reason.0),
-        Message::Rep(_) => "REP".into(),
-        Message::Rtu(_) => "RTU".into(),
-        Message::Dreq(_) => "DREQ".into(),
-        Message::Drep(_) => "DREP".into(),
-        Message::SidrReq(_) => "SIDR_REQ".into(),
-        Message::SidrRep(rep) => format!("SIDR_REP{}", rep.status.0),
-        Message::Lap(_) => "LAP".into(),
-        Message::Apr(apr) => format!("APR{}", apr.status.0),
+    match CmMessage::parse(mad).expect("what is sent can be read").1 {
+        CmMessage::Req(_) => "REQ".into(),
+        CmMessage::Mra(_) => "MRA".into(),
+        CmMessage::Rej(rej) => format!("REJ{}", rej.reason.0),
+        CmMessage::Rep(_) => "REP".into(),
+        CmMessage::Rtu(_) => "RTU".into(),
+        CmMessage::Dreq(_) => "DREQ".into(),
+        CmMessage::Drep(_) => "DREP".into(),
+        CmMessage::SidrReq(_) => "SIDR_REQ".into(),
+        CmMessage::SidrRep(rep) => format!("SIDR_REP{}", rep.status.0),
+        CmMessage::Lap(_) => "LAP".into(),
+        CmMessage::Apr(apr) => format!("APR{}", apr.status.0),
     }
 }
 

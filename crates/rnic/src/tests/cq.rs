@@ -248,3 +248,62 @@ fn keep_times__of_others_stay_when_a_queue_pair_is_forgotten() {
         [2, 3, 5].map(|wr_id| (wr_id, now + 100 * wr_id))
     );
 }
+
+#[test]
+fn is_notified__until_it_is_taken_or_the_queue_is_armed_again() {
+    let mut bed = Bed::new();
+    let (cq, due) = (bed.cq, bed.pair.now + 10_000);
+    let queue = bed.rnic().cq(cq).unwrap();
+    assert!(!bed.complete(0, 0) && !queue.is_notified(), "not armed");
+    queue.arm(Arm::Next);
+    assert!(!queue.is_notified(), "of what is in the queue already");
+    assert!(bed.complete(0, 1) && queue.is_notified());
+    assert!(!bed.complete(0, 2) && queue.is_notified(), "still pending");
+    queue.take_notification();
+    assert!(!queue.is_notified(), "taken");
+
+    queue.arm(Arm::Next);
+    assert!(bed.complete(0, 3) && queue.is_notified());
+    bed.moderate(2, 10);
+    assert!(!queue.is_notified(), "armed again");
+    assert!(!bed.complete(0, 4) && !queue.is_notified(), "to be told later");
+    bed.rnic().handle_timeout(due);
+    assert!(bed.is_told() && queue.is_notified(), "told at its time");
+}
+
+#[test]
+fn watch__tells_of_one_completion_whatever_the_queue_is_armed_for() {
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    let queue = bed.rnic().cq(cq).unwrap();
+    queue.watch(true);
+    assert!(
+        bed.complete(0, 0) && !queue.is_notified(),
+        "the driver, not a waiter"
+    );
+    assert!(!bed.complete(0, 1), "one");
+    queue.watch(true);
+    queue.watch(false);
+    assert!(!bed.complete(0, 2), "the driver is awake");
+    bed.moderate(3, 10);
+    queue.watch(true);
+    assert!(
+        bed.complete(0, 3) && queue.is_notified(),
+        "the waiter together with the driver"
+    );
+}
+
+#[test]
+fn list_cqs__tells_depth_and_fill() {
+    let mut bed = Bed::new();
+    let (cq, other) = (bed.cq, bed.rnic().create_cq(4));
+    bed.complete(0, 0);
+    bed.rnic().resize_cq(cq, 100).unwrap();
+    let (listed, more) = bed.rnic().list_cqs(0, 8);
+    let told = |cq: &CqDetail| (cq.cqn, cq.depth, cq.waiting, cq.overrun, cq.users);
+    assert_eq!(
+        listed.iter().map(told).collect::<Vec<_>>(),
+        [(cq, 100, 1, false, 1), (other, 4, 0, false, 0)]
+    );
+    assert!(!more);
+}

@@ -417,6 +417,31 @@ fn direct__without_a_packet_nothing_is_sent() {
 }
 
 #[test]
+fn direct__gives_a_reserved_place_back() {
+    let mut host = Host::new(true);
+    host.warm();
+    let before = host.direct();
+    let (rkey, va) = host.key(Key::Whole);
+    let now = host.pair.now;
+    let side = &mut host.pair.sides[0];
+    let request = SendRequest {
+        wr_id: 0,
+        operation: Operation::Write { va, rkey, imm: None },
+        sges: side.sge(0, 8),
+        flags: SendFlags::SIGNALED,
+        to: Target::Connected,
+    };
+    let sends = side.rnic.send_queue(side.qpn).unwrap();
+    // One more than the queue has places.
+    let posts = (1 << 12) + 1;
+    for n in 0..posts {
+        assert!(sends.reserve(&request), "{n}");
+        side.rnic.post_reserved(now, side.qpn, request.clone());
+    }
+    assert_eq!(host.direct() - before, posts);
+}
+
+#[test]
 fn by_packets__counts_each_request_by_its_reason() {
     let mut host = Host::new(true);
     host.warm();

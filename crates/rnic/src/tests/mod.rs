@@ -15,6 +15,7 @@ mod operations;
 mod psn;
 mod qp_table;
 mod queue;
+mod region;
 mod rxe;
 mod selective;
 mod table;

@@ -139,6 +139,24 @@ fn post_reserved__to_a_qp_that_has_failed_is_flushed_behind_the_others() {
 }
 
 #[test]
+fn post_reserved__that_is_flushed_gives_its_place_back() {
+    for (mut pair, places) in [(Pair::new(), 1 << 12), (Pair::uc(), 128)] {
+        let [qpn, peer] = [0, 1].map(|side| pair.sides[side].qpn);
+        let sends = pair.sides[0].rnic.send_queue(qpn).unwrap();
+        let reserve_all = || (0..5_000).filter(|wr_id| sends.reserve(&send(*wr_id))).count();
+        assert_eq!(reserve_all(), places);
+        pair.modify(0, QpState::Error, &QpAttributes::default());
+        for wr_id in 0..places as u64 {
+            pair.sides[0].rnic.post_reserved(pair.now, qpn, send(wr_id));
+        }
+        assert_eq!(pair.sides[0].completed().len(), places);
+        pair.modify(0, QpState::Reset, &QpAttributes::default());
+        pair.connect_qp(0, qpn, peer, &|_, _| {}, QpState::Rts);
+        assert_eq!(reserve_all(), places);
+    }
+}
+
+#[test]
 fn post_reserved__to_a_qp_that_was_reset_is_forgotten_and_its_place_is_free() {
     let (mut pair, a, b) = small();
     let sends = pair.sides[0].rnic.send_queue(a).unwrap();

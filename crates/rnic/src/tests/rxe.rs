@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use rdmux_wire::cm::Message;
+use rdmux_wire::cm::CmMessage;
 use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Opcode, Operation as Op};
 
@@ -192,21 +192,21 @@ fn rep_ece(req_with_ece: bool) -> Option<rdmux_wire::cm::Ece> {
         .connect(now, peer, service, None, &endpoint, &[])
         .unwrap();
     let (_, _, mut mad) = a.rnic.cm().poll_transmit().unwrap();
-    let (tid, Message::Req(mut req)) = Message::parse(&mad[..]).unwrap() else {
+    let (tid, CmMessage::Req(mut req)) = CmMessage::parse(&mad[..]).unwrap() else {
         panic!("not a REQ")
     };
     assert!(req.ece.is_some());
     if !req_with_ece {
         req.ece = None;
     }
-    Message::Req(req).emit(tid, &mut mad);
+    CmMessage::Req(req).emit(tid, &mut mad);
     b.rnic.cm().handle_mad(now, [10, 0, 0, 1].into(), &mad[..]);
     let Some(CmEvent::Request { id, .. }) = b.rnic.cm().poll_event() else {
         panic!("no request")
     };
     b.rnic.cm().accept(now, id, &endpoint, &[]).unwrap();
     let (_, _, mad) = b.rnic.cm().poll_transmit().unwrap();
-    let (_, Message::Rep(rep)) = Message::parse(&mad[..]).unwrap() else {
+    let (_, CmMessage::Rep(rep)) = CmMessage::parse(&mad[..]).unwrap() else {
         panic!("not a REP")
     };
     rep.ece

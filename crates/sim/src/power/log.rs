@@ -74,8 +74,8 @@ pub struct LogReport {
     pub vanished: u64,
     /// Of these, records that began where the log ended and were torn.
     pub torn: u64,
-    /// Turns of the ring.
-    pub turns: u64,
+    /// Times that the log has wrapped around the ring.
+    pub wraps: u64,
     /// Counts of the memory.
     pub passed: Passed,
     /// Packets sent.
@@ -99,7 +99,7 @@ impl LogReport {
             survived: 0,
             vanished: 0,
             torn: 0,
-            turns: 0,
+            wraps: 0,
             passed: Passed::default(),
             packets: 0,
             lost: 0,
@@ -117,7 +117,7 @@ impl LogReport {
             ("survived", self.survived),
             ("vanished", self.vanished),
             ("torn tails", self.torn),
-            ("turns", self.turns),
+            ("wraps", self.wraps),
             ("drained lines", self.passed.drained),
             ("evicted lines", self.passed.evicted),
             ("torn lines", self.passed.torn),
@@ -303,7 +303,7 @@ impl LogRun {
             };
         };
         self.check(view.first, view.last, &view.records)?;
-        self.report.turns = self.report.turns.max(view.position / view.area);
+        self.report.wraps = self.report.wraps.max(view.position / view.area);
         if view.acknowledged > self.acknowledged {
             return Err(format!(
                 "the log says that {} is acknowledged, and {} is",

@@ -13,7 +13,7 @@ use rdmux_verbs::wake_cost_ns;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::handover::Wake;
-use super::{Core, Engine, RECEIVES_PER_TURN, SOCKET_RETRY_NS, Waker};
+use super::{Core, Engine, RECEIVES_PER_PASS, SOCKET_RETRY_NS, Waker};
 
 /// Way in which a driver waits: the leader, or the thread.
 #[derive(Debug)]
@@ -354,7 +354,7 @@ impl Core {
     pub(super) fn receive_as_leader(&mut self, now: Time, woken: bool) -> usize {
         let received = self.links.receive(&mut self.rnic, now);
         if received == 0 && woken {
-            return self.receive(now, RECEIVES_PER_TURN);
+            return self.receive(now, RECEIVES_PER_PASS);
         }
         self.after_receive(now);
         received

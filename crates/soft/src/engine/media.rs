@@ -1,7 +1,13 @@
-//! Accesses to memory on media, carried out on threads where blocking does no harm.
+//! Accesses to memory on media, carried out on threads where blocking does no harm. Each thread has the kernel read files, as many at once
+//! as come ([`ring`]); it carries out the rest itself, in their order.
+
+mod ring;
 
 use std::collections::{HashMap, VecDeque};
+use std::mem;
 use std::panic::{self, AssertUnwindSafe};
+#[cfg(test)]
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -9,8 +15,9 @@ use rdmux_rnic::{AccessJob, Accessed, Fault, Medium, Memory, Qpn};
 use rdmux_verbs::sync::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 
-use super::Engine;
+use self::ring::Reads;
 use super::flush::spawn_thread;
+use super::{Engine, Waker};
 
 /// Time for which an idle thread waits for more accesses.
 const IDLE: Duration = Duration::from_secs(5);
@@ -24,6 +31,9 @@ pub(crate) struct Media {
     pub(super) engine: Mutex<Weak<Engine>>,
     /// Queues by medium; an entry exists as long as the thread.
     queues: Mutex<HashMap<Medium, Arc<Queue>>>,
+    /// The system is taken for one that allows no io_uring.
+    #[cfg(test)]
+    pub(super) no_ring: AtomicBool,
 }
 
 /// Accesses to a medium.
@@ -36,21 +46,24 @@ struct Queue {
 
 #[derive(Debug, Default)]
 struct Jobs {
-    waiting: VecDeque<(Turn, AccessJob)>,
-    running: Option<Running>,
-    turns: u64,
+    waiting: VecDeque<(Ticket, AccessJob)>,
+    /// The accesses that the thread, or the kernel for it, carries out.
+    running: Vec<Running>,
+    submitted: u64,
+    /// Wakes the thread, while it waits for reads and does not look at `more`.
+    waker: Option<Arc<Waker>>,
     /// Set while somebody waits for the end of some.
     is_awaited: bool,
 }
 
-/// Position in the order in which a medium's accesses are carried out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Turn(u64);
+/// Position in the order in which a medium's accesses arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Ticket(u64);
 
-/// The access that the thread carries out.
+/// An access that has begun.
 #[derive(Clone, Copy, Debug)]
 struct Running {
-    turn: Turn,
+    ticket: Ticket,
     qpn: Qpn,
     /// Address of its memory.
     memory: usize,
@@ -58,17 +71,28 @@ struct Running {
 
 impl Jobs {
     /// Returns the oldest access that has not ended.
-    fn oldest(&self) -> Option<Turn> {
-        let waiting = self.waiting.front().map(|(turn, _)| *turn);
-        self.running.map(|running| running.turn).or(waiting)
+    fn oldest(&self) -> Option<Ticket> {
+        let waiting = self.waiting.front().map(|(ticket, _)| *ticket);
+        let running = self.running.iter().map(|running| running.ticket).min();
+        running.or(waiting)
     }
 
     /// Returns the last access of a memory that has not ended.
-    fn last_of(&self, memory: usize) -> Option<Turn> {
-        let of_memory = |(_, job): &&(Turn, AccessJob)| address(&job.memory) == memory;
-        let waiting = self.waiting.iter().rev().find(of_memory).map(|(turn, _)| *turn);
-        let running = self.running.filter(|running| running.memory == memory);
-        waiting.or(running.map(|running| running.turn))
+    fn last_of(&self, memory: usize) -> Option<Ticket> {
+        let of_memory = |(_, job): &&(Ticket, AccessJob)| address(&job.memory) == memory;
+        let waiting = self
+            .waiting
+            .iter()
+            .rev()
+            .find(of_memory)
+            .map(|(ticket, _)| *ticket);
+        waiting.or(self.last_running(|running| running.memory == memory))
+    }
+
+    /// Returns the last of some accesses that have begun.
+    fn last_running(&self, which: impl Fn(&Running) -> bool) -> Option<Ticket> {
+        let running = self.running.iter().filter(|running| which(running));
+        running.map(|running| running.ticket).max()
     }
 }
 
@@ -76,7 +100,7 @@ impl Jobs {
 #[derive(Debug)]
 pub(crate) struct InProgress {
     queue: Arc<Queue>,
-    last: Turn,
+    last: Ticket,
 }
 
 impl InProgress {
@@ -98,43 +122,66 @@ impl Queue {
 
     fn push(&self, job: AccessJob) {
         let mut jobs = self.lock();
-        jobs.turns += 1;
-        let turn = Turn(jobs.turns);
-        jobs.waiting.push_back((turn, job));
-        if jobs.waiting.len() == 1 {
-            self.more.notify_one();
+        jobs.submitted += 1;
+        let ticket = Ticket(jobs.submitted);
+        jobs.waiting.push_back((ticket, job));
+        match &jobs.waker {
+            Some(waker) => waker.wake(),
+            None if jobs.waiting.len() == 1 => self.more.notify_one(),
+            None => {}
         }
     }
 
-    /// Takes the next access, which runs from then on. Waits for one for a while, if `waits`.
-    fn take(&self, waits: bool) -> Option<AccessJob> {
+    /// Takes the next access, which runs from then on.
+    fn take(&self) -> Option<(Ticket, AccessJob)> {
         let mut jobs = self.lock();
-        if waits {
-            let idle = |jobs: &mut Jobs| jobs.waiting.is_empty();
-            (jobs, _) = self.more.wait_timeout_while(jobs, IDLE, idle);
-        }
-        let (turn, job) = jobs.waiting.pop_front()?;
-        jobs.running = Some(Running {
-            turn,
+        let (ticket, job) = jobs.waiting.pop_front()?;
+        jobs.running.push(Running {
+            ticket,
             qpn: job.qpn,
             memory: address(&job.memory),
         });
-        Some(job)
+        Some((ticket, job))
     }
 
-    /// Notes that the running access has ended.
-    fn end(&self) {
+    /// Notes that an access has ended.
+    fn end(&self, ticket: Ticket) {
         let mut jobs = self.lock();
-        jobs.running = None;
-        if std::mem::take(&mut jobs.is_awaited) {
+        jobs.running.retain(|running| running.ticket != ticket);
+        if mem::take(&mut jobs.is_awaited) {
             self.ended.notify_all();
         }
+    }
+
+    /// Waits for an access, for a while. With reads that have not ended, waits for one of them or for an access.
+    fn wait(&self, reads: &Reads) {
+        let mut jobs = self.lock();
+        if !reads.are_open() {
+            let idle = |jobs: &mut Jobs| jobs.waiting.is_empty();
+            drop(self.more.wait_timeout_while(jobs, IDLE, idle));
+            return;
+        }
+        // Nothing is taken while the kernel works on as many reads as it may.
+        if jobs.waiting.is_empty() {
+            jobs.waker = reads.waker().cloned();
+        } else if reads.have_room() {
+            return;
+        }
+        drop(jobs);
+        reads.wait();
+        self.lock().waker = None;
     }
 }
 
 impl Media {
     fn lock(&self) -> MutexGuard<'_, HashMap<Medium, Arc<Queue>>> {
         self.queues.lock()
+    }
+
+    /// Returns whether the system allows io_uring.
+    #[cfg(test)]
+    pub(super) fn has_ring() -> bool {
+        Reads::are_possible()
     }
 
     /// Queues an access. Returns it as the error when no thread can be created.
@@ -166,18 +213,18 @@ impl Media {
         let (mut withdrawn, mut running) = (Vec::new(), Vec::new());
         for queue in self.lock().values() {
             let mut jobs = queue.lock();
-            let (of_qp, others) = std::mem::take(&mut jobs.waiting)
+            let (of_qp, others) = mem::take(&mut jobs.waiting)
                 .into_iter()
                 .partition::<VecDeque<_>, _>(|(_, job)| job.qpn == qpn);
             jobs.waiting = others;
             withdrawn.extend(of_qp.into_iter().map(|(_, job)| job));
-            let last = jobs.running.filter(|running| running.qpn == qpn);
-            running.extend(last.map(|running| InProgress {
+            let last = jobs.last_running(|running| running.qpn == qpn);
+            running.extend(last.map(|last| InProgress {
                 queue: queue.clone(),
-                last: running.turn,
+                last,
             }));
             // Somebody may wait for one that was withdrawn.
-            if std::mem::take(&mut jobs.is_awaited) {
+            if mem::take(&mut jobs.is_awaited) {
                 queue.ended.notify_all();
             }
         }
@@ -191,19 +238,19 @@ impl Media {
     }
 
     fn run(&self, medium: Medium, queue: &Queue) {
+        let mut reads = Reads::default();
+        #[cfg(test)]
+        if self.no_ring.load(Ordering::Relaxed) {
+            reads = Reads::refused();
+        }
         loop {
-            let (mut ended, mut bytes) = (Vec::new(), 0);
-            while let Some(job) = queue.take(ended.is_empty()) {
-                let result = carry_out(&job);
-                queue.end();
-                bytes += job.bytes();
-                ended.push((job, result));
-                if ended.len() == REPORT_JOBS || bytes >= REPORT_BYTES {
-                    break;
-                }
-            }
+            let ended = serve(queue, &mut reads);
             if !ended.is_empty() {
                 self.report(ended);
+                continue;
+            }
+            queue.wait(&reads);
+            if reads.are_open() {
                 continue;
             }
             let mut queues = self.lock();
@@ -230,6 +277,38 @@ impl Media {
             });
         }
     }
+}
+
+/// Has the kernel read files, and carries out other accesses in their order. Returns those that have ended, with their results.
+fn serve(queue: &Queue, reads: &mut Reads) -> Vec<(AccessJob, Result<Accessed, Fault>)> {
+    let (mut ended, mut bytes) = (Vec::new(), 0);
+    let mut end = |ticket, job: AccessJob, result| {
+        queue.end(ticket);
+        bytes += job.bytes();
+        ended.push((job, result));
+        ended.len() >= REPORT_JOBS || bytes >= REPORT_BYTES
+    };
+    while reads.have_room()
+        && let Some((ticket, job)) = queue.take()
+    {
+        let Err(job) = reads.add(ticket, job) else {
+            continue;
+        };
+        let result = carry_out(&job);
+        if end(ticket, job, result) {
+            break;
+        }
+    }
+    for (ticket, job) in reads.start() {
+        let result = carry_out(&job);
+        end(ticket, job, result);
+    }
+    for (ticket, job, read) in reads.take_ended() {
+        // The memory's own read tells the reason, and the memory learns of it.
+        let result = read.map_or_else(|| carry_out(&job), Ok);
+        end(ticket, job, result);
+    }
+    ended
 }
 
 /// Carries out an access. One that panics has failed; the thread goes on.

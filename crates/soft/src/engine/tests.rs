@@ -1,17 +1,21 @@
 //! The driver without its thread: each test drives the engine itself.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::sync::mpsc;
 
+use rdmux_memory::FileMemory;
 use rdmux_rnic::{
-    Access, Arm, Atomic, Memory, Operation, Path, Placement, Psn, QpAttributes, QpState, RecvRequest,
-    RegionSpec, Registration, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
+    Access, Arm, Atomic, HeapMemory, Memory, Operation, Path, Placement, Psn, QpAttributes, QpState,
+    RecvRequest, RegionSpec, Registration, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
 use rdmux_verbs::thread::{Policy, policy};
-use rdmux_verbs::{CompletionQueue, Device, MemoryRegion, QpOptions, QueuePair};
+use rdmux_verbs::{CompletionQueue, Device, MemoryRegion, Options, QpOptions, QueuePair};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Advice, fadvise};
 
 use super::*;
+use crate::skip::skip;
 use crate::testing::{Inside, open, open_with};
 
 thread_local! {
@@ -114,7 +118,7 @@ fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
 fn steps(device: &Device, peer: Qpn) -> (QpAttributes, QpAttributes, QpAttributes) {
     let address = device.address();
     let init = QpAttributes {
-        access: Some(Access::FLUSH_PERSISTENT | Access::REMOTE_WRITE),
+        access: Some(Access::FLUSH_PERSISTENT | Access::REMOTE_WRITE | Access::REMOTE_READ),
         ..Default::default()
     };
     let rtr = QpAttributes {
@@ -416,6 +420,162 @@ fn access__without_a_thread_is_carried_out_at_once() {
         (wc.status, memory.written.load(Ordering::SeqCst)),
         (Status::Success, 1)
     );
+}
+
+/// A file of which nothing is in the page cache. It counts the reads that do not go through the kernel's ring.
+#[derive(Debug)]
+struct Uncached {
+    file: FileMemory,
+    reads: AtomicUsize,
+}
+
+impl Uncached {
+    const BYTES: u64 = 1 << 20;
+
+    fn new(folder: &tempfile::TempDir) -> Arc<Uncached> {
+        let file = FileMemory::open(&folder.path().join("file"), Some(Uncached::BYTES), false).unwrap();
+        let bytes: Vec<_> = (0..Uncached::BYTES / 8).flat_map(u64::to_ne_bytes).collect();
+        file.write(0, &bytes).unwrap();
+        file.file().sync_all().unwrap();
+        // A file in memory keeps its pages.
+        let _ = fadvise(file.file(), 0, None, Advice::DontNeed);
+        let reads = AtomicUsize::new(0);
+        Arc::new(Uncached { file, reads })
+    }
+}
+
+impl Memory for Uncached {
+    fn len(&self) -> u64 {
+        Uncached::BYTES
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.reads.fetch_add(1, Ordering::SeqCst);
+        self.file.read(offset, out)
+    }
+
+    fn read_at_once(&self, _: u64, _: &mut [u8]) -> Option<Result<(), Fault>> {
+        None
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn medium(&self) -> Option<rdmux_rnic::Medium> {
+        Some(rdmux_rnic::Medium(std::ptr::from_ref(self) as u64))
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::empty()
+    }
+
+    fn gathers(&self) -> bool {
+        true
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn pages(&self) -> Option<&dyn Any> {
+        Some(&self.file)
+    }
+}
+
+impl Pair {
+    /// Posts a READ of a whole memory through its first queue pair; returns the memory that gets the bytes, and its region and the other.
+    fn read_all(&self, memory: Arc<dyn Memory>) -> (Arc<HeapMemory>, [MemoryRegion; 2]) {
+        let length = memory.len();
+        let from = self.qps[1]
+            .pd()
+            .reg_mr_all(memory, 0, Access::REMOTE_READ)
+            .unwrap();
+        let bytes = Arc::new(HeapMemory::new(length as usize));
+        let to = self.qps[0]
+            .pd()
+            .reg_mr_all(bytes.clone(), 0, Access::LOCAL_WRITE)
+            .unwrap();
+        let (va, rkey) = (0, from.rkey());
+        let request = SendRequest {
+            operation: Operation::Read { va, rkey },
+            sges: to.sge(0, length as u32).into(),
+            ..send()
+        };
+        self.qps[0].post_send(request).unwrap();
+        (bytes, [from, to])
+    }
+
+    fn status(&self) -> Status {
+        self.cqs[0].wait(LONG).unwrap().expect("a completion").status
+    }
+}
+
+#[test]
+fn read__of_a_file_goes_through_the_ring() {
+    if !Media::has_ring() {
+        return skip("the system allows no io_uring");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = Uncached::new(&folder);
+    let pair = Pair::new([127, 0, 14, 45]);
+    let (bytes, _regions) = pair.read_all(file.clone());
+    assert_eq!(pair.status(), Status::Success);
+    bytes.with(|bytes| {
+        let words = bytes.as_chunks::<8>().0;
+        assert!(
+            words
+                .iter()
+                .enumerate()
+                .all(|(i, word)| u64::from_ne_bytes(*word) == i as u64)
+        );
+    });
+    assert_eq!(file.reads.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn read__by_more_queue_pairs_than_the_ring_has_entries() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = Uncached::new(&folder);
+    let device = open(IpAddr::from([127, 0, 14, 48])).unwrap();
+    let pairs: Vec<_> = (0..80).map(|_| Pair::on(&device)).collect();
+    let reads: Vec<_> = pairs.iter().map(|pair| pair.read_all(file.clone())).collect();
+    for (pair, (bytes, _regions)) in pairs.iter().zip(reads) {
+        assert_eq!(pair.status(), Status::Success);
+        bytes.with(|bytes| assert_eq!(bytes[bytes.len() - 8..], (Uncached::BYTES / 8 - 1).to_ne_bytes()));
+    }
+}
+
+#[test]
+fn read__of_a_file_without_a_ring_is_done_by_the_thread() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = Uncached::new(&folder);
+    let pair = Pair::new([127, 0, 14, 46]);
+    pair.engine().lock().media.no_ring.store(true, Ordering::Relaxed);
+    let (bytes, _regions) = pair.read_all(file.clone());
+    assert_eq!(pair.status(), Status::Success);
+    bytes.with(|bytes| assert_eq!(bytes[8], 1));
+    assert_ne!(file.reads.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn read__of_a_truncated_file_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = Uncached::new(&folder);
+    file.file.file().set_len(Uncached::BYTES / 2).unwrap();
+    let pair = Pair::new([127, 0, 14, 47]);
+    let _read = pair.read_all(file.clone());
+    assert_eq!(pair.status(), Status::RemoteAccess);
+    // The memory itself has read, and knows of the failure.
+    assert_ne!(file.reads.load(Ordering::SeqCst), 0);
 }
 
 fn unflushed(end: impl Fn() + Send + Sync + 'static) -> Arc<dyn Memory> {

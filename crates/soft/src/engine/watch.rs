@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use rdmux_verbs::provider;
 use rdmux_verbs::waiting::WaitMode;
 
-use super::{Core, Engine, RECEIVES_PER_TURN};
+use super::{Core, Engine, RECEIVES_PER_PASS};
 use crate::device::Device;
 
 /// Wake-ups in a row by which other callers got something and this one nothing, after which it serves others more than itself.
@@ -96,7 +96,7 @@ impl Engine {
     /// the watcher for the rest, since a peer that keeps sending would keep this caller here for ever.
     pub(super) fn leave_to_watch(&self, core: &mut Core) {
         if !self.set_watch(core) {
-            core.receive(self.now(), RECEIVES_PER_TURN);
+            core.receive(self.now(), RECEIVES_PER_PASS);
         }
         core.finish(self.now(), true);
         self.wake_early(core);

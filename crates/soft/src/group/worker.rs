@@ -32,7 +32,7 @@ const GIVEN_MAX: usize = 4;
 const BLOCK_TIME: Duration = Duration::from_secs(1);
 
 /// Most messages taken from one connection at a time, so that no peer delays the others: more than its queue holds.
-const MESSAGES_PER_TURN: usize = 512;
+const MESSAGES_PER_PASS: usize = 512;
 
 /// Time for which a new holder leaves connection management unread while living members have not announced themselves.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
@@ -98,6 +98,29 @@ impl Holder {
             self.orphaned.push((slot, Instant::now() + REST_TIME));
             (calls.disconnect_orphans)(ledger.read(slot));
         }
+    }
+
+    /// Takes note of the slot and the services that a process announces. Returns whether its slot is new.
+    fn announced(&mut self, i: usize, slot: u8, services: Vec<ServiceId>) -> bool {
+        let is_new = self.peers[i].slot != Some(slot);
+        if is_new {
+            // The slot's new process has cleared it.
+            self.orphaned.retain(|(orphaned, _)| *orphaned != slot);
+        }
+        for (j, peer) in self.peers.iter_mut().enumerate() {
+            // A slot has one process, and only its latest connection counts.
+            peer.gone |= j != i && peer.slot == Some(slot);
+        }
+        let peer = &mut self.peers[i];
+        (peer.slot, peer.services) = (Some(slot), services);
+        is_new
+    }
+
+    fn remove_gone(&mut self) {
+        if self.peers.iter().any(|p| p.gone && p.slot.is_some()) {
+            self.inspect_until = Some(Instant::now() + INSPECTION_TIME);
+        }
+        self.peers.retain(|p| !p.gone);
     }
 
     /// Tells the joining processes that wait for a block, or for one above, that there is none. They may ask again.
@@ -272,12 +295,18 @@ impl Worker {
         }
         // A process that offers a service announces it before anybody can ask for it: the holder reads its announcement first.
         self.serve_peers();
+        self.route_mads();
+    }
+
+    /// Gives each of the received datagrams to the process that it is for.
+    fn route_mads(&mut self) {
         let GroupRole::Holder(holder) = &mut self.role else {
             return;
         };
+        let counters = &self.shared.counters;
         for datagram in self.batch.iter() {
+            let src = datagram.src;
             for bytes in datagram.segments() {
-                let counters = &self.shared.counters;
                 let target = match route(bytes).filter(|_| bytes.len() <= message::MAD_BYTES_MAX) {
                     None => {
                         counters.malformed.fetch_add(1, Relaxed);
@@ -285,7 +314,6 @@ impl Worker {
                     }
                     Some(Route::Everyone) => {
                         for peer in &holder.peers {
-                            let src = datagram.src;
                             let _ = message::send(&peer.fd, &GroupMessage::Mad { src, bytes });
                         }
                         Target::Own
@@ -295,20 +323,12 @@ impl Worker {
                 match target {
                     Target::Own => {
                         counters.delivered.fetch_add(1, Relaxed);
-                        (self.calls.deliver)(MadDatagram {
-                            src: datagram.src,
-                            bytes: bytes.to_vec(),
-                        });
+                        let bytes = bytes.to_vec();
+                        (self.calls.deliver)(MadDatagram { src, bytes });
                     }
                     Target::Peer(i) => {
                         let peer = &mut holder.peers[i];
-                        match message::send(
-                            &peer.fd,
-                            &GroupMessage::Mad {
-                                src: datagram.src,
-                                bytes,
-                            },
-                        ) {
+                        match message::send(&peer.fd, &GroupMessage::Mad { src, bytes }) {
                             Ok(()) => counters.forwarded.fetch_add(1, Relaxed),
                             Err(e) => {
                                 peer.gone = e != Errno::AGAIN;
@@ -396,7 +416,7 @@ impl Worker {
         let next_slot = self.next_slot;
         let (mut refusal, mut taken) = (None, Vec::new());
         for i in 0..holder.peers.len() {
-            for _ in 0..MESSAGES_PER_TURN {
+            for _ in 0..MESSAGES_PER_PASS {
                 let peer = &mut holder.peers[i];
                 let received = match peer.asked {
                     Some(_) => receive_with_descriptors(&peer.fd, &mut self.buffer),
@@ -418,16 +438,8 @@ impl Worker {
                 peer.given = None;
                 match GroupMessage::decode(&self.buffer[..len]) {
                     Some(GroupMessage::Announce { slot, services }) if slot != self.slot => {
-                        if peer.slot != Some(slot) {
+                        if holder.announced(i, slot, services) {
                             self.next_slot = after(slot);
-                            // The slot's new process has cleared it.
-                            holder.orphaned.retain(|(orphaned, _)| *orphaned != slot);
-                        }
-                        peer.slot = Some(slot);
-                        peer.services = services;
-                        // A slot has one process, and only its latest connection counts.
-                        for other in holder.peers.iter_mut().enumerate().filter(|(j, _)| *j != i) {
-                            other.1.gone |= other.1.slot == Some(slot);
                         }
                     }
                     Some(GroupMessage::Want { slot, block }) if peer.slot.is_none() => {
@@ -461,10 +473,7 @@ impl Worker {
         if let Some(errno) = refusal {
             holder.refuse_blocks(self.sockets.blocks(), errno);
         }
-        if holder.peers.iter().any(|p| p.gone && p.slot.is_some()) {
-            holder.inspect_until = Some(Instant::now() + INSPECTION_TIME);
-        }
-        holder.peers.retain(|p| !p.gone);
+        holder.remove_gone();
         if self.next_slot != next_slot {
             for peer in &holder.peers {
                 // A member that does not read misses a hint.
@@ -561,7 +570,7 @@ impl Worker {
         let GroupRole::Member(link) = &self.role else {
             return;
         };
-        for _ in 0..MESSAGES_PER_TURN {
+        for _ in 0..MESSAGES_PER_PASS {
             let received = match message::receive(link, &mut self.buffer) {
                 Err(Errno::AGAIN) => return,
                 Err(_) | Ok(0) => None,

@@ -25,7 +25,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
 
 use super::message::{self, LinkMessage};
-use crate::capture::Capture;
+use crate::capture::{Capture, Filter};
 use crate::group::SLOTS;
 use crate::port::RnicPort;
 use crate::udp;
@@ -39,10 +39,10 @@ mod tests;
 const LINKS_MAX: usize = 64;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
-/// Messages read from one peer per turn.
-const MESSAGES_PER_TURN: usize = 64;
-/// Records taken from one link per turn.
-const RECORDS_PER_TURN: usize = 16;
+/// Messages read from one peer per pass.
+const MESSAGES_PER_PASS: usize = 64;
+/// Records taken from one link per pass.
+const RECORDS_PER_PASS: usize = 16;
 /// Queue pairs whose reasons for using packets are kept; beyond that, reasons of destroyed queue pairs are discarded.
 const REASONS_MAX: usize = 1024;
 /// Time for which this side does not ask a peer again after it could not link to the peer.
@@ -284,7 +284,7 @@ impl Links {
                     Err(corrupt) => break Err(corrupt),
                 }
                 taken += 1;
-                if taken == RECORDS_PER_TURN {
+                if taken == RECORDS_PER_PASS {
                     break Ok(());
                 }
             };
@@ -558,7 +558,7 @@ impl Links {
 
     /// Reads the messages of one peer.
     fn hear(&mut self, rnic: &mut RnicPort, now: Time, id: u64) {
-        for _ in 0..MESSAGES_PER_TURN {
+        for _ in 0..MESSAGES_PER_PASS {
             let Some(i) = self.list.iter().position(|link| link.id == id) else {
                 return;
             };
@@ -581,7 +581,7 @@ impl Links {
                     self.list[i].leave();
                     return self.part(rnic, now, i);
                 }
-                // A page is long: others have their turn before the next one.
+                // A page is long: others are served before the next one.
                 Some(LinkMessage::List(_)) => return,
                 Some(_) => {}
             }
@@ -597,29 +597,10 @@ impl Links {
         message: LinkMessage,
         descriptors: Vec<OwnedFd>,
     ) -> Option<()> {
-        let on = self.on;
         let link = &mut self.list[i];
         match (message, &mut link.state) {
             (LinkMessage::Hello { address, slot }, LinkState::Unknown) => {
-                if !on {
-                    let _ = say(&link.socket, &LinkMessage::Refused(Refusal::Off), &[]);
-                    return None;
-                }
-                let [file, doorbell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
-                let segment = Segment::from_file(file.as_fd()).ok()?;
-                let process = link.process.clone().ok();
-                let mut channel = Channel::new(segment, Side::Answering, doorbell, process, &self.stays);
-                channel.add_doorbell_to(&self.doorbells).ok()?;
-                let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
-                // Any process can claim this name: the sender must be the process that listens under it.
-                let named = connect_slot(address, slot).ok()?;
-                if check_user(&named) != Ok(link.pid) {
-                    return None;
-                }
-                channel.tell_loses(self.loses);
-                say(&link.socket, &LinkMessage::Welcome, &[]).ok()?;
-                link.peer = Some((address, slot));
-                link.state = LinkState::Up(Box::new(channel));
+                self.welcome(i, address, slot, descriptors)?;
                 self.tell_waiting(rnic, (address, slot));
             }
             (LinkMessage::Welcome, LinkState::Asked(_)) => {
@@ -667,18 +648,7 @@ impl Links {
                 }
             }
             (LinkMessage::Capture { filter }, LinkState::Unknown) if link.peer.is_none() => {
-                if self.capturing.is_some() || rnic.is_captured() {
-                    let _ = say(&link.socket, &LinkMessage::Refused(Refusal::Full), &[]);
-                    return None;
-                }
-                let [file, done] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
-                let device = format!("{}/{}", self.address, self.slot);
-                rnic.capture(Capture::to(file, done, device, filter).ok()?);
-                self.capturing = Some(link.id);
-                say(&self.list[i].socket, &LinkMessage::Welcome, &[]).ok()?;
-                self.keep_to_packets();
-                self.revoke(|_| true);
-                rnic.forget_grants();
+                self.capture(rnic, i, filter, descriptors)?;
             }
             (LinkMessage::List(Question { object, from }), LinkState::Unknown | LinkState::Looks)
                 if link.peer.is_none() =>
@@ -690,6 +660,55 @@ impl Links {
             // `Over`, or a message that is not allowed in this state.
             _ => return None,
         }
+        Some(())
+    }
+
+    /// Takes the channel that the other side has made; returns `None` if the link is to end.
+    fn welcome(&mut self, i: usize, address: IpAddr, slot: u8, descriptors: Vec<OwnedFd>) -> Option<()> {
+        let link = &mut self.list[i];
+        if !self.on {
+            let _ = say(&link.socket, &LinkMessage::Refused(Refusal::Off), &[]);
+            return None;
+        }
+        let [file, doorbell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+        let segment = Segment::from_file(file.as_fd()).ok()?;
+        let process = link.process.clone().ok();
+        let mut channel = Channel::new(segment, Side::Answering, doorbell, process, &self.stays);
+        channel.add_doorbell_to(&self.doorbells).ok()?;
+        let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
+        // Any process can claim this name: the sender must be the process that listens under it.
+        let named = connect_slot(address, slot).ok()?;
+        if check_user(&named) != Ok(link.pid) {
+            return None;
+        }
+        channel.tell_loses(self.loses);
+        say(&link.socket, &LinkMessage::Welcome, &[]).ok()?;
+        link.peer = Some((address, slot));
+        link.state = LinkState::Up(Box::new(channel));
+        Some(())
+    }
+
+    /// Captures the engine's packets for another process; returns `None` if the link is to end.
+    fn capture(
+        &mut self,
+        rnic: &mut RnicPort,
+        i: usize,
+        filter: Filter,
+        descriptors: Vec<OwnedFd>,
+    ) -> Option<()> {
+        let link = &self.list[i];
+        if self.capturing.is_some() || rnic.is_captured() {
+            let _ = say(&link.socket, &LinkMessage::Refused(Refusal::Full), &[]);
+            return None;
+        }
+        let [file, done] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+        let device = format!("{}/{}", self.address, self.slot);
+        rnic.capture(Capture::to(file, done, device, filter).ok()?);
+        self.capturing = Some(link.id);
+        say(&link.socket, &LinkMessage::Welcome, &[]).ok()?;
+        self.keep_to_packets();
+        self.revoke(|_| true);
+        rnic.forget_grants();
         Some(())
     }
 

@@ -54,28 +54,28 @@ fn private<const N: usize>() -> PrivateData<N> {
 }
 
 /// Returns one message of each kind, in which no two fields have the same value.
-fn each() -> Vec<Message> {
+fn each() -> Vec<CmMessage> {
     let (local_comm_id, remote_comm_id) = (0x0102_0304, 0x0506_0708);
     vec![
-        Message::Req(req()),
-        Message::Req(Req {
+        CmMessage::Req(req()),
+        CmMessage::Req(Req {
             transport: Transport::Uc,
             ece: None,
             ..req()
         }),
-        Message::Req(Req {
+        CmMessage::Req(Req {
             transport: Transport::Xrc,
             hop_limit: 1,
             ..req()
         }),
-        Message::Mra(Mra {
+        CmMessage::Mra(Mra {
             local_comm_id,
             remote_comm_id,
             answered: Answered::Rep,
             service_timeout: 19,
             private_data: private(),
         }),
-        Message::Rej(Rej {
+        CmMessage::Rej(Rej {
             local_comm_id,
             remote_comm_id,
             answered: Answered::Other,
@@ -84,7 +84,7 @@ fn each() -> Vec<Message> {
             ari: *private::<72>().bytes(),
             private_data: private(),
         }),
-        Message::Rep(Rep {
+        CmMessage::Rep(Rep {
             local_comm_id,
             remote_comm_id,
             ece: Some(
@@ -109,29 +109,29 @@ fn each() -> Vec<Message> {
             ca_guid: 0x1122_3344_5566_7788,
             private_data: private(),
         }),
-        Message::Rtu(Rtu {
+        CmMessage::Rtu(Rtu {
             local_comm_id,
             remote_comm_id,
             private_data: private(),
         }),
-        Message::Dreq(Dreq {
+        CmMessage::Dreq(Dreq {
             local_comm_id,
             remote_comm_id,
             remote_qpn: Qpn::new(0x45_6789),
             private_data: private(),
         }),
-        Message::Drep(Drep {
+        CmMessage::Drep(Drep {
             local_comm_id,
             remote_comm_id,
             private_data: private(),
         }),
-        Message::SidrReq(SidrReq {
+        CmMessage::SidrReq(SidrReq {
             request_id: local_comm_id,
             pkey: 0x8001,
             service_id: ServiceId::udp(9),
             private_data: private(),
         }),
-        Message::SidrRep(SidrRep {
+        CmMessage::SidrRep(SidrRep {
             request_id: local_comm_id,
             status: SidrStatus::REJECT,
             qpn: Qpn::new(0x45_6789),
@@ -139,11 +139,11 @@ fn each() -> Vec<Message> {
             qkey: 0x0123_4567,
             private_data: private(),
         }),
-        Message::Lap(Lap {
+        CmMessage::Lap(Lap {
             local_comm_id,
             remote_comm_id,
         }),
-        Message::Apr(Apr {
+        CmMessage::Apr(Apr {
             local_comm_id,
             remote_comm_id,
             status: AprStatus::UNSUPPORTED,
@@ -152,7 +152,7 @@ fn each() -> Vec<Message> {
     ]
 }
 
-fn emit(message: &Message) -> [u8; MAD_LEN] {
+fn emit(message: &CmMessage) -> [u8; MAD_LEN] {
     let mut mad = [0xee; MAD_LEN];
     message.emit(0x1020_3040_5060_7080, &mut mad);
     mad
@@ -162,7 +162,7 @@ fn emit(message: &Message) -> [u8; MAD_LEN] {
 fn parse__inverts_emit() {
     for message in each() {
         assert_eq!(
-            Message::parse(&emit(&message)),
+            CmMessage::parse(&emit(&message)),
             Ok((0x1020_3040_5060_7080, message))
         );
     }
@@ -170,7 +170,7 @@ fn parse__inverts_emit() {
 
 #[test]
 fn emit__req_byte_by_byte() {
-    let mad = emit(&Message::Req(req()));
+    let mad = emit(&CmMessage::Req(req()));
     let at = |offset: usize, bytes: &[u8]| {
         assert_eq!(mad[offset..offset + bytes.len()], *bytes, "offset {offset}")
     };
@@ -226,13 +226,13 @@ fn emit__rep_spreads_the_vendor() {
         vendor: 0xa1_b2c3,
         options: 5,
     });
-    let Some(Message::Rep(rep)) = each().into_iter().find(|m| matches!(m, Message::Rep(_))) else {
+    let Some(CmMessage::Rep(rep)) = each().into_iter().find(|m| matches!(m, CmMessage::Rep(_))) else {
         panic!()
     };
-    let mad = emit(&Message::Rep(Rep { ece, ..rep }));
+    let mad = emit(&CmMessage::Rep(Rep { ece, ..rep }));
     assert_eq!((mad[24 + 15], mad[24 + 19], mad[24 + 23]), (0xc3, 0xb2, 0xa1));
     assert_eq!(mad[20..24], [0, 0, 0, 5]);
-    let (_, Message::Rep(parsed)) = Message::parse(&mad).unwrap() else {
+    let (_, CmMessage::Rep(parsed)) = CmMessage::parse(&mad).unwrap() else {
         panic!()
     };
     assert_eq!((parsed.ece, parsed.eecn), (ece, rep.eecn));
@@ -240,7 +240,7 @@ fn emit__rep_spreads_the_vendor() {
 
 #[test]
 fn emit__req_of_one_hop_stays_in_its_subnet() {
-    let mad = emit(&Message::Req(Req {
+    let mad = emit(&CmMessage::Req(Req {
         hop_limit: 1,
         ..req()
     }));
@@ -253,7 +253,7 @@ fn parse__too_short() {
         let mad = emit(&message);
         for len in 0..MAD_LEN {
             assert!(matches!(
-                Message::parse(&mad[..len]),
+                CmMessage::parse(&mad[..len]),
                 Err(Malformed::Truncated { .. })
             ));
             assert_eq!(destination(&mad[..len]), None);
@@ -263,13 +263,13 @@ fn parse__too_short() {
 
 #[test]
 fn parse__values_not_defined() {
-    let broken = |message: &Message, at: usize, value: u8| {
+    let broken = |message: &CmMessage, at: usize, value: u8| {
         let mut mad = emit(message);
         mad[at] = value;
-        let error = Message::parse(&mad).unwrap_err();
+        let error = CmMessage::parse(&mad).unwrap_err();
         assert!(matches!(error, Malformed::Undefined { .. }), "{error}");
     };
-    let req = Message::Req(req());
+    let req = CmMessage::Req(req());
     for (at, value) in [(0, 2), (1, 4), (2, 1), (3, 0x81), (17, 0x0f), (17, 0x1b), (16, 1)] {
         broken(&req, at, value);
     }
@@ -278,7 +278,7 @@ fn parse__values_not_defined() {
     broken(&req, 24 + 50, 0); // path MTU
     broken(&req, 24 + 50, 6 << 4);
     for message in each() {
-        if matches!(message, Message::Mra(_) | Message::Rej(_)) {
+        if matches!(message, CmMessage::Mra(_) | CmMessage::Rej(_)) {
             broken(&message, 24 + 8, 3 << 6);
         }
     }
@@ -286,12 +286,12 @@ fn parse__values_not_defined() {
 
 #[test]
 fn parse__rej_claims_more_information_than_fits() {
-    let Some(rej) = each().into_iter().find(|m| matches!(m, Message::Rej(_))) else {
+    let Some(rej) = each().into_iter().find(|m| matches!(m, CmMessage::Rej(_))) else {
         panic!()
     };
     let mut mad = emit(&rej);
     mad[24 + 9] = 0xff;
-    let (_, Message::Rej(parsed)) = Message::parse(&mad).unwrap() else {
+    let (_, CmMessage::Rej(parsed)) = CmMessage::parse(&mad).unwrap() else {
         panic!()
     };
     assert_eq!(parsed.ari_len, 72);
@@ -301,9 +301,9 @@ fn parse__rej_claims_more_information_than_fits() {
 fn destination__by_message() {
     for message in each() {
         let expected = match &message {
-            Message::Req(_) => Destination::Service(ServiceId::tcp(7174)),
-            Message::SidrReq(_) => Destination::Service(ServiceId::udp(9)),
-            Message::SidrRep(m) => Destination::CommId(m.request_id),
+            CmMessage::Req(_) => Destination::Service(ServiceId::tcp(7174)),
+            CmMessage::SidrReq(_) => Destination::Service(ServiceId::udp(9)),
+            CmMessage::SidrRep(m) => Destination::CommId(m.request_id),
             _ => Destination::CommId(0x0506_0708),
         };
         assert_eq!(destination(&emit(&message)), Some(expected), "{message:?}");
@@ -311,7 +311,7 @@ fn destination__by_message() {
     for message in each() {
         let mut mad = emit(&message);
         mad[HEADER_LEN + 4..][..4].fill(0);
-        let is_rej = matches!(message, Message::Rej(_));
+        let is_rej = matches!(message, CmMessage::Rej(_));
         assert_eq!(destination(&mad) == Some(Destination::Everyone), is_rej);
     }
     let mut lap = emit(&each()[6]);

@@ -269,11 +269,7 @@ impl Requester {
         let is_atomic = packet.bth.opcode.operation == Op::AtomicAcknowledge;
         match wqe.request.operation {
             Operation::CompareSwap { .. } | Operation::FetchAdd { .. } if psn == self.una => {
-                let Some(original) = packet.atomic_ack().filter(|_| is_atomic) else {
-                    return Err(Broken::oldest(Status::BadResponse));
-                };
-                let bytes = original.to_ne_bytes();
-                scatter(env, head.init.pd, &wqe.request.sges, 0, &bytes).map_err(Broken::oldest)?;
+                place_original(env, head, wqe, packet)?;
                 self.complete_oldest(env, head);
                 self.complete_local(env, head);
                 self.progress(env, psn.plus(1));
@@ -281,43 +277,19 @@ impl Requester {
             }
             _ if is_atomic => return Err(Broken::oldest(Status::BadResponse)),
             Operation::AtomicWrite { .. } => {
-                if packet.bth.opcode.operation != Op::ReadResponseOnly || !packet.payload().is_empty() {
-                    return Err(Broken::oldest(Status::BadResponse));
-                }
+                check_empty(packet)?;
                 self.acknowledge(env, head, psn.plus(1))?;
             }
             Operation::Flush { .. } => {
-                if packet.bth.opcode.operation != Op::ReadResponseOnly || !packet.payload().is_empty() {
-                    return Err(Broken::oldest(Status::BadResponse));
-                }
+                check_empty(packet)?;
                 self.flush_icrc.answered();
                 self.acknowledge(env, head, psn.plus(1))?;
             }
             Operation::Read { .. } => {
                 if psn != self.una {
-                    env.counters.out_of_seq_responses += 1;
-                    if !self.gap_resent {
-                        self.gap_resent = true;
-                        self.congested();
-                        self.resend_from(env, head, self.una)?;
-                    }
-                    return Ok(());
+                    return self.request_missing(env, head);
                 }
-                let done = at.packet * head.mtu;
-                let expected = head.mtu.min(wqe.bytes - done) as usize;
-                let position = packet.bth.opcode.operation.position();
-                let more = at.packet + 1 < wqe.packets;
-                if packet.payload().len() != expected || (!more && !position.ends()) {
-                    return Err(Broken::oldest(Status::BadResponse));
-                }
-                let place_at = if mutant!(ReadPlacedLow) {
-                    done.saturating_sub(head.mtu)
-                } else {
-                    done
-                };
-                let (list, at) = (&wqe.request.sges, u64::from(place_at));
-                scatter(env, head.init.pd, list, at, packet.payload()).map_err(Broken::oldest)?;
-                if !more {
+                if place_read(env, head, wqe, at.packet, packet)? {
                     self.complete_oldest(env, head);
                     self.complete_local(env, head);
                 }
@@ -329,4 +301,57 @@ impl Requester {
         }
         Ok(())
     }
+
+    /// Requests a READ again, once, from the oldest response on, which is missing.
+    fn request_missing(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
+        env.counters.out_of_seq_responses += 1;
+        if !self.gap_resent {
+            self.gap_resent = true;
+            self.congested();
+            self.resend_from(env, head, self.una)?;
+        }
+        Ok(())
+    }
+}
+
+/// Places the original value that the response to an atomic request carries.
+fn place_original(env: &mut Env<'_>, head: &Head, wqe: &Wqe, packet: &Packet<'_>) -> Result<(), Broken> {
+    let is_atomic = packet.bth.opcode.operation == Op::AtomicAcknowledge;
+    let original = packet.atomic_ack().filter(|_| is_atomic);
+    let original = original.ok_or(Broken::oldest(Status::BadResponse))?;
+    let bytes = original.to_ne_bytes();
+    scatter(env, head.init.pd, &wqe.request.sges, 0, &bytes).map_err(Broken::oldest)
+}
+
+/// Checks the response to an ATOMIC WRITE or FLUSH: that of a READ of 0 bytes.
+fn check_empty(packet: &Packet<'_>) -> Result<(), Broken> {
+    match packet.bth.opcode.operation == Op::ReadResponseOnly && packet.payload().is_empty() {
+        true => Ok(()),
+        false => Err(Broken::oldest(Status::BadResponse)),
+    }
+}
+
+/// Checks the response to a READ, which is its packet with the index `at`, and places its bytes. Returns whether it is the last one.
+fn place_read(
+    env: &mut Env<'_>,
+    head: &Head,
+    wqe: &Wqe,
+    at: u32,
+    packet: &Packet<'_>,
+) -> Result<bool, Broken> {
+    let done = at * head.mtu;
+    let expected = head.mtu.min(wqe.bytes - done) as usize;
+    let is_last = at + 1 >= wqe.packets;
+    let ends = packet.bth.opcode.operation.position().ends();
+    if packet.payload().len() != expected || (is_last && !ends) {
+        return Err(Broken::oldest(Status::BadResponse));
+    }
+    let place_at = if mutant!(ReadPlacedLow) {
+        done.saturating_sub(head.mtu)
+    } else {
+        done
+    };
+    let list = &wqe.request.sges;
+    scatter(env, head.init.pd, list, place_at.into(), packet.payload()).map_err(Broken::oldest)?;
+    Ok(is_last)
 }
