@@ -9,10 +9,10 @@
 //!
 //! The first address is the process's own, the second the server's.
 
-use std::error::Error;
 use std::net::IpAddr;
 use std::time::Duration;
 
+use anyhow::{Context, Result, anyhow, bail};
 use async_executor::LocalExecutor;
 use async_io::{Async, Timer, block_on};
 use futures_lite::future::or;
@@ -21,11 +21,9 @@ use rdmux_verbs::{
     RecvRequest, SendRequest, SgeList, Status, WcOpcode,
 };
 
-type Outcome<T> = Result<T, Box<dyn Error>>;
-
 const PORT: u16 = 7178;
 
-fn main() -> Outcome<()> {
+fn main() -> Result<()> {
     rdmux_soft::register();
     rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -34,12 +32,12 @@ fn main() -> Outcome<()> {
         [verb, own, server, numbers @ ..] if verb == "ask" => {
             block_on(ask(own.parse()?, server.parse()?, numbers))
         }
-        _ => Err("usage: async_wait serve OWN | async_wait ask OWN SERVER NUMBER ...".into()),
+        _ => bail!("usage: async_wait serve OWN | async_wait ask OWN SERVER NUMBER ..."),
     }
 }
 
 /// Makes a queue pair with a receive posted, and a completion queue for it.
-fn queues(pd: &ProtectionDomain) -> Outcome<(QueuePair, Async<CompletionQueue>)> {
+fn queues(pd: &ProtectionDomain) -> Result<(QueuePair, Async<CompletionQueue>)> {
     let cq = pd.device().create_cq(256)?;
     let qp = pd.create_qp(&QpOptions::new(&cq))?;
     qp.init()?;
@@ -48,7 +46,7 @@ fn queues(pd: &ProtectionDomain) -> Outcome<(QueuePair, Async<CompletionQueue>)>
 }
 
 /// Takes the number of the next message and posts the receive for the one after it. `None`: the connection has ended.
-async fn receive(qp: &QueuePair, cq: &Async<CompletionQueue>) -> Outcome<Option<u32>> {
+async fn receive(qp: &QueuePair, cq: &Async<CompletionQueue>) -> Result<Option<u32>> {
     loop {
         // A timeout of zero arms the queue and polls once more: a later completion makes the descriptor readable.
         let Some(completion) = cq.get_ref().wait(Duration::ZERO)? else {
@@ -58,7 +56,7 @@ async fn receive(qp: &QueuePair, cq: &Async<CompletionQueue>) -> Outcome<Option<
         match completion.status {
             Status::Success if completion.opcode == WcOpcode::Recv => {
                 qp.post_recv(RecvRequest::new(0, SgeList::EMPTY))?;
-                return Ok(Some(completion.imm.ok_or("a message without a number")?));
+                return Ok(Some(completion.imm.context("a message without a number")?));
             }
             // An own message has arrived at the peer.
             Status::Success => {}
@@ -68,7 +66,7 @@ async fn receive(qp: &QueuePair, cq: &Async<CompletionQueue>) -> Outcome<Option<
     }
 }
 
-fn serve(own: IpAddr) -> Outcome<()> {
+fn serve(own: IpAddr) -> Result<()> {
     let device = Device::open(own)?;
     let pd = device.alloc_pd()?;
     let listener = Async::new_nonblocking(device.listen(PORT)?)?;
@@ -85,7 +83,7 @@ fn serve(own: IpAddr) -> Outcome<()> {
 }
 
 /// Serves one client.
-async fn square(pd: ProtectionDomain, request: ConnectionRequest) -> Outcome<()> {
+async fn square(pd: ProtectionDomain, request: ConnectionRequest) -> Result<()> {
     let (qp, cq) = queues(&pd)?;
     let _connection = request.accept(&qp, &ConnectParams::default(), b"")?;
     while let Some(number) = receive(&qp, &cq).await? {
@@ -95,21 +93,24 @@ async fn square(pd: ProtectionDomain, request: ConnectionRequest) -> Outcome<()>
     Ok(())
 }
 
-async fn ask(own: IpAddr, server: IpAddr, numbers: &[String]) -> Outcome<()> {
+async fn ask(own: IpAddr, server: IpAddr, numbers: &[String]) -> Result<()> {
     let device = Device::open(own)?;
     let (qp, cq) = queues(&device.alloc_pd()?)?;
     // This call blocks the thread until the server has answered.
-    let _connection = device.connect(&qp, (server, PORT).into(), &ConnectParams::default(), b"")?;
+    let peer = (server, PORT).into();
+    let _connection = device
+        .connect(&qp, peer, &ConnectParams::default(), b"")
+        .map_err(|error| anyhow!("{peer}: {error}; first start `async_wait serve {server}`"))?;
     for number in numbers {
         qp.post_send(SendRequest::send(SgeList::EMPTY).imm(number.parse()?).signaled())?;
         let expired = async {
             Timer::after(Duration::from_secs(30)).await;
-            Err("the server is silent".into())
+            bail!("the server is silent")
         };
         let answer = or(receive(&qp, &cq), expired).await?;
         println!(
             "{number}: {}",
-            answer.ok_or("the server has ended the connection")?
+            answer.context("the server has ended the connection")?
         );
     }
     Ok(())

@@ -8,32 +8,30 @@
 //!
 //! The first address is the process's own, the second the server's.
 
-use std::error::Error;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::{Context, Result, anyhow, bail};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, Device, GRH_LEN, Memory, QpOptions, QpType, RDMA_UDP_QKEY, RecvRequest, SendRequest, SgeList,
     Status, WcOpcode, WorkCompletion,
 };
 
-type Outcome<T> = Result<T, Box<dyn Error>>;
-
 const PORT: u16 = 7177;
 /// Number of receives, and bytes of each: the header that comes before the text, and the largest path MTU.
 const RECEIVES: u64 = 16;
 const BYTES: u64 = GRH_LEN as u64 + 4096;
 
-fn main() -> Outcome<()> {
+fn main() -> Result<()> {
     rdmux_soft::register();
     rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (own, questions) = match &arguments[..] {
         [verb, own] if verb == "serve" => (own, None),
         [verb, own, server, texts @ ..] if verb == "ask" => (own, Some((server, texts))),
-        _ => return Err("usage: datagrams serve OWN | datagrams ask OWN SERVER TEXT ...".into()),
+        _ => bail!("usage: datagrams serve OWN | datagrams ask OWN SERVER TEXT ..."),
     };
     let device = Device::open(own.parse()?)?;
     let pd = device.alloc_pd()?;
@@ -44,14 +42,14 @@ fn main() -> Outcome<()> {
     qp.ready_datagram(RDMA_UDP_QKEY)?;
     let memory = Arc::new(AnonymousMemory::new((RECEIVES * BYTES) as usize)?);
     let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;
-    let post = |n: u64| -> Outcome<()> {
-        let place = mr.slice(n * BYTES..(n + 1) * BYTES).ok_or("no such receive")?;
+    let post = |n: u64| -> Result<()> {
+        let place = mr.slice(n * BYTES..(n + 1) * BYTES).context("no such receive")?;
         Ok(qp.post_recv(RecvRequest::new(n, place))?)
     };
     (0..RECEIVES).try_for_each(post)?;
 
     // Waits for a datagram and posts its receive again. Returns `None` if the timeout expires.
-    let next = |timeout| -> Outcome<Option<(WorkCompletion, Vec<u8>)>> {
+    let next = |timeout| -> Result<Option<(WorkCompletion, Vec<u8>)>> {
         while let Some(completion) = cq.wait(timeout)? {
             if completion.status != Status::Success {
                 return Err(completion.status.into());
@@ -68,12 +66,16 @@ fn main() -> Outcome<()> {
 
     if let Some((server, texts)) = questions {
         let server: IpAddr = server.parse()?;
-        let service = device.resolve((server, PORT).into(), b"")?.target(0)?;
+        let peer = (server, PORT).into();
+        let service = device
+            .resolve(peer, b"")
+            .map_err(|error| anyhow!("{peer}: {error}; first start `datagrams serve {server}`"))?
+            .target(0)?;
         for text in texts {
             let question = SgeList::inline(text.as_bytes());
             qp.post_send(SendRequest::send(question).to(service).signaled())?;
             let lost = "no answer: the datagram or its answer was lost, as datagrams may be";
-            let (_, bytes) = next(Duration::from_secs(10))?.ok_or(lost)?;
+            let (_, bytes) = next(Duration::from_secs(10))?.context(lost)?;
             let text = bytes.get(GRH_LEN..).unwrap_or_default();
             println!("{}", String::from_utf8_lossy(text));
         }
@@ -94,9 +96,9 @@ fn main() -> Outcome<()> {
         let Some((completion, bytes)) = next(Duration::from_secs(60))? else {
             continue;
         };
-        let (header, text) = bytes.split_first_chunk().ok_or("a datagram without a header")?;
+        let (header, text) = bytes.split_first_chunk().context("a datagram without a header")?;
         let sender = device.create_ah_from_grh(header).zip(completion.src_qpn);
-        let (from, qpn) = sender.ok_or("a datagram without a sender")?;
+        let (from, qpn) = sender.context("a datagram without a sender")?;
         let answer = SendRequest::send(SgeList::inline(&text.to_ascii_uppercase()));
         // An answer that is too long, or finds the queue full, is lost.
         let _ = qp.post_send(answer.to(from.to(qpn, RDMA_UDP_QKEY)?).signaled());

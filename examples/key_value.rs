@@ -7,11 +7,11 @@
 //!
 //! The first address is the process's own, the second the server's.
 
-use std::error::Error;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::{Context, Result, anyhow, bail};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{Access, ConnectParams, Device, Memory, QpOptions, RemoteBuffer, SendRequest, Status};
 
@@ -21,22 +21,22 @@ const FIELD: usize = 32;
 const SLOT: u64 = 2 * FIELD as u64;
 const SLOTS: u64 = 1024;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<()> {
     rdmux_soft::register();
     rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match &arguments[..] {
         [verb, own, pairs @ ..] if verb == "serve" => serve(own.parse()?, pairs),
         [verb, own, server, keys @ ..] if verb == "get" => get(own.parse()?, server.parse()?, keys),
-        _ => Err("usage: key_value serve OWN KEY=VALUE ... | key_value get OWN SERVER KEY ...".into()),
+        _ => bail!("usage: key_value serve OWN KEY=VALUE ... | key_value get OWN SERVER KEY ..."),
     }
 }
 
-fn field(text: &str) -> Result<[u8; FIELD], Box<dyn Error>> {
+fn field(text: &str) -> Result<[u8; FIELD]> {
     let mut field = [0; FIELD];
     let bytes = field.get_mut(..text.len()).filter(|bytes| !bytes.is_empty());
     bytes
-        .ok_or("a key or a value has 1 to 32 bytes")?
+        .context("a key or a value has 1 to 32 bytes")?
         .copy_from_slice(text.as_bytes());
     Ok(field)
 }
@@ -48,20 +48,20 @@ fn slots_of(key: &[u8; FIELD]) -> impl Iterator<Item = u64> {
     (0..SLOTS).map(move |n| (first + n) % SLOTS * SLOT)
 }
 
-fn serve(own: IpAddr, pairs: &[String]) -> Result<(), Box<dyn Error>> {
+fn serve(own: IpAddr, pairs: &[String]) -> Result<()> {
     let table = Arc::new(AnonymousMemory::new((SLOTS * SLOT) as usize)?);
     for pair in pairs {
-        let (key, value) = pair.split_once('=').ok_or("a pair is KEY=VALUE")?;
+        let (key, value) = pair.split_once('=').context("a pair is KEY=VALUE")?;
         let (key, value) = (field(key)?, field(value)?);
         let is_free = |offset: &u64| table.load_u8(*offset) == 0;
-        let offset = slots_of(&key).find(is_free).ok_or("the table is full")?;
+        let offset = slots_of(&key).find(is_free).context("the table is full")?;
         table.write(offset, &[key, value].concat())?;
     }
     let device = Device::open(own)?;
     let pd = device.alloc_pd()?;
     let cq = device.create_cq(16)?;
     let mr = pd.reg_mr_all(table.clone(), table.address(), Access::REMOTE_READ)?;
-    let remote = mr.remote(..).ok_or("no memory")?.to_bytes();
+    let remote = mr.remote(..).context("no memory")?.to_bytes();
     let listener = device.listen(PORT)?;
     println!("listening on {own}");
     let mut connections = Vec::new();
@@ -75,28 +75,33 @@ fn serve(own: IpAddr, pairs: &[String]) -> Result<(), Box<dyn Error>> {
     }
 }
 
-fn get(own: IpAddr, server: IpAddr, keys: &[String]) -> Result<(), Box<dyn Error>> {
+fn get(own: IpAddr, server: IpAddr, keys: &[String]) -> Result<()> {
     let device = Device::open(own)?;
     let pd = device.alloc_pd()?;
     let cq = device.create_cq(16)?;
     let qp = pd.create_qp(&QpOptions::new(&cq))?;
     let memory = Arc::new(AnonymousMemory::new(SLOT as usize)?);
     let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;
-    let local = mr.slice(..SLOT).ok_or("no such bytes")?;
-    let connection = device.connect(&qp, (server, PORT).into(), &ConnectParams::default(), b"")?;
+    let local = mr.slice(..SLOT).context("no such bytes")?;
+    let peer = (server, PORT).into();
+    let connection = device
+        .connect(&qp, peer, &ConnectParams::default(), b"")
+        .map_err(|error| anyhow!("{peer}: {error}; first start `key_value serve {server}`"))?;
     let table = connection
         .private_data()
         .first_chunk()
-        .ok_or("the server sent no table")?;
+        .context("the server sent no table")?;
     let table = RemoteBuffer::from_bytes(table);
     for key in keys {
         let (wanted, mut answer) = (field(key)?, "(not there)".to_owned());
         for offset in slots_of(&wanted) {
             let remote = table
                 .slice(offset..offset + SLOT)
-                .ok_or("the server's table is short")?;
+                .context("the server's table is short")?;
             qp.post_send(SendRequest::read(local, remote).signaled())?;
-            let completion = cq.wait(Duration::from_secs(30))?.ok_or("the server is silent")?;
+            let completion = cq
+                .wait(Duration::from_secs(30))?
+                .context("the server is silent")?;
             if completion.status != Status::Success {
                 return Err(completion.status.into());
             }

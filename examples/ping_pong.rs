@@ -7,11 +7,11 @@
 //!
 //! The first address is the process's own, the second the server's.
 
-use std::error::Error;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, Result, anyhow, bail};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectParams, Device, Memory, QpOptions, QueuePair, RecvRequest, SendRequest,
@@ -23,14 +23,14 @@ const BYTES: u64 = 64;
 const ROUNDS: usize = 10_000;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<()> {
     rdmux_soft::register();
     rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (own, server): (IpAddr, Option<IpAddr>) = match &arguments[..] {
         [verb, own] if verb == "serve" => (own.parse()?, None),
         [verb, own, server] if verb == "ping" => (own.parse()?, Some(server.parse()?)),
-        _ => return Err("usage: ping_pong serve OWN | ping_pong ping OWN SERVER".into()),
+        _ => bail!("usage: ping_pong serve OWN | ping_pong ping OWN SERVER"),
     };
     let device = Device::open(own)?;
     let pd = device.alloc_pd()?;
@@ -38,8 +38,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let qp = pd.create_qp(&QpOptions::new(&cq))?;
     let memory = Arc::new(AnonymousMemory::new(2 * BYTES as usize)?);
     let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;
-    let send = mr.slice(..BYTES).ok_or("no such bytes")?;
-    let receive = mr.slice(BYTES..2 * BYTES).ok_or("no such bytes")?;
+    let send = mr.slice(..BYTES).context("no such bytes")?;
+    let receive = mr.slice(BYTES..2 * BYTES).context("no such bytes")?;
 
     // The receive is posted before there is a connection: the peer's first message finds it.
     qp.init()?;
@@ -47,13 +47,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     if let Some(server) = server {
         memory.write(0, b"ping")?;
         let peer = (server, PORT).into();
-        let _connection = device.connect(&qp, peer, &ConnectParams::default(), b"")?;
+        let connected = device.connect(&qp, peer, &ConnectParams::default(), b"");
+        let _connection =
+            connected.map_err(|error| anyhow!("{peer}: {error}; first start `ping_pong serve {server}`"))?;
         let mut times = Vec::with_capacity(ROUNDS);
         for _ in 0..ROUNDS {
             let begin = Instant::now();
             qp.post_send(SendRequest::send(send).signaled())?;
             if !receives(&cq, &qp, receive)? {
-                return Err("the server has ended the connection".into());
+                bail!("the server has ended the connection");
             }
             times.push(begin.elapsed());
         }
@@ -69,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         memory.write(0, b"pong")?;
         let listener = device.listen(PORT)?;
         println!("listening on {own}");
-        let request = listener.accept(PATIENCE).ok_or("no client came")?;
+        let request = listener.accept(PATIENCE).context("no client came")?;
         let _connection = request.accept(&qp, &ConnectParams::default(), b"")?;
         let mut rounds = 0;
         while receives(&cq, &qp, receive)? {
@@ -82,9 +84,9 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Waits for the peer's next message and posts the receive for the one after it. Returns false if the connection has ended.
-fn receives(cq: &CompletionQueue, qp: &QueuePair, receive: Sge) -> Result<bool, Box<dyn Error>> {
+fn receives(cq: &CompletionQueue, qp: &QueuePair, receive: Sge) -> Result<bool> {
     loop {
-        let completion = cq.wait(PATIENCE)?.ok_or("the peer is silent")?;
+        let completion = cq.wait(PATIENCE)?.context("the peer is silent")?;
         match completion.status {
             Status::Success if completion.opcode == WcOpcode::Recv => break,
             // An own message has arrived at the peer.

@@ -8,10 +8,10 @@
 //! A third argument is the own address; without it, it is the one from which packets to the server leave. Both sides use the key
 //! file of the user, which the first of them makes.
 
-use std::error::Error;
 use std::fs::File;
 use std::io::Read;
 
+use anyhow::{Context, Result, bail};
 use rdmux_push::{Access, Client, Key, MapRequest, Options, Placement, Target};
 use rdmux_verbs::Memory;
 
@@ -19,22 +19,22 @@ use rdmux_verbs::Memory;
 const CHUNK: usize = 1 << 20;
 const DEPTH: usize = 8;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<()> {
     rdmux_soft::register();
     rdmux_hw::register();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (path, target, from) = match &arguments[..] {
         [path, target] => (path, target, None),
         [path, target, from] => (path, target, Some(from.parse()?)),
-        _ => return Err("usage: push_file FILE rdmux://HOST[:PORT]/REGION[@OFFSET] [OWN]".into()),
+        _ => bail!("usage: push_file FILE rdmux://HOST[:PORT]/REGION[@OFFSET] [OWN]"),
     };
     let target: Target = target.parse()?;
     let mut file = File::open(path)?;
     let length = file.metadata()?.len();
     if length == 0 {
-        return Err("the file is empty".into());
+        bail!("the file is empty");
     }
-    let server = *target.resolve()?.first().ok_or("the host has no address")?;
+    let server = *target.resolve()?.first().context("the host has no address")?;
     let options = Options {
         from,
         ..Options::default()
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let mapping = client.map_as(&target.region, &range)?;
     if !mapping.placement().contains(Placement::PERSISTENT) {
-        return Err(format!("{target} does not survive a loss of power").into());
+        bail!("{target} does not survive a loss of power");
     }
 
     let buffer = client.buffer(DEPTH * CHUNK)?;

@@ -16,6 +16,8 @@ use rdmux_push::{Key, Placement, Region};
 fn push_file(home: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_push_file"));
     command.args(arguments).env("XDG_CONFIG_HOME", home);
+    // Errors would have backtraces.
+    command.env("RUST_LIB_BACKTRACE", "0");
     command.output().unwrap()
 }
 
@@ -55,15 +57,16 @@ fn push_file__is_in_the_servers_file_at_its_offset() {
     }
 
     for (target, message) in [
-        ("rdmux://127.0.9.70/memory", "OutOfRange"),
-        ("rdmux://127.0.9.70/nothing", "NoSuchRegion"),
-        ("rdmux://127.0.9.70/data@8M", "OutOfRange"),
-        ("127.0.9.70/data", "Malformed"),
+        ("rdmux://127.0.9.70/memory", "do not fit region memory"),
+        ("rdmux://127.0.9.70/nothing", "no region 'nothing'"),
+        ("rdmux://127.0.9.70/data@8M", "do not fit region data"),
+        ("127.0.9.70/data", "rdmux://HOST"),
     ] {
         let output = push_file(folder.path(), &[source, target, own]);
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{target}: {error}");
         assert!(error.contains(message), "{target}: {error}");
+        assert_eq!(error.lines().count(), 1, "{target}: {error}");
     }
     drop(server);
 }

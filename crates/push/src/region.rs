@@ -32,6 +32,7 @@ pub struct Region {
     placed_in_domain: bool,
     read_only: bool,
     place: Place,
+    sizing: Option<Sizing>,
     not_mapped: Option<String>,
     state: Mutex<RegionState>,
 }
@@ -51,6 +52,20 @@ pub enum Place {
     Memory,
     /// Elsewhere.
     Other,
+}
+
+/// The effect of a requested size on a region's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sizing {
+    /// There was no file.
+    Created,
+    /// The file was shorter.
+    Grown {
+        /// Its bytes before.
+        from: u64,
+    },
+    /// The file was as long, or longer.
+    Kept,
 }
 
 #[derive(Debug, Default)]
@@ -133,6 +148,11 @@ impl Region {
             check_space(&shown, size, size.saturating_sub(had)).map_err(failed)?;
         }
         let is_new = size.is_some() && std::fs::symlink_metadata(path).is_err();
+        let sizing = size.map(|size| match &meta {
+            Err(_) => Sizing::Created,
+            Ok(meta) if meta.len() < size => Sizing::Grown { from: meta.len() },
+            Ok(_) => Sizing::Kept,
+        });
         let memory = FileMemory::open(path, size, read_only).map_err(|error| {
             if is_new {
                 // The file holds nothing: a disk that is full must not keep it.
@@ -146,6 +166,7 @@ impl Region {
             Ok(memory) => {
                 return Ok(Region {
                     place: Place::Dax(shown, kind),
+                    sizing,
                     ..Region::dax(name, memory, read_only)
                 });
             }
@@ -161,6 +182,7 @@ impl Region {
         let domain = domain_of(memory.domain());
         Ok(Region {
             place: Place::File(shown, kind),
+            sizing,
             not_mapped: why,
             ..Region::new(name, memory, domain, read_only)
         })
@@ -199,6 +221,7 @@ impl Region {
             placed_in_domain: false,
             read_only,
             place: Place::Other,
+            sizing: None,
             not_mapped: None,
             state: Mutex::default(),
         }
@@ -276,6 +299,23 @@ impl Region {
     /// Returns the place of its bytes.
     pub fn place(&self) -> &Place {
         &self.place
+    }
+
+    /// Returns what became of its file when it was opened with a size.
+    pub fn sizing(&self) -> Option<Sizing> {
+        self.sizing
+    }
+
+    /// Returns whether the path of its file leads to the file that it has open. Another program may have removed, renamed or
+    /// replaced the file: bytes written here would then not be where the path's readers look, and may end with this process.
+    pub fn is_in_place(&self) -> bool {
+        let (Place::File(path, _) | Place::Dax(path, _), Some(memory)) = (&self.place, self.memory.as_any())
+        else {
+            return true;
+        };
+        let file = memory.downcast_ref::<FileMemory>();
+        file.or_else(|| memory.downcast_ref::<DaxMemory>()?.file())
+            .is_none_or(|file| file.is_at(path))
     }
 
     /// Returns why a file on persistent memory is accessed through the kernel all the same.
@@ -965,6 +1005,23 @@ mod tests {
             let error = Region::file_in(Name::new("r").unwrap(), &path, Some(4096), false, Some(domain));
             assert!(error.unwrap_err().to_string().contains("declared"), "{domain:?}");
             assert!(!path.exists());
+        }
+    }
+
+    #[test]
+    fn sizing__of_files_that_are_new_short_and_long_enough() {
+        let folder = tempfile::tempdir().unwrap();
+        let file =
+            |size| Region::file(Name::new("r").unwrap(), &folder.path().join("f"), size, false).unwrap();
+        for (size, sizing, bytes) in [
+            (Some(4096), Some(Sizing::Created), 4096),
+            (Some(8192), Some(Sizing::Grown { from: 4096 }), 8192),
+            (Some(8192), Some(Sizing::Kept), 8192),
+            (Some(100), Some(Sizing::Kept), 8192),
+            (None, None, 8192),
+        ] {
+            let region = file(size);
+            assert_eq!((region.sizing(), region.bytes()), (sizing, bytes), "{size:?}");
         }
     }
 

@@ -30,7 +30,9 @@ pub enum TargetError {
         source: io::Error,
     },
     /// There is no route.
-    #[error("no route to {peer}: {source}")]
+    #[error(
+        "no route to {peer}: {source}; check the address, and the routes of this host (`ip route get {peer}`)"
+    )]
     Route {
         /// The peer.
         peer: IpAddr,
@@ -83,6 +85,11 @@ impl std::str::FromStr for Target {
             .split_once('/')
             .ok_or_else(|| malformed("the region is missing"))?;
         let (host, port) = split_port(authority).ok_or_else(|| malformed("the host or port is invalid"))?;
+        if is_malformed_ipv4(host) {
+            return Err(malformed(
+                "the host is not an IPv4 address: each of its numbers is at most 255",
+            ));
+        }
         // A region may have an @ in its name: only a number after the last @ is an offset.
         let (region, offset) = match path.rsplit_once('@').map(|(name, at)| (name, parse_size(at))) {
             Some((name, Some(offset))) => (name, offset),
@@ -141,6 +148,12 @@ pub fn split_port(text: &str) -> Option<(&str, Option<u16>)> {
     (!host.is_empty() && !host.contains([':', '@', '[', ']'])).then_some((host, port))
 }
 
+/// Returns whether a host is four numbers with dots between them, as an IPv4 address is, but none. No host has such a name.
+pub fn is_malformed_ipv4(host: &str) -> bool {
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    host.split('.').count() == 4 && host.split('.').all(is_number) && host.parse::<Ipv4Addr>().is_err()
+}
+
 fn parse_port(text: &str) -> Option<u16> {
     text.bytes()
         .all(|b| b.is_ascii_digit())
@@ -171,6 +184,8 @@ mod tests {
     fn from_str__each_form() {
         for (text, host, port, region, offset) in [
             ("rdmux://h/a", "h", 7174, "a", 0),
+            ("rdmux://10.1.2.3.example/a", "10.1.2.3.example", 7174, "a", 0),
+            ("rdmux://127.1/a", "127.1", 7174, "a", 0),
             ("rdmux://127.0.0.1:99/a b", "127.0.0.1", 99, "a b", 0),
             ("rdmux://[::1]/x@64K", "::1", 7174, "x", 65536),
             ("rdmux://[fe80::1]:8/x/y@z@1", "fe80::1", 8, "x/y@z", 1),
@@ -211,9 +226,28 @@ mod tests {
             "rdmux://[::1/a",
             "rdmux://[::1]x/a",
             "rdmux://h/a\u{1b}",
+            "rdmux://127.0.0.300/a",
+            "rdmux://1.2.3.4000000000:80/a",
         ] {
             assert!(text.parse::<Target>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn from_str__an_address_that_is_none_is_told() {
+        let error = "rdmux://127.0.0.300/a".parse::<Target>().unwrap_err().to_string();
+        assert!(error.contains("not an IPv4 address"), "{error}");
+    }
+
+    #[test]
+    fn route__tells_what_to_do() {
+        let source = io::ErrorKind::NetworkUnreachable.into();
+        let peer = "10.99.0.1".parse().unwrap();
+        let error = TargetError::Route { peer, source }.to_string();
+        assert!(
+            error.contains("check the address") && error.contains("ip route get 10.99.0.1"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -5,12 +5,13 @@ mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
 use rdmux_memory::FileMemory;
 use rdmux_push::client::{Handshake, Kind};
-use rdmux_push::server::EndReason;
+use rdmux_push::server::{EndReason, ServerEvent};
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Key, Options, Placement, Region, Server};
 use rdmux_verbs::{ConnectParams, Device, Operation, QpOptions, Status};
 use rdmux_wire::push::Message;
@@ -321,6 +322,57 @@ fn write__to_a_file_that_another_process_truncates() {
         other.write(&others, 0, &[1; 100]).unwrap();
         // Restores the file's size for the next turn.
         drop(FileMemory::open(&path, Some(1 << 20), false).unwrap());
+    }
+}
+
+#[test]
+fn map__of_a_file_that_its_path_no_longer_leads_to_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, aside) = (folder.path().join("f"), folder.path().join("aside"));
+    let region = Region::file(name("f"), &path, Some(65536), false).unwrap();
+    let server = Running::start("127.0.9.28:7174", vec![region, memory_region("m", 4096)], LONG);
+    let mut holder = server.client();
+    let mapping = holder.map_as(&name("f"), &shared()).unwrap();
+    let refused = |error: Error| {
+        let is_io = matches!(&error, Error::Refused { code, .. } if *code == ErrorCode::Io);
+        assert!(is_io && error.to_string().contains("/f"), "{error}");
+        let event = server.wait_for(|event| matches!(event, ServerEvent::RequestRefused { .. }));
+        assert!(event.to_string().contains("/f"), "{event}");
+    };
+    type Change = fn(&Path, &Path) -> std::io::Result<()>;
+    let renamed: Change = |path, aside| std::fs::rename(path, aside);
+    let copied: Change = |path, aside| std::fs::copy(aside, path).map(drop);
+    let restored: Change = |path, aside| std::fs::rename(aside, path);
+    let removed: Change = |path, _| std::fs::remove_file(path);
+    for (change, leads_there) in [
+        (renamed, false),
+        (copied, false),
+        (restored, true),
+        (removed, false),
+    ] {
+        change(&path, &aside).unwrap();
+        let mut client = server.client();
+        if leads_there {
+            client.map_as(&name("f"), &shared()).unwrap();
+            client
+                .ordinary_write(&name("f"), 0, &[1], Placement::GLOBAL)
+                .unwrap();
+        } else {
+            refused(client.map_as(&name("f"), &shared()).unwrap_err());
+            refused(
+                client
+                    .ordinary_write(&name("f"), 0, &[1], Placement::GLOBAL)
+                    .unwrap_err(),
+            );
+            refused(client.ordinary_read(&name("f"), 0, &mut [1]).unwrap_err());
+            client.map(&name("m"), RW, 0, 0, 0).unwrap();
+        }
+        // A mapping from before stays on the file that it was made for, in both ways.
+        holder.write(&mapping, 0, &[7; 100]).unwrap();
+        holder.flush(&mapping, 0, 100, mapping.strongest()).unwrap();
+        holder
+            .ordinary_write(&name("f"), 0, &[8; 100], Placement::GLOBAL)
+            .unwrap();
     }
 }
 

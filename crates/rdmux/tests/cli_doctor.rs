@@ -1,11 +1,15 @@
 //! `rdmux doctor` on a folder that stands for a host, and on this host.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../../skip.rs"]
+mod skip;
+
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::{Command, Output};
 
 use serde_json::Value;
+use skip::skip;
 
 struct Host(tempfile::TempDir);
 
@@ -253,4 +257,22 @@ fn doctor__this_host() {
             .any(|finding| finding["check"] == "mtu" && finding["subject"] == "lo"),
         "{list:?}"
     );
+}
+
+#[test]
+fn doctor__interfaces_are_those_of_its_network_namespace() {
+    // /sys stays that of the other namespace.
+    let script = "ip link set lo up mtu 1400 && exec \"$0\" doctor mtu --json";
+    let output = Command::new("unshare")
+        .args(["-rn", "sh", "-c", script, env!("CARGO_BIN_EXE_rdmux")])
+        .output();
+    let Some(output) = output.ok().filter(|output| !output.stdout.is_empty()) else {
+        return skip("this user cannot make a network namespace");
+    };
+    let list: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let found: Vec<_> = list
+        .iter()
+        .map(|finding| (&finding["subject"], &finding["details"]["mtu"]))
+        .collect();
+    assert_eq!(found, [(&"lo".into(), &1400.into())]);
 }

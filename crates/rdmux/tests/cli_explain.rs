@@ -466,6 +466,38 @@ fn play(scene: &str) {
             tell(&client);
         }
         "not-ready" => tell(&SceneEnd::new(1)),
+        "reset" => {
+            let (client, _server, _held) = pair();
+            client
+                .qp
+                .modify(QpState::Reset, &QpAttributes::default())
+                .unwrap();
+            tell(&client);
+        }
+        "destroyed" => {
+            let (client, server, _held) = pair();
+            client.post(write(1, server.mr.rkey()), SgeList::inline(b"x"));
+            client.ends(Status::RemoteAccess);
+            // As the drop-in library destroys a queue pair.
+            client.qp.retire();
+            tell(&client);
+        }
+        "fault-here" | "fault-there" => {
+            let lossy = Options {
+                faults: Some("loss=100%".parse().unwrap()),
+                ..no_memory
+            };
+            let (here, there) = match scene {
+                "fault-here" => (lossy, no_memory),
+                _ => (no_memory, lossy),
+            };
+            let (client, server) = (SceneEnd::with_options(1, here), SceneEnd::with_options(2, there));
+            connect_by_hand(&client, &server, 1024);
+            connect_by_hand(&server, &client, 1024);
+            client.post(write(server.mr.iova(), server.mr.rkey()), SgeList::inline(b"x"));
+            client.ends(Status::RetryExceeded);
+            tell(&client);
+        }
         "rejected" | "unreachable" => {
             let client = SceneEnd::new(1);
             let net: u8 = std::env::var(NET).unwrap().parse().unwrap();
@@ -851,6 +883,15 @@ fn explain__retries_that_got_no_answer() {
 }
 
 #[test]
+fn explain__losses_by_configured_faults() {
+    for (net, scene) in [(84, "fault-here"), (85, "fault-there")] {
+        let words = ["injected faults dropped", "lower loss=", "RDMUX_FAULT"];
+        let found = explains(net, scene, "ERR", "retry-exceeded", &words);
+        assert!(!found["next"].to_string().contains("firewall"), "{found:#}");
+    }
+}
+
+#[test]
 fn explain__flush_that_failed_at_both_ends() {
     explains(
         49,
@@ -1100,6 +1141,31 @@ fn explain__what_is_waited_for() {
 }
 
 #[test]
+fn explain__state_is_reset_after_its_owner_reset_or_destroyed_it() {
+    let mut played = Played::new(86, "reset");
+    for cause in ["not-ready", "reset"] {
+        let found = played.explained();
+        assert_eq!(
+            (&found["cause"], &found["state"]),
+            (&cause.into(), &"RESET".into()),
+            "{found:#}"
+        );
+        let since = found["since"].as_str().is_some_and(|since| since.ends_with('Z'));
+        assert!(since || found["alive"] == true, "{found:#}");
+        played.kill();
+    }
+    // The cause of an earlier error remains.
+    let mut played = Played::new(87, "destroyed");
+    played.kill();
+    let found = played.explained();
+    assert_eq!(
+        (&found["cause"], &found["state"]),
+        (&"remote-access".into(), &"RESET".into()),
+        "{found:#}"
+    );
+}
+
+#[test]
 fn explain__nothing_is_wrong_until_its_process_ends() {
     let mut played = Played::new(56, "healthy");
     let found = played.explained();
@@ -1180,6 +1246,16 @@ fn trace__dump_of_packets() {
     // Without packets, the trace has only the other events.
     let played = Played::new(59, "healthy");
     assert!(!played.say(&["trace", "dump", "--json"]).contains("\"packet\""));
+}
+
+#[test]
+fn trace__dump_leaves_out_devices_without_events() {
+    let played = Played::new(88, "not-ready");
+    let pid = played.child.0.id().to_string();
+    let all = played.say(&["trace", "dump"]);
+    assert!(!all.contains(&pid), "{all}");
+    let asked = played.say(&["trace", "dump", &pid]);
+    assert!(asked.contains(&pid) && asked.contains("no events"), "{asked}");
 }
 
 #[test]

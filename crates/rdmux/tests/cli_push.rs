@@ -390,6 +390,21 @@ fn serve__prints_an_aligned_table() {
 }
 
 #[test]
+fn serve__tells_what_size_did() {
+    let place = Place::new();
+    for (rest, sizing) in [
+        (",size=4K", "created".into()),
+        (",size=8K", "grown".into()),
+        (",size=4K", "kept".into()),
+        ("", serde_json::Value::Null),
+    ] {
+        let spec = file_spec(&place, "d", rest);
+        let serve = Serve::start(&place, "127.0.10.28", &["--file", &spec]);
+        assert_eq!(serve.head["regions"][0]["sizing"], sizing, "{rest}");
+    }
+}
+
+#[test]
 fn serve__declared_persistent_memory_is_mapped() {
     let place = Place::new();
     let bytes = pattern(3_000_001, 3);
@@ -574,6 +589,28 @@ fn push__file_opened_by_another_program_says_how_to_go_on() {
     let out = place.ok(&["push", &source, &serve.url("d"), "--resume", "--json"]);
     let report: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert!(report["resumed_from"].as_u64().unwrap() >= acknowledged, "{out}");
+}
+
+#[test]
+fn push__to_a_file_that_a_pull_replaced_is_refused_until_the_server_starts_again() {
+    let place = Place::new();
+    let source = place.write("source", &pattern(4096, 14));
+    let spec = file_spec(&place, "d", ",size=4K");
+    let serve = Serve::start(&place, "127.0.10.27", &["--file", &spec, "--mem", "m,size=4K"]);
+    place.ok(&["push", &source, &serve.url("d")]);
+    place.ok(&["pull", &serve.url("m"), &place.arg("d")]);
+    let err = place.fails(&["push", &source, &serve.url("d")], 1);
+    assert!(
+        err.contains("/d is not the file") && err.contains("restart"),
+        "{err}"
+    );
+    serve.logged("is refused: region d");
+    let (_, end) = serve.logged("ended");
+    assert!(end.contains("goodbye"), "{end}");
+    serve.end(rustix::process::Signal::TERM);
+    let serve = Serve::start(&place, "127.0.10.27", &["--file", &spec]);
+    place.ok(&["push", &source, &serve.url("d")]);
+    assert_eq!(fs::read(place.path("d")).unwrap(), fs::read(source).unwrap());
 }
 
 #[test]

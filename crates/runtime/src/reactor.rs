@@ -54,7 +54,7 @@ pub enum ReactorEvent<M> {
     Connected(ConnectionId, Result<(), EstablishError>),
     /// A message has arrived, or a request is done. Never [`Completed::Nothing`].
     Completed(ConnectionId, Completed),
-    /// A connection is over. It stays until [`Reactor::close`], which may be called before.
+    /// A connection is over, which is reported once. It stays until [`Reactor::close`], which may be called before.
     Ended(ConnectionId, ConnectionEnd),
     /// A message from another thread.
     Mail(M),
@@ -111,40 +111,43 @@ struct ReactorPort {
     device: Device,
     cq: CompletionQueue,
     receives: Option<Arc<SharedReceives>>,
-    /// Number of completions taken from the queue so far.
-    taken: u64,
-    /// What waits until the completions that the queue holds are taken: at the latest when so many have been taken. The oldest is first.
-    draining: VecDeque<(u64, Draining)>,
+    /// Closed connections until the completion of [`WorkId::Last`]: only then are all shared receives that they have taken posted again.
+    closed: HashMap<Qpn, Established>,
     /// Set if it is for connections that are accepted.
     accepts: bool,
     listener: Option<Listener>,
+    /// Set if requests may wait at the listener.
+    has_requests: bool,
     /// Reactors that take requests in turn with this one, and the port of each.
     takers: Vec<(Mailbox<Request>, usize)>,
     next_taker: usize,
-    /// Attempts, too, and connections that linger.
+    /// Attempts, too, and connections that linger or were closed.
     connections: usize,
+    /// Those of them in [`Stage::Ending`].
+    ending: usize,
 }
 
-/// What waits for the completions before it.
+/// An established connection.
 #[derive(Debug)]
-enum Draining {
-    /// The report that a connection is over: messages that arrived before come first.
-    End(ConnectionId, ConnectionEnd),
-    /// A closed connection: the receives that it has taken are posted again.
-    Closed(Box<Known>),
-}
-
-#[derive(Debug)]
-struct Known {
+struct Established {
     link: MessageConnection,
     port: usize,
     watched: bool,
-    /// Set once the connection's events have told that it is over. Its completions may tell so, too, and then do it behind its messages.
-    over: Option<ConnectionEnd>,
+    stage: Stage,
     /// Set if it is among those that hold messages.
     is_holding: bool,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Open,
+    /// Its events have told that it is over. The completion of [`WorkId::End`] reports it, at the latest.
+    Ending,
+    /// Its end is reported, or among those to be reported.
+    Ended,
+}
+
+/// An attempt to connect.
 #[derive(Debug)]
 struct Attempt {
     pending: PendingConnection,
@@ -160,8 +163,8 @@ pub struct Reactor<M> {
     sizes: Sizes,
     limits: Limits,
     /// Connections that have failed, and when each is dropped. The oldest is first.
-    lingering: VecDeque<(Instant, Known)>,
-    connections: HashMap<ConnectionId, Known>,
+    lingering: VecDeque<(Instant, Established)>,
+    connections: HashMap<ConnectionId, Established>,
     attempts: HashMap<ConnectionId, Attempt>,
     by_qpn: HashMap<(usize, Qpn), ConnectionId>,
     connections_so_far: u64,
@@ -169,10 +172,8 @@ pub struct Reactor<M> {
     /// The port to poll next.
     next_port: usize,
     polls: u32,
-    /// Reports the ports at which requests for connections have arrived, and attempts that may have a result.
+    /// Reports the ports at which requests for connections have arrived, attempts that may have a result, and connections that may be over.
     news: EventQueue,
-    /// A port that may have more requests.
-    requested: Option<usize>,
     descriptors: Vec<(DescriptorId, OwnedFd)>,
     descriptors_so_far: u64,
     /// Descriptors that were readable and are not reported.
@@ -187,6 +188,8 @@ pub struct Reactor<M> {
     /// Requests that another reactor passes on to this one.
     passing: Mailbox<Request>,
     passed: Inbox<Request>,
+    /// One of them that waits for the place of a closed connection.
+    delayed: Option<Request>,
     waiting: Waiting,
 }
 
@@ -210,7 +213,6 @@ impl<M> Reactor<M> {
             next_port: 0,
             polls: 0,
             news: EventQueue::new()?,
-            requested: None,
             descriptors: Vec::new(),
             descriptors_so_far: 0,
             readable: VecDeque::new(),
@@ -222,6 +224,7 @@ impl<M> Reactor<M> {
             inbox,
             passing,
             passed,
+            delayed: None,
             waiting: Waiting::new(waiting),
         })
     }
@@ -305,25 +308,22 @@ impl<M> Reactor<M> {
             device: device.clone(),
             cq: self.completion_queue(device)?,
             receives: receives.transpose()?,
-            taken: 0,
-            draining: VecDeque::new(),
+            closed: HashMap::new(),
             accepts,
             listener: None,
+            has_requests: false,
             takers: Vec::new(),
             next_taker: 0,
             connections: 0,
+            ending: 0,
         });
         Ok(self.ports.len() - 1)
     }
 
-    /// Returns the number of completions of so many connections that may wait at a time.
-    fn completions(&self, connections: usize) -> usize {
-        connections * self.sizes.completions() + self.limits.shared_receives.unwrap_or(0)
-    }
-
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
     fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
-        device.create_cq(self.completions(self.limits.connections) as u32)
+        let of_connections = self.limits.connections * self.sizes.completions();
+        device.create_cq((of_connections + self.limits.shared_receives.unwrap_or(0)) as u32)
     }
 
     /// Returns the devices that it listens on, one for each listener.
@@ -339,6 +339,12 @@ impl<M> Reactor<M> {
             .receives
             .as_ref()
             .map_or(0, |receives| receives.posted())
+    }
+
+    /// Returns whether a request that was passed on waits for the place of a closed connection.
+    #[cfg(test)]
+    pub(crate) fn delays_request(&self) -> bool {
+        self.delayed.is_some()
     }
 
     /// Returns a mailbox for messages to this reactor's thread.
@@ -405,11 +411,11 @@ impl<M> Reactor<M> {
 
     fn established(&mut self, connection: ConnectionId, link: MessageConnection, port: usize, watched: bool) {
         self.by_qpn.insert((port, link.qp().qpn()), connection);
-        let known = Known {
+        let known = Established {
             link,
             port,
             watched,
-            over: None,
+            stage: Stage::Open,
             is_holding: false,
         };
         self.connections.insert(connection, known);
@@ -461,6 +467,7 @@ impl<M> Reactor<M> {
             return;
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
+        self.ports[known.port].ending -= usize::from(known.stage == Stage::Ending);
         // One that has not failed would go on taking receives of the others.
         let linger = linger.filter(|_| !known.link.shares_receives() || known.link.qp().error().is_some());
         match linger {
@@ -469,41 +476,30 @@ impl<M> Reactor<M> {
         }
     }
 
-    fn dropped(&mut self, known: Known) {
-        let at = known.port;
+    /// Drops a closed connection, which frees its place: if it shares receives, behind the completions of those that it has taken.
+    fn dropped(&mut self, known: Established) {
+        let port = &mut self.ports[known.port];
         if known.link.shares_receives() {
             known.link.disconnect();
-            self.drain(at, Draining::Closed(Box::new(known)));
-        } else {
-            self.ports[at].connections -= 1;
-        }
-    }
-
-    /// Has something wait until all completions that a port's queue holds now have been taken.
-    fn drain(&mut self, at: usize, what: Draining) {
-        let waiting = self.completions(self.ports[at].connections);
-        let port = &mut self.ports[at];
-        port.draining.push_back((port.taken + waiting as u64, what));
-    }
-
-    /// Takes note that a completion was taken from a port's queue, or that there is none.
-    fn took(&mut self, at: usize, found: bool) {
-        let port = &mut self.ports[at];
-        port.taken += u64::from(found);
-        while port
-            .draining
-            .front()
-            .is_some_and(|(until, _)| !found || *until <= port.taken)
-            && let Some((_, what)) = port.draining.pop_front()
-        {
-            match what {
-                Draining::End(connection, end) => self.ended.push_back((connection, end)),
-                Draining::Closed(known) => {
-                    port.connections -= 1;
-                    drop(known);
-                }
+            if known.link.post_empty(WorkId::Last).is_ok() {
+                port.closed.insert(known.link.qp().qpn(), known);
+                return;
             }
         }
+        port.connections -= 1;
+    }
+
+    /// Has the end of a connection reported, unless it was.
+    fn report_end(&mut self, connection: ConnectionId, end: ConnectionEnd) {
+        let Some(known) = self.connections.get_mut(&connection) else {
+            return;
+        };
+        match std::mem::replace(&mut known.stage, Stage::Ended) {
+            Stage::Open => {}
+            Stage::Ending => self.ports[known.port].ending -= 1,
+            Stage::Ended => return,
+        }
+        self.ended.push_back((connection, end));
     }
 
     /// Returns what has happened, without waiting.
@@ -531,7 +527,6 @@ impl<M> Reactor<M> {
                     return Some(event);
                 }
             }
-            self.took(at, false);
         }
         None
     }
@@ -573,43 +568,69 @@ impl<M> Reactor<M> {
         if let Some(mail) = self.inbox.take() {
             return Some(ReactorEvent::Mail(mail));
         }
-        if let Some(request) = self.passed.take() {
-            return Some(ReactorEvent::Request(request));
-        }
         if let Some(id) = self.readable.pop_front() {
             return Some(ReactorEvent::Readable(id));
         }
-        loop {
-            // The queue reports a port once, however many requests have arrived there.
-            let reported = || self.news.poll();
-            let token = self.requested.take().map(|port| port as u64).or_else(reported)?;
-            if token & CONNECTION != 0 {
-                let connection = ConnectionId(token & !CONNECTION);
-                if let Some(result) = self.attempted(connection) {
-                    return Some(ReactorEvent::Connected(connection, result));
+        if let Some(event) = self.poll_news() {
+            return Some(event);
+        }
+        let request = self.poll_passed().or_else(|| self.poll_listeners());
+        request.map(ReactorEvent::Request)
+    }
+
+    /// Returns the result of an attempt to connect. Takes note of connections that are over, and of listeners that have requests.
+    fn poll_news(&mut self) -> Option<ReactorEvent<M>> {
+        while let Some(token) = self.news.poll() {
+            if token & CONNECTION == 0 {
+                // Of the ports, those are gone that could not listen together with others.
+                if let Some(port) = self.ports.get_mut(token as usize) {
+                    port.has_requests = true;
                 }
-                match self.over(connection) {
-                    Some(event) => return Some(event),
-                    None => continue,
-                }
-            }
-            let at = token as usize;
-            let Some(port) = self.ports.get_mut(at) else {
                 continue;
-            };
-            // The places of closed connections become free first.
-            if port.connections >= self.limits.connections && !port.draining.is_empty() {
-                self.requested = Some(at);
-                return None;
             }
-            let listener = port.listener.as_ref();
-            if let Some(request) = listener.and_then(|listener| listener.accept(Duration::ZERO)) {
-                self.requested = Some(at);
-                if let Some(request) = port.pass(Request { port: at, request }) {
-                    return Some(ReactorEvent::Request(request));
+            let connection = ConnectionId(token & !CONNECTION);
+            if let Some(result) = self.attempted(connection) {
+                return Some(ReactorEvent::Connected(connection, result));
+            }
+            self.check_end(connection);
+        }
+        None
+    }
+
+    /// Returns a request that another reactor has passed on to this one.
+    fn poll_passed(&mut self) -> Option<Request> {
+        let request = self.delayed.take().or_else(|| self.passed.take())?;
+        if self.awaits_place(request.port) {
+            self.delayed = Some(request);
+            return None;
+        }
+        Some(request)
+    }
+
+    /// Returns a request that has arrived at a listener, unless it is another reactor's turn.
+    fn poll_listeners(&mut self) -> Option<Request> {
+        for at in 0..self.ports.len() {
+            while self.ports[at].has_requests && !self.awaits_place(at) {
+                let port = &mut self.ports[at];
+                let listener = port.listener.as_ref();
+                match listener.and_then(|listener| listener.accept(Duration::ZERO)) {
+                    Some(request) => {
+                        if let Some(request) = port.pass(Request { port: at, request }) {
+                            return Some(request);
+                        }
+                    }
+                    None => port.has_requests = false,
                 }
             }
         }
+        None
+    }
+
+    /// Returns whether a port has no place for another connection, but may soon have that of one that is over or closed. Its requests
+    /// wait for that.
+    fn awaits_place(&self, port: usize) -> bool {
+        let port = &self.ports[port];
+        port.connections >= self.limits.connections && (port.ending > 0 || !port.closed.is_empty())
     }
 
     /// Returns the result of an attempt to connect, once there is one.
@@ -631,12 +652,19 @@ impl<M> Reactor<M> {
     }
 
     fn completed(&mut self, at: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
-        self.took(at, true);
+        let port = &mut self.ports[at];
         let connection = self.by_qpn.get(&(at, wc.qpn)).copied();
-        if let (Some(receives), WorkId::Receive(index)) = (&self.ports[at].receives, WorkId::from(wc.wr_id))
-            && (connection.is_none() || wc.status != Status::Success)
-        {
-            receives.repost(index);
+        match (WorkId::from(wc.wr_id), &port.receives) {
+            (WorkId::Last, _) => {
+                port.connections -= usize::from(port.closed.remove(&wc.qpn).is_some());
+            }
+            // No connection takes a message of it.
+            (WorkId::Receive(index), Some(receives))
+                if connection.is_none() || wc.status != Status::Success =>
+            {
+                receives.repost(index);
+            }
+            _ => {}
         }
         let connection = connection?;
         let known = self.connections.get_mut(&connection)?;
@@ -650,12 +678,6 @@ impl<M> Reactor<M> {
             known.is_holding = true;
             self.holding.push(connection);
         }
-        if let (Ok(_), Some(end)) = (&result, known.over)
-            && !known.link.shares_receives()
-            && known.link.own_receives() == 0
-        {
-            self.ended.push_back((connection, end));
-        }
         let end = match result {
             Ok(Completed::Nothing) => return None,
             Ok(completed) => return Some(ReactorEvent::Completed(connection, completed)),
@@ -663,38 +685,40 @@ impl<M> Reactor<M> {
             Err(status) => ConnectionEnd::Failed(status),
         };
         // Messages that waited for a slot come first, as far as there are slots.
-        self.ended.push_back((connection, end));
+        self.report_end(connection, end);
         self.poll_held().or_else(|| self.poll_ended())
     }
 
-    /// Takes note that an established connection is over, if it is. If receives of its own are posted, their completions report it, behind
-    /// those of the messages that have arrived.
-    fn over(&mut self, connection: ConnectionId) -> Option<ReactorEvent<M>> {
-        let known = self.connections.get_mut(&connection)?;
-        if known.over.is_some() {
-            return None;
+    /// Takes note that an established connection is over, if it is. Its end is reported behind the messages that have arrived, however
+    /// many completions of other connections keep coming.
+    fn check_end(&mut self, connection: ConnectionId) {
+        let known = self.connections.get_mut(&connection);
+        let Some(known) = known.filter(|known| known.stage == Stage::Open) else {
+            return;
+        };
+        let Some(end) = known.link.end() else {
+            return;
+        };
+        if known.link.post_empty(WorkId::End).is_ok() {
+            known.stage = Stage::Ending;
+            self.ports[known.port].ending += 1;
+        } else {
+            self.report_end(connection, end);
         }
-        let end = known.link.end()?;
-        known.over = Some(end);
-        if known.link.shares_receives() {
-            let at = known.port;
-            self.drain(at, Draining::End(connection, end));
-            let event = self.poll_completions().or_else(|| self.poll_held());
-            return event.or_else(|| self.poll_ended());
-        }
-        (known.link.own_receives() == 0).then_some(ReactorEvent::Ended(connection, end))
     }
 
     /// Does what is due at `now`; returns when the next is due.
     pub(crate) fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
         if self.keepalive.is_due(now, !self.connections.is_empty()) {
             // Probes all connections at once, so that the machine wakes up once.
-            for (connection, known) in self.connections.iter_mut().filter(|(_, known)| known.watched) {
+            let open = |known: &Established| known.watched && known.stage == Stage::Open;
+            for (connection, known) in self.connections.iter_mut().filter(|(_, known)| open(known)) {
                 let end = match known.link.probe() {
                     Ok(true) => continue,
                     Ok(false) => ConnectionEnd::Silent,
                     Err(_) => ConnectionEnd::Lost,
                 };
+                known.stage = Stage::Ended;
                 self.ended.push_back((*connection, end));
             }
         }
@@ -764,7 +788,6 @@ impl<M> Reactor<M> {
                     return Ok(Some(event));
                 }
             }
-            self.took(at, false);
         }
         Ok(self.poll_others())
     }

@@ -435,6 +435,38 @@ fn pass_to__a_device_without_engines_serves_several_reactors() {
 }
 
 #[test]
+fn pass_to__a_request_waits_for_the_place_of_a_closed_connection() {
+    let mut both = Both::new("127.0.12.33:7174", SIZES, 1);
+    let mut taker = Reactor::<()>::new(SIZES, limits(1), None).unwrap();
+    both.server.pass_to(&mut taker).unwrap();
+    let params = ConnectParams::default();
+    for _ in 0..3 {
+        both.connect();
+        // The next is the taker's.
+        let here = both.client.connect(&both.device, both.address, &params).unwrap();
+        let began = Instant::now();
+        let polled = loop {
+            assert!(began.elapsed() < LONG, "no request");
+            assert!(both.server.poll().is_none());
+            match taker.poll_others() {
+                None if taker.delays_request() => break None,
+                None => std::thread::yield_now(),
+                some => break some,
+            }
+        };
+        // The completion that frees the place comes before the request.
+        let ReactorEvent::Request(request) = polled.unwrap_or_else(|| next(&mut taker)) else {
+            panic!("no request");
+        };
+        let there = taker.accept(request, &params).unwrap();
+        assert!(matches!(next(&mut both.client), ReactorEvent::Connected(of, Ok(())) if of == here));
+        both.client.close(here, None);
+        assert!(matches!(next(&mut taker), ReactorEvent::Ended(of, _) if of == there));
+        taker.close(there, None);
+    }
+}
+
+#[test]
 fn ended__a_failed_request_has_its_status() {
     let address: SocketAddr = "127.0.12.8:7174".parse().unwrap();
     let server = Echo::start(address, 1);
@@ -622,6 +654,41 @@ fn connect__nobody_listens_and_withdrawn() {
         .unwrap();
     assert!(matches!(next(&mut reactor), ReactorEvent::Connected(of, Err(_)) if of == id));
     assert_eq!(device.object_counts().0, 0, "queue pairs");
+}
+
+#[test]
+fn connect__refused_and_then_accepted() {
+    let mut both = Both::new("127.0.12.34:7174", SIZES, 1);
+    let params = ConnectParams::default();
+    for _ in 0..5 {
+        let here = both.client.connect(&both.device, both.address, &params).unwrap();
+        let ReactorEvent::Request(request) = next(&mut both.server) else {
+            panic!("no request");
+        };
+        request.refuse("closed today");
+        match next(&mut both.client) {
+            ReactorEvent::Connected(
+                of,
+                Err(EstablishError::Connect(ConnectError::Rejected { private_data, .. })),
+            ) => {
+                assert_eq!(of, here);
+                assert!(private_data.starts_with(b"closed today"), "{private_data:?}");
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(both.client.connection(here).is_none());
+    }
+    assert_eq!(
+        both.server.shared_receives(),
+        1,
+        "a request that is refused adds none"
+    );
+    // All places are free.
+    for round in 0..4 {
+        let [there, here] = both.connect();
+        both.send(here, &[round]);
+        both.receive(there, &[round]);
+    }
 }
 
 #[test]
@@ -827,6 +894,15 @@ impl Both {
         self.client.connection(from).unwrap().give_back(slot);
     }
 
+    /// Waits until the server's device has noticed that a connection is over.
+    fn wait_ended(&mut self, there: ConnectionId) {
+        let began = Instant::now();
+        while self.server.connection(there).unwrap().end().is_none() {
+            assert!(began.elapsed() < LONG, "the connection goes on");
+            std::thread::yield_now();
+        }
+    }
+
     #[track_caller]
     fn receive(&mut self, at: ConnectionId, message: &[u8]) -> SendSlot {
         match next(&mut self.server) {
@@ -846,16 +922,13 @@ fn ended__behind_the_messages_of_a_connection_that_shares_receives() {
         let [there, here] = both.connect();
         (0..3).for_each(|round| both.send(here, &[round]));
         both.client.close(here, None);
-        for round in 0..3 {
+        if others_first {
             // The queue of events, which reports the end of the connection, may be the first to be polled.
-            let first = others_first && round == 0;
-            let event = match first {
-                true => std::iter::repeat_with(|| both.server.poll_others())
-                    .flatten()
-                    .next()
-                    .unwrap(),
-                false => next(&mut both.server),
-            };
+            both.wait_ended(there);
+            assert!(both.server.poll_others().is_none());
+        }
+        for round in 0..3 {
+            let event = next(&mut both.server);
             assert!(
                 matches!(event, ReactorEvent::Completed(of, Completed::Message { bytes, .. }) if (of, &*bytes) == (there, &[round]))
             );
@@ -867,6 +940,93 @@ fn ended__behind_the_messages_of_a_connection_that_shares_receives() {
         assert!(both.server.poll().is_none());
         assert_eq!(both.device.object_counts().0, 0, "queue pairs");
     }
+}
+
+#[test]
+fn ended__completions_of_other_connections_that_keep_coming_delay_no_end() {
+    let mut both = Both::new("127.0.12.30:7174", SIZES, 4);
+    let ([ending, its_peer], [there, here]) = (both.connect(), both.connect());
+    both.client.close(its_peer, None);
+    both.wait_ended(ending);
+    let ahead = 2;
+    (0..ahead).for_each(|_| both.send(here, b"on and on"));
+    let mut event = both.server.poll_others();
+    // The queue of completions is never empty.
+    let mut messages = 0;
+    loop {
+        match event.take().or_else(|| both.server.poll()) {
+            Some(ReactorEvent::Completed(of, Completed::Message { slot, .. })) if of == there => {
+                both.server.connection(there).unwrap().give_back(slot.unwrap());
+                both.send(here, b"on and on");
+                messages += 1;
+            }
+            Some(ReactorEvent::Ended(of, ConnectionEnd::Disconnected)) if of == ending => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(messages, ahead, "those before the end");
+}
+
+#[test]
+fn ended__a_connection_that_stays_reports_its_end_once() {
+    let mut both = Both::new("127.0.12.31:7174", SIZES, 4);
+    let [there, here] = both.connect();
+    let link = both.server.connection(there).unwrap();
+    both.client.connection(here).unwrap().disconnect();
+    // Each of these requests is flushed.
+    for slot in 0..3 {
+        link.send_reported(SendSlot::new(slot), b"answer").unwrap();
+    }
+    assert!(matches!(next(&mut both.server), ReactorEvent::Ended(of, _) if of == there));
+    both.wait_ended(there);
+    for _ in 0..100 {
+        assert!(both.server.poll().is_none());
+    }
+    both.server.close(there, None);
+    assert!(both.server.poll().is_none());
+    assert_eq!(both.server.shared_receives(), 5, "none is lost");
+}
+
+#[test]
+fn ended__a_peer_that_exceeds_its_credits_ends_alone() {
+    let address: SocketAddr = "127.0.12.32:7174".parse().unwrap();
+    let mut reactor = reactor::<Peer>(address, 2);
+    let mailbox = reactor.mailbox();
+    let flooding = std::thread::spawn(move || {
+        let mut peer = Peer::connect(address).unwrap();
+        loop {
+            while peer.send(b"flood") {}
+            if let Err(status) = peer.wait() {
+                return status;
+            }
+        }
+    });
+    let going_on = std::thread::spawn(move || {
+        let mut peer = Peer::connect(address).unwrap();
+        for round in 0..200u32 {
+            peer.send_soon(&round.to_be_bytes());
+            assert_eq!(peer.message().unwrap(), round.to_be_bytes());
+        }
+        mailbox.send(peer);
+    });
+    let (mut flooded, mut ends, mut last) = (None, Vec::new(), None);
+    while ends.is_empty() || last.is_none() {
+        match next(&mut reactor) {
+            // These get no answer, so that they keep their slots.
+            ReactorEvent::Completed(id, Completed::Message { bytes, .. }) if bytes == b"flood" => {
+                flooded = Some(id);
+            }
+            ReactorEvent::Mail(peer) => last = Some(peer),
+            event => echo(&mut reactor, event, &mut ends),
+        }
+    }
+    let excess = ConnectionEnd::Failed(Status::RemoteInvalidRequest);
+    assert_eq!(ends, [(flooded.unwrap(), excess)]);
+    flooding.join().unwrap();
+    going_on.join().unwrap();
+    assert!(reactor.poll().is_none());
+    // Two for all, one for the connection that goes on, and perhaps that of the other, until it is used.
+    assert!((3..=4).contains(&reactor.shared_receives()), "none is lost");
 }
 
 #[test]

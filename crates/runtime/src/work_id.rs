@@ -18,6 +18,10 @@ pub enum WorkId {
     Operation(u64),
     /// A probe of the peer.
     Probe,
+    /// An empty request of a connection that is over: its completion follows those of all messages that have arrived.
+    End,
+    /// An empty request of a connection that was closed: no other completion of its queue pair follows its completion.
+    Last,
 }
 
 impl From<WorkId> for u64 {
@@ -27,6 +31,8 @@ impl From<WorkId> for u64 {
             WorkId::Send(slot) => (1, slot.index() as u64),
             WorkId::Operation(number) => (2, number & NUMBER_MASK),
             WorkId::Probe => (3, 0),
+            WorkId::End => (3, 1),
+            WorkId::Last => (3, 2),
         };
         kind << KIND_SHIFT | number
     }
@@ -39,7 +45,11 @@ impl From<u64> for WorkId {
             0 => WorkId::Receive(number as u32),
             1 => WorkId::Send(SendSlot::new(number as usize)),
             2 => WorkId::Operation(number),
-            _ => WorkId::Probe,
+            _ => match number {
+                1 => WorkId::End,
+                2 => WorkId::Last,
+                _ => WorkId::Probe,
+            },
         }
     }
 }
@@ -59,6 +69,8 @@ mod tests {
             WorkId::Operation(0),
             WorkId::Operation(NUMBER_MASK),
             WorkId::Probe,
+            WorkId::End,
+            WorkId::Last,
         ];
         for id in ids {
             assert_eq!(WorkId::from(u64::from(id)), id);

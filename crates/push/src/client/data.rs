@@ -270,7 +270,7 @@ impl Client {
     /// Waits until a mapping's keys are known to be invalid: then no request posted before can take effect after later ones.
     fn wait_over(&mut self, mapping: &Mapping) -> Result<(), Error> {
         while mapping.direct && !self.is_over(mapping) {
-            self.turn()?;
+            self.handle_next()?;
         }
         Ok(())
     }
@@ -279,7 +279,7 @@ impl Client {
     /// requests would overtake it.
     fn settle(&mut self) -> Result<(), Error> {
         while self.ordinary > 0 {
-            self.turn()?;
+            self.handle_next()?;
         }
         Ok(())
     }
@@ -293,7 +293,7 @@ impl Client {
     }
 
     /// Waits for a completion and handles it.
-    pub(super) fn turn(&mut self) -> Result<(), Error> {
+    pub(super) fn handle_next(&mut self) -> Result<(), Error> {
         if let Some(wc) = self.poll()? {
             self.handle(&wc)?;
         }
@@ -431,7 +431,7 @@ impl Client {
                     _ => Ok(entry.done),
                 };
             }
-            self.turn()?;
+            self.handle_next()?;
         }
     }
 

@@ -73,7 +73,7 @@ impl Client {
             .is_some_and(|leased| mapping.connection == self.connection && leased.state != LeasedState::Over)
         {
             self.begin_release(mapping.id)?;
-            self.turn()?;
+            self.handle_next()?;
         }
         Ok(())
     }

@@ -271,7 +271,7 @@ impl Client {
             if let Some(mapping) = self.mapped(&pending)? {
                 return Ok(mapping);
             }
-            self.turn()?;
+            self.handle_next()?;
         }
     }
 
@@ -451,14 +451,14 @@ impl Client {
         let slot = loop {
             match self.link.connection.take_slot() {
                 Some(slot) => break slot,
-                None => self.turn()?,
+                None => self.handle_next()?,
             }
         };
         self.link.last_request += 1;
         let goodbye = bytes_of(self.link.last_request, &Message::Goodbye);
         self.link.connection.send_reported(slot, &goodbye)?;
         while !self.link.has_left {
-            self.turn()?;
+            self.handle_next()?;
         }
         Ok(())
     }
@@ -474,7 +474,7 @@ impl Client {
             if let Ok(answer) = answer.try_recv() {
                 return unless_refused(answer);
             }
-            self.turn()?;
+            self.handle_next()?;
         }
     }
 
@@ -611,13 +611,13 @@ fn wait_until(cq: &CompletionQueue, until: Instant, wait: Wait) -> Result<Option
     if wait == Wait::Blocked {
         return Ok(cq.wait(until.saturating_duration_since(Instant::now()))?);
     }
-    let mut turns = 0u32;
+    let mut polls = 0u32;
     loop {
         if let Some(wc) = cq.poll() {
             return Ok(Some(wc));
         }
-        turns = turns.wrapping_add(1);
-        if turns.is_multiple_of(1024) && Instant::now() >= until {
+        polls = polls.wrapping_add(1);
+        if polls.is_multiple_of(1024) && Instant::now() >= until {
             return Ok(None);
         }
     }

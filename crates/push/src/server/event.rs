@@ -18,6 +18,13 @@ pub enum ServerEvent {
         /// Address of the client.
         peer: IpAddr,
     },
+    /// A request of a client failed.
+    RequestRefused {
+        /// Number of the client.
+        client: ClientId,
+        /// The reason, as the client gets it.
+        why: String,
+    },
     /// A client mapped a range.
     Mapped {
         /// Number of the client.
@@ -106,6 +113,9 @@ impl std::fmt::Display for ServerEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             ServerEvent::Connected { client, peer } => write!(f, "client {client} connected from {peer}"),
+            ServerEvent::RequestRefused { client, why } => {
+                write!(f, "a request of client {client} is refused: {why}")
+            }
             ServerEvent::Mapped {
                 client,
                 mapping,

@@ -116,7 +116,9 @@ impl Metrics {
             ServerEvent::Mapped { .. } => metrics.mapped += 1,
             ServerEvent::Breaking { .. } => metrics.breaks += 1,
             ServerEvent::Revoked { .. } => metrics.revoked += 1,
-            ServerEvent::Unmapped { .. }
+            // `answered` counts refused requests.
+            ServerEvent::RequestRefused { .. }
+            | ServerEvent::Unmapped { .. }
             | ServerEvent::Released { .. }
             | ServerEvent::Opened { .. }
             | ServerEvent::Closed { .. }

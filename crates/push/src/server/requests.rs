@@ -316,6 +316,12 @@ impl<D: Driver> Service<D> {
     }
 
     fn granted(&mut self, lease: LeaseId, pending: Pending) {
+        if let Pending::Write(ticket, ordinary, ..) | Pending::Read(ticket, ordinary) = &pending
+            && let Err(failure) = self.check_ordinary(ticket.client, ordinary)
+        {
+            self.leases.release(self.now, lease);
+            return self.fail(pending, failure);
+        }
         match pending {
             Pending::Map(ticket, map) => {
                 let client = self.clients.get(&ticket.client);
@@ -371,6 +377,17 @@ impl<D: Driver> Service<D> {
                 }
             }
         }
+    }
+
+    /// Checks an ordinary operation as [`Service::check_place`] does, unless the client has a mapping of the region: then it
+    /// continues on the file that the mapping was made for.
+    fn check_ordinary(&mut self, client: ClientId, ordinary: &Ordinary) -> Result<(), (ErrorCode, String)> {
+        let client = self.clients.get(&client);
+        let is_mapped = |mapping: &Mapping| mapping.number == ordinary.number;
+        if client.is_some_and(|client| client.mappings.values().any(is_mapped)) {
+            return Ok(());
+        }
+        self.check_place(&ordinary.region)
     }
 
     /// Registers a mapping.

@@ -16,7 +16,7 @@ use super::requests::{Pending, Welcoming};
 use super::session::{EndReason, Map, Session, Shared};
 use super::work::{Finished, Job, Task, Ticket};
 use super::{HANDSHAKE_TIMEOUT, ServerEvent};
-use crate::region::Mapped;
+use crate::region::{Mapped, Region};
 
 /// The place that an outgoing message takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +71,9 @@ pub trait Driver {
 
     /// Returns whether no program of the host has the file of the region with this number open.
     fn is_alone(&mut self, region: RegionId) -> bool;
+
+    /// Returns whether the path of a region's file leads to the file that the region has open.
+    fn is_in_place(&mut self, region: &Region) -> bool;
 }
 
 /// A mapping. Without its lease it cannot be accessed, and can only be flushed.
@@ -294,6 +297,11 @@ impl<D: Driver> Service<D> {
             None => ReplySlot::Answer(slot),
             Some(_) => ReplySlot::Last(slot),
         };
+        // The event of the end tells why a last message is an error.
+        if let (Message::Error { text, .. }, ReplySlot::Answer(_)) = (message, slot) {
+            let why = text.clone();
+            self.events.push(ServerEvent::RequestRefused { client, why });
+        }
         if !self.driver.send(client, slot, request, message) {
             self.end(client, EndReason::Failed("connection lost".into()));
         }

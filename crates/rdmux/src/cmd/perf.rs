@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{CommandFactory, Parser, ValueEnum};
 use rdmux_memory::AnonymousMemory;
-use rdmux_push::parse_size;
+use rdmux_push::{TargetError, is_malformed_ipv4, parse_size};
 use rdmux_verbs::{
     Access, Carrier, CompletionQueue, ConnectError, ConnectParams, Connection, Counters, Device, Memory,
     MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason, Selectivity,
@@ -549,24 +549,24 @@ fn answer_client(
     match request.test {
         Test::WriteLat => {
             let last = half + u64::from(request.bytes.max(1)) - 1;
-            let mut turn = 0u8;
+            let mut round = 0u8;
             loop {
-                let expected = turn.wrapping_add(1);
+                let expected = round.wrapping_add(1);
                 if !side.has_come(device, last, expected) {
                     if watch.is_over()? {
                         return Ok(());
                     }
                     continue;
                 }
-                turn = expected;
-                side.memory.write(u64::from(request.bytes) - 1, &[turn]).ok();
+                round = expected;
+                side.memory.write(u64::from(request.bytes) - 1, &[round]).ok();
                 let operation = Operation::Write {
                     va: sink.0,
                     rkey: sink.1,
                     imm: None,
                 };
                 let sges = side.mr.sge(0, request.bytes).into();
-                let flags = if turn.is_multiple_of(COMPLETED_EVERY) {
+                let flags = if round.is_multiple_of(COMPLETED_EVERY) {
                     SendFlags::SIGNALED
                 } else {
                     SendFlags::empty()
@@ -583,7 +583,7 @@ fn answer_client(
                 {
                     return Ok(());
                 }
-                if turn.is_multiple_of(COMPLETED_EVERY) {
+                if round.is_multiple_of(COMPLETED_EVERY) {
                     while side.cq.poll().is_some() {}
                 }
             }
@@ -705,6 +705,10 @@ fn params() -> ConnectParams {
 
 /// Connects, measures every requested size, and prints the results unless JSON is requested.
 fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
+    ensure!(
+        !is_malformed_ipv4(host),
+        "{host} is not an IPv4 address: each of its numbers is at most 255"
+    );
     let peer = (host, args.port)
         .to_socket_addrs()
         .with_context(|| format!("cannot resolve {host}"))?
@@ -712,7 +716,10 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     let peer = peer.with_context(|| format!("{host} has no address"))?;
     let address = match args.bind {
         Some(address) => address,
-        None => Device::address_to(peer).with_context(|| format!("no route to {}", peer.ip()))?,
+        None => Device::address_to(peer).map_err(|source| TargetError::Route {
+            peer: peer.ip(),
+            source,
+        })?,
     };
     let device = Device::open(address)?;
     let sizes: Vec<u32> = if args.all {
@@ -903,9 +910,9 @@ impl Run<'_> {
                 post_recv(&side.qps[0], side, request, i)?;
             }
         }
-        let mut turn = 0u8;
+        let mut round = 0u8;
         for _ in 0..iterations.min(1000) / 10 {
-            self.round_trip(&mut turn)?;
+            self.round_trip(&mut round)?;
         }
         let wanted = iterations.div_ceil(group) as usize;
         let mut samples: Vec<u64> = Vec::with_capacity(wanted);
@@ -914,7 +921,7 @@ impl Run<'_> {
             samples.is_empty() || begin < until
         }) {
             for _ in 0..group {
-                self.round_trip(&mut turn)?;
+                self.round_trip(&mut round)?;
             }
             let end = Instant::now();
             samples.push((end - begin).as_nanos() as u64 / u64::from(group));
@@ -924,8 +931,8 @@ impl Run<'_> {
         Ok(latency_row(request.bytes, trips, samples, halves))
     }
 
-    /// Makes one round trip there and back, or one request that the NIC answers. `turn` counts WRITEs, which carry it in their last byte.
-    fn round_trip(&self, turn: &mut u8) -> Result<()> {
+    /// Makes one round trip there and back, or one request that the NIC answers. `round` counts WRITEs, which carry it in their last byte.
+    fn round_trip(&self, round: &mut u8) -> Result<()> {
         let Run {
             request,
             side,
@@ -946,17 +953,17 @@ impl Run<'_> {
         };
         match request.test {
             Test::WriteLat => {
-                *turn = turn.wrapping_add(1);
+                *round = round.wrapping_add(1);
                 let last = u64::from(request.bytes) - 1;
-                side.memory.write(last, &[*turn]).ok();
-                let flags = if turn.is_multiple_of(COMPLETED_EVERY) {
+                side.memory.write(last, &[*round]).ok();
+                let flags = if round.is_multiple_of(COMPLETED_EVERY) {
                     signaled
                 } else {
                     SendFlags::empty()
                 };
                 qp.post_send(request_of(write, self.data(), flags))?;
-                self.wait_byte(slot_bytes(request) + last, *turn)?;
-                if turn.is_multiple_of(COMPLETED_EVERY) {
+                self.wait_byte(slot_bytes(request) + last, *round)?;
+                if round.is_multiple_of(COMPLETED_EVERY) {
                     while side.cq.poll().is_some() {}
                 }
             }

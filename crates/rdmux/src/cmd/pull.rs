@@ -13,7 +13,7 @@ use rdmux_verbs::Memory;
 use serde_json::json;
 
 use super::push::{
-    Common, connect, folder_of, gigabytes_per_second, interrupted, progress_bar, take_interrupts,
+    Common, connect, folder_of, gigabytes_per_second, interrupted, map, progress_bar, take_interrupts,
 };
 use crate::output;
 
@@ -92,7 +92,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         );
     }
     take_interrupts()?;
-    let mut client = connect(&args.source, common)?;
+    let client = connect(&args.source, common)?;
     let offset = args.source.offset;
     let request = MapRequest {
         // This mapping disturbs no writer: the checksum shows whether there was one.
@@ -101,7 +101,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         length: args.bytes.unwrap_or(0),
         ..MapRequest::new(Access::READ)
     };
-    let mapping = client.map_as(&args.source.region, &request)?;
+    let (mut client, mapping) = map(client, &args.source.region, &request)?;
     let length: u64 = mapping.extents().iter().map(|extent| extent.length).sum();
     // Replace a file that a killed pull left; do not follow a link that somebody put there.
     let _ = fs::remove_file(&part_path);
@@ -128,12 +128,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
     file.sync_all().with_context(|| part_path.display().to_string())?;
     let elapsed = start.elapsed();
     let there = client.checksum(&args.source.region, offset, length)?;
+    client.close();
     ensure!(
         there == crc,
         "{} changed during the pull (CRC-64 {there:016x} at the server, {crc:016x} here): pull it again",
         args.source
     );
-    client.close();
     fs::rename(&part_path, &target).with_context(|| args.file.display().to_string())?;
     part.0 = None;
     File::open(folder_of(&target))?.sync_all()?;

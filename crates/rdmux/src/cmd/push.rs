@@ -14,8 +14,8 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rdmux_push::client::DEPTH_MAX;
 use rdmux_push::{
-    Access, Client, Conflict, Crc64, Domain, Error, Key, MapRequest, Options, Placement, Target, parse_size,
-    transfer_id,
+    Access, Client, Conflict, Crc64, Domain, Error, Key, MapRequest, Mapping, Name, Options, Placement,
+    Target, parse_size, transfer_id,
 };
 use rdmux_verbs::Memory;
 use serde_json::json;
@@ -139,6 +139,19 @@ pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
     Err(first.map_or_else(|| anyhow!("{} has no address", target.host), Into::into))
 }
 
+/// Maps a range. A client that is refused says goodbye: the server would report that it may have died.
+pub(super) fn map(mut client: Client, region: &Name, request: &MapRequest) -> Result<(Client, Mapping)> {
+    match client.map_as(region, request) {
+        Ok(mapping) => Ok((client, mapping)),
+        Err(error) => {
+            if matches!(error, Error::Refused { .. }) {
+                client.close();
+            }
+            Err(error.into())
+        }
+    }
+}
+
 /// Returns a bar on a terminal, a hidden one elsewhere.
 pub(super) fn progress_bar(bytes: u64, common: &Common) -> ProgressBar {
     if common.quiet || common.json || !std::io::stderr().is_terminal() {
@@ -196,7 +209,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         None => None,
     };
     take_interrupts()?;
-    let mut client = connect(&args.target, common)?;
+    let client = connect(&args.target, common)?;
     let (region, offset) = (args.target.region.clone(), args.target.offset);
     let name = args.file.file_name().unwrap_or_default().as_encoded_bytes();
     let modified_ns = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
@@ -219,7 +232,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         transfer,
         ..MapRequest::new(Access::WRITE)
     };
-    let mapping = client.map_as(&region, &request)?;
+    let (mut client, mapping) = map(client, &region, &request)?;
     if args.stream.stream {
         return push_stream(&args, client, &mapping, &upload);
     }
@@ -263,6 +276,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let crc = upload.crc.value();
     let there = client.checksum(&region, offset, upload.length)?;
+    client.close();
     let now = upload.file.metadata()?;
     ensure!(
         (now.len(), now.mtime(), now.mtime_nsec()) == (meta.len(), meta.mtime(), meta.mtime_nsec()),
@@ -275,7 +289,6 @@ pub(crate) fn run(args: Args) -> Result<()> {
         args.target,
         args.file.display()
     );
-    client.close();
     let sent = upload.length - resumed_from;
     let rate = gigabytes_per_second(sent, elapsed);
     if common.json {
@@ -301,12 +314,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
 }
 
 /// Copies memory that its owner keeps writing.
-fn push_stream(
-    args: &Args,
-    mut client: Client,
-    mapping: &rdmux_push::Mapping,
-    upload: &Upload,
-) -> Result<()> {
+fn push_stream(args: &Args, mut client: Client, mapping: &Mapping, upload: &Upload) -> Result<()> {
     let common = &args.common;
     let tells = !common.quiet && !common.json;
     let begin = Instant::now();
@@ -324,6 +332,7 @@ fn push_stream(
     let crc = stream.run(&mut client, mapping, &mut tell)?;
     let elapsed = begin.elapsed();
     let there = client.checksum(&args.target.region, args.target.offset, upload.length)?;
+    client.close();
     ensure!(
         there == crc,
         "{} differs from the bytes sent (CRC-64 {there:016x} at the server, {crc:016x} here), perhaps by another writer: stream it again",
@@ -331,7 +340,6 @@ fn push_stream(
     );
     let durable = mapping.strongest() == Placement::PERSISTENT;
     let domain = mapping.domain();
-    client.close();
     let sent: u64 = stream.rounds.iter().map(|round| round.bytes).sum();
     let rate = gigabytes_per_second(sent, elapsed);
     if common.json {
@@ -409,13 +417,7 @@ impl Upload {
     }
 
     /// Writes the missing part and flushes it.
-    fn send(
-        &mut self,
-        client: &mut Client,
-        mapping: &rdmux_push::Mapping,
-        args: &Args,
-        bar: &ProgressBar,
-    ) -> Result<()> {
+    fn send(&mut self, client: &mut Client, mapping: &Mapping, args: &Args, bar: &ProgressBar) -> Result<()> {
         let (chunk, depth) = (u64::from(args.common.chunk), u64::from(args.common.depth));
         let buffer = client.buffer((chunk * depth) as usize)?;
         let mut bytes = vec![0; chunk as usize];

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rdmux_push::{
-    DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, Ways, parse_size, server, split_port,
+    DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, Sizing, Ways, parse_size, server,
+    split_port,
 };
 use rdmux_verbs::Reach;
 use rdmux_verbs::waiting::WaitMode;
@@ -19,9 +20,9 @@ use crate::output::{self, Align};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: one object when the server listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
-durable_by, read_only, direct, reach, mapped; path and file_system are null for memory, file_system
-for a device; reach is direct, on demand or by message). Another one at the end, if clients transferred bytes by message: by_message (bytes,
-cpu_seconds, cpu_seconds_per_gib: processor time of the server's threads).")]
+durable_by, read_only, direct, reach, mapped, sizing; path and file_system are null for memory, file_system for a device; reach is
+direct, on demand or by message; sizing is what size= did to a file: created, grown or kept). Another one at the end, if clients transferred bytes by
+message: by_message (bytes, cpu_seconds, cpu_seconds_per_gib: processor time of the server's threads).")]
 #[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
 pub(crate) struct Args {
     /// Address to listen on; may be repeated. The default serves only this host.
@@ -331,6 +332,12 @@ fn describe(listen: &[SocketAddr], server: &Server) -> String {
                 Place::BlockDevice(path) => format!("{}, a block device", path.display()),
                 Place::Memory | Place::Other => "memory of this process".into(),
             };
+            match region.sizing() {
+                Some(Sizing::Created) => place += ", created",
+                Some(Sizing::Grown { from }) => place += &format!(", grown from {from} bytes"),
+                Some(Sizing::Kept) => place += ", size kept",
+                None => {}
+            }
             match server.reach(region) {
                 Reach::Direct => {}
                 other => place += &format!(", {}", reach_words(other)),
@@ -390,6 +397,11 @@ fn describe_json(listen: &[SocketAddr], server: &Server) -> String {
                 "read_only": region.read_only(),
                 "direct": server.reach(region) != Reach::Processor,
                 "reach": reach_words(server.reach(region)),
+                "sizing": region.sizing().map(|sizing| match sizing {
+                    Sizing::Created => "created",
+                    Sizing::Grown { .. } => "grown",
+                    Sizing::Kept => "kept",
+                }),
                 "mapped": matches!(region.place(), Place::Dax(..) | Place::DaxDevice(_)),
             })
         })

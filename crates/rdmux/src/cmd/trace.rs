@@ -28,7 +28,7 @@ enum Command {
 JSON: an array of objects, the newest device first: ifname (the address), port (the slot), pid, comm, uid, alive, opened, events: each
 number, time (UTC), time_ns, lqpn (0: the device), event, text.")]
     Dump {
-        /// ADDRESS/SLOT, ADDRESS or a process id [default: all].
+        /// ADDRESS/SLOT, ADDRESS or a process id [default: all that have recorded events].
         #[arg(value_name = "DEVICE|PID")]
         which: Option<Which>,
         #[command(flatten)]
@@ -68,10 +68,9 @@ impl Which {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let Command::Dump { which, output } = &args.command;
-    let found: Vec<Trace> = traces()
-        .into_iter()
-        .filter(|trace| which.is_none_or(|which| which.is_it(trace)))
-        .collect();
+    // A device without events is of interest only to those who ask for it.
+    let wanted = |trace: &Trace| which.map_or(!trace.entries.is_empty(), |which| which.is_it(trace));
+    let found: Vec<Trace> = traces().into_iter().filter(wanted).collect();
     if found.is_empty() && which.is_some() {
         bail!(
             "no device of that name or process has recorded events in {}: `rdmux trace dump` prints all recorded events; a process with \
@@ -116,7 +115,11 @@ pub(crate) fn whose(trace: &Trace) -> String {
 }
 
 fn text(trace: &Trace) -> String {
-    format!("{}\n{}", whose(trace), table(&trace.entries))
+    let events = match &trace.entries[..] {
+        [] => "no events".to_owned(),
+        entries => table(entries),
+    };
+    format!("{}\n{events}", whose(trace))
 }
 
 /// Returns events under a header.

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use rdmux_push::Mapped;
 use rdmux_push::server::{ClientId, Driver, Finished, Job, Map, MappingId, RegionId, Registered, ReplySlot};
+use rdmux_push::{Mapped, Region};
 use rdmux_rnic::{
     Access, Cqn, HeapMemory, LKey, Operation, Pd, QpInit, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Target, WorkCompletion,
@@ -39,7 +39,7 @@ const JOB_NS_MAX: u64 = 4_000_000;
 /// Maximum time until the server's thread looks, and for which the server has a region to itself.
 pub(super) const WAKE_NS_MAX: u64 = 1_000_000;
 pub(super) const OWN_NS_MAX: u64 = 4_000_000;
-/// Time that a turn takes besides the break: a job, an operation of the server's own, the thread.
+/// Time that passing a lease on takes besides the break: a job, an operation of the server's own, the thread.
 const SLACK_NS: u64 = JOB_NS_MAX + OWN_NS_MAX + 2 * WAKE_NS_MAX;
 
 /// Event scheduled with `World::call_back`.
@@ -640,6 +640,10 @@ impl Driver for SimDriver {
     fn let_others(&mut self, _: RegionId) {}
 
     fn is_alone(&mut self, _: RegionId) -> bool {
+        true
+    }
+
+    fn is_in_place(&mut self, _: &Region) -> bool {
         true
     }
 }

@@ -164,11 +164,11 @@ pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
     vec![finding.with_details(json!({ "yama_scope": scope, "process_vm_refused": refused }))]
 }
 
-/// Checks io_uring, which nothing in rdmux relies on.
+/// Checks the setting of io_uring, through which the soft RNIC reads files; where it is not allowed, its threads read one at a time.
 pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
     let disabled = number(root, "proc/sys/kernel/io_uring_disabled");
     let what = match disabled {
-        None | Some(0) => "allowed; rdmux does not rely on it",
+        None | Some(0) => "allowed by the kernel's setting; rdmux does not rely on it",
         Some(1) => "for root only; rdmux does not rely on it",
         Some(_) => "switched off; rdmux does not rely on it",
     };

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use rdmux_soft::udp::SOCKET_BUFFER_BYTES;
-use rdmux_verbs::PathMtu;
+use rdmux_verbs::{PathMtu, interface};
 use serde_json::json;
 
 use super::{Finding, Verdict, number, text};
@@ -122,23 +122,23 @@ impl Socket {
 
 /// Reports the path MTU that each interface carries.
 pub(super) fn mtu(root: &Path) -> Vec<Finding> {
-    let Ok(entries) = fs::read_dir(root.join("sys/class/net")) else {
+    let links = if root == Path::new("/") {
+        // The kernel lists those of this network namespace; /sys may be that of another one.
+        interface::link_mtus().ok()
+    } else {
+        links_in(root)
+    };
+    let Some(links) = links else {
         return vec![Finding::new(
             "-",
             Verdict::Unknown,
             "cannot list the interfaces".to_owned(),
         )];
     };
-    let mut names: Vec<String> = entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .collect();
-    names.sort();
-    let of = |name: &str, file: &str| text(root, &format!("sys/class/net/{name}/{file}"));
-    names
+    links
         .iter()
-        .filter(|name| of(name, "operstate").is_some_and(|state| matches!(state.trim(), "up" | "unknown")))
-        .filter_map(|name| {
-            let mtu: u32 = of(name, "mtu")?.trim().parse().ok()?;
+        .map(|(name, mtu)| {
+            let mtu = *mtu;
             let details = json!({ "mtu": mtu, "path_mtu": PathMtu::of_link(mtu).map(PathMtu::bytes) });
             let finding = match PathMtu::of_link(mtu) {
                 Some(PathMtu::Bytes4096) => {
@@ -160,9 +160,25 @@ pub(super) fn mtu(root: &Path) -> Vec<Finding> {
                 )
                 .with_advice(format!("ip link set {name} mtu 1500")),
             };
-            Some(finding.with_details(details))
+            finding.with_details(details)
         })
         .collect()
+}
+
+/// Returns name and MTU of each interface that is up in the `/sys` of a folder.
+fn links_in(root: &Path) -> Option<Vec<(String, u32)>> {
+    let entries = fs::read_dir(root.join("sys/class/net")).ok()?;
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    let of = |name: &str, file: &str| text(root, &format!("sys/class/net/{name}/{file}"));
+    let link = |name: String| {
+        let is_up = of(&name, "operstate").is_some_and(|state| matches!(state.trim(), "up" | "unknown"));
+        let mtu = of(&name, "mtu")?.trim().parse().ok()?;
+        is_up.then_some((name, mtu))
+    };
+    Some(names.into_iter().filter_map(link).collect())
 }
 
 /// Checks whether the kernel takes and gives UDP datagrams in trains.

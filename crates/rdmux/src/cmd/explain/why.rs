@@ -7,6 +7,7 @@ use rdmux_verbs::trace::{ConnectionNote, Denial, Injection, Note, Refused};
 use rdmux_verbs::{Cause, QpState, Qpn, RejReason, Status, WcOpcode};
 
 use crate::cmd::notes::{denied, duration, fault_words, heard, request};
+use crate::cmd::res::state_name;
 use crate::cmd::trace::places;
 
 /// The evidence about a queue pair.
@@ -58,6 +59,8 @@ impl Answer {
     }
 }
 
+const FEWER_FAULTS: &str =
+    "lower loss= and corrupt= in --fault, RDMUX_FAULT or Options::faults (docs/bad-network.md)";
 const AGAIN: &str = "connect again with a new queue pair, or move this one to RESET; its posted requests have completed as flushed";
 
 impl Case<'_> {
@@ -92,16 +95,24 @@ impl Case<'_> {
                 _ => {}
             }
         }
-        let state = self.state.or(noted.map(|(state, _)| state));
-        let answer = match state {
+        let judged = self.state.or(noted.map(|(state, _)| state));
+        let answer = match judged {
             Some(QpState::Error | QpState::Sqe) if !self.noted => without_notes(),
             Some(QpState::Error) => self.of_error(&life),
             Some(QpState::Sqe) => self
                 .of_request(&life, peer)
                 .unwrap_or_else(|| unknown("the send queue is in error")),
-            Some(state) => self.of_health(state, &life),
+            Some(state) => self.of_health(state, &life, peer, end < u64::MAX),
             None => unknown("no event records its state"),
         };
+        // The cause is that of the state before the end; the state is the one after.
+        if end < u64::MAX {
+            noted = own().rev().find_map(|entry| match entry.note {
+                Note::Moved { to, .. } => Some((to, Some(entry.time_ns))),
+                _ => None,
+            });
+        }
+        let state = self.state.or(noted.map(|(state, _)| state));
         let since_ns = noted
             .filter(|(noted, _)| Some(*noted) == state)
             .and_then(|(_, since)| since);
@@ -116,8 +127,8 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the number of the note at which the owner began to destroy the queue pair. Destruction takes it through RESET; the state
-    /// before that counts.
+    /// Returns the number of the note at which the owner moved the queue pair to RESET for the last time, or began to destroy it, which
+    /// takes it through RESET: what was before that needs an explanation.
     fn end(&self) -> u64 {
         let moves = self.entries.iter().rev().filter(|entry| entry.qpn == self.qpn);
         let destroys = |entry: &&TraceEntry| {
@@ -205,7 +216,7 @@ impl Case<'_> {
             .map_or_else(String::new, |named| format!(" towards {named}"));
         let who = named.map_or_else(|| "the peer".to_owned(), |named| format!("the peer ({named})"));
         Some(match status {
-            Status::RetryExceeded => self.of_retries(before, &what, &to),
+            Status::RetryExceeded => self.of_retries(before, &what, peer, &to),
             Status::RnrRetryExceeded => {
                 let last = own.iter().rev().find_map(|note| match note {
                     Note::RnrNak {
@@ -310,7 +321,13 @@ impl Case<'_> {
     }
 
     /// Explains retries that got no answer.
-    fn of_retries(&self, before: &[&TraceEntry], what: &str, to: &str) -> Answer {
+    fn of_retries(
+        &self,
+        before: &[&TraceEntry],
+        what: &str,
+        peer: Option<(IpAddr, Qpn)>,
+        to: &str,
+    ) -> Answer {
         let of_qp = |entry: &&&TraceEntry| entry.qpn == self.qpn;
         let used = before
             .iter()
@@ -371,33 +388,46 @@ impl Case<'_> {
                 "retry-exceeded",
                 why,
                 &[
-                    "bring up the interface that `rdmux link show` names, or restore its address",
+                    "bring up the interface that `rdmux link show` names, restore its address, or remove down= from --fault or RDMUX_FAULT",
                     AGAIN,
                 ],
             );
         }
-        let injected = has(&|note| {
+        let reachable = [
+            "check that the peer runs and is reachable: ping, `rdmux doctor` on both hosts, and UDP port 4791 in both directions in every \
+             firewall between them",
+            "a network with high loss needs a larger timeout or retry_count (docs/bad-network.md)",
+            AGAIN,
+        ];
+        match self.injected(before, peer) {
+            0 => Answer::new("retry-exceeded", why, &reachable),
+            losses => {
+                why += &format!("; injected faults dropped packets ({losses})");
+                let next = [&[FEWER_FAULTS], &reachable[1..]].concat();
+                Answer::new("retry-exceeded", why, &next)
+            }
+        }
+    }
+
+    /// Returns how many packets injected faults have dropped, at this side or at a peer on this host.
+    fn injected(&self, life: &[&TraceEntry], peer: Option<(IpAddr, Qpn)>) -> usize {
+        let dropped = |entry: &&TraceEntry| {
             matches!(
-                note,
+                entry.note,
                 Note::Injected {
-                    what: Injection::Lost,
+                    what: Injection::Lost | Injection::Corrupted,
                     ..
                 }
             )
-        });
-        if injected {
-            why += "; packets are dropped by injected faults (RDMUX_FAULT, --fault)";
-        }
-        Answer::new(
-            "retry-exceeded",
-            why,
-            &[
-                "check that the peer runs and is reachable: ping, `rdmux doctor` on both hosts, and UDP port 4791 in both directions in \
-                 every firewall between them",
-                "a network with high loss needs a larger timeout or retry_count (docs/bad-network.md)",
-                AGAIN,
-            ],
-        )
+        };
+        let own = life.iter().copied().filter(dropped).count();
+        let since = life.iter().find(|entry| entry.qpn == self.qpn);
+        let (Some((address, _)), Some(since)) = (peer, since) else {
+            return own;
+        };
+        let theirs = self.traces.iter().filter(|trace| trace.device.address == address);
+        let theirs = theirs.flat_map(|trace| &trace.entries).filter(dropped);
+        own + theirs.filter(|entry| entry.time_ns >= since.time_ns).count()
     }
 
     /// Explains a request of its peer that could not be executed.
@@ -467,8 +497,14 @@ impl Case<'_> {
         )
     }
 
-    /// Explains a queue pair that is not in error.
-    fn of_health(&self, state: QpState, life: &[&TraceEntry]) -> Answer {
+    /// Explains a queue pair that is not in error, or was not when its owner moved it to RESET.
+    fn of_health(
+        &self,
+        state: QpState,
+        life: &[&TraceEntry],
+        peer: Option<(IpAddr, Qpn)>,
+        is_over: bool,
+    ) -> Answer {
         let last = life
             .iter()
             .rev()
@@ -501,6 +537,14 @@ impl Case<'_> {
                     ..
                 }),
             ) => of_refusal(what, reason),
+            _ if is_over => Answer::new(
+                "reset",
+                format!(
+                    "its program moved it from {} to RESET, or destroyed it; it had no error",
+                    state_name(state)
+                ),
+                &["this is normal at the end of a connection"],
+            ),
             (QpState::Rts, Some(Note::TimedOut { psn, resends, .. })) if self.alive => Answer::new(
                 "retrying",
                 format!(
@@ -508,7 +552,10 @@ impl Case<'_> {
                     psn.value(),
                     u32::from(resends) + 1
                 ),
-                &["check that the peer runs and is reachable; `rdmux capture` shows the packets"],
+                match self.injected(life, peer) {
+                    0 => &["check that the peer runs and is reachable; `rdmux capture` shows the packets"],
+                    _ => &[FEWER_FAULTS],
+                },
             ),
             (QpState::Rts, Some(Note::PeerStalled { psn })) if self.alive => Answer::new(
                 "peer-stalled",
