@@ -20,7 +20,7 @@ use rdmux_rnic::{Atomic, Memory, Placement};
 use persist::{Cpu, Stream, WriteBack, cpu, fence, place, place_cached, place_past, write_back};
 
 const MEMORY: usize = 256 << 20;
-const TURNS: usize = 2001;
+const ROUNDS: usize = 2001;
 const SIZES: [usize; 8] = [8, 64, 128, 256, 512, 1024, 4096, 65536];
 
 /// A way to place bytes.
@@ -74,7 +74,7 @@ fn measure(way: Way, cpu: Cpu, memory: *mut u8, size: usize, shift: usize) -> (u
     let source = vec![0x5a; size];
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
     let mut run = |wait: bool| {
-        let times = (0..TURNS).map(|_| {
+        let times = (0..ROUNDS).map(|_| {
             random = random
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
@@ -103,7 +103,7 @@ fn measure(way: Way, cpu: Cpu, memory: *mut u8, size: usize, shift: usize) -> (u
 fn memory_kind(name: &str, memory: &dyn Memory, placement: Placement) {
     let mut random = 7u64;
     let mut time = |work: &mut dyn FnMut(u64)| {
-        let times = (0..TURNS).map(|_| {
+        let times = (0..ROUNDS).map(|_| {
             random = random
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
@@ -186,7 +186,7 @@ fn main() {
         unsafe { memory.add(at).write_volatile(1) };
     }
     let timer = median(
-        (0..TURNS)
+        (0..ROUNDS)
             .map(|_| Instant::now().elapsed().as_nanos() as u64)
             .collect(),
     );

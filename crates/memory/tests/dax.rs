@@ -286,11 +286,11 @@ fn dax_memory__random_accesses_while_others_come_and_go() {
     let memory = DaxMemory::map(file.open(LEN), Some(PersistenceDomain::Adr)).unwrap();
     let mut model = vec![0u8; LEN as usize];
     let mut others = Vec::new();
-    for turn in 0..20_000 {
+    for round in 0..20_000 {
         let at = random(LEN);
         let len = random(1500).min(LEN - at) as usize;
         let range = at as usize..at as usize + len;
-        match random(if turn % 100 == 0 { 6 } else { 4 }) {
+        match random(if round % 100 == 0 { 6 } else { 4 }) {
             0 | 1 => {
                 let bytes: Vec<u8> = (0..len).map(|_| random(256) as u8).collect();
                 memory.write(at, &bytes).unwrap();
@@ -299,14 +299,14 @@ fn dax_memory__random_accesses_while_others_come_and_go() {
             2 => {
                 let mut bytes = vec![0; len];
                 memory.read(at, &mut bytes).unwrap();
-                assert_eq!(bytes, model[range], "turn {turn}: {at}+{len}");
+                assert_eq!(bytes, model[range], "round {round}: {at}+{len}");
             }
             3 => {
                 let at = at.min(LEN - 8) & !7;
                 let word = &mut model[at as usize..at as usize + 8];
                 let before = u64::from_ne_bytes((&*word).try_into().unwrap());
-                assert_eq!(memory.atomic(at, Atomic::FetchAdd(turn)), Ok(before));
-                word.copy_from_slice(&before.wrapping_add(turn).to_ne_bytes());
+                assert_eq!(memory.atomic(at, Atomic::FetchAdd(round)), Ok(before));
+                word.copy_from_slice(&before.wrapping_add(round).to_ne_bytes());
                 memory.flush(at, 8, Placement::PERSISTENT).unwrap();
             }
             4 => others.push(

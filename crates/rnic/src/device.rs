@@ -30,7 +30,7 @@ use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpStat
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::retired::RetiredMemories;
-use crate::sched::{CLASSES, Policy, Scheduler, TURN_BYTES};
+use crate::sched::{CLASSES, Policy, QUANTUM_BYTES, Scheduler};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
 use crate::trace::{Note, Tracer};
@@ -743,8 +743,8 @@ impl Rnic {
         let before = buf.bytes().len();
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
             qp.post_send(env, request, Place::Wanted)?;
-            if alone && qp.wants_turn() {
-                qp.transmit(env, buf, TURN_BYTES, false);
+            if alone && qp.wants_transmit() {
+                qp.transmit(env, buf, QUANTUM_BYTES, false);
             }
             Ok(())
         };
@@ -1230,14 +1230,14 @@ impl Rnic {
             }
         }
         while !buf.is_full()
-            && let Some(turn) = self.ready.pick()
+            && let Some(quantum) = self.ready.pick()
         {
-            let (qpn, before) = (turn.id, buf.bytes().len());
-            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, turn.bytes, all));
+            let (qpn, before) = (quantum.id, buf.bytes().len());
+            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, quantum.bytes, all));
             let sent = buf.bytes().len() - before;
             let qp = self.qps.get_mut(&qpn.value());
-            let more = qp.as_ref().is_some_and(|qp| qp.wants_turn());
-            self.ready.end(turn, sent, more);
+            let more = qp.as_ref().is_some_and(|qp| qp.wants_transmit());
+            self.ready.end(quantum, sent, more);
             if let Some(qp) = qp
                 && !more
             {
@@ -1433,7 +1433,7 @@ fn list(qp: &mut Qp, ready: &mut Scheduler<Qpn>, ack_ready: &mut VecDeque<Qpn>) 
     }
     match qp.wants() {
         Wants::Nothing => {}
-        Wants::Turn => {
+        Wants::Transmit => {
             qp.head.listed = true;
             ready.push(qp.class(), qp.head.qpn);
         }

@@ -1,6 +1,6 @@
 //! A token bucket that holds one train, kept as the time at which the next burst may begin.
 
-use crate::sched::TURN_BYTES;
+use crate::sched::QUANTUM_BYTES;
 use crate::time::Time;
 
 /// Time whose worth of bytes at the current rate forms a burst, within the bounds of [`burst_bytes`]. More frequent timers would cost
@@ -10,7 +10,7 @@ const BURST_NS: u64 = 50_000;
 /// Returns the bytes that may be sent in one burst at a rate: at least one packet, at most one train.
 pub(crate) fn burst_bytes(rate_bps: u64, packet_bytes: u32) -> u32 {
     let bytes = u128::from(rate_bps) * u128::from(BURST_NS) / 8_000_000_000;
-    (bytes.min(u128::from(TURN_BYTES)) as u32).max(packet_bytes)
+    (bytes.min(u128::from(QUANTUM_BYTES)) as u32).max(packet_bytes)
 }
 
 /// A token bucket; see the module.
@@ -32,7 +32,7 @@ impl Pacer {
             let ns = u128::from(bytes) * 8_000_000_000 / u128::from(rate_bps.max(1));
             u64::try_from(ns).unwrap_or(u64::MAX)
         };
-        let earliest = Time(now.0.saturating_sub(ns(TURN_BYTES.into())));
+        let earliest = Time(now.0.saturating_sub(ns(QUANTUM_BYTES.into())));
         self.next = self.next.max(earliest) + ns(bytes);
     }
 }
@@ -69,7 +69,7 @@ mod tests {
     fn charge__holds_the_rate() {
         for rate in [10_000_000, RATE, 25_000_000_000] {
             // The pacer begins with credit for one train.
-            let bytes = (sent(1_000_000_000, rate, |_| 0) - u64::from(TURN_BYTES)) as f64;
+            let bytes = (sent(1_000_000_000, rate, |_| 0) - u64::from(QUANTUM_BYTES)) as f64;
             let expected = rate as f64 / 8.0;
             assert!(
                 (bytes / expected - 1.0).abs() < 0.01,
@@ -84,13 +84,13 @@ mod tests {
         assert!((bytes / (RATE as f64 / 8.0) - 1.0).abs() < 0.01, "{bytes}");
         // Always 10 ms late: the sender gets the burst that is due and one train of saved credit.
         let bytes = sent(1_000_000_000, RATE, |_| 10_000_000) as f64;
-        assert!(bytes <= 101.0 * (f64::from(TURN_BYTES) + 20_000.0), "{bytes}");
+        assert!(bytes <= 101.0 * (f64::from(QUANTUM_BYTES) + 20_000.0), "{bytes}");
     }
 
     #[test]
     fn burst_bytes__between_a_packet_and_a_train() {
         assert_eq!(burst_bytes(1, 1024), 1024);
         assert_eq!(burst_bytes(RATE, 1024), 6250);
-        assert_eq!(burst_bytes(u64::MAX, 1024), TURN_BYTES);
+        assert_eq!(burst_bytes(u64::MAX, 1024), QUANTUM_BYTES);
     }
 }

@@ -1,5 +1,5 @@
 //! The transmit scheduler: it decides who sends next, and how much. IEEE 802.1Qaz: strict classes come first, in descending order; the
-//! other classes share by weights, in bytes (deficit round robin). Inside a class all senders take turns of the same number of bytes.
+//! other classes share by weights, in bytes (deficit round robin). Inside a class all senders have the same quantum of bytes, round robin.
 //!
 //! The scheduler knows its senders only by an id. The device schedules its QPs; a device that several users share schedules its users.
 
@@ -8,8 +8,8 @@ use std::num::NonZeroU8;
 
 /// Traffic classes.
 pub const CLASSES: usize = 8;
-/// Bytes of one turn: a little less than a train takes, so that one turn is one train.
-pub const TURN_BYTES: u32 = 60_000;
+/// A sender's quantum: a little less than a train takes, so that one quantum is one train.
+pub const QUANTUM_BYTES: u32 = 60_000;
 
 /// Service policy of a class: the transmission selection of IEEE 802.1Qaz.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,10 +34,10 @@ pub const fn class_of(tos: u8) -> usize {
     (tos >> 5) as usize
 }
 
-/// A turn of `id`: the sender may begin packets until it has sent `bytes`; the last packet may exceed them.
+/// The quantum of sender `id`: it may begin packets until it has sent `bytes`; the last packet may exceed them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "every turn ends with `Scheduler::end`"]
-pub struct Turn<Id> {
+#[must_use = "every quantum ends with `Scheduler::end`"]
+pub struct Quantum<Id> {
     /// The sender.
     pub id: Id,
     /// Bytes within which the sender may begin packets.
@@ -48,11 +48,11 @@ pub struct Turn<Id> {
 
 #[derive(Debug)]
 struct Class<Id> {
-    /// Bytes that a visit adds to the credit; `None` for a strict class.
+    /// The quantum of the class: bytes that a visit adds to the credit; `None` for a strict class.
     quantum: Option<i64>,
     /// Bytes that the class may still send in this visit; negative when its last packet exceeded the credit.
     credit: i64,
-    /// Waiting senders, each with the rest of its turn; negative when the sender's last packet exceeded the turn.
+    /// Waiting senders, each with the rest of its quantum; negative when the sender's last packet exceeded the quantum.
     waiting: VecDeque<(Id, i64)>,
 }
 
@@ -75,8 +75,8 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         let least = policies.into_iter().filter_map(weight).min().unwrap_or(1);
         Scheduler {
             classes: policies.map(|policy| Class {
-                // The smallest quantum is a turn, which is larger than the excess of one packet: one visit always pays the debt.
-                quantum: weight(policy).map(|weight| i64::from(TURN_BYTES) * weight / least),
+                // The smallest quantum of a class is that of a sender, which is larger than the excess of one packet: one visit always pays the debt.
+                quantum: weight(policy).map(|weight| i64::from(QUANTUM_BYTES) * weight / least),
                 credit: 0,
                 waiting: VecDeque::new(),
             }),
@@ -109,17 +109,17 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         self.waiting = self.classes.iter().map(|class| class.waiting.len()).sum();
     }
 
-    /// Returns the next turn. Its sender does not wait until [`Scheduler::end`].
-    pub fn pick(&mut self) -> Option<Turn<Id>> {
+    /// Returns the next sender and its quantum. The sender does not wait until [`Scheduler::end`].
+    pub fn pick(&mut self) -> Option<Quantum<Id>> {
         let at = self.strict().or_else(|| self.visit())?;
         let class = &mut self.classes[at];
         let (id, mut credit) = class.waiting.pop_front()?;
         self.waiting -= 1;
         if credit <= 0 {
-            credit = (credit + i64::from(TURN_BYTES)).max(1);
+            credit = (credit + i64::from(QUANTUM_BYTES)).max(1);
         }
         let bytes = class.quantum.map_or(credit, |_| credit.min(class.credit));
-        Some(Turn {
+        Some(Quantum {
             id,
             bytes: bytes as u32,
             class: at,
@@ -127,21 +127,21 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         })
     }
 
-    /// Ends a turn: the sender has sent `sent` bytes, and has `more` to send or not. A sender that could not use up its turn continues
-    /// it when its class is picked next.
-    pub fn end(&mut self, turn: Turn<Id>, sent: usize, more: bool) {
+    /// Ends a quantum: the sender has sent `sent` bytes, and has `more` to send or not. A sender that could not use up its quantum goes
+    /// on with it when its class is picked next.
+    pub fn end(&mut self, quantum: Quantum<Id>, sent: usize, more: bool) {
         let sent = sent as i64;
-        let class = &mut self.classes[turn.class];
+        let class = &mut self.classes[quantum.class];
         if class.quantum.is_some() {
             class.credit -= sent;
         }
         if more {
             self.waiting += 1;
-            let left = turn.credit - sent;
+            let left = quantum.credit - sent;
             if left > 0 && sent > 0 {
-                class.waiting.push_front((turn.id, left));
+                class.waiting.push_front((quantum.id, left));
             } else {
-                class.waiting.push_back((turn.id, left.min(0)));
+                class.waiting.push_back((quantum.id, left.min(0)));
             }
         } else if class.waiting.is_empty() {
             // An empty class saves up no credit.
@@ -195,14 +195,14 @@ mod tests {
         let mut bytes = vec![0; ids];
         let mut all = 0;
         while all < total {
-            let turn = scheduler.pick().unwrap();
+            let quantum = scheduler.pick().unwrap();
             let mut sent = 0;
-            while sent < turn.bytes as usize {
-                sent += packet_bytes(turn.id);
+            while sent < quantum.bytes as usize {
+                sent += packet_bytes(quantum.id);
             }
-            bytes[turn.id] += sent;
+            bytes[quantum.id] += sent;
             all += sent;
-            scheduler.end(turn, sent, true);
+            scheduler.end(quantum, sent, true);
         }
         bytes
     }
@@ -220,14 +220,14 @@ mod tests {
             if rng.next_u32() % 2 == 0 {
                 scheduler.push(class, class);
                 waiting[class] += 1;
-            } else if let Some(turn) = scheduler.pick() {
-                waiting[turn.id] -= 1;
+            } else if let Some(quantum) = scheduler.pick() {
+                waiting[quantum.id] -= 1;
                 let strict = |class: &usize| policies[*class] == Policy::Strict;
                 let waits = |class: &usize| strict(class) && waiting[*class] > 0;
                 let highest = (0..CLASSES).filter(waits).max();
-                let picked = Some(turn.id).filter(strict);
-                assert!(highest <= picked, "class {highest:?} waited for {}", turn.id);
-                scheduler.end(turn, 1500, false);
+                let picked = Some(quantum.id).filter(strict);
+                assert!(highest <= picked, "class {highest:?} waited for {}", quantum.id);
+                scheduler.end(quantum, 1500, false);
             }
             assert_eq!(scheduler.len(), waiting.iter().sum::<usize>());
             assert_eq!(scheduler.is_empty(), waiting == [0; CLASSES]);
@@ -282,7 +282,7 @@ mod tests {
             let bytes = run(&mut scheduler, ids, 200_000_000, |id| sizes[id]);
             let (least, most) = (bytes.iter().min().unwrap(), bytes.iter().max().unwrap());
             assert!(
-                most - least <= 2 * TURN_BYTES as usize,
+                most - least <= 2 * QUANTUM_BYTES as usize,
                 "{bytes:?} with {sizes:?}"
             );
         }
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn pick__nobody_in_a_class_starves() {
-        // Every sender has its turn before any sender has its second, even if some come and go and the buffer ends turns early.
+        // Every sender is served before any sender is served again, even if some come and go and the buffer ends quanta early.
         let mut rng = ChaCha8Rng::seed_from_u64(4);
         let mut scheduler = Scheduler::new([Policy::default(); CLASSES]);
         let ids = 20;
@@ -298,16 +298,16 @@ mod tests {
         let mut waits = vec![true; ids];
         (0..ids).for_each(|id| scheduler.push(id % 2, id));
         for _ in 0..100_000 {
-            let Some(turn) = scheduler.pick() else { break };
+            let Some(quantum) = scheduler.pick() else { break };
             since.iter_mut().for_each(|n| *n += 1);
-            since[turn.id] = 0;
+            since[quantum.id] = 0;
             let sent = if rng.next_u32() % 4 == 0 {
-                turn.bytes / 2
+                quantum.bytes / 2
             } else {
-                turn.bytes + 900
+                quantum.bytes + 900
             };
-            waits[turn.id] = rng.next_u32() % 3 != 0;
-            scheduler.end(turn, sent as usize, waits[turn.id]);
+            waits[quantum.id] = rng.next_u32() % 3 != 0;
+            scheduler.end(quantum, sent as usize, waits[quantum.id]);
             for id in 0..ids {
                 if !waits[id] && rng.next_u32() % 2 == 0 {
                     (waits[id], since[id]) = (true, 0);
@@ -317,7 +317,7 @@ mod tests {
             let longest = (0..ids).filter(|id| waits[*id]).map(|id| since[id]).max();
             assert!(
                 longest <= Some(20 * ids as u64),
-                "somebody waited for {longest:?} turns"
+                "somebody waited for {longest:?} quanta"
             );
         }
     }
@@ -327,19 +327,19 @@ mod tests {
         let mut scheduler = Scheduler::new([Policy::Strict; CLASSES]);
         scheduler.push(0, 'a');
         scheduler.push(0, 'b');
-        let turn = scheduler.pick().unwrap();
-        assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES));
-        scheduler.end(turn, 1000, true);
-        let turn = scheduler.pick().unwrap();
-        assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES - 1000));
-        // Bytes in excess of a turn are deducted from the sender's next turn.
-        scheduler.end(turn, TURN_BYTES as usize, true);
-        let turn = scheduler.pick().unwrap();
-        assert_eq!((turn.id, turn.bytes), ('b', TURN_BYTES));
-        scheduler.end(turn, 5, false);
-        let turn = scheduler.pick().unwrap();
-        assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES - 1000));
-        scheduler.end(turn, 0, true);
+        let quantum = scheduler.pick().unwrap();
+        assert_eq!((quantum.id, quantum.bytes), ('a', QUANTUM_BYTES));
+        scheduler.end(quantum, 1000, true);
+        let quantum = scheduler.pick().unwrap();
+        assert_eq!((quantum.id, quantum.bytes), ('a', QUANTUM_BYTES - 1000));
+        // Bytes in excess of a quantum are deducted from the sender's next quantum.
+        scheduler.end(quantum, QUANTUM_BYTES as usize, true);
+        let quantum = scheduler.pick().unwrap();
+        assert_eq!((quantum.id, quantum.bytes), ('b', QUANTUM_BYTES));
+        scheduler.end(quantum, 5, false);
+        let quantum = scheduler.pick().unwrap();
+        assert_eq!((quantum.id, quantum.bytes), ('a', QUANTUM_BYTES - 1000));
+        scheduler.end(quantum, 0, true);
         scheduler.forget('a');
         assert!(scheduler.is_empty());
     }
@@ -351,9 +351,9 @@ mod tests {
             scheduler.push(0, 'a');
             scheduler.push(0, 'b');
             for id in ['a', 'b', 'a'] {
-                let turn = scheduler.pick().unwrap();
-                assert_eq!((turn.id, turn.bytes), (id, TURN_BYTES), "{policy:?}");
-                scheduler.end(turn, 0, true);
+                let quantum = scheduler.pick().unwrap();
+                assert_eq!((quantum.id, quantum.bytes), (id, QUANTUM_BYTES), "{policy:?}");
+                scheduler.end(quantum, 0, true);
             }
         }
     }

@@ -83,12 +83,12 @@ pub struct TransmitBuf {
     used: usize,
     trains: Vec<Train>,
     limit_bytes: usize,
-    /// Offset at which the current turn ends.
-    turn_end: usize,
+    /// Offset at which the current quantum ends.
+    quantum_end: usize,
     /// Set while pushed packets go through memory of this host.
     local: bool,
     train_packets_max: usize,
-    /// Bytes read ahead for later packets of this turn.
+    /// Bytes read ahead for later packets of this quantum.
     pub(crate) ahead: ReadAhead,
 }
 
@@ -100,7 +100,7 @@ impl TransmitBuf {
             used: 0,
             trains: Vec::with_capacity(64),
             limit_bytes,
-            turn_end: usize::MAX,
+            quantum_end: usize::MAX,
             local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
             ahead: ReadAhead::default(),
@@ -128,14 +128,14 @@ impl TransmitBuf {
         self.trains.is_empty()
     }
 
-    /// Returns whether the buffer, or the current turn, has reached its limit.
+    /// Returns whether the buffer, or the current quantum, has reached its limit.
     pub fn is_full(&self) -> bool {
-        self.used >= self.limit_bytes.min(self.turn_end)
+        self.used >= self.limit_bytes.min(self.quantum_end)
     }
 
     /// Returns the bytes left until the buffer is full.
     pub(crate) fn room(&self) -> usize {
-        self.limit_bytes.min(self.turn_end).saturating_sub(self.used)
+        self.limit_bytes.min(self.quantum_end).saturating_sub(self.used)
     }
 
     /// Returns whether a packet of this many bytes fills the buffer.
@@ -143,16 +143,16 @@ impl TransmitBuf {
         bytes as usize >= self.room()
     }
 
-    /// Limits the buffer to another `bytes` until [`TransmitBuf::end_turn`]. With `local` set, the packets of this turn go through
+    /// Limits the buffer to another `bytes` until [`TransmitBuf::end_quantum`]. With `local` set, the packets of this quantum go through
     /// memory of this host.
-    pub(crate) fn begin_turn(&mut self, bytes: u32, local: bool) {
-        self.turn_end = self.used + bytes as usize;
+    pub(crate) fn begin_quantum(&mut self, bytes: u32, local: bool) {
+        self.quantum_end = self.used + bytes as usize;
         self.local = local;
     }
 
-    /// Lifts the limit of the turn.
-    pub(crate) fn end_turn(&mut self) {
-        self.turn_end = usize::MAX;
+    /// Lifts the limit of the quantum.
+    pub(crate) fn end_quantum(&mut self) {
+        self.quantum_end = usize::MAX;
         self.local = false;
     }
 

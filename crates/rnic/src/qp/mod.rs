@@ -940,8 +940,8 @@ impl Qp {
     }
 
     /// Returns whether it has more to send than an acknowledgement that may wait.
-    pub(crate) fn wants_turn(&self) -> bool {
-        self.wants() == Wants::Turn
+    pub(crate) fn wants_transmit(&self) -> bool {
+        self.wants() == Wants::Transmit
     }
 
     /// Returns the kind of packets that it has to send.
@@ -957,16 +957,16 @@ impl Qp {
             Halves::Uc(sender, _) | Halves::Ud(sender, _) => (sender.wants_transmit(&self.head), false),
         };
         if asks || answers {
-            Wants::Turn
+            Wants::Transmit
         } else {
             Wants::Nothing
         }
     }
 
-    /// Builds the packets of a turn of `bytes`, including acknowledgements that may wait if `all` is set.
+    /// Builds the packets of a quantum of `bytes`, including acknowledgements that may wait if `all` is set.
     pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32, all: bool) {
         let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
-        buf.begin_turn(bytes.min(self.head.rate.burst_bytes), self.head.local);
+        buf.begin_quantum(bytes.min(self.head.rate.burst_bytes), self.head.local);
         match &mut self.halves {
             Halves::Reliable(requester, _) => {
                 let sent = requester.transmit(env, &self.head, buf);
@@ -1005,7 +1005,7 @@ impl Qp {
         {
             self.fail(env, Some((status, Cause::PeerRequest)));
         }
-        buf.end_turn();
+        buf.end_quantum();
         // Acknowledgements do not wait for the rate and are not charged to it.
         if !held && !self.head.rate.is_free() {
             let sent = (buf.bytes().len() - before) as u64;
@@ -1022,7 +1022,7 @@ pub(crate) enum Wants {
     Nothing,
     /// Only an acknowledgement, which may wait to be combined with later ones.
     Acknowledgement,
-    Turn,
+    Transmit,
 }
 
 impl Head {

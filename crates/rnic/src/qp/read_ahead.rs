@@ -1,11 +1,11 @@
-//! Bytes that are read at once for several packets of one turn, for memory where each access costs a system call
+//! Bytes that are read at once for several packets of one quantum, for memory where each access costs a system call
 //! ([`crate::Memory::gathers`]).
 
 use rdmux_wire::{Psn, RKey};
 
 use crate::qp::execute::GATHER_BYTES;
 
-/// Source of the bytes of packets of a turn.
+/// Source of the bytes of the packets of a quantum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// The request whose first packet has this PSN.
@@ -14,7 +14,7 @@ pub(crate) enum Origin {
     Region(RKey),
 }
 
-/// Bytes read from one source in the current turn.
+/// Bytes read from one source in the current quantum.
 #[derive(Debug, Default)]
 pub(crate) struct ReadAhead {
     known: Known,
@@ -34,7 +34,7 @@ enum Known {
 }
 
 impl ReadAhead {
-    /// Forgets the bytes read: another turn begins, and the memory may have changed.
+    /// Forgets the bytes read: another quantum begins, and the memory may have changed.
     pub(crate) fn forget(&mut self) {
         self.known = Known::Nothing;
     }

@@ -145,7 +145,7 @@ impl Sender {
         may_begin && head.rate.held_until.is_none() && !self.queue.is_empty()
     }
 
-    /// Builds packets until the buffer is full for this turn. An error concerns the oldest request.
+    /// Builds packets until the buffer is full for this quantum. An error concerns the oldest request.
     pub(crate) fn transmit(
         &mut self,
         env: &mut Env<'_>,

@@ -770,7 +770,7 @@ fn read__repeated_in_parts_keeps_the_bytes_of_the_next_response_alone() {
             break;
         }
         fetches += jobs.len() as u32;
-        // The last part was asked for first: its bytes come when it is not its turn.
+        // The last part was asked for first: its bytes come out of order.
         jobs.iter().for_each(|job| bench.run(job));
         while bench.pair.step() {}
     }

@@ -1,4 +1,4 @@
-//! Turns, classes, congestion and rates.
+//! Quanta, classes, congestion and rates.
 
 use std::net::IpAddr;
 
@@ -6,7 +6,7 @@ use rdmux_wire::roce::Bth;
 use rdmux_wire::roce::cnp::Cnp;
 
 use super::util::*;
-use crate::sched::{CLASSES, Policy, TURN_BYTES};
+use crate::sched::{CLASSES, Policy, QUANTUM_BYTES};
 use crate::*;
 
 /// Posts a WRITE of `bytes` on one of side 0's QPs.
@@ -27,9 +27,9 @@ fn post(pair: &mut Pair, qpn: Qpn, bytes: u32) {
     side.rnic.post_send(pair.now, qpn, request).unwrap();
 }
 
-/// Returns the trains that side 0 sends in one turn: destination QPN and number of packets of each.
+/// Returns the trains that side 0 sends in one quantum: destination QPN and number of packets of each.
 fn transmit(pair: &mut Pair) -> Vec<(Qpn, usize)> {
-    let mut buf = TransmitBuf::new(TURN_BYTES as usize, true);
+    let mut buf = TransmitBuf::new(QUANTUM_BYTES as usize, true);
     pair.sides[0].rnic.poll_transmit(pair.now, &mut buf, true);
     let qpn = |train: &Train| Bth::parse(&buf.bytes()[train.range.clone()]).unwrap().dest_qpn;
     buf.trains()
@@ -39,7 +39,7 @@ fn transmit(pair: &mut Pair) -> Vec<(Qpn, usize)> {
 }
 
 #[test]
-fn poll_transmit__qps_of_a_class_take_turns() {
+fn poll_transmit__qps_of_a_class_are_served_round_robin() {
     let mut pair = Pair::with(|rtr, _| rtr.window_bytes = Some(1 << 20));
     let (second, second_peer) = pair.second_qps();
     let (first, first_peer) = (pair.sides[0].qpn, pair.sides[1].qpn);

@@ -506,7 +506,7 @@ fn sqd__ends_the_message_under_way_then_tells() {
     let send = Operation::Send { imm: None };
     pair.post(0, send.clone(), long.clone());
     pair.post(0, send, long);
-    // One turn sends only a part.
+    // One quantum sends only a part.
     let mut buf = TransmitBuf::new(10_000, true);
     assert!(pair.sides[0].rnic.poll_transmit(pair.now, &mut buf, true));
     pair.modify(0, QpState::Sqd, &QpAttributes::default());

@@ -28,7 +28,7 @@ const PEERS_MAX: usize = 2 * SLOTS;
 /// Most joining processes to whom sockets are under way at a time: the kernel limits the descriptors of a user in messages.
 const GIVEN_MAX: usize = 4;
 
-/// Time that a process has to take sockets, or to give those that the holder has asked for. Then others have their turn.
+/// Time that a process has to take sockets, or to give those that the holder has asked for. Then the next process is served.
 const BLOCK_TIME: Duration = Duration::from_secs(1);
 
 /// Most messages taken from one connection at a time, so that no peer delays the others: more than its queue holds.

@@ -194,7 +194,7 @@ impl Requester {
         // The code that queues a request refuses an invalid one.
         let Ok(bytes) = request.check() else { return false };
         if self.reach(env, head, request, bytes) != Some(Ok(())) {
-            // A failure of own memory occurs again when the request's turn comes, and is reported then.
+            // A failure of own memory occurs again when the request is executed in order, and is reported then.
             return false;
         }
         probe!(post_direct, head.qpn.value(), request.wr_id, bytes);

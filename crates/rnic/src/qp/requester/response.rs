@@ -245,7 +245,7 @@ impl Requester {
         self.handle_kept(env, head)
     }
 
-    /// Handles a response whose turn has come.
+    /// Handles the response that is next in order.
     pub(super) fn take_response(
         &mut self,
         env: &mut Env<'_>,

@@ -439,7 +439,7 @@ impl Requester {
         self.hear(env);
     }
 
-    /// Handles kept responses whose turn has come, after READ data came in order.
+    /// Handles kept responses that are next in order, after READ data came in order.
     pub(super) fn handle_kept(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
         loop {
             let first = self

@@ -107,7 +107,7 @@ impl Requester {
         self.queue.iter().take(self.cursor.wqe).any(Wqe::takes_answer)
     }
 
-    /// Builds packets until the window is used up, or the buffer is full for this turn.
+    /// Builds packets until the window is used up, or the buffer is full for this quantum.
     pub(crate) fn transmit(
         &mut self,
         env: &mut Env<'_>,

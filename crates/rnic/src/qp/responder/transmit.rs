@@ -68,7 +68,7 @@ impl Responder {
             )
     }
 
-    /// Builds the packets of pending responses, until the buffer is full for this turn. `Some`: memory failed under a READ, and the
+    /// Builds the packets of pending responses, until the buffer is full for this quantum. `Some`: memory failed under a READ, and the
     /// caller fails the QP with this status.
     pub(crate) fn transmit(
         &mut self,
