@@ -10,8 +10,8 @@ use crate::mailbox::Mailbox;
 use rdmux_verbs::sync::{Condvar, Mutex, MutexGuard};
 
 /// Runs jobs that may block, so that the thread that owns the connections does not wait. Jobs of one lane run in order on one thread,
-/// which starts with the lane's first job; lanes do not wait for each other. Results are messages to a mailbox. When this is dropped,
-/// jobs that have not begun are dropped too, and each thread ends after the job that it runs.
+/// which starts with the lane's first job and takes all that wait at once; lanes do not wait for each other. Results are messages to a
+/// mailbox. When this is dropped, jobs that have not begun are dropped too, and each thread ends after the result that it reports next.
 #[derive(Debug)]
 pub struct Workers<L, J, M> {
     name: &'static str,
@@ -21,8 +21,8 @@ pub struct Workers<L, J, M> {
     lanes: HashMap<L, Arc<Lane<J>>>,
 }
 
-/// Runs the jobs that wait in a lane, in order, and reports each result. `report` returns false once nobody wants results any more. The
-/// function must not panic.
+/// Runs jobs of a lane, in order, and reports each result. `report` returns false once nobody wants more results: the function then drops
+/// the jobs that it has not begun. It must not panic.
 pub type Run<J, M> = fn(jobs: Vec<J>, report: &mut dyn FnMut(M) -> bool);
 
 /// Why a job was not accepted.
@@ -62,7 +62,8 @@ impl<J> Lane<J> {
 }
 
 impl<L: Eq + Hash, J: Send + 'static, M: Send + 'static> Workers<L, J, M> {
-    /// Makes workers without threads. `name` is that of their threads; in each lane `jobs_max` jobs may wait.
+    /// Makes workers without threads. `name` is that of their threads. In each lane `jobs_max` jobs may wait, beside those that its thread
+    /// has taken.
     pub fn new(name: &'static str, jobs_max: usize, run: Run<J, M>, mailbox: Mailbox<M>) -> Workers<L, J, M> {
         Workers {
             name,
@@ -109,7 +110,7 @@ fn start<J: Send + 'static, M: Send + 'static>(
     let (jobs, mailbox) = (lane.clone(), mailbox.clone());
     rdmux_verbs::thread::spawn(name, move || {
         while let Some(batch) = jobs.take() {
-            run(batch, &mut |result| mailbox.send(result));
+            run(batch, &mut |result| mailbox.send(result) && !jobs.lock().is_over);
         }
     })?;
     Ok(lane)
@@ -239,6 +240,24 @@ mod tests {
         }
         drop(bench.begun_tx);
         assert_eq!(bench.begun.recv(), Err(mpsc::RecvError), "the thread has ended");
+    }
+
+    #[test]
+    fn drop__jobs_that_the_thread_has_taken_and_not_begun_are_dropped() {
+        let mut bench = Bench::new(8);
+        let gates: Vec<_> = (0..3).map(|number| bench.submit("a", number).unwrap()).collect();
+        let [first, second, third] = gates.try_into().unwrap();
+        assert_eq!(bench.begun.recv(), Ok(0));
+        // The thread takes both others at once if it has not taken them with the first.
+        drop(first);
+        assert_eq!(bench.begun.recv(), Ok(1));
+        drop((bench.workers, bench.begun_tx));
+        drop((second, third));
+        assert_eq!(
+            bench.begun.recv(),
+            Err(mpsc::RecvError),
+            "the third does not begin"
+        );
     }
 
     #[test]
