@@ -37,8 +37,6 @@ mod mailbox;
 mod pool;
 mod reactor;
 mod receives;
-#[cfg(test)]
-mod tests;
 mod waiting;
 mod work_id;
 mod workers;

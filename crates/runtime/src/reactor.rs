@@ -54,7 +54,7 @@ pub enum ReactorEvent<M> {
     Connected(ConnectionId, Result<(), EstablishError>),
     /// A message has arrived, or a request is done. Never [`Completed::Nothing`].
     Completed(ConnectionId, Completed),
-    /// A connection is over, which is reported once. It stays until [`Reactor::close`], which may be called before.
+    /// A connection is over, which is reported once: no event of it follows. It stays until [`Reactor::close`], which may be called before.
     Ended(ConnectionId, ConnectionEnd),
     /// A message from another thread.
     Mail(M),
@@ -118,6 +118,8 @@ struct ReactorPort {
     listener: Option<Listener>,
     /// Set if requests may wait at the listener.
     has_requests: bool,
+    /// Requests that another reactor has passed on, and that wait for the place of a closed connection.
+    delayed: VecDeque<ConnectionRequest>,
     /// Reactors that take requests in turn with this one, and the port of each.
     takers: Vec<(Mailbox<Request>, usize)>,
     next_taker: usize,
@@ -162,7 +164,7 @@ struct Attempt {
 pub struct Reactor<M> {
     sizes: Sizes,
     limits: Limits,
-    /// Connections that have failed, and when each is dropped. The oldest is first.
+    /// Connections that have failed, and when each is dropped, in the order of these times.
     lingering: VecDeque<(Instant, Established)>,
     connections: HashMap<ConnectionId, Established>,
     attempts: HashMap<ConnectionId, Attempt>,
@@ -171,6 +173,8 @@ pub struct Reactor<M> {
     ports: Vec<ReactorPort>,
     /// The port to poll next.
     next_port: usize,
+    /// Events of completions that came before the last judgement about silent peers, and are not reported.
+    before_probes: VecDeque<ReactorEvent<M>>,
     polls: u32,
     /// Reports the ports at which requests for connections have arrived, attempts that may have a result, and connections that may be over.
     news: EventQueue,
@@ -188,8 +192,6 @@ pub struct Reactor<M> {
     /// Requests that another reactor passes on to this one.
     passing: Mailbox<Request>,
     passed: Inbox<Request>,
-    /// One of them that waits for the place of a closed connection.
-    delayed: Option<Request>,
     waiting: Waiting,
 }
 
@@ -211,6 +213,7 @@ impl<M> Reactor<M> {
             connections_so_far: 0,
             ports: Vec::new(),
             next_port: 0,
+            before_probes: VecDeque::new(),
             polls: 0,
             news: EventQueue::new()?,
             descriptors: Vec::new(),
@@ -224,7 +227,6 @@ impl<M> Reactor<M> {
             inbox,
             passing,
             passed,
-            delayed: None,
             waiting: Waiting::new(waiting),
         })
     }
@@ -312,6 +314,7 @@ impl<M> Reactor<M> {
             accepts,
             listener: None,
             has_requests: false,
+            delayed: VecDeque::new(),
             takers: Vec::new(),
             next_taker: 0,
             connections: 0,
@@ -322,29 +325,19 @@ impl<M> Reactor<M> {
 
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
     fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
+        device.create_cq(self.completions_max() as u32)
+    }
+
+    /// Returns the number of completions that the connections of one port may have at a time.
+    fn completions_max(&self) -> usize {
         let of_connections = self.limits.connections * self.sizes.completions();
-        device.create_cq((of_connections + self.limits.shared_receives.unwrap_or(0)) as u32)
+        of_connections + self.limits.shared_receives.unwrap_or(0)
     }
 
     /// Returns the devices that it listens on, one for each listener.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
         let listening = self.ports.iter().filter(|port| port.accepts);
         listening.map(|port| &port.device)
-    }
-
-    /// Returns the number of receives that are posted for all connections of the first port.
-    #[cfg(test)]
-    pub(crate) fn shared_receives(&self) -> usize {
-        self.ports[0]
-            .receives
-            .as_ref()
-            .map_or(0, |receives| receives.posted())
-    }
-
-    /// Returns whether a request that was passed on waits for the place of a closed connection.
-    #[cfg(test)]
-    pub(crate) fn delays_request(&self) -> bool {
-        self.delayed.is_some()
     }
 
     /// Returns a mailbox for messages to this reactor's thread.
@@ -467,11 +460,20 @@ impl<M> Reactor<M> {
             return;
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
+        let of = |event: &ReactorEvent<M>| match event {
+            ReactorEvent::Completed(of, _) | ReactorEvent::Ended(of, _) => *of == connection,
+            _ => false,
+        };
+        self.before_probes.retain(|event| !of(event));
         self.ports[known.port].ending -= usize::from(known.stage == Stage::Ending);
         // One that has not failed would go on taking receives of the others.
         let linger = linger.filter(|_| !known.link.shares_receives() || known.link.qp().error().is_some());
         match linger {
-            Some(linger) => self.lingering.push_back((Instant::now() + linger, known)),
+            Some(linger) => {
+                let until = Instant::now() + linger;
+                let at = self.lingering.partition_point(|(other, _)| *other <= until);
+                self.lingering.insert(at, (until, known));
+            }
             None => self.dropped(known),
         }
     }
@@ -504,6 +506,9 @@ impl<M> Reactor<M> {
 
     /// Returns what has happened, without waiting.
     pub fn poll(&mut self) -> Option<ReactorEvent<M>> {
+        if let Some(event) = self.before_probes.pop_front() {
+            return Some(event);
+        }
         self.polls = self.polls.wrapping_add(1);
         let others_first = self.polls.is_multiple_of(OTHERS_EVERY);
         if others_first {
@@ -555,6 +560,7 @@ impl<M> Reactor<M> {
         while let Some((connection, end)) = self.ended.pop_front() {
             // It may have been closed since.
             if self.connections.contains_key(&connection) {
+                self.holding.retain(|holding| *holding != connection);
                 return Some(ReactorEvent::Ended(connection, end));
             }
         }
@@ -599,15 +605,23 @@ impl<M> Reactor<M> {
 
     /// Returns a request that another reactor has passed on to this one.
     fn poll_passed(&mut self) -> Option<Request> {
-        let request = self.delayed.take().or_else(|| self.passed.take())?;
-        if self.awaits_place(request.port) {
-            self.delayed = Some(request);
-            return None;
+        for at in 0..self.ports.len() {
+            if !self.awaits_place(at)
+                && let Some(request) = self.ports[at].delayed.pop_front()
+            {
+                return Some(Request { port: at, request });
+            }
         }
-        Some(request)
+        while let Some(passed) = self.passed.take() {
+            if !self.awaits_place(passed.port) {
+                return Some(passed);
+            }
+            self.ports[passed.port].delayed.push_back(passed.request);
+        }
+        None
     }
 
-    /// Returns a request that has arrived at a listener, unless it is another reactor's turn.
+    /// Returns a request that has arrived at a listener, unless another reactor is the next to take one.
     fn poll_listeners(&mut self) -> Option<Request> {
         for at in 0..self.ports.len() {
             while self.ports[at].has_requests && !self.awaits_place(at) {
@@ -674,11 +688,18 @@ impl<M> Reactor<M> {
             Completed::Nothing => known.link.next_held().unwrap_or(Completed::Nothing),
             other => other,
         });
+        if known.stage == Stage::Ended {
+            return None;
+        }
         if known.link.holds_messages() && !known.is_holding {
             known.is_holding = true;
             self.holding.push(connection);
         }
         let end = match result {
+            // The queue pair was not in Error when it executed the request.
+            Ok(Completed::Nothing) if WorkId::from(wc.wr_id) == WorkId::End => {
+                known.link.end().unwrap_or(ConnectionEnd::Disconnected)
+            }
             Ok(Completed::Nothing) => return None,
             Ok(completed) => return Some(ReactorEvent::Completed(connection, completed)),
             Err(Status::Flushed) => ConnectionEnd::Disconnected,
@@ -707,20 +728,43 @@ impl<M> Reactor<M> {
         }
     }
 
+    /// Probes all watched connections at once, so that the machine wakes up once, and has the end of those reported that have not
+    /// answered the last probe.
+    fn probe(&mut self) {
+        let is_open = |known: &Established| known.watched && known.stage == Stage::Open;
+        let mut open = self.connections.values().filter(|known| is_open(known));
+        if open.any(|known| known.link.is_probing()) {
+            self.take_completions();
+        }
+        let mut ends = Vec::new();
+        for (connection, known) in self.connections.iter_mut().filter(|(_, known)| is_open(known)) {
+            match known.link.probe() {
+                Ok(true) => {}
+                Ok(false) => ends.push((*connection, ConnectionEnd::Silent)),
+                Err(_) => ends.push((*connection, ConnectionEnd::Lost)),
+            }
+        }
+        for (connection, end) in ends {
+            self.report_end(connection, end);
+        }
+    }
+
+    /// Takes the completions that have come so far. This thread may not have looked for longer than a peer may be silent.
+    fn take_completions(&mut self) {
+        for at in 0..self.ports.len() {
+            // Peers may keep completions coming. As many as the queue holds came before this call, at least.
+            for _ in 0..self.completions_max() {
+                let Some(wc) = self.ports[at].cq.poll() else { break };
+                let event = self.completed(at, &wc);
+                self.before_probes.extend(event);
+            }
+        }
+    }
+
     /// Does what is due at `now`; returns when the next is due.
     pub(crate) fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
         if self.keepalive.is_due(now, !self.connections.is_empty()) {
-            // Probes all connections at once, so that the machine wakes up once.
-            let open = |known: &Established| known.watched && known.stage == Stage::Open;
-            for (connection, known) in self.connections.iter_mut().filter(|(_, known)| open(known)) {
-                let end = match known.link.probe() {
-                    Ok(true) => continue,
-                    Ok(false) => ConnectionEnd::Silent,
-                    Err(_) => ConnectionEnd::Lost,
-                };
-                known.stage = Stage::Ended;
-                self.ended.push_back((*connection, end));
-            }
+            self.probe();
         }
         while self.lingering.front().is_some_and(|(until, _)| *until <= now)
             && let Some((_, known)) = self.lingering.pop_front()
@@ -814,21 +858,21 @@ impl<M> Reactor<M> {
 }
 
 impl ReactorPort {
-    /// Returns a request that arrived at this port, or passes it on if it is another reactor's turn.
+    /// Returns a request that arrived at this port, or passes it on if another reactor is the next to take one.
     fn pass(&mut self, mut request: Request) -> Option<Request> {
         let own = request.port;
         loop {
-            let turn = self.next_taker;
-            self.next_taker = (turn + 1) % (self.takers.len() + 1);
-            let Some((taker, port)) = turn.checked_sub(1).and_then(|at| self.takers.get(at)) else {
+            let next = self.next_taker;
+            self.next_taker = (next + 1) % (self.takers.len() + 1);
+            let Some((taker, port)) = next.checked_sub(1).and_then(|at| self.takers.get(at)) else {
                 request.port = own;
                 return Some(request);
             };
             request.port = *port;
             request = taker.pass(request)?;
-            // The reactor is gone: it is the next one's turn.
-            self.takers.remove(turn - 1);
-            self.next_taker = turn % (self.takers.len() + 1);
+            // The reactor is gone: the one after it takes the request.
+            self.takers.remove(next - 1);
+            self.next_taker = next % (self.takers.len() + 1);
         }
     }
 }
@@ -846,3 +890,6 @@ pub enum ListenAtError {
     #[error(transparent)]
     Establish(#[from] EstablishError),
 }
+
+#[cfg(test)]
+mod tests;

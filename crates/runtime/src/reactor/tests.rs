@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,10 +12,12 @@ use std::time::{Duration, Instant};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, PathMtu, RKey,
-    SendRequest, Sge, SgeList, Status, WorkCompletion,
+    Access, Arm, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, PathMtu,
+    QpAttributes, QpState, RKey, SendRequest, Sge, SgeList, Status, WorkCompletion,
 };
+use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::Stage;
 use crate::{
     Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
     MessageConnection, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
@@ -449,7 +452,7 @@ fn pass_to__a_request_waits_for_the_place_of_a_closed_connection() {
             assert!(began.elapsed() < LONG, "no request");
             assert!(both.server.poll().is_none());
             match taker.poll_others() {
-                None if taker.delays_request() => break None,
+                None if !taker.ports[0].delayed.is_empty() => break None,
                 None => std::thread::yield_now(),
                 some => break some,
             }
@@ -464,6 +467,51 @@ fn pass_to__a_request_waits_for_the_place_of_a_closed_connection() {
         assert!(matches!(next(&mut taker), ReactorEvent::Ended(of, _) if of == there));
         taker.close(there, None);
     }
+}
+
+#[test]
+fn pass_to__a_request_that_waits_for_a_place_delays_no_other_listeners() {
+    let mut taker = Reactor::<()>::new(SIZES, limits(1), None).unwrap();
+    let mut sides = ["127.0.12.42:7174", "127.0.12.43:7174"].map(|address| Both::new(address, SIZES, 1));
+    for side in &mut sides {
+        side.server.pass_to(&mut taker).unwrap();
+        side.connect();
+        // The next is the taker's.
+        let params = ConnectParams::default();
+        side.client.connect(&side.device, side.address, &params).unwrap();
+    }
+    // The only place of the first port is that of a connection that is over.
+    (taker.ports[0].connections, taker.ports[0].ending) = (1, 1);
+    let began = Instant::now();
+    let mut passed = None;
+    for (port, side) in sides.iter_mut().enumerate() {
+        while passed.is_none() && (port == 1 || taker.ports[0].delayed.is_empty()) {
+            assert!(began.elapsed() < LONG, "no request at port {port}");
+            assert!(side.server.poll().is_none());
+            passed = taker.poll_others();
+        }
+    }
+    let of_port = |event: Option<ReactorEvent<()>>| match event {
+        Some(ReactorEvent::Request(request)) => Some(request.port),
+        _ => None,
+    };
+    assert_eq!(of_port(passed), Some(1));
+    taker.ports[0].connections = 0;
+    assert_eq!(of_port(taker.poll_others()), Some(0));
+}
+
+#[test]
+fn ended__a_marker_that_is_executed_ends_the_connection() {
+    let mut both = Both::new("127.0.12.44:7174", SIZES, 4);
+    let [there, _] = both.connect();
+    let known = both.server.connections.get_mut(&there).unwrap();
+    known.link.post_empty(WorkId::End).unwrap();
+    known.stage = Stage::Ending;
+    both.server.ports[0].ending = 1;
+    assert!(
+        matches!(next(&mut both.server), ReactorEvent::Ended(of, ConnectionEnd::Disconnected) if of == there)
+    );
+    assert_eq!(both.server.ports[0].ending, 0);
 }
 
 #[test]
@@ -528,16 +576,78 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
         }
         assert!(!reactor.connection(ids[1]).unwrap().is_probing());
     }
-    // The reactor does not take the answer to this probe.
+    // The queue pair does not send this probe.
+    let qp = reactor.connection(ids[0]).unwrap().qp();
+    qp.modify(QpState::Sqd, &QpAttributes::default()).unwrap();
     now += period;
     reactor.handle_timers(now);
     now += period;
     reactor.handle_timers(now);
-    let ended = reactor.poll_others();
+    let ended = reactor.poll();
     assert!(
         matches!(ended, Some(ReactorEvent::Ended(id, ConnectionEnd::Silent)) if id == ids[0]),
         "{ended:?}"
     );
+    // The peer is not silent any more.
+    arm(&reactor, 0);
+    assert!(peers[0].send(b"still there"));
+    wait_for_completion(&reactor, 0);
+    assert!(reactor.poll().is_none(), "no event follows the end");
+}
+
+/// Arms the completion queue of a port for [`wait_for_completion`].
+fn arm<M>(reactor: &Reactor<M>, port: usize) {
+    reactor.ports[port].cq.take_event();
+    reactor.ports[port].cq.arm(Arm::Next);
+}
+
+/// Waits until the completion queue of a port has a completion that came after [`arm`], and leaves it there.
+fn wait_for_completion<M>(reactor: &Reactor<M>, port: usize) {
+    let fd = reactor.ports[port].cq.as_fd();
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let timeout = Timespec::try_from(LONG).unwrap();
+    assert_eq!(
+        rustix::event::poll(&mut fds, Some(&timeout)),
+        Ok(1),
+        "no completion"
+    );
+}
+
+#[test]
+fn watch__an_answer_that_waits_for_the_thread_counts() {
+    let mut both = Both::new("127.0.12.40:7174", SIZES, 4);
+    let [there, here] = both.connect();
+    both.server.watch(there);
+    let mut now = Instant::now();
+    both.server.handle_timers(now);
+    now += LONG;
+    arm(&both.server, 0);
+    both.server.handle_timers(now);
+    assert!(both.server.connection(there).unwrap().is_probing());
+    wait_for_completion(&both.server, 0);
+    both.send(here, b"meanwhile");
+    // The thread has not looked for longer than a peer may be silent.
+    now += LONG;
+    both.server.handle_timers(now);
+    assert!(
+        both.server.connection(there).unwrap().is_probing(),
+        "the next probe"
+    );
+    let slot = both.receive(there, b"meanwhile");
+    both.server.connection(there).unwrap().give_back(slot);
+    assert!(both.server.poll().is_none());
+
+    // No event of a closed connection follows, either.
+    let [closed, its_peer] = both.connect();
+    both.send(its_peer, b"too late");
+    arm(&both.server, 0);
+    for _ in 0..2 {
+        now += LONG;
+        both.server.handle_timers(now);
+        wait_for_completion(&both.server, 0);
+    }
+    both.server.close(closed, None);
+    assert!(both.server.poll().is_none());
 }
 
 #[test]
@@ -571,6 +681,26 @@ fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
     reactor.handle_timers(due);
     while peer.wait() != Err(Status::Flushed) {}
     assert!(reactor.poll().is_none());
+}
+
+#[test]
+fn close__connections_go_in_the_order_of_their_times() {
+    let mut both = Both::new("127.0.12.41:7174", SIZES, 0);
+    let own = Limits {
+        shared_receives: None,
+        ..limits(2)
+    };
+    both.server = Reactor::new(SIZES, own, None).unwrap();
+    both.server.listen(&both.device, both.address.port()).unwrap();
+    let ([late, _], [early, its_peer]) = (both.connect(), both.connect());
+    let began = Instant::now();
+    both.server.close(late, Some(3 * LONG));
+    both.server.close(early, Some(LONG));
+    let due = both.server.handle_timers(began).unwrap();
+    assert!(due < began + 2 * LONG, "the first to go is the first that is due");
+    let due = both.server.handle_timers(due).unwrap();
+    assert!(due >= began + 2 * LONG);
+    assert!(matches!(next(&mut both.client), ReactorEvent::Ended(of, _) if of == its_peer));
 }
 
 /// A reactor that listens nowhere, and a device from which it connects.
@@ -679,7 +809,7 @@ fn connect__refused_and_then_accepted() {
         assert!(both.client.connection(here).is_none());
     }
     assert_eq!(
-        both.server.shared_receives(),
+        posted_receives(&both.server),
         1,
         "a request that is refused adds none"
     );
@@ -836,6 +966,12 @@ fn watch__of_an_attempt_holds_for_its_connection() {
     server.stop();
 }
 
+/// Returns the number of receives that are posted for all connections of the first port.
+fn posted_receives<M>(reactor: &Reactor<M>) -> usize {
+    let receives = reactor.ports[0].receives.as_ref();
+    receives.map_or(0, |receives| receives.posted())
+}
+
 /// A listening reactor and one that connects to it, both of this thread.
 struct Both {
     server: Reactor<()>,
@@ -984,7 +1120,7 @@ fn ended__a_connection_that_stays_reports_its_end_once() {
     }
     both.server.close(there, None);
     assert!(both.server.poll().is_none());
-    assert_eq!(both.server.shared_receives(), 5, "none is lost");
+    assert_eq!(posted_receives(&both.server), 5, "none is lost");
 }
 
 #[test]
@@ -1026,7 +1162,7 @@ fn ended__a_peer_that_exceeds_its_credits_ends_alone() {
     going_on.join().unwrap();
     assert!(reactor.poll().is_none());
     // Two for all, one for the connection that goes on, and perhaps that of the other, until it is used.
-    assert!((3..=4).contains(&reactor.shared_receives()), "none is lost");
+    assert!((3..=4).contains(&posted_receives(&reactor)), "none is lost");
 }
 
 #[test]
@@ -1110,7 +1246,7 @@ fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
             matches!(next(&mut both.client), ReactorEvent::Ended(of, ConnectionEnd::Failed(_)) if of == stuck)
         );
         let began = Instant::now();
-        while both.server.shared_receives() != 1 {
+        while posted_receives(&both.server) != 1 {
             assert!(
                 began.elapsed() < LONG,
                 "the first packet takes one of the two receives"
@@ -1125,7 +1261,7 @@ fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
         assert!(matches!(next(&mut both.server), ReactorEvent::Ended(of, _) if of == stuck_there));
         both.server.close(stuck_there, None);
         assert!(both.server.poll().is_none());
-        assert_eq!(both.server.shared_receives(), 2, "none is lost");
+        assert_eq!(posted_receives(&both.server), 2, "none is lost");
     }
 }
 
@@ -1152,5 +1288,5 @@ fn accept__the_place_of_a_closed_connection_is_free_at_once() {
         .drain(..)
         .for_each(|[there, _]| both.server.close(there, None));
     assert!(both.server.poll().is_none());
-    assert_eq!(both.server.shared_receives(), 5, "none is lost");
+    assert_eq!(posted_receives(&both.server), 5, "none is lost");
 }
