@@ -118,7 +118,7 @@ impl Capture {
     }
 
     /// Waits, for a limited time, until everything that was captured is in the file.
-    pub(super) fn finish(self) {
+    pub(super) fn sync(&self) {
         self.input.sync();
     }
 

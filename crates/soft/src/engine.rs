@@ -373,13 +373,15 @@ impl Engine {
         found
     }
 
-    /// Sends the pending acknowledgements, and the packets that fault injection holds back.
+    /// Sends the pending acknowledgements, and the packets that fault injection holds back. Completes the capture's file: the process may
+    /// end before the file's thread runs.
     pub(crate) fn acknowledge(&self) {
         for _ in 0..LAST_TRIES {
             if let Some(mut core) = self.try_lock() {
                 let now = self.now();
                 core.finish(now, true);
                 core.send_held_back(now);
+                core.rnic.sync_capture();
                 return;
             }
             thread::yield_now();
@@ -637,7 +639,7 @@ impl Engine {
         drop(core);
         drop(trace);
         if let Some(capture) = capture {
-            capture.finish();
+            capture.sync();
         }
     }
 }

@@ -160,6 +160,13 @@ impl RnicPort {
         self.watch.get_or_insert_default().capture = Some(capture);
     }
 
+    /// Waits, for a limited time, until everything that was captured is in the file.
+    pub(super) fn sync_capture(&self) {
+        if let Some(capture) = self.watch.as_ref().and_then(|watch| watch.capture.as_ref()) {
+            capture.sync();
+        }
+    }
+
     pub(super) fn end_capture(&mut self) -> Option<Capture> {
         let capture = self.watch.as_mut()?.capture.take();
         if !self.has_faults() {

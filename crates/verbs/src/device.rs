@@ -261,8 +261,9 @@ impl Device {
         self.provided().watch().map(EngineWatch)
     }
 
-    /// Sends the delayed acknowledgements, which an RNIC would have sent long ago, and the packets that fault injection delays. It is
-    /// for a process that ends without dropping its queue pairs, whose peers would take them for lost. Does nothing while another thread drives the device for long.
+    /// Sends the delayed acknowledgements, which an RNIC would have sent long ago, and the packets that fault injection delays, and completes
+    /// the file of a capture. It is for a process that ends without dropping its queue pairs, whose peers would take these for lost. Does
+    /// nothing while another thread drives the device for long.
     pub fn acknowledge(&self) {
         self.provided().acknowledge();
     }

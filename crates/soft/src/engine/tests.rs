@@ -2,11 +2,13 @@
 
 use std::any::Any;
 use std::cell::Cell;
+use std::io::{Read, Seek};
+use std::os::unix::net::UnixDatagram;
 use std::sync::mpsc;
 
 use rdmux_memory::FileMemory;
 use rdmux_rnic::{
-    Access, Arm, Atomic, HeapMemory, Memory, Operation, Path, Placement, Psn, QpAttributes, QpState,
+    Access, Arm, Atomic, Cause, HeapMemory, Memory, Operation, Path, Placement, Psn, QpAttributes, QpState,
     RecvRequest, RegionSpec, Registration, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
 use rdmux_verbs::thread::{Policy, policy};
@@ -15,6 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Advice, fadvise};
 
 use super::*;
+use crate::capture::{Capture, Filter};
 use crate::skip::skip;
 use crate::testing::{Inside, open, open_with};
 
@@ -1099,4 +1102,31 @@ fn look_before_sleep__thread_stands_by_while_callers_find() {
         until(engine, |core| core.thread_asleep);
         engine.kick.wake();
     }
+}
+
+#[test]
+fn acknowledge__completes_the_file_of_a_capture() {
+    let pair = Pair::new([127, 0, 67, 9]);
+    // A call does nothing while the device's thread is at work.
+    pair.take_over();
+    let mut file = tempfile::tempfile().unwrap();
+    let (done, _told) = UnixDatagram::pair().unwrap();
+    let copy = file.try_clone().unwrap().into();
+    let capture = Capture::to(copy, done.into(), "device".into(), Filter::default()).unwrap();
+    pair.engine().lock().rnic.capture(capture);
+    for qpn in 1..=10_000 {
+        let core = pair.engine().lock();
+        core.rnic
+            .show_failed(Qpn::new(qpn), Status::Flushed, Cause::OwnRequest);
+    }
+    pair.device.acknowledge();
+    let mut captured = Vec::new();
+    file.rewind().unwrap();
+    file.read_to_end(&mut captured).unwrap();
+    let last = b"queue pair 10000 ";
+    assert!(
+        captured.windows(last.len()).any(|text| text == last),
+        "{} bytes",
+        captured.len()
+    );
 }
