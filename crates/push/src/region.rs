@@ -10,7 +10,7 @@ use rdmux_memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, Persistence
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Atomic, Device, Fault, Features, Medium, Memory, Placement, Reach};
 pub use rdmux_wire::push::Ways;
-use rdmux_wire::push::{self, Domain, Name};
+use rdmux_wire::push::{self, Domain, ErrorCode, Name};
 
 /// Maximum number of uploads that a region remembers; it forgets the oldest first.
 const UPLOADS_MAX: usize = 64;
@@ -306,16 +306,26 @@ impl Region {
         self.sizing
     }
 
-    /// Returns whether the path of its file leads to the file that it has open. Another program may have removed, renamed or
-    /// replaced the file: bytes written here would then not be where the path's readers look, and may end with this process.
-    pub fn is_in_place(&self) -> bool {
+    /// Checks that the path of its file leads to the file that it has open, which may wait for the medium. Another program may have
+    /// removed, renamed or replaced the file: bytes written here would then not be where the path's readers look, and may end with this
+    /// process.
+    pub(crate) fn check_place(&self) -> Result<(), (ErrorCode, String)> {
         let (Place::File(path, _) | Place::Dax(path, _), Some(memory)) = (&self.place, self.memory.as_any())
         else {
-            return true;
+            return Ok(());
         };
         let file = memory.downcast_ref::<FileMemory>();
-        file.or_else(|| memory.downcast_ref::<DaxMemory>()?.file())
-            .is_none_or(|file| file.is_at(path))
+        let file = file.or_else(|| memory.downcast_ref::<DaxMemory>()?.file());
+        if file.is_none_or(|file| file.is_at(path)) {
+            return Ok(());
+        }
+        let text = format!(
+            "region {}: {} is not the file that the server opened (it was removed, renamed or replaced): restart the server to serve what \
+             is there now",
+            self.name,
+            path.display()
+        );
+        Err((ErrorCode::Io, text))
     }
 
     /// Returns why a file on persistent memory is accessed through the kernel all the same.

@@ -320,7 +320,7 @@ fn write__to_a_file_that_another_process_truncates() {
             "{what}: {reason}"
         );
         other.write(&others, 0, &[1; 100]).unwrap();
-        // Restores the file's size for the next turn.
+        // Restores the file's size for the next round.
         drop(FileMemory::open(&path, Some(1 << 20), false).unwrap());
     }
 }
@@ -365,6 +365,7 @@ fn map__of_a_file_that_its_path_no_longer_leads_to_is_refused() {
                     .unwrap_err(),
             );
             refused(client.ordinary_read(&name("f"), 0, &mut [1]).unwrap_err());
+            refused(client.checksum(&name("f"), 0, 100).unwrap_err());
             client.map(&name("m"), RW, 0, 0, 0).unwrap();
         }
         // A mapping from before stays on the file that it was made for, in both ways.

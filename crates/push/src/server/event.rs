@@ -8,6 +8,34 @@ use rdmux_wire::push;
 use super::EndReason;
 use super::id::{ClientId, MappingId};
 
+/// Most events of refused requests that one client causes in [`REFUSALS_TIME`], so that it cannot fill the log.
+const REFUSALS_MAX: u32 = 8;
+const REFUSALS_TIME: Duration = Duration::from_secs(10);
+
+/// The refused requests of one client.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Refusals {
+    /// Time of the first event that counts.
+    since: Duration,
+    reported: u32,
+    unreported: u64,
+}
+
+impl Refusals {
+    /// Counts a refused request. If it is to be reported, returns the number of those before it that were not.
+    pub(super) fn count(&mut self, now: Duration) -> Option<u64> {
+        if self.reported == 0 || now >= self.since + REFUSALS_TIME {
+            (self.since, self.reported) = (now, 0);
+        }
+        if self.reported == REFUSALS_MAX {
+            self.unreported += 1;
+            return None;
+        }
+        self.reported += 1;
+        Some(std::mem::take(&mut self.unreported))
+    }
+}
+
 /// An event, for people to read.
 #[derive(Clone, Debug)]
 pub enum ServerEvent {
@@ -18,12 +46,14 @@ pub enum ServerEvent {
         /// Address of the client.
         peer: IpAddr,
     },
-    /// A request of a client failed.
+    /// A request of a client failed. A client whose requests keep failing has few of these events (8 in 10 s).
     RequestRefused {
         /// Number of the client.
         client: ClientId,
         /// The reason, as the client gets it.
         why: String,
+        /// Number of its requests that failed before this one and have no event.
+        unreported: u64,
     },
     /// A client mapped a range.
     Mapped {
@@ -113,8 +143,17 @@ impl std::fmt::Display for ServerEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             ServerEvent::Connected { client, peer } => write!(f, "client {client} connected from {peer}"),
-            ServerEvent::RequestRefused { client, why } => {
-                write!(f, "a request of client {client} is refused: {why}")
+            ServerEvent::RequestRefused {
+                client,
+                why,
+                unreported,
+            } => {
+                write!(f, "a request of client {client} is refused: {why}")?;
+                match unreported {
+                    0 => Ok(()),
+                    1 => f.write_str("; another one before it is not listed"),
+                    n => write!(f, "; {n} others before it are not listed"),
+                }
             }
             ServerEvent::Mapped {
                 client,
@@ -185,5 +224,22 @@ impl std::fmt::Display for ServerEvent {
             }
             ServerEvent::Refused { peer, why } => write!(f, "connection from {peer} refused: {why}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn count__a_client_whose_requests_keep_failing_has_few_events() {
+        let mut refusals = Refusals::default();
+        let began = Duration::from_secs(100);
+        for ms in 0..9_999 {
+            let reported = refusals.count(began + Duration::from_millis(ms));
+            assert_eq!(reported, (ms < 8).then_some(0), "{ms} ms");
+        }
+        assert_eq!(refusals.count(began + REFUSALS_TIME), Some(9_991));
+        assert_eq!(refusals.count(began + REFUSALS_TIME), Some(0));
     }
 }

@@ -586,9 +586,4 @@ impl Driver for ServerDriver {
     fn is_alone(&mut self, region: RegionId) -> bool {
         self.files.get(&region).is_some_and(FileWatch::is_alone)
     }
-
-    fn is_in_place(&mut self, region: &Region) -> bool {
-        // The open file keeps its directories in memory: on a local file system this waits for no disk.
-        region.is_in_place()
-    }
 }

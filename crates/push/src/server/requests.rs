@@ -11,7 +11,7 @@ use super::id::{ClientId, MappingId, OperationId, Owner, RegionId};
 use super::lease::{Answer, Claim, Effect, Kind, LeaseId};
 use super::service::{Driver, Mapping, Registered, ReplySlot, Service};
 use super::session::{Action, EndReason, Map, Ordinary};
-use super::work::{Task, Ticket};
+use super::work::{Failure, Task, Ticket};
 use super::{CLOSING_TIMEOUT, ServerEvent};
 
 /// A request that waits for a lease.
@@ -300,7 +300,7 @@ impl<D: Driver> Service<D> {
         self.fail(pending, failure);
     }
 
-    fn fail(&mut self, pending: Pending, (code, text): (ErrorCode, String)) {
+    fn fail(&mut self, pending: Pending, (code, text): Failure) {
         let (ticket, answer) = match pending {
             Pending::Local(..) | Pending::Outside(..) => return,
             Pending::Map(ticket, map) => {
@@ -316,34 +316,16 @@ impl<D: Driver> Service<D> {
     }
 
     fn granted(&mut self, lease: LeaseId, pending: Pending) {
-        if let Pending::Write(ticket, ordinary, ..) | Pending::Read(ticket, ordinary) = &pending
-            && let Err(failure) = self.check_ordinary(ticket.client, ordinary)
-        {
-            self.leases.release(self.now, lease);
-            return self.fail(pending, failure);
-        }
         match pending {
             Pending::Map(ticket, map) => {
-                let client = self.clients.get(&ticket.client);
-                if !client.is_some_and(|client| client.session.is_live(map.mapping)) {
-                    // The mapping was ended before it was made.
-                    self.leases.release(self.now, lease);
-                    let text = format!("mapping {} ended before it was established", map.mapping);
-                    return self.fail(Pending::Map(ticket, map), (ErrorCode::Revoked, text));
-                }
-                if let Err(failure) = self.check_outside(&map) {
-                    self.leases.release(self.now, lease);
-                    return self.fail(Pending::Map(ticket, map), failure);
-                }
-                let made = self.register(&ticket, &map, lease);
-                if made.is_err() {
-                    self.leases.release(self.now, lease);
-                }
-                let Some(client) = self.clients.get_mut(&ticket.client) else {
-                    return;
+                let task = Task::Locate {
+                    region: map.region.clone(),
+                    lease,
                 };
-                let answer = client.session.mapped(&map, made);
-                self.send(ticket.client, ticket.slot, ticket.request, &answer);
+                let number = map.number;
+                // It waits for the job now.
+                self.pending.insert(lease, Pending::Map(ticket.clone(), map));
+                self.work(number, ticket, task);
             }
             Pending::Write(mut ticket, ordinary, bytes, placement) => {
                 ticket.lease = Some(lease);
@@ -353,6 +335,7 @@ impl<D: Driver> Service<D> {
                     offset,
                     bytes,
                     placement,
+                    in_place: !self.has_mapping(ticket.client, ordinary.number),
                 };
                 self.work(ordinary.number, ticket, task);
             }
@@ -363,6 +346,7 @@ impl<D: Driver> Service<D> {
                     memory: ordinary.region.open(false, offset, length, 0),
                     offset,
                     length,
+                    in_place: !self.has_mapping(ticket.client, ordinary.number),
                 };
                 self.work(ordinary.number, ticket, task);
             }
@@ -379,24 +363,47 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Checks an ordinary operation as [`Service::check_place`] does, unless the client has a mapping of the region: then it
-    /// continues on the file that the mapping was made for.
-    fn check_ordinary(&mut self, client: ClientId, ordinary: &Ordinary) -> Result<(), (ErrorCode, String)> {
+    /// Returns whether a client has a mapping of a region: its ordinary operations continue on the file that the mapping was made for.
+    fn has_mapping(&self, client: ClientId, region: RegionId) -> bool {
         let client = self.clients.get(&client);
-        let is_mapped = |mapping: &Mapping| mapping.number == ordinary.number;
-        if client.is_some_and(|client| client.mappings.values().any(is_mapped)) {
-            return Ok(());
+        client.is_some_and(|client| client.mappings.values().any(|mapping| mapping.number == region))
+    }
+
+    /// Makes the mapping that waits with this lease, whose region is in place or not.
+    pub(super) fn located(&mut self, lease: LeaseId, place: Result<(), Failure>) {
+        // Its client may have ended, and its lease may have been revoked.
+        let Some(pending) = self.pending.remove(&lease) else {
+            return;
+        };
+        let Pending::Map(ticket, map) = &pending else {
+            return;
+        };
+        let made = place
+            .and_then(|()| self.check_map(ticket, map))
+            .and_then(|()| self.register(ticket, map, lease));
+        if made.is_err() {
+            self.leases.release(self.now, lease);
+            self.carry_out();
         }
-        self.check_place(&ordinary.region)
+        let Some(client) = self.clients.get_mut(&ticket.client) else {
+            return;
+        };
+        let answer = client.session.mapped(map, made);
+        self.send(ticket.client, ticket.slot, ticket.request, &answer);
+    }
+
+    /// Checks a request for a mapping once it has its lease.
+    fn check_map(&mut self, ticket: &Ticket, map: &Map) -> Result<(), Failure> {
+        let client = self.clients.get(&ticket.client);
+        if !client.is_some_and(|client| client.session.is_live(map.mapping)) {
+            let text = format!("mapping {} ended before it was established", map.mapping);
+            return Err((ErrorCode::Revoked, text));
+        }
+        self.check_outside(map)
     }
 
     /// Registers a mapping.
-    fn register(
-        &mut self,
-        ticket: &Ticket,
-        map: &Map,
-        lease: LeaseId,
-    ) -> Result<Registered, (ErrorCode, String)> {
+    fn register(&mut self, ticket: &Ticket, map: &Map, lease: LeaseId) -> Result<Registered, Failure> {
         let number = ticket.client;
         let Some(client) = self.clients.get_mut(&number) else {
             return Err((ErrorCode::Protocol, String::new()));
@@ -483,6 +490,10 @@ impl<D: Driver> Service<D> {
                 Effect::Revoke { lease, .. } => {
                     let Some((key, mapping)) = self.leased.get(&lease).copied() else {
                         self.leases.release(self.now, lease);
+                        if let Some(pending) = self.pending.remove(&lease) {
+                            let text = "another client needs the range: the lease was revoked before the mapping was established";
+                            self.fail(pending, (ErrorCode::Revoked, text.into()));
+                        }
                         continue;
                     };
                     if let Some(client) = self.clients.get_mut(&key) {

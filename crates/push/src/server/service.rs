@@ -10,13 +10,14 @@ use std::time::Duration;
 use rdmux_verbs::{Access, Status};
 use rdmux_wire::push::{Change, Extent, Message, Ways};
 
+use super::event::Refusals;
 use super::id::{ClientId, MappingId, OperationId, Owner, RegionId};
 use super::lease::{LeaseId, Leases};
 use super::requests::{Pending, Welcoming};
 use super::session::{EndReason, Map, Session, Shared};
-use super::work::{Finished, Job, Task, Ticket};
+use super::work::{Finished, Job, Outcome, Task, Ticket};
 use super::{HANDSHAKE_TIMEOUT, ServerEvent};
-use crate::region::{Mapped, Region};
+use crate::region::Mapped;
 
 /// The place that an outgoing message takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,9 +72,6 @@ pub trait Driver {
 
     /// Returns whether no program of the host has the file of the region with this number open.
     fn is_alone(&mut self, region: RegionId) -> bool;
-
-    /// Returns whether the path of a region's file leads to the file that the region has open.
-    fn is_in_place(&mut self, region: &Region) -> bool;
 }
 
 /// A mapping. Without its lease it cannot be accessed, and can only be flushed.
@@ -106,6 +104,7 @@ pub(super) struct Client {
     pub(super) notices_so_far: u64,
     /// Set when the client has ended; its long jobs read it.
     pub(super) gone: Arc<AtomicBool>,
+    refusals: Refusals,
 }
 
 /// Jobs of a client that change or read a region and are not done.
@@ -178,6 +177,7 @@ impl<D: Driver> Service<D> {
             notice: None,
             notices_so_far: 0,
             gone: Arc::default(),
+            refusals: Refusals::default(),
         };
         self.clients.insert(number, client);
     }
@@ -290,7 +290,7 @@ impl<D: Driver> Service<D> {
     }
 
     pub(super) fn send(&mut self, client: ClientId, slot: usize, request: u64, message: &Message) {
-        let Some(known) = self.clients.get(&client) else {
+        let Some(known) = self.clients.get_mut(&client) else {
             return;
         };
         let slot = match known.closing {
@@ -298,9 +298,14 @@ impl<D: Driver> Service<D> {
             Some(_) => ReplySlot::Last(slot),
         };
         // The event of the end tells why a last message is an error.
-        if let (Message::Error { text, .. }, ReplySlot::Answer(_)) = (message, slot) {
-            let why = text.clone();
-            self.events.push(ServerEvent::RequestRefused { client, why });
+        if let (Message::Error { text, .. }, ReplySlot::Answer(_)) = (message, slot)
+            && let Some(unreported) = known.refusals.count(self.now)
+        {
+            self.events.push(ServerEvent::RequestRefused {
+                client,
+                why: text.clone(),
+                unreported,
+            });
         }
         if !self.driver.send(client, slot, request, message) {
             self.end(client, EndReason::Failed("connection lost".into()));
@@ -344,7 +349,7 @@ impl<D: Driver> Service<D> {
     pub(super) fn work(&mut self, region: RegionId, ticket: Ticket, task: Task) {
         let client = ticket.client;
         let at_once = task.is_immediate() && !self.running.contains_key(&client);
-        let counted = !at_once && !task.is_checksum();
+        let counted = !at_once && task.accesses();
         if counted {
             let id = self.clients.get(&client).map_or([0; 16], |client| client.id);
             let running = self.running.entry(client).or_insert(Running { id, jobs: 0 });
@@ -372,7 +377,7 @@ impl<D: Driver> Service<D> {
     fn job_finished(&mut self, finished: Finished) {
         let Finished {
             ticket,
-            answer,
+            outcome,
             counted,
             ..
         } = finished;
@@ -386,7 +391,10 @@ impl<D: Driver> Service<D> {
             self.leases.release(self.now, lease);
             self.carry_out();
         }
-        self.send(ticket.client, ticket.slot, ticket.request, &answer);
+        match outcome {
+            Outcome::Answer(answer) => self.send(ticket.client, ticket.slot, ticket.request, &answer),
+            Outcome::Located(lease, place) => self.located(lease, place),
+        }
         self.welcome_all();
     }
 
@@ -417,3 +425,6 @@ impl Client {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

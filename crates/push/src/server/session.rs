@@ -129,7 +129,7 @@ pub enum EndReason {
     WrongKey,
     /// The client's version does not fit.
     Version,
-    /// A message that is malformed, or out of turn.
+    /// A message that is malformed, or out of order.
     Protocol(String),
     /// The handshake took too long.
     HandshakeTimeout,
@@ -248,7 +248,7 @@ impl Session {
             client_nonce,
         } = message
         else {
-            return out_of_turn();
+            return out_of_order();
         };
         if !(version_min..=version_max).contains(&VERSION) {
             let text = format!("this server supports version {VERSION} of the push protocol");
@@ -272,7 +272,7 @@ impl Session {
 
     fn proof(&mut self, transcript: &Transcript, message: Message) -> Action {
         let Message::Proof { client_proof, client } = message else {
-            return out_of_turn();
+            return out_of_order();
         };
         let transcript = Transcript {
             client,
@@ -367,7 +367,7 @@ impl Session {
                 }
             }
             Message::Goodbye => Action::End(None, EndReason::Goodbye),
-            _ => out_of_turn(),
+            _ => out_of_order(),
         }
     }
 
@@ -382,7 +382,7 @@ impl Session {
             transfer,
         } = map
         else {
-            return Ok(out_of_turn());
+            return Ok(out_of_order());
         };
         if access.is_empty() {
             return Err(error(
@@ -559,7 +559,7 @@ fn keeps_nothing(region: &Name) -> Message {
     error(ErrorCode::NotSupported, text)
 }
 
-fn out_of_turn() -> Action {
+fn out_of_order() -> Action {
     let message = error(ErrorCode::Protocol, "unexpected message".into());
     Action::End(Some(message), EndReason::Protocol("unexpected message".into()))
 }
@@ -582,4 +582,4 @@ fn out_of_range(region: &Region, offset: u64, length: u64) -> Message {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -15,6 +15,7 @@ use super::id::RegionId;
 use super::requests::Pending;
 use super::service::{Driver, Service};
 use super::session::Map;
+use super::work::Failure;
 use super::{Mail, ServerEvent};
 use crate::region::{Place, Region};
 
@@ -98,26 +99,8 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Checks that the path of a region's file still leads to the file that the region has open.
-    pub(super) fn check_place(&mut self, region: &Region) -> Result<(), (ErrorCode, String)> {
-        let (Place::File(path, _) | Place::Dax(path, _)) = region.place() else {
-            return Ok(());
-        };
-        if self.driver.is_in_place(region) {
-            return Ok(());
-        }
-        let text = format!(
-            "region {}: {} is not the file that the server opened (it was removed, renamed or replaced): restart the server to serve what \
-             is there now",
-            region.name(),
-            path.display()
-        );
-        Err((ErrorCode::Io, text))
-    }
-
-    /// Checks that a mapping is made for the file at the region's path, and does not conflict with programs that have it open.
-    pub(super) fn check_outside(&mut self, map: &Map) -> Result<(), (ErrorCode, String)> {
-        self.check_place(&map.region)?;
+    /// Checks that a mapping does not conflict with programs that have the region's file open.
+    pub(super) fn check_outside(&mut self, map: &Map) -> Result<(), Failure> {
         let Some(open) = self.open.get(&map.number) else {
             return Ok(());
         };

@@ -49,13 +49,31 @@ pub(super) enum Task {
         offset: u64,
         bytes: Vec<u8>,
         placement: Placement,
+        /// Set if it fails unless the region is in place ([`Region::check_place`]).
+        in_place: bool,
     },
     Read {
         memory: Arc<Mapped>,
         offset: u64,
         length: u64,
+        /// As for a write.
+        in_place: bool,
     },
+    /// Checks that the region is in place before it is mapped with a lease.
+    Locate { region: Arc<Region>, lease: LeaseId },
 }
+
+/// The result of a job.
+#[derive(Clone, Debug)]
+pub(super) enum Outcome {
+    /// The answer to the client.
+    Answer(Message),
+    /// The region that is to be mapped with this lease is in place, or why it is not.
+    Located(LeaseId, Result<(), Failure>),
+}
+
+/// Why a request is refused: code and text of [`Message::Error`].
+pub(super) type Failure = (ErrorCode, String);
 
 /// Work that a [`Service`](super::Service) hands to its driver.
 #[derive(Debug)]
@@ -85,10 +103,10 @@ impl Job {
 
     /// Runs the job.
     pub fn run(self) -> Finished {
-        let answer = self.task.run();
+        let outcome = self.task.run();
         Finished {
             ticket: self.ticket,
-            answer,
+            outcome,
             counted: self.counted,
             by_message: self.by_message,
             cpu_ns: 0,
@@ -97,13 +115,10 @@ impl Job {
 
     /// Returns the failure of a job that could not begin.
     fn failed(self, text: &str) -> Finished {
-        let answer = Message::Error {
-            code: ErrorCode::Busy,
-            text: text.into(),
-        };
+        let outcome = self.task.failed((ErrorCode::Busy, text.into()));
         Finished {
             ticket: self.ticket,
-            answer,
+            outcome,
             counted: self.counted,
             by_message: self.by_message,
             cpu_ns: 0,
@@ -115,7 +130,7 @@ impl Job {
 #[derive(Debug)]
 pub struct Finished {
     pub(super) ticket: Ticket,
-    pub(super) answer: Message,
+    pub(super) outcome: Outcome,
     pub(super) counted: bool,
     pub(super) by_message: bool,
     /// Processor time that a thread took for the job, if it is by message and ran on a thread.
@@ -152,10 +167,10 @@ fn run_all(jobs: Vec<Job>, report: &mut dyn FnMut(Mail) -> bool) {
         if finished.by_message {
             finished.cpu_ns = thread_cpu_ns().saturating_sub(began_ns);
         }
-        let (answer, by_message) = (finished.answer.clone(), finished.by_message);
+        let (outcome, by_message) = (finished.outcome.clone(), finished.by_message);
         let others = others.into_iter().map(|(ticket, counted)| Finished {
             ticket,
-            answer: answer.clone(),
+            outcome: outcome.clone(),
             counted,
             by_message,
             cpu_ns: 0,
@@ -179,7 +194,7 @@ impl Task {
     /// devices access the bytes of a flush.
     pub(super) fn bytes_by_message(&self, reach: impl FnOnce(&Region) -> Reach) -> Option<u64> {
         match self {
-            Task::Checksum { .. } => None,
+            Task::Checksum { .. } | Task::Locate { .. } => None,
             Task::Write { bytes, .. } => Some(bytes.len() as u64),
             Task::Read { length, .. } => Some(*length),
             Task::Flush { memory, .. } => (reach(memory.region()) == Reach::Processor).then_some(0),
@@ -190,18 +205,27 @@ impl Task {
         matches!(self, Task::Checksum { .. })
     }
 
+    /// Returns whether a client must not be welcome again before the task is done, as it accesses the bytes of a region.
+    pub(super) fn accesses(&self) -> bool {
+        !matches!(self, Task::Checksum { .. } | Task::Locate { .. })
+    }
+
     /// Returns whether the task waits for no medium: for processors and their memory at most.
     pub(super) fn is_immediate(&self) -> bool {
-        let in_memory = |memory: &Mapped| memory.region().domain() != rdmux_wire::push::Domain::File;
+        let in_memory = |region: &Region| region.domain() != rdmux_wire::push::Domain::File;
         match self {
             Task::Checksum { .. } => false,
+            // A file system that maps persistent memory keeps its directories there too.
+            Task::Locate { region, .. } => in_memory(region),
             Task::Flush {
                 memory, placement, ..
             } => memory.flush_is_immediate(*placement),
             Task::Write {
                 memory, placement, ..
-            } => in_memory(memory) && (placement.is_empty() || memory.flush_is_immediate(*placement)),
-            Task::Read { memory, .. } => in_memory(memory),
+            } => {
+                in_memory(memory.region()) && (placement.is_empty() || memory.flush_is_immediate(*placement))
+            }
+            Task::Read { memory, .. } => in_memory(memory.region()),
         }
     }
 
@@ -232,21 +256,50 @@ impl Task {
         }
     }
 
-    fn run(self) -> Message {
+    /// Returns the region whose file must be the one at its path. A checksum is the last request of a push: the client reports that its
+    /// bytes are durable in the file of that name.
+    fn must_be_in_place(&self) -> Option<&Region> {
+        match self {
+            Task::Checksum { region, .. } | Task::Locate { region, .. } => Some(&**region),
+            Task::Write { memory, in_place, .. } | Task::Read { memory, in_place, .. } => {
+                in_place.then(|| &**memory.region())
+            }
+            Task::Flush { .. } => None,
+        }
+    }
+
+    /// Returns the outcome of the task if it has failed.
+    fn failed(&self, failure: Failure) -> Outcome {
+        match self {
+            Task::Locate { lease, .. } => Outcome::Located(*lease, Err(failure)),
+            _ => {
+                let (code, text) = failure;
+                Outcome::Answer(Message::Error { code, text })
+            }
+        }
+    }
+
+    fn run(&self) -> Outcome {
         // A task that panics has failed; the thread continues.
         let run = std::panic::AssertUnwindSafe(|| self.run_inner());
         let failed = std::panic::catch_unwind(run).unwrap_or(Err(Fault::Io(5)));
-        failed.unwrap_or_else(|fault| Message::Error {
-            code: match fault {
+        failed.unwrap_or_else(|fault| {
+            let code = match fault {
                 Fault::NotSupported => ErrorCode::NotSupported,
                 _ => ErrorCode::Io,
-            },
-            text: format!("the region's memory or file failed: {fault}"),
+            };
+            self.failed((code, format!("the region's memory or file failed: {fault}")))
         })
     }
 
-    fn run_inner(self) -> Result<Message, Fault> {
-        Ok(match self {
+    fn run_inner(&self) -> Result<Outcome, Fault> {
+        if let Some(region) = self.must_be_in_place()
+            && let Err(failure) = region.check_place()
+        {
+            return Ok(self.failed(failure));
+        }
+        Ok(Outcome::Answer(match self {
+            Task::Locate { lease, .. } => return Ok(Outcome::Located(*lease, Ok(()))),
             Task::Checksum {
                 region,
                 offset,
@@ -254,7 +307,7 @@ impl Task {
                 gone,
             } => {
                 let wanted = || !gone.load(Ordering::Relaxed);
-                match crc64_while(&**region.memory(), offset, length, wanted)? {
+                match crc64_while(&**region.memory(), *offset, *length, wanted)? {
                     Some(crc) => Message::Checksummed { crc },
                     None => Message::Error {
                         code: ErrorCode::Revoked,
@@ -268,7 +321,7 @@ impl Task {
                 length,
                 placement,
             } => {
-                memory.flush(offset, length, placement)?;
+                memory.flush(*offset, *length, *placement)?;
                 Message::Flushed
             }
             Task::Write {
@@ -276,10 +329,11 @@ impl Task {
                 offset,
                 bytes,
                 placement,
+                ..
             } => {
-                memory.write(offset, &bytes)?;
+                memory.write(*offset, bytes)?;
                 if !placement.is_empty() {
-                    memory.flush(offset, bytes.len() as u64, placement)?;
+                    memory.flush(*offset, bytes.len() as u64, *placement)?;
                 }
                 Message::Written
             }
@@ -287,11 +341,12 @@ impl Task {
                 memory,
                 offset,
                 length,
+                ..
             } => {
-                let mut bytes = vec![0; length as usize];
-                memory.read(offset, &mut bytes)?;
+                let mut bytes = vec![0; *length as usize];
+                memory.read(*offset, &mut bytes)?;
                 Message::Bytes { bytes }
             }
-        })
+        }))
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
+use rdmux_push::Mapped;
 use rdmux_push::server::{ClientId, Driver, Finished, Job, Map, MappingId, RegionId, Registered, ReplySlot};
-use rdmux_push::{Mapped, Region};
 use rdmux_rnic::{
     Access, Cqn, HeapMemory, LKey, Operation, Pd, QpInit, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Target, WorkCompletion,
@@ -640,10 +640,6 @@ impl Driver for SimDriver {
     fn let_others(&mut self, _: RegionId) {}
 
     fn is_alone(&mut self, _: RegionId) -> bool {
-        true
-    }
-
-    fn is_in_place(&mut self, _: &Region) -> bool {
         true
     }
 }

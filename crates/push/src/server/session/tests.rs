@@ -21,13 +21,13 @@ fn shared() -> Arc<Shared> {
     })
 }
 
-fn bytes(message: &Message) -> Vec<u8> {
+pub(in crate::server) fn bytes(message: &Message) -> Vec<u8> {
     let mut out = Vec::new();
     message.emit(9, &mut out);
     out
 }
 
-fn hello() -> Message {
+pub(in crate::server) fn hello() -> Message {
     Message::Hello {
         version_min: VERSION,
         version_max: VERSION,
@@ -36,17 +36,21 @@ fn hello() -> Message {
 }
 
 fn proof(key: u8) -> Message {
+    proof_of(key, [7; 16])
+}
+
+pub(in crate::server) fn proof_of(key: u8, client: [u8; 16]) -> Message {
     let transcript = Transcript {
         version_min: VERSION,
         version_max: VERSION,
         version: VERSION,
         client_nonce: [5; 32],
         server_nonce: [6; 32],
-        client: [7; 16],
+        client,
     };
     Message::Proof {
         client_proof: Key::new([key; 32]).proof(Role::Client, &transcript),
-        client: [7; 16],
+        client,
     }
 }
 
