@@ -70,6 +70,8 @@ bootstrap_missing() {
         have fi_pingpong || echo libfabric-bin
         have fio || echo fio
         [ -e /usr/include/librpma.h ] || echo librpma-dev
+        have mpicc || echo libopenmpi-dev
+        have mpirun || echo openmpi-bin
         have ip || echo iproute2 ;;
       pyverbs)
         /usr/bin/python3 -c 'import pyverbs' 2>/dev/null || echo python3-pyverbs

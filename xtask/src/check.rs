@@ -45,8 +45,8 @@ pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
     for source in sources {
         let check = Check::new(&source, work.path())?;
         let name = format!("capi/checks/{}", check.name);
-        if let Some(header) = check.missing_header(signals)? {
-            say(format_args!("{:<8}{name}: there is no {header}", "skipped"))?;
+        if let Some(missing) = check.missing(signals)? {
+            say(format_args!("{:<8}{name}: there is no {missing}", "skipped"))?;
             continue;
         }
         if check.compile(signals)? && check.run(&binary, options, signals)? {
@@ -118,11 +118,26 @@ impl<'a> Check<'a> {
 
     /// The library that the program is linked with besides rdma-core's, and its header: the comment `needs: -lx x.h` in the source.
     fn needs(&self) -> Option<(&str, &str)> {
-        let needs = self.text.lines().find_map(|line| line.strip_prefix(" * needs: "));
-        needs?.strip_suffix(" */")?.split_once(' ')
+        self.comment("needs")
     }
 
-    fn missing_header(&self, signals: &Signals) -> Result<Option<&str>> {
+    /// A compiler of its own, and the command that starts the program as several processes: the comment `launcher: cc command...`.
+    fn launcher(&self) -> Option<(&str, &str)> {
+        self.comment("launcher")
+    }
+
+    /// Returns the first word and the rest of the line ` * what: ... */` in the source.
+    fn comment(&self, what: &str) -> Option<(&str, &str)> {
+        let mut lines = self.text.lines();
+        let found = lines.find_map(|line| line.strip_prefix(" * ")?.strip_prefix(what)?.strip_prefix(": "));
+        found?.strip_suffix(" */")?.split_once(' ')
+    }
+
+    /// Returns what this host lacks for the program: a compiler or a header.
+    fn missing(&self, signals: &Signals) -> Result<Option<&str>> {
+        if let Some((compiler, _)) = self.launcher() {
+            return Ok((!installed(compiler)).then_some(compiler));
+        }
         let Some((_, header)) = self.needs() else {
             return Ok(None);
         };
@@ -140,7 +155,7 @@ impl<'a> Check<'a> {
     }
 
     fn compile_to(&self, program: &Path, options: &[&str], signals: &Signals) -> Result<bool> {
-        let mut command = Command::new("cc");
+        let mut command = Command::new(self.launcher().map_or("cc", |(compiler, _)| compiler));
         command
             .args(["-Wall", "-Werror", "-O1", "-pthread"])
             .args(options);
@@ -159,8 +174,10 @@ impl<'a> Check<'a> {
         let (rounds, limit) = if options.long { ("3000", 1200) } else { ("60", 300) };
         let mut output = File::create(&self.output)?;
         let mut command = Command::new(binary);
+        let launcher = self.launcher().map_or("", |(_, launcher)| launcher);
         command
             .args(["run", "--device", &options.device.to_string(), "--"])
+            .args(launcher.split_whitespace())
             .arg(&self.program)
             .arg(rounds);
         let limit = Duration::from_secs(limit);
