@@ -583,7 +583,7 @@ fn push__file_opened_by_another_program_says_how_to_go_on() {
     let (_, err) = texts(&output);
     assert_eq!((output.status.code(), err.lines().count()), (Some(1), 1), "{err}");
     assert!(
-        err.contains("somebody else") && err.contains("the same command and --resume"),
+        err.contains("a program of the server's host") && err.contains("the same command and --resume"),
         "{err}"
     );
     let out = place.ok(&["push", &source, &serve.url("d"), "--resume", "--json"]);

@@ -290,6 +290,28 @@ fn run__signals_reach_the_program() {
 }
 
 #[test]
+fn run__an_option_that_it_does_not_have_is_no_program() {
+    let build = build();
+    let run = |args: &[&str]| {
+        let mut run = Command::new(build.path().join("rdmux"));
+        run.args(["run", "--sysfs", "none"]).args(args).output().unwrap()
+    };
+    for (option, next) in [("--devcie", "--device"), ("--json", "Usage")] {
+        let output = run(&[option, "--", "true"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(
+            said.contains(&format!("unexpected argument '{option}'")) && said.contains(next),
+            "{said}"
+        );
+    }
+    // A program's options are its own, with -- and without.
+    for args in [&["--", "echo", "--device", "-n"][..], &["echo", "--device", "-n"]] {
+        assert_eq!(String::from_utf8_lossy(&run(args).stdout), "--device -n\n");
+    }
+}
+
+#[test]
 fn run__program_that_cannot_be_started() {
     let build = build();
     // Another process writes it, as with the program itself.

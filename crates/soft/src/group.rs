@@ -85,7 +85,7 @@ pub enum GroupError {
     /// The port is shared by processes of another user.
     #[error(
         "{addr}: UDP port {ROCE_PORT} is in use by process {pid} of user {uid}, and only processes of one user can share \
-         it: run as that user, or use another local address or network namespace"
+         it: run as that user, or use another local address (option --from, --device or --listen of a command) or network namespace"
     )]
     OtherUser {
         /// The local address.

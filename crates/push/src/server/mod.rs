@@ -119,7 +119,7 @@ pub enum ServeError {
         source: ListenError,
     },
     /// Two regions have one name.
-    #[error("two regions are named {0}: name one of them with ,name=NAME")]
+    #[error("two regions are named {0}: give one another name (--file PATH,name=NAME or --mem NAME,size=N)")]
     SameName(push::Name),
     /// An object for the connections could not be created.
     #[error(transparent)]

@@ -187,6 +187,10 @@ fn push(args: &PushArgs) -> Result<()> {
     output::say(
         "CPU seconds per GB: app = threads of the program, NIC = threads of the soft RNIC; s.app of TCP = its server",
     );
+    output::say(
+        "The server's NIC executes each request on a pushed file, so that it can revoke a client's access: single small writes take longer than \
+         by TCP. Memory without a lease is faster: rdmux perf write-lat",
+    );
     output::say("");
     // By the name that this command was called by: rdmux need not be in PATH.
     let rdmux = std::env::args_os().next().unwrap_or_else(|| "rdmux".into());

@@ -5,7 +5,7 @@ mod why;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use rdmux_soft::trace::{Trace, TraceEntry, traces};
+use rdmux_soft::trace::{KEPT_MAX, Trace, TraceEntry, traces};
 use rdmux_verbs::resources::{AskError, DeviceAt, Item, Object, QpResource, ask, devices, rnics};
 use rdmux_verbs::{QpState, Qpn};
 use serde_json::{Value, json};
@@ -98,7 +98,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if found.is_empty() {
         bail!(
             "no queue pair {number} is known here: `rdmux res show qp` lists existing queue pairs, `rdmux trace dump` the recorded events \
-             of past ones, from {}; a process with another XDG_RUNTIME_DIR records its events there",
+             of past ones, from {}: of the {KEPT_MAX} processes that ended last; a process with another XDG_RUNTIME_DIR records its events there",
             places()
         );
     }

@@ -259,11 +259,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
         }
         return if lost {
             Err(anyhow!(
-                "{error}; {state} according to its last answer: continue with the same command and --resume, which queries the server"
+                "{error}; {state} according to its last answer: continue with the same command and --resume; if the server has restarted \
+                 meanwhile, that begins at 0"
             ))
         } else if broken {
             Err(anyhow!(
-                "somebody else needed {}, which ended this push; {state}: continue with the same command and --resume",
+                "another client, or a program of the server's host, needed {}, which ended this push; {state}: continue with the same command and \
+                 --resume",
                 args.target
             ))
         } else if interrupted() {

@@ -67,7 +67,6 @@ pub(crate) struct Args {
     /// The program and its arguments.
     #[arg(
         trailing_var_arg = true,
-        allow_hyphen_values = true,
         required_unless_present_any = ["shell", "env"]
     )]
     command: Vec<OsString>,

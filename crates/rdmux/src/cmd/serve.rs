@@ -96,6 +96,10 @@ impl FileSpec {
                 });
             } else if option == "ro" {
                 read_only = true;
+            } else if option.contains('=') && !Path::new(path).exists() {
+                return Err(format!(
+                    "'{option}' is none of size=N, name=NAME, domain=DOMAIN and ro, and there is no file {path}"
+                ));
             } else {
                 break;
             }
@@ -136,6 +140,9 @@ impl MemorySpec {
         let (name, size) = text
             .rsplit_once(",size=")
             .ok_or("no size given: use NAME,size=N")?;
+        if let Some((_, option)) = size.split_once(',') {
+            return Err(format!("'{option}' is no option of memory: use NAME,size=N"));
+        }
         Ok(MemorySpec {
             name: parse_name(name)?,
             size: parse_positive(size)?,
@@ -146,7 +153,9 @@ impl MemorySpec {
 fn parse_positive(text: &str) -> Result<u64, String> {
     parse_size(text)
         .filter(|bytes| (1..=i64::MAX as u64).contains(bytes))
-        .ok_or_else(|| format!("'{text}' is not a size: give bytes, or a number with K, M, G or T"))
+        .ok_or_else(|| {
+            format!("'{text}' is not a size: give bytes, at least 1, or a number with K, M, G or T")
+        })
 }
 
 fn parse_name(text: &str) -> Result<Name, String> {
@@ -445,6 +454,8 @@ mod tests {
             "a,size=x",
             "a,name=",
             "a,ro,size=1",
+            "a,siz=1M",
+            "a,nam=x,ro",
         ] {
             assert!(FileSpec::parse(text).is_err(), "{text}");
         }
@@ -454,7 +465,14 @@ mod tests {
     fn memory_spec__needs_name_and_size() {
         let spec = MemorySpec::parse("a,b,size=64K").unwrap();
         assert_eq!((spec.name.as_str(), spec.size), ("a,b", 65536));
-        for text in ["a", ",size=1", "a,size=", "a,size=0", "a,size=16777216T"] {
+        for text in [
+            "a",
+            "a,size=1M,foo=1",
+            ",size=1",
+            "a,size=",
+            "a,size=0",
+            "a,size=16777216T",
+        ] {
             assert!(MemorySpec::parse(text).is_err(), "{text}");
         }
     }

@@ -25,7 +25,7 @@ enum Command {
     /// Each device of this user keeps its last events; those of ended processes remain for a while. The environment variable RDMUX_TRACE
     /// sets how much a program records: off, events (the default) or packets. See docs/observability.md.
     #[command(after_help = "\
-JSON: an array of objects, the newest device first: ifname (the address), port (the slot), pid, comm, uid, alive, opened, events: each
+JSON: an array of objects, the newest device last: ifname (the address), port (the slot), pid, comm, uid, alive, opened, events: each
 number, time (UTC), time_ns, lqpn (0: the device), event, text.")]
     Dump {
         /// ADDRESS/SLOT, ADDRESS or a process id [default: all that have recorded events].
@@ -70,7 +70,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let Command::Dump { which, output } = &args.command;
     // A device without events is of interest only to those who ask for it.
     let wanted = |trace: &Trace| which.map_or(!trace.entries.is_empty(), |which| which.is_it(trace));
-    let found: Vec<Trace> = traces().into_iter().filter(wanted).collect();
+    // The newest is last, as within each device.
+    let found: Vec<Trace> = traces().into_iter().filter(wanted).rev().collect();
     if found.is_empty() && which.is_some() {
         bail!(
             "no device of that name or process has recorded events in {}: `rdmux trace dump` prints all recorded events; a process with \
