@@ -136,6 +136,11 @@ impl Held {
         self.leases.insert((region, owner, id), lease);
     }
 
+    fn get(&self, id: LeaseId) -> Option<&RegionLease> {
+        let (region, owner) = *self.by_id.get(&id)?;
+        self.leases.get(&(region, owner, id))
+    }
+
     fn get_mut(&mut self, id: LeaseId) -> Option<&mut RegionLease> {
         let (region, owner) = *self.by_id.get(&id)?;
         self.leases.get_mut(&(region, owner, id))
@@ -287,6 +292,14 @@ impl Leases {
                     owner: lease.claim.owner,
                 });
             }
+        }
+    }
+
+    /// Returns the deadline of a lease that is being broken.
+    pub fn deadline(&self, id: LeaseId) -> Option<Duration> {
+        match self.held.get(id)?.state {
+            LeaseState::Breaking { until } => Some(until),
+            LeaseState::Held | LeaseState::Revoking => None,
         }
     }
 

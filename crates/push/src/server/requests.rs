@@ -390,6 +390,9 @@ impl<D: Driver> Service<D> {
         };
         let answer = client.session.mapped(map, made);
         self.send(ticket.client, ticket.slot, ticket.request, &answer);
+        if let Some(until) = self.leases.deadline(lease) {
+            self.breaks(lease, until);
+        }
     }
 
     /// Checks a request for a mapping once it has its lease.
@@ -473,20 +476,7 @@ impl<D: Driver> Service<D> {
                     Some(pending) => self.granted(lease, pending),
                     None => self.leases.release(self.now, lease),
                 },
-                Effect::Notify { lease, until, .. } => {
-                    let within = until.saturating_sub(self.now);
-                    let ms = within.as_millis().try_into().unwrap_or(u32::MAX);
-                    if let Some((key, mapping)) = self.leased.get(&lease).copied() {
-                        self.changed(key, mapping, ChangeKind::Break, ms);
-                        if self.clients.contains_key(&key) {
-                            self.events.push(ServerEvent::Breaking {
-                                client: key,
-                                mapping,
-                                within,
-                            });
-                        }
-                    }
-                }
+                Effect::Notify { lease, until, .. } => self.breaks(lease, until),
                 Effect::Revoke { lease, .. } => {
                     let Some((key, mapping)) = self.leased.get(&lease).copied() else {
                         self.leases.release(self.now, lease);
@@ -504,6 +494,23 @@ impl<D: Driver> Service<D> {
                     self.changed(key, mapping, ChangeKind::Revoked, 0);
                 }
             }
+        }
+    }
+
+    /// Asks the holder of a mapping to release its lease. One whose region is still being located learns of it when it has the mapping.
+    fn breaks(&mut self, lease: LeaseId, until: Duration) {
+        let Some((key, mapping)) = self.leased.get(&lease).copied() else {
+            return;
+        };
+        let within = until.saturating_sub(self.now);
+        let ms = within.as_millis().try_into().unwrap_or(u32::MAX);
+        self.changed(key, mapping, ChangeKind::Break, ms);
+        if self.clients.contains_key(&key) {
+            self.events.push(ServerEvent::Breaking {
+                client: key,
+                mapping,
+                within,
+            });
         }
     }
 

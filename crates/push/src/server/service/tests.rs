@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use rdmux_wire::push::{Access as Mode, Conflict, ErrorCode, Name};
+use rdmux_wire::push::{Access as Mode, ChangeKind, Conflict, ErrorCode, Name};
 
 use super::*;
 use crate::key::Key;
@@ -150,6 +150,27 @@ fn map__the_lease_is_revoked_before_the_file_is_found() {
     assert_eq!((service.sent(), &*service.driver.registered), (vec![], &[][..]));
     service.run_job();
     assert!(matches!(&*service.sent(), [(to, Message::Mapped { .. })] if *to == second));
+}
+
+#[test]
+fn map__another_client_wants_the_range_before_the_file_is_found() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut service = service(file.path());
+    let [first, second] = CLIENTS;
+    service.ask(first, "file");
+    service.ask(second, "file");
+    assert_eq!(service.sent(), []);
+    service.run_job();
+    let sent = service.sent();
+    let [
+        (to_both, Message::Mapped { mapping, .. }),
+        (to, Message::Notice { changes }),
+    ] = &*sent
+    else {
+        panic!("{sent:?}");
+    };
+    assert_eq!([to_both, to], [&first, &first]);
+    assert!(matches!(&**changes, [change] if (change.mapping, change.kind) == (*mapping, ChangeKind::Break)));
 }
 
 #[test]
