@@ -540,7 +540,7 @@ impl MessageConnection {
         matches!(self.receives, Receives::Shared { .. })
     }
 
-    /// Returns whether the peer has not answered the last probe.
+    #[cfg(test)]
     pub(crate) fn is_probing(&self) -> bool {
         self.probing
     }

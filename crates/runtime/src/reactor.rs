@@ -113,6 +113,8 @@ struct ReactorPort {
     receives: Option<Arc<SharedReceives>>,
     /// Closed connections until the completion of [`WorkId::Last`]: only then are all shared receives that they have taken posted again.
     closed: HashMap<Qpn, Established>,
+    /// So many completions, or all that there are, are polled before the next probes.
+    before_probes: usize,
     /// Set if it is for connections that are accepted.
     accepts: bool,
     listener: Option<Listener>,
@@ -145,8 +147,10 @@ enum Stage {
     Open,
     /// Its events have told that it is over. The completion of [`WorkId::End`] reports it, at the latest.
     Ending,
-    /// Its end is reported, or among those to be reported.
+    /// Its end is among those to be reported.
     Ended,
+    /// Its end is reported: no event follows.
+    Reported,
 }
 
 /// An attempt to connect.
@@ -173,8 +177,8 @@ pub struct Reactor<M> {
     ports: Vec<ReactorPort>,
     /// The port to poll next.
     next_port: usize,
-    /// Events of completions that came before the last judgement about silent peers, and are not reported.
-    before_probes: VecDeque<ReactorEvent<M>>,
+    /// Set if peers are to be probed, once the completions that had come when that was due are polled.
+    probes: bool,
     polls: u32,
     /// Reports the ports at which requests for connections have arrived, attempts that may have a result, and connections that may be over.
     news: EventQueue,
@@ -213,7 +217,7 @@ impl<M> Reactor<M> {
             connections_so_far: 0,
             ports: Vec::new(),
             next_port: 0,
-            before_probes: VecDeque::new(),
+            probes: false,
             polls: 0,
             news: EventQueue::new()?,
             descriptors: Vec::new(),
@@ -311,6 +315,7 @@ impl<M> Reactor<M> {
             cq: self.completion_queue(device)?,
             receives: receives.transpose()?,
             closed: HashMap::new(),
+            before_probes: 0,
             accepts,
             listener: None,
             has_requests: false,
@@ -460,11 +465,6 @@ impl<M> Reactor<M> {
             return;
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
-        let of = |event: &ReactorEvent<M>| match event {
-            ReactorEvent::Completed(of, _) | ReactorEvent::Ended(of, _) => *of == connection,
-            _ => false,
-        };
-        self.before_probes.retain(|event| !of(event));
         self.ports[known.port].ending -= usize::from(known.stage == Stage::Ending);
         // One that has not failed would go on taking receives of the others.
         let linger = linger.filter(|_| !known.link.shares_receives() || known.link.qp().error().is_some());
@@ -496,19 +496,17 @@ impl<M> Reactor<M> {
         let Some(known) = self.connections.get_mut(&connection) else {
             return;
         };
-        match std::mem::replace(&mut known.stage, Stage::Ended) {
+        match known.stage {
             Stage::Open => {}
             Stage::Ending => self.ports[known.port].ending -= 1,
-            Stage::Ended => return,
+            Stage::Ended | Stage::Reported => return,
         }
+        known.stage = Stage::Ended;
         self.ended.push_back((connection, end));
     }
 
     /// Returns what has happened, without waiting.
     pub fn poll(&mut self) -> Option<ReactorEvent<M>> {
-        if let Some(event) = self.before_probes.pop_front() {
-            return Some(event);
-        }
         self.polls = self.polls.wrapping_add(1);
         let others_first = self.polls.is_multiple_of(OTHERS_EVERY);
         if others_first {
@@ -532,6 +530,7 @@ impl<M> Reactor<M> {
                     return Some(event);
                 }
             }
+            self.ports[at].before_probes = 0;
         }
         None
     }
@@ -541,7 +540,7 @@ impl<M> Reactor<M> {
         let mut at = 0;
         while let Some(connection) = self.holding.get(at) {
             match self.connections.get_mut(connection) {
-                Some(known) if known.link.holds_messages() => {
+                Some(known) if known.stage != Stage::Reported && known.link.holds_messages() => {
                     if let Some(message) = known.link.next_held() {
                         return Some(ReactorEvent::Completed(*connection, message));
                     }
@@ -559,8 +558,8 @@ impl<M> Reactor<M> {
     fn poll_ended(&mut self) -> Option<ReactorEvent<M>> {
         while let Some((connection, end)) = self.ended.pop_front() {
             // It may have been closed since.
-            if self.connections.contains_key(&connection) {
-                self.holding.retain(|holding| *holding != connection);
+            if let Some(known) = self.connections.get_mut(&connection) {
+                known.stage = Stage::Reported;
                 return Some(ReactorEvent::Ended(connection, end));
             }
         }
@@ -568,6 +567,7 @@ impl<M> Reactor<M> {
     }
 
     pub(crate) fn poll_others(&mut self) -> Option<ReactorEvent<M>> {
+        self.probe();
         if let Some(event) = self.poll_held().or_else(|| self.poll_ended()) {
             return Some(event);
         }
@@ -667,8 +667,10 @@ impl<M> Reactor<M> {
 
     fn completed(&mut self, at: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
         let port = &mut self.ports[at];
+        port.before_probes = port.before_probes.saturating_sub(1);
         let connection = self.by_qpn.get(&(at, wc.qpn)).copied();
-        match (WorkId::from(wc.wr_id), &port.receives) {
+        let id = WorkId::from(wc.wr_id);
+        match (id, &port.receives) {
             (WorkId::Last, _) => {
                 port.connections -= usize::from(port.closed.remove(&wc.qpn).is_some());
             }
@@ -685,10 +687,10 @@ impl<M> Reactor<M> {
         let result = known.link.handle(wc);
         let result = result.map(|completed| match completed {
             // A slot may have become free.
-            Completed::Nothing => known.link.next_held().unwrap_or(Completed::Nothing),
+            Completed::Nothing if id != WorkId::End => known.link.next_held().unwrap_or(Completed::Nothing),
             other => other,
         });
-        if known.stage == Stage::Ended {
+        if known.stage == Stage::Reported {
             return None;
         }
         if known.link.holds_messages() && !known.is_holding {
@@ -697,7 +699,7 @@ impl<M> Reactor<M> {
         }
         let end = match result {
             // The queue pair was not in Error when it executed the request.
-            Ok(Completed::Nothing) if WorkId::from(wc.wr_id) == WorkId::End => {
+            Ok(Completed::Nothing) if id == WorkId::End => {
                 known.link.end().unwrap_or(ConnectionEnd::Disconnected)
             }
             Ok(Completed::Nothing) => return None,
@@ -729,13 +731,14 @@ impl<M> Reactor<M> {
     }
 
     /// Probes all watched connections at once, so that the machine wakes up once, and has the end of those reported that have not
-    /// answered the last probe.
+    /// answered the last probe. It waits for the completions that had come when this was due, with answers among them: this thread may not
+    /// have looked for longer than a peer may be silent.
     fn probe(&mut self) {
-        let is_open = |known: &Established| known.watched && known.stage == Stage::Open;
-        let mut open = self.connections.values().filter(|known| is_open(known));
-        if open.any(|known| known.link.is_probing()) {
-            self.take_completions();
+        if !self.probes || self.ports.iter().any(|port| port.before_probes > 0) {
+            return;
         }
+        self.probes = false;
+        let is_open = |known: &Established| known.watched && known.stage == Stage::Open;
         let mut ends = Vec::new();
         for (connection, known) in self.connections.iter_mut().filter(|(_, known)| is_open(known)) {
             match known.link.probe() {
@@ -749,22 +752,15 @@ impl<M> Reactor<M> {
         }
     }
 
-    /// Takes the completions that have come so far. This thread may not have looked for longer than a peer may be silent.
-    fn take_completions(&mut self) {
-        for at in 0..self.ports.len() {
-            // Peers may keep completions coming. As many as the queue holds came before this call, at least.
-            for _ in 0..self.completions_max() {
-                let Some(wc) = self.ports[at].cq.poll() else { break };
-                let event = self.completed(at, &wc);
-                self.before_probes.extend(event);
-            }
-        }
-    }
-
-    /// Does what is due at `now`; returns when the next is due.
+    /// Does what is due at `now`, or has the next polls do it; returns when the next is due.
     pub(crate) fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
         if self.keepalive.is_due(now, !self.connections.is_empty()) {
-            self.probe();
+            self.probes = true;
+            // Peers may keep completions coming. No more than so many came before now.
+            let completions = self.completions_max();
+            self.ports
+                .iter_mut()
+                .for_each(|port| port.before_probes = completions);
         }
         while self.lingering.front().is_some_and(|(until, _)| *until <= now)
             && let Some((_, known)) = self.lingering.pop_front()
@@ -832,6 +828,7 @@ impl<M> Reactor<M> {
                     return Ok(Some(event));
                 }
             }
+            self.ports[at].before_probes = 0;
         }
         Ok(self.poll_others())
     }

@@ -17,7 +17,7 @@ use rdmux_verbs::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::Stage;
+use super::{OTHERS_EVERY, Stage};
 use crate::{
     Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
     MessageConnection, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
@@ -503,11 +503,25 @@ fn pass_to__a_request_that_waits_for_a_place_delays_no_other_listeners() {
 #[test]
 fn ended__a_marker_that_is_executed_ends_the_connection() {
     let mut both = Both::new("127.0.12.44:7174", SIZES, 4);
-    let [there, _] = both.connect();
+    let [there, here] = both.connect();
+    let mut slots = Vec::new();
+    for round in 0..SIZES.answers as u8 {
+        both.send(here, &[round]);
+        slots.push(both.receive(there, &[round]));
+    }
+    both.send(here, b"waits for a slot");
+    assert!(both.server.poll().is_none(), "no slot is free");
+    arm(&both.server, 0);
     let known = both.server.connections.get_mut(&there).unwrap();
     known.link.post_empty(WorkId::End).unwrap();
+    wait_for_completion(&both.server, 0);
+    // The next poll begins with completions.
+    both.server.polls = 0;
+    let known = both.server.connections.get_mut(&there).unwrap();
+    known.link.give_back(slots.remove(0));
     known.stage = Stage::Ending;
     both.server.ports[0].ending = 1;
+    both.receive(there, b"waits for a slot");
     assert!(
         matches!(next(&mut both.server), ReactorEvent::Ended(of, ConnectionEnd::Disconnected) if of == there)
     );
@@ -571,16 +585,17 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
     for _ in 0..3 {
         now += period;
         reactor.handle_timers(now);
+        assert!(reactor.poll().is_none(), "the peers are not silent");
         while reactor.connection(ids[0]).unwrap().is_probing() {
             assert!(reactor.poll().is_none(), "the answer to a probe is no event");
         }
         assert!(!reactor.connection(ids[1]).unwrap().is_probing());
     }
     // The queue pair does not send this probe.
-    let qp = reactor.connection(ids[0]).unwrap().qp();
-    qp.modify(QpState::Sqd, &QpAttributes::default()).unwrap();
+    stop_sending(&mut reactor, ids[0]);
     now += period;
     reactor.handle_timers(now);
+    assert!(reactor.poll().is_none());
     now += period;
     reactor.handle_timers(now);
     let ended = reactor.poll();
@@ -593,6 +608,12 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
     assert!(peers[0].send(b"still there"));
     wait_for_completion(&reactor, 0);
     assert!(reactor.poll().is_none(), "no event follows the end");
+}
+
+/// Has the queue pair of a connection send no request that is posted from now on.
+fn stop_sending<M>(reactor: &mut Reactor<M>, connection: ConnectionId) {
+    let qp = reactor.connection(connection).unwrap().qp();
+    qp.modify(QpState::Sqd, &QpAttributes::default()).unwrap();
 }
 
 /// Arms the completion queue of a port for [`wait_for_completion`].
@@ -623,31 +644,52 @@ fn watch__an_answer_that_waits_for_the_thread_counts() {
     now += LONG;
     arm(&both.server, 0);
     both.server.handle_timers(now);
+    assert!(both.server.poll().is_none());
     assert!(both.server.connection(there).unwrap().is_probing());
     wait_for_completion(&both.server, 0);
     both.send(here, b"meanwhile");
-    // The thread has not looked for longer than a peer may be silent.
+    // The thread has not looked for longer than a peer may be silent, and its next poll does not begin with completions.
     now += LONG;
+    both.server.polls = OTHERS_EVERY - 1;
     both.server.handle_timers(now);
+    let slot = both.receive(there, b"meanwhile");
+    both.server.connection(there).unwrap().give_back(slot);
+    assert!(both.server.poll().is_none(), "the peer has answered");
     assert!(
         both.server.connection(there).unwrap().is_probing(),
         "the next probe"
     );
-    let slot = both.receive(there, b"meanwhile");
-    both.server.connection(there).unwrap().give_back(slot);
-    assert!(both.server.poll().is_none());
+}
 
-    // No event of a closed connection follows, either.
-    let [closed, its_peer] = both.connect();
-    both.send(its_peer, b"too late");
-    arm(&both.server, 0);
-    for _ in 0..2 {
-        now += LONG;
-        both.server.handle_timers(now);
-        wait_for_completion(&both.server, 0);
-    }
-    both.server.close(closed, None);
+#[test]
+fn watch__a_silent_peer_is_noticed_beside_completions_that_keep_coming() {
+    let mut both = Both::new("127.0.12.45:7174", SIZES, 4);
+    let ([silent, _], [there, here]) = (both.connect(), both.connect());
+    both.server.watch(silent);
+    let mut now = Instant::now();
+    both.server.handle_timers(now);
+    stop_sending(&mut both.server, silent);
+    now += LONG;
+    both.server.handle_timers(now);
     assert!(both.server.poll().is_none());
+    (0..2).for_each(|_| both.send(here, b"on and on"));
+    now += LONG;
+    both.server.handle_timers(now);
+    // The queue of completions is never empty.
+    let mut messages = 0;
+    let end = loop {
+        match both.server.poll() {
+            Some(ReactorEvent::Completed(of, Completed::Message { slot, .. })) if of == there => {
+                both.server.connection(there).unwrap().give_back(slot.unwrap());
+                both.send(here, b"on and on");
+                messages += 1;
+                assert!(messages < 10_000, "the silent peer is not noticed");
+            }
+            Some(ReactorEvent::Ended(of, end)) => break (of, end),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(end, (silent, ConnectionEnd::Silent));
 }
 
 #[test]
@@ -962,6 +1004,7 @@ fn watch__of_an_attempt_holds_for_its_connection() {
     let began = Instant::now();
     reactor.handle_timers(began);
     reactor.handle_timers(began + LONG);
+    assert!(reactor.poll().is_none());
     assert!(reactor.connection(id).unwrap().is_probing());
     server.stop();
 }
