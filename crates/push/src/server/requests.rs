@@ -241,7 +241,8 @@ impl<D: Driver> Service<D> {
             access: map.access,
             share: map.share,
         };
-        // Checks this before any holder is asked to release a lease.
+        // Checks this before any holder is asked to release a lease. The region's file is looked for once the mapping has its lease: it may
+        // be replaced while the request waits.
         if let Err(failure) = self.check_outside(&map) {
             return self.fail(Pending::Map(ticket, map), failure);
         }

@@ -15,7 +15,7 @@ use super::id::{ClientId, MappingId, OperationId, Owner, RegionId};
 use super::lease::{LeaseId, Leases};
 use super::requests::{Pending, Welcoming};
 use super::session::{EndReason, Map, Session, Shared};
-use super::work::{Finished, Job, Outcome, Task, Ticket};
+use super::work::{Finished, Job, Lane, Outcome, Task, Ticket};
 use super::{HANDSHAKE_TIMEOUT, ServerEvent};
 use crate::region::Mapped;
 
@@ -349,7 +349,7 @@ impl<D: Driver> Service<D> {
     pub(super) fn work(&mut self, region: RegionId, ticket: Ticket, task: Task) {
         let client = ticket.client;
         let at_once = task.is_immediate() && !self.running.contains_key(&client);
-        let counted = !at_once && task.accesses();
+        let counted = !at_once && task.lane() == Lane::Accesses;
         if counted {
             let id = self.clients.get(&client).map_or([0; 16], |client| client.id);
             let running = self.running.entry(client).or_insert(Running { id, jobs: 0 });

@@ -1,5 +1,6 @@
 //! Jobs that may wait for a medium run on threads, so that no client waits for another's disk. One thread per region runs its
-//! reads, writes and flushes in order; checksums, which take long, have another.
+//! reads, writes and flushes in order; checksums, which take long, have another, and so has the search for the region's file, for which
+//! mappings wait.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -137,8 +138,16 @@ pub struct Finished {
     pub(super) cpu_ns: u64,
 }
 
-/// Threads for jobs. A lane is the number of a region, and whether it is the one for checksums.
-pub(super) type Workers = rdmux_runtime::Workers<(RegionId, bool), Job, Mail>;
+/// The jobs of a region that wait for each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Lane {
+    Accesses,
+    Checksums,
+    Places,
+}
+
+/// Threads for jobs.
+pub(super) type Workers = rdmux_runtime::Workers<(RegionId, Lane), Job, Mail>;
 
 pub(super) fn workers(server: Mailbox<Mail>) -> Workers {
     Workers::new("push-work", JOBS_MAX, run_all, server)
@@ -149,7 +158,7 @@ pub(super) fn submit(workers: &mut Workers, job: Job) -> Option<Finished> {
     if job.at_once {
         return Some(job.run());
     }
-    let lane = (job.region, job.task.is_checksum());
+    let lane = (job.region, job.task.lane());
     let (job, error) = workers.submit(lane, job).err()?;
     Some(job.failed(&format!("the server cannot take this request now: {error}")))
 }
@@ -201,13 +210,13 @@ impl Task {
         }
     }
 
-    pub(super) fn is_checksum(&self) -> bool {
-        matches!(self, Task::Checksum { .. })
-    }
-
-    /// Returns whether a client must not be welcome again before the task is done, as it accesses the bytes of a region.
-    pub(super) fn accesses(&self) -> bool {
-        !matches!(self, Task::Checksum { .. } | Task::Locate { .. })
+    /// Returns the lane. Before a client's accesses are done, it is not welcome again.
+    pub(super) fn lane(&self) -> Lane {
+        match self {
+            Task::Flush { .. } | Task::Write { .. } | Task::Read { .. } => Lane::Accesses,
+            Task::Checksum { .. } => Lane::Checksums,
+            Task::Locate { .. } => Lane::Places,
+        }
     }
 
     /// Returns whether the task waits for no medium: for processors and their memory at most.
