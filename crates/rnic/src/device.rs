@@ -9,6 +9,7 @@ use std::sync::Arc;
 use rand_chacha::ChaCha12Rng;
 use rand_core::{RngCore, SeedableRng};
 use rdmux_wire::roce::cnp::Cnp;
+use rdmux_wire::roce::coalesced;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, Deth, GSI_QKEY, ICRC_LEN, Opcode, Operation as Op, Packet, Transport, UDP_PORT};
 use rdmux_wire::{LKey, Psn, Qpn, RKey};
@@ -45,6 +46,8 @@ pub use self::inspect::{
 const RDMUX_IP_ID_MAX: u16 = 127;
 /// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
+/// Like it, for packets that come through memory of this host.
+const LOCAL_BYTES_MAX: usize = coalesced::PAYLOAD_BYTES_MAX + 128;
 
 /// Maximum number of QPs of a device. The device chooses 16 bits of a QPN; half of these numbers stay free, so that a number stays
 /// unused for a while after its QP was destroyed.
@@ -958,8 +961,13 @@ impl Rnic {
                 segment[0],
                 segment.len(),
             );
-            self.counters.rcvd_pkts += 1;
-            self.counters.rcvd_pkts_local += u64::from(arrival.local);
+            let count = if arrival.local {
+                u64::from(coalesced::count(segment))
+            } else {
+                1
+            };
+            self.counters.rcvd_pkts += count;
+            self.counters.rcvd_pkts_local += count * u64::from(arrival.local);
             if Cnp::is_cnp(segment) {
                 self.handle_cnp(now, &arrival.flow(), segment);
             } else {
@@ -1011,11 +1019,16 @@ impl Rnic {
     /// Checks a packet in the order of rxe and the specification (9.6.1), with the ICRC last but before anything takes effect, and
     /// passes it to its QP.
     fn handle_packet(&mut self, now: Time, arrival: &Arrival<'_>, bytes: &[u8]) {
-        let Ok(packet) = Packet::parse(bytes) else {
+        let (parsed, most) = if arrival.local {
+            (Packet::parse_local(bytes), LOCAL_BYTES_MAX)
+        } else {
+            (Packet::parse(bytes), PACKET_BYTES_MAX)
+        };
+        let Ok(packet) = parsed else {
             self.counters.malformed += 1;
             return;
         };
-        if bytes.len() >= PACKET_BYTES_MAX {
+        if bytes.len() >= most {
             self.counters.malformed += 1;
             return;
         }

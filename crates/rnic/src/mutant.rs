@@ -155,6 +155,10 @@ mod switch {
         GrantOffByOne,
         /// A QP whose link within the host broke continues to send through that link.
         LinkOutlived,
+        /// A coalesced packet takes one PSN.
+        CoalescedCountsOne,
+        /// The acknowledgement of a coalesced packet covers the packet behind it.
+        CoalescedAckPast,
     }
 
     thread_local! {

@@ -1,6 +1,6 @@
 //! The engine behind its port. All packets that arrive or leave and all queries of timers pass through here, so that fault injection can
 //! act between the engine and its carriers, UDP and shared memory alike, and captures see every packet. Without faults and captures the
-//! cost is one test of a pointer.
+//! cost is one test of a pointer. Faults, captures and traces see the packets that a coalesced one stands for.
 
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
@@ -10,7 +10,7 @@ use rdmux_rnic::trace::{Injection, Note};
 use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status, Time, Train, TransmitBuf};
 use rdmux_verbs::resources::DeviceAt;
 use rdmux_verbs::{AsyncEvent, FaultCounts};
-use rdmux_wire::roce::Packet;
+use rdmux_wire::roce::{Packet, coalesced};
 
 use super::capture::Capture;
 use super::faults::{Faults, Leaving};
@@ -111,9 +111,9 @@ impl RnicPort {
 
     #[cold]
     fn note_packets(&mut self, now: Time, sent: bool, local: bool, bytes: &[u8], segment_bytes: usize) {
-        for packet in bytes.chunks(segment_bytes.max(1)) {
+        each_packet(bytes, segment_bytes, local, |packet| {
             let Ok(parsed) = Packet::parse(packet) else {
-                continue;
+                return;
             };
             let own = if sent { None } else { Some(parsed.bth.dest_qpn) };
             // A packet names only the queue pair that it is for.
@@ -126,7 +126,7 @@ impl RnicPort {
                 bytes: packet.len() as u32,
             };
             self.rnic.note(now, qpn.unwrap_or(Qpn::new(0)), note);
-        }
+        });
     }
 
     /// Returns a queue pair whose peer has this number; peers at several addresses may have the same one.
@@ -184,7 +184,13 @@ impl RnicPort {
         if let Some(watch) = &self.watch
             && let Some(capture) = &watch.capture
         {
-            capture.sent(&self.rnic, &train.path, shared, bytes, train.segment_bytes, None);
+            if !shared {
+                capture.sent(&self.rnic, &train.path, shared, bytes, train.segment_bytes, None);
+                return;
+            }
+            each_packet(bytes, train.segment_bytes, shared, |packet| {
+                capture.sent(&self.rnic, &train.path, shared, packet, packet.len(), None);
+            });
         }
     }
 
@@ -251,12 +257,19 @@ impl RnicPort {
         let Watch { faults, capture } = &mut **watch;
         let Some(faults) = faults else {
             if let Some(capture) = capture {
-                capture.arrived(&self.rnic, arrival, None);
+                each_packet(arrival.bytes, arrival.segment_bytes, arrival.local, |bytes| {
+                    let packet = Arrival {
+                        bytes,
+                        segment_bytes: bytes.len(),
+                        ..*arrival
+                    };
+                    capture.arrived(&self.rnic, &packet, None);
+                });
             }
             return self.rnic.handle_arrival(now, arrival);
         };
         let mut fates = Vec::new();
-        for bytes in arrival.bytes.chunks(arrival.segment_bytes.max(1)) {
+        each_packet(arrival.bytes, arrival.segment_bytes, arrival.local, |bytes| {
             let packet = Arrival {
                 bytes,
                 segment_bytes: bytes.len(),
@@ -267,7 +280,7 @@ impl RnicPort {
                 capture.arrived(&self.rnic, &packet, Some(&fate));
             }
             fates.push(fate);
-        }
+        });
         for fate in &fates {
             self.note_fate(now, fate, false);
         }
@@ -339,14 +352,15 @@ impl RnicPort {
         let Some(faults) = faults else { return };
         let mut fates = Vec::new();
         for train in &buf.trains()[from..] {
-            for packet in buf.bytes()[train.range.clone()].chunks(train.segment_bytes) {
+            let bytes = &buf.bytes()[train.range.clone()];
+            each_packet(bytes, train.segment_bytes, train.local, |packet| {
                 let fate = faults.leave(now, &train.path, train.local, packet);
                 if let Some(capture) = capture {
                     let (path, shared) = (&train.path, shared(&train.path));
                     capture.sent(&self.rnic, path, shared, packet, packet.len(), Some(&fate));
                 }
                 fates.push(fate);
-            }
+            });
         }
         for fate in &fates {
             self.note_fate(now, fate, true);
@@ -355,5 +369,16 @@ impl RnicPort {
 
     pub(super) fn next_leaving(&mut self, now: Time) -> Option<Leaving> {
         self.faults()?.next_leaving(now)
+    }
+}
+
+/// Calls `each` with every packet of a train.
+fn each_packet(train: &[u8], segment_bytes: usize, local: bool, mut each: impl FnMut(&[u8])) {
+    for packet in train.chunks(segment_bytes.max(1)) {
+        if local {
+            coalesced::split(packet, &mut each);
+        } else {
+            each(packet);
+        }
     }
 }

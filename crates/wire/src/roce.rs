@@ -5,6 +5,7 @@
 //! because it also needs the addresses.
 
 pub mod cnp;
+pub mod coalesced;
 pub mod grh;
 mod headers;
 pub mod icrc;

@@ -24,6 +24,8 @@ pub(crate) use write::WritePacket;
 
 /// Most bytes that are placed or read at once.
 pub(crate) const GATHER_BYTES: usize = 64 << 10;
+/// Bytes of a packet that are placed by themselves: another copy would cost more than another call.
+const ENOUGH_BYTES: usize = 16 << 10;
 
 /// Objects on whose behalf a request is carried out: those of the QP, or on XRC those of the shared receive queue that the packet
 /// names.
@@ -411,7 +413,9 @@ impl Execution {
         let (wr_id, byte_len) = (recv.wr_id, end as u32);
         if mutant!(AckBeforePlacement) {
             // The data is acknowledged, but never placed.
-        } else if !self.gathered.bytes.is_empty() || (!position.ends() && gathers(env, recv_pd, &recv.sges)) {
+        } else if !self.gathered.bytes.is_empty()
+            || (!position.ends() && payload.len() < ENOUGH_BYTES && gathers(env, recv_pd, &recv.sges))
+        {
             if self.gathered.push(GatheredPlace::Receive(at), payload) || position.ends() {
                 self.place_gathered(env)?;
             }

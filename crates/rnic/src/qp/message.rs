@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rdmux_wire::roce::{Operation as Op, Packet, Position};
+use rdmux_wire::roce::{Packet, Position};
 
 use crate::cq::{Status, WcOpcode};
 use crate::memory::{Access, Memory};
@@ -79,44 +79,23 @@ pub(super) fn packets_of(operation: &Operation, bytes: u32, mtu: u32) -> u32 {
     }
 }
 
-/// Returns the position of packet `index` of `packets`.
-pub(super) fn position_of(index: u32, packets: u32) -> Position {
-    match (index, index + 1 == packets) {
-        (0, true) => Position::Only,
-        (0, false) => Position::First,
-        (_, false) => Position::Middle,
-        (_, true) => Position::Last,
-    }
-}
-
-/// Returns the operation of a packet of a SEND or WRITE whose last packet has immediate data, or a key to invalidate, or neither.
-pub(super) fn data_operation(write: bool, position: Position, imm: bool, invalidate: bool) -> Op {
-    match (write, position, imm) {
-        (false, Position::Last, false) if invalidate => Op::SendLastInvalidate,
-        (false, Position::Only, false) if invalidate => Op::SendOnlyInvalidate,
-        (false, Position::First, _) => Op::SendFirst,
-        (false, Position::Middle, _) => Op::SendMiddle,
-        (false, Position::Last, false) => Op::SendLast,
-        (false, Position::Last, true) => Op::SendLastImm,
-        (false, Position::Only, false) => Op::SendOnly,
-        (false, Position::Only, true) => Op::SendOnlyImm,
-        (true, Position::First, _) => Op::WriteFirst,
-        (true, Position::Middle, _) => Op::WriteMiddle,
-        (true, Position::Last, false) => Op::WriteLast,
-        (true, Position::Last, true) => Op::WriteLastImm,
-        (true, Position::Only, false) => Op::WriteOnly,
-        (true, Position::Only, true) => Op::WriteOnlyImm,
-    }
-}
-
-/// Returns whether a packet has as many bytes as its position in the message requires. IBTA Vol 1, 9.7.4.1.6.
+/// Returns whether a packet has as many bytes as its position in the message requires, and the number of packets that it stands for.
+/// IBTA Vol 1, 9.7.4.1.6.
 pub(super) fn fits(packet: &Packet<'_>, mtu: u32) -> bool {
     let (bytes, mtu) = (packet.payload().len(), mtu as usize);
+    let before_last = (packet.count() as usize - 1) * mtu;
+    let all = before_last + mtu;
     match packet.bth.opcode.operation.position() {
-        Position::First | Position::Middle => bytes == mtu && packet.bth.pad == 0,
-        Position::Last => (1..=mtu).contains(&bytes),
-        Position::Only => bytes <= mtu,
+        Position::First | Position::Middle => bytes == all && packet.bth.pad == 0,
+        Position::Last => (before_last + 1..=all).contains(&bytes),
+        Position::Only if before_last == 0 => bytes <= mtu,
+        Position::Only => (before_last + 1..=all).contains(&bytes),
     }
+}
+
+/// Returns whether a packet has no more payload than the packets that it stands for can carry.
+pub(super) fn is_within(packet: &Packet<'_>, mtu: u32) -> bool {
+    packet.payload().len() <= packet.count() as usize * mtu as usize
 }
 
 /// Returns the parts of a list that hold bytes `[skip, skip + len)` of the message: `(element, offset in it, bytes)`.

@@ -21,7 +21,7 @@ use crate::memory::{Access, Fault, Medium};
 use crate::qp::execute::{
     Effect, Execution, FlushSpec, Refusal, Request, Scope, Source, WritePacket, region,
 };
-use crate::qp::message::fits;
+use crate::qp::message::{fits, is_within};
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::{Note, Refused};
@@ -468,8 +468,8 @@ impl Responder {
     fn keep_early(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let psn = packet.bth.psn;
         let within = psn.since(self.expected) as u32 <= head.reach();
-        let fits = packet.payload().len() <= head.mtu as usize;
-        if within && fits && self.early.keep(psn, packet.bytes()) {
+        if within && is_within(packet, head.mtu) && self.early.keep(psn, packet.count(), || packet.to_local())
+        {
             env.counters.kept_requests += 1;
         }
         // A peer that received an RNR NAK for the missing request knows of it.
@@ -509,7 +509,7 @@ impl Responder {
             && self.answers.len() < ANSWERS_MAX
             && let Some(bytes) = self.take_kept()
         {
-            let Ok(mut packet) = Packet::parse(&bytes) else {
+            let Ok(mut packet) = Packet::parse_local(&bytes) else {
                 break;
             };
             packet.bth.solicited &= !mutant!(KeptSolicitedLost);
@@ -565,10 +565,10 @@ impl Responder {
         self.held = true;
         self.sack_owed = false;
         let within = psn.since(self.expected) as u32 <= head.reach();
-        if !within || packet.payload().len() > head.mtu as usize {
+        if !within || !is_within(packet, head.mtu) {
             env.counters.dropped_busy += 1;
             self.dropped = true;
-        } else if !self.early.keep(psn, packet.bytes()) {
+        } else if !self.early.keep(psn, packet.count(), || packet.to_local()) {
             self.ask_for_time(head, self.expected);
         }
     }
@@ -830,10 +830,17 @@ impl Responder {
         let msn = (self.msn + ended) & 0xff_ffff;
         let (resource, answer) = match effect {
             Effect::Partial | Effect::Complete => {
-                self.advance(psn.plus(1));
+                let count = if mutant!(CoalescedCountsOne) {
+                    1
+                } else {
+                    packet.count()
+                };
+                let end = psn.plus(count);
+                self.advance(end);
                 self.msn = msn;
                 if packet.bth.ack_req {
-                    self.owe(psn, Syndrome::ACK);
+                    let past = u32::from(count > 1 && mutant!(CoalescedAckPast));
+                    self.owe(end.minus(1).plus(past), Syndrome::ACK);
                 }
                 return Ok(());
             }

@@ -3,13 +3,11 @@
 
 use std::collections::VecDeque;
 
-use rdmux_wire::roce::{Bth, Deth, Reth};
+use rdmux_wire::roce::{Bth, Deth, Operation as Op, Position, Reth};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::Status;
-use crate::qp::message::{
-    data_operation, gather, note_failed, opcode_of, packets_of, perform_local, position_of,
-};
+use crate::qp::message::{gather, note_failed, opcode_of, packets_of, perform_local};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
 use crate::queue::Place;
 use crate::retired::Held;
@@ -237,7 +235,7 @@ fn push_packet(
             (head.path.ok_or(Status::LocalQpOperation)?, head.dest_qpn, None)
         }
     };
-    let position = position_of(index, wqe.packets);
+    let position = Position::of(index == 0, index + 1 == wqe.packets);
     let (reth, imm) = match wqe.request.operation {
         Operation::Write { va, rkey, imm } => {
             let length = wqe.bytes;
@@ -246,7 +244,7 @@ fn push_packet(
         Operation::Send { imm } => (None, imm),
         _ => return Err(Status::LocalQpOperation),
     };
-    let operation = data_operation(reth.is_some(), position, imm.is_some(), false);
+    let operation = Op::of_data(reth.is_some(), position, imm.is_some(), false);
     let done = index * head.mtu;
     let bytes = (wqe.bytes - done).min(head.mtu) as usize;
     let mut bth = Bth::new(head.opcode(operation), dest_qpn, psn);

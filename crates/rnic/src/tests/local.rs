@@ -1,5 +1,7 @@
 //! Peers on one host: packets are never lost there, but a peer may not be running.
 
+use rdmux_wire::roce::{Bth, ICRC_LEN, Operation as Op, Packet, Reth, coalesced};
+
 use super::util::*;
 use crate::*;
 
@@ -238,4 +240,120 @@ fn peer_is_ready__what_it_has_dropped_is_sent_again_at_once() {
             (before, 0)
         );
     }
+}
+
+/// Returns the packets that side 0 sends for a WRITE of `length` bytes, which side 1 does not get.
+fn sent_for(pair: &mut Pair, length: u32) -> Vec<Vec<u8>> {
+    pair.stopped[1] = true;
+    pair.write(0, 0, length);
+    pair.step();
+    pair.stopped[1] = false;
+    let mut packets = Vec::new();
+    for (_, train, segment_bytes, _) in pair.sides[1].inbox.drain(..) {
+        packets.extend(train.chunks(segment_bytes).map(<[u8]>::to_vec));
+    }
+    packets
+}
+
+#[test]
+fn coalesced__a_message_is_one_packet_with_the_psns_of_all() {
+    for selective in [false, true] {
+        let mut pair = pair(selective);
+        let bytes = pattern(5_000);
+        pair.sides[0].memory.write(0, &bytes).unwrap();
+        let before = *pair.sides[0].rnic.counters();
+        let sent = sent_for(&mut pair, 5_000);
+        let packet = Packet::parse_local(&sent[0]).unwrap();
+        assert_eq!((sent.len(), packet.count(), packet.payload()), (1, 5, &bytes[..]));
+        assert_eq!(packet.bth.opcode.operation, Op::WriteOnly);
+        let now = *pair.sides[0].rnic.counters();
+        assert_eq!(
+            now.sent_pkts - before.sent_pkts,
+            5,
+            "counted as the packets it stands for"
+        );
+        pair.pass(TIMEOUT_NS * 8);
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+        let next = sent_for(&mut pair, 8).remove(0);
+        let next = Packet::parse_local(&next).unwrap().bth.psn;
+        assert_eq!(next.since(packet.bth.psn), 5);
+        let mut found = vec![0; bytes.len()];
+        pair.sides[1].memory.read(0, &mut found).unwrap();
+        assert!(found == bytes);
+    }
+}
+
+#[test]
+fn coalesced__a_long_message_continues_and_ends() {
+    let mut pair = pair(false);
+    let sent = sent_for(&mut pair, 100_000);
+    let packets = sent.iter().map(|bytes| Packet::parse_local(bytes).unwrap());
+    let parts: Vec<_> = packets
+        .map(|packet| (packet.bth.opcode.operation, packet.count(), packet.bth.ack_req))
+        .collect();
+    assert_eq!(
+        parts,
+        [
+            (Op::WriteFirst, 32, true),
+            (Op::WriteMiddle, 32, true),
+            (Op::WriteMiddle, 32, true),
+            (Op::WriteLast, 2, true),
+        ]
+    );
+}
+
+#[test]
+fn coalesced__what_was_executed_in_part_is_finished_by_ordinary_packets() {
+    for selective in [false, true] {
+        // All packets but the last one of a message arrive by the network, and their acknowledgement does not.
+        let mut pair = pair(selective);
+        pair.set_local(false);
+        let bytes = pattern(3_000);
+        pair.sides[0].memory.write(0, &bytes).unwrap();
+        pair.deliver = Box::new(|to, datagram| {
+            datagram.truncate(2 * (Bth::LEN + Reth::LEN + 1024 + ICRC_LEN));
+            to == 1
+        });
+        pair.recv(1, 1, 0, 4_000);
+        let sges = pair.sides[0].sge(0, 3_000);
+        pair.post(0, Operation::Send { imm: None }, sges);
+        pair.step();
+        pair.deliver = Box::new(|_, _| true);
+        pair.set_local(true);
+        pair.run();
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success)], "{selective}");
+        assert_eq!(pair.sides[1].completed(), [(1, Status::Success)]);
+        let mut found = vec![0; bytes.len()];
+        pair.sides[1].memory.read(0, &mut found).unwrap();
+        assert!(found == bytes);
+    }
+}
+
+#[test]
+fn coalesced__with_another_number_of_bytes_is_refused() {
+    for (count, is_right) in [(3, true), (2, false), (4, false), (128, false)] {
+        let mut pair = pair(false);
+        let mut sent = sent_for(&mut pair, 3_000).remove(0);
+        coalesced::set_count(&mut sent, count);
+        let (path, segment_bytes) = (pair.path(0, pair.sides[1].address), sent.len());
+        pair.sides[1].inbox.push_back((path, sent, segment_bytes, true));
+        pair.step();
+        let expected = if is_right { QpState::Rts } else { QpState::Error };
+        assert_eq!(pair.sides[1].state(), expected, "{count}");
+    }
+}
+
+/// The bits that say how many packets one stands for are reserved on the wire.
+#[test]
+fn coalesced__is_nothing_that_the_network_brings() {
+    let mut pair = pair(false);
+    pair.set_local(false);
+    let mut sent = sent_for(&mut pair, 8).remove(0);
+    sent.truncate(sent.len() - ICRC_LEN);
+    coalesced::set_count(&mut sent, 2);
+    let datagram = pair.craft(&sent);
+    pair.inject(&datagram);
+    pair.pass(TIMEOUT_NS * 8);
+    assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+    assert_eq!(pair.sides[1].rnic.counters().rcvd_pkts, 2, "with that of `pair`");
 }

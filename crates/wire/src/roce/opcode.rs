@@ -63,6 +63,16 @@ pub enum Position {
 }
 
 impl Position {
+    /// Returns the position of a packet with which a message begins, or ends, or both, or neither.
+    pub const fn of(begins: bool, ends: bool) -> Position {
+        match (begins, ends) {
+            (true, true) => Position::Only,
+            (true, false) => Position::First,
+            (false, true) => Position::Last,
+            (false, false) => Position::Middle,
+        }
+    }
+
     /// Returns whether a message begins with this packet.
     pub const fn begins(self) -> bool {
         matches!(self, Position::First | Position::Only)
@@ -179,6 +189,26 @@ impl Operation {
             _ => return None,
         };
         Some(Operation::ALL[usize::from(at)])
+    }
+
+    /// Returns the operation of a packet of a SEND or WRITE whose last packet has immediate data, or a key to invalidate, or neither.
+    pub const fn of_data(write: bool, position: Position, imm: bool, invalidate: bool) -> Operation {
+        match (write, position, imm) {
+            (false, Position::Last, false) if invalidate => Operation::SendLastInvalidate,
+            (false, Position::Only, false) if invalidate => Operation::SendOnlyInvalidate,
+            (false, Position::First, _) => Operation::SendFirst,
+            (false, Position::Middle, _) => Operation::SendMiddle,
+            (false, Position::Last, false) => Operation::SendLast,
+            (false, Position::Last, true) => Operation::SendLastImm,
+            (false, Position::Only, false) => Operation::SendOnly,
+            (false, Position::Only, true) => Operation::SendOnlyImm,
+            (true, Position::First, _) => Operation::WriteFirst,
+            (true, Position::Middle, _) => Operation::WriteMiddle,
+            (true, Position::Last, false) => Operation::WriteLast,
+            (true, Position::Last, true) => Operation::WriteLastImm,
+            (true, Position::Only, false) => Operation::WriteOnly,
+            (true, Position::Only, true) => Operation::WriteOnlyImm,
+        }
     }
 
     /// Returns the position in the message; an operation that always has one packet is [`Position::Only`].

@@ -4,6 +4,7 @@ use crate::bytes::{be24, be32, be64, need};
 use crate::{Malformed, RKey};
 
 use super::ICRC_LEN;
+use super::coalesced;
 use super::headers::{Aeth, AtomicEth, Bth, Deth, Feth, Reth};
 use super::opcode::Ext;
 
@@ -14,6 +15,7 @@ pub struct Packet<'a> {
     pub bth: Bth,
     ext: Ext,
     bytes: &'a [u8],
+    count: u32,
 }
 
 impl<'a> Packet<'a> {
@@ -21,7 +23,12 @@ impl<'a> Packet<'a> {
     pub fn parse(bytes: &'a [u8]) -> Result<Packet<'a>, Malformed> {
         let bth = Bth::parse(bytes)?;
         let ext = bth.opcode.ext();
-        let packet = Packet { bth, ext, bytes };
+        let packet = Packet {
+            bth,
+            ext,
+            bytes,
+            count: 1,
+        };
         need(
             "packet",
             bytes,
@@ -36,7 +43,32 @@ impl<'a> Packet<'a> {
         Ok(packet)
     }
 
-    fn ext_bytes(&self, ext: Ext) -> &'a [u8] {
+    /// Like [`Packet::parse`], for a packet that came through memory of the host and may be coalesced.
+    pub fn parse_local(bytes: &'a [u8]) -> Result<Packet<'a>, Malformed> {
+        let packet = Packet::parse(bytes)?;
+        let count = coalesced::count(bytes);
+        if count > 1 && !coalesced::may_be(packet.bth.opcode) {
+            return Err(Malformed::Undefined {
+                what: "coalesced packet's opcode",
+                value: packet.bth.opcode.code().into(),
+            });
+        }
+        Ok(Packet { count, ..packet })
+    }
+
+    /// Returns the number of packets that this one stands for: 1 unless it is coalesced.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// Returns a copy that [`Packet::parse_local`] parses to the same packet.
+    pub fn to_local(&self) -> Box<[u8]> {
+        let mut copy = Box::from(self.bytes);
+        coalesced::set_count(&mut copy, self.count);
+        copy
+    }
+
+    pub(super) fn ext_bytes(&self, ext: Ext) -> &'a [u8] {
         &self.bytes[Bth::LEN + self.ext.offset(ext)..]
     }
 

@@ -3,7 +3,9 @@
 use rdmux_wire::RKey;
 use rdmux_wire::roce::{MESSAGE_BYTES_MAX, Position, Reth};
 
-use super::{Awaited, Effect, Execution, Found, GatheredPlace, Incoming, Refusal, Scope, region};
+use super::{
+    Awaited, ENOUGH_BYTES, Effect, Execution, Found, GatheredPlace, Incoming, Refusal, Scope, region,
+};
 use crate::access::{Accesses, What};
 use crate::cq::{Status, WcOpcode, WorkCompletion};
 use crate::memory::Access;
@@ -135,7 +137,8 @@ impl Execution {
             done?;
             return Ok(false);
         }
-        if memory.gathers() && (!ends || !self.gathered.bytes.is_empty()) {
+        let enough = medium.is_none() && packet.payload.len() >= ENOUGH_BYTES;
+        if memory.gathers() && (!ends && !enough || !self.gathered.bytes.is_empty()) {
             if let Some(medium) = medium
                 && self.gathered.bytes.is_empty()
             {

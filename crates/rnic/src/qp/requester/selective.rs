@@ -424,7 +424,7 @@ impl Requester {
             return;
         };
         env.counters.out_of_seq_responses += 1;
-        if packet.payload().len() > head.mtu as usize || !selective.early.keep(psn, packet.bytes()) {
+        if packet.payload().len() > head.mtu as usize || !selective.early.keep(psn, 1, || packet.to_local()) {
             return;
         }
         env.counters.kept_responses += 1;

@@ -1,13 +1,14 @@
 //! Request packets: which may be sent, and how they are built.
 
+use rdmux_wire::roce::coalesced;
 use rdmux_wire::roce::icrc::Flow;
-use rdmux_wire::roce::{AtomicEth, Bth, Feth, Operation as Op, Reth};
+use rdmux_wire::roce::{AtomicEth, Bth, Feth, Operation as Op, Position, Reth};
 use rdmux_wire::{Psn, RKey};
 
 use super::selective::Selective;
 use super::{Broken, Cursor, Requester, Wqe};
 use crate::cq::Status;
-use crate::qp::message::{data_operation, gather, gathers, perform_local, position_of};
+use crate::qp::message::{gather, gathers, perform_local};
 use crate::qp::read_ahead::Origin;
 use crate::qp::{Env, Head, QpState};
 use crate::srq::Srqn;
@@ -17,16 +18,29 @@ use crate::work::{Operation, SendFlags, Target};
 
 /// Most packets of a message from one request for an acknowledgement to the next.
 const ACK_REQ_PACKETS: u32 = 32;
+/// Bytes in flight to a peer on this host whose window was not agreed: half of what a ring holds.
+const LOCAL_WINDOW_BYTES: u32 = 128 << 10;
 /// Bytes of the XRC extended transport header. A14.
 const XRCETH_LEN: usize = 4;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
 
 impl Requester {
-    /// Returns the number of PSNs that may still be sent before a response must come.
-    fn room(&self) -> u32 {
-        let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
+    /// Returns the number of PSNs that may be in flight. Memory of the host loses nothing and has room for more than the window of a
+    /// network on which a loss costs the whole window again.
+    fn window(&self, head: &Head) -> u32 {
         let window = self.window.min(self.congestion_window);
+        if head.local && self.selective.is_none() {
+            window.max((LOCAL_WINDOW_BYTES / head.mtu).min(head.reach()))
+        } else {
+            window
+        }
+    }
+
+    /// Returns the number of PSNs that may still be sent before a response must come.
+    fn room(&self, head: &Head) -> u32 {
+        let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
+        let window = self.window(head);
         match &self.selective {
             None => window.saturating_sub(in_flight),
             Some(selective) => selective.room(window, in_flight),
@@ -47,7 +61,7 @@ impl Requester {
             return true;
         }
         let least = self.queue.get(self.cursor.wqe).map_or(1, |wqe| {
-            self.worth_sending(wqe.is_read(), wqe.packets - self.cursor.packet)
+            self.worth_sending(head, wqe.is_read(), wqe.packets - self.cursor.packet)
         });
         self.may_transmit(head, least)
     }
@@ -77,7 +91,7 @@ impl Requester {
         if let Some(at_once) = self.directly(head) {
             return at_once;
         }
-        if self.room() < least.max(1) || head.rate.held_until.is_some() {
+        if self.room(head) < least.max(1) || head.rate.held_until.is_some() {
             return false;
         }
         let cursor = self.cursor_psn();
@@ -94,8 +108,8 @@ impl Requester {
 
     /// Returns the number of PSNs that must be free before the next packets of a request with `left` packets are sent: a READ is
     /// divided into few pieces, and data leaves in trains that are worth their system call.
-    fn worth_sending(&self, is_read: bool, left: u32) -> u32 {
-        let window = self.window.min(self.congestion_window);
+    fn worth_sending(&self, head: &Head, is_read: bool, left: u32) -> u32 {
+        let window = self.window(head);
         left.min(if is_read {
             window.div_ceil(2)
         } else {
@@ -168,7 +182,7 @@ impl Requester {
         at: Cursor,
         hole: Option<u32>,
     ) -> Result<(), Status> {
-        let room = hole.unwrap_or_else(|| self.room());
+        let room = hole.unwrap_or_else(|| self.room(head));
         let path = head.path.as_ref().ok_or(Status::LocalQpOperation)?;
         let psn = self.begin(env, head, at.wqe).plus(at.packet);
         let wqe = &self.queue[at.wqe];
@@ -177,13 +191,13 @@ impl Requester {
         if packets == 0 {
             return Ok(());
         }
-        let bth = packet.bth;
+        let (bth, count) = (packet.bth, packet.count);
         let is_first = hole.is_none() && self.advance(&bth, packets, env.now);
         if !is_first {
             env.counters.retransmitted_packets += 1;
             probe!(retransmission, head.qpn.value(), psn.value());
         }
-        env.counters.sent_pkts += 1;
+        env.counters.sent_pkts += u64::from(count);
         if self.deadline.is_none() {
             self.arm(env.now);
         }
@@ -267,8 +281,10 @@ impl Requester {
                 packet.push_flush(buf, feth, Reth { va, rkey, length }, of_rxe)?;
             }
             Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
-                packet.bth.ack_req = self.pauses(head, buf, packet.room);
+                packet.coalesce(buf);
+                packet.bth.ack_req = self.pauses(head, buf, packet.room, packet.count);
                 packet.push_data(env, buf)?;
+                return Ok(packet.count);
             }
             // `do_local` carries these out without packets.
             Operation::Bind(_) | Operation::Register(_) | Operation::LocalInvalidate { .. } => return Ok(0),
@@ -278,10 +294,10 @@ impl Requester {
 
     /// Returns whether the packet of data to be built next requests an acknowledgement, even if its message continues. Whatever stops
     /// the train, its last packet does, which opens the window again.
-    fn pauses(&self, head: &Head, buf: &TransmitBuf, room: u32) -> bool {
-        let fills_turn = head.rate.is_limited() && buf.is_filled_by(head.mtu);
-        let ack_every = (self.window.min(self.congestion_window) / 2).clamp(1, ACK_REQ_PACKETS);
-        room == 1 || fills_turn || self.since_ack_req + 1 >= ack_every
+    fn pauses(&self, head: &Head, buf: &TransmitBuf, room: u32, count: u32) -> bool {
+        let fills_turn = head.rate.is_limited() && buf.is_filled_by(count * head.mtu);
+        let ack_every = (self.window(head) / 2).clamp(1, ACK_REQ_PACKETS);
+        room <= count || fills_turn || self.since_ack_req + count >= ack_every
     }
 
     /// Advances the cursor past the packet that was built there, of `packets` PSNs. Returns whether it was sent for the first time,
@@ -304,7 +320,11 @@ impl Requester {
                 ..at
             }
         };
-        self.since_ack_req = if bth.ack_req { 0 } else { self.since_ack_req + 1 };
+        self.since_ack_req = if bth.ack_req {
+            0
+        } else {
+            self.since_ack_req + packets
+        };
         if let Some(selective) = &mut self.selective {
             selective.sent(bth.psn, bth.ack_req, now);
             if bth.opcode.operation == Op::Flush {
@@ -351,6 +371,8 @@ struct RequestPacket<'a> {
     srqn: Option<Srqn>,
     /// Number of PSNs that may be sent, the packet's included.
     room: u32,
+    /// Number of packets that this one stands for. More than 1 only for data that goes through memory of this host.
+    count: u32,
 }
 
 impl<'a> RequestPacket<'a> {
@@ -377,7 +399,24 @@ impl<'a> RequestPacket<'a> {
             bth,
             srqn,
             room,
+            count: 1,
         }
+    }
+
+    /// Makes this packet of data stand for those behind it as well, as far as the window allows. It may exceed the sender's quantum, as
+    /// every last packet of one may, but not a limit of the rate.
+    fn coalesce(&mut self, buf: &TransmitBuf) {
+        if !self.head.local {
+            return;
+        }
+        let left = self.wqe.packets - self.index;
+        let mut bytes = coalesced::PAYLOAD_BYTES_MAX;
+        if self.head.rate.is_limited() {
+            bytes = bytes.min(buf.room());
+        }
+        let bytes = bytes as u32;
+        let most = (bytes / self.head.mtu).clamp(1, coalesced::COUNT_MAX);
+        self.count = left.min(self.room).min(most).max(1);
     }
 
     /// Returns the length of the headers that every request begins with. On XRC its extended header comes before all others. A14.
@@ -388,6 +427,7 @@ impl<'a> RequestPacket<'a> {
     /// Writes the headers that every request begins with; returns their length.
     fn emit_heads(&self, b: &mut [u8]) -> usize {
         self.bth.emit(b);
+        coalesced::set_count(b, self.count);
         if let Some(Srqn(number)) = self.srqn {
             b[Bth::LEN..Bth::LEN + XRCETH_LEN].copy_from_slice(&number.to_be_bytes());
         }
@@ -450,17 +490,17 @@ impl<'a> RequestPacket<'a> {
     /// Adds a packet of a SEND or WRITE. The last one requests an acknowledgement in any case.
     fn push_data(&mut self, env: &Env<'_>, buf: &mut TransmitBuf) -> Result<(), Status> {
         let (head, wqe, index) = (self.head, self.wqe, self.index);
-        let last = index + 1 == wqe.packets;
-        let position = position_of(index, wqe.packets);
+        let last = index + self.count == wqe.packets;
+        let position = Position::of(index == 0, last);
         let (write, imm, invalidate) = match wqe.request.operation {
             Operation::Write { va, rkey, imm } => (Some((va, rkey)), imm, None),
             Operation::SendInvalidate { rkey } => (None, None, Some(rkey)),
             Operation::Send { imm } => (None, imm, None),
             _ => return Err(Status::LocalQpOperation),
         };
-        let operation = data_operation(write.is_some(), position, imm.is_some(), invalidate.is_some());
+        let operation = Op::of_data(write.is_some(), position, imm.is_some(), invalidate.is_some());
         let done = index * head.mtu;
-        let bytes = (wqe.bytes - done).min(head.mtu) as usize;
+        let bytes = (wqe.bytes - done).min(self.count * head.mtu) as usize;
         let bth = &mut self.bth;
         bth.opcode = head.opcode(operation);
         bth.pad = ((4 - bytes % 4) % 4) as u8;
@@ -488,6 +528,9 @@ impl<'a> RequestPacket<'a> {
             }
             let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
             let done = u64::from(done);
+            if self.count > 1 {
+                return gather(env, pd, sges, done, out);
+            }
             let (asks, read) = (
                 || gathers(env, pd, sges),
                 |several: &mut [u8]| gather(env, pd, sges, done, several),
