@@ -406,10 +406,10 @@ impl<'a> RequestPacket<'a> {
     /// Makes this packet of data stand for those behind it as well, as far as the window allows. It may exceed the sender's quantum, as
     /// every last packet of one may, but not a limit of the rate.
     fn coalesce(&mut self, buf: &TransmitBuf) {
-        if !self.head.local {
+        let left = self.wqe.packets - self.index;
+        if !self.head.local || left == 1 {
             return;
         }
-        let left = self.wqe.packets - self.index;
         let mut bytes = coalesced::PAYLOAD_BYTES_MAX;
         if self.head.rate.is_limited() {
             bytes = bytes.min(buf.room());
@@ -427,7 +427,9 @@ impl<'a> RequestPacket<'a> {
     /// Writes the headers that every request begins with; returns their length.
     fn emit_heads(&self, b: &mut [u8]) -> usize {
         self.bth.emit(b);
-        coalesced::set_count(b, self.count);
+        if self.count > 1 {
+            coalesced::set_count(b, self.count);
+        }
         if let Some(Srqn(number)) = self.srqn {
             b[Bth::LEN..Bth::LEN + XRCETH_LEN].copy_from_slice(&number.to_be_bytes());
         }
