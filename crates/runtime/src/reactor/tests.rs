@@ -1267,8 +1267,10 @@ fn next__messages_of_a_connection_that_shares_receives_wait_for_slots() {
 
 #[test]
 fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
+    // What one packet carries within a host.
+    const FIRST_BYTES: u32 = 32 << 10;
     let sizes = Sizes {
-        message_bytes: 1024,
+        message_bytes: 2 * (FIRST_BYTES as usize),
         ..SIZES
     };
     let mut both = Both::new("127.0.12.27:7174", sizes, 0);
@@ -1276,14 +1278,14 @@ fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
     for _ in 0..3 {
         let [stuck_there, stuck] = both.connect();
         let link = both.client.connection(stuck).unwrap();
-        let memory = Arc::new(AnonymousMemory::new(256).unwrap());
+        let memory = Arc::new(AnonymousMemory::new(FIRST_BYTES as usize).unwrap());
         let mr = link.pd().reg_mr_all(memory, 0, Access::LOCAL_WRITE).unwrap();
         // The first packet leaves; the second cannot be built.
         let none = Sge {
             lkey: 0x1234_5678,
             ..mr.sge(0, 256)
         };
-        let half = SendRequest::send(SgeList::from(&[mr.sge(0, 256), none][..]));
+        let half = SendRequest::send(SgeList::from(&[mr.sge(0, FIRST_BYTES), none][..]));
         link.qp().post_send(half.signaled()).unwrap();
         assert!(
             matches!(next(&mut both.client), ReactorEvent::Ended(of, ConnectionEnd::Failed(_)) if of == stuck)
