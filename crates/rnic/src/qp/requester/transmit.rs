@@ -194,7 +194,7 @@ impl Requester {
         let (bth, count) = (packet.bth, packet.count);
         let is_first = hole.is_none() && self.advance(&bth, packets, env.now);
         if !is_first {
-            env.counters.retransmitted_packets += 1;
+            env.counters.retransmitted_packets += u64::from(count);
             probe!(retransmission, head.qpn.value(), psn.value());
         }
         env.counters.sent_pkts += u64::from(count);
