@@ -306,7 +306,23 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
 /// It was made, has left the objects, and is not used any more.
 pub(crate) unsafe fn end_region(region: *mut abi::Mr) {
     // SAFETY: made by a Box; the rest as the caller says.
-    drop(unsafe { Box::from_raw(region.cast::<MrObject>()) });
+    let ended = unsafe { Box::from_raw(region.cast::<MrObject>()) };
+    let Registered { region, memory, .. } = ended.registered.into_inner();
+    if let Some(region) = region {
+        drop(region);
+        give_back(&memory);
+    }
+}
+
+/// Gives memory of the program back that no region has any more: from here on the program does with it what it likes, while the device may
+/// still keep the value for a moment.
+fn give_back(memory: &Arc<dyn Memory>) {
+    let memory = memory
+        .as_any()
+        .and_then(|any| any.downcast_ref::<ApplicationMemory>());
+    if let Some(memory) = memory {
+        memory.give_back();
+    }
 }
 
 /// `enum ibv_rereg_mr_flags`, and the values that `ibv_rereg_mr` returns when it fails without any change.
@@ -363,7 +379,11 @@ unsafe fn change(
     );
     changed.map_err(errno_of_register)?;
     registered.of = Some(domain.uses.begin());
-    (registered.memory, registered.offset, registered.access) = (memory, offset, access);
+    let before = std::mem::replace(&mut registered.memory, memory);
+    if !Arc::ptr_eq(&before, &registered.memory) {
+        give_back(&before);
+    }
+    (registered.offset, registered.access) = (offset, access);
     // SAFETY: as above.
     unsafe { ((*shown).pd, (*shown).addr, (*shown).length) = (into, address, length) };
     Ok(())

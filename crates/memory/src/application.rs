@@ -2,24 +2,75 @@
 #![allow(unsafe_code, reason = "its maker promises what the compiler cannot see")]
 
 use std::any::Any;
-use std::sync::atomic::{Ordering, fence};
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 
-use rdmux_rnic::sync::Mutex;
+use rdmux_rnic::sync::{Mutex, RwLock};
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
+use crate::convert::{Mode, NotShared, Progress, Registration, Shared};
 use crate::mapping::{Mapping, Order, Way};
 
 /// Locked during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
 /// (`IBV_ATOMIC_HCA`).
 static ATOMIC: Mutex<()> = Mutex::new(());
 
+/// Number of calls by this process after which it is worth while to share a memory.
+const CALLS_BEFORE_SHARING: u32 = 64;
+
+/// Number of memories that have become worth sharing: [`ApplicationMemory::wanted_sharing`].
+static WANTED: AtomicU32 = AtomicU32::new(0);
+
 /// Addresses of this process. An RNIC pins registered pages, so that a program may unmap them while a peer still writes there. Here
-/// the kernel copies, and an access to a page that is no longer mapped, or not writable, is a fault and never a signal.
+/// the kernel copies, and an access to a page that is no longer mapped, or not writable, is a fault and never a signal. Once it is in use
+/// its pages may move into a file that peers can map, see [`ApplicationMemory::share_some`].
 #[derive(Debug)]
 pub struct ApplicationMemory {
     address: u64,
     len: u64,
     pid: i32,
+    /// Calls of this process that accessed it.
+    calls: AtomicU32,
+    /// Held while its pages move; read while they are accessed by their addresses.
+    moving: RwLock<Option<Result<Arc<Shared>, NotShared>>>,
+    /// Its pages, once all have moved.
+    shared: OnceLock<Arc<Shared>>,
+    registration: Mutex<Option<Registration>>,
+}
+
+/// Whether the program's memory is in a file that peers can map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// It was not worth while so far.
+    NotYet,
+    /// It moves.
+    Moving,
+    /// Its whole pages are.
+    Shared,
+    /// It cannot be.
+    Refused(NotShared),
+}
+
+/// The whole pages of an [`ApplicationMemory`], in a file that peers may map.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedPages<'a> {
+    /// The file.
+    pub file: BorrowedFd<'a>,
+    /// Addresses of the pages; the file begins with the first.
+    pub addresses: &'a Range<u64>,
+    mapping: &'a Mapping,
+}
+
+impl<'a> SharedPages<'a> {
+    /// Returns this process's own mapping of the file, and the offset in it of `len` bytes at an address if it has all of them.
+    #[inline]
+    pub fn mapping_of(&self, address: u64, len: u64) -> Option<(&'a Mapping, u64)> {
+        let at = address.checked_sub(self.addresses.start)?;
+        let end = address.checked_add(len)?;
+        (end <= self.addresses.end).then_some((self.mapping, at))
+    }
 }
 
 impl ApplicationMemory {
@@ -33,6 +84,10 @@ impl ApplicationMemory {
             address,
             len,
             pid: std::process::id().cast_signed(),
+            calls: AtomicU32::new(0),
+            moving: RwLock::new(None),
+            shared: OnceLock::new(),
+            registration: Mutex::new(Some(Registration::new(address, len))),
         }
     }
 
@@ -41,16 +96,120 @@ impl ApplicationMemory {
         self.address
     }
 
+    /// Moves the next pages into a file that peers may map, 2 MiB at most: `convert.rs` says how, and what the program may notice. An error
+    /// is final. No peer may access the memory by its addresses until this has returned [`Progress::Done`] or an error: what it writes
+    /// meanwhile could be lost.
+    pub fn share_some(&self) -> Result<Progress, NotShared> {
+        if self.shared.get().is_some() {
+            return Ok(Progress::Done);
+        }
+        let mode = Mode::of_process();
+        let registration = self.registration.lock();
+        let registration = registration.as_ref().ok_or(NotShared::Unmapped)?;
+        // Accesses of this process by the addresses wait.
+        let mut moving = self.moving.write();
+        let begun = match &*moving {
+            Some(begun) => begun.clone(),
+            None => registration.convert(mode, self.address, self.len),
+        };
+        let advanced = begun
+            .clone()
+            .and_then(|shared| registration.advance(mode, &shared));
+        *moving = Some(advanced.and(begun.clone()));
+        if let (Ok(Progress::Done), Ok(shared)) = (advanced, begun) {
+            let _ = self.shared.set(shared);
+        }
+        advanced
+    }
+
+    /// Gives up what [`ApplicationMemory::share_some`] has begun, or not: it stays as it is.
+    pub fn refuse_sharing(&self, reason: NotShared) {
+        *self.moving.write() = Some(Err(reason));
+    }
+
+    /// Returns whether its whole pages are in a file that peers can map.
+    pub fn sharing(&self) -> Sharing {
+        if self.shared.get().is_some() {
+            return Sharing::Shared;
+        }
+        match &*self.moving.read() {
+            None => Sharing::NotYet,
+            Some(Ok(_)) => Sharing::Moving,
+            Some(Err(reason)) => Sharing::Refused(*reason),
+        }
+    }
+
+    /// Returns its whole pages, once they are in a file.
+    #[inline]
+    pub fn shared_pages(&self) -> Option<SharedPages<'_>> {
+        let shared = self.shared.get()?;
+        Some(SharedPages {
+            file: shared.file(),
+            addresses: shared.pages(),
+            mapping: shared.alias(),
+        })
+    }
+
+    /// Returns whether this process has accessed it by so many calls that sharing it would be worth while, and it was not tried yet.
+    pub fn wants_sharing(&self) -> bool {
+        self.calls.load(Ordering::Relaxed) >= CALLS_BEFORE_SHARING && self.sharing() == Sharing::NotYet
+    }
+
+    /// Returns the number of memories of this process that have ever begun to want sharing, modulo 2^32.
+    #[inline]
+    pub fn wanted_sharing() -> u32 {
+        WANTED.load(Ordering::Relaxed)
+    }
+
+    /// Gives the memory back to the program: pages that have moved move back, unless other memory shares them. Nothing accesses it from
+    /// now on. Dropping it does the same.
+    pub fn give_back(&self) {
+        drop(self.registration.lock().take());
+    }
+
+    /// Returns the mapping that has a range of it, if its pages have moved.
+    #[inline]
+    fn mapping_of(&self, offset: u64, len: u64) -> Result<Option<(&Mapping, u64)>, Fault> {
+        let at = self.range(offset, len)?;
+        Ok(self.shared_pages().and_then(|pages| pages.mapping_of(at, len)))
+    }
+
+    /// Calls `f` with the address of a range, whose pages do not move meanwhile.
+    fn by_address<R>(
+        &self,
+        offset: u64,
+        len: u64,
+        f: impl FnOnce(u64) -> Result<R, Fault>,
+    ) -> Result<R, Fault> {
+        let at = self.range(offset, len)?;
+        if self.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS_BEFORE_SHARING {
+            WANTED.fetch_add(1, Ordering::Relaxed);
+        }
+        let _stays = self.moving.read();
+        f(at)
+    }
+
     /// Copies `len` bytes at an offset to a mapping, as [`Mapping::write`] does.
     pub fn copy_to(&self, offset: u64, to: &Mapping, to_offset: u64, len: u64) -> Result<(), Fault> {
-        to.copy_from_addresses(to_offset, self.range(offset, len)?, len)
+        match self.mapping_of(offset, len)? {
+            Some((own, at)) => to
+                .write_from(to_offset, own, at, len)
+                .map_err(|error| error.fault()),
+            None => self.by_address(offset, len, |own| to.copy_from_addresses(to_offset, own, len)),
+        }
     }
 
     /// Copies `len` bytes of a mapping to an offset, as [`Memory::write`] does.
     pub fn copy_from(&self, offset: u64, from: &Mapping, from_offset: u64, len: u64) -> Result<(), Fault> {
-        let own = self.range(offset, len)?;
+        if let Some((own, at)) = self.mapping_of(offset, len)? {
+            return own
+                .write_from(at, from, from_offset, len)
+                .map_err(|error| error.fault());
+        }
         // SAFETY: the maker of this value promised that the bytes may be written.
-        unsafe { from.copy_to_addresses(from_offset, own, len) }
+        self.by_address(offset, len, |own| unsafe {
+            from.copy_to_addresses(from_offset, own, len)
+        })
     }
 
     /// Copies `len` bytes at an offset to or from an address of another process, without a buffer.
@@ -65,9 +224,10 @@ impl ApplicationMemory {
         len: u64,
         way: Way,
     ) -> Result<(), Fault> {
-        let own = self.range(offset, len)?;
         // SAFETY: the maker of this value promised that the bytes here may be written; those there are as the caller says.
-        unsafe { Mapping::copy_between(own, pid, address, len, way) }
+        self.by_address(offset, len, |own| unsafe {
+            Mapping::copy_between(own, pid, address, len, way)
+        })
     }
 
     /// Returns the address of `len` bytes at an offset.
@@ -79,9 +239,16 @@ impl ApplicationMemory {
     }
 
     fn place(&self, offset: u64, bytes: &[u8], order: Order) -> Result<(), Fault> {
-        let at = self.range(offset, bytes.len() as u64)?;
+        if let Some((own, at)) = self.mapping_of(offset, bytes.len() as u64)? {
+            return match order {
+                Order::LastWordLast => own.write(at, bytes),
+                Order::Any => own.copy_in(at, bytes),
+            };
+        }
         // SAFETY: the maker of this value promised that the bytes may be written.
-        unsafe { Mapping::write_process(self.pid, at, bytes, order, None) }
+        self.by_address(offset, bytes.len() as u64, |at| unsafe {
+            Mapping::write_process(self.pid, at, bytes, order, None)
+        })
     }
 }
 
@@ -91,7 +258,12 @@ impl Memory for ApplicationMemory {
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
-        Mapping::read_process(self.pid, self.range(offset, out.len() as u64)?, out)
+        if let Some((own, at)) = self.mapping_of(offset, out.len() as u64)? {
+            return own.read(at, out);
+        }
+        self.by_address(offset, out.len() as u64, |at| {
+            Mapping::read_process(self.pid, at, out)
+        })
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
@@ -106,11 +278,27 @@ impl Memory for ApplicationMemory {
         if !self.range(offset, 8)?.is_multiple_of(8) {
             return Err(Fault::NotSupported);
         }
+        let own_atomic = || {
+            Ok(self
+                .mapping_of(offset, 8)?
+                .map(|(own, at)| own.atomic(at, atomic)))
+        };
+        if let Some(done) = own_atomic()? {
+            return done;
+        }
         let _held = ATOMIC.lock();
-        let mut before = [0; 8];
-        self.read(offset, &mut before)?;
-        self.write(offset, &atomic.apply(before))?;
-        Ok(u64::from_ne_bytes(before))
+        self.by_address(offset, 8, |at| {
+            // The pages may have moved meanwhile, and others use them by the mapping.
+            if let Some(done) = own_atomic()? {
+                return done;
+            }
+            let mut before = [0; 8];
+            Mapping::read_process(self.pid, at, &mut before)?;
+            let after = atomic.apply(before);
+            // SAFETY: the maker of this value promised that the bytes may be written.
+            unsafe { Mapping::write_process(self.pid, at, &after, Order::LastWordLast, None) }?;
+            Ok(u64::from_ne_bytes(before))
+        })
     }
 
     fn placement(&self) -> Placement {
@@ -122,7 +310,7 @@ impl Memory for ApplicationMemory {
     }
 
     fn gathers(&self) -> bool {
-        true
+        self.shared.get().is_none()
     }
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {

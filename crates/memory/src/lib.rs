@@ -9,6 +9,7 @@ use rdmux_rnic::Memory;
 
 mod anonymous;
 mod application;
+mod convert;
 mod dax;
 mod domain;
 mod file;
@@ -20,7 +21,8 @@ mod persist;
 mod skip;
 
 pub use anonymous::AnonymousMemory;
-pub use application::ApplicationMemory;
+pub use application::{ApplicationMemory, SharedPages, Sharing};
+pub use convert::{NotShared, Progress};
 pub use dax::{DaxError, DaxMemory};
 pub use file::FileMemory;
 pub use lease::{FileWatch, Wanted};

@@ -601,6 +601,12 @@ pub enum CopyError {
 }
 
 impl CopyError {
+    /// Returns what failed, on either side.
+    pub fn fault(self) -> Fault {
+        let (CopyError::From(fault) | CopyError::To(fault)) = self;
+        fault
+    }
+
     /// Returns the same error, seen from the other side.
     pub fn swapped(self) -> CopyError {
         match self {

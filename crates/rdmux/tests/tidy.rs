@@ -47,7 +47,7 @@ const PROGRAMS: [&str; 5] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 21] = [
+const UNSAFE_FILES: [&str; 25] = [
     "crates/hw/src/cma.rs",
     "crates/hw/src/library.rs",
     "crates/hw/src/objects.rs",
@@ -56,6 +56,10 @@ const UNSAFE_FILES: [&str; 21] = [
     "crates/hw/src/objects/region.rs",
     "crates/hw/src/objects/srq.rs",
     "crates/memory/src/application.rs",
+    "crates/memory/src/convert.rs",
+    "crates/memory/src/convert/fork.rs",
+    "crates/memory/src/convert/tests.rs",
+    "crates/memory/src/convert/userfault.rs",
     "crates/memory/src/lease.rs",
     "crates/memory/src/mapping.rs",
     "crates/memory/src/persist.rs",

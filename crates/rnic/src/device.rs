@@ -874,6 +874,13 @@ impl Rnic {
         })
     }
 
+    /// Returns the memories of the regions that are no windows and are not filled by work requests.
+    pub fn memories(&self) -> impl Iterator<Item = (LKey, Arc<dyn Memory>)> {
+        self.regions
+            .memories()
+            .map(|(lkey, memory)| (lkey, Arc::clone(memory)))
+    }
+
     /// Returns a QP that takes no more requests, or takes other ones: the driver must revoke all grants to its peer before anything
     /// else.
     pub fn poll_revoked(&mut self) -> Option<Qpn> {

@@ -366,6 +366,13 @@ impl Regions {
         }
     }
 
+    /// Returns the memories of the plain regions, with their keys.
+    pub(crate) fn memories(&self) -> impl Iterator<Item = (LKey, &Arc<dyn Memory>)> {
+        let plain = |entry: &KeyEntry| matches!(entry.kind, Keyed::Region(_));
+        let entries = self.entries.values().filter(move |entry| plain(entry));
+        entries.filter_map(|entry| Some((LKey(entry.key), &entry.spec()?.memory)))
+    }
+
     /// Deregisters a region. After the return no access through the key succeeds; earlier accesses completed before they returned.
     pub(crate) fn deregister(&mut self, lkey: LKey) -> Result<Option<Arc<dyn Memory>>, RegisterError> {
         let entry = self.entries.get(&(lkey.0 >> 8)).ok_or(RegisterError::NoRegion)?;

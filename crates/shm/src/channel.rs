@@ -1,12 +1,13 @@
 //! One end of the memory that two devices share.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use rdmux_memory::{AnonymousMemory, ApplicationMemory};
-use rdmux_rnic::{Access, Fault, Grant, Grantable, LinkProgress, Qpn, RKey};
+use rdmux_memory::{AnonymousMemory, ApplicationMemory, Sharing};
+use rdmux_rnic::{Access, Fault, Grant, Grantable, LKey, LinkProgress, Qpn, RKey};
 use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
@@ -23,6 +24,8 @@ use rdmux_verbs::provider::{NotDirect, Refusal};
 const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
 /// Most bytes that wait for room in a ring; trains beyond that count as lost on a network.
 pub const WAITING_BYTES_MAX: usize = 16 << 20;
+/// Calls under one grant after which a peer asks again: by then it is worth while to share the memory.
+const CALLS_BEFORE_ASKING_AGAIN: u64 = 32;
 /// Rings of one peer's doorbell taken per pass.
 const RINGS_PER_PASS: usize = 64;
 
@@ -49,6 +52,11 @@ pub struct Offer {
     pub gate: u64,
     /// The same: address to which they write last.
     pub left: u64,
+    /// Start and end of the whole pages that the descriptor's memory has, if it does not have all of the region's bytes: the rest is in the
+    /// address space of the granting process, and so is [`Offer::offset`]. Otherwise the same number twice.
+    pub pages: (u64, u64),
+    /// Calls after which the peer should ask again, since the memory may be shared by then; 0: never.
+    pub calls: u64,
 }
 
 /// One end of the memory that two devices share: a ring each way, the doorbell, and the grants to the peer. Dropping it revokes them.
@@ -304,6 +312,12 @@ impl Channel {
         Ok(gate)
     }
 
+    /// Returns whether the peer was granted a region for a queue pair.
+    pub fn has_given(&self, of: Qpn, lkey: LKey) -> bool {
+        let is_it = |given: &Given| given.qpn == of && given.lkey == lkey;
+        self.given.iter().flatten().any(is_it)
+    }
+
     /// Grants the peer a region of queue pair `of`, for which its queue pair `by` has asked. Returns the offer, and the descriptor that goes
     /// with it. The caller has checked that the two queue pairs are connected.
     pub fn grant(
@@ -324,28 +338,11 @@ impl Channel {
         if index >= GRANTS as usize {
             return Err(Refusal::Full);
         }
-        let memory = grantable.memory.as_any().ok_or(Refusal::NotShareable)?;
-        let writable = grantable.access.contains(Access::REMOTE_WRITE);
-        let (address, file) = if let Some(memory) = memory.downcast_ref::<AnonymousMemory>() {
-            let file = match memory.file() {
-                Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
-                // Memory that cannot be opened for reading alone is left to calls.
-                Some(file) => read_only(file),
-                None => None,
-            };
-            (memory.address(), file)
-        } else if let Some(memory) = memory.downcast_ref::<ApplicationMemory>() {
-            (memory.address(), None)
+        let reach = Reached::of(grantable)?;
+        let gate = if reach.by_calls {
+            Some(self.open_gate().map_err(|_| Refusal::Full)?)
         } else {
-            return Err(Refusal::NotShareable);
-        };
-        let offset = match file {
-            Some(_) => grantable.memory_offset,
-            None => address.wrapping_add(grantable.memory_offset),
-        };
-        let gate = match file {
-            Some(_) => None,
-            None => Some(self.open_gate().map_err(|_| Refusal::Full)?),
+            None
         };
         let is_open = |given: &Given| given.gate.as_ref().is_none_or(|gate| !gate.is_closed());
         let before = self.given.get(index).cloned().flatten().filter(is_open);
@@ -378,11 +375,17 @@ impl Channel {
             access: grantable.access,
             iova: grantable.iova,
             length: grantable.length,
-            offset,
+            offset: reach.offset,
             gate,
             left: self.segment.left_address(self.side.other()),
+            pages: (reach.pages.start, reach.pages.end),
+            calls: if reach.may_be_shared {
+                CALLS_BEFORE_ASKING_AGAIN
+            } else {
+                0
+            },
         };
-        Ok((offer, file))
+        Ok((offer, reach.file))
     }
 
     /// Accepts a grant by the peer, if this process can reach the memory. The grant holds while `open` is set.
@@ -398,25 +401,34 @@ impl Channel {
         }
         let end = offer.offset.checked_add(offer.length);
         let end = end.ok_or(NotDirect::Unmappable)?;
+        let addresses = || {
+            let process = process.as_ref().map_err(|reason| *reason)?;
+            // This shows now, not with the first request, whether the system permits calls into the peer.
+            let tried = process.read(offer.offset, &mut [0]);
+            tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
+            Ok(Addresses {
+                process: Arc::clone(process),
+                range: offer.offset..end,
+                writable: offer.access.contains(Access::REMOTE_WRITE),
+            })
+        };
         let (reach, memory_offset) = match descriptors.first() {
-            Some(file) => {
+            Some(file) if offer.pages.0 >= offer.pages.1 => {
                 let window = map(file, offer, end).ok_or(NotDirect::Unmappable)?;
                 let in_page = offer.offset % rustix::param::page_size() as u64;
                 (Reach::Mapped(window), in_page)
             }
-            None => {
-                let process = process.as_ref().map_err(|reason| *reason)?;
-                // This shows now, not with the first request, whether the system permits calls into the peer.
-                let tried = process.read(offer.offset, &mut [0]);
-                tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
-                let addresses = Addresses {
-                    process: Arc::clone(process),
-                    range: offer.offset..end,
-                    writable: offer.access.contains(Access::REMOTE_WRITE),
-                };
-                (Reach::Process(addresses), offer.offset)
+            Some(file) => {
+                let pages = offer.pages.0..offer.pages.1;
+                let writable = offer.access.contains(Access::REMOTE_WRITE);
+                let len = usize::try_from(pages.end - pages.start).map_err(|_| NotDirect::Unmappable)?;
+                let window = Window::of_file(&MAPPED, file.as_fd(), 0, len, writable);
+                let window = window.ok_or(NotDirect::Unmappable)?;
+                (Reach::Pages(window, pages, addresses()?), offer.offset)
             }
+            None => (Reach::Process(addresses()?), offer.offset),
         };
+        let calls_left = u32::try_from(offer.calls).ok().filter(|calls| *calls > 0);
         Ok(Grant {
             memory: Arc::new(Granted {
                 reach,
@@ -427,11 +439,86 @@ impl Channel {
                 gate: offer.gate,
                 left: offer.left,
                 open: Arc::clone(open),
+                calls_left: calls_left.map(AtomicU32::new),
             }),
             memory_offset,
             iova: offer.iova,
             length: offer.length,
             access: offer.access,
+        })
+    }
+}
+
+/// How a peer reaches a region of this process.
+struct Reached {
+    /// The memory that the peer maps.
+    file: Option<OwnedFd>,
+    /// Where the region begins, see [`Offer::offset`].
+    offset: u64,
+    pages: Range<u64>,
+    /// Set when the peer reaches some of it by calls into this process.
+    by_calls: bool,
+    /// Set when it may be possible to map later.
+    may_be_shared: bool,
+}
+
+impl Reached {
+    fn of(grantable: &Grantable) -> Result<Reached, Refusal> {
+        let memory = grantable.memory.as_any().ok_or(Refusal::NotShareable)?;
+        let writable = grantable.access.contains(Access::REMOTE_WRITE);
+        let opened = |file: BorrowedFd<'_>| {
+            if writable {
+                return file.try_clone_to_owned().map(Some).map_err(|_| Refusal::Full);
+            }
+            // Memory that cannot be opened for reading alone is left to calls.
+            Ok(read_only(file))
+        };
+        let by_calls = |address: u64, may_be_shared| Reached {
+            file: None,
+            offset: address.wrapping_add(grantable.memory_offset),
+            pages: 0..0,
+            by_calls: true,
+            may_be_shared,
+        };
+        if let Some(memory) = memory.downcast_ref::<AnonymousMemory>() {
+            let file = memory.file().map(opened).transpose()?.flatten();
+            let offset = grantable.memory_offset;
+            return Ok(match file {
+                None => by_calls(memory.address(), false),
+                file => Reached {
+                    file,
+                    offset,
+                    pages: 0..0,
+                    by_calls: false,
+                    may_be_shared: false,
+                },
+            });
+        }
+        let memory = memory
+            .downcast_ref::<ApplicationMemory>()
+            .ok_or(Refusal::NotShareable)?;
+        let calls = by_calls(
+            memory.address(),
+            matches!(memory.sharing(), Sharing::NotYet | Sharing::Moving),
+        );
+        let Some(shared) = memory.shared_pages() else {
+            return Ok(calls);
+        };
+        let Some(file) = opened(shared.file)? else {
+            return Ok(calls);
+        };
+        let pages = shared.addresses;
+        let all = pages.start <= calls.offset && calls.offset + grantable.length <= pages.end;
+        Ok(Reached {
+            file: Some(file),
+            offset: if all {
+                calls.offset - pages.start
+            } else {
+                calls.offset
+            },
+            pages: if all { 0..0 } else { pages.clone() },
+            by_calls: !all,
+            may_be_shared: false,
         })
     }
 }

@@ -8,7 +8,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_memory::mapping::{CopyError, Mapping, Order, Passage, Way};
@@ -42,6 +42,34 @@ pub(crate) enum Reach {
     Mapped(Window),
     /// The kernel copies between the processes; offsets are the peer's addresses.
     Process(Addresses),
+    /// The memory's whole pages are mapped; offsets are the peer's addresses. The kernel copies where a request goes beyond them.
+    Pages(Window, Range<u64>, Addresses),
+}
+
+/// Way of one access.
+enum Route<'a> {
+    /// By a mapping, at an offset in it.
+    Mapped(&'a Mapping, u64),
+    /// By the kernel, at an address.
+    Process(&'a Addresses),
+}
+
+impl Reach {
+    #[inline]
+    fn route(&self, at: u64, len: u64) -> Route<'_> {
+        match self {
+            Reach::Mapped(window) => Route::Mapped(&window.mapping, at),
+            Reach::Process(addresses) => Route::Process(addresses),
+            Reach::Pages(window, pages, addresses) => {
+                let inside = at >= pages.start && at.checked_add(len).is_some_and(|end| end <= pages.end);
+                if inside {
+                    Route::Mapped(&window.mapping, at - pages.start)
+                } else {
+                    Route::Process(addresses)
+                }
+            }
+        }
+    }
 }
 
 /// Count of the mappings of peers' memory, and of their bytes.
@@ -220,6 +248,8 @@ pub struct Granted {
     pub(crate) left: u64,
     /// Set while the link is up.
     pub(crate) open: Arc<AtomicBool>,
+    /// Calls into the peer that are left until the grant is given up, so that this process asks again: the peer may then share the memory.
+    pub(crate) calls_left: Option<AtomicU32>,
 }
 
 /// The direction of a copy.
@@ -239,7 +269,21 @@ impl Granted {
 
     /// Returns whether this process has mapped the memory; if not, the kernel copies between the processes.
     pub fn is_mapped(&self) -> bool {
-        matches!(self.reach, Reach::Mapped(_))
+        !matches!(self.reach, Reach::Process(_))
+    }
+
+    /// Counts a request if it needs a call into the peer. The grant ends with the last of those after which this process asks again.
+    #[inline]
+    fn count_call(&self, at: u64, length: u64) -> Result<(), PeerFault> {
+        let Some(left) = &self.calls_left else {
+            return Ok(());
+        };
+        if matches!(self.reach.route(at, length), Route::Mapped(..)) {
+            return Ok(());
+        }
+        let one_less = |left: u32| left.checked_sub(1);
+        let counted = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
+        counted.map(|_| ()).map_err(|_| PeerFault::Ended)
     }
 
     /// Returns whether the grant has not been revoked.
@@ -309,12 +353,12 @@ impl Granted {
     ) -> Result<(), PeerFault> {
         self.by_pieces(length, direction, |done, n, way| {
             let (at, own_at) = (at + done, own_at + done);
-            let copied = match (&self.reach, direction) {
-                (Reach::Mapped(theirs), Direction::ToPeer) => theirs.mapping.write_from(at, own, own_at, n),
-                (Reach::Mapped(theirs), Direction::FromPeer) => own
-                    .write_from(own_at, &theirs.mapping, at, n)
-                    .map_err(CopyError::swapped),
-                (Reach::Process(addresses), _) => addresses
+            let copied = match (self.reach.route(at, n), direction) {
+                (Route::Mapped(theirs, at), Direction::ToPeer) => theirs.write_from(at, own, own_at, n),
+                (Route::Mapped(theirs, at), Direction::FromPeer) => {
+                    own.write_from(own_at, theirs, at, n).map_err(CopyError::swapped)
+                }
+                (Route::Process(addresses), _) => addresses
                     .check(at, n, direction)
                     .map_err(CopyError::To)
                     .and_then(|pid| {
@@ -345,10 +389,10 @@ impl Granted {
         };
         let copied = self.by_pieces(length, direction, |done, n, way| {
             let (at, own_at) = (at + done, own_at + done);
-            let copied = match (&self.reach, direction) {
-                (Reach::Mapped(theirs), Direction::ToPeer) => own.copy_to(own_at, &theirs.mapping, at, n),
-                (Reach::Mapped(theirs), Direction::FromPeer) => own.copy_from(own_at, &theirs.mapping, at, n),
-                (Reach::Process(addresses), _) => addresses
+            let copied = match (self.reach.route(at, n), direction) {
+                (Route::Mapped(theirs, at), Direction::ToPeer) => own.copy_to(own_at, theirs, at, n),
+                (Route::Mapped(theirs, at), Direction::FromPeer) => own.copy_from(own_at, theirs, at, n),
+                (Route::Process(addresses), _) => addresses
                     .check(at, n, direction)
                     // SAFETY: as for `copy`.
                     .and_then(|pid| unsafe { own.copy_process(own_at, pid, at, n, way) }),
@@ -376,9 +420,9 @@ impl Granted {
 
     fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
-        self.reading(|| match &self.reach {
-            Reach::Mapped(theirs) => theirs.mapping.read(at, out).map_err(ended),
-            Reach::Process(addresses) => addresses
+        self.reading(|| match self.reach.route(at, out.len() as u64) {
+            Route::Mapped(theirs, at) => theirs.read(at, out).map_err(ended),
+            Route::Process(addresses) => addresses
                 .check(at, out.len() as u64, Direction::FromPeer)
                 .and_then(|pid| Mapping::read_process(pid, at, out))
                 .map_err(ended),
@@ -389,8 +433,9 @@ impl Granted {
 impl PeerMemory for Granted {
     #[inline]
     fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
-        match mapping_of(from) {
-            Some(own) => self.copy(offset, own, from_offset, length, Direction::ToPeer),
+        self.count_call(offset, length)?;
+        match mapping_of(from, from_offset, length) {
+            Some((own, from_offset)) => self.copy(offset, own, from_offset, length, Direction::ToPeer),
             None if self.copy_application(offset, from, from_offset, length, Direction::ToPeer) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
@@ -401,9 +446,9 @@ impl PeerMemory for Granted {
 
     fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
-        self.writing(|passage| match &self.reach {
-            Reach::Mapped(theirs) => theirs.mapping.write(offset, bytes).map_err(ended),
-            Reach::Process(addresses) => addresses
+        self.writing(|passage| match self.reach.route(offset, bytes.len() as u64) {
+            Route::Mapped(theirs, at) => theirs.write(at, bytes).map_err(ended),
+            Route::Process(addresses) => addresses
                 .check(offset, bytes.len() as u64, Direction::ToPeer)
                 .and_then(|pid| {
                     let order = Order::LastWordLast;
@@ -415,8 +460,9 @@ impl PeerMemory for Granted {
     }
 
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {
-        match mapping_of(to) {
-            Some(own) => self.copy(offset, own, to_offset, length, Direction::FromPeer),
+        self.count_call(offset, length)?;
+        match mapping_of(to, to_offset, length) {
+            Some((own, to_offset)) => self.copy(offset, own, to_offset, length, Direction::FromPeer),
             None if self.copy_application(offset, to, to_offset, length, Direction::FromPeer) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 self.read_bytes(offset + done, buffer)?;
@@ -430,9 +476,14 @@ impl PeerMemory for Granted {
     }
 }
 
+/// Returns the mapping of this process that has a range of a memory, and the offset in it.
 #[inline]
-fn mapping_of(memory: &dyn Memory) -> Option<&Mapping> {
+fn mapping_of(memory: &dyn Memory, offset: u64, length: u64) -> Option<(&Mapping, u64)> {
     let any = memory.as_any()?;
-    any.downcast_ref::<AnonymousMemory>()
-        .map(AnonymousMemory::mapping)
+    if let Some(memory) = any.downcast_ref::<AnonymousMemory>() {
+        return Some((memory.mapping(), offset));
+    }
+    let memory = any.downcast_ref::<ApplicationMemory>()?;
+    let address = memory.address().checked_add(offset)?;
+    memory.shared_pages()?.mapping_of(address, length)
 }

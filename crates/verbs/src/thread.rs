@@ -5,8 +5,10 @@
     reason = "masks of signals and scheduling policies, which rustix lacks"
 )]
 
+use std::cell::Cell;
 use std::io;
 use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{Builder, JoinHandle};
 
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
@@ -30,11 +32,68 @@ pub fn spawn<T: Send + 'static>(
     name: &str,
     run: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    let run = move || {
+        let _counted = Counted::new();
+        run()
+    };
+    without_signals(|| Builder::new().name(name.to_owned()).spawn(run))
+}
+
+/// Calls `f` while this thread receives no signals but those of its own faults.
+pub fn without_signals<R>(f: impl FnOnce() -> R) -> R {
     let before = block_signals();
-    let thread = Builder::new().name(name.to_owned()).spawn(run);
+    let result = f();
     // SAFETY: the mask is one that this thread had, and is set for this thread alone.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
-    thread
+    result
+}
+
+/// Threads of the library that run.
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// Set in threads of the library.
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A thread of the library while it runs.
+struct Counted;
+
+impl Counted {
+    fn new() -> Counted {
+        OURS.set(true);
+        RUNNING.fetch_add(1, Ordering::Relaxed);
+        Counted
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        RUNNING.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Threads of the program in this process, as far as one of them can tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProgramThreads {
+    /// This thread is the only one; all others are the library's.
+    This,
+    /// There is one, and this thread is the library's.
+    Another,
+    /// There are several. A thread of the library that ends just now may count as the program's.
+    Several,
+}
+
+/// Counts the threads of the program.
+pub fn program_threads() -> ProgramThreads {
+    let ours = RUNNING.load(Ordering::Relaxed);
+    let all = std::fs::read_dir("/proc/self/task").map(Iterator::count);
+    match all {
+        Ok(all) if all != ours + 1 => ProgramThreads::Several,
+        Ok(_) if OURS.get() => ProgramThreads::Another,
+        Ok(_) => ProgramThreads::This,
+        Err(_) => ProgramThreads::Several,
+    }
 }
 
 /// Keeps this thread, and threads that it starts later, on one CPU.

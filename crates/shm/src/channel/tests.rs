@@ -60,6 +60,8 @@ fn take__memory_that_cannot_be_relied_on() {
         offset,
         gate: 0,
         left: 0,
+        pages: (0, 0),
+        calls: 0,
     };
     let [own, _end] = doorbells();
     let process = Process::of(std::process::id() as i32, own.as_fd());
@@ -152,6 +154,8 @@ fn take__reaches_by_calls_what_was_granted_and_no_more() {
             offset: begin,
             gate: words.address(),
             left: words.address() + 8,
+            pages: (0, 0),
+            calls: 0,
         };
         let open = Arc::new(AtomicBool::new(true));
         channel.take(&offer, Vec::new(), &process, &open).unwrap().memory

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
-use rdmux_rnic::{Arrival, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_rnic::{Arrival, Grantable, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
 use rdmux_shm::{Channel, Corrupt, Given, Meta, Offer, Process, Segment, Side, Stay, Stays, segment};
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
@@ -30,6 +30,7 @@ use crate::group::SLOTS;
 use crate::port::RnicPort;
 use crate::udp;
 
+mod share;
 mod tell;
 
 #[cfg(test)]
@@ -124,6 +125,8 @@ pub(crate) struct Links {
     loses: bool,
     /// The link whose peer has the device captured.
     capturing: Option<u64>,
+    /// Memories of the program that move into files.
+    sharings: share::Sharings,
     buffer: Vec<u8>,
 }
 
@@ -162,6 +165,7 @@ impl Links {
             stays: Arc::default(),
             loses: false,
             capturing: None,
+            sharings: share::Sharings::default(),
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -263,6 +267,9 @@ impl Links {
     #[inline]
     pub(crate) fn receive(&mut self, rnic: &mut RnicPort, now: Time) -> usize {
         let mut total = 0;
+        if self.sharings.are_due() {
+            self.share(rnic);
+        }
         for link in &mut self.list {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
@@ -301,6 +308,9 @@ impl Links {
     /// Prepares for the sleep of a caller or thread: peers ring their doorbells for packets that they send, and for room that trains wait
     /// for. Returns false if something is there already; then nobody sleeps. [`Links::awake`] ends the sleep.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
+        if self.sharings.can_go_on() {
+            return false;
+        }
         self.asleep += 1;
         for link in &mut self.list {
             let LinkState::Up(channel) = &mut link.state else {
@@ -620,18 +630,14 @@ impl Links {
             }
             (LinkMessage::Ask { rkey, of, by }, LinkState::Up(channel)) => {
                 let peer = link.peer?;
-                let granted = if self.grants {
-                    grant(channel, rnic, peer, rkey, of, by)
+                let ask = Ask { rkey, of, by };
+                let again = channel.has_given(of, LKey(rkey.0)) && self.grants;
+                if again && let Some(memory) = share::movable(rnic, peer, ask) {
+                    let id = link.id;
+                    self.begin_sharing(memory, LKey(rkey.0), Some((id, ask)));
                 } else {
-                    Err(Refusal::Off)
-                };
-                let (answer, file) = match granted {
-                    Ok((offer, file)) => (LinkMessage::Granted(offer), file),
-                    Err(reason) => (LinkMessage::Denied { rkey, by, reason }, None),
-                };
-                let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-                // A peer that does not read its messages gets no answer.
-                let _ = say(&link.socket, &answer, &files);
+                    link.answer(rnic, ask, self.grants);
+                }
             }
             (LinkMessage::Granted(offer), LinkState::Up(channel)) => {
                 if !is_between(rnic, offer.by, link.peer?) {
@@ -715,6 +721,7 @@ impl Links {
     fn tell_waiting(&mut self, rnic: &mut Rnic, peer: (IpAddr, u8)) {
         self.refused.remove(&peer);
         self.met = true;
+        self.sharings.look_again();
         self.waiting.retain(|(waits_for, qpn)| {
             let is_it = *waits_for == peer;
             // The queue pair may have been reset meanwhile, and have another peer.
@@ -812,6 +819,7 @@ impl Links {
     /// Revokes the grants of a region. No peer can reach the region once the returned stays are over.
     #[must_use]
     pub(crate) fn revoke_region(&mut self, lkey: LKey) -> Vec<Arc<Stay>> {
+        self.sharings.forget(lkey);
         self.revoke(|given| given.lkey == lkey);
         self.stays.of(|given| given.lkey == lkey)
     }
@@ -827,7 +835,35 @@ impl Links {
     }
 }
 
+/// A peer's request for memory: its key, the QP that is to serve it, and the QP that asks.
+#[derive(Clone, Copy, Debug)]
+struct Ask {
+    rkey: RKey,
+    of: Qpn,
+    by: Qpn,
+}
+
 impl ShmLink {
+    /// Answers a peer that asks for memory.
+    fn answer(&mut self, rnic: &mut Rnic, ask: Ask, grants: bool) {
+        let (LinkState::Up(channel), Some(peer)) = (&mut self.state, self.peer) else {
+            return;
+        };
+        let Ask { rkey, by, .. } = ask;
+        let granted = if grants {
+            grant(channel, rnic, peer, ask)
+        } else {
+            Err(Refusal::Off)
+        };
+        let (answer, file) = match granted {
+            Ok((offer, file)) => (LinkMessage::Granted(offer), file),
+            Err(reason) => (LinkMessage::Denied { rkey, by, reason }, None),
+        };
+        let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+        // A peer that does not read its messages gets no answer.
+        let _ = say(&self.socket, &answer, &files);
+    }
+
     /// Ends this side of the connection, since the peer broke the rules or does not answer. The end of the connection takes down the rest.
     fn give_up(&mut self) {
         self.leave();
@@ -858,16 +894,20 @@ fn grant(
     channel: &mut Channel,
     rnic: &mut Rnic,
     peer: (IpAddr, u8),
-    rkey: RKey,
-    of: Qpn,
-    by: Qpn,
+    ask: Ask,
 ) -> Result<(Offer, Option<OwnedFd>), Refusal> {
-    let asks_its_peer = rnic.query_qp(of).is_some_and(|info| info.dest_qpn == by);
-    if !asks_its_peer || !is_between(rnic, of, peer) {
+    let grantable = grantable(rnic, peer, ask)?;
+    let Ask { rkey, of, by } = ask;
+    channel.grant(&grantable, rkey, of, by)
+}
+
+/// Returns the memory that a peer asks for, if it may have it.
+fn grantable(rnic: &mut Rnic, peer: (IpAddr, u8), ask: Ask) -> Result<Grantable, Refusal> {
+    let asks_its_peer = rnic.query_qp(ask.of).is_some_and(|info| info.dest_qpn == ask.by);
+    if !asks_its_peer || !is_between(rnic, ask.of, peer) {
         return Err(Refusal::NotGranted);
     }
-    let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
-    channel.grant(&grantable, rkey, of, by)
+    rnic.grantable(ask.of, ask.rkey).map_err(|_| Refusal::NotGranted)
 }
 
 /// Wraps a train that came through a ring.

@@ -98,6 +98,9 @@ impl LinkMessage {
                     granted.offset,
                     granted.gate,
                     granted.left,
+                    granted.pages.0,
+                    granted.pages.1,
+                    granted.calls,
                 ] {
                     out.extend(number.to_ne_bytes());
                 }
@@ -159,7 +162,7 @@ impl LinkMessage {
                 by: qpn(1)?,
                 reason: u8::try_from(word(2)).ok().and_then(Refusal::from_repr)?,
             }),
-            (GRANTED, 5, []) => Some(LinkMessage::Granted(Offer {
+            (GRANTED, 8, []) => Some(LinkMessage::Granted(Offer {
                 rkey: RKey(word(0)),
                 by: qpn(1)?,
                 index: word(2),
@@ -170,6 +173,8 @@ impl LinkMessage {
                 offset: number(2),
                 gate: number(3),
                 left: number(4),
+                pages: (number(5), number(6)),
+                calls: number(7),
             })),
             _ => None,
         }
@@ -203,6 +208,8 @@ mod tests {
             offset: 8192,
             gate: 1 << 47,
             left: 77,
+            pages: (4096, 12288),
+            calls: 32,
         };
         let mut all = vec![
             LinkMessage::Hello {

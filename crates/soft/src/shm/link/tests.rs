@@ -498,6 +498,8 @@ fn hear__anything_in_messages() {
                 _ => LinkMessage::Granted(Offer {
                     gate: 0,
                     left: 0,
+                    pages: (random.next() % 4 * 4096, random.next() % 4 * 4096),
+                    calls: random.next() % 3,
                     rkey,
                     by: of,
                     index: random.next() as u32,
@@ -1061,6 +1063,8 @@ fn granted__by_somebody_else() {
         offset: 0,
         gate: 0,
         left: 0,
+        pages: (0, 0),
+        calls: 0,
     });
     victim.memory.write(AREA_BYTES as u64, &[7; AREA_BYTES]).unwrap();
     for round in 0..50 {

@@ -1,0 +1,158 @@
+//! Memory of the program that moves into files which peers can map (`rdmux_memory`, `convert.rs`).
+//!
+//! A peer that gets such memory reaches it by calls at first. After some calls it asks again; then all peers' grants of the region are
+//! revoked, its pages move, a chunk in each pass of the engine, and whoever asked meanwhile is granted the file. A region that this process
+//! itself has accessed by many calls moves too.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_memory::{ApplicationMemory, NotShared, Progress, Sharing};
+use rdmux_rnic::{LKey, Memory, Rnic};
+
+use super::{Ask, LinkState, Links, grantable};
+
+/// Time for which a region waits to move, while a peer is inside of it or the program's thread does something else.
+const PATIENCE: Duration = Duration::from_millis(10);
+/// Most requests for one region that are answered together.
+const ASKS_MAX: usize = 1024;
+
+/// Regions whose memory moves.
+#[derive(Debug, Default)]
+pub(super) struct Sharings {
+    list: Vec<SharedRegion>,
+    /// Value of [`ApplicationMemory::wanted_sharing`] at the last look.
+    wanted: u32,
+    /// Set while pages are left that this thread can move.
+    go_on: bool,
+}
+
+#[derive(Debug)]
+struct SharedRegion {
+    memory: Arc<dyn Memory>,
+    lkey: LKey,
+    /// Requests of peers, by the ids of their links.
+    asks: Vec<(u64, Ask)>,
+    since: Instant,
+}
+
+impl Sharings {
+    /// Returns whether there is something to do.
+    #[inline]
+    pub(super) fn are_due(&self) -> bool {
+        !self.list.is_empty() || self.wanted != ApplicationMemory::wanted_sharing()
+    }
+
+    /// Returns whether pages are left that the next pass can move.
+    #[inline]
+    pub(super) fn can_go_on(&self) -> bool {
+        self.go_on
+    }
+
+    /// Looks again for regions that this process accesses by many calls: a peer has come.
+    pub(super) fn look_again(&mut self) {
+        self.wanted = ApplicationMemory::wanted_sharing().wrapping_sub(1);
+    }
+
+    /// Forgets a region whose memory goes.
+    pub(super) fn forget(&mut self, lkey: LKey) {
+        self.list.retain(|region| region.lkey != lkey);
+        self.go_on &= !self.list.is_empty();
+    }
+}
+
+fn application(memory: &Arc<dyn Memory>) -> Option<&ApplicationMemory> {
+    memory.as_any()?.downcast_ref()
+}
+
+/// Returns the memory that a peer asks for if it may be moved into a file.
+pub(super) fn movable(rnic: &mut Rnic, peer: (IpAddr, u8), ask: Ask) -> Option<Arc<dyn Memory>> {
+    let memory = grantable(rnic, peer, ask).ok()?.memory;
+    let sharing = application(&memory)?.sharing();
+    matches!(sharing, Sharing::NotYet | Sharing::Moving).then_some(memory)
+}
+
+impl Links {
+    /// Begins to move a region's memory, for a peer that waits for it or for this process.
+    pub(super) fn begin_sharing(&mut self, memory: Arc<dyn Memory>, lkey: LKey, ask: Option<(u64, Ask)>) {
+        let mut begun = self.sharings.list.iter_mut();
+        let Some(region) = begun.find(|region| region.lkey == lkey) else {
+            // From now on peers access it by packets, and this process waits for itself.
+            self.revoke(|given| given.lkey == lkey);
+            self.sharings.list.push(SharedRegion {
+                memory,
+                lkey,
+                asks: ask.into_iter().collect(),
+                since: Instant::now(),
+            });
+            return;
+        };
+        if region.asks.len() < ASKS_MAX {
+            region.asks.extend(ask);
+        }
+    }
+
+    /// Moves the next pages of the regions.
+    #[cold]
+    pub(super) fn share(&mut self, rnic: &mut Rnic) {
+        self.begin_wanted(rnic);
+        self.sharings.go_on = false;
+        for region in std::mem::take(&mut self.sharings.list) {
+            let Some(memory) = application(&region.memory) else {
+                continue;
+            };
+            let inside = self.stays.of(|given| given.lkey == region.lkey);
+            inside.iter().for_each(|stay| stay.close_gate());
+            let progress = if inside.iter().any(|stay| !stay.is_over()) {
+                Err(NotShared::PeerInside)
+            } else {
+                memory.share_some().and_then(|progress| match progress {
+                    Progress::NotHere => Err(NotShared::Threads),
+                    progress => Ok(progress),
+                })
+            };
+            let waits = memory.sharing() != Sharing::Shared && region.since.elapsed() < PATIENCE;
+            match progress {
+                Ok(Progress::More) => {
+                    self.sharings.go_on = true;
+                    self.sharings.list.push(region);
+                }
+                Err(NotShared::PeerInside | NotShared::Threads) if waits => self.sharings.list.push(region),
+                done => {
+                    if let Err(reason) = done {
+                        memory.refuse_sharing(reason);
+                    }
+                    self.answer_all(rnic, &region.asks);
+                }
+            }
+        }
+    }
+
+    /// Begins to move the regions that this process accesses by many calls.
+    fn begin_wanted(&mut self, rnic: &mut Rnic) {
+        let is_up = |link: &super::ShmLink| matches!(link.state, LinkState::Up(_));
+        let wanted = ApplicationMemory::wanted_sharing();
+        if self.sharings.wanted == wanted {
+            return;
+        }
+        self.sharings.wanted = wanted;
+        if !self.grants || !self.list.iter().any(is_up) {
+            return;
+        }
+        let wants =
+            |memory: &Arc<dyn Memory>| application(memory).is_some_and(ApplicationMemory::wants_sharing);
+        let regions: Vec<_> = rnic.memories().filter(|(_, memory)| wants(memory)).collect();
+        for (lkey, memory) in regions {
+            self.begin_sharing(memory, lkey, None);
+        }
+    }
+
+    fn answer_all(&mut self, rnic: &mut Rnic, asks: &[(u64, Ask)]) {
+        for (id, ask) in asks {
+            if let Some(link) = self.list.iter_mut().find(|link| link.id == *id) {
+                link.answer(rnic, *ask, self.grants);
+            }
+        }
+    }
+}
