@@ -179,6 +179,7 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             iova: *iova,
             length: *length,
             access: *access,
+            sharing: None,
         }),
         ObjectEntry::Qp { .. } => Item::Qp(queue_pair(entry)?),
     })

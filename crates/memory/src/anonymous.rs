@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
-use rdmux_rnic::{Atomic, Fault, Memory, Placement};
+use rdmux_rnic::{Atomic, Fault, Memory, Placement, Sharing};
 
 use crate::mapping::{Mapping, sealed_file, whole_pages};
 
@@ -101,6 +101,10 @@ impl Memory for AnonymousMemory {
         }
         std::sync::atomic::fence(Ordering::SeqCst);
         Ok(())
+    }
+
+    fn sharing(&self) -> Option<Sharing> {
+        self.file.as_ref().map(|_| Sharing::Shared)
     }
 
     fn as_any(&self) -> Option<&dyn Any> {

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
 use rdmux_rnic::sync::{Mutex, RwLock};
-use rdmux_rnic::{Atomic, Fault, Memory, Placement};
+use rdmux_rnic::{Atomic, Fault, Memory, NotShared, Placement, Sharing};
 
-use crate::convert::{Mode, NotShared, Progress, Registration, Shared};
+use crate::convert::{Mode, Progress, Registration, Shared};
 use crate::mapping::{Mapping, Order, Way};
 
 /// Locked during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
@@ -38,19 +38,6 @@ pub struct ApplicationMemory {
     /// Its pages, once all have moved.
     shared: OnceLock<Arc<Shared>>,
     registration: Mutex<Option<Registration>>,
-}
-
-/// Whether the program's memory is in a file that peers can map.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sharing {
-    /// It was not worth while so far.
-    NotYet,
-    /// It moves.
-    Moving,
-    /// Its whole pages are.
-    Shared,
-    /// It cannot be.
-    Refused(NotShared),
 }
 
 /// The whole pages of an [`ApplicationMemory`], in a file that peers may map.
@@ -127,18 +114,6 @@ impl ApplicationMemory {
         *self.moving.write() = Some(Err(reason));
     }
 
-    /// Returns whether its whole pages are in a file that peers can map.
-    pub fn sharing(&self) -> Sharing {
-        if self.shared.get().is_some() {
-            return Sharing::Shared;
-        }
-        match &*self.moving.read() {
-            None => Sharing::NotYet,
-            Some(Ok(_)) => Sharing::Moving,
-            Some(Err(reason)) => Sharing::Refused(*reason),
-        }
-    }
-
     /// Returns its whole pages, once they are in a file.
     #[inline]
     pub fn shared_pages(&self) -> Option<SharedPages<'_>> {
@@ -152,7 +127,7 @@ impl ApplicationMemory {
 
     /// Returns whether this process has accessed it by so many calls that sharing it would be worth while, and it was not tried yet.
     pub fn wants_sharing(&self) -> bool {
-        self.calls.load(Ordering::Relaxed) >= CALLS_BEFORE_SHARING && self.sharing() == Sharing::NotYet
+        self.calls.load(Ordering::Relaxed) >= CALLS_BEFORE_SHARING && self.sharing() == Some(Sharing::NotYet)
     }
 
     /// Returns the number of memories of this process that have ever begun to want sharing, modulo 2^32.
@@ -307,6 +282,17 @@ impl Memory for ApplicationMemory {
 
     fn flush_is_immediate(&self, _: Placement) -> bool {
         true
+    }
+
+    fn sharing(&self) -> Option<Sharing> {
+        if self.shared.get().is_some() {
+            return Some(Sharing::Shared);
+        }
+        Some(match &*self.moving.read() {
+            None => Sharing::NotYet,
+            Some(Ok(_)) => Sharing::Moving,
+            Some(Err(reason)) => Sharing::Refused(*reason),
+        })
     }
 
     fn gathers(&self) -> bool {

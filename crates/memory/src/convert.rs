@@ -23,6 +23,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use rdmux_rnic::NotShared;
 use rdmux_rnic::sync::Mutex;
 use rdmux_verbs::thread::without_signals;
 use rustix::io::{pread, pwrite};
@@ -71,59 +72,6 @@ impl Mode {
             _ => Mode::On,
         })
     }
-}
-
-/// Reason for which memory is not converted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotShared {
-    /// `RDMUX_CONVERT=off`.
-    #[error("RDMUX_CONVERT=off")]
-    Off,
-    /// The region contains no whole page.
-    #[error("no whole page")]
-    NoWholePage,
-    /// Another region has some of the pages.
-    #[error("another region overlaps")]
-    Overlaps,
-    /// Some of it is not private memory that may be read and written, or is a stack.
-    #[error("not private memory")]
-    NotPrivate,
-    /// Some of it is locked, of huge pages, or special in another way.
-    #[error("special pages")]
-    Special,
-    /// The process has mappings enough.
-    #[error("too many mappings")]
-    ManyMappings,
-    /// The process has an io_uring, which may have pinned the pages.
-    #[error("the process has an io_uring")]
-    IoUring,
-    /// The process has a context of libaio, whose requests may have pinned the pages.
-    #[error("the process has an AIO context")]
-    AsyncIo,
-    /// The process has a file open for direct I/O, which pins pages.
-    #[error("the process has a file open for direct I/O")]
-    DirectIo,
-    /// The process has a device open that may have pinned the pages.
-    #[error("the process has a device open")]
-    Device,
-    /// The process has other threads, and the system lets it catch their faults only in user mode.
-    #[error("threads, and no right to full userfaultfd")]
-    Threads,
-    /// The system refuses userfaultfd(2), or lacks a part of it.
-    #[error("no userfaultfd")]
-    Userfaultfd,
-    /// The system had no memory or no file for it.
-    #[error("no resources")]
-    NoResources,
-    /// A peer stayed inside of it.
-    #[error("a peer is inside")]
-    PeerInside,
-    /// The program unmapped some of it meanwhile.
-    #[error("unmapped meanwhile")]
-    Unmapped,
-    /// The system did not say what is mapped.
-    #[error("/proc is not readable")]
-    Unknown,
 }
 
 /// How far a conversion has come.

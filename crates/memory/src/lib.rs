@@ -21,8 +21,8 @@ mod persist;
 mod skip;
 
 pub use anonymous::AnonymousMemory;
-pub use application::{ApplicationMemory, SharedPages, Sharing};
-pub use convert::{NotShared, Progress};
+pub use application::{ApplicationMemory, SharedPages};
+pub use convert::Progress;
 pub use dax::{DaxError, DaxMemory};
 pub use file::FileMemory;
 pub use lease::{FileWatch, Wanted};

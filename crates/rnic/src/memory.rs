@@ -156,6 +156,11 @@ pub trait Memory: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Returns whether peers on the host can map it; `None` if it is no memory of that kind.
+    fn sharing(&self) -> Option<Sharing> {
+        None
+    }
+
     /// Brings `length` bytes at `offset` to the requested placement. May block unless [`Memory::flush_is_immediate`].
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault>;
 
@@ -170,6 +175,83 @@ pub trait Memory: fmt::Debug + Send + Sync {
     fn pages(&self) -> Option<&dyn Any> {
         None
     }
+}
+
+/// Whether peers on the host can map a memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// Not so far: it was not worth while.
+    NotYet,
+    /// Its pages move into a file.
+    Moving,
+    /// They can.
+    Shared,
+    /// They cannot.
+    Refused(NotShared),
+}
+
+impl fmt::Display for Sharing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Sharing::NotYet => f.write_str("not-yet"),
+            Sharing::Moving => f.write_str("moving"),
+            Sharing::Shared => f.write_str("yes"),
+            Sharing::Refused(reason) => write!(f, "no: {reason}"),
+        }
+    }
+}
+
+/// Reason for which peers cannot map memory of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, strum::VariantArray)]
+pub enum NotShared {
+    /// `RDMUX_CONVERT=off`.
+    #[error("RDMUX_CONVERT=off")]
+    Off,
+    /// The region contains no whole page.
+    #[error("no whole page")]
+    NoWholePage,
+    /// Another region has some of the pages.
+    #[error("another region overlaps")]
+    Overlaps,
+    /// Some of it is not private memory that may be read and written, or is a stack.
+    #[error("not private memory")]
+    NotPrivate,
+    /// Some of it is locked, of huge pages, or special in another way.
+    #[error("special pages")]
+    Special,
+    /// The process has mappings enough.
+    #[error("too many mappings")]
+    ManyMappings,
+    /// The process has an io_uring, which may have pinned the pages.
+    #[error("the process has an io_uring")]
+    IoUring,
+    /// The process has a context of libaio, whose requests may have pinned the pages.
+    #[error("the process has an AIO context")]
+    AsyncIo,
+    /// The process has a file open for direct I/O, which pins pages.
+    #[error("the process has a file open for direct I/O")]
+    DirectIo,
+    /// The process has a device open that may have pinned the pages.
+    #[error("the process has a device open")]
+    Device,
+    /// The process has other threads, and the system lets it catch their faults only in user mode.
+    #[error("threads, and no right to full userfaultfd")]
+    Threads,
+    /// The system refuses userfaultfd(2), or lacks a part of it.
+    #[error("no userfaultfd")]
+    Userfaultfd,
+    /// The system had no memory or no file for it.
+    #[error("no resources")]
+    NoResources,
+    /// A peer stayed inside of it.
+    #[error("a peer is inside")]
+    PeerInside,
+    /// The program unmapped some of it meanwhile.
+    #[error("unmapped meanwhile")]
+    Unmapped,
+    /// The system did not say what is mapped.
+    #[error("/proc is not readable")]
+    Unknown,
 }
 
 /// A peer's memory that the peer has granted and that this host can access without the peer. The peer may revoke the grant at any time.

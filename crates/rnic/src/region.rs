@@ -684,6 +684,7 @@ impl Regions {
             iova,
             length,
             access,
+            sharing: entry.spec().and_then(|spec| spec.memory.sharing()),
         })
     }
 }

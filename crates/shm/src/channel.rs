@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use rdmux_memory::{AnonymousMemory, ApplicationMemory, Sharing};
-use rdmux_rnic::{Access, Fault, Grant, Grantable, LKey, LinkProgress, Qpn, RKey};
+use rdmux_memory::{AnonymousMemory, ApplicationMemory};
+use rdmux_rnic::{Access, Fault, Grant, Grantable, LKey, LinkProgress, Memory as _, Qpn, RKey, Sharing};
 use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
@@ -499,7 +499,7 @@ impl Reached {
             .ok_or(Refusal::NotShareable)?;
         let calls = by_calls(
             memory.address(),
-            matches!(memory.sharing(), Sharing::NotYet | Sharing::Moving),
+            matches!(memory.sharing(), Some(Sharing::NotYet | Sharing::Moving)),
         );
         let Some(shared) = memory.shared_pages() else {
             return Ok(calls);

@@ -6,11 +6,12 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
+use rdmux_rnic::NotShared;
 use rdmux_verbs::thread::{ProgramThreads, program_threads};
 
+use super::Mode;
 use super::maps::{self, FileId, Vma};
 use super::userfault::{Catches, Userfault};
-use super::{Mode, NotShared};
 
 /// Most mappings that a process may have for its memory to be converted: Linux gives it 65,530 by default, and each conversion may divide
 /// one into three.

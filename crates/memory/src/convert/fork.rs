@@ -6,11 +6,12 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
 
+use rdmux_rnic::NotShared;
 use rdmux_rnic::sync::MutexGuard;
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::conditions::Guard;
-use super::{NotShared, REGISTRY, Registry};
+use super::{REGISTRY, Registry};
 
 /// What a thread that forks has from before to after: no pages move meanwhile.
 struct Forking {

@@ -5,11 +5,11 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use rdmux_rnic::Memory;
+use rdmux_rnic::{Memory, Sharing};
 
 use super::*;
+use crate::ApplicationMemory;
 use crate::skip::skip;
-use crate::{ApplicationMemory, Sharing};
 
 /// Makes private memory whose bytes tell their places.
 fn pattern(pages: usize) -> Mapping {
@@ -101,9 +101,9 @@ fn share_some__whole_pages_move_and_move_back() {
     let memory = pattern(1500);
     // Neither end is at a page.
     let region = register(&memory, 100, 1400 * 4096);
-    assert_eq!(region.sharing(), Sharing::NotYet);
+    assert_eq!(region.sharing(), Some(Sharing::NotYet));
     assert_eq!(share(&region), None);
-    assert_eq!(region.sharing(), Sharing::Shared);
+    assert_eq!(region.sharing(), Some(Sharing::Shared));
     assert!(has_pattern(&memory));
     let shared = region.shared_pages().unwrap();
     let first = memory.address() + 4096;
@@ -166,7 +166,7 @@ fn share_some__refused_memory() {
     assert_eq!(share(&register(&shared.0, 0, 4096)), Some(NotShared::NotPrivate));
     let (one, other) = (register(&memory, 0, 8192), register(&memory, 4096 + 9, 8));
     assert_eq!(share(&one), Some(NotShared::Overlaps));
-    assert_eq!(one.sharing(), Sharing::Refused(NotShared::Overlaps));
+    assert_eq!(one.sharing(), Some(Sharing::Refused(NotShared::Overlaps)));
     drop((one, other));
     // SAFETY: changes no byte.
     unsafe { rustix::mm::mlock(pointer(memory.address()), 4096) }.unwrap();

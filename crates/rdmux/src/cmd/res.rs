@@ -19,7 +19,7 @@ JSON: an array of objects: ifname, port, provider (hw; only for an RNIC), pid, c
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not, by-packets), pdn, scqn, rcqn, srqn, sends, receives
   cq      cqn, cqe, users, waiting, overrun, ctxn
-  mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn
+  mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn, shared
   pd      pdn, users, ctxn
   cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, src-port, dst-addr, dst-port, service
   srq     srqn, type, lqpn, pdn, cqn, max-wr, posted, limit, users
@@ -295,7 +295,13 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
             .with("iova", format!("{:#x}", mr.iova))
             .with("mrlen", mr.length)
             .with("access", access_words(mr.access))
-            .with("pdn", mr.pd.0),
+            .with("pdn", mr.pd.0)
+            .shown_as(
+                "shared",
+                mr.sharing.map(|sharing| sharing.to_string()),
+                mr.sharing
+                    .map_or_else(|| "-".into(), |sharing| sharing.to_string()),
+            ),
         Item::Pd(pd) => row.with("pdn", pd.pd.0).with("users", pd.users).with("ctxn", 0),
         Item::CmId(cm) => cm_row(row, cm),
         Item::Srq(srq) => {

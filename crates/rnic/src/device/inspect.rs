@@ -7,7 +7,7 @@
 use super::Rnic;
 use crate::cm::{CmId, CmState};
 use crate::cq::Cqn;
-use crate::memory::Access;
+use crate::memory::{Access, Sharing};
 use crate::qp::requester::direct::ByPackets;
 use crate::region::{Pd, RegionKind};
 use crate::srq::{SrqInfo, Srqn, Xrcd};
@@ -83,6 +83,8 @@ pub struct RegionDetail {
     pub length: u64,
     /// Rights that it grants.
     pub access: Access,
+    /// Whether peers on the host can map its memory; `None` for a window, and for memory that they never map.
+    pub sharing: Option<Sharing>,
 }
 
 /// A shared receive queue.

@@ -309,6 +309,7 @@ fn list_regions__tells_what_each_key_grants() {
         iova,
         length,
         access,
+        sharing: None,
     });
     expected.sort_unstable_by_key(|region| region.mrn);
     assert_eq!(lkey.0, rkey.0);

@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::cm::CmState;
 use rdmux_rnic::{
-    Access, ByPackets, CmDetail, CqDetail, Cqn, Pd, PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail,
-    RegionKind, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
+    Access, ByPackets, CmDetail, CqDetail, Cqn, NotShared, Pd, PdDetail, QpDetail, QpState, QpType, Qpn,
+    RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
@@ -298,6 +298,7 @@ impl Item {
                     mr.iova,
                     mr.length,
                     mr.access.bits().into(),
+                    sharing_code(mr.sharing),
                 ],
             ),
             Item::Pd(pd) => record(pd.pd.0.into(), &[pd.users.into()]),
@@ -380,6 +381,7 @@ impl Item {
                 iova: word(3),
                 length: word(4),
                 access: Access::from_bits(short(5)?)?,
+                sharing: sharing_of(word(6))?,
             }),
             Object::Pd => Item::Pd(PdDetail {
                 pd: Pd(number.ok()?),
@@ -514,6 +516,28 @@ impl QpResource {
     }
 }
 
+/// Encodes whether peers can map a memory; 0 stands for a memory that they never map.
+fn sharing_code(sharing: Option<Sharing>) -> u64 {
+    match sharing {
+        None => 0,
+        Some(Sharing::NotYet) => 1,
+        Some(Sharing::Moving) => 2,
+        Some(Sharing::Shared) => 3,
+        Some(Sharing::Refused(reason)) => 4 + place(NotShared::VARIANTS, &reason),
+    }
+}
+
+/// Inverts [`sharing_code`].
+fn sharing_of(code: u64) -> Option<Option<Sharing>> {
+    Some(match code {
+        0 => None,
+        1 => Some(Sharing::NotYet),
+        2 => Some(Sharing::Moving),
+        3 => Some(Sharing::Shared),
+        code => Some(Sharing::Refused(at(NotShared::VARIANTS, code - 4)?)),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use rdmux_rnic::{Path, Psn, QpInfo};
@@ -594,8 +618,14 @@ mod tests {
                 iova: u64::MAX,
                 length: 1 << 40,
                 access: Access::REMOTE_READ | Access::LOCAL_WRITE,
+                sharing: None,
             };
             items.push((Object::Mr, Item::Mr(region)));
+            let sharings = [Sharing::NotYet, Sharing::Moving, Sharing::Shared].into_iter();
+            for sharing in sharings.chain(NotShared::VARIANTS.iter().copied().map(Sharing::Refused)) {
+                let sharing = Some(sharing);
+                items.push((Object::Mr, Item::Mr(RegionDetail { sharing, ..region })));
+            }
         }
         let peers = [None, Some([10, 0, 0, 2].into()), Some(Ipv6Addr::LOCALHOST.into())];
         for (&state, peer) in CmState::VARIANTS.iter().zip(peers.into_iter().cycle()) {

@@ -8,8 +8,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_memory::{ApplicationMemory, NotShared, Progress, Sharing};
-use rdmux_rnic::{LKey, Memory, Rnic};
+use rdmux_memory::{ApplicationMemory, Progress};
+use rdmux_rnic::{LKey, Memory, NotShared, Rnic, Sharing};
 
 use super::{Ask, LinkState, Links, grantable};
 
@@ -70,7 +70,7 @@ fn application(memory: &Arc<dyn Memory>) -> Option<&ApplicationMemory> {
 pub(super) fn movable(rnic: &mut Rnic, peer: (IpAddr, u8), ask: Ask) -> Option<Arc<dyn Memory>> {
     let memory = grantable(rnic, peer, ask).ok()?.memory;
     let sharing = application(&memory)?.sharing();
-    matches!(sharing, Sharing::NotYet | Sharing::Moving).then_some(memory)
+    matches!(sharing, Some(Sharing::NotYet | Sharing::Moving)).then_some(memory)
 }
 
 impl Links {
@@ -112,7 +112,7 @@ impl Links {
                     progress => Ok(progress),
                 })
             };
-            let waits = memory.sharing() != Sharing::Shared && region.since.elapsed() < PATIENCE;
+            let waits = memory.sharing() != Some(Sharing::Shared) && region.since.elapsed() < PATIENCE;
             match progress {
                 Ok(Progress::More) => {
                     self.sharings.go_on = true;
