@@ -1,0 +1,312 @@
+/* Memory of the program that moves into a file while it is in use, and back: a peer writes and reads regions of all kinds while a thread of
+   the program increments words of them, while it forks, and while it frees and reuses the memory at once. CONVERT_ROUNDS gives the rounds of
+   each mode; CONVERT_SEED replays the random draws. */
+#define _GNU_SOURCE
+#include "check.h"
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, MARGIN = 3 * PAGE, BYTES_MAX = 5 << 20, COUNTERS = 2 * PAGE, REQUESTS = 150 };
+
+struct hello {
+	uint64_t area, bytes;
+	uint32_t rkey, qpn;
+};
+
+static uint64_t random_state;
+
+static uint64_t draw(uint64_t below)
+{
+	random_state = random_state * 6364136223846793005 + 1442695040888963407;
+	return (random_state >> 33) % below;
+}
+
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static struct ibv_qp *qp;
+static int with_peer;
+
+static void say(const struct hello *own) { CHECK(send(with_peer, own, sizeof *own, MSG_NOSIGNAL) == sizeof *own); }
+
+static struct hello hear(void)
+{
+	struct hello peer;
+	CHECK(recv(with_peer, &peer, sizeof peer, MSG_WAITALL) == sizeof peer);
+	return peer;
+}
+
+static void connect_pair(void)
+{
+	struct ibv_context *context = open_first();
+	CHECK(pd = ibv_alloc_pd(context));
+	CHECK(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
+	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {32, 32, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+	CHECK(qp = ibv_create_qp(pd, &init));
+	say(&(struct hello){.qpn = qp->qp_num});
+	uint32_t to = hear().qpn;
+	bring_up(qp, to);
+	struct ibv_qp_attr rights = {.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ};
+	CHECK(!ibv_modify_qp(qp, &rights, IBV_QP_ACCESS_FLAGS));
+}
+
+static uint8_t pattern(uint64_t at, uint64_t key) { return (at * 31 + at / PAGE * 7 + key * 101) | 1; }
+
+/* ---- The peer: it writes and reads, and checks what it reads. */
+
+static void request(enum ibv_wr_opcode opcode, struct ibv_sge sge, uint64_t at, uint32_t rkey)
+{
+	struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = opcode, .send_flags = IBV_SEND_SIGNALED}, *bad;
+	wr.wr.rdma.remote_addr = at;
+	wr.wr.rdma.rkey = rkey;
+	CHECK(!ibv_post_send(qp, &wr, &bad));
+	completion(cq);
+}
+
+static void be_peer(unsigned rounds)
+{
+	connect_pair();
+	uint8_t *own = malloc(BYTES_MAX), *seen = malloc(BYTES_MAX);
+	struct ibv_mr *mr, *read;
+	CHECK(own && seen);
+	CHECK(mr = ibv_reg_mr(pd, own, BYTES_MAX, IBV_ACCESS_LOCAL_WRITE));
+	CHECK(read = ibv_reg_mr(pd, seen, BYTES_MAX, IBV_ACCESS_LOCAL_WRITE));
+	for (unsigned round = 0; round < rounds; round++) {
+		struct hello at = hear();
+		/* What has been written so far, and what was there before. */
+		for (uint64_t i = 0; i < at.bytes; i++)
+			own[i] = pattern(i, round);
+		for (unsigned n = 0; n < REQUESTS; n++) {
+			uint64_t len = 1 + draw(draw(4) ? 600 : at.bytes), from = draw(at.bytes - len + 1);
+			uint64_t key = round + n + 1;
+			for (uint64_t i = from; i < from + len; i++)
+				own[i] = pattern(i, key);
+			request(IBV_WR_RDMA_WRITE, (struct ibv_sge){(uintptr_t)own + from, len, mr->lkey}, at.area + from, at.rkey);
+			len = 1 + draw(draw(4) ? 600 : at.bytes);
+			from = draw(at.bytes - len + 1);
+			request(IBV_WR_RDMA_READ, (struct ibv_sge){(uintptr_t)seen + from, len, read->lkey}, at.area + from, at.rkey);
+			CHECK(!memcmp(seen + from, own + from, len));
+		}
+		/* The owner compares. */
+		say(&at);
+		CHECK(send(with_peer, own, at.bytes, MSG_NOSIGNAL) == (ssize_t)at.bytes);
+	}
+	hear();
+}
+
+/* ---- The owner of the regions. */
+
+static _Atomic(uint64_t *) counters;
+static _Atomic uint64_t counted;
+static atomic_bool ends;
+
+/* Increments words of the region, with plain memory accesses alone. */
+static void *count(void *unused)
+{
+	(void)unused;
+	for (uint64_t i = 0; !atomic_load(&ends); i++) {
+		uint64_t *at = atomic_load(&counters);
+		if (!at)
+			continue;
+		__atomic_fetch_add(at + i % (COUNTERS / 8), 1, __ATOMIC_SEQ_CST);
+		atomic_fetch_add(&counted, 1);
+	}
+	return NULL;
+}
+
+static bool is_converted(void)
+{
+	char line[512];
+	bool found = false;
+	FILE *maps = fopen("/proc/self/maps", "r");
+	CHECK(maps);
+	while (fgets(line, sizeof line, maps))
+		found |= strstr(line, "memfd:rdmux-mr") != NULL;
+	fclose(maps);
+	return found;
+}
+
+/* Returns whether the words before and behind the region are as they were filled. */
+static bool has_margins(const uint8_t *all, uint64_t offset, uint64_t bytes, uint64_t key)
+{
+	for (uint64_t i = 0; i < MARGIN; i++)
+		if (all[offset - MARGIN + i] != pattern(i, key) || all[offset + bytes + i] != pattern(i, key + 1))
+			return false;
+	return true;
+}
+
+/* A child that looks at the region and overwrites what it has. */
+static void check_child(uint8_t *all, uint64_t offset, uint64_t bytes, uint64_t key)
+{
+	pid_t child = fork();
+	CHECK(child >= 0);
+	if (child == 0) {
+		bool right = has_margins(all, offset, bytes, key);
+		memset(all, 0xee, offset + bytes + MARGIN);
+		_exit(!right);
+	}
+	int status;
+	CHECK(waitpid(child, &status, 0) == child);
+	CHECK(status == 0);
+}
+
+static unsigned own_regions(unsigned rounds, bool with_thread)
+{
+	connect_pair();
+	pthread_t thread;
+	if (with_thread)
+		CHECK(!pthread_create(&thread, NULL, count, NULL));
+	unsigned converted = 0;
+	uint8_t *theirs = mmap(NULL, BYTES_MAX, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	CHECK(theirs != MAP_FAILED);
+	for (unsigned round = 0; round < rounds; round++) {
+		uint64_t bytes = PAGE + draw(draw(3) ? 40 * PAGE : BYTES_MAX - PAGE), offset = MARGIN + draw(2) * draw(PAGE);
+		/* Behind what the peer writes are the counters, in whole pages of the region. */
+		uint64_t whole = bytes + 2 * PAGE + COUNTERS, all_bytes = offset + whole + MARGIN;
+		bool by_malloc = draw(2);
+		uint8_t *all = by_malloc ? malloc(all_bytes) : mmap(NULL, all_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		CHECK(all && all != MAP_FAILED);
+		for (uint64_t i = 0; i < MARGIN; i++) {
+			all[offset - MARGIN + i] = pattern(i, round);
+			all[offset + whole + i] = pattern(i, round + 1);
+		}
+		for (uint64_t i = 0; i < bytes; i++)
+			all[offset + i] = pattern(i, round);
+		uint64_t *words = (uint64_t *)(((uintptr_t)all + offset + bytes + PAGE - 1) & ~(uintptr_t)(PAGE - 1));
+		memset(words, 0, COUNTERS);
+		atomic_store(&counted, 0);
+		atomic_store(&counters, words);
+		struct ibv_mr *mr = ibv_reg_mr(pd, all + offset, whole, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+		CHECK(mr);
+		say(&(struct hello){.area = (uintptr_t)all + offset, .bytes = bytes, .rkey = mr->rkey});
+		bool forks = draw(3) == 0;
+		/* The device works in the calls of this thread; a thread of the library stands in for it meanwhile. */
+		struct ibv_wc wc;
+		char ready;
+		while (recv(with_peer, &ready, 1, MSG_PEEK | MSG_DONTWAIT) != 1) {
+			CHECK(ibv_poll_cq(cq, 1, &wc) == 0);
+			if (forks && draw(2000) == 0)
+				check_child(all, offset, whole, round);
+		}
+		hear();
+		CHECK(recv(with_peer, theirs, bytes, MSG_WAITALL) == (ssize_t)bytes);
+		CHECK(!memcmp(theirs, all + offset, bytes));
+		CHECK(has_margins(all, offset, whole, round));
+		converted += is_converted();
+		bool early = !by_malloc && draw(4) == 0;
+		if (early) {
+			/* An RNIC has the pages pinned: a program may unmap them first. */
+			atomic_store(&counters, NULL);
+			usleep(1000);
+			CHECK(!munmap(all, all_bytes));
+		}
+		CHECK(!ibv_dereg_mr(mr));
+		CHECK(!is_converted());
+		if (early)
+			continue;
+		check_child(all, offset, whole, round);
+		atomic_store(&counters, NULL);
+		/* The thread may be at its last word. */
+		usleep(1000);
+		uint64_t sum = 0;
+		for (uint64_t i = 0; i < COUNTERS / 8; i++)
+			sum += words[i];
+		CHECK(sum == atomic_load(&counted));
+		CHECK(!memcmp(theirs, all + offset, bytes));
+		CHECK(!madvise(words, PAGE, MADV_DONTNEED));
+		CHECK(words[0] == 0 && words[PAGE / 8 - 1] == 0);
+		if (by_malloc)
+			free(all);
+		else
+			CHECK(!munmap(all, all_bytes));
+	}
+	atomic_store(&ends, true);
+	if (with_thread)
+		CHECK(!pthread_join(thread, NULL));
+	say(&(struct hello){0});
+	return converted;
+}
+
+/* ---- Modes. */
+
+/* Refuses userfaultfd(2), as filters of containers do. */
+static void refuse_userfaultfd(void)
+{
+	struct sock_filter filter[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_userfaultfd, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
+	CHECK(!prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
+	CHECK(!prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program));
+}
+
+struct mode {
+	const char *name, *convert;
+	bool with_thread, refused, converts;
+};
+
+static void run(const struct mode *mode, unsigned rounds)
+{
+	int ends_of[2];
+	CHECK(!setenv("RDMUX_CONVERT", mode->convert, 1));
+	CHECK(!socketpair(AF_UNIX, SOCK_STREAM, 0, ends_of));
+	pid_t peer = fork();
+	CHECK(peer >= 0);
+	if (peer == 0) {
+		close(ends_of[0]);
+		with_peer = ends_of[1];
+		be_peer(rounds);
+		_exit(0);
+	}
+	pid_t owner = fork();
+	CHECK(owner >= 0);
+	if (owner == 0) {
+		close(ends_of[1]);
+		with_peer = ends_of[0];
+		if (mode->refused)
+			refuse_userfaultfd();
+		int fault = syscall(SYS_userfaultfd, O_CLOEXEC | 1);
+		bool can = fault >= 0;
+		close(fault);
+		unsigned converted = own_regions(rounds, mode->with_thread);
+		printf("%-12s %3u of %u regions converted\n", mode->name, converted, rounds);
+		fflush(stdout);
+		CHECK(mode->converts && can ? converted > 0 : converted == 0);
+		_exit(0);
+	}
+	close(ends_of[0]);
+	close(ends_of[1]);
+	int status;
+	CHECK(waitpid(owner, &status, 0) == owner && status == 0);
+	CHECK(waitpid(peer, &status, 0) == peer && status == 0);
+}
+
+int main(void)
+{
+	static const struct mode modes[] = {
+		{"off", "off", true, false, false},
+		{"one thread", "on", false, false, true},
+		{"threads", "user-mode", true, false, true},
+		{"refused", "user-mode", true, true, false},
+	};
+	const char *seed = getenv("CONVERT_SEED"), *rounds = getenv("CONVERT_ROUNDS");
+	random_state = seed ? strtoull(seed, NULL, 0) : (uint64_t)time(NULL) << 20 ^ getpid();
+	printf("CONVERT_SEED=%llu\n", (unsigned long long)random_state);
+	fflush(stdout);
+	for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
+		run(&modes[i], rounds ? strtoul(rounds, NULL, 0) : 40);
+	return 0;
+}
