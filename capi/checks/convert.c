@@ -7,6 +7,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -108,20 +109,30 @@ static void be_peer(unsigned rounds)
 
 static _Atomic(uint64_t *) counters;
 static _Atomic uint64_t counted;
-static atomic_bool ends;
+static atomic_bool counts, ends;
 
 /* Increments words of the region, with plain memory accesses alone. */
 static void *count(void *unused)
 {
 	(void)unused;
 	for (uint64_t i = 0; !atomic_load(&ends); i++) {
+		atomic_store(&counts, true);
 		uint64_t *at = atomic_load(&counters);
-		if (!at)
-			continue;
-		__atomic_fetch_add(at + i % (COUNTERS / 8), 1, __ATOMIC_SEQ_CST);
-		atomic_fetch_add(&counted, 1);
+		if (at) {
+			__atomic_fetch_add(at + i % (COUNTERS / 8), 1, __ATOMIC_SEQ_CST);
+			atomic_fetch_add(&counted, 1);
+		}
+		atomic_store(&counts, false);
 	}
 	return NULL;
+}
+
+/* Returns when the thread uses the words no more. */
+static void stop_counting(void)
+{
+	atomic_store(&counters, NULL);
+	while (atomic_load(&counts))
+		sched_yield();
 }
 
 static bool is_converted(void)
@@ -206,8 +217,7 @@ static unsigned own_regions(unsigned rounds, bool with_thread)
 		bool early = !by_malloc && draw(4) == 0;
 		if (early) {
 			/* An RNIC has the pages pinned: a program may unmap them first. */
-			atomic_store(&counters, NULL);
-			usleep(1000);
+			stop_counting();
 			CHECK(!munmap(all, all_bytes));
 		}
 		CHECK(!ibv_dereg_mr(mr));
@@ -215,9 +225,7 @@ static unsigned own_regions(unsigned rounds, bool with_thread)
 		if (early)
 			continue;
 		check_child(all, offset, whole, round);
-		atomic_store(&counters, NULL);
-		/* The thread may be at its last word. */
-		usleep(1000);
+		stop_counting();
 		uint64_t sum = 0;
 		for (uint64_t i = 0; i < COUNTERS / 8; i++)
 			sum += words[i];
