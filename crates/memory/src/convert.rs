@@ -74,6 +74,28 @@ impl Mode {
     }
 }
 
+/// The programs whose memory this process's user may have moved while they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Convertible {
+    /// All.
+    All,
+    /// Those with one thread.
+    OneThread,
+    /// None: the system refuses userfaultfd(2), or lacks a part of it.
+    None,
+}
+
+/// Returns the programs whose memory can move on this host, tested on this process.
+pub fn convertible() -> Convertible {
+    if Userfault::new(Catches::All).is_ok() {
+        Convertible::All
+    } else if Userfault::new(Catches::Threads).is_ok() {
+        Convertible::OneThread
+    } else {
+        Convertible::None
+    }
+}
+
 /// How far a conversion has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {

@@ -22,7 +22,7 @@ mod skip;
 
 pub use anonymous::AnonymousMemory;
 pub use application::{ApplicationMemory, SharedPages};
-pub use convert::Progress;
+pub use convert::{Convertible, Progress, convertible};
 pub use dax::{DaxError, DaxMemory};
 pub use file::FileMemory;
 pub use lease::{FileWatch, Wanted};

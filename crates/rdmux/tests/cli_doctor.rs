@@ -33,7 +33,7 @@ impl Host {
             ("proc/sys/net/core/rmem_max", "16777216\n"),
             ("proc/sys/user/max_user_namespaces", "15000\n"),
             ("proc/sys/kernel/io_uring_disabled", "2\n"),
-            ("proc/sys/vm/unprivileged_userfaultfd", "0\n"),
+            ("proc/sys/vm/unprivileged_userfaultfd", "1\n"),
             (
                 "sys/kernel/mm/transparent_hugepage/enabled",
                 "always [madvise] never\n",
@@ -102,7 +102,7 @@ hugepages    -         ok       transparent huge pages: madvise
 userns       -         ok       an ordinary user can create them
 ptrace       -         ok       processes of one user can access each other's private memory by process_vm calls
 io_uring     -         ok       switched off; rdmux does not rely on it
-userfaultfd  -         ok       for root only, except for faults in user mode; rdmux does not rely on it
+userfaultfd  -         ok       peers on this host can map the memory of unmodified programs
 rnic         -         ok       none: rdmux uses its soft RNIC
 ddio         -         ok       no RDMA device: rdmux places data with the processor, which does not use DDIO
 ";

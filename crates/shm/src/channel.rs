@@ -345,7 +345,14 @@ impl Channel {
             None
         };
         let is_open = |given: &Given| given.gate.as_ref().is_none_or(|gate| !gate.is_closed());
-        let before = self.given.get(index).cloned().flatten().filter(is_open);
+        let before = self
+            .given
+            .get(index)
+            .cloned()
+            .flatten()
+            .filter(is_open)
+            .filter(|given| given.mapped == reach.file.is_some());
+        let mapped = reach.file.is_some();
         let given = before.unwrap_or_else(|| {
             self.generation = self.generation.wrapping_add(1).max(1);
             Given {
@@ -353,6 +360,7 @@ impl Channel {
                 lkey: grantable.lkey,
                 generation: self.generation,
                 gate,
+                mapped,
             }
         });
         let (generation, gate) = (

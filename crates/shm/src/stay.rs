@@ -38,8 +38,10 @@ pub struct Given {
     /// The region.
     pub lkey: LKey,
     pub(crate) generation: u32,
-    /// Gate of the peer's calls, whose address stays reserved as long as the grant lasts; `None` if the peer maps the memory.
+    /// Gate of the peer's calls, whose address stays reserved as long as the grant lasts; `None` if the peer maps all of the memory.
     pub(crate) gate: Option<Arc<Gate>>,
+    /// Set when the peer maps the memory, or some of it: then the gate does not show where the peer is.
+    pub(crate) mapped: bool,
 }
 
 /// A peer that was inside of a grant when that was revoked.
@@ -72,6 +74,9 @@ impl Stay {
 
     /// Returns whether the peer's call is over, or will fail.
     fn is_past_the_gate(&self) -> bool {
+        if self.given.mapped {
+            return false;
+        }
         let gate = self.given.gate.as_ref();
         match gate.and_then(|gate| gate.last_through()) {
             None => false,
@@ -168,6 +173,39 @@ impl Drop for Stays {
                 // Keeps the gate's address reserved, as above.
                 std::mem::forget(stay);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::segment::Segment;
+
+    /// A closed gate shows that a peer's call is over, but nothing of a peer that copies by a mapping.
+    #[test]
+    fn is_over__by_the_gate_only_if_the_peer_maps_nothing() {
+        let (segment, _file) = Segment::create().unwrap();
+        let (_, socket) = std::os::unix::net::UnixStream::pair().unwrap();
+        let doorbell = Arc::new(OwnedFd::from(socket.try_clone().unwrap()));
+        for mapped in [false, true] {
+            let gate = Arc::new(Gate::new().unwrap());
+            let stay = Stay {
+                given: Given {
+                    qpn: Qpn::new(7),
+                    lkey: LKey(0x700),
+                    generation: 1,
+                    gate: Some(gate),
+                    mapped,
+                },
+                entry: 5,
+                segment: Arc::clone(&segment),
+                holder: Side::Asking,
+                process: None,
+                doorbell: Arc::clone(&doorbell),
+            };
+            stay.close_gate();
+            assert_eq!(stay.is_past_the_gate(), !mapped);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 
-use rdmux_memory::allows_calls_into_processes;
+use rdmux_memory::{Convertible, allows_calls_into_processes, convertible};
 use serde_json::json;
 
 use super::{Finding, Verdict, number, text};
@@ -175,15 +175,38 @@ pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
     vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "disabled": disabled }))]
 }
 
-/// Checks userfaultfd, which nothing in rdmux relies on.
+/// Checks userfaultfd, by which memory of unmodified programs moves into files that peers map.
 pub(super) fn userfaultfd(root: &Path) -> Vec<Finding> {
     let everyone = number(root, "proc/sys/vm/unprivileged_userfaultfd");
-    let what = match everyone {
-        Some(0) => "for root only, except for faults in user mode; rdmux does not rely on it",
-        Some(_) => "allowed; rdmux does not rely on it",
-        None => "not in this kernel; rdmux does not rely on it",
+    let convertible = if root == Path::new("/") {
+        convertible()
+    } else {
+        match everyone {
+            None => Convertible::None,
+            Some(0) => Convertible::OneThread,
+            Some(_) => Convertible::All,
+        }
     };
-    vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "unprivileged": everyone }))]
+    let finding = match convertible {
+        Convertible::All => Finding::new(
+            "-",
+            Verdict::Ok,
+            "peers on this host can map the memory of unmodified programs".to_owned(),
+        ),
+        Convertible::OneThread => Finding::new(
+            "-",
+            Verdict::Limit,
+            "peers on this host can map the memory of unmodified programs with one thread; that of others is reached by system calls".to_owned(),
+        )
+        .with_advice("sysctl -w vm.unprivileged_userfaultfd=1, or give the user access to /dev/userfaultfd".to_owned()),
+        Convertible::None => Finding::new(
+            "-",
+            Verdict::Limit,
+            "not available: the memory of unmodified programs is reached by system calls".to_owned(),
+        )
+        .with_advice("allow userfaultfd in the container's seccomp profile; it needs Linux 5.19".to_owned()),
+    };
+    vec![finding.with_details(json!({ "unprivileged": everyone }))]
 }
 
 /// Reports the RDMA devices that the kernel knows.
