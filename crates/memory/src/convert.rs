@@ -30,6 +30,7 @@ use rustix::io::{pread, pwrite};
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags, madvise, mmap, mprotect, mremap_fixed,
 };
+use rustix::process::{Resource, getrlimit};
 
 use crate::mapping::{Mapping, sealed_file};
 
@@ -146,6 +147,17 @@ fn page() -> u64 {
     rustix::param::page_size() as u64
 }
 
+/// Returns the length of the file for some bytes: longer, so that memory that the program enlarges by mremap(2) has zeros behind its end.
+fn file_bytes(bytes: u64) -> Result<u64, NotShared> {
+    const GROWTH: u64 = 1 << 40;
+    match getrlimit(Resource::Fsize).current {
+        None => Ok(bytes + GROWTH),
+        // A longer file would be a signal.
+        Some(most) if bytes <= most => Ok(bytes),
+        Some(_) => Err(NotShared::NoResources),
+    }
+}
+
 fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
@@ -204,10 +216,13 @@ impl Registration {
         }
         let advised = conditions::check_pages(&pages)?;
         let bytes = usize::try_from(pages.end - pages.start).map_err(|_| NotShared::NoResources)?;
-        let file = sealed_file("rdmux-mr", bytes as u64).map_err(|_| NotShared::NoResources)?;
+        let file = sealed_file("rdmux-mr", file_bytes(bytes as u64)?).map_err(|_| NotShared::NoResources)?;
+        let alias = Mapping::of_file(&file, 0, bytes, true).map_err(|_| NotShared::NoResources)?;
+        // SAFETY: changes no byte. A core file has the pages once, by the program's addresses.
+        let _ = unsafe { madvise(pointer(alias.address()), bytes, Advice::LinuxDontDump) };
         let shared = Arc::new(Shared {
             id: FileId::of(&file).map_err(|_| NotShared::Unknown)?,
-            alias: Mapping::of_file(&file, 0, bytes, true).map_err(|_| NotShared::NoResources)?,
+            alias,
             file,
             moved: AtomicU64::new(pages.start),
             pages,

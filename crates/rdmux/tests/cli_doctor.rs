@@ -129,6 +129,12 @@ fn doctor__what_limits_says_what_to_do() {
             "echo madvise",
         ),
         (
+            "userfaultfd",
+            "proc/sys/vm/unprivileged_userfaultfd",
+            "0\n",
+            "sysctl -w vm.unprivileged_userfaultfd=1",
+        ),
+        (
             "userns",
             "proc/sys/user/max_user_namespaces",
             "0\n",

@@ -243,6 +243,12 @@ fn give_back__after_calls_of_the_program() {
         )
     }
     .unwrap();
+    // Moved and enlarged.
+    let larger = Mapping::anonymous(8 * 4096).unwrap();
+    let flags = MremapFlags::MAYMOVE;
+    // SAFETY: as above.
+    unsafe { mremap_fixed(at(10), 8192, 8 * 4096, flags, pointer(larger.address())) }.unwrap();
+    larger.write(7 * 4096, &[9]).unwrap();
     region.give_back();
     let vmas = mappings_of(&memory);
     let of = |page: u64| vmas.iter().find(|vma| vma.addresses.contains(&(at(page) as u64)));
@@ -257,6 +263,15 @@ fn give_back__after_calls_of_the_program() {
             .enumerate()
             .all(|(i, seen)| *seen == byte(7 * 4096 + i))
     );
+    let mut all = vec![0; 8 * 4096];
+    larger.read(0, &mut all).unwrap();
+    let expected = |i: usize| match i {
+        0..8192 => byte(10 * 4096 + i),
+        28672 => 9,
+        _ => 0,
+    };
+    assert!(all.iter().enumerate().all(|(i, seen)| *seen == expected(i)));
+    assert!(is_private(&larger) && is_private(&elsewhere));
     // Private, as an allocator relies on.
     // SAFETY: as above.
     unsafe { madvise(at(8), 4096, Advice::LinuxDontNeed) }.unwrap();

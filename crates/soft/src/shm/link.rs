@@ -631,10 +631,14 @@ impl Links {
             (LinkMessage::Ask { rkey, of, by }, LinkState::Up(channel)) => {
                 let peer = link.peer?;
                 let ask = Ask { rkey, of, by };
-                let again = channel.has_given(of, LKey(rkey.0)) && self.grants;
-                if again && let Some(memory) = share::movable(rnic, peer, ask) {
+                let lkey = LKey(rkey.0);
+                let waits = channel.has_given(of, lkey) || self.sharings.has(lkey);
+                if self.grants
+                    && waits
+                    && let Some(memory) = share::movable(rnic, peer, ask)
+                {
                     let id = link.id;
-                    self.begin_sharing(memory, LKey(rkey.0), Some((id, ask)));
+                    self.begin_sharing(memory, lkey, Some((id, ask)));
                 } else {
                     link.answer(rnic, ask, self.grants);
                 }

@@ -30,7 +30,8 @@ pub(super) struct Sharings {
 
 #[derive(Debug)]
 struct SharedRegion {
-    memory: Arc<dyn Memory>,
+    /// `None` once the region has lost it.
+    memory: Option<Arc<dyn Memory>>,
     lkey: LKey,
     /// Requests of peers, by the ids of their links.
     asks: Vec<(u64, Ask)>,
@@ -55,10 +56,17 @@ impl Sharings {
         self.wanted = ApplicationMemory::wanted_sharing().wrapping_sub(1);
     }
 
-    /// Forgets a region whose memory goes.
+    /// Returns whether a region's memory moves: no peer may reach it by calls.
+    pub(super) fn has(&self, lkey: LKey) -> bool {
+        self.list.iter().any(|region| region.lkey == lkey)
+    }
+
+    /// Forgets the memory of a region. Whoever asked for it is answered in the next pass: the region may have got other memory.
     pub(super) fn forget(&mut self, lkey: LKey) {
-        self.list.retain(|region| region.lkey != lkey);
-        self.go_on &= !self.list.is_empty();
+        for region in self.list.iter_mut().filter(|region| region.lkey == lkey) {
+            region.memory = None;
+            self.go_on = true;
+        }
     }
 }
 
@@ -81,7 +89,7 @@ impl Links {
             // From now on peers access it by packets, and this process waits for itself.
             self.revoke(|given| given.lkey == lkey);
             self.sharings.list.push(SharedRegion {
-                memory,
+                memory: Some(memory),
                 lkey,
                 asks: ask.into_iter().collect(),
                 since: Instant::now(),
@@ -99,7 +107,8 @@ impl Links {
         self.begin_wanted(rnic);
         self.sharings.go_on = false;
         for region in std::mem::take(&mut self.sharings.list) {
-            let Some(memory) = application(&region.memory) else {
+            let Some(memory) = region.memory.as_ref().and_then(application) else {
+                self.answer_all(rnic, &region.asks);
                 continue;
             };
             let inside = self.stays.of(|given| given.lkey == region.lkey);
