@@ -22,7 +22,7 @@ enum { PAGE = 4096, MARGIN = 3 * PAGE, BYTES_MAX = 5 << 20, COUNTERS = 2 * PAGE,
 
 struct hello {
 	uint64_t area, bytes;
-	uint32_t rkey, qpn;
+	uint32_t rkey, qpn[2];
 };
 
 static uint64_t random_state;
@@ -35,7 +35,7 @@ static uint64_t draw(uint64_t below)
 
 static struct ibv_pd *pd;
 static struct ibv_cq *cq;
-static struct ibv_qp *qp;
+static struct ibv_qp *qp[2];
 static int with_peer;
 
 static void say(const struct hello *own) { CHECK(send(with_peer, own, sizeof *own, MSG_NOSIGNAL) == sizeof *own); }
@@ -53,24 +53,28 @@ static void connect_pair(void)
 	CHECK(pd = ibv_alloc_pd(context));
 	CHECK(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
 	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {32, 32, 1, 1, 0}, .qp_type = IBV_QPT_RC};
-	CHECK(qp = ibv_create_qp(pd, &init));
-	say(&(struct hello){.qpn = qp->qp_num});
-	uint32_t to = hear().qpn;
-	bring_up(qp, to);
+	for (int i = 0; i < 2; i++)
+		CHECK(qp[i] = ibv_create_qp(pd, &init));
+	say(&(struct hello){.qpn = {qp[0]->qp_num, qp[1]->qp_num}});
+	struct hello peer = hear();
 	struct ibv_qp_attr rights = {.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ};
-	CHECK(!ibv_modify_qp(qp, &rights, IBV_QP_ACCESS_FLAGS));
+	for (int i = 0; i < 2; i++) {
+		bring_up(qp[i], peer.qpn[i]);
+		CHECK(!ibv_modify_qp(qp[i], &rights, IBV_QP_ACCESS_FLAGS));
+	}
 }
 
 static uint8_t pattern(uint64_t at, uint64_t key) { return (at * 31 + at / PAGE * 7 + key * 101) | 1; }
 
 /* ---- The peer: it writes and reads, and checks what it reads. */
 
-static void request(enum ibv_wr_opcode opcode, struct ibv_sge sge, uint64_t at, uint32_t rkey)
+/* The second queue pair asks for the memory while the first waits for it to move. */
+static void request(unsigned n, enum ibv_wr_opcode opcode, struct ibv_sge sge, uint64_t at, uint32_t rkey)
 {
 	struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = opcode, .send_flags = IBV_SEND_SIGNALED}, *bad;
 	wr.wr.rdma.remote_addr = at;
 	wr.wr.rdma.rkey = rkey;
-	CHECK(!ibv_post_send(qp, &wr, &bad));
+	CHECK(!ibv_post_send(qp[n > 16 && draw(2)], &wr, &bad));
 	completion(cq);
 }
 
@@ -92,10 +96,10 @@ static void be_peer(unsigned rounds)
 			uint64_t key = round + n + 1;
 			for (uint64_t i = from; i < from + len; i++)
 				own[i] = pattern(i, key);
-			request(IBV_WR_RDMA_WRITE, (struct ibv_sge){(uintptr_t)own + from, len, mr->lkey}, at.area + from, at.rkey);
+			request(n, IBV_WR_RDMA_WRITE, (struct ibv_sge){(uintptr_t)own + from, len, mr->lkey}, at.area + from, at.rkey);
 			len = 1 + draw(draw(4) ? 600 : at.bytes);
 			from = draw(at.bytes - len + 1);
-			request(IBV_WR_RDMA_READ, (struct ibv_sge){(uintptr_t)seen + from, len, read->lkey}, at.area + from, at.rkey);
+			request(n, IBV_WR_RDMA_READ, (struct ibv_sge){(uintptr_t)seen + from, len, read->lkey}, at.area + from, at.rkey);
 			CHECK(!memcmp(seen + from, own + from, len));
 		}
 		/* The owner compares. */
