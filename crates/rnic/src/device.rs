@@ -23,11 +23,13 @@ use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::histogram::Latencies;
+use crate::local::{NoRings, RingBytes, Rings, Taken, Ticket};
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::probes::word24;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
-use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
+use crate::qp::message::Payload;
+use crate::qp::{Cause, Env, Head, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::retired::RetiredMemories;
@@ -48,6 +50,8 @@ const RDMUX_IP_ID_MAX: u16 = 127;
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
 /// Like it, for packets that come through memory of this host.
 const LOCAL_BYTES_MAX: usize = coalesced::PAYLOAD_BYTES_MAX + 128;
+/// Bytes at the beginning of a record that are read at once. The headers are shorter.
+const RECORD_READ_BYTES: usize = 256;
 
 /// Maximum number of QPs of a device. The device chooses 16 bits of a QPN; half of these numbers stay free, so that a number stays
 /// unused for a while after its QP was destroyed.
@@ -526,7 +530,9 @@ impl Rnic {
                 self.qps.contains_key(&qpn.value()) || self.cm.has_qpn(qpn) || self.ended.contains(&qpn);
             (qpn.value() > 1 && !taken).then_some(qpn)
         })?;
-        self.qps.insert(qpn.value(), Qp::new(qpn, init, self.config.mtu));
+        let mut qp = Qp::new(qpn, init, self.config.mtu);
+        qp.head.incarnation = self.rng.next_u32();
+        self.qps.insert(qpn.value(), qp);
         Some(qpn)
     }
 
@@ -740,6 +746,7 @@ impl Rnic {
         qpn: Qpn,
         request: SendRequest,
         buf: &mut TransmitBuf,
+        rings: &mut dyn Rings,
     ) -> Result<(), PostError> {
         let _memory = self.retired.hold(&request.operation);
         let alone = buf.is_empty() && !self.has_urgent_transmit();
@@ -747,7 +754,7 @@ impl Rnic {
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
             qp.post_send(env, request, Place::Wanted)?;
             if alone && qp.wants_transmit() {
-                qp.transmit(env, buf, QUANTUM_BYTES, false);
+                qp.transmit(env, buf, rings, QUANTUM_BYTES, false);
             }
             Ok(())
         };
@@ -984,6 +991,55 @@ impl Rnic {
         while let Some(qpn) = self.gathering.pop() {
             self.with_qp(now, qpn, |qp, env| qp.place_gathered(env));
         }
+    }
+
+    /// Handles a request of `len` bytes that came in the ring of a process at an address. Returns how it was taken; `None`: the driver is
+    /// to pass it on as a packet. A record is the packet without pad and ICRC.
+    pub fn handle_request(
+        &mut self,
+        now: Time,
+        src: IpAddr,
+        record: &dyn RingBytes,
+        len: usize,
+    ) -> Option<Taken> {
+        // The headers, and a short payload, are read at once; a longer one goes from the record to its place.
+        let mut bytes = [0; RECORD_READ_BYTES + 3 + ICRC_LEN];
+        let read = len.min(RECORD_READ_BYTES);
+        record.read(0, &mut bytes[..read]);
+        let bth = Bth::parse(&bytes[..read]).ok()?;
+        let heads = Bth::LEN + bth.opcode.ext().len();
+        let pad = usize::from(bth.pad);
+        let held = if len == read { read } else { heads };
+        if held > read || len + pad + ICRC_LEN >= LOCAL_BYTES_MAX {
+            return None;
+        }
+        bytes[held..held + pad + ICRC_LEN].fill(0);
+        let mut packet = Packet::parse_local(&bytes[..held + pad + ICRC_LEN]).ok()?;
+        // Whoever takes it out of the ring acknowledges it.
+        packet.bth.ack_req = false;
+        let payload = if len == read {
+            Payload::Packet(packet.payload())
+        } else {
+            Payload::Ring(record, heads, len - heads)
+        };
+        let opcode = bth.opcode;
+        let is_data = opcode.operation.is_send() || opcode.operation.is_write();
+        let qp = self.qps.get(&bth.dest_qpn.value())?;
+        let is_for = |head: &Head| head.takes(opcode) && head.takes_now(opcode) && head.is_from_peer(src);
+        if !is_data || bth.pkey & 0x7fff != 0x7fff || !is_for(&qp.head) {
+            return None;
+        }
+        let taken = self.with_qp(now, bth.dest_qpn, |qp, env| qp.take_request(env, &packet, payload))??;
+        let count = u64::from(packet.count());
+        self.counters.rcvd_bytes += (len + pad + ICRC_LEN) as u64;
+        self.counters.rcvd_pkts += count;
+        self.counters.rcvd_pkts_local += count;
+        Some(taken)
+    }
+
+    /// Handles the news of how the peer has taken a request, after the packets that the peer had sent before.
+    pub fn handle_taken(&mut self, now: Time, ticket: Ticket, taken: Taken) {
+        self.with_qp(now, ticket.qpn, |qp, env| qp.handle_taken(env, ticket, taken));
     }
 
     /// Returns whether the ICRC is right; see `rdmux_wire::roce::icrc` for the IPv4 identification. `narrow`: the peer is known to be
@@ -1225,9 +1281,20 @@ impl Rnic {
 
     // Output.
 
-    /// Fills `buf` with packets to send. Leaves out acknowledgements that may wait to be combined with later ones unless `all` is
-    /// set; set it when there is nothing else to do. Returns true while the caller must call again.
+    /// Fills `buf` with packets to send, for a device without rings to peers on its host.
     pub fn poll_transmit(&mut self, now: Time, buf: &mut TransmitBuf, all: bool) -> bool {
+        self.poll_transmit_with(now, buf, &mut NoRings, all)
+    }
+
+    /// Fills `buf` with packets to send, and puts requests into `rings`. Leaves out acknowledgements that may wait to be combined with later ones unless `all` is
+    /// set; set it when there is nothing else to do. Returns true while the caller must call again.
+    pub fn poll_transmit_with(
+        &mut self,
+        now: Time,
+        buf: &mut TransmitBuf,
+        rings: &mut dyn Rings,
+        all: bool,
+    ) -> bool {
         let filled = buf.bytes().len();
         while !buf.is_full()
             && let Some((dst, src_port, mad)) = self.cm.poll_transmit()
@@ -1253,8 +1320,8 @@ impl Rnic {
             && let Some(quantum) = self.ready.pick()
         {
             let (qpn, before) = (quantum.id, buf.bytes().len());
-            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, quantum.bytes, all));
-            let sent = buf.bytes().len() - before;
+            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, rings, quantum.bytes, all));
+            let sent = buf.bytes().len() - before + buf.carried();
             let qp = self.qps.get_mut(&qpn.value());
             let more = qp.as_ref().is_some_and(|qp| qp.wants_transmit());
             self.ready.end(quantum, sent, more);

@@ -159,6 +159,14 @@ mod switch {
         CoalescedCountsOne,
         /// The acknowledgement of a coalesced packet covers the packet behind it.
         CoalescedAckPast,
+        /// A request that its peer took out of a ring, but left to packets, is done.
+        DeferredIsDone,
+        /// A request that its peer took out of a ring and executed ends the one behind it too.
+        TakenPast,
+        /// A request in a ring is executed although its turn has not come.
+        TakenOutOfTurn,
+        /// A request in a ring that was sent before a reset of its QP ends requests after the reset.
+        TicketOutlived,
     }
 
     thread_local! {

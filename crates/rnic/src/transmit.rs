@@ -85,6 +85,8 @@ pub struct TransmitBuf {
     limit_bytes: usize,
     /// Offset at which the current quantum ends.
     quantum_end: usize,
+    /// Bytes of this quantum that did not come into the buffer, since a ring took them.
+    carried: usize,
     /// Set while pushed packets go through memory of this host.
     local: bool,
     train_packets_max: usize,
@@ -101,6 +103,7 @@ impl TransmitBuf {
             trains: Vec::with_capacity(64),
             limit_bytes,
             quantum_end: usize::MAX,
+            carried: 0,
             local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
             ahead: ReadAhead::default(),
@@ -147,7 +150,19 @@ impl TransmitBuf {
     /// memory of this host.
     pub(crate) fn begin_quantum(&mut self, bytes: u32, local: bool) {
         self.quantum_end = self.used + bytes as usize;
+        self.carried = 0;
         self.local = local;
+    }
+
+    /// Charges bytes that a ring took to the quantum.
+    pub(crate) fn charge(&mut self, bytes: usize) {
+        self.carried += bytes;
+        self.quantum_end = self.quantum_end.saturating_sub(bytes);
+    }
+
+    /// Returns the bytes that were charged to the last quantum.
+    pub(crate) fn carried(&self) -> usize {
+        self.carried
     }
 
     /// Lifts the limit of the quantum.

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use rdmux_memory::{AnonymousMemory, ApplicationMemory};
-use rdmux_rnic::{Access, Fault, Grant, Grantable, LKey, LinkProgress, Memory as _, Qpn, RKey, Sharing};
+use rdmux_rnic::{
+    Access, Fault, Fill, Grant, Grantable, LKey, LinkProgress, Memory as _, Qpn, RKey, Sharing, Taken, Ticket,
+};
 use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
@@ -15,7 +17,8 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
 use crate::revocation;
-use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
+use crate::record::RecordBytes;
+use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Record, Wake};
 use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
 use crate::stay::{Given, Stay, Stays};
 use rdmux_verbs::provider::{NotDirect, Refusal};
@@ -70,8 +73,8 @@ pub struct Channel {
     /// Trains that wait for room, and their bytes.
     waiting: VecDeque<(Meta, Box<[u8]>)>,
     waiting_bytes: usize,
-    /// Set when the peer will ring the doorbell as soon as there is room.
-    wants_room: bool,
+    /// Set when the peer will ring the doorbell as soon as there is room, or it has taken requests.
+    waits: bool,
     /// Regions granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
     generation: u32,
@@ -112,7 +115,7 @@ impl Channel {
             },
             waiting: VecDeque::new(),
             waiting_bytes: 0,
-            wants_room: false,
+            waits: false,
             given: Vec::new(),
             generation: 0,
             gate: None,
@@ -169,6 +172,49 @@ impl Channel {
         Ok(())
     }
 
+    /// Puts a request into the ring. Returns false if there is no room, or `fill` fails.
+    #[inline]
+    pub fn request(&mut self, ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> Result<bool, Corrupt> {
+        if !self.waiting.is_empty() {
+            return Ok(false);
+        }
+        let put = self
+            .tx
+            .request(ticket, bytes, |area, slot| fill(&RecordBytes::new(area, slot)));
+        match put {
+            Ok(Some(wake)) => {
+                self.ring(wake);
+                Ok(true)
+            }
+            Ok(None) | Err(PushError::Full) => Ok(false),
+            Err(PushError::Corrupt(corrupt)) => Err(corrupt),
+        }
+    }
+
+    /// Lets the peer ring the doorbell when it has taken requests, for those who sleep already. Returns false if it has taken some.
+    pub fn wait_for_ends(&mut self) -> Result<bool, Corrupt> {
+        self.waits = self.tx.wants_ends()?;
+        Ok(self.waits)
+    }
+
+    /// Looks how far the peer has come with requests. What the peer sent before it took them is to be received before [`Channel::ended`].
+    #[inline]
+    pub fn look_for_ends(&mut self) -> Result<(), Corrupt> {
+        self.tx.look_for_ends()
+    }
+
+    /// Returns the oldest request that the peer had taken at the last look, and how.
+    #[inline]
+    pub fn ended(&mut self) -> Option<(Ticket, Taken)> {
+        self.tx.ended()
+    }
+
+    /// Returns whether [`Channel::ended`] has something to return.
+    #[inline]
+    pub fn has_ended(&self) -> bool {
+        self.tx.has_ended()
+    }
+
     /// Returns whether trains wait for room.
     #[inline]
     pub fn has_waiting(&self) -> bool {
@@ -178,13 +224,14 @@ impl Channel {
     /// Puts the trains that wait into the ring, as far as there is room.
     pub fn send_waiting(&mut self) -> Result<(), Corrupt> {
         while let Some((meta, bytes)) = self.waiting.front() {
-            match self.tx.push(*meta, bytes) {
-                Ok(wake) => self.ring(wake),
+            let wake = match self.tx.push(*meta, bytes) {
+                Ok(wake) => wake,
                 Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
                 Err(PushError::Full) => return Ok(()),
-            }
+            };
             self.waiting_bytes -= WAITING_ENTRY_BYTES + bytes.len();
             self.waiting.pop_front();
+            self.ring(wake);
         }
         Ok(())
     }
@@ -195,17 +242,42 @@ impl Channel {
         self.rx.is_ready()
     }
 
-    /// Takes the next train of the peer, if there is one, and replaces the contents of `out` by its bytes. [`Channel::release`] returns the
-    /// room to the peer.
+    /// Takes the next record of the peer, if there is one. [`Channel::release`] returns its room to the peer.
     #[inline]
-    pub fn receive(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
-        self.rx.pop(out)
+    pub fn receive(&mut self) -> Result<Option<Record>, Corrupt> {
+        self.rx.pop()
     }
 
-    /// Returns the room of all received trains to the peer.
+    /// Replaces the contents of `out` by the bytes of a record that was received.
     #[inline]
-    pub fn release(&mut self) {
+    pub fn read(&self, record: &Record, out: &mut Vec<u8>) {
+        self.rx.read(record, out);
+    }
+
+    /// Returns the bytes of a record that was received.
+    #[inline]
+    pub fn bytes(&self, record: &Record) -> RecordBytes<'_> {
+        RecordBytes::new(self.rx.memory(), record.slot)
+    }
+
+    /// Tells the peer that packets will tell how a request ends.
+    #[inline]
+    pub fn defer(&self, record: &Record) {
+        self.rx.defer(record);
+    }
+
+    /// Returns the room of all received records to the peer, which acknowledges the requests among them. Returns whether the peer may wait
+    /// for that, and [`Channel::tell_ends`] is to be called when there is nothing else to do.
+    #[inline]
+    pub fn release(&mut self) -> bool {
         let wake = self.rx.release();
+        self.ring(wake);
+        self.rx.owes_wake()
+    }
+
+    /// Wakes the peer if it waits for the ends of requests.
+    pub fn tell_ends(&mut self) {
+        let wake = self.rx.tell_ends();
         self.ring(wake);
     }
 
@@ -219,24 +291,30 @@ impl Channel {
         }
     }
 
-    /// Prepares for a sleep on the doorbell: the peer rings it for packets, and for room that trains wait for. Returns false if something is
-    /// there already.
+    /// Prepares for a sleep on the doorbell: the peer rings it for packets, for room that trains wait for, and when it has taken requests.
+    /// Returns false if something is there already.
     #[inline]
     pub fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
-        while !self.waiting.is_empty() && !self.wants_room {
-            self.wants_room = self.tx.wants_room()?;
-            if !self.wants_room {
+        while !self.waiting.is_empty() && !self.waits {
+            self.waits = self.tx.wants_room()?;
+            if !self.waits {
                 self.send_waiting()?;
             }
         }
-        Ok(self.rx.prepare_sleep())
+        if self.tx.has_requests() && !self.waits {
+            self.waits = self.tx.wants_ends()?;
+        }
+        Ok(!self.tx.has_ended() & self.rx.prepare_sleep())
     }
 
     /// Ends a sleep: the peer stops ringing the doorbell. Returns whether it had rung, and takes one ring then.
     #[inline]
     pub fn awake(&mut self) -> bool {
-        let wanted_room = std::mem::take(&mut self.wants_room);
-        (self.rx.awake() || wanted_room) && self.doorbell.answer_one()
+        let waited = std::mem::take(&mut self.waits);
+        if waited {
+            self.tx.no_longer_waits();
+        }
+        (self.rx.awake() || waited) && self.doorbell.answer_one()
     }
 
     /// Takes the pending rings of the doorbell.
@@ -253,8 +331,9 @@ impl Channel {
     }
 
     #[inline]
-    fn ring(&self, wake: Wake) {
+    fn ring(&mut self, wake: Wake) {
         if wake == Wake::Peer {
+            self.rx.is_told();
             // If the socket is full, earlier rings in it are not taken yet.
             let _ = rustix::net::send(
                 &self.doorbell.socket,

@@ -478,7 +478,7 @@ impl PeerMemory for Granted {
 
 /// Returns the mapping of this process that has a range of a memory, and the offset in it.
 #[inline]
-fn mapping_of(memory: &dyn Memory, offset: u64, length: u64) -> Option<(&Mapping, u64)> {
+pub(crate) fn mapping_of(memory: &dyn Memory, offset: u64, length: u64) -> Option<(&Mapping, u64)> {
     let any = memory.as_any()?;
     if let Some(memory) = any.downcast_ref::<AnonymousMemory>() {
         return Some((memory.mapping(), offset));

@@ -12,6 +12,7 @@
 mod channel;
 mod gate;
 mod grant;
+mod record;
 pub mod revocation;
 pub mod ring;
 pub mod segment;
@@ -22,6 +23,7 @@ pub mod stay;
 
 pub use channel::{Channel, Offer, WAITING_BYTES_MAX};
 pub use grant::{Granted, Process};
-pub use ring::{Corrupt, Meta};
+pub use record::RecordBytes;
+pub use ring::{Corrupt, Meta, Record};
 pub use segment::{Segment, Side};
 pub use stay::{Given, Stay, Stays};

@@ -26,25 +26,35 @@
 //!
 //! A stamp depends on the position. The argument above does not need that: it lets sides that disagree notice.
 //!
+//! # Requests
+//! A record is a train of packets, which the peers' queue pairs acknowledge by packets, or a *request*: one packet of data, which the
+//! consumer acknowledges by taking it. The consumer executes a request before it moves the head past it. If it cannot, it sets the
+//! record's verdict first, and the request is one like those in trains from there on. The producer looks at the verdict of each request
+//! that the head has passed, before it uses the slots again.
+//!
 //! # Sleeping and waking
 //! A sleeper announces its sleep in a word, and then looks once more. A side that has something for the sleeper stores it, and then looks
 //! at the word. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other's. (Fences, not
 //! `SeqCst` accesses: loom checks only fences.)
 //!
+//! A producer that sleeps until the consumer has made room is woken at once. One that only waits for the ends of its requests is woken when
+//! the consumer has nothing else to do: most often a record of the consumer's own ring wakes it before.
+//!
 //! The waking side sets the word to 0 before it rings the doorbell, so that it does so once for a sleeper, not once per record until the
 //! sleeper runs. A plain store suffices. It may overwrite the word of a later sleep, if something else woke the sleeper in between; but
 //! the doorbell follows it, and ends that sleep. And a doorbell that the sleeper has answered orders the store before its next sleep.
 
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use rdmux_rnic::{TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX};
+use rdmux_rnic::{TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Taken, Ticket};
 
 #[cfg(test)]
 mod tests;
 
 /// Bytes of a slot.
 pub const SLOT_BYTES: usize = 64;
-/// Bytes of a record's header: stamp, bytes, form (a word each), and 4 that keep payload aligned to 8.
+/// Bytes of a record's header: stamp, bytes, form and verdict, a word each.
 pub const HEADER_BYTES: usize = 16;
 /// Smallest number of slots with room for every train.
 pub const SLOTS_MIN: u32 = 2048;
@@ -52,12 +62,19 @@ pub const SLOTS_MIN: u32 = 2048;
 // Two lines apart, because processors fetch lines in pairs.
 const HEAD_OFFSET: usize = 0;
 const SLEEPING_OFFSET: usize = 128;
-const WANTS_ROOM_OFFSET: usize = 256;
+const WAITS_OFFSET: usize = 256;
 const SLOTS_OFFSET: usize = 384;
 
 // Kinds of record. 0 is no kind, so that zeroed memory holds no record.
 const DATA: u8 = 1;
 const SKIP: u8 = 2;
+const REQUEST: u8 = 3;
+
+// Values of `Word::Waits`: the producer sleeps until there is room, or until requests have ended.
+const FOR_ROOM: u32 = 1;
+const FOR_ENDS: u32 = 2;
+/// Most releases of which a producer that sleeps until requests have ended is not told at once.
+const UNTOLD_MAX: u32 = 16;
 
 const _: () = assert!(bytes_max(SLOTS_MIN) == TRAIN_BYTES_MAX && bytes_max(SLOTS_MIN / 2) < TRAIN_BYTES_MAX);
 const _: () = assert!(
@@ -112,14 +129,16 @@ pub enum Word {
     Head,
     /// Not 0 while the consumer sleeps.
     Sleeping,
-    /// Not 0 while the producer sleeps until there is room.
-    WantsRoom,
+    /// Not 0 while the producer sleeps until there is room, or until requests have ended.
+    Waits,
     /// Stamp of the record that begins with this slot: a number made of its position once the record is complete.
     Stamp(u32),
     /// Number of the record's payload bytes.
     Bytes(u32),
     /// Segment size, traffic class and kind: 16, 8 and 8 bits from the lowest.
     Form(u32),
+    /// Not 0 if the consumer took the request, and packets tell how it ends.
+    Verdict(u32),
 }
 
 impl Word {
@@ -129,10 +148,11 @@ impl Word {
         match self {
             Word::Head => HEAD_OFFSET,
             Word::Sleeping => SLEEPING_OFFSET,
-            Word::WantsRoom => WANTS_ROOM_OFFSET,
+            Word::Waits => WAITS_OFFSET,
             Word::Stamp(slot) => slot_offset(slot),
             Word::Bytes(slot) => slot_offset(slot) + 4,
             Word::Form(slot) => slot_offset(slot) + 8,
+            Word::Verdict(slot) => slot_offset(slot) + 12,
         }
     }
 }
@@ -161,6 +181,22 @@ pub struct Meta {
     pub segment_bytes: u16,
     /// IPv4 TOS or IPv6 traffic class.
     pub traffic_class: u8,
+}
+
+/// Form of a request.
+const REQUEST_FORM: u32 = (REQUEST as u32) << 24;
+/// Form of a `SKIP`.
+const SKIP_FORM: u32 = (SKIP as u32) << 24;
+
+/// A record that the consumer has taken. Its slots are the consumer's until [`Consumer::release`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The slot in which it begins.
+    pub slot: u32,
+    /// Bytes of payload.
+    pub bytes: usize,
+    /// Description of a train; `None` for a request.
+    pub train: Option<Meta>,
 }
 
 impl Meta {
@@ -233,10 +269,23 @@ pub struct Producer<M> {
     slots: u32,
     /// Position of the next record.
     tail: u32,
-    /// The consumer's head as last seen; `tail - head` is below `slots`.
+    /// The consumer's head as last seen.
+    seen: u32,
+    /// Position up to which slots may be used again: those of requests only once their verdict was looked at. `tail - head` is below
+    /// `slots`.
     head: u32,
     /// Slots that the last record without room requires.
     wanted: u32,
+    /// Requests whose end this side has not looked at, with their positions.
+    requests: VecDeque<(u32, Ticket)>,
+}
+
+/// Place of a record: the positions of the first slot that it takes, and of the one in which it begins, and the number of bytes.
+#[derive(Clone, Copy, Debug)]
+struct Room {
+    first: u32,
+    begin: u32,
+    bytes: usize,
 }
 
 impl<M: RingMemory> Producer<M> {
@@ -248,50 +297,106 @@ impl<M: RingMemory> Producer<M> {
             memory,
             slots,
             tail: 0,
+            seen: 0,
             head: 0,
             wanted: 0,
+            requests: VecDeque::new(),
         }
     }
 
     /// Puts a train of at most [`bytes_max`] bytes into the ring.
     #[inline]
     pub fn push(&mut self, meta: Meta, bytes: &[u8]) -> Result<Wake, PushError> {
-        assert!(meta.is_train_of(bytes.len()) && bytes.len() <= bytes_max(self.slots));
-        let slots = record_slots(bytes.len());
-        let rest = self.slots - self.slot(self.tail);
-        let skipped = if slots > rest { rest } else { 0 };
-        // One slot more for the stamp behind the record.
-        let needed = skipped + slots + 1;
-        if needed > self.free() {
-            self.look_for_room()?;
-            if needed > self.free() {
-                self.wanted = needed;
-                return Err(PushError::Full);
-            }
+        assert!(meta.is_train_of(bytes.len()));
+        let room = self.reserve(bytes.len())?;
+        self.memory.write(self.slot(room.begin), bytes);
+        Ok(self.publish(room, meta.form(DATA)))
+    }
+
+    /// Puts a request of at most [`bytes_max`] bytes into the ring: `fill` writes them behind [`payload_offset`] of the slot that it gets.
+    /// Returns `None` if `fill` fails. [`Producer::ended`] returns the ticket.
+    #[inline]
+    pub fn request(
+        &mut self,
+        ticket: Ticket,
+        bytes: usize,
+        fill: impl FnOnce(&M, u32) -> bool,
+    ) -> Result<Option<Wake>, PushError> {
+        let room = self.reserve(bytes)?;
+        let slot = self.slot(room.begin);
+        if !fill(&self.memory, slot) {
+            return Ok(None);
         }
-        // This store comes first, so that its cache line is on its way here while the record is written.
-        let first = self.tail;
-        self.tail = first.wrapping_add(skipped).wrapping_add(slots);
-        self.memory
-            .store(Word::Stamp(self.slot(self.tail)), 0, Ordering::Relaxed);
-        self.publish(first.wrapping_add(skipped), meta.form(DATA), bytes);
-        if skipped > 0 {
-            self.publish(first, meta.form(SKIP), &[]);
+        self.memory.store(Word::Verdict(slot), 0, Ordering::Relaxed);
+        self.requests.push_back((room.begin, ticket));
+        Ok(Some(self.publish(room, REQUEST_FORM)))
+    }
+
+    /// Looks how far the consumer has come, if there are requests that have not ended. What the consumer has sent before it took them is in
+    /// its own ring by then.
+    #[inline]
+    pub fn look_for_ends(&mut self) -> Result<(), Corrupt> {
+        if self.requests.is_empty() {
+            return Ok(());
         }
-        Ok(wake(&self.memory, Word::Sleeping))
+        self.look_at_head()
+    }
+
+    /// Returns the ticket of the oldest request that the consumer has taken, as far as is known, and how.
+    #[inline]
+    pub fn ended(&mut self) -> Option<(Ticket, Taken)> {
+        let &(position, ticket) = self.requests.front()?;
+        if !self.has_passed(position) {
+            return None;
+        }
+        self.requests.pop_front();
+        let verdict = Word::Verdict(self.slot(position));
+        let taken = match self.memory.load(verdict, Ordering::Relaxed) {
+            0 => Taken::Done,
+            _ => Taken::Deferred,
+        };
+        Some((ticket, taken))
+    }
+
+    /// Returns whether there are requests that have not ended.
+    #[inline]
+    pub fn has_requests(&self) -> bool {
+        !self.requests.is_empty()
     }
 
     /// Prepares to sleep after [`PushError::Full`]. Returns whether the consumer will wake this side when it has made room, enough or not.
     /// If not, there is room now.
     pub fn wants_room(&mut self) -> Result<bool, Corrupt> {
-        self.memory.store(Word::WantsRoom, 1, Ordering::Relaxed);
+        self.waits(FOR_ROOM, |this| this.wanted <= this.free())
+    }
+
+    /// Prepares to sleep with requests that have not ended. Returns whether the consumer will wake this side when it has taken some. If not,
+    /// some have ended.
+    pub fn wants_ends(&mut self) -> Result<bool, Corrupt> {
+        self.waits(FOR_ENDS, Self::has_ended)
+    }
+
+    /// Returns whether [`Producer::ended`] returns a request, as far as is known.
+    #[inline]
+    pub fn has_ended(&self) -> bool {
+        let oldest = self.requests.front();
+        oldest.is_some_and(|(position, _)| self.has_passed(*position))
+    }
+
+    fn waits(&mut self, what: u32, is_over: impl FnOnce(&Self) -> bool) -> Result<bool, Corrupt> {
+        self.memory.store(Word::Waits, what, Ordering::Relaxed);
         self.memory.fence(Ordering::SeqCst);
-        self.look_for_room()?;
-        let full = self.wanted > self.free();
-        if !full {
-            self.memory.store(Word::WantsRoom, 0, Ordering::Relaxed);
+        self.look_at_head()?;
+        let waits = !is_over(self);
+        if !waits {
+            self.no_longer_waits();
         }
-        Ok(full)
+        Ok(waits)
+    }
+
+    /// Ends a sleep that [`Producer::wants_room`] or [`Producer::wants_ends`] prepared.
+    pub fn no_longer_waits(&self) {
+        self.memory.store(Word::Waits, 0, Ordering::Relaxed);
     }
 
     /// Returns the position up to which the consumer has taken records, as it reports it, and whether that is all of them.
@@ -300,24 +405,69 @@ impl<M: RingMemory> Producer<M> {
         (head, head == self.tail)
     }
 
-    fn look_for_room(&mut self) -> Result<(), Corrupt> {
+    fn look_at_head(&mut self) -> Result<(), Corrupt> {
         // The consumer has read the slots before its head, so they may be written again.
         let head = self.memory.load(Word::Head, Ordering::Acquire);
         // The head moves forward, to the tail at most.
-        if self.tail.wrapping_sub(head) > self.tail.wrapping_sub(self.head) {
+        if self.tail.wrapping_sub(head) > self.tail.wrapping_sub(self.seen) {
             return Err(Corrupt);
         }
-        self.head = head;
+        self.seen = head;
+        self.head = match self.requests.front() {
+            Some((position, _)) if self.has_passed(*position) => *position,
+            _ => head,
+        };
         Ok(())
     }
 
+    /// Returns whether the consumer has taken the record at a position before the tail, as far as is known.
     #[inline]
-    fn publish(&self, position: u32, form: u32, bytes: &[u8]) {
+    fn has_passed(&self, position: u32) -> bool {
+        self.tail.wrapping_sub(position) > self.tail.wrapping_sub(self.seen)
+    }
+
+    /// Finds room for a record.
+    #[inline]
+    fn reserve(&mut self, bytes: usize) -> Result<Room, PushError> {
+        assert!(bytes <= bytes_max(self.slots));
+        let slots = record_slots(bytes);
+        let rest = self.slots - self.slot(self.tail);
+        let skipped = if slots > rest { rest } else { 0 };
+        // One slot more for the stamp behind the record.
+        let needed = skipped + slots + 1;
+        if needed > self.free() {
+            self.look_at_head()?;
+            if needed > self.free() {
+                self.wanted = needed;
+                return Err(PushError::Full);
+            }
+        }
+        let first = self.tail;
+        let begin = first.wrapping_add(skipped);
+        // This store comes first, so that its cache line is on its way here while the record is written.
+        let end = self.slot(begin.wrapping_add(slots));
+        self.memory.store(Word::Stamp(end), 0, Ordering::Relaxed);
+        Ok(Room { first, begin, bytes })
+    }
+
+    /// Publishes a record whose payload is written.
+    #[inline]
+    fn publish(&mut self, room: Room, form: u32) -> Wake {
+        let Room { first, begin, bytes } = room;
+        self.tail = begin.wrapping_add(record_slots(bytes));
+        self.stamp(begin, form, bytes);
+        if first != begin {
+            self.stamp(first, SKIP_FORM, 0);
+        }
+        wake(&self.memory, Word::Sleeping)
+    }
+
+    #[inline]
+    fn stamp(&self, position: u32, form: u32, bytes: usize) {
         let slot = self.slot(position);
         self.memory
-            .store(Word::Bytes(slot), bytes.len() as u32, Ordering::Relaxed);
+            .store(Word::Bytes(slot), bytes as u32, Ordering::Relaxed);
         self.memory.store(Word::Form(slot), form, Ordering::Relaxed);
-        self.memory.write(slot, bytes);
         self.memory
             .store(Word::Stamp(slot), stamp(position), Ordering::Release);
     }
@@ -340,6 +490,8 @@ pub struct Consumer<M> {
     head: u32,
     /// Head that the producer knows.
     released: u32,
+    /// Number of releases since the producer began to sleep until requests have ended, as far as is known.
+    untold: u32,
 }
 
 impl<M: RingMemory> Consumer<M> {
@@ -352,6 +504,7 @@ impl<M: RingMemory> Consumer<M> {
             slots,
             head: 0,
             released: 0,
+            untold: 0,
         }
     }
 
@@ -362,10 +515,9 @@ impl<M: RingMemory> Consumer<M> {
         self.memory.load(Word::Stamp(slot), Ordering::Relaxed) != 0
     }
 
-    /// Takes the next record, if there is one, and replaces the contents of `out` by its bytes. The producer cannot use the slots again
-    /// before [`Consumer::release`].
+    /// Takes the next record, if there is one. The producer cannot use the slots again before [`Consumer::release`].
     #[inline]
-    pub fn pop(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
+    pub fn pop(&mut self) -> Result<Option<Record>, Corrupt> {
         let mut position = self.head;
         // At most two iterations: a SKIP leads to slot 0, where another SKIP is refused.
         loop {
@@ -383,21 +535,39 @@ impl<M: RingMemory> Consumer<M> {
                 position = position.wrapping_add(rest);
                 continue;
             }
-            let valid = kind == DATA
+            let train = (kind == DATA).then_some(meta);
+            let valid = (kind == REQUEST || train.is_some_and(|meta| meta.is_train_of(bytes)))
                 && bytes <= bytes_max(self.slots)
-                && record_slots(bytes) <= rest
-                && meta.is_train_of(bytes);
+                && record_slots(bytes) <= rest;
             if !valid {
                 return Err(Corrupt);
             }
-            out.clear();
-            self.memory.read(slot, bytes, out);
             self.head = position.wrapping_add(record_slots(bytes));
-            return Ok(Some(meta));
+            return Ok(Some(Record { slot, bytes, train }));
         }
     }
 
-    /// Returns the slots of all popped records to the producer. Called once per batch: it costs a fence.
+    /// Replaces the contents of `out` by the bytes of a record.
+    #[inline]
+    pub fn read(&self, record: &Record, out: &mut Vec<u8>) {
+        out.clear();
+        self.memory.read(record.slot, record.bytes, out);
+    }
+
+    /// Returns the memory.
+    #[inline]
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
+    /// Tells the producer that packets will tell how a request ends.
+    pub fn defer(&self, record: &Record) {
+        self.memory
+            .store(Word::Verdict(record.slot), 1, Ordering::Relaxed);
+    }
+
+    /// Returns the slots of all popped records to the producer. Called once per batch: it costs a fence. A producer that waits for the ends
+    /// of requests is woken by [`Consumer::tell_ends`].
     #[inline]
     pub fn release(&mut self) -> Wake {
         if self.head == self.released {
@@ -405,7 +575,46 @@ impl<M: RingMemory> Consumer<M> {
         }
         self.released = self.head;
         self.memory.store(Word::Head, self.head, Ordering::Release);
-        wake(&self.memory, Word::WantsRoom)
+        self.memory.fence(Ordering::SeqCst);
+        match self.memory.load(Word::Waits, Ordering::Relaxed) {
+            0 => Wake::Nobody,
+            FOR_ENDS if self.untold < UNTOLD_MAX => {
+                self.untold += 1;
+                Wake::Nobody
+            }
+            _ => self.wake_producer(),
+        }
+    }
+
+    /// Returns whether [`Consumer::tell_ends`] is to be called.
+    #[inline]
+    pub fn owes_wake(&self) -> bool {
+        self.untold > 0
+    }
+
+    /// Wakes a producer that sleeps until requests have ended, if some have.
+    #[inline]
+    pub fn tell_ends(&mut self) -> Wake {
+        if self.untold > 0 && self.memory.load(Word::Waits, Ordering::Relaxed) != 0 {
+            self.wake_producer()
+        } else {
+            self.untold = 0;
+            Wake::Nobody
+        }
+    }
+
+    /// Notes that the producer is about to be woken for another reason.
+    #[inline]
+    pub fn is_told(&mut self) {
+        if self.untold > 0 {
+            let _ = self.wake_producer();
+        }
+    }
+
+    fn wake_producer(&mut self) -> Wake {
+        self.untold = 0;
+        self.memory.store(Word::Waits, 0, Ordering::Relaxed);
+        Wake::Peer
     }
 
     /// Prepares to sleep. Returns whether the producer will wake this side for the next record. If not, that record is there already.

@@ -177,6 +177,19 @@ pub struct Area {
     begin: usize,
 }
 
+impl Area {
+    #[inline]
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.segment.mapping
+    }
+
+    /// Returns the offset of the area in the mapping.
+    #[inline]
+    pub(crate) fn begin(&self) -> usize {
+        self.begin
+    }
+}
+
 impl RingMemory for Area {
     #[inline]
     fn slots(&self) -> u32 {

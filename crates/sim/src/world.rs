@@ -228,7 +228,7 @@ impl World {
         }
         let mut buf = std::mem::replace(&mut self.buf, TransmitBuf::new(0, false));
         buf.clear();
-        let posted = rnic.post_send_into(self.now, qpn, request, &mut buf);
+        let posted = rnic.post_send_into(self.now, qpn, request, &mut buf, &mut rdmux_rnic::NoRings);
         self.take_back_revoked(host);
         self.send(host, &buf);
         self.buf = buf;

@@ -773,14 +773,17 @@ impl Core {
                 self.transmit(now, all);
             }
             if self.rnic.is_quiet() {
-                return;
+                break;
             }
             let refused = self.start_flushes(now) | self.start_accesses(now);
             let connections = self.tell(now);
             // Responses of connection management, and of flushes and accesses without a thread, are sent at once.
             if !refused && !connections {
-                return;
+                break;
             }
+        }
+        if all {
+            self.links.tell_ends();
         }
     }
 
@@ -790,7 +793,8 @@ impl Core {
             self.buf.clear();
             self.sent = 0;
         }
-        self.rnic.post_send_into(now, qpn, request, &mut self.buf)
+        let rings = self.links.rings(&self.rnic);
+        self.rnic.post_send_into(now, qpn, request, &mut self.buf, rings)
     }
 
     /// Revokes the grants of queue pairs that accept no more requests.
@@ -929,7 +933,8 @@ impl Core {
             if !self.rnic.has_transmit(all) {
                 return;
             }
-            let more = self.rnic.poll_transmit(now, &mut self.buf, all);
+            let rings = self.links.rings(&self.rnic);
+            let more = self.rnic.poll_transmit_with(now, &mut self.buf, rings, all);
             if self.buf.is_empty() {
                 return;
             }

@@ -7,7 +7,7 @@ use std::ops::{Deref, DerefMut};
 
 use rdmux_rnic::faults::{Fate, Spec};
 use rdmux_rnic::trace::{Injection, Note};
-use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status, Time, Train, TransmitBuf};
+use rdmux_rnic::{Arrival, Cause, Path, Qpn, RingBytes, Rnic, Status, Taken, Time, Train, TransmitBuf};
 use rdmux_verbs::resources::DeviceAt;
 use rdmux_verbs::{AsyncEvent, FaultCounts};
 use rdmux_wire::roce::{Packet, coalesced};
@@ -302,6 +302,27 @@ impl RnicPort {
                 None => self.rnic.handle_arrival(now, &arrival),
             }
         }
+    }
+
+    /// Returns whether somebody looks at each packet.
+    #[inline]
+    pub(crate) fn sees_packets(&self) -> bool {
+        self.watch.is_some() || self.traces_packets
+    }
+
+    /// As [`Rnic::handle_request`], unless somebody looks at each packet.
+    #[inline]
+    pub(crate) fn handle_request(
+        &mut self,
+        now: Time,
+        src: IpAddr,
+        record: &dyn RingBytes,
+        len: usize,
+    ) -> Option<Taken> {
+        if self.sees_packets() {
+            return None;
+        }
+        self.rnic.handle_request(now, src, record, len)
     }
 
     /// As [`Rnic::poll_timeout`].

@@ -13,7 +13,7 @@ use rdmux_wire::{Qpn, RKey};
 use crate::access::{AccessId, What};
 use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
 use crate::memory::{Access, Atomic, Fault, Medium, Memory};
-use crate::qp::message::{gathers, scatter};
+use crate::qp::message::{Payload, gathers, place, scatter};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::queue::ReceiveQueue;
 use crate::region::{Pd, Regions};
@@ -83,7 +83,7 @@ fn lowest_xrc_srq(env: &Env<'_>) -> Option<u32> {
 pub(crate) enum Request<'a> {
     Send {
         position: Position,
-        payload: &'a [u8],
+        payload: Payload<'a>,
         imm: Option<u32>,
         invalidate: Option<RKey>,
         solicited: bool,
@@ -377,7 +377,7 @@ impl Execution {
         env: &mut Env<'_>,
         scope: Scope,
         position: Position,
-        payload: &[u8],
+        payload: Payload<'_>,
         (imm, invalidate): (Option<u32>, Option<RKey>),
         solicited: bool,
     ) -> Result<Effect, Refusal> {
@@ -413,13 +413,14 @@ impl Execution {
         let (wr_id, byte_len) = (recv.wr_id, end as u32);
         if mutant!(AckBeforePlacement) {
             // The data is acknowledged, but never placed.
-        } else if !self.gathered.bytes.is_empty()
-            || (!position.ends() && payload.len() < ENOUGH_BYTES && gathers(env, recv_pd, &recv.sges))
+        } else if let Payload::Packet(payload) = payload
+            && (!self.gathered.bytes.is_empty()
+                || (!position.ends() && payload.len() < ENOUGH_BYTES && gathers(env, recv_pd, &recv.sges)))
         {
             if self.gathered.push(GatheredPlace::Receive(at), payload) || position.ends() {
                 self.place_gathered(env)?;
             }
-        } else if let Err(status) = scatter(env, recv_pd, &recv.sges, at, payload) {
+        } else if let Err(status) = place(env, recv_pd, &recv.sges, at, payload) {
             self.end_receive(env, status);
             return Err(Refusal::Receive(status));
         }

@@ -2,14 +2,62 @@
 
 use std::sync::Arc;
 
-use rdmux_wire::roce::{Packet, Position};
+use rdmux_wire::roce::{ICRC_LEN, Packet, Position};
 
 use crate::cq::{Status, WcOpcode};
-use crate::memory::{Access, Memory};
+use crate::local::RingBytes;
+use crate::memory::{Access, Fault, Memory};
 use crate::qp::{Env, Head};
 use crate::region::Pd;
 use crate::trace::Note;
 use crate::work::{Operation, SendRequest, Sge, SgeList};
+
+/// Payload of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Payload<'a> {
+    /// In its packet.
+    Packet(&'a [u8]),
+    /// In a record that the peer may change meanwhile: from this offset on, so many bytes.
+    Ring(&'a dyn RingBytes, usize, usize),
+}
+
+impl Payload<'_> {
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Payload::Packet(bytes) => bytes.len(),
+            Payload::Ring(_, _, len) => len,
+        }
+    }
+
+    pub(crate) fn to_vec(self) -> Vec<u8> {
+        match self {
+            Payload::Packet(bytes) => bytes.to_vec(),
+            Payload::Ring(ring, at, len) => {
+                let mut bytes = vec![0; len];
+                ring.read(at, &mut bytes);
+                bytes
+            }
+        }
+    }
+
+    /// Writes all of it to a memory, as [`Memory::write`] does.
+    pub(crate) fn write_to(self, memory: &dyn Memory, offset: u64) -> Result<(), Fault> {
+        match self {
+            Payload::Packet(bytes) => memory.write(offset, bytes),
+            Payload::Ring(ring, at, len) => ring.read_to(at, memory, offset, len),
+        }
+    }
+}
+
+/// Returns the bytes of a packet whose payload is elsewhere, with its pad and without an ICRC.
+pub(super) fn assemble(packet: &Packet<'_>, payload: Payload<'_>) -> Vec<u8> {
+    let tail = usize::from(packet.bth.pad) + ICRC_LEN;
+    let heads = packet.bytes().len() - packet.payload().len() - tail;
+    let mut bytes = packet.bytes()[..heads].to_vec();
+    bytes.extend(payload.to_vec());
+    bytes.resize(bytes.len() + tail, 0);
+    bytes
+}
 
 /// Returns the opcode of an operation's completion.
 pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
@@ -79,10 +127,10 @@ pub(super) fn packets_of(operation: &Operation, bytes: u32, mtu: u32) -> u32 {
     }
 }
 
-/// Returns whether a packet has as many bytes as its position in the message requires, and the number of packets that it stands for.
-/// IBTA Vol 1, 9.7.4.1.6.
-pub(super) fn fits(packet: &Packet<'_>, mtu: u32) -> bool {
-    let (bytes, mtu) = (packet.payload().len(), mtu as usize);
+/// Returns whether a packet has as many bytes of payload as its position in the message requires, and the number of packets that it
+/// stands for. IBTA Vol 1, 9.7.4.1.6.
+pub(super) fn fits(packet: &Packet<'_>, bytes: usize, mtu: u32) -> bool {
+    let mtu = mtu as usize;
     let before_last = (packet.count() as usize - 1) * mtu;
     let all = before_last + mtu;
     match packet.bth.opcode.operation.position() {
@@ -150,6 +198,52 @@ pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut
         done += n;
     }
     Ok(())
+}
+
+/// Copies a part of a message out of local memory, into a record at an offset.
+pub(super) fn gather_into(
+    env: &Env<'_>,
+    pd: Pd,
+    sges: &SgeList,
+    skip: u64,
+    (ring, at, len): (&dyn RingBytes, usize, usize),
+) -> Result<(), Status> {
+    if let Some(bytes) = sges.as_inline() {
+        let from = skip as usize;
+        let part = bytes.get(from..from + len).ok_or(Status::LocalLength)?;
+        ring.write(at, part);
+        return Ok(());
+    }
+    let mut done = 0;
+    for (sge, from, n) in pieces(sges, skip, len) {
+        let (memory, begin) = memory_of(env, pd, sge, Access::empty())?;
+        let copied = ring.write_from(at + done, &**memory, begin + from, n);
+        copied.map_err(|_| Status::LocalQpOperation)?;
+        done += n;
+    }
+    Ok(())
+}
+
+/// Places a payload, a part of a message, into local memory.
+pub(super) fn place(
+    env: &Env<'_>,
+    pd: Pd,
+    sges: &SgeList,
+    skip: u64,
+    payload: Payload<'_>,
+) -> Result<(), Status> {
+    let (ring, at, len) = match payload {
+        Payload::Packet(bytes) => return scatter(env, pd, sges, skip, bytes),
+        Payload::Ring(ring, at, len) => (ring, at, len),
+    };
+    let mut done = 0;
+    for (sge, to, n) in pieces(sges, skip, len) {
+        let (memory, begin) = memory_of(env, pd, sge, Access::LOCAL_WRITE)?;
+        let copied = ring.read_to(at + done, &**memory, begin + to, n);
+        copied.map_err(|_| Status::LocalQpOperation)?;
+        done += n;
+    }
+    if done < len { Err(Status::LocalLength) } else { Ok(()) }
 }
 
 /// Places a part of a message into local memory.

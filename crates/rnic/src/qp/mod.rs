@@ -11,6 +11,7 @@ use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Links, Traffic};
 use crate::faults::Line;
+use crate::local::{Rings, Taken, Ticket};
 use crate::memory::{Access, Fault};
 use crate::probes;
 use crate::queue::{Place, ReceiveQueue, SendQueue};
@@ -36,6 +37,7 @@ pub(crate) mod ud;
 pub(crate) mod unreliable;
 
 use execute::Execution;
+use message::Payload;
 use rate::Rate;
 use requester::direct::{ByPackets, Grant};
 use requester::{Broken, Requester};
@@ -381,6 +383,8 @@ pub(crate) struct Head {
     pub(crate) timer: Option<Time>,
     /// Set while the QP reaches its peer, which is on this host, through memory.
     pub(crate) local: bool,
+    /// See [`Ticket::incarnation`].
+    pub(crate) incarnation: u32,
     /// Set when regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
     /// Set when the driver waits for the first request.
@@ -500,6 +504,7 @@ impl Qp {
             ack_listed: false,
             timer: None,
             local: false,
+            incarnation: 0,
             granted: false,
             tells_first_request: false,
             retired: false,
@@ -596,6 +601,7 @@ impl Qp {
         fresh.head.ack_listed = self.head.ack_listed;
         fresh.head.timer = self.head.timer;
         fresh.head.granted = self.head.granted;
+        fresh.head.incarnation = self.head.incarnation.wrapping_add(1);
         *self = fresh;
     }
 
@@ -833,6 +839,35 @@ impl Qp {
         }
     }
 
+    /// Handles a request that came in a ring. Returns how it was taken; `None`: the caller is to pass it on as a packet.
+    pub(crate) fn take_request(
+        &mut self,
+        env: &mut Env<'_>,
+        packet: &Packet<'_>,
+        payload: Payload<'_>,
+    ) -> Option<Taken> {
+        let Halves::Reliable(_, responder) = &mut self.halves else {
+            return None;
+        };
+        let (taken, failed) = responder.take_request(env, &self.head, packet, payload);
+        if let Some(status) = failed {
+            self.fail(env, Some((status, Cause::PeerRequest)));
+        }
+        taken
+    }
+
+    /// Handles the news of how the peer has taken a request out of a ring.
+    pub(crate) fn handle_taken(&mut self, env: &mut Env<'_>, ticket: Ticket, taken: Taken) {
+        let answers = matches!(self.head.state, QpState::Rts | QpState::Sqd | QpState::Sqe);
+        if let Halves::Reliable(requester, _) = &mut self.halves
+            && answers
+            && (ticket.incarnation == self.head.incarnation || mutant!(TicketOutlived))
+        {
+            let done = requester.handle_taken(env, &self.head, ticket.end, taken);
+            self.end_if_broken(env, done);
+        }
+    }
+
     /// Notes that the peer sent a FLUSH with the ICRC of rxe: the requester sends its own with the same.
     pub(crate) fn settle_flush_icrc(&mut self) {
         if let Halves::Reliable(requester, _) = &mut self.halves {
@@ -964,12 +999,19 @@ impl Qp {
     }
 
     /// Builds the packets of a quantum of `bytes`, including acknowledgements that may wait if `all` is set.
-    pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32, all: bool) {
+    pub(crate) fn transmit(
+        &mut self,
+        env: &mut Env<'_>,
+        buf: &mut TransmitBuf,
+        rings: &mut dyn Rings,
+        bytes: u32,
+        all: bool,
+    ) {
         let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
         buf.begin_quantum(bytes.min(self.head.rate.burst_bytes), self.head.local);
         match &mut self.halves {
             Halves::Reliable(requester, _) => {
-                let sent = requester.transmit(env, &self.head, buf);
+                let sent = requester.transmit(env, &self.head, buf, rings);
                 self.end_if_broken(env, sent);
             }
             Halves::Uc(sender, _) | Halves::Ud(sender, _) => {

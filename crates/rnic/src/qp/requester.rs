@@ -16,6 +16,7 @@
 
 pub(crate) mod direct;
 mod response;
+mod ring;
 mod rtt;
 mod selective;
 mod transmit;

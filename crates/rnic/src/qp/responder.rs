@@ -17,11 +17,12 @@ use rdmux_wire::roce::{NakCode, Operation as Op, Packet, Reth, Syndrome};
 
 use crate::access::{AccessId, Accessed};
 use crate::cq::Status;
+use crate::local::Taken;
 use crate::memory::{Access, Fault, Medium};
 use crate::qp::execute::{
     Effect, Execution, FlushSpec, Refusal, Request, Scope, Source, WritePacket, region,
 };
-use crate::qp::message::{fits, is_within};
+use crate::qp::message::{Payload, assemble, fits, is_within};
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::{Note, Refused};
@@ -408,7 +409,7 @@ impl Responder {
             self.hold(env, head, packet);
             return None;
         }
-        match self.handle_next(env, head, packet) {
+        match self.handle_next(env, head, packet, of_packet(packet)) {
             Ok(()) => {
                 self.nak_sent = false;
                 if head.selective {
@@ -418,6 +419,44 @@ impl Responder {
                 }
             }
             Err(refusal) => self.refused(env, head, packet, refusal),
+        }
+    }
+
+    /// Handles a request that came in a ring. Returns how it was taken, or `None` if the caller is to pass it on as a packet; and, if it was
+    /// refused, the status with which the caller fails the QP.
+    pub(crate) fn take_request(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+        payload: Payload<'_>,
+    ) -> (Option<Taken>, Option<Status>) {
+        // A request whose turn has not come, or whose answer must wait for others, is one for packets.
+        let rests = self.answers.is_empty() && !self.held && !self.nak_sent && !self.sack_owed;
+        let in_turn = packet.bth.psn == self.expected || mutant!(TakenOutOfTurn);
+        if !rests || !in_turn || !self.early.is_empty() {
+            return (None, None);
+        }
+        if !self.established {
+            self.established = true;
+            env.tell_first_request(head);
+        }
+        match self.handle_next(env, head, packet, payload) {
+            Ok(()) if self.answers.is_empty() => (Some(Taken::Done), None),
+            Ok(()) => {
+                // A medium works for it.
+                self.owe(self.expected.minus(1), Syndrome::ACK);
+                (Some(Taken::Deferred), None)
+            }
+            Err(Refusal::NotReady) => (None, None),
+            Err(refusal) => {
+                let bytes = assemble(packet, payload);
+                let status = match Packet::parse_local(&bytes) {
+                    Ok(packet) => self.refused(env, head, &packet, refusal),
+                    Err(_) => None,
+                };
+                (Some(Taken::Deferred), status)
+            }
         }
     }
 
@@ -515,7 +554,7 @@ impl Responder {
             packet.bth.solicited &= !mutant!(KeptSolicitedLost);
             if self.must_wait(env, head, &packet) {
                 self.hold(env, head, &packet);
-            } else if let Err(refusal) = self.handle_next(env, head, &packet) {
+            } else if let Err(refusal) = self.handle_next(env, head, &packet, of_packet(&packet)) {
                 if mutant!(KeptRefusedSkipped) {
                     self.expected = self.expected.plus(1);
                 }
@@ -748,16 +787,28 @@ impl Responder {
     }
 
     /// Carries out the request at `expected`.
-    fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
-        let handled = self.execute_next(env, head, packet);
+    fn handle_next(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+        payload: Payload<'_>,
+    ) -> Result<(), Refusal> {
+        let handled = self.execute_next(env, head, packet, payload);
         if !matches!(handled, Err(Refusal::Waits(_))) {
             self.execution.forget_awaited();
         }
         handled
     }
 
-    fn execute_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
-        let request = request_of(packet, head.mtu)?;
+    fn execute_next(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+        payload: Payload<'_>,
+    ) -> Result<(), Refusal> {
+        let request = request_of(packet, payload, head.mtu)?;
         self.may_begin(env, packet)?;
         let effect = self.execute(env, head, packet, request)?;
         self.answer(env, head, packet, effect)
@@ -1070,7 +1121,7 @@ impl Responder {
     /// A deliberate defect: executes a repeated request again, after those that came since.
     fn replay_by_executing(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let (expected, msn) = (self.expected, self.msn);
-        let _ = self.handle_next(env, head, packet);
+        let _ = self.handle_next(env, head, packet, of_packet(packet));
         (self.expected, self.msn) = (expected, msn);
     }
 
@@ -1214,23 +1265,31 @@ impl Responder {
     }
 }
 
+/// Returns the payload that is in a packet.
+fn of_packet<'a>(packet: &Packet<'a>) -> Payload<'a> {
+    Payload::Packet(packet.payload())
+}
+
 /// Returns the request of a packet, if the packet has the form that its operation requires.
-fn request_of<'a>(packet: &Packet<'a>, mtu: u32) -> Result<Request<'a>, Refusal> {
+fn request_of<'a>(packet: &Packet<'a>, payload: Payload<'a>, mtu: u32) -> Result<Request<'a>, Refusal> {
     let operation = packet.bth.opcode.operation;
-    let (position, payload) = (operation.position(), packet.payload());
+    let position = operation.position();
     // A request for bytes or for a flush carries no payload. 9.4.4 and A19.4.
     let bare = matches!(
         operation,
         Op::ReadRequest | Op::Flush | Op::CompareSwap | Op::FetchAdd
     );
-    if !fits(packet, mtu) || (bare && !payload.is_empty()) {
+    if !fits(packet, payload.len(), mtu) || (bare && payload.len() > 0) {
         return Err(Refusal::InvalidRequest);
     }
     let (imm, solicited) = (packet.imm(), packet.bth.solicited);
     let request = match (operation, packet.reth(), packet.feth()) {
         (Op::ReadRequest, Some(reth), _) => Request::Read { reth },
         (Op::Flush, Some(reth), Some(feth)) => Request::Flush { reth, feth },
-        (Op::AtomicWrite, Some(reth), _) => Request::AtomicWrite { reth, payload },
+        (Op::AtomicWrite, Some(reth), _) => Request::AtomicWrite {
+            reth,
+            payload: packet.payload(),
+        },
         (Op::CompareSwap | Op::FetchAdd, ..) => Request::Atomic {
             eth: packet.atomic().ok_or(Refusal::InvalidRequest)?,
             add: operation == Op::FetchAdd,

@@ -5,7 +5,7 @@ use rdmux_wire::roce::Packet;
 
 use crate::cq::Status;
 use crate::qp::execute::{Effect, Execution, Refusal, Request, Scope, WritePacket};
-use crate::qp::message::fits;
+use crate::qp::message::{Payload, fits};
 use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::Note;
 
@@ -105,8 +105,8 @@ impl UcReceiver {
 
     fn execute(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<Effect, Refusal> {
         let operation = packet.bth.opcode.operation;
-        let (position, payload) = (operation.position(), packet.payload());
-        if !fits(packet, head.mtu) {
+        let (position, payload) = (operation.position(), Payload::Packet(packet.payload()));
+        if !fits(packet, payload.len(), head.mtu) {
             return Err(Refusal::InvalidRequest);
         }
         let (imm, solicited) = (packet.imm(), packet.bth.solicited);

@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rdmux_rnic::{Psn, Qpn};
+
 use super::*;
 
 mod model;
@@ -80,7 +82,7 @@ fn ring_at(slots: u32, position: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) 
 /// Both sides of a memory whose head is at `position`.
 fn sides<M: RingMemory + Clone>(memory: M, position: u32) -> (Producer<M>, Consumer<M>) {
     let mut producer = Producer::new(memory.clone());
-    (producer.tail, producer.head) = (position, position);
+    (producer.tail, producer.head, producer.seen) = (position, position, position);
     let mut consumer = Consumer::new(memory);
     (consumer.head, consumer.released) = (position, position);
     (producer, consumer)
@@ -120,18 +122,27 @@ fn push<M: RingMemory>(producer: &mut Producer<M>, number: u64, bytes: usize) ->
 /// Takes the next record and asserts that it is record `number`.
 fn pop(consumer: &mut Consumer<Heap>, number: u64, bytes: usize) {
     let mut out = vec![1, 2, 3];
-    let meta = consumer.pop(&mut out).unwrap().expect("a record");
+    let meta = take(consumer, &mut out).unwrap().expect("a record");
     assert_eq!((meta, out), record(number, bytes));
+}
+
+/// Takes the next record, which is a train, with its bytes.
+fn take<M: RingMemory>(consumer: &mut Consumer<M>, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
+    let Some(record) = consumer.pop()? else {
+        return Ok(None);
+    };
+    consumer.read(&record, out);
+    Ok(record.train)
 }
 
 fn assert_empty(consumer: &mut Consumer<Heap>) {
     assert!(!consumer.is_ready());
-    assert_eq!(consumer.pop(&mut Vec::new()), Ok(None));
+    assert_eq!(consumer.pop(), Ok(None));
 }
 
 #[test]
 fn layout__words_of_the_sides_share_no_lines() {
-    let offsets = [Word::Head, Word::Sleeping, Word::WantsRoom, Word::Stamp(0)].map(Word::offset);
+    let offsets = [Word::Head, Word::Sleeping, Word::Waits, Word::Stamp(0)].map(Word::offset);
     assert_eq!(offsets, [0, 128, 256, 384]);
     assert_eq!(Word::Bytes(1).offset(), 384 + 64 + 4);
     assert_eq!(Word::Form(1).offset(), 384 + 64 + 8);
@@ -230,7 +241,7 @@ fn pop__payload_of_an_earlier_lap_is_no_stamp() {
             ..meta
         };
         assert_eq!(producer.push(meta, bytes), Ok(Wake::Nobody));
-        assert!(consumer.pop(&mut Vec::new()).unwrap().is_some());
+        assert!(consumer.pop().unwrap().is_some());
         assert_eq!(consumer.release(), Wake::Nobody);
     }
     assert_eq!(consumer.head, 5);
@@ -269,18 +280,156 @@ fn release__wakes_who_wants_room_once() {
     assert_eq!(consumer.release(), Wake::Nobody);
 }
 
+const TICKET: Ticket = Ticket {
+    qpn: Qpn::new(7),
+    end: Psn::new(1),
+    incarnation: 0,
+};
+
+/// Returns the ticket of request `number`.
+fn ticket(number: u32) -> Ticket {
+    Ticket {
+        end: Psn::new(number),
+        ..TICKET
+    }
+}
+
+/// Puts request `number` of so many bytes into the ring.
+fn request<M: RingMemory>(
+    producer: &mut Producer<M>,
+    number: u32,
+    bytes: usize,
+) -> Result<Option<Wake>, PushError> {
+    let (_, payload) = record(number.into(), bytes);
+    producer.request(ticket(number), bytes, |memory, slot| {
+        memory.write(slot, &payload);
+        true
+    })
+}
+
+/// Takes request `number`, and defers it if asked to.
+fn take_request(consumer: &mut Consumer<Heap>, number: u32, bytes: usize, defers: bool) {
+    let taken = consumer.pop().unwrap().expect("a request");
+    assert_eq!(taken.train, None);
+    let mut out = Vec::new();
+    consumer.read(&taken, &mut out);
+    assert_eq!(out, record(number.into(), bytes).1);
+    if defers {
+        consumer.defer(&taken);
+    }
+}
+
+#[test]
+fn request__ends_when_the_consumer_has_taken_it() {
+    let (_, mut producer, mut consumer) = ring(16);
+    for number in 0..3 {
+        assert_eq!(request(&mut producer, number, 60), Ok(Some(Wake::Nobody)));
+    }
+    producer.look_for_ends().unwrap();
+    assert_eq!(producer.ended(), None);
+    take_request(&mut consumer, 0, 60, false);
+    take_request(&mut consumer, 1, 60, true);
+    producer.look_for_ends().unwrap();
+    assert_eq!(producer.ended(), None, "not released");
+    assert_eq!(consumer.release(), Wake::Nobody);
+    producer.look_for_ends().unwrap();
+    assert_eq!(producer.ended(), Some((ticket(0), Taken::Done)));
+    assert_eq!(producer.ended(), Some((ticket(1), Taken::Deferred)));
+    assert_eq!(producer.ended(), None);
+    assert!(producer.has_requests());
+}
+
+#[test]
+fn request__keeps_its_slots_until_its_end_was_looked_at() {
+    let (_, mut producer, mut consumer) = ring(4);
+    assert_eq!(request(&mut producer, 0, 40), Ok(Some(Wake::Nobody)));
+    for number in 1..3 {
+        assert_eq!(push(&mut producer, number, 40), Ok(Wake::Nobody));
+    }
+    take_request(&mut consumer, 0, 40, true);
+    pop(&mut consumer, 1, 40);
+    pop(&mut consumer, 2, 40);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert_eq!(push(&mut producer, 3, 40), Err(PushError::Full), "a verdict is in the slot");
+    assert_eq!(producer.ended(), Some((ticket(0), Taken::Deferred)));
+    assert_eq!(push(&mut producer, 3, 40), Ok(Wake::Nobody));
+    // The verdict of a record that had the slot before does not remain.
+    for number in 4..12 {
+        pop(&mut consumer, u64::from(number) - 1, 40);
+        assert_eq!(consumer.release(), Wake::Nobody);
+        assert_eq!(request(&mut producer, number, 40), Ok(Some(Wake::Nobody)));
+        take_request(&mut consumer, number, 40, false);
+        assert_eq!(consumer.release(), Wake::Nobody);
+        producer.look_for_ends().unwrap();
+        assert_eq!(producer.ended(), Some((ticket(number), Taken::Done)));
+        assert_eq!(push(&mut producer, number.into(), 40), Ok(Wake::Nobody));
+    }
+}
+
+#[test]
+fn request__that_is_not_filled_leaves_nothing() {
+    for place in 0..8 {
+        let (_, mut producer, mut consumer) = ring_at(8, place);
+        assert_eq!(producer.request(TICKET, 150, |_, _| false), Ok(None));
+        assert_empty(&mut consumer);
+        assert!(!producer.has_requests());
+        assert_eq!(push(&mut producer, 1, 100), Ok(Wake::Nobody));
+        pop(&mut consumer, 1, 100);
+        assert_empty(&mut consumer);
+    }
+}
+
+#[test]
+fn wants_ends__is_woken_when_the_consumer_has_nothing_else_to_do() {
+    let (_, mut producer, mut consumer) = ring(64);
+    assert_eq!(request(&mut producer, 0, 1), Ok(Some(Wake::Nobody)));
+    assert_eq!(producer.wants_ends(), Ok(true));
+    take_request(&mut consumer, 0, 1, false);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert!(consumer.owes_wake());
+    assert_eq!(consumer.tell_ends(), Wake::Peer);
+    assert_eq!(consumer.tell_ends(), Wake::Nobody);
+    assert_eq!(producer.wants_ends(), Ok(false), "it has ended");
+    assert_eq!(producer.ended(), Some((ticket(0), Taken::Done)));
+    // Another wake-up stands for it.
+    assert_eq!(request(&mut producer, 1, 1), Ok(Some(Wake::Nobody)));
+    assert_eq!(producer.wants_ends(), Ok(true));
+    take_request(&mut consumer, 1, 1, false);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    consumer.is_told();
+    assert_eq!(consumer.tell_ends(), Wake::Nobody);
+    // It is not put off for ever.
+    producer.look_for_ends().unwrap();
+    assert!(producer.ended().is_some());
+    let mut releases = 0;
+    for number in 2..40 {
+        assert_eq!(request(&mut producer, number, 1), Ok(Some(Wake::Nobody)));
+        if number == 2 {
+            assert_eq!(producer.wants_ends(), Ok(true));
+        }
+        take_request(&mut consumer, number, 1, false);
+        releases += 1;
+        if consumer.release() == Wake::Peer {
+            break;
+        }
+    }
+    assert_eq!(releases, UNTOLD_MAX + 1);
+}
+
 #[test]
 fn pop__refuses_what_no_producer_writes() {
     // Slot, bytes, segment bytes, kind; a record of 8 slots has 240 bytes at most.
     let cases = [
         (0, 1, 1, 0),
-        (0, 1, 1, SKIP + 1),
+        (0, 1, 1, REQUEST + 1),
         (0, 0, 1, SKIP),
         (0, 1, 0, DATA),
         (0, 65, 1, DATA),
         (0, 241, 241, DATA),
         (0, u32::MAX, u16::MAX, DATA),
         (6, 113, 113, DATA),
+        (0, 241, 0, REQUEST),
+        (6, 113, 0, REQUEST),
     ];
     for (slot, bytes, segment_bytes, kind) in cases {
         let (memory, _, mut consumer) = ring_at(8, slot);
@@ -291,7 +440,7 @@ fn pop__refuses_what_no_producer_writes() {
         memory.store(Word::Stamp(slot), stamp(slot), Relaxed);
         memory.store(Word::Bytes(slot), bytes, Relaxed);
         memory.store(Word::Form(slot), meta.form(kind), Relaxed);
-        let taken = consumer.pop(&mut Vec::new());
+        let taken = consumer.pop();
         assert_eq!(taken, Err(Corrupt), "{bytes} bytes, kind {kind}");
         assert_eq!(consumer.head, slot);
     }
@@ -302,7 +451,7 @@ fn pop__refuses_a_skip_without_a_record_behind_it() {
     let (memory, _, mut consumer) = ring_at(8, 3);
     memory.store(Word::Stamp(3), stamp(3), Relaxed);
     memory.store(Word::Form(3), record(0, 0).0.form(SKIP), Relaxed);
-    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+    assert_eq!(consumer.pop(), Err(Corrupt));
     assert_eq!(consumer.head, 3);
 }
 
@@ -337,7 +486,7 @@ impl RingMemory for Skips {
 #[test]
 fn pop__ends_where_one_skip_follows_another() {
     let (_, mut consumer) = sides(Skips(Cell::new(3)), 3);
-    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+    assert_eq!(consumer.pop(), Err(Corrupt));
 }
 
 #[test]
@@ -345,7 +494,7 @@ fn pop__refuses_the_stamp_of_another_lap() {
     let (memory, _, mut consumer) = ring(8);
     memory.store(Word::Stamp(0), stamp(8), Relaxed);
     assert!(consumer.is_ready());
-    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+    assert_eq!(consumer.pop(), Err(Corrupt));
 }
 
 #[test]
@@ -380,16 +529,15 @@ fn pop__any_bytes_give_a_train_or_corrupt() {
                 let word = &memory.words[dice.below(memory.words.len())];
                 let value = dice.next() as u32;
                 word.store(
-                    [value, value & 0x0200_00ff, stamp(consumer.head)][dice.below(3)],
+                    [value, value & 0x0300_00ff, stamp(consumer.head)][dice.below(3)],
                     Relaxed,
                 );
             }
-            if let Ok(Some(meta)) = consumer.pop(&mut out) {
+            if let Ok(Some(record)) = consumer.pop() {
+                consumer.read(&record, &mut out);
                 let bytes = out.len();
-                assert!(
-                    meta.is_train_of(bytes) && bytes <= bytes_max(SLOTS),
-                    "seed {seed}"
-                );
+                let is_train = record.train.is_none_or(|meta| meta.is_train_of(bytes));
+                assert!(is_train && bytes <= bytes_max(SLOTS), "seed {seed}");
             }
             let _ = consumer.release();
         }
@@ -407,7 +555,7 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
             while !stop.load(Relaxed) {
                 let word = &memory.words[dice.below(memory.words.len())];
                 let value = dice.next() as u32;
-                word.store([value, value & 0x0200_00ff, value & 0xff][dice.below(3)], Relaxed);
+                word.store([value, value & 0x0300_00ff, value & 0xff][dice.below(3)], Relaxed);
             }
         }
     });
@@ -418,15 +566,24 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
         if pushed == Err(PushError::Full) {
             let _ = producer.wants_room();
         }
-        let popped = consumer.pop(&mut out);
-        if let Ok(Some(meta)) = popped {
-            assert!(meta.is_train_of(out.len()));
+        let requested = producer.request(TICKET, dice.below(bytes_max(16) + 1), |_, _| true);
+        if requested.is_ok() && producer.look_for_ends().is_ok() {
+            while producer.ended().is_some() {}
+            let _ = producer.wants_ends();
+        }
+        let popped = consumer.pop();
+        if let Ok(Some(record)) = popped {
+            consumer.read(&record, &mut out);
+            assert!(record.train.is_none_or(|meta| meta.is_train_of(out.len())));
+            consumer.defer(&record);
             let _ = consumer.release();
+            let _ = consumer.tell_ends();
         }
         let _ = consumer.prepare_sleep();
         consumer.awake();
         // Both sides begin anew; otherwise they would find nothing but Corrupt.
-        if popped == Err(Corrupt) || pushed == Err(PushError::Corrupt(Corrupt)) {
+        let corrupt = PushError::Corrupt(Corrupt);
+        if popped == Err(Corrupt) || pushed == Err(corrupt) || requested == Err(corrupt) {
             memory.store(Word::Head, round, Relaxed);
             memory.store(Word::Stamp(round % 16), 0, Relaxed);
             (producer, consumer) = sides(memory.clone(), round);

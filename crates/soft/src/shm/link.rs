@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
-use rdmux_rnic::{Arrival, Grantable, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_rnic::{
+    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, QpInfo, Qpn, RKey, Rings, Rnic, Taken, Ticket, Time, end_packet,
+};
 use rdmux_shm::{Channel, Corrupt, Given, Meta, Offer, Process, Segment, Side, Stay, Stays, segment};
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
@@ -127,6 +129,11 @@ pub(crate) struct Links {
     capturing: Option<u64>,
     /// Memories of the program that move into files.
     sharings: share::Sharings,
+    /// Set when a peer may wait for the ends of its requests: [`Links::tell_ends`].
+    owes_ends: bool,
+    no_rings: NoRings,
+    /// Index in `list` at which the link to a slot was found last.
+    by_slot: [u8; SLOTS],
     buffer: Vec<u8>,
 }
 
@@ -166,6 +173,9 @@ impl Links {
             loses: false,
             capturing: None,
             sharings: share::Sharings::default(),
+            owes_ends: false,
+            no_rings: NoRings,
+            by_slot: [0; SLOTS],
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -233,28 +243,56 @@ impl Links {
         self.list.is_empty()
     }
 
-    /// Returns whether trains wait for room of which the peer may notify nobody.
+    /// Returns whether trains wait for room of which the peer may notify nobody, or requests have ended that nobody has looked at.
     #[inline]
     pub(crate) fn have_waiting(&self) -> bool {
-        let waits = |link: &ShmLink| matches!(&link.state, LinkState::Up(channel) if channel.has_waiting());
+        let waits = |link: &ShmLink| matches!(&link.state, LinkState::Up(channel) if channel.has_waiting() || channel.has_ended());
         self.list.iter().any(waits)
+    }
+
+    /// Returns the link to the process of a slot, if it is up.
+    #[inline]
+    fn link_to(&mut self, peer: (IpAddr, u8)) -> Option<&mut ShmLink> {
+        let is_it = |link: &ShmLink| link.peer == Some(peer) && matches!(link.state, LinkState::Up(_));
+        let hint = self.by_slot.get_mut(usize::from(peer.1))?;
+        if !self.list.get(usize::from(*hint)).is_some_and(is_it) {
+            *hint = self.list.iter().position(is_it)? as u8;
+        }
+        self.list.get_mut(usize::from(*hint))
+    }
+
+    /// Returns the rings for requests: none while all goes in packets that faults, captures or traces see.
+    #[inline]
+    pub(crate) fn rings(&mut self, rnic: &RnicPort) -> &mut dyn Rings {
+        if rnic.sees_packets() {
+            &mut self.no_rings
+        } else {
+            self
+        }
+    }
+
+    /// Wakes the peers that wait for the ends of their requests.
+    #[inline]
+    pub(crate) fn tell_ends(&mut self) {
+        if std::mem::take(&mut self.owes_ends) {
+            self.up().for_each(|(_, channel)| channel.tell_ends());
+        }
     }
 
     /// Sends a train of packets to the process of a slot; returns false if there is no link to it.
     #[inline]
     pub(crate) fn send(&mut self, peer: (IpAddr, u8), meta: Meta, bytes: &[u8]) -> bool {
-        for link in &mut self.list {
-            if link.peer == Some(peer)
-                && let LinkState::Up(channel) = &mut link.state
-            {
-                let sent = channel.send(meta, bytes);
-                if sent.is_err() {
-                    link.give_up();
-                }
-                return sent.is_ok();
-            }
+        let Some(link) = self.link_to(peer) else {
+            return false;
+        };
+        let LinkState::Up(channel) = &mut link.state else {
+            return false;
+        };
+        let sent = channel.send(meta, bytes);
+        if sent.is_err() {
+            link.give_up();
         }
-        false
+        sent.is_ok()
     }
 
     /// Returns whether there is a link to the process of a slot.
@@ -278,29 +316,26 @@ impl Links {
                 link.give_up();
                 continue;
             }
-            if !channel.is_ready() {
+            if channel.look_for_ends().is_err() {
+                link.give_up();
                 continue;
             }
-            let mut taken = 0;
-            let result = loop {
-                match channel.receive(&mut self.buffer) {
-                    Ok(Some(meta)) => {
-                        rnic.handle_arrival(now, &arrival(peer, self.address, meta, &self.buffer));
-                    }
-                    Ok(None) => break Ok(()),
-                    Err(corrupt) => break Err(corrupt),
+            if channel.is_ready() {
+                let (taken, result) =
+                    take_records(rnic, now, channel, (peer, self.address), &mut self.buffer);
+                total += taken;
+                self.heard_last = link.id;
+                self.owes_ends |= channel.release();
+                if result.is_err() {
+                    link.give_up();
+                    continue;
                 }
-                taken += 1;
                 if taken == RECORDS_PER_PASS {
-                    break Ok(());
+                    // Some that are left may have been sent before the peer took the requests.
+                    continue;
                 }
-            };
-            total += taken;
-            self.heard_last = link.id;
-            channel.release();
-            if result.is_err() {
-                link.give_up();
             }
+            total += usize::from(end_requests(rnic, now, channel));
         }
         total
     }
@@ -757,12 +792,19 @@ impl Links {
                 if alive {
                     self.refuse(peer, Why::GivenUp);
                 }
+                let looked = channel.look_for_ends();
                 // At most as many records as a ring holds: a peer that lives may keep sending.
-                for _ in 0..segment::SLOTS {
-                    let Ok(Some(meta)) = channel.receive(&mut self.buffer) else {
+                for _ in 0..segment::SLOTS / RECORDS_PER_PASS as u32 {
+                    let addresses = (peer.0, self.address);
+                    let (taken, result) =
+                        take_records(rnic, now, &mut channel, addresses, &mut self.buffer);
+                    channel.release();
+                    if taken < RECORDS_PER_PASS || result.is_err() {
                         break;
-                    };
-                    rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
+                    }
+                }
+                if looked.is_ok() {
+                    end_requests(rnic, now, &mut channel);
                 }
                 if !alive {
                     Self::note_gone(rnic, now, peer.0, had);
@@ -837,6 +879,89 @@ impl Links {
             self.stays.wait_briefly(is_it);
         }
     }
+}
+
+impl Rings for Links {
+    fn put(&mut self, (dst, qpn): (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool {
+        let sleeps = self.asleep > 0;
+        let Some(link) = self.link_to((dst, slot_of(qpn))) else {
+            return false;
+        };
+        let LinkState::Up(channel) = &mut link.state else {
+            return false;
+        };
+        let put = channel.request(ticket, bytes, fill);
+        let result = match put {
+            // Nobody looks for its end, unless the peer rings. If it has ended already, the caller wakes those who sleep.
+            Ok(true) if sleeps => channel.wait_for_ends().map(|_| true),
+            result => result,
+        };
+        if result.is_err() {
+            link.give_up();
+        }
+        // A request that is in the ring is sent, whatever becomes of the link.
+        put.unwrap_or(false)
+    }
+}
+
+/// Takes records out of a ring; returns how many. `(peer, own)`: the addresses of the two devices.
+fn take_records(
+    rnic: &mut RnicPort,
+    now: Time,
+    channel: &mut Channel,
+    (peer, own): (IpAddr, IpAddr),
+    buffer: &mut Vec<u8>,
+) -> (usize, Result<(), Corrupt>) {
+    for taken in 0..RECORDS_PER_PASS {
+        let record = match channel.receive() {
+            Ok(Some(record)) => record,
+            Ok(None) => return (taken, Ok(())),
+            Err(corrupt) => return (taken, Err(corrupt)),
+        };
+        if let Some(meta) = record.train {
+            channel.read(&record, buffer);
+            rnic.handle_arrival(now, &arrival(peer, own, meta, buffer));
+            continue;
+        }
+        let outcome = rnic.handle_request(now, peer, &channel.bytes(&record), record.bytes);
+        if outcome == Some(Taken::Done) {
+            continue;
+        }
+        channel.defer(&record);
+        if outcome.is_none() {
+            channel.read(&record, buffer);
+            end_packet(buffer);
+            let meta = Meta {
+                segment_bytes: buffer.len() as u16,
+                traffic_class: 0,
+            };
+            rnic.handle_arrival(now, &arrival(peer, own, meta, buffer));
+        }
+    }
+    (RECORDS_PER_PASS, Ok(()))
+}
+
+/// Tells the device of the requests that the peer has taken; returns whether there were any.
+fn end_requests(rnic: &mut Rnic, now: Time, channel: &mut Channel) -> bool {
+    let mut last: Option<Ticket> = None;
+    let mut any = false;
+    while let Some((ticket, taken)) = channel.ended() {
+        any = true;
+        if taken == Taken::Deferred {
+            rnic.handle_taken(now, ticket, taken);
+            continue;
+        }
+        // One that is done ends all before it.
+        if let Some(before) = last.replace(ticket)
+            && (before.qpn, before.incarnation) != (ticket.qpn, ticket.incarnation)
+        {
+            rnic.handle_taken(now, before, Taken::Done);
+        }
+    }
+    if let Some(ticket) = last {
+        rnic.handle_taken(now, ticket, Taken::Done);
+    }
+    any
 }
 
 /// A peer's request for memory: its key, the QP that is to serve it, and the QP that asks.

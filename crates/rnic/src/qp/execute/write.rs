@@ -9,6 +9,7 @@ use super::{
 use crate::access::{Accesses, What};
 use crate::cq::{Status, WcOpcode, WorkCompletion};
 use crate::memory::Access;
+use crate::qp::message::Payload;
 use crate::qp::{Env, Head, bare_completion};
 use crate::region::Regions;
 
@@ -17,7 +18,7 @@ use crate::region::Regions;
 pub(crate) struct WritePacket<'a> {
     pub(crate) position: Position,
     pub(crate) reth: Option<Reth>,
-    pub(crate) payload: &'a [u8],
+    pub(crate) payload: Payload<'a>,
     pub(crate) imm: Option<u32>,
     pub(crate) solicited: bool,
 }
@@ -138,7 +139,10 @@ impl Execution {
             return Ok(false);
         }
         let enough = medium.is_none() && packet.payload.len() >= ENOUGH_BYTES;
-        if memory.gathers() && (!ends && !enough || !self.gathered.bytes.is_empty()) {
+        if let Payload::Packet(payload) = packet.payload
+            && memory.gathers()
+            && (!ends && !enough || !self.gathered.bytes.is_empty())
+        {
             if let Some(medium) = medium
                 && self.gathered.bytes.is_empty()
             {
@@ -148,10 +152,10 @@ impl Execution {
             }
             let pd = scope.pd;
             let place = GatheredPlace::Region { va, rkey, pd };
-            return Ok(self.gathered.push(place, packet.payload) || ends);
+            return Ok(self.gathered.push(place, payload) || ends);
         }
         let Some(medium) = medium else {
-            memory.write(offset, packet.payload)?;
+            packet.payload.write_to(&**memory, offset)?;
             return Ok(false);
         };
         let of = (memory.clone(), medium);

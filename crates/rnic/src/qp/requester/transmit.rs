@@ -9,6 +9,7 @@ use super::selective::Selective;
 use super::{Broken, Cursor, Requester, Wqe};
 use crate::cq::Status;
 use crate::qp::message::{gather, gathers, perform_local};
+use crate::local::Rings;
 use crate::qp::read_ahead::Origin;
 use crate::qp::{Env, Head, QpState};
 use crate::srq::Srqn;
@@ -22,6 +23,8 @@ const ACK_REQ_PACKETS: u32 = 32;
 const LOCAL_WINDOW_BYTES: u32 = 128 << 10;
 /// Bytes of the XRC extended transport header. A14.
 const XRCETH_LEN: usize = 4;
+/// Bytes of the longest headers of a packet of data.
+pub(super) const HEADS_MAX: usize = 64;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
 
@@ -38,7 +41,7 @@ impl Requester {
     }
 
     /// Returns the number of PSNs that may still be sent before a response must come.
-    fn room(&self, head: &Head) -> u32 {
+    pub(super) fn room(&self, head: &Head) -> u32 {
         let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
         let window = self.window(head);
         match &self.selective {
@@ -127,6 +130,7 @@ impl Requester {
         env: &mut Env<'_>,
         head: &Head,
         buf: &mut TransmitBuf,
+        rings: &mut dyn Rings,
     ) -> Result<(), Broken> {
         let mut sent = false;
         buf.ahead.forget();
@@ -150,7 +154,15 @@ impl Requester {
             } else if self.directly(head) == Some(true) {
                 self.do_direct(env, head)
             } else {
-                self.transmit_one(env, head, buf, self.cursor, None)
+                let put = match self.goes_by_ring(head) {
+                    true => self.put_one(env, head, buf, rings),
+                    false => Ok(false),
+                };
+                match put {
+                    Ok(true) => Ok(()),
+                    Ok(false) => self.transmit_one(env, head, buf, self.cursor, None),
+                    Err(status) => Err(status),
+                }
             }
             .map_err(|status| Broken { status, request })?;
             sent = true;
@@ -205,7 +217,7 @@ impl Requester {
     }
 
     /// Returns the PSN of a request's first packet. The request gets its PSNs when that packet is built.
-    fn begin(&mut self, env: &mut Env<'_>, head: &Head, index: usize) -> Psn {
+    pub(super) fn begin(&mut self, env: &mut Env<'_>, head: &Head, index: usize) -> Psn {
         if let Some(first) = self.queue[index].first {
             return first;
         }
@@ -302,7 +314,7 @@ impl Requester {
 
     /// Advances the cursor past the packet that was built there, of `packets` PSNs. Returns whether it was sent for the first time,
     /// at least in part.
-    fn advance(&mut self, bth: &Bth, packets: u32, now: Time) -> bool {
+    pub(super) fn advance(&mut self, bth: &Bth, packets: u32, now: Time) -> bool {
         let at = self.cursor;
         let wqe = &self.queue[at.wqe];
         let whole = at.packet + packets == wqe.packets;
@@ -360,24 +372,35 @@ impl Requester {
 }
 
 /// A request packet to be built.
-struct RequestPacket<'a> {
+pub(super) struct RequestPacket<'a> {
     head: &'a Head,
     path: &'a Path,
     wqe: &'a Wqe,
     /// Index of the packet in its request.
     index: u32,
-    bth: Bth,
+    pub(super) bth: Bth,
     /// The shared receive queue that the extended header of XRC names.
     srqn: Option<Srqn>,
     /// Number of PSNs that may be sent, the packet's included.
     room: u32,
     /// Number of packets that this one stands for. More than 1 only for data that goes through memory of this host.
-    count: u32,
+    pub(super) count: u32,
+}
+
+/// A packet of data without its payload.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DataPacket {
+    /// Bytes of its headers.
+    pub(super) heads: usize,
+    /// Bytes of its payload.
+    pub(super) bytes: usize,
+    /// Bytes of the message before it.
+    pub(super) done: u64,
 }
 
 impl<'a> RequestPacket<'a> {
     /// Returns a packet of a READ; another operation sets its own opcode.
-    fn new(
+    pub(super) fn new(
         head: &'a Head,
         path: &'a Path,
         wqe: &'a Wqe,
@@ -406,15 +429,22 @@ impl<'a> RequestPacket<'a> {
     /// Makes this packet of data stand for those behind it as well, as far as the window allows. It may exceed the sender's quantum, as
     /// every last packet of one may, but not a limit of the rate.
     fn coalesce(&mut self, buf: &TransmitBuf) {
+        if self.head.local {
+            self.coalesce_by(if self.head.rate.is_limited() {
+                buf.room()
+            } else {
+                usize::MAX
+            });
+        }
+    }
+
+    /// Makes this packet of data stand for those behind it as well, as far as the window and `bytes` allow.
+    pub(super) fn coalesce_by(&mut self, bytes: usize) {
         let left = self.wqe.packets - self.index;
-        if !self.head.local || left == 1 {
+        if left == 1 {
             return;
         }
-        let mut bytes = coalesced::PAYLOAD_BYTES_MAX;
-        if self.head.rate.is_limited() {
-            bytes = bytes.min(buf.room());
-        }
-        let bytes = bytes as u32;
+        let bytes = bytes.min(coalesced::PAYLOAD_BYTES_MAX) as u32;
         let most = (bytes / self.head.mtu).clamp(1, coalesced::COUNT_MAX);
         self.count = left.min(self.room).min(most).max(1);
     }
@@ -489,8 +519,9 @@ impl<'a> RequestPacket<'a> {
         })
     }
 
-    /// Adds a packet of a SEND or WRITE. The last one requests an acknowledgement in any case.
-    fn push_data(&mut self, env: &Env<'_>, buf: &mut TransmitBuf) -> Result<(), Status> {
+    /// Writes the headers of a packet of a SEND or WRITE to `out`, which is zero and long enough. The last packet requests an acknowledgement
+    /// in any case.
+    pub(super) fn emit_data(&mut self, out: &mut [u8]) -> Result<DataPacket, Status> {
         let (head, wqe, index) = (self.head, self.wqe, self.index);
         let last = index + self.count == wqe.packets;
         let position = Position::of(index == 0, last);
@@ -509,27 +540,44 @@ impl<'a> RequestPacket<'a> {
         bth.ack_req |= last;
         bth.solicited =
             last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
-        let len = Bth::LEN + bth.opcode.ext().len() + bytes + usize::from(bth.pad);
+        let mut at = self.emit_heads(out);
+        if let Some((va, rkey)) = write
+            && position.begins()
+        {
+            let length = wqe.bytes;
+            Reth { va, rkey, length }.emit(&mut out[at..]);
+            at += Reth::LEN;
+        }
+        if let Some(word) = imm.or(invalidate.map(|rkey| rkey.0))
+            && last
+        {
+            out[at..at + 4].copy_from_slice(&word.to_be_bytes());
+            at += 4;
+        }
+        Ok(DataPacket {
+            heads: at,
+            bytes,
+            done: done.into(),
+        })
+    }
+
+    /// Adds a packet of a SEND or WRITE.
+    fn push_data(&mut self, env: &Env<'_>, buf: &mut TransmitBuf) -> Result<(), Status> {
+        let (head, wqe, index) = (self.head, self.wqe, self.index);
+        let mut heads = [0; HEADS_MAX];
+        let DataPacket {
+            heads: at,
+            bytes,
+            done,
+        } = self.emit_data(&mut heads)?;
+        let bth = &self.bth;
+        let len = at + bytes + usize::from(bth.pad);
         let source = Origin::Request(bth.psn.minus(index));
-        let soon = (self.room.saturating_mul(head.mtu).min(wqe.bytes - done) as usize).min(buf.room());
+        let soon = (self.room.saturating_mul(head.mtu).min(wqe.bytes - done as u32) as usize).min(buf.room());
         let mut ahead = std::mem::take(&mut buf.ahead);
         let built = buf.push(self.path, len, |b| {
-            let mut at = self.emit_heads(b);
-            if let Some((va, rkey)) = write
-                && position.begins()
-            {
-                let length = wqe.bytes;
-                Reth { va, rkey, length }.emit(&mut b[at..]);
-                at += Reth::LEN;
-            }
-            if let Some(word) = imm.or(invalidate.map(|rkey| rkey.0))
-                && last
-            {
-                b[at..at + 4].copy_from_slice(&word.to_be_bytes());
-                at += 4;
-            }
+            b[..at].copy_from_slice(&heads[..at]);
             let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
-            let done = u64::from(done);
             if self.count > 1 {
                 return gather(env, pd, sges, done, out);
             }

@@ -13,8 +13,10 @@ use loom::sync::atomic::{AtomicU32, fence};
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
+use rdmux_rnic::Taken;
+
 use super::super::{Consumer, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset};
-use super::{push, record, sides};
+use super::{push, record, request, sides, take, ticket};
 
 /// The step that is weaker than in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +32,7 @@ enum Weak {
     FenceOfPush,
     FenceOfSleep,
     FenceOfRelease,
-    FenceOfWantsRoom,
+    FenceOfWaits,
 }
 
 /// A slot. Its bytes are one cell, which loom watches for races. The stamp has values of its own like every loom atomic, so payload in its
@@ -64,7 +66,7 @@ impl Slot {
 struct Shared {
     head: AtomicU32,
     sleeping: AtomicU32,
-    wants_room: AtomicU32,
+    waits: AtomicU32,
     slots: Vec<Slot>,
 }
 
@@ -87,9 +89,9 @@ impl Side {
         match word {
             Word::Head => Some(&self.shared.head),
             Word::Sleeping => Some(&self.shared.sleeping),
-            Word::WantsRoom => Some(&self.shared.wants_room),
+            Word::Waits => Some(&self.shared.waits),
             Word::Stamp(slot) => Some(&self.shared.slots[slot as usize].stamp),
-            Word::Bytes(_) | Word::Form(_) => None,
+            Word::Bytes(_) | Word::Form(_) | Word::Verdict(_) => None,
         }
     }
 
@@ -144,7 +146,7 @@ impl RingMemory for Side {
             (Weak::FenceOfPush, Word::Stamp(_))
             | (Weak::FenceOfSleep, Word::Sleeping)
             | (Weak::FenceOfRelease, Word::Head)
-            | (Weak::FenceOfWantsRoom, Word::WantsRoom) => AcqRel,
+            | (Weak::FenceOfWaits, Word::Waits) => AcqRel,
             _ => order,
         };
         fence(order);
@@ -208,7 +210,7 @@ fn ring(slots: u32, position: u32, weak: Weak) -> (Producer<Side>, Consumer<Side
 /// Takes record `number` if it is there.
 fn try_pop(consumer: &mut Consumer<Side>, number: u64, bytes: usize) -> bool {
     let mut out = Vec::new();
-    let found = consumer.pop(&mut out).unwrap();
+    let found = take(consumer, &mut out).unwrap();
     if let Some(meta) = found {
         assert_eq!((meta, out), record(number, bytes));
     }
@@ -276,6 +278,81 @@ fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
         consumer.awake();
     }
     other.join().unwrap();
+}
+
+/// The producer puts two requests into a ring of four slots, and sleeps until each has ended; the consumer defers the second, and sleeps
+/// when it finds nothing.
+fn requests(weak: Weak, rung: bool) {
+    let (mut producer, mut consumer) = ring(4, 3, weak);
+    let (records, ends) = (Doorbell::new(rung), Doorbell::new(rung));
+    let other = thread::spawn({
+        let (records, ends) = (Rc::clone(&records), Rc::clone(&ends));
+        move || {
+            for number in 0..2 {
+                match request(&mut producer, number, 48) {
+                    Ok(Some(Wake::Peer)) => records.ring(),
+                    Ok(Some(Wake::Nobody)) => {}
+                    other => panic!("{other:?}"),
+                }
+                let ended = loop {
+                    producer.look_for_ends().unwrap();
+                    if let Some(ended) = producer.ended() {
+                        break ended;
+                    }
+                    if producer.wants_ends().unwrap() {
+                        ends.wait();
+                    }
+                    producer.no_longer_waits();
+                };
+                let taken = [Taken::Done, Taken::Deferred][number as usize];
+                assert_eq!(ended, (ticket(number), taken), "end of {number}");
+            }
+        }
+    });
+    let mut number = 0;
+    while number < 2 {
+        if let Some(taken) = consumer.pop().unwrap() {
+            let mut out = Vec::new();
+            consumer.read(&taken, &mut out);
+            assert_eq!(out, record(number, 48).1);
+            if number == 1 {
+                consumer.defer(&taken);
+            }
+            number += 1;
+        }
+        if consumer.release() == Wake::Peer || consumer.tell_ends() == Wake::Peer {
+            ends.ring();
+        }
+        if number < 2 {
+            if consumer.prepare_sleep() {
+                records.wait();
+            }
+            consumer.awake();
+        }
+    }
+    other.join().unwrap();
+}
+
+#[test]
+fn requests__end_as_the_consumer_says() {
+    check(Weak::Nothing, |weak| requests(weak, false));
+    check(Weak::Nothing, |weak| requests(weak, true));
+}
+
+#[test]
+fn requests__need_each_ordering() {
+    for (weak, how) in [
+        (Weak::StampRelease, "Causality violation"),
+        (Weak::StampAcquire, "Causality violation"),
+        (Weak::HeadRelease, "Causality violation"),
+        (Weak::HeadAcquire, "Causality violation"),
+        (Weak::FenceOfPush, "deadlock"),
+        (Weak::FenceOfSleep, "deadlock"),
+        (Weak::FenceOfRelease, "deadlock"),
+        (Weak::FenceOfWaits, "deadlock"),
+    ] {
+        fails(weak, how, |weak| requests(weak, false));
+    }
 }
 
 /// Default limit of preemptions, with which the models take seconds, not minutes; `LOOM_MAX_PREEMPTIONS` overrides it.
@@ -346,7 +423,7 @@ fn sleepers__need_each_fence() {
         Weak::FenceOfPush,
         Weak::FenceOfSleep,
         Weak::FenceOfRelease,
-        Weak::FenceOfWantsRoom,
+        Weak::FenceOfWaits,
     ] {
         fails(weak, "deadlock", |weak| sleepers(weak, 2, false, false));
     }
