@@ -27,9 +27,9 @@ use crate::local::{NoRings, RingBytes, Rings, Taken, Ticket};
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::probes::word24;
-use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
 use crate::qp::message::Payload;
-use crate::qp::{Cause, Env, Head, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
+use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
+use crate::qp::{Cause, Env, Event, Head, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::retired::RetiredMemories;
@@ -1029,7 +1029,9 @@ impl Rnic {
         if !is_data || bth.pkey & 0x7fff != 0x7fff || !is_for(&qp.head) {
             return None;
         }
-        let taken = self.with_qp(now, bth.dest_qpn, |qp, env| qp.take_request(env, &packet, payload))??;
+        let taken = self.with_qp(now, bth.dest_qpn, |qp, env| {
+            qp.take_request(env, &packet, payload)
+        })??;
         let count = u64::from(packet.count());
         self.counters.rcvd_bytes += (len + pad + ICRC_LEN) as u64;
         self.counters.rcvd_pkts += count;
@@ -1320,7 +1322,9 @@ impl Rnic {
             && let Some(quantum) = self.ready.pick()
         {
             let (qpn, before) = (quantum.id, buf.bytes().len());
-            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, rings, quantum.bytes, all));
+            self.with_qp(now, qpn, |qp, env| {
+                qp.transmit(env, buf, rings, quantum.bytes, all)
+            });
             let sent = buf.bytes().len() - before + buf.carried();
             let qp = self.qps.get_mut(&qpn.value());
             let more = qp.as_ref().is_some_and(|qp| qp.wants_transmit());

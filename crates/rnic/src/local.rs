@@ -51,6 +51,9 @@ pub type Fill<'a> = dyn FnMut(&dyn RingBytes) -> bool + 'a;
 
 /// The rings to the peers on this host.
 pub trait Rings {
+    /// Returns whether there is a ring to the process that has a QPN at an address.
+    fn reach(&mut self, peer: (IpAddr, Qpn)) -> bool;
+
     /// Puts a request of `bytes` bytes into the ring to the process that has a QPN at an address. Returns false if there is no such ring,
     /// or no room in it, or `fill` fails. Once the peer has taken the request, the driver passes the ticket to [`crate::Rnic::handle_taken`].
     fn put(&mut self, peer: (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool;
@@ -61,6 +64,10 @@ pub trait Rings {
 pub struct NoRings;
 
 impl Rings for NoRings {
+    fn reach(&mut self, _: (IpAddr, Qpn)) -> bool {
+        false
+    }
+
     fn put(&mut self, _: (IpAddr, Qpn), _: Ticket, _: usize, _: &mut Fill<'_>) -> bool {
         false
     }

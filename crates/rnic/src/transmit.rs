@@ -85,6 +85,8 @@ pub struct TransmitBuf {
     limit_bytes: usize,
     /// Offset at which the current quantum ends.
     quantum_end: usize,
+    /// Set until the buffer is cleared: see [`TransmitBuf::stop`].
+    stopped: bool,
     /// Bytes of this quantum that did not come into the buffer, since a ring took them.
     carried: usize,
     /// Set while pushed packets go through memory of this host.
@@ -103,6 +105,7 @@ impl TransmitBuf {
             trains: Vec::with_capacity(64),
             limit_bytes,
             quantum_end: usize::MAX,
+            stopped: false,
             carried: 0,
             local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
@@ -113,6 +116,7 @@ impl TransmitBuf {
     /// Empties the buffer.
     pub fn clear(&mut self) {
         self.used = 0;
+        self.stopped = false;
         self.trains.clear();
     }
 
@@ -133,7 +137,7 @@ impl TransmitBuf {
 
     /// Returns whether the buffer, or the current quantum, has reached its limit.
     pub fn is_full(&self) -> bool {
-        self.used >= self.limit_bytes.min(self.quantum_end)
+        self.stopped || self.used >= self.limit_bytes.min(self.quantum_end)
     }
 
     /// Returns the bytes left until the buffer is full.
@@ -152,6 +156,11 @@ impl TransmitBuf {
         self.quantum_end = self.used + bytes as usize;
         self.carried = 0;
         self.local = local;
+    }
+
+    /// Takes no more packets until the buffer is cleared: what follows goes by a ring, and must not overtake those in the buffer.
+    pub(crate) fn stop(&mut self) {
+        self.stopped = true;
     }
 
     /// Charges bytes that a ring took to the quantum.

@@ -16,8 +16,8 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
-use crate::revocation;
 use crate::record::RecordBytes;
+use crate::revocation;
 use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Record, Wake};
 use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
 use crate::stay::{Given, Stay, Stays};

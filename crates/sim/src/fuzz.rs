@@ -6,14 +6,15 @@ mod input;
 mod packet;
 mod side;
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::net::IpAddr;
 
 use rdmux_rnic::cm::{CmId, Endpoint, Peering};
 use rdmux_rnic::{
     Access, Arm, Arrival, Bind, Fault, LinkProgress, Operation, Path, Placement, QpAttributes, QpState,
-    QpType, Qpn, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, Srqn, Target, Time,
-    TransmitBuf,
+    QpType, Qpn, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, Srqn, Taken, Target,
+    Ticket, Time, TransmitBuf, end_packet,
 };
 use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
@@ -21,6 +22,7 @@ use rdmux_wire::{LKey, Psn};
 
 use crate::machine::Machine;
 use crate::memory::MemoryKind;
+use crate::world::{Record, SimRing};
 use input::Input;
 pub use input::Reach;
 use side::{FENCED, IOVA, PSN, QKEY, QpKind, REGION, Side};
@@ -42,6 +44,8 @@ struct Wire {
     bytes: Vec<u8>,
     /// Set when the packet goes through memory of one machine.
     local: bool,
+    /// Set for a request in a ring.
+    ticket: Option<Ticket>,
 }
 
 /// Panics when the engine does, or when one of its invariants is broken. Returns what the input reached.
@@ -69,6 +73,8 @@ struct Pair {
     sides: [Side; 2],
     /// Packets in flight to each side.
     links: [VecDeque<Wire>; 2],
+    /// News for each side of requests that its peer has taken.
+    taken: [VecDeque<(Ticket, Taken)>; 2],
     buf: TransmitBuf,
     shape: u8,
     /// QPs that this input exercises.
@@ -96,6 +102,7 @@ impl Pair {
             now: Time(1),
             sides,
             links: Default::default(),
+            taken: Default::default(),
             buf: TransmitBuf::new(64 << 10, shape & 2 != 0),
             shape,
             focus: vec![first, peer_of(first), second % QpKind::VARIANTS.len()],
@@ -268,6 +275,7 @@ impl Pair {
             56 | 57 => self.modify(i, at, input),
             58 => self.renew(at, input),
             59 | 60 => self.objects(i, at, input),
+            61 => self.take(i, Some(input)),
             _ => self.connections(i, at, input),
         }
     }
@@ -710,7 +718,7 @@ impl Pair {
             return;
         }
         // On one machine nobody can tamper with packets.
-        wire.local = false;
+        (wire.local, wire.ticket) = (false, None);
         let before = self.sides[i].snapshot();
         self.deliver(i, &wire);
         self.sides[i].assert_unchanged(&before);
@@ -723,7 +731,16 @@ impl Pair {
         bytes.extend_from_slice(&icrc.to_le_bytes());
         self.note_psn(to, &bytes);
         let local = false;
-        self.deliver(to, &Wire { path, bytes, local });
+        let ticket = None;
+        self.deliver(
+            to,
+            &Wire {
+                path,
+                bytes,
+                local,
+                ticket,
+            },
+        );
     }
 
     fn deliver(&mut self, to: usize, wire: &Wire) {
@@ -735,6 +752,17 @@ impl Pair {
             let state = side.state(at) as u8;
             side.reach.packets.insert((kind, state, wire.bytes[0]));
         }
+        if let Some(ticket) = wire.ticket {
+            let tail = Bth::parse(&wire.bytes).map_or(0, |bth| usize::from(bth.pad)) + ICRC_LEN;
+            let len = wire.bytes.len().saturating_sub(tail);
+            let record = Record(RefCell::new(wire.bytes[..len].to_vec()));
+            let taken = side.rnic.handle_request(self.now, wire.path.src, &record, len);
+            let told = taken.unwrap_or(Taken::Deferred);
+            self.taken[1 - to].push_back((ticket, told));
+            if taken.is_some() {
+                return;
+            }
+        }
         let arrival = Arrival {
             src: wire.path.src,
             src_port: wire.path.src_port,
@@ -745,6 +773,25 @@ impl Pair {
             local: wire.local,
         };
         side.rnic.handle_arrival(self.now, &arrival);
+    }
+
+    /// Tells a device how its peer has taken the oldest request; the input may change what it hears.
+    fn take(&mut self, i: usize, input: Option<&mut Input<'_>>) {
+        let Some((mut ticket, mut taken)) = self.taken[i].pop_front() else {
+            return;
+        };
+        if let Some(input) = input
+            && input.one_in(4)
+        {
+            ticket.end = ticket.end.plus(u32::from(input.byte()));
+            ticket.incarnation ^= u32::from(input.byte() & 1);
+            taken = if input.one_in(2) {
+                Taken::Done
+            } else {
+                Taken::Deferred
+            };
+        }
+        self.sides[i].rnic.handle_taken(self.now, ticket, taken);
     }
 
     /// Records where the window of a connection is.
@@ -823,8 +870,20 @@ impl Pair {
         let mut packets = 0;
         loop {
             self.buf.clear();
-            let more = self.sides[i].rnic.poll_transmit(self.now, &mut self.buf, true);
+            let mut ring = SimRing::new(self.machine.as_ref().and(Some(0)), usize::MAX);
+            let rnic = &mut self.sides[i].rnic;
+            let more = rnic.poll_transmit_with(self.now, &mut self.buf, &mut ring, true);
             let mut sent = Vec::new();
+            for (ticket, mut bytes) in ring.requests {
+                packets += 1;
+                end_packet(&mut bytes);
+                sent.push(Wire {
+                    path: self.path(i),
+                    bytes,
+                    local: true,
+                    ticket: Some(ticket),
+                });
+            }
             for train in self.buf.trains() {
                 assert!(train.range.len() <= rdmux_rnic::TRAIN_BYTES_MAX);
                 packets += train.packets;
@@ -833,6 +892,7 @@ impl Pair {
                     path: train.path,
                     bytes: bytes.to_vec(),
                     local: train.local,
+                    ticket: None,
                 }));
             }
             for wire in sent {
@@ -868,12 +928,16 @@ impl Pair {
                 for id in std::mem::take(&mut side.cm_ids) {
                     side.rnic.cm().disconnect(self.now, id);
                 }
+                while !self.taken[i].is_empty() {
+                    self.take(i, None);
+                }
                 while let Some(wire) = self.links[i].pop_front() {
                     self.deliver(i, &wire);
                 }
             }
             self.settle();
-            if self.links.iter().any(|link| !link.is_empty()) {
+            let moves = self.links.iter().any(|link| !link.is_empty());
+            if moves || self.taken.iter().any(|taken| !taken.is_empty()) {
                 continue;
             }
             let timers = self.sides.iter().filter_map(|side| side.rnic.poll_timeout());

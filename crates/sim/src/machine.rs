@@ -212,6 +212,15 @@ impl Machine {
         (!self.dead).then_some(*last)
     }
 
+    /// Returns the number of requests for which a ring has room.
+    pub(crate) fn room(&mut self) -> usize {
+        if self.dice.one_in(4) {
+            self.dice.below(4) as usize
+        } else {
+            usize::MAX
+        }
+    }
+
     /// Records that a host takes a train that was sent to it.
     pub(crate) fn takes(&mut self, host: usize) {
         self.ends[host].taken = self.ends[host].taken.wrapping_add(1);

@@ -53,7 +53,9 @@ pub(crate) const PSNS_SKIPPED: &str = "PSNs were skipped";
 pub(crate) const ONE_MACHINE: &str = "both hosts on one machine";
 pub(crate) const LINK_BROKE: &str = "link of one machine broke";
 pub(crate) const ENDED_HALF_WAY: &str = "a grant ended half-way";
-const HAPPENED: [&str; 11] = [
+pub(crate) const REQUEST_DONE: &str = "a request in a ring was executed";
+pub(crate) const REQUEST_DEFERRED: &str = "a request in a ring was left to packets";
+const HAPPENED: [&str; 13] = [
     RESTARTED_SELECTIVE,
     RESTARTED_GO_BACK,
     OLD_PACKETS,
@@ -65,6 +67,8 @@ const HAPPENED: [&str; 11] = [
     ONE_MACHINE,
     LINK_BROKE,
     ENDED_HALF_WAY,
+    REQUEST_DONE,
+    REQUEST_DEFERRED,
 ];
 
 type Name = (&'static str, String);

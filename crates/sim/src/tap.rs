@@ -70,7 +70,7 @@ impl Tap {
         }
     }
 
-    pub(crate) fn look(&mut self, host: usize, path: &Path, packet: &[u8]) {
+    pub(crate) fn look(&mut self, host: usize, path: Option<&Path>, packet: &[u8]) {
         let &[
             opcode,
             _,
@@ -108,7 +108,9 @@ impl Tap {
         let has_bitmap = ACKNOWLEDGE.contains(&opcode) && packet.len() > bare;
         let what = if has_bitmap && !agreed.iter().any(|agreed| agreed.selective) {
             "a bitmap to a peer that did not agree to it"
-        } else if !(agreed.iter()).any(|agreed| without_ecn(*path) == without_ecn(agreed.path)) {
+        } else if path
+            .is_some_and(|path| !(agreed.iter()).any(|agreed| without_ecn(*path) == without_ecn(agreed.path)))
+        {
             "over another path than was set"
         } else {
             return;

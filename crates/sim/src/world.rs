@@ -1,13 +1,15 @@
 //! Two hosts, a clock and the links between them.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
-    AccessJob, Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, LinkProgress, Path, PostError, QpType,
-    RKey, Rnic, SendRequest, Time, TransmitBuf, WorkCompletion,
+    AccessJob, Arrival, Config, Cqn, Event, Fault, Fill, FlushId, FlushJob, LKey, LinkProgress, Memory, Path,
+    PostError, QpType, RKey, RingBytes, Rings, Rnic, SendRequest, Taken, Ticket, Time, TransmitBuf,
+    WorkCompletion, end_packet,
 };
 
 use rdmux_rnic::ECN_MARKED;
@@ -70,6 +72,21 @@ enum Happening {
         segment_bytes: usize,
         local: bool,
     },
+    /// A request comes in the ring of a link.
+    Request {
+        to: usize,
+        link: u32,
+        path: Path,
+        bytes: Vec<u8>,
+        ticket: Ticket,
+    },
+    /// A host learns that its peer has taken a request.
+    Taken {
+        to: usize,
+        link: u32,
+        ticket: Ticket,
+        taken: Taken,
+    },
     /// The link of two hosts on one machine changes, or carries a message.
     Change(Change),
     GrantMessage {
@@ -78,7 +95,7 @@ enum Happening {
         message: GrantMessage,
     },
     FlushRuns(usize, FlushJob),
-    FlushEnds(usize, FlushId, Result<(), rdmux_rnic::Fault>),
+    FlushEnds(usize, FlushId, Result<(), Fault>),
     /// The medium of a host has done the oldest of its accesses.
     AccessEnds(usize),
     Idle(usize),
@@ -228,8 +245,11 @@ impl World {
         }
         let mut buf = std::mem::replace(&mut self.buf, TransmitBuf::new(0, false));
         buf.clear();
-        let posted = rnic.post_send_into(self.now, qpn, request, &mut buf, &mut rdmux_rnic::NoRings);
+        let mut ring = self.ring(host);
+        let rnic = &mut self.hosts[host].rnic;
+        let posted = rnic.post_send_into(self.now, qpn, request, &mut buf, &mut ring);
         self.take_back_revoked(host);
+        self.send_requests(host, ring);
         self.send(host, &buf);
         self.buf = buf;
         self.settle(host);
@@ -371,6 +391,25 @@ impl World {
                     self.settle(to);
                 }
             }
+            Happening::Request {
+                to,
+                link,
+                path,
+                bytes,
+                ticket,
+            } => self.take_request(to, link, path, bytes, ticket),
+            Happening::Taken {
+                to,
+                link,
+                ticket,
+                taken,
+            } => {
+                let is_up = |machine: &Machine| machine.is_up(to) && machine.link() == Some(link);
+                if !self.hosts[to].vanished && self.machine.as_ref().is_some_and(is_up) {
+                    self.hosts[to].rnic.handle_taken(self.now, ticket, taken);
+                    self.settle(to);
+                }
+            }
             Happening::Change(change) => self.change(change),
             Happening::GrantMessage { to, link, message } => self.say(to, link, message),
             Happening::FlushRuns(host, job) => {
@@ -481,7 +520,10 @@ impl World {
         let mut buf = std::mem::replace(&mut self.buf, TransmitBuf::new(0, false));
         loop {
             buf.clear();
-            let more = self.hosts[from].rnic.poll_transmit(self.now, &mut buf, all);
+            let mut ring = self.ring(from);
+            let rnic = &mut self.hosts[from].rnic;
+            let more = rnic.poll_transmit_with(self.now, &mut buf, &mut ring, all);
+            self.send_requests(from, ring);
             self.send(from, &buf);
             if !more {
                 break;
@@ -499,7 +541,7 @@ impl World {
                 self.tap.violation.get_or_insert_with(what);
             }
             for packet in bytes.chunks(train.segment_bytes) {
-                self.tap.look(from, &train.path, packet);
+                self.tap.look(from, Some(&train.path), packet);
             }
             let dst = train.path.dst;
             for to in 0..2 {
@@ -661,7 +703,11 @@ impl World {
     fn link_progress(&self, host: usize) -> Option<LinkProgress> {
         let machine = self.machine.as_ref().filter(|machine| machine.is_up(host))?;
         let waits = |of: usize| {
-            let to_it = |happening: &Happening| matches!(happening, Happening::Arrive { to, local: true, .. } if *to == of);
+            let to_it = |happening: &Happening| {
+                matches!(happening, Happening::Arrive { to, local: true, .. }
+                    | Happening::Request { to, .. }
+                    | Happening::Taken { to, .. } if *to == of)
+            };
             self.agenda.values().any(to_it)
         };
         Some(LinkProgress {
@@ -684,6 +730,11 @@ impl World {
                 *lost += bytes.len().div_ceil(*segment_bytes) as u64;
                 false
             }
+            Happening::Request { to, .. } if to_these(*to) => {
+                *lost += 1;
+                false
+            }
+            Happening::Taken { to, .. } => !to_these(*to),
             _ => true,
         });
     }
@@ -806,6 +857,97 @@ impl World {
         }
     }
 
+    /// Returns the ring from a host to the other one, as it is now.
+    fn ring(&mut self, from: usize) -> SimRing {
+        let link = self.machine.as_ref().filter(|machine| machine.is_up(from));
+        // Acknowledgements are forged only where there are any.
+        let link = link.and_then(Machine::link).filter(|_| self.forged.is_none());
+        SimRing::new(link, self.machine.as_mut().map_or(0, Machine::room))
+    }
+
+    /// Carries the requests of a ring.
+    fn send_requests(&mut self, from: usize, ring: SimRing) {
+        let (Some(link), to) = (ring.link, 1 - from) else {
+            return;
+        };
+        for (ticket, bytes) in ring.requests {
+            if self.hosts[from].vanished {
+                continue;
+            }
+            let path = Path {
+                src: self.hosts[from].address,
+                dst: self.hosts[to].address,
+                src_port: UDP_PORT,
+                traffic_class: 0,
+            };
+            let mut packet = bytes.clone();
+            end_packet(&mut packet);
+            self.tap.look(from, None, &packet);
+            self.carried.packets += 1;
+            self.carried.bytes += packet.len() as u64;
+            let arrival = |machine: &mut Machine| machine.arrival(self.now, to);
+            let Some(at) = self.machine.as_mut().and_then(arrival) else {
+                self.carried.lost += 1;
+                continue;
+            };
+            let request = Happening::Request {
+                to,
+                link,
+                path,
+                bytes,
+                ticket,
+            };
+            self.plan(at, request);
+        }
+    }
+
+    /// Takes a request out of a ring.
+    fn take_request(&mut self, to: usize, link: u32, path: Path, mut bytes: Vec<u8>, ticket: Ticket) {
+        if self.hosts[to].vanished {
+            return;
+        }
+        if let Some(machine) = &mut self.machine {
+            machine.takes(to);
+        }
+        let record = Record(RefCell::new(bytes.clone()));
+        let rnic = &mut self.hosts[to].rnic;
+        let outcome = rnic.handle_request(self.now, path.src, &record, bytes.len());
+        if outcome.is_none() {
+            end_packet(&mut bytes);
+            let arrival = Arrival {
+                src: path.src,
+                src_port: path.src_port,
+                dst: path.dst,
+                traffic_class: path.traffic_class,
+                bytes: &bytes,
+                segment_bytes: bytes.len(),
+                local: true,
+            };
+            rnic.handle_arrival(self.now, &arrival);
+        }
+        let taken = outcome.unwrap_or(Taken::Deferred);
+        self.seen.happened(match taken {
+            Taken::Done => seen::REQUEST_DONE,
+            Taken::Deferred => seen::REQUEST_DEFERRED,
+        });
+        // The sender finds in its ring what was sent before, and looks at the end of the request then.
+        let back = 1 - to;
+        if let Some(at) = self
+            .machine
+            .as_mut()
+            .and_then(|machine| machine.arrival(self.now, back))
+        {
+            let taken = Happening::Taken {
+                to: back,
+                link,
+                ticket,
+                taken,
+            };
+            self.plan(at, taken);
+        }
+        self.settle(to);
+    }
+
     /// Carries a train through memory.
     fn carry_local(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
         let forges = self.forged.is_some_and(|(from, _)| from != to);
@@ -835,5 +977,61 @@ impl World {
             };
             self.plan(at, arrive);
         }
+    }
+}
+
+/// Requests that a host puts into its ring.
+pub(crate) struct SimRing {
+    /// The link; `None` if there is none.
+    link: Option<u32>,
+    /// Number of requests for which there is room.
+    room: usize,
+    pub(crate) requests: Vec<(Ticket, Vec<u8>)>,
+}
+
+impl SimRing {
+    pub(crate) fn new(link: Option<u32>, room: usize) -> SimRing {
+        let requests = Vec::new();
+        SimRing { link, room, requests }
+    }
+}
+
+impl Rings for SimRing {
+    fn reach(&mut self, _: (IpAddr, Qpn)) -> bool {
+        self.link.is_some()
+    }
+
+    fn put(&mut self, _: (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool {
+        if self.link.is_none() || self.requests.len() >= self.room {
+            return false;
+        }
+        let record = Record(RefCell::new(vec![0; bytes]));
+        if !fill(&record) {
+            return false;
+        }
+        self.requests.push((ticket, record.0.into_inner()));
+        true
+    }
+}
+
+/// The bytes of a request.
+#[derive(Debug)]
+pub(crate) struct Record(pub(crate) RefCell<Vec<u8>>);
+
+impl RingBytes for Record {
+    fn read(&self, at: usize, out: &mut [u8]) {
+        out.copy_from_slice(&self.0.borrow()[at..at + out.len()]);
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) {
+        self.0.borrow_mut()[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn write_from(&self, at: usize, from: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
+        from.read(offset, &mut self.0.borrow_mut()[at..at + len])
+    }
+
+    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
+        to.write(offset, &self.0.borrow()[at..at + len])
     }
 }

@@ -243,7 +243,11 @@ pub(super) fn place(
         copied.map_err(|_| Status::LocalQpOperation)?;
         done += n;
     }
-    if done < len { Err(Status::LocalLength) } else { Ok(()) }
+    if done < len {
+        Err(Status::LocalLength)
+    } else {
+        Ok(())
+    }
 }
 
 /// Places a part of a message into local memory.

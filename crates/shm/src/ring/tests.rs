@@ -350,7 +350,11 @@ fn request__keeps_its_slots_until_its_end_was_looked_at() {
     pop(&mut consumer, 1, 40);
     pop(&mut consumer, 2, 40);
     assert_eq!(consumer.release(), Wake::Nobody);
-    assert_eq!(push(&mut producer, 3, 40), Err(PushError::Full), "a verdict is in the slot");
+    assert_eq!(
+        push(&mut producer, 3, 40),
+        Err(PushError::Full),
+        "a verdict is in the slot"
+    );
     assert_eq!(producer.ended(), Some((ticket(0), Taken::Deferred)));
     assert_eq!(push(&mut producer, 3, 40), Ok(Wake::Nobody));
     // The verdict of a record that had the slot before does not remain.

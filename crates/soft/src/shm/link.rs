@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{
-    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, QpInfo, Qpn, RKey, Rings, Rnic, Taken, Ticket, Time, end_packet,
+    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, QpInfo, Qpn, RKey, Rings, Rnic, Taken, Ticket,
+    Time, end_packet,
 };
 use rdmux_shm::{Channel, Corrupt, Given, Meta, Offer, Process, Segment, Side, Stay, Stays, segment};
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
@@ -796,8 +797,7 @@ impl Links {
                 // At most as many records as a ring holds: a peer that lives may keep sending.
                 for _ in 0..segment::SLOTS / RECORDS_PER_PASS as u32 {
                     let addresses = (peer.0, self.address);
-                    let (taken, result) =
-                        take_records(rnic, now, &mut channel, addresses, &mut self.buffer);
+                    let (taken, result) = take_records(rnic, now, &mut channel, addresses, &mut self.buffer);
                     channel.release();
                     if taken < RECORDS_PER_PASS || result.is_err() {
                         break;
@@ -882,6 +882,10 @@ impl Links {
 }
 
 impl Rings for Links {
+    fn reach(&mut self, (dst, qpn): (IpAddr, Qpn)) -> bool {
+        self.link_to((dst, slot_of(qpn))).is_some()
+    }
+
     fn put(&mut self, (dst, qpn): (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool {
         let sleeps = self.asleep > 0;
         let Some(link) = self.link_to((dst, slot_of(qpn))) else {

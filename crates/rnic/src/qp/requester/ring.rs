@@ -55,19 +55,31 @@ impl Requester {
         };
         let mut copied = Ok(());
         let len = data.heads + data.bytes;
-        let put = rings.put((path.dst, head.dest_qpn), ticket, len, &mut |record: &dyn RingBytes| {
-            record.write(0, &heads[..data.heads]);
-            let place = (record, data.heads, data.bytes);
-            copied = gather_into(env, head.init.pd, &request.request.sges, data.done, place);
-            copied.is_ok()
-        });
+        let put = rings.put(
+            (path.dst, head.dest_qpn),
+            ticket,
+            len,
+            &mut |record: &dyn RingBytes| {
+                record.write(0, &heads[..data.heads]);
+                let place = (record, data.heads, data.bytes);
+                copied = gather_into(env, head.init.pd, &request.request.sges, data.done, place);
+                copied.is_ok()
+            },
+        );
         copied?;
         if !put {
             return Ok(false);
         }
         buf.charge(len);
         // No response is asked for, and none is timed.
-        self.advance(&Bth { ack_req: false, ..bth }, count, env.now);
+        self.advance(
+            &Bth {
+                ack_req: false,
+                ..bth
+            },
+            count,
+            env.now,
+        );
         env.counters.sent_pkts += u64::from(count);
         env.counters.sent_bytes += len as u64;
         if self.deadline.is_none() {

@@ -8,8 +8,8 @@ use rdmux_wire::{Psn, RKey};
 use super::selective::Selective;
 use super::{Broken, Cursor, Requester, Wqe};
 use crate::cq::Status;
-use crate::qp::message::{gather, gathers, perform_local};
 use crate::local::Rings;
+use crate::qp::message::{gather, gathers, perform_local};
 use crate::qp::read_ahead::Origin;
 use crate::qp::{Env, Head, QpState};
 use crate::srq::Srqn;
@@ -154,20 +154,33 @@ impl Requester {
             } else if self.directly(head) == Some(true) {
                 self.do_direct(env, head)
             } else {
-                let put = match self.goes_by_ring(head) {
-                    true => self.put_one(env, head, buf, rings),
-                    false => Ok(false),
-                };
-                match put {
-                    Ok(true) => Ok(()),
-                    Ok(false) => self.transmit_one(env, head, buf, self.cursor, None),
-                    Err(status) => Err(status),
-                }
+                self.transmit_next(env, head, buf, rings)
             }
             .map_err(|status| Broken { status, request })?;
             sent = true;
         }
         Ok(())
+    }
+
+    /// Puts the packet at the cursor into the ring to the peer, or builds it.
+    fn transmit_next(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        buf: &mut TransmitBuf,
+        rings: &mut dyn Rings,
+    ) -> Result<(), Status> {
+        if self.goes_by_ring(head) {
+            let peer = head.path.map(|path| (path.dst, head.dest_qpn));
+            if !buf.is_empty() && peer.is_some_and(|peer| rings.reach(peer)) {
+                buf.stop();
+                return Ok(());
+            }
+            if self.put_one(env, head, buf, rings)? {
+                return Ok(());
+            }
+        }
+        self.transmit_one(env, head, buf, self.cursor, None)
     }
 
     /// Carries out the local operation at the cursor.
