@@ -51,7 +51,9 @@ const PACKET_BYTES_MAX: usize = 4_096 + 128;
 /// Like it, for packets that come through memory of this host.
 const LOCAL_BYTES_MAX: usize = coalesced::PAYLOAD_BYTES_MAX + 128;
 /// Bytes at the beginning of a record that are read at once. The headers are shorter.
-const RECORD_READ_BYTES: usize = 256;
+const RECORD_READ_BYTES: usize = 128;
+/// Most pad bytes of a packet.
+const PAD_MAX: usize = 3;
 
 /// Maximum number of QPs of a device. The device chooses 16 bits of a QPN; half of these numbers stay free, so that a number stays
 /// unused for a while after its QP was destroyed.
@@ -748,8 +750,15 @@ impl Rnic {
         buf: &mut TransmitBuf,
         rings: &mut dyn Rings,
     ) -> Result<(), PostError> {
-        let _memory = self.retired.hold(&request.operation);
         let alone = buf.is_empty() && !self.has_urgent_transmit();
+        let mut request = Some(request);
+        if alone {
+            self.post_by_ring(now, qpn, &mut request, rings);
+        }
+        let Some(request) = request else {
+            return Ok(());
+        };
+        let _memory = self.retired.hold(&request.operation);
         let before = buf.bytes().len();
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
             qp.post_send(env, request, Place::Wanted)?;
@@ -761,6 +770,24 @@ impl Rnic {
         let posted = self.with_qp(now, qpn, post).unwrap_or(Err(PostError::NoQp));
         self.counters.sent_bytes += (buf.bytes().len() - before) as u64;
         posted
+    }
+
+    /// Posts a SEND and puts it into the ring to a peer on this host at once, if nothing is to be sent before it and one packet holds it. Takes
+    /// `request` then; else the caller posts it in another way.
+    #[inline]
+    fn post_by_ring(
+        &mut self,
+        now: Time,
+        qpn: Qpn,
+        request: &mut Option<SendRequest>,
+        rings: &mut dyn Rings,
+    ) {
+        let Some(qp) = self.qps.get_mut(&qpn.value()).filter(|qp| qp.head.local) else {
+            return;
+        };
+        let mut env = env_of!(self, now);
+        qp.post_by_ring(&mut env, request, rings);
+        set_timer(qp, &mut self.timers);
     }
 
     /// Posts a receive request. IBTA Vol 1, 11.4.1.2.
@@ -1003,18 +1030,17 @@ impl Rnic {
         len: usize,
     ) -> Option<Taken> {
         // The headers, and a short payload, are read at once; a longer one goes from the record to its place.
-        let mut bytes = [0; RECORD_READ_BYTES + 3 + ICRC_LEN];
+        let mut bytes = [0; RECORD_READ_BYTES + PAD_MAX + ICRC_LEN];
         let read = len.min(RECORD_READ_BYTES);
         record.read(0, &mut bytes[..read]);
-        let bth = Bth::parse(&bytes[..read]).ok()?;
-        let heads = Bth::LEN + bth.opcode.ext().len();
-        let pad = usize::from(bth.pad);
+        let heads = Bth::LEN + Opcode::from_code(bytes[0])?.ext().len();
+        let tail = usize::from(bytes[1] >> 4 & 3) + ICRC_LEN;
         let held = if len == read { read } else { heads };
-        if held > read || len + pad + ICRC_LEN >= LOCAL_BYTES_MAX {
+        if held > read || len + tail >= LOCAL_BYTES_MAX {
             return None;
         }
-        bytes[held..held + pad + ICRC_LEN].fill(0);
-        let mut packet = Packet::parse_local(&bytes[..held + pad + ICRC_LEN]).ok()?;
+        bytes[held..held + tail].fill(0);
+        let mut packet = Packet::parse_local(&bytes[..held + tail]).ok()?;
         // Whoever takes it out of the ring acknowledges it.
         packet.bth.ack_req = false;
         let payload = if len == read {
@@ -1022,18 +1048,29 @@ impl Rnic {
         } else {
             Payload::Ring(record, heads, len - heads)
         };
-        let opcode = bth.opcode;
+        let (opcode, qpn) = (packet.bth.opcode, packet.bth.dest_qpn);
         let is_data = opcode.operation.is_send() || opcode.operation.is_write();
-        let qp = self.qps.get(&bth.dest_qpn.value())?;
+        let qp = self.qps.get_mut(&qpn.value())?;
         let is_for = |head: &Head| head.takes(opcode) && head.takes_now(opcode) && head.is_from_peer(src);
-        if !is_data || bth.pkey & 0x7fff != 0x7fff || !is_for(&qp.head) {
+        if !is_data || packet.bth.pkey & 0x7fff != 0x7fff || !is_for(&qp.head) {
             return None;
         }
-        let taken = self.with_qp(now, bth.dest_qpn, |qp, env| {
-            qp.take_request(env, &packet, payload)
-        })??;
+        let mut env = env_of!(self, now);
+        let (taken, failed) = qp.take_request(&mut env, &packet, payload);
+        if !self.overrun.is_empty() {
+            self.fail_overrun(now);
+        }
+        if let Some(status) = failed {
+            self.with_qp(now, qpn, |qp, env| {
+                qp.fail(env, Some((status, Cause::PeerRequest)))
+            });
+        } else if taken == Some(Taken::Deferred) {
+            // A response is pending.
+            self.with_qp(now, qpn, |_, _| ());
+        }
+        let taken = taken?;
         let count = u64::from(packet.count());
-        self.counters.rcvd_bytes += (len + pad + ICRC_LEN) as u64;
+        self.counters.rcvd_bytes += (len + tail) as u64;
         self.counters.rcvd_pkts += count;
         self.counters.rcvd_pkts_local += count;
         Some(taken)

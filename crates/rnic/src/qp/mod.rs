@@ -750,6 +750,18 @@ impl Qp {
         );
     }
 
+    /// Posts a SEND by putting it into the ring, and takes `request`, if that is possible.
+    pub(crate) fn post_by_ring(
+        &mut self,
+        env: &mut Env<'_>,
+        request: &mut Option<SendRequest>,
+        rings: &mut dyn Rings,
+    ) {
+        if let Halves::Reliable(requester, _) = &mut self.halves {
+            requester.post_by_ring(env, &self.head, request, rings);
+        }
+    }
+
     /// Carries out a send request that needs no packets; returns false if the caller must post it instead.
     #[inline]
     pub(crate) fn post_directly(&mut self, env: &mut Env<'_>, request: &SendRequest) -> bool {
@@ -839,21 +851,17 @@ impl Qp {
         }
     }
 
-    /// Handles a request that came in a ring. Returns how it was taken; `None`: the caller is to pass it on as a packet.
+    /// Handles a request that came in a ring: [`Responder::take_request`].
     pub(crate) fn take_request(
         &mut self,
         env: &mut Env<'_>,
         packet: &Packet<'_>,
         payload: Payload<'_>,
-    ) -> Option<Taken> {
-        let Halves::Reliable(_, responder) = &mut self.halves else {
-            return None;
-        };
-        let (taken, failed) = responder.take_request(env, &self.head, packet, payload);
-        if let Some(status) = failed {
-            self.fail(env, Some((status, Cause::PeerRequest)));
+    ) -> (Option<Taken>, Option<Status>) {
+        match &mut self.halves {
+            Halves::Reliable(_, responder) => responder.take_request(env, &self.head, packet, payload),
+            Halves::Uc(..) | Halves::Ud(..) => (None, None),
         }
-        taken
     }
 
     /// Handles the news of how the peer has taken a request out of a ring.

@@ -1,16 +1,17 @@
 //! Requests in the ring to a peer on this host: [`crate::local`].
 
 use rdmux_wire::Psn;
-use rdmux_wire::roce::Bth;
+use rdmux_wire::roce::{Bth, coalesced};
 
 use super::transmit::{HEADS_MAX, RequestPacket};
-use super::{Broken, Cursor, Requester};
+use super::{Broken, Cursor, Requester, Wqe, takes};
 use crate::cq::Status;
-use crate::local::{RingBytes, Rings, Taken, Ticket};
-use crate::qp::message::gather_into;
-use crate::qp::{Env, Head};
+use crate::local::{Rings, Taken, Ticket};
+use crate::probes;
+use crate::qp::message::{gather_into, opcode_of, packets_of};
+use crate::qp::{Env, Head, QpState};
 use crate::transmit::TransmitBuf;
-use crate::work::Operation;
+use crate::work::{Operation, SendFlags, SendRequest};
 
 impl Requester {
     /// Returns whether the packet at the cursor may go by the ring: one of data that was never sent. What is sent again goes in packets,
@@ -22,7 +23,7 @@ impl Requester {
                 Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. }
             )
         };
-        let data = |wqe: &super::Wqe| is_data(&wqe.request.operation);
+        let data = |wqe: &Wqe| is_data(&wqe.request.operation);
         head.local
             && head.rate.is_free()
             && self.cursor_psn() == self.high
@@ -39,53 +40,93 @@ impl Requester {
     ) -> Result<bool, Status> {
         let Cursor { wqe, packet: index } = self.cursor;
         let room = self.room(head);
-        let path = head.path.as_ref().ok_or(Status::LocalQpOperation)?;
         let psn = self.begin(env, head, wqe).plus(index);
-        let request = &self.queue[wqe];
-        let mut packet = RequestPacket::new(head, path, request, index, psn, room);
+        let path = head.path.as_ref().ok_or(Status::LocalQpOperation)?;
+        let mut packet = RequestPacket::new(head, path, &self.queue[wqe], index, psn, room);
         packet.coalesce_by(usize::MAX);
-        let mut heads = [0; HEADS_MAX];
-        let data = packet.emit_data(&mut heads)?;
-        let (bth, count) = (packet.bth, packet.count);
-        let end = psn.plus(count);
-        let ticket = Ticket {
-            qpn: head.qpn,
-            end,
-            incarnation: head.incarnation,
-        };
-        let mut copied = Ok(());
-        let len = data.heads + data.bytes;
-        let put = rings.put(
-            (path.dst, head.dest_qpn),
-            ticket,
-            len,
-            &mut |record: &dyn RingBytes| {
-                record.write(0, &heads[..data.heads]);
-                let place = (record, data.heads, data.bytes);
-                copied = gather_into(env, head.init.pd, &request.request.sges, data.done, place);
-                copied.is_ok()
-            },
-        );
-        copied?;
-        if !put {
+        let Some(len) = put(env, rings, &mut packet)? else {
             return Ok(false);
-        }
-        buf.charge(len);
+        };
         // No response is asked for, and none is timed.
-        self.advance(
-            &Bth {
-                ack_req: false,
-                ..bth
-            },
-            count,
-            env.now,
-        );
-        env.counters.sent_pkts += u64::from(count);
-        env.counters.sent_bytes += len as u64;
+        let (bth, count) = (packet.bth, packet.count);
+        let bth = Bth {
+            ack_req: false,
+            ..bth
+        };
+        buf.charge(len);
+        self.advance(&bth, count, env.now);
         if self.deadline.is_none() {
             self.arm(env.now);
         }
         Ok(true)
+    }
+
+    /// Posts a SEND by putting it into the ring, and takes `request`, if nothing is to be sent before it and one packet holds it.
+    pub(crate) fn post_by_ring(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        request: &mut Option<SendRequest>,
+        rings: &mut dyn Rings,
+    ) {
+        let Some(wanted) = request.as_ref() else { return };
+        let is_send = matches!(
+            wanted.operation,
+            Operation::Send { .. } | Operation::SendInvalidate { .. }
+        );
+        let has_sent_all = self.cursor.wqe == self.queue.len() && self.next == self.high;
+        let begins = head.state == QpState::Rts && self.rnr_until.is_none() && !self.link_broke;
+        if !is_send
+            || !has_sent_all
+            || !begins
+            || !head.rate.is_free()
+            || wanted.flags.contains(SendFlags::FENCE)
+            || !takes(head.init.qp_type, wanted)
+        {
+            return;
+        }
+        // The code that queues a request refuses an invalid one.
+        let Ok(bytes) = wanted.check() else { return };
+        let packets = packets_of(&wanted.operation, bytes, head.mtu);
+        let fits = packets <= coalesced::COUNT_MAX && bytes as usize <= coalesced::PAYLOAD_BYTES_MAX;
+        let room = self.room(head);
+        let Some(path) = head.path.as_ref().filter(|_| fits && packets <= room) else {
+            return;
+        };
+        if !head.sends.take_place() {
+            return;
+        }
+        let Some(request_of) = request.take() else { return };
+        let wqe = Wqe {
+            request: request_of,
+            _memory: None,
+            bytes,
+            packets,
+            first: Some(self.next),
+            posted: env.now,
+        };
+        let mut packet = RequestPacket::new(head, path, &wqe, 0, self.next, room);
+        packet.coalesce_by(usize::MAX);
+        if !matches!(put(env, rings, &mut packet), Ok(Some(_))) {
+            // A failure of own memory occurs again when the request is sent in order, and is reported then.
+            head.sends.give_back(1);
+            *request = Some(wqe.request);
+            return;
+        }
+        probe!(
+            post_send,
+            head.qpn.value(),
+            wqe.request.wr_id,
+            probes::opcode(opcode_of(&wqe.request.operation)),
+            bytes,
+        );
+        self.next = self.next.plus(packets);
+        self.high = self.next;
+        self.queue.push_back(wqe);
+        self.cursor.wqe += 1;
+        if self.deadline.is_none() {
+            self.arm(env.now);
+        }
     }
 
     /// Handles the news of how the peer has taken the request that ends before a PSN.
@@ -105,4 +146,35 @@ impl Requester {
         let past = u32::from(mutant!(TakenPast));
         self.acknowledge(env, head, end.plus(past)).map(|_| ())
     }
+}
+
+/// Puts a packet of data into the ring. Returns its bytes, or `None` if there is no room.
+fn put(
+    env: &mut Env<'_>,
+    rings: &mut dyn Rings,
+    packet: &mut RequestPacket<'_>,
+) -> Result<Option<usize>, Status> {
+    let mut heads = [0; HEADS_MAX];
+    let data = packet.emit_data(&mut heads)?;
+    let (head, path, wqe) = (packet.head, packet.path, packet.wqe);
+    let ticket = Ticket {
+        qpn: head.qpn,
+        end: packet.bth.psn.plus(packet.count),
+        incarnation: head.incarnation,
+    };
+    let len = data.heads + data.bytes;
+    let mut copied = Ok(());
+    let put = rings.put((path.dst, head.dest_qpn), ticket, len, &mut |record| {
+        record.write(0, &heads[..data.heads]);
+        let place = (record, data.heads, data.bytes);
+        copied = gather_into(env, head.init.pd, &wqe.request.sges, data.done, place);
+        copied.is_ok()
+    });
+    copied?;
+    if !put {
+        return Ok(None);
+    }
+    env.counters.sent_pkts += u64::from(packet.count);
+    env.counters.sent_bytes += len as u64;
+    Ok(Some(len))
 }

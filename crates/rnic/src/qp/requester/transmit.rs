@@ -386,9 +386,9 @@ impl Requester {
 
 /// A request packet to be built.
 pub(super) struct RequestPacket<'a> {
-    head: &'a Head,
-    path: &'a Path,
-    wqe: &'a Wqe,
+    pub(super) head: &'a Head,
+    pub(super) path: &'a Path,
+    pub(super) wqe: &'a Wqe,
     /// Index of the packet in its request.
     index: u32,
     pub(super) bth: Bth,
