@@ -287,7 +287,7 @@ impl Channel {
         let (taken, all) = self.tx.taken();
         LinkProgress {
             taken,
-            all: all && self.waiting.is_empty() && !self.rx.is_ready(),
+            all: all && self.waiting.is_empty() && !self.rx.is_ready() && !self.tx.has_ended(),
         }
     }
 

@@ -16,6 +16,7 @@ mod psn;
 mod qp_table;
 mod queue;
 mod region;
+mod ring;
 mod rxe;
 mod selective;
 mod table;

@@ -1,0 +1,432 @@
+//! Requests that a ring of the host carries: what acknowledges them, and how packets go on where the ring does not.
+
+use std::cell::RefCell;
+use std::net::IpAddr;
+
+use super::util::*;
+use crate::*;
+
+/// Requests of side 0 that side 1 has not taken.
+#[derive(Debug, Default)]
+struct Ring {
+    requests: Vec<(Ticket, Vec<u8>)>,
+    is_full: bool,
+}
+
+impl Rings for Ring {
+    fn reach(&mut self, _: (IpAddr, Qpn)) -> bool {
+        true
+    }
+
+    fn put(&mut self, _: (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool {
+        let record = Record(RefCell::new(vec![0; bytes]));
+        let put = !self.is_full && fill(&record);
+        if put {
+            self.requests.push((ticket, record.0.into_inner()));
+        }
+        put
+    }
+}
+
+#[derive(Debug)]
+struct Record(RefCell<Vec<u8>>);
+
+impl RingBytes for Record {
+    fn read(&self, at: usize, out: &mut [u8]) {
+        out.copy_from_slice(&self.0.borrow()[at..at + out.len()]);
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) {
+        self.0.borrow_mut()[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn write_from(&self, at: usize, from: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
+        from.read(offset, &mut self.0.borrow_mut()[at..at + len])
+    }
+
+    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
+        to.write(offset, &self.0.borrow()[at..at + len])
+    }
+}
+
+/// A pair on one host, with a ring from side 0 to side 1.
+struct Host {
+    pair: Pair,
+    ring: Ring,
+}
+
+impl Host {
+    fn new(selective: bool) -> Host {
+        let mut pair = Pair::with(|rtr, rts| {
+            rtr.selective = Some(selective);
+            (rts.timeout, rts.retry_count) = (Some(10), Some(7));
+        });
+        pair.set_local(true);
+        let ring = Ring::default();
+        Host { pair, ring }
+    }
+
+    /// Posts a request on side 0, whose packets go to side 1 at once.
+    fn post(&mut self, request: SendRequest) {
+        let mut buf = TransmitBuf::new(1 << 18, true);
+        let (now, side) = (self.pair.now, &mut self.pair.sides[0]);
+        let qpn = side.qpn;
+        let posted = side
+            .rnic
+            .post_send_into(now, qpn, request, &mut buf, &mut self.ring);
+        posted.unwrap();
+        self.carry(&buf);
+        self.transmit();
+    }
+
+    /// Sends what side 0 has to send.
+    fn transmit(&mut self) {
+        let mut buf = TransmitBuf::new(1 << 18, true);
+        loop {
+            buf.clear();
+            let (now, rnic) = (self.pair.now, &mut self.pair.sides[0].rnic);
+            let more = rnic.poll_transmit_with(now, &mut buf, &mut self.ring, false);
+            self.carry(&buf);
+            if !more {
+                return;
+            }
+        }
+    }
+
+    fn carry(&mut self, buf: &TransmitBuf) {
+        for train in buf.trains() {
+            let bytes = buf.bytes()[train.range.clone()].to_vec();
+            let packet = (train.path, bytes, train.segment_bytes, train.local);
+            self.pair.sides[1].inbox.push_back(packet);
+        }
+    }
+
+    fn send(&mut self, wr_id: u64, offset: u64, length: u32) {
+        let sges = self.pair.sides[0].sge(offset, length);
+        self.post(send(wr_id, Operation::Send { imm: None }, sges));
+    }
+
+    /// Side 1 takes the oldest request out of the ring, and side 0 hears of it if `tells`.
+    fn take(&mut self, tells: bool) -> Taken {
+        let (ticket, mut bytes) = self.ring.requests.remove(0);
+        let src = self.pair.sides[0].address;
+        let now = self.pair.now;
+        let record = Record(RefCell::new(bytes.clone()));
+        let outcome = self.pair.sides[1]
+            .rnic
+            .handle_request(now, src, &record, bytes.len());
+        if outcome.is_none() {
+            end_packet(&mut bytes);
+            let (path, length) = (self.pair.path(0, self.pair.sides[1].address), bytes.len());
+            self.pair.sides[1].inbox.push_back((path, bytes, length, true));
+        }
+        let taken = outcome.unwrap_or(Taken::Deferred);
+        if tells {
+            self.pair.sides[0].rnic.handle_taken(now, ticket, taken);
+        }
+        taken
+    }
+
+    fn received(&self, offset: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        self.pair.sides[1].memory.read(offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn packets(&self) -> [u64; 2] {
+        [0, 1].map(|i| self.pair.sides[i].rnic.counters().sent_pkts)
+    }
+}
+
+fn send(wr_id: u64, operation: Operation, sges: SgeList) -> SendRequest {
+    SendRequest {
+        wr_id,
+        operation,
+        sges,
+        flags: SendFlags::SIGNALED,
+        to: Target::Connected,
+    }
+}
+
+#[test]
+fn send__is_acknowledged_by_being_taken() {
+    for (selective, length) in [
+        (false, 8),
+        (true, 8),
+        (false, 0),
+        (false, 300),
+        (true, 5_000),
+        (false, 32 << 10),
+    ] {
+        let mut host = Host::new(selective);
+        let bytes = pattern(length);
+        host.pair.sides[0].memory.write(64, &bytes).unwrap();
+        host.pair.recv(1, 1, 0, 64 << 10);
+        host.send(7, 64, length as u32);
+        assert_eq!(host.ring.requests.len(), 1);
+        assert_eq!(host.pair.sides[0].completed(), [], "not taken");
+        assert_eq!(host.take(true), Taken::Done);
+        assert_eq!(host.pair.sides[0].completed(), [(7, Status::Success)]);
+        assert_eq!(host.pair.sides[1].completed(), [(1, Status::Success)]);
+        assert!(host.received(0, length) == bytes);
+        host.pair.run();
+        let sent = (length as u64).div_ceil(1024).max(1);
+        assert_eq!(host.packets(), [sent, 0], "no acknowledgement");
+    }
+}
+
+#[test]
+fn write__with_immediate_data_and_a_long_message_go_in_order() {
+    for selective in [false, true] {
+        let mut host = Host::new(selective);
+        let bytes = pattern(100_000);
+        host.pair.sides[0].memory.write(0, &bytes).unwrap();
+        host.pair.recv(1, 1, 0, 0);
+        host.pair.recv(1, 2, 1 << 20, 8);
+        let rkey = host.pair.sides[1].rkey;
+        let operation = Operation::Write {
+            va: IOVA + 512,
+            rkey,
+            imm: Some(9),
+        };
+        let sges = host.pair.sides[0].sge(0, 100_000);
+        host.post(send(7, operation, sges));
+        host.send(8, 0, 8);
+        // The window lets more into the ring as the peer takes it.
+        while !host.ring.requests.is_empty() {
+            assert_eq!(host.take(true), Taken::Done);
+            host.transmit();
+        }
+        let done = [(7, Status::Success), (8, Status::Success)];
+        assert_eq!(host.pair.sides[0].completed(), done);
+        assert_eq!(
+            host.pair.sides[1].completed(),
+            [(1, Status::Success), (2, Status::Success)]
+        );
+        assert!(host.received(512, 100_000) == bytes);
+    }
+}
+
+#[test]
+fn send__without_a_receive_goes_on_by_packets() {
+    for selective in [false, true] {
+        let mut host = Host::new(selective);
+        for wr_id in 0..3 {
+            host.send(wr_id, 0, 8);
+        }
+        for _ in 0..3 {
+            assert_eq!(host.take(true), Taken::Deferred);
+        }
+        while host.pair.step() {}
+        assert_eq!(host.pair.sides[0].completed(), []);
+        assert_eq!(host.pair.sides[0].rnic.counters().rcvd_rnr_err, 1);
+        for wr_id in 0..4 {
+            host.pair.recv(1, wr_id, 0, 8);
+        }
+        host.pair.run();
+        let all = [0, 1, 2].map(|wr_id| (wr_id, Status::Success));
+        assert_eq!(host.pair.sides[0].completed(), all);
+        assert_eq!(host.pair.sides[1].completed(), all);
+        // The ring carries requests again.
+        host.send(3, 0, 8);
+        assert_eq!(host.take(true), Taken::Done);
+        assert_eq!(host.pair.sides[0].completed(), [(3, Status::Success)]);
+    }
+}
+
+#[test]
+fn send__that_is_refused_ends_both_as_in_packets() {
+    for selective in [false, true] {
+        let mut host = Host::new(selective);
+        host.pair.recv(1, 1, 0, 8);
+        host.pair.recv(1, 2, 0, 8);
+        for (wr_id, length) in [(7, 8), (8, 9), (9, 8)] {
+            host.send(wr_id, 0, length);
+        }
+        assert_eq!(host.take(true), Taken::Done);
+        assert_eq!(host.take(true), Taken::Deferred);
+        assert_eq!(host.take(true), Taken::Deferred);
+        host.pair.run();
+        let asked = [
+            (7, Status::Success),
+            (8, Status::RemoteInvalidRequest),
+            (9, Status::Flushed),
+        ];
+        assert_eq!(host.pair.sides[0].completed(), asked);
+        let received = [(1, Status::Success), (2, Status::LocalLength)];
+        assert_eq!(host.pair.sides[1].completed(), received);
+        assert_eq!(host.pair.sides[1].state(), QpState::Error);
+    }
+}
+
+#[test]
+fn link_broke__requests_go_on_by_packets_exactly_where_they_were() {
+    // So many requests are taken before the link breaks, and side 0 hears of so many.
+    for selective in [false, true] {
+        for (taken, heard) in [(0, 0), (3, 0), (3, 2), (5, 1), (10, 0)] {
+            let mut host = Host::new(selective);
+            for wr_id in 0..10 {
+                host.pair.recv(1, wr_id, wr_id * 2_000, 2_000);
+                let bytes: Vec<u8> = pattern(1_500).iter().map(|byte| byte ^ wr_id as u8).collect();
+                host.pair.sides[0].memory.write(wr_id * 2_000, &bytes).unwrap();
+                host.send(wr_id, wr_id * 2_000, 1_500);
+            }
+            for n in 0..taken {
+                assert_eq!(host.take(n < heard), Taken::Done);
+            }
+            host.ring.requests.clear();
+            host.pair.set_local(false);
+            host.pair.run();
+            let all: Vec<_> = (0..10).map(|wr_id| (wr_id, Status::Success)).collect();
+            assert_eq!(host.pair.sides[0].completed(), all);
+            assert_eq!(host.pair.sides[1].completed(), all);
+            for wr_id in 0..10 {
+                let bytes: Vec<u8> = pattern(1_500).iter().map(|byte| byte ^ wr_id as u8).collect();
+                assert!(host.received(wr_id * 2_000, 1_500) == bytes, "{wr_id}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ring__that_is_full_lets_nothing_overtake() {
+    for selective in [false, true] {
+        let mut host = Host::new(selective);
+        for wr_id in 0..6 {
+            host.pair.recv(1, wr_id, 0, 64);
+            host.ring.is_full = wr_id % 3 == 1;
+            host.send(wr_id, 0, 8);
+            // What goes by the ring and in packets arrives in the order in which it was sent.
+            while !host.ring.requests.is_empty() {
+                host.take(true);
+            }
+            while host.pair.step() {}
+        }
+        let all: Vec<_> = (0..6).map(|wr_id| (wr_id, Status::Success)).collect();
+        assert_eq!(host.pair.sides[1].completed(), all);
+        assert_eq!(host.pair.sides[0].completed(), all);
+        assert_eq!(host.pair.sides[0].rnic.counters().retransmitted_packets, 0);
+    }
+}
+
+#[test]
+fn send__behind_a_read_of_the_same_call_does_not_overtake_it() {
+    let mut host = Host::new(false);
+    host.pair.recv(1, 1, 0, 64);
+    let (rkey, qpn) = (host.pair.sides[1].rkey, host.pair.sides[0].qpn);
+    let read = send(
+        7,
+        Operation::Read { va: IOVA, rkey },
+        host.pair.sides[0].sge(0, 100),
+    );
+    let behind = send(8, Operation::Send { imm: None }, host.pair.sides[0].sge(0, 8));
+    for request in [read, behind] {
+        let now = host.pair.now;
+        host.pair.sides[0].rnic.post_send(now, qpn, request).unwrap();
+    }
+    let mut buf = TransmitBuf::new(1 << 18, true);
+    let now = host.pair.now;
+    let rnic = &mut host.pair.sides[0].rnic;
+    assert!(
+        rnic.poll_transmit_with(now, &mut buf, &mut host.ring, true),
+        "there is more"
+    );
+    assert_eq!((buf.trains().len(), host.ring.requests.len()), (1, 0));
+    host.carry(&buf);
+    host.transmit();
+    assert_eq!(host.ring.requests.len(), 1);
+    while host.pair.step() {}
+    assert_eq!(host.take(true), Taken::Done);
+    assert_eq!(host.pair.sides[1].rnic.counters().out_of_sequence, 0);
+    host.pair.run();
+    let done = [(7, Status::Success), (8, Status::Success)];
+    assert_eq!(host.pair.sides[0].completed(), done);
+}
+
+#[test]
+fn ticket__of_before_a_reset_ends_nothing() {
+    let mut host = Host::new(false);
+    host.pair.recv(1, 1, 0, 8);
+    host.send(7, 0, 8);
+    let (ticket, _) = host.ring.requests.remove(0);
+    let (asking, answering) = (host.pair.sides[0].qpn, host.pair.sides[1].qpn);
+    host.pair.modify(0, QpState::Reset, &QpAttributes::default());
+    host.pair
+        .connect_qp(0, asking, answering, &|_, _| {}, QpState::Rts);
+    host.pair.set_local(true);
+    host.send(8, 0, 8);
+    let now = host.pair.now;
+    let rnic = &mut host.pair.sides[0].rnic;
+    rnic.handle_taken(now, ticket, Taken::Done);
+    assert_eq!(host.pair.sides[0].completed(), []);
+    assert_eq!(host.take(true), Taken::Done);
+    assert_eq!(host.pair.sides[0].completed(), [(8, Status::Success)]);
+}
+
+#[test]
+fn taken__what_a_peer_cannot_have_taken_ends_nothing() {
+    let mut host = Host::new(false);
+    host.pair.recv(1, 1, 0, 8);
+    host.send(7, 0, 8);
+    let (ticket, _) = host.ring.requests[0];
+    let now = host.pair.now;
+    for end in [ticket.end.plus(1), ticket.end.minus(1), ticket.end.plus(1 << 23)] {
+        let forged = Ticket { end, ..ticket };
+        host.pair.sides[0].rnic.handle_taken(now, forged, Taken::Done);
+    }
+    let unknown = Qpn::new(0x77_0000);
+    let forged = Ticket {
+        qpn: unknown,
+        ..ticket
+    };
+    host.pair.sides[0].rnic.handle_taken(now, forged, Taken::Done);
+    assert_eq!(host.pair.sides[0].completed(), []);
+    assert_eq!(host.take(true), Taken::Done);
+    assert_eq!(host.pair.sides[0].completed(), [(7, Status::Success)]);
+}
+
+#[test]
+fn handle_request__of_anything_else_is_left_to_packets() {
+    let mut host = Host::new(false);
+    host.pair.recv(1, 1, 0, 8);
+    host.send(7, 0, 8);
+    let (_, bytes) = host.ring.requests[0].clone();
+    let src = host.pair.sides[0].address;
+    let now = host.pair.now;
+    let rnic = &mut host.pair.sides[1].rnic;
+    let mut handle = |src, bytes: &[u8]| {
+        let record = Record(RefCell::new(bytes.to_vec()));
+        rnic.handle_request(now, src, &record, bytes.len())
+    };
+    assert_eq!(handle(IpAddr::from([10, 0, 0, 9]), &bytes), None, "another host");
+    for len in 0..12 {
+        assert_eq!(handle(src, &bytes[..len]), None, "{len} bytes");
+    }
+    // Opcode, version, P_Key, QPN, PSN.
+    for (at, value) in [
+        (0, 0xff),
+        (0, 0x0c),
+        (0, 0x11),
+        (1, 0x01),
+        (2, 0x12),
+        (7, bytes[7] ^ 1),
+        (11, bytes[11] ^ 1),
+    ] {
+        let mut bytes = bytes.clone();
+        bytes[at] = value;
+        assert_eq!(handle(src, &bytes), None, "byte {at} is {value:#x}");
+    }
+    let long = [&bytes[..12], &vec![0; 40 << 10]].concat();
+    assert_eq!(handle(src, &long), None, "longer than any");
+    assert_eq!(host.pair.sides[1].completed(), []);
+    assert_eq!(host.take(true), Taken::Done);
+}
+
+#[test]
+fn stopped__a_peer_that_takes_nothing_ends_the_connection_when_the_user_said() {
+    let mut host = Host::new(false);
+    host.send(7, 0, 8);
+    host.pair.stopped[1] = true;
+    host.pair.run();
+    assert_eq!(host.pair.sides[0].completed(), [(7, Status::RetryExceeded)]);
+}
