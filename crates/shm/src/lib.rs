@@ -12,6 +12,7 @@
 mod channel;
 mod gate;
 mod grant;
+mod place;
 pub mod revocation;
 pub mod ring;
 pub mod segment;
