@@ -21,6 +21,7 @@ mod device;
 pub mod faults;
 mod flush;
 mod histogram;
+mod lane;
 mod mcast;
 mod memory;
 mod pacer;
@@ -51,6 +52,7 @@ pub use device::{
 };
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
+pub use lane::{Delivery, DirectLane, Directly};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{
     Access, Atomic, Fault, HeapMemory, Medium, Memory, NotShared, PeerFault, PeerMemory, Placement, Sharing,

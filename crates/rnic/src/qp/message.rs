@@ -12,7 +12,7 @@ use crate::trace::Note;
 use crate::work::{Operation, SendRequest, Sge, SgeList};
 
 /// Returns the opcode of an operation's completion.
-pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
+pub(crate) fn opcode_of(operation: &Operation) -> WcOpcode {
     match operation {
         Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
         Operation::Write { .. } => WcOpcode::Write,
