@@ -23,6 +23,7 @@ use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::histogram::Latencies;
+use crate::lane::{Delivery, DirectLane};
 use crate::local::{NoRings, RingBytes, Rings, Taken, Ticket};
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
@@ -560,7 +561,13 @@ impl Rnic {
 
     /// Destroys a QP; its requests do not complete. Type 2 windows that were bound through it are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
-        if let Some(qp) = self.qps.remove(&qpn.value()) {
+        if let Some(mut qp) = self.qps.remove(&qpn.value()) {
+            if let Some(requester) = qp.requester() {
+                requester.end_lane(&mut self.regions);
+            }
+            let (requests, bytes) = qp.lane_counts();
+            self.counters.direct_requests += requests;
+            self.counters.direct_bytes += bytes;
             if qp.head.granted && !mutant!(GrantOutlivesQp) {
                 self.revoked.push(qpn);
             }
@@ -643,8 +650,13 @@ impl Rnic {
     }
 
     /// Returns the counters.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    pub fn counters(&self) -> Counters {
+        let mut counters = self.counters;
+        for (requests, bytes) in self.qps.values().map(Qp::lane_counts) {
+            counters.direct_requests += requests;
+            counters.direct_bytes += bytes;
+        }
+        counters
     }
 
     /// Returns the latencies of requests.
@@ -716,6 +728,21 @@ impl Rnic {
     /// Returns the receives of a shared receive queue, to which callers post without locking the device.
     pub fn srq_receives(&self, srqn: Srqn) -> Option<ReceiveQueue> {
         Some(self.srqs.get(&srqn.0)?.queue.clone())
+    }
+
+    /// Returns the lane of an RC QP: callers post to it first, without locking the device.
+    pub fn direct_lane(&mut self, qpn: Qpn) -> Option<DirectLane> {
+        let qp = self.qps.get_mut(&qpn.value())?;
+        qp.lane(self.cqs.get(&qp.head.init.send_cq.0)?)
+    }
+
+    /// Handles a completion that a lane has put into its queue ([`Directly::DoneAndTell`]).
+    pub fn deliver(&mut self, now: Time, delivery: Delivery) {
+        let Delivery { cqn, qpn, pushed } = delivery;
+        env_of!(self, now).deliver(cqn, qpn, pushed);
+        if !self.overrun.is_empty() {
+            self.fail_overrun(now);
+        }
     }
 
     /// Carries out a send request that needs no packets ([`Event::WantsGrant`]) if no request is queued before it. Returns false if
@@ -1221,6 +1248,8 @@ impl Rnic {
                 if let Some(with) = qp.head.congestion(env.traffic) {
                     env.counters.rp_cnp_handled += 1;
                     qp.head.rate.handle_cnp(now, with);
+                    // The device decides when a QP with a limited rate sends.
+                    qp.close_lane_soon();
                 }
             });
         }

@@ -21,6 +21,7 @@ mod device;
 pub mod faults;
 mod flush;
 mod histogram;
+mod lane;
 mod local;
 mod mcast;
 mod memory;
@@ -52,6 +53,7 @@ pub use device::{
 };
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
+pub use lane::{Delivery, DirectLane, Directly};
 pub use local::{Fill, NoRings, RingBytes, Rings, Taken, Ticket, end_packet};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{

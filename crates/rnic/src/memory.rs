@@ -265,6 +265,12 @@ pub trait PeerMemory: fmt::Debug + Send + Sync {
     /// Copies `length` bytes at an offset in the peer's memory to own memory.
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault>;
 
+    /// Returns whether accesses under the grants of one QP may run beside those of other QPs ([`crate::DirectLane`]). If not, the device
+    /// makes one after another.
+    fn is_apart(&self) -> bool {
+        true
+    }
+
     /// Returns the concrete memory, for a driver that distinguishes its own kinds.
     fn as_any(&self) -> Option<&dyn Any> {
         None

@@ -200,7 +200,13 @@ impl SendQueue {
 
     /// Gives places back. Must happen before the completions of these requests become visible.
     pub(crate) fn give_back(&self, places: usize) {
-        self.0.outstanding.fetch_sub(places as u32, Ordering::Relaxed);
+        self.0.outstanding.fetch_sub(places as u32, Ordering::Release);
+    }
+
+    /// Returns whether no place is taken. What the device did before it gave the last one back has happened before.
+    #[inline]
+    pub(crate) fn is_idle(&self) -> bool {
+        self.0.outstanding.load(Ordering::Acquire) == 0
     }
 
     pub(crate) fn open(&self, mtu: u32, has_resources: bool) {

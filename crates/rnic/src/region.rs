@@ -8,6 +8,7 @@ use rand_core::RngCore;
 use rdmux_wire::{LKey, Qpn, RKey};
 
 use crate::device::RegionDetail;
+use crate::lane::{DirectLane, OwnKey};
 use crate::memory::{Access, Memory};
 use crate::retired::RetiredMemories;
 use crate::trace::Denial;
@@ -173,6 +174,8 @@ struct KeyEntry {
     kind: Keyed,
     /// Number of windows bound to this region. While there are any, the region does not change.
     windows: u32,
+    /// Lanes that know this region, and have to forget it before it changes or ends.
+    lanes: Vec<DirectLane>,
 }
 
 #[derive(Debug)]
@@ -199,6 +202,13 @@ struct Bound {
 }
 
 impl KeyEntry {
+    /// Makes lanes forget the region: once this returns, none of them accesses its memory.
+    fn end_loans(&mut self) {
+        for lane in std::mem::take(&mut self.lanes) {
+            lane.forget_key(self.key);
+        }
+    }
+
     fn spec(&self) -> Option<&RegionSpec> {
         match &self.kind {
             Keyed::Region(spec) => Some(spec),
@@ -249,7 +259,10 @@ impl Regions {
     pub(crate) fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
         // A window belongs to its region's domain, so a window and its region are removed together.
         let gone = self.entries.extract_if(|_, entry| entry.pd == pd);
-        let memories = gone.filter_map(|(_, entry)| Some(entry.spec()?.memory.clone()));
+        let memories = gone.filter_map(|(_, mut entry)| {
+            entry.end_loans();
+            Some(entry.spec()?.memory.clone())
+        });
         let memories = memories.collect();
         let entries = &self.entries;
         self.bound_on.retain(|(_, window)| entries.contains_key(window));
@@ -283,6 +296,7 @@ impl Regions {
             pd,
             kind,
             windows: 0,
+            lanes: Vec::new(),
         };
         self.entries.insert(key >> 8, entry);
         Ok(key)
@@ -354,6 +368,7 @@ impl Regions {
         }
         let before = std::mem::replace(spec, changed);
         entry.pd = pd.unwrap_or(entry.pd);
+        entry.end_loans();
         Ok(before.memory)
     }
 
@@ -363,6 +378,31 @@ impl Regions {
         match &entry.kind {
             Keyed::Region(spec) => Some(spec),
             Keyed::Fast { .. } | Keyed::Window { .. } => None,
+        }
+    }
+
+    /// Returns a plain region of a domain for a lane, which has to forget it when it changes. (Regions that work requests fill and empty
+    /// change by themselves.)
+    pub(crate) fn lend(&mut self, lkey: u32, pd: Pd, lane: &DirectLane) -> Option<OwnKey> {
+        let entry = self.exact_mut(lkey).filter(|entry| entry.pd == pd)?;
+        let Keyed::Region(spec) = &entry.kind else {
+            return None;
+        };
+        entry.lanes.push(lane.clone());
+        Some(OwnKey {
+            lkey,
+            memory: spec.memory.clone(),
+            memory_offset: spec.memory_offset,
+            iova: spec.view().iova,
+            length: spec.length,
+            access: spec.access,
+        })
+    }
+
+    /// Notes that a lane has forgotten a region.
+    pub(crate) fn end_loan(&mut self, lkey: u32, lane: &DirectLane) {
+        if let Some(entry) = self.exact_mut(lkey) {
+            entry.lanes.retain(|other| !other.is(lane));
         }
     }
 
@@ -388,7 +428,8 @@ impl Regions {
         if entry.windows > 0 {
             return Err(RegisterError::WindowsBound);
         }
-        let entry = self.entries.remove(&(lkey.0 >> 8));
+        let mut entry = self.entries.remove(&(lkey.0 >> 8));
+        entry.iter_mut().for_each(KeyEntry::end_loans);
         Ok(entry.and_then(|entry| Some(entry.spec()?.memory.clone())))
     }
 

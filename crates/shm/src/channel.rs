@@ -16,10 +16,11 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
+use crate::place::Places;
 use crate::record::RecordBytes;
-use crate::revocation;
+use crate::revocation::{self, Inside};
 use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Record, Wake};
-use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
+use crate::segment::{Area, GRANTS, GrantWords, PLACES, Segment, Side};
 use crate::stay::{Given, Stay, Stays};
 use rdmux_verbs::provider::{NotDirect, Refusal};
 
@@ -51,7 +52,8 @@ pub struct Offer {
     pub length: u64,
     /// Start of the region: in the descriptor's memory, or without a descriptor in the address space of the granting process.
     pub offset: u64,
-    /// Without a descriptor: address in the granting process to which calls write first, see [`rdmux_memory::mapping::Passage`].
+    /// Without a descriptor: address in the granting process to which calls of the first place write first, see
+    /// [`rdmux_memory::mapping::Passage`].
     pub gate: u64,
     /// The same: address to which they write last.
     pub left: u64,
@@ -82,6 +84,8 @@ pub struct Channel {
     gate: Option<Arc<Gate>>,
     process: Option<Arc<Process>>,
     stays: Arc<Stays>,
+    /// Places of the queue pairs that hold grants of the peer.
+    places: Places,
 }
 
 /// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
@@ -121,6 +125,7 @@ impl Channel {
             gate: None,
             process,
             stays: Arc::clone(stays),
+            places: Places::default(),
         }
     }
 
@@ -360,18 +365,19 @@ impl Channel {
             segment: &self.segment,
             holder,
         };
-        let inside = revocation::take_back(&words, &indices);
+        let inside = revocation::take_back(&words, 0..PLACES, &indices);
         let taken: Vec<_> = indices.iter().map(|i| self.given[*i as usize].take()).collect();
-        let Some((entry, index)) = inside else {
-            return false;
-        };
-        let at = indices.iter().position(|i| *i == index);
-        let given = at.and_then(|at| taken[at].clone());
-        let is_inside = given.is_some();
-        if let Some(given) = given {
+        let mut is_inside = false;
+        for Inside { place, entry, index } in inside {
+            let at = indices.iter().position(|i| *i == index);
+            let Some(given) = at.and_then(|at| taken[at].clone()) else {
+                continue;
+            };
+            is_inside = true;
             self.stays.add(Stay {
                 given,
                 entry,
+                place,
                 segment: Arc::clone(&self.segment),
                 holder,
                 process: self.process.clone(),
@@ -477,7 +483,7 @@ impl Channel {
 
     /// Accepts a grant by the peer, if this process can reach the memory. The grant holds while `open` is set.
     pub fn take(
-        &self,
+        &mut self,
         offer: &Offer,
         descriptors: Vec<OwnedFd>,
         process: &Result<Arc<Process>, NotDirect>,
@@ -525,6 +531,7 @@ impl Channel {
                 generation: offer.generation,
                 gate: offer.gate,
                 left: offer.left,
+                place: self.places.of(offer.by),
                 open: Arc::clone(open),
                 calls_left: calls_left.map(AtomicU32::new),
             }),

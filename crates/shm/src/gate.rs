@@ -10,10 +10,12 @@
 //! process_vm_writev: entry -> gate | the bytes -> region | entry -> Segment::left
 //! ```
 //!
+//! Several threads of a peer may make such calls at a time, each by a *place* of its own, which has a word of the gate and of the segment.
+//!
 //! Closing takes the page away, so later calls fail before they copy anything. Some calls have the page already (the kernel holds it while
 //! it copies). The contents of the page tell about those. They are final once the file of the page can be sealed against writing, which
-//! the kernel permits when no mapping and no call holds the page. Then the gate names the last entry that passed it: if that is the entry
-//! to wait for, its call is over when [`crate::Segment::left`] holds the entry too.
+//! the kernel permits when no mapping and no call holds the page. Then the gate names the last entry of each place that passed it: if that is
+//! the entry to wait for, its call is over when [`crate::Segment::left`] holds the entry too.
 
 #![allow(
     unsafe_code,
@@ -26,6 +28,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rdmux_memory::mapping::Mapping;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::{Errno, pread};
+
+use crate::segment::PLACES;
+
+/// Distance between the words of two places in a gate.
+pub(crate) const PLACE_BYTES: u64 = 64;
+
+const _: () = assert!(PLACE_BYTES * PLACES as u64 <= 4096);
 
 /// A page that each call of one peer writes first.
 #[derive(Debug)]
@@ -72,8 +81,8 @@ impl Gate {
         }
     }
 
-    /// Returns the last entry that passed a closed gate, 0 if none did; `None` while that may still change.
-    pub(crate) fn last_through(&self) -> Option<u32> {
+    /// Returns the last entry of a place that passed a closed gate, 0 if none did; `None` while that may still change.
+    pub(crate) fn last_through(&self, place: u32) -> Option<u32> {
         if !self.is_closed() {
             return None;
         }
@@ -82,7 +91,7 @@ impl Gate {
             self.sealed.store(true, Ordering::Release);
         }
         let mut entry = [0; 4];
-        match pread(&self.file, &mut entry, 0) {
+        match pread(&self.file, &mut entry, u64::from(place) * PLACE_BYTES) {
             Ok(4) => Some(u32::from_ne_bytes(entry)),
             _ => None,
         }
@@ -133,22 +142,22 @@ mod tests {
         write(7, &[1; 5000]).unwrap();
         assert!(seen() == [1; 5000]);
         assert_eq!(words.word(0).load(Ordering::Acquire), 7);
-        assert_eq!(gate.last_through(), None, "it is open");
+        assert_eq!(gate.last_through(0), None, "it is open");
         gate.close();
-        assert_eq!(gate.last_through(), Some(7));
+        assert_eq!(gate.last_through(0), Some(7));
         for bytes in [1, 8, 9, 5000] {
             assert_eq!(write(9, &vec![2; bytes]), Err(Fault::Unmapped));
         }
         assert!(seen() == [1; 5000]);
         assert_eq!(words.word(0).load(Ordering::Acquire), 7);
-        assert_eq!(gate.last_through(), Some(7));
+        assert_eq!(gate.last_through(0), Some(7));
     }
 
     #[test]
     fn last_through__of_a_gate_that_nothing_went_through() {
         let gate = Gate::new().unwrap();
         gate.close();
-        assert_eq!(gate.last_through(), Some(0));
+        assert_eq!(gate.last_through(0), Some(0));
     }
 
     /// A call that fails behind the gate has passed it, and does not signal its end.
@@ -164,7 +173,7 @@ mod tests {
         let written = write(memory.address(), &[1; 100], &gate, &words, 3);
         assert_eq!(written, Err(Fault::Unmapped));
         gate.close();
-        assert_eq!(gate.last_through(), Some(3));
+        assert_eq!(gate.last_through(0), Some(3));
         assert_eq!(words.word(0).load(Ordering::Acquire), 0);
     }
 

@@ -18,8 +18,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use crate::gate;
+use crate::place::{self, Place};
 use crate::revocation::{self, Words};
-use crate::segment::{GrantWords, Segment, Side};
+use crate::segment::{self, GrantWords, Segment, Side};
 use rdmux_verbs::provider::NotDirect;
 
 /// Bytes copied between two checks of the grant: a revocation waits for a copy of this size.
@@ -234,7 +236,8 @@ impl Addresses {
     }
 }
 
-/// A grant by a peer. The user serializes the requests of one end: an end is inside of one grant at a time.
+/// A grant by a peer. The user serializes the requests of a queue pair, and those of all queue pairs that have no place of their own: by each
+/// place an end is inside of one grant at a time.
 #[derive(Debug)]
 pub struct Granted {
     pub(crate) reach: Reach,
@@ -246,6 +249,8 @@ pub struct Granted {
     /// Addresses in the peer's process to which calls into it also write, see [`Passage`].
     pub(crate) gate: u64,
     pub(crate) left: u64,
+    /// Place of the queue pair, if it has one.
+    pub(crate) place: Option<Arc<Place>>,
     /// Set while the link is up.
     pub(crate) open: Arc<AtomicBool>,
     /// Calls into the peer that are left until the grant is given up, so that this process asks again: the peer may then share the memory.
@@ -265,6 +270,11 @@ impl Granted {
             segment: &self.segment,
             holder: self.side,
         }
+    }
+
+    #[inline]
+    fn place(&self) -> u32 {
+        self.place.as_ref().map_or(place::COMMON, |place| place.number)
     }
 
     /// Returns whether this process has mapped the memory; if not, the kernel copies between the processes.
@@ -299,14 +309,14 @@ impl Granted {
         if !self.open.load(Ordering::Relaxed) {
             return Err(PeerFault::Ended);
         }
-        let words = self.words();
-        let entry = revocation::enter(&words, self.index, self.generation).ok_or(PeerFault::Ended)?;
+        let (words, place) = (self.words(), self.place());
+        let entry = revocation::enter(&words, place, self.index, self.generation).ok_or(PeerFault::Ended)?;
         let result = f(Passage {
-            gate: self.gate,
-            left: self.left,
+            gate: self.gate.wrapping_add(gate::PLACE_BYTES * u64::from(place)),
+            left: self.left.wrapping_add(segment::PLACE_BYTES * u64::from(place)),
             entry,
         });
-        revocation::leave(&words, entry);
+        revocation::leave(&words, place, entry);
         result
     }
 
@@ -469,6 +479,10 @@ impl PeerMemory for Granted {
                 to.write(to_offset + done, buffer).map_err(PeerFault::Own)
             }),
         }
+    }
+
+    fn is_apart(&self) -> bool {
+        self.place.is_some()
     }
 
     fn as_any(&self) -> Option<&dyn Any> {

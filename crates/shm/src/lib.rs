@@ -12,6 +12,7 @@
 mod channel;
 mod gate;
 mod grant;
+mod place;
 mod record;
 pub mod revocation;
 pub mod ring;

@@ -19,9 +19,14 @@ pub const SLOTS: u32 = 4096;
 /// Largest number of grants of one end to the other at a time.
 pub const GRANTS: u32 = 1024;
 
-/// Bytes of each end's words: a page, in which each word has a pair of cache lines.
-const WORDS_BYTES: usize = 4096;
+/// Places of one end for entries: one for each thread of the end that may write to the other end's memory at a time.
+pub const PLACES: u32 = 64;
+
+/// Bytes of each end's words: a page, in which each word has a pair of cache lines, and as much for each place.
+const WORDS_BYTES: usize = 4096 + PLACES as usize * LINE_BYTES;
 const LINE_BYTES: usize = 128;
+/// Distance between the words of two places, see [`Segment::left_address`].
+pub(crate) const PLACE_BYTES: u64 = LINE_BYTES as u64;
 const GRANTS_BYTES: usize = 4 * GRANTS as usize;
 
 /// The two ends of a link.
@@ -93,21 +98,29 @@ impl Segment {
         self.mapping.word(side.index() * WORDS_BYTES + line * LINE_BYTES)
     }
 
-    /// Returns the word that shows to which of its grants that end is writing: [`crate::revocation`].
+    /// Returns a word of a place of that end; each of the two has a cache line.
     #[inline]
-    pub fn inside(&self, side: Side) -> &AtomicU32 {
-        self.word(side, 0)
+    fn word_of(&self, side: Side, place: u32, line: usize) -> &AtomicU32 {
+        let place = (place % PLACES) as usize;
+        let at = side.index() * WORDS_BYTES + 4096 + place * LINE_BYTES + line * LINE_BYTES / 2;
+        self.mapping.word(at)
     }
 
-    /// Returns the word for the last entry whose copy that end has finished by calls into the other end's process.
+    /// Returns the word that shows to which of its grants that end is writing by a place: [`crate::revocation`].
     #[inline]
-    pub fn left(&self, side: Side) -> &AtomicU32 {
-        self.word(side, 2)
+    pub fn inside(&self, side: Side, place: u32) -> &AtomicU32 {
+        self.word_of(side, place, 0)
     }
 
-    /// Returns the address of [`Segment::left`] in this process.
+    /// Returns the word for the last entry of a place whose copy that end has finished by calls into the other end's process.
+    #[inline]
+    pub fn left(&self, side: Side, place: u32) -> &AtomicU32 {
+        self.word_of(side, place, 1)
+    }
+
+    /// Returns the address of [`Segment::left`] of the first place in this process; those of the other places follow each other.
     pub fn left_address(&self, side: Side) -> u64 {
-        std::ptr::from_ref(self.left(side)).addr() as u64
+        std::ptr::from_ref(self.left(side, 0)).addr() as u64
     }
 
     /// Returns the word for the CPU on which that end last looked for packets, plus 1.
@@ -142,13 +155,13 @@ pub struct GrantWords<'a> {
 
 impl Words for GrantWords<'_> {
     #[inline]
-    fn inside(&self, order: Ordering) -> u32 {
-        self.segment.inside(self.holder).load(order)
+    fn inside(&self, place: u32, order: Ordering) -> u32 {
+        self.segment.inside(self.holder, place).load(order)
     }
 
     #[inline]
-    fn set_inside(&self, value: u32, order: Ordering) {
-        self.segment.inside(self.holder).store(value, order);
+    fn set_inside(&self, place: u32, value: u32, order: Ordering) {
+        self.segment.inside(self.holder, place).store(value, order);
     }
 
     #[inline]

@@ -48,7 +48,9 @@ pub struct Given {
 #[derive(Debug)]
 pub struct Stay {
     pub(crate) given: Given,
+    /// The peer's entry, and the place of its word.
     pub(crate) entry: u32,
+    pub(crate) place: u32,
     pub(crate) segment: Arc<Segment>,
     /// The peer's side.
     pub(crate) holder: Side,
@@ -69,7 +71,7 @@ impl Stay {
             segment: &self.segment,
             holder: self.holder,
         };
-        revocation::has_left(&words, self.entry) || self.peer_has_ended(&NOT_AT_ALL)
+        revocation::has_left(&words, self.place, self.entry) || self.peer_has_ended(&NOT_AT_ALL)
     }
 
     /// Returns whether the peer's call is over, or will fail.
@@ -78,10 +80,10 @@ impl Stay {
             return false;
         }
         let gate = self.given.gate.as_ref();
-        match gate.and_then(|gate| gate.last_through()) {
+        match gate.and_then(|gate| gate.last_through(self.place)) {
             None => false,
             Some(last) if last != self.entry => true,
-            Some(_) => self.segment.left(self.holder).load(Ordering::Acquire) == self.entry,
+            Some(_) => self.segment.left(self.holder, self.place).load(Ordering::Acquire) == self.entry,
         }
     }
 
@@ -136,8 +138,10 @@ impl Stays {
     pub(crate) fn add(&self, stay: Stay) {
         let mut list = self.list();
         // An entry belongs to one grant: a later grant at the same index has nothing to do with it.
-        let is_known =
-            |known: &Arc<Stay>| known.entry == stay.entry && Arc::ptr_eq(&known.segment, &stay.segment);
+        let is_known = |known: &Arc<Stay>| {
+            (known.place, known.entry) == (stay.place, stay.entry)
+                && Arc::ptr_eq(&known.segment, &stay.segment)
+        };
         if !list.iter().any(is_known) {
             list.push(Arc::new(stay));
         }
@@ -199,6 +203,7 @@ mod tests {
                     mapped,
                 },
                 entry: 5,
+                place: 2,
                 segment: Arc::clone(&segment),
                 holder: Side::Asking,
                 process: None,

@@ -12,9 +12,9 @@ use std::net::IpAddr;
 
 use rdmux_rnic::cm::{CmId, Endpoint, Peering};
 use rdmux_rnic::{
-    Access, Arm, Arrival, Bind, Fault, LinkProgress, Operation, Path, Placement, QpAttributes, QpState,
-    QpType, Qpn, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, Srqn, Taken, Target,
-    Ticket, Time, TransmitBuf, end_packet,
+    Access, Arm, Arrival, Bind, Directly, Fault, LinkProgress, Operation, Path, Placement, QpAttributes,
+    QpState, QpType, Qpn, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, Srqn, Taken,
+    Target, Ticket, Time, TransmitBuf, end_packet,
 };
 use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
@@ -322,10 +322,18 @@ impl Pair {
                     flags,
                     to,
                 };
-                if side.rnic.post_directly(|| self.now, qpn, &request) {
-                    Ok(())
-                } else {
-                    side.rnic.post_send(self.now, qpn, request)
+                match side
+                    .rnic
+                    .direct_lane(qpn)
+                    .map(|lane| lane.post(&request, || self.now))
+                {
+                    Some(Directly::Done) => Ok(()),
+                    Some(Directly::DoneAndTell(delivery)) => {
+                        side.rnic.deliver(self.now, delivery);
+                        Ok(())
+                    }
+                    _ if side.rnic.post_directly(|| self.now, qpn, &request) => Ok(()),
+                    _ => side.rnic.post_send(self.now, qpn, request),
                 }
             }
         };

@@ -144,8 +144,8 @@ impl Report {
         self.seen = world.seen.clone();
         world.tap.count(&mut self.seen);
         for host in &world.hosts {
-            self.count(host.rnic.counters());
-            self.seen.counters(host.rnic.counters());
+            self.count(&host.rnic.counters());
+            self.seen.counters(&host.rnic.counters());
         }
         if let Some(machine) = &world.machine {
             self.links_broken = machine.breaks;

@@ -7,9 +7,9 @@ use std::net::IpAddr;
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
-    AccessJob, Arrival, Config, Cqn, Event, Fault, Fill, FlushId, FlushJob, LKey, LinkProgress, Memory, Path,
-    PostError, QpType, RKey, RingBytes, Rings, Rnic, SendRequest, Taken, Ticket, Time, TransmitBuf,
-    WorkCompletion, end_packet,
+    AccessJob, Arrival, Config, Cqn, Directly, Event, Fault, Fill, FlushId, FlushJob, LKey, LinkProgress,
+    Memory, Path, PostError, QpType, RKey, RingBytes, Rings, Rnic, SendRequest, Taken, Ticket, Time,
+    TransmitBuf, WorkCompletion, end_packet,
 };
 
 use rdmux_rnic::ECN_MARKED;
@@ -237,6 +237,15 @@ impl World {
     /// Posts a send request in the shortest way that there is.
     pub(crate) fn post_send(&mut self, host: usize, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
         let rnic = &mut self.hosts[host].rnic;
+        match rnic.direct_lane(qpn).map(|lane| lane.post(&request, || self.now)) {
+            None | Some(Directly::Not) => {}
+            Some(Directly::Done) => return Ok(()),
+            Some(Directly::DoneAndTell(delivery)) => {
+                rnic.deliver(self.now, delivery);
+                self.settle(host);
+                return Ok(());
+            }
+        }
         if rnic.post_directly(|| self.now, qpn, &request) {
             if !rnic.is_quiet() {
                 self.settle(host);

@@ -36,8 +36,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmId, Request};
 use rdmux_rnic::{
-    ArmedQueues, Arrival, Counters, Cqn, Event, Fault, Histogram, Memory, Path, PostError, QpType, Qpn,
-    SendQueue, SendRequest, Time, TransmitBuf,
+    ArmedQueues, Arrival, Counters, Cqn, Delivery, DirectLane, Directly, Event, Fault, Histogram, Memory,
+    Path, PostError, QpType, Qpn, SendQueue, SendRequest, Time, TransmitBuf,
 };
 use rdmux_shm::Meta;
 use rdmux_verbs::interface::interface_of;
@@ -169,8 +169,13 @@ impl std::fmt::Debug for Core {
     }
 }
 
-/// A send request that was posted while somebody else held the engine's lock, with its place in the queue of its queue pair.
-type Left = (Qpn, SendRequest);
+/// What a caller leaves for the holder of the engine's lock.
+enum Left {
+    /// A send request with its place in the queue of its queue pair.
+    Request(Qpn, SendRequest),
+    /// A completion that the caller has put into its queue.
+    Completion(Delivery),
+}
 
 /// The locked engine. Memories that end while it is locked are dropped after unlocking: dropping one may unmap, close, or run its owner's
 /// code, which may use the device.
@@ -292,8 +297,11 @@ impl Engine {
     #[cold]
     fn post_left(&self, core: &mut Core) {
         let (left, now) = (self.core.take_left(), self.now());
-        for (qpn, request) in left {
-            core.rnic.post_reserved(now, qpn, request);
+        for left in left {
+            match left {
+                Left::Request(qpn, request) => core.rnic.post_reserved(now, qpn, request),
+                Left::Completion(delivery) => core.rnic.deliver(now, delivery),
+            }
         }
         core.finish(now, false);
         self.wake_early(core);
@@ -388,6 +396,29 @@ impl Engine {
         }
     }
 
+    /// Carries out a send request without the engine, if the lane of its queue pair covers it.
+    #[inline]
+    pub(crate) fn post_to_lane(&self, lane: &DirectLane, request: &SendRequest) -> bool {
+        match lane.post(request, || self.now()) {
+            Directly::Not => return false,
+            Directly::Done => {}
+            Directly::DoneAndTell(delivery) => self.deliver(delivery),
+        }
+        true
+    }
+
+    /// Handles a completion that a lane has put into its queue. Where somebody else holds the engine's lock, the holder does.
+    #[cold]
+    fn deliver(&self, delivery: Delivery) {
+        if let Some(mut core) = self.try_lock() {
+            let now = self.now();
+            core.rnic.deliver(now, delivery);
+            self.finish(core, now);
+        } else if self.core.leave(Left::Completion(delivery)) {
+            self.serve_left();
+        }
+    }
+
     /// Posts a send request, and sends the resulting packets. Where somebody else holds the engine's lock, and the queue is sure to accept
     /// the request, the request is left to the holder.
     pub(crate) fn post_send(
@@ -399,7 +430,7 @@ impl Engine {
         let mut core = match self.try_lock() {
             Some(core) => core,
             None if queue.reserve(&request) => {
-                if self.core.leave((qpn, request)) {
+                if self.core.leave(Left::Request(qpn, request)) {
                     self.serve_left();
                 }
                 return Ok(());
@@ -418,15 +449,22 @@ impl Engine {
         posted
     }
 
-    /// Posts requests as [`Engine::post_send`] does, in order. Fails at the first that is not accepted.
+    /// Posts requests as [`Engine::post_send`] does, in order, after those of them that the lane covers. Fails at the first that is not
+    /// accepted.
     pub(crate) fn post_send_list(
         &self,
         queue: &SendQueue,
+        lane: Option<&DirectLane>,
         qpn: Qpn,
         requests: Vec<SendRequest>,
     ) -> Result<(), PostListError> {
         let failed = |index| move |source| PostListError { index, source };
-        let mut numbered = requests.into_iter().enumerate();
+        let by_lane = |request: &&SendRequest| lane.is_some_and(|lane| self.post_to_lane(lane, request));
+        let done = requests.iter().take_while(by_lane).count();
+        if done == requests.len() {
+            return Ok(());
+        }
+        let mut numbered = requests.into_iter().enumerate().skip(done);
         let Some(mut core) = self.try_lock() else {
             return numbered
                 .try_for_each(|(index, request)| self.post_send(queue, qpn, request).map_err(failed(index)));
@@ -528,7 +566,7 @@ impl Engine {
     }
 
     pub(crate) fn counters(&self) -> Counters {
-        *self.lock().rnic.counters()
+        self.lock().rnic.counters()
     }
 
     /// Returns the device's metrics; `None` when it is closed.
@@ -541,7 +579,7 @@ impl Engine {
         Some(DeviceMetrics {
             address: core.address,
             slot: core.rnic.config().slot,
-            counters: *core.rnic.counters(),
+            counters: core.rnic.counters(),
             send_errors: core.send_errors,
             is_up: !core.rnic.is_down(),
             queue_pairs,

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 use rdmux_rnic::{
-    Bind, McastError, ModifyError, NotPosted, PostError, Psn, QpAttributes, QpInfo, QpInit, QpState, QpType,
-    Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
+    Bind, DirectLane, McastError, ModifyError, NotPosted, PostError, Psn, QpAttributes, QpInfo, QpInit,
+    QpState, QpType, Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
 };
 use rdmux_shm::stay;
 use rdmux_verbs::provider::{self, CompletionQueue as _, Object, own};
@@ -22,6 +22,8 @@ pub(crate) struct QueuePair {
     /// Set when receives come from a shared receive queue.
     pub(super) has_srq: bool,
     sends: SendQueue,
+    /// Where requests need no packet, they need no engine either.
+    lane: Option<DirectLane>,
     receives: ReceiveQueue,
 }
 
@@ -59,6 +61,7 @@ impl QueuePair {
         let qpn = core.rnic.create_qp(init).ok_or(CreateError::NoRoom)?;
         let sends = core.rnic.send_queue(qpn).ok_or(CreateError::NoRoom)?;
         let receives = core.rnic.receive_queue(qpn).ok_or(CreateError::NoRoom)?;
+        let lane = core.rnic.direct_lane(qpn);
         drop(core);
         Ok(QueuePair {
             device: pd.device.clone(),
@@ -66,6 +69,7 @@ impl QueuePair {
             qp_type: options.qp_type,
             has_srq: options.srq.is_some() || options.qp_type == QpType::XrcRecv,
             sends,
+            lane,
             receives,
         })
     }
@@ -84,11 +88,17 @@ impl provider::QueuePair for QueuePair {
     }
 
     fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        if let Some(lane) = &self.lane
+            && self.device.post_to_lane(lane, &request)
+        {
+            return Ok(());
+        }
         self.device.post_send(&self.sends, self.qpn, request)
     }
 
     fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
-        self.device.post_send_list(&self.sends, self.qpn, requests)
+        let lane = self.lane.as_ref();
+        self.device.post_send_list(&self.sends, lane, self.qpn, requests)
     }
 
     fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {

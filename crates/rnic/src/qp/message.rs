@@ -60,7 +60,7 @@ pub(super) fn assemble(packet: &Packet<'_>, payload: Payload<'_>) -> Vec<u8> {
 }
 
 /// Returns the opcode of an operation's completion.
-pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
+pub(crate) fn opcode_of(operation: &Operation) -> WcOpcode {
     match operation {
         Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
         Operation::Write { .. } => WcOpcode::Write,

@@ -11,6 +11,7 @@ use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Links, Traffic};
 use crate::faults::Line;
+use crate::lane::DirectLane;
 use crate::local::{Rings, Taken, Ticket};
 use crate::memory::{Access, Fault};
 use crate::probes;
@@ -293,7 +294,14 @@ impl Env<'_> {
             probes::opcode(wc.opcode),
             wc.byte_len,
         );
-        match queue.push(wc, solicited, self.now) {
+        let pushed = queue.push(wc, solicited, || self.now);
+        self.deliver(cq, wc.qpn, pushed);
+    }
+
+    /// Handles the effect of a QP's completion on its queue.
+    #[inline]
+    pub(crate) fn deliver(&mut self, cq: Cqn, qpn: Qpn, pushed: Pushed) {
+        match pushed {
             Pushed::Quiet => {}
             Pushed::Later(at) => {
                 self.moderated.insert((at, cq.0));
@@ -301,12 +309,12 @@ impl Env<'_> {
             Pushed::Tell => self.events.push_back(Event::Completion(cq)),
             Pushed::Overrun { first } => {
                 if first {
-                    self.note(wc.qpn, Note::Overrun { cqn: cq });
+                    self.note(qpn, Note::Overrun { cqn: cq });
                     self.events.push_back(Event::CqError(cq));
                 }
                 // Also after the first loss: a QP may have been brought up again since.
-                if !self.overrun.contains(&(cq, wc.qpn)) {
-                    self.overrun.push((cq, wc.qpn));
+                if !self.overrun.contains(&(cq, qpn)) {
+                    self.overrun.push((cq, qpn));
                 }
             }
         }
@@ -531,6 +539,7 @@ impl Qp {
         }
         let (qp_type, from) = (self.head.init.qp_type, self.head.state);
         attr.check(qp_type, from, to)?;
+        self.close_lane();
         self.head.set(attr, env.traffic);
         match &mut self.halves {
             Halves::Reliable(requester, responder) => {
@@ -602,7 +611,49 @@ impl Qp {
         fresh.head.timer = self.head.timer;
         fresh.head.granted = self.head.granted;
         fresh.head.incarnation = self.head.incarnation.wrapping_add(1);
+        if let (Some(before), Some(after)) = (self.requester(), fresh.requester()) {
+            before.end_lane(env.regions);
+            after.set_lane(before.lane().cloned());
+        }
         *self = fresh;
+    }
+
+    /// Returns the lane of callers that do without the device. Only an RC QP has one.
+    pub(crate) fn lane(&mut self, cq: &CompletionQueue) -> Option<DirectLane> {
+        let (qpn, init, sends) = (self.head.qpn, self.head.init, self.head.sends.clone());
+        if init.qp_type != QpType::Rc {
+            return None;
+        }
+        let requester = self.requester()?;
+        if requester.lane().is_none() {
+            let lane = DirectLane::new(qpn, init.send_cq, cq.clone(), sends);
+            requester.set_lane(Some(lane));
+        }
+        requester.lane().cloned()
+    }
+
+    /// Makes callers post to the device.
+    pub(crate) fn close_lane_soon(&self) {
+        if let Halves::Reliable(requester, _) = &self.halves {
+            requester.close_lane_soon();
+        }
+    }
+
+    /// Makes callers post to the device, and waits until none is inside of a request.
+    fn close_lane(&self) {
+        if let Halves::Reliable(requester, _) = &self.halves
+            && let Some(lane) = requester.lane()
+        {
+            lane.close();
+        }
+    }
+
+    /// Returns the numbers of requests and bytes that callers carried out without the device.
+    pub(crate) fn lane_counts(&self) -> (u64, u64) {
+        match &self.halves {
+            Halves::Reliable(requester, _) => requester.lane().map_or((0, 0), DirectLane::counts),
+            Halves::Uc(..) | Halves::Ud(..) => (0, 0),
+        }
     }
 
     /// Lets callers post without the device while the QP's state takes requests, and closes the queues otherwise.
@@ -638,6 +689,7 @@ impl Qp {
             probe!(qp_state, qpn, from, probes::state(QpState::Error));
             probe!(qp_error, qpn, probes::status(status), cause as u32);
         }
+        self.close_lane();
         let from = std::mem::replace(&mut self.head.state, QpState::Error);
         if let Some((status, cause)) = cause {
             env.note(self.head.qpn, Note::Failed { status, cause, from });
@@ -766,7 +818,13 @@ impl Qp {
     #[inline]
     pub(crate) fn post_directly(&mut self, env: &mut Env<'_>, request: &SendRequest) -> bool {
         match &mut self.halves {
-            Halves::Reliable(requester, _) => requester.post_directly(env, &self.head, request),
+            Halves::Reliable(requester, _) => {
+                let done = requester.post_directly(env, &self.head, request);
+                if done {
+                    requester.open_lane(env, &self.head, request);
+                }
+                done
+            }
             Halves::Uc(..) | Halves::Ud(..) => false,
         }
     }

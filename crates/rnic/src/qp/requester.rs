@@ -273,11 +273,13 @@ impl Requester {
             // The place is given back after the completion: a caller that sees the completion and finds no free place calls the
             // device, which is executing this code.
             place.give_back(head);
+            self.open_lane(env, head, &request);
             return Ok(());
         }
         if !place.take(head) {
             return Err(PostError::QueueFull);
         }
+        self.close_lane_soon();
         let packets = packets_of(&request.operation, bytes, head.mtu);
         let wqe = Wqe {
             _memory: env.regions.retired.hold(&request.operation),

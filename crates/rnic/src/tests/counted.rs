@@ -4,7 +4,7 @@ use super::util::*;
 use crate::*;
 
 fn counters(pair: &Pair) -> [Counters; 2] {
-    [0, 1].map(|i: usize| *pair.sides[i].rnic.counters())
+    [0, 1].map(|i: usize| pair.sides[i].rnic.counters())
 }
 
 #[test]

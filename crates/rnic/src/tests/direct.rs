@@ -1,6 +1,7 @@
 //! WRITEs and READs of memory that a peer on the same host granted: a program observes the same behaviour as with packets.
 
 mod host;
+mod lane;
 
 use super::util::*;
 use crate::*;
@@ -26,22 +27,23 @@ fn outcome(host: &Host) -> (Vec<Vec<String>>, Vec<Option<QpState>>) {
     (log, host.pair.sides.iter().map(state).collect())
 }
 
-/// Runs a program on one host, with both ways of posting, and on two hosts, and compares the outcomes. Returns the number of
+/// Runs a program on one host, with all ways of posting, and on two hosts, and compares the outcomes. Returns the number of
 /// requests that needed no packet although they were queued first.
 fn run_both(name: &str, program: &[Do]) -> u64 {
-    let run = |grants, posts_directly| {
+    let run = |grants, posts_directly, posts_to_lane| {
         let mut host = Host::new(grants);
-        host.posts_directly = posts_directly;
+        (host.posts_directly, host.posts_to_lane) = (posts_directly, posts_to_lane);
         host.warm();
         let before = host.direct();
         program.iter().for_each(|step| host.perform(*step));
         host.rest();
         (host.direct() - before, host)
     };
-    let packets = run(false, true);
+    let packets = run(false, true, true);
     assert_eq!(packets.0, 0, "{name}");
-    let [direct, queued] = [true, false].map(|posts_directly| {
-        let direct = run(true, posts_directly);
+    let ways = [(true, true), (true, false), (false, false)];
+    let [by_lane, direct, queued] = ways.map(|(posts_directly, posts_to_lane)| {
+        let direct = run(true, posts_directly, posts_to_lane);
         assert_eq!(outcome(&direct.1), outcome(&packets.1), "{name}");
         for i in 0..2 {
             let memory = |host: &Host| host.pair.sides[i].memory.with(|m| m.to_vec());
@@ -54,6 +56,7 @@ fn run_both(name: &str, program: &[Do]) -> u64 {
     });
     // A request that finds its grant ended before it is queued requests the grant anew.
     assert!(direct >= queued, "{name}");
+    assert!(by_lane >= queued, "{name}");
     let completed = packets
         .1
         .log
@@ -405,7 +408,7 @@ fn direct__without_a_packet_nothing_is_sent() {
     );
     host.rest();
     assert_eq!(packets(&host), before);
-    let [asking, owner] = host.pair.sides.each_ref().map(|side| *side.rnic.counters());
+    let [asking, owner] = host.pair.sides.each_ref().map(|side| side.rnic.counters());
     assert_eq!((asking.direct_requests, asking.grants), (1, 0));
     assert_eq!(
         (owner.direct_requests, owner.grants),

@@ -23,7 +23,7 @@ fn pair(selective: bool) -> Pair {
 
 /// Returns the counters of lost packets and of packets assumed to be lost.
 fn losses(pair: &Pair) -> [u64; 6] {
-    let [asking, answering] = [0, 1].map(|i| *pair.sides[i].rnic.counters());
+    let [asking, answering] = [0, 1].map(|i| pair.sides[i].rnic.counters());
     [
         asking.tail_probes,
         asking.retransmitted_packets,
@@ -261,12 +261,12 @@ fn coalesced__a_message_is_one_packet_with_the_psns_of_all() {
         let mut pair = pair(selective);
         let bytes = pattern(5_000);
         pair.sides[0].memory.write(0, &bytes).unwrap();
-        let before = *pair.sides[0].rnic.counters();
+        let before = pair.sides[0].rnic.counters();
         let sent = sent_for(&mut pair, 5_000);
         let packet = Packet::parse_local(&sent[0]).unwrap();
         assert_eq!((sent.len(), packet.count(), packet.payload()), (1, 5, &bytes[..]));
         assert_eq!(packet.bth.opcode.operation, Op::WriteOnly);
-        let now = *pair.sides[0].rnic.counters();
+        let now = pair.sides[0].rnic.counters();
         assert_eq!(
             now.sent_pkts - before.sent_pkts,
             5,

@@ -55,7 +55,7 @@ fn holds(pair: &Pair, side: usize, at: u64, bytes: &[u8]) -> bool {
     found == bytes
 }
 
-fn counters(pair: &Pair, side: usize) -> &Counters {
+fn counters(pair: &Pair, side: usize) -> Counters {
     pair.sides[side].rnic.counters()
 }
 
@@ -349,7 +349,7 @@ fn after_half_of_the_psns__loss_is_seen_and_mended_as_before() {
         writes += u32::from(side == 1 && Packet::parse(bytes).unwrap().bth.opcode.operation.is_write());
         side == 0 || writes != 5
     });
-    let before = *counters(&pair, 0);
+    let before = counters(&pair, 0);
     pair.write(0, 1 << 20, 30 * 256);
     pair.run();
     let after = counters(&pair, 0);

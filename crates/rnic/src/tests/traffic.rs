@@ -219,7 +219,7 @@ fn marked__packets_slow_their_sender_down() {
     // The first CNP halves the rate of 10 Gbit/s, and more CNPs follow.
     let took_ns = run_until_complete(&mut pair, 1);
     assert!(took_ns > 2_000_000, "{took_ns}");
-    let (sender, receiver) = (*pair.sides[0].rnic.counters(), *pair.sides[1].rnic.counters());
+    let (sender, receiver) = (pair.sides[0].rnic.counters(), pair.sides[1].rnic.counters());
     assert!(receiver.np_ecn_marked_roce_packets >= 900);
     assert!((4..=took_ns / 50_000 + 1).contains(&receiver.np_cnp_sent));
     assert_eq!(sender.rp_cnp_handled, receiver.np_cnp_sent);
@@ -261,7 +261,7 @@ fn given(cnp: Cnp, change: impl Fn(&mut [u8])) -> Counters {
     cnp.emit(&mut bytes);
     change(&mut bytes);
     pair.inject_back(&bytes);
-    *pair.sides[0].rnic.counters()
+    pair.sides[0].rnic.counters()
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn cnp__is_checked_like_any_packet() {
         pair.sides[0]
             .rnic
             .handle_datagram(now, src, 0xc001, &bytes, bytes.len());
-        *pair.sides[0].rnic.counters()
+        pair.sides[0].rnic.counters()
     };
     assert_eq!(give(&mut pair, src).rx_icrc_encapsulated, 1);
     assert_eq!(give(&mut pair, IpAddr::from([10, 0, 0, 3])).wrong_peer, 1);

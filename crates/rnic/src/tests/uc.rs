@@ -48,7 +48,7 @@ fn expect_bytes(pair: &Pair, at: usize, from: usize, length: usize) {
         .with(|m| assert_eq!(m[at..at + length], expected));
 }
 
-fn counters(pair: &Pair) -> &Counters {
+fn counters(pair: &Pair) -> Counters {
     pair.sides[1].rnic.counters()
 }
 

@@ -47,7 +47,7 @@ fn send__to_a_peer_that_takes_nothing() {
 fn take__memory_that_cannot_be_relied_on() {
     let (segment, _file) = Segment::create().unwrap();
     let [doorbell, _theirs] = doorbells();
-    let channel = Channel::new(segment, Side::Asking, doorbell, None, &Arc::default());
+    let mut channel = Channel::new(segment, Side::Asking, doorbell, None, &Arc::default());
     let open = Arc::new(AtomicBool::new(true));
     let granted = |offset, length| Offer {
         rkey: RKey(1),
@@ -65,7 +65,7 @@ fn take__memory_that_cannot_be_relied_on() {
     };
     let [own, _end] = doorbells();
     let process = Process::of(std::process::id() as i32, own.as_fd());
-    let take = |granted, file: Option<&OwnedFd>| {
+    let mut take = |granted, file: Option<&OwnedFd>| {
         let files = file.map(|file| file.try_clone().unwrap()).into_iter().collect();
         channel.take(&granted, files, &process, &open).ok()
     };
@@ -129,7 +129,7 @@ fn take__reaches_by_calls_what_was_granted_and_no_more() {
     let (segment, _file) = Segment::create().unwrap();
     let [doorbell, theirs] = doorbells();
     let process = Process::of(std::process::id() as i32, theirs.as_fd());
-    let channel = Channel::new(
+    let mut channel = Channel::new(
         Arc::clone(&segment),
         Side::Asking,
         doorbell,
@@ -141,7 +141,7 @@ fn take__reaches_by_calls_what_was_granted_and_no_more() {
         Mapping::anonymous(4096).unwrap(),
     );
     let (begin, end) = (pages.address() + 100, pages.address() + 200);
-    let take = |index, access| {
+    let mut take = |index, access| {
         segment.grant(Side::Answering, index).store(1, Ordering::SeqCst);
         let offer = Offer {
             rkey: RKey(1),

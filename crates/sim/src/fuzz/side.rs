@@ -519,7 +519,7 @@ impl Side {
         Snapshot {
             queues: infos.collect(),
             bytes: self.memory.lock().bytes.clone(),
-            counters: *self.rnic.counters(),
+            counters: self.rnic.counters(),
         }
     }
 
@@ -537,7 +537,8 @@ impl Side {
 
     /// Records which counters were incremented.
     pub(super) fn take_reach(&mut self) -> Reach {
-        let counted = self.rnic.counters().iter().filter(|(_, value, _)| *value > 0);
+        let counters = self.rnic.counters();
+        let counted = counters.iter().filter(|(_, value, _)| *value > 0);
         self.reach.counters.extend(counted.map(|(name, ..)| name));
         std::mem::take(&mut self.reach)
     }

@@ -10,9 +10,11 @@ use rdmux_wire::RKey;
 
 use super::{Requester, Wqe};
 use crate::cq::Status;
+use crate::lane::DirectLane;
 use crate::memory::{Access, PeerFault, PeerMemory};
 use crate::qp::message::{memory_of, opcode_of};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
+use crate::region::Regions;
 use crate::work::{Operation, SendFlags, SendRequest, Target};
 
 /// Most regions of a peer for which a QP asks for grants; the QP forgets the oldest first.
@@ -37,7 +39,8 @@ pub struct Grant {
 
 impl Grant {
     /// Returns the offset in the memory at which a request begins, if the grant covers the request.
-    fn offset_of(&self, va: u64, bytes: u32, access: Access) -> Option<u64> {
+    #[inline]
+    pub(crate) fn offset_of(&self, va: u64, bytes: u32, access: Access) -> Option<u64> {
         let at = va.checked_sub(self.iova)?;
         let limit = self.length + u64::from(mutant!(GrantOffByOne));
         let inside = at.checked_add(bytes.into()).is_some_and(|end| end <= limit);
@@ -64,11 +67,14 @@ pub(super) struct Direct {
     /// Keys for which the QP asked for a grant, with the grant if the peer gave one.
     grants: Vec<(RKey, Option<Grant>)>,
     by_packets: ByPackets,
+    /// The way of callers that do without the device, if the driver has asked for it.
+    lane: Option<DirectLane>,
 }
 
 /// Returns the key, address and right that a request of `bytes` needs at the peer, if a grant could cover it. A request without
 /// bytes names no memory, and checks that the peer lives.
-fn reaches(operation: &Operation, bytes: u32) -> Option<(RKey, u64, Access)> {
+#[inline]
+pub(crate) fn reaches(operation: &Operation, bytes: u32) -> Option<(RKey, u64, Access)> {
     match *operation {
         _ if bytes == 0 => None,
         Operation::Write { va, rkey, imm: None } => Some((rkey, va, Access::REMOTE_WRITE)),
@@ -81,12 +87,61 @@ impl Requester {
     /// Forgets all grants: the peer cannot be reached directly.
     pub(crate) fn forget_grants(&mut self) {
         self.direct.grants.clear();
+        if let Some(lane) = &self.direct.lane {
+            lane.forget_grants();
+        }
+    }
+
+    pub(crate) fn lane(&self) -> Option<&DirectLane> {
+        self.direct.lane.as_ref()
+    }
+
+    pub(crate) fn set_lane(&mut self, lane: Option<DirectLane>) {
+        self.direct.lane = lane;
+    }
+
+    /// Ends the use of the lane by the QP's present connection.
+    pub(crate) fn end_lane(&self, regions: &mut Regions) {
+        if let Some(lane) = &self.direct.lane {
+            lane.clear(regions);
+        }
+    }
+
+    fn forget_grant_in_lane(&self, rkey: RKey) {
+        if let Some(lane) = &self.direct.lane {
+            lane.forget_grant(rkey);
+        }
+    }
+
+    /// Makes callers post to the device, because a request is about to wait in the queue.
+    pub(crate) fn close_lane_soon(&self) {
+        if let Some(lane) = &self.direct.lane {
+            lane.close_soon();
+        }
+    }
+
+    /// Lets callers do without the device, after a request that was carried out directly at once.
+    pub(crate) fn open_lane(&self, env: &mut Env<'_>, head: &Head, request: &SendRequest) {
+        let Some(lane) = &self.direct.lane else { return };
+        let (Some((rkey, ..)), Some((grant, _))) = (
+            reaches(&request.operation, 1),
+            self.grant_for(&request.operation, 1),
+        ) else {
+            return;
+        };
+        // The device is certain to see the other requests, which it makes wait for each other.
+        if grant.memory.is_apart() {
+            let sges = request.sges.as_slice();
+            lane.learn(env.regions, head.init.pd, (rkey, grant), sges);
+            lane.open(self.max_rd_atomic > 0);
+        }
     }
 
     /// Handles the peer's answer to [`Event::WantsGrant`].
     pub(crate) fn set_grant(&mut self, rkey: RKey, grant: Option<Grant>) {
         if let Some(asked) = self.direct.grants.iter_mut().find(|(key, _)| *key == rkey) {
             asked.1 = grant;
+            self.forget_grant_in_lane(rkey);
         }
     }
 
@@ -138,7 +193,8 @@ impl Requester {
             return;
         }
         if self.direct.grants.len() == GRANTS_MAX {
-            self.direct.grants.remove(0);
+            let (oldest, _) = self.direct.grants.remove(0);
+            self.forget_grant_in_lane(oldest);
         }
         self.direct.grants.push((rkey, None));
         env.events.push_back(Event::WantsGrant(head.qpn, rkey));
@@ -235,6 +291,8 @@ impl Requester {
         bytes: u32,
     ) -> Option<Result<(), Status>> {
         let (grant, mut at) = self.grant_for(&request.operation, bytes)?;
+        // The accesses of one QP come one after another, those of its lane too.
+        let alone = self.direct.lane.as_ref().map(DirectLane::lock);
         let memory = &*grant.memory;
         let writes = matches!(request.operation, Operation::Write { .. });
         let access = if writes {
@@ -262,6 +320,7 @@ impl Requester {
             }
             at += length;
         }
+        drop(alone);
         match outcome {
             Err(PeerFault::Ended) if mutant!(EndedIsDone) => Some(Ok(())),
             Ok(()) => {
@@ -274,6 +333,7 @@ impl Requester {
                 let (rkey, ..) = reaches(&request.operation, bytes)?;
                 // The peer may grant the memory again, for instance after a change of its QP's rights.
                 self.direct.grants.retain(|(key, _)| *key != rkey);
+                self.forget_grant_in_lane(rkey);
                 None
             }
         }

@@ -96,6 +96,7 @@ impl Requester {
         if !head.sends.take_place() {
             return;
         }
+        self.close_lane_soon();
         let Some(request_of) = request.take() else { return };
         let wqe = Wqe {
             request: request_of,

@@ -256,6 +256,10 @@ pub(super) struct Host {
     pub(super) grants: bool,
     /// Set when requests are first tried without being queued.
     pub(super) posts_directly: bool,
+    /// Set when they are tried without the device before that.
+    pub(super) posts_to_lane: bool,
+    /// Requests that were carried out without the device.
+    pub(super) by_lane: u64,
     pub(super) keys: Vec<(Key, RKey, u64)>,
     pub(super) own_keys: Vec<(u64, LKey)>,
     pub(super) own_window: RKey,
@@ -323,6 +327,8 @@ impl Host {
             pair,
             grants,
             posts_directly: false,
+            posts_to_lane: false,
+            by_lane: 0,
             keys: keys.to_vec(),
             own_keys: own_keys.to_vec(),
             own_window,
@@ -467,6 +473,21 @@ impl Host {
             let bound = side.rnic.bind_mw(now, side.qpn, request.wr_id, bind, flags);
             self.own_window = bound?;
             return Ok(());
+        }
+        if self.posts_to_lane {
+            let lane = side.rnic.direct_lane(side.qpn);
+            match lane.map(|lane| lane.post(&request, || now)) {
+                None | Some(Directly::Not) => {}
+                Some(Directly::Done) => {
+                    self.by_lane += 1;
+                    return Ok(());
+                }
+                Some(Directly::DoneAndTell(delivery)) => {
+                    side.rnic.deliver(now, delivery);
+                    self.by_lane += 1;
+                    return Ok(());
+                }
+            }
         }
         if self.posts_directly && side.rnic.post_directly(|| now, side.qpn, &request) {
             return Ok(());

@@ -86,7 +86,8 @@ impl Links {
 
 /// Returns the counters of the engine, then those of the faults at its port, if it has any.
 fn counters(rnic: &RnicPort, from: u64) -> Vec<Record> {
-    let own = rnic.counters().iter().map(|(name, value, _)| (name, value));
+    let counters = rnic.counters();
+    let own = counters.iter().map(|(name, value, _)| (name, value));
     let faults = rnic.fault_counts().map(|counts| {
         [
             ("fault_packets", counts.packets),

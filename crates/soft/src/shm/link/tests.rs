@@ -698,6 +698,9 @@ fn ask__ten_thousand_times_and_read_nothing() {
     assert!(honest.have_link());
 }
 
+/// Place by which a forged peer enters grants.
+const PLACE: u32 = 9;
+
 /// A queue pair of an honest device whose peer is forged, and has a grant of the device's region.
 struct GrantedTo {
     qp: QueuePair,
@@ -735,14 +738,14 @@ impl GrantedTo {
     }
 
     fn enter(&self) -> Option<u32> {
-        revocation::enter(&self.words(), self.granted.index, self.granted.generation)
+        revocation::enter(&self.words(), PLACE, self.granted.index, self.granted.generation)
     }
 
     /// Makes a call as the peer does once it has entered.
     fn call(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
         let passage = Passage {
-            gate: self.granted.gate,
-            left: self.granted.left,
+            gate: self.granted.gate + 64 * u64::from(PLACE),
+            left: self.granted.left + 128 * u64::from(PLACE),
             entry: self.entry,
         };
         let pid = std::process::id().cast_signed();
@@ -845,7 +848,7 @@ fn revoke__waits_for_a_call_under_way() {
     revoke_while_inside(&mut honest, end, &peer, || {
         peer.link
             .segment
-            .left(Side::Asking)
+            .left(Side::Asking, PLACE)
             .store(peer.entry, Ordering::SeqCst);
     });
 }
@@ -857,7 +860,7 @@ fn revoke__waits_for_who_has_mapped_the_memory() {
     let end = HonestEnd::new(honest.device());
     let peer = GrantedTo::new(&forger, &end);
     revoke_while_inside(&mut honest, end, &peer, || {
-        revocation::leave(&peer.words(), peer.entry)
+        revocation::leave(&peer.words(), PLACE, peer.entry)
     });
 }
 
@@ -870,7 +873,7 @@ fn revoke__waits_for_a_peer_whose_link_has_ended() {
     peer.link.say(&LinkMessage::Over);
     until("the end of the link", || honest.others() == 0);
     revoke_while_inside(&mut honest, end, &peer, || {
-        revocation::leave(&peer.words(), peer.entry)
+        revocation::leave(&peer.words(), PLACE, peer.entry)
     });
 }
 
@@ -945,7 +948,7 @@ fn revoke__through_a_gate_that_the_link_uses_no_more() {
     let revoke = |mr: &MemoryRegion| honest.device().engine().lock().links.revoke_region(mr.lkey());
     let stays = revoke(&end.mr);
     assert_eq!(stays.len(), 1);
-    revocation::leave(&peer.words(), peer.entry);
+    revocation::leave(&peer.words(), PLACE, peer.entry);
     peer.granted = granted;
     peer.entry = peer.enter().unwrap();
     peer.call(1, &[1]).unwrap_err();
@@ -957,7 +960,7 @@ fn revoke__through_a_gate_that_the_link_uses_no_more() {
     assert!(!stays[0].is_over(), "the call is under way");
     peer.link
         .segment
-        .left(Side::Asking)
+        .left(Side::Asking, PLACE)
         .store(peer.entry, Ordering::SeqCst);
     until("the end of the call", || stays[0].is_over());
 }
@@ -981,7 +984,7 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
     let HonestEnd { mr, memory, .. } = end;
     drop(mr);
     ask_for(&peer, &forger, third.rkey());
-    revocation::leave(&peer.words(), peer.entry);
+    revocation::leave(&peer.words(), PLACE, peer.entry);
     drop(third);
     assert_eq!(peer.stays(honest.device()), 0);
     let pages: Vec<Mapping> = (0..1024).map(|_| Mapping::anonymous(4096).unwrap()).collect();
@@ -990,7 +993,7 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
     peer.granted = granted;
     peer.entry = peer.enter().unwrap();
     assert_eq!(peer.call(memory.address(), &[1]), Err(Fault::Unmapped));
-    revocation::leave(&peer.words(), peer.entry);
+    revocation::leave(&peer.words(), PLACE, peer.entry);
     // A new grant of the region goes through the open gate.
     peer.granted = ask_for(&peer, &forger, second.rkey());
     peer.entry = peer.enter().unwrap();
@@ -1004,7 +1007,7 @@ fn grant__generations_differ() {
     let forger = Forger::new([127, 0, 1, 153], 3);
     let end = HonestEnd::new(honest.device());
     let first = GrantedTo::new(&forger, &end);
-    revocation::leave(&first.words(), first.entry);
+    revocation::leave(&first.words(), PLACE, first.entry);
     let pd = end.qp.pd();
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let second = pd.reg_mr(end.memory.clone(), 0, 4096, 0, access).unwrap();
