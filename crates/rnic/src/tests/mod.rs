@@ -1,5 +1,6 @@
 //! Tests of the engine over a virtual link.
 
+mod answered;
 mod basic;
 mod cm;
 mod cm_placement;

@@ -191,8 +191,8 @@ impl Requester {
         if packets == 0 {
             return Ok(());
         }
-        let (bth, count) = (packet.bth, packet.count);
-        let is_first = hole.is_none() && self.advance(&bth, packets, env.now);
+        let (bth, count, asks) = (packet.bth, packet.count, packet.asks);
+        let is_first = hole.is_none() && self.advance(&bth, packets, asks, env.now);
         if !is_first {
             env.counters.retransmitted_packets += u64::from(count);
             probe!(retransmission, head.qpn.value(), psn.value());
@@ -283,6 +283,7 @@ impl Requester {
             Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
                 packet.coalesce(buf);
                 packet.bth.ack_req = self.pauses(head, buf, packet.room, packet.count);
+                packet.answered_behind = self.is_answered_behind(packet);
                 packet.push_data(env, buf)?;
                 return Ok(packet.count);
             }
@@ -300,9 +301,30 @@ impl Requester {
         room <= count || fills_turn || self.since_ack_req + count >= ack_every
     }
 
-    /// Advances the cursor past the packet that was built there, of `packets` PSNs. Returns whether it was sent for the first time,
-    /// at least in part.
-    fn advance(&mut self, bth: &Bth, packets: u32, now: Time) -> bool {
+    /// Returns whether the response to the request behind a WRITE answers the WRITE too, which then requests no acknowledgement. That
+    /// request is sent at once: it has room, and neither a fence, the initiator depth, a rate nor a grant holds it back until the
+    /// WRITE is answered. A WRITE that is sent again requests an acknowledgement, because what follows it may have been answered
+    /// meanwhile. So does every WRITE to a peer that is not rdmux.
+    fn is_answered_behind(&self, packet: &RequestPacket<'_>) -> bool {
+        let head = packet.head;
+        let Some(next) = self.queue.get(self.cursor.wqe + 1).filter(|_| head.peer_is_rdmux) else {
+            return false;
+        };
+        let is_new = packet.bth.psn.since(self.high) >= 0 && head.state == QpState::Rts;
+        let is_write = matches!(packet.wqe.request.operation, Operation::Write { .. });
+        let answers = next.is_flush() || next.is_read() && !head.local;
+        if !is_new || !is_write || !answers || next.request.flags.contains(SendFlags::FENCE) {
+            return false;
+        }
+        let room = packet.room.saturating_sub(packet.count);
+        room >= self.worth_sending(head, next.is_read(), next.packets).max(1)
+            && self.resources.len() < usize::from(self.max_rd_atomic)
+            && !head.rate.is_limited()
+    }
+
+    /// Advances the cursor past the packet that was built there, of `packets` PSNs. `asks`: whether a response to it comes at once.
+    /// Returns whether it was sent for the first time, at least in part.
+    fn advance(&mut self, bth: &Bth, packets: u32, asks: bool, now: Time) -> bool {
         let at = self.cursor;
         let wqe = &self.queue[at.wqe];
         let whole = at.packet + packets == wqe.packets;
@@ -326,7 +348,7 @@ impl Requester {
             self.since_ack_req + packets
         };
         if let Some(selective) = &mut self.selective {
-            selective.sent(bth.psn, bth.ack_req, now);
+            selective.sent(bth.psn, asks, now);
             if bth.opcode.operation == Op::Flush {
                 selective.sent_flush(bth.psn);
             }
@@ -373,6 +395,10 @@ struct RequestPacket<'a> {
     room: u32,
     /// Number of packets that this one stands for. More than 1 only for data that goes through memory of this host.
     count: u32,
+    /// Set when the response to the request behind this one answers its message too.
+    answered_behind: bool,
+    /// Set when a response to this packet comes at once.
+    asks: bool,
 }
 
 impl<'a> RequestPacket<'a> {
@@ -400,6 +426,8 @@ impl<'a> RequestPacket<'a> {
             srqn,
             room,
             count: 1,
+            answered_behind: false,
+            asks: true,
         }
     }
 
@@ -489,7 +517,7 @@ impl<'a> RequestPacket<'a> {
         })
     }
 
-    /// Adds a packet of a SEND or WRITE. The last one requests an acknowledgement in any case.
+    /// Adds a packet of a SEND or WRITE. The last one requests an acknowledgement, unless a response to what follows answers it.
     fn push_data(&mut self, env: &Env<'_>, buf: &mut TransmitBuf) -> Result<(), Status> {
         let (head, wqe, index) = (self.head, self.wqe, self.index);
         let last = index + self.count == wqe.packets;
@@ -506,7 +534,8 @@ impl<'a> RequestPacket<'a> {
         let bth = &mut self.bth;
         bth.opcode = head.opcode(operation);
         bth.pad = ((4 - bytes % 4) % 4) as u8;
-        bth.ack_req |= last;
+        bth.ack_req |= last && !self.answered_behind;
+        self.asks = bth.ack_req || last;
         bth.solicited =
             last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
         let len = Bth::LEN + bth.opcode.ext().len() + bytes + usize::from(bth.pad);
