@@ -159,6 +159,12 @@ mod switch {
         CoalescedCountsOne,
         /// The acknowledgement of a coalesced packet covers the packet behind it.
         CoalescedAckPast,
+        /// A request carries an acknowledgement to a peer that did not agree to it.
+        CarriedUnagreed,
+        /// A carried acknowledgement covers one packet too many.
+        CarriedPast,
+        /// A request carries an acknowledgement past a FLUSH that runs.
+        CarriedPassesFlush,
     }
 
     thread_local! {

@@ -7,6 +7,7 @@
 use std::net::IpAddr;
 use std::ops::Range;
 
+use rdmux_wire::Psn;
 use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
 
@@ -90,6 +91,8 @@ pub struct TransmitBuf {
     train_packets_max: usize,
     /// Bytes read ahead for later packets of this quantum.
     pub(crate) ahead: ReadAhead,
+    /// Acknowledgement that the next suitable request packet of this quantum takes along ([`rdmux_wire::roce::carried`]).
+    pub(crate) carried: Option<Psn>,
 }
 
 impl TransmitBuf {
@@ -104,6 +107,7 @@ impl TransmitBuf {
             local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
             ahead: ReadAhead::default(),
+            carried: None,
         }
     }
 
@@ -156,6 +160,24 @@ impl TransmitBuf {
         self.local = false;
     }
 
+    /// Returns whether a packet of `total` bytes, ICRC included, joins the last train.
+    fn joins(&self, path: &Path, total: usize) -> bool {
+        self.trains.last().is_some_and(|t| {
+            !t.closed
+                && t.local == self.local
+                && t.path == *path
+                && total <= t.segment_bytes
+                && t.packets < self.train_packets_max
+                && t.range.len() + total <= TRAIN_BYTES_MAX
+        })
+    }
+
+    /// Returns whether a packet of `len` bytes before the ICRC stays in its train if it grows by `more`.
+    pub(crate) fn may_grow(&self, path: &Path, len: usize, more: usize) -> bool {
+        let total = len + ICRC_LEN;
+        !self.joins(path, total) || self.joins(path, total + more)
+    }
+
     /// Makes every later train one packet: the system cannot segment.
     pub fn disable_gso(&mut self) {
         self.train_packets_max = 1;
@@ -192,14 +214,7 @@ impl TransmitBuf {
         packet[pad..].fill(0);
         fill(packet)?;
         self.used = start + total;
-        let joins = self.trains.last().is_some_and(|t| {
-            !t.closed
-                && t.local == self.local
-                && t.path == *path
-                && total <= t.segment_bytes
-                && t.packets < self.train_packets_max
-                && t.range.len() + total <= TRAIN_BYTES_MAX
-        });
+        let joins = self.joins(path, total);
         let index = if joins {
             self.trains.last().map_or(0, |t| t.packets)
         } else {

@@ -2,6 +2,7 @@
 
 mod answered;
 mod basic;
+mod carried;
 mod cm;
 mod cm_placement;
 mod cm_table;

@@ -1,8 +1,8 @@
 //! Request packets: which may be sent, and how they are built.
 
-use rdmux_wire::roce::coalesced;
 use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{AtomicEth, Bth, Feth, Operation as Op, Position, Reth};
+use rdmux_wire::roce::{carried, coalesced};
 use rdmux_wire::{Psn, RKey};
 
 use super::selective::Selective;
@@ -284,6 +284,8 @@ impl Requester {
                 packet.coalesce(buf);
                 packet.bth.ack_req = self.pauses(head, buf, packet.room, packet.count);
                 packet.answered_behind = self.is_answered_behind(packet);
+                packet.ends_queue =
+                    packet.bth.psn == self.cursor_psn() && self.cursor.wqe + 1 == self.queue.len();
                 packet.push_data(env, buf)?;
                 return Ok(packet.count);
             }
@@ -399,6 +401,8 @@ struct RequestPacket<'a> {
     answered_behind: bool,
     /// Set when a response to this packet comes at once.
     asks: bool,
+    /// Set when no request waits behind that of the packet.
+    ends_queue: bool,
 }
 
 impl<'a> RequestPacket<'a> {
@@ -428,6 +432,7 @@ impl<'a> RequestPacket<'a> {
             count: 1,
             answered_behind: false,
             asks: true,
+            ends_queue: false,
         }
     }
 
@@ -539,6 +544,12 @@ impl<'a> RequestPacket<'a> {
         bth.solicited =
             last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
         let len = Bth::LEN + bth.opcode.ext().len() + bytes + usize::from(bth.pad);
+        // Only the last packet of all carries one: it would be longer than those behind it, and end their train.
+        let fits = last && self.ends_queue && bytes + carried::LEN <= head.mtu as usize;
+        let carried = buf
+            .carried
+            .filter(|_| fits && buf.may_grow(self.path, len, carried::LEN));
+        let len = len + carried.map_or(0, |_| carried::LEN);
         let source = Origin::Request(bth.psn.minus(index));
         let soon = (self.room.saturating_mul(head.mtu).min(wqe.bytes - done) as usize).min(buf.room());
         let mut ahead = std::mem::take(&mut buf.ahead);
@@ -557,6 +568,10 @@ impl<'a> RequestPacket<'a> {
                 b[at..at + 4].copy_from_slice(&word.to_be_bytes());
                 at += 4;
             }
+            if let Some(psn) = carried {
+                b[at + bytes..].fill(0);
+                carried::emit(b, psn.plus(mutant!(CarriedPast).into()));
+            }
             let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
             let done = u64::from(done);
             if self.count > 1 {
@@ -573,6 +588,9 @@ impl<'a> RequestPacket<'a> {
             Ok(())
         });
         buf.ahead = ahead;
+        if built.is_ok() && carried.is_some() {
+            buf.carried = None;
+        }
         built
     }
 }
