@@ -12,7 +12,7 @@ use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
 use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
-use rdmux_wire::roce::{Bth, ICRC_LEN, Packet};
+use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, carried};
 use rdmux_wire::rsocket::{self, ConnData, DatagramHeader, UdpHeader};
 
 fn flow(v6: bool, forth: bool) -> Flow {
@@ -86,6 +86,21 @@ pub(crate) fn roce(input: &[u8]) {
                 (1..=4096).filter(|n| sack.holds(*n)).count() as u32
             )
         );
+    }
+    let mut carrier = packet;
+    if carrier.take_carried().is_ok()
+        && let Some(psn) = carrier.carried()
+    {
+        let len = carrier.payload().len() + carried::LEN;
+        assert_eq!(len, packet.payload().len());
+        let mut bytes = input.to_vec();
+        let end = bytes.len() - ICRC_LEN;
+        bytes[end - carried::LEN..end].fill(0);
+        carried::emit(&mut bytes[..end], psn);
+        assert_eq!(bytes, input);
+        let kept = carrier.to_local();
+        let kept = Packet::parse_local(&kept).expect("what is kept parses");
+        assert_eq!((kept.payload(), kept.carried()), (carrier.payload(), None));
     }
     if input.len() <= 65_507 {
         let body = &input[..input.len() - ICRC_LEN];

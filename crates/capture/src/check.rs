@@ -9,23 +9,26 @@
 //!   an error;
 //! - the PSN of a response lies within those requested, and the response has the kind that the request requires.
 //!
+//! A request that carries an acknowledgement ([`carried`]) is checked as both. Only rdmux endpoints send such requests: where the
+//! capture holds the CM messages, they must have agreed to it.
+//!
 //! It learns from the CM messages in the capture which two directions form a connection, or otherwise from the PSNs.
 //!
 //! A capture from a virtual link can show a GSO train that was not split yet, as one long UDP datagram. The capture does not hold its
 //! segment size: the checker searches for the length at which the first segment's ICRC is correct.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::mem;
 use std::net::IpAddr;
 
 use crate::pcapng::{Captured, LinkType, NoUdp, Reader, UdpDatagram, ip_udp};
-use rdmux_wire::cm::CmMessage;
+use rdmux_wire::cm::{CmMessage, Ece, Extensions};
 use rdmux_wire::roce::cnp::Cnp;
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{
     Bth, GSI_QKEY, ICRC_LEN, Opcode, Operation, Packet, PathMtu, Position, Reth, Syndrome, Transport,
-    UDP_PORT,
+    UDP_PORT, carried,
 };
 use rdmux_wire::{Malformed, Psn, Qpn};
 
@@ -69,6 +72,8 @@ pub struct Report {
     ///
     /// [`Flow::rxe_flush_icrc`]: rdmux_wire::roce::icrc::Flow::rxe_flush_icrc
     pub rxe_flushes: u64,
+    /// Acknowledgements that requests carry, between rdmux endpoints.
+    pub carried_acks: u64,
     /// Responses to requests that are not in the capture, for example because it begins in the middle of a connection.
     pub unmatched: u64,
     /// Number of errors.
@@ -101,6 +106,7 @@ impl fmt::Display for Report {
         line("receiver-not-ready NAKs", self.rnr_naks)?;
         for (name, count) in [
             ("FLUSHes with the ICRC of rxe", self.rxe_flushes),
+            ("acknowledgements in requests", self.carried_acks),
             ("unmatched responses", self.unmatched),
             ("IP fragments", self.fragments),
         ] {
@@ -196,6 +202,20 @@ impl Requests {
     }
 }
 
+/// A REQ, as far as its REP needs it.
+#[derive(Clone, Copy, Debug)]
+struct Asking {
+    qpn: Qpn,
+    psn: Psn,
+    carries_acks: bool,
+}
+
+/// Returns whether an endpoint announces that its requests carry acknowledgements.
+fn carries_acks(ece: Option<Ece>) -> bool {
+    ece.and_then(Extensions::from_ece)
+        .is_some_and(|extensions| extensions.carried_acks)
+}
+
 /// Returns the number of response packets to a READ of `length` bytes.
 fn responses(length: u32, mtu: u32) -> u32 {
     length.div_ceil(mtu).max(1)
@@ -213,7 +233,9 @@ pub struct Checker {
     /// Opposite direction of each direction.
     opposite: HashMap<Direction, Direction>,
     /// REQs by sender and communication id, waiting for their REP.
-    connecting: HashMap<(IpAddr, IpAddr, u32), (Qpn, Psn)>,
+    connecting: HashMap<(IpAddr, IpAddr, u32), Asking>,
+    /// Directions whose ends did not agree on requests that carry acknowledgements: for them the bit means nothing.
+    plain: HashSet<Direction>,
     /// Segment length of the last train, which the next one is likely to share.
     segment_hint: usize,
 }
@@ -354,19 +376,25 @@ impl Checker {
             }
             return;
         }
-        let packet = match Packet::parse(bytes) {
+        let mut packet = match Packet::parse(bytes) {
             Ok(packet) => packet,
             Err(error) => return self.error(error.to_string()),
         };
         if !datagram.dont_fragment {
             self.error("DF is not set".to_owned());
         }
-        self.pad(&packet);
         let direction = Direction {
             src: datagram.flow.src,
             dst: datagram.flow.dst,
             qpn: packet.bth.dest_qpn,
         };
+        if carried::may_be_in(packet.bth.opcode)
+            && !self.plain.contains(&direction)
+            && let Err(error) = packet.take_carried()
+        {
+            self.error(error.to_string());
+        }
+        self.pad(&packet);
         if let Err(reason) = self.payload_len(direction, &packet) {
             self.error(format!("{}: {reason}", packet.bth.opcode));
         }
@@ -386,7 +414,8 @@ impl Checker {
                 packet.payload().len()
             ));
         }
-        let end = packet.bytes().len() - ICRC_LEN;
+        let carried = packet.carried().map_or(0, |_| carried::LEN);
+        let end = packet.bytes().len() - ICRC_LEN - carried;
         if packet.bytes()[end - pad..end].iter().any(|b| *b != 0) {
             self.error("pad is not zero".to_owned());
         }
@@ -457,12 +486,17 @@ impl Checker {
         let (src, dst) = (direction.src, direction.dst);
         match CmMessage::parse(packet.payload()) {
             Ok((_, CmMessage::Req(req))) => {
-                self.connecting
-                    .insert((src, dst, req.local_comm_id), (req.qpn, req.starting_psn));
+                let asking = Asking {
+                    qpn: req.qpn,
+                    psn: req.starting_psn,
+                    carries_acks: carries_acks(req.ece),
+                };
+                self.connecting.insert((src, dst, req.local_comm_id), asking);
             }
             Ok((_, CmMessage::Rep(rep))) => {
                 // A repeated REP finds no REQ, and leaves the connection unchanged.
-                if let Some((qpn, psn)) = self.connecting.remove(&(dst, src, rep.remote_comm_id)) {
+                if let Some(asking) = self.connecting.remove(&(dst, src, rep.remote_comm_id)) {
+                    let Asking { qpn, psn, .. } = asking;
                     let forth = Direction {
                         src: dst,
                         dst: src,
@@ -471,6 +505,14 @@ impl Checker {
                     let back = Direction { src, dst, qpn };
                     // Each side announces the PSN with which the other begins. IBTA Vol 1, 12.7.31.
                     self.connect(forth, back);
+                    let agreed = asking.carries_acks && carries_acks(rep.ece);
+                    for direction in [forth, back] {
+                        if agreed {
+                            self.plain.remove(&direction);
+                        } else {
+                            self.plain.insert(direction);
+                        }
+                    }
                     self.requests.insert(forth, Requests::new(rep.starting_psn, true));
                     self.requests.insert(back, Requests::new(psn, true));
                 }
@@ -506,6 +548,17 @@ impl Checker {
             self.error(format!("{}: {reason}", packet.bth.opcode));
         }
         self.requests.insert(direction, requests);
+        let Some(acked) = packet.carried() else { return };
+        self.report.carried_acks += 1;
+        if let Some(asked) = self.asked_by(direction, acked)
+            && let Some(requests) = self.requests.get(&asked)
+            && !requests.cover(acked)
+        {
+            let opcode = packet.bth.opcode;
+            self.error(format!(
+                "{opcode}: carries an acknowledgement of {acked:?}, which no request has"
+            ));
+        }
     }
 
     /// Returns the path MTU of a connection, which both directions share.

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
-use rdmux_push::client::{Buffer, MapRequest, PendingClient, PendingMap};
+use rdmux_push::client::{Buffer, MapRequest, Part, PendingClient, PendingMap};
 use rdmux_push::{Access, Client, Domain, Error, Key, Mapping, Name, local_address_towards};
 use rdmux_verbs::{Device, Memory};
 
@@ -333,6 +333,34 @@ impl ReplicaLink {
                 return Ok(());
             }
             let at = piece.at;
+            if let (What::Write { offset, bytes }, Some(What::Flush { offset: from, length })) =
+                (what, self.waiting.get(1))
+            {
+                self.buffer.memory().write(at, bytes)?;
+                let part = Part {
+                    offset: *offset,
+                    buffer: &self.buffer,
+                    from: at,
+                    length: bytes.len() as u32,
+                };
+                let (range, kind) = ((*from, *length), mapping.strongest());
+                self.client
+                    .post_write_and_flush(mapping, part, range, kind, None, [0; 2])?;
+                self.room.take(piece);
+                let of_flush = Piece {
+                    at: 0,
+                    length: 0,
+                    lost: 0,
+                };
+                for piece in [piece, of_flush] {
+                    self.posted.push_back(Posted {
+                        piece,
+                        is_read: false,
+                    });
+                    self.waiting.pop_front();
+                }
+                continue;
+            }
             match what {
                 What::Write { offset, bytes } => {
                     self.buffer.memory().write(at, bytes)?;

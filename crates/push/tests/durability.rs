@@ -8,6 +8,7 @@ mod skip;
 use std::time::{Duration, Instant};
 
 use common::*;
+use rdmux_push::client::{DEPTH_MAX, Kind, Part};
 use rdmux_push::server::EndReason;
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Options, Placement, Region, Way};
 use rdmux_verbs::{Memory, Operation, SgeList, Status};
@@ -223,6 +224,64 @@ fn flush__read_after_write_needs_the_right_to_read() {
     client
         .flush(&mapping, mapping.region_bytes() - 3, 3, PERSISTENT)
         .unwrap();
+}
+
+#[test]
+fn post_write_and_flush__completes_as_both_do_by_each_way() {
+    let disk = Disk::new(false);
+    let region = disk.region_of(Domain::Adr).placed_in_domain();
+    let server = Running::start("127.0.9.36:7174", vec![region], LONG);
+    let mut client = server.client();
+    let mapping = client.map(&name("disk"), RW, 0, 1 << 20, 5).unwrap();
+    let buffer = client.buffer(1 << 20).unwrap();
+    let bytes = pattern(1 << 20, 4);
+    buffer.memory().write(0, &bytes).unwrap();
+    let part = |at: u64, length| Part {
+        offset: at,
+        buffer: &buffer,
+        from: at,
+        length,
+    };
+    let ways = [Way::Flush, Way::SoftwareFlush, Way::ReadAfterWrite];
+    for (turn, at) in (0..64u64).map(|turn| (turn, turn << 14)) {
+        let way = Some(ways[turn as usize % 3]);
+        let tokens = [2 * turn, 2 * turn + 1];
+        client
+            .post_write_and_flush(
+                &mapping,
+                part(at, 1 << 14),
+                (at, 1 << 14),
+                PERSISTENT,
+                way,
+                tokens,
+            )
+            .unwrap();
+    }
+    for token in 0..128 {
+        let done = client.next_done().unwrap();
+        let kind = [Kind::Write, Kind::Flush][token as usize % 2];
+        assert_eq!((done.token, done.kind), (token, kind));
+    }
+    assert_eq!(client.in_flight(), 0);
+    let there = client.checksum(&name("disk"), 0, 1 << 20).unwrap();
+    assert_eq!(there, crc(&bytes));
+    // Neither is posted where one of them may not be.
+    let outside = mapping.region_bytes();
+    for (part, range) in [(part(outside, 8), (0, 8)), (part(0, 8), (outside, 8))] {
+        let refused = client.post_write_and_flush(&mapping, part, range, PERSISTENT, None, [0; 2]);
+        assert!(refused.is_err());
+        assert_eq!(client.in_flight(), 0);
+    }
+    // There is room for both or for none.
+    let mut posted = 0;
+    while client
+        .post_write_and_flush(&mapping, part(0, 8), (0, 8), PERSISTENT, None, [0; 2])
+        .is_ok()
+    {
+        posted += 2;
+    }
+    assert_eq!((posted, client.in_flight()), (DEPTH_MAX, DEPTH_MAX));
+    client.drain().unwrap();
 }
 
 #[test]

@@ -1153,7 +1153,7 @@ impl Rnic {
         } else {
             (Packet::parse(bytes), PACKET_BYTES_MAX)
         };
-        let Ok(packet) = parsed else {
+        let Ok(mut packet) = parsed else {
             self.counters.malformed += 1;
             return;
         };
@@ -1185,7 +1185,7 @@ impl Rnic {
             self.counters.wrong_state += 1;
             return;
         }
-        let narrow = qp.head.peer_is_rdmux;
+        let (narrow, carries_acks) = (qp.head.peer_is_rdmux, qp.head.carries_acks);
         if !qp.head.is_from_peer(flow.src) {
             self.counters.wrong_peer += 1;
             return;
@@ -1198,6 +1198,10 @@ impl Rnic {
             if let Some(qp) = self.qps.get_mut(&qpn.value()) {
                 qp.settle_flush_icrc();
             }
+        }
+        if carries_acks && packet.take_carried().is_err() {
+            self.counters.malformed += 1;
+            return;
         }
         if arrival.traffic_class & ECN_MARKED == ECN_MARKED {
             self.handle_marked(now, qpn);
@@ -1391,7 +1395,7 @@ impl Rnic {
             self.with_qp(now, qpn, |qp, env| {
                 qp.transmit(env, buf, rings, quantum.bytes, all)
             });
-            let sent = buf.bytes().len() - before + buf.carried();
+            let sent = buf.bytes().len() - before + buf.charged();
             let qp = self.qps.get_mut(&qpn.value());
             let more = qp.as_ref().is_some_and(|qp| qp.wants_transmit());
             self.ready.end(quantum, sent, more);

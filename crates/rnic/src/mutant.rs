@@ -167,6 +167,12 @@ mod switch {
         TakenOutOfTurn,
         /// A request in a ring that was sent before a reset of its QP ends requests after the reset.
         TicketOutlived,
+        /// A request carries an acknowledgement to a peer that did not agree to it.
+        CarriedUnagreed,
+        /// A carried acknowledgement covers one packet too many.
+        CarriedPast,
+        /// A request carries an acknowledgement past a FLUSH that runs.
+        CarriedPassesFlush,
     }
 
     thread_local! {

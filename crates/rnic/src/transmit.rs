@@ -7,6 +7,7 @@
 use std::net::IpAddr;
 use std::ops::Range;
 
+use rdmux_wire::Psn;
 use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
 
@@ -88,12 +89,14 @@ pub struct TransmitBuf {
     /// Set until the buffer is cleared: see [`TransmitBuf::stop`].
     stopped: bool,
     /// Bytes of this quantum that did not come into the buffer, since a ring took them.
-    carried: usize,
+    charged: usize,
     /// Set while pushed packets go through memory of this host.
     local: bool,
     train_packets_max: usize,
     /// Bytes read ahead for later packets of this quantum.
     pub(crate) ahead: ReadAhead,
+    /// Acknowledgement that the next suitable request packet of this quantum takes along ([`rdmux_wire::roce::carried`]).
+    pub(crate) carried: Option<Psn>,
 }
 
 impl TransmitBuf {
@@ -106,10 +109,11 @@ impl TransmitBuf {
             limit_bytes,
             quantum_end: usize::MAX,
             stopped: false,
-            carried: 0,
+            charged: 0,
             local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
             ahead: ReadAhead::default(),
+            carried: None,
         }
     }
 
@@ -154,7 +158,7 @@ impl TransmitBuf {
     /// memory of this host.
     pub(crate) fn begin_quantum(&mut self, bytes: u32, local: bool) {
         self.quantum_end = self.used + bytes as usize;
-        self.carried = 0;
+        self.charged = 0;
         self.local = local;
     }
 
@@ -165,19 +169,37 @@ impl TransmitBuf {
 
     /// Charges bytes that a ring took to the quantum.
     pub(crate) fn charge(&mut self, bytes: usize) {
-        self.carried += bytes;
+        self.charged += bytes;
         self.quantum_end = self.quantum_end.saturating_sub(bytes);
     }
 
     /// Returns the bytes that were charged to the last quantum.
-    pub(crate) fn carried(&self) -> usize {
-        self.carried
+    pub(crate) fn charged(&self) -> usize {
+        self.charged
     }
 
     /// Lifts the limit of the quantum.
     pub(crate) fn end_quantum(&mut self) {
         self.quantum_end = usize::MAX;
         self.local = false;
+    }
+
+    /// Returns whether a packet of `total` bytes, ICRC included, joins the last train.
+    fn joins(&self, path: &Path, total: usize) -> bool {
+        self.trains.last().is_some_and(|t| {
+            !t.closed
+                && t.local == self.local
+                && t.path == *path
+                && total <= t.segment_bytes
+                && t.packets < self.train_packets_max
+                && t.range.len() + total <= TRAIN_BYTES_MAX
+        })
+    }
+
+    /// Returns whether a packet of `len` bytes before the ICRC stays in its train if it grows by `more`.
+    pub(crate) fn may_grow(&self, path: &Path, len: usize, more: usize) -> bool {
+        let total = len + ICRC_LEN;
+        !self.joins(path, total) || self.joins(path, total + more)
     }
 
     /// Makes every later train one packet: the system cannot segment.
@@ -216,14 +238,7 @@ impl TransmitBuf {
         packet[pad..].fill(0);
         fill(packet)?;
         self.used = start + total;
-        let joins = self.trains.last().is_some_and(|t| {
-            !t.closed
-                && t.local == self.local
-                && t.path == *path
-                && total <= t.segment_bytes
-                && t.packets < self.train_packets_max
-                && t.range.len() + total <= TRAIN_BYTES_MAX
-        });
+        let joins = self.joins(path, total);
         let index = if joins {
             self.trains.last().map_or(0, |t| t.packets)
         } else {

@@ -407,6 +407,20 @@ impl MessageConnection {
         self.qp.post_send(request.signaled())
     }
 
+    /// Posts two RDMA operations as one list, so that their packets leave together. Only `last` has a completion, as
+    /// [`MessageConnection::post`] has it: completions come in order, so it stands for `first` as well.
+    pub fn post_pair(
+        &mut self,
+        (first, sges): (Operation, SgeList),
+        number: u64,
+        last: (Operation, SgeList),
+    ) -> Result<(), PostError> {
+        let id = WorkId::Operation(number).into();
+        let silent = SendRequest::new(first, sges).wr_id(id);
+        let last = SendRequest::new(last.0, last.1).wr_id(id).signaled();
+        (self.qp.post_send_list([silent, last])).map_err(|refused| refused.source)
+    }
+
     /// Sends a probe, which the peer's device answers without its program: an empty WRITE, for which the peer must allow remote writes.
     /// Returns false if it has not answered the last one.
     pub fn probe(&mut self) -> Result<bool, PostError> {

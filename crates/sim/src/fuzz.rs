@@ -161,6 +161,7 @@ impl Pair {
                 window_bytes: (answers || asks).then_some(if shape & 16 == 0 { 1 } else { 1 << 16 }),
                 peer_is_rdmux: Some(shape & 32 == 0),
                 selective: (kind == QpKind::Selective).then_some(true),
+                carried_acks: (kind == QpKind::Selective).then_some(true),
                 ..Default::default()
             },
             QpState::Rts => QpAttributes {

@@ -16,7 +16,7 @@ pub(crate) struct Terms {
 
 /// Brings the QPs of hosts 0 and 1 to RTS, connected to each other.
 pub(crate) fn bring_up(world: &mut World, dice: &mut Dice, qpns: [Qpn; 2], terms: Terms) {
-    let selective = dice.one_in(2);
+    let (selective, carried_acks) = (dice.one_in(2), dice.one_in(2));
     let psns = [0, 1].map(|_| Psn::new(dice.next() as u32));
     let depth = dice.pick(&[1u8, 2, 4, 16]);
     for host in 0..2 {
@@ -27,7 +27,12 @@ pub(crate) fn bring_up(world: &mut World, dice: &mut Dice, qpns: [Qpn; 2], terms
             src_port: terms.src_port,
             traffic_class: 0,
         };
-        world.tap.agree(host, peer, Agreed { path, selective });
+        let agreed = Agreed {
+            path,
+            selective,
+            carried_acks,
+        };
+        world.tap.agree(host, peer, agreed);
         let access = Access::REMOTE_WRITE
             | Access::REMOTE_READ
             | Access::REMOTE_ATOMIC
@@ -47,6 +52,7 @@ pub(crate) fn bring_up(world: &mut World, dice: &mut Dice, qpns: [Qpn; 2], terms
             window_bytes: Some(terms.window_bytes),
             peer_is_rdmux: Some(true),
             selective: Some(selective),
+            carried_acks: Some(carried_acks),
             ..Default::default()
         };
         let to_send = QpAttributes {

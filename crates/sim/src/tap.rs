@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use rdmux_rnic::{Path, Psn, Qpn};
-use rdmux_wire::roce::{Aeth, Bth, Deth, ICRC_LEN};
+use rdmux_wire::roce::{Aeth, Bth, Deth, ICRC_LEN, carried};
 
 use crate::seen::Seen;
 
@@ -24,6 +24,7 @@ const ECN: u8 = 3;
 pub(crate) struct Agreed {
     pub(crate) path: Path,
     pub(crate) selective: bool,
+    pub(crate) carried_acks: bool,
 }
 
 /// Looks at every packet that leaves a host.
@@ -108,6 +109,8 @@ impl Tap {
         let has_bitmap = ACKNOWLEDGE.contains(&opcode) && packet.len() > bare;
         let what = if has_bitmap && !agreed.iter().any(|agreed| agreed.selective) {
             "a bitmap to a peer that did not agree to it"
+        } else if carried::is_in(packet) && !agreed.iter().any(|agreed| agreed.carried_acks) {
+            "an acknowledgement in a request to a peer that did not agree to it"
         } else if path
             .is_some_and(|path| !(agreed.iter()).any(|agreed| without_ecn(*path) == without_ecn(agreed.path)))
         {

@@ -380,12 +380,16 @@ fn bring_up(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> Result<(
         None => FOREIGN_WINDOW_BYTES.min(config.receive_window_bytes),
     };
     let selective = remote.extensions.is_some_and(|extensions| extensions.selective);
+    let carried_acks = remote
+        .extensions
+        .is_some_and(|extensions| extensions.carried_acks);
     let init = agreed.attributes(QpState::Init);
     core.rnic.modify_qp(now, pair.qpn, QpState::Init, &init)?;
     let rtr = QpAttributes {
         window_bytes: reliable.then_some(window),
         peer_is_rdmux: Some(remote.extensions.is_some()),
         selective: reliable.then_some(selective),
+        carried_acks: (pair.qp_type == QpType::Rc).then_some(carried_acks),
         ..agreed.receive()
     };
     core.rnic.modify_qp(now, pair.qpn, QpState::Rtr, &rtr)?;

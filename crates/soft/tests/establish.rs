@@ -161,6 +161,7 @@ impl Peer {
             min_rnr_timer: Some(12),
             // Both ends follow what the REQ and the REP said.
             selective: Some(remote.extensions.is_some_and(|e| e.selective)),
+            carried_acks: Some(remote.extensions.is_some_and(|e| e.carried_acks)),
             ..Default::default()
         };
         let rts = QpAttributes {

@@ -4,6 +4,7 @@
 //! [`Packet::parse`] checks that a datagram has the length that its opcode requires. The ICRC is checked separately ([`crate::roce::icrc`]),
 //! because it also needs the addresses.
 
+pub mod carried;
 pub mod cnp;
 pub mod coalesced;
 pub mod grh;

@@ -475,10 +475,15 @@ fn responses__of_a_connection_begun_before() {
 }
 
 fn connect(wire: &mut Wire) {
+    connect_with(wire, [None; 2]);
+}
+
+/// Connects; `ece`: that of the REQ and of the REP.
+fn connect_with(wire: &mut Wire, ece: [Option<Ece>; 2]) {
     let gid = to_gid([10, 9, 0, 1].into());
     let req = Req {
         local_comm_id: 1,
-        ece: None,
+        ece: ece[0],
         service_id: ServiceId::tcp(7174),
         ca_guid: 0,
         qkey: 0,
@@ -509,7 +514,7 @@ fn connect(wire: &mut Wire) {
     let rep = Rep {
         local_comm_id: 2,
         remote_comm_id: 1,
-        ece: None,
+        ece: ece[1],
         qkey: 0,
         qpn: Qpn::new(0x22),
         eecn: 0,
@@ -527,6 +532,65 @@ fn connect(wire: &mut Wire) {
     wire.mad(true, &CmMessage::Req(req), GSI_QKEY);
     wire.mad(false, &CmMessage::Rep(rep), GSI_QKEY);
     wire.mad(false, &CmMessage::Rep(rep), GSI_QKEY);
+}
+
+/// Sends a SEND of `len` bytes that carries an acknowledgement.
+fn send_carrier(wire: &mut Wire, forth: bool, psn: u32, len: usize, acked: u32) {
+    let mut packet = vec![0; Bth::LEN];
+    let qpn = if forth { 0x22 } else { 0x11 };
+    let pad = len.next_multiple_of(4) - len;
+    Bth {
+        pad: pad as u8,
+        ..Bth::new(Opcode::rc(SendOnly), Qpn::new(qpn), Psn::new(psn))
+    }
+    .emit(&mut packet);
+    packet.resize(packet.len() + len, 7);
+    packet.resize(packet.len() + pad + carried::LEN, 0);
+    carried::emit(&mut packet, Psn::new(acked));
+    let icrc = wire.flow(forth).icrc(&packet, 0);
+    packet.extend_from_slice(&icrc.to_le_bytes());
+    wire.feed(forth, &packet);
+}
+
+const CARRIES: Option<Ece> = Some(Ece {
+    vendor: Extensions::VENDOR,
+    options: 0x1000_0051,
+});
+
+#[test]
+fn carried__is_a_request_and_an_acknowledgement() {
+    for seen_from_the_beginning in [true, false] {
+        let mut wire = Wire::new();
+        if seen_from_the_beginning {
+            connect_with(&mut wire, [CARRIES; 2]);
+        }
+        wire.send(SendOnly, 100, &[], 8);
+        send_carrier(&mut wire, false, 500, 6, 100);
+        send_carrier(&mut wire, true, 101, 5, 500);
+        wire.ack(101);
+        let report = wire.good();
+        assert_eq!(report.carried_acks, 2);
+        assert!(report.to_string().contains("acknowledgements in requests"));
+    }
+}
+
+#[test]
+fn carried__of_what_no_request_has() {
+    let mut wire = Wire::new();
+    connect_with(&mut wire, [CARRIES; 2]);
+    wire.send(SendOnly, 100, &[], 8);
+    send_carrier(&mut wire, false, 500, 8, 101);
+    wire.bad("carries an acknowledgement of");
+}
+
+#[test]
+fn carried__where_the_ends_did_not_agree_is_payload() {
+    for ece in [[None, None], [CARRIES, None], [None, CARRIES]] {
+        let mut wire = Wire::new();
+        connect_with(&mut wire, ece);
+        send_carrier(&mut wire, true, 100, 8, 1234);
+        assert_eq!(wire.good().carried_acks, 0);
+    }
 }
 
 #[test]

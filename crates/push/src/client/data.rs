@@ -32,6 +32,19 @@ pub struct Done {
     pub kind: Kind,
 }
 
+/// Bytes to write to a region.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// Offset in the region.
+    pub offset: u64,
+    /// Where the bytes are.
+    pub buffer: &'a Buffer,
+    /// Offset in the buffer.
+    pub from: u64,
+    /// Number of bytes.
+    pub length: u32,
+}
+
 /// A data request.
 #[derive(Debug)]
 pub(super) struct Entry {
@@ -164,9 +177,77 @@ impl Client {
         let way = mapping.way(placement, way)?;
         // The flush also covers writes by message.
         self.settle()?;
-        let rdma = matches!(self.path(mapping), Ok(Path::Rdma));
-        let (operation, sges) = match way {
-            Way::Flush if rdma => {
+        let by_rdma = if matches!(self.path(mapping), Ok(Path::Rdma)) {
+            self.rdma_flush(mapping, offset, length, placement, way)?
+        } else {
+            None
+        };
+        if let Some((operation, sges)) = by_rdma {
+            return self.post(mapping, operation, sges, None, token, Kind::Flush);
+        }
+        mapping.extent(offset, length)?;
+        if mapping.connection != self.connection {
+            return self.path(mapping).map(drop);
+        }
+        let message = Message::Flush {
+            mapping: mapping.id,
+            offset,
+            length,
+            placement,
+        };
+        let entry = self.begin(token, Kind::Flush, 1, false)?;
+        self.tell(message, Asked::Entry(entry, None))
+    }
+
+    /// Writes as [`Client::post_write`] does, and then flushes the range (offset, length) as [`Client::post_flush_by`] does, or by the
+    /// way of [`super::Options::way`]. Where both go by RDMA they leave together, in one datagram if they fit, and one response answers both. Each completes with its
+    /// token, the write first.
+    pub fn post_write_and_flush(
+        &mut self,
+        mapping: &Mapping,
+        part: Part<'_>,
+        (offset, length): (u64, u64),
+        placement: Placement,
+        way: Option<Way>,
+        tokens: [u64; 2],
+    ) -> Result<(), Error> {
+        mapping.needs(Access::WRITE, "write")?;
+        let way = way.or(self.options.way);
+        let chosen = mapping.way(placement, way)?;
+        let by_rdma = if self.path_after_messages(mapping)? == Path::Rdma {
+            self.rdma_flush(mapping, offset, length, placement, chosen)?
+        } else {
+            None
+        };
+        let Some(flush) = by_rdma else {
+            let Part { buffer, from, .. } = part;
+            self.post_write(mapping, part.offset, buffer, from, part.length, tokens[0])?;
+            return self.post_flush_by(mapping, offset, length, placement, way, tokens[1]);
+        };
+        if self.entries.len() + 2 > DEPTH_MAX {
+            return Err(PostError::QueueFull.into());
+        }
+        let (va, rkey) = mapping.locate(part.offset, part.length.into())?;
+        let write = Operation::Write { va, rkey, imm: None };
+        let sges = part.buffer.0.sge(part.from, part.length).into();
+        let number = self.first_entry + self.entries.len() as u64 + 1;
+        self.link.connection.post_pair((write, sges), number, flush)?;
+        let buffer = Some(part.buffer.0.clone());
+        self.enter_posted(mapping, buffer, tokens[0], Kind::Write)?;
+        self.enter_posted(mapping, None, tokens[1], Kind::Flush)
+    }
+
+    /// Returns the RDMA request by which a range is flushed in a way; `None` for a way by message.
+    fn rdma_flush(
+        &self,
+        mapping: &Mapping,
+        offset: u64,
+        length: u64,
+        placement: Placement,
+        way: Way,
+    ) -> Result<Option<(Operation, SgeList)>, Error> {
+        match way {
+            Way::Flush => {
                 let (va, rkey) = mapping.locate(offset, length)?;
                 let operation = Operation::Flush {
                     va,
@@ -175,31 +256,18 @@ impl Client {
                     placement,
                     selectivity: Selectivity::Range,
                 };
-                (operation, SgeList::EMPTY)
+                Ok(Some((operation, SgeList::EMPTY)))
             }
             // Any bytes will do: the READ is answered after everything before it was placed.
-            Way::ReadAfterWrite if rdma => {
+            Way::ReadAfterWrite => {
                 mapping.extent(offset, length)?;
                 let bytes = length.min(SCRATCH_BYTES as u64) as u32;
                 let (va, rkey) = mapping.locate(offset, bytes.into())?;
-                (Operation::Read { va, rkey }, self.scratch.sge(0, bytes).into())
+                let sges = self.scratch.sge(0, bytes).into();
+                Ok(Some((Operation::Read { va, rkey }, sges)))
             }
-            _ => {
-                mapping.extent(offset, length)?;
-                if mapping.connection != self.connection {
-                    return self.path(mapping).map(drop);
-                }
-                let message = Message::Flush {
-                    mapping: mapping.id,
-                    offset,
-                    length,
-                    placement,
-                };
-                let entry = self.begin(token, Kind::Flush, 1, false)?;
-                return self.tell(message, Asked::Entry(entry, None));
-            }
-        };
-        self.post(mapping, operation, sges, None, token, Kind::Flush)
+            Way::SoftwareFlush => Ok(None),
+        }
     }
 
     /// Writes by message: without a mapping, through the server's processor. With a `placement`, the bytes are there when the
@@ -345,7 +413,17 @@ impl Client {
         }
         let number = self.first_entry + self.entries.len() as u64;
         self.link.connection.post(number, operation, sges)?;
-        let buffer = buffer.map(|buffer| buffer.0.clone());
+        self.enter_posted(mapping, buffer.map(|buffer| buffer.0.clone()), token, kind)
+    }
+
+    /// Enters a request that was posted.
+    fn enter_posted(
+        &mut self,
+        mapping: &Mapping,
+        buffer: Option<Arc<runtime::Buffer>>,
+        token: u64,
+        kind: Kind,
+    ) -> Result<(), Error> {
         self.enter(token, kind, EntryState::Posted(mapping.id, buffer))?;
         if let Some(leased) = self.leased.get_mut(&mapping.id) {
             leased.in_flight += 1;
@@ -358,8 +436,16 @@ impl Client {
         self.entries.get_mut(at as usize)
     }
 
-    /// Handles the completion of an RDMA request.
+    /// Handles the completion of an RDMA request, which also stands for the write before a flush ([`Client::post_write_and_flush`]).
     pub(super) fn entry_done(&mut self, number: u64) -> Result<(), Error> {
+        if let Some(before) = number.checked_sub(1) {
+            self.posted_done(before)?;
+        }
+        self.posted_done(number)
+    }
+
+    /// Notes that a request is done, if it is an RDMA request.
+    fn posted_done(&mut self, number: u64) -> Result<(), Error> {
         let Some(entry) = self.entry(number) else {
             return Ok(());
         };

@@ -29,7 +29,7 @@ use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
 
 pub use self::connect::PendingClient;
 use self::connect::{ClientParts, Establishing};
-pub use self::data::{DEPTH_MAX, Done, Kind};
+pub use self::data::{DEPTH_MAX, Done, Kind, Part};
 use self::data::{Entry, Received};
 pub use self::error::Error;
 pub use self::lease::Broken;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use rdmux_push::client::DEPTH_MAX;
+use rdmux_push::client::{DEPTH_MAX, Part};
 use rdmux_push::{
     Access, Client, Conflict, Crc64, Domain, Error, Key, MapRequest, Mapping, Name, Options, Placement,
     Target, parse_size, transfer_id,
@@ -440,18 +440,22 @@ impl Upload {
                 // Requests complete in order, so the oldest chunk's place is free.
                 let at = writes % depth * chunk;
                 buffer.memory().write(at, part)?;
-                client.post_write(mapping, base + next, &buffer, at, part.len() as u32, next)?;
+                let (offset, token) = (base + next, next);
+                let part = Part {
+                    offset,
+                    buffer: &buffer,
+                    from: at,
+                    length: part.len() as u32,
+                };
                 writes += 1;
-                next += part.len() as u64;
+                next += u64::from(part.length);
                 if next - flushed >= args.flush_every || next == self.length {
-                    client.post_flush(
-                        mapping,
-                        base + flushed,
-                        next - flushed,
-                        mapping.strongest(),
-                        FLUSH | next,
-                    )?;
+                    let range = (base + flushed, next - flushed);
+                    let tokens = [token, FLUSH | next];
+                    client.post_write_and_flush(mapping, part, range, mapping.strongest(), None, tokens)?;
                     flushed = next;
+                } else {
+                    client.post_write(mapping, offset, &buffer, at, part.length, token)?;
                 }
                 continue;
             }

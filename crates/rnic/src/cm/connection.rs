@@ -27,6 +27,7 @@ impl Cm {
             version: Extensions::VERSION,
             receive_window_log2: self.window_log2,
             selective: true,
+            carried_acks: true,
         };
         Some(extensions.to_ece())
     }

@@ -150,6 +150,8 @@ pub struct QpAttributes {
     /// Set when both ends agreed to retransmit selectively: the responder keeps packets after a gap, and reports them by
     /// [`rdmux_wire::roce::sack::Sack`].
     pub selective: Option<bool>,
+    /// Set when both ends agreed that a request carries an acknowledgement that is pending ([`rdmux_wire::roce::carried`]).
+    pub carried_acks: Option<bool>,
 }
 
 impl QpAttributes {
@@ -195,6 +197,7 @@ impl QpAttributes {
         mask.set(AttrMask::QKEY, self.qkey.is_some());
         mask.set(AttrMask::RATE_LIMIT, self.rate_limit_bps.is_some());
         mask.set(AttrMask::SELECTIVE, self.selective.is_some());
+        mask.set(AttrMask::CARRIED_ACKS, self.carried_acks.is_some());
         mask
     }
 }
@@ -381,6 +384,8 @@ pub(crate) struct Head {
     pub(crate) rate: Rate,
     /// Set when both ends retransmit selectively.
     pub(crate) selective: bool,
+    /// Set when requests carry acknowledgements.
+    pub(crate) carries_acks: bool,
     /// Packets in flight that both ends can take.
     pub(crate) window: u32,
     /// Set while the device's list of QPs that have something to send holds this one.
@@ -425,6 +430,7 @@ impl Head {
         self.rate.limit_bps = attr.rate_limit_bps.unwrap_or(self.rate.limit_bps);
         self.set_ecn(traffic);
         self.selective = attr.selective.unwrap_or(self.selective);
+        self.carries_acks = attr.carried_acks.unwrap_or(self.carries_acks);
         if let Some(bytes) = attr.window_bytes {
             self.window = (bytes / self.mtu).clamp(WINDOW_PACKETS_MIN, WINDOW_PACKETS_MAX);
         }
@@ -507,6 +513,7 @@ impl Qp {
             qkey: 0,
             rate: Rate::default(),
             selective: false,
+            carries_acks: false,
             window: WINDOW_PACKETS_DEFAULT,
             listed: false,
             ack_listed: false,
@@ -900,7 +907,14 @@ impl Qp {
                 let answered = requester.handle_response(env, head, packet);
                 return self.end_if_broken(env, answered);
             }
-            Halves::Reliable(_, responder) => responder.handle_request(env, head, packet),
+            Halves::Reliable(requester, responder) => {
+                if let Some(psn) = packet.carried()
+                    && let Err(broken) = requester.handle_carried(env, head, psn)
+                {
+                    return self.end_if_broken(env, Err(broken));
+                }
+                responder.handle_request(env, head, packet)
+            }
             Halves::Uc(_, receiver) => receiver.handle_request(env, head, packet),
             Halves::Ud(_, receiver) => receiver.handle_request(env, head, arrival, packet),
         };
@@ -1076,8 +1090,13 @@ impl Qp {
         let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
         buf.begin_quantum(bytes.min(self.head.rate.burst_bytes), self.head.local);
         match &mut self.halves {
-            Halves::Reliable(requester, _) => {
+            Halves::Reliable(requester, responder) => {
+                buf.carried = responder.next_ack().filter(|_| self.head.carries());
+                let offered = buf.carried.is_some();
                 let sent = requester.transmit(env, &self.head, buf, rings);
+                if offered && buf.carried.take().is_none() {
+                    responder.ack_was_carried();
+                }
                 self.end_if_broken(env, sent);
             }
             Halves::Uc(sender, _) | Halves::Ud(sender, _) => {
@@ -1134,6 +1153,13 @@ pub(crate) enum Wants {
 }
 
 impl Head {
+    /// Returns whether requests carry acknowledgements now. Through memory of the host they do not: there an acknowledgement is no
+    /// datagram, and waits until the peer waits too.
+    fn carries(&self) -> bool {
+        let agreed = self.carries_acks || self.init.qp_type == QpType::Rc && mutant!(CarriedUnagreed);
+        agreed && !self.local
+    }
+
     /// Returns the number of PSNs after the oldest missing one that are kept out of order: as many windows as let the sender
     /// continue while a packet is lost, and lost again.
     pub(crate) fn reach(&self) -> u32 {

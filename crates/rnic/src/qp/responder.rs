@@ -217,6 +217,8 @@ pub(crate) struct Responder {
     awaited: Option<AccessId>,
     /// Set when a selective NAK is pending, which reports the missing request and those kept.
     sack_owed: bool,
+    /// Set when the last request that was done has requested no acknowledgement: the response to the one behind it is to answer it.
+    unasked: bool,
 }
 
 impl Responder {
@@ -239,6 +241,7 @@ impl Responder {
             medium: None,
             awaited: None,
             sack_owed: false,
+            unasked: false,
         }
     }
 
@@ -877,6 +880,7 @@ impl Responder {
         effect: Effect,
     ) -> Result<(), Refusal> {
         let psn = packet.bth.psn;
+        let unasked = std::mem::take(&mut self.unasked);
         let ended = u32::from(!matches!(effect, Effect::Partial));
         let msn = (self.msn + ended) & 0xff_ffff;
         let (resource, answer) = match effect {
@@ -892,6 +896,8 @@ impl Responder {
                 if packet.bth.ack_req {
                     let past = u32::from(count > 1 && mutant!(CoalescedAckPast));
                     self.owe(end.minus(1).plus(past), Syndrome::ACK);
+                } else {
+                    self.unasked = ended == 1;
                 }
                 return Ok(());
             }
@@ -923,6 +929,10 @@ impl Responder {
             }
             Effect::Flush(spec) => {
                 let state = self.start_flush(env, head, psn, spec)?;
+                // The medium may take longer than the peer waits for a lost packet.
+                if unasked && state == FlushState::Runs && head.peer_is_rdmux {
+                    self.owe(psn.minus(1), Syndrome::ACK);
+                }
                 (Resource::Flush { psn, msn }, Answer::Flush { psn, msn, state })
             }
         };

@@ -62,6 +62,8 @@ bitflags! {
         const RATE_LIMIT = 1 << 15;
         /// Both ends retransmit selectively.
         const SELECTIVE = 1 << 16;
+        /// Requests carry acknowledgements.
+        const CARRIED_ACKS = 1 << 17;
     }
 }
 
@@ -102,7 +104,8 @@ impl QpType {
     /// Returns the attributes that both ends must have agreed on before the first packet.
     fn agreed(self) -> AttrMask {
         match self {
-            QpType::Rc | QpType::XrcSend | QpType::XrcRecv => AttrMask::SELECTIVE,
+            QpType::Rc => AttrMask::SELECTIVE | AttrMask::CARRIED_ACKS,
+            QpType::XrcSend | QpType::XrcRecv => AttrMask::SELECTIVE,
             QpType::Uc | QpType::Ud => AttrMask::empty(),
         }
     }

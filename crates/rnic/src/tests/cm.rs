@@ -138,6 +138,7 @@ fn connect__tells_each_side_of_the_other_and_disconnects() {
     );
     assert_eq!(remote.extensions.unwrap().receive_window_log2, 18);
     assert!(remote.extensions.unwrap().selective);
+    assert!(remote.extensions.unwrap().carried_acks);
     assert_eq!(private_data.len(), 92);
     assert_eq!(&private_data[..5], b"hello");
 

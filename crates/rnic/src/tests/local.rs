@@ -331,7 +331,7 @@ fn coalesced__what_was_executed_in_part_is_finished_by_ordinary_packets() {
 
 #[test]
 fn coalesced__with_another_number_of_bytes_is_refused() {
-    for (count, is_right) in [(3, true), (2, false), (4, false), (128, false)] {
+    for (count, is_right) in [(3, true), (2, false), (4, false), (64, false)] {
         let mut pair = pair(false);
         let mut sent = sent_for(&mut pair, 3_000).remove(0);
         coalesced::set_count(&mut sent, count);

@@ -1,6 +1,8 @@
 //! Tests of the engine over a virtual link.
 
+mod answered;
 mod basic;
+mod carried;
 mod cm;
 mod cm_placement;
 mod cm_table;

@@ -3,7 +3,7 @@
 
 use rdmux_rnic::{Psn, Qpn, RKey};
 use rdmux_wire::roce::cnp::Cnp;
-use rdmux_wire::roce::{Bth, Deth, Ext, GSI_QKEY, Opcode, Operation as Op, Transport};
+use rdmux_wire::roce::{Bth, Deth, Ext, GSI_QKEY, Opcode, Operation as Op, Transport, carried};
 
 use super::input::Input;
 use super::side::{IOVA, PSN, QKEY, QpKind, REGION, Side};
@@ -89,6 +89,12 @@ pub(super) fn forged(to: &Side, at: usize, mtu: usize, input: &mut Input<'_>) ->
     extensions(to, queue.kind, opcode, payload.len(), mtu, input, &mut bytes);
     bytes.extend_from_slice(&payload);
     bytes.resize(bytes.len() + usize::from(bth.pad), 0);
+    // On other queue pairs too, for which the bit means nothing.
+    if !answers && what & 0x0c == 0x0c {
+        bytes.resize(bytes.len() + carried::LEN, 0);
+        let near_by = u32::from(input.byte()) % 32;
+        carried::emit(&mut bytes, queue.near.1.plus(near_by).minus(16));
+    }
     if what & 0xf0 == 0xf0 {
         let at = usize::from(input.byte()) % bytes.len();
         bytes[at] = input.byte();

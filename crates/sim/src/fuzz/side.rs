@@ -39,7 +39,7 @@ pub(super) const QKEY: u32 = 0x33;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub(super) enum QpKind {
     Rc,
-    /// Retransmits selectively.
+    /// Retransmits selectively, and has requests carry acknowledgements.
     Selective,
     /// Takes its receives from a shared receive queue, and completes to a small queue.
     Shared,

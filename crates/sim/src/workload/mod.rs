@@ -309,6 +309,7 @@ impl Workload {
     fn connect(&mut self, qp: usize, service: Service, timeout: u8) {
         let near_wrap = self.dice.one_in(2);
         let selective = self.dice.one_in(2);
+        let carried_acks = service == Service::Rc && self.dice.one_in(2);
         // One sequence each way, on RC and on XRC.
         let psns = [0, 1].map(|host| {
             if let Some(psn) = self.psn_before_restart(qp, host) {
@@ -345,6 +346,7 @@ impl Workload {
                 window_bytes: Some(self.window_bytes),
                 peer_is_rdmux: Some(true),
                 selective: Some(selective),
+                carried_acks: (service == Service::Rc).then_some(carried_acks),
                 ..Default::default()
             };
             let rts = QpAttributes {
@@ -374,7 +376,12 @@ impl Workload {
             }
             for (qpn, rtr, rts) in ways {
                 if let Some(peer) = rtr.dest_qpn {
-                    self.world.tap.agree(host, peer, Agreed { path, selective });
+                    let agreed = Agreed {
+                        path,
+                        selective,
+                        carried_acks,
+                    };
+                    self.world.tap.agree(host, peer, agreed);
                 }
                 self.world.with(host, |rnic, now| {
                     let steps = [

@@ -111,7 +111,8 @@ impl Ece {
 /// Options that rdmux endpoints exchange through ECE.
 ///
 /// ```text
-/// options  31..28 version   27..6 zero, ignored on receive   5 selective   4..0 log2 of the receive window in bytes
+/// options  31..28 version   27..7 zero, ignored on receive   6 carried acknowledgements   5 selective
+///          4..0 log2 of the receive window in bytes
 /// ```
 ///
 /// A side treats a bit that it does not know as 0, so that a feature is used only when both sides set its bit.
@@ -123,6 +124,8 @@ pub struct Extensions {
     pub receive_window_log2: u8,
     /// Set when the sender of the message keeps packets behind a gap, and sends and understands [`crate::roce::sack::Sack`].
     pub selective: bool,
+    /// Set when the sender of the message sends and understands [`crate::roce::carried`] acknowledgements.
+    pub carried_acks: bool,
 }
 
 impl Extensions {
@@ -131,6 +134,7 @@ impl Extensions {
     /// The version described here.
     pub const VERSION: u8 = 1;
     const SELECTIVE: u32 = 1 << 5;
+    const CARRIED_ACKS: u32 = 1 << 6;
 
     /// Returns the extensions in `ece`; `None` if it is another vendor's.
     pub fn from_ece(ece: Ece) -> Option<Extensions> {
@@ -142,14 +146,17 @@ impl Extensions {
             version,
             receive_window_log2: (ece.options & 0x1f) as u8,
             selective: ece.options & Extensions::SELECTIVE != 0,
+            carried_acks: ece.options & Extensions::CARRIED_ACKS != 0,
         })
     }
 
     /// Returns the extensions as ECE.
     pub fn to_ece(self) -> Ece {
-        let selective = if self.selective { Extensions::SELECTIVE } else { 0 };
-        let options =
-            u32::from(self.version & 0x0f) << 28 | selective | u32::from(self.receive_window_log2 & 0x1f);
+        let flag = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
+        let options = u32::from(self.version & 0x0f) << 28
+            | flag(self.carried_acks, Extensions::CARRIED_ACKS)
+            | flag(self.selective, Extensions::SELECTIVE)
+            | u32::from(self.receive_window_log2 & 0x1f);
         Ece {
             vendor: Extensions::VENDOR,
             options,

@@ -92,6 +92,7 @@ fn each() -> Vec<CmMessage> {
                     version: 1,
                     receive_window_log2: 17,
                     selective: true,
+                    carried_acks: false,
                 }
                 .to_ece(),
             ),
@@ -358,6 +359,7 @@ fn extensions__fields_and_foreign_vendors() {
         version: 1,
         receive_window_log2: 17,
         selective: false,
+        carried_acks: false,
     };
     assert_eq!(
         ours.to_ece(),
@@ -369,7 +371,7 @@ fn extensions__fields_and_foreign_vendors() {
     assert_eq!(
         Extensions::from_ece(Ece {
             vendor: 0x52_444d,
-            options: 0x1fff_ffd1
+            options: 0x1fff_ff91
         }),
         Some(ours)
     );
@@ -379,6 +381,12 @@ fn extensions__fields_and_foreign_vendors() {
     };
     assert_eq!(selective.to_ece().options, 0x1000_0031);
     assert_eq!(Extensions::from_ece(selective.to_ece()), Some(selective));
+    let carried = Extensions {
+        carried_acks: true,
+        ..ours
+    };
+    assert_eq!(carried.to_ece().options, 0x1000_0051);
+    assert_eq!(Extensions::from_ece(carried.to_ece()), Some(carried));
     assert_eq!(
         Extensions::from_ece(Ece {
             vendor: 0x15b3,

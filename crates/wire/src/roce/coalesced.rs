@@ -3,19 +3,19 @@
 //! Memory carries packets of any length, so full packets of a message need not be built, checked and executed one by one. A coalesced
 //! packet has the headers of all of them, those of the first and of the last: its opcode says whether it begins the message and whether
 //! it ends it. It takes as many PSNs as it stands for packets, from the one in its BTH on, so a sender that resends a part of them does
-//! so in ordinary packets. The number of packets, less one, is in the seven bits behind the BTH's acknowledge request. They are reserved
-//! on the wire (IBTA Vol 1, 9.2), where no packet is coalesced.
+//! so in ordinary packets. The number of packets, less one, is in the last six of the bits behind the BTH's acknowledge request. They are
+//! reserved on the wire (IBTA Vol 1, 9.2), where no packet is coalesced; the bit before them is that of [`super::carried`].
 
-use super::{Bth, Ext, ICRC_LEN, Opcode, Operation, Packet, Position, Transport};
+use super::{Bth, Ext, ICRC_LEN, Opcode, Operation, Packet, Position, Transport, carried};
 
 /// Most payload bytes of a coalesced packet.
 pub const PAYLOAD_BYTES_MAX: usize = 32 << 10;
 /// Most packets that one stands for.
-pub const COUNT_MAX: u32 = 128;
+pub const COUNT_MAX: u32 = 64;
 
 /// Offset of the reserved bits in the BTH.
 const COUNT_OFFSET: usize = 8;
-const COUNT_MASK: u8 = 0x7f;
+const COUNT_MASK: u8 = 0x3f;
 
 /// Returns the number of packets that a packet with these bytes stands for.
 pub fn count(packet: &[u8]) -> u32 {
@@ -23,11 +23,11 @@ pub fn count(packet: &[u8]) -> u32 {
     u32::from(reserved) + 1
 }
 
-/// Sets the number of packets, 1 to [`COUNT_MAX`], that the packet in `bytes` stands for.
+/// Sets the number of packets, 1 to [`COUNT_MAX`], that the packet in `bytes` stands for. It carries no acknowledgement.
 pub fn set_count(bytes: &mut [u8], count: u32) {
     debug_assert!((1..=COUNT_MAX).contains(&count));
     if let Some(byte) = bytes.get_mut(COUNT_OFFSET) {
-        *byte = *byte & !COUNT_MASK | (count - 1) as u8 & COUNT_MASK;
+        *byte = *byte & !(COUNT_MASK | carried::FLAG) | (count - 1) as u8 & COUNT_MASK;
     }
 }
 

@@ -1,12 +1,12 @@
 //! A whole packet.
 
 use crate::bytes::{be24, be32, be64, need};
-use crate::{Malformed, RKey};
+use crate::{Malformed, Psn, RKey};
 
 use super::ICRC_LEN;
-use super::coalesced;
 use super::headers::{Aeth, AtomicEth, Bth, Deth, Feth, Reth};
 use super::opcode::Ext;
+use super::{carried, coalesced};
 
 /// One RoCEv2 packet: the bytes of a UDP payload, checked to have the length that the opcode requires.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +16,7 @@ pub struct Packet<'a> {
     ext: Ext,
     bytes: &'a [u8],
     count: u32,
+    carried: Option<Psn>,
 }
 
 impl<'a> Packet<'a> {
@@ -28,6 +29,7 @@ impl<'a> Packet<'a> {
             ext,
             bytes,
             count: 1,
+            carried: None,
         };
         need(
             "packet",
@@ -61,9 +63,27 @@ impl<'a> Packet<'a> {
         self.count
     }
 
-    /// Returns a copy that [`Packet::parse_local`] parses to the same packet.
+    /// Takes the acknowledgement that the packet carries, if it carries one, out of the payload. Only for a packet of an endpoint that
+    /// agreed to [`carried`] acknowledgements: for others the bit that announces them is reserved.
+    pub fn take_carried(&mut self) -> Result<(), Malformed> {
+        if self.carried.is_none() && carried::is_in(self.bytes) {
+            let before = Bth::LEN + self.ext.len() + usize::from(self.bth.pad);
+            self.carried = Some(carried::parse(self.bytes, self.bth.opcode, before)?);
+        }
+        Ok(())
+    }
+
+    /// Returns the PSN of the acknowledgement that [`Packet::take_carried`] took.
+    pub fn carried(&self) -> Option<Psn> {
+        self.carried
+    }
+
+    /// Returns a copy that [`Packet::parse_local`] parses to the same packet, but for the acknowledgement that was taken.
     pub fn to_local(&self) -> Box<[u8]> {
-        let mut copy = Box::from(self.bytes);
+        let end = self.bytes.len() - ICRC_LEN;
+        let (whole, icrc) = self.bytes.split_at(end);
+        let kept = &whole[..end - self.carried.map_or(0, |_| carried::LEN)];
+        let mut copy: Box<[u8]> = [kept, icrc].concat().into();
         coalesced::set_count(&mut copy, self.count);
         copy
     }
@@ -72,9 +92,10 @@ impl<'a> Packet<'a> {
         &self.bytes[Bth::LEN + self.ext.offset(ext)..]
     }
 
-    /// Returns the payload without pad and ICRC.
+    /// Returns the payload without pad, ICRC and the acknowledgement that was taken.
     pub fn payload(&self) -> &'a [u8] {
-        let end = self.bytes.len() - ICRC_LEN - usize::from(self.bth.pad);
+        let carried = self.carried.map_or(0, |_| carried::LEN);
+        let end = self.bytes.len() - ICRC_LEN - carried - usize::from(self.bth.pad);
         &self.bytes[Bth::LEN + self.ext.len()..end]
     }
 

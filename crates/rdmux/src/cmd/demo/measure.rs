@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use hdrhistogram::Histogram;
-use rdmux_push::client::{Buffer, Wait as ClientWait};
+use rdmux_push::client::{Buffer, Part, Wait as ClientWait};
 use rdmux_push::{Access, Client, Key, Mapping, Options, Placement, Target};
 use serde::{Deserialize, Serialize};
 
@@ -293,8 +293,14 @@ impl Subject for Rdma {
             Operation::Write => client.post_write(mapping, offset, buffer, slot, bytes, 1)?,
             Operation::Read => client.post_read(mapping, offset, buffer, slot, bytes, 1)?,
             Operation::Flush => {
-                client.post_write(mapping, offset, buffer, slot, bytes, 0)?;
-                client.post_flush(mapping, offset, bytes.into(), self.placement, 1)?;
+                let part = Part {
+                    offset,
+                    buffer,
+                    from: slot,
+                    length: bytes,
+                };
+                let range = (offset, bytes.into());
+                client.post_write_and_flush(mapping, part, range, self.placement, None, [0, 1])?;
             }
         }
         Ok(())

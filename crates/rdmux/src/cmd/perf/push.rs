@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
-use rdmux_push::client::{Buffer, Wait, Way};
+use rdmux_push::client::{Buffer, Part, Wait, Way};
 use rdmux_push::{
     Access, Client, Domain, Key, MapRequest, Mapping, Options, Placement, Target, local_address_towards,
 };
@@ -393,15 +393,21 @@ impl Bed {
                 self.client
                     .post_ordinary_read(&region, offset, &self.buffer, at, bytes, 0)?
             }
-            Method::Push(way) => {
+            Method::Push(way) if durable => {
+                let part = Part {
+                    offset,
+                    buffer: &self.buffer,
+                    from: at,
+                    length: bytes,
+                };
+                let (range, kind) = ((offset, bytes.into()), self.mapping.strongest());
+                self.client
+                    .post_write_and_flush(&self.mapping, part, range, kind, Some(way), [0; 2])?;
+                return Ok(2);
+            }
+            Method::Push(_) => {
                 self.client
                     .post_write(&self.mapping, offset, &self.buffer, at, bytes, 0)?;
-                if durable {
-                    let kind = self.mapping.strongest();
-                    self.client
-                        .post_flush_by(&self.mapping, offset, bytes.into(), kind, Some(way), 0)?;
-                    return Ok(2);
-                }
             }
         }
         Ok(1)

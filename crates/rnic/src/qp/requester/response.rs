@@ -46,6 +46,16 @@ impl Requester {
         }
     }
 
+    /// Handles an acknowledgement that a request of the peer carries. The request may be a late or a repeated one, and the
+    /// acknowledgement then says nothing new.
+    pub(crate) fn handle_carried(&mut self, env: &mut Env<'_>, head: &Head, psn: Psn) -> Result<(), Broken> {
+        if psn.since(self.high) >= 0 || psn.since(self.una) < 0 {
+            return Ok(());
+        }
+        self.heard = Some(env.now);
+        self.acknowledge(env, head, psn.plus(1)).map(|_| ())
+    }
+
     /// Handles an RNR NAK: the packet is to be sent again after a time.
     fn handle_rnr_nak(&mut self, env: &mut Env<'_>, head: &Head, psn: Psn, timer: u8) -> Result<(), Broken> {
         env.counters.rcvd_rnr_err += 1;

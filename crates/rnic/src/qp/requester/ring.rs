@@ -1,7 +1,7 @@
 //! Requests in the ring to a peer on this host: [`crate::local`].
 
 use rdmux_wire::Psn;
-use rdmux_wire::roce::{Bth, coalesced};
+use rdmux_wire::roce::coalesced;
 
 use super::transmit::{HEADS_MAX, RequestPacket};
 use super::{Broken, Cursor, Requester, Wqe, takes};
@@ -49,12 +49,8 @@ impl Requester {
         };
         // No response is asked for, and none is timed.
         let (bth, count) = (packet.bth, packet.count);
-        let bth = Bth {
-            ack_req: false,
-            ..bth
-        };
         buf.charge(len);
-        self.advance(&bth, count, env.now);
+        self.advance(&bth, count, false, env.now);
         if self.deadline.is_none() {
             self.arm(env.now);
         }

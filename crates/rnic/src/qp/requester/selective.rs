@@ -143,9 +143,9 @@ impl Selective {
             .min(self.reach.saturating_sub(in_flight))
     }
 
-    /// Notes that a packet was sent for the first time.
-    pub(super) fn sent(&mut self, psn: Psn, ack_req: bool, now: Time) {
-        if ack_req && self.flush.is_none() && !self.rtt.is_timing() {
+    /// Notes that a packet was sent for the first time. `asks`: a response to it comes at once.
+    pub(super) fn sent(&mut self, psn: Psn, asks: bool, now: Time) {
+        if asks && self.flush.is_none() && !self.rtt.is_timing() {
             self.rtt.begin(psn, now);
         }
     }

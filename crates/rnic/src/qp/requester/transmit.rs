@@ -1,8 +1,8 @@
 //! Request packets: which may be sent, and how they are built.
 
-use rdmux_wire::roce::coalesced;
 use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{AtomicEth, Bth, Feth, Operation as Op, Position, Reth};
+use rdmux_wire::roce::{carried, coalesced};
 use rdmux_wire::{Psn, RKey};
 
 use super::selective::Selective;
@@ -216,8 +216,8 @@ impl Requester {
         if packets == 0 {
             return Ok(());
         }
-        let (bth, count) = (packet.bth, packet.count);
-        let is_first = hole.is_none() && self.advance(&bth, packets, env.now);
+        let (bth, count, asks) = (packet.bth, packet.count, packet.asks);
+        let is_first = hole.is_none() && self.advance(&bth, packets, asks, env.now);
         if !is_first {
             env.counters.retransmitted_packets += u64::from(count);
             probe!(retransmission, head.qpn.value(), psn.value());
@@ -308,6 +308,9 @@ impl Requester {
             Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
                 packet.coalesce(buf);
                 packet.bth.ack_req = self.pauses(head, buf, packet.room, packet.count);
+                packet.answered_behind = self.is_answered_behind(packet);
+                packet.ends_queue =
+                    packet.bth.psn == self.cursor_psn() && self.cursor.wqe + 1 == self.queue.len();
                 packet.push_data(env, buf)?;
                 return Ok(packet.count);
             }
@@ -325,9 +328,30 @@ impl Requester {
         room <= count || fills_turn || self.since_ack_req + count >= ack_every
     }
 
-    /// Advances the cursor past the packet that was built there, of `packets` PSNs. Returns whether it was sent for the first time,
-    /// at least in part.
-    pub(super) fn advance(&mut self, bth: &Bth, packets: u32, now: Time) -> bool {
+    /// Returns whether the response to the request behind a WRITE answers the WRITE too, which then requests no acknowledgement. That
+    /// request is sent at once: it has room, and neither a fence, the initiator depth, a rate nor a grant holds it back until the
+    /// WRITE is answered. A WRITE that is sent again requests an acknowledgement, because what follows it may have been answered
+    /// meanwhile. So does every WRITE to a peer that is not rdmux.
+    fn is_answered_behind(&self, packet: &RequestPacket<'_>) -> bool {
+        let head = packet.head;
+        let Some(next) = self.queue.get(self.cursor.wqe + 1).filter(|_| head.peer_is_rdmux) else {
+            return false;
+        };
+        let is_new = packet.bth.psn.since(self.high) >= 0 && head.state == QpState::Rts;
+        let is_write = matches!(packet.wqe.request.operation, Operation::Write { .. });
+        let answers = next.is_flush() || next.is_read() && !head.local;
+        if !is_new || !is_write || !answers || next.request.flags.contains(SendFlags::FENCE) {
+            return false;
+        }
+        let room = packet.room.saturating_sub(packet.count);
+        room >= self.worth_sending(head, next.is_read(), next.packets).max(1)
+            && self.resources.len() < usize::from(self.max_rd_atomic)
+            && !head.rate.is_limited()
+    }
+
+    /// Advances the cursor past the packet that was built there, of `packets` PSNs. `asks`: whether a response to it comes at once.
+    /// Returns whether it was sent for the first time, at least in part.
+    pub(super) fn advance(&mut self, bth: &Bth, packets: u32, asks: bool, now: Time) -> bool {
         let at = self.cursor;
         let wqe = &self.queue[at.wqe];
         let whole = at.packet + packets == wqe.packets;
@@ -351,7 +375,7 @@ impl Requester {
             self.since_ack_req + packets
         };
         if let Some(selective) = &mut self.selective {
-            selective.sent(bth.psn, bth.ack_req, now);
+            selective.sent(bth.psn, asks, now);
             if bth.opcode.operation == Op::Flush {
                 selective.sent_flush(bth.psn);
             }
@@ -398,6 +422,12 @@ pub(super) struct RequestPacket<'a> {
     room: u32,
     /// Number of packets that this one stands for. More than 1 only for data that goes through memory of this host.
     pub(super) count: u32,
+    /// Set when the response to the request behind this one answers its message too.
+    answered_behind: bool,
+    /// Set when a response to this packet comes at once.
+    asks: bool,
+    /// Set when no request waits behind that of the packet.
+    ends_queue: bool,
 }
 
 /// A packet of data without its payload.
@@ -436,6 +466,9 @@ impl<'a> RequestPacket<'a> {
             srqn,
             room,
             count: 1,
+            answered_behind: false,
+            asks: true,
+            ends_queue: false,
         }
     }
 
@@ -550,7 +583,8 @@ impl<'a> RequestPacket<'a> {
         let bth = &mut self.bth;
         bth.opcode = head.opcode(operation);
         bth.pad = ((4 - bytes % 4) % 4) as u8;
-        bth.ack_req |= last;
+        bth.ack_req |= last && !self.answered_behind;
+        self.asks = bth.ack_req || last;
         bth.solicited =
             last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
         let mut at = self.emit_heads(out);
@@ -585,11 +619,22 @@ impl<'a> RequestPacket<'a> {
         } = self.emit_data(&mut heads)?;
         let bth = &self.bth;
         let len = at + bytes + usize::from(bth.pad);
+        // Only the last packet of all carries one: it would be longer than those behind it, and end their train.
+        let fits =
+            index + self.count == wqe.packets && self.ends_queue && bytes + carried::LEN <= head.mtu as usize;
+        let carried = buf
+            .carried
+            .filter(|_| fits && buf.may_grow(self.path, len, carried::LEN));
+        let len = len + carried.map_or(0, |_| carried::LEN);
         let source = Origin::Request(bth.psn.minus(index));
         let soon = (self.room.saturating_mul(head.mtu).min(wqe.bytes - done as u32) as usize).min(buf.room());
         let mut ahead = std::mem::take(&mut buf.ahead);
         let built = buf.push(self.path, len, |b| {
             b[..at].copy_from_slice(&heads[..at]);
+            if let Some(psn) = carried {
+                b[at + bytes..].fill(0);
+                carried::emit(b, psn.plus(mutant!(CarriedPast).into()));
+            }
             let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
             if self.count > 1 {
                 return gather(env, pd, sges, done, out);
@@ -605,6 +650,9 @@ impl<'a> RequestPacket<'a> {
             Ok(())
         });
         buf.ahead = ahead;
+        if built.is_ok() && carried.is_some() {
+            buf.carried = None;
+        }
         built
     }
 }

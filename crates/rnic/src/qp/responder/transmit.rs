@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 
+use rdmux_wire::Psn;
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Reth, Syndrome};
 
@@ -66,6 +67,32 @@ impl Responder {
                     ..
                 })
             )
+    }
+
+    /// Returns the PSN of the acknowledgement that is the next response, if it is one: a request may carry it.
+    pub(crate) fn next_ack(&self) -> Option<Psn> {
+        let next = if mutant!(CarriedPassesFlush) {
+            self.answers.back()
+        } else {
+            self.answers.front()
+        };
+        match next {
+            Some(Answer::Ack {
+                psn,
+                syndrome: Syndrome::ACK,
+                ..
+            }) => Some(*psn),
+            _ => None,
+        }
+    }
+
+    /// Notes that a request carries the acknowledgement that was the next response.
+    pub(crate) fn ack_was_carried(&mut self) {
+        if mutant!(CarriedPassesFlush) {
+            self.answers.pop_back();
+        } else {
+            self.answers.pop_front();
+        }
     }
 
     /// Builds the packets of pending responses, until the buffer is full for this quantum. `Some`: memory failed under a READ, and the
