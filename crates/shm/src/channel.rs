@@ -14,6 +14,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
+use crate::nap::{self, NapWord};
 use crate::revocation;
 use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
@@ -81,8 +82,10 @@ pub struct Channel {
     stays: Arc<Stays>,
 }
 
-/// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
-/// block.)
+/// This process's end of a pair of sockets; a byte sent wakes the peer. Nothing that the peer does with its end makes a sender wait. (Any
+/// other holder of an eventfd can make its writers block. So can that of a pipe, also a writer with `RWF_NOWAIT`: the kernel copies the bytes
+/// to a reader while it holds the pipe's mutex, which the writer needs, and the reader's memory may be of a file system that never answers,
+/// or of `userfaultfd`.)
 #[derive(Debug)]
 struct Doorbell {
     socket: Arc<OwnedFd>,
@@ -239,6 +242,28 @@ impl Channel {
         (self.rx.awake() || wanted_room) && self.doorbell.answer_one()
     }
 
+    /// Prepares for a nap of one thread of this process ([`crate::nap`]): the peer ends it by the next packet. Returns the word to nap
+    /// on; `None` if something is there already, or if trains wait for room, for which the peer rings the doorbell. [`Channel::end_nap`]
+    /// comes next in any case.
+    #[inline]
+    pub fn prepare_nap(&mut self) -> Option<NapWord> {
+        (self.waiting.is_empty() && self.rx.prepare_nap()).then(|| NapWord {
+            segment: Arc::clone(&self.segment),
+            from: self.side.other(),
+        })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// Ends a nap: the peer makes no further call to end it.
+    #[inline]
+    pub fn end_nap(&mut self) {
+        self.rx.end_nap();
+    }
+
     /// Takes the pending rings of the doorbell.
     pub fn answer_doorbell(&mut self) {
         self.doorbell.answer();
@@ -254,7 +279,17 @@ impl Channel {
 
     #[inline]
     fn ring(&self, wake: Wake) {
-        if wake == Wake::Peer {
+        if wake != Wake::Nobody {
+            self.wake(wake);
+        }
+    }
+
+    #[cold]
+    fn wake(&self, wake: Wake) {
+        if matches!(wake, Wake::Napper | Wake::Both) {
+            nap::end(self.segment.napping(self.side));
+        }
+        if matches!(wake, Wake::Peer | Wake::Both) {
             // If the socket is full, earlier rings in it are not taken yet.
             let _ = rustix::net::send(
                 &self.doorbell.socket,

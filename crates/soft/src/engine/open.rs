@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use rdmux_rnic::cm::Peering;
 use rdmux_rnic::{Config, Histogram, Rnic, Time, TransmitBuf};
-use rdmux_verbs::provider::{AsyncEvents, Waker};
+use rdmux_verbs::provider::{AsyncEvents, Nap, Waker};
 use rdmux_verbs::resources::DeviceAt;
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::WaitMode;
@@ -64,7 +64,8 @@ impl Engine {
         let (core, arrivals) = Core::open(address, &options, &group, control, start)?;
         let waiting = options.waiting.or_else(WaitMode::of_environment);
         let kick = Waker::new().map_err(io("eventfd"))?;
-        let leader_kick = Waker::new().map_err(io("eventfd"))?;
+        let nap = Arc::new(Nap::default());
+        let leader_kick = Waker::of_napper(nap.clone()).map_err(io("eventfd"))?;
         let watch_kick = Waker::new().map_err(io("eventfd"))?;
         let watch = any_of(&[arrivals.as_fd(), watch_kick.fd().as_fd()]);
         let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
@@ -80,6 +81,7 @@ impl Engine {
             stop: AtomicBool::new(false),
             leader: Mutex::new(Leader::new(waiting)),
             leader_kick,
+            nap,
             watch_kick,
             arrivals,
             watch,
@@ -186,6 +188,10 @@ impl Core {
             caller_looks: false,
             standby: Standby::default(),
             doorbells: false,
+            guarded: false,
+            napping: false,
+            leader_slept: false,
+            naps: true,
             told: Arc::default(),
             polls: 0,
             polls_unarmed: 0,
@@ -194,6 +200,8 @@ impl Core {
             looked: 0,
             #[cfg(test)]
             thread_woken: 0,
+            #[cfg(test)]
+            napped: 0,
             batch: RxBatch::new(),
             tx: TxSockets::new(address, gsi),
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{Arrival, Grantable, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
-use rdmux_shm::{Channel, Corrupt, Given, Meta, Offer, Process, Segment, Side, Stay, Stays, segment};
+use rdmux_shm::{
+    Channel, Corrupt, Given, Meta, NapWord, Offer, Process, Segment, Side, Stay, Stays, nap, segment,
+};
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
 use rdmux_verbs::provider::{NotDirect, Refusal, Why};
@@ -326,6 +328,48 @@ impl Links {
             }
         }
         true
+    }
+
+    /// Prepares for a nap of one caller: peers end it by their next packets. Returns false, with no nap begun, where the caller has to sleep on
+    /// descriptors, or not to sleep: something is there already, trains wait for room, or there are too many links, or none.
+    /// [`Links::end_nap`] ends it. `words` gets the words to nap on.
+    pub(crate) fn prepare_nap(&mut self, words: &mut Vec<NapWord>) -> bool {
+        words.clear();
+        if self.sharings.can_go_on() {
+            return false;
+        }
+        let mut naps = true;
+        for (_, channel) in self.up() {
+            match channel.prepare_nap() {
+                Some(word) if words.len() < nap::WORDS_MAX => words.push(word),
+                _ => {
+                    naps = false;
+                    break;
+                }
+            }
+        }
+        naps &= !words.is_empty();
+        if !naps {
+            self.end_nap();
+        }
+        naps
+    }
+
+    /// Ends the nap.
+    pub(crate) fn end_nap(&mut self) {
+        self.up().for_each(|(_, channel)| channel.end_nap());
+    }
+
+    /// Returns whether there are links on whose words a caller can nap.
+    pub(crate) fn can_nap(&mut self) -> bool {
+        (1..=nap::WORDS_MAX).contains(&self.up().count())
+    }
+
+    /// Takes the rings of doorbells that were rung late, while nobody sleeps on them.
+    pub(crate) fn answer_doorbells(&mut self) {
+        if self.asleep == 0 {
+            self.up().for_each(|(_, channel)| channel.answer_doorbell());
+        }
     }
 
     /// Ends the sleep of one sleeper. The last one stops the peers from ringing their doorbells, and answers those that were rung.

@@ -13,7 +13,9 @@ use loom::sync::atomic::{AtomicU32, fence};
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
-use super::super::{Consumer, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset};
+use super::super::{
+    Consumer, NAPPING, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset,
+};
 use super::{push, record, sides};
 
 /// The step that is weaker than in the ring.
@@ -64,6 +66,7 @@ impl Slot {
 struct Shared {
     head: AtomicU32,
     sleeping: AtomicU32,
+    napping: AtomicU32,
     wants_room: AtomicU32,
     slots: Vec<Slot>,
 }
@@ -87,6 +90,7 @@ impl Side {
         match word {
             Word::Head => Some(&self.shared.head),
             Word::Sleeping => Some(&self.shared.sleeping),
+            Word::Napping => Some(&self.shared.napping),
             Word::WantsRoom => Some(&self.shared.wants_room),
             Word::Stamp(slot) => Some(&self.shared.slots[slot as usize].stamp),
             Word::Bytes(_) | Word::Form(_) => None,
@@ -142,7 +146,7 @@ impl RingMemory for Side {
     fn fence(&self, order: Ordering) {
         let order = match (self.weak, self.stored.get()) {
             (Weak::FenceOfPush, Word::Stamp(_))
-            | (Weak::FenceOfSleep, Word::Sleeping)
+            | (Weak::FenceOfSleep, Word::Sleeping | Word::Napping)
             | (Weak::FenceOfRelease, Word::Head)
             | (Weak::FenceOfWantsRoom, Word::WantsRoom) => AcqRel,
             _ => order,
@@ -188,6 +192,35 @@ impl Doorbell {
             rung = self.changed.wait(rung).unwrap();
         }
         *rung = false;
+    }
+}
+
+/// The futex on which a consumer naps.
+#[derive(Debug)]
+struct Futex {
+    /// Locked while the kernel compares the word and puts the caller among the sleepers, and while it wakes them.
+    asleep: Mutex<bool>,
+    woken: Condvar,
+}
+
+impl Futex {
+    fn new() -> Rc<Futex> {
+        let asleep = Mutex::new(false);
+        let woken = Condvar::new();
+        Rc::new(Futex { asleep, woken })
+    }
+
+    fn wake(&self) {
+        *self.asleep.lock().unwrap() = false;
+        self.woken.notify_one();
+    }
+
+    fn wait(&self, word: &AtomicU32) {
+        let mut asleep = self.asleep.lock().unwrap();
+        *asleep = word.load(Relaxed) == NAPPING;
+        while *asleep {
+            asleep = self.woken.wait(asleep).unwrap();
+        }
     }
 }
 
@@ -249,8 +282,8 @@ fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
             for number in 0..2 {
                 loop {
                     match push(&mut producer, number, 48) {
-                        Ok(Wake::Peer) => break records.ring(),
                         Ok(Wake::Nobody) => break,
+                        Ok(_) => break records.ring(),
                         Err(_) if producer.wants_room().unwrap() => room.wait(),
                         Err(_) => {}
                     }
@@ -274,6 +307,52 @@ fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
             records.wait();
         }
         consumer.awake();
+    }
+    other.join().unwrap();
+}
+
+/// Hands over two records to a consumer that naps at its first sleep, and at its second, as `naps` says, and otherwise sleeps until the
+/// doorbell rings. With `interrupted`, something else ends its first sleep.
+fn nappers(weak: Weak, naps: [bool; 2], interrupted: bool) {
+    let (mut producer, mut consumer) = ring(8, 0, weak);
+    let (doorbell, futex) = (Doorbell::new(false), Futex::new());
+    let shared = Rc::clone(&consumer.memory.shared);
+    let other = thread::spawn({
+        let (doorbell, futex) = (Rc::clone(&doorbell), Rc::clone(&futex));
+        move || {
+            for number in 0..2 {
+                let wake = push(&mut producer, number, 48).unwrap();
+                if matches!(wake, Wake::Napper | Wake::Both) {
+                    futex.wake();
+                }
+                if matches!(wake, Wake::Peer | Wake::Both) {
+                    doorbell.ring();
+                }
+            }
+        }
+    });
+    let (mut number, mut sleeps) = (0, 0);
+    loop {
+        while try_pop(&mut consumer, number, 48) {
+            number += 1;
+        }
+        assert_eq!(consumer.release(), Wake::Nobody);
+        if number == 2 {
+            break;
+        }
+        let ends_at_once = interrupted && sleeps == 0;
+        if naps[sleeps.min(1)] {
+            if consumer.prepare_nap() && !ends_at_once {
+                futex.wait(&shared.napping);
+            }
+            consumer.end_nap();
+        } else {
+            if consumer.prepare_sleep() && !ends_at_once {
+                doorbell.wait();
+            }
+            consumer.awake();
+        }
+        sleeps += 1;
     }
     other.join().unwrap();
 }
@@ -338,6 +417,24 @@ fn sleepers__hold_in_a_full_ring() {
 #[test]
 fn sleepers__hold_in_a_full_ring_after_another_wake_up() {
     check(Weak::Nothing, |weak| sleepers(weak, 2, true, false));
+}
+
+#[test]
+fn nappers__hold() {
+    for naps in [[true, true], [true, false], [false, true]] {
+        for interrupted in [false, true] {
+            let mut builder = loom::model::Builder::new();
+            builder.preemption_bound.get_or_insert(PREEMPTIONS - 1);
+            builder.check(move || nappers(Weak::Nothing, naps, interrupted));
+        }
+    }
+}
+
+#[test]
+fn nappers__need_each_fence() {
+    for weak in [Weak::FenceOfPush, Weak::FenceOfSleep] {
+        fails(weak, "deadlock", |weak| nappers(weak, [true; 2], false));
+    }
 }
 
 #[test]
