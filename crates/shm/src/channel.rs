@@ -243,11 +243,11 @@ impl Channel {
     }
 
     /// Prepares for a nap of one thread of this process ([`crate::nap`]): the peer ends it by the next packet. Returns the word to nap
-    /// on; `None` if something is there already, or if trains wait for room, for which the peer rings the doorbell. [`Channel::end_nap`]
-    /// comes next in any case.
+    /// on; `None` if a packet is there already. [`Channel::end_nap`] comes next in any case. The caller has no train that waits for room
+    /// ([`Channel::has_waiting`]), for which the peer rings the doorbell alone.
     #[inline]
     pub fn prepare_nap(&mut self) -> Option<NapWord> {
-        (self.waiting.is_empty() && self.rx.prepare_nap()).then(|| NapWord {
+        self.rx.prepare_nap().then(|| NapWord {
             segment: Arc::clone(&self.segment),
             from: self.side.other(),
         })

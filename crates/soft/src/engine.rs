@@ -262,7 +262,7 @@ pub(crate) struct Engine {
     /// Wakes the caller that watches.
     watch_kick: Waker,
     /// Readable when something has arrived: an epoll set of the sockets and doorbells.
-    arrivals: OwnedFd,
+    arrivals: Arc<OwnedFd>,
     /// Readable when the caller that watches is to wake: an epoll set of the arrivals and `watch_kick`.
     watch: OwnedFd,
     /// The thread's epoll set.

@@ -277,10 +277,9 @@ impl Engine {
                 waiter.policy.gave_up(now.since_ns(began));
                 return None;
             }
-            let naps = core.begin_nap(now, &self.nap, words);
-            if !naps && !core.links.prepare_sleep() {
+            let Some(naps) = core.begin_sleep(now, &self.nap, words) else {
                 continue;
-            }
+            };
             // Only completions that others take in meanwhile need to notify this caller.
             cq.watch(true);
             let due = core.rnic.poll_timeout();
@@ -302,11 +301,7 @@ impl Engine {
             core.sleeps.leader_ns = 0;
             core.leader_slept = true;
             core.naps &= supported;
-            if naps {
-                core.end_nap(&self.nap);
-            } else {
-                core.links.awake();
-            }
+            core.end_sleep(naps, &self.nap);
             cq.watch(false);
             // Beside a napper the thread reads the sockets.
             woken = !naps;

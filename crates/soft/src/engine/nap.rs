@@ -24,11 +24,15 @@ use super::{Core, Engine, RECEIVES_PER_PASS};
 const SILENCE_NS: u64 = 10_000_000;
 
 impl Core {
-    /// Begins a nap of the leader, where that is possible. [`Core::end_nap`] ends it.
-    pub(super) fn begin_nap(&mut self, now: Time, nap: &Nap, words: &mut Vec<NapWord>) -> bool {
+    /// Begins a sleep of the leader; returns whether it is a nap. [`Core::end_sleep`] ends it. `None`: something is there already, and nobody
+    /// sleeps.
+    pub(super) fn begin_sleep(&mut self, now: Time, nap: &Nap, words: &mut Vec<NapWord>) -> Option<bool> {
         let may = self.guarded && !self.is_watched && self.looks.silence_ns(now) >= SILENCE_NS;
-        if !may || !self.links.prepare_nap(words) {
-            return false;
+        if !may || !self.links.can_nap() {
+            return self.links.prepare_sleep().then_some(false);
+        }
+        if !self.links.prepare_nap(words) {
+            return None;
         }
         self.napping = true;
         #[cfg(test)]
@@ -36,10 +40,14 @@ impl Core {
             self.napped += 1;
         }
         nap.begin();
-        true
+        Some(true)
     }
 
-    pub(super) fn end_nap(&mut self, nap: &Nap) {
+    /// Ends the leader's sleep.
+    pub(super) fn end_sleep(&mut self, naps: bool, nap: &Nap) {
+        if !naps {
+            return self.links.awake();
+        }
         self.napping = false;
         nap.end();
         self.links.end_nap();

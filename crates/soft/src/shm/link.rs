@@ -101,7 +101,7 @@ pub(crate) struct Links {
     listener: Option<OwnedFd>,
     /// Readable when there is work for [`Links::serve`].
     control: Arc<OwnedFd>,
-    /// Readable when a peer has rung its doorbell: see [`Links::awake`].
+    /// Epoll set that is readable when a peer has rung its doorbell, and when anything else has arrived: see [`Links::awake`].
     doorbells: Arc<OwnedFd>,
     list: Vec<ShmLink>,
     next_id: u64,
@@ -138,22 +138,23 @@ const LISTENER: u64 = 0;
 const DEATH: u64 = 1 << 63;
 
 impl Links {
-    /// `listener` is bound to the name of the slot, without which nobody can tell who this process is; `control` is an epoll set.
+    /// `listener` is bound to the name of the slot, without which nobody can tell who this process is; `control` is an epoll set, and
+    /// `doorbells` the one that gets the doorbells.
     pub(crate) fn new(
         address: IpAddr,
         slot: u8,
         listener: Option<OwnedFd>,
         control: OwnedFd,
+        doorbells: Arc<OwnedFd>,
         on: bool,
-    ) -> Result<Links, Errno> {
-        let doorbells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        Ok(Links {
+    ) -> Links {
+        Links {
             address,
             slot,
             on,
             listener,
             control: Arc::new(control),
-            doorbells: Arc::new(doorbells),
+            doorbells,
             list: Vec::new(),
             next_id: LISTENER + 1,
             refused: HashMap::new(),
@@ -169,7 +170,7 @@ impl Links {
             capturing: None,
             sharings: share::Sharings::default(),
             buffer: Vec::with_capacity(1 << 16),
-        })
+        }
     }
 
     /// Lets others ask for links. Called once the engine that serves them exists.
@@ -212,10 +213,6 @@ impl Links {
         self.on = false;
         self.listener = None;
         self.list.clear();
-    }
-
-    pub(crate) fn doorbells(&self) -> BorrowedFd<'_> {
-        self.doorbells.as_fd()
     }
 
     fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Channel)> {
@@ -330,29 +327,24 @@ impl Links {
         true
     }
 
-    /// Prepares for a nap of one caller: peers end it by their next packets. Returns false, with no nap begun, where the caller has to sleep on
-    /// descriptors, or not to sleep: something is there already, trains wait for room, or there are too many links, or none.
-    /// [`Links::end_nap`] ends it. `words` gets the words to nap on.
+    /// Prepares for a nap of one caller on the words of all links, if [`Links::can_nap`]: peers end it by their next packets. Returns false if
+    /// something is there already; then nobody naps. [`Links::end_nap`] ends the nap. `words` gets the words to nap on.
     pub(crate) fn prepare_nap(&mut self, words: &mut Vec<NapWord>) -> bool {
         words.clear();
         if self.sharings.can_go_on() {
             return false;
         }
-        let mut naps = true;
-        for (_, channel) in self.up() {
-            match channel.prepare_nap() {
-                Some(word) if words.len() < nap::WORDS_MAX => words.push(word),
-                _ => {
-                    naps = false;
-                    break;
-                }
-            }
+        for link in &mut self.list {
+            let LinkState::Up(channel) = &mut link.state else {
+                continue;
+            };
+            let Some(word) = channel.prepare_nap() else {
+                self.end_nap();
+                return false;
+            };
+            words.push(word);
         }
-        naps &= !words.is_empty();
-        if !naps {
-            self.end_nap();
-        }
-        naps
+        true
     }
 
     /// Ends the nap.
@@ -360,9 +352,9 @@ impl Links {
         self.up().for_each(|(_, channel)| channel.end_nap());
     }
 
-    /// Returns whether there are links on whose words a caller can nap.
+    /// Returns whether a caller can nap: there are links, not too many, and no train waits for room, for which peers ring the doorbell.
     pub(crate) fn can_nap(&mut self) -> bool {
-        (1..=nap::WORDS_MAX).contains(&self.up().count())
+        (1..=nap::WORDS_MAX).contains(&self.up().count()) && !self.have_waiting()
     }
 
     /// Takes the rings of doorbells that were rung late, while nobody sleeps on them.
