@@ -16,6 +16,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
+use crate::nap::{self, NapWord};
 use crate::place::Places;
 use crate::record::RecordBytes;
 use crate::revocation::{self, Inside};
@@ -75,6 +76,9 @@ pub struct Channel {
     /// Trains that wait for room, and their bytes.
     waiting: VecDeque<(Meta, Box<[u8]>)>,
     waiting_bytes: usize,
+    /// Set while somebody sleeps on the doorbell, and while somebody naps.
+    sleeps: bool,
+    naps: bool,
     /// Set when the peer will ring the doorbell as soon as there is room, or it has taken requests.
     waits: bool,
     /// Regions granted to the peer, by the grants' indices.
@@ -88,8 +92,10 @@ pub struct Channel {
     places: Places,
 }
 
-/// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
-/// block.)
+/// This process's end of a pair of sockets; a byte sent wakes the peer. Nothing that the peer does with its end makes a sender wait. (Any
+/// other holder of an eventfd can make its writers block. So can that of a pipe, also a writer with `RWF_NOWAIT`: the kernel copies the bytes
+/// to a reader while it holds the pipe's mutex, which the writer needs, and the reader's memory may be of a file system that never answers,
+/// or of `userfaultfd`.)
 #[derive(Debug)]
 struct Doorbell {
     socket: Arc<OwnedFd>,
@@ -119,6 +125,8 @@ impl Channel {
             },
             waiting: VecDeque::new(),
             waiting_bytes: 0,
+            sleeps: false,
+            naps: false,
             waits: false,
             given: Vec::new(),
             generation: 0,
@@ -189,17 +197,15 @@ impl Channel {
         match put {
             Ok(Some(wake)) => {
                 self.ring(wake);
+                if self.sleeps || self.naps {
+                    // If it has ended already, nobody rings: see [`Channel::has_ended`].
+                    self.announce()?;
+                }
                 Ok(true)
             }
             Ok(None) | Err(PushError::Full) => Ok(false),
             Err(PushError::Corrupt(corrupt)) => Err(corrupt),
         }
-    }
-
-    /// Lets the peer ring the doorbell when it has taken requests, for those who sleep already. Returns false if it has taken some.
-    pub fn wait_for_ends(&mut self) -> Result<bool, Corrupt> {
-        self.waits = self.tx.wants_ends()?;
-        Ok(self.waits)
     }
 
     /// Looks how far the peer has come with requests. What the peer sent before it took them is to be received before [`Channel::ended`].
@@ -300,26 +306,65 @@ impl Channel {
     /// Returns false if something is there already.
     #[inline]
     pub fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
-        while !self.waiting.is_empty() && !self.waits {
-            self.waits = self.tx.wants_room()?;
-            if !self.waits {
-                self.send_waiting()?;
-            }
-        }
-        if self.tx.has_requests() && !self.waits {
-            self.waits = self.tx.wants_ends()?;
+        self.sleeps = true;
+        while !self.announce()? && !self.tx.has_ended() && !self.waiting.is_empty() {
+            self.send_waiting()?;
         }
         Ok(!self.tx.has_ended() & self.rx.prepare_sleep())
+    }
+
+    /// Lets the peer ring the doorbell for room and for the ends of requests as long as somebody here sleeps or naps. Returns false if
+    /// there is room, or requests have ended.
+    fn announce(&mut self) -> Result<bool, Corrupt> {
+        let sleeps = self.sleeps || self.naps;
+        let waits = match (sleeps, self.waiting.is_empty()) {
+            (true, false) => self.tx.wants_room()?,
+            (true, true) if self.tx.has_requests() => self.tx.wants_ends()?,
+            _ => {
+                if std::mem::take(&mut self.waits) {
+                    self.tx.no_longer_waits();
+                }
+                return Ok(true);
+            }
+        };
+        self.waits = waits;
+        Ok(waits)
     }
 
     /// Ends a sleep: the peer stops ringing the doorbell. Returns whether it had rung, and takes one ring then.
     #[inline]
     pub fn awake(&mut self) -> bool {
-        let waited = std::mem::take(&mut self.waits);
-        if waited {
-            self.tx.no_longer_waits();
-        }
+        self.sleeps = false;
+        let waited = self.waits;
+        // Whoever is awake looks at the ring next.
+        let _ = self.announce();
         (self.rx.awake() || waited) && self.doorbell.answer_one()
+    }
+
+    /// Prepares for a nap of one thread of this process ([`crate::nap`]): the peer ends it by the next packet. Returns the word to nap
+    /// on; `None` if a packet is there already. [`Channel::end_nap`] comes next in any case. The caller has no train that waits for room
+    /// ([`Channel::has_waiting`]), for which the peer rings the doorbell alone.
+    #[inline]
+    pub fn prepare_nap(&mut self) -> Option<NapWord> {
+        self.naps = true;
+        let calm = self.announce().unwrap_or(false);
+        (calm & self.rx.prepare_nap()).then(|| NapWord {
+            segment: Arc::clone(&self.segment),
+            from: self.side.other(),
+        })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// Ends a nap: the peer makes no further call to end it.
+    #[inline]
+    pub fn end_nap(&mut self) {
+        self.naps = false;
+        let _ = self.announce();
+        self.rx.end_nap();
     }
 
     /// Takes the pending rings of the doorbell.
@@ -337,8 +382,18 @@ impl Channel {
 
     #[inline]
     fn ring(&mut self, wake: Wake) {
-        if wake == Wake::Peer {
-            self.rx.is_told();
+        if wake != Wake::Nobody {
+            self.wake(wake);
+        }
+    }
+
+    #[cold]
+    fn wake(&mut self, wake: Wake) {
+        self.rx.is_told();
+        if matches!(wake, Wake::Napper | Wake::Both) {
+            nap::end(self.segment.napping(self.side));
+        }
+        if matches!(wake, Wake::Peer | Wake::Both) {
             // If the socket is full, earlier rings in it are not taken yet.
             let _ = rustix::net::send(
                 &self.doorbell.socket,

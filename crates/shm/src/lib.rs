@@ -1,8 +1,9 @@
 //! Shared memory between two devices of one host: what a [`Channel`] is made of, and how its ends use it.
 //!
-//! A channel is a [`segment`] that both ends map, with a [`ring`] for packets each way, a doorbell that wakes the peer, and grants. The
-//! owner of a region grants it to the peer, which then reads and writes it without packets ([`Granted`]) until the owner revokes the grant
-//! ([`revocation`]). A peer that was stopped while it wrote may still be inside of memory that was revoked ([`Stay`]).
+//! A channel is a [`segment`] that both ends map, with a [`ring`] for packets each way, a doorbell that wakes the peer, or a futex in its
+//! place ([`nap`]), and grants. The owner of a region grants it to the peer, which then reads and writes it without packets ([`Granted`])
+//! until the owner revokes the grant ([`revocation`]). A peer that was stopped while it wrote may still be inside of memory that was
+//! revoked ([`Stay`]).
 //!
 //! Both ends are processes of one user. That does not mean that they are trusted: whatever a peer writes, it gets an error and the channel
 //! ends. This crate knows neither the devices nor how they meet: the user connects two processes and passes descriptors and [`Offer`]s
@@ -12,6 +13,7 @@
 mod channel;
 mod gate;
 mod grant;
+pub mod nap;
 mod place;
 mod record;
 pub mod revocation;
@@ -24,6 +26,7 @@ pub mod stay;
 
 pub use channel::{Channel, Offer, WAITING_BYTES_MAX};
 pub use grant::{Granted, Process};
+pub use nap::NapWord;
 pub use record::RecordBytes;
 pub use ring::{Corrupt, Meta, Record};
 pub use segment::{Segment, Side};

@@ -43,6 +43,11 @@
 //! The waking side sets the word to 0 before it rings the doorbell, so that it does so once for a sleeper, not once per record until the
 //! sleeper runs. A plain store suffices. It may overwrite the word of a later sleep, if something else woke the sleeper in between; but
 //! the doorbell follows it, and ends that sleep. And a doorbell that the sleeper has answered orders the store before its next sleep.
+//!
+//! A consumer has two such words, because it sleeps in two ways: until the doorbell rings, or in a futex on the word itself, which is called
+//! a nap. Each way has a word of its own, so that a late store for one way of sleeping cannot overwrite the announcement of the other, which
+//! no call would follow. The kernel compares a napper's word when the nap begins, so a store before the nap prevents it, and a store
+//! after that is followed by the call that ends it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -56,12 +61,16 @@ mod tests;
 pub const SLOT_BYTES: usize = 64;
 /// Bytes of a record's header: stamp, bytes, form and verdict, a word each.
 pub const HEADER_BYTES: usize = 16;
+/// Value of [`Word::Napping`] during a nap.
+pub const NAPPING: u32 = 1;
 /// Smallest number of slots with room for every train.
 pub const SLOTS_MIN: u32 = 2048;
 
 // Two lines apart, because processors fetch lines in pairs.
 const HEAD_OFFSET: usize = 0;
 const SLEEPING_OFFSET: usize = 128;
+// On the same line: the producer loads both after each record.
+const NAPPING_OFFSET: usize = SLEEPING_OFFSET + 4;
 const WAITS_OFFSET: usize = 256;
 const SLOTS_OFFSET: usize = 384;
 
@@ -127,8 +136,10 @@ const fn stamp(position: u32) -> u32 {
 pub enum Word {
     /// Position up to which the consumer has taken records.
     Head,
-    /// Not 0 while the consumer sleeps.
+    /// Not 0 while the consumer sleeps until its doorbell rings.
     Sleeping,
+    /// [`NAPPING`] while the consumer sleeps in a futex on this word.
+    Napping,
     /// Not 0 while the producer sleeps until there is room, or until requests have ended.
     Waits,
     /// Stamp of the record that begins with this slot: a number made of its position once the record is complete.
@@ -148,6 +159,7 @@ impl Word {
         match self {
             Word::Head => HEAD_OFFSET,
             Word::Sleeping => SLEEPING_OFFSET,
+            Word::Napping => NAPPING_OFFSET,
             Word::Waits => WAITS_OFFSET,
             Word::Stamp(slot) => slot_offset(slot),
             Word::Bytes(slot) => slot_offset(slot) + 4,
@@ -224,15 +236,18 @@ impl Meta {
     }
 }
 
-/// The side to wake, by the descriptor that the two sides agreed on. The caller must wake it: the other side's doorbell is rung only
-/// once.
+/// How to wake the other side. The caller must wake it: a sleeper is reported only once.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
     /// Nobody sleeps.
     Nobody,
-    /// The other side.
+    /// By the doorbell that the two sides agreed on.
     Peer,
+    /// By a call to the futex [`Word::Napping`].
+    Napper,
+    /// By both: two threads of the other side sleep.
+    Both,
 }
 
 /// The other side has written a value that it never writes.
@@ -251,15 +266,28 @@ pub enum PushError {
     Corrupt(#[from] Corrupt),
 }
 
-/// Looks for a sleeper after the caller has stored something for it.
+/// Looks for sleeping consumers after the caller has stored a record for them.
 #[inline]
-fn wake<M: RingMemory>(memory: &M, sleeper: Word) -> Wake {
+fn wake_consumer<M: RingMemory>(memory: &M) -> Wake {
     memory.fence(Ordering::SeqCst);
-    if memory.load(sleeper, Ordering::Relaxed) == 0 {
-        return Wake::Nobody;
+    let sleeps = ends_sleep(memory, Word::Sleeping);
+    let naps = ends_sleep(memory, Word::Napping);
+    match (sleeps, naps) {
+        (false, false) => Wake::Nobody,
+        (true, false) => Wake::Peer,
+        (false, true) => Wake::Napper,
+        (true, true) => Wake::Both,
     }
-    memory.store(sleeper, 0, Ordering::Relaxed);
-    Wake::Peer
+}
+
+/// Ends the announcement of a sleep; returns whether there was one.
+#[inline]
+fn ends_sleep<M: RingMemory>(memory: &M, sleeper: Word) -> bool {
+    let sleeps = memory.load(sleeper, Ordering::Relaxed) != 0;
+    if sleeps {
+        memory.store(sleeper, 0, Ordering::Relaxed);
+    }
+    sleeps
 }
 
 /// The side that puts records into the ring.
@@ -365,9 +393,9 @@ impl<M: RingMemory> Producer<M> {
     }
 
     /// Prepares to sleep after [`PushError::Full`]. Returns whether the consumer will wake this side when it has made room, enough or not.
-    /// If not, there is room now.
+    /// If not, there is room now, or a request has ended.
     pub fn wants_room(&mut self) -> Result<bool, Corrupt> {
-        self.waits(FOR_ROOM, |this| this.wanted <= this.free())
+        self.waits(FOR_ROOM, |this| this.wanted <= this.free() || this.has_ended())
     }
 
     /// Prepares to sleep with requests that have not ended. Returns whether the consumer will wake this side when it has taken some. If not,
@@ -459,7 +487,7 @@ impl<M: RingMemory> Producer<M> {
         if first != begin {
             self.stamp(first, SKIP_FORM, 0);
         }
-        wake(&self.memory, Word::Sleeping)
+        wake_consumer(&self.memory)
     }
 
     #[inline]
@@ -634,5 +662,22 @@ impl<M: RingMemory> Consumer<M> {
         let rung = self.memory.load(Word::Sleeping, Ordering::Relaxed) == 0;
         self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);
         rung
+    }
+
+    /// Prepares for a nap: a sleep in a futex on [`Word::Napping`] while that is [`NAPPING`]. Returns whether the producer will end it by
+    /// the next record. If not, that record is there already. [`Consumer::end_nap`] comes next in any case; one thread at a time naps.
+    pub fn prepare_nap(&mut self) -> bool {
+        assert_eq!(
+            self.head, self.released,
+            "a producer without room would sleep too"
+        );
+        self.memory.store(Word::Napping, NAPPING, Ordering::Relaxed);
+        self.memory.fence(Ordering::SeqCst);
+        !self.is_ready()
+    }
+
+    /// Stops the producer from waking a napper that is awake.
+    pub fn end_nap(&mut self) {
+        self.memory.store(Word::Napping, 0, Ordering::Relaxed);
     }
 }

@@ -86,11 +86,15 @@ impl Segment {
 
     /// Returns the ring into which `from` puts records.
     pub fn ring(self: &Arc<Segment>, from: Side) -> Area {
-        let area = 2 * (WORDS_BYTES + GRANTS_BYTES) + from.index() * area_bytes(SLOTS);
         Area {
             segment: Arc::clone(self),
-            begin: area,
+            begin: area_offset(from),
         }
+    }
+
+    /// Returns the word on which the taker of records from `from` naps: [`Word::Napping`].
+    pub(crate) fn napping(&self, from: Side) -> &AtomicU32 {
+        self.mapping.word(area_offset(from) + Word::Napping.offset())
     }
 
     #[inline]
@@ -142,6 +146,11 @@ impl Segment {
         self.mapping
             .word(2 * WORDS_BYTES + by.index() * GRANTS_BYTES + 4 * index)
     }
+}
+
+/// Returns the offset of the ring into which `from` puts records.
+fn area_offset(from: Side) -> usize {
+    2 * (WORDS_BYTES + GRANTS_BYTES) + from.index() * area_bytes(SLOTS)
 }
 
 /// Words of the grants that one end holds.

@@ -124,7 +124,9 @@ impl provider::Device for Device {
     }
 
     fn create_cq(&self, depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
-        Ok(Box::new(self.create_cq_with(depth, CqWaker::new()?)?))
+        Ok(Box::new(
+            self.create_cq_with(depth, CqWaker::new(self.nap.clone())?)?,
+        ))
     }
 
     fn create_cq_reporting(
@@ -133,7 +135,7 @@ impl provider::Device for Device {
         events: &EventQueue,
         token: u64,
     ) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
-        let waker = CqWaker::reporting(events, token);
+        let waker = CqWaker::reporting(events, token, self.nap.clone());
         Ok(Box::new(self.create_cq_with(depth, waker)?))
     }
 

@@ -14,6 +14,7 @@ mod leader;
 mod lock;
 mod looks;
 mod media;
+mod nap;
 mod open;
 mod sleep;
 mod sockets;
@@ -41,7 +42,7 @@ use rdmux_rnic::{
 };
 use rdmux_shm::Meta;
 use rdmux_verbs::interface::interface_of;
-use rdmux_verbs::provider::{AsyncEvents, Waker, conditions, current_cpu};
+use rdmux_verbs::provider::{AsyncEvents, Nap, Waker, conditions, current_cpu};
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, WaitMode};
 use rdmux_verbs::{AsyncEvent, AttachError, PostListError};
@@ -122,6 +123,13 @@ pub(crate) struct Core {
     standby: Standby,
     /// True while peers ring their doorbells for the thread, or for the caller that watches in its place.
     doorbells: bool,
+    /// True while the thread watches the sockets beside a leader that may nap, and while one naps: see [`nap`].
+    guarded: bool,
+    napping: bool,
+    /// Set when a leader has slept since the thread last looked.
+    leader_slept: bool,
+    /// False where the system does not support naps.
+    naps: bool,
     /// Number of wake-ups that completion queues sent to their waiters.
     told: Arc<AtomicU64>,
     /// Polls by callers: all of them, and those since a completion queue was armed.
@@ -134,6 +142,9 @@ pub(crate) struct Core {
     /// Number of times that arrivals woke the thread.
     #[cfg(test)]
     thread_woken: u64,
+    /// Number of naps.
+    #[cfg(test)]
+    napped: u64,
     batch: RxBatch,
     tx: TxSockets,
     buf: TransmitBuf,
@@ -251,10 +262,12 @@ pub(crate) struct Engine {
     leader: Mutex<Leader>,
     /// Wakes the leader.
     leader_kick: Waker,
+    /// The nap of the leader: see [`nap`].
+    pub(super) nap: Arc<Nap>,
     /// Wakes the caller that watches.
     watch_kick: Waker,
     /// Readable when something has arrived: an epoll set of the sockets and doorbells.
-    arrivals: OwnedFd,
+    arrivals: Arc<OwnedFd>,
     /// Readable when the caller that watches is to wake: an epoll set of the arrivals and `watch_kick`.
     watch: OwnedFd,
     /// The thread's epoll set.
@@ -606,12 +619,12 @@ impl Engine {
             if self.waiting != Some(WaitMode::Running) && self.hand_over.lease(self.now().0) {
                 // Look again when the lease is over, or when the caller announces that it sleeps.
                 let lease = Duration::from_nanos(POLLER_LEASE_NS);
-                if !self.kick.wait(Some(lease)) {
+                if !self.rest(Some(lease)) {
                     #[cfg(test)]
                     self.overslept
                         .fetch_add(usize::from(self.armed_queues.any()), Ordering::Relaxed);
                     if self.hand_over.park() {
-                        self.kick.wait(None);
+                        self.rest(None);
                     }
                 }
                 self.hand_over.unpark();
@@ -620,6 +633,7 @@ impl Engine {
             }
             self.hand_over.unpark();
             let mut core = self.lock();
+            core.guarded = false;
             let now = self.now();
             let received = core.receive(now, RECEIVES_PER_PASS);
             core.finish(now, true);
@@ -707,7 +721,9 @@ impl Core {
 
     /// Processes arrived packets, for a caller that polls. Returns how many datagrams and trains.
     fn receive_polled(&mut self, now: Time) -> usize {
-        if self.looks.is_due(now) {
+        // Beside a thread that guards, the sockets are its own.
+        let is_guarded = self.guarded && self.thread_reported;
+        if self.looks.is_due(now) && !is_guarded {
             return self.receive(now, 1);
         }
         let received = self.links.receive(&mut self.rnic, now);

@@ -54,7 +54,7 @@ pub use crate::inbox::{Inbox, Seen};
 pub use crate::load::{conditions, current_cpu};
 pub use crate::process::{capture_file, faults};
 pub use crate::sidr::Found;
-pub use crate::waker::Waker;
+pub use crate::waker::{NAP_ASLEEP, Nap, Waker};
 pub use crate::why::{NotDirect, Refusal, Why};
 
 /// A provider of devices.

@@ -1036,7 +1036,7 @@ impl Qp {
     /// Returns the time at which [`Qp::handle_timeout`] is due, or at which the rate lets the QP send again.
     pub(crate) fn deadline(&self) -> Option<Time> {
         let answer = match &self.halves {
-            Halves::Reliable(requester, _) => requester.deadline(),
+            Halves::Reliable(requester, _) => requester.deadline(self.head.local),
             Halves::Uc(..) | Halves::Ud(..) => None,
         };
         earlier(answer, self.head.rate.held_until)

@@ -367,12 +367,13 @@ impl Requester {
         self.progress(env, self.next);
     }
 
-    /// Returns the moment at which [`Requester::handle_timeout`] is due.
-    pub(crate) fn deadline(&self) -> Option<Time> {
+    /// Returns the moment at which [`Requester::handle_timeout`] is due. `local`: the peer is on this host.
+    pub(crate) fn deadline(&self, local: bool) -> Option<Time> {
         if self.link_broke {
             return Some(Time(0));
         }
-        let selective = self.selective.as_deref().and_then(Selective::deadline);
+        let selective = self.selective.as_deref();
+        let selective = selective.and_then(|selective| selective.deadline(local));
         earlier(earlier(self.deadline, self.rnr_until), selective)
     }
 

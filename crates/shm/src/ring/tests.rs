@@ -266,6 +266,45 @@ fn push__wakes_a_sleeper_once() {
 }
 
 #[test]
+fn push__ends_a_nap_once() {
+    let (memory, mut producer, mut consumer) = ring(8);
+    assert!(consumer.prepare_nap());
+    assert_eq!(memory.load(Word::Napping, Relaxed), NAPPING);
+    assert_eq!(push(&mut producer, 0, 1), Ok(Wake::Napper));
+    assert_eq!(memory.load(Word::Napping, Relaxed), 0);
+    assert_eq!(push(&mut producer, 1, 1), Ok(Wake::Nobody));
+    consumer.end_nap();
+    assert!(!consumer.prepare_nap(), "two records are there");
+    consumer.end_nap();
+    pop(&mut consumer, 0, 1);
+    pop(&mut consumer, 1, 1);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert!(consumer.prepare_nap());
+    consumer.end_nap();
+    assert_eq!(push(&mut producer, 2, 1), Ok(Wake::Nobody));
+}
+
+#[test]
+fn push__wakes_a_napper_and_a_sleeper() {
+    let (_, mut producer, mut consumer) = ring(8);
+    assert!(consumer.prepare_nap() && consumer.prepare_sleep());
+    assert_eq!(push(&mut producer, 0, 1), Ok(Wake::Both));
+    assert!(consumer.awake(), "the doorbell is rung");
+    consumer.end_nap();
+    pop(&mut consumer, 0, 1);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    // The end of one way of sleeping does not concern the other.
+    assert!(consumer.prepare_nap() && consumer.prepare_sleep());
+    assert!(!consumer.awake());
+    assert_eq!(push(&mut producer, 1, 1), Ok(Wake::Napper));
+    pop(&mut consumer, 1, 1);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert!(consumer.prepare_nap() && consumer.prepare_sleep());
+    consumer.end_nap();
+    assert_eq!(push(&mut producer, 2, 1), Ok(Wake::Peer));
+}
+
+#[test]
 fn release__wakes_who_wants_room_once() {
     let (_, mut producer, mut consumer) = ring(2);
     assert_eq!(push(&mut producer, 0, 1), Ok(Wake::Nobody));
@@ -617,8 +656,8 @@ fn soak__two_threads() {
             let bytes = sizes.below(bytes_max(SLOTS) + 1) >> sizes.below(8);
             loop {
                 match push(&mut producer, number, bytes) {
-                    Ok(Wake::Peer) => break consumer_thread.unpark(),
                     Ok(Wake::Nobody) => break,
+                    Ok(_) => break consumer_thread.unpark(),
                     Err(PushError::Full) if producer.wants_room().unwrap() => sleep(),
                     Err(PushError::Full) => {}
                     Err(PushError::Corrupt(e)) => panic!("{e}"),

@@ -7,12 +7,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Arm, CompletionQueue, Time};
+use rdmux_shm::NapWord;
+use rdmux_shm::nap;
 use rdmux_verbs::provider::{conditions, current_cpu};
 use rdmux_verbs::waiting::{Conditions, Plan, Policy, WaitMode};
 use rdmux_verbs::wake_cost_ns;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 
 use super::handover::Wake;
+use super::sleep::timespec;
 use super::{Core, Engine, RECEIVES_PER_PASS, SOCKET_RETRY_NS, Waker};
 
 /// Way in which a driver waits: the leader, or the thread.
@@ -26,6 +29,8 @@ pub(super) struct Waiter {
 pub(super) struct Leader {
     /// A leader that sleeps in the thread's place.
     leading: Waiter,
+    /// The words of its nap.
+    words: Vec<NapWord>,
     /// A leader that looks for a moment before it sleeps on descriptors.
     looking: Waiter,
 }
@@ -34,6 +39,7 @@ impl Leader {
     pub(super) fn new(pinned: Option<WaitMode>) -> Leader {
         Leader {
             leading: Waiter::new(pinned),
+            words: Vec::new(),
             // Two callers that sleep would wake each other for ever, if each looked no longer than the other takes to wake up.
             looking: Waiter::for_wake_ups(2, pinned),
         }
@@ -184,10 +190,13 @@ impl Engine {
         mut look: impl FnMut() -> Option<R>,
     ) -> Option<R> {
         let left = || left_until(deadline);
-        if let Some(found) = self.poll(&mut look) {
+        if let Some(found) = look() {
             return Some(found);
         }
         let Some(mut leader) = self.leader.try_lock() else {
+            if let Some(found) = self.drive_and_look(&mut look) {
+                return Some(found);
+            }
             loop {
                 cq.arm(Arm::Next);
                 if let Some(found) = look() {
@@ -201,61 +210,76 @@ impl Engine {
         };
         // Stops leading, however this wait ends, before anybody else can lead: followers may rely on this caller.
         let _leads = Leads(self);
-        self.wait_as_leader(&mut leader.leading, deadline, waker, cq, look)
+        self.wait_as_leader(&mut leader, deadline, waker, cq, look)
     }
 
     /// Part of [`Engine::wait`] of the leader.
     fn wait_as_leader<R>(
         &self,
-        waiter: &mut Waiter,
+        leader: &mut Leader,
         deadline: Option<Instant>,
         waker: &Waker,
         cq: &CompletionQueue,
         mut look: impl FnMut() -> Option<R>,
     ) -> Option<R> {
-        let left = || left_until(deadline);
+        let Leader {
+            leading: waiter,
+            words,
+            ..
+        } = leader;
         let began = self.now();
-        let peer_cpu = {
-            let mut core = self.lock();
-            core.links.tell_cpu(current_cpu());
-            core.links.peer_cpu()
-        };
-        loop {
-            let now = self.now();
-            match waiter.plan(now.since_ns(began), now, peer_cpu) {
-                Plan::Sleep => break,
-                Plan::Yield => thread::yield_now(),
-                Plan::Spin { .. } => std::hint::spin_loop(),
-            }
-            if let Some(found) = self.poll(&mut look) {
-                waiter.policy.came(self.now().since_ns(began));
+        // A caller that is to sleep at once looks on its way there. What the first look finds was no wait.
+        let mut has_looked = waiter.plan(0, began, None) != Plan::Sleep;
+        if has_looked {
+            if let Some(found) = self.drive_and_look(&mut look) {
                 return Some(found);
             }
-            if is_over(left()) {
-                waiter.policy.gave_up(self.now().since_ns(began));
-                return None;
+            let peer_cpu = {
+                let mut core = self.lock();
+                core.links.tell_cpu(current_cpu());
+                core.links.peer_cpu()
+            };
+            loop {
+                let now = self.now();
+                match waiter.plan(now.since_ns(began), now, peer_cpu) {
+                    Plan::Sleep => break,
+                    Plan::Yield => thread::yield_now(),
+                    Plan::Spin { .. } => std::hint::spin_loop(),
+                }
+                if let Some(found) = self.poll(&mut look) {
+                    waiter.policy.came(self.now().since_ns(began));
+                    return Some(found);
+                }
+                if is_over(left_until(deadline)) {
+                    waiter.policy.gave_up(self.now().since_ns(began));
+                    return None;
+                }
             }
         }
-        let mut slept = false;
+        self.hand_over.lead();
+        let mut core = self.lock();
+        let mut woken = false;
         loop {
-            self.hand_over.lead();
-            let mut core = self.lock();
             let now = self.now();
-            core.receive_as_leader(now, slept);
+            core.links.tell_cpu(current_cpu());
+            core.receive_as_leader(now, woken);
             core.finish(now, true);
             self.wake_early(&core);
             if let Some(found) = look() {
-                waiter.policy.woke(now.since_ns(began), None);
+                if has_looked {
+                    waiter.policy.woke(now.since_ns(began), None);
+                }
                 return Some(found);
             }
-            let left = left();
+            has_looked = true;
+            let left = deadline.map(|at| at.saturating_duration_since(self.instant(now)));
             if is_over(left) {
                 waiter.policy.gave_up(now.since_ns(began));
                 return None;
             }
-            if !core.links.prepare_sleep() {
+            let Some(naps) = core.begin_sleep(now, &self.nap, words) else {
                 continue;
-            }
+            };
             // Only completions that others take in meanwhile need to notify this caller.
             cq.watch(true);
             let due = core.rnic.poll_timeout();
@@ -264,21 +288,43 @@ impl Engine {
             drop(core);
             let due_ns = due.map(|at| at.since_ns(now));
             let timeout_ns = [left.map(|left| left.as_nanos() as u64), due_ns, blocked];
-            self.sleep_as_leader(waker, timeout_ns.into_iter().flatten().min());
-            let mut core = self.lock();
+            let timeout_ns = timeout_ns.into_iter().flatten().min();
+            let supported = if naps {
+                self.nap_as_leader(waker, words, timeout_ns)
+            } else {
+                self.sleep_as_leader(waker, timeout_ns);
+                true
+            };
+            // A caller that polls may have taken the place meanwhile.
+            self.hand_over.lead();
+            core = self.lock();
             core.sleeps.leader_ns = 0;
-            core.links.awake();
+            core.leader_slept = true;
+            core.naps &= supported;
+            core.end_sleep(naps, &self.nap);
             cq.watch(false);
-            slept = true;
+            // Beside a napper the thread reads the sockets.
+            woken = !naps;
         }
+    }
+
+    /// Naps until a peer puts a packet into its ring, somebody wakes this caller, or the time is over. Returns false if the system does not
+    /// support naps.
+    fn nap_as_leader(&self, waker: &Waker, words: &[NapWord], timeout_ns: Option<u64>) -> bool {
+        // Others may have left something before this nap was announced.
+        let is_woken = self.leader_kick.is_woken() || waker.is_woken();
+        let napped = match is_woken {
+            true => Ok(()),
+            false => nap::wait(&self.nap, words, timeout_ns.map(Duration::from_nanos)),
+        };
+        self.leader_kick.reset_if_woken();
+        waker.reset_if_woken();
+        napped.is_ok()
     }
 
     /// Sleeps until something arrives, somebody wakes this caller, or the time is over.
     fn sleep_as_leader(&self, waker: &Waker, timeout_ns: Option<u64>) {
-        let timeout = timeout_ns.map(|ns| Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as _,
-        });
+        let timeout = timeout_ns.map(timespec);
         let mut fds = [
             PollFd::new(&self.arrivals, PollFlags::IN),
             PollFd::new(self.leader_kick.fd(), PollFlags::IN),

@@ -29,6 +29,11 @@ impl Looks {
         self.next_at = now + (now.since_ns(self.active_at) / PART).min(WAIT_NS_MAX);
     }
 
+    /// Returns how long no datagram has come or gone.
+    pub(super) fn silence_ns(&self, now: Time) -> u64 {
+        now.since_ns(self.active_at)
+    }
+
     /// Records that a datagram was sent: its response may come as soon as the network allows.
     pub(super) fn sent(&mut self, now: Time) {
         (self.active_at, self.next_at) = (now, now);

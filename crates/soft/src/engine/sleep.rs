@@ -55,10 +55,7 @@ impl Epoll {
                 .flatten()
                 .min()
         };
-        let timeout = timeout_ns.map(|ns| Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as _,
-        });
+        let timeout = timeout_ns.map(timespec);
         // epoll's timeout counts in milliseconds, a paced queue pair in microseconds.
         let timeout = match timeout {
             Some(precise) if timeout_ns < Some(PRECISE_NS) => {
@@ -68,20 +65,12 @@ impl Epoll {
             }
             other => other,
         };
-        let mut events = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 2];
-        let n = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
-        let happened = |what| events[..n].iter().any(|event| event.data.u64() == what);
-        if happened(KICK) {
-            engine.kick.reset();
-        }
+        let arrived = self.wait_for(engine, timeout.as_ref()).arrivals;
         let mut core = engine.lock();
         core.sleeps.thread_ns = 0;
         core.thread_asleep = false;
         core.standby.woke();
-        if happened(ARRIVALS) {
+        if arrived {
             core.thread_reported = false;
             #[cfg(test)]
             {
@@ -95,6 +84,37 @@ impl Epoll {
         engine.set_watch(&mut core);
         true
     }
+
+    /// Sleeps until something happens, or the time is over.
+    pub(super) fn wait_for(&self, engine: &Engine, timeout: Option<&Timespec>) -> Happened {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 2];
+        let n = epoll::wait(&self.epoll, &mut events[..], timeout).unwrap_or(0);
+        let happened = |what| events[..n].iter().any(|event| event.data.u64() == what);
+        let kicked = happened(KICK) && engine.kick.reset();
+        Happened {
+            kicked,
+            arrivals: happened(ARRIVALS),
+        }
+    }
+}
+
+/// What ended a sleep in the epoll set.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Happened {
+    /// Somebody woke the thread.
+    pub(super) kicked: bool,
+    /// Something has arrived. The next arrival is not reported before [`Epoll::report`].
+    pub(super) arrivals: bool,
+}
+
+pub(super) fn timespec(ns: u64) -> Timespec {
+    Timespec {
+        tv_sec: (ns / 1_000_000_000) as i64,
+        tv_nsec: (ns % 1_000_000_000) as _,
+    }
 }
 
 impl Engine {
@@ -103,7 +123,7 @@ impl Engine {
     pub(super) fn set_watch(&self, core: &mut Core) -> bool {
         let is_relieved = core.is_watched && !self.hand_over.has_followers();
         let thread = core.thread_asleep && !is_relieved;
-        if is_relieved {
+        if is_relieved && !core.guarded {
             self.report_to_thread(core, false);
         } else if thread && !core.caller_looks {
             self.report_to_thread(core, true);
@@ -122,7 +142,7 @@ impl Engine {
         }
     }
 
-    fn report_to_thread(&self, core: &mut Core, on: bool) {
+    pub(super) fn report_to_thread(&self, core: &mut Core, on: bool) {
         if core.thread_reported != on {
             core.thread_reported = on;
             self.epoll.report(&self.arrivals, on);

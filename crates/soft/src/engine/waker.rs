@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use rdmux_rnic::cm::{CmEvent, CmId};
-use rdmux_verbs::provider::{Inbox, Registration, Waker};
+use rdmux_verbs::provider::{Inbox, Nap, Registration, Waker};
 use rdmux_verbs::{Arrival, EventQueue};
 
 /// Wakes those who wait for a completion queue.
@@ -21,19 +21,22 @@ pub(crate) enum CqWaker {
         woken: AtomicBool,
         /// For threads that wait for this queue alone.
         own: OnceLock<Waker>,
+        nap: Arc<Nap>,
     },
 }
 
 impl CqWaker {
-    pub(crate) fn new() -> io::Result<CqWaker> {
-        Ok(CqWaker::Own(Waker::new()?))
+    /// `nap` is that of the thread that may nap while it waits for the queue.
+    pub(crate) fn new(nap: Arc<Nap>) -> io::Result<CqWaker> {
+        Ok(CqWaker::Own(Waker::of_napper(nap)?))
     }
 
-    pub(crate) fn reporting(queue: &EventQueue, token: u64) -> CqWaker {
+    pub(crate) fn reporting(queue: &EventQueue, token: u64, nap: Arc<Nap>) -> CqWaker {
         CqWaker::Reports {
             registration: Registration::new(queue, token),
             woken: AtomicBool::new(false),
             own: OnceLock::new(),
+            nap,
         }
     }
 
@@ -44,6 +47,7 @@ impl CqWaker {
                 registration,
                 woken,
                 own,
+                ..
             } => {
                 if let Some(waker) = own.get() {
                     waker.wake();
@@ -67,10 +71,10 @@ impl CqWaker {
     pub(crate) fn own(&self) -> io::Result<&Waker> {
         match self {
             CqWaker::Own(waker) => Ok(waker),
-            CqWaker::Reports { own, .. } => match own.get() {
+            CqWaker::Reports { own, nap, .. } => match own.get() {
                 Some(waker) => Ok(waker),
                 None => {
-                    let made = Waker::new()?;
+                    let made = Waker::of_napper(nap.clone())?;
                     Ok(own.get_or_init(|| made))
                 }
             },

@@ -17,7 +17,9 @@ use rdmux_rnic::{
     Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, QpInfo, Qpn, RKey, Rings, Rnic, Taken, Ticket,
     Time, end_packet,
 };
-use rdmux_shm::{Channel, Corrupt, Given, Meta, Offer, Process, Segment, Side, Stay, Stays, segment};
+use rdmux_shm::{
+    Channel, Corrupt, Given, Meta, NapWord, Offer, Process, Segment, Side, Stay, Stays, nap, segment,
+};
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
 use rdmux_verbs::provider::{NotDirect, Refusal, Why};
@@ -102,7 +104,7 @@ pub(crate) struct Links {
     listener: Option<OwnedFd>,
     /// Readable when there is work for [`Links::serve`].
     control: Arc<OwnedFd>,
-    /// Readable when a peer has rung its doorbell: see [`Links::awake`].
+    /// Epoll set that is readable when a peer has rung its doorbell, and when anything else has arrived: see [`Links::awake`].
     doorbells: Arc<OwnedFd>,
     list: Vec<ShmLink>,
     next_id: u64,
@@ -144,22 +146,23 @@ const LISTENER: u64 = 0;
 const DEATH: u64 = 1 << 63;
 
 impl Links {
-    /// `listener` is bound to the name of the slot, without which nobody can tell who this process is; `control` is an epoll set.
+    /// `listener` is bound to the name of the slot, without which nobody can tell who this process is; `control` is an epoll set, and
+    /// `doorbells` the one that gets the doorbells.
     pub(crate) fn new(
         address: IpAddr,
         slot: u8,
         listener: Option<OwnedFd>,
         control: OwnedFd,
+        doorbells: Arc<OwnedFd>,
         on: bool,
-    ) -> Result<Links, Errno> {
-        let doorbells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        Ok(Links {
+    ) -> Links {
+        Links {
             address,
             slot,
             on,
             listener,
             control: Arc::new(control),
-            doorbells: Arc::new(doorbells),
+            doorbells,
             list: Vec::new(),
             next_id: LISTENER + 1,
             refused: HashMap::new(),
@@ -178,7 +181,7 @@ impl Links {
             no_rings: NoRings,
             by_slot: [0; SLOTS],
             buffer: Vec::with_capacity(1 << 16),
-        })
+        }
     }
 
     /// Lets others ask for links. Called once the engine that serves them exists.
@@ -221,10 +224,6 @@ impl Links {
         self.on = false;
         self.listener = None;
         self.list.clear();
-    }
-
-    pub(crate) fn doorbells(&self) -> BorrowedFd<'_> {
-        self.doorbells.as_fd()
     }
 
     fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Channel)> {
@@ -362,6 +361,43 @@ impl Links {
             }
         }
         true
+    }
+
+    /// Prepares for a nap of one caller on the words of all links, if [`Links::can_nap`]: peers end it by their next packets. Returns false if
+    /// something is there already; then nobody naps. [`Links::end_nap`] ends the nap. `words` gets the words to nap on.
+    pub(crate) fn prepare_nap(&mut self, words: &mut Vec<NapWord>) -> bool {
+        words.clear();
+        if self.sharings.can_go_on() {
+            return false;
+        }
+        for link in &mut self.list {
+            let LinkState::Up(channel) = &mut link.state else {
+                continue;
+            };
+            let Some(word) = channel.prepare_nap() else {
+                self.end_nap();
+                return false;
+            };
+            words.push(word);
+        }
+        true
+    }
+
+    /// Ends the nap.
+    pub(crate) fn end_nap(&mut self) {
+        self.up().for_each(|(_, channel)| channel.end_nap());
+    }
+
+    /// Returns whether a caller can nap: there are links, not too many, and no train waits for room, for which peers ring the doorbell.
+    pub(crate) fn can_nap(&mut self) -> bool {
+        (1..=nap::WORDS_MAX).contains(&self.up().count()) && !self.have_waiting()
+    }
+
+    /// Takes the rings of doorbells that were rung late, while nobody sleeps on them.
+    pub(crate) fn answer_doorbells(&mut self) {
+        if self.asleep == 0 {
+            self.up().for_each(|(_, channel)| channel.answer_doorbell());
+        }
     }
 
     /// Ends the sleep of one sleeper. The last one stops the peers from ringing their doorbells, and answers those that were rung.
@@ -887,24 +923,16 @@ impl Rings for Links {
     }
 
     fn put(&mut self, (dst, qpn): (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool {
-        let sleeps = self.asleep > 0;
         let Some(link) = self.link_to((dst, slot_of(qpn))) else {
             return false;
         };
         let LinkState::Up(channel) = &mut link.state else {
             return false;
         };
-        let put = channel.request(ticket, bytes, fill);
-        let result = match put {
-            // Nobody looks for its end, unless the peer rings. If it has ended already, the caller wakes those who sleep.
-            Ok(true) if sleeps => channel.wait_for_ends().map(|_| true),
-            result => result,
-        };
-        if result.is_err() {
+        channel.request(ticket, bytes, fill).unwrap_or_else(|Corrupt| {
             link.give_up();
-        }
-        // A request that is in the ring is sent, whatever becomes of the link.
-        put.unwrap_or(false)
+            false
+        })
     }
 }
 

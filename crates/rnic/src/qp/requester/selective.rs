@@ -33,6 +33,8 @@ use crate::transmit::TransmitBuf;
 /// were seen to overtake others.
 const REORDER_PACKETS_MIN: u32 = 3;
 const REORDER_PACKETS_MAX: u32 = 64;
+/// Additional wait for a probe of a peer on this host: longer than the interval of the system's timer, 1 to 10 ms.
+const LOCAL_PROBE_NS: u64 = 10_000_000;
 /// Divisor of the window: losses up to this part of it are taken for the link's own.
 const LOST_PART: u32 = 8;
 /// Divisor of the specification's timeout for waits before the first round trip was measured.
@@ -124,8 +126,15 @@ impl Selective {
     }
 
     /// Returns the next moment at which [`Requester::selective_timeout`] has something to do.
-    pub(super) fn deadline(&self) -> Option<Time> {
-        match (self.probe_at, self.suspect_at) {
+    ///
+    /// To a peer on this host that is later than the probe, of which such a peer has no need unless packets get lost on purpose: a sleeper with a
+    /// timer that expires before the system's own sets the processor's timer, which takes longer than the rest of the sleep.
+    pub(super) fn deadline(&self, local: bool) -> Option<Time> {
+        let probe_at = match local {
+            true => self.probe_at.map(|at| at + LOCAL_PROBE_NS),
+            false => self.probe_at,
+        };
+        match (probe_at, self.suspect_at) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         }

@@ -15,7 +15,9 @@ use loom::thread;
 
 use rdmux_rnic::Taken;
 
-use super::super::{Consumer, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset};
+use super::super::{
+    Consumer, NAPPING, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset,
+};
 use super::{push, record, request, sides, take, ticket};
 
 /// The step that is weaker than in the ring.
@@ -66,6 +68,7 @@ impl Slot {
 struct Shared {
     head: AtomicU32,
     sleeping: AtomicU32,
+    napping: AtomicU32,
     waits: AtomicU32,
     slots: Vec<Slot>,
 }
@@ -89,6 +92,7 @@ impl Side {
         match word {
             Word::Head => Some(&self.shared.head),
             Word::Sleeping => Some(&self.shared.sleeping),
+            Word::Napping => Some(&self.shared.napping),
             Word::Waits => Some(&self.shared.waits),
             Word::Stamp(slot) => Some(&self.shared.slots[slot as usize].stamp),
             Word::Bytes(_) | Word::Form(_) | Word::Verdict(_) => None,
@@ -144,7 +148,7 @@ impl RingMemory for Side {
     fn fence(&self, order: Ordering) {
         let order = match (self.weak, self.stored.get()) {
             (Weak::FenceOfPush, Word::Stamp(_))
-            | (Weak::FenceOfSleep, Word::Sleeping)
+            | (Weak::FenceOfSleep, Word::Sleeping | Word::Napping)
             | (Weak::FenceOfRelease, Word::Head)
             | (Weak::FenceOfWaits, Word::Waits) => AcqRel,
             _ => order,
@@ -190,6 +194,35 @@ impl Doorbell {
             rung = self.changed.wait(rung).unwrap();
         }
         *rung = false;
+    }
+}
+
+/// The futex on which a consumer naps.
+#[derive(Debug)]
+struct Futex {
+    /// Locked while the kernel compares the word and puts the caller among the sleepers, and while it wakes them.
+    asleep: Mutex<bool>,
+    woken: Condvar,
+}
+
+impl Futex {
+    fn new() -> Rc<Futex> {
+        let asleep = Mutex::new(false);
+        let woken = Condvar::new();
+        Rc::new(Futex { asleep, woken })
+    }
+
+    fn wake(&self) {
+        *self.asleep.lock().unwrap() = false;
+        self.woken.notify_one();
+    }
+
+    fn wait(&self, word: &AtomicU32) {
+        let mut asleep = self.asleep.lock().unwrap();
+        *asleep = word.load(Relaxed) == NAPPING;
+        while *asleep {
+            asleep = self.woken.wait(asleep).unwrap();
+        }
     }
 }
 
@@ -251,8 +284,8 @@ fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
             for number in 0..2 {
                 loop {
                     match push(&mut producer, number, 48) {
-                        Ok(Wake::Peer) => break records.ring(),
                         Ok(Wake::Nobody) => break,
+                        Ok(_) => break records.ring(),
                         Err(_) if producer.wants_room().unwrap() => room.wait(),
                         Err(_) => {}
                     }
@@ -282,9 +315,9 @@ fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
 
 /// The producer puts two requests into a ring of four slots, and sleeps until each has ended; the consumer defers the second, and sleeps
 /// when it finds nothing.
-fn requests(weak: Weak, rung: bool) {
+fn requests(weak: Weak) {
     let (mut producer, mut consumer) = ring(4, 3, weak);
-    let (records, ends) = (Doorbell::new(rung), Doorbell::new(rung));
+    let (records, ends) = (Doorbell::new(false), Doorbell::new(false));
     let other = thread::spawn({
         let (records, ends) = (Rc::clone(&records), Rc::clone(&ends));
         move || {
@@ -333,10 +366,55 @@ fn requests(weak: Weak, rung: bool) {
     other.join().unwrap();
 }
 
+/// Hands over two records to a consumer that naps at its first sleep, and at its second, as `naps` says, and otherwise sleeps until the
+/// doorbell rings. With `interrupted`, something else ends its first sleep.
+fn nappers(weak: Weak, naps: [bool; 2], interrupted: bool) {
+    let (mut producer, mut consumer) = ring(8, 0, weak);
+    let (doorbell, futex) = (Doorbell::new(false), Futex::new());
+    let shared = Rc::clone(&consumer.memory.shared);
+    let other = thread::spawn({
+        let (doorbell, futex) = (Rc::clone(&doorbell), Rc::clone(&futex));
+        move || {
+            for number in 0..2 {
+                let wake = push(&mut producer, number, 48).unwrap();
+                if matches!(wake, Wake::Napper | Wake::Both) {
+                    futex.wake();
+                }
+                if matches!(wake, Wake::Peer | Wake::Both) {
+                    doorbell.ring();
+                }
+            }
+        }
+    });
+    let (mut number, mut sleeps) = (0, 0);
+    loop {
+        while try_pop(&mut consumer, number, 48) {
+            number += 1;
+        }
+        assert_eq!(consumer.release(), Wake::Nobody);
+        if number == 2 {
+            break;
+        }
+        let ends_at_once = interrupted && sleeps == 0;
+        if naps[sleeps.min(1)] {
+            if consumer.prepare_nap() && !ends_at_once {
+                futex.wait(&shared.napping);
+            }
+            consumer.end_nap();
+        } else {
+            if consumer.prepare_sleep() && !ends_at_once {
+                doorbell.wait();
+            }
+            consumer.awake();
+        }
+        sleeps += 1;
+    }
+    other.join().unwrap();
+}
+
 #[test]
 fn requests__end_as_the_consumer_says() {
-    check(Weak::Nothing, |weak| requests(weak, false));
-    check(Weak::Nothing, |weak| requests(weak, true));
+    check(Weak::Nothing, requests);
 }
 
 #[test]
@@ -351,7 +429,7 @@ fn requests__need_each_ordering() {
         (Weak::FenceOfRelease, "deadlock"),
         (Weak::FenceOfWaits, "deadlock"),
     ] {
-        fails(weak, how, |weak| requests(weak, false));
+        fails(weak, how, requests);
     }
 }
 
@@ -415,6 +493,24 @@ fn sleepers__hold_in_a_full_ring() {
 #[test]
 fn sleepers__hold_in_a_full_ring_after_another_wake_up() {
     check(Weak::Nothing, |weak| sleepers(weak, 2, true, false));
+}
+
+#[test]
+fn nappers__hold() {
+    for naps in [[true, true], [true, false], [false, true]] {
+        for interrupted in [false, true] {
+            let mut builder = loom::model::Builder::new();
+            builder.preemption_bound.get_or_insert(PREEMPTIONS - 1);
+            builder.check(move || nappers(Weak::Nothing, naps, interrupted));
+        }
+    }
+}
+
+#[test]
+fn nappers__need_each_fence() {
+    for weak in [Weak::FenceOfPush, Weak::FenceOfSleep] {
+        fails(weak, "deadlock", |weak| nappers(weak, [true; 2], false));
+    }
 }
 
 #[test]
