@@ -1,6 +1,6 @@
 # Sourced by run, test and lab/bare in the repository's root. Finds their dependencies, and installs the missing ones.
 #
-#   bootstrap WHAT...          build: a Rust toolchain and linkers; test; programs; pyverbs; lab; aarch64; bench; bare; container
+#   bootstrap WHAT...          build: a Rust toolchain and linkers; test; programs; pyverbs; instructions; lab; aarch64; bench; bare; container
 #   bootstrap_missing WHAT...  prints the packages that bootstrap would install
 
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
@@ -76,6 +76,9 @@ bootstrap_missing() {
       pyverbs)
         /usr/bin/python3 -c 'import pyverbs' 2>/dev/null || echo python3-pyverbs
         [ -e /usr/share/doc/rdma-core/tests/run_tests.py ] || echo rdma-core ;;
+      instructions)
+        [ -e /usr/include/infiniband/verbs.h ] || echo libibverbs-dev
+        have valgrind || echo valgrind ;;
       lab)
         have qemu-system-x86_64 || echo qemu-system-x86
         have xz || echo xz-utils
@@ -85,7 +88,11 @@ bootstrap_missing() {
         have aarch64-linux-gnu-gcc || echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross ;;
       bench)
         have ucx_perftest || echo ucx-utils
-        have fi_pingpong || echo libfabric-bin ;;
+        have fi_pingpong || echo libfabric-bin
+        have ib_write_lat || echo perftest
+        have mpicc || echo libopenmpi-dev
+        have mpirun || echo openmpi-bin
+        have ip || echo iproute2 ;;
       bare) have mmdebstrap || echo mmdebstrap ;;
       container) have podman || echo podman runc ;;
     esac

@@ -79,7 +79,7 @@ fn sources(only: &str) -> Result<Vec<PathBuf>> {
 }
 
 /// Returns whether a C source compiles, which it writes to a file in `work`.
-fn compiles(source: &str, work: &Path, signals: &Signals) -> Result<bool> {
+pub(crate) fn compiles(source: &str, work: &Path, signals: &Signals) -> Result<bool> {
     let file = work.join("compiles.c");
     fs::write(&file, source)?;
     let mut command = Command::new("cc");

@@ -14,6 +14,7 @@ use clap::Parser;
 
 mod abi;
 mod check;
+mod instructions;
 mod policy;
 mod process;
 mod programs;
@@ -36,6 +37,8 @@ enum Command {
     Programs(programs::Options),
     /// The C programs of capi/checks on the drop-in library: a line each
     Check(check::Options),
+    /// Instructions a message by callgrind, compared with bench/instructions.txt
+    Instructions(instructions::Options),
     /// rdma-core's own test suite on the drop-in library, compared with capi/pyverbs.list
     Pyverbs(pyverbs::Options),
 }
@@ -110,6 +113,7 @@ fn run(command: &Command) -> Result<ExitCode> {
         Command::Abi(options) => abi::run(options, &signals),
         Command::Programs(options) => programs::run(options, &signals),
         Command::Check(options) => check::run(options, &signals),
+        Command::Instructions(options) => instructions::run(options, &signals),
         Command::Pyverbs(options) => pyverbs::run(options, &signals),
     };
     Ok(match outcome? {

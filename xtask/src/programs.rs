@@ -12,7 +12,8 @@ use clap::Args;
 use serde::Serialize;
 use tempfile::TempDir;
 
-use self::host::{Claim, Network, XrcFiles, free_address, joined, listens, usage};
+pub(crate) use self::host::free_address;
+use self::host::{Claim, Network, XrcFiles, joined, listens, usage};
 use self::table::{
     BYTES, CLIENT, COPY, Exchange, Host, Judge, Line, PORT, Place, Ready, SERVER, Test, table,
     why_not_with_faults,

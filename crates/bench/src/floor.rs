@@ -18,9 +18,23 @@ use super::pin;
 /// Number of acknowledgements that the receiver of a stream sends per window.
 const ACKS_PER_WINDOW: u64 = 8;
 
-/// Returns the median half round trip, in nanoseconds, of `bytes`-byte datagrams between two spinning threads on `cpus`, by `sendto` and
-/// `recvfrom` and nothing else.
-pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds: usize) -> Result<u64> {
+/// What one side of a ping-pong sends.
+#[derive(Clone, Copy)]
+pub(super) enum Message {
+    /// A datagram of so many bytes, by `sendto`.
+    Datagram(usize),
+    /// A GSO train of two datagrams of so many bytes, by `sendmsg`.
+    Train([u16; 2]),
+}
+
+/// Returns the median half round trip, in nanoseconds, between two spinning threads on `cpus`, by one call to send and one to receive and
+/// nothing else. One side sends the first message, the other answers with the second.
+pub(super) fn raw_udp_latency(
+    ip: IpAddr,
+    cpus: [usize; 2],
+    [request, answer]: [Message; 2],
+    rounds: usize,
+) -> Result<u64> {
     let (near, far) = (SocketPair::new(ip)?, SocketPair::new(ip)?);
     let (near_addr, far_addr) = (near.rx.local_addr(), far.rx.local_addr());
     let warm_up = rounds / 10 + 1;
@@ -30,7 +44,7 @@ pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds
             let mut far = far;
             for _ in 0..rounds + warm_up {
                 far.receive()?;
-                far.send(near_addr, bytes)?;
+                far.send(near_addr, answer)?;
             }
             Ok(())
         });
@@ -40,7 +54,7 @@ pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds
             let mut half_ns = Vec::with_capacity(rounds);
             for round in 0..rounds + warm_up {
                 let start = Instant::now();
-                near.send(far_addr, bytes)?;
+                near.send(far_addr, request)?;
                 near.receive()?;
                 if round >= warm_up {
                     half_ns.push(start.elapsed().as_nanos() as u64 / 2);
@@ -90,7 +104,7 @@ pub(super) fn raw_udp_bandwidth(
                 if end >= acknowledged + window / ACKS_PER_WINDOW {
                     acknowledged = end;
                     far.buffer[..8].copy_from_slice(&end.to_be_bytes());
-                    far.send(near_addr, 8)?;
+                    far.send(near_addr, Message::Datagram(8))?;
                 }
             }
             Ok(received)
@@ -158,8 +172,24 @@ impl SocketPair {
         })
     }
 
-    fn send(&mut self, dst: SocketAddr, bytes: usize) -> io::Result<()> {
-        sendto(&self.tx, &self.buffer[..bytes], SendFlags::DONTWAIT, &dst)?;
+    fn send(&mut self, dst: SocketAddr, message: Message) -> Result<()> {
+        match message {
+            Message::Datagram(bytes) => {
+                sendto(&self.tx, &self.buffer[..bytes], SendFlags::DONTWAIT, &dst)?;
+            }
+            Message::Train([first, last]) => {
+                let parts = [IoSlice::new(
+                    &self.buffer[..usize::from(first) + usize::from(last)],
+                )];
+                let train = Outgoing {
+                    dst,
+                    segment_size: Some(first),
+                    tos: 0,
+                    parts: &parts,
+                };
+                self.tx.send_batch(&[train]).map_err(|e| e.source)?;
+            }
+        }
         Ok(())
     }
 

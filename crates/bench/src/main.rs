@@ -6,6 +6,7 @@ mod crowd;
 mod drop_in;
 mod floor;
 mod pair;
+mod scale;
 mod shm;
 mod table;
 mod tcp;
@@ -50,7 +51,7 @@ enum Which {
     Shm,
     /// More processes than CPUs.
     Crowd,
-    /// An unmodified program: perftest on the drop-in library.
+    /// Unmodified programs on the drop-in library: perftest, UCX, libfabric, MPI.
     DropIn,
     /// All of them.
     All,
@@ -58,16 +59,21 @@ enum Which {
 
 /// Returns the path of `rdmux`, which stands beside this program.
 fn rdmux() -> Result<PathBuf> {
-    let path = std::env::current_exe()?.with_file_name("rdmux");
-    ensure!(
-        path.is_file(),
-        "no {}: cargo build --release -p rdmux",
-        path.display()
-    );
+    beside("rdmux", "cargo build --release -p rdmux")
+}
+
+/// Returns the path of a program that stands beside this one; `why` is what it lacks otherwise.
+fn beside(name: &str, why: &str) -> Result<PathBuf> {
+    let path = std::env::current_exe()?.with_file_name(name);
+    ensure!(path.is_file(), "no {name}: {why}");
     Ok(path)
 }
 
 fn main() -> Result<()> {
+    let own: Vec<String> = std::env::args().skip(1).collect();
+    if let Some((scale::COMMAND, args)) = own.split_first().map(|(first, rest)| (first.as_str(), rest)) {
+        return scale::child(args);
+    }
     let args = Args::parse();
     ensure!(
         thread::available_parallelism().is_ok_and(|n| n.get() >= 2),
@@ -85,7 +91,7 @@ fn main() -> Result<()> {
         suites.push(crowd::suite());
     }
     if wants(Which::DropIn) {
-        suites.push(drop_in::suite());
+        suites.push(drop_in::suite(args.floors.clone()));
     }
     let rows: usize = suites.iter().map(Suite::rows).sum();
     let bar = indicatif::ProgressBar::new(u64::from(args.rounds) * rows as u64);

@@ -190,6 +190,35 @@ impl Perf {
     }
 }
 
+impl Perf {
+    /// Runs a push test, which starts its server by itself; returns the median time of a push by WRITE and FLUSH, one after the other, in
+    /// microseconds.
+    pub(super) fn push(&self, iterations: u32) -> Result<f64> {
+        let mut command = Command::new(super::rdmux()?);
+        let [client, server] = CPUS.map(|cpu| cpu.to_string());
+        command.args([
+            "perf",
+            self.test,
+            "--pin",
+            &client,
+            "--server-pin",
+            &server,
+            "--json",
+        ]);
+        command.args(["-s", &self.bytes.to_string(), "-n", &iterations.to_string()]);
+        if self.over_udp {
+            command.env("RDMUX_SHM", "off");
+        }
+        let value: serde_json::Value = serde_json::from_str(&stdout(&mut command)?)?;
+        let cells = value["cells"].as_array().context("no cells in perf's output")?;
+        let cell = cells.iter().find(|cell| {
+            cell["method"] == "WRITE, FLUSH" && cell["bytes"] == self.bytes && cell["depth"] == 1
+        });
+        cell.and_then(|cell| cell["p50_us"].as_f64())
+            .context("no such cell in perf's output")
+    }
+}
+
 /// A row of perf's JSON.
 pub(super) struct Row(serde_json::Value);
 
@@ -231,6 +260,27 @@ pub(super) fn peer(cpu: &str, program: &str, args: &[&str]) -> Command {
     command
 }
 
+/// Returns the same with rdmux's libraries.
+pub(super) fn on_rdmux(cpu: &str, program: &str, args: &[&str]) -> Result<Command> {
+    let rdmux = super::rdmux()?;
+    let rdmux = rdmux.to_str().context("the path of rdmux is no text")?;
+    let run = ["run", "--device", "127.0.0.1", "--", program];
+    Ok(peer(cpu, rdmux, &[&run[..], args].concat()))
+}
+
+/// Runs a server that listens on a TCP port, and its client; returns the client's output.
+pub(super) fn exchange(port: &str, mut server: Command, mut client: Command) -> Result<String> {
+    let _server = Server::start_on(port, &mut server)?;
+    stdout(&mut client)
+}
+
+/// Runs a command; returns its output.
+pub(super) fn stdout(command: &mut Command) -> Result<String> {
+    let output = command.output()?;
+    ensure!(output.status.success(), "{command:?} failed: {}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
 pub(super) fn free_port() -> Result<String> {
     Ok(TcpListener::bind((LOOPBACK, 0))?.local_addr()?.port().to_string())
 }
@@ -242,12 +292,19 @@ pub(super) fn installed(program: &str) -> Result<()> {
     Ok(())
 }
 
-/// Sets the transport of `ucx_perftest`.
+/// UCX's transport over libibverbs.
+pub(super) const RC: &str = "rc_v";
+
+/// Sets the transport of a program on UCX.
 pub(super) fn ucx_transport(command: &mut Command, tls: &str) {
     command.env("UCX_TLS", tls).env("UCX_WARN_UNUSED_ENV_VARS", "n");
-    if tls == "tcp" {
-        command.env("UCX_NET_DEVICES", "lo");
-    }
+    match tls {
+        "tcp" => command.env("UCX_NET_DEVICES", "lo"),
+        RC => command
+            .env("UCX_NET_DEVICES", "rdmux0:1")
+            .env("UCX_TLS", "rc_v,self"),
+        _ => command,
+    };
 }
 
 /// Columns of `ucx_perftest`'s CSV lines.
@@ -255,22 +312,26 @@ pub(super) const UCX_LATENCY: usize = 1;
 pub(super) const UCX_BANDWIDTH: usize = 5;
 pub(super) const UCX_MESSAGE_RATE: usize = 7;
 
-/// Runs `ucx_perftest`; returns a figure of its last line.
+/// Runs `ucx_perftest`, with transport `rc_v` on rdmux's libraries; returns a figure of its last line.
 pub(super) fn ucx(tls: &str, test: &str, size: usize, iterations: u32, column: usize) -> Result<f64> {
     installed("ucx_perftest")?;
+    let start = |cpu, args: &[&str]| -> Result<Command> {
+        let mut command = match tls {
+            RC => on_rdmux(cpu, "ucx_perftest", args)?,
+            _ => peer(cpu, "ucx_perftest", args),
+        };
+        ucx_transport(&mut command, tls);
+        Ok(command)
+    };
     let port = free_port()?;
-    let mut server = peer("1", "ucx_perftest", &["-p", &port, "-f"]);
-    ucx_transport(&mut server, tls);
-    let _server = Server::start_on(&port, &mut server)?;
     let (size, iterations, warm_up) = (
         size.to_string(),
         iterations.to_string(),
         (iterations / 10).to_string(),
     );
-    let args = [
+    let server = ["-p", &port, "-f"];
+    let client = [
         "127.0.0.1",
-        "-p",
-        &port,
         "-t",
         test,
         "-s",
@@ -279,14 +340,14 @@ pub(super) fn ucx(tls: &str, test: &str, size: usize, iterations: u32, column: u
         &iterations,
         "-w",
         &warm_up,
-        "-f",
         "-v",
     ];
-    let mut client = peer("0", "ucx_perftest", &args);
-    ucx_transport(&mut client, tls);
-    let output = client.output()?;
-    ensure!(output.status.success(), "ucx_perftest failed");
-    ucx_figure(&String::from_utf8_lossy(&output.stdout), column)
+    let text = exchange(
+        &port,
+        start("1", &server)?,
+        start("0", &[&server[..], &client].concat())?,
+    )?;
+    ucx_figure(&text, column)
 }
 
 /// Returns a column of the last line that `ucx_perftest` printed.
@@ -313,13 +374,60 @@ pub(super) fn libfabric(
     let (size, iterations) = (size.to_string(), iterations.to_string());
     let common = ["-p", provider, "-e", endpoint, "-S", &size, "-I", &iterations];
     let server = [&common[..], &["-B", &port]].concat();
-    let _server = Server::start_on(&port, &mut peer("1", "fi_pingpong", &server))?;
     let client = [&common[..], &["-P", &port, "127.0.0.1"]].concat();
-    let output = peer("0", "fi_pingpong", &client).output()?;
-    ensure!(output.status.success(), "fi_pingpong failed");
-    String::from_utf8_lossy(&output.stdout)
-        .lines()
+    let [server, client] = [("1", server), ("0", client)].map(|(cpu, args)| peer(cpu, "fi_pingpong", &args));
+    fabric_figure(&exchange(&port, server, client)?, column)
+}
+
+/// Both sides of `fi_pingpong` in a network of their own: libfabric's verbs provider uses no loopback interface.
+const FABRIC_ON_RDMUX: &str = "
+for name in lo v0 v1; do
+  [ $name != v0 ] || ip link add v0 type veth peer name v1
+  ip link set $name up
+done
+ip addr add 192.0.2.1/24 dev v0
+taskset -c 1 \"$@\" >/dev/null &
+trap \"kill $!\" EXIT
+for try in $(seq 50); do
+  ! taskset -c 0 \"$@\" 192.0.2.1 || exit 0
+  sleep 0.1
+done
+exit 1";
+
+/// Runs `fi_pingpong` over the verbs provider on rdmux's libraries; returns a figure of its last line.
+pub(super) fn libfabric_on_rdmux(size: usize, iterations: u32, column: usize) -> Result<f64> {
+    installed("fi_pingpong")?;
+    let rdmux = super::rdmux()?;
+    let (size, iterations) = (size.to_string(), iterations.to_string());
+    let mut command = peer("0,1", "unshare", &["-Urn", "sh", "-ec", FABRIC_ON_RDMUX, "sh"]);
+    command
+        .arg(rdmux)
+        .args(["run", "--device", "192.0.2.1", "--", "fi_pingpong"]);
+    command.args(["-p", "verbs", "-e", "msg", "-S", &size, "-I", &iterations]);
+    fabric_figure(&stdout(&mut command)?, column)
+}
+
+fn fabric_figure(text: &str, column: usize) -> Result<f64> {
+    text.lines()
         .last()
         .and_then(|line| line.split_whitespace().nth(column)?.parse().ok())
         .context("fi_pingpong printed no figure")
+}
+
+/// Runs the MPI program of `bench/mpi_ping_pong.c` over UCX; returns the median half round trip, in microseconds.
+pub(super) fn mpi(tls: &str, size: usize, iterations: u32) -> Result<f64> {
+    installed("mpirun")?;
+    let program = super::beside("rdmux-mpi-ping-pong", "mpicc is not installed")?;
+    let program = program.to_string_lossy();
+    let (size, iterations) = (size.to_string(), iterations.to_string());
+    let options = "-n 2 --oversubscribe --allow-run-as-root --bind-to none --mca pml ucx --mca osc ucx --mca btl ^openib";
+    let mut args: Vec<&str> = options.split(' ').collect();
+    args.extend([&*program, &size, &iterations]);
+    let mut command = match tls {
+        RC => on_rdmux("0,1", "mpirun", &args)?,
+        _ => peer("0,1", "mpirun", &args),
+    };
+    ucx_transport(&mut command, tls);
+    let text = stdout(&mut command)?;
+    text.trim().parse().context("the MPI program printed no figure")
 }

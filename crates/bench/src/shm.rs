@@ -8,12 +8,14 @@ use anyhow::{Context, Result, ensure};
 
 use super::pair::{FABRIC_BANDWIDTH, FABRIC_LATENCY, Perf, UCX_BANDWIDTH, UCX_LATENCY, libfabric, ucx};
 use super::table::{Line, Ratio, Suite, Table};
-use super::{count, megabytes};
+use super::{count, megabytes, scale};
 
 const MIB: usize = 1 << 20;
 /// Columns of the blocking table: number of CPUs of the two sides.
 const CPU_COLUMNS: [usize; 2] = [2, 1];
 
+pub(super) const FLAG: &str = "shared flag";
+pub(super) const MEMCPY: &str = "memcpy into shared memory";
 const WRITE: &str = "rdmux WRITE";
 const SEND: &str = "rdmux SEND";
 const SEND_EVENTS: &str = "rdmux SEND -e, RDMUX_WAIT=blocked";
@@ -30,46 +32,47 @@ pub(super) fn suite(floors: Option<PathBuf>) -> Suite {
             latency(floors.clone()),
             bandwidth(floors.clone()),
             blocking(floors),
+            scale::table(),
         ],
         ratios,
     }
 }
 
 fn ratios(tables: &[Table]) -> Vec<Ratio> {
-    let [latency, bandwidth, blocking] = tables else {
+    let [latency, bandwidth, blocking, scale] = tables else {
         return Vec::new();
     };
+    let best_put = best(latency, UCX_PUT, 8, f64::min);
+    let best_am = best(latency, UCX_AM, 8, f64::min);
+    let best_stream = best(bandwidth, UCX_PUT, MIB, f64::max);
+    let [write, send] = [WRITE, SEND].map(|name| latency.rounds(name, 8));
+    let flag = latency.rounds(FLAG, 8);
+    let [write_stream, send_stream, memcpy] = [WRITE, SEND, MEMCPY].map(|name| bandwidth.rounds(name, MIB));
+    let asleep = |name, cpus| {
+        let goal = if cpus == 2 { "at most 1.15" } else { "at most 2.50" };
+        let [send, futex] = [SEND_EVENTS, FUTEX].map(|name| blocking.rounds(name, cpus));
+        Ratio::new(name, goal, &send, &futex)
+    };
     vec![
-        Ratio::new(
-            "WRITE 8 B latency / best UCX put",
-            "at most 1.05",
-            &latency.rounds(WRITE, 8),
-            &best(latency, UCX_PUT, 8, f64::min),
-        ),
-        Ratio::new(
-            "SEND 8 B latency / best UCX am",
-            "at most 1.05",
-            &latency.rounds(SEND, 8),
-            &best(latency, UCX_AM, 8, f64::min),
-        ),
+        Ratio::new("WRITE 8 B / best UCX put", "at most 1.25", &write, &best_put),
+        Ratio::new("WRITE 8 B / flag", "at most 1.50", &write, &flag),
+        Ratio::new("SEND 8 B / best UCX am", "at most 1.00", &send, &best_am),
+        Ratio::new("SEND 8 B / flag", "at most 2.20", &send, &flag),
         Ratio::new(
             "WRITE 1 MiB bandwidth / best UCX put",
             "at least 1.00",
-            &bandwidth.rounds(WRITE, MIB),
-            &best(bandwidth, UCX_PUT, MIB, f64::max),
+            &write_stream,
+            &best_stream,
         ),
         Ratio::new(
-            "blocking SEND 8 B / futex, two CPUs",
-            "at most 1.10",
-            &blocking.rounds(SEND_EVENTS, 2),
-            &blocking.rounds(FUTEX, 2),
+            "SEND 1 MiB bandwidth / memcpy",
+            "at least 0.85",
+            &send_stream,
+            &memcpy,
         ),
-        Ratio::new(
-            "blocking SEND 8 B / futex, one CPU",
-            "at most 1.10",
-            &blocking.rounds(SEND_EVENTS, 1),
-            &blocking.rounds(FUTEX, 1),
-        ),
+        asleep("SEND 8 B, both asleep / futex, two CPUs", 2),
+        asleep("SEND 8 B, both asleep / futex, one CPU", 1),
+        scale::ratio(scale),
     ]
 }
 
@@ -87,7 +90,7 @@ fn best(table: &Table, names: [&str; 2], column: usize, better: fn(f64, f64) -> 
 
 /// Options for both sides. Reading the clock for each two round trips takes as long as UCX's reading of the processor's counter
 /// for each one.
-const SHARED: &[&str] = &["--memory", "shared", "--group", "2"];
+pub(super) const SHARED: &[&str] = &["--memory", "shared", "--group", "2"];
 const PRIVATE: &[&str] = &["--memory", "private", "--group", "2"];
 
 fn latency(floors: Option<PathBuf>) -> Table {
@@ -106,9 +109,7 @@ fn latency(floors: Option<PathBuf>) -> Table {
     let floor_of = floors.clone();
     // Rows that are compared stand side by side, so that little time passes between their measurements.
     let lines = vec![
-        Line::new("shared flag", &[8], move |_| {
-            Ok(floor(floor_of.as_deref(), "flag")? / 1e3)
-        }),
+        Line::new(FLAG, &[8], move |_| Ok(floor(floor_of.as_deref(), "flag")? / 1e3)),
         Line::new("shared flag + copy in and out", &[64, 4096], move |size| {
             Ok(floor(floors.as_deref(), &format!("copy-{size}"))? / 1e3)
         }),
@@ -142,18 +143,19 @@ fn latency(floors: Option<PathBuf>) -> Table {
 }
 
 fn bandwidth(floors: Option<PathBuf>) -> Table {
-    let perf = |size, options| {
-        let perf = Perf::new("write-bw", size).options(options);
+    let perf = |test, size, options| {
+        let perf = Perf::new(test, size).options(options);
         perf.run(count(size), "BW_average").map(megabytes)
     };
     let mut lines = vec![
-        Line::new("memcpy into shared memory", &[MIB], move |size| {
+        Line::new(MEMCPY, &[MIB], move |size| {
             Ok(floor(floors.as_deref(), &format!("memcpy-{size}"))? / 1e6)
         }),
-        Line::new(WRITE, &[MIB], move |size| perf(size, SHARED)),
+        Line::new(WRITE, &[MIB], move |size| perf("write-bw", size, SHARED)),
         Line::new("rdmux WRITE, private memory", &[MIB], move |size| {
-            perf(size, PRIVATE)
+            perf("write-bw", size, PRIVATE)
         }),
+        Line::new(SEND, &[MIB], move |size| perf("send-bw", size, SHARED)),
     ];
     for (i, tls) in ["posix", "sysv"].into_iter().enumerate() {
         lines.push(Line::new(UCX_PUT[i], &[MIB], move |size| {
@@ -198,7 +200,7 @@ fn blocking(floors: Option<PathBuf>) -> Table {
 }
 
 /// Runs the program that measures the floors; returns a floor in ns or bytes/s.
-fn floor(program: Option<&Path>, name: &str) -> Result<f64> {
+pub(super) fn floor(program: Option<&Path>, name: &str) -> Result<f64> {
     let program = program.context("give --floors, as bench/run does")?;
     let output = Command::new(program)
         .arg(name)

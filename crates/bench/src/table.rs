@@ -146,9 +146,10 @@ impl Table {
     }
 }
 
-/// A quotient or difference with a goal.
+/// A quotient with a goal.
 pub(super) struct Ratio {
     pub(super) name: &'static str,
+    /// `at most` or `at least`, and a number.
     pub(super) goal: &'static str,
     /// Lowest, median and highest over the rounds. `None`: one of the two was not measured.
     pub(super) value: Option<(f64, f64, f64)>,
@@ -160,10 +161,25 @@ impl Ratio {
         Ratio { name, goal, value }
     }
 
-    pub(super) fn difference(name: &'static str, goal: &'static str, of: &[f64], to: &[f64]) -> Ratio {
-        let differences: Vec<f64> = of.iter().zip(to).map(|(of, to)| of - to).collect();
-        let value = spread(&differences);
-        Ratio { name, goal, value }
+    /// Returns whether the median meets the goal. `None`: it was not measured.
+    fn is_met(&self) -> Option<bool> {
+        let (_, median, _) = self.value?;
+        let (bound, limit) = self.goal.rsplit_once(' ')?;
+        let limit: f64 = limit.parse().ok()?;
+        match bound {
+            "at most" => Some(median <= limit),
+            "at least" => Some(median >= limit),
+            _ => None,
+        }
+    }
+
+    fn json(&self) -> Value {
+        let [min, median, max] = [
+            self.value.map(|v| v.0),
+            self.value.map(|v| v.1),
+            self.value.map(|v| v.2),
+        ];
+        json!({ "name": self.name, "goal": self.goal, "met": self.is_met(), "min": min, "median": median, "max": max })
     }
 }
 
@@ -198,11 +214,20 @@ impl Suite {
         if !ratios.is_empty() {
             writeln!(out, "\nRatios within a round")?;
         }
-        for Ratio { name, goal, value } in ratios {
-            let value = value.map_or("not measured".into(), |(min, median, max)| {
+        for ratio in ratios {
+            let value = ratio.value.map_or("not measured".into(), |(min, median, max)| {
                 format!("{median:.2} ({min:.2} to {max:.2})")
             });
-            writeln!(out, "{name:<50} {value:<24} goal: {goal}")?;
+            let verdict = match ratio.is_met() {
+                Some(true) => "met",
+                Some(false) => "missed",
+                None => "",
+            };
+            let line = format!(
+                "{:<50} {value:<24} goal: {:<13}  {verdict}",
+                ratio.name, ratio.goal
+            );
+            writeln!(out, "{}", line.trim_end())?;
         }
         Ok(())
     }
@@ -213,13 +238,7 @@ impl Suite {
             .iter()
             .map(|table| (table.key.to_owned(), table.json()))
             .collect();
-        let ratios: Vec<Value> = (self.ratios)(&self.tables)
-            .iter()
-            .map(|Ratio { name, goal, value }| {
-                let [min, median, max] = [value.map(|v| v.0), value.map(|v| v.1), value.map(|v| v.2)];
-                json!({ "name": name, "goal": goal, "min": min, "median": median, "max": max })
-            })
-            .collect();
+        let ratios: Vec<Value> = (self.ratios)(&self.tables).iter().map(Ratio::json).collect();
         value.insert("ratios".into(), ratios.into());
         value.into()
     }

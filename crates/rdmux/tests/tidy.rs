@@ -29,7 +29,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
-    ("crates/bench", &["soft", "verbs"]),
+    ("crates/bench", &["memory", "soft", "verbs"]),
     ("capi/ibverbs", &["hw", "memory", "soft", "verbs", "wire"]),
     ("capi/sysfs", &[]),
     ("xtask", &[]),

@@ -20,7 +20,7 @@ fn hexadecimal(address: Ipv4Addr) -> String {
 }
 
 /// Returns a loopback address whose RoCEv2 port nobody has.
-pub(super) fn free_address() -> Result<Ipv4Addr> {
+pub(crate) fn free_address() -> Result<Ipv4Addr> {
     let taken = fs::read_to_string("/proc/net/udp")?;
     loop {
         let address = Ipv4Addr::new(

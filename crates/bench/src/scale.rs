@@ -1,0 +1,259 @@
+//! 8-byte WRITEs of several threads, each with a queue pair, a completion queue and a region of its own, beside those of as many processes.
+//!
+//! This program starts itself as the server and as the clients, with [`COMMAND`] as its first argument. A client prints a line once it is
+//! connected, begins when its standard input ends, and prints how many WRITEs it has posted.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::{
+    Access, CompletionQueue, ConnectParams, Device, MemoryRegion, Operation, ProtectionDomain, QpOptions,
+    QueuePair, RKey, SendFlags, SendRequest, Target,
+};
+
+use super::table::{Column, Line, Ratio, Table};
+use super::{LOOPBACK, pin};
+
+/// The first argument of the server and the clients.
+pub(super) const COMMAND: &str = "scale";
+const READY: &str = "ready";
+
+const THREADS: &str = "threads of one process";
+const PROCESSES: &str = "processes of one thread";
+/// Numbers of threads, where the machine has a CPU for each.
+const COLUMNS: [Column; 6] = [(1, "1"), (2, "2"), (4, "4"), (8, "8"), (16, "16"), (32, "32")];
+
+/// Time for which clients post.
+const TIME: Duration = Duration::from_millis(500);
+/// Posts between two looks at the clock.
+const BATCH: u64 = 64;
+/// Completed WRITEs before the first that counts: they bring the grants.
+const WARM_UP: u32 = 2_000;
+const PORT: u16 = 18516;
+const MEMORY_BYTES: usize = 4096;
+
+pub(super) fn table() -> Table {
+    let cpus = thread::available_parallelism().map_or(1, |n| n.get());
+    let columns: Vec<Column> = COLUMNS.into_iter().filter(|(n, _)| *n <= cpus).collect();
+    let numbers: Vec<usize> = columns.iter().map(|(n, _)| *n).collect();
+    Table {
+        key: "million_writes_per_s",
+        title: "WRITE 8 B, unsignaled, millions/s",
+        digits: 2,
+        columns,
+        lines: vec![
+            Line::new(THREADS, &numbers, |n| rate(&[n])),
+            Line::new(PROCESSES, &numbers, |n| rate(&vec![1; n])),
+        ],
+        compares: false,
+    }
+}
+
+pub(super) fn ratio(table: &Table) -> Ratio {
+    Ratio::new(
+        "WRITE 8 B, 2 threads / 2 processes",
+        "at least 0.90",
+        &table.rounds(THREADS, 2),
+        &table.rounds(PROCESSES, 2),
+    )
+}
+
+/// Returns the millions of WRITEs that clients post per second, each with so many threads.
+fn rate(clients: &[usize]) -> Result<f64> {
+    let mut server = Side::start(&["serve"])?;
+    server.wait_ready()?;
+    let mut first_cpu = 0;
+    let mut sides = Vec::new();
+    for threads in clients {
+        let mut side = Side::start(&[&first_cpu.to_string(), &threads.to_string()])?;
+        side.wait_ready()?;
+        sides.push(side);
+        first_cpu += threads;
+    }
+    for side in &mut sides {
+        drop(side.child.stdin.take());
+    }
+    let posted: u64 = sides.iter_mut().map(Side::posted).sum::<Result<u64>>()?;
+    Ok(posted as f64 / TIME.as_secs_f64() / 1e6)
+}
+
+/// The server or a client, ended when the value is dropped.
+struct Side {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Side {
+    fn start(args: &[&str]) -> Result<Side> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg(COMMAND).args(args);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let output = BufReader::new(child.stdout.take().context("no pipe")?);
+        Ok(Side { child, output })
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        Ok(line.trim().to_owned())
+    }
+
+    fn wait_ready(&mut self) -> Result<()> {
+        let line = self.line()?;
+        ensure!(line == READY, "a process of the bench ended early");
+        Ok(())
+    }
+
+    fn posted(&mut self) -> Result<u64> {
+        self.line()?.parse().context("a client printed no count")
+    }
+}
+
+impl Drop for Side {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs the server or a client, as the arguments after [`COMMAND`] say.
+pub(super) fn child(args: &[String]) -> Result<()> {
+    rdmux_soft::register();
+    match args {
+        [_] => serve(),
+        [first_cpu, threads] => client(first_cpu.parse()?, threads.parse()?),
+        _ => bail!("this is for the bench itself"),
+    }
+}
+
+/// What one connection has at one side.
+struct End {
+    cq: CompletionQueue,
+    qp: QueuePair,
+    mr: MemoryRegion,
+}
+
+impl End {
+    fn new(device: &Device, pd: &ProtectionDomain) -> Result<End> {
+        let cq = device.create_cq(64)?;
+        let qp = pd.create_qp(&QpOptions::new(&cq))?;
+        let memory = Arc::new(AnonymousMemory::shareable(MEMORY_BYTES)?);
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access)?;
+        Ok(End { cq, qp, mr })
+    }
+}
+
+/// Accepts connections until it is ended.
+fn serve() -> Result<()> {
+    let device = Device::open(LOOPBACK)?;
+    let pd = device.alloc_pd()?;
+    let listener = device.listen(PORT)?;
+    let mut ends = Vec::new();
+    say(READY)?;
+    while let Some(request) = listener.accept(Duration::MAX) {
+        let end = End::new(&device, &pd)?;
+        let mut where_to = end.mr.iova().to_be_bytes().to_vec();
+        where_to.extend(end.mr.rkey().0.to_be_bytes());
+        let connection = request.accept(&end.qp, &ConnectParams::default(), &where_to)?;
+        ends.push((end, connection));
+    }
+    Ok(())
+}
+
+fn client(first_cpu: usize, threads: usize) -> Result<()> {
+    let device = Device::open(LOOPBACK)?;
+    let pd = device.alloc_pd()?;
+    let (connected, begin) = (Barrier::new(threads + 1), Barrier::new(threads + 1));
+    let posted = thread::scope(|scope| {
+        let (device, pd, connected, begin) = (&device, &pd, &connected, &begin);
+        let posting: Vec<_> = (first_cpu..first_cpu + threads)
+            .map(|cpu| {
+                scope.spawn(move || {
+                    let writer = Writer::connect(device, pd, cpu);
+                    connected.wait();
+                    begin.wait();
+                    writer?.post()
+                })
+            })
+            .collect();
+        connected.wait();
+        say(READY)?;
+        std::io::stdin().read_to_end(&mut Vec::new())?;
+        begin.wait();
+        let posted = posting.into_iter().map(|thread| match thread.join() {
+            Ok(posted) => posted,
+            Err(_) => bail!("a posting thread panicked"),
+        });
+        posted.sum::<Result<u64>>()
+    })?;
+    say(&posted.to_string())
+}
+
+/// A thread's connection.
+struct Writer {
+    end: End,
+    request: SendRequest,
+    _connection: rdmux_verbs::Connection,
+}
+
+impl Writer {
+    /// Connects, on a CPU, and posts until the peer has granted its memory.
+    fn connect(device: &Device, pd: &ProtectionDomain, cpu: usize) -> Result<Writer> {
+        pin(cpu)?;
+        let end = End::new(device, pd)?;
+        let peer = SocketAddr::new(LOOPBACK, PORT);
+        let connection = device.connect(&end.qp, peer, &ConnectParams::default(), &[])?;
+        let data = connection.private_data();
+        let (va, rest) = data.split_first_chunk().context("the server sent no address")?;
+        let rkey = *rest.first_chunk().context("the server sent no key")?;
+        let operation = Operation::Write {
+            va: u64::from_be_bytes(*va),
+            rkey: RKey(u32::from_be_bytes(rkey)),
+            imm: None,
+        };
+        let request = SendRequest {
+            wr_id: 1,
+            operation,
+            sges: end.mr.sge(0, 8).into(),
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        for _ in 0..WARM_UP {
+            end.qp.post_send(request.clone())?;
+            while end.cq.poll().is_none() {}
+        }
+        Ok(Writer {
+            end,
+            request: SendRequest {
+                flags: SendFlags::empty(),
+                ..request
+            },
+            _connection: connection,
+        })
+    }
+
+    /// Posts for a time; returns the number of WRITEs.
+    fn post(self) -> Result<u64> {
+        let begin = Instant::now();
+        let mut posted = 0;
+        while begin.elapsed() < TIME {
+            for _ in 0..BATCH {
+                self.end.qp.post_send(self.request.clone())?;
+            }
+            posted += BATCH;
+        }
+        Ok(posted)
+    }
+}
+
+fn say(line: &str) -> Result<()> {
+    Ok(writeln!(std::io::stdout(), "{line}")?)
+}
