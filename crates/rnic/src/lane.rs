@@ -13,10 +13,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use rdmux_wire::roce::MESSAGE_BYTES_MAX;
 use rdmux_wire::{Qpn, RKey};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status};
-use crate::memory::{Access, Memory};
+use crate::memory::{Access, Memory, PeerMemory};
 use crate::probes;
 use crate::qp::bare_completion;
 use crate::qp::message::opcode_of;
@@ -25,7 +26,7 @@ use crate::queue::SendQueue;
 use crate::region::{Pd, Regions, View};
 use crate::sync::{Mutex, MutexGuard};
 use crate::time::Time;
-use crate::work::{Operation, SendFlags, SendRequest, Sge, Target};
+use crate::work::{SendFlags, SendRequest, Sge, SgeList, Target};
 
 /// Most own regions that a lane knows; it forgets the oldest first.
 const KEYS_MAX: usize = 16;
@@ -110,51 +111,66 @@ fn find_recent<T>(list: &mut [T], is_it: impl Fn(&T) -> bool) -> Option<&T> {
     list.first()
 }
 
+/// Copies an element to an offset in a peer's memory, or from there; returns whether that succeeded.
+#[inline(always)]
+fn copy(memory: &dyn PeerMemory, at: u64, keys: &mut [OwnKey], sge: &Sge, writes: bool) -> bool {
+    let Some(key) = find_recent(keys, |key| key.lkey == sge.lkey) else {
+        return false;
+    };
+    let length = u64::from(sge.length);
+    let Some(begin) = key.view().offset_of(sge.addr, length) else {
+        return false;
+    };
+    if writes {
+        memory.write(at, &*key.memory, begin, length).is_ok()
+    } else {
+        let may = key.access.contains(Access::LOCAL_WRITE);
+        may && memory.read(at, &*key.memory, begin, length).is_ok()
+    }
+}
+
+/// Copies as [`copy`] does, inline bytes or the elements of a list.
+fn copy_list(
+    memory: &dyn PeerMemory,
+    mut at: u64,
+    keys: &mut [OwnKey],
+    list: &SgeList,
+    writes: bool,
+) -> bool {
+    if let Some(inline) = list.as_inline() {
+        return memory.write_bytes(at, inline).is_ok();
+    }
+    for sge in list.as_slice().iter().filter(|sge| sge.length > 0) {
+        if !copy(memory, at, keys, sge, writes) {
+            return false;
+        }
+        at += u64::from(sge.length);
+    }
+    true
+}
+
 impl Known {
     /// Carries out a request in the peer's memory; returns false if something that it needs is not known, or failed. Then some of the bytes
     /// may be in place, as those of a request that is sent in packets may be before it has ended.
-    #[inline]
-    fn carry_out(&mut self, request: &SendRequest, bytes: u32) -> bool {
-        let Some((rkey, va, access)) = reaches(&request.operation, bytes) else {
-            return false;
-        };
+    #[inline(always)]
+    fn carry_out(
+        &mut self,
+        (rkey, va, access): (RKey, u64, Access),
+        request: &SendRequest,
+        bytes: u32,
+    ) -> bool {
         let Some((_, grant)) = find_recent(&mut self.grants, |(key, _)| *key == rkey) else {
             return false;
         };
-        let Some(mut at) = grant.offset_of(va, bytes, access) else {
+        let Some(at) = grant.offset_of(va, bytes, access) else {
             return false;
         };
         let memory = &*grant.memory;
         let writes = access == Access::REMOTE_WRITE;
-        if let Some(inline) = request.sges.as_inline() {
-            return memory.write_bytes(at, inline).is_ok();
+        if let Some(sge) = request.sges.only() {
+            return copy(memory, at, &mut self.keys, sge, writes);
         }
-        let needs = if writes {
-            Access::empty()
-        } else {
-            Access::LOCAL_WRITE
-        };
-        for sge in request.sges.as_slice().iter().filter(|sge| sge.length > 0) {
-            let Some(key) = find_recent(&mut self.keys, |key| key.lkey == sge.lkey) else {
-                return false;
-            };
-            let length = u64::from(sge.length);
-            let begin = key.view().offset_of(sge.addr, length);
-            let Some(begin) = begin.filter(|_| key.access.contains(needs)) else {
-                return false;
-            };
-            let own = &*key.memory;
-            let done = if writes {
-                memory.write(at, own, begin, length)
-            } else {
-                memory.read(at, own, begin, length)
-            };
-            if done.is_err() {
-                return false;
-            }
-            at += length;
-        }
-        true
+        copy_list(memory, at, &mut self.keys, &request.sges, writes)
     }
 }
 
@@ -176,15 +192,18 @@ impl DirectLane {
     #[inline]
     pub fn post(&self, request: &SendRequest, now: impl Fn() -> Time) -> Directly {
         let lane = &*self.0;
-        let is_plain = match request.operation {
-            Operation::Write { imm: None, .. } | Operation::Read { .. } => true,
-            _ => false,
-        };
-        if !is_plain || !matches!(request.to, Target::Connected) || !lane.open.load(Ordering::Relaxed) {
+        if !matches!(request.to, Target::Connected) {
             return Directly::Not;
         }
         // The device refuses an invalid request.
-        let Ok(bytes) = request.check() else {
+        let bytes = match request.sges.only() {
+            Some(sge) if sge.length <= MESSAGE_BYTES_MAX => sge.length,
+            _ => match request.check() {
+                Ok(bytes) => bytes,
+                Err(_) => return Directly::Not,
+            },
+        };
+        let Some(reached) = reaches(&request.operation, bytes) else {
             return Directly::Not;
         };
         let mut known = lane.known.lock();
@@ -192,8 +211,9 @@ impl DirectLane {
         if !lane.sends.is_idle() || !lane.open.load(Ordering::Acquire) {
             return Directly::Not;
         }
-        let may = known.reads || matches!(request.operation, Operation::Write { .. });
-        if !may || !known.carry_out(request, bytes) {
+        let (.., access) = reached;
+        let may = known.reads || access == Access::REMOTE_WRITE;
+        if !may || !known.carry_out(reached, request, bytes) {
             return Directly::Not;
         }
         let add = |count: &AtomicU64, more| {

@@ -74,6 +74,15 @@ impl SgeList {
         }
     }
 
+    /// Returns the element if it is the only one.
+    #[inline]
+    pub(crate) fn only(&self) -> Option<&Sge> {
+        match &self.0 {
+            Elements::Few(list, 1) => Some(&list[0]),
+            _ => None,
+        }
+    }
+
     /// Returns the bytes if they are inline.
     pub fn as_inline(&self) -> Option<&[u8]> {
         match &self.0 {

@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
 use crate::nap::{self, NapWord};
-use crate::place::Places;
+use crate::place::{COMMON, Places};
 use crate::record::RecordBytes;
 use crate::revocation::{self, Inside};
 use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Record, Wake};
@@ -576,6 +576,7 @@ impl Channel {
             }
             None => (Reach::Process(addresses()?), offer.offset),
         };
+        let own_place = self.places.of(offer.by);
         let calls_left = u32::try_from(offer.calls).ok().filter(|calls| *calls > 0);
         Ok(Grant {
             memory: Arc::new(Granted {
@@ -586,7 +587,8 @@ impl Channel {
                 generation: offer.generation,
                 gate: offer.gate,
                 left: offer.left,
-                place: self.places.of(offer.by),
+                place: own_place.as_ref().map_or(COMMON, |place| place.number),
+                own_place,
                 open: Arc::clone(open),
                 calls_left: calls_left.map(AtomicU32::new),
             }),

@@ -19,9 +19,9 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::gate;
-use crate::place::{self, Place};
+use crate::place::Place;
 use crate::revocation::{self, Words};
-use crate::segment::{self, GrantWords, Segment, Side};
+use crate::segment::{self, EnteredWords, GrantWords, Segment, Side};
 use rdmux_verbs::provider::NotDirect;
 
 /// Bytes copied between two checks of the grant: a revocation waits for a copy of this size.
@@ -249,8 +249,9 @@ pub struct Granted {
     /// Addresses in the peer's process to which calls into it also write, see [`Passage`].
     pub(crate) gate: u64,
     pub(crate) left: u64,
-    /// Place of the queue pair, if it has one.
-    pub(crate) place: Option<Arc<Place>>,
+    /// Number of the place by which it is entered, and the place, if it is the queue pair's own.
+    pub(crate) place: u32,
+    pub(crate) own_place: Option<Arc<Place>>,
     /// Set while the link is up.
     pub(crate) open: Arc<AtomicBool>,
     /// Calls into the peer that are left until the grant is given up, so that this process asks again: the peer may then share the memory.
@@ -270,11 +271,6 @@ impl Granted {
             segment: &self.segment,
             holder: self.side,
         }
-    }
-
-    #[inline]
-    fn place(&self) -> u32 {
-        self.place.as_ref().map_or(place::COMMON, |place| place.number)
     }
 
     /// Returns whether this process has mapped the memory; if not, the kernel copies between the processes.
@@ -309,7 +305,11 @@ impl Granted {
         if !self.open.load(Ordering::Relaxed) {
             return Err(PeerFault::Ended);
         }
-        let (words, place) = (self.words(), self.place());
+        let place = self.place;
+        let words = EnteredWords {
+            inside: self.segment.inside(self.side, place),
+            grant: self.segment.grant(self.side.other(), self.index),
+        };
         let entry = revocation::enter(&words, place, self.index, self.generation).ok_or(PeerFault::Ended)?;
         let result = f(Passage {
             gate: self.gate.wrapping_add(gate::PLACE_BYTES * u64::from(place)),
@@ -376,10 +376,7 @@ impl Granted {
                         unsafe { own.copy_process(own_at, pid, at, n, way) }
                     }),
             };
-            copied.map_err(|error| match error {
-                CopyError::From(fault) => PeerFault::Own(fault),
-                CopyError::To(_) => PeerFault::Ended,
-            })
+            copied.map_err(peer_fault)
         })
     }
 
@@ -428,6 +425,25 @@ impl Granted {
         Ok(())
     }
 
+    /// Writes what is not done in one copy between two mappings.
+    #[inline(never)]
+    fn write_by_steps(
+        &self,
+        offset: u64,
+        from: &dyn Memory,
+        from_offset: u64,
+        length: u64,
+    ) -> Result<(), PeerFault> {
+        match mapping_of(from, from_offset, length) {
+            Some((own, from_offset)) => self.copy(offset, own, from_offset, length, Direction::ToPeer),
+            None if self.copy_application(offset, from, from_offset, length, Direction::ToPeer) => Ok(()),
+            None => self.copy_buffered(length, |buffer, done| {
+                from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
+                self.write_bytes(offset + done, buffer)
+            }),
+        }
+    }
+
     fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
         self.reading(|| match self.reach.route(at, out.len() as u64) {
@@ -444,14 +460,16 @@ impl PeerMemory for Granted {
     #[inline]
     fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
         self.count_call(offset, length)?;
-        match mapping_of(from, from_offset, length) {
-            Some((own, from_offset)) => self.copy(offset, own, from_offset, length, Direction::ToPeer),
-            None if self.copy_application(offset, from, from_offset, length, Direction::ToPeer) => Ok(()),
-            None => self.copy_buffered(length, |buffer, done| {
-                from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
-                self.write_bytes(offset + done, buffer)
-            }),
+        let own = mapping_of(from, from_offset, length);
+        if let (Some((own, from_offset)), Route::Mapped(theirs, at)) = (own, self.reach.route(offset, length))
+            && length <= PIECE_BYTES
+        {
+            return self.writing(|_| {
+                let copied = theirs.write_from(at, own, from_offset, length);
+                copied.map_err(peer_fault)
+            });
         }
+        self.write_by_steps(offset, from, from_offset, length)
     }
 
     fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
@@ -482,11 +500,19 @@ impl PeerMemory for Granted {
     }
 
     fn is_apart(&self) -> bool {
-        self.place.is_some()
+        self.own_place.is_some()
     }
 
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
+    }
+}
+
+/// Returns the fault of a copy from own memory to the peer's.
+fn peer_fault(error: CopyError) -> PeerFault {
+    match error {
+        CopyError::From(fault) => PeerFault::Own(fault),
+        CopyError::To(_) => PeerFault::Ended,
     }
 }
 

@@ -191,6 +191,40 @@ impl Words for GrantWords<'_> {
     }
 }
 
+/// The words for one entry of the holder of a grant: they are looked up once.
+#[derive(Debug)]
+pub(crate) struct EnteredWords<'a> {
+    pub(crate) inside: &'a AtomicU32,
+    pub(crate) grant: &'a AtomicU32,
+}
+
+impl Words for EnteredWords<'_> {
+    #[inline]
+    fn inside(&self, _: u32, order: Ordering) -> u32 {
+        self.inside.load(order)
+    }
+
+    #[inline]
+    fn set_inside(&self, _: u32, value: u32, order: Ordering) {
+        self.inside.store(value, order);
+    }
+
+    #[inline]
+    fn grant(&self, _: u32, order: Ordering) -> u32 {
+        self.grant.load(order)
+    }
+
+    #[inline]
+    fn set_grant(&self, _: u32, generation: u32, order: Ordering) {
+        self.grant.store(generation, order);
+    }
+
+    #[inline]
+    fn fence(&self, order: Ordering) {
+        fence(order);
+    }
+}
+
 /// One ring of a segment.
 #[derive(Debug)]
 pub struct Area {

@@ -109,7 +109,8 @@ fn post__not_to_a_queue_pair_that_has_changed() {
         host.modify(0, to, QpAttributes::default());
         assert!(!is_done(&lane, &request), "{to:?}");
     }
-    let forgets: [(&str, fn(&mut Rnic, Qpn)); 3] = [
+    type Forget = fn(&mut Rnic, Qpn);
+    let forgets: [(&str, Forget); 3] = [
         ("grants", |rnic, qpn| rnic.forget_grants(qpn)),
         ("link", |rnic, qpn| rnic.set_local(qpn, false)),
         ("queue pair", |rnic, qpn| rnic.destroy_qp(qpn)),
