@@ -2,10 +2,11 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::rc::Rc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::pair::{
     Perf, Server, UCX_LATENCY, UCX_MESSAGE_RATE, crowded, free_port, installed, ucx_figure, ucx_transport,
@@ -19,12 +20,21 @@ const UCX_SECONDS: &str = "2.5";
 /// Numbers of processes; two form a pair.
 const PROCESSES: [usize; 3] = [2, 4, 8];
 
+const FUTEX: &str = "futex";
+const YIELD: &str = "shared flag, yielding";
 const SEND: &str = "rdmux SEND 8 B -e";
 const WRITE: &str = "rdmux WRITE 8 B, polling";
 const UCX: &str = "UCX put 8 B, posix";
 
-pub(super) fn suite() -> Suite {
-    let (rates, waits) = [
+/// `floors` is the program that measures the floors: the same exchange without anything but the waiting.
+pub(super) fn suite(floors: Option<PathBuf>) -> Suite {
+    let floor_rates = [(FUTEX, "crowd-futex"), (YIELD, "crowd-yield")].map(|(name, figure)| {
+        let floors = floors.clone();
+        Line::new(name, &PROCESSES, move |processes| {
+            Ok(floor(floors.as_deref(), figure, processes / 2)? / 1e3)
+        })
+    });
+    let (rates, waits): (Vec<Line>, Vec<Line>) = [
         lines(SEND, |pairs| {
             perf(Perf::new("send-lat", 8).options(&["-e"]), pairs)
         }),
@@ -33,6 +43,7 @@ pub(super) fn suite() -> Suite {
     ]
     .into_iter()
     .unzip();
+    let rates = floor_rates.into_iter().chain(rates).collect();
     let columns = vec![(2, "2 processes"), (4, "4 processes"), (8, "8 processes")];
     Suite {
         key: "crowd",
@@ -60,7 +71,32 @@ pub(super) fn suite() -> Suite {
                 let rates = |processes| tables[0].rounds(name, processes);
                 Ratio::new(what, "at least 0.90", &rates(8), &rates(2))
             };
+            // What is lost to the machine is lost without rdmux as well.
+            let kept = |name| -> Vec<f64> {
+                let [of_two, of_eight] = [2, 8].map(|processes| tables[0].rounds(name, processes));
+                of_eight.iter().zip(&of_two).map(|(of, to)| of / to).collect()
+            };
+            let beside = |name, floor, what| Ratio::new(what, "at least 0.95", &kept(name), &kept(floor));
+            let at_eight = |name| tables[0].rounds(name, 8);
             vec![
+                Ratio::new(
+                    "8 processes, events: rdmux's rate / the futex's",
+                    "as large as it gets",
+                    &at_eight(SEND),
+                    &at_eight(FUTEX),
+                ),
+                beside(
+                    SEND,
+                    FUTEX,
+                    "8 processes, events: rdmux keeps ... of what the futex keeps",
+                ),
+                beside(
+                    WRITE,
+                    YIELD,
+                    "8 processes, polling: rdmux keeps ... of what the flag keeps",
+                ),
+                scaling(FUTEX, "futex, rate of 8 processes / of 2"),
+                scaling(YIELD, "flag, yielding, rate of 8 processes / of 2"),
                 scaling(SEND, "rdmux SEND -e, rate of 8 processes / of 2"),
                 scaling(WRITE, "rdmux WRITE polling, rate of 8 processes / of 2"),
                 scaling(UCX, "UCX put, rate of 8 processes / of 2"),
@@ -90,6 +126,24 @@ fn lines(name: &'static str, measure: impl Fn(u16) -> Result<Outcome> + 'static)
         waits.borrow_mut().remove(&processes).context("see above")
     });
     (rate, wait)
+}
+
+/// Returns the round trips per second of all pairs.
+fn floor(program: Option<&Path>, figure: &str, pairs: usize) -> Result<f64> {
+    let program = program.context("give --floors, as bench/run does")?;
+    let program = program.to_str().context("a path that is no text")?;
+    let start = |_| -> Result<_> {
+        let mut command = crowded(program)?;
+        Ok(command.arg(figure).stdout(Stdio::piped()).spawn()?)
+    };
+    let pairs = (0..pairs).map(start).collect::<Result<Vec<_>>>()?;
+    let mut total = 0.0;
+    for pair in pairs {
+        let output = pair.wait_with_output()?;
+        ensure!(output.status.success(), "{figure} failed");
+        total += String::from_utf8_lossy(&output.stdout).trim().parse::<f64>()?;
+    }
+    Ok(total)
 }
 
 fn perf(what: Perf, pairs: u16) -> Result<Outcome> {

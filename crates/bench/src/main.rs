@@ -88,7 +88,7 @@ fn main() -> Result<()> {
         suites.push(shm::suite(args.floors.clone()));
     }
     if wants(Which::Crowd) {
-        suites.push(crowd::suite());
+        suites.push(crowd::suite(args.floors.clone()));
     }
     if wants(Which::DropIn) {
         suites.push(drop_in::suite(args.floors.clone()));

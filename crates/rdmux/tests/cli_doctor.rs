@@ -93,6 +93,7 @@ fn doctor__nothing_in_the_way() {
     let expected = "\
 check        subject   verdict  what
 cpu          -         ok       clwb for persistent memory, pclmulqdq for checksums
+idle         -         ok       idle CPUs wake up at once
 port         4791      ok       UDP port 4791 is free
 mtu          lo        ok       MTU 65536 carries path MTU 4096
 gso          -         ok       Linux 6.1.0-rc1 has UDP GSO and GRO
@@ -167,6 +168,55 @@ fn doctor__what_limits_says_what_to_do() {
         assert!(shown.contains(advice), "{file}: {shown}");
         assert!(host.doctor(&[]).status.success(), "{file}: a limit is no failure");
     }
+}
+
+#[test]
+fn doctor__idle_states_cost_wake_ups() {
+    const CPUIDLE: &str = "sys/devices/system/cpu/cpuidle";
+    const CPU: &str = "sys/devices/system/cpu/cpu0/cpuidle";
+    const POLL_NS: &str = "sys/module/haltpoll/parameters/guest_halt_poll_ns";
+    let verdict = |host: &Host| {
+        let (verdicts, shown) = host.check("idle");
+        assert_eq!(verdicts.len(), 1, "{shown}");
+        (verdicts[0].clone(), shown)
+    };
+
+    let machine = Host::well();
+    machine.write(&format!("{CPUIDLE}/current_driver"), "intel_idle\n");
+    for (i, name, latency) in [(0, "POLL", 0), (1, "C1E", 10), (2, "C6", 133)] {
+        machine.write(&format!("{CPU}/state{i}/name"), &format!("{name}\n"));
+        machine.write(&format!("{CPU}/state{i}/latency"), &format!("{latency}\n"));
+    }
+    let (word, shown) = verdict(&machine);
+    assert_eq!(word, "limit");
+    assert!(shown.contains("133 us to leave state C6") && shown.contains("cpu_dma_latency at 0"));
+    machine.write(&format!("{CPU}/state2/disable"), "1\n");
+    assert_eq!(verdict(&machine).0, "ok");
+    machine.write(&format!("{CPU}/state2/disable"), "0\n");
+    for (us, word) in [(2_000_000_000i32, "limit"), (0, "ok")] {
+        let path = machine.0.path().join("dev");
+        fs::create_dir_all(&path).unwrap();
+        fs::write(path.join("cpu_dma_latency"), us.to_ne_bytes()).unwrap();
+        assert_eq!(verdict(&machine).0, word, "{us}");
+    }
+
+    let guest = Host::well();
+    guest.write("proc/cpuinfo", "flags\t: clwb pclmulqdq hypervisor\n");
+    let (word, shown) = verdict(&guest);
+    assert!(
+        word == "limit" && shown.contains("modprobe cpuidle_haltpoll"),
+        "{shown}"
+    );
+    guest.write(&format!("{CPUIDLE}/current_driver"), "haltpoll\n");
+    guest.write(POLL_NS, "0\n");
+    let (word, shown) = verdict(&guest);
+    assert!(
+        word == "limit" && shown.contains("echo 200000 >/sys/module/haltpoll"),
+        "{shown}"
+    );
+    guest.write(POLL_NS, "200000\n");
+    let (word, shown) = verdict(&guest);
+    assert!(word == "ok" && shown.contains("up to 200 us"), "{shown}");
 }
 
 #[test]

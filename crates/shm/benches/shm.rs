@@ -39,15 +39,33 @@ enum Figure {
     Copy(usize),
     /// Half the round trip of a word whose reader sleeps in a futex, the other process on that CPU; ns.
     Futex { far_cpu: usize },
+    /// One pair of several that share the CPUs, where the scheduler puts them, for [`CROWD`]: round trips per second.
+    Crowd(Waits),
 }
 
-const FIGURES: [(&str, Figure); 6] = [
+/// How a process waits for its turn.
+#[derive(Clone, Copy)]
+enum Waits {
+    /// In a futex.
+    Asleep,
+    /// Looks, and yields the CPU between two looks.
+    Yielding,
+}
+
+/// Run time of a pair in a crowd.
+const CROWD: Duration = Duration::from_secs(2);
+/// Round trips of such a pair between two looks at the clock.
+const CROWD_GROUP: u64 = 64;
+
+const FIGURES: [(&str, Figure); 8] = [
     ("flag", Figure::Exchange(0)),
     ("copy-64", Figure::Exchange(64)),
     ("copy-4096", Figure::Exchange(4096)),
     ("memcpy-1048576", Figure::Copy(SLOT_BYTES)),
     ("futex-2-cpus", Figure::Futex { far_cpu: 1 }),
     ("futex-1-cpu", Figure::Futex { far_cpu: 0 }),
+    ("crowd-futex", Figure::Crowd(Waits::Asleep)),
+    ("crowd-yield", Figure::Crowd(Waits::Yielding)),
 ];
 
 fn main() -> Outcome<()> {
@@ -67,10 +85,10 @@ fn main() -> Outcome<()> {
         // cargo passes a flag of its own.
         _ => {
             for (name, figure) in FIGURES {
-                let unit = if matches!(figure, Figure::Copy(_)) {
-                    "B/s"
-                } else {
-                    "ns"
+                let unit = match figure {
+                    Figure::Copy(_) => "B/s",
+                    Figure::Crowd(_) => "1/s",
+                    _ => "ns",
                 };
                 println!("{name:16} {:14.0} {unit}", measure(name, figure)?);
             }
@@ -81,7 +99,9 @@ fn main() -> Outcome<()> {
 
 /// Runs the side that measures.
 fn measure(name: &str, figure: Figure) -> Outcome<f64> {
-    pin(0)?;
+    if !matches!(figure, Figure::Crowd(_)) {
+        pin(0)?;
+    }
     let memory = memfd_create("rdmux-bench", MemfdFlags::CLOEXEC)?;
     ftruncate(&memory, MAP_BYTES as u64)?;
     let shared = Shared::map(&memory)?;
@@ -89,10 +109,13 @@ fn measure(name: &str, figure: Figure) -> Outcome<f64> {
         return Ok(copy_rate(&shared, bytes));
     }
     let _far = Far::start(name, memory)?;
+    if let Figure::Crowd(waits) = figure {
+        return crowd_rate(&shared, waits);
+    }
     let mut samples = match figure {
         Figure::Futex { .. } => hand_over(&shared, 10_000, 0)?,
         Figure::Exchange(bytes) => exchange(&shared, 100_000, bytes, 0)?,
-        Figure::Copy(_) => Vec::new(),
+        Figure::Copy(_) | Figure::Crowd(_) => Vec::new(),
     };
     // The first samples include the start of the other process.
     samples.drain(..samples.len() / 10);
@@ -112,7 +135,41 @@ fn far(figure: Figure) -> Outcome<()> {
             pin(far_cpu)?;
             hand_over(&shared, u64::MAX, 1)?;
         }
+        Figure::Crowd(waits) => {
+            take_turns(&shared, u64::MAX, 1, waits)?;
+        }
         Figure::Copy(_) => {}
+    }
+    Ok(())
+}
+
+/// Returns the rate of round trips during [`CROWD`].
+fn crowd_rate(shared: &Shared, waits: Waits) -> Outcome<f64> {
+    // The first includes the start of the other process.
+    take_turns(shared, 1, 0, waits)?;
+    let (begin, mut round_trips) = (Instant::now(), 0);
+    while begin.elapsed() < CROWD {
+        take_turns(shared, CROWD_GROUP, 0, waits)?;
+        round_trips += CROWD_GROUP;
+    }
+    Ok(round_trips as f64 / begin.elapsed().as_secs_f64())
+}
+
+fn take_turns(shared: &Shared, rounds: u64, side: u32, waits: Waits) -> Outcome<()> {
+    if let Waits::Asleep = waits {
+        return hand_over(shared, rounds, side).map(drop);
+    }
+    let turn = shared.turn();
+    for _ in 0..rounds {
+        if side == 0 {
+            turn.store(1, Ordering::Release);
+        }
+        while turn.load(Ordering::Acquire) != side {
+            std::thread::yield_now();
+        }
+        if side == 1 {
+            turn.store(0, Ordering::Release);
+        }
     }
     Ok(())
 }

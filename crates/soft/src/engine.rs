@@ -721,9 +721,7 @@ impl Core {
 
     /// Processes arrived packets, for a caller that polls. Returns how many datagrams and trains.
     fn receive_polled(&mut self, now: Time) -> usize {
-        // Beside a thread that guards, the sockets are its own.
-        let is_guarded = self.guarded && self.thread_reported;
-        if self.looks.is_due(now) && !is_guarded {
+        if self.looks.is_due(now) {
             return self.receive(now, 1);
         }
         let received = self.links.receive(&mut self.rnic, now);

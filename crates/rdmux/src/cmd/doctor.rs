@@ -1,6 +1,7 @@
 //! `rdmux doctor`: looks at the host, reports problems and gives advice.
 
 mod host;
+mod idle;
 mod network;
 
 use std::path::{Path, PathBuf};
@@ -15,8 +16,9 @@ use crate::output::{self, Align};
 type Check = (&'static str, fn(&Path) -> Vec<Finding>);
 
 /// All checks. A new check needs only a line here.
-const CHECKS: [Check; 13] = [
+const CHECKS: [Check; 14] = [
     ("cpu", host::cpu),
+    ("idle", idle::idle),
     ("port", network::port),
     ("mtu", network::mtu),
     ("gso", network::gso),

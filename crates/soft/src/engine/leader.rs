@@ -302,6 +302,8 @@ impl Engine {
             core.leader_slept = true;
             core.naps &= supported;
             core.end_sleep(naps, &self.nap);
+            // They would keep the memory of links that end.
+            words.clear();
             cq.watch(false);
             // Beside a napper the thread reads the sockets.
             woken = !naps;

@@ -272,7 +272,7 @@ fn devices(root: &Path) -> Vec<String> {
 }
 
 /// Returns the names in a folder, sorted; none where it cannot be read.
-fn entries(root: &Path, folder: &str) -> Vec<String> {
+pub(super) fn entries(root: &Path, folder: &str) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(root.join(folder)) else {
         return Vec::new();
     };
