@@ -545,7 +545,7 @@ impl<'a> RequestPacket<'a> {
             last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
         let len = Bth::LEN + bth.opcode.ext().len() + bytes + usize::from(bth.pad);
         // Only the last packet of all carries one: it would be longer than those behind it, and end their train.
-        let fits = last && self.ends_queue && bytes + carried::LEN <= head.mtu as usize;
+        let fits = last && self.ends_queue && self.path.carries(len + carried::LEN, head.mtu);
         let carried = buf
             .carried
             .filter(|_| fits && buf.may_grow(self.path, len, carried::LEN));
