@@ -56,6 +56,54 @@ pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds
     Ok(half_ns.get(half_ns.len() / 2).copied().unwrap_or(0))
 }
 
+/// Bytes of the packets of a durable push beside its bytes: headers and ICRC of a WRITE, a FLUSH, and its response.
+const WRITE_BYTES: usize = 32;
+const FLUSH_BYTES: usize = 36;
+const RESPONSE_BYTES: usize = 20;
+
+/// Returns the median round trip, in nanoseconds, of what a durable push of `bytes` needs at least: one GSO train with the bytes and a
+/// short packet there, and one datagram back.
+pub(super) fn push_exchange(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds: usize) -> Result<u64> {
+    let (near, far) = (SocketPair::new(ip)?, SocketPair::new(ip)?);
+    let (near_addr, far_addr) = (near.rx.local_addr(), far.rx.local_addr());
+    let segment = bytes + WRITE_BYTES;
+    let mut trip_ns = thread::scope(|scope| {
+        let answers = scope.spawn(move || -> Result<()> {
+            pin(cpus[1])?;
+            let mut far = far;
+            for _ in 0..rounds {
+                far.receive()?;
+                far.send(near_addr, RESPONSE_BYTES)?;
+            }
+            Ok(())
+        });
+        let measure = scope.spawn(move || -> Result<Vec<u64>> {
+            pin(cpus[0])?;
+            let mut near = near;
+            let mut trip_ns = Vec::with_capacity(rounds);
+            for _ in 0..rounds {
+                let start = Instant::now();
+                let parts = [IoSlice::new(&near.buffer[..segment + FLUSH_BYTES])];
+                let train = Outgoing {
+                    dst: far_addr,
+                    segment_size: Some(segment as u16),
+                    tos: 0,
+                    parts: &parts,
+                };
+                near.tx.send_batch(&[train]).map_err(|error| error.source)?;
+                near.receive()?;
+                trip_ns.push(start.elapsed().as_nanos() as u64);
+            }
+            Ok(trip_ns)
+        });
+        let trip_ns = join(measure);
+        join(answers)?;
+        trip_ns
+    })?;
+    trip_ns.sort_unstable();
+    Ok(trip_ns.get(trip_ns.len() / 2).copied().unwrap_or(0))
+}
+
 /// Returns the bytes of UDP payload that arrive per second of a stream of GSO trains of `segment_bytes`-byte datagrams from a thread on
 /// `cpus[0]` to one on `cpus[1]`, for `time`, with at most a quarter of the receiver's buffer unacknowledged.
 pub(super) fn raw_udp_bandwidth(

@@ -190,6 +190,40 @@ impl Perf {
     }
 }
 
+/// Runs `rdmux perf push-write` over UDP; returns the median time of one durable push at a time by a method, in microseconds.
+pub(super) fn push(method: &str, bytes: usize) -> Result<f64> {
+    let mut command = Command::new(super::rdmux()?);
+    command.args([
+        "perf",
+        "push-write",
+        "--json",
+        "-n",
+        "3000",
+        "-s",
+        &bytes.to_string(),
+    ]);
+    command.args([
+        "--pin",
+        &CPUS[0].to_string(),
+        "--server-pin",
+        &CPUS[1].to_string(),
+    ]);
+    command.env("RDMUX_SHM", "off").stdin(Stdio::null());
+    let output = command.output()?;
+    ensure!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let cells = value["cells"].as_array().context("no cells in perf's output")?;
+    let cell = cells
+        .iter()
+        .find(|cell| cell["method"] == method && cell["depth"] == 1);
+    let cell = cell.with_context(|| format!("perf has not measured {method}"))?;
+    cell["p50_us"].as_f64().context("no such figure in perf's output")
+}
+
 /// A row of perf's JSON.
 pub(super) struct Row(serde_json::Value);
 

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::floor::{raw_udp_bandwidth, raw_udp_latency};
-use super::pair::{FABRIC_BANDWIDTH, FABRIC_LATENCY, Perf, UCX_BANDWIDTH, UCX_LATENCY, libfabric, ucx};
-use super::table::{Line, Suite, Table};
+use super::floor::{push_exchange, raw_udp_bandwidth, raw_udp_latency};
+use super::pair::{FABRIC_BANDWIDTH, FABRIC_LATENCY, Perf, UCX_BANDWIDTH, UCX_LATENCY, libfabric, push, ucx};
+use super::table::{Line, Ratio, Suite, Table};
 use super::{CPUS, LOOPBACK, count, megabytes, tcp};
 
 /// Payload of a packet at path MTU 4096 with the headers of a WRITE.
@@ -14,8 +14,50 @@ pub(super) fn suite() -> Suite {
     Suite {
         key: "udp",
         conditions: "UDP over loopback, both sides spinning on CPU 0 and 1",
-        tables: vec![latency(), bandwidth()],
-        ratios: |_| Vec::new(),
+        tables: vec![latency(), bandwidth(), durable()],
+        ratios,
+    }
+}
+
+const EXCHANGE: &str = "UDP: one train, one answer";
+const PUSH: &str = "rdmux push: WRITE, FLUSH";
+const RAW: &str = "raw UDP (unconnected, DF)";
+const WRITE: &str = "rdmux WRITE";
+
+fn ratios(tables: &[Table]) -> Vec<Ratio> {
+    let [latency, _, durable] = tables else {
+        return Vec::new();
+    };
+    vec![
+        Ratio::new(
+            "WRITE 8 B latency / raw UDP",
+            "at most 1.40",
+            &latency.rounds(WRITE, 8),
+            &latency.rounds(RAW, 8),
+        ),
+        Ratio::new(
+            "durable push 4 KiB / one train, one answer",
+            "at most 1.25",
+            &durable.rounds(PUSH, 4096),
+            &durable.rounds(EXCHANGE, 4096),
+        ),
+    ]
+}
+
+fn durable() -> Table {
+    let sizes = [4096];
+    Table {
+        key: "durable_us",
+        title: "Durable push, p50, us",
+        digits: 2,
+        compares: true,
+        columns: vec![(4096, "4 KiB")],
+        lines: vec![
+            Line::new(EXCHANGE, &sizes, |size| {
+                Ok(push_exchange(LOOPBACK, CPUS, size, 10_000)? as f64 / 1e3)
+            }),
+            Line::new(PUSH, &sizes, |size| push("WRITE, FLUSH", size)),
+        ],
     }
 }
 
@@ -29,11 +71,11 @@ fn latency() -> Table {
         compares: true,
         columns: vec![(8, "8 B"), (4096, "4 KiB")],
         lines: vec![
-            Line::new("raw UDP (unconnected, DF)", &sizes, |size| {
+            Line::new(RAW, &sizes, |size| {
                 Ok(raw_udp_latency(LOOPBACK, CPUS, size.max(64), 10_000)? as f64 / 1e3)
             }),
             Line::new("TCP", &sizes, tcp::latency),
-            Line::new("rdmux WRITE", &sizes, move |size| perf("write-lat", size)),
+            Line::new(WRITE, &sizes, move |size| perf("write-lat", size)),
             Line::new("rdmux SEND", &sizes, move |size| perf("send-lat", size)),
             Line::new("rdmux READ (whole trip / 2)", &sizes, move |size| {
                 Ok(perf("read-lat", size)? / 2.0)
