@@ -30,7 +30,9 @@ use crate::memory::Memory;
 use crate::probes::word24;
 use crate::qp::message::Payload;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
-use crate::qp::{Cause, Env, Event, Head, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
+use crate::qp::{
+    Cause, Env, Event, Head, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants, earlier,
+};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::retired::RetiredMemories;
@@ -1520,12 +1522,8 @@ impl Rnic {
     /// Returns the time at which [`Rnic::handle_timeout`] is due next.
     pub fn poll_timeout(&self) -> Option<Time> {
         let first = |timers: &BTreeSet<(Time, u32)>| timers.first().map(|(at, _)| *at);
-        let due = [
-            first(&self.timers),
-            first(&self.moderated),
-            self.cm.poll_timeout(),
-        ];
-        due.into_iter().flatten().min()
+        let of_queues = earlier(first(&self.timers), first(&self.moderated));
+        earlier(of_queues, self.cm.poll_timeout())
     }
 
     /// Calls `f` on a QP and the parts of the device that it needs, then puts QPs whose completion queue overran in error.

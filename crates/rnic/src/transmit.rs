@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use rdmux_wire::Psn;
 use rdmux_wire::roce::icrc::Flow;
-use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
+use rdmux_wire::roce::{Bth, ICRC_LEN, LINK_HEADERS, UDP_PORT};
 
 use crate::probes::word24;
 use crate::qp::read_ahead::ReadAhead;
@@ -47,6 +47,12 @@ impl Path {
     /// Returns whether packets on this path never leave the host.
     pub fn is_loopback(&self) -> bool {
         self.src == self.dst || self.src.is_loopback() || self.dst.is_loopback()
+    }
+
+    /// Returns whether a link that has this path MTU, and no more, carries a packet of `len` bytes before the ICRC.
+    pub(crate) fn carries(&self, len: usize, mtu: u32) -> bool {
+        let ip_and_udp = if self.dst.is_ipv4() { 20 + 8 } else { 40 + 8 };
+        ip_and_udp + len + ICRC_LEN <= (mtu + LINK_HEADERS) as usize
     }
 
     /// Returns the fields of this path that the ICRC covers.

@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::{CmId, Request};
 use rdmux_rnic::{
     ArmedQueues, Arrival, Counters, Cqn, Delivery, DirectLane, Directly, Event, Fault, Histogram, Memory,
-    Path, PostError, QpType, Qpn, SendQueue, SendRequest, Time, TransmitBuf,
+    Path, PostError, QpType, Qpn, SendQueue, SendRequest, Time, Train, TransmitBuf,
 };
 use rdmux_shm::Meta;
 use rdmux_verbs::interface::interface_of;
@@ -70,7 +70,7 @@ use super::mcast::Memberships;
 use super::metrics::DeviceMetrics;
 use super::port::RnicPort;
 use super::shm::link::{Links, slot_of};
-use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket};
+use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, TxSocket};
 
 /// Polls by a spinning caller between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
@@ -783,6 +783,10 @@ impl Core {
     /// Processes the datagrams that were sent to the device's groups; returns how many.
     fn receive_multicast(&mut self, now: Time) -> usize {
         let mut total = 0;
+        // A polling caller comes here each time.
+        if self.memberships.is_empty() {
+            return total;
+        }
         for membership in self.memberships.ready() {
             total += membership.socket.recv_batch(&mut self.batch).unwrap_or(0);
             for datagram in self.batch.iter() {
@@ -1055,18 +1059,7 @@ impl Core {
         };
         let run = &trains[..run];
         let bytes = self.buf.bytes();
-        let slices: [[IoSlice<'_>; 1]; 16] =
-            std::array::from_fn(|i| [IoSlice::new(run.get(i).map_or(&[], |t| &bytes[t.range.clone()]))]);
-        let outgoing: [Outgoing<'_>; 16] = std::array::from_fn(|i| {
-            let train = run.get(i).unwrap_or(&run[0]);
-            Outgoing {
-                dst: SocketAddr::new(train.path.dst, ROCE_PORT),
-                segment_size: (train.packets > 1).then_some(train.segment_bytes as u16),
-                tos: train.path.traffic_class,
-                parts: &slices[i],
-            }
-        });
-        let result = socket.send_batch(&outgoing[..run.len()]);
+        let result = send_trains(socket, run, bytes);
         self.gso &= socket.gso();
         match result {
             Ok(n) => {
@@ -1162,6 +1155,27 @@ impl Core {
             self.send_errors += u64::from(!sent.is_ok_and(|n| n == 1));
         }
     }
+}
+
+/// Sends trains by a socket, 16 at most. Most often there is one, for which no arrays are filled.
+fn send_trains(socket: &TxSocket, trains: &[Train], bytes: &[u8]) -> Result<usize, SendError> {
+    fn outgoing<'a>(train: &Train, parts: &'a [IoSlice<'a>]) -> Outgoing<'a> {
+        Outgoing {
+            dst: SocketAddr::new(train.path.dst, ROCE_PORT),
+            segment_size: (train.packets > 1).then_some(train.segment_bytes as u16),
+            tos: train.path.traffic_class,
+            parts,
+        }
+    }
+    if let [train] = trains {
+        let parts = [IoSlice::new(&bytes[train.range.clone()])];
+        return socket.send_batch(&[outgoing(train, &parts)]);
+    }
+    let part = |i: usize| trains.get(i).map_or(&[][..], |train| &bytes[train.range.clone()]);
+    let parts: [[IoSlice<'_>; 1]; 16] = std::array::from_fn(|i| [IoSlice::new(part(i))]);
+    let all: [Outgoing<'_>; 16] =
+        std::array::from_fn(|i| outgoing(trains.get(i).unwrap_or(&trains[0]), &parts[i]));
+    socket.send_batch(&all[..trains.len()])
 }
 
 /// Returns whether sending failed because the device's address or its interface has gone.

@@ -61,6 +61,12 @@ impl Memberships {
         self.sockets.retain(|membership| wanted(membership.group));
     }
 
+    /// Returns whether the device is in no group.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.sockets.is_empty()
+    }
+
     /// Returns the memberships that have something to receive, or some of them if there are many.
     pub(crate) fn ready(&self) -> impl Iterator<Item = &Membership> {
         let mut events = [epoll::Event {

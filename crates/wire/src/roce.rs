@@ -33,6 +33,8 @@ pub const PKEY_DEFAULT: u16 = 0xffff;
 pub const GSI_QKEY: u32 = 0x8001_0000;
 /// Maximum length of a message of any transport service, in bytes. IBTA Vol 1, 9.7.7.
 pub const MESSAGE_BYTES_MAX: u32 = 1 << 31;
+/// Bytes of IP, UDP and all headers that a link carries beside a full packet's payload ([`PathMtu::of_link`]).
+pub const LINK_HEADERS: u32 = 80;
 /// Payload bytes of a full packet. IBTA Vol 1, 9.7.7 and 12.7.8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
@@ -81,6 +83,6 @@ impl PathMtu {
         PathMtu::ALL
             .into_iter()
             .rev()
-            .find(|path| path.bytes() + 80 <= mtu)
+            .find(|path| path.bytes() + LINK_HEADERS <= mtu)
     }
 }

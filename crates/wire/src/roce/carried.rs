@@ -8,8 +8,8 @@
 //!  0  syndrome, that of an Acknowledge without a credit limit   1..3  PSN
 //! ```
 //!
-//! They mean the same as an Acknowledge with this PSN: the sender has done all requests up to that one. Payload and carried
-//! acknowledgement together do not exceed the path MTU. Programs that do not know of the bit see four more bytes of payload, and
+//! They mean the same as an Acknowledge with this PSN: the sender has done all requests up to that one. They count as a header: a packet
+//! that carries them is not longer than what a link with the path MTU carries ([`super::LINK_HEADERS`]). Programs that do not know of the bit see four more bytes of payload, and
 //! everything else where it always is.
 //!
 //! The PSN is given in full: a packet may arrive late, and part of a PSN would then name a packet that was sent since.
@@ -129,7 +129,7 @@ mod tests {
         };
         for opcode in [
             Opcode::rc(Operation::ReadRequest),
-            Opcode::rc(Operation::Flush),
+            Opcode::rc(Operation::CompareSwap),
             xrc,
         ] {
             assert!(refused(&packet(opcode, 0)), "{opcode}");

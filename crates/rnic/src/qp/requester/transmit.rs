@@ -620,8 +620,8 @@ impl<'a> RequestPacket<'a> {
         let bth = &self.bth;
         let len = at + bytes + usize::from(bth.pad);
         // Only the last packet of all carries one: it would be longer than those behind it, and end their train.
-        let fits =
-            index + self.count == wqe.packets && self.ends_queue && bytes + carried::LEN <= head.mtu as usize;
+        let last = index + self.count == wqe.packets;
+        let fits = last && self.ends_queue && self.path.carries(len + carried::LEN, head.mtu);
         let carried = buf
             .carried
             .filter(|_| fits && buf.may_grow(self.path, len, carried::LEN));
