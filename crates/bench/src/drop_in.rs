@@ -197,6 +197,7 @@ fn perftest(program: &str, size: usize, iterations: u32, column: usize, options:
     let server = [&common[..], depth, options].concat();
     let client = [&server[..], &["127.0.0.1"]].concat();
     exchange(
+        program,
         &port,
         on_rdmux("1", program, &server)?,
         on_rdmux("0", program, &client)?,

@@ -209,7 +209,7 @@ impl Perf {
         if self.over_udp {
             command.env("RDMUX_SHM", "off");
         }
-        let value: serde_json::Value = serde_json::from_str(&stdout(&mut command)?)?;
+        let value: serde_json::Value = serde_json::from_str(&stdout("rdmux perf", &mut command)?)?;
         let cells = value["cells"].as_array().context("no cells in perf's output")?;
         let cell = cells.iter().find(|cell| {
             cell["method"] == "WRITE, FLUSH" && cell["bytes"] == self.bytes && cell["depth"] == 1
@@ -269,15 +269,20 @@ pub(super) fn on_rdmux(cpu: &str, program: &str, args: &[&str]) -> Result<Comman
 }
 
 /// Runs a server that listens on a TCP port, and its client; returns the client's output.
-pub(super) fn exchange(port: &str, mut server: Command, mut client: Command) -> Result<String> {
+pub(super) fn exchange(
+    program: &str,
+    port: &str,
+    mut server: Command,
+    mut client: Command,
+) -> Result<String> {
     let _server = Server::start_on(port, &mut server)?;
-    stdout(&mut client)
+    stdout(program, &mut client)
 }
 
-/// Runs a command; returns its output.
-pub(super) fn stdout(command: &mut Command) -> Result<String> {
+/// Runs a command, which `program` names in the error; returns its output.
+fn stdout(program: &str, command: &mut Command) -> Result<String> {
     let output = command.output()?;
-    ensure!(output.status.success(), "{command:?} failed: {}", output.status);
+    ensure!(output.status.success(), "{program} failed: {}", output.status);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
@@ -343,6 +348,7 @@ pub(super) fn ucx(tls: &str, test: &str, size: usize, iterations: u32, column: u
         "-v",
     ];
     let text = exchange(
+        "ucx_perftest",
         &port,
         start("1", &server)?,
         start("0", &[&server[..], &client].concat())?,
@@ -376,7 +382,7 @@ pub(super) fn libfabric(
     let server = [&common[..], &["-B", &port]].concat();
     let client = [&common[..], &["-P", &port, "127.0.0.1"]].concat();
     let [server, client] = [("1", server), ("0", client)].map(|(cpu, args)| peer(cpu, "fi_pingpong", &args));
-    fabric_figure(&exchange(&port, server, client)?, column)
+    fabric_figure(&exchange("fi_pingpong", &port, server, client)?, column)
 }
 
 /// Both sides of `fi_pingpong` in a network of their own: libfabric's verbs provider uses no loopback interface.
@@ -387,12 +393,12 @@ for name in lo v0 v1; do
 done
 ip addr add 192.0.2.1/24 dev v0
 taskset -c 1 \"$@\" >/dev/null &
-trap \"kill $!\" EXIT
-for try in $(seq 50); do
-  ! taskset -c 0 \"$@\" 192.0.2.1 || exit 0
-  sleep 0.1
+trap \"kill $! 2>/dev/null\" EXIT
+until [ \"$(ss -Hltn sport = :47592)\" ]; do
+  kill -0 $!
+  sleep 0.05
 done
-exit 1";
+taskset -c 0 \"$@\" 192.0.2.1";
 
 /// Runs `fi_pingpong` over the verbs provider on rdmux's libraries; returns a figure of its last line.
 pub(super) fn libfabric_on_rdmux(size: usize, iterations: u32, column: usize) -> Result<f64> {
@@ -404,7 +410,7 @@ pub(super) fn libfabric_on_rdmux(size: usize, iterations: u32, column: usize) ->
         .arg(rdmux)
         .args(["run", "--device", "192.0.2.1", "--", "fi_pingpong"]);
     command.args(["-p", "verbs", "-e", "msg", "-S", &size, "-I", &iterations]);
-    fabric_figure(&stdout(&mut command)?, column)
+    fabric_figure(&stdout("fi_pingpong", &mut command)?, column)
 }
 
 fn fabric_figure(text: &str, column: usize) -> Result<f64> {
@@ -420,7 +426,7 @@ pub(super) fn mpi(tls: &str, size: usize, iterations: u32) -> Result<f64> {
     let program = super::beside("rdmux-mpi-ping-pong", "mpicc is not installed")?;
     let program = program.to_string_lossy();
     let (size, iterations) = (size.to_string(), iterations.to_string());
-    let options = "-n 2 --oversubscribe --allow-run-as-root --bind-to none --mca pml ucx --mca osc ucx --mca btl ^openib";
+    let options = "-n 2 --oversubscribe --allow-run-as-root --bind-to none --mca pml ucx --mca pml_ucx_tls any --mca pml_ucx_devices any --mca osc ucx --mca btl ^openib";
     let mut args: Vec<&str> = options.split(' ').collect();
     args.extend([&*program, &size, &iterations]);
     let mut command = match tls {
@@ -428,6 +434,6 @@ pub(super) fn mpi(tls: &str, size: usize, iterations: u32) -> Result<f64> {
         _ => peer("0,1", "mpirun", &args),
     };
     ucx_transport(&mut command, tls);
-    let text = stdout(&mut command)?;
+    let text = stdout("mpirun", &mut command)?;
     text.trim().parse().context("the MPI program printed no figure")
 }
