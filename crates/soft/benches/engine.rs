@@ -15,7 +15,7 @@ use rdmux_verbs::{
 };
 
 const BYTES: usize = 4096;
-const ROUNDS: u32 = 2_000;
+const ROUNDS: u32 = 200_000;
 
 struct BenchEnd {
     device: Device,
