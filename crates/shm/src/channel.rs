@@ -197,8 +197,8 @@ impl Channel {
         match put {
             Ok(Some(wake)) => {
                 self.ring(wake);
-                if self.sleeps || self.naps {
-                    // If it has ended already, nobody rings: see [`Channel::has_ended`].
+                // The peer rings once for those who sleep, until they have woken.
+                if (self.sleeps || self.naps) && !self.waits {
                     self.announce()?;
                 }
                 Ok(true)
@@ -220,10 +220,10 @@ impl Channel {
         self.tx.ended()
     }
 
-    /// Returns whether [`Channel::ended`] has something to return.
+    /// Returns whether requests have ended of which the peer tells nobody: those who sleep were about to be told when they ended.
     #[inline]
-    pub fn has_ended(&self) -> bool {
-        self.tx.has_ended()
+    pub fn has_untold_ends(&self) -> bool {
+        (self.sleeps || self.naps) && !self.waits && self.tx.has_ended()
     }
 
     /// Returns whether trains wait for room.

@@ -387,8 +387,9 @@ impl Engine {
         if met {
             self.wake_sleepers();
         }
-        if received > 0 && comes_back && !self.hand_over.is_leased() {
-            // The caller may never come back for the acknowledgements that it left pending: let the thread begin to watch it.
+        if received > 0 && comes_back && !self.hand_over.is_leased() && !self.kick.is_woken() {
+            // The caller may never come back for the acknowledgements that it left pending: let the thread begin to watch it. A thread
+            // that was woken for that, and gets no CPU, is not woken for each message.
             self.kick.wake();
         }
         found
@@ -827,6 +828,10 @@ impl Core {
             let has_sent_all = self.sent == self.buf.trains().len() && !self.rnic.has_leaving();
             if !has_sent_all || self.rnic.has_transmit(all) {
                 self.transmit(now, all);
+            }
+            if self.links.take_untold_ends() {
+                self.links.receive(&mut self.rnic, now);
+                continue;
             }
             if self.rnic.is_quiet() {
                 break;

@@ -134,6 +134,8 @@ pub(crate) struct Links {
     sharings: share::Sharings,
     /// Set when a peer may wait for the ends of its requests: [`Links::tell_ends`].
     owes_ends: bool,
+    /// Set when requests have ended of which no peer tells those who sleep.
+    untold_ends: bool,
     no_rings: NoRings,
     /// Index in `list` at which the link to a slot was found last.
     by_slot: [u8; SLOTS],
@@ -178,6 +180,7 @@ impl Links {
             capturing: None,
             sharings: share::Sharings::default(),
             owes_ends: false,
+            untold_ends: false,
             no_rings: NoRings,
             by_slot: [0; SLOTS],
             buffer: Vec::with_capacity(1 << 16),
@@ -243,10 +246,10 @@ impl Links {
         self.list.is_empty()
     }
 
-    /// Returns whether trains wait for room of which the peer may notify nobody, or requests have ended that nobody has looked at.
+    /// Returns whether trains wait for room of which the peer may notify nobody.
     #[inline]
     pub(crate) fn have_waiting(&self) -> bool {
-        let waits = |link: &ShmLink| matches!(&link.state, LinkState::Up(channel) if channel.has_waiting() || channel.has_ended());
+        let waits = |link: &ShmLink| matches!(&link.state, LinkState::Up(channel) if channel.has_waiting());
         self.list.iter().any(waits)
     }
 
@@ -269,6 +272,12 @@ impl Links {
         } else {
             self
         }
+    }
+
+    /// Returns whether requests have ended that the caller has to look at ([`Links::receive`]), because no peer tells those who sleep.
+    #[inline]
+    pub(crate) fn take_untold_ends(&mut self) -> bool {
+        std::mem::take(&mut self.untold_ends)
     }
 
     /// Wakes the peers that wait for the ends of their requests.
@@ -929,10 +938,13 @@ impl Rings for Links {
         let LinkState::Up(channel) = &mut link.state else {
             return false;
         };
-        channel.request(ticket, bytes, fill).unwrap_or_else(|Corrupt| {
+        let put = channel.request(ticket, bytes, fill);
+        let untold = channel.has_untold_ends();
+        if put.is_err() {
             link.give_up();
-            false
-        })
+        }
+        self.untold_ends |= untold;
+        put.unwrap_or(false)
     }
 }
 
