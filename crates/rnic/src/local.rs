@@ -42,7 +42,7 @@ pub trait RingBytes: fmt::Debug {
     fn write(&self, at: usize, bytes: &[u8]);
     /// Copies bytes of a memory in.
     fn write_from(&self, at: usize, from: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault>;
-    /// Copies bytes out, to a memory, in any order.
+    /// Copies bytes out, to a memory, as [`Memory::write`] does.
     fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault>;
 }
 

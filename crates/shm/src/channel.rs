@@ -79,7 +79,8 @@ pub struct Channel {
     /// Set while somebody sleeps on the doorbell, and while somebody naps.
     sleeps: bool,
     naps: bool,
-    /// Set when the peer will ring the doorbell as soon as there is room, or it has taken requests.
+    /// Set when the peer rings the doorbell as soon as there is room, or it has taken requests; stale once it has rung, until
+    /// [`Channel::announce`].
     waits: bool,
     /// Regions granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
@@ -208,7 +209,8 @@ impl Channel {
         }
     }
 
-    /// Looks how far the peer has come with requests. What the peer sent before it took them is to be received before [`Channel::ended`].
+    /// Looks how far the peer has come with requests. The peer's responses to what came before them are in its ring by then (a peer that has
+    /// trains waiting defers requests), and are to be received before [`Channel::ended`].
     #[inline]
     pub fn look_for_ends(&mut self) -> Result<(), Corrupt> {
         self.tx.look_for_ends()
@@ -298,7 +300,7 @@ impl Channel {
         let (taken, all) = self.tx.taken();
         LinkProgress {
             taken,
-            all: all && self.waiting.is_empty() && !self.rx.is_ready() && !self.tx.has_ended(),
+            all: all && self.waiting.is_empty() && !self.rx.is_ready() && !self.tx.has_requests(),
         }
     }
 
@@ -357,6 +359,12 @@ impl Channel {
     #[cfg(test)]
     pub(crate) fn segment(&self) -> &Segment {
         &self.segment
+    }
+
+    /// Lets the peer ring the doorbell again for the ends of requests during a nap, after it has rung. Returns false if some have ended, or
+    /// the peer wrote nonsense.
+    pub fn announce_nap(&mut self) -> bool {
+        !self.naps || self.announce().unwrap_or(true)
     }
 
     /// Ends a nap: the peer makes no further call to end it.

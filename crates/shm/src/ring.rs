@@ -360,8 +360,8 @@ impl<M: RingMemory> Producer<M> {
         Ok(Some(self.publish(room, REQUEST_FORM)))
     }
 
-    /// Looks how far the consumer has come, if there are requests that have not ended. What the consumer has sent before it took them is in
-    /// its own ring by then.
+    /// Looks how far the consumer has come, if there are requests that have not ended. What the consumer has put into its own ring before it
+    /// took them is there by then.
     #[inline]
     pub fn look_for_ends(&mut self) -> Result<(), Corrupt> {
         if self.requests.is_empty() {

@@ -207,6 +207,9 @@ impl Pair {
             }
             14..=18 => self.post_recv(i, at, input),
             19..=28 => {
+                while !self.taken[i].is_empty() && !input.one_in(8) {
+                    self.take(i, None);
+                }
                 for _ in 0..=input.byte() / 4 {
                     let Some(wire) = self.links[i].pop_front() else {
                         break;

@@ -725,7 +725,7 @@ impl Core {
         if self.looks.is_due(now) {
             return self.receive(now, 1);
         }
-        let received = self.links.receive(&mut self.rnic, now);
+        let received = self.receive_linked(now);
         self.after_receive(now);
         received
     }
@@ -739,6 +739,13 @@ impl Core {
             return true;
         }
         self.links.peer_cpu() == Some(cpu) || conditions(now.0).oversubscribed
+    }
+
+    /// Processes what peers on this host have sent; returns how many trains.
+    #[inline]
+    fn receive_linked(&mut self, now: Time) -> usize {
+        let unsent = self.sent < self.buf.trains().len();
+        self.links.receive(&mut self.rnic, now, unsent)
     }
 
     /// Handles expired timers and the events of the port.
@@ -755,7 +762,7 @@ impl Core {
 
     /// Processes arrived packets; returns how many datagrams and trains.
     fn receive(&mut self, now: Time, calls: usize) -> usize {
-        let linked = self.links.receive(&mut self.rnic, now);
+        let linked = self.receive_linked(now);
         let mut total = self.receive_multicast(now);
         for _ in 0..calls {
             // An error belongs to another datagram (an ICMP message); the next receive succeeds.
@@ -830,7 +837,7 @@ impl Core {
                 self.transmit(now, all);
             }
             if self.links.take_untold_ends() {
-                self.links.receive(&mut self.rnic, now);
+                self.receive_linked(now);
                 continue;
             }
             if self.rnic.is_quiet() {

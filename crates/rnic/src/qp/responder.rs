@@ -1104,6 +1104,22 @@ impl Responder {
                 };
                 self.answers.push_front(answer);
             }
+            // So may a medium that a READ waits for.
+            Some(Answer::Read(ReadAnswer {
+                psn,
+                msn,
+                fetch: Fetch::Runs(..),
+                ..
+            })) => {
+                let read = resource_covering(&self.resources, *psn);
+                let (first, msn) = read.map_or((*psn, *msn), |read| (read.psn(), read.msn()));
+                let answer = Answer::Ack {
+                    psn: first.minus(1),
+                    msn: msn.wrapping_sub(1) & 0xff_ffff,
+                    syndrome: Syndrome::ACK,
+                };
+                self.answers.push_front(answer);
+            }
             _ => {
                 let told = |answer: &Answer| answer.psn().since(done) >= 0;
                 if !self.answers.back().is_some_and(told) {

@@ -592,6 +592,34 @@ fn request__waits_for_a_medium_although_the_peer_may_not_retry_on_rnr_nak() {
 }
 
 #[test]
+fn write__before_a_read_that_waits_for_a_medium_is_acknowledged() {
+    for selective in [false, true] {
+        let mut bench = Bench::of(
+            Pair::with(|rtr, rts| {
+                rtr.selective = Some(selective);
+                rts.retry_count = Some(1);
+            }),
+            false,
+        );
+        let rkey = bench.rkey;
+        // The response to the READ is to answer the WRITE too, but comes late.
+        bench.pair.write(0, 0, 8);
+        bench.post(Operation::Read { va: IOVA, rkey }, 5_000);
+        bench.pair.pass(LONG_NS);
+        let completed = bench.completed();
+        assert_eq!(completed, [(WcOpcode::Write, Status::Success)], "{selective}");
+        bench.run_all();
+        bench.pair.run();
+        bench.run_all();
+        assert_eq!(
+            bench.completed(),
+            [(WcOpcode::Read, Status::Success)],
+            "{selective}"
+        );
+    }
+}
+
+#[test]
 fn receive__missing_is_not_taken_for_a_medium_that_works() {
     let mut bench = Bench::of(
         Pair::with(|rtr, rts| {

@@ -2,6 +2,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use rdmux_rnic::{Psn, Qpn, Taken, Ticket};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::*;
@@ -161,4 +162,31 @@ fn wait__beside_a_peer_that_misuses_the_word() {
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
+}
+
+/// Requests that end one after another during one nap, of which the thread that guards takes in the first.
+#[test]
+fn announce_nap__has_the_peer_tell_of_later_ends_too() {
+    let ticket = Ticket {
+        qpn: Qpn::new(7),
+        end: Psn::new(1),
+        incarnation: 0,
+    };
+    let [mut asking, mut peer] = ends();
+    let take = |peer: &mut Channel| {
+        assert!(peer.receive().unwrap().is_some());
+        let waits = peer.release();
+        peer.tell_ends();
+        waits
+    };
+    assert!(asking.request(ticket, 8, &mut |_| true).unwrap());
+    assert!(asking.prepare_nap().is_some());
+    assert!(take(&mut peer), "the napper waits for the end");
+    asking.look_for_ends().unwrap();
+    assert_eq!(asking.ended(), Some((ticket, Taken::Done)));
+    assert!(asking.announce_nap());
+    assert!(asking.request(ticket, 8, &mut |_| true).unwrap());
+    assert!(take(&mut peer), "and for the next");
+    assert!(!asking.announce_nap(), "it has ended meanwhile");
+    asking.end_nap();
 }

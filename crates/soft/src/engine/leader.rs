@@ -265,7 +265,11 @@ impl Engine {
             core.receive_as_leader(now, woken);
             core.finish(now, true);
             self.wake_early(&core);
+            // Only completions that others bring from here on need to notify this caller. Lanes bring them without the engine's lock, so the
+            // last look comes after this.
+            cq.watch(true);
             if let Some(found) = look() {
+                cq.watch(false);
                 if has_looked {
                     waiter.policy.woke(now.since_ns(began), None);
                 }
@@ -274,14 +278,14 @@ impl Engine {
             has_looked = true;
             let left = deadline.map(|at| at.saturating_duration_since(self.instant(now)));
             if is_over(left) {
+                cq.watch(false);
                 waiter.policy.gave_up(now.since_ns(began));
                 return None;
             }
             let Some(naps) = core.begin_sleep(now, &self.nap, words) else {
+                cq.watch(false);
                 continue;
             };
-            // Only completions that others take in meanwhile need to notify this caller.
-            cq.watch(true);
             let due = core.rnic.poll_timeout();
             let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
             core.sleeps.leader_ns = due.map_or(u64::MAX, |at| at.0);
@@ -400,7 +404,7 @@ impl Core {
     /// Processes arrived packets, for a caller that is about to sleep, or was woken: packets that remain in a socket wake it again. Returns
     /// how many datagrams and trains.
     pub(super) fn receive_as_leader(&mut self, now: Time, woken: bool) -> usize {
-        let received = self.links.receive(&mut self.rnic, now);
+        let received = self.receive_linked(now);
         if received == 0 && woken {
             return self.receive(now, RECEIVES_PER_PASS);
         }

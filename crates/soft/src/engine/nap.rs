@@ -27,7 +27,7 @@ impl Core {
     /// Begins a sleep of the leader; returns whether it is a nap. [`Core::end_sleep`] ends it. `None`: something is there already, and nobody
     /// sleeps.
     pub(super) fn begin_sleep(&mut self, now: Time, nap: &Nap, words: &mut Vec<NapWord>) -> Option<bool> {
-        let may = self.guarded && !self.is_watched && self.looks.silence_ns(now) >= SILENCE_NS;
+        let may = self.naps && self.guarded && !self.is_watched && self.looks.silence_ns(now) >= SILENCE_NS;
         if !may || !self.links.can_nap() {
             return self.links.prepare_sleep().then_some(false);
         }
@@ -85,11 +85,15 @@ impl Engine {
             let mut core = self.lock();
             core.thread_reported = false;
             let now = self.now();
-            if core.receive(now, RECEIVES_PER_PASS) == 0 {
-                // A doorbell that was rung late would end each sleep.
-                core.links.answer_doorbells();
-            }
+            core.receive(now, RECEIVES_PER_PASS);
+            // A doorbell that stays rung would end each sleep.
+            core.links.answer_doorbells();
             core.finish(now, true);
+            // The peer has rung for the ends of requests, perhaps, and does so again only when it is asked to.
+            while !core.links.announce_nap() {
+                core.receive(now, 1);
+                core.finish(now, true);
+            }
             self.wake_early(&core);
         }
         happened.kicked || happened.arrivals

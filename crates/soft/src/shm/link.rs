@@ -310,9 +310,9 @@ impl Links {
         self.list.iter().any(up)
     }
 
-    /// Processes arrived packets; returns how many trains.
+    /// Processes arrived packets; returns how many trains. `unsent`: whether the device has trains that wait for a socket.
     #[inline]
-    pub(crate) fn receive(&mut self, rnic: &mut RnicPort, now: Time) -> usize {
+    pub(crate) fn receive(&mut self, rnic: &mut RnicPort, now: Time, unsent: bool) -> usize {
         let mut total = 0;
         if self.sharings.are_due() {
             self.share(rnic);
@@ -330,8 +330,8 @@ impl Links {
                 continue;
             }
             if channel.is_ready() {
-                let (taken, result) =
-                    take_records(rnic, now, channel, (peer, self.address), &mut self.buffer);
+                let addresses = (peer, self.address);
+                let (taken, result) = take_records(rnic, now, channel, addresses, unsent, &mut self.buffer);
                 total += taken;
                 self.heard_last = link.id;
                 self.owes_ends |= channel.release();
@@ -390,6 +390,15 @@ impl Links {
             words.push(word);
         }
         true
+    }
+
+    /// Lets peers ring their doorbells again during a nap, after they have rung. Returns false if requests have ended meanwhile.
+    pub(crate) fn announce_nap(&mut self) -> bool {
+        let mut calm = true;
+        for (_, channel) in self.up() {
+            calm &= channel.announce_nap();
+        }
+        calm
     }
 
     /// Ends the nap.
@@ -842,7 +851,8 @@ impl Links {
                 // At most as many records as a ring holds: a peer that lives may keep sending.
                 for _ in 0..segment::SLOTS / RECORDS_PER_PASS as u32 {
                     let addresses = (peer.0, self.address);
-                    let (taken, result) = take_records(rnic, now, &mut channel, addresses, &mut self.buffer);
+                    let (taken, result) =
+                        take_records(rnic, now, &mut channel, addresses, true, &mut self.buffer);
                     channel.release();
                     if taken < RECORDS_PER_PASS || result.is_err() {
                         break;
@@ -948,12 +958,14 @@ impl Rings for Links {
     }
 }
 
-/// Takes records out of a ring; returns how many. `(peer, own)`: the addresses of the two devices.
+/// Takes records out of a ring; returns how many. `(peer, own)`: the addresses of the two devices. While responses wait to be sent
+/// (`unsent`, or for room in the ring), requests are left to packets: their ends would overtake those.
 fn take_records(
     rnic: &mut RnicPort,
     now: Time,
     channel: &mut Channel,
     (peer, own): (IpAddr, IpAddr),
+    unsent: bool,
     buffer: &mut Vec<u8>,
 ) -> (usize, Result<(), Corrupt>) {
     for taken in 0..RECORDS_PER_PASS {
@@ -967,7 +979,10 @@ fn take_records(
             rnic.handle_arrival(now, &arrival(peer, own, meta, buffer));
             continue;
         }
-        let outcome = rnic.handle_request(now, peer, &channel.bytes(&record), record.bytes);
+        let outcome = match unsent || channel.has_waiting() {
+            true => None,
+            false => rnic.handle_request(now, peer, &channel.bytes(&record), record.bytes),
+        };
         if outcome == Some(Taken::Done) {
             continue;
         }

@@ -47,7 +47,7 @@ impl Requester {
         let Some(len) = put(env, rings, &mut packet)? else {
             return Ok(false);
         };
-        // No response is asked for, and none is timed.
+        // The packet asks for an acknowledgement in case the peer leaves it to packets. Otherwise none comes, so none is timed.
         let (bth, count) = (packet.bth, packet.count);
         buf.charge(len);
         self.advance(&bth, count, false, env.now);

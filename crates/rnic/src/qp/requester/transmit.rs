@@ -308,7 +308,7 @@ impl Requester {
             Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
                 packet.coalesce(buf);
                 packet.bth.ack_req = self.pauses(head, buf, packet.room, packet.count);
-                packet.answered_behind = self.is_answered_behind(packet);
+                packet.answered_behind = self.is_answered_behind(packet, buf);
                 packet.ends_queue =
                     packet.bth.psn == self.cursor_psn() && self.cursor.wqe + 1 == self.queue.len();
                 packet.push_data(env, buf)?;
@@ -332,7 +332,7 @@ impl Requester {
     /// request is sent at once: it has room, and neither a fence, the initiator depth, a rate nor a grant holds it back until the
     /// WRITE is answered. A WRITE that is sent again requests an acknowledgement, because what follows it may have been answered
     /// meanwhile. So does every WRITE to a peer that is not rdmux.
-    fn is_answered_behind(&self, packet: &RequestPacket<'_>) -> bool {
+    fn is_answered_behind(&self, packet: &RequestPacket<'_>, buf: &TransmitBuf) -> bool {
         let head = packet.head;
         let Some(next) = self.queue.get(self.cursor.wqe + 1).filter(|_| head.peer_is_rdmux) else {
             return false;
@@ -347,6 +347,8 @@ impl Requester {
         room >= self.worth_sending(head, next.is_read(), next.packets).max(1)
             && self.resources.len() < usize::from(self.max_rd_atomic)
             && !head.rate.is_limited()
+            // Both leave in this quantum.
+            && buf.room() > (packet.count * head.mtu) as usize + HEADS_MAX
     }
 
     /// Advances the cursor past the packet that was built there, of `packets` PSNs. `asks`: whether a response to it comes at once.
