@@ -165,8 +165,6 @@ mod switch {
         TakenPast,
         /// A request in a ring is executed although its turn has not come.
         TakenOutOfTurn,
-        /// A request in a ring that was sent before a reset of its QP ends requests after the reset.
-        TicketOutlived,
         /// A request carries an acknowledgement to a peer that did not agree to it.
         CarriedUnagreed,
         /// A carried acknowledgement covers one packet too many.

@@ -941,7 +941,7 @@ impl Qp {
         let answers = matches!(self.head.state, QpState::Rts | QpState::Sqd | QpState::Sqe);
         if let Halves::Reliable(requester, _) = &mut self.halves
             && answers
-            && (ticket.incarnation == self.head.incarnation || mutant!(TicketOutlived))
+            && ticket.incarnation == self.head.incarnation
         {
             let done = requester.handle_taken(env, &self.head, ticket.end, taken);
             self.end_if_broken(env, done);
