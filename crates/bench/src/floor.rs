@@ -18,7 +18,7 @@ use super::pin;
 /// Number of acknowledgements that the receiver of a stream sends per window.
 const ACKS_PER_WINDOW: u64 = 8;
 
-/// What one side of a ping-pong sends.
+/// Message that one side of a ping-pong sends.
 #[derive(Clone, Copy)]
 pub(super) enum Message {
     /// A datagram of so many bytes, by `sendto`.

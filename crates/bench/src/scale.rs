@@ -133,7 +133,7 @@ pub(super) fn child(args: &[String]) -> Result<()> {
     }
 }
 
-/// What one connection has at one side.
+/// Objects of one connection at one side.
 struct End {
     cq: CompletionQueue,
     qp: QueuePair,

@@ -69,7 +69,7 @@ struct Lane {
     known: Mutex<Known>,
 }
 
-/// What a lane knows.
+/// Grants and regions that a lane knows.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     /// Set when the QP takes READs.

@@ -180,7 +180,7 @@ impl std::fmt::Debug for Core {
     }
 }
 
-/// What a caller leaves for the holder of the engine's lock.
+/// Work that a caller leaves for the holder of the engine's lock.
 enum Left {
     /// A send request with its place in the queue of its queue pair.
     Request(Qpn, SendRequest),

@@ -296,7 +296,7 @@ fn ring__that_is_full_lets_nothing_overtake() {
             host.pair.recv(1, wr_id, 0, 64);
             host.ring.is_full = wr_id % 3 == 1;
             host.send(wr_id, 0, 8);
-            // What goes by the ring and in packets arrives in the order in which it was sent.
+            // Requests in the ring and packets arrive in the order in which they were sent.
             while !host.ring.requests.is_empty() {
                 host.take(true);
             }

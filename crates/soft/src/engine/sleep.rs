@@ -101,7 +101,7 @@ impl Epoll {
     }
 }
 
-/// What ended a sleep in the epoll set.
+/// Causes that ended a sleep in the epoll set.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Happened {
     /// Somebody woke the thread.
