@@ -255,6 +255,12 @@ impl Channel {
         self.rx.is_ready()
     }
 
+    /// Returns whether the peer has sent something, or has taken requests. Costs two loads at most.
+    #[inline]
+    pub fn has_news(&self) -> bool {
+        self.rx.is_ready() || self.tx.has_news()
+    }
+
     /// Takes the next record of the peer, if there is one. [`Channel::release`] returns its room to the peer.
     #[inline]
     pub fn receive(&mut self) -> Result<Option<Record>, Corrupt> {

@@ -386,6 +386,13 @@ impl<M: RingMemory> Producer<M> {
         Some((ticket, taken))
     }
 
+    /// Returns whether [`Producer::look_for_ends`] and [`Producer::ended`] are worth calling. Costs one load if there are requests.
+    #[inline]
+    pub fn has_news(&self) -> bool {
+        let moved = || self.memory.load(Word::Head, Ordering::Relaxed) != self.seen;
+        self.has_requests() && (self.has_ended() || moved())
+    }
+
     /// Returns whether there are requests that have not ended.
     #[inline]
     pub fn has_requests(&self) -> bool {

@@ -379,6 +379,27 @@ fn request__ends_when_the_consumer_has_taken_it() {
 }
 
 #[test]
+fn has_news__until_ends_were_looked_at() {
+    let (_, mut producer, mut consumer) = ring(16);
+    assert_eq!(push(&mut producer, 0, 40), Ok(Wake::Nobody));
+    pop(&mut consumer, 0, 40);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert!(!producer.has_news(), "a train has no end");
+    assert_eq!(request(&mut producer, 1, 40), Ok(Some(Wake::Nobody)));
+    producer.look_for_ends().unwrap();
+    assert!(!producer.has_news());
+    take_request(&mut consumer, 1, 40, false);
+    assert!(!producer.has_news());
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert!(producer.has_news());
+    // Somebody has looked, as for room, and has left the end.
+    producer.look_for_ends().unwrap();
+    assert!(producer.has_news());
+    assert!(producer.ended().is_some());
+    assert!(!producer.has_news());
+}
+
+#[test]
 fn request__keeps_its_slots_until_its_end_was_looked_at() {
     let (_, mut producer, mut consumer) = ring(4);
     assert_eq!(request(&mut producer, 0, 40), Ok(Some(Wake::Nobody)));
