@@ -16,6 +16,7 @@ mod looks;
 mod media;
 mod nap;
 mod open;
+mod quiet;
 mod sleep;
 mod sockets;
 mod standby;
@@ -58,6 +59,7 @@ use self::lock::{EngineGuard, EngineLock};
 use self::looks::Looks;
 pub(crate) use self::media::InProgress;
 use self::media::Media;
+use self::quiet::Quiet;
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
 use self::standby::Standby;
@@ -72,7 +74,7 @@ use super::port::RnicPort;
 use super::shm::link::{Links, slot_of};
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, TxSocket};
 
-/// Polls by a spinning caller between two checks whether somebody else needs its CPU.
+/// Polls by a spinning caller, at least, between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
 /// Polls that find nothing after a completion queue was last armed, after which the engine assumes that the caller polls until it
 /// finds something. Programs that sleep poll a few times, and then arm.
@@ -132,9 +134,11 @@ pub(crate) struct Core {
     naps: bool,
     /// Number of wake-ups that completion queues sent to their waiters.
     told: Arc<AtomicU64>,
-    /// Polls by callers: all of them, and those since a completion queue was armed.
+    /// Polls by callers: all of them, those since a completion queue was armed, and all by the last look around.
     polls: u32,
     polls_unarmed: u32,
+    polls_checked: u32,
+    quiet: Quiet,
     looks: Looks,
     /// Number of times that the sockets were read.
     #[cfg(test)]
@@ -296,6 +300,7 @@ impl Engine {
 
     #[inline]
     fn begin<'a>(&'a self, mut core: EngineGuard<'a, Core>) -> Locked<'a> {
+        core.quiet.end();
         if self.core.has_left() {
             self.post_left(&mut core);
         }
@@ -309,6 +314,7 @@ impl Engine {
     /// Posts the requests that others left.
     #[cold]
     fn post_left(&self, core: &mut Core) {
+        core.quiet.end();
         let (left, now) = (self.core.take_left(), self.now());
         for left in left {
             match left {
@@ -360,7 +366,16 @@ impl Engine {
     /// watching the sockets beside a caller that may sleep without further notice. For a caller that comes back, the thread stays idle,
     /// and acknowledgements wait while requests keep coming in.
     pub(crate) fn drive_and_look<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
-        let mut core = self.try_lock()?;
+        let mut core = self.core.try_lock()?;
+        if core.poll_quietly() {
+            drop(core);
+            // Others may have left items meanwhile, which [`Locked`] takes care of otherwise.
+            if self.core.has_left() {
+                self.serve_left();
+            }
+            return None;
+        }
+        let mut core = self.begin(core);
         let now = self.now();
         core.polls = core.polls.wrapping_add(1);
         core.polls_unarmed = match self.armed_queues.any() {
@@ -373,9 +388,11 @@ impl Engine {
         }
         let received = core.receive_polled(now);
         let met = now.since_ns(core.served_at) > SERVE_NS && core.serve_links(now);
-        let yields = core.polls.is_multiple_of(LOOKS_PER_LOOK_AROUND) && core.needs_to_yield(now);
+        let unchecked = core.polls.wrapping_sub(core.polls_checked);
+        let yields = unchecked >= LOOKS_PER_LOOK_AROUND && core.needs_to_yield(now);
         core.finish(now, received == 0 || !comes_back);
         self.wake_early(&core);
+        core.has_driven(now, received == 0 && comes_back);
         drop(core);
         let mut found = look();
         if yields && found.is_none() {
@@ -732,6 +749,7 @@ impl Core {
 
     /// Returns whether somebody else needs the CPU that this caller spins on.
     fn needs_to_yield(&mut self, now: Time) -> bool {
+        self.polls_checked = self.polls;
         let cpu = current_cpu();
         self.links.tell_cpu(cpu);
         #[cfg(test)]

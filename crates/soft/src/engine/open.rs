@@ -24,6 +24,7 @@ use super::handover::HandOver;
 use super::leader::Leader;
 use super::lock::EngineLock;
 use super::looks::Looks;
+use super::quiet::Quiet;
 use super::sleep::Epoll;
 use super::sockets::TxSockets;
 use super::standby::Standby;
@@ -197,6 +198,8 @@ impl Core {
             told: Arc::default(),
             polls: 0,
             polls_unarmed: 0,
+            polls_checked: 0,
+            quiet: Quiet::default(),
             looks: Looks::default(),
             #[cfg(test)]
             looked: 0,

@@ -955,6 +955,15 @@ pub(super) fn bring_up(ends: &[EngineEnd; 2]) {
     }
 }
 
+/// Brings up two ends, and the link between their engines.
+pub(super) fn link_up(ends: &[EngineEnd; 2]) {
+    bring_up(ends);
+    for (end, peer) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
+        let slot = peer.0.engine().lock().rnic.config().slot;
+        until(end.0.engine(), |core| core.links.reach((peer.0.address(), slot)));
+    }
+}
+
 /// Waits until a condition on the engine's state holds.
 pub(super) fn until(engine: &Engine, holds: impl Fn(&Core) -> bool) {
     let deadline = Instant::now() + LONG;

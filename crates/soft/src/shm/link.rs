@@ -49,6 +49,8 @@ const BACKLOG: i32 = 64;
 const MESSAGES_PER_PASS: usize = 64;
 /// Records taken from one link per pass.
 const RECORDS_PER_PASS: usize = 16;
+/// Links at which a call of [`Links::have_news`] looks: with more of them a caller would see less often what comes without the rings.
+pub(crate) const LINKS_PER_LOOK: usize = 8;
 /// Queue pairs whose reasons for using packets are kept; beyond that, reasons of destroyed queue pairs are discarded.
 const REASONS_MAX: usize = 1024;
 /// Time for which this side does not ask a peer again after it could not link to the peer.
@@ -139,6 +141,8 @@ pub(crate) struct Links {
     no_rings: NoRings,
     /// Index in `list` at which the link to a slot was found last.
     by_slot: [u8; SLOTS],
+    /// Index in `list` of the link at which [`Links::have_news`] has looked last.
+    looked_at: usize,
     buffer: Vec<u8>,
 }
 
@@ -183,6 +187,7 @@ impl Links {
             untold_ends: false,
             no_rings: NoRings,
             by_slot: [0; SLOTS],
+            looked_at: 0,
             buffer: Vec::with_capacity(1 << 16),
         }
     }
@@ -308,6 +313,26 @@ impl Links {
     pub(crate) fn reach(&self, peer: (IpAddr, u8)) -> bool {
         let up = |link: &ShmLink| link.peer == Some(peer) && matches!(link.state, LinkState::Up(_));
         self.list.iter().any(up)
+    }
+
+    /// Looks at the next few links; returns whether one of their peers has sent something, or has taken requests.
+    #[inline]
+    pub(crate) fn have_news(&mut self) -> bool {
+        for _ in 0..self.list.len().min(LINKS_PER_LOOK) {
+            let next = self.looked_at + 1;
+            self.looked_at = if next < self.list.len() { next } else { 0 };
+            if let LinkState::Up(channel) = &self.list[self.looked_at].state
+                && channel.has_news()
+            {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Returns whether there is nothing to do before a peer does something.
+    pub(crate) fn can_wait(&self) -> bool {
+        !self.sharings.are_due() && !self.owes_ends && !self.untold_ends && !self.have_waiting()
     }
 
     /// Processes arrived packets; returns how many trains. `unsent`: whether the device has trains that wait for a socket.

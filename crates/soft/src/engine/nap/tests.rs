@@ -7,7 +7,7 @@ use rdmux_rnic::{RecvRequest, SgeList, Status};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Options, QpOptions, SharedMemory};
 
-use super::super::tests::{EngineEnd, LONG, bring_up, ends_with, send, until};
+use super::super::tests::{EngineEnd, LONG, bring_up, ends_with, link_up, send, until};
 use super::*;
 use crate::skip::skip;
 use crate::testing::{Inside, open_with};
@@ -26,11 +26,7 @@ fn linked(hosts: [u8; 2]) -> Option<[EngineEnd; 2]> {
         return None;
     }
     let ends = ends_with(hosts, sleepers);
-    bring_up(&ends);
-    for (end, peer) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
-        let slot = peer.0.engine().lock().rnic.config().slot;
-        until(end.0.engine(), |core| core.links.reach((peer.0.address(), slot)));
-    }
+    link_up(&ends);
     Some(ends)
 }
 

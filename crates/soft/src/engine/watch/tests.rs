@@ -7,7 +7,7 @@ use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{CompletionQueue, EngineWatch, Options, SharedMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::super::tests::{EngineEnd, LONG, bring_up, ends_with, exchange, is_told, send, until};
+use super::super::tests::{EngineEnd, LONG, bring_up, ends_with, exchange, is_told, link_up, send, until};
 use super::*;
 use crate::testing::Inside;
 
@@ -20,12 +20,9 @@ fn connected(hosts: [u8; 2], carrier: SharedMemory) -> [EngineEnd; 2] {
         ..Options::default()
     };
     let ends = ends_with(hosts, options);
-    bring_up(&ends);
-    if carrier == SharedMemory::Auto {
-        for (end, peer) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
-            let slot = peer.0.engine().lock().rnic.config().slot;
-            until(end.0.engine(), |core| core.links.reach((peer.0.address(), slot)));
-        }
+    match carrier {
+        SharedMemory::Auto => link_up(&ends),
+        SharedMemory::Off => bring_up(&ends),
     }
     ends
 }
