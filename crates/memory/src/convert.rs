@@ -497,7 +497,8 @@ fn put_back(from: &Mapping, range: &Range<u64>, is_there: impl Fn(&Range<u64>) -
 /// # Safety
 /// What is at the target may be replaced, and nobody relies on the bytes at the old addresses meanwhile.
 unsafe fn move_pages(from: u64, to: u64, len: usize) -> rustix::io::Result<()> {
-    let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+    // rustix has no name for the second flag where it calls libc.
+    let flags = MremapFlags::MAYMOVE | MremapFlags::from_bits_retain(libc::MREMAP_DONTUNMAP as u32);
     // SAFETY: as the caller says.
     unsafe { mremap_fixed(pointer(from), len, len, flags, pointer(to)) }?;
     Ok(())
