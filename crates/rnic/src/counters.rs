@@ -28,6 +28,8 @@ counters! {
     sent_bytes,
     /// RoCEv2 packets received through memory of this host; these are in `rcvd_pkts` too.
     rcvd_pkts_local,
+    /// RoCEv2 packets whose payload was copied once, out of memory of a peer on this host; these are in `rcvd_pkts_local` too.
+    rcvd_pkts_named,
     /// WRITEs and READs executed in memory that a peer on this host granted, without packets.
     direct_requests,
     /// Bytes written and read in memory that a peer on this host granted, without packets.

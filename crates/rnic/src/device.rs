@@ -24,9 +24,9 @@ use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::histogram::Latencies;
 use crate::lane::{Delivery, DirectLane};
-use crate::local::{NoRings, RingBytes, Rings, Taken, Ticket};
+use crate::local::{Lending, NAMED_BYTES_MAX, NoRings, RingBytes, Rings, Taken, Ticket};
 use crate::mcast::{Groups, McastError};
-use crate::memory::Memory;
+use crate::memory::{Access, Memory};
 use crate::probes::word24;
 use crate::qp::message::Payload;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
@@ -52,7 +52,7 @@ const RDMUX_IP_ID_MAX: u16 = 127;
 /// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
 /// Like it, for packets that come through memory of this host.
-const LOCAL_BYTES_MAX: usize = coalesced::PAYLOAD_BYTES_MAX + 128;
+const LOCAL_BYTES_MAX: usize = NAMED_BYTES_MAX + 128;
 /// Bytes at the beginning of a record that are read at once. The headers are shorter.
 const RECORD_READ_BYTES: usize = 128;
 /// Most pad bytes of a packet.
@@ -937,6 +937,31 @@ impl Rnic {
         })
     }
 
+    /// Returns a region of which a QP's requests may name parts for the peer to read ([`Rings::put_named`]), whatever rights the region
+    /// gives. The peer may until [`Rnic::poll_revoked`] returns the QP, the region is registered anew or deregistered, or `lending` ends
+    /// what the driver lends the peer for the QP.
+    pub fn lendable(
+        &mut self,
+        qpn: Qpn,
+        lkey: LKey,
+        lending: Arc<dyn Lending>,
+    ) -> Result<Grantable, NotGranted> {
+        let qp = self.qps.get_mut(&qpn.value()).ok_or(NotGranted::NoQp)?;
+        qp.grants().ok_or(NotGranted::NoQp)?;
+        let spec = self.regions.plain(lkey.0, qp.head.init.pd);
+        let spec = spec.ok_or(NotGranted::NoRegion)?;
+        qp.head.granted = true;
+        qp.head.lending = Some(lending);
+        Ok(Grantable {
+            memory: spec.memory.clone(),
+            memory_offset: spec.memory_offset,
+            iova: spec.view().iova,
+            length: spec.length,
+            access: Access::REMOTE_READ,
+            lkey,
+        })
+    }
+
     /// Returns the memories of the regions that are no windows and are not filled by work requests.
     pub fn memories(&self) -> impl Iterator<Item = (LKey, Arc<dyn Memory>)> {
         self.regions
@@ -1049,23 +1074,18 @@ impl Rnic {
         }
     }
 
-    /// Handles a request of `len` bytes that came in the ring of a process at an address. Returns how it was taken; `None`: the driver is
-    /// to pass it on as a packet. A record is the packet without pad and ICRC.
-    pub fn handle_request(
-        &mut self,
-        now: Time,
-        src: IpAddr,
-        record: &dyn RingBytes,
-        len: usize,
-    ) -> Option<Taken> {
+    /// Handles a request that came in the ring of a process at an address. Returns how it was taken; `None`: the driver is
+    /// to pass it on as a packet, or if it cannot read all of it, as [`Taken::Again`].
+    pub fn handle_request(&mut self, now: Time, src: IpAddr, record: &dyn RingBytes) -> Option<Taken> {
+        let len = record.bytes();
         // The headers, and a short payload, are read at once; a longer one goes from the record to its place.
         let mut bytes = [0; RECORD_READ_BYTES + PAD_MAX + ICRC_LEN];
-        let read = len.min(RECORD_READ_BYTES);
-        record.read(0, &mut bytes[..read]);
+        let read = record.held().min(len).min(RECORD_READ_BYTES);
+        record.read(0, &mut bytes[..read]).ok()?;
         let heads = Bth::LEN + Opcode::from_code(bytes[0])?.ext().len();
         let tail = usize::from(bytes[1] >> 4 & 3) + ICRC_LEN;
         let held = if len == read { read } else { heads };
-        if held > read || len + tail >= LOCAL_BYTES_MAX {
+        if held > read || len > heads + NAMED_BYTES_MAX {
             return None;
         }
         bytes[held..held + tail].fill(0);
@@ -1080,7 +1100,11 @@ impl Rnic {
         let (opcode, qpn) = (packet.bth.opcode, packet.bth.dest_qpn);
         let is_data = opcode.operation.is_send() || opcode.operation.is_write();
         let qp = self.qps.get_mut(&qpn.value())?;
-        let is_for = |head: &Head| head.takes(opcode) && head.takes_now(opcode) && head.is_from_peer(src);
+        // The receive of one that has to come again waits in its QP, and those of XRC share receives.
+        let takes_named = |head: &Head| record.held() == len || head.init.qp_type == QpType::Rc;
+        let is_for = |head: &Head| {
+            head.takes(opcode) && head.takes_now(opcode) && head.is_from_peer(src) && takes_named(head)
+        };
         if !is_data || packet.bth.pkey & 0x7fff != 0x7fff || !is_for(&qp.head) {
             return None;
         }
@@ -1098,10 +1122,16 @@ impl Rnic {
             self.with_qp(now, qpn, |_, _| ());
         }
         let taken = taken?;
+        if taken == Taken::Again {
+            return Some(taken);
+        }
         let count = u64::from(packet.count());
         self.counters.rcvd_bytes += (len + tail) as u64;
         self.counters.rcvd_pkts += count;
         self.counters.rcvd_pkts_local += count;
+        if taken == Taken::Done && record.held() < len {
+            self.counters.rcvd_pkts_named += count;
+        }
         Some(taken)
     }
 

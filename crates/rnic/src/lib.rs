@@ -54,7 +54,7 @@ pub use device::{
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
 pub use lane::{Delivery, DirectLane, Directly};
-pub use local::{Fill, NoRings, RingBytes, Rings, Taken, Ticket, end_packet};
+pub use local::{Fill, Lending, NoRings, PARTS_MAX, Part, RingBytes, Rings, Room, Taken, Ticket, end_packet};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{
     Access, Atomic, Fault, HeapMemory, Medium, Memory, NotShared, PeerFault, PeerMemory, Placement, Sharing,

@@ -4,14 +4,24 @@
 //! done. Of any other it says so, and the request is one like those that arrive in packets from there on, with the same PSNs: packets
 //! acknowledge or refuse it, and the requester sends it again in packets if it must. So a requester whose link ends, or whose peer has no
 //! receive, goes on exactly where it would be if all had been packets.
+//!
+//! A long SEND carries no payload but names the parts of the requester's memory that hold it ([`Part`]), and the peer copies from there.
+//! The memory belongs to the request until the peer has taken it, as until a packet is acknowledged. A request that ends earlier, because
+//! its QP fails, ends what the peer may read before its completion shows ([`Lending`]). A WRITE holds its payload in any case: if the memory
+//! were lent no more in the middle of the copy, its bytes would be placed twice, and somebody may look at the first ones.
 
 use std::fmt;
 use std::net::IpAddr;
 
 use rdmux_wire::roce::{Bth, ICRC_LEN};
-use rdmux_wire::{Psn, Qpn};
+use rdmux_wire::{LKey, Psn, Qpn};
 
-use crate::memory::{Fault, Memory};
+use crate::memory::{Fault, Memory, PeerFault};
+
+/// Most payload bytes of a request that names its memory.
+pub(crate) const NAMED_BYTES_MAX: usize = 256 << 10;
+/// Most parts of memory that a request names.
+pub const PARTS_MAX: usize = 4;
 
 /// A request in a ring, as its sender keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,23 +41,56 @@ pub enum Taken {
     Done,
     /// Packets tell.
     Deferred,
+    /// It names memory that cannot be read, and was not executed: the requester sends it in packets.
+    Again,
 }
 
-/// Bytes of a record in memory that this device and a peer on this host share. The peer may change them at any time. Offsets count from the
-/// start of the record, and callers stay within it.
+/// A part of a region of ours that holds payload of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The region.
+    pub lkey: LKey,
+    /// Offset in the region.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u32,
+}
+
+/// A request that a peer on this host has put into its ring: the bytes of the packet without pad and ICRC. The peer may change them at any
+/// time. Offsets count from the start of the packet, and callers stay within it.
 pub trait RingBytes: fmt::Debug {
+    /// Returns the number of bytes.
+    fn bytes(&self) -> usize;
+    /// Returns the number of bytes at the start that the record holds itself; the rest is in memory of the peer, if there is more.
+    fn held(&self) -> usize;
     /// Copies bytes out.
-    fn read(&self, at: usize, out: &mut [u8]);
+    ///
+    /// # Errors
+    /// [`PeerFault::Ended`] if the memory that the request names cannot be read, or no longer.
+    fn read(&self, at: usize, out: &mut [u8]) -> Result<(), PeerFault>;
+    /// Copies bytes out, to a memory, as [`Memory::write`] does.
+    ///
+    /// # Errors
+    /// As [`RingBytes::read`], or that of the memory. Some bytes may be in place.
+    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), PeerFault>;
+}
+
+/// Room for a request in a ring. Offsets count from its start, and callers stay within it.
+pub trait Room: fmt::Debug {
     /// Copies bytes in.
     fn write(&self, at: usize, bytes: &[u8]);
     /// Copies bytes of a memory in.
     fn write_from(&self, at: usize, from: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault>;
-    /// Copies bytes out, to a memory, as [`Memory::write`] does.
-    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault>;
 }
 
 /// Writes a request into its record; returns false if that fails, and the record is given up.
-pub type Fill<'a> = dyn FnMut(&dyn RingBytes) -> bool + 'a;
+pub type Fill<'a> = dyn FnMut(&dyn Room) -> bool + 'a;
+
+/// What the peer of a QP may read of our memory ([`crate::Rnic::lendable`]).
+pub trait Lending: fmt::Debug + Send + Sync {
+    /// Ends it: the peer discards what it copies from here on. The driver forgets the regions later, by [`crate::Rnic::poll_revoked`].
+    fn end(&self);
+}
 
 /// The rings to the peers on this host.
 pub trait Rings {
@@ -57,6 +100,13 @@ pub trait Rings {
     /// Puts a request of `bytes` bytes into the ring to the process that has a QPN at an address. Returns false if there is no such ring,
     /// or no room in it, or `fill` fails. Once the peer has taken the request, the driver passes the ticket to [`crate::Rnic::handle_taken`].
     fn put(&mut self, peer: (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool;
+
+    /// Returns the number of payload bytes from which on a request is worth naming its memory, instead of a second copy.
+    fn named_bytes_min(&self) -> usize;
+
+    /// Puts a request into the ring whose headers are `heads`, and whose payload is in these parts of our memory, as [`Rings::put`] does.
+    /// Returns false if the peer cannot read them (yet), or there is no room.
+    fn put_named(&mut self, peer: (IpAddr, Qpn), ticket: Ticket, heads: &[u8], parts: &[Part]) -> bool;
 }
 
 /// No rings.
@@ -69,6 +119,14 @@ impl Rings for NoRings {
     }
 
     fn put(&mut self, _: (IpAddr, Qpn), _: Ticket, _: usize, _: &mut Fill<'_>) -> bool {
+        false
+    }
+
+    fn named_bytes_min(&self) -> usize {
+        usize::MAX
+    }
+
+    fn put_named(&mut self, _: (IpAddr, Qpn), _: Ticket, _: &[u8], _: &[Part]) -> bool {
         false
     }
 }

@@ -161,6 +161,10 @@ mod switch {
         CoalescedAckPast,
         /// A request that its peer took out of a ring, but left to packets, is done.
         DeferredIsDone,
+        /// A request that is to be sent again counts as done.
+        AgainIsDone,
+        /// A request whose memory can no longer be read counts as placed.
+        EndedIsPlaced,
         /// A request that its peer took out of a ring and executed ends the one behind it too.
         TakenPast,
         /// A request in a ring is executed although its turn has not come.

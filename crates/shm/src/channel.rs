@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use rdmux_memory::{AnonymousMemory, ApplicationMemory};
 use rdmux_rnic::{
-    Access, Fault, Fill, Grant, Grantable, LKey, LinkProgress, Memory as _, Qpn, RKey, Sharing, Taken, Ticket,
+    Access, Fault, Fill, Grant, Grantable, LKey, Lending, LinkProgress, Memory as _, PARTS_MAX, Part, Qpn,
+    RKey, Room as _, Sharing, Taken, Ticket,
 };
 use rustix::event::epoll;
 use rustix::io::Errno;
@@ -16,11 +17,12 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
+use crate::lend::{Borrower, Lender, NamedBytes, NamedPart, NotLent};
 use crate::nap::{self, NapWord};
-use crate::place::{COMMON, Places};
-use crate::record::RecordBytes;
+use crate::place::{COMMON, Place, Places};
+use crate::record::{HeldBytes, RecordBytes};
 use crate::revocation::{self, Inside};
-use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Record, Wake};
+use crate::ring::{Consumer, Corrupt, Meta, PART_BYTES, Producer, PushError, Record, Wake};
 use crate::segment::{Area, GRANTS, GrantWords, PLACES, Segment, Side};
 use crate::stay::{Given, Stay, Stays};
 use rdmux_verbs::provider::{NotDirect, Refusal};
@@ -33,6 +35,27 @@ pub const WAITING_BYTES_MAX: usize = 16 << 20;
 const CALLS_BEFORE_ASKING_AGAIN: u64 = 32;
 /// Rings of one peer's doorbell taken per pass.
 const RINGS_PER_PASS: usize = 64;
+
+/// Reason why a request that names its payload is not in the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NameError {
+    /// The peer cannot read it.
+    NotLent(NotLent),
+    /// The peer has written nonsense into the ring.
+    Corrupt,
+}
+
+impl From<NotLent> for NameError {
+    fn from(not: NotLent) -> NameError {
+        NameError::NotLent(not)
+    }
+}
+
+impl From<Corrupt> for NameError {
+    fn from(Corrupt: Corrupt) -> NameError {
+        NameError::Corrupt
+    }
+}
 
 /// A grant, as its owner describes it to the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +114,9 @@ pub struct Channel {
     stays: Arc<Stays>,
     /// Places of the queue pairs that hold grants of the peer.
     places: Places,
+    /// Regions that requests of this end may name, and those that requests of the peer may.
+    lender: Lender,
+    borrower: Borrower,
 }
 
 /// This process's end of a pair of sockets; a byte sent wakes the peer. Nothing that the peer does with its end makes a sender wait. (Any
@@ -118,6 +144,8 @@ impl Channel {
         Channel {
             tx: Producer::new(segment.ring(side)),
             rx: Consumer::new(segment.ring(side.other())),
+            lender: Lender::new(&segment, side),
+            borrower: Borrower::default(),
             segment,
             side,
             doorbell: Doorbell {
@@ -195,6 +223,30 @@ impl Channel {
         let put = self
             .tx
             .request(ticket, bytes, |area, slot| fill(&RecordBytes::new(area, slot)));
+        self.after_request(put)
+    }
+
+    /// Puts a request into the ring that names its payload. Returns false if there is no room.
+    pub fn request_named(&mut self, ticket: Ticket, heads: &[u8], parts: &[Part]) -> Result<bool, NameError> {
+        if !self.waiting.is_empty() {
+            return Ok(false);
+        }
+        let named = self.lender.name(ticket.qpn, parts)?;
+        let count = parts.len().min(PARTS_MAX);
+        let begin = count * PART_BYTES;
+        let put = self
+            .tx
+            .request_with_parts(ticket, begin + heads.len(), count, |area, slot| {
+                let record = RecordBytes::new(area, slot);
+                NamedPart::write_all(&named[..count], &record);
+                record.write(begin, heads);
+                true
+            });
+        Ok(self.after_request(put)?)
+    }
+
+    #[inline]
+    fn after_request(&mut self, put: Result<Option<Wake>, PushError>) -> Result<bool, Corrupt> {
         match put {
             Ok(Some(wake)) => {
                 self.ring(wake);
@@ -273,16 +325,22 @@ impl Channel {
         self.rx.read(record, out);
     }
 
-    /// Returns the bytes of a record that was received.
+    /// Returns the bytes of a request that was received and names no memory.
     #[inline]
-    pub fn bytes(&self, record: &Record) -> RecordBytes<'_> {
-        RecordBytes::new(self.rx.memory(), record.slot)
+    pub fn bytes(&self, record: &Record) -> HeldBytes<'_> {
+        HeldBytes::new(RecordBytes::new(self.rx.memory(), record.slot), record.bytes)
     }
 
-    /// Tells the peer that packets will tell how a request ends.
+    /// Returns the bytes of a request that was received and names memory.
+    pub fn named_bytes(&self, record: &Record) -> NamedBytes<'_> {
+        let bytes = RecordBytes::new(self.rx.memory(), record.slot);
+        self.borrower.request(bytes, record.bytes, record.parts)
+    }
+
+    /// Tells the peer how a request is taken, if it is not done.
     #[inline]
-    pub fn defer(&self, record: &Record) {
-        self.rx.defer(record);
+    pub fn answer(&self, record: &Record, taken: Taken) {
+        self.rx.answer(record, taken);
     }
 
     /// Returns the room of all received records to the peer, which acknowledges the requests among them. Returns whether the peer may wait
@@ -436,6 +494,7 @@ impl Channel {
         };
         let inside = revocation::take_back(&words, 0..PLACES, &indices);
         let taken: Vec<_> = indices.iter().map(|i| self.given[*i as usize].take()).collect();
+        self.lender.forget(&indices);
         let mut is_inside = false;
         for Inside { place, entry, index } in inside {
             let at = indices.iter().position(|i| *i == index);
@@ -468,7 +527,7 @@ impl Channel {
 
     /// Returns whether the peer was granted a region for a queue pair.
     pub fn has_given(&self, of: Qpn, lkey: LKey) -> bool {
-        let is_it = |given: &Given| given.qpn == of && given.lkey == lkey;
+        let is_it = |given: &Given| given.qpn == of && given.lkey == lkey && !given.lent;
         self.given.iter().flatten().any(is_it)
     }
 
@@ -481,8 +540,64 @@ impl Channel {
         of: Qpn,
         by: Qpn,
     ) -> Result<(Offer, Option<OwnedFd>), Refusal> {
+        let reach = Reached::of(grantable)?;
+        let gate = if reach.by_calls {
+            Some(self.open_gate().map_err(|_| Refusal::Full)?)
+        } else {
+            None
+        };
+        self.give(grantable, reach, gate, (rkey, of, by), false)
+    }
+
+    /// Returns the handle by which the device ends what is lent to the peer for a queue pair.
+    pub fn lending(&self, of: Qpn) -> Arc<dyn Lending> {
+        self.lender.lending(of)
+    }
+
+    /// Returns whether a region is offered or lent for the requests of a queue pair.
+    pub fn has_lent(&self, of: Qpn, lkey: LKey) -> bool {
+        self.lender.has(of, lkey)
+    }
+
+    /// Lends the peer a region for requests of queue pair `of` to its queue pair `by`. Returns the offer, and the descriptor that goes with
+    /// it. [`Channel::answered`] gets the peer's answer.
+    pub fn lend(
+        &mut self,
+        grantable: &Grantable,
+        of: Qpn,
+        by: Qpn,
+    ) -> Result<(Offer, Option<OwnedFd>), Refusal> {
+        if !self.lender.has_room() {
+            return Err(Refusal::Full);
+        }
+        let reach = Reached::of(grantable)?;
+        let may_be_shared = reach.may_be_shared;
+        // A peer that reads passes no gate: what it copied after the end of the grant counts for nothing.
+        let reach = Reached {
+            may_be_shared: false,
+            ..reach
+        };
+        let keys = (RKey(grantable.lkey.0), of, by);
+        let (offer, file) = self.give(grantable, reach, None, keys, true)?;
+        self.lender.offered(of, grantable.lkey, &offer, may_be_shared);
+        Ok((offer, file))
+    }
+
+    /// Handles the peer's answer to an offer to lend it a region.
+    pub fn answered(&mut self, index: u32, generation: u32, accepts: bool) {
+        self.lender.answered(index, generation, accepts);
+    }
+
+    fn give(
+        &mut self,
+        grantable: &Grantable,
+        reach: Reached,
+        gate: Option<Arc<Gate>>,
+        (rkey, of, by): (RKey, Qpn, Qpn),
+        lent: bool,
+    ) -> Result<(Offer, Option<OwnedFd>), Refusal> {
         // A peer that has forgotten an earlier grant gets the same grant again.
-        let is_it = |given: &Given| given.qpn == of && given.lkey == grantable.lkey;
+        let is_it = |given: &Given| (given.qpn, given.lkey, given.lent) == (of, grantable.lkey, lent);
         let before = self
             .given
             .iter()
@@ -492,12 +607,6 @@ impl Channel {
         if index >= GRANTS as usize {
             return Err(Refusal::Full);
         }
-        let reach = Reached::of(grantable)?;
-        let gate = if reach.by_calls {
-            Some(self.open_gate().map_err(|_| Refusal::Full)?)
-        } else {
-            None
-        };
         let is_open = |given: &Given| given.gate.as_ref().is_none_or(|gate| !gate.is_closed());
         let before = self
             .given
@@ -512,6 +621,7 @@ impl Channel {
             Given {
                 qpn: of,
                 lkey: grantable.lkey,
+                lent,
                 generation: self.generation,
                 gate,
                 mapped,
@@ -558,6 +668,44 @@ impl Channel {
         process: &Result<Arc<Process>, NotDirect>,
         open: &Arc<AtomicBool>,
     ) -> Result<Grant, NotDirect> {
+        let own_place = self.places.of(offer.by);
+        let (memory, memory_offset) = self.accept(offer, descriptors, process, open, own_place)?;
+        Ok(Grant {
+            memory: Arc::new(memory),
+            memory_offset,
+            iova: offer.iova,
+            length: offer.length,
+            access: offer.access,
+        })
+    }
+
+    /// Accepts a region that the peer lends, as [`Channel::take`] does.
+    pub fn borrow(
+        &mut self,
+        offer: &Offer,
+        descriptors: Vec<OwnedFd>,
+        process: &Result<Arc<Process>, NotDirect>,
+        open: &Arc<AtomicBool>,
+    ) -> Result<(), NotDirect> {
+        // This end only reads.
+        let offer = Offer {
+            access: Access::REMOTE_READ,
+            ..*offer
+        };
+        let (memory, begin) = self.accept(&offer, descriptors, process, open, None)?;
+        self.borrower.add(memory, begin, offer.length);
+        Ok(())
+    }
+
+    /// Returns the memory of a grant, and where the region begins in it.
+    fn accept(
+        &self,
+        offer: &Offer,
+        descriptors: Vec<OwnedFd>,
+        process: &Result<Arc<Process>, NotDirect>,
+        open: &Arc<AtomicBool>,
+        own_place: Option<Arc<Place>>,
+    ) -> Result<(Granted, u64), NotDirect> {
         if offer.index >= GRANTS || offer.length == 0 {
             return Err(NotDirect::Unmappable);
         }
@@ -590,27 +738,21 @@ impl Channel {
             }
             None => (Reach::Process(addresses()?), offer.offset),
         };
-        let own_place = self.places.of(offer.by);
         let calls_left = u32::try_from(offer.calls).ok().filter(|calls| *calls > 0);
-        Ok(Grant {
-            memory: Arc::new(Granted {
-                reach,
-                segment: Arc::clone(&self.segment),
-                side: self.side,
-                index: offer.index,
-                generation: offer.generation,
-                gate: offer.gate,
-                left: offer.left,
-                place: own_place.as_ref().map_or(COMMON, |place| place.number),
-                own_place,
-                open: Arc::clone(open),
-                calls_left: calls_left.map(AtomicU32::new),
-            }),
-            memory_offset,
-            iova: offer.iova,
-            length: offer.length,
-            access: offer.access,
-        })
+        let granted = Granted {
+            reach,
+            segment: Arc::clone(&self.segment),
+            side: self.side,
+            index: offer.index,
+            generation: offer.generation,
+            gate: offer.gate,
+            left: offer.left,
+            place: own_place.as_ref().map_or(COMMON, |place| place.number),
+            own_place,
+            open: Arc::clone(open),
+            calls_left: calls_left.map(AtomicU32::new),
+        };
+        Ok((granted, memory_offset))
     }
 }
 

@@ -444,7 +444,7 @@ impl Granted {
         }
     }
 
-    fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
+    pub(crate) fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
         self.reading(|| match self.reach.route(at, out.len() as u64) {
             Route::Mapped(theirs, at) => theirs.read(at, out).map_err(ended),

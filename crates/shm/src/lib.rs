@@ -13,6 +13,7 @@
 mod channel;
 mod gate;
 mod grant;
+mod lend;
 pub mod nap;
 mod place;
 mod record;
@@ -24,10 +25,11 @@ pub mod segment;
 mod skip;
 pub mod stay;
 
-pub use channel::{Channel, Offer, WAITING_BYTES_MAX};
+pub use channel::{Channel, NameError, Offer, WAITING_BYTES_MAX};
 pub use grant::{Granted, Process};
+pub use lend::{NamedBytes, NotLent};
 pub use nap::NapWord;
-pub use record::RecordBytes;
+pub use record::HeldBytes;
 pub use ring::{Corrupt, Meta, Record};
 pub use segment::{Segment, Side};
 pub use stay::{Given, Stay, Stays};

@@ -2,7 +2,7 @@
 
 use rdmux_memory::ApplicationMemory;
 use rdmux_memory::mapping::Mapping;
-use rdmux_rnic::{Fault, Memory, RingBytes};
+use rdmux_rnic::{Fault, Memory, PeerFault, RingBytes, Room};
 
 use crate::grant::mapping_of;
 use crate::ring::payload_offset;
@@ -13,7 +13,7 @@ const BUFFER_BYTES: usize = 4096;
 
 /// The bytes of a record that the ring has found to lie within it.
 #[derive(Debug)]
-pub struct RecordBytes<'a> {
+pub(crate) struct RecordBytes<'a> {
     mapping: &'a Mapping,
     begin: u64,
 }
@@ -23,6 +23,14 @@ impl<'a> RecordBytes<'a> {
         RecordBytes {
             mapping: area.mapping(),
             begin: (area.begin() + payload_offset(slot)) as u64,
+        }
+    }
+
+    /// Returns the bytes from an offset on.
+    pub(crate) fn from(self, at: usize) -> RecordBytes<'a> {
+        RecordBytes {
+            begin: self.at(at),
+            ..self
         }
     }
 
@@ -47,15 +55,10 @@ fn application(memory: &dyn Memory) -> Option<&ApplicationMemory> {
     memory.as_any()?.downcast_ref()
 }
 
-impl RingBytes for RecordBytes<'_> {
-    #[inline]
-    fn read(&self, at: usize, out: &mut [u8]) {
-        // The ring has checked that the range is inside, here and below.
-        let _ = self.mapping.read(self.at(at), out);
-    }
-
+impl Room for RecordBytes<'_> {
     #[inline]
     fn write(&self, at: usize, bytes: &[u8]) {
+        // The ring has checked that the range is inside, here and below.
         let _ = self.mapping.copy_in(self.at(at), bytes);
     }
 
@@ -73,8 +76,15 @@ impl RingBytes for RecordBytes<'_> {
             Ok(())
         })
     }
+}
 
-    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
+impl RecordBytes<'_> {
+    #[inline]
+    pub(crate) fn copy_out(&self, at: usize, out: &mut [u8]) {
+        let _ = self.mapping.read(self.at(at), out);
+    }
+
+    fn copy_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
         if let Some((own, own_at)) = mapping_of(to, offset, len as u64) {
             let copied = own.write_from(own_at, self.mapping, self.at(at), len as u64);
             return copied.map_err(|error| error.fault());
@@ -83,8 +93,43 @@ impl RingBytes for RecordBytes<'_> {
             return own.copy_from(offset, self.mapping, self.at(at), len as u64);
         }
         by_buffer(len, |done, buffer| {
-            self.read(at + done, buffer);
+            self.copy_out(at + done, buffer);
             to.write(offset + done as u64, buffer)
         })
+    }
+}
+
+/// The bytes of a request that holds its payload.
+#[derive(Debug)]
+pub struct HeldBytes<'a> {
+    bytes: RecordBytes<'a>,
+    len: usize,
+}
+
+impl<'a> HeldBytes<'a> {
+    pub(crate) fn new(bytes: RecordBytes<'a>, len: usize) -> HeldBytes<'a> {
+        HeldBytes { bytes, len }
+    }
+}
+
+impl RingBytes for HeldBytes<'_> {
+    #[inline]
+    fn bytes(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    fn held(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    fn read(&self, at: usize, out: &mut [u8]) -> Result<(), PeerFault> {
+        self.bytes.copy_out(at, out);
+        Ok(())
+    }
+
+    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), PeerFault> {
+        self.bytes.copy_to(at, to, offset, len).map_err(PeerFault::Own)
     }
 }

@@ -29,8 +29,9 @@
 //! # Requests
 //! A record is a train of packets, which the peers' queue pairs acknowledge by packets, or a *request*: one packet of data, which the
 //! consumer acknowledges by taking it. The consumer executes a request before it moves the head past it. If it cannot, it sets the
-//! record's verdict first, and the request is one like those in trains from there on. The producer looks at the verdict of each request
-//! that the head has passed, before it uses the slots again.
+//! record's verdict first: the request is one like those in trains from there on, or the producer is to send it again. The producer looks
+//! at the verdict of each request that the head has passed, before it uses the slots again. A long request holds no payload but names it
+//! ([`crate::lend`]).
 //!
 //! # Sleeping and waking
 //! A sleeper announces its sleep in a word, and then looks once more. A side that has something for the sleeper stores it, and then looks
@@ -52,7 +53,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use rdmux_rnic::{TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Taken, Ticket};
+use rdmux_rnic::{PARTS_MAX, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Taken, Ticket};
 
 #[cfg(test)]
 mod tests;
@@ -146,9 +147,9 @@ pub enum Word {
     Stamp(u32),
     /// Number of the record's payload bytes.
     Bytes(u32),
-    /// Segment size, traffic class and kind: 16, 8 and 8 bits from the lowest.
+    /// Segment size, traffic class and kind: 16, 8 and 8 bits from the lowest. For a request, the number of its parts instead of the size.
     Form(u32),
-    /// Not 0 if the consumer took the request, and packets tell how it ends.
+    /// How the consumer took the request: 0 if it has executed it.
     Verdict(u32),
 }
 
@@ -195,8 +196,14 @@ pub struct Meta {
     pub traffic_class: u8,
 }
 
-/// Form of a request.
+/// Form of a request, to which the number of its parts is added.
 const REQUEST_FORM: u32 = (REQUEST as u32) << 24;
+/// Bytes of a part that a request names. The parts come first.
+pub(crate) const PART_BYTES: usize = 24;
+
+/// Values of [`Word::Verdict`].
+const DEFERRED: u32 = 1;
+const AGAIN: u32 = 2;
 /// Form of a `SKIP`.
 const SKIP_FORM: u32 = (SKIP as u32) << 24;
 
@@ -209,6 +216,8 @@ pub struct Record {
     pub bytes: usize,
     /// Description of a train; `None` for a request.
     pub train: Option<Meta>,
+    /// Number of parts of memory that a request names.
+    pub parts: usize,
 }
 
 impl Meta {
@@ -350,6 +359,18 @@ impl<M: RingMemory> Producer<M> {
         bytes: usize,
         fill: impl FnOnce(&M, u32) -> bool,
     ) -> Result<Option<Wake>, PushError> {
+        self.request_with_parts(ticket, bytes, 0, fill)
+    }
+
+    /// Puts a request into the ring as [`Producer::request`] does. Its first bytes describe `parts` parts, [`PARTS_MAX`] at most.
+    #[inline]
+    pub fn request_with_parts(
+        &mut self,
+        ticket: Ticket,
+        bytes: usize,
+        parts: usize,
+        fill: impl FnOnce(&M, u32) -> bool,
+    ) -> Result<Option<Wake>, PushError> {
         let room = self.reserve(bytes)?;
         let slot = self.slot(room.begin);
         if !fill(&self.memory, slot) {
@@ -357,7 +378,7 @@ impl<M: RingMemory> Producer<M> {
         }
         self.memory.store(Word::Verdict(slot), 0, Ordering::Relaxed);
         self.requests.push_back((room.begin, ticket));
-        Ok(Some(self.publish(room, REQUEST_FORM)))
+        Ok(Some(self.publish(room, REQUEST_FORM | parts as u32)))
     }
 
     /// Looks how far the consumer has come, if there are requests that have not ended. What the consumer has put into its own ring before it
@@ -381,6 +402,7 @@ impl<M: RingMemory> Producer<M> {
         let verdict = Word::Verdict(self.slot(position));
         let taken = match self.memory.load(verdict, Ordering::Relaxed) {
             0 => Taken::Done,
+            AGAIN => Taken::Again,
             _ => Taken::Deferred,
         };
         Some((ticket, taken))
@@ -571,14 +593,25 @@ impl<M: RingMemory> Consumer<M> {
                 continue;
             }
             let train = (kind == DATA).then_some(meta);
-            let valid = (kind == REQUEST || train.is_some_and(|meta| meta.is_train_of(bytes)))
+            let parts = if kind == REQUEST {
+                usize::from(meta.segment_bytes)
+            } else {
+                0
+            };
+            let is_request = kind == REQUEST && parts <= PARTS_MAX && parts * PART_BYTES <= bytes;
+            let valid = (is_request || train.is_some_and(|meta| meta.is_train_of(bytes)))
                 && bytes <= bytes_max(self.slots)
                 && record_slots(bytes) <= rest;
             if !valid {
                 return Err(Corrupt);
             }
             self.head = position.wrapping_add(record_slots(bytes));
-            return Ok(Some(Record { slot, bytes, train }));
+            return Ok(Some(Record {
+                slot,
+                bytes,
+                train,
+                parts,
+            }));
         }
     }
 
@@ -595,10 +628,15 @@ impl<M: RingMemory> Consumer<M> {
         &self.memory
     }
 
-    /// Tells the producer that packets will tell how a request ends.
-    pub fn defer(&self, record: &Record) {
+    /// Tells the producer how a request is taken, unless it is [`Taken::Done`].
+    pub fn answer(&self, record: &Record, taken: Taken) {
+        let verdict = match taken {
+            Taken::Done => return,
+            Taken::Deferred => DEFERRED,
+            Taken::Again => AGAIN,
+        };
         self.memory
-            .store(Word::Verdict(record.slot), 1, Ordering::Relaxed);
+            .store(Word::Verdict(record.slot), verdict, Ordering::Relaxed);
     }
 
     /// Returns the slots of all popped records to the producer. Called once per batch: it costs a fence. A producer that waits for the ends

@@ -37,6 +37,8 @@ pub struct Given {
     pub qpn: Qpn,
     /// The region.
     pub lkey: LKey,
+    /// Set when the region is lent to the peer, which did not ask for it ([`crate::lend`]).
+    pub(crate) lent: bool,
     pub(crate) generation: u32,
     /// Gate of the peer's calls, whose address stays reserved as long as the grant lasts; `None` if the peer maps all of the memory.
     pub(crate) gate: Option<Arc<Gate>>,
@@ -198,6 +200,7 @@ mod tests {
                 given: Given {
                     qpn: Qpn::new(7),
                     lkey: LKey(0x700),
+                    lent: false,
                     generation: 1,
                     gate: Some(gate),
                     mapped,

@@ -6,15 +6,14 @@ mod input;
 mod packet;
 mod side;
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::net::IpAddr;
 
 use rdmux_rnic::cm::{CmId, Endpoint, Peering};
 use rdmux_rnic::{
-    Access, Arm, Arrival, Bind, Directly, Fault, LinkProgress, Operation, Path, Placement, QpAttributes,
-    QpState, QpType, Qpn, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, Srqn, Taken,
-    Target, Ticket, Time, TransmitBuf, end_packet,
+    Access, Arm, Arrival, Bind, Directly, Fault, LinkProgress, Memory, Operation, Path, PeerFault, Placement,
+    QpAttributes, QpState, QpType, Qpn, Registration, RingBytes, Selectivity, SendFlags, SendRequest, Sge,
+    SgeList, Srqn, Taken, Target, Ticket, Time, TransmitBuf, end_packet,
 };
 use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
@@ -22,7 +21,7 @@ use rdmux_wire::{LKey, Psn};
 
 use crate::machine::Machine;
 use crate::memory::MemoryKind;
-use crate::world::{Record, SimRing};
+use crate::world::{SimRequest, SimRing};
 use input::Input;
 pub use input::Reach;
 use side::{FENCED, IOVA, PSN, QKEY, QpKind, REGION, Side};
@@ -32,6 +31,8 @@ use strum::VariantArray;
 const LINK_PACKETS: usize = 512;
 /// Maximum number of packets that one input event may cause: a few windows of all QPs and their pending responses.
 const BURST_PACKETS: usize = 1 << 15;
+/// Bytes that hold the headers of every request of data.
+const HEADS_BYTES: usize = 48;
 /// Maximum number of timers that fire until a device whose peer is silent becomes idle.
 const TIMERS_TO_REST: usize = 20_000;
 /// Exchanges after which everything has completed once no packet is lost.
@@ -85,6 +86,38 @@ struct Pair {
     heals: bool,
     /// Present when both sides are processes of one machine.
     machine: Option<Machine>,
+}
+
+/// A request that names memory.
+#[derive(Debug)]
+struct Named<'a> {
+    request: &'a SimRequest,
+    /// Set when the memory can no longer be read.
+    ended: bool,
+}
+
+impl RingBytes for Named<'_> {
+    fn bytes(&self) -> usize {
+        self.request.held()
+    }
+
+    fn held(&self) -> usize {
+        HEADS_BYTES
+    }
+
+    fn read(&self, at: usize, out: &mut [u8]) -> Result<(), PeerFault> {
+        match at + out.len() > HEADS_BYTES && self.ended {
+            true => Err(PeerFault::Ended),
+            false => self.request.read(at, out),
+        }
+    }
+
+    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), PeerFault> {
+        match self.ended {
+            true => Err(PeerFault::Ended),
+            false => self.request.read_to(at, to, offset, len),
+        }
+    }
 }
 
 impl Pair {
@@ -767,8 +800,19 @@ impl Pair {
         if let Some(ticket) = wire.ticket {
             let tail = Bth::parse(&wire.bytes).map_or(0, |bth| usize::from(bth.pad)) + ICRC_LEN;
             let len = wire.bytes.len().saturating_sub(tail);
-            let record = Record(RefCell::new(wire.bytes[..len].to_vec()));
-            let taken = side.rnic.handle_request(self.now, wire.path.src, &record, len);
+            let request = SimRequest::held(ticket, wire.bytes[..len].to_vec());
+            let (now, src) = (self.now, wire.path.src);
+            let ended = len % 8 == 7;
+            let taken = if len > HEADS_BYTES && len % 2 == 1 {
+                let named = Named {
+                    request: &request,
+                    ended,
+                };
+                let taken = side.rnic.handle_request(now, src, &named);
+                taken.or(ended.then_some(Taken::Again))
+            } else {
+                side.rnic.handle_request(now, src, &request)
+            };
             let told = taken.unwrap_or(Taken::Deferred);
             self.taken[1 - to].push_back((ticket, told));
             if taken.is_some() {
@@ -797,10 +841,10 @@ impl Pair {
         {
             ticket.end = ticket.end.plus(u32::from(input.byte()));
             ticket.incarnation ^= u32::from(input.byte() & 1);
-            taken = if input.one_in(2) {
-                Taken::Done
-            } else {
-                Taken::Deferred
+            taken = match input.byte() % 4 {
+                0 => Taken::Deferred,
+                1 => Taken::Again,
+                _ => Taken::Done,
             };
         }
         self.sides[i].rnic.handle_taken(self.now, ticket, taken);
@@ -886,7 +930,8 @@ impl Pair {
             let rnic = &mut self.sides[i].rnic;
             let more = rnic.poll_transmit_with(self.now, &mut self.buf, &mut ring, true);
             let mut sent = Vec::new();
-            for (ticket, mut bytes) in ring.requests {
+            for request in ring.requests {
+                let (ticket, mut bytes) = (request.ticket, request.bytes.into_inner());
                 packets += 1;
                 end_packet(&mut bytes);
                 sent.push(Wire {

@@ -5,7 +5,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use rdmux_rnic::{Grant, Grantable, LKey, Memory, PeerFault, PeerMemory, QpState, Qpn, RKey, Rnic, Time};
+use rdmux_rnic::sync::Mutex;
+use rdmux_rnic::{
+    Grant, Grantable, LKey, Lending, Memory, Part, PeerFault, PeerMemory, QpState, Qpn, RKey, Rnic, Time,
+};
 
 use crate::dice::Dice;
 
@@ -113,6 +116,78 @@ struct Given {
     memory: Arc<Granted>,
 }
 
+/// A region that requests of a QP may name.
+#[derive(Clone, Debug)]
+struct Lent {
+    of: Qpn,
+    lkey: LKey,
+    memory: Arc<dyn Memory>,
+    /// Where the region begins in the memory, and its bytes.
+    begin: u64,
+    length: u64,
+    open: Arc<AtomicBool>,
+}
+
+/// Regions that requests of a host may name.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Lends(Arc<Mutex<Vec<Lent>>>);
+
+impl Lends {
+    fn take_back(&self, is_it: impl Fn(Qpn, LKey) -> bool) {
+        self.0.lock().retain(|lent| {
+            let ends = is_it(lent.of, lent.lkey);
+            if ends {
+                lent.open.store(false, Ordering::Relaxed);
+            }
+            !ends
+        });
+    }
+
+    /// Returns parts of regions as the peer reads them; or the first region that is not lent.
+    pub(crate) fn name(&self, of: Qpn, parts: &[Part]) -> Result<Vec<Named>, LKey> {
+        let list = self.0.lock();
+        let named = parts.iter().map(|part| {
+            let lent = list.iter().find(|lent| (lent.of, lent.lkey) == (of, part.lkey));
+            let lent = lent.ok_or(part.lkey)?;
+            assert!(part.offset + u64::from(part.len) <= lent.length);
+            Ok(Named {
+                memory: Arc::clone(&lent.memory),
+                at: lent.begin + part.offset,
+                len: part.len as usize,
+                open: Arc::clone(&lent.open),
+            })
+        });
+        named.collect()
+    }
+}
+
+/// A part of memory that a request names.
+#[derive(Clone, Debug)]
+pub(crate) struct Named {
+    memory: Arc<dyn Memory>,
+    at: u64,
+    pub(crate) len: usize,
+    open: Arc<AtomicBool>,
+}
+
+impl Named {
+    /// Reads bytes, if the peer may do so now.
+    pub(crate) fn read(&self, from: usize, out: &mut [u8]) -> Result<(), PeerFault> {
+        let read = self.memory.read(self.at + from as u64, out);
+        let open = self.open.load(Ordering::Relaxed);
+        read.ok().filter(|()| open).ok_or(PeerFault::Ended)
+    }
+}
+
+#[derive(Debug)]
+struct LentFor(Qpn, Lends);
+
+impl Lending for LentFor {
+    fn end(&self) {
+        self.1.take_back(|of, _| of == self.0);
+    }
+}
+
 /// Message between the hosts, besides packets.
 #[derive(Clone, Debug)]
 pub(crate) enum GrantMessage {
@@ -153,13 +228,15 @@ struct LinkEnd {
     given: Vec<Given>,
     /// Keys that it asked for and does not know to have ended.
     asked: Vec<(Qpn, RKey)>,
+    lends: Lends,
 }
 
 impl LinkEnd {
-    fn take_back(&self, is_it: impl Fn(&Given) -> bool) {
-        for given in self.given.iter().filter(|given| is_it(given)) {
+    fn take_back(&self, is_it: impl Fn(Qpn, LKey) -> bool) {
+        for given in self.given.iter().filter(|given| is_it(given.of, given.lkey)) {
             given.memory.take_back();
         }
+        self.lends.take_back(is_it);
     }
 }
 
@@ -263,7 +340,7 @@ impl Machine {
         self.ends[host].up = false;
         self.ends[host].asked.clear();
         for end in &self.ends {
-            end.take_back(|_| true);
+            end.take_back(|_, _| true);
         }
         self.ends[1 - host].given.clear();
     }
@@ -300,7 +377,7 @@ impl Machine {
     pub(crate) fn hangs(&mut self, host: usize) -> bool {
         let hangs = self.dice.one_in(2);
         if hangs {
-            self.ends[1 - host].take_back(|_| true);
+            self.ends[1 - host].take_back(|_, _| true);
         }
         hangs
     }
@@ -364,12 +441,12 @@ impl Machine {
 
     /// Revokes what a host granted for a QP.
     pub(crate) fn revoke_qp(&mut self, host: usize, qpn: Qpn) {
-        self.ends[host].take_back(|given| given.of == qpn);
+        self.ends[host].take_back(|of, _| of == qpn);
     }
 
     /// Revokes what a host granted of a region.
     pub(crate) fn revoke_region(&mut self, host: usize, lkey: LKey) {
-        self.ends[host].take_back(|given| given.lkey == lkey);
+        self.ends[host].take_back(|_, of| of == lkey);
     }
 
     /// Revokes one of the grants of a host, at random.
@@ -378,6 +455,44 @@ impl Machine {
         let n = self.dice.below(given.len() as u64) as usize;
         if let Some(given) = given.get(n) {
             given.memory.take_back();
+        }
+        let last = self.ends[host].lends.0.lock().last().map(|lent| lent.lkey);
+        if let Some(last) = last {
+            self.ends[host].lends.take_back(|_, lkey| lkey == last);
+        }
+    }
+
+    // Regions that requests name.
+
+    /// Returns what requests of a host may name, and the number of bytes from which on they do.
+    pub(crate) fn lends(&mut self, host: usize) -> (Lends, usize) {
+        let least = self.dice.log_uniform(64 << 10) as usize;
+        (self.ends[host].lends.clone(), least)
+    }
+
+    /// Now and then ends what requests of a host may name, just when the peer is about to read it.
+    pub(crate) fn ends_loans(&mut self, host: usize) {
+        if self.dice.one_in(8) {
+            self.ends[host].lends.take_back(|_, _| true);
+        }
+    }
+
+    /// Lets requests of a QP name a region, or not.
+    pub(crate) fn lend(&mut self, host: usize, rnic: &mut Rnic, of: Qpn, lkey: LKey) {
+        let lends = &self.ends[host].lends;
+        let lending = Arc::new(LentFor(of, lends.clone()));
+        if self.dice.one_in(4) {
+            return;
+        }
+        if let Ok(what) = rnic.lendable(of, lkey, lending) {
+            lends.0.lock().push(Lent {
+                of,
+                lkey,
+                memory: what.memory,
+                begin: what.memory_offset,
+                length: what.length,
+                open: Arc::new(AtomicBool::new(true)),
+            });
         }
     }
 
@@ -391,7 +506,9 @@ impl Machine {
             .given
             .iter()
             .filter(|given| given.memory.is_open());
-        open.map(|given| given.of).find(|of| !takes(*of))
+        let lends = self.ends[host].lends.0.lock();
+        let lent = lends.iter().map(|lent| lent.of);
+        open.map(|given| given.of).chain(lent).find(|of| !takes(*of))
     }
 
     /// Returns the number of copies that ended half-way.

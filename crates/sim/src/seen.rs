@@ -54,8 +54,10 @@ pub(crate) const ONE_MACHINE: &str = "both hosts on one machine";
 pub(crate) const LINK_BROKE: &str = "link of one machine broke";
 pub(crate) const ENDED_HALF_WAY: &str = "a grant ended half-way";
 pub(crate) const REQUEST_DONE: &str = "a request in a ring was executed";
+pub(crate) const NAMED_REQUEST_DONE: &str = "a request in a ring that names its memory was executed";
+pub(crate) const REQUEST_AGAIN: &str = "a request in a ring was to be sent again";
 pub(crate) const REQUEST_DEFERRED: &str = "a request in a ring was left to packets";
-const HAPPENED: [&str; 13] = [
+const HAPPENED: [&str; 15] = [
     RESTARTED_SELECTIVE,
     RESTARTED_GO_BACK,
     OLD_PACKETS,
@@ -68,6 +70,8 @@ const HAPPENED: [&str; 13] = [
     LINK_BROKE,
     ENDED_HALF_WAY,
     REQUEST_DONE,
+    NAMED_REQUEST_DONE,
+    REQUEST_AGAIN,
     REQUEST_DEFERRED,
 ];
 

@@ -8,8 +8,8 @@ use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
     AccessJob, Arrival, Config, Cqn, Directly, Event, Fault, Fill, FlushId, FlushJob, LKey, LinkProgress,
-    Memory, Path, PostError, QpType, RKey, RingBytes, Rings, Rnic, SendRequest, Taken, Ticket, Time,
-    TransmitBuf, WorkCompletion, end_packet,
+    Memory, Part, Path, PeerFault, PostError, QpType, RKey, RingBytes, Rings, Rnic, Room, SendRequest, Taken,
+    Ticket, Time, TransmitBuf, WorkCompletion, end_packet,
 };
 
 use rdmux_rnic::ECN_MARKED;
@@ -18,7 +18,7 @@ use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN, Operation, UDP_PORT};
 
 use crate::dice::Dice;
-use crate::machine::{Change, GrantMessage, Machine};
+use crate::machine::{Change, GrantMessage, Lends, Machine, Named};
 use crate::memory::{begin, carry_out};
 use crate::seen::{self, Seen};
 use crate::tap::Tap;
@@ -77,8 +77,7 @@ enum Happening {
         to: usize,
         link: u32,
         path: Path,
-        bytes: Vec<u8>,
-        ticket: Ticket,
+        request: SimRequest,
     },
     /// A host learns that its peer has taken a request.
     Taken {
@@ -404,9 +403,8 @@ impl World {
                 to,
                 link,
                 path,
-                bytes,
-                ticket,
-            } => self.take_request(to, link, path, bytes, ticket),
+                request,
+            } => self.take_request(to, link, path, request),
             Happening::Taken {
                 to,
                 link,
@@ -871,7 +869,11 @@ impl World {
         let link = self.machine.as_ref().filter(|machine| machine.is_up(from));
         // Acknowledgements are forged only where there are any.
         let link = link.and_then(Machine::link).filter(|_| self.forged.is_none());
-        SimRing::new(link, self.machine.as_mut().map_or(0, Machine::room))
+        let mut ring = SimRing::new(link, self.machine.as_mut().map_or(0, Machine::room));
+        if let Some(machine) = self.machine.as_mut().filter(|_| link.is_some()) {
+            (ring.lends, ring.named_bytes_min) = machine.lends(from);
+        }
+        ring
     }
 
     /// Carries the requests of a ring.
@@ -879,7 +881,7 @@ impl World {
         let (Some(link), to) = (ring.link, 1 - from) else {
             return;
         };
-        for (ticket, bytes) in ring.requests {
+        for request in ring.requests {
             if self.hosts[from].vanished {
                 continue;
             }
@@ -889,11 +891,13 @@ impl World {
                 src_port: UDP_PORT,
                 traffic_class: 0,
             };
-            let mut packet = bytes.clone();
-            end_packet(&mut packet);
-            self.tap.look(from, None, &packet);
+            // The queue pair may have failed since, and ended what its requests name.
+            if let Ok(mut packet) = request.whole() {
+                end_packet(&mut packet);
+                self.tap.look(from, None, &packet);
+            }
             self.carried.packets += 1;
-            self.carried.bytes += packet.len() as u64;
+            self.carried.bytes += RingBytes::bytes(&request) as u64;
             let arrival = |machine: &mut Machine| machine.arrival(self.now, to);
             let Some(at) = self.machine.as_mut().and_then(arrival) else {
                 self.carried.lost += 1;
@@ -903,25 +907,35 @@ impl World {
                 to,
                 link,
                 path,
-                bytes,
-                ticket,
+                request,
             };
             self.plan(at, request);
+        }
+        for (of, lkey) in ring.wanted {
+            if let Some(machine) = &mut self.machine {
+                machine.lend(from, &mut self.hosts[from].rnic, of, lkey);
+            }
         }
     }
 
     /// Takes a request out of a ring.
-    fn take_request(&mut self, to: usize, link: u32, path: Path, mut bytes: Vec<u8>, ticket: Ticket) {
+    fn take_request(&mut self, to: usize, link: u32, path: Path, request: SimRequest) {
         if self.hosts[to].vanished {
             return;
         }
         if let Some(machine) = &mut self.machine {
             machine.takes(to);
+            if !request.named.is_empty() {
+                machine.ends_loans(1 - to);
+            }
         }
-        let record = Record(RefCell::new(bytes.clone()));
+        let ticket = request.ticket;
         let rnic = &mut self.hosts[to].rnic;
-        let outcome = rnic.handle_request(self.now, path.src, &record, bytes.len());
-        if outcome.is_none() {
+        let outcome = rnic.handle_request(self.now, path.src, &request);
+        let is_held = request.named.is_empty();
+        let whole = outcome.is_none().then(|| request.whole().ok()).flatten();
+        let whole_is_there = whole.is_some();
+        if let Some(mut bytes) = whole {
             end_packet(&mut bytes);
             let arrival = Arrival {
                 src: path.src,
@@ -934,10 +948,17 @@ impl World {
             };
             rnic.handle_arrival(self.now, &arrival);
         }
-        let taken = outcome.unwrap_or(Taken::Deferred);
+        let otherwise = if whole_is_there {
+            Taken::Deferred
+        } else {
+            Taken::Again
+        };
+        let taken = outcome.unwrap_or(otherwise);
         self.seen.happened(match taken {
-            Taken::Done => seen::REQUEST_DONE,
+            Taken::Done if is_held => seen::REQUEST_DONE,
+            Taken::Done => seen::NAMED_REQUEST_DONE,
             Taken::Deferred => seen::REQUEST_DEFERRED,
+            Taken::Again => seen::REQUEST_AGAIN,
         });
         // The sender finds in its ring what was sent before, and looks at the end of the request then.
         let back = 1 - to;
@@ -995,13 +1016,27 @@ pub(crate) struct SimRing {
     link: Option<u32>,
     /// Number of requests for which there is room.
     room: usize,
-    pub(crate) requests: Vec<(Ticket, Vec<u8>)>,
+    lends: Lends,
+    named_bytes_min: usize,
+    /// Regions that requests would name.
+    wanted: Vec<(Qpn, LKey)>,
+    pub(crate) requests: Vec<SimRequest>,
 }
 
 impl SimRing {
     pub(crate) fn new(link: Option<u32>, room: usize) -> SimRing {
-        let requests = Vec::new();
-        SimRing { link, room, requests }
+        SimRing {
+            link,
+            room,
+            lends: Lends::default(),
+            named_bytes_min: usize::MAX,
+            wanted: Vec::new(),
+            requests: Vec::new(),
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.link.is_none() || self.requests.len() >= self.room
     }
 }
 
@@ -1011,36 +1046,105 @@ impl Rings for SimRing {
     }
 
     fn put(&mut self, _: (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool {
-        if self.link.is_none() || self.requests.len() >= self.room {
+        let request = SimRequest::held(ticket, vec![0; bytes]);
+        if self.is_full() || !fill(&request) {
             return false;
         }
-        let record = Record(RefCell::new(vec![0; bytes]));
-        if !fill(&record) {
-            return false;
-        }
-        self.requests.push((ticket, record.0.into_inner()));
+        self.requests.push(request);
         true
+    }
+
+    fn named_bytes_min(&self) -> usize {
+        self.named_bytes_min
+    }
+
+    fn put_named(&mut self, _: (IpAddr, Qpn), ticket: Ticket, heads: &[u8], parts: &[Part]) -> bool {
+        if self.is_full() {
+            return false;
+        }
+        match self.lends.name(ticket.qpn, parts) {
+            Ok(named) => {
+                let mut request = SimRequest::held(ticket, heads.to_vec());
+                request.named = named;
+                self.requests.push(request);
+                true
+            }
+            Err(lkey) => {
+                self.wanted.push((ticket.qpn, lkey));
+                false
+            }
+        }
     }
 }
 
-/// The bytes of a request.
+/// A request in a ring.
 #[derive(Debug)]
-pub(crate) struct Record(pub(crate) RefCell<Vec<u8>>);
+pub(crate) struct SimRequest {
+    pub(crate) ticket: Ticket,
+    /// The bytes that the record holds, and the rest that it names.
+    pub(crate) bytes: RefCell<Vec<u8>>,
+    named: Vec<Named>,
+}
 
-impl RingBytes for Record {
-    fn read(&self, at: usize, out: &mut [u8]) {
-        out.copy_from_slice(&self.0.borrow()[at..at + out.len()]);
+impl SimRequest {
+    pub(crate) fn held(ticket: Ticket, bytes: Vec<u8>) -> SimRequest {
+        SimRequest {
+            ticket,
+            bytes: RefCell::new(bytes),
+            named: Vec::new(),
+        }
     }
 
+    /// Returns all bytes, as they are now, if they can be read.
+    fn whole(&self) -> Result<Vec<u8>, PeerFault> {
+        let mut all = vec![0; RingBytes::bytes(self)];
+        self.read(0, &mut all)?;
+        Ok(all)
+    }
+}
+
+impl Room for SimRequest {
     fn write(&self, at: usize, bytes: &[u8]) {
-        self.0.borrow_mut()[at..at + bytes.len()].copy_from_slice(bytes);
+        self.bytes.borrow_mut()[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
     fn write_from(&self, at: usize, from: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
-        from.read(offset, &mut self.0.borrow_mut()[at..at + len])
+        from.read(offset, &mut self.bytes.borrow_mut()[at..at + len])
+    }
+}
+
+impl RingBytes for SimRequest {
+    fn bytes(&self) -> usize {
+        self.held() + self.named.iter().map(|named| named.len).sum::<usize>()
     }
 
-    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), Fault> {
-        to.write(offset, &self.0.borrow()[at..at + len])
+    fn held(&self) -> usize {
+        self.bytes.borrow().len()
+    }
+
+    fn read(&self, at: usize, out: &mut [u8]) -> Result<(), PeerFault> {
+        let held = self.held();
+        let heads = held.saturating_sub(at).min(out.len());
+        if heads > 0 {
+            out[..heads].copy_from_slice(&self.bytes.borrow()[at..][..heads]);
+        }
+        let (mut skip, mut done) = (at.saturating_sub(held), heads);
+        for named in &self.named {
+            let n = named.len.saturating_sub(skip).min(out.len() - done);
+            if n == 0 && done == out.len() {
+                break;
+            }
+            named.read(skip.min(named.len), &mut out[done..done + n])?;
+            skip = skip.saturating_sub(named.len);
+            done += n;
+        }
+        assert_eq!(done, out.len());
+        Ok(())
+    }
+
+    fn read_to(&self, at: usize, to: &dyn Memory, offset: u64, len: usize) -> Result<(), PeerFault> {
+        let mut bytes = vec![0; len];
+        self.read(at, &mut bytes)?;
+        to.write(offset, &bytes).map_err(PeerFault::Own)
     }
 }

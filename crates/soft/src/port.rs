@@ -312,17 +312,11 @@ impl RnicPort {
 
     /// As [`Rnic::handle_request`], unless somebody looks at each packet.
     #[inline]
-    pub(crate) fn handle_request(
-        &mut self,
-        now: Time,
-        src: IpAddr,
-        record: &dyn RingBytes,
-        len: usize,
-    ) -> Option<Taken> {
+    pub(crate) fn handle_request(&mut self, now: Time, src: IpAddr, record: &dyn RingBytes) -> Option<Taken> {
         if self.sees_packets() {
             return None;
         }
-        self.rnic.handle_request(now, src, record, len)
+        self.rnic.handle_request(now, src, record)
     }
 
     /// As [`Rnic::poll_timeout`].

@@ -12,7 +12,7 @@ use rdmux_wire::{Qpn, RKey};
 
 use crate::access::{AccessId, What};
 use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
-use crate::memory::{Access, Atomic, Fault, Medium, Memory};
+use crate::memory::{Access, Atomic, Fault, Medium, Memory, PeerFault};
 use crate::qp::message::{Payload, gathers, place, scatter};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::queue::ReceiveQueue;
@@ -150,12 +150,14 @@ pub(crate) struct FlushSpec {
     pub(crate) placement: Placement,
 }
 
-/// Reason for which a request was not carried out. All but the first two put the QP in error.
+/// Reason for which a request was not carried out. All but the first three put the QP in error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     NotReady,
     /// The request is carried out once this access has ended. Not a refusal: its peer learns nothing of it.
     Waits(AccessId),
+    /// The memory that the request names can no longer be read. Not a refusal: its peer sends it again ([`crate::Taken::Again`]).
+    SourceEnded,
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
@@ -166,6 +168,15 @@ pub(crate) enum Refusal {
     /// All of a SEND was received but its key could not be invalidated: class J of IBTA Vol 1, 9.9.3, of which the peer is not
     /// notified.
     Invalidation,
+}
+
+impl From<PeerFault> for Refusal {
+    fn from(fault: PeerFault) -> Refusal {
+        match fault {
+            PeerFault::Ended => Refusal::SourceEnded,
+            PeerFault::Own(fault) => fault.into(),
+        }
+    }
 }
 
 impl From<Fault> for Refusal {
@@ -420,9 +431,12 @@ impl Execution {
             if self.gathered.push(GatheredPlace::Receive(at), payload) || position.ends() {
                 self.place_gathered(env)?;
             }
-        } else if let Err(status) = place(env, recv_pd, &recv.sges, at, payload) {
-            self.end_receive(env, status);
-            return Err(Refusal::Receive(status));
+        } else if let Err(refusal) = place(env, recv_pd, &recv.sges, at, payload) {
+            *received = at;
+            if let Refusal::Receive(status) = refusal {
+                self.end_receive(env, status);
+            }
+            return Err(refusal);
         }
         if !position.ends() {
             return Ok(Effect::Partial);

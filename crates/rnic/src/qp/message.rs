@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use rdmux_wire::LKey;
 use rdmux_wire::roce::{ICRC_LEN, Packet, Position};
 
 use crate::cq::{Status, WcOpcode};
-use crate::local::RingBytes;
-use crate::memory::{Access, Fault, Memory};
+use crate::local::{PARTS_MAX, Part, RingBytes, Room};
+use crate::memory::{Access, Memory, PeerFault};
+use crate::qp::execute::Refusal;
 use crate::qp::{Env, Head};
 use crate::region::Pd;
 use crate::trace::Note;
@@ -29,34 +31,54 @@ impl Payload<'_> {
         }
     }
 
-    pub(crate) fn to_vec(self) -> Vec<u8> {
+    pub(crate) fn to_vec(self) -> Result<Vec<u8>, PeerFault> {
         match self {
-            Payload::Packet(bytes) => bytes.to_vec(),
-            Payload::Ring(ring, at, len) => {
+            Payload::Packet(bytes) => Ok(bytes.to_vec()),
+            Payload::Ring(record, at, len) => {
                 let mut bytes = vec![0; len];
-                ring.read(at, &mut bytes);
-                bytes
+                record.read(at, &mut bytes)?;
+                Ok(bytes)
             }
         }
     }
 
     /// Writes all of it to a memory, as [`Memory::write`] does.
-    pub(crate) fn write_to(self, memory: &dyn Memory, offset: u64) -> Result<(), Fault> {
+    pub(crate) fn write_to(self, memory: &dyn Memory, offset: u64) -> Result<(), PeerFault> {
         match self {
-            Payload::Packet(bytes) => memory.write(offset, bytes),
-            Payload::Ring(ring, at, len) => ring.read_to(at, memory, offset, len),
+            Payload::Packet(bytes) => memory.write(offset, bytes).map_err(PeerFault::Own),
+            Payload::Ring(record, at, len) => copy_out(record, at, memory, offset, len),
         }
     }
 }
 
-/// Returns the bytes of a packet whose payload is elsewhere, with its pad and without an ICRC.
-pub(super) fn assemble(packet: &Packet<'_>, payload: Payload<'_>) -> Vec<u8> {
+/// Copies bytes of a record to a memory.
+fn copy_out(
+    record: &dyn RingBytes,
+    at: usize,
+    to: &dyn Memory,
+    offset: u64,
+    len: usize,
+) -> Result<(), PeerFault> {
+    match record.read_to(at, to, offset, len) {
+        Err(PeerFault::Ended) if mutant!(EndedIsPlaced) => Ok(()),
+        copied => copied,
+    }
+}
+
+/// Returns the bytes of a packet with `len` bytes of payload, which are elsewhere, or zeros; with its pad and without an ICRC.
+pub(super) fn assemble(
+    packet: &Packet<'_>,
+    len: usize,
+    payload: Option<Payload<'_>>,
+) -> Result<Vec<u8>, PeerFault> {
     let tail = usize::from(packet.bth.pad) + ICRC_LEN;
     let heads = packet.bytes().len() - packet.payload().len() - tail;
     let mut bytes = packet.bytes()[..heads].to_vec();
-    bytes.extend(payload.to_vec());
-    bytes.resize(bytes.len() + tail, 0);
-    bytes
+    if let Some(payload) = payload {
+        bytes.extend(payload.to_vec()?);
+    }
+    bytes.resize(heads + len + tail, 0);
+    Ok(bytes)
 }
 
 /// Returns the opcode of an operation's completion.
@@ -206,22 +228,57 @@ pub(super) fn gather_into(
     pd: Pd,
     sges: &SgeList,
     skip: u64,
-    (ring, at, len): (&dyn RingBytes, usize, usize),
+    (room, at, len): (&dyn Room, usize, usize),
 ) -> Result<(), Status> {
     if let Some(bytes) = sges.as_inline() {
         let from = skip as usize;
         let part = bytes.get(from..from + len).ok_or(Status::LocalLength)?;
-        ring.write(at, part);
+        room.write(at, part);
         return Ok(());
     }
     let mut done = 0;
     for (sge, from, n) in pieces(sges, skip, len) {
         let (memory, begin) = memory_of(env, pd, sge, Access::empty())?;
-        let copied = ring.write_from(at + done, &**memory, begin + from, n);
+        let copied = room.write_from(at + done, &**memory, begin + from, n);
         copied.map_err(|_| Status::LocalQpOperation)?;
         done += n;
     }
     Ok(())
+}
+
+/// Returns the parts of the QP's memory that hold a part of a message, and their number; `None` if they are too many, or inline.
+pub(super) fn parts(
+    env: &Env<'_>,
+    pd: Pd,
+    sges: &SgeList,
+    skip: u64,
+    len: usize,
+) -> Result<Option<([Part; PARTS_MAX], usize)>, Status> {
+    let none = Part {
+        lkey: LKey(0),
+        offset: 0,
+        len: 0,
+    };
+    let (mut parts, mut count) = ([none; PARTS_MAX], 0);
+    if sges.as_inline().is_some() {
+        return Ok(None);
+    }
+    for (sge, at, n) in pieces(sges, skip, len) {
+        let region = env.regions.local(sge.lkey, pd, Access::empty());
+        let region = region.ok_or(Status::LocalProtection)?;
+        let begin = region.offset_of(sge.addr, u64::from(sge.length));
+        let begin = begin.ok_or(Status::LocalProtection)? - region.memory_offset;
+        let Some(part) = parts.get_mut(count) else {
+            return Ok(None);
+        };
+        *part = Part {
+            lkey: LKey(sge.lkey),
+            offset: begin + at,
+            len: n as u32,
+        };
+        count += 1;
+    }
+    Ok(Some((parts, count)))
 }
 
 /// Places a payload, a part of a message, into local memory.
@@ -231,20 +288,24 @@ pub(super) fn place(
     sges: &SgeList,
     skip: u64,
     payload: Payload<'_>,
-) -> Result<(), Status> {
-    let (ring, at, len) = match payload {
-        Payload::Packet(bytes) => return scatter(env, pd, sges, skip, bytes),
-        Payload::Ring(ring, at, len) => (ring, at, len),
+) -> Result<(), Refusal> {
+    let (record, at, len) = match payload {
+        Payload::Packet(bytes) => return scatter(env, pd, sges, skip, bytes).map_err(Refusal::Receive),
+        Payload::Ring(record, at, len) => (record, at, len),
     };
     let mut done = 0;
     for (sge, to, n) in pieces(sges, skip, len) {
-        let (memory, begin) = memory_of(env, pd, sge, Access::LOCAL_WRITE)?;
-        let copied = ring.read_to(at + done, &**memory, begin + to, n);
-        copied.map_err(|_| Status::LocalQpOperation)?;
+        let found = memory_of(env, pd, sge, Access::LOCAL_WRITE);
+        let (memory, begin) = found.map_err(Refusal::Receive)?;
+        let copied = copy_out(record, at + done, &**memory, begin + to, n);
+        copied.map_err(|fault| match fault {
+            PeerFault::Ended => Refusal::SourceEnded,
+            PeerFault::Own(_) => Refusal::Receive(Status::LocalQpOperation),
+        })?;
         done += n;
     }
     if done < len {
-        Err(Status::LocalLength)
+        Err(Refusal::Receive(Status::LocalLength))
     } else {
         Ok(())
     }

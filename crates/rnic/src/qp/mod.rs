@@ -1,6 +1,8 @@
 //! Queue pairs. One half sends requests, the other executes them: [`requester`] and [`responder`] where delivery is reliable,
 //! [`unreliable`] and [`uc`] or [`ud`] where it is not. Only [`execute`] carries out a peer's requests.
 
+use std::sync::Arc;
+
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rdmux_wire::{Psn, Qpn, RKey};
@@ -12,7 +14,7 @@ use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Links, Traffic};
 use crate::faults::Line;
 use crate::lane::DirectLane;
-use crate::local::{Rings, Taken, Ticket};
+use crate::local::{Lending, Rings, Taken, Ticket};
 use crate::memory::{Access, Fault};
 use crate::probes;
 use crate::queue::{Place, ReceiveQueue, SendQueue};
@@ -400,6 +402,8 @@ pub(crate) struct Head {
     pub(crate) incarnation: u32,
     /// Set when regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
+    /// What the peer may read of the memory of requests.
+    pub(crate) lending: Option<Arc<dyn Lending>>,
     /// Set when the driver waits for the first request.
     pub(crate) tells_first_request: bool,
     /// Set when the QP stays in Reset until it is destroyed.
@@ -410,6 +414,13 @@ pub(crate) struct Head {
 }
 
 impl Head {
+    /// Makes sure that the peer takes no bytes of requests that are about to end although the peer has not taken them.
+    pub(crate) fn end_lending(&self) {
+        if let Some(lending) = &self.lending {
+            lending.end();
+        }
+    }
+
     /// Returns the parameters of this QP's congestion control, if it has any: nothing marks packets on loopback.
     pub(crate) fn congestion<'a>(&self, traffic: &'a Traffic) -> Option<&'a Parameters> {
         let leaves = |path: Path| traffic.congestion_on_loopback || !path.is_loopback();
@@ -520,6 +531,7 @@ impl Qp {
             timer: None,
             local: false,
             incarnation: 0,
+            lending: None,
             granted: false,
             tells_first_request: false,
             retired: false,
@@ -1023,11 +1035,14 @@ impl Qp {
     pub(crate) fn set_local(&mut self, local: bool) {
         let was_local = self.head.local;
         self.head.local = local || was_local && mutant!(LinkOutlived);
+        if !local {
+            self.head.lending = None;
+        }
         if let Halves::Reliable(requester, _) = &mut self.halves
             && !local
         {
             if was_local {
-                requester.link_broke();
+                requester.lost();
             }
             requester.forget_grants();
         }

@@ -153,8 +153,8 @@ pub(crate) struct Requester {
     pub(crate) flush_icrc: FlushIcrc,
     /// State of selective retransmission, if the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
     selective: Option<Box<Selective>>,
-    /// Set when the link to the peer broke, and packets that the peer had not taken are lost.
-    link_broke: bool,
+    /// Set when packets are lost that the peer had not taken: the link to it broke, or it could not read the memory that a request names.
+    lost: bool,
     /// [`LinkProgress::taken`] at the last timeout.
     taken: Option<u32>,
     direct: Direct,
@@ -205,7 +205,7 @@ impl Requester {
             draining: false,
             flush_icrc: FlushIcrc::default(),
             selective: None,
-            link_broke: false,
+            lost: false,
             taken: None,
             direct: Direct::default(),
         }
@@ -300,6 +300,7 @@ impl Requester {
 
     /// Completes every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        head.end_lending();
         if mutant!(FlushedBackwards) {
             self.queue.make_contiguous().reverse();
         }
@@ -317,7 +318,7 @@ impl Requester {
         self.resources.clear();
         self.deadline = None;
         self.rnr_until = None;
-        self.link_broke = false;
+        self.lost = false;
         if let Some(selective) = &mut self.selective {
             selective.clear();
         }
@@ -325,6 +326,7 @@ impl Requester {
 
     /// Completes the request that broke with its status, and those before it as flushed; the caller then fails the QP.
     pub(crate) fn end_broken(&mut self, env: &mut Env<'_>, head: &Head, broken: Broken) {
+        head.end_lending();
         for i in 0..=broken.request {
             let Some(wqe) = self.queue.pop_front() else { break };
             head.sends.give_back(1);
@@ -369,7 +371,7 @@ impl Requester {
 
     /// Returns the moment at which [`Requester::handle_timeout`] is due. `local`: the peer is on this host.
     pub(crate) fn deadline(&self, local: bool) -> Option<Time> {
-        if self.link_broke {
+        if self.lost {
             return Some(Time(0));
         }
         let selective = self.selective.as_deref();
@@ -384,7 +386,7 @@ impl Requester {
         head: &Head,
         link: Option<LinkProgress>,
     ) -> Result<(), Broken> {
-        if std::mem::take(&mut self.link_broke) && self.awaits_answer() {
+        if std::mem::take(&mut self.lost) && self.awaits_answer() {
             self.send_again(env, self.una);
         }
         if self.rnr_until.is_some_and(|until| until <= env.now) {
@@ -431,8 +433,8 @@ impl Requester {
     }
 
     /// Makes the next [`Requester::handle_timeout`], due at once, retransmit all packets without a response.
-    pub(crate) fn link_broke(&mut self) {
-        self.link_broke = self.awaits_answer();
+    pub(crate) fn lost(&mut self) {
+        self.lost = self.awaits_answer();
     }
 
     /// Retransmits packets that the peer dropped because its queue pair was not in RTR. A peer that has answered anything was in

@@ -452,8 +452,13 @@ impl Responder {
                 (Some(Taken::Deferred), None)
             }
             Err(Refusal::NotReady) => (None, None),
+            Err(Refusal::SourceEnded) => self.took_nothing(packet),
             Err(refusal) => {
-                let bytes = assemble(packet, payload);
+                // Only one that waits is executed again, with its bytes.
+                let kept = matches!(refusal, Refusal::Waits(_)).then_some(payload);
+                let Ok(bytes) = assemble(packet, payload.len(), kept) else {
+                    return self.took_nothing(packet);
+                };
                 let status = match Packet::parse_local(&bytes) {
                     Ok(packet) => self.refused(env, head, &packet, refusal),
                     Err(_) => None,
@@ -461,6 +466,15 @@ impl Responder {
                 (Some(Taken::Deferred), status)
             }
         }
+    }
+
+    /// Goes back to where the request was not begun, so that it can come again. What comes before that is not reported as a gap.
+    fn took_nothing(&mut self, packet: &Packet<'_>) -> (Option<Taken>, Option<Status>) {
+        self.nak_sent = true;
+        if packet.bth.opcode.operation.position().begins() {
+            self.execution.give_up_message();
+        }
+        (Some(Taken::Again), None)
     }
 
     /// Handles a request that cannot be carried out now, or ever. `Some`: the caller fails the QP with this status.
@@ -758,6 +772,7 @@ impl Responder {
             | Refusal::Receive(_)
             | Refusal::NotReady
             | Refusal::Waits(_)
+            | Refusal::SourceEnded
             | Refusal::Invalidation => (NakCode::RemoteOperation, Status::RemoteOperation),
         };
         env.counters.sent_naks += 1;

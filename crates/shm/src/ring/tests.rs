@@ -354,7 +354,28 @@ fn take_request(consumer: &mut Consumer<Heap>, number: u32, bytes: usize, defers
     consumer.read(&taken, &mut out);
     assert_eq!(out, record(number.into(), bytes).1);
     if defers {
-        consumer.defer(&taken);
+        consumer.answer(&taken, Taken::Deferred);
+    }
+}
+
+#[test]
+fn request__with_parts_may_have_to_come_again() {
+    let (_, mut producer, mut consumer) = ring(16);
+    let bytes = 2 * PART_BYTES + 12;
+    let put = producer.request_with_parts(ticket(0), bytes, 2, |_, _| true);
+    assert_eq!(put, Ok(Some(Wake::Nobody)));
+    let taken = consumer.pop().unwrap().expect("a request");
+    assert_eq!((taken.bytes, taken.parts, taken.train), (bytes, 2, None));
+    consumer.answer(&taken, Taken::Again);
+    let _ = consumer.release();
+    producer.look_for_ends().unwrap();
+    assert_eq!(producer.ended(), Some((ticket(0), Taken::Again)));
+    // More than fit into the record, and more than any request has.
+    for (bytes, parts) in [(2 * PART_BYTES - 1, 2), (400, PARTS_MAX + 1), (400, 0xffff)] {
+        let (_, mut producer, mut consumer) = ring(16);
+        let put = producer.request_with_parts(ticket(1), bytes, parts, |_, _| true);
+        assert!(matches!(put, Ok(Some(_))), "{put:?}");
+        assert_eq!(consumer.pop(), Err(Corrupt), "{parts} parts in {bytes} bytes");
     }
 }
 
@@ -639,7 +660,7 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
         if let Ok(Some(record)) = popped {
             consumer.read(&record, &mut out);
             assert!(record.train.is_none_or(|meta| meta.is_train_of(out.len())));
-            consumer.defer(&record);
+            consumer.answer(&record, Taken::Deferred);
             let _ = consumer.release();
             let _ = consumer.tell_ends();
         }

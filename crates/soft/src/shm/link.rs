@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{
-    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, QpInfo, Qpn, RKey, Rings, Rnic, Taken, Ticket,
-    Time, end_packet,
+    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, Part, QpInfo, Qpn, RKey, RingBytes, Rings, Rnic,
+    Taken, Ticket, Time, end_packet,
 };
 use rdmux_shm::{
-    Channel, Corrupt, Given, Meta, NapWord, Offer, Process, Segment, Side, Stay, Stays, nap, segment,
+    Channel, Corrupt, Given, Meta, NameError, NapWord, NotLent, Offer, Process, Segment, Side, Stay, Stays,
+    nap, segment,
 };
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
@@ -35,6 +36,7 @@ use crate::group::SLOTS;
 use crate::port::RnicPort;
 use crate::udp;
 
+mod lend;
 mod share;
 mod tell;
 
@@ -49,8 +51,12 @@ const BACKLOG: i32 = 64;
 const MESSAGES_PER_PASS: usize = 64;
 /// Records taken from one link per pass.
 const RECORDS_PER_PASS: usize = 16;
+/// Payload bytes from which on a request names its memory: below, two copies in the caches cost no more than the peer's access.
+const NAMED_BYTES_MIN: usize = 16 << 10;
 /// Links at which a call of [`Links::have_news`] looks: with more of them a caller would see less often what comes without the rings.
 pub(crate) const LINKS_PER_LOOK: usize = 8;
+/// Longer than any request.
+const REQUEST_BYTES_MAX: usize = 1 << 19;
 /// Queue pairs whose reasons for using packets are kept; beyond that, reasons of destroyed queue pairs are discarded.
 const REASONS_MAX: usize = 1024;
 /// Time for which this side does not ask a peer again after it could not link to the peer.
@@ -134,6 +140,8 @@ pub(crate) struct Links {
     capturing: Option<u64>,
     /// Memories of the program that move into files.
     sharings: share::Sharings,
+    /// Memories that peers are to be lent.
+    lendings: lend::Lendings,
     /// Set when a peer may wait for the ends of its requests: [`Links::tell_ends`].
     owes_ends: bool,
     /// Set when requests have ended of which no peer tells those who sleep.
@@ -183,6 +191,7 @@ impl Links {
             loses: false,
             capturing: None,
             sharings: share::Sharings::default(),
+            lendings: lend::Lendings::default(),
             owes_ends: false,
             untold_ends: false,
             no_rings: NoRings,
@@ -332,7 +341,11 @@ impl Links {
 
     /// Returns whether there is nothing to do before a peer does something.
     pub(crate) fn can_wait(&self) -> bool {
-        !self.sharings.are_due() && !self.owes_ends && !self.untold_ends && !self.have_waiting()
+        !self.sharings.are_due()
+            && !self.lendings.are_due()
+            && !self.owes_ends
+            && !self.untold_ends
+            && !self.have_waiting()
     }
 
     /// Processes arrived packets; returns how many trains. `unsent`: whether the device has trains that wait for a socket.
@@ -341,6 +354,9 @@ impl Links {
         let mut total = 0;
         if self.sharings.are_due() {
             self.share(rnic);
+        }
+        if self.lendings.are_due() {
+            self.lend(rnic);
         }
         for link in &mut self.list {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
@@ -782,6 +798,28 @@ impl Links {
                 // A peer that does not read its pages gets no more.
                 send_bytes(&self.list[i].socket, &page, &[]).ok()?;
             }
+            (LinkMessage::Lend(offer), LinkState::Up(channel)) => {
+                let accepts = self.grants
+                    && is_between(rnic, offer.by, link.peer?)
+                    && channel
+                        .borrow(&offer, descriptors, &link.process, &link.open)
+                        .is_ok();
+                let answer = LinkMessage::Lent {
+                    index: offer.index,
+                    generation: offer.generation,
+                    accepts,
+                };
+                // A peer that does not read its messages keeps its memory.
+                let _ = say(&link.socket, &answer, &[]);
+            }
+            (
+                LinkMessage::Lent {
+                    index,
+                    generation,
+                    accepts,
+                },
+                LinkState::Up(channel),
+            ) => channel.answered(index, generation, accepts),
             // `Over`, or a message that is not allowed in this state.
             _ => return None,
         }
@@ -934,6 +972,7 @@ impl Links {
 
     /// Revokes the grants for a queue pair.
     pub(crate) fn revoke_qp(&mut self, qpn: Qpn) {
+        self.lendings.forget(|lending| lending.of == qpn);
         self.revoke(|given| given.qpn == qpn);
     }
 
@@ -946,6 +985,7 @@ impl Links {
     #[must_use]
     pub(crate) fn revoke_region(&mut self, lkey: LKey) -> Vec<Arc<Stay>> {
         self.sharings.forget(lkey);
+        self.lendings.forget(|lending| lending.lkey == lkey);
         self.revoke(|given| given.lkey == lkey);
         self.stays.of(|given| given.lkey == lkey)
     }
@@ -981,6 +1021,31 @@ impl Rings for Links {
         self.untold_ends |= untold;
         put.unwrap_or(false)
     }
+
+    fn named_bytes_min(&self) -> usize {
+        NAMED_BYTES_MIN
+    }
+
+    fn put_named(&mut self, (dst, qpn): (IpAddr, Qpn), ticket: Ticket, heads: &[u8], parts: &[Part]) -> bool {
+        let Some(link) = self.link_to((dst, slot_of(qpn))) else {
+            return false;
+        };
+        let LinkState::Up(channel) = &mut link.state else {
+            return false;
+        };
+        let put = channel.request_named(ticket, heads, parts);
+        let untold = channel.has_untold_ends();
+        match put {
+            Err(NameError::Corrupt) => link.give_up(),
+            Err(NameError::NotLent(NotLent::Offer(lkey))) if self.grants => {
+                let (of, by) = (ticket.qpn, qpn);
+                self.lendings.want(lend::Wanted { of, by, lkey });
+            }
+            _ => {}
+        }
+        self.untold_ends |= untold;
+        put.unwrap_or(false)
+    }
 }
 
 /// Takes records out of a ring; returns how many. `(peer, own)`: the addresses of the two devices. While responses wait to be sent
@@ -1004,25 +1069,51 @@ fn take_records(
             rnic.handle_arrival(now, &arrival(peer, own, meta, buffer));
             continue;
         }
-        let outcome = match unsent || channel.has_waiting() {
-            true => None,
-            false => rnic.handle_request(now, peer, &channel.bytes(&record), record.bytes),
+        let at_once = !unsent && !channel.has_waiting();
+        let taken = if record.parts > 0 {
+            take_request(
+                rnic,
+                now,
+                (peer, own),
+                at_once,
+                &channel.named_bytes(&record),
+                buffer,
+            )
+        } else {
+            take_request(rnic, now, (peer, own), at_once, &channel.bytes(&record), buffer)
         };
-        if outcome == Some(Taken::Done) {
-            continue;
-        }
-        channel.defer(&record);
-        if outcome.is_none() {
-            channel.read(&record, buffer);
-            end_packet(buffer);
-            let meta = Meta {
-                segment_bytes: buffer.len() as u16,
-                traffic_class: 0,
-            };
-            rnic.handle_arrival(now, &arrival(peer, own, meta, buffer));
-        }
+        channel.answer(&record, taken);
     }
     (RECORDS_PER_PASS, Ok(()))
+}
+
+/// Has the device carry out a request, or passes it on as a packet: always that if not `at_once`.
+fn take_request(
+    rnic: &mut RnicPort,
+    now: Time,
+    (peer, own): (IpAddr, IpAddr),
+    at_once: bool,
+    request: &dyn RingBytes,
+    buffer: &mut Vec<u8>,
+) -> Taken {
+    if at_once && let Some(taken) = rnic.handle_request(now, peer, request) {
+        return taken;
+    }
+    // A longer one is none of the device's.
+    buffer.clear();
+    buffer.resize(request.bytes().min(REQUEST_BYTES_MAX), 0);
+    if request.read(0, buffer).is_err() {
+        return Taken::Again;
+    }
+    end_packet(buffer);
+    let whole = Meta {
+        segment_bytes: u16::MAX,
+        traffic_class: 0,
+    };
+    let mut whole = arrival(peer, own, whole, buffer);
+    whole.segment_bytes = buffer.len();
+    rnic.handle_arrival(now, &whole);
+    Taken::Deferred
 }
 
 /// Tells the device of the requests that the peer has taken; returns whether there were any.
@@ -1031,7 +1122,10 @@ fn end_requests(rnic: &mut Rnic, now: Time, channel: &mut Channel) -> bool {
     let mut any = false;
     while let Some((ticket, taken)) = channel.ended() {
         any = true;
-        if taken == Taken::Deferred {
+        if taken != Taken::Done {
+            if let Some(before) = last.take() {
+                rnic.handle_taken(now, before, Taken::Done);
+            }
             rnic.handle_taken(now, ticket, taken);
             continue;
         }

@@ -32,6 +32,14 @@ pub(crate) enum LinkMessage {
     Granted(Offer),
     /// Refuses to grant the memory.
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
+    /// Lends memory that requests to a QP may name. Its key says nothing to the receiver. Memory that can be mapped comes as a descriptor.
+    Lend(Offer),
+    /// Answers it, by the numbers of the offer: whether the sender can read the memory.
+    Lent {
+        index: u32,
+        generation: u32,
+        accepts: bool,
+    },
     /// Asks for objects; the sender wants no link. Answered by a [`rdmux_verbs::resources::report::Page`].
     List(Question),
     /// Captures the device as long as the connection lasts, to a file that comes with the message; the second descriptor is notified of
@@ -47,6 +55,8 @@ const GRANTED: u8 = 5;
 const DENIED: u8 = 6;
 const OVER: u8 = 7;
 const CAPTURE: u8 = 10;
+const LEND: u8 = 11;
+const LENT: u8 = 12;
 
 impl LinkMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -81,31 +91,13 @@ impl LinkMessage {
                 out
             }
             LinkMessage::Ask { rkey, of, by } => words(ASK, &[rkey.0, of.value(), by.value()]),
-            LinkMessage::Granted(granted) => {
-                let mut out = words(
-                    GRANTED,
-                    &[
-                        granted.rkey.0,
-                        granted.by.value(),
-                        granted.index,
-                        granted.generation,
-                        granted.access.bits(),
-                    ],
-                );
-                for number in [
-                    granted.iova,
-                    granted.length,
-                    granted.offset,
-                    granted.gate,
-                    granted.left,
-                    granted.pages.0,
-                    granted.pages.1,
-                    granted.calls,
-                ] {
-                    out.extend(number.to_ne_bytes());
-                }
-                out
-            }
+            LinkMessage::Granted(offer) => encode_offer(GRANTED, offer),
+            LinkMessage::Lend(offer) => encode_offer(LEND, offer),
+            LinkMessage::Lent {
+                index,
+                generation,
+                accepts,
+            } => words(LENT, &[*index, *generation, u32::from(*accepts)]),
             LinkMessage::Denied { rkey, by, reason } => words(DENIED, &[rkey.0, by.value(), *reason as u32]),
         }
     }
@@ -143,8 +135,8 @@ impl LinkMessage {
             };
         }
         let (words, rest) = match kind {
-            ASK | DENIED => rest.split_at_checked(12)?,
-            GRANTED => rest.split_at_checked(20)?,
+            ASK | DENIED | LENT => rest.split_at_checked(12)?,
+            GRANTED | LEND => rest.split_at_checked(20)?,
             _ => return None,
         };
         let word = |i: usize| words.as_chunks().0.get(i).map_or(0, |w| u32::from_ne_bytes(*w));
@@ -162,23 +154,64 @@ impl LinkMessage {
                 by: qpn(1)?,
                 reason: u8::try_from(word(2)).ok().and_then(Refusal::from_repr)?,
             }),
-            (GRANTED, 8, []) => Some(LinkMessage::Granted(Offer {
-                rkey: RKey(word(0)),
-                by: qpn(1)?,
-                index: word(2),
-                generation: word(3),
-                access: Access::from_bits(word(4))?,
-                iova: number(0),
-                length: number(1),
-                offset: number(2),
-                gate: number(3),
-                left: number(4),
-                pages: (number(5), number(6)),
-                calls: number(7),
-            })),
+            (LENT, 0, []) => Some(LinkMessage::Lent {
+                index: word(0),
+                generation: word(1),
+                accepts: match word(2) {
+                    0 => false,
+                    1 => true,
+                    _ => return None,
+                },
+            }),
+            (GRANTED | LEND, 8, []) => {
+                let offer = Offer {
+                    rkey: RKey(word(0)),
+                    by: qpn(1)?,
+                    index: word(2),
+                    generation: word(3),
+                    access: Access::from_bits(word(4))?,
+                    iova: number(0),
+                    length: number(1),
+                    offset: number(2),
+                    gate: number(3),
+                    left: number(4),
+                    pages: (number(5), number(6)),
+                    calls: number(7),
+                };
+                Some(match kind {
+                    LEND => LinkMessage::Lend(offer),
+                    _ => LinkMessage::Granted(offer),
+                })
+            }
             _ => None,
         }
     }
+}
+
+fn encode_offer(kind: u8, offer: &Offer) -> Vec<u8> {
+    let mut out = words(
+        kind,
+        &[
+            offer.rkey.0,
+            offer.by.value(),
+            offer.index,
+            offer.generation,
+            offer.access.bits(),
+        ],
+    );
+    for number in [
+        offer.iova,
+        offer.length,
+        offer.offset,
+        offer.gate,
+        offer.left,
+        offer.pages.0,
+        offer.pages.1,
+        offer.calls,
+    ] {
+        out.extend(number.to_ne_bytes());
+    }
+    out
 }
 
 fn words(kind: u8, words: &[u32]) -> Vec<u8> {
@@ -238,6 +271,12 @@ mod tests {
             },
             LinkMessage::Ask { rkey, of, by },
             LinkMessage::Granted(granted),
+            LinkMessage::Lend(granted),
+            LinkMessage::Lent {
+                index: 3,
+                generation: 9,
+                accepts: true,
+            },
         ];
         all.extend(
             Refusal::VARIANTS

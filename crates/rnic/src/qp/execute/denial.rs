@@ -47,7 +47,9 @@ impl Execution {
                 needs,
                 has: head.access,
             },
-            Refusal::InvalidRequest | Refusal::NotReady | Refusal::Waits(_) => Denial::Invalid,
+            Refusal::InvalidRequest | Refusal::NotReady | Refusal::Waits(_) | Refusal::SourceEnded => {
+                Denial::Invalid
+            }
         };
         Refused {
             psn: packet.bth.psn,

@@ -159,8 +159,8 @@ impl Execution {
             return Ok(false);
         };
         let of = (memory.clone(), medium);
+        let what = What::Write(packet.payload.to_vec()?);
         let id = accesses.announce();
-        let what = What::Write(packet.payload.to_vec());
         accesses.start(id, scope.qpn, of, offset, what);
         if packet.imm.is_some() {
             // The receive completes when the bytes are there: the packet is handled again then.

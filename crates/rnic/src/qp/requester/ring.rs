@@ -3,12 +3,12 @@
 use rdmux_wire::Psn;
 use rdmux_wire::roce::coalesced;
 
-use super::transmit::{HEADS_MAX, RequestPacket};
+use super::transmit::{DataPacket, HEADS_MAX, RequestPacket};
 use super::{Broken, Cursor, Requester, Wqe, takes};
 use crate::cq::Status;
-use crate::local::{Rings, Taken, Ticket};
+use crate::local::{NAMED_BYTES_MAX, Rings, Taken, Ticket};
 use crate::probes;
-use crate::qp::message::{gather_into, opcode_of, packets_of};
+use crate::qp::message::{gather_into, opcode_of, packets_of, parts};
 use crate::qp::{Env, Head, QpState};
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, SendFlags, SendRequest};
@@ -42,9 +42,18 @@ impl Requester {
         let room = self.room(head);
         let psn = self.begin(env, head, wqe).plus(index);
         let path = head.path.as_ref().ok_or(Status::LocalQpOperation)?;
-        let mut packet = RequestPacket::new(head, path, &self.queue[wqe], index, psn, room);
-        packet.coalesce_by(usize::MAX);
-        let Some(len) = put(env, rings, &mut packet)? else {
+        let new = |bytes| {
+            let mut packet = RequestPacket::new(head, path, &self.queue[wqe], index, psn, room);
+            packet.coalesce_by(bytes);
+            packet
+        };
+        let mut packet = new(NAMED_BYTES_MAX);
+        let mut put_len = put_named(env, rings, &mut packet)?;
+        if put_len.is_none() {
+            packet = new(coalesced::PAYLOAD_BYTES_MAX);
+            put_len = put(env, rings, &mut packet)?;
+        }
+        let Some(len) = put_len else {
             return Ok(false);
         };
         // The packet asks for an acknowledgement in case the peer leaves it to packets. Otherwise none comes, so none is timed.
@@ -71,7 +80,7 @@ impl Requester {
             Operation::Send { .. } | Operation::SendInvalidate { .. }
         );
         let has_sent_all = self.cursor.wqe == self.queue.len() && self.next == self.high;
-        let begins = head.state == QpState::Rts && self.rnr_until.is_none() && !self.link_broke;
+        let begins = head.state == QpState::Rts && self.rnr_until.is_none() && !self.lost;
         if !is_send
             || !has_sent_all
             || !begins
@@ -84,7 +93,10 @@ impl Requester {
         // The code that queues a request refuses an invalid one.
         let Ok(bytes) = wanted.check() else { return };
         let packets = packets_of(&wanted.operation, bytes, head.mtu);
-        let fits = packets <= coalesced::COUNT_MAX && bytes as usize <= coalesced::PAYLOAD_BYTES_MAX;
+        // The driver puts longer ones into the ring, which may name their memory.
+        let fits = packets <= coalesced::COUNT_MAX
+            && bytes as usize <= coalesced::PAYLOAD_BYTES_MAX
+            && (bytes as usize) < rings.named_bytes_min();
         let room = self.room(head);
         let Some(path) = head.path.as_ref().filter(|_| fits && packets <= room) else {
             return;
@@ -103,7 +115,7 @@ impl Requester {
             posted: env.now,
         };
         let mut packet = RequestPacket::new(head, path, &wqe, 0, self.next, room);
-        packet.coalesce_by(usize::MAX);
+        packet.coalesce_by(coalesced::PAYLOAD_BYTES_MAX);
         if !matches!(put(env, rings, &mut packet), Ok(Some(_))) {
             // A failure of own memory occurs again when the request is sent in order, and is reported then.
             head.sends.give_back(1);
@@ -139,10 +151,61 @@ impl Requester {
         if taken == Taken::Deferred && !mutant!(DeferredIsDone) || !is_open {
             return Ok(());
         }
+        if taken == Taken::Again && !mutant!(AgainIsDone) {
+            self.lost();
+            return Ok(());
+        }
         self.heard = Some(env.now);
         let past = u32::from(mutant!(TakenPast));
         self.acknowledge(env, head, end.plus(past)).map(|_| ())
     }
+}
+
+/// Puts a packet of data into the ring that names its payload's memory. Returns its bytes, or `None` if the peer cannot read that, or it is
+/// not worth while, or there is no room.
+fn put_named(
+    env: &mut Env<'_>,
+    rings: &mut dyn Rings,
+    packet: &mut RequestPacket<'_>,
+) -> Result<Option<usize>, Status> {
+    let least = rings.named_bytes_min();
+    let operation = &packet.wqe.request.operation;
+    let is_send = matches!(
+        operation,
+        Operation::Send { .. } | Operation::SendInvalidate { .. }
+    );
+    if !is_send || (packet.wqe.bytes as usize) < least {
+        return Ok(None);
+    }
+    let mut heads = [0; HEADS_MAX];
+    let data = packet.emit_data(&mut heads)?;
+    if data.bytes < least {
+        return Ok(None);
+    }
+    let (head, sges) = (packet.head, &packet.wqe.request.sges);
+    let Some((parts, count)) = parts(env, head.init.pd, sges, data.done, data.bytes)? else {
+        return Ok(None);
+    };
+    let peer = (packet.path.dst, head.dest_qpn);
+    let (heads, parts) = (&heads[..data.heads], &parts[..count]);
+    let put = rings.put_named(peer, ticket_of(packet), heads, parts);
+    Ok(put.then(|| count_put(env, packet, data)))
+}
+
+fn ticket_of(packet: &RequestPacket<'_>) -> Ticket {
+    Ticket {
+        qpn: packet.head.qpn,
+        end: packet.bth.psn.plus(packet.count),
+        incarnation: packet.head.incarnation,
+    }
+}
+
+/// Counts a packet that is in the ring; returns its bytes.
+fn count_put(env: &mut Env<'_>, packet: &RequestPacket<'_>, data: DataPacket) -> usize {
+    let len = data.heads + data.bytes;
+    env.counters.sent_pkts += u64::from(packet.count);
+    env.counters.sent_bytes += len as u64;
+    len
 }
 
 /// Puts a packet of data into the ring. Returns its bytes, or `None` if there is no room.
@@ -154,24 +217,15 @@ fn put(
     let mut heads = [0; HEADS_MAX];
     let data = packet.emit_data(&mut heads)?;
     let (head, path, wqe) = (packet.head, packet.path, packet.wqe);
-    let ticket = Ticket {
-        qpn: head.qpn,
-        end: packet.bth.psn.plus(packet.count),
-        incarnation: head.incarnation,
-    };
+    let ticket = ticket_of(packet);
     let len = data.heads + data.bytes;
     let mut copied = Ok(());
-    let put = rings.put((path.dst, head.dest_qpn), ticket, len, &mut |record| {
-        record.write(0, &heads[..data.heads]);
-        let place = (record, data.heads, data.bytes);
+    let put = rings.put((path.dst, head.dest_qpn), ticket, len, &mut |room| {
+        room.write(0, &heads[..data.heads]);
+        let place = (room, data.heads, data.bytes);
         copied = gather_into(env, head.init.pd, &wqe.request.sges, data.done, place);
         copied.is_ok()
     });
     copied?;
-    if !put {
-        return Ok(None);
-    }
-    env.counters.sent_pkts += u64::from(packet.count);
-    env.counters.sent_bytes += len as u64;
-    Ok(Some(len))
+    Ok(put.then(|| count_put(env, packet, data)))
 }

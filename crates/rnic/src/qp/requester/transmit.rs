@@ -478,11 +478,9 @@ impl<'a> RequestPacket<'a> {
     /// every last packet of one may, but not a limit of the rate.
     fn coalesce(&mut self, buf: &TransmitBuf) {
         if self.head.local {
-            self.coalesce_by(if self.head.rate.is_limited() {
-                buf.room()
-            } else {
-                usize::MAX
-            });
+            let quantum = self.head.rate.is_limited().then(|| buf.room());
+            let most = coalesced::PAYLOAD_BYTES_MAX;
+            self.coalesce_by(quantum.map_or(most, |room| room.min(most)));
         }
     }
 
@@ -492,8 +490,7 @@ impl<'a> RequestPacket<'a> {
         if left == 1 {
             return;
         }
-        let bytes = bytes.min(coalesced::PAYLOAD_BYTES_MAX) as u32;
-        let most = (bytes / self.head.mtu).clamp(1, coalesced::COUNT_MAX);
+        let most = (bytes as u32 / self.head.mtu).clamp(1, coalesced::COUNT_MAX);
         self.count = left.min(self.room).min(most).max(1);
     }
 

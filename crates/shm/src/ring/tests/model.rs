@@ -349,7 +349,7 @@ fn requests(weak: Weak) {
             consumer.read(&taken, &mut out);
             assert_eq!(out, record(number, 48).1);
             if number == 1 {
-                consumer.defer(&taken);
+                consumer.answer(&taken, Taken::Deferred);
             }
             number += 1;
         }

@@ -70,7 +70,7 @@ impl Sharings {
     }
 }
 
-fn application(memory: &Arc<dyn Memory>) -> Option<&ApplicationMemory> {
+pub(super) fn application(memory: &Arc<dyn Memory>) -> Option<&ApplicationMemory> {
     memory.as_any()?.downcast_ref()
 }
 

@@ -17,6 +17,7 @@ use rdmux_shm::segment::GrantWords;
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::resources::places::connect_slot;
 use rdmux_verbs::{Carrier, CompletionQueue, ConnectParams, Device, MemoryRegion, QpOptions, QueuePair};
+use rdmux_wire::roce::{Bth, Opcode, Operation as Op, Position, Transport, coalesced};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{SendFlags, SocketAddrUnix};
@@ -485,7 +486,26 @@ fn hear__anything_in_messages() {
             .map_or_else(|| fresh.as_ref().unwrap(), |l| &l.socket);
         for _ in 0..20 {
             let (rkey, by, of) = (end.mr.rkey(), forger.qpn(), end.qp.qpn());
-            let message = match random.below(8) {
+            let message = match random.below(12) {
+                8 => LinkMessage::Lent {
+                    index: random.next() as u32,
+                    generation: random.next() as u32,
+                    accepts: true,
+                },
+                kind @ (9..) => LinkMessage::Lend(Offer {
+                    gate: random.next(),
+                    left: random.next(),
+                    pages: (random.next() % 4 * 4096, random.next() % 4 * 4096),
+                    calls: random.next() % 3,
+                    rkey,
+                    by: of,
+                    index: random.next() as u32 % if kind == 9 { 8 } else { u32::MAX },
+                    generation: random.next() as u32,
+                    access: Access::REMOTE_READ,
+                    iova: random.next(),
+                    length: random.next() >> random.below(64),
+                    offset: random.next() >> random.below(64),
+                }),
                 0 => forger.hello(),
                 1 => LinkMessage::Welcome,
                 2 | 3 => LinkMessage::Ask { rkey, of, by },
@@ -544,6 +564,97 @@ fn hear__anything_in_messages() {
     }
     until("the end of the links", || honest.others() == 0);
     assert!(honest.have_link() && end.has_canaries());
+}
+
+/// Requests that name memory which the peer has lent, has lent otherwise, or has not lent; some of it is cut off, so that it faults.
+#[test]
+fn take__requests_that_name_anything() {
+    let mut honest = Honest::new([127, 0, 1, 108], [127, 0, 1, 109]);
+    let forger = Forger::new([127, 0, 1, 110], 3);
+    let mut random = random();
+    for _ in 0..40 {
+        let end = forger.queue_pair(honest.device());
+        let forged = forger.link(honest.device());
+        for index in 0..4 {
+            let bytes = 1 << 20;
+            let memory = file(bytes, SealFlags::SHRINK);
+            let offer = Offer {
+                gate: 0,
+                left: 0,
+                pages: (0, 0),
+                calls: 0,
+                rkey: RKey(0),
+                by: end.qp.qpn(),
+                index,
+                generation: index + 1,
+                access: Access::REMOTE_READ,
+                iova: 0,
+                length: bytes >> (index % 2),
+                offset: 0,
+            };
+            let word = forged.segment.grant(Side::Asking, index);
+            word.store(if index == 3 { 77 } else { index + 1 }, Ordering::Release);
+            send_bytes(
+                &forged.socket,
+                &LinkMessage::Lend(offer).encode(),
+                &[memory.as_fd()],
+            )
+            .unwrap();
+            let answer = forged.hear();
+            assert!(
+                matches!(answer, Some(LinkMessage::Lent { accepts: true, .. })),
+                "{answer:?}"
+            );
+        }
+        let mut ring = Producer::new(forged.segment.ring(Side::Asking));
+        let ticket = Ticket {
+            qpn: forger.qpn(),
+            end: Psn::new(0),
+            incarnation: 0,
+        };
+        for psn in 0..40 {
+            let request = RecvRequest {
+                wr_id: 0,
+                sges: end.mr.sge(0, AREA_BYTES as u32).into(),
+            };
+            end.qp.post_recv(request).unwrap();
+            let count = random.below(5) as usize;
+            let mut bytes = Vec::new();
+            for _ in 0..count {
+                let index = random.below(5) as u32;
+                bytes.extend(index.to_ne_bytes());
+                bytes.extend((index + 1 + u32::from(random.below(8) == 0)).to_ne_bytes());
+                bytes.extend((random.next() >> random.below(64)).to_ne_bytes());
+                let len = (random.next() as u32) >> random.below(32);
+                bytes.extend(u64::from(len % (1 << (4 + random.below(28)))).to_ne_bytes());
+            }
+            let mut heads = [0; Bth::LEN];
+            let operation = Op::of_data(false, Position::Only, false, false);
+            let opcode = Opcode {
+                transport: Transport::Rc,
+                operation,
+            };
+            Bth::new(opcode, end.qp.qpn(), Psn::new(psn)).emit(&mut heads);
+            coalesced::set_count(&mut heads, 1 + random.below(64) as u32);
+            bytes.extend(heads);
+            let put = ring.request_with_parts(ticket, bytes.len(), count, |area, slot| {
+                area.write(slot, &bytes);
+                true
+            });
+            let _ = rustix::net::send(&forged.doorbell, &[0], SendFlags::DONTWAIT);
+            if put.is_err() || ring.look_for_ends().is_err() {
+                break;
+            }
+            while end.cq.poll().is_some() {}
+        }
+        honest.check();
+        assert!(end.has_canaries());
+        drop(forged);
+        until("the end of the link", || honest.others() == 0);
+    }
+    assert!(honest.have_link());
+    let copied = honest.device().counters().rcvd_pkts_named;
+    assert!(copied > 0, "none was right");
 }
 
 #[test]
