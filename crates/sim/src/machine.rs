@@ -173,9 +173,13 @@ pub(crate) struct Named {
 impl Named {
     /// Reads bytes, if the peer may do so now.
     pub(crate) fn read(&self, from: usize, out: &mut [u8]) -> Result<(), PeerFault> {
-        let read = self.memory.read(self.at + from as u64, out);
-        let open = self.open.load(Ordering::Relaxed);
-        read.ok().filter(|()| open).ok_or(PeerFault::Ended)
+        // A peer may read what is lent no more, and discards it; here that would count as an access to what has ended.
+        if !self.open.load(Ordering::Relaxed) {
+            return Err(PeerFault::Ended);
+        }
+        self.memory
+            .read(self.at + from as u64, out)
+            .map_err(|_| PeerFault::Ended)
     }
 }
 
