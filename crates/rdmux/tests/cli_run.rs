@@ -259,8 +259,8 @@ fn run__exit_status_is_the_programs() {
 #[test]
 fn run__signals_reach_the_program() {
     let build = build();
-    // Each program waits for input, which ends with this test.
-    let script = "trap 'kill $!; exit 9' USR1; cat <&0 >/dev/null & echo ready; wait";
+    // Each program waits for input, which ends with this test. (Input 0 of a program in the background would be empty.)
+    let script = "trap 'kill $!; exit 9' USR1; exec 3<&0; cat <&3 >/dev/null & echo ready; wait";
     for (signal, status, ended_by) in [
         (Signal::USR1, Some(9), None),
         (Signal::KILL, None, Some(Signal::KILL.as_raw())),

@@ -1077,10 +1077,10 @@ impl Rnic {
     /// Handles a request that came in the ring of a process at an address. Returns how it was taken; `None`: the driver is
     /// to pass it on as a packet, or if it cannot read all of it, as [`Taken::Again`].
     pub fn handle_request(&mut self, now: Time, src: IpAddr, record: &dyn RingBytes) -> Option<Taken> {
-        let len = record.bytes();
+        let (len, in_record) = (record.bytes(), record.held());
         // The headers, and a short payload, are read at once; a longer one goes from the record to its place.
         let mut bytes = [0; RECORD_READ_BYTES + PAD_MAX + ICRC_LEN];
-        let read = record.held().min(len).min(RECORD_READ_BYTES);
+        let read = in_record.min(len).min(RECORD_READ_BYTES);
         record.read(0, &mut bytes[..read]).ok()?;
         let heads = Bth::LEN + Opcode::from_code(bytes[0])?.ext().len();
         let tail = usize::from(bytes[1] >> 4 & 3) + ICRC_LEN;
@@ -1101,7 +1101,7 @@ impl Rnic {
         let is_data = opcode.operation.is_send() || opcode.operation.is_write();
         let qp = self.qps.get_mut(&qpn.value())?;
         // The receive of one that has to come again waits in its QP, and those of XRC share receives.
-        let takes_named = |head: &Head| record.held() == len || head.init.qp_type == QpType::Rc;
+        let takes_named = |head: &Head| in_record == len || head.init.qp_type == QpType::Rc;
         let is_for = |head: &Head| {
             head.takes(opcode) && head.takes_now(opcode) && head.is_from_peer(src) && takes_named(head)
         };
@@ -1129,7 +1129,7 @@ impl Rnic {
         self.counters.rcvd_bytes += (len + tail) as u64;
         self.counters.rcvd_pkts += count;
         self.counters.rcvd_pkts_local += count;
-        if taken == Taken::Done && record.held() < len {
+        if taken == Taken::Done && in_record < len {
             self.counters.rcvd_pkts_named += count;
         }
         Some(taken)

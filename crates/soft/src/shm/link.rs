@@ -1088,12 +1088,13 @@ fn take_records(
 }
 
 /// Has the device carry out a request, or passes it on as a packet: always that if not `at_once`.
+#[inline]
 fn take_request(
     rnic: &mut RnicPort,
     now: Time,
     (peer, own): (IpAddr, IpAddr),
     at_once: bool,
-    request: &dyn RingBytes,
+    request: &impl RingBytes,
     buffer: &mut Vec<u8>,
 ) -> Taken {
     if at_once && let Some(taken) = rnic.handle_request(now, peer, request) {
