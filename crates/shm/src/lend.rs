@@ -121,7 +121,11 @@ impl Lender {
     /// Notes that a region is offered to the peer, by a grant.
     pub(crate) fn offered(&mut self, qpn: Qpn, lkey: LKey, offer: &Offer, may_be_shared: bool) {
         let (index, generation) = (offer.index, offer.generation);
-        self.words.grants.lock().push((qpn, index, generation));
+        let mut grants = self.words.grants.lock();
+        // The same grant may be offered again.
+        grants.retain(|(_, other, _)| *other != index);
+        grants.push((qpn, index, generation));
+        drop(grants);
         self.list.push(Lent {
             qpn,
             lkey,
