@@ -23,11 +23,12 @@ use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::histogram::Latencies;
-use crate::lane::{Delivery, DirectLane};
+use crate::lane::{Delivery, DirectLane, Lanes};
 use crate::local::{NAMED_BYTES_MAX, NoRings, Rings};
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::probes::word24;
+use crate::qp::requester::direct::reaches;
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants, earlier};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
@@ -226,6 +227,7 @@ pub struct Rnic {
     /// Queues that overran during the current call, each with the QP whose completion was lost.
     overrun: Vec<(Cqn, Qpn)>,
     retired: RetiredMemories,
+    lanes: Lanes,
     counters: Counters,
     latencies: Latencies,
     id_bases: Vec<Option<Box<IdBasis>>>,
@@ -294,6 +296,7 @@ impl Rnic {
             events: VecDeque::new(),
             overrun: Vec::new(),
             retired,
+            lanes: Lanes::default(),
             counters: Counters::default(),
             latencies: Latencies::default(),
             id_bases: vec![None; PACKET_BYTES_MAX],
@@ -563,12 +566,12 @@ impl Rnic {
     /// Destroys a QP; its requests do not complete. Type 2 windows that were bound through it are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(mut qp) = self.qps.remove(&qpn.value()) {
+            qp.recall(|| Time(0));
             if let Some(requester) = qp.requester() {
                 requester.end_lane(&mut self.regions);
             }
-            let (requests, bytes) = qp.lane_counts();
-            self.counters.direct_requests += requests;
-            self.counters.direct_bytes += bytes;
+            self.lanes.remove(qpn);
+            count_lane(&mut self.counters, &qp);
             if qp.head.granted && !mutant!(GrantOutlivesQp) {
                 self.revoked.push(qpn);
             }
@@ -653,9 +656,8 @@ impl Rnic {
     /// Returns the counters.
     pub fn counters(&self) -> Counters {
         let mut counters = self.counters;
-        for (requests, bytes) in self.qps.values().map(Qp::lane_counts) {
-            counters.direct_requests += requests;
-            counters.direct_bytes += bytes;
+        for qp in self.qps.values() {
+            count_lane(&mut counters, qp);
         }
         counters
     }
@@ -733,8 +735,14 @@ impl Rnic {
 
     /// Returns the lane of an RC QP: callers post to it first, without locking the device.
     pub fn direct_lane(&mut self, qpn: Qpn) -> Option<DirectLane> {
-        let qp = self.qps.get_mut(&qpn.value())?;
-        qp.lane(self.cqs.get(&qp.head.init.send_cq.0)?)
+        let lane = self.qps.get_mut(&qpn.value())?.lane(&self.cqs)?;
+        self.lanes.insert(lane.clone());
+        Some(lane)
+    }
+
+    /// Returns the lanes of all QPs, which stay up to date.
+    pub fn lanes(&self) -> Lanes {
+        self.lanes.clone()
     }
 
     /// Handles a completion that a lane has put into its queue ([`Directly::DoneAndTell`]).
@@ -753,6 +761,10 @@ impl Rnic {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return false;
         };
+        if reaches(&request.operation, 1).is_none() {
+            return false;
+        }
+        qp.recall(&now);
         if !qp
             .requester()
             .is_some_and(|requester| requester.may_go_directly())
@@ -814,7 +826,11 @@ impl Rnic {
             return;
         };
         let mut env = env_of!(self, now);
+        qp.recall(|| now);
         qp.post_by_ring(&mut env, request, rings);
+        if request.is_none() {
+            qp.lend_sends(&mut env, rings);
+        }
         set_timer(qp, &mut self.timers);
     }
 
@@ -1420,6 +1436,7 @@ impl Rnic {
     fn on_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let qp = self.qps.get_mut(&qpn.value())?;
         let mut env = env_of!(self, now);
+        qp.recall(|| now);
         qp.head.look_at_rate(&env);
         let before = qp.head.granted.then(|| qp.grants());
         let result = f(qp, &mut env);
@@ -1431,6 +1448,20 @@ impl Rnic {
         set_timer(qp, &mut self.timers);
         Some(result)
     }
+}
+
+/// Adds what the lane of a QP did without the device.
+fn count_lane(counters: &mut Counters, qp: &Qp) {
+    let of_lane = qp.lane_counts();
+    counters.direct_requests += of_lane.requests;
+    counters.direct_bytes += of_lane.bytes;
+    let (packets, bytes) = of_lane.sent;
+    counters.sent_pkts += packets;
+    counters.sent_bytes += bytes;
+    let (packets, bytes) = of_lane.received;
+    counters.rcvd_pkts += packets;
+    counters.rcvd_pkts_local += packets;
+    counters.rcvd_bytes += bytes;
 }
 
 /// Enters the deadline of a QP. An entry that is too early is corrected when it fires, so that progress costs nothing.

@@ -1,33 +1,51 @@
-//! Requests that the threads of a program carry out in a peer's memory without the device.
+//! Requests that the threads of a program carry out without the device.
 //!
-//! A QP whose requests have all been answered, and whose peer is on this host, has a *lane*: what its last requests needed to know of the
-//! peer's grants and of its own regions. A thread that posts a request which the lane covers carries it out under the lane's own lock, so
-//! that the QPs of several threads do not wait for each other, nor for whoever drives the device. All other requests go to the device,
-//! which teaches the lane what it finds out ([`DirectLane::learn`]).
+//! A QP whose peer is on this host has a *lane*: what its last requests needed to know of the peer's grants, of its own regions and of the
+//! ring to the peer. A thread that posts a request which the lane covers carries it out under the lane's own lock, so that the QPs of several
+//! threads do not wait for each other, nor for whoever drives the device. All other requests go to the device, which teaches the lane what it
+//! finds out ([`DirectLane::learn`]).
+//!
+//! - A WRITE or READ that a grant covers is carried out in the peer's memory, once all requests before it are done.
+//! - A SEND goes into the ring to the peer ([`outgoing`]), and whoever learns that the peer has taken it completes it ([`Lanes::end`]).
+//! - A SEND of the peer is taken out of the peer's ring by whoever polls, and executed ([`incoming`], [`Lanes::take`]).
 //!
 //! Nothing overtakes: the device closes the lane before it queues a request, and a lane does nothing while a place of the send queue is
-//! taken, which includes requests that were left to the driver. Only the device opens a lane. A caller that makes a change of which no later
-//! request may be ignorant waits until the lane's lock is free ([`DirectLane::close`], [`DirectLane::forget_key`]). Whoever holds that lock
-//! never waits for the device, so that the device may wait for the lock.
+//! taken by a request that is not the lane's, which includes those that were left to the driver. Only the device opens a lane. For SENDs it
+//! lends the lane the state of the QP's requester and responder, and takes it back before it does anything with the QP. A caller that makes
+//! a change of which no later request may be ignorant waits until the lane's locks are free ([`DirectLane::close`],
+//! [`DirectLane::forget_key`]). Whoever holds one of them never waits for the device, so that the device may wait for the lock. The two are
+//! never held together.
 
+mod incoming;
+mod outgoing;
+
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use rdmux_wire::roce::MESSAGE_BYTES_MAX;
-use rdmux_wire::{Qpn, RKey};
+use rdmux_wire::roce::{Bth, MESSAGE_BYTES_MAX};
+use rdmux_wire::{Psn, Qpn, RKey};
 
-use crate::cq::{CompletionQueue, Cqn, Pushed, Status};
+use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode};
+use crate::local::{Put, RingBytes, Ticket};
 use crate::memory::{Access, Memory, PeerMemory};
 use crate::probes;
 use crate::qp::bare_completion;
 use crate::qp::message::opcode_of;
 use crate::qp::requester::direct::{Grant, reaches};
 use crate::queue::SendQueue;
-use crate::region::{Pd, Regions, View};
-use crate::sync::{Mutex, MutexGuard};
+use crate::region::{NumberMap, Pd, Regions, View};
+use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::time::Time;
 use crate::work::{SendFlags, SendRequest, Sge, SgeList, Target};
 
+use self::incoming::Incoming;
+pub(crate) use self::incoming::{Receiving, Turn};
+use self::outgoing::Outgoing;
+pub(crate) use self::outgoing::{Sending, Sent};
+
+/// Most PSNs that a lane may have before the device looks at the sequence again, which compares PSNs that are at most 2^23 apart.
+pub(crate) const PSNS_LENT: u32 = 1 << 22;
 /// Most own regions that a lane knows; it forgets the oldest first.
 const KEYS_MAX: usize = 16;
 
@@ -37,10 +55,12 @@ const KEYS_MAX: usize = 16;
 pub enum Directly {
     /// The lane does not cover the request: the caller must post it to the device.
     Not,
-    /// The request is complete.
+    /// The request is complete, or sent.
     Done,
     /// The request is complete, and the device has to know: the caller calls [`crate::Rnic::deliver`], or has the driver call it.
     DoneAndTell(Delivery),
+    /// The request is sent, and others have ended of which the peer tells nobody who sleeps: the caller looks for the ends.
+    DoneAndEnded,
 }
 
 /// A completion with a consequence for the device: a waiter to notify, or a queue that overran.
@@ -67,15 +87,31 @@ struct Lane {
     requests: AtomicU64,
     bytes: AtomicU64,
     known: Mutex<Known>,
+    /// Set while the lane has SENDs, of this QP and of its peer.
+    sends_lent: AtomicBool,
+    receives_lent: AtomicBool,
+    incoming: Mutex<Incoming>,
 }
 
-/// Grants and regions that a lane knows.
+/// Grants and regions that a lane knows, and the SENDs that it has.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     /// Set when the QP takes READs.
     reads: bool,
     grants: Vec<(RKey, Grant)>,
     keys: Vec<OwnKey>,
+    outgoing: Outgoing,
+}
+
+/// Numbers of what lanes did without the device.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LaneCounts {
+    /// WRITEs and READs, and their bytes.
+    pub(crate) requests: u64,
+    pub(crate) bytes: u64,
+    /// Packets of SENDs sent and received, and their bytes.
+    pub(crate) sent: (u64, u64),
+    pub(crate) received: (u64, u64),
 }
 
 /// A plain region of the QP's protection domain. Its owner keeps the memory alive until the lanes have forgotten it, so that no lane drops
@@ -175,23 +211,36 @@ impl Known {
 }
 
 impl DirectLane {
-    pub(crate) fn new(qpn: Qpn, cqn: Cqn, cq: CompletionQueue, sends: SendQueue) -> DirectLane {
+    /// `of_sends` and `of_receives`: the QP's completion queues.
+    pub(crate) fn new(
+        qpn: Qpn,
+        of_sends: (Cqn, CompletionQueue),
+        of_receives: (Cqn, CompletionQueue),
+        sends: SendQueue,
+    ) -> DirectLane {
         DirectLane(Arc::new(Lane {
             qpn,
-            cqn,
-            cq,
+            cqn: of_sends.0,
+            cq: of_sends.1,
             sends,
             open: AtomicBool::new(false),
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             known: Mutex::default(),
+            sends_lent: AtomicBool::new(false),
+            receives_lent: AtomicBool::new(false),
+            incoming: Mutex::new(Incoming::new(of_receives.0, of_receives.1)),
         }))
     }
 
-    /// Carries out a send request if the lane covers it. Calls `now` only rarely. The outcome is that of [`crate::Rnic::post_send`].
+    /// Carries out a send request if the lane covers it, and may take it then. Calls `now` only rarely. The outcome is that of
+    /// [`crate::Rnic::post_send`].
     #[inline]
-    pub fn post(&self, request: &SendRequest, now: impl Fn() -> Time) -> Directly {
+    pub fn post(&self, taken: &mut Option<SendRequest>, now: impl Fn() -> Time) -> Directly {
         let lane = &*self.0;
+        let Some(request) = taken else {
+            return Directly::Not;
+        };
         if !matches!(request.to, Target::Connected) {
             return Directly::Not;
         }
@@ -204,7 +253,7 @@ impl DirectLane {
             },
         };
         let Some(reached) = reaches(&request.operation, bytes) else {
-            return Directly::Not;
+            return self.send(taken, bytes);
         };
         let mut known = lane.known.lock();
         // In this order: when the device gives back the last place, the lane is closed already.
@@ -249,10 +298,136 @@ impl DirectLane {
         }
     }
 
-    /// Returns the numbers of requests and bytes.
-    pub(crate) fn counts(&self) -> (u64, u64) {
+    /// Puts a SEND into the ring to the peer, if the lane has the QP's SENDs.
+    #[inline]
+    fn send(&self, taken: &mut Option<SendRequest>, bytes: u32) -> Directly {
+        let lane = &*self.0;
+        if !lane.sends_lent.load(Ordering::Relaxed) {
+            return Directly::Not;
+        }
+        let wr_id = taken.as_ref().map_or(0, |request| request.wr_id);
+        let mut known = lane.known.lock();
+        let Known { outgoing, keys, .. } = &mut *known;
+        let put = outgoing.post(&lane.sends, keys, taken, bytes);
+        drop(known);
+        let done = match put {
+            Put::Not => return Directly::Not,
+            Put::Done => Directly::Done,
+            Put::DoneAndEnded => Directly::DoneAndEnded,
+        };
+        let opcode = probes::opcode(WcOpcode::Send);
+        probe!(post_send, lane.qpn.value(), wr_id, opcode, bytes);
+        done
+    }
+
+    /// Completes the SENDs that a ticket ends. Returns false if the device has to handle the ticket. Adds to `deliveries` what the device
+    /// has to know.
+    pub(crate) fn end(&self, ticket: Ticket, now: &dyn Fn() -> Time, deliveries: &mut Vec<Delivery>) -> bool {
+        let lane = &*self.0;
+        let mut known = lane.known.lock();
+        let ended = known.outgoing.end(ticket, |wqe| {
+            // Before the completion shows: whoever sees it may post again.
+            lane.sends.give_back(1);
+            if !wqe.request.flags.contains(SendFlags::SIGNALED) {
+                return;
+            }
+            let mut wc = bare_completion(lane.qpn, wqe.request.wr_id, Status::Success, WcOpcode::Send);
+            wc.byte_len = wqe.bytes;
+            probe!(
+                completion,
+                wc.qpn.value(),
+                wc.wr_id,
+                probes::status(wc.status),
+                probes::opcode(wc.opcode),
+                wc.byte_len,
+            );
+            let pushed = lane.cq.push(wc, false, now);
+            if pushed != Pushed::Quiet {
+                let (cqn, qpn) = (lane.cqn, lane.qpn);
+                deliveries.push(Delivery { cqn, qpn, pushed });
+            }
+        });
+        ended.is_some()
+    }
+
+    /// Executes a request of the peer at `src`. Returns what the device has to know, if that is anything; `None` if the device has to handle
+    /// the request.
+    #[inline]
+    pub(crate) fn take(
+        &self,
+        src: IpAddr,
+        record: &dyn RingBytes,
+        now: impl Fn() -> Time,
+    ) -> Option<Option<Delivery>> {
+        if !self.0.receives_lent.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.0.incoming.lock().take(src, record, now)
+    }
+
+    /// Returns the numbers of requests, packets and bytes.
+    pub(crate) fn counts(&self) -> LaneCounts {
         let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        (count(&self.0.requests), count(&self.0.bytes))
+        let mut counts = LaneCounts {
+            requests: count(&self.0.requests),
+            bytes: count(&self.0.bytes),
+            ..LaneCounts::default()
+        };
+        let outgoing = &self.lock().outgoing;
+        counts.sent = (outgoing.packets, outgoing.bytes);
+        let incoming = self.0.incoming.lock();
+        counts.received = (incoming.packets, incoming.bytes);
+        counts
+    }
+
+    // What the device lends.
+
+    /// Gives the lane the QP's SENDs.
+    pub(crate) fn lend_sends(&self, sending: Sending, sent: Sent) {
+        self.lock().outgoing.lend(sending, sent);
+        self.0.sends_lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes the QP's SENDs back: callers post to the device from here on.
+    pub(crate) fn take_back_sends(&self) -> Option<Sent> {
+        self.0.sends_lent.store(false, Ordering::Relaxed);
+        self.lock().outgoing.take_back()
+    }
+
+    /// Returns the number of SENDs that are not done, and the PSN of the next one, while the lane has them.
+    pub(crate) fn sending(&self) -> Option<(usize, Psn)> {
+        let known = self.lock();
+        known.outgoing.sent().map(|sent| (sent.queue.len(), sent.next))
+    }
+
+    /// Lets callers execute the peer's SENDs.
+    pub(crate) fn lend_receives(&self, receiving: Receiving, turn: Turn) {
+        self.0.incoming.lock().lend(receiving, turn);
+        self.0.receives_lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Makes callers leave the peer's requests to the device from here on.
+    pub(crate) fn take_back_receives(&self) -> Option<Turn> {
+        self.0.receives_lent.store(false, Ordering::Relaxed);
+        self.0.incoming.lock().take_back()
+    }
+
+    /// Returns the PSN that is expected next, while the lane executes the peer's SENDs.
+    pub(crate) fn expected(&self) -> Option<Psn> {
+        self.0.incoming.lock().turn().map(|turn| turn.expected)
+    }
+
+    /// Learns the region that the last receive needed which the device had to handle for that. Returns whether there is one.
+    pub(crate) fn learn_receive(&self, regions: &mut Regions, pd: Pd) -> bool {
+        let wanted = self.0.incoming.lock().wanted.take();
+        let Some(key) = wanted.and_then(|lkey| regions.lend(lkey, pd, self)) else {
+            return false;
+        };
+        let mut incoming = self.0.incoming.lock();
+        let oldest = remember(&mut incoming.keys, key);
+        drop(incoming);
+        self.end_loan(regions, oldest);
+        true
     }
 
     /// Waits until no caller is inside of an access under a grant of the QP. None begins until the guard is dropped.
@@ -279,25 +454,36 @@ impl DirectLane {
         self.0.open.store(true, Ordering::Release);
     }
 
-    /// Learns what a request has needed: the grant of a key, and the regions of its own elements.
-    pub(crate) fn learn(&self, regions: &mut Regions, pd: Pd, (rkey, grant): (RKey, &Grant), sges: &[Sge]) {
+    /// Learns a grant that a request has needed.
+    pub(crate) fn learn_grant(&self, rkey: RKey, grant: &Grant) {
         let mut known = self.lock();
         if known.grants.iter().all(|(key, _)| *key != rkey) {
             known.grants.push((rkey, grant.clone()));
         }
+    }
+
+    /// Learns the regions of a request's own elements.
+    pub(crate) fn learn(&self, regions: &mut Regions, pd: Pd, sges: &[Sge]) {
         for sge in sges.iter().filter(|sge| sge.length > 0) {
-            if known.keys.iter().any(|key| key.lkey == sge.lkey) {
+            if self.lock().keys.iter().any(|key| key.lkey == sge.lkey) {
                 continue;
             }
             let Some(key) = regions.lend(sge.lkey, pd, self) else {
                 continue;
             };
-            if known.keys.len() == KEYS_MAX
-                && let Some(oldest) = known.keys.pop()
-            {
-                regions.end_loan(oldest.lkey, self);
-            }
-            known.keys.insert(0, key);
+            let oldest = remember(&mut self.lock().keys, key);
+            self.end_loan(regions, oldest);
+        }
+    }
+
+    /// Notes that a region was forgotten, unless the lane still knows it for the other direction.
+    fn end_loan(&self, regions: &mut Regions, forgotten: Option<OwnKey>) {
+        let Some(OwnKey { lkey, .. }) = forgotten else {
+            return;
+        };
+        let knows = |keys: &[OwnKey]| keys.iter().any(|key| key.lkey == lkey);
+        if !knows(&self.lock().keys) && !knows(&self.0.incoming.lock().keys) {
+            regions.end_loan(lkey, self);
         }
     }
 
@@ -315,12 +501,14 @@ impl DirectLane {
     /// Forgets a region: waits for the end of requests that use it.
     pub(crate) fn forget_key(&self, lkey: u32) {
         self.lock().keys.retain(|key| key.lkey != lkey);
+        self.0.incoming.lock().keys.retain(|key| key.lkey != lkey);
     }
 
     /// Forgets everything, and closes the lane.
     pub(crate) fn clear(&self, regions: &mut Regions) {
         self.forget_grants();
-        let keys = std::mem::take(&mut self.lock().keys);
+        let mut keys = std::mem::take(&mut self.lock().keys);
+        keys.append(&mut self.0.incoming.lock().keys);
         for key in keys {
             regions.end_loan(key.lkey, self);
         }
@@ -328,5 +516,83 @@ impl DirectLane {
 
     pub(crate) fn is(&self, other: &DirectLane) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// Adds a region as the most recent one. Returns the one that is forgotten for it.
+fn remember(keys: &mut Vec<OwnKey>, key: OwnKey) -> Option<OwnKey> {
+    let oldest = if keys.len() == KEYS_MAX { keys.pop() } else { None };
+    keys.insert(0, key);
+    oldest
+}
+
+/// The lanes of a device by their QPs, for threads that move requests between rings and lanes without the device.
+#[derive(Clone, Debug, Default)]
+pub struct Lanes(Arc<RwLock<NumberMap<DirectLane>>>);
+
+/// The lane that was found last. It stays valid: the lane of a QP that has ended does nothing.
+#[derive(Debug, Default)]
+pub struct Recent(Option<DirectLane>);
+
+impl Lanes {
+    pub(crate) fn insert(&self, lane: DirectLane) {
+        self.0.write().insert(lane.0.qpn.value(), lane);
+    }
+
+    pub(crate) fn remove(&self, qpn: Qpn) {
+        self.0.write().remove(&qpn.value());
+    }
+
+    #[inline]
+    fn find<'a>(&self, qpn: Qpn, recent: &'a mut Recent) -> Option<&'a DirectLane> {
+        if !recent.0.as_ref().is_some_and(|lane| lane.0.qpn == qpn) {
+            recent.0 = self.0.read().get(&qpn.value()).cloned();
+        }
+        recent.0.as_ref()
+    }
+
+    /// Executes a request that the process at an address has put into its ring. Returns false if the driver has to pass it to
+    /// [`crate::Rnic::handle_request`]. Adds to `deliveries` what the caller passes to [`crate::Rnic::deliver`].
+    #[inline]
+    pub fn take(
+        &self,
+        src: IpAddr,
+        record: &dyn RingBytes,
+        recent: &mut Recent,
+        now: impl Fn() -> Time,
+        deliveries: &mut Vec<Delivery>,
+    ) -> bool {
+        let mut qpn = [0; 4];
+        if record.bytes() < Bth::LEN || record.read(4, &mut qpn).is_err() {
+            return false;
+        }
+        let qpn = Qpn::new(u32::from_be_bytes(qpn) & 0xff_ffff);
+        let taken = self
+            .find(qpn, recent)
+            .and_then(|lane| lane.take(src, record, now));
+        let is_taken = taken.is_some();
+        deliveries.extend(taken.flatten());
+        is_taken
+    }
+
+    /// Returns whether [`Lanes::end`] may handle a ticket. Locks nothing of a lane.
+    #[inline]
+    pub fn has(&self, ticket: &Ticket, recent: &mut Recent) -> bool {
+        self.find(ticket.qpn, recent)
+            .is_some_and(|lane| lane.0.sends_lent.load(Ordering::Relaxed))
+    }
+
+    /// Completes the requests that a ticket ends, as [`crate::Rnic::handle_taken`] does for [`crate::Taken::Done`]. Returns false if the
+    /// caller has to pass the ticket to that.
+    #[inline]
+    pub fn end(
+        &self,
+        ticket: Ticket,
+        recent: &mut Recent,
+        now: impl Fn() -> Time,
+        deliveries: &mut Vec<Delivery>,
+    ) -> bool {
+        self.find(ticket.qpn, recent)
+            .is_some_and(|lane| lane.end(ticket, &now, deliveries))
     }
 }

@@ -53,8 +53,10 @@ pub use device::{
 };
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
-pub use lane::{Delivery, DirectLane, Directly};
-pub use local::{Fill, Lending, NoRings, PARTS_MAX, Part, RingBytes, Rings, Room, Taken, Ticket, end_packet};
+pub use lane::{Delivery, DirectLane, Directly, Lanes, Recent};
+pub use local::{
+    Fill, Lending, NoRings, PARTS_MAX, Part, PeerRing, Put, RingBytes, Rings, Room, Taken, Ticket, end_packet,
+};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{
     Access, Atomic, Fault, HeapMemory, Medium, Memory, NotShared, PeerFault, PeerMemory, Placement, Sharing,

@@ -12,6 +12,7 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use rdmux_wire::roce::{Bth, ICRC_LEN};
 use rdmux_wire::{LKey, Psn, Qpn};
@@ -92,6 +93,23 @@ pub trait Lending: fmt::Debug + Send + Sync {
     fn end(&self);
 }
 
+/// Outcome of [`PeerRing::put`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// The request is not in the ring: there is no room, or `fill` failed, or the ring has ended.
+    Not,
+    /// The request is in the ring.
+    Done,
+    /// So it is, and requests have ended of which the peer tells nobody who sleeps.
+    DoneAndEnded,
+}
+
+/// The ring to one peer, for threads that do without the device.
+pub trait PeerRing: fmt::Debug + Send + Sync {
+    /// Puts a request of `bytes` bytes into the ring, as [`Rings::put`] does.
+    fn put(&self, ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> Put;
+}
+
 /// The rings to the peers on this host.
 pub trait Rings {
     /// Returns whether there is a ring to the process that has a QPN at an address.
@@ -100,6 +118,10 @@ pub trait Rings {
     /// Puts a request of `bytes` bytes into the ring to the process that has a QPN at an address. Returns false if there is no such ring,
     /// or no room in it, or `fill` fails. Once the peer has taken the request, the driver passes the ticket to [`crate::Rnic::handle_taken`].
     fn put(&mut self, peer: (IpAddr, Qpn), ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> bool;
+
+    /// Returns the ring to the process that has a QPN at an address, for threads that do without the device; `None` if there is none, or
+    /// the device is to see all requests.
+    fn ring_to(&mut self, peer: (IpAddr, Qpn)) -> Option<Arc<dyn PeerRing>>;
 
     /// Returns the number of payload bytes from which on a request is worth naming its memory, instead of a second copy.
     fn named_bytes_min(&self) -> usize;
@@ -120,6 +142,10 @@ impl Rings for NoRings {
 
     fn put(&mut self, _: (IpAddr, Qpn), _: Ticket, _: usize, _: &mut Fill<'_>) -> bool {
         false
+    }
+
+    fn ring_to(&mut self, _: (IpAddr, Qpn)) -> Option<Arc<dyn PeerRing>> {
+        None
     }
 
     fn named_bytes_min(&self) -> usize {

@@ -209,6 +209,12 @@ impl SendQueue {
         self.0.outstanding.load(Ordering::Acquire) == 0
     }
 
+    /// Returns the number of places that are taken.
+    #[inline]
+    pub(crate) fn outstanding(&self) -> usize {
+        self.0.outstanding.load(Ordering::Acquire) as usize
+    }
+
     pub(crate) fn open(&self, mtu: u32, has_resources: bool) {
         self.0.has_resources.store(has_resources, Ordering::Relaxed);
         self.0.mtu.store(mtu, Ordering::Release);

@@ -20,16 +20,23 @@ impl Rnic {
     /// lost with the link. The driver must call this again after a reset of the QP.
     pub fn set_local(&mut self, qpn: Qpn, local: bool) {
         if let Some(qp) = self.qps.get_mut(&qpn.value()) {
+            if !local {
+                // What is not done is lost, and sent again at once.
+                qp.recall(|| Time(0));
+            }
             qp.set_local(local);
             set_timer(qp, &mut self.timers);
         }
     }
 
-    /// Forgets the grants of a QP's peer; further requests ask for them again.
-    pub fn forget_grants(&mut self, qpn: Qpn) {
-        if let Some(requester) = self.qps.get_mut(&qpn.value()).and_then(Qp::requester) {
-            requester.forget_grants();
-        }
+    /// Makes the requests of a QP and of its peer come to the device from here on, and forgets the grants of the peer, for which further
+    /// requests ask again.
+    pub fn forget_grants(&mut self, now: Time, qpn: Qpn) {
+        self.with_qp(now, qpn, |qp, _| {
+            if let Some(requester) = qp.requester() {
+                requester.forget_grants();
+            }
+        });
     }
 
     /// Returns the value that [`Rnic::set_local`] set last.
@@ -139,6 +146,9 @@ impl Rnic {
             Payload::Ring(record, heads, len - heads)
         };
         let (opcode, qpn) = (packet.bth.opcode, packet.bth.dest_qpn);
+        if self.take_by_lane(now, src, qpn, record) {
+            return Some(Taken::Done);
+        }
         let is_data = opcode.operation.is_send() || opcode.operation.is_write();
         let qp = self.qps.get_mut(&qpn.value())?;
         // The receive of one that has to come again waits in its QP, and those of XRC share receives.
@@ -150,6 +160,7 @@ impl Rnic {
             return None;
         }
         let mut env = env_of!(self, now);
+        qp.recall_receives();
         let (taken, failed) = qp.take_request(&mut env, &packet, payload);
         if !self.overrun.is_empty() {
             self.fail_overrun(now);
@@ -166,6 +177,9 @@ impl Rnic {
         if taken == Taken::Again {
             return Some(taken);
         }
+        if let Some(qp) = self.qps.get_mut(&qpn.value()).filter(|_| taken == Taken::Done) {
+            qp.lend_receives();
+        }
         let count = u64::from(packet.count());
         self.counters.rcvd_bytes += (len + tail) as u64;
         self.counters.rcvd_pkts += count;
@@ -176,8 +190,38 @@ impl Rnic {
         Some(taken)
     }
 
+    /// Has the lane of a QP execute a request, if the lane has the QP's turn. Returns whether it did.
+    fn take_by_lane(&mut self, now: Time, src: IpAddr, qpn: Qpn, record: &dyn RingBytes) -> bool {
+        let Some(qp) = self.qps.get(&qpn.value()) else {
+            return false;
+        };
+        let Some(lane) = qp.lane_with_receives().cloned() else {
+            return false;
+        };
+        let mut taken = lane.take(src, record, || now);
+        if taken.is_none() && lane.learn_receive(&mut self.regions, qp.head.init.pd) {
+            taken = lane.take(src, record, || now);
+        }
+        let is_taken = taken.is_some();
+        if let Some(delivery) = taken.flatten() {
+            self.deliver(now, delivery);
+        }
+        is_taken
+    }
+
     /// Handles the news of how the peer has taken a request, after the packets that the peer had sent before.
     pub fn handle_taken(&mut self, now: Time, ticket: Ticket, taken: Taken) {
+        let qp = self.qps.get(&ticket.qpn.value()).filter(|_| taken == Taken::Done);
+        if let Some(lane) = qp.and_then(Qp::lane_with_sends) {
+            let mut deliveries = Vec::new();
+            let is_done = lane.end(ticket, &|| now, &mut deliveries);
+            for delivery in deliveries {
+                self.deliver(now, delivery);
+            }
+            if is_done {
+                return;
+            }
+        }
         self.with_qp(now, ticket.qpn, |qp, env| qp.handle_taken(env, ticket, taken));
     }
 }

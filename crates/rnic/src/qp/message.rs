@@ -169,7 +169,7 @@ pub(super) fn is_within(packet: &Packet<'_>, mtu: u32) -> bool {
 }
 
 /// Returns the parts of a list that hold bytes `[skip, skip + len)` of the message: `(element, offset in it, bytes)`.
-fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, u64, usize)> {
+pub(crate) fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, u64, usize)> {
     let (mut skip, mut left) = (skip, len);
     sges.as_slice().iter().filter_map(move |sge| {
         let length = u64::from(sge.length);

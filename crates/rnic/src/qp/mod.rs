@@ -13,7 +13,7 @@ use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Links, Traffic};
 use crate::faults::Line;
-use crate::lane::DirectLane;
+use crate::lane::{DirectLane, LaneCounts};
 use crate::local::{Lending, Rings, Taken, Ticket};
 use crate::memory::{Access, Fault};
 use crate::probes;
@@ -638,17 +638,72 @@ impl Qp {
     }
 
     /// Returns the lane of callers that do without the device. Only an RC QP has one.
-    pub(crate) fn lane(&mut self, cq: &CompletionQueue) -> Option<DirectLane> {
+    pub(crate) fn lane(&mut self, cqs: &NumberMap<CompletionQueue>) -> Option<DirectLane> {
         let (qpn, init, sends) = (self.head.qpn, self.head.init, self.head.sends.clone());
+        let cq = |cqn: Cqn| Some((cqn, cqs.get(&cqn.0)?.clone()));
         if init.qp_type != QpType::Rc {
             return None;
         }
         let requester = self.requester()?;
         if requester.lane().is_none() {
-            let lane = DirectLane::new(qpn, init.send_cq, cq.clone(), sends);
+            let lane = DirectLane::new(qpn, cq(init.send_cq)?, cq(init.recv_cq)?, sends);
             requester.set_lane(Some(lane));
         }
         requester.lane().cloned()
+    }
+
+    /// Takes back what the lane has of the QP's state. Comes before anything that looks at that state.
+    #[inline]
+    pub(crate) fn recall(&mut self, now: impl FnOnce() -> Time) {
+        self.recall_receives();
+        if let Halves::Reliable(requester, _) = &mut self.halves
+            && requester.lane_with_sends().is_some()
+        {
+            requester.recall(now());
+        }
+    }
+
+    /// Takes back the responder's turn.
+    #[inline]
+    pub(crate) fn recall_receives(&mut self) {
+        if let Halves::Reliable(requester, responder) = &mut self.halves
+            && responder.is_lent()
+            && let Some(lane) = requester.lane()
+        {
+            responder.recall(lane);
+        }
+    }
+
+    /// Lends the lane the requests that are not done, if callers can go on without the device. `rings`: those to peers on this host.
+    pub(crate) fn lend_sends(&mut self, env: &mut Env<'_>, rings: &mut dyn Rings) {
+        if let Halves::Reliable(requester, _) = &mut self.halves {
+            requester.lend(env, &self.head, rings);
+        }
+    }
+
+    /// Lends the lane the responder's turn, if callers can go on without the device.
+    pub(crate) fn lend_receives(&mut self) {
+        if let Halves::Reliable(requester, responder) = &mut self.halves
+            && let Some(lane) = requester.lane()
+        {
+            responder.lend(&self.head, lane);
+        }
+    }
+
+    /// Returns the lane, if it has the QP's SENDs.
+    pub(crate) fn lane_with_sends(&self) -> Option<&DirectLane> {
+        match &self.halves {
+            Halves::Reliable(requester, _) => requester.lane_with_sends(),
+            Halves::Uc(..) | Halves::Ud(..) => None,
+        }
+    }
+
+    /// Returns the lane, if it has the responder's turn.
+    pub(crate) fn lane_with_receives(&self) -> Option<&DirectLane> {
+        match &self.halves {
+            Halves::Reliable(requester, responder) if responder.is_lent() => requester.lane(),
+            _ => None,
+        }
     }
 
     /// Makes callers post to the device.
@@ -667,11 +722,11 @@ impl Qp {
         }
     }
 
-    /// Returns the numbers of requests and bytes that callers carried out without the device.
-    pub(crate) fn lane_counts(&self) -> (u64, u64) {
+    /// Returns the numbers of what callers did without the device.
+    pub(crate) fn lane_counts(&self) -> LaneCounts {
         match &self.halves {
-            Halves::Reliable(requester, _) => requester.lane().map_or((0, 0), DirectLane::counts),
-            Halves::Uc(..) | Halves::Ud(..) => (0, 0),
+            Halves::Reliable(requester, _) => requester.lane().map(DirectLane::counts).unwrap_or_default(),
+            Halves::Uc(..) | Halves::Ud(..) => LaneCounts::default(),
         }
     }
 
@@ -889,7 +944,11 @@ impl Qp {
     /// does not count PSNs.
     pub(crate) fn next_psns(&self) -> (Psn, Psn) {
         match &self.halves {
-            Halves::Reliable(requester, responder) => (requester.next_psn(), responder.expected_psn()),
+            Halves::Reliable(requester, responder) => {
+                let lent = self.lane_with_receives().and_then(DirectLane::expected);
+                let expected = lent.unwrap_or_else(|| responder.expected_psn());
+                (requester.next_psn(), expected)
+            }
             Halves::Uc(sender, receiver) => (sender.next_psn(), receiver.expected_psn()),
             Halves::Ud(sender, _) => (sender.next_psn(), Psn::new(0)),
         }

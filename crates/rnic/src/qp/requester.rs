@@ -44,17 +44,18 @@ use direct::Direct;
 use selective::Selective;
 
 #[derive(Debug)]
-struct Wqe {
-    request: SendRequest,
+pub(crate) struct Wqe {
+    pub(crate) request: SendRequest,
     /// Guard that keeps the request's memory beyond the end of the request.
-    _memory: Option<Box<Held>>,
+    pub(crate) _memory: Option<Box<Held>>,
     /// Bytes of payload, in requests or in responses.
-    bytes: u32,
+    pub(crate) bytes: u32,
     /// Number of PSNs of the request.
-    packets: u32,
+    pub(crate) packets: u32,
     /// PSN of the first packet, once it was built; for a local operation that of the next packet, once the operation was done.
-    first: Option<Psn>,
-    posted: Time,
+    pub(crate) first: Option<Psn>,
+    /// Time of the post; 0 if a lane has sent it, which does not read the clock.
+    pub(crate) posted: Time,
 }
 
 impl Wqe {
@@ -158,6 +159,8 @@ pub(crate) struct Requester {
     /// [`LinkProgress::taken`] at the last timeout.
     taken: Option<u32>,
     direct: Direct,
+    /// Set while the lane has the requests: see [`Requester::lend`].
+    lent: bool,
 }
 
 /// The requester cannot continue: one request ends with this status and the QP goes to Error.
@@ -208,6 +211,7 @@ impl Requester {
             lost: false,
             taken: None,
             direct: Direct::default(),
+            lent: false,
         }
     }
 
@@ -355,18 +359,19 @@ impl Requester {
     }
 
     pub(crate) fn next_psn(&self) -> Psn {
-        self.next
+        self.lent_out().map_or(self.next, |(_, next)| next)
     }
 
     pub(crate) fn outstanding(&self) -> usize {
-        self.queue.len()
+        self.lent_out()
+            .map_or(self.queue.len(), |(outstanding, _)| outstanding)
     }
 
     /// Advances by `psns`, fewer than 2^23, as if requests of so many packets had been answered. No request may be posted.
     pub(crate) fn skip(&mut self, env: &Env<'_>, psns: u32) {
         self.next = self.next.plus(psns);
         self.high = self.next;
-        self.progress(env, self.next);
+        self.progress(env.now, self.next);
     }
 
     /// Returns the moment at which [`Requester::handle_timeout`] is due. `local`: the peer is on this host.
@@ -479,7 +484,9 @@ impl Requester {
         let Some(wqe) = self.queue.pop_front() else { return };
         head.sends.give_back(1);
         let opcode = opcode_of(&wqe.request.operation);
-        env.latencies.record(opcode, env.now.since_ns(wqe.posted));
+        if wqe.posted > Time(0) {
+            env.latencies.record(opcode, env.now.since_ns(wqe.posted));
+        }
         if wqe.request.flags.contains(SendFlags::SIGNALED) {
             let mut wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Success, opcode);
             wc.byte_len = wqe.bytes;

@@ -17,6 +17,7 @@ use rdmux_wire::roce::{NakCode, Operation as Op, Packet, Reth, Syndrome};
 
 use crate::access::{AccessId, Accessed};
 use crate::cq::Status;
+use crate::lane::{DirectLane, PSNS_LENT, Receiving, Turn};
 use crate::local::Taken;
 use crate::memory::{Access, Fault, Medium};
 use crate::qp::execute::{
@@ -24,7 +25,7 @@ use crate::qp::execute::{
 };
 use crate::qp::message::{Payload, assemble, fits, is_within};
 use crate::qp::reorder::Reorder;
-use crate::qp::{Env, Head, QpAttributes};
+use crate::qp::{Env, Head, QpAttributes, QpState};
 use crate::trace::{Note, Refused};
 use crate::work::{PostError, RecvRequest};
 
@@ -219,6 +220,8 @@ pub(crate) struct Responder {
     sack_owed: bool,
     /// Set when the last request that was done has requested no acknowledgement: the response to the one behind it is to answer it.
     unasked: bool,
+    /// Set while the lane has the turn: see [`Responder::lend`].
+    lent: bool,
 }
 
 impl Responder {
@@ -242,7 +245,54 @@ impl Responder {
             awaited: None,
             sack_owed: false,
             unasked: false,
+            lent: false,
         }
+    }
+
+    /// Lends the lane the turn, so that callers execute the SENDs that come next: nothing waits, neither a response nor a request.
+    pub(crate) fn lend(&mut self, head: &Head, lane: &DirectLane) {
+        let rests = self.rests()
+            && !self.held
+            && !self.nak_sent
+            && self.placing == 0
+            && self.established
+            && !self.execution.is_inside_message();
+        let takes = matches!(head.state, QpState::Rts | QpState::Sqd) && head.init.srq.is_none();
+        let Some(path) = head.path.filter(|_| rests && takes && !self.lent) else {
+            return;
+        };
+        let receiving = Receiving {
+            peer: path.dst,
+            mtu: head.mtu,
+            receives: self.execution.recv.clone(),
+        };
+        let turn = Turn {
+            expected: self.expected,
+            msn: self.msn,
+            is_active: false,
+            left: PSNS_LENT,
+        };
+        self.lent = true;
+        lane.lend_receives(receiving, turn);
+    }
+
+    /// Takes the turn back from the lane, as if its requests had been executed here.
+    pub(crate) fn recall(&mut self, lane: &DirectLane) {
+        if !std::mem::take(&mut self.lent) {
+            return;
+        }
+        if let Some(turn) = lane.take_back_receives().filter(|turn| turn.is_active) {
+            self.advance(turn.expected);
+            self.msn = turn.msn;
+            // None of them was answered by a packet.
+            self.unasked = true;
+        }
+    }
+
+    /// Returns whether the lane has the turn.
+    #[inline]
+    pub(crate) fn is_lent(&self) -> bool {
+        self.lent
     }
 
     pub(crate) fn set(&mut self, attr: &QpAttributes) {

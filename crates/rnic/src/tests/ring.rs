@@ -40,6 +40,10 @@ impl Rings for Ring {
         put
     }
 
+    fn ring_to(&mut self, _: (IpAddr, Qpn)) -> Option<Arc<dyn PeerRing>> {
+        None
+    }
+
     fn named_bytes_min(&self) -> usize {
         self.lent.as_ref().map_or(usize::MAX, |lent| lent.bytes_min)
     }

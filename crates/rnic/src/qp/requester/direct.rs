@@ -107,6 +107,12 @@ impl Requester {
         }
     }
 
+    /// Returns the lane, if it has the requests.
+    #[inline]
+    pub(crate) fn lane_with_sends(&self) -> Option<&DirectLane> {
+        self.direct.lane.as_ref().filter(|_| self.lent)
+    }
+
     fn forget_grant_in_lane(&self, rkey: RKey) {
         if let Some(lane) = &self.direct.lane {
             lane.forget_grant(rkey);
@@ -131,8 +137,8 @@ impl Requester {
         };
         // The device is certain to see the other requests, which it makes wait for each other.
         if grant.memory.is_apart() {
-            let sges = request.sges.as_slice();
-            lane.learn(env.regions, head.init.pd, (rkey, grant), sges);
+            lane.learn_grant(rkey, grant);
+            lane.learn(env.regions, head.init.pd, request.sges.as_slice());
             lane.open(self.max_rd_atomic > 0);
         }
     }

@@ -10,6 +10,7 @@ use crate::cq::Status;
 use crate::qp::message::scatter;
 use crate::qp::responder::{ATOMIC_WAITS_TIMER, MEDIUM_TIMER};
 use crate::qp::{Env, Head};
+use crate::time::Time;
 use crate::trace::Note;
 use crate::work::Operation;
 
@@ -167,7 +168,7 @@ impl Requester {
             if wqe.takes_answer() && !mutant!(AckCompletesRead) {
                 // All requests before the READ are done; only its data completes the READ itself.
                 if first.since(self.una) > 0 {
-                    self.progress(env, first);
+                    self.progress(env.now, first);
                 }
                 if self.selective.is_some() {
                     self.done_without_data(env, upto);
@@ -185,14 +186,14 @@ impl Requester {
         }
         self.complete_local(env, head);
         if upto.since(self.una) > 0 {
-            self.progress(env, upto);
+            self.progress(env.now, upto);
         }
         self.tell_drained(env, head);
         Ok(true)
     }
 
     /// Advances `una`: the peer lives, and the window opens.
-    pub(super) fn progress(&mut self, env: &Env<'_>, una: Psn) {
+    pub(super) fn progress(&mut self, now: Time, una: Psn) {
         let acked = una.since(self.una).max(0) as u32;
         self.una = una;
         // `recover` advances with `una`: half of all PSNs behind it, it would seem to lie ahead.
@@ -212,7 +213,7 @@ impl Requester {
         self.gap_resent = false;
         self.rnr_until = None;
         if let Some(selective) = &mut self.selective {
-            selective.progress(una, env.now);
+            selective.progress(una, now);
         }
         if self.high == una {
             self.deadline = None;
@@ -220,7 +221,7 @@ impl Requester {
                 selective.disarm();
             }
         } else {
-            self.arm(env.now);
+            self.arm(now);
         }
         self.acked_since_growth += acked;
         if self.acked_since_growth >= self.congestion_window {
@@ -282,7 +283,7 @@ impl Requester {
                 place_original(env, head, wqe, packet)?;
                 self.complete_oldest(env, head);
                 self.complete_local(env, head);
-                self.progress(env, psn.plus(1));
+                self.progress(env.now, psn.plus(1));
                 self.tell_drained(env, head);
             }
             _ if is_atomic => return Err(Broken::oldest(Status::BadResponse)),
@@ -303,7 +304,7 @@ impl Requester {
                     self.complete_oldest(env, head);
                     self.complete_local(env, head);
                 }
-                self.progress(env, psn.plus(1));
+                self.progress(env.now, psn.plus(1));
                 self.tell_drained(env, head);
             }
             // A response of a kind that no request asked for. 9.9.2.1.

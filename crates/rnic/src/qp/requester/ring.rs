@@ -3,15 +3,21 @@
 use rdmux_wire::Psn;
 use rdmux_wire::roce::coalesced;
 
+use super::selective::Selective;
 use super::transmit::{DataPacket, HEADS_MAX, RequestPacket};
 use super::{Broken, Cursor, Requester, Wqe, takes};
 use crate::cq::Status;
+use crate::lane::{DirectLane, PSNS_LENT, Sending, Sent};
 use crate::local::{NAMED_BYTES_MAX, Rings, Taken, Ticket};
 use crate::probes;
 use crate::qp::message::{gather_into, opcode_of, packets_of, parts};
 use crate::qp::{Env, Head, QpState};
+use crate::time::Time;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, SendFlags, SendRequest};
+
+/// Most PSNs that a lane has in flight: memory loses nothing, and the ring bounds them too.
+const LANE_WINDOW: u32 = 1_024;
 
 impl Requester {
     /// Returns whether the packet at the cursor may go by the ring: one of data that was never sent. What is sent again goes in packets,
@@ -104,7 +110,6 @@ impl Requester {
         if !head.sends.take_place() {
             return;
         }
-        self.close_lane_soon();
         let Some(request_of) = request.take() else { return };
         let wqe = Wqe {
             request: request_of,
@@ -136,6 +141,82 @@ impl Requester {
         if self.deadline.is_none() {
             self.arm(env.now);
         }
+    }
+
+    /// Lends the lane the requests, so that callers go on without the device: all that are not done are SENDs that were sent, and nothing
+    /// delays what comes behind them. `request` is the last of them.
+    pub(crate) fn lend(&mut self, env: &mut Env<'_>, head: &Head, rings: &mut dyn Rings) {
+        let Some(lane) = self.lane().cloned() else { return };
+        let is_send = |wqe: &Wqe| matches!(wqe.request.operation, Operation::Send { .. });
+        let may = self.cursor.wqe == self.queue.len()
+            && self.next == self.high
+            && head.state == QpState::Rts
+            && head.rate.is_free()
+            && self.rnr_until.is_none()
+            && !self.lost
+            && self.resources.is_empty()
+            && self.selective.as_deref().is_none_or(Selective::is_calm)
+            && self.queue.iter().all(is_send);
+        let Some(path) = head.path.as_ref().filter(|_| may) else {
+            return;
+        };
+        let Some(ring) = rings.ring_to((path.dst, head.dest_qpn)) else {
+            return;
+        };
+        let sending = Sending {
+            ring,
+            qpn: head.qpn,
+            dest_qpn: head.dest_qpn,
+            incarnation: head.incarnation,
+            mtu: head.mtu,
+            window: if head.selective { head.reach() } else { LANE_WINDOW },
+            bytes_end: rings.named_bytes_min().min(coalesced::PAYLOAD_BYTES_MAX) as u32,
+        };
+        if let Some(last) = self.queue.back() {
+            lane.learn(env.regions, head.init.pd, last.request.sges.as_slice());
+        }
+        let sent = Sent {
+            queue: std::mem::take(&mut self.queue),
+            una: self.una,
+            next: self.next,
+            is_active: false,
+            left: PSNS_LENT,
+        };
+        lane.lend_sends(sending, sent);
+        self.cursor = Cursor::default();
+        self.lent = true;
+        // What the lane sends is looked at when this is over. The ring loses nothing for which to probe.
+        self.deadline = self.timeout_ns.map(|ns| env.now + ns);
+        if let Some(selective) = &mut self.selective {
+            selective.disarm();
+        }
+    }
+
+    /// Takes the requests back from the lane, as if they had been put into the ring here.
+    pub(crate) fn recall(&mut self, now: Time) {
+        if !std::mem::take(&mut self.lent) {
+            return;
+        }
+        let Some(sent) = self.lane().and_then(DirectLane::take_back_sends) else {
+            return;
+        };
+        self.queue = sent.queue;
+        self.cursor = Cursor {
+            wqe: self.queue.len(),
+            packet: 0,
+        };
+        (self.next, self.high) = (sent.next, sent.next);
+        if sent.is_active {
+            // Time counts from here on for those that are not done.
+            self.progress(now, sent.una);
+        } else if self.queue.is_empty() {
+            self.deadline = None;
+        }
+    }
+
+    /// Returns the number of requests and the next PSN of the lane that has them.
+    pub(super) fn lent_out(&self) -> Option<(usize, Psn)> {
+        self.lane_with_sends().and_then(DirectLane::sending)
     }
 
     /// Handles the news of how the peer has taken the request that ends before a PSN.

@@ -215,6 +215,11 @@ impl Selective {
         self.probe_at = at.filter(|at| latest.is_some_and(|latest| *at < latest));
     }
 
+    /// Returns whether nothing is missing, as far as is known.
+    pub(super) fn is_calm(&self) -> bool {
+        self.holes.is_empty() && self.early.is_empty()
+    }
+
     /// Stops probing: nothing is in flight, or the peer sent an RNR NAK.
     pub(super) fn disarm(&mut self) {
         self.probe_at = None;

@@ -476,9 +476,9 @@ impl Host {
         }
         if self.posts_to_lane {
             let lane = side.rnic.direct_lane(side.qpn);
-            match lane.map(|lane| lane.post(&request, || now)) {
+            match lane.map(|lane| lane.post(&mut Some(request.clone()), || now)) {
                 None | Some(Directly::Not) => {}
-                Some(Directly::Done) => {
+                Some(Directly::Done | Directly::DoneAndEnded) => {
                     self.by_lane += 1;
                     return Ok(());
                 }

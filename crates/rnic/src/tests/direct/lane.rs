@@ -26,7 +26,7 @@ fn host_with_lane() -> (Host, DirectLane, SendRequest) {
 }
 
 fn post(lane: &DirectLane, request: &SendRequest) -> Directly {
-    lane.post(request, || panic!("nobody asked for times"))
+    lane.post(&mut Some(request.clone()), || panic!("nobody asked for times"))
 }
 
 fn is_done(lane: &DirectLane, request: &SendRequest) -> bool {
@@ -111,7 +111,7 @@ fn post__not_to_a_queue_pair_that_has_changed() {
     }
     type Forget = fn(&mut Rnic, Qpn);
     let forgets: [(&str, Forget); 3] = [
-        ("grants", |rnic, qpn| rnic.forget_grants(qpn)),
+        ("grants", |rnic, qpn| rnic.forget_grants(Time(0), qpn)),
         ("link", |rnic, qpn| rnic.set_local(qpn, false)),
         ("queue pair", |rnic, qpn| rnic.destroy_qp(qpn)),
     ];
@@ -226,7 +226,7 @@ fn deliver__fails_the_queue_pair_of_a_queue_that_overran() {
         match post(&lane, &request) {
             Directly::Done => {}
             Directly::DoneAndTell(delivery) => break delivery,
-            Directly::Not => panic!("it is open"),
+            Directly::Not | Directly::DoneAndEnded => panic!("it is open"),
         }
     };
     assert!(!is_done(&lane, &request), "the queue pair is about to fail");

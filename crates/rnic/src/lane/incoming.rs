@@ -1,0 +1,224 @@
+//! SENDs of the peer that callers take out of its ring.
+//!
+//! While the lane has them, the responder's place in the sequence is the lane's. The device takes it back before it does anything with the QP.
+//! A caller executes the next request of one record, into a receive of the QP's own; every other request stays in the ring for the device.
+
+use std::net::IpAddr;
+
+use rdmux_wire::roce::{Bth, ICRC_LEN, carried, coalesced};
+use rdmux_wire::{Psn, Qpn};
+
+use super::{Delivery, OwnKey, find_recent};
+use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
+use crate::local::RingBytes;
+use crate::memory::Access;
+use crate::probes;
+use crate::qp::bare_completion;
+use crate::qp::message::pieces;
+use crate::queue::ReceiveQueue;
+use crate::time::Time;
+use crate::work::RecvRequest;
+
+/// Bytes at the start of a record that are read at once.
+const READ_BYTES: usize = 128;
+/// Opcodes of a SEND that one packet holds, without and with immediate data.
+const SEND_ONLY: u8 = 0x04;
+const SEND_ONLY_IMM: u8 = 0x05;
+
+/// What a lane needs to know of its QP to receive.
+#[derive(Clone, Debug)]
+pub(crate) struct Receiving {
+    /// Address of the QP's peer.
+    pub(crate) peer: IpAddr,
+    /// Path MTU in bytes.
+    pub(crate) mtu: u32,
+    pub(crate) receives: ReceiveQueue,
+}
+
+/// A responder's place in the sequence of requests.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Turn {
+    /// PSN of the next request.
+    pub(crate) expected: Psn,
+    pub(crate) msn: u32,
+    /// Set when the lane has executed any.
+    pub(crate) is_active: bool,
+    /// Number of PSNs until the device has to look at the sequence: it compares PSNs with those of older requests.
+    pub(crate) left: u32,
+}
+
+/// The receives of a lane, and while it has them, the responder's turn.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    cqn: Cqn,
+    cq: CompletionQueue,
+    lent: Option<(Receiving, Turn)>,
+    pub(super) keys: Vec<OwnKey>,
+    /// Key of a region that a receive needed, and the lane does not know.
+    pub(super) wanted: Option<u32>,
+    /// Packets received, and their bytes.
+    pub(super) packets: u64,
+    pub(super) bytes: u64,
+}
+
+impl Incoming {
+    pub(super) fn new(cqn: Cqn, cq: CompletionQueue) -> Incoming {
+        Incoming {
+            cqn,
+            cq,
+            lent: None,
+            keys: Vec::new(),
+            wanted: None,
+            packets: 0,
+            bytes: 0,
+        }
+    }
+
+    pub(super) fn lend(&mut self, receiving: Receiving, turn: Turn) {
+        self.lent = Some((receiving, turn));
+    }
+
+    pub(super) fn take_back(&mut self) -> Option<Turn> {
+        self.lent.take().map(|(_, turn)| turn)
+    }
+
+    pub(super) fn turn(&self) -> Option<&Turn> {
+        self.lent.as_ref().map(|(_, turn)| turn)
+    }
+
+    /// Executes a request, if it is the next SEND of the QP's peer, a receive is there for it, and the lane knows its memory. Returns what
+    /// the device has to know of, if that is anything; `None` if the device has to handle the request.
+    #[inline]
+    pub(super) fn take(
+        &mut self,
+        src: IpAddr,
+        record: &dyn RingBytes,
+        now: impl Fn() -> Time,
+    ) -> Option<Option<Delivery>> {
+        let (receiving, turn) = self.lent.as_mut()?;
+        let len = record.bytes();
+        let mut head = [0; READ_BYTES];
+        let read = len.min(READ_BYTES);
+        record.read(0, &mut head[..read]).ok()?;
+        let send = Send::parse(&head[..read], len)?;
+        let is_next = send.psn == turn.expected && src == receiving.peer && send.packets <= turn.left;
+        let bytes = len - send.heads;
+        let before_last = (send.packets as usize - 1) * receiving.mtu as usize;
+        let fits =
+            bytes <= before_last + receiving.mtu as usize && (send.packets == 1 || bytes > before_last);
+        if !is_next || !fits {
+            return None;
+        }
+        let (receive, _) = receiving.receives.take()?;
+        let payload = (bytes <= read - send.heads).then(|| &head[send.heads..len]);
+        if let Err(wanted) = place(&mut self.keys, &receive, (record, send.heads, bytes), payload) {
+            receiving.receives.put_back(receive);
+            self.wanted = wanted;
+            return None;
+        }
+        turn.expected = turn.expected.plus(send.packets);
+        turn.msn = (turn.msn + 1) & 0xff_ffff;
+        turn.is_active = true;
+        turn.left -= send.packets;
+        self.packets += u64::from(send.packets);
+        self.bytes += (len + send.tail) as u64;
+        let wc = WorkCompletion {
+            byte_len: bytes as u32,
+            imm: send.imm,
+            ..bare_completion(send.qpn, receive.wr_id, Status::Success, WcOpcode::Recv)
+        };
+        probe!(
+            completion,
+            wc.qpn.value(),
+            wc.wr_id,
+            probes::status(wc.status),
+            probes::opcode(wc.opcode),
+            wc.byte_len,
+        );
+        let pushed = self.cq.push(wc, send.solicited, now);
+        Some((pushed != Pushed::Quiet).then_some(Delivery {
+            cqn: self.cqn,
+            qpn: send.qpn,
+            pushed,
+        }))
+    }
+}
+
+/// Headers of a SEND that one packet holds.
+struct Send {
+    qpn: Qpn,
+    psn: Psn,
+    /// Number of packets that it stands for.
+    packets: u32,
+    /// Bytes of the headers, and of the pad and the ICRC that no ring carries.
+    heads: usize,
+    tail: usize,
+    imm: Option<u32>,
+    solicited: bool,
+}
+
+impl Send {
+    /// Parses the headers of a record of `len` bytes. Returns `None` for any other packet, and for one that no sender of ours builds.
+    #[inline]
+    fn parse(head: &[u8], len: usize) -> Option<Send> {
+        let has_imm = match *head.first()? {
+            SEND_ONLY => false,
+            SEND_ONLY_IMM => true,
+            _ => return None,
+        };
+        let bth = Bth::parse(head).ok()?;
+        let heads = Bth::LEN + if has_imm { 4 } else { 0 };
+        let imm = match has_imm {
+            true => Some(u32::from_be_bytes(head.get(Bth::LEN..heads)?.try_into().ok()?)),
+            false => None,
+        };
+        let payload = len.checked_sub(heads)?;
+        let is_plain = usize::from(bth.pad) == (4 - payload % 4) % 4
+            && bth.pkey & 0x7fff == 0x7fff
+            && !carried::is_in(head);
+        is_plain.then(|| Send {
+            qpn: bth.dest_qpn,
+            psn: bth.psn,
+            packets: coalesced::count(head),
+            heads,
+            tail: usize::from(bth.pad) + ICRC_LEN,
+            imm,
+            solicited: bth.solicited,
+        })
+    }
+}
+
+/// Places the payload of a record, which begins at an offset in it, into a receive: from `payload` if that has all of it. Fails with the key
+/// that the lane does not know, if that is the reason. Bytes may be in place then.
+#[inline]
+fn place(
+    keys: &mut [OwnKey],
+    receive: &RecvRequest,
+    (record, at, len): (&dyn RingBytes, usize, usize),
+    payload: Option<&[u8]>,
+) -> Result<(), Option<u32>> {
+    if receive.sges.bytes() < len as u64 {
+        return Err(None);
+    }
+    let mut done = 0;
+    for (sge, skip, n) in pieces(&receive.sges, 0, len) {
+        let key = find_recent(keys, |key| key.lkey == sge.lkey).ok_or(Some(sge.lkey))?;
+        let begin = key.view().offset_of(sge.addr, sge.length.into()).ok_or(None)?;
+        if !key.access.contains(Access::LOCAL_WRITE) {
+            return Err(None);
+        }
+        let begin = begin + skip;
+        let placed = match payload {
+            Some(payload) => key
+                .memory
+                .write_in_any_order(begin, &payload[done..done + n])
+                .is_ok(),
+            None => record.read_to(at + done, &*key.memory, begin, n).is_ok(),
+        };
+        if !placed {
+            return Err(None);
+        }
+        done += n;
+    }
+    Ok(())
+}
