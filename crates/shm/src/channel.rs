@@ -1,6 +1,5 @@
 //! One end of the memory that two devices share.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -13,22 +12,21 @@ use rdmux_rnic::{
 };
 use rustix::event::epoll;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
+use rustix::net::{AddressFamily, RecvFlags, SocketType};
 
+use crate::ends::{Ends, Put};
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
 use crate::lend::{Borrower, Lender, NamedBytes, NamedPart, NotLent};
-use crate::nap::{self, NapWord};
+use crate::nap::NapWord;
 use crate::place::{COMMON, Place, Places};
 use crate::record::{HeldBytes, RecordBytes};
 use crate::revocation::{self, Inside};
-use crate::ring::{Consumer, Corrupt, Meta, PART_BYTES, Producer, PushError, Record, Wake};
-use crate::segment::{Area, GRANTS, GrantWords, PLACES, Segment, Side};
+use crate::ring::{Corrupt, Meta, PART_BYTES, Record};
+use crate::segment::{GRANTS, GrantWords, PLACES, Segment, Side};
 use crate::stay::{Given, Stay, Stays};
 use rdmux_verbs::provider::{NotDirect, Refusal};
 
-/// Cost of a waiting train besides its bytes: its place in the queue, which may be twice as long as needed, and the allocator's overhead.
-const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
 /// Most bytes that wait for room in a ring; trains beyond that count as lost on a network.
 pub const WAITING_BYTES_MAX: usize = 16 << 20;
 /// Calls under one grant after which a peer asks again: by then it is worth while to share the memory.
@@ -93,18 +91,9 @@ pub struct Offer {
 pub struct Channel {
     segment: Arc<Segment>,
     side: Side,
-    tx: Producer<Area>,
-    rx: Consumer<Area>,
+    /// The rings, which threads without the engine's lock use too.
+    ends: Arc<Ends>,
     doorbell: Doorbell,
-    /// Trains that wait for room, and their bytes.
-    waiting: VecDeque<(Meta, Box<[u8]>)>,
-    waiting_bytes: usize,
-    /// Set while somebody sleeps on the doorbell, and while somebody naps.
-    sleeps: bool,
-    naps: bool,
-    /// Set when the peer rings the doorbell as soon as there is room, or it has taken requests; stale once it has rung, until
-    /// [`Channel::announce`].
-    waits: bool,
     /// Regions granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
     generation: u32,
@@ -141,22 +130,17 @@ impl Channel {
         process: Option<Arc<Process>>,
         stays: &Arc<Stays>,
     ) -> Channel {
+        let doorbell = Arc::new(doorbell);
         Channel {
-            tx: Producer::new(segment.ring(side)),
-            rx: Consumer::new(segment.ring(side.other())),
+            ends: Arc::new(Ends::new(&segment, side, &doorbell)),
             lender: Lender::new(&segment, side),
             borrower: Borrower::default(),
             segment,
             side,
             doorbell: Doorbell {
-                socket: Arc::new(doorbell),
+                socket: doorbell,
                 doorbells: None,
             },
-            waiting: VecDeque::new(),
-            waiting_bytes: 0,
-            sleeps: false,
-            naps: false,
-            waits: false,
             given: Vec::new(),
             generation: 0,
             gate: None,
@@ -164,6 +148,12 @@ impl Channel {
             stays: Arc::clone(stays),
             places: Places::default(),
         }
+    }
+
+    /// Returns the rings, for threads without the engine's lock.
+    #[inline]
+    pub fn ends(&self) -> &Arc<Ends> {
+        &self.ends
     }
 
     /// Returns the CPU on which the peer last looked for packets, if it is known.
@@ -197,214 +187,136 @@ impl Channel {
     /// Puts a train of packets into the ring, or makes it wait for room. A train beyond [`WAITING_BYTES_MAX`] is lost.
     #[inline]
     pub fn send(&mut self, meta: Meta, bytes: &[u8]) -> Result<(), Corrupt> {
-        if self.waiting.is_empty() {
-            match self.tx.push(meta, bytes) {
-                Ok(wake) => {
-                    self.ring(wake);
-                    return Ok(());
-                }
-                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
-                Err(PushError::Full) => {}
-            }
-        }
-        if self.waiting_bytes + WAITING_ENTRY_BYTES + bytes.len() <= WAITING_BYTES_MAX {
-            self.waiting_bytes += WAITING_ENTRY_BYTES + bytes.len();
-            self.waiting.push_back((meta, bytes.into()));
-        }
-        Ok(())
+        self.ends.send(meta, bytes)
     }
 
     /// Puts a request into the ring. Returns false if there is no room, or `fill` fails.
     #[inline]
     pub fn request(&mut self, ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> Result<bool, Corrupt> {
-        if !self.waiting.is_empty() {
-            return Ok(false);
-        }
-        let put = self
-            .tx
-            .request(ticket, bytes, |area, slot| fill(&RecordBytes::new(area, slot)));
-        self.after_request(put)
+        Ok(self.ends.request(ticket, bytes, fill)? != Put::NoRoom)
     }
 
     /// Puts a request into the ring that names its payload. Returns false if there is no room.
     pub fn request_named(&mut self, ticket: Ticket, heads: &[u8], parts: &[Part]) -> Result<bool, NameError> {
-        if !self.waiting.is_empty() {
+        // No other thread makes trains wait.
+        if self.ends.has_waiting() {
             return Ok(false);
         }
         let named = self.lender.name(ticket.qpn, parts)?;
         let count = parts.len().min(PARTS_MAX);
         let begin = count * PART_BYTES;
         let put = self
-            .tx
+            .ends
             .request_with_parts(ticket, begin + heads.len(), count, |area, slot| {
                 let record = RecordBytes::new(area, slot);
                 NamedPart::write_all(&named[..count], &record);
                 record.write(begin, heads);
                 true
             });
-        Ok(self.after_request(put)?)
-    }
-
-    #[inline]
-    fn after_request(&mut self, put: Result<Option<Wake>, PushError>) -> Result<bool, Corrupt> {
-        match put {
-            Ok(Some(wake)) => {
-                self.ring(wake);
-                // The peer rings once for those who sleep, until they have woken.
-                if (self.sleeps || self.naps) && !self.waits {
-                    self.announce()?;
-                }
-                Ok(true)
-            }
-            Ok(None) | Err(PushError::Full) => Ok(false),
-            Err(PushError::Corrupt(corrupt)) => Err(corrupt),
-        }
+        Ok(put? != Put::NoRoom)
     }
 
     /// Looks how far the peer has come with requests. The peer's responses to what came before them are in its ring by then (a peer that has
     /// trains waiting defers requests), and are to be received before [`Channel::ended`].
     #[inline]
     pub fn look_for_ends(&mut self) -> Result<(), Corrupt> {
-        self.tx.look_for_ends()
+        self.ends.look_for_ends()
     }
 
     /// Returns the oldest request that the peer had taken at the last look, and how.
     #[inline]
     pub fn ended(&mut self) -> Option<(Ticket, Taken)> {
-        self.tx.ended()
+        self.ends.ended()
     }
 
     /// Returns whether requests have ended of which the peer tells nobody: those who sleep were about to be told when they ended.
     #[inline]
     pub fn has_untold_ends(&self) -> bool {
-        (self.sleeps || self.naps) && !self.waits && self.tx.has_ended()
+        self.ends.has_untold_ends()
     }
 
     /// Returns whether trains wait for room.
     #[inline]
     pub fn has_waiting(&self) -> bool {
-        !self.waiting.is_empty()
+        self.ends.has_waiting()
     }
 
     /// Puts the trains that wait into the ring, as far as there is room.
     pub fn send_waiting(&mut self) -> Result<(), Corrupt> {
-        while let Some((meta, bytes)) = self.waiting.front() {
-            let wake = match self.tx.push(*meta, bytes) {
-                Ok(wake) => wake,
-                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
-                Err(PushError::Full) => return Ok(()),
-            };
-            self.waiting_bytes -= WAITING_ENTRY_BYTES + bytes.len();
-            self.waiting.pop_front();
-            self.ring(wake);
-        }
-        Ok(())
+        self.ends.send_waiting()
     }
 
     /// Returns whether [`Channel::receive`] is worth calling. Costs one load.
     #[inline]
     pub fn is_ready(&self) -> bool {
-        self.rx.is_ready()
+        self.ends.is_ready()
     }
 
     /// Returns whether the peer has sent something, or has taken requests. Costs two loads at most.
     #[inline]
     pub fn has_news(&self) -> bool {
-        self.rx.is_ready() || self.tx.has_news()
+        self.ends.has_news()
     }
 
     /// Takes the next record of the peer, if there is one. [`Channel::release`] returns its room to the peer.
     #[inline]
     pub fn receive(&mut self) -> Result<Option<Record>, Corrupt> {
-        self.rx.pop()
+        self.ends.receive()
     }
 
     /// Replaces the contents of `out` by the bytes of a record that was received.
     #[inline]
     pub fn read(&self, record: &Record, out: &mut Vec<u8>) {
-        self.rx.read(record, out);
+        self.ends.read(record, out);
     }
 
     /// Returns the bytes of a request that was received and names no memory.
     #[inline]
     pub fn bytes(&self, record: &Record) -> HeldBytes<'_> {
-        HeldBytes::new(RecordBytes::new(self.rx.memory(), record.slot), record.bytes)
+        HeldBytes::new(self.ends.bytes(record), record.bytes)
     }
 
     /// Returns the bytes of a request that was received and names memory.
     pub fn named_bytes(&self, record: &Record) -> NamedBytes<'_> {
-        let bytes = RecordBytes::new(self.rx.memory(), record.slot);
-        self.borrower.request(bytes, record.bytes, record.parts)
+        self.borrower
+            .request(self.ends.bytes(record), record.bytes, record.parts)
     }
 
     /// Tells the peer how a request is taken, if it is not done.
     #[inline]
     pub fn answer(&self, record: &Record, taken: Taken) {
-        self.rx.answer(record, taken);
+        self.ends.answer(record, taken);
     }
 
     /// Returns the room of all received records to the peer, which acknowledges the requests among them. Returns whether the peer may wait
     /// for that, and [`Channel::tell_ends`] is to be called when there is nothing else to do.
     #[inline]
     pub fn release(&mut self) -> bool {
-        let wake = self.rx.release();
-        self.ring(wake);
-        self.rx.owes_wake()
+        self.ends.release_all()
     }
 
     /// Wakes the peer if it waits for the ends of requests.
     pub fn tell_ends(&mut self) {
-        let wake = self.rx.tell_ends();
-        self.ring(wake);
+        self.ends.tell_ends();
     }
 
     /// Returns how far the peer has come with the data sent to it.
     #[inline]
     pub fn progress(&self) -> LinkProgress {
-        let (taken, all) = self.tx.taken();
-        LinkProgress {
-            taken,
-            all: all && self.waiting.is_empty() && !self.rx.is_ready() && !self.tx.has_requests(),
-        }
+        self.ends.progress()
     }
 
     /// Prepares for a sleep on the doorbell: the peer rings it for packets, for room that trains wait for, and when it has taken requests.
     /// Returns false if something is there already.
     #[inline]
     pub fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
-        self.sleeps = true;
-        while !self.announce()? && !self.tx.has_ended() && !self.waiting.is_empty() {
-            self.send_waiting()?;
-        }
-        Ok(!self.tx.has_ended() & self.rx.prepare_sleep())
-    }
-
-    /// Lets the peer ring the doorbell for room and for the ends of requests as long as somebody here sleeps or naps. Returns false if
-    /// there is room, or requests have ended.
-    fn announce(&mut self) -> Result<bool, Corrupt> {
-        let sleeps = self.sleeps || self.naps;
-        let waits = match (sleeps, self.waiting.is_empty()) {
-            (true, false) => self.tx.wants_room()?,
-            (true, true) if self.tx.has_requests() => self.tx.wants_ends()?,
-            _ => {
-                if std::mem::take(&mut self.waits) {
-                    self.tx.no_longer_waits();
-                }
-                return Ok(true);
-            }
-        };
-        self.waits = waits;
-        Ok(waits)
+        self.ends.prepare_sleep()
     }
 
     /// Ends a sleep: the peer stops ringing the doorbell. Returns whether it had rung, and takes one ring then.
     #[inline]
     pub fn awake(&mut self) -> bool {
-        self.sleeps = false;
-        let waited = self.waits;
-        // Whoever is awake looks at the ring next.
-        let _ = self.announce();
-        (self.rx.awake() || waited) && self.doorbell.answer_one()
+        self.ends.awake() && self.doorbell.answer_one()
     }
 
     /// Prepares for a nap of one thread of this process ([`crate::nap`]): the peer ends it by the next packet. Returns the word to nap
@@ -412,9 +324,7 @@ impl Channel {
     /// ([`Channel::has_waiting`]), for which the peer rings the doorbell alone.
     #[inline]
     pub fn prepare_nap(&mut self) -> Option<NapWord> {
-        self.naps = true;
-        let calm = self.announce().unwrap_or(false);
-        (calm & self.rx.prepare_nap()).then(|| NapWord {
+        self.ends.prepare_nap().then(|| NapWord {
             segment: Arc::clone(&self.segment),
             from: self.side.other(),
         })
@@ -428,15 +338,13 @@ impl Channel {
     /// Lets the peer ring the doorbell again for the ends of requests during a nap, after it has rung. Returns false if some have ended, or
     /// the peer wrote nonsense.
     pub fn announce_nap(&mut self) -> bool {
-        !self.naps || self.announce().unwrap_or(true)
+        self.ends.announce_nap()
     }
 
     /// Ends a nap: the peer makes no further call to end it.
     #[inline]
     pub fn end_nap(&mut self) {
-        self.naps = false;
-        let _ = self.announce();
-        self.rx.end_nap();
+        self.ends.end_nap();
     }
 
     /// Takes the pending rings of the doorbell.
@@ -450,29 +358,6 @@ impl Channel {
     /// `EINVAL` if the peer's descriptor is no doorbell.
     pub fn add_doorbell_to(&mut self, doorbells: &Arc<OwnedFd>) -> Result<(), Errno> {
         self.doorbell.add_to(doorbells)
-    }
-
-    #[inline]
-    fn ring(&mut self, wake: Wake) {
-        if wake != Wake::Nobody {
-            self.wake(wake);
-        }
-    }
-
-    #[cold]
-    fn wake(&mut self, wake: Wake) {
-        self.rx.is_told();
-        if matches!(wake, Wake::Napper | Wake::Both) {
-            nap::end(self.segment.napping(self.side));
-        }
-        if matches!(wake, Wake::Peer | Wake::Both) {
-            // If the socket is full, earlier rings in it are not taken yet.
-            let _ = rustix::net::send(
-                &self.doorbell.socket,
-                &[0],
-                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
-            );
-        }
     }
 
     /// Returns the number of words in the segment that grants to the peer have used so far.

@@ -245,6 +245,15 @@ impl Meta {
     }
 }
 
+/// A record at the head of the ring, which the consumer has not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Next {
+    /// The record.
+    pub record: Record,
+    /// Position behind it.
+    end: u32,
+}
+
 /// How to wake the other side. The caller must wake it: a sleeper is reported only once.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -287,6 +296,19 @@ fn wake_consumer<M: RingMemory>(memory: &M) -> Wake {
         (false, true) => Wake::Napper,
         (true, true) => Wake::Both,
     }
+}
+
+/// Returns whether there is a record at a consumer's position ([`Consumer::position`]). Costs one load.
+#[inline]
+pub fn is_record_at<M: RingMemory>(memory: &M, position: u32) -> bool {
+    let slot = position & (memory.slots() - 1);
+    memory.load(Word::Stamp(slot), Ordering::Relaxed) != 0
+}
+
+/// Returns whether the consumer has taken records since its position was `seen` ([`Producer::seen`]). Costs one load.
+#[inline]
+pub fn has_moved<M: RingMemory>(memory: &M, seen: u32) -> bool {
+    memory.load(Word::Head, Ordering::Relaxed) != seen
 }
 
 /// Ends the announcement of a sleep; returns whether there was one.
@@ -394,11 +416,30 @@ impl<M: RingMemory> Producer<M> {
     /// Returns the ticket of the oldest request that the consumer has taken, as far as is known, and how.
     #[inline]
     pub fn ended(&mut self) -> Option<(Ticket, Taken)> {
+        let ended = self.oldest_end();
+        if ended.is_some() {
+            self.pass_end();
+        }
+        ended
+    }
+
+    /// Returns what [`Producer::ended`] would, if the consumer had taken it when [`Producer::seen`] was `seen`.
+    #[inline]
+    pub fn ended_before(&mut self, seen: u32) -> Option<(Ticket, Taken)> {
+        let &(position, _) = self.requests.front()?;
+        if !self.is_before(position, seen) {
+            return None;
+        }
+        self.ended()
+    }
+
+    /// Returns what [`Producer::ended`] would, and leaves it there. [`Producer::pass_end`] goes past it.
+    #[inline]
+    pub fn oldest_end(&self) -> Option<(Ticket, Taken)> {
         let &(position, ticket) = self.requests.front()?;
         if !self.has_passed(position) {
             return None;
         }
-        self.requests.pop_front();
         let verdict = Word::Verdict(self.slot(position));
         let taken = match self.memory.load(verdict, Ordering::Relaxed) {
             0 => Taken::Done,
@@ -408,11 +449,22 @@ impl<M: RingMemory> Producer<M> {
         Some((ticket, taken))
     }
 
+    /// Goes past the request that [`Producer::oldest_end`] has returned.
+    #[inline]
+    pub fn pass_end(&mut self) {
+        self.requests.pop_front();
+    }
+
     /// Returns whether [`Producer::look_for_ends`] and [`Producer::ended`] are worth calling. Costs one load if there are requests.
     #[inline]
     pub fn has_news(&self) -> bool {
-        let moved = || self.memory.load(Word::Head, Ordering::Relaxed) != self.seen;
-        self.has_requests() && (self.has_ended() || moved())
+        self.has_requests() && (self.has_ended() || has_moved(&self.memory, self.seen))
+    }
+
+    /// Returns the position up to which the consumer had taken records at the last look.
+    #[inline]
+    pub fn seen(&self) -> u32 {
+        self.seen
     }
 
     /// Returns whether there are requests that have not ended.
@@ -480,7 +532,13 @@ impl<M: RingMemory> Producer<M> {
     /// Returns whether the consumer has taken the record at a position before the tail, as far as is known.
     #[inline]
     fn has_passed(&self, position: u32) -> bool {
-        self.tail.wrapping_sub(position) > self.tail.wrapping_sub(self.seen)
+        self.is_before(position, self.seen)
+    }
+
+    /// Returns whether a position is before another one, neither behind the tail.
+    #[inline]
+    fn is_before(&self, position: u32, other: u32) -> bool {
+        self.tail.wrapping_sub(position) > self.tail.wrapping_sub(other)
     }
 
     /// Finds room for a record.
@@ -568,13 +626,32 @@ impl<M: RingMemory> Consumer<M> {
     /// Returns whether [`Consumer::pop`] is worth calling. Costs one load.
     #[inline]
     pub fn is_ready(&self) -> bool {
-        let slot = self.head & (self.slots - 1);
-        self.memory.load(Word::Stamp(slot), Ordering::Relaxed) != 0
+        is_record_at(&self.memory, self.head)
+    }
+
+    /// Returns the position of the next record.
+    #[inline]
+    pub fn position(&self) -> u32 {
+        self.head
     }
 
     /// Takes the next record, if there is one. The producer cannot use the slots again before [`Consumer::release`].
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Record>, Corrupt> {
+        let next = self.peek()?;
+        Ok(next.map(|next| self.advance(&next)))
+    }
+
+    /// Takes the record that [`Consumer::peek`] has returned since the last one was taken.
+    #[inline]
+    pub fn advance(&mut self, next: &Next) -> Record {
+        self.head = next.end;
+        next.record
+    }
+
+    /// Returns the next record, if there is one, and leaves it there. [`Consumer::advance`] takes it.
+    #[inline]
+    pub fn peek(&self) -> Result<Option<Next>, Corrupt> {
         let mut position = self.head;
         // At most two iterations: a SKIP leads to slot 0, where another SKIP is refused.
         loop {
@@ -605,13 +682,14 @@ impl<M: RingMemory> Consumer<M> {
             if !valid {
                 return Err(Corrupt);
             }
-            self.head = position.wrapping_add(record_slots(bytes));
-            return Ok(Some(Record {
+            let record = Record {
                 slot,
                 bytes,
                 train,
                 parts,
-            }));
+            };
+            let end = position.wrapping_add(record_slots(bytes));
+            return Ok(Some(Next { record, end }));
         }
     }
 

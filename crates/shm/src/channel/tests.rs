@@ -37,7 +37,7 @@ fn send__to_a_peer_that_takes_nothing() {
             channel.send(meta, &vec![0; bytes]).unwrap();
         }
         let entry = size_of::<(Meta, Box<[u8]>)>();
-        let held: usize = channel.waiting.iter().map(|(_, bytes)| bytes.len() + entry).sum();
+        let held: usize = channel.ends.waiting().iter().map(|bytes| bytes + entry).sum();
         assert!(held <= WAITING_BYTES_MAX, "{held}");
         assert!(channel.prepare_sleep().unwrap(), "it is not waited for");
     }

@@ -400,6 +400,92 @@ fn request__ends_when_the_consumer_has_taken_it() {
 }
 
 #[test]
+fn oldest_end__stays_until_it_is_passed() {
+    let (_, mut producer, mut consumer) = ring(16);
+    assert_eq!(producer.oldest_end(), None);
+    for number in 0..3 {
+        assert_eq!(request(&mut producer, number, 60), Ok(Some(Wake::Nobody)));
+    }
+    take_request(&mut consumer, 0, 60, true);
+    take_request(&mut consumer, 1, 60, false);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert_eq!(producer.oldest_end(), None, "nobody has looked");
+    producer.look_for_ends().unwrap();
+    for _ in 0..2 {
+        assert_eq!(producer.oldest_end(), Some((ticket(0), Taken::Deferred)));
+    }
+    producer.pass_end();
+    assert_eq!(producer.oldest_end(), Some((ticket(1), Taken::Done)));
+    assert_eq!(producer.ended(), Some((ticket(1), Taken::Done)));
+    assert_eq!(producer.oldest_end(), None);
+    assert!(producer.has_requests());
+}
+
+#[test]
+fn ended_before__not_what_a_later_look_has_found() {
+    for place in [0, u32::MAX - 3] {
+        let (_, mut producer, mut consumer) = ring_at(16, place);
+        for number in 0..2 {
+            assert_eq!(request(&mut producer, number, 60), Ok(Some(Wake::Nobody)));
+        }
+        producer.look_for_ends().unwrap();
+        let none = producer.seen();
+        take_request(&mut consumer, 0, 60, false);
+        assert_eq!(consumer.release(), Wake::Nobody);
+        producer.look_for_ends().unwrap();
+        let first = producer.seen();
+        take_request(&mut consumer, 1, 60, false);
+        assert_eq!(consumer.release(), Wake::Nobody);
+        producer.look_for_ends().unwrap();
+        assert_eq!(producer.ended_before(none), None);
+        assert_eq!(producer.ended_before(first), Some((ticket(0), Taken::Done)));
+        assert_eq!(producer.ended_before(first), None);
+        assert_eq!(
+            producer.ended_before(producer.seen()),
+            Some((ticket(1), Taken::Done))
+        );
+    }
+}
+
+#[test]
+fn peek__leaves_the_record_until_it_is_taken() {
+    // The second record skips the end of the ring.
+    let (_, mut producer, mut consumer) = ring_at(8, 5);
+    assert_eq!(consumer.peek(), Ok(None));
+    assert_eq!(push(&mut producer, 0, 40), Ok(Wake::Nobody));
+    assert_eq!(push(&mut producer, 1, 150), Ok(Wake::Nobody));
+    for number in 0..2 {
+        let next = consumer.peek().unwrap().expect("a record");
+        assert_eq!(consumer.peek(), Ok(Some(next)));
+        assert_eq!(consumer.release(), Wake::Nobody);
+        assert_eq!(consumer.advance(&next), next.record);
+        let mut out = Vec::new();
+        consumer.read(&next.record, &mut out);
+        assert_eq!(out, record(number, [40, 150][number as usize]).1);
+        assert_eq!(consumer.release(), Wake::Nobody);
+        assert_eq!(producer.taken().0, consumer.position());
+    }
+    assert_empty(&mut consumer);
+}
+
+#[test]
+fn is_record_at__and_has_moved_say_what_the_sides_say() {
+    let (memory, mut producer, mut consumer) = ring(16);
+    for number in 0..20 {
+        assert!(!is_record_at(&memory, consumer.position()) && !consumer.is_ready());
+        assert_eq!(request(&mut producer, number, 100), Ok(Some(Wake::Nobody)));
+        assert!(is_record_at(&memory, consumer.position()) && consumer.is_ready());
+        assert!(!has_moved(&memory, producer.seen()) && !producer.has_news());
+        take_request(&mut consumer, number, 100, false);
+        assert_eq!(consumer.release(), Wake::Nobody);
+        assert!(has_moved(&memory, producer.seen()) && producer.has_news());
+        producer.look_for_ends().unwrap();
+        assert!(!has_moved(&memory, producer.seen()));
+        assert!(producer.ended().is_some());
+    }
+}
+
+#[test]
 fn has_news__until_ends_were_looked_at() {
     let (_, mut producer, mut consumer) = ring(16);
     assert_eq!(push(&mut producer, 0, 40), Ok(Wake::Nobody));
