@@ -27,7 +27,7 @@
 use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use rdmux_rnic::{Fill, LinkProgress, Taken, Ticket};
@@ -61,8 +61,9 @@ const HAS_WAITING: u64 = 8 << 32;
 pub struct Ends {
     segment: Arc<Segment>,
     side: Side,
-    /// The socket by which the peer is woken. It stays open as long as anybody has this.
-    doorbell: Arc<OwnedFd>,
+    /// The socket by which the peer is woken. It is the channel's: a peer may take its end for that of the process, and threads may have
+    /// this for longer than the link lasts.
+    doorbell: Weak<OwnedFd>,
     tx: TxSide,
     rx: RxSide,
 }
@@ -501,7 +502,7 @@ impl Ends {
         Ends {
             segment: Arc::clone(segment),
             side,
-            doorbell: Arc::clone(doorbell),
+            doorbell: Arc::downgrade(doorbell),
             tx: TxSide::new(|| segment.ring(side)),
             rx: RxSide::new(|| segment.ring(side.other())),
         }
@@ -748,9 +749,11 @@ impl Ends {
         if matches!(wake, Wake::Napper | Wake::Both) {
             nap::end(self.segment.napping(self.side));
         }
-        if matches!(wake, Wake::Peer | Wake::Both) {
+        if matches!(wake, Wake::Peer | Wake::Both)
+            && let Some(doorbell) = self.doorbell.upgrade()
+        {
             // If the socket is full, earlier rings in it are not taken yet.
-            let _ = rustix::net::send(&self.doorbell, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            let _ = rustix::net::send(&doorbell, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 }

@@ -362,9 +362,9 @@ impl Pair {
                 match side
                     .rnic
                     .direct_lane(qpn)
-                    .map(|lane| lane.post(&request, || self.now))
+                    .map(|lane| lane.post(&mut Some(request.clone()), || self.now))
                 {
-                    Some(Directly::Done) => Ok(()),
+                    Some(Directly::Done | Directly::DoneAndEnded) => Ok(()),
                     Some(Directly::DoneAndTell(delivery)) => {
                         side.rnic.deliver(self.now, delivery);
                         Ok(())

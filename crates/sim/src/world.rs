@@ -236,9 +236,9 @@ impl World {
     /// Posts a send request in the shortest way that there is.
     pub(crate) fn post_send(&mut self, host: usize, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
         let rnic = &mut self.hosts[host].rnic;
-        match rnic.direct_lane(qpn).map(|lane| lane.post(&request, || self.now)) {
+        match rnic.direct_lane(qpn).map(|lane| lane.post(&mut Some(request.clone()), || self.now)) {
             None | Some(Directly::Not) => {}
-            Some(Directly::Done) => return Ok(()),
+            Some(Directly::Done | Directly::DoneAndEnded) => return Ok(()),
             Some(Directly::DoneAndTell(delivery)) => {
                 rnic.deliver(self.now, delivery);
                 self.settle(host);
@@ -1052,6 +1052,10 @@ impl Rings for SimRing {
         }
         self.requests.push(request);
         true
+    }
+
+    fn ring_to(&mut self, _: (IpAddr, Qpn)) -> Option<std::sync::Arc<dyn rdmux_rnic::PeerRing>> {
+        None
     }
 
     fn named_bytes_min(&self) -> usize {

@@ -14,6 +14,7 @@ use rdmux_rnic::{
     WorkCompletion,
 };
 use rdmux_verbs::provider::{self, Object, deadline_after};
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{
     AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, EventQueue, FaultCounts, Features,
     Limits, ListenError, OpenError, Options, QpOptions, Reach, ResizeError, ResolveError,
@@ -26,6 +27,7 @@ use super::engine::{CqWaker, Engine, Watch, device_mtu, path_mtu_to};
 use super::engines::Engines;
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
+use super::shm::callers::Looker;
 use super::sidr::Resolving;
 use super::srq::{SharedReceiveQueue, XrcDomain};
 
@@ -84,6 +86,7 @@ impl Device {
             device: self.clone(),
             cqn,
             queue,
+            looker: Mutex::default(),
             waker,
             waiters: AtomicUsize::new(0),
         })
@@ -304,6 +307,8 @@ pub(crate) struct CompletionQueue {
     device: Device,
     cqn: Cqn,
     queue: rdmux_rnic::CompletionQueue,
+    /// Looks of those who poll it.
+    looker: Mutex<Looker>,
     waker: Arc<CqWaker>,
     /// Number of threads in [`CompletionQueue::wait`].
     waiters: AtomicUsize,
@@ -318,6 +323,28 @@ impl Drop for CompletionQueue {
     }
 }
 
+impl CompletionQueue {
+    /// Calls `look`; as long as that finds nothing, moves what peers have sent, by lanes or by the engine, and calls it again.
+    #[inline]
+    fn look_or_drive<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+        match look() {
+            None => self.look_and_drive(look),
+            found => found,
+        }
+    }
+
+    /// As [`CompletionQueue::look_or_drive`], for a caller who has looked.
+    #[inline]
+    fn look_and_drive<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+        if self.device.look_by_lanes(&self.looker)
+            && let Some(found) = look()
+        {
+            return Some(found);
+        }
+        self.device.drive_and_look(look)
+    }
+}
+
 impl provider::CompletionQueue for CompletionQueue {
     fn cqn(&self) -> Cqn {
         self.cqn
@@ -328,21 +355,21 @@ impl provider::CompletionQueue for CompletionQueue {
     }
 
     fn poll(&self) -> Option<WorkCompletion> {
-        self.device.drive_and_look(|| self.queue.poll())
+        self.look_and_drive(|| self.queue.poll())
     }
 
     fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let look = || Some(self.queue.poll_many(max, into)).filter(|n| *n > 0);
-        self.device.poll(look).unwrap_or(0)
+        self.look_or_drive(|| Some(self.queue.poll_many(max, into)).filter(|n| *n > 0))
+            .unwrap_or(0)
     }
 
     fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
-        let look = || Some(self.queue.poll_into(into)).filter(|n| *n > 0);
-        self.device.poll(look).unwrap_or(0)
+        self.look_or_drive(|| Some(self.queue.poll_into(into)).filter(|n| *n > 0))
+            .unwrap_or(0)
     }
 
     fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
-        let (wc, came) = self.device.poll(|| self.queue.poll_with_time())?;
+        let (wc, came) = self.look_or_drive(|| self.queue.poll_with_time())?;
         Some((wc, self.device.instant(came)))
     }
 

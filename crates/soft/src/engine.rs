@@ -38,8 +38,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmId, Request};
 use rdmux_rnic::{
-    ArmedQueues, Arrival, Counters, Cqn, Delivery, DirectLane, Directly, Event, Fault, Histogram, Memory,
-    Path, PostError, QpType, Qpn, SendQueue, SendRequest, Time, Train, TransmitBuf,
+    ArmedQueues, Arrival, Counters, Cqn, Delivery, DirectLane, Directly, Event, Fault, Histogram, Lanes,
+    Memory, Path, PostError, QpType, Qpn, SendQueue, SendRequest, Taken, Time, Train, TransmitBuf,
 };
 use rdmux_shm::Meta;
 use rdmux_verbs::interface::interface_of;
@@ -71,6 +71,7 @@ use super::group::{GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup,
 use super::mcast::Memberships;
 use super::metrics::DeviceMetrics;
 use super::port::RnicPort;
+use super::shm::callers::{CallerLinks, ForEngine, Looker};
 use super::shm::link::{Links, slot_of};
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, TxSocket};
 
@@ -276,6 +277,9 @@ pub(crate) struct Engine {
     watch: OwnedFd,
     /// The thread's epoll set.
     epoll: Epoll,
+    /// Links and lanes, with which callers do without the engine.
+    callers: Arc<CallerLinks>,
+    lanes: Lanes,
     waiting: Option<WaitMode>,
     /// The engines of this device.
     pub(super) engines: Arc<Engines>,
@@ -429,13 +433,49 @@ impl Engine {
 
     /// Carries out a send request without the engine, if the lane of its queue pair covers it.
     #[inline]
-    pub(crate) fn post_to_lane(&self, lane: &DirectLane, request: &SendRequest) -> bool {
+    pub(crate) fn post_to_lane(&self, lane: &DirectLane, request: &mut Option<SendRequest>) -> bool {
         match lane.post(request, || self.now()) {
             Directly::Not => return false,
             Directly::Done => {}
             Directly::DoneAndTell(delivery) => self.deliver(delivery),
+            Directly::DoneAndEnded => self.with(|core, _| core.links.note_untold_ends()),
         }
         true
+    }
+
+    /// Moves what peers and lanes exchange without the engine, on behalf of a polling caller. Returns whether there was anything. Only while
+    /// callers are trusted to come back, and not each time: somebody has to drive the engine.
+    #[inline]
+    pub(crate) fn look_by_lanes(&self, looker: &Mutex<Looker>) -> bool {
+        if !self.hand_over.is_leased() {
+            return false;
+        }
+        let Some(mut looker) = looker.try_lock() else {
+            return false;
+        };
+        if looker.is_to_drive() {
+            return false;
+        }
+        let any = looker.look(&self.callers, &self.lanes, || self.now());
+        if !looker.found.is_empty() {
+            let found = std::mem::take(&mut looker.found);
+            drop(looker);
+            self.take_found(found);
+        }
+        any
+    }
+
+    /// Tells the engine what a look has found for it.
+    #[cold]
+    fn take_found(&self, found: ForEngine) {
+        found.deliveries.into_iter().for_each(|delivery| self.deliver(delivery));
+        if !found.ended.is_empty() {
+            self.with(|core, now| {
+                for ticket in found.ended {
+                    core.rnic.handle_taken(now, ticket, Taken::Done);
+                }
+            });
+        }
     }
 
     /// Handles a completion that a lane has put into its queue. Where somebody else holds the engine's lock, the holder does.
@@ -490,12 +530,16 @@ impl Engine {
         requests: Vec<SendRequest>,
     ) -> Result<(), PostListError> {
         let failed = |index| move |source| PostListError { index, source };
-        let by_lane = |request: &&SendRequest| lane.is_some_and(|lane| self.post_to_lane(lane, request));
-        let done = requests.iter().take_while(by_lane).count();
-        if done == requests.len() {
+        let mut numbered = requests.into_iter().enumerate();
+        let by_lane = |(index, request)| {
+            let mut request = Some(request);
+            let done = lane.is_some_and(|lane| self.post_to_lane(lane, &mut request));
+            request.filter(|_| !done).map(|request| (index, request))
+        };
+        let Some(first) = numbered.by_ref().find_map(by_lane) else {
             return Ok(());
-        }
-        let mut numbered = requests.into_iter().enumerate().skip(done);
+        };
+        let mut numbered = std::iter::once(first).chain(numbered);
         let Some(mut core) = self.try_lock() else {
             return numbered
                 .try_for_each(|(index, request)| self.post_send(queue, qpn, request).map_err(failed(index)));

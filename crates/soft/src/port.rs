@@ -88,12 +88,12 @@ impl RnicPort {
         self.watch.is_some()
     }
 
-    /// Discards the grants of the peers on this host; requests ask for them anew.
-    pub(crate) fn forget_grants(&mut self) {
+    /// Makes all requests come to the device, and discards the grants of the peers on this host; requests ask for them anew.
+    pub(crate) fn forget_grants(&mut self, now: Time) {
         let qpns: Vec<Qpn> = self.rnic.qpns().collect();
         for qpn in qpns {
             if self.rnic.is_local(qpn) {
-                self.rnic.forget_grants(qpn);
+                self.rnic.forget_grants(now, qpn);
             }
         }
     }

@@ -88,12 +88,16 @@ impl provider::QueuePair for QueuePair {
     }
 
     fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        let mut request = Some(request);
         if let Some(lane) = &self.lane
-            && self.device.post_to_lane(lane, &request)
+            && self.device.post_to_lane(lane, &mut request)
         {
             return Ok(());
         }
-        self.device.post_send(&self.sends, self.qpn, request)
+        match request {
+            Some(request) => self.device.post_send(&self.sends, self.qpn, request),
+            None => Ok(()),
+        }
     }
 
     fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {

@@ -73,6 +73,8 @@ impl Engine {
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
             armed_queues: core.rnic.armed_queues(),
+            callers: core.links.callers(),
+            lanes: core.rnic.lanes(),
             told: core.told.clone(),
             core: EngineLock::new(core),
             epoll: Epoll::new(&arrivals, &kick).map_err(io("epoll"))?,

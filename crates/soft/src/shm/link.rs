@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{
-    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, Part, QpInfo, Qpn, RKey, RingBytes, Rings, Rnic,
+    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, Part, PeerRing, QpInfo, Qpn, RKey, RingBytes, Rings, Rnic,
     Taken, Ticket, Time, end_packet,
 };
 use rdmux_shm::{
@@ -30,6 +30,7 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
 
+use super::callers::{CallerLinks, PeerLink};
 use super::message::{self, LinkMessage};
 use crate::capture::{Capture, Filter};
 use crate::group::SLOTS;
@@ -100,6 +101,8 @@ struct ShmLink {
     /// Set when the link is to end although the peer lives.
     alive: bool,
     state: LinkState,
+    /// The link as callers use it, once it has been up.
+    by_callers: Option<Arc<PeerLink>>,
 }
 
 /// All links of an engine.
@@ -147,6 +150,8 @@ pub(crate) struct Links {
     /// Set when requests have ended of which no peer tells those who sleep.
     untold_ends: bool,
     no_rings: NoRings,
+    /// The links that are up, for callers that do without the engine.
+    callers: Arc<CallerLinks>,
     /// Index in `list` at which the link to a slot was found last.
     by_slot: [u8; SLOTS],
     /// Index in `list` of the link at which [`Links::have_news`] has looked last.
@@ -195,6 +200,7 @@ impl Links {
             owes_ends: false,
             untold_ends: false,
             no_rings: NoRings,
+            callers: Arc::default(),
             by_slot: [0; SLOTS],
             looked_at: 0,
             buffer: Vec::with_capacity(1 << 16),
@@ -240,6 +246,7 @@ impl Links {
     pub(crate) fn close(&mut self) {
         self.on = false;
         self.listener = None;
+        self.callers.set(Vec::new());
         self.list.clear();
     }
 
@@ -297,7 +304,9 @@ impl Links {
     /// Wakes the peers that wait for the ends of their requests.
     #[inline]
     pub(crate) fn tell_ends(&mut self) {
-        if std::mem::take(&mut self.owes_ends) {
+        let by_callers = |link: &ShmLink| link.by_callers.as_ref().is_some_and(|link| link.take_owed_ends());
+        let owed = self.list.iter().fold(false, |owed, link| owed | by_callers(link));
+        if std::mem::take(&mut self.owes_ends) | owed {
             self.up().for_each(|(_, channel)| channel.tell_ends());
         }
     }
@@ -362,6 +371,10 @@ impl Links {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
+            // What callers have taken.
+            if channel.ends().is_unreleased() {
+                self.owes_ends |= channel.release();
+            }
             if channel.has_waiting() && channel.send_waiting().is_err() {
                 link.give_up();
                 continue;
@@ -615,6 +628,7 @@ impl Links {
             open: Arc::new(AtomicBool::new(true)),
             alive: false,
             state,
+            by_callers: None,
         });
         Ok(())
     }
@@ -647,7 +661,19 @@ impl Links {
             }
         }
         self.list.retain(|link| !matches!(link.state, LinkState::Over));
+        self.callers
+            .set(self.list.iter_mut().filter_map(ShmLink::by_callers).collect());
         std::mem::take(&mut self.met)
+    }
+
+    /// Returns the links that are up, for callers that do without the engine.
+    pub(crate) fn callers(&self) -> Arc<CallerLinks> {
+        Arc::clone(&self.callers)
+    }
+
+    /// Notes that requests have ended of which no peer tells those who sleep.
+    pub(crate) fn note_untold_ends(&mut self) {
+        self.untold_ends = true;
     }
 
     fn accept(&mut self) {
@@ -789,7 +815,7 @@ impl Links {
                 }
             }
             (LinkMessage::Capture { filter }, LinkState::Unknown) if link.peer.is_none() => {
-                self.capture(rnic, i, filter, descriptors)?;
+                self.capture(rnic, now, i, filter, descriptors)?;
             }
             (LinkMessage::List(Question { object, from }), LinkState::Unknown | LinkState::Looks)
                 if link.peer.is_none() =>
@@ -855,6 +881,7 @@ impl Links {
     fn capture(
         &mut self,
         rnic: &mut RnicPort,
+        now: Time,
         i: usize,
         filter: Filter,
         descriptors: Vec<OwnedFd>,
@@ -871,7 +898,7 @@ impl Links {
         say(&link.socket, &LinkMessage::Welcome, &[]).ok()?;
         self.keep_to_packets();
         self.revoke(|_| true);
-        rnic.forget_grants();
+        rnic.forget_grants(now);
         Some(())
     }
 
@@ -896,7 +923,7 @@ impl Links {
             rnic.end_capture();
             self.grants = !rnic.keeps_to_packets();
             // Queue pairs ask for their grants again.
-            rnic.forget_grants();
+            rnic.forget_grants(now);
         }
         let link = &mut self.list[i];
         link.open.store(false, Ordering::Relaxed);
@@ -1020,6 +1047,11 @@ impl Rings for Links {
         }
         self.untold_ends |= untold;
         put.unwrap_or(false)
+    }
+
+    fn ring_to(&mut self, (dst, qpn): (IpAddr, Qpn)) -> Option<Arc<dyn PeerRing>> {
+        let link = self.link_to((dst, slot_of(qpn)))?.by_callers()?;
+        Some(link)
     }
 
     fn named_bytes_min(&self) -> usize {
@@ -1152,6 +1184,15 @@ struct Ask {
 }
 
 impl ShmLink {
+    /// Returns the link as callers use it, if it is up.
+    fn by_callers(&mut self) -> Option<Arc<PeerLink>> {
+        let (LinkState::Up(channel), Some((peer, _))) = (&self.state, self.peer) else {
+            return None;
+        };
+        let new = || Arc::new(PeerLink::new(peer, Arc::clone(channel.ends()), Arc::clone(&self.open)));
+        Some(Arc::clone(self.by_callers.get_or_insert_with(new)))
+    }
+
     /// Answers a peer that asks for memory.
     fn answer(&mut self, rnic: &mut Rnic, ask: Ask, grants: bool) {
         let (LinkState::Up(channel), Some(peer)) = (&mut self.state, self.peer) else {
