@@ -27,8 +27,8 @@
 use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use rdmux_rnic::{Fill, LinkProgress, Taken, Ticket};
 use rdmux_verbs::sync::{Mutex, MutexGuard};

@@ -236,7 +236,10 @@ impl World {
     /// Posts a send request in the shortest way that there is.
     pub(crate) fn post_send(&mut self, host: usize, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
         let rnic = &mut self.hosts[host].rnic;
-        match rnic.direct_lane(qpn).map(|lane| lane.post(&mut Some(request.clone()), || self.now)) {
+        match rnic
+            .direct_lane(qpn)
+            .map(|lane| lane.post(&mut Some(request.clone()), || self.now))
+        {
             None | Some(Directly::Not) => {}
             Some(Directly::Done | Directly::DoneAndEnded) => return Ok(()),
             Some(Directly::DoneAndTell(delivery)) => {

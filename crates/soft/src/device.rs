@@ -27,7 +27,7 @@ use super::engine::{CqWaker, Engine, Watch, device_mtu, path_mtu_to};
 use super::engines::Engines;
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
-use super::shm::callers::Looker;
+use super::shm::callers::{Looked, Looker};
 use super::sidr::Resolving;
 use super::srq::{SharedReceiveQueue, XrcDomain};
 
@@ -336,12 +336,11 @@ impl CompletionQueue {
     /// As [`CompletionQueue::look_or_drive`], for a caller who has looked.
     #[inline]
     fn look_and_drive<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
-        if self.device.look_by_lanes(&self.looker)
-            && let Some(found) = look()
-        {
-            return Some(found);
+        match self.device.look_by_lanes(&self.looker) {
+            Looked::Moved => look(),
+            Looked::Nothing => None,
+            Looked::Drive(polls) => self.device.drive_and_look(polls, look),
         }
-        self.device.drive_and_look(look)
     }
 }
 

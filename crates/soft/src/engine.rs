@@ -71,7 +71,7 @@ use super::group::{GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup,
 use super::mcast::Memberships;
 use super::metrics::DeviceMetrics;
 use super::port::RnicPort;
-use super::shm::callers::{CallerLinks, ForEngine, Looker};
+use super::shm::callers::{CallerLinks, ForEngine, Looked, Looker};
 use super::shm::link::{Links, slot_of};
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, TxSocket};
 
@@ -361,16 +361,17 @@ impl Engine {
     /// Calls `look`. If it finds nothing, drives on behalf of the polling caller, and calls it again.
     pub(crate) fn poll<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         match look() {
-            None => self.drive_and_look(look),
+            None => self.drive_and_look(1, look),
             found => found,
         }
     }
 
-    /// Drives on behalf of a polling caller who has found nothing, unless somebody drives already, and calls `look`. The thread keeps
+    /// Drives on behalf of a caller who has polled so many times and found nothing, unless somebody drives already, and calls `look`. The thread keeps
     /// watching the sockets beside a caller that may sleep without further notice. For a caller that comes back, the thread stays idle,
     /// and acknowledgements wait while requests keep coming in.
-    pub(crate) fn drive_and_look<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+    pub(crate) fn drive_and_look<R>(&self, polls: u32, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         let mut core = self.core.try_lock()?;
+        core.polls = core.polls.wrapping_add(polls - 1);
         if core.poll_quietly() {
             drop(core);
             // Others may have left items meanwhile, which [`Locked`] takes care of otherwise.
@@ -443,32 +444,35 @@ impl Engine {
         true
     }
 
-    /// Moves what peers and lanes exchange without the engine, on behalf of a polling caller. Returns whether there was anything. Only while
-    /// callers are trusted to come back, and not each time: somebody has to drive the engine.
+    /// Moves what peers and lanes exchange without the engine, on behalf of a polling caller. Only while callers are trusted to come back, and
+    /// while they find something: somebody has to drive the engine, which looks at everything.
     #[inline]
-    pub(crate) fn look_by_lanes(&self, looker: &Mutex<Looker>) -> bool {
+    pub(crate) fn look_by_lanes(&self, looker: &Mutex<Looker>) -> Looked {
         if !self.hand_over.is_leased() {
-            return false;
+            return Looked::Drive(1);
         }
         let Some(mut looker) = looker.try_lock() else {
-            return false;
+            return Looked::Drive(1);
         };
-        if looker.is_to_drive() {
-            return false;
+        if !looker.is_to_look(&self.callers) {
+            return Looked::Drive(1);
         }
-        let any = looker.look(&self.callers, &self.lanes, || self.now());
+        let looked = looker.look(&self.callers, &self.lanes, || self.now());
         if !looker.found.is_empty() {
             let found = std::mem::take(&mut looker.found);
             drop(looker);
             self.take_found(found);
         }
-        any
+        looked
     }
 
     /// Tells the engine what a look has found for it.
     #[cold]
     fn take_found(&self, found: ForEngine) {
-        found.deliveries.into_iter().for_each(|delivery| self.deliver(delivery));
+        found
+            .deliveries
+            .into_iter()
+            .for_each(|delivery| self.deliver(delivery));
         if !found.ended.is_empty() {
             self.with(|core, now| {
                 for ticket in found.ended {

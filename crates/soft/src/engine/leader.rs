@@ -194,7 +194,7 @@ impl Engine {
             return Some(found);
         }
         let Some(mut leader) = self.leader.try_lock() else {
-            if let Some(found) = self.drive_and_look(&mut look) {
+            if let Some(found) = self.drive_and_look(1, &mut look) {
                 return Some(found);
             }
             loop {
@@ -231,7 +231,7 @@ impl Engine {
         // A caller that is to sleep at once looks on its way there. What the first look finds was no wait.
         let mut has_looked = waiter.plan(0, began, None) != Plan::Sleep;
         if has_looked {
-            if let Some(found) = self.drive_and_look(&mut look) {
+            if let Some(found) = self.drive_and_look(1, &mut look) {
                 return Some(found);
             }
             let peer_cpu = {

@@ -17,8 +17,10 @@ use rdmux_verbs::sync::RwLock;
 const LINKS_PER_LOOK: usize = 8;
 /// Records taken from one link per look.
 const RECORDS_PER_LOOK: usize = 16;
-/// Looks between two drives of the engine by a thread that looks again and again.
+/// Looks in a row of a thread that polls, of which the last one drives the engine as well.
 const LOOKS_PER_DRIVE: u32 = 16;
+/// Looks that find nothing, after which a thread leaves looking to the engine, which does so at less cost.
+const EMPTY_LOOKS: u32 = 256;
 
 /// A link to the process of a peer.
 #[derive(Debug)]
@@ -82,9 +84,19 @@ pub(crate) struct CallerLinks {
     list: RwLock<Arc<[Arc<PeerLink>]>>,
     /// Number of changes of the list.
     changes: AtomicU64,
+    /// Set by the engine when it has taken a request: more may come.
+    is_lively: AtomicBool,
 }
 
 impl CallerLinks {
+    /// Makes threads that poll look by themselves again.
+    #[inline]
+    pub(crate) fn enliven(&self) {
+        if !self.is_lively.load(Ordering::Relaxed) {
+            self.is_lively.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// Replaces the list, if it differs.
     pub(crate) fn set(&self, links: Vec<Arc<PeerLink>>) {
         let mut list = self.list.write();
@@ -111,6 +123,17 @@ impl ForEngine {
     }
 }
 
+/// Outcome of a look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Looked {
+    /// Something was moved.
+    Moved,
+    /// There is nothing, and the caller need not drive the engine.
+    Nothing,
+    /// There is nothing for lanes: the caller drives the engine, after so many polls.
+    Drive(u32),
+}
+
 /// A thread's looks at the links, one after another.
 #[derive(Debug, Default)]
 pub(crate) struct Looker {
@@ -119,22 +142,44 @@ pub(crate) struct Looker {
     changes: u64,
     sending: Recent,
     receiving: Recent,
+    /// Looks since the last drive, and those in a row that have found nothing.
     looks: u32,
+    empty: u32,
     at: usize,
     pub(crate) found: ForEngine,
 }
 
 impl Looker {
-    /// Returns whether it is time to drive the engine instead of looking.
+    /// Returns whether looking is worth while.
     #[inline]
-    pub(crate) fn is_to_drive(&mut self) -> bool {
-        self.looks = self.looks.wrapping_add(1);
-        self.looks.is_multiple_of(LOOKS_PER_DRIVE)
+    pub(crate) fn is_to_look(&mut self, all: &CallerLinks) -> bool {
+        if self.empty < EMPTY_LOOKS {
+            return true;
+        }
+        let lively = all.is_lively.load(Ordering::Relaxed) && all.is_lively.swap(false, Ordering::Relaxed);
+        if lively {
+            self.empty = 0;
+        }
+        lively
     }
 
-    /// Takes what peers have sent for lanes, and completes what they have taken. Returns whether there was anything.
+    /// Takes what peers have sent for lanes, and completes what they have taken. Returns what the caller does next.
     #[inline]
-    pub(crate) fn look(&mut self, all: &CallerLinks, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> bool {
+    pub(crate) fn look(&mut self, all: &CallerLinks, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Looked {
+        self.looks += 1;
+        if self.look_at_links(all, lanes, now) {
+            self.empty = 0;
+            return Looked::Moved;
+        }
+        self.empty += 1;
+        if self.looks < LOOKS_PER_DRIVE {
+            return Looked::Nothing;
+        }
+        Looked::Drive(std::mem::take(&mut self.looks))
+    }
+
+    #[inline]
+    fn look_at_links(&mut self, all: &CallerLinks, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> bool {
         if self.changes != all.changes.load(Ordering::Acquire) {
             self.look_anew(all);
         }

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{
-    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, Part, PeerRing, QpInfo, Qpn, RKey, RingBytes, Rings, Rnic,
-    Taken, Ticket, Time, end_packet,
+    Arrival, Fill, Grantable, LKey, LinkProgress, NoRings, Part, PeerRing, QpInfo, Qpn, RKey, RingBytes,
+    Rings, Rnic, Taken, Ticket, Time, end_packet,
 };
 use rdmux_shm::{
     Channel, Corrupt, Given, Meta, NameError, NapWord, NotLent, Offer, Process, Segment, Side, Stay, Stays,
@@ -385,7 +385,14 @@ impl Links {
             }
             if channel.is_ready() {
                 let addresses = (peer, self.address);
-                let (taken, result) = take_records(rnic, now, channel, addresses, unsent, &mut self.buffer);
+                let (taken, result) = take_records(
+                    rnic,
+                    now,
+                    channel,
+                    addresses,
+                    unsent,
+                    (&self.callers, &mut self.buffer),
+                );
                 total += taken;
                 self.heard_last = link.id;
                 self.owes_ends |= channel.release();
@@ -941,8 +948,14 @@ impl Links {
                 // At most as many records as a ring holds: a peer that lives may keep sending.
                 for _ in 0..segment::SLOTS / RECORDS_PER_PASS as u32 {
                     let addresses = (peer.0, self.address);
-                    let (taken, result) =
-                        take_records(rnic, now, &mut channel, addresses, true, &mut self.buffer);
+                    let (taken, result) = take_records(
+                        rnic,
+                        now,
+                        &mut channel,
+                        addresses,
+                        true,
+                        (&self.callers, &mut self.buffer),
+                    );
                     channel.release();
                     if taken < RECORDS_PER_PASS || result.is_err() {
                         break;
@@ -1088,7 +1101,7 @@ fn take_records(
     channel: &mut Channel,
     (peer, own): (IpAddr, IpAddr),
     unsent: bool,
-    buffer: &mut Vec<u8>,
+    (callers, buffer): (&CallerLinks, &mut Vec<u8>),
 ) -> (usize, Result<(), Corrupt>) {
     for taken in 0..RECORDS_PER_PASS {
         let record = match channel.receive() {
@@ -1101,6 +1114,7 @@ fn take_records(
             rnic.handle_arrival(now, &arrival(peer, own, meta, buffer));
             continue;
         }
+        callers.enliven();
         let at_once = !unsent && !channel.has_waiting();
         let taken = if record.parts > 0 {
             take_request(
@@ -1189,7 +1203,13 @@ impl ShmLink {
         let (LinkState::Up(channel), Some((peer, _))) = (&self.state, self.peer) else {
             return None;
         };
-        let new = || Arc::new(PeerLink::new(peer, Arc::clone(channel.ends()), Arc::clone(&self.open)));
+        let new = || {
+            Arc::new(PeerLink::new(
+                peer,
+                Arc::clone(channel.ends()),
+                Arc::clone(&self.open),
+            ))
+        };
         Some(Arc::clone(self.by_callers.get_or_insert_with(new)))
     }
 
