@@ -1,6 +1,7 @@
 //! Completion queues. IBTA Vol 1, 10.8 and 11.4.2.
 
 use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -162,7 +163,43 @@ impl ArmedQueues {
 /// A completion queue. The device and its pollers share nothing else: polling does not wait for a lock that is held while packets
 /// are handled.
 #[derive(Clone, Debug)]
-pub struct CompletionQueue(Arc<Mutex<Queue>>);
+pub struct CompletionQueue(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Number of completions, as it was when the lock was released last: a poll of an empty queue takes no lock.
+    count: AtomicUsize,
+}
+
+/// The queue, locked.
+struct Locked<'a> {
+    queue: MutexGuard<'a, Queue>,
+    count: &'a AtomicUsize,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Queue;
+
+    #[inline]
+    fn deref(&self) -> &Queue {
+        &self.queue
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Queue {
+        &mut self.queue
+    }
+}
+
+impl Drop for Locked<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        self.count.store(self.queue.completions.len(), Ordering::Relaxed);
+    }
+}
 
 #[derive(Debug)]
 struct Queue {
@@ -216,7 +253,7 @@ impl Drop for Queue {
 
 impl CompletionQueue {
     pub(crate) fn new(depth: usize, armed_queues: ArmedQueues) -> CompletionQueue {
-        CompletionQueue(Arc::new(Mutex::new(Queue {
+        let queue = Queue {
             completions: VecDeque::with_capacity(depth.min(1024)),
             depth,
             armed: None,
@@ -228,12 +265,25 @@ impl CompletionQueue {
             moderation: None,
             untold: 0,
             tell_at: None,
-        })))
+        };
+        CompletionQueue(Arc::new(Shared {
+            queue: Mutex::new(queue),
+            count: AtomicUsize::new(0),
+        }))
     }
 
     #[inline]
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.0.lock()
+    fn lock(&self) -> Locked<'_> {
+        Locked {
+            queue: self.0.queue.lock(),
+            count: &self.0.count,
+        }
+    }
+
+    /// Returns whether there is nothing to poll. Whoever has armed the queue before sees each completion that notifies nobody.
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.0.count.load(Ordering::Relaxed) == 0
     }
 
     /// Adds a completion. Calls `now` only if somebody asked for times.
@@ -325,6 +375,9 @@ impl CompletionQueue {
     /// Takes the oldest completion, and returns the number of completions left.
     #[inline]
     pub fn poll_and_count(&self) -> Option<(WorkCompletion, usize)> {
+        if self.is_empty() {
+            return None;
+        }
         let mut queue = self.lock();
         let wc = queue.completions.pop_front()?;
         if let Some(came) = &mut queue.came {
@@ -336,6 +389,9 @@ impl CompletionQueue {
     /// Takes the oldest completion, and returns its time: the engine's beginning if the queue does not record times
     /// ([`crate::Rnic::keep_cq_times`]).
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Time)> {
+        if self.is_empty() {
+            return None;
+        }
         let mut queue = self.lock();
         let wc = queue.completions.pop_front()?;
         let came = queue.came.as_mut().and_then(VecDeque::pop_front);
@@ -344,6 +400,9 @@ impl CompletionQueue {
 
     /// Takes up to `max` completions, oldest first; returns how many.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
         let mut queue = self.lock();
         let n = max.min(queue.completions.len());
         into.extend(queue.take(n));
@@ -352,6 +411,9 @@ impl CompletionQueue {
 
     /// Takes completions, oldest first, into the slice's first elements; returns how many.
     pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
         let mut queue = self.lock();
         let n = into.len().min(queue.completions.len());
         for (to, wc) in into.iter_mut().zip(queue.take(n)) {

@@ -23,7 +23,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use rdmux_wire::roce::{Bth, MESSAGE_BYTES_MAX};
+use rdmux_wire::roce::MESSAGE_BYTES_MAX;
 use rdmux_wire::{Psn, Qpn, RKey};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode};
@@ -39,7 +39,7 @@ use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::time::Time;
 use crate::work::{SendFlags, SendRequest, Sge, SgeList, Target};
 
-use self::incoming::Incoming;
+use self::incoming::{Incoming, READ_BYTES};
 pub(crate) use self::incoming::{Receiving, Turn};
 use self::outgoing::Outgoing;
 pub(crate) use self::outgoing::{Sending, Sent};
@@ -353,10 +353,11 @@ impl DirectLane {
     /// Executes a request of the peer at `src`. Returns what the device has to know, if that is anything; `None` if the device has to handle
     /// the request.
     #[inline]
+    /// `head`: the first [`READ_BYTES`] bytes of the record, or all of them.
     pub(crate) fn take(
         &self,
         src: IpAddr,
-        record: &dyn RingBytes,
+        record: (&dyn RingBytes, &[u8]),
         now: impl Fn() -> Time,
     ) -> Option<Option<Delivery>> {
         if !self.0.receives_lent.load(Ordering::Relaxed) {
@@ -526,6 +527,13 @@ fn remember(keys: &mut Vec<OwnKey>, key: OwnKey) -> Option<OwnKey> {
     oldest
 }
 
+/// Returns the QPN for which a packet is.
+#[inline]
+pub(crate) fn dest_qpn(packet: &[u8]) -> Option<Qpn> {
+    let &[_, _, _, _, _, high, middle, low] = packet.first_chunk()?;
+    Some(Qpn::new(u32::from_be_bytes([0, high, middle, low])))
+}
+
 /// The lanes of a device by their QPs, for threads that move requests between rings and lanes without the device.
 #[derive(Clone, Debug, Default)]
 pub struct Lanes(Arc<RwLock<NumberMap<DirectLane>>>);
@@ -562,17 +570,20 @@ impl Lanes {
         now: impl Fn() -> Time,
         deliveries: &mut Vec<Delivery>,
     ) -> bool {
-        let mut qpn = [0; 4];
-        if record.bytes() < Bth::LEN || record.read(4, &mut qpn).is_err() {
+        let mut head = [0; READ_BYTES];
+        let head = &mut head[..record.bytes().min(READ_BYTES)];
+        if record.read(0, head).is_err() {
             return false;
         }
-        let qpn = Qpn::new(u32::from_be_bytes(qpn) & 0xff_ffff);
-        let taken = self
-            .find(qpn, recent)
-            .and_then(|lane| lane.take(src, record, now));
-        let is_taken = taken.is_some();
-        deliveries.extend(taken.flatten());
-        is_taken
+        let lane = dest_qpn(head).and_then(|qpn| self.find(qpn, recent));
+        match lane.and_then(|lane| lane.take(src, (record, head), now)) {
+            Some(None) => true,
+            Some(Some(delivery)) => {
+                deliveries.push(delivery);
+                true
+            }
+            None => false,
+        }
     }
 
     /// Returns whether [`Lanes::end`] may handle a ticket. Locks nothing of a lane.

@@ -28,6 +28,8 @@ struct Receives {
     max: usize,
     /// Set while callers may post without the device.
     open: bool,
+    /// Set while the device counts how many are left.
+    counted: bool,
 }
 
 impl ReceiveQueue {
@@ -36,6 +38,7 @@ impl ReceiveQueue {
             requests: VecDeque::new(),
             max: max as usize,
             open,
+            counted: false,
         })))
     }
 
@@ -64,6 +67,21 @@ impl ReceiveQueue {
         let mut receives = self.lock();
         let taken = receives.requests.pop_front()?;
         Some((taken, receives.requests.len()))
+    }
+
+    /// Takes the oldest receive without the device, unless that counts how many are left.
+    #[inline]
+    pub(crate) fn take_uncounted(&self) -> Option<RecvRequest> {
+        let mut receives = self.lock();
+        if receives.counted {
+            return None;
+        }
+        receives.requests.pop_front()
+    }
+
+    /// Sets whether the device counts how many are left.
+    pub(crate) fn count(&self, counted: bool) {
+        self.lock().counted = counted;
     }
 
     /// Puts back a receive that no message consumed: it becomes the oldest again.

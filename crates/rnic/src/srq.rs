@@ -87,6 +87,7 @@ impl SharedReceiveQueue {
         let reached = self.limit.is_some_and(|limit| left < limit as usize);
         if reached && !mutant!(SrqLimitStaysArmed) {
             self.limit = None;
+            self.queue.count(false);
         }
         (Some(taken), reached && !mutant!(SrqLimitUntold))
     }
@@ -104,6 +105,7 @@ impl SharedReceiveQueue {
         self.queue.resize(max_wr).map_err(too_small)?;
         if let Some(limit) = limit {
             self.limit = (limit > 0).then_some(limit);
+            self.queue.count(limit > 0);
         }
         Ok(())
     }

@@ -14,7 +14,6 @@ use rdmux_rnic::{
     WorkCompletion,
 };
 use rdmux_verbs::provider::{self, Object, deadline_after};
-use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{
     AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, EventQueue, FaultCounts, Features,
     Limits, ListenError, OpenError, Options, QpOptions, Reach, ResizeError, ResolveError,
@@ -27,7 +26,7 @@ use super::engine::{CqWaker, Engine, Watch, device_mtu, path_mtu_to};
 use super::engines::Engines;
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
-use super::shm::callers::{Looked, Looker};
+use super::shm::callers::Looked;
 use super::sidr::Resolving;
 use super::srq::{SharedReceiveQueue, XrcDomain};
 
@@ -86,7 +85,6 @@ impl Device {
             device: self.clone(),
             cqn,
             queue,
-            looker: Mutex::default(),
             waker,
             waiters: AtomicUsize::new(0),
         })
@@ -307,8 +305,6 @@ pub(crate) struct CompletionQueue {
     device: Device,
     cqn: Cqn,
     queue: rdmux_rnic::CompletionQueue,
-    /// Looks of those who poll it.
-    looker: Mutex<Looker>,
     waker: Arc<CqWaker>,
     /// Number of threads in [`CompletionQueue::wait`].
     waiters: AtomicUsize,
@@ -336,7 +332,7 @@ impl CompletionQueue {
     /// As [`CompletionQueue::look_or_drive`], for a caller who has looked.
     #[inline]
     fn look_and_drive<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
-        match self.device.look_by_lanes(&self.looker) {
+        match self.device.look_by_lanes() {
             Looked::Moved => look(),
             Looked::Nothing => None,
             Looked::Drive(polls) => self.device.drive_and_look(polls, look),

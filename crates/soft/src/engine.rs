@@ -71,7 +71,7 @@ use super::group::{GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup,
 use super::mcast::Memberships;
 use super::metrics::DeviceMetrics;
 use super::port::RnicPort;
-use super::shm::callers::{CallerLinks, ForEngine, Looked, Looker};
+use super::shm::callers::{self, CallerLinks, ForEngine, Looked};
 use super::shm::link::{Links, slot_of};
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, TxSocket};
 
@@ -447,20 +447,12 @@ impl Engine {
     /// Moves what peers and lanes exchange without the engine, on behalf of a polling caller. Only while callers are trusted to come back, and
     /// while they find something: somebody has to drive the engine, which looks at everything.
     #[inline]
-    pub(crate) fn look_by_lanes(&self, looker: &Mutex<Looker>) -> Looked {
+    pub(crate) fn look_by_lanes(&self) -> Looked {
         if !self.hand_over.is_leased() {
             return Looked::Drive(1);
         }
-        let Some(mut looker) = looker.try_lock() else {
-            return Looked::Drive(1);
-        };
-        if !looker.is_to_look(&self.callers) {
-            return Looked::Drive(1);
-        }
-        let looked = looker.look(&self.callers, &self.lanes, || self.now());
-        if !looker.found.is_empty() {
-            let found = std::mem::take(&mut looker.found);
-            drop(looker);
+        let (looked, found) = callers::look(&self.callers, &self.lanes, || self.now());
+        if let Some(found) = found {
             self.take_found(found);
         }
         looked

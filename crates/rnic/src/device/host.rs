@@ -7,6 +7,7 @@ use rdmux_wire::roce::{Bth, ICRC_LEN, Opcode, Packet};
 use rdmux_wire::{LKey, Qpn, RKey};
 
 use super::{PAD_MAX, RECORD_READ_BYTES, Rnic, set_timer};
+use crate::lane::dest_qpn;
 use crate::local::{Lending, NAMED_BYTES_MAX, RingBytes, Taken, Ticket};
 use crate::memory::{Access, Memory};
 use crate::qp::message::Payload;
@@ -130,6 +131,9 @@ impl Rnic {
         let mut bytes = [0; RECORD_READ_BYTES + PAD_MAX + ICRC_LEN];
         let read = in_record.min(len).min(RECORD_READ_BYTES);
         record.read(0, &mut bytes[..read]).ok()?;
+        if self.take_by_lane(now, src, (record, &bytes[..read])) {
+            return Some(Taken::Done);
+        }
         let heads = Bth::LEN + Opcode::from_code(bytes[0])?.ext().len();
         let tail = usize::from(bytes[1] >> 4 & 3) + ICRC_LEN;
         let held = if len == read { read } else { heads };
@@ -146,9 +150,6 @@ impl Rnic {
             Payload::Ring(record, heads, len - heads)
         };
         let (opcode, qpn) = (packet.bth.opcode, packet.bth.dest_qpn);
-        if self.take_by_lane(now, src, qpn, record) {
-            return Some(Taken::Done);
-        }
         let is_data = opcode.operation.is_send() || opcode.operation.is_write();
         let qp = self.qps.get_mut(&qpn.value())?;
         // The receive of one that has to come again waits in its QP, and those of XRC share receives.
@@ -178,7 +179,7 @@ impl Rnic {
             return Some(taken);
         }
         if let Some(qp) = self.qps.get_mut(&qpn.value()).filter(|_| taken == Taken::Done) {
-            qp.lend_receives();
+            qp.lend_receives(&self.srqs);
         }
         let count = u64::from(packet.count());
         self.counters.rcvd_bytes += (len + tail) as u64;
@@ -191,15 +192,17 @@ impl Rnic {
     }
 
     /// Has the lane of a QP execute a request, if the lane has the QP's turn. Returns whether it did.
-    fn take_by_lane(&mut self, now: Time, src: IpAddr, qpn: Qpn, record: &dyn RingBytes) -> bool {
-        let Some(qp) = self.qps.get(&qpn.value()) else {
+    fn take_by_lane(&mut self, now: Time, src: IpAddr, record: (&dyn RingBytes, &[u8])) -> bool {
+        let Some(qp) = dest_qpn(record.1).and_then(|qpn| self.qps.get(&qpn.value())) else {
             return false;
         };
         let Some(lane) = qp.lane_with_receives().cloned() else {
             return false;
         };
         let mut taken = lane.take(src, record, || now);
-        if taken.is_none() && lane.learn_receive(&mut self.regions, qp.head.init.pd) {
+        let shared = qp.head.init.srq.and_then(|srqn| self.srqs.get(&srqn.0));
+        let pd = shared.map_or(qp.head.init.pd, |srq| srq.init.pd);
+        if taken.is_none() && lane.learn_receive(&mut self.regions, pd) {
             taken = lane.take(src, record, || now);
         }
         let is_taken = taken.is_some();

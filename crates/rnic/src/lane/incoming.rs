@@ -1,7 +1,7 @@
 //! SENDs of the peer that callers take out of its ring.
 //!
 //! While the lane has them, the responder's place in the sequence is the lane's. The device takes it back before it does anything with the QP.
-//! A caller executes the next request of one record, into a receive of the QP's own; every other request stays in the ring for the device.
+//! A caller executes the next request of one record, into a receive of the QP's; every other request stays in the ring for the device.
 
 use std::net::IpAddr;
 
@@ -20,7 +20,7 @@ use crate::time::Time;
 use crate::work::RecvRequest;
 
 /// Bytes at the start of a record that are read at once.
-const READ_BYTES: usize = 128;
+pub(super) const READ_BYTES: usize = 128;
 /// Opcodes of a SEND that one packet holds, without and with immediate data.
 const SEND_ONLY: u8 = 0x04;
 const SEND_ONLY_IMM: u8 = 0x05;
@@ -32,6 +32,7 @@ pub(crate) struct Receiving {
     pub(crate) peer: IpAddr,
     /// Path MTU in bytes.
     pub(crate) mtu: u32,
+    /// Those of the QP, or the shared ones that it uses.
     pub(crate) receives: ReceiveQueue,
 }
 
@@ -92,15 +93,12 @@ impl Incoming {
     pub(super) fn take(
         &mut self,
         src: IpAddr,
-        record: &dyn RingBytes,
+        (record, head): (&dyn RingBytes, &[u8]),
         now: impl Fn() -> Time,
     ) -> Option<Option<Delivery>> {
         let (receiving, turn) = self.lent.as_mut()?;
-        let len = record.bytes();
-        let mut head = [0; READ_BYTES];
-        let read = len.min(READ_BYTES);
-        record.read(0, &mut head[..read]).ok()?;
-        let send = Send::parse(&head[..read], len)?;
+        let (len, read) = (record.bytes(), head.len());
+        let send = Send::parse(head, len)?;
         let is_next = send.psn == turn.expected && src == receiving.peer && send.packets <= turn.left;
         let bytes = len - send.heads;
         let before_last = (send.packets as usize - 1) * receiving.mtu as usize;
@@ -109,7 +107,7 @@ impl Incoming {
         if !is_next || !fits {
             return None;
         }
-        let (receive, _) = receiving.receives.take()?;
+        let receive = receiving.receives.take_uncounted()?;
         let payload = (bytes <= read - send.heads).then(|| &head[send.heads..len]);
         if let Err(wanted) = place(&mut self.keys, &receive, (record, send.heads, bytes), payload) {
             receiving.receives.put_back(receive);
@@ -161,29 +159,25 @@ impl Send {
     /// Parses the headers of a record of `len` bytes. Returns `None` for any other packet, and for one that no sender of ours builds.
     #[inline]
     fn parse(head: &[u8], len: usize) -> Option<Send> {
-        let has_imm = match *head.first()? {
-            SEND_ONLY => false,
-            SEND_ONLY_IMM => true,
+        let (bth, rest) = head.split_first_chunk::<{ Bth::LEN }>()?;
+        let (heads, imm) = match bth[0] {
+            SEND_ONLY => (Bth::LEN, None),
+            SEND_ONLY_IMM => (Bth::LEN + 4, Some(u32::from_be_bytes(*rest.first_chunk()?))),
             _ => return None,
         };
-        let bth = Bth::parse(head).ok()?;
-        let heads = Bth::LEN + if has_imm { 4 } else { 0 };
-        let imm = match has_imm {
-            true => Some(u32::from_be_bytes(head.get(Bth::LEN..heads)?.try_into().ok()?)),
-            false => None,
-        };
-        let payload = len.checked_sub(heads)?;
-        let is_plain = usize::from(bth.pad) == (4 - payload % 4) % 4
-            && bth.pkey & 0x7fff == 0x7fff
-            && !carried::is_in(head);
+        let word = |at: usize| u32::from_be_bytes([bth[at], bth[at + 1], bth[at + 2], bth[at + 3]]);
+        let pad = (4 - (len - heads) % 4) % 4;
+        // Version, pad, P_Key, and reserved bits as our senders have them; the device looks at any other packet.
+        let is_plain =
+            word(0) & 0x003f_ffff == (pad as u32) << 20 | 0xffff && bth[4] == 0 && !carried::is_in(bth);
         is_plain.then(|| Send {
-            qpn: bth.dest_qpn,
-            psn: bth.psn,
-            packets: coalesced::count(head),
+            qpn: Qpn::new(word(4)),
+            psn: Psn::new(word(8) & 0xff_ffff),
+            packets: coalesced::count(bth),
             heads,
-            tail: usize::from(bth.pad) + ICRC_LEN,
+            tail: pad + ICRC_LEN,
             imm,
-            solicited: bth.solicited,
+            solicited: bth[1] & 0x80 != 0,
         })
     }
 }

@@ -682,11 +682,12 @@ impl Qp {
     }
 
     /// Lends the lane the responder's turn, if callers can go on without the device.
-    pub(crate) fn lend_receives(&mut self) {
+    pub(crate) fn lend_receives(&mut self, srqs: &NumberMap<SharedReceiveQueue>) {
         if let Halves::Reliable(requester, responder) = &mut self.halves
             && let Some(lane) = requester.lane()
         {
-            responder.lend(&self.head, lane);
+            let shared = self.head.init.srq.and_then(|srqn| srqs.get(&srqn.0));
+            responder.lend(&self.head, lane, shared.map(|srq| &srq.queue));
         }
     }
 

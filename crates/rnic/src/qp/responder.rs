@@ -26,6 +26,7 @@ use crate::qp::execute::{
 use crate::qp::message::{Payload, assemble, fits, is_within};
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, QpAttributes, QpState};
+use crate::queue::ReceiveQueue;
 use crate::trace::{Note, Refused};
 use crate::work::{PostError, RecvRequest};
 
@@ -250,21 +251,24 @@ impl Responder {
     }
 
     /// Lends the lane the turn, so that callers execute the SENDs that come next: nothing waits, neither a response nor a request.
-    pub(crate) fn lend(&mut self, head: &Head, lane: &DirectLane) {
+    /// `shared`: the receives of the shared queue that the QP uses.
+    pub(crate) fn lend(&mut self, head: &Head, lane: &DirectLane, shared: Option<&ReceiveQueue>) {
         let rests = self.rests()
             && !self.held
             && !self.nak_sent
             && self.placing == 0
             && self.established
             && !self.execution.is_inside_message();
-        let takes = matches!(head.state, QpState::Rts | QpState::Sqd) && head.init.srq.is_none();
+        // A receive that is left over from a message that was given up comes before the shared ones.
+        let has_left_over = shared.is_some() && !self.execution.recv.is_empty();
+        let takes = matches!(head.state, QpState::Rts | QpState::Sqd) && !has_left_over;
         let Some(path) = head.path.filter(|_| rests && takes && !self.lent) else {
             return;
         };
         let receiving = Receiving {
             peer: path.dst,
             mtu: head.mtu,
-            receives: self.execution.recv.clone(),
+            receives: shared.unwrap_or(&self.execution.recv).clone(),
         };
         let turn = Turn {
             expected: self.expected,

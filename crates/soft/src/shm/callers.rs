@@ -5,6 +5,7 @@
 //! the ring, or is handed to the engine. A thread looks so only while it is trusted to come back: it may leave the room of a record that it
 //! has taken unreleased until its answer is in the other ring, and the engine, which looks at everything else, is driven by other polls.
 
+use std::cell::RefCell;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,6 +20,8 @@ const LINKS_PER_LOOK: usize = 8;
 const RECORDS_PER_LOOK: usize = 16;
 /// Looks in a row of a thread that polls, of which the last one drives the engine as well.
 const LOOKS_PER_DRIVE: u32 = 16;
+/// Most engines whose links a thread remembers.
+const LOOKERS_MAX: usize = 4;
 /// Looks that find nothing, after which a thread leaves looking to the engine, which does so at less cost.
 const EMPTY_LOOKS: u32 = 256;
 
@@ -134,9 +137,72 @@ pub(crate) enum Looked {
     Drive(u32),
 }
 
-/// A thread's looks at the links, one after another.
-#[derive(Debug, Default)]
-pub(crate) struct Looker {
+thread_local! {
+    /// The thread's looks at the links of engines, and the index of the engine that it polled last.
+    static LOOKERS: RefCell<(Vec<Looker>, usize)> = const { RefCell::new((Vec::new(), 0)) };
+}
+
+/// Moves what peers have sent for lanes, on behalf of a thread that polls, and completes what they have taken. Returns what the caller does
+/// next, and what it hands to the engine.
+#[inline]
+pub(crate) fn look(
+    all: &Arc<CallerLinks>,
+    lanes: &Lanes,
+    now: impl Fn() -> Time + Copy,
+) -> (Looked, Option<ForEngine>) {
+    LOOKERS.with(|lookers| {
+        // Borrowed if the thread polls in a handler of a fault in memory that a request is placed in.
+        let Ok(mut lookers) = lookers.try_borrow_mut() else {
+            return (Looked::Drive(1), None);
+        };
+        let (lookers, last) = &mut *lookers;
+        let is_it = |looker: &Looker| Arc::ptr_eq(&looker.all, all);
+        if !lookers.get(*last).is_some_and(is_it) {
+            let at = lookers.iter().position(is_it);
+            *last = at.unwrap_or_else(|| add(lookers, all));
+        }
+        let looker = &mut lookers[*last];
+        if !looker.is_to_look() {
+            return (Looked::Drive(1), None);
+        }
+        let looked = looker.look(lanes, now);
+        let found = &mut looker.found;
+        let found = (!found.is_empty()).then(|| std::mem::take(found));
+        (looked, found)
+    })
+}
+
+/// Adds the links of an engine; returns its index.
+#[cold]
+fn add(lookers: &mut Vec<Looker>, all: &Arc<CallerLinks>) -> usize {
+    if lookers.len() == LOOKERS_MAX {
+        lookers.remove(0);
+    }
+    lookers.push(Looker::new(all));
+    lookers.len() - 1
+}
+
+/// What a look at a link has done.
+#[derive(Clone, Copy, Debug, Default)]
+struct Moved {
+    /// Set when something was moved.
+    any: bool,
+    /// Set when something is there for the engine.
+    is_more: bool,
+}
+
+impl Moved {
+    /// Nothing, although something is there.
+    const NOT: Moved = Moved {
+        any: false,
+        is_more: true,
+    };
+}
+
+/// A thread's looks at the links of an engine, one after another.
+#[derive(Debug)]
+struct Looker {
+    all: Arc<CallerLinks>,
     links: Arc<[Arc<PeerLink>]>,
     /// [`CallerLinks::changes`] at the time of that list.
     changes: u64,
@@ -146,68 +212,87 @@ pub(crate) struct Looker {
     looks: u32,
     empty: u32,
     at: usize,
-    pub(crate) found: ForEngine,
+    found: ForEngine,
 }
 
 impl Looker {
+    fn new(all: &Arc<CallerLinks>) -> Looker {
+        Looker {
+            all: Arc::clone(all),
+            links: Arc::default(),
+            changes: 0,
+            sending: Recent::default(),
+            receiving: Recent::default(),
+            looks: 0,
+            empty: EMPTY_LOOKS,
+            at: 0,
+            found: ForEngine::default(),
+        }
+    }
+
     /// Returns whether looking is worth while.
     #[inline]
-    pub(crate) fn is_to_look(&mut self, all: &CallerLinks) -> bool {
+    fn is_to_look(&mut self) -> bool {
         if self.empty < EMPTY_LOOKS {
             return true;
         }
-        let lively = all.is_lively.load(Ordering::Relaxed) && all.is_lively.swap(false, Ordering::Relaxed);
+        let is_lively = &self.all.is_lively;
+        let lively = is_lively.load(Ordering::Relaxed) && is_lively.swap(false, Ordering::Relaxed);
         if lively {
             self.empty = 0;
         }
         lively
     }
 
-    /// Takes what peers have sent for lanes, and completes what they have taken. Returns what the caller does next.
     #[inline]
-    pub(crate) fn look(&mut self, all: &CallerLinks, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Looked {
+    fn look(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Looked {
         self.looks += 1;
-        if self.look_at_links(all, lanes, now) {
+        let Moved { any, is_more } = self.look_at_links(lanes, now);
+        if any {
             self.empty = 0;
             return Looked::Moved;
         }
         self.empty += 1;
-        if self.looks < LOOKS_PER_DRIVE {
+        if self.looks < LOOKS_PER_DRIVE && !is_more {
             return Looked::Nothing;
         }
         Looked::Drive(std::mem::take(&mut self.looks))
     }
 
     #[inline]
-    fn look_at_links(&mut self, all: &CallerLinks, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> bool {
-        if self.changes != all.changes.load(Ordering::Acquire) {
-            self.look_anew(all);
+    fn look_at_links(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Moved {
+        if self.changes != self.all.changes.load(Ordering::Acquire) {
+            self.look_anew();
         }
-        let mut any = false;
+        let mut moved = Moved::default();
         for _ in 0..self.links.len().min(LINKS_PER_LOOK) {
             let next = self.at + 1;
             self.at = if next < self.links.len() { next } else { 0 };
             let link = &self.links[self.at];
             link.release();
-            if link.ends.is_ready() && link.is_open() {
-                any |= self.take(lanes, now);
-            } else if link.ends.has_news() && link.is_open() {
-                any |= self.end(lanes, now);
-            }
+            let of_link = if link.ends.is_ready() {
+                self.take(lanes, now)
+            } else if link.ends.has_news() {
+                self.end(lanes, now)
+            } else {
+                continue;
+            };
+            moved.any |= of_link.any;
+            moved.is_more |= of_link.is_more;
         }
-        any
+        moved
     }
 
     #[cold]
-    fn look_anew(&mut self, all: &CallerLinks) {
-        self.changes = all.changes.load(Ordering::Acquire);
-        self.links = all.list.read().clone();
+    fn look_anew(&mut self) {
+        self.changes = self.all.changes.load(Ordering::Acquire);
+        self.links = self.all.list.read().clone();
         self.at = 0;
     }
 
     /// Has lanes execute the next requests of the peer.
     #[inline]
-    fn take(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> bool {
+    fn take(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Moved {
         let Looker {
             links,
             at,
@@ -216,22 +301,28 @@ impl Looker {
             ..
         } = self;
         let link = &links[*at];
+        if !link.is_open() {
+            return Moved::default();
+        }
         let took = link.ends.take_requests(RECORDS_PER_LOOK, true, &mut |record| {
             lanes.take(link.peer, record, receiving, now, &mut found.deliveries)
         });
         // A ring that holds nonsense is left to the engine, which ends the link.
         let Some(Ok(took)) = took else {
-            return false;
+            return Moved::NOT;
         };
         if took.owes_ends {
             link.owes_ends.store(true, Ordering::Relaxed);
         }
-        took.taken > 0
+        Moved {
+            any: took.taken > 0,
+            is_more: took.is_more,
+        }
     }
 
     /// Completes requests that the peer has taken.
     #[inline]
-    fn end(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> bool {
+    fn end(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Moved {
         let mut any = false;
         let Looker {
             links,
@@ -240,13 +331,17 @@ impl Looker {
             found,
             ..
         } = self;
-        let ends = &links[*at].ends;
-        while let Some(Ok(Some(ticket))) = ends.take_end(&mut |ticket| lanes.has(ticket, sending)) {
+        let link = &links[*at];
+        if !link.is_open() {
+            return Moved::default();
+        }
+        while let Some(Ok(Some(ticket))) = link.ends.take_end(&mut |ticket| lanes.has(ticket, sending)) {
             any = true;
             if !lanes.end(ticket, sending, now, &mut found.deliveries) {
                 found.ended.push(ticket);
             }
         }
-        any
+        // Without any they are the engine's.
+        Moved { any, is_more: !any }
     }
 }
