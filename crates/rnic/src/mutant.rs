@@ -169,6 +169,16 @@ mod switch {
         TakenPast,
         /// A request in a ring is executed although its turn has not come.
         TakenOutOfTurn,
+        /// A lane's SEND overtakes requests that were left to the driver.
+        LaneOvertakes,
+        /// A lane completes the request behind those that its peer has executed.
+        LaneEndsPast,
+        /// The device takes requests back from a lane without the youngest one's place in the sequence.
+        RecallForgetsLast,
+        /// A lane executes a request although its turn has not come.
+        LaneTakesOutOfTurn,
+        /// The device takes the peer's sequence back from a lane as it lent it.
+        RecallForgetsTurn,
         /// A request carries an acknowledgement to a peer that did not agree to it.
         CarriedUnagreed,
         /// A carried acknowledgement covers one packet too many.

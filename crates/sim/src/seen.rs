@@ -55,9 +55,12 @@ pub(crate) const LINK_BROKE: &str = "link of one machine broke";
 pub(crate) const ENDED_HALF_WAY: &str = "a grant ended half-way";
 pub(crate) const REQUEST_DONE: &str = "a request in a ring was executed";
 pub(crate) const NAMED_REQUEST_DONE: &str = "a request in a ring that names its memory was executed";
+pub(crate) const SENT_BY_LANE: &str = "a SEND was put into a ring without the device";
+pub(crate) const TAKEN_BY_LANE: &str = "a SEND was taken out of a ring without the device";
+pub(crate) const ENDED_BY_LANE: &str = "SENDs were completed without the device";
 pub(crate) const REQUEST_AGAIN: &str = "a request in a ring was to be sent again";
 pub(crate) const REQUEST_DEFERRED: &str = "a request in a ring was left to packets";
-const HAPPENED: [&str; 15] = [
+const HAPPENED: [&str; 18] = [
     RESTARTED_SELECTIVE,
     RESTARTED_GO_BACK,
     OLD_PACKETS,
@@ -73,6 +76,9 @@ const HAPPENED: [&str; 15] = [
     NAMED_REQUEST_DONE,
     REQUEST_AGAIN,
     REQUEST_DEFERRED,
+    SENT_BY_LANE,
+    TAKEN_BY_LANE,
+    ENDED_BY_LANE,
 ];
 
 type Name = (&'static str, String);

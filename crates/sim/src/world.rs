@@ -3,13 +3,15 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
+use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{
-    AccessJob, Arrival, Config, Cqn, Directly, Event, Fault, Fill, FlushId, FlushJob, LKey, LinkProgress,
-    Memory, Part, Path, PeerFault, PostError, QpType, RKey, RingBytes, Rings, Rnic, Room, SendRequest, Taken,
-    Ticket, Time, TransmitBuf, WorkCompletion, end_packet,
+    AccessJob, Arrival, Config, Cqn, Delivery, Directly, Event, Fault, Fill, FlushId, FlushJob, LKey,
+    LinkProgress, Memory, Part, Path, PeerFault, PeerRing, PostError, Put, QpType, RKey, Recent, RingBytes,
+    Rings, Rnic, Room, SendRequest, Taken, Ticket, Time, TransmitBuf, WorkCompletion, end_packet,
 };
 
 use rdmux_rnic::ECN_MARKED;
@@ -97,6 +99,8 @@ enum Happening {
     FlushEnds(usize, FlushId, Result<(), Fault>),
     /// The medium of a host has done the oldest of its accesses.
     AccessEnds(usize),
+    /// A host's driver takes in what callers left for it.
+    Left(usize),
     Idle(usize),
     User(u64),
 }
@@ -110,6 +114,10 @@ pub(crate) struct Host {
     pub(crate) cm_events: VecDeque<CmEvent>,
     /// Accesses to its medium, in order; the medium works on the first.
     accesses: VecDeque<AccessJob>,
+    /// Requests that its lanes have put into the ring of a link.
+    by_lane: Arc<LaneRequests>,
+    /// Requests that callers left for the driver, each with a place in its queue.
+    left: Vec<(Qpn, SendRequest)>,
     /// Set when nothing goes in or out any more.
     pub(crate) vanished: bool,
     idle_pending: bool,
@@ -184,6 +192,8 @@ impl World {
                 events: VecDeque::new(),
                 cm_events: VecDeque::new(),
                 accesses: VecDeque::new(),
+                by_lane: Arc::default(),
+                left: Vec::new(),
                 vanished: false,
                 idle_pending: false,
                 arrival_last: Time(0),
@@ -228,6 +238,7 @@ impl World {
 
     /// Calls a verb, and carries on what it causes.
     pub(crate) fn with<R>(&mut self, host: usize, f: impl FnOnce(&mut Rnic, Time) -> R) -> R {
+        self.post_left(host);
         let result = f(&mut self.hosts[host].rnic, self.now);
         self.settle(host);
         result
@@ -235,19 +246,26 @@ impl World {
 
     /// Posts a send request in the shortest way that there is.
     pub(crate) fn post_send(&mut self, host: usize, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
-        let rnic = &mut self.hosts[host].rnic;
-        match rnic
-            .direct_lane(qpn)
-            .map(|lane| lane.post(&mut Some(request.clone()), || self.now))
-        {
-            None | Some(Directly::Not) => {}
-            Some(Directly::Done | Directly::DoneAndEnded) => return Ok(()),
-            Some(Directly::DoneAndTell(delivery)) => {
-                rnic.deliver(self.now, delivery);
-                self.settle(host);
-                return Ok(());
-            }
+        let mut request = Some(request);
+        if self.post_to_lane(host, qpn, &mut request) {
+            return Ok(());
         }
+        let Some(request) = request else {
+            return Ok(());
+        };
+        let sends = self.hosts[host].rnic.send_queue(qpn);
+        if self.machine.is_some()
+            && self.dice.one_in(16)
+            && sends.is_some_and(|sends| sends.reserve(&request))
+        {
+            // Somebody else is just driving.
+            self.hosts[host].left.push((qpn, request));
+            let delay = self.dice.between(1, 2_000);
+            self.plan(self.now + delay, Happening::Left(host));
+            return Ok(());
+        }
+        self.post_left(host);
+        let rnic = &mut self.hosts[host].rnic;
         if rnic.post_directly(|| self.now, qpn, &request) {
             if !rnic.is_quiet() {
                 self.settle(host);
@@ -265,6 +283,51 @@ impl World {
         self.buf = buf;
         self.settle(host);
         posted
+    }
+
+    /// Posts a request without the device, if the lane of its queue pair covers it.
+    fn post_to_lane(&mut self, host: usize, qpn: Qpn, request: &mut Option<SendRequest>) -> bool {
+        let room = self.machine.as_mut().map_or(0, Machine::room);
+        let this = &mut self.hosts[host];
+        this.by_lane.lock().room = room;
+        let Some(lane) = this.rnic.direct_lane(qpn) else {
+            return false;
+        };
+        let posted = lane.post(request, || self.now);
+        let requests = std::mem::take(&mut this.by_lane.lock().requests);
+        match posted {
+            Directly::Not => return false,
+            Directly::Done | Directly::DoneAndEnded => {}
+            Directly::DoneAndTell(delivery) => {
+                this.rnic.deliver(self.now, delivery);
+                self.settle(host);
+            }
+        }
+        if !requests.is_empty() {
+            self.seen.happened(seen::SENT_BY_LANE);
+            let mut ring = SimRing::new(None, 0);
+            for (link, ticket, bytes) in requests {
+                ring.link = Some(link);
+                ring.requests.push(SimRequest::held(ticket, bytes));
+            }
+            self.send_requests(host, ring);
+        }
+        true
+    }
+
+    /// Posts the requests that callers left.
+    fn post_left(&mut self, host: usize) {
+        let this = &mut self.hosts[host];
+        for (qpn, request) in std::mem::take(&mut this.left) {
+            this.rnic.post_reserved(self.now, qpn, request);
+        }
+    }
+
+    /// Passes what lanes have found to a host's device.
+    fn deliver(&mut self, host: usize, deliveries: Vec<Delivery>) {
+        for delivery in deliveries {
+            self.hosts[host].rnic.deliver(self.now, delivery);
+        }
     }
 
     /// Polls the oldest completion of a host's queue.
@@ -416,7 +479,7 @@ impl World {
             } => {
                 let is_up = |machine: &Machine| machine.is_up(to) && machine.link() == Some(link);
                 if !self.hosts[to].vanished && self.machine.as_ref().is_some_and(is_up) {
-                    self.hosts[to].rnic.handle_taken(self.now, ticket, taken);
+                    self.end_request(to, ticket, taken);
                     self.settle(to);
                 }
             }
@@ -437,6 +500,10 @@ impl World {
                 self.hosts[host].rnic.handle_flush(self.now, id, result);
                 self.settle(host);
             }
+            Happening::Left(host) => {
+                self.post_left(host);
+                self.settle(host);
+            }
             Happening::AccessEnds(host) => {
                 self.end_access(host);
                 self.work_on_medium(host);
@@ -454,6 +521,7 @@ impl World {
 
     /// Polls everything that a host has pending.
     fn settle(&mut self, host: usize) {
+        self.post_left(host);
         self.take_back_revoked(host);
         if self.shape.lazy_acks {
             self.transmit(host, false);
@@ -876,6 +944,10 @@ impl World {
         if let Some(machine) = self.machine.as_mut().filter(|_| link.is_some()) {
             (ring.lends, ring.named_bytes_min) = machine.lends(from);
         }
+        if let Some(link) = link.filter(|_| !self.dice.one_in(4)) {
+            let requests = Arc::clone(&self.hosts[from].by_lane);
+            ring.for_lanes = Some(Arc::new(LaneRing { link, requests }));
+        }
         ring
     }
 
@@ -933,9 +1005,14 @@ impl World {
             }
         }
         let ticket = request.ticket;
-        let rnic = &mut self.hosts[to].rnic;
-        let outcome = rnic.handle_request(self.now, path.src, &request);
         let is_held = request.named.is_empty();
+        // Whoever polls first takes it: a thread, or the device.
+        let by_lane = is_held && self.dice.one_in(2) && self.take_by_lane(to, path.src, &request);
+        let rnic = &mut self.hosts[to].rnic;
+        let outcome = match by_lane {
+            true => Some(Taken::Done),
+            false => rnic.handle_request(self.now, path.src, &request),
+        };
         let whole = outcome.is_none().then(|| request.whole().ok()).flatten();
         let whole_is_there = whole.is_some();
         if let Some(mut bytes) = whole {
@@ -981,6 +1058,33 @@ impl World {
         self.settle(to);
     }
 
+    /// Has a lane execute a request, if one covers it.
+    fn take_by_lane(&mut self, to: usize, src: IpAddr, request: &SimRequest) -> bool {
+        let (lanes, mut deliveries) = (self.hosts[to].rnic.lanes(), Vec::new());
+        let taken = lanes.take(src, request, &mut Recent::default(), || self.now, &mut deliveries);
+        self.deliver(to, deliveries);
+        if taken {
+            self.seen.happened(seen::TAKEN_BY_LANE);
+        }
+        taken
+    }
+
+    /// Handles the end of a request in a ring.
+    fn end_request(&mut self, of: usize, ticket: Ticket, taken: Taken) {
+        if taken == Taken::Done && self.dice.one_in(2) {
+            let (lanes, mut recent, mut deliveries) =
+                (self.hosts[of].rnic.lanes(), Recent::default(), Vec::new());
+            let ended = lanes.has(&ticket, &mut recent)
+                && lanes.end(ticket, &mut recent, || self.now, &mut deliveries);
+            self.deliver(of, deliveries);
+            if ended {
+                self.seen.happened(seen::ENDED_BY_LANE);
+                return;
+            }
+        }
+        self.hosts[of].rnic.handle_taken(self.now, ticket, taken);
+    }
+
     /// Carries a train through memory.
     fn carry_local(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
         let forges = self.forged.is_some_and(|(from, _)| from != to);
@@ -1024,6 +1128,38 @@ pub(crate) struct SimRing {
     /// Regions that requests would name.
     wanted: Vec<(Qpn, LKey)>,
     pub(crate) requests: Vec<SimRequest>,
+    /// The ring as lanes use it.
+    for_lanes: Option<Arc<LaneRing>>,
+}
+
+/// Requests that the lanes of a host have put into the ring of a link, for which there was room.
+pub(crate) type LaneRequests = Mutex<ByLane>;
+
+#[derive(Debug, Default)]
+pub(crate) struct ByLane {
+    room: usize,
+    requests: Vec<(u32, Ticket, Vec<u8>)>,
+}
+
+/// The ring of a link, as lanes use it.
+#[derive(Debug)]
+struct LaneRing {
+    link: u32,
+    requests: Arc<LaneRequests>,
+}
+
+impl PeerRing for LaneRing {
+    fn put(&self, ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> Put {
+        let mut by_lane = self.requests.lock();
+        let request = SimRequest::held(ticket, vec![0; bytes]);
+        if by_lane.requests.len() >= by_lane.room || !fill(&request) {
+            return Put::Not;
+        }
+        by_lane
+            .requests
+            .push((self.link, ticket, request.bytes.into_inner()));
+        Put::Done
+    }
 }
 
 impl SimRing {
@@ -1035,6 +1171,7 @@ impl SimRing {
             named_bytes_min: usize::MAX,
             wanted: Vec::new(),
             requests: Vec::new(),
+            for_lanes: None,
         }
     }
 
@@ -1057,8 +1194,9 @@ impl Rings for SimRing {
         true
     }
 
-    fn ring_to(&mut self, _: (IpAddr, Qpn)) -> Option<std::sync::Arc<dyn rdmux_rnic::PeerRing>> {
-        None
+    fn ring_to(&mut self, _: (IpAddr, Qpn)) -> Option<Arc<dyn PeerRing>> {
+        let ring: Arc<dyn PeerRing> = self.for_lanes.clone()?;
+        Some(ring)
     }
 
     fn named_bytes_min(&self) -> usize {

@@ -98,7 +98,8 @@ impl Outgoing {
             && packets <= sent.left
             && !request.flags.contains(SendFlags::FENCE);
         // A place that is not of the lane's requests is that of one which was left to the driver: it comes first.
-        if !may || sends.outstanding() != sent.queue.len() || !sends.take_place() {
+        let is_next = sends.outstanding() == sent.queue.len() || mutant!(LaneOvertakes);
+        if !may || !is_next || !sends.take_place() {
             return Put::Not;
         }
         let mut heads = [0; HEADS_BYTES];
@@ -143,7 +144,11 @@ impl Outgoing {
         }
         sent.una = ticket.end;
         sent.is_active = true;
-        while sent.queue.front().is_some_and(|wqe| wqe.ends_by(ticket.end))
+        let past = u32::from(mutant!(LaneEndsPast));
+        while sent
+            .queue
+            .front()
+            .is_some_and(|wqe| wqe.ends_by(ticket.end.plus(past)))
             && let Some(wqe) = sent.queue.pop_front()
         {
             each(wqe);

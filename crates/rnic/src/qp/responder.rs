@@ -285,7 +285,10 @@ impl Responder {
         if !std::mem::take(&mut self.lent) {
             return;
         }
-        if let Some(turn) = lane.take_back_receives().filter(|turn| turn.is_active) {
+        if let Some(turn) = lane
+            .take_back_receives()
+            .filter(|turn| turn.is_active && !mutant!(RecallForgetsTurn))
+        {
             self.advance(turn.expected);
             self.msn = turn.msn;
             // None of them was answered by a packet.
