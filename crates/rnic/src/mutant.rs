@@ -175,8 +175,6 @@ mod switch {
         LaneEndsPast,
         /// The device takes requests back from a lane without the youngest one's place in the sequence.
         RecallForgetsLast,
-        /// A lane executes a request although its turn has not come.
-        LaneTakesOutOfTurn,
         /// The device takes the peer's sequence back from a lane as it lent it.
         RecallForgetsTurn,
         /// A request carries an acknowledgement to a peer that did not agree to it.

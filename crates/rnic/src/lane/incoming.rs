@@ -99,8 +99,7 @@ impl Incoming {
         let (receiving, turn) = self.lent.as_mut()?;
         let (len, read) = (record.bytes(), head.len());
         let send = Send::parse(head, len)?;
-        let in_turn = send.psn == turn.expected || mutant!(LaneTakesOutOfTurn);
-        let is_next = in_turn && src == receiving.peer && send.packets <= turn.left;
+        let is_next = send.psn == turn.expected && src == receiving.peer && send.packets <= turn.left;
         let bytes = len - send.heads;
         let before_last = (send.packets as usize - 1) * receiving.mtu as usize;
         let fits =
