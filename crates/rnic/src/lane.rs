@@ -553,7 +553,7 @@ impl Lanes {
 
     #[inline]
     fn find<'a>(&self, qpn: Qpn, recent: &'a mut Recent) -> Option<&'a DirectLane> {
-        if !recent.0.as_ref().is_some_and(|lane| lane.0.qpn == qpn) {
+        if recent.0.as_ref().is_none_or(|lane| lane.0.qpn != qpn) {
             recent.0 = self.0.read().get(&qpn.value()).cloned();
         }
         recent.0.as_ref()
