@@ -169,12 +169,14 @@ mod switch {
         TakenPast,
         /// A request in a ring is executed although its turn has not come.
         TakenOutOfTurn,
-        /// A lane's SEND overtakes requests that were left to the driver.
-        LaneOvertakes,
-        /// A lane completes the request behind those that its peer has executed.
+        /// A SEND by the lane overtakes a request that was left to the driver.
+        LaneOvertakesLeft,
+        /// News of a request that the peer has taken end the one behind it in the lane too.
         LaneEndsPast,
-        /// The device takes requests back from a lane without the youngest one's place in the sequence.
-        RecallForgetsLast,
+        /// The device forgets the PSNs of the youngest request that it takes back from a lane.
+        LaneRecallForgets,
+        /// A lane keeps a region that was deregistered.
+        LaneKeepsRegion,
         /// The device takes the peer's sequence back from a lane as it lent it.
         RecallForgetsTurn,
         /// A request carries an acknowledgement to a peer that did not agree to it.

@@ -388,7 +388,10 @@ impl Regions {
         let Keyed::Region(spec) = &entry.kind else {
             return None;
         };
-        entry.lanes.push(lane.clone());
+        // The lane may know it for the other direction.
+        if !entry.lanes.iter().any(|other| other.is(lane)) {
+            entry.lanes.push(lane.clone());
+        }
         Some(OwnKey {
             lkey,
             memory: spec.memory.clone(),

@@ -43,8 +43,6 @@ pub(crate) struct Sent {
     /// Oldest PSN that is not acknowledged, and that of the next request.
     pub(crate) una: Psn,
     pub(crate) next: Psn,
-    /// Set when the lane has sent or completed any.
-    pub(crate) is_active: bool,
     /// Number of PSNs until the device has to look at the sequence: it compares PSNs with those of older requests.
     pub(crate) left: u32,
 }
@@ -98,8 +96,8 @@ impl Outgoing {
             && packets <= sent.left
             && !request.flags.contains(SendFlags::FENCE);
         // A place that is not of the lane's requests is that of one which was left to the driver: it comes first.
-        let is_next = sends.outstanding() == sent.queue.len() || mutant!(LaneOvertakes);
-        if !may || !is_next || !sends.take_place() {
+        let is_first = sends.outstanding() == sent.queue.len() || mutant!(LaneOvertakesLeft);
+        if !may || !is_first || !sends.take_place() {
             return Put::Not;
         }
         let mut heads = [0; HEADS_BYTES];
@@ -125,7 +123,6 @@ impl Outgoing {
         }
         sent.next = ticket.end;
         sent.left -= packets;
-        sent.is_active = true;
         self.packets += u64::from(packets);
         self.bytes += (len + bytes as usize) as u64;
         put
@@ -143,14 +140,15 @@ impl Outgoing {
             return Some(());
         }
         sent.una = ticket.end;
-        sent.is_active = true;
-        let past = u32::from(mutant!(LaneEndsPast));
-        while sent
-            .queue
-            .front()
-            .is_some_and(|wqe| wqe.ends_by(ticket.end.plus(past)))
+        while sent.queue.front().is_some_and(|wqe| wqe.ends_by(ticket.end))
             && let Some(wqe) = sent.queue.pop_front()
         {
+            each(wqe);
+        }
+        if mutant!(LaneEndsPast)
+            && let Some(wqe) = sent.queue.pop_front()
+        {
+            sent.una = sent.una.plus(wqe.packets);
             each(wqe);
         }
         Some(())

@@ -678,6 +678,10 @@ impl Qp {
     pub(crate) fn lend_sends(&mut self, env: &mut Env<'_>, rings: &mut dyn Rings) {
         if let Halves::Reliable(requester, _) = &mut self.halves {
             requester.lend(env, &self.head, rings);
+            if requester.lane_with_sends().is_none() {
+                // The device completes the request, behind which no WRITE by the lane may complete first.
+                requester.close_lane_soon();
+            }
         }
     }
 

@@ -179,14 +179,13 @@ impl Requester {
             queue: std::mem::take(&mut self.queue),
             una: self.una,
             next: self.next,
-            is_active: false,
             left: PSNS_LENT,
         };
         lane.lend_sends(sending, sent);
         self.cursor = Cursor::default();
         self.lent = true;
-        // What the lane sends is looked at when this is over. The ring loses nothing for which to probe.
-        self.deadline = self.timeout_ns.map(|ns| env.now + ns);
+        // The timer of the oldest request runs on, so that a peer that is silent gains no time by a loan. What the lane sends is looked at
+        // when it fires. The ring loses nothing for which to probe.
         if let Some(selective) = &mut self.selective {
             selective.disarm();
         }
@@ -205,13 +204,19 @@ impl Requester {
             wqe: self.queue.len(),
             packet: 0,
         };
-        let forgotten = u32::from(mutant!(RecallForgetsLast) && !self.queue.is_empty());
-        (self.next, self.high) = (sent.next.minus(forgotten), sent.next.minus(forgotten));
-        if sent.is_active {
+        let youngest = self.queue.back().and_then(|wqe| wqe.first);
+        let next = youngest
+            .filter(|_| mutant!(LaneRecallForgets))
+            .unwrap_or(sent.next);
+        (self.next, self.high) = (next, next);
+        if !self.queue.is_empty() {
+            // The device gives their places back before it completes them, and no WRITE by the lane may come in between.
+            self.close_lane_soon();
+        }
+        if sent.una.since(self.una) > 0 {
             // Time counts from here on for those that are not done.
+            self.heard = self.heard.max(Some(now));
             self.progress(now, sent.una);
-        } else if self.queue.is_empty() {
-            self.deadline = None;
         }
     }
 
