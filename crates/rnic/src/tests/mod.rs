@@ -10,6 +10,7 @@ mod counted;
 mod cq;
 mod direct;
 mod ended;
+mod lane;
 mod local;
 mod malformed;
 mod medium;

@@ -18,6 +18,8 @@ pub(super) struct Ring {
     lent: Option<Lent>,
     /// Set when a lane may put requests into it too.
     lanes: bool,
+    /// Set when lanes may no longer put requests into it from the next loan on.
+    pub(super) is_closed: bool,
     /// Set when a lane is to hear that others have ended.
     pub(super) tells_ended: bool,
 }
@@ -61,7 +63,9 @@ impl Rings for Shared {
     }
 
     fn ring_to(&mut self, _: (IpAddr, Qpn)) -> Option<Arc<dyn PeerRing>> {
-        let lanes = self.0.lock().lanes;
+        let ring = self.0.lock();
+        let lanes = ring.lanes && !ring.is_closed;
+        drop(ring);
         lanes.then(|| Arc::new(self.clone()) as Arc<dyn PeerRing>)
     }
 
@@ -194,6 +198,8 @@ impl Host {
             sent_before: [0; 2],
         };
         if lanes {
+            // A queue pair has a lane once its user has asked for it.
+            drop([0, 1].map(|i| host.lane(i)));
             host.warm();
         }
         host
@@ -399,7 +405,6 @@ fn send__is_acknowledged_by_being_taken() {
 fn write__with_immediate_data_and_a_long_message_go_in_order() {
     for (selective, lanes) in MODES {
         let mut host = Host::new(selective, lanes);
-        host.by_device = true;
         let bytes = pattern(100_000);
         host.pair.sides[0].memory.write(0, &bytes).unwrap();
         host.pair.recv(1, 1, 0, 0);
