@@ -11,9 +11,11 @@ use rdmux_verbs::*;
 
 mod child;
 mod end;
+mod talker;
 
 pub(crate) use child::ChildProcess;
 pub(crate) use end::{END_BYTES, End, RIGHTS, connect_ends, connected, private, shareable};
+pub(crate) use talker::{Random, TALKER_BYTES, Talked, Talker, Turns};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
