@@ -12,62 +12,13 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{End, LONG, Random, TALKER_BYTES, Talked, Talker, Turns, connect, open, open_with, shareable};
+use common::{
+    LONG, Pair, Random, Talked, Talker, Turns, nothing_is_left, open, open_with, pair, pairs, seed,
+};
 use rdmux_soft::capture::{self, Filter};
 use rdmux_verbs::resources::DeviceAt;
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-type Pair = (End, End, [Connection; 2]);
-
-/// Makes an end, whose receives complete to a queue of their own if a test says so.
-fn end(device: &Device, apart: bool) -> End {
-    End::with(device, shareable(TALKER_BYTES), |_, options| QpOptions {
-        recv_cq: match apart {
-            true => device.create_cq(1024).unwrap(),
-            false => options.recv_cq.clone(),
-        },
-        ..options
-    })
-}
-
-/// Connects ends of two devices, and waits until their link is up.
-fn pair(devices: [&Device; 2], apart: bool) -> Pair {
-    let [client, server] = devices.map(|device| end(device, apart));
-    let params = ConnectParams {
-        // 10 us, for the receives that are posted late.
-        min_rnr_timer: 1,
-        ..ConnectParams::default()
-    };
-    let held = connect(&client.qp, &server.qp, &params);
-    let linked =
-        || [&client, &server].map(|end| end.qp.carrier()) == [const { Some(Carrier::SharedMemory) }; 2];
-    let deadline = Instant::now() + LONG;
-    while !linked() {
-        assert!(Instant::now() < deadline, "there is no link");
-        thread::yield_now();
-    }
-    (client, server, held)
-}
-
-fn pairs(address: [u8; 4], count: usize) -> Vec<Pair> {
-    let address = IpAddr::from(address);
-    let devices = [(); 2].map(|()| open(address).unwrap());
-    let make = |i| pair([&devices[0], &devices[1]], i % 2 == 1);
-    (0..count).map(make).collect()
-}
-
-/// Checks that no completion is left.
-fn nothing_is_left(pairs: &[Pair]) {
-    for (client, server, _) in pairs {
-        for end in [client, server] {
-            for _ in 0..100 {
-                assert_eq!(end.cq.poll(), None);
-                assert_eq!(end.recv_cq.poll(), None);
-            }
-        }
-    }
-}
 
 fn talkers(pairs: &[Pair], seed: u64, count: u64) -> (Vec<Talker<'_>>, Vec<Talker<'_>>) {
     println!("seed {seed:#x}");
@@ -83,20 +34,7 @@ fn talkers(pairs: &[Pair], seed: u64, count: u64) -> (Vec<Talker<'_>>, Vec<Talke
     pairs.iter().map(|(a, b, held)| (a, b, held)).map(make).unzip()
 }
 
-fn seed() -> u64 {
-    let seed = std::env::var("RDMUX_LANES_SEED").ok();
-    let now = || {
-        std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .unwrap()
-            .as_nanos() as u64
-    };
-    seed.map_or_else(now, |seed| {
-        u64::from_str_radix(seed.trim_start_matches("0x"), 16).unwrap()
-    })
-}
-
-/// Each thread has the two ends' talkers that it is given.
+/// Runs talkers in one thread.
 fn run_together<'a>(mut talkers: Vec<Talker<'a>>) {
     let deadline = Instant::now() + LONG;
     while talkers.iter().any(|talker| !talker.is_done()) {

@@ -15,7 +15,9 @@ mod talker;
 
 pub(crate) use child::ChildProcess;
 pub(crate) use end::{END_BYTES, End, RIGHTS, connect_ends, connected, private, shareable};
-pub(crate) use talker::{Random, TALKER_BYTES, Talked, Talker, Turns};
+pub(crate) use talker::{
+    Pair, Random, TALKER_BYTES, Talked, Talker, Turns, nothing_is_left, pair, pairs, seed, talker_end,
+};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
@@ -32,8 +34,18 @@ pub(crate) fn open_with(address: IpAddr, options: Options) -> Result<Device, Ope
 
 /// Connects two queue pairs, the first of which asks as `params` say. Returns their connections.
 pub(crate) fn connect(client: &QueuePair, server: &QueuePair, params: &ConnectParams) -> [Connection; 2] {
+    connect_at(7174, client, server, params)
+}
+
+/// Connects two queue pairs as [`connect`] does, by a port that the caller chooses.
+pub(crate) fn connect_at(
+    port: u16,
+    client: &QueuePair,
+    server: &QueuePair,
+    params: &ConnectParams,
+) -> [Connection; 2] {
     let [asking, asked] = [client, server].map(|qp| qp.pd().device());
-    let listener = asked.listen(7174).unwrap();
+    let listener = asked.listen(port).unwrap();
     thread::scope(|scope| {
         let accepting = scope.spawn(|| {
             let request = listener.accept(LONG).expect("a request");
@@ -44,7 +56,7 @@ pub(crate) fn connect(client: &QueuePair, server: &QueuePair, params: &ConnectPa
             assert!(connection.wait_established());
             connection
         });
-        let peer = SocketAddr::new(asked.address(), 7174);
+        let peer = SocketAddr::new(asked.address(), port);
         let connection = asking.connect(client, peer, params, b"hello").unwrap();
         assert_eq!(&connection.private_data()[..7], b"welcome");
         [connection, accepting.join().unwrap()]

@@ -2,13 +2,14 @@
 //! is to come.
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
 use rdmux_verbs::*;
 
-use super::{End, LONG, RIGHTS};
+use super::{End, LONG, RIGHTS, connect_at, open, shareable};
 
 /// Messages that are under way at most, and receives.
 const SLOTS: u64 = 16;
@@ -81,7 +82,8 @@ pub(crate) struct Talker<'a> {
     talked: Option<&'a Talked>,
     /// Set when requests may fail, and when one has.
     pub(crate) may_fail: bool,
-    pub(crate) has_failed: bool,
+    has_failed: bool,
+    sends_failed: bool,
     /// Set when the memory of sends and receives is to be registered anew from time to time.
     pub(crate) reregisters: bool,
     regions: [Option<MemoryRegion>; 2],
@@ -108,6 +110,7 @@ impl<'a> Talker<'a> {
             talked: None,
             may_fail: false,
             has_failed: false,
+            sends_failed: false,
             reregisters: false,
             regions: [None, None],
             open: VecDeque::new(),
@@ -305,16 +308,17 @@ impl<'a> Talker<'a> {
                 assert!(signalled || !success, "{wc:?}");
                 break;
             }
-            let silent = open < number && !signalled && !self.has_failed;
+            let silent = open < number && !signalled && !self.sends_failed;
             assert!(silent, "{wc:?} before {open}: {}", self.state());
         }
         if success {
-            assert!(!self.has_failed, "{wc:?} after a failure: {}", self.state());
+            assert!(!self.sends_failed, "{wc:?} after a failure: {}", self.state());
             assert_eq!(wc.opcode, WcOpcode::Send);
             assert!(number >= self.done, "{wc:?} again");
             self.done = number + 1;
         }
         self.has_failed |= !success;
+        self.sends_failed |= !success;
     }
 
     fn take_received(&mut self, wc: &WorkCompletion) {
@@ -342,4 +346,77 @@ impl<'a> Talker<'a> {
             talked.received.store(self.received, Ordering::SeqCst);
         }
     }
+}
+
+/// Two ends, the first of which has asked for the connection.
+pub(crate) type Pair = (End, End, [Connection; 2]);
+
+/// Makes an end, whose receives complete to a queue of their own if a test says so.
+pub(crate) fn talker_end(device: &Device, apart: bool) -> End {
+    End::with(device, shareable(TALKER_BYTES), |_, options| QpOptions {
+        recv_cq: match apart {
+            true => device.create_cq(1024).unwrap(),
+            false => options.recv_cq.clone(),
+        },
+        ..options
+    })
+}
+
+/// Returns a port that no other connection of this process uses: one that was listened to may be in use for a while.
+fn next_port() -> u16 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    10_000 + (NEXT.fetch_add(1, Ordering::Relaxed) % 20_000) as u16
+}
+
+/// Connects ends of two devices, and waits until their link is up.
+pub(crate) fn pair(devices: [&Device; 2], apart: bool) -> Pair {
+    let [client, server] = devices.map(|device| talker_end(device, apart));
+    let params = ConnectParams {
+        // 10 us, for the receives that are posted late.
+        min_rnr_timer: 1,
+        ..ConnectParams::default()
+    };
+    let held = connect_at(next_port(), &client.qp, &server.qp, &params);
+    let linked =
+        || [&client, &server].map(|end| end.qp.carrier()) == [const { Some(Carrier::SharedMemory) }; 2];
+    let deadline = Instant::now() + LONG;
+    while !linked() {
+        assert!(Instant::now() < deadline, "there is no link");
+        thread::yield_now();
+    }
+    (client, server, held)
+}
+
+/// Makes pairs of two devices of an address, so all on one link.
+pub(crate) fn pairs(address: [u8; 4], count: usize) -> Vec<Pair> {
+    let address = IpAddr::from(address);
+    let devices = [(); 2].map(|()| open(address).unwrap());
+    let make = |i| pair([&devices[0], &devices[1]], i % 2 == 1);
+    (0..count).map(make).collect()
+}
+
+/// Checks that no completion is left.
+pub(crate) fn nothing_is_left(pairs: &[Pair]) {
+    for (client, server, _) in pairs {
+        for end in [client, server] {
+            for _ in 0..100 {
+                assert_eq!(end.cq.poll(), None);
+                assert_eq!(end.recv_cq.poll(), None);
+            }
+        }
+    }
+}
+
+/// Returns the seed of a test: that of the environment, in hexadecimal digits, or a new one.
+pub(crate) fn seed() -> u64 {
+    let seed = std::env::var("RDMUX_LANES_SEED").ok();
+    let now = || {
+        std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .unwrap()
+            .as_nanos() as u64
+    };
+    seed.map_or_else(now, |seed| {
+        u64::from_str_radix(seed.trim_start_matches("0x"), 16).unwrap()
+    })
 }
