@@ -124,6 +124,10 @@ fn modify__to_error_in_mid_stream() {
             }
             running.map(|thread| thread.join().unwrap())
         });
+        // Those without a completion on success may be flushed too.
+        for talker in &mut talkers {
+            while talker.step() {}
+        }
         assert!(a.0 <= b.1 && b.0 <= a.1, "sent and received: {a:?}, {b:?}");
         for end in ends {
             assert_eq!((end.cq.poll(), end.recv_cq.poll()), (None, None));
@@ -300,14 +304,16 @@ fn dereg_in_mid_stream(address: [u8; 4], of_sends: bool) {
         thread::scope(|scope| {
             let sending = scope.spawn(|| {
                 let sge = if of_sends { watched } else { client.mr.sge(0, 4096) };
-                let mut open = 0;
+                let (mut open, mut flushes) = (0, false);
                 loop {
-                    if open < 8 {
+                    if open < 8 && !flushes {
                         client.qp.post_send(SendRequest::send(sge).signaled()).unwrap();
                         open += 1;
                     }
                     match client.cq.poll() {
                         Some(wc) if wc.status == Status::Success => open -= 1,
+                        // Those that were under way before the one that fails.
+                        Some(wc) if wc.status == Status::Flushed && of_sends => flushes = true,
                         Some(wc) => break wc.status,
                         None => thread::yield_now(),
                     }
@@ -458,12 +464,12 @@ fn end_links_by_nonsense(seed: u64) {
             while !ended && Instant::now() < until {
                 let deadline = Instant::now() + Duration::from_micros(500);
                 let nonsense = 0x5555_5555_u32.to_ne_bytes();
-                let written = memory.write_all_at(&nonsense, begin + RING_AT);
+                memory.write_all_at(&nonsense, begin + RING_AT).unwrap();
                 while is_linked(0) && Instant::now() < deadline {
                     thread::yield_now();
                 }
-                ended = !is_linked(0);
-                assert!(ended || written.is_ok(), "{written:?}");
+                // There may be another link already.
+                ended = !is_linked(0) || !links().contains(&begin);
             }
         });
         assert!(ended, "the link has not ended in round {round}");

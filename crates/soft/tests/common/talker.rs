@@ -144,9 +144,10 @@ impl<'a> Talker<'a> {
         all && self.open.iter().all(|(_, signalled)| !signalled)
     }
 
-    /// Returns whether all requests have completed, after a failure.
+    /// Returns whether all requests have completed, after a failure. Those without a completion on success may have succeeded.
     pub(crate) fn is_flushed(&self) -> bool {
-        self.has_failed && self.open.is_empty() && self.received + self.flushed == self.receives
+        let ended = self.received + self.flushed == self.receives;
+        self.has_failed && ended && self.open.iter().all(|(_, signalled)| !signalled)
     }
 
     pub(crate) fn state(&self) -> String {
