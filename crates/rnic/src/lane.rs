@@ -352,8 +352,9 @@ impl DirectLane {
 
     /// Executes a request of the peer at `src`. Returns what the device has to know, if that is anything; `None` if the device has to handle
     /// the request.
+    ///
+    /// With the record come its first [`READ_BYTES`] bytes, or all of them.
     #[inline]
-    /// `head`: the first [`READ_BYTES`] bytes of the record, or all of them.
     pub(crate) fn take(
         &self,
         src: IpAddr,
@@ -374,8 +375,10 @@ impl DirectLane {
             bytes: count(&self.0.bytes),
             ..LaneCounts::default()
         };
-        let outgoing = &self.lock().outgoing;
-        counts.sent = (outgoing.packets, outgoing.bytes);
+        {
+            let outgoing = &self.lock().outgoing;
+            counts.sent = (outgoing.packets, outgoing.bytes);
+        }
         let incoming = self.0.incoming.lock();
         counts.received = (incoming.packets, incoming.bytes);
         counts
@@ -539,27 +542,43 @@ pub(crate) fn dest_qpn(packet: &[u8]) -> Option<Qpn> {
 
 /// The lanes of a device by their QPs, for threads that move requests between rings and lanes without the device.
 #[derive(Clone, Debug, Default)]
-pub struct Lanes(Arc<RwLock<NumberMap<DirectLane>>>);
+pub struct Lanes(Arc<All>);
 
-/// The lane that was found last. It stays valid: the lane of a QP that has ended does nothing.
 #[derive(Debug, Default)]
-pub struct Recent(Option<DirectLane>);
+struct All {
+    lanes: RwLock<NumberMap<DirectLane>>,
+    /// Number of changes of the map.
+    changes: AtomicU64,
+}
+
+/// The lane that was found last, and the number of changes by then.
+#[derive(Debug, Default)]
+pub struct Recent(Option<(DirectLane, u64)>);
 
 impl Lanes {
     pub(crate) fn insert(&self, lane: DirectLane) {
-        self.0.write().insert(lane.0.qpn.value(), lane);
+        self.change(|lanes| lanes.insert(lane.0.qpn.value(), lane));
     }
 
     pub(crate) fn remove(&self, qpn: Qpn) {
-        self.0.write().remove(&qpn.value());
+        self.change(|lanes| lanes.remove(&qpn.value()));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut NumberMap<DirectLane>) -> Option<DirectLane>) {
+        let before = change(&mut self.0.lanes.write());
+        self.0.changes.fetch_add(1, Ordering::Relaxed);
+        drop(before);
     }
 
     #[inline]
     fn find<'a>(&self, qpn: Qpn, recent: &'a mut Recent) -> Option<&'a DirectLane> {
-        if recent.0.as_ref().is_none_or(|lane| lane.0.qpn != qpn) {
-            recent.0 = self.0.read().get(&qpn.value()).cloned();
+        let changes = self.0.changes.load(Ordering::Relaxed);
+        let is_it = |(lane, then): &(DirectLane, u64)| lane.0.qpn == qpn && *then == changes;
+        if !recent.0.as_ref().is_some_and(is_it) {
+            let found = self.0.lanes.read().get(&qpn.value()).cloned();
+            recent.0 = found.map(|lane| (lane, changes));
         }
-        recent.0.as_ref()
+        recent.0.as_ref().map(|(lane, _)| lane)
     }
 
     /// Executes a request that the process at an address has put into its ring. Returns false if the driver has to pass it to

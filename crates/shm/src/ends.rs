@@ -343,10 +343,16 @@ impl Tx {
 impl Rx {
     /// Releases what is executed but not released, and tells a peer that waits for its end: whoever calls this is about to sleep.
     fn settle(&mut self) -> Wake {
-        if self.held || !std::mem::take(&mut self.unreleased) {
+        if self.held {
             return Wake::Nobody;
         }
-        match self.consumer.release() {
+        let wake = if std::mem::take(&mut self.unreleased) {
+            self.consumer.release()
+        } else {
+            Wake::Nobody
+        };
+        // Another thread may have released others, and leave the peer to whoever sleeps.
+        match wake {
             Wake::Nobody => self.consumer.tell_ends(),
             wake => wake,
         }
@@ -383,6 +389,12 @@ impl Ends {
     #[inline]
     pub fn has_waiting(&self) -> bool {
         self.tx.has(HAS_WAITING)
+    }
+
+    /// Returns whether no other thread has either side at this moment.
+    #[inline]
+    pub fn is_free(&self) -> bool {
+        self.rx.state.try_lock().is_some() && self.tx.state.try_lock().is_some()
     }
 
     /// Returns whether a request was taken that is not released. Takes no lock.
@@ -488,7 +500,7 @@ impl Ends {
     ///
     /// `may` says whether the caller handles the ends of the queue pair with this ticket; if not, they are the engine's. The peer's responses
     /// to what came before these requests are in its ring, but the engine may not have received them: `may` allows only a queue pair
-    /// that waits for none. It is called under the producer's lock, and must not take any lock.
+    /// that waits for none. It is called under the producer's lock, and takes no lock of a queue pair.
     #[inline]
     pub fn take_end(&self, may: &mut dyn FnMut(&Ticket) -> bool) -> Option<Result<Option<Ticket>, Corrupt>> {
         let mut tx = self.tx.try_lock()?;

@@ -332,10 +332,15 @@ impl CompletionQueue {
     /// As [`CompletionQueue::look_or_drive`], for a caller who has looked.
     #[inline]
     fn look_and_drive<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
-        match self.device.look_by_lanes() {
-            Looked::Moved => look(),
-            Looked::Nothing => None,
-            Looked::Drive(polls) => self.device.drive_and_look(polls, look),
+        let Looked { any, drive } = self.device.look_by_lanes();
+        let found = if any { look() } else { None };
+        match (drive, found) {
+            (None, found) => found,
+            (Some(polls), None) => self.device.drive_and_look(polls, look),
+            (Some(polls), found) => {
+                let _: Option<()> = self.device.drive_and_look(polls, || None);
+                found
+            }
         }
     }
 }

@@ -366,13 +366,16 @@ impl Engine {
         }
     }
 
-    /// Drives on behalf of a caller who has polled so many times and found nothing, unless somebody drives already, and calls `look`. The thread keeps
-    /// watching the sockets beside a caller that may sleep without further notice. For a caller that comes back, the thread stays idle,
-    /// and acknowledgements wait while requests keep coming in.
+    /// Drives on behalf of a caller who has polled so many times, unless somebody drives already, and calls `look`. The thread keeps watching
+    /// the sockets beside a caller that may sleep without further notice. For a caller that comes back, the thread stays idle, and
+    /// acknowledgements wait while requests keep coming in.
     pub(crate) fn drive_and_look<R>(&self, polls: u32, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+        if callers::is_inside() {
+            return None;
+        }
         let mut core = self.core.try_lock()?;
         core.polls = core.polls.wrapping_add(polls - 1);
-        if core.poll_quietly() {
+        if core.poll_quietly(polls) {
             drop(core);
             // Others may have left items meanwhile, which [`Locked`] takes care of otherwise.
             if self.core.has_left() {
@@ -435,7 +438,7 @@ impl Engine {
     /// Carries out a send request without the engine, if the lane of its queue pair covers it.
     #[inline]
     pub(crate) fn post_to_lane(&self, lane: &DirectLane, request: &mut Option<SendRequest>) -> bool {
-        match lane.post(request, || self.now()) {
+        match callers::inside(|| lane.post(request, || self.now())) {
             Directly::Not => return false,
             Directly::Done => {}
             Directly::DoneAndTell(delivery) => self.deliver(delivery),
@@ -449,7 +452,7 @@ impl Engine {
     #[inline]
     pub(crate) fn look_by_lanes(&self) -> Looked {
         if !self.hand_over.is_leased() {
-            return Looked::Drive(1);
+            return Looked::DRIVE;
         }
         let (looked, found) = callers::look(&self.callers, &self.lanes, || self.now());
         if let Some(found) = found {

@@ -131,7 +131,7 @@ impl Rnic {
         let mut bytes = [0; RECORD_READ_BYTES + PAD_MAX + ICRC_LEN];
         let read = in_record.min(len).min(RECORD_READ_BYTES);
         record.read(0, &mut bytes[..read]).ok()?;
-        if self.take_by_lane(now, src, (record, &bytes[..read])) {
+        if in_record == len && self.take_by_lane(now, src, (record, &bytes[..read])) {
             return Some(Taken::Done);
         }
         let heads = Bth::LEN + Opcode::from_code(bytes[0])?.ext().len();

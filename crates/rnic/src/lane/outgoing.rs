@@ -100,6 +100,7 @@ impl Outgoing {
         if !may || !is_first || !sends.take_place() {
             return Put::Not;
         }
+        let place = TakenPlace(sends);
         let mut heads = [0; HEADS_BYTES];
         let len = sending.emit(&mut heads, request, imm, (sent.next, packets, bytes));
         let ticket = Ticket {
@@ -114,9 +115,9 @@ impl Outgoing {
                 fill(room, len, keys, request)
             });
         if put == Put::Not {
-            sends.give_back(1);
             return put;
         }
+        std::mem::forget(place);
         if let Some(request) = taken.take() {
             sent.queue
                 .push_back(Wqe::sent(request, bytes, packets, sent.next));
@@ -152,6 +153,15 @@ impl Outgoing {
             each(wqe);
         }
         Some(())
+    }
+}
+
+/// A place of a request that is not sent. It is given back when this is dropped, also while a panic of the request's memory unwinds.
+struct TakenPlace<'a>(&'a SendQueue);
+
+impl Drop for TakenPlace<'_> {
+    fn drop(&mut self) {
+        self.0.give_back(1);
     }
 }
 

@@ -12,6 +12,9 @@ use super::util::*;
 use crate::lane::PSNS_LENT;
 use crate::*;
 
+/// A kind of request: its name, and what makes one.
+type Kind = (&'static str, fn(&mut Host) -> SendRequest);
+
 const RECEIVES_AT: u64 = 1 << 20;
 
 /// What a program observes.
@@ -102,13 +105,13 @@ fn all_done(n: u64) -> Vec<(u64, Status)> {
 fn psns(host: &Host, i: usize) -> (Psn, Psn, usize) {
     let side = &host.pair.sides[i];
     let detail = side.rnic.qp_detail(side.qpn).unwrap();
-    let outstanding = detail.info.send_outstanding as usize;
+    let outstanding = detail.info.send_outstanding;
     (detail.sq_psn, detail.rq_psn, outstanding)
 }
 
 #[test]
 fn post__of_every_kind_goes_as_without_lanes() {
-    let kinds: [(&str, fn(&mut Host) -> SendRequest); 9] = [
+    let kinds: [Kind; 9] = [
         ("plain", |host| plain(host)),
         ("imm", |host| SendRequest {
             operation: Operation::Send { imm: Some(9) },
@@ -173,7 +176,7 @@ fn post__of_every_kind_goes_as_without_lanes() {
 
 #[test]
 fn post__leaves_to_the_device_what_a_lane_does_not_cover() {
-    let kinds: [(&str, fn(&mut Host) -> SendRequest); 12] = [
+    let kinds: [Kind; 12] = [
         ("READ", |host| {
             let rkey = host.pair.sides[1].rkey;
             SendRequest {

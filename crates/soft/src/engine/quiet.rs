@@ -46,15 +46,16 @@ impl Quiet {
 impl Core {
     /// Polls on behalf of a caller, unless the caller is to drive: the engine is not quiet, or a peer has done something.
     #[inline]
-    pub(super) fn poll_quietly(&mut self) -> bool {
-        self.quiet.polls > 0 && self.look_at_links()
+    /// `polls`: the number of polls for which this one stands.
+    pub(super) fn poll_quietly(&mut self, polls: u32) -> bool {
+        self.quiet.polls > 0 && self.look_at_links(polls)
     }
 
-    fn look_at_links(&mut self) -> bool {
+    fn look_at_links(&mut self, polls: u32) -> bool {
         if self.links.have_news() {
             return false;
         }
-        self.quiet.polls -= 1;
+        self.quiet.polls = self.quiet.polls.saturating_sub(polls);
         self.polls = self.polls.wrapping_add(1);
         true
     }

@@ -5,13 +5,13 @@
 //! the ring, or is handed to the engine. A thread looks so only while it is trusted to come back: it may leave the room of a record that it
 //! has taken unreleased until its answer is in the other ring, and the engine, which looks at everything else, is driven by other polls.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rdmux_rnic::{Delivery, Fill, Lanes, PeerRing, Put, Recent, Ticket, Time};
-use rdmux_shm::{Corrupt, Ends, Put as Requested};
+use rdmux_shm::{Corrupt, Ends, Put as Requested, TookRequests};
 use rdmux_verbs::sync::RwLock;
 
 /// Links at which a look looks: with more of them a caller would see less often what comes without the rings.
@@ -20,6 +20,8 @@ const LINKS_PER_LOOK: usize = 8;
 const RECORDS_PER_LOOK: usize = 16;
 /// Looks in a row of a thread that polls, of which the last one drives the engine as well.
 const LOOKS_PER_DRIVE: u32 = 16;
+/// Time from one poll to the next from which on a thread polls slowly.
+const SLOW_NS: u64 = 500;
 /// Most engines whose links a thread remembers.
 const LOOKERS_MAX: usize = 4;
 /// Looks that find nothing, after which a thread leaves looking to the engine, which does so at less cost.
@@ -60,9 +62,13 @@ impl PeerLink {
     }
 
     /// Returns whether callers have left a wake-up of the peer to the engine.
+    pub(crate) fn owes_ends(&self) -> bool {
+        self.owes_ends.load(Ordering::Relaxed)
+    }
+
     #[inline]
     pub(crate) fn take_owed_ends(&self) -> bool {
-        self.owes_ends.load(Ordering::Relaxed) && self.owes_ends.swap(false, Ordering::Relaxed)
+        self.owes_ends() && self.owes_ends.swap(false, Ordering::Relaxed)
     }
 }
 
@@ -87,12 +93,12 @@ pub(crate) struct CallerLinks {
     list: RwLock<Arc<[Arc<PeerLink>]>>,
     /// Number of changes of the list.
     changes: AtomicU64,
-    /// Set by the engine when it has taken a request: more may come.
+    /// Set when the engine has taken a request: threads that poll look at the rings by themselves again.
     is_lively: AtomicBool,
 }
 
 impl CallerLinks {
-    /// Makes threads that poll look by themselves again.
+    /// Makes threads that poll look at the rings by themselves again.
     #[inline]
     pub(crate) fn enliven(&self) {
         if !self.is_lively.load(Ordering::Relaxed) {
@@ -127,19 +133,49 @@ impl ForEngine {
 }
 
 /// Outcome of a look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Looked {
-    /// Something was moved.
-    Moved,
-    /// There is nothing, and the caller need not drive the engine.
-    Nothing,
-    /// There is nothing for lanes: the caller drives the engine, after so many polls.
-    Drive(u32),
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Looked {
+    /// Set when something was moved.
+    pub(crate) any: bool,
+    /// Set when the caller is to drive the engine: the number of polls since it did.
+    pub(crate) drive: Option<u32>,
+}
+
+impl Looked {
+    /// Nothing was looked at.
+    pub(crate) const DRIVE: Looked = Looked {
+        any: false,
+        drive: Some(1),
+    };
 }
 
 thread_local! {
     /// The thread's looks at the links of engines, and the index of the engine that it polled last.
     static LOOKERS: RefCell<(Vec<Looker>, usize)> = const { RefCell::new((Vec::new(), 0)) };
+    /// Set while the thread is inside of a lane, under locks that the engine needs too.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether the thread is inside of a lane: memory that a request names may run code of the program, which may poll.
+#[inline]
+pub(crate) fn is_inside() -> bool {
+    INSIDE.get()
+}
+
+/// Calls `f`, which may enter lanes.
+#[inline]
+pub(crate) fn inside<R>(f: impl FnOnce() -> R) -> R {
+    /// Ends it when it is dropped, also while a panic of a memory unwinds.
+    struct Ends;
+    impl Drop for Ends {
+        #[inline]
+        fn drop(&mut self) {
+            INSIDE.set(false);
+        }
+    }
+    INSIDE.set(true);
+    let _ends = Ends;
+    f()
 }
 
 /// Moves what peers have sent for lanes, on behalf of a thread that polls, and completes what they have taken. Returns what the caller does
@@ -150,10 +186,9 @@ pub(crate) fn look(
     lanes: &Lanes,
     now: impl Fn() -> Time + Copy,
 ) -> (Looked, Option<ForEngine>) {
-    LOOKERS.with(|lookers| {
-        // Borrowed if the thread polls in a handler of a fault in memory that a request is placed in.
+    let look = |lookers: &RefCell<(Vec<Looker>, usize)>| {
         let Ok(mut lookers) = lookers.try_borrow_mut() else {
-            return (Looked::Drive(1), None);
+            return (Looked::default(), None);
         };
         let (lookers, last) = &mut *lookers;
         let is_it = |looker: &Looker| Arc::ptr_eq(&looker.all, all);
@@ -163,18 +198,22 @@ pub(crate) fn look(
         }
         let looker = &mut lookers[*last];
         if !looker.is_to_look() {
-            return (Looked::Drive(1), None);
+            return (Looked::DRIVE, None);
         }
-        let looked = looker.look(lanes, now);
+        let looked = inside(|| looker.look(lanes, now));
         let found = &mut looker.found;
         let found = (!found.is_empty()).then(|| std::mem::take(found));
         (looked, found)
-    })
+    };
+    // A thread that ends has none any more.
+    LOOKERS.try_with(look).unwrap_or((Looked::DRIVE, None))
 }
 
 /// Adds the links of an engine; returns its index.
 #[cold]
 fn add(lookers: &mut Vec<Looker>, all: &Arc<CallerLinks>) -> usize {
+    // Those of engines that are closed would keep the memory of their links.
+    lookers.retain(|looker| Arc::strong_count(&looker.all) > 1);
     if lookers.len() == LOOKERS_MAX {
         lookers.remove(0);
     }
@@ -191,14 +230,6 @@ struct Moved {
     is_more: bool,
 }
 
-impl Moved {
-    /// Nothing, although something is there.
-    const NOT: Moved = Moved {
-        any: false,
-        is_more: true,
-    };
-}
-
 /// A thread's looks at the links of an engine, one after another.
 #[derive(Debug)]
 struct Looker {
@@ -211,6 +242,9 @@ struct Looker {
     /// Looks since the last drive, and those in a row that have found nothing.
     looks: u32,
     empty: u32,
+    /// Time of the last drive, and whether the thread polled slowly until then.
+    driven: Time,
+    is_slow: bool,
     at: usize,
     found: ForEngine,
 }
@@ -225,6 +259,8 @@ impl Looker {
             receiving: Recent::default(),
             looks: 0,
             empty: EMPTY_LOOKS,
+            driven: Time(0),
+            is_slow: true,
             at: 0,
             found: ForEngine::default(),
         }
@@ -248,15 +284,18 @@ impl Looker {
     fn look(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Looked {
         self.looks += 1;
         let Moved { any, is_more } = self.look_at_links(lanes, now);
-        if any {
-            self.empty = 0;
-            return Looked::Moved;
-        }
-        self.empty += 1;
-        if self.looks < LOOKS_PER_DRIVE && !is_more {
-            return Looked::Nothing;
-        }
-        Looked::Drive(std::mem::take(&mut self.looks))
+        self.empty = if any { 0 } else { self.empty + 1 };
+        let drives = is_more || self.looks >= LOOKS_PER_DRIVE || self.is_slow;
+        let drive = drives.then(|| self.begin_drive(now()));
+        Looked { any, drive }
+    }
+
+    /// Notes that the thread drives the engine now; returns the number of polls since it did. One that polls now and then does so each time:
+    /// whatever does not come by the rings waits for it.
+    fn begin_drive(&mut self, now: Time) -> u32 {
+        let since = std::mem::replace(&mut self.driven, now);
+        self.is_slow = now.since_ns(since) > u64::from(self.looks) * SLOW_NS;
+        std::mem::take(&mut self.looks)
     }
 
     #[inline]
@@ -307,9 +346,15 @@ impl Looker {
         let took = link.ends.take_requests(RECORDS_PER_LOOK, true, &mut |record| {
             lanes.take(link.peer, record, receiving, now, &mut found.deliveries)
         });
-        // A ring that holds nonsense is left to the engine, which ends the link.
-        let Some(Ok(took)) = took else {
-            return Moved::NOT;
+        let took = match took {
+            Some(Ok(took)) => took,
+            // The engine ends a link whose ring holds nonsense.
+            Some(Err(Corrupt)) => TookRequests {
+                is_more: true,
+                ..TookRequests::default()
+            },
+            // Whoever has the ring goes on.
+            None => return Moved::default(),
         };
         if took.owes_ends {
             link.owes_ends.store(true, Ordering::Relaxed);
@@ -323,7 +368,6 @@ impl Looker {
     /// Completes requests that the peer has taken.
     #[inline]
     fn end(&mut self, lanes: &Lanes, now: impl Fn() -> Time + Copy) -> Moved {
-        let mut any = false;
         let Looker {
             links,
             at,
@@ -335,7 +379,13 @@ impl Looker {
         if !link.is_open() {
             return Moved::default();
         }
-        while let Some(Ok(Some(ticket))) = link.ends.take_end(&mut |ticket| lanes.has(ticket, sending)) {
+        let mut any = false;
+        for _ in 0..RECORDS_PER_LOOK {
+            let ticket = match link.ends.take_end(&mut |ticket| lanes.has(ticket, sending)) {
+                Some(Ok(Some(ticket))) => ticket,
+                Some(_) => break,
+                None => return Moved { any, is_more: false },
+            };
             any = true;
             if !lanes.end(ticket, sending, now, &mut found.deliveries) {
                 found.ended.push(ticket);

@@ -353,6 +353,7 @@ impl Links {
         !self.sharings.are_due()
             && !self.lendings.are_due()
             && !self.owes_ends
+            && !self.list.iter().any(ShmLink::owes_ends)
             && !self.untold_ends
             && !self.have_waiting()
     }
@@ -371,6 +372,10 @@ impl Links {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
+            // Whoever has it may be in memory for which this thread has to do something; and goes on with it.
+            if !channel.ends().is_free() {
+                continue;
+            }
             // What callers have taken.
             if channel.ends().is_unreleased() {
                 self.owes_ends |= channel.release();
@@ -1198,6 +1203,11 @@ struct Ask {
 }
 
 impl ShmLink {
+    /// Returns whether callers have left a wake-up of the peer to the engine.
+    fn owes_ends(&self) -> bool {
+        self.by_callers.as_ref().is_some_and(|link| link.owes_ends())
+    }
+
     /// Returns the link as callers use it, if it is up.
     fn by_callers(&mut self) -> Option<Arc<PeerLink>> {
         let (LinkState::Up(channel), Some((peer, _))) = (&self.state, self.peer) else {

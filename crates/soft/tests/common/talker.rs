@@ -222,7 +222,7 @@ impl<'a> Talker<'a> {
     fn receive(&mut self) {
         let open = self.receives - self.received;
         let all = self.receives >= self.count;
-        let is_to_register = self.reregisters && self.receives % REREG_AFTER == 0 && !all;
+        let is_to_register = self.reregisters && self.receives.is_multiple_of(REREG_AFTER) && !all;
         if open == SLOTS || all || is_to_register && !self.register(true, open > 0) {
             return;
         }
@@ -251,7 +251,7 @@ impl<'a> Talker<'a> {
             Turns::Second => number < self.received,
         };
         let room = self.open.front().is_none_or(|(open, _)| number - open < SLOTS);
-        let is_to_register = self.reregisters && number % REREG_AFTER == 0;
+        let is_to_register = self.reregisters && number.is_multiple_of(REREG_AFTER);
         let in_use = !self.open.is_empty();
         turn && room && number < self.count && (!is_to_register || self.register(false, in_use))
     }
@@ -262,7 +262,8 @@ impl<'a> Talker<'a> {
         }
         let number = self.posted;
         let (bytes, imm) = message(self.seeds[0], number);
-        let is_last = number + 1 == self.count || self.reregisters && (number + 1) % REREG_AFTER == 0;
+        let is_last =
+            number + 1 == self.count || self.reregisters && (number + 1).is_multiple_of(REREG_AFTER);
         let signalled = is_last || self.unsignalled == UNSIGNALLED_MAX || self.random.below(3) == 0;
         let (at, len) = (number % SLOTS * MESSAGE_BYTES_MAX, bytes.len() as u32);
         self.end.memory.write(at, &bytes).unwrap();
