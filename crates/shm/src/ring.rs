@@ -455,6 +455,18 @@ impl<M: RingMemory> Producer<M> {
         self.requests.pop_front();
     }
 
+    /// Returns whether [`Producer::look_for_ends`] and [`Producer::ended`] are worth calling. Costs one load if there are requests.
+    #[inline]
+    pub fn has_news(&self) -> bool {
+        self.has_requests() && (self.has_ended() || has_moved(&self.memory, self.seen))
+    }
+
+    /// Returns the position up to which the consumer had taken records at the last look.
+    #[inline]
+    pub fn seen(&self) -> u32 {
+        self.seen
+    }
+
     /// Returns whether there are requests that have not ended.
     #[inline]
     pub fn has_requests(&self) -> bool {
