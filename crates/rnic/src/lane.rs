@@ -504,9 +504,6 @@ impl DirectLane {
 
     /// Forgets a region: waits for the end of requests that use it.
     pub(crate) fn forget_key(&self, lkey: u32) {
-        if mutant!(LaneKeepsRegion) {
-            return;
-        }
         self.lock().keys.retain(|key| key.lkey != lkey);
         self.0.incoming.lock().keys.retain(|key| key.lkey != lkey);
     }

@@ -169,14 +169,10 @@ mod switch {
         TakenPast,
         /// A request in a ring is executed although its turn has not come.
         TakenOutOfTurn,
-        /// A SEND by the lane overtakes a request that was left to the driver.
-        LaneOvertakesLeft,
         /// News of a request that the peer has taken end the one behind it in the lane too.
         LaneEndsPast,
         /// The device forgets the PSNs of the youngest request that it takes back from a lane.
         LaneRecallForgets,
-        /// A lane keeps a region that was deregistered.
-        LaneKeepsRegion,
         /// The device takes the peer's sequence back from a lane as it lent it.
         RecallForgetsTurn,
         /// A request carries an acknowledgement to a peer that did not agree to it.

@@ -451,7 +451,8 @@ impl Engine {
     /// while they find something: somebody has to drive the engine, which looks at everything.
     #[inline]
     pub(crate) fn look_by_lanes(&self) -> Looked {
-        if !self.hand_over.is_leased() {
+        // The thread lets callers drive, or was woken to begin to: it gets no CPU while callers spin on all.
+        if !self.hand_over.is_leased() && !self.kick.is_woken() {
             return Looked::DRIVE;
         }
         let (looked, found) = callers::look(&self.callers, &self.lanes, || self.now());
@@ -580,7 +581,7 @@ impl Engine {
         } else {
             core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0)
         };
-        if due < core.sleeps.thread_ns {
+        if due < core.sleeps.thread_ns && !self.kick.is_woken() {
             self.kick.wake();
         }
         if due < core.sleeps.leader_ns {

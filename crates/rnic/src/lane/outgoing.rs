@@ -96,7 +96,7 @@ impl Outgoing {
             && packets <= sent.left
             && !request.flags.contains(SendFlags::FENCE);
         // A place that is not of the lane's requests is that of one which was left to the driver: it comes first.
-        let is_first = sends.outstanding() == sent.queue.len() || mutant!(LaneOvertakesLeft);
+        let is_first = sends.outstanding() == sent.queue.len();
         if !may || !is_first || !sends.take_place() {
             return Put::Not;
         }

@@ -21,7 +21,7 @@ const RECORDS_PER_LOOK: usize = 16;
 /// Looks in a row of a thread that polls, of which the last one drives the engine as well.
 const LOOKS_PER_DRIVE: u32 = 16;
 /// Time from one poll to the next from which on a thread polls slowly.
-const SLOW_NS: u64 = 500;
+const SLOW_NS: u64 = 2_000;
 /// Most engines whose links a thread remembers.
 const LOOKERS_MAX: usize = 4;
 /// Looks that find nothing, after which a thread leaves looking to the engine, which does so at less cost.
