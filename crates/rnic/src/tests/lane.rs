@@ -601,11 +601,8 @@ fn post__no_write_by_the_lane_while_the_device_completes_sends() {
     let plain = plain(&host);
     host.post_to_device(plain.clone()).unwrap();
     assert!(by_lane(&mut host, &plain));
-    let (now, side) = (host.pair.now, &mut host.pair.sides[0]);
-    // It takes the two back.
-    side.rnic
-        .modify_qp(now, side.qpn, QpState::Rts, &QpAttributes::default())
-        .unwrap();
+    // A receive makes it take the two back.
+    host.pair.recv(0, 9, RECEIVES_AT, 8);
     open_stays_closed(&mut host, &write);
     // A request that it cannot lend.
     host.take_all();
