@@ -1,6 +1,7 @@
 /* Memory of the program that moves into a file while it is in use, and back: a peer writes and reads regions of all kinds while a thread of
-   the program increments words of them, while it forks, and while it frees and reuses the memory at once. CONVERT_ROUNDS gives the rounds of
-   each mode; CONVERT_SEED replays the random draws. */
+   the program increments words of them, while it forks, and while it frees and reuses the memory at once; and pairs of which one side is
+   killed meanwhile. CONVERT_ROUNDS gives the rounds of each mode, and CONVERT_KILLS the number of kills; CONVERT_SEED replays the random
+   draws. */
 #define _GNU_SOURCE
 #include "check.h"
 #include <fcntl.h>
@@ -8,6 +9,7 @@
 #include <linux/seccomp.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -249,6 +251,140 @@ static unsigned own_regions(unsigned rounds, bool with_thread)
 	return converted;
 }
 
+/* ---- Pairs of which one side is killed. */
+
+static int connected;
+/* Number of survivors whose region had moved, shared with the children. */
+static _Atomic unsigned *moved;
+
+static void connect_and_tell(void)
+{
+	connect_pair();
+	CHECK(write(connected, "", 1) == 1);
+}
+
+/* Sends, writes and reads until the owner is gone. */
+static void work_until_the_owner_is_gone(void)
+{
+	connect_and_tell();
+	uint8_t *own = malloc(BYTES_MAX);
+	struct ibv_mr *mr;
+	struct ibv_wc wc;
+	struct hello at;
+	CHECK(own);
+	CHECK(mr = ibv_reg_mr(pd, own, BYTES_MAX, IBV_ACCESS_LOCAL_WRITE));
+	if (recv(with_peer, &at, sizeof at, MSG_WAITALL) != sizeof at)
+		return;
+	memset(own, 0x5a, at.bytes);
+	for (unsigned n = 0;; n++) {
+		uint64_t len = 1 + draw(draw(4) ? 600 : at.bytes), from = draw(at.bytes - len + 1);
+		struct ibv_sge sge = {(uintptr_t)own + from, len, mr->lkey};
+		struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .send_flags = IBV_SEND_SIGNALED}, *bad;
+		wr.opcode = n % 4 == 3 ? IBV_WR_SEND : n % 4 == 2 ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE;
+		if (wr.opcode == IBV_WR_SEND)
+			sge.length = 8;
+		wr.wr.rdma.remote_addr = at.area + from;
+		wr.wr.rdma.rkey = at.rkey;
+		if (ibv_post_send(qp[0], &wr, &bad))
+			return;
+		int found;
+		char end;
+		/* The retries of a request to an owner that is gone take seconds. */
+		while ((found = ibv_poll_cq(cq, 1, &wc)) == 0)
+			if (recv(with_peer, &end, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
+				return;
+		CHECK(found == 1);
+		if (wc.status != IBV_WC_SUCCESS)
+			return;
+	}
+}
+
+/* Owns a region until the peer is gone, and finds it as the peer and its own threads have left it. */
+static void own_until_the_peer_is_gone(void)
+{
+	enum { BYTES = 40 * PAGE };
+	connect_and_tell();
+	pthread_t thread;
+	CHECK(!pthread_create(&thread, NULL, count, NULL));
+	uint64_t whole = BYTES + 2 * PAGE + COUNTERS;
+	uint8_t *all = malloc(2 * MARGIN + whole), *received = malloc(PAGE);
+	CHECK(all && received);
+	for (uint64_t i = 0; i < MARGIN; i++) {
+		all[i] = pattern(i, 0);
+		all[MARGIN + whole + i] = pattern(i, 1);
+	}
+	memset(all + MARGIN, 0x5a, BYTES);
+	uint64_t *words = (uint64_t *)(((uintptr_t)all + MARGIN + BYTES + PAGE - 1) & ~(uintptr_t)(PAGE - 1));
+	memset(words, 0, COUNTERS);
+	atomic_store(&counters, words);
+	struct ibv_mr *mr, *in;
+	CHECK(mr = ibv_reg_mr(pd, all + MARGIN, whole, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ));
+	CHECK(in = ibv_reg_mr(pd, received, PAGE, IBV_ACCESS_LOCAL_WRITE));
+	struct ibv_sge sge = {(uintptr_t)received, PAGE, in->lkey};
+	struct ibv_recv_wr wr = {.sg_list = &sge, .num_sge = 1}, *bad;
+	for (int i = 0; i < 16; i++)
+		CHECK(!ibv_post_recv(qp[0], &wr, &bad));
+	struct hello own = {.area = (uintptr_t)all + MARGIN, .bytes = BYTES, .rkey = mr->rkey};
+	/* The peer may be gone already. */
+	(void)!send(with_peer, &own, sizeof own, MSG_NOSIGNAL);
+	char end;
+	while (recv(with_peer, &end, 1, MSG_DONTWAIT) != 0) {
+		struct ibv_wc wc;
+		if (ibv_poll_cq(cq, 1, &wc) == 1 && wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_RECV)
+			CHECK(!ibv_post_recv(qp[0], &wr, &bad));
+	}
+	check_child(all, MARGIN, whole, 0);
+	atomic_fetch_add(moved, is_converted());
+	CHECK(!ibv_dereg_mr(mr));
+	CHECK(!is_converted());
+	stop_counting();
+	atomic_store(&ends, true);
+	CHECK(!pthread_join(thread, NULL));
+	uint64_t sum = 0;
+	for (uint64_t i = 0; i < COUNTERS / 8; i++)
+		sum += words[i];
+	CHECK(sum == atomic_load(&counted));
+	CHECK(has_margins(all, MARGIN, whole, 0));
+	for (uint64_t i = 0; i < BYTES; i++)
+		CHECK(all[MARGIN + i] == 0x5a);
+	free(all);
+}
+
+static void kill_one(unsigned number)
+{
+	int ends_of[2], told[2];
+	pid_t pids[2];
+	char both[2];
+	CHECK(!socketpair(AF_UNIX, SOCK_STREAM, 0, ends_of));
+	CHECK(!pipe(told));
+	for (int i = 0; i < 2; i++) {
+		CHECK((pids[i] = fork()) >= 0);
+		if (pids[i] == 0) {
+			close(ends_of[1 - i]);
+			with_peer = ends_of[i];
+			connected = told[1];
+			random_state ^= (uint64_t)number << 32;
+			if (i == 0)
+				own_until_the_peer_is_gone();
+			else
+				work_until_the_owner_is_gone();
+			_exit(0);
+		}
+	}
+	close(ends_of[0]);
+	close(ends_of[1]);
+	close(told[1]);
+	CHECK(read(told[0], both, 1) == 1 && read(told[0], both + 1, 1) == 1);
+	close(told[0]);
+	usleep(draw(20000));
+	unsigned victim = draw(2);
+	int status;
+	CHECK(!kill(pids[victim], SIGKILL));
+	CHECK(waitpid(pids[victim], &status, 0) == pids[victim]);
+	CHECK(waitpid(pids[1 - victim], &status, 0) == pids[1 - victim]);
+	CHECK(status == 0);
+}
+
 /* ---- Modes. */
 
 /* Refuses userfaultfd(2), as filters of containers do. */
@@ -320,5 +456,13 @@ int main(void)
 	fflush(stdout);
 	for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
 		run(&modes[i], rounds ? strtoul(rounds, NULL, 0) : 40);
+	const char *kills = getenv("CONVERT_KILLS");
+	unsigned number = kills ? strtoul(kills, NULL, 0) : 20;
+	CHECK(!setenv("RDMUX_CONVERT", "user-mode", 1));
+	moved = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	CHECK(moved != MAP_FAILED);
+	for (unsigned i = 0; i < number; i++)
+		kill_one(i);
+	printf("%-12s %3u sides killed; the regions of %u survivors had moved\n", "kills", number, atomic_load(moved));
 	return 0;
 }
