@@ -403,3 +403,57 @@ fn faults__of_one_device() {
     nothing_is_left(&pairs);
     assert!(faulty.fault_counts().unwrap().lost > 0);
 }
+
+/// A program that tears its connections down in a destructor of a thread polls when the thread's other variables are gone.
+#[test]
+fn poll__in_a_destructor_of_a_thread() {
+    struct AtTheEnd(mpsc::Sender<WorkCompletion>, Pair);
+
+    impl Drop for AtTheEnd {
+        fn drop(&mut self) {
+            let AtTheEnd(result, (client, server, _)) = self;
+            let deadline = Instant::now() + LONG;
+            let request = SendRequest::send(client.mr.sge(0, 8)).wr_id(7).signaled();
+            client.qp.post_send(request).unwrap();
+            while Instant::now() < deadline {
+                let _ = server.cq.poll();
+                if let Some(wc) = client.cq.poll() {
+                    return result.send(wc).unwrap();
+                }
+            }
+        }
+    }
+
+    thread_local! {
+        static LAST: std::cell::RefCell<Option<AtTheEnd>> = const { std::cell::RefCell::new(None) };
+    }
+
+    let (tell, told) = mpsc::channel();
+    let mut pairs = pairs([127, 0, 76, 10], 1);
+    let pair = pairs.remove(0);
+    let held = thread::spawn(move || {
+        // Variables end in the order opposite to that of their first use: this one after those of the device.
+        LAST.set(Some(AtTheEnd(tell, pair)));
+        LAST.with_borrow(|last| {
+            let Some(AtTheEnd(_, (client, server, _))) = last else {
+                return;
+            };
+            for n in 0..1_000 {
+                let receive = RecvRequest::new(n, server.mr.sge(4096, 64));
+                server.qp.post_recv(receive).unwrap();
+                client
+                    .qp
+                    .post_send(SendRequest::send(client.mr.sge(0, 8)))
+                    .unwrap();
+                while server.cq.poll().is_none() {
+                    let _ = client.cq.poll();
+                }
+            }
+            let receive = RecvRequest::new(0, server.mr.sge(4096, 64));
+            server.qp.post_recv(receive).unwrap();
+        });
+    });
+    held.join().unwrap();
+    let wc = told.recv().unwrap();
+    assert_eq!((wc.wr_id, wc.status), (7, Status::Success));
+}
