@@ -1339,3 +1339,60 @@ fn lanes__are_recalled_under_threads() {
     assert_eq!(host.pair.sides[1].completed().len(), completed.len());
     assert_eq!(host.pair.sides[0].rnic.counters().retransmitted_packets, 0);
 }
+
+/// The device counts the shared receives that are left while their limit is armed.
+#[test]
+fn take__into_shared_receives_unless_their_limit_is_armed() {
+    let mut host = host_with(false, true);
+    let (pd, cq) = (host.pair.sides[1].pd, host.pair.sides[1].cq);
+    let init = SrqInit {
+        pd,
+        max_wr: 64,
+        xrc: None,
+    };
+    let srqn = host.pair.sides[1].rnic.create_srq(init).unwrap();
+    let answering = QpInit {
+        srq: Some(srqn),
+        ..QpInit::new(pd, cq)
+    };
+    host.pair.replace_qps(QpType::Rc, answering);
+    host.pair.set_local(true);
+    host.lane(1);
+    let post_shared = |host: &mut Host, wr_id: u64| {
+        let sges = host.pair.sides[1].sge(RECEIVES_AT + wr_id * 64, 64);
+        let receives = host.pair.sides[1].rnic.srq_receives(srqn).unwrap();
+        receives.post(RecvRequest { wr_id, sges }).unwrap();
+    };
+    for wr_id in 0..8 {
+        post_shared(&mut host, wr_id);
+    }
+    let send_and_take = |host: &mut Host, wr_id| {
+        send_one(host, wr_id);
+        let before = host.by_lane[1];
+        assert_eq!(host.take(true), Taken::Done);
+        host.by_lane[1] > before
+    };
+    // The first brings the device's news, and the second the key of the receives' memory.
+    send_and_take(&mut host, 0);
+    send_and_take(&mut host, 1);
+    assert!(send_and_take(&mut host, 2), "by the lane");
+    let side = &mut host.pair.sides[1];
+    side.rnic.modify_srq(srqn, None, Some(4)).unwrap();
+    assert!(!send_and_take(&mut host, 3), "the limit is armed, and 4 are left");
+    let told = |host: &mut Host| {
+        let mut events = std::iter::from_fn(|| host.pair.sides[1].rnic.poll_event());
+        events.any(|event| event == Event::SrqLimitReached(srqn))
+    };
+    assert!(!told(&mut host));
+    assert!(!send_and_take(&mut host, 4), "it is armed, and 3 are left");
+    assert!(told(&mut host));
+    send_and_take(&mut host, 5);
+    assert!(send_and_take(&mut host, 6), "the limit is reached, and told once");
+    assert!(!told(&mut host));
+    assert_eq!(host.pair.sides[1].completed(), all_done(7));
+    let whole = host.received(RECEIVES_AT, 7 * 64);
+    let sent = pattern(7 * 8 + 40);
+    for at in 0..7 {
+        assert_eq!(whole[at * 64..][..40], sent[at * 8..][..40], "message {at}");
+    }
+}
