@@ -393,7 +393,7 @@ for name in lo v0 v1; do
 done
 ip addr add 192.0.2.1/24 dev v0
 taskset -c 1 \"$@\" >/dev/null &
-trap \"kill $! 2>/dev/null\" EXIT
+trap \"kill $! 2>/dev/null || true\" EXIT
 until [ \"$(ss -Hltn sport = :47592)\" ]; do
   kill -0 $!
   sleep 0.05
