@@ -78,13 +78,14 @@ const ROWS: [Row; 16] = [
     Row("drop-in, poll, nothing there", Program::DropIn, "poll", "poll"),
 ];
 
-/// Rows that are shown and not held: their counts depend on how the engine's thread and the caller met, and have two values.
-const SHOWN: [&str; 7] = [
+/// Rows that are shown and not held: their counts depend on how the engine's thread and the caller met, and have several values.
+const SHOWN: [&str; 8] = [
     "SEND 8 B: acknowledge",
     "SEND 8 B: both sides",
     "SEND 4 KiB: both sides",
     "poll, nothing there",
     "UDP, WRITE 8 B: both sides",
+    "drop-in, SEND 8 B: post",
     "drop-in, SEND 8 B: both sides",
     "drop-in, poll, nothing there",
 ];
