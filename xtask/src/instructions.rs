@@ -79,8 +79,10 @@ const ROWS: [Row; 16] = [
 ];
 
 /// Rows that are shown and not held: their counts depend on how the engine's thread and the caller met, and have several values.
-const SHOWN: [&str; 8] = [
+const SHOWN: [&str; 10] = [
+    "SEND 8 B: receive",
     "SEND 8 B: acknowledge",
+    "SEND 8 B: completion",
     "SEND 8 B: both sides",
     "SEND 4 KiB: both sides",
     "poll, nothing there",
