@@ -376,6 +376,7 @@ static void kill_one(unsigned number)
 	close(told[1]);
 	CHECK(read(told[0], both, 1) == 1 && read(told[0], both + 1, 1) == 1);
 	close(told[0]);
+	/* Time itself is meant: the kill is to come at any moment of the traffic and of the move. */
 	usleep(draw(20000));
 	unsigned victim = draw(2);
 	int status;

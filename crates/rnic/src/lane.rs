@@ -384,7 +384,7 @@ impl DirectLane {
         counts
     }
 
-    // What the device lends.
+    // Loans of the device.
 
     /// Gives the lane the QP's SENDs.
     pub(crate) fn lend_sends(&self, sending: Sending, sent: Sent) {

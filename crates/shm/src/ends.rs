@@ -1,6 +1,6 @@
 //! The rings of one end of a link, for all threads of its process.
 //!
-//! Whoever has the engine's lock uses the rings by the [`crate::Channel`]. Other threads put requests into the ring, take those of the peer,
+//! The holder of the engine's lock uses the rings by the [`crate::Channel`]. Other threads put requests into the ring, take those of the peer,
 //! and learn the ends of their own, by the [`Ends`] that belong to the channel, and do not wait for the engine.
 //!
 //! # Locks
@@ -21,7 +21,7 @@
 //! end wait for room: the ends of requests would overtake them.
 //!
 //! # Looking without a lock
-//! Whoever polls looks at a word of shared memory, at a position that is copied whenever a lock is released. A copy may be stale while
+//! A thread that polls looks at a word of shared memory, at a position that is copied whenever a lock is released. A copy may be stale while
 //! another thread has the lock.
 
 use std::collections::VecDeque;
@@ -114,7 +114,7 @@ struct Rx {
     unreleased: bool,
 }
 
-/// What became of a request.
+/// Outcome of [`Ends::request`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Put {
     /// It is not in the ring: there is no room, trains wait for room, or the request could not be written.
@@ -125,7 +125,7 @@ pub enum Put {
     DoneAndEnded,
 }
 
-/// What [`Ends::take_requests`] has taken.
+/// Outcome of [`Ends::take_requests`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TookRequests {
     /// Number of requests.
@@ -429,7 +429,7 @@ impl Ends {
                 Ok(Some(next)) => next,
                 Ok(None) => break,
                 Err(corrupt) if took.taken == 0 => return Some(Err(corrupt)),
-                // What was executed is released first. Whoever looks next finds the same.
+                // This call releases the executed ones first. The next look finds the same.
                 Err(Corrupt) => {
                     took.is_more = true;
                     break;
@@ -684,7 +684,7 @@ impl Ends {
         let mut tx = self.tx.lock();
         tx.sleeps = false;
         let waited = tx.waits;
-        // Whoever is awake looks at the ring next.
+        // The thread that is awake looks at the ring next.
         let _ = tx.announce();
         drop(tx);
         self.rx.lock().consumer.awake() || waited

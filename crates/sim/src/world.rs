@@ -1006,7 +1006,7 @@ impl World {
         }
         let ticket = request.ticket;
         let is_held = request.named.is_empty();
-        // Whoever polls first takes it: a thread, or the device.
+        // The first to poll takes it: a thread, or the device.
         let by_lane = is_held && self.dice.one_in(2) && self.take_by_lane(to, path.src, &request);
         let rnic = &mut self.hosts[to].rnic;
         let outcome = match by_lane {

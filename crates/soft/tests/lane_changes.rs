@@ -20,7 +20,8 @@ use rdmux_verbs::*;
 
 const STREAMS: [Turns; 2] = [Turns::Stream; 2];
 
-/// Spends a random time, mostly below a millisecond.
+/// Spends a random time, mostly below a millisecond. Time itself is meant: the event that follows is to come at any moment of the traffic, and
+/// no result depends on which.
 fn dawdle(random: &mut Random) {
     match random.below(4) {
         0 => thread::sleep(Duration::from_micros(random.below(2_000))),
@@ -78,7 +79,7 @@ fn modify__to_sqd_and_back_in_mid_stream() {
             _ => dawdle(&mut random),
         }
         end.qp.modify(QpState::Rts, &none).unwrap();
-        // What it has not waited for.
+        // Takes the completions for which it has not waited.
         while let Some(event) = end.device.poll_async_event() {
             assert_eq!(event, AsyncEvent::SqDrained(end.qp.qpn()), "round {round}");
         }
@@ -493,7 +494,7 @@ fn link__that_ends_for_nonsense_in_mid_stream() {
     process.expect("done");
 }
 
-/// What an operation of the mixed stream does, and where.
+/// Effect of an operation of the mixed stream, and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Send { bytes: u32 },

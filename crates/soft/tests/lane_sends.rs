@@ -185,7 +185,8 @@ impl Sleep {
     }
 }
 
-/// Spends some time, seldom so much that callers are no longer trusted to come back.
+/// Spends some time, seldom more than the lease of 2 ms after which callers are no longer trusted to come back. Time itself is meant: the
+/// threads are to meet in any order, and no result depends on which.
 fn dawdle(random: &mut Random) {
     match random.below(64) {
         0 => thread::sleep(Duration::from_micros(2_500)),

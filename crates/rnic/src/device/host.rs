@@ -22,7 +22,7 @@ impl Rnic {
     pub fn set_local(&mut self, qpn: Qpn, local: bool) {
         if let Some(qp) = self.qps.get_mut(&qpn.value()) {
             if !local {
-                // What is not done is lost, and sent again at once.
+                // The QP sends the requests that are not done again at once.
                 qp.recall(|| Time(0));
             }
             qp.set_local(local);

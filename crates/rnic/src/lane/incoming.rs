@@ -25,7 +25,7 @@ pub(super) const READ_BYTES: usize = 128;
 const SEND_ONLY: u8 = 0x04;
 const SEND_ONLY_IMM: u8 = 0x05;
 
-/// What a lane needs to know of its QP to receive.
+/// Attributes of a QP with which its lane receives.
 #[derive(Clone, Debug)]
 pub(crate) struct Receiving {
     /// Address of the QP's peer.

@@ -20,7 +20,7 @@ use crate::work::{Operation, SendFlags, SendRequest};
 /// Bytes of the headers of a SEND: BTH and immediate data.
 const HEADS_BYTES: usize = Bth::LEN + 4;
 
-/// What a lane needs to know of its QP to send.
+/// Attributes of a QP with which its lane sends.
 #[derive(Clone, Debug)]
 pub(crate) struct Sending {
     pub(crate) ring: Arc<dyn PeerRing>,

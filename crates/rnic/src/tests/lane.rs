@@ -17,7 +17,7 @@ type Kind = (&'static str, fn(&mut Host) -> SendRequest);
 
 const RECEIVES_AT: u64 = 1 << 20;
 
-/// What a program observes.
+/// Everything that a program observes.
 #[derive(Debug, PartialEq)]
 struct Observed {
     completions: [Vec<WorkCompletion>; 2],

@@ -155,7 +155,7 @@ fn take_requests__leaves_the_engine_what_is_its() {
     b.release();
     assert_eq!(take(&peer, 8, false, 2), (took(1, false), vec![(1, 3)]));
     assert_eq!(b.receive(), Ok(None));
-    // What is not done is left to the engine of the other end.
+    // The other end leaves the rest to its engine.
     assert_eq!(end(&ends), Some(ticket(1, 1)));
     assert_eq!(end(&ends), None);
     a.look_for_ends().unwrap();
@@ -600,7 +600,7 @@ impl Soaked {
         self.taken.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What the engine does when it runs.
+    /// Acts as the engine when that runs.
     fn run_engine(&self, dice: &mut Dice, ends: &mut HashMap<u32, u32>) {
         let mut channel = self.channel.lock();
         channel.send_waiting().unwrap();

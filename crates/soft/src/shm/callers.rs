@@ -117,7 +117,7 @@ impl CallerLinks {
     }
 }
 
-/// What a look has found for the engine.
+/// News that a look has found for the engine.
 #[derive(Debug, Default)]
 pub(crate) struct ForEngine {
     pub(crate) deliveries: Vec<Delivery>,
@@ -221,7 +221,7 @@ fn add(lookers: &mut Vec<Looker>, all: &Arc<CallerLinks>) -> usize {
     lookers.len() - 1
 }
 
-/// What a look at a link has done.
+/// Outcome of a look at a link.
 #[derive(Clone, Copy, Debug, Default)]
 struct Moved {
     /// Set when something was moved.
@@ -353,7 +353,7 @@ impl Looker {
                 is_more: true,
                 ..TookRequests::default()
             },
-            // Whoever has the ring goes on.
+            // Another thread has the ring, and goes on.
             None => return Moved::default(),
         };
         if took.owes_ends {

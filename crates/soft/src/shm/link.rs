@@ -372,11 +372,11 @@ impl Links {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
-            // Whoever has it may be in memory for which this thread has to do something; and goes on with it.
+            // Another thread has the link, and goes on with it. It may wait for memory that this thread is to provide.
             if !channel.ends().is_free() {
                 continue;
             }
-            // What callers have taken.
+            // Returns the room of requests that callers have taken.
             if channel.ends().is_unreleased() {
                 self.owes_ends |= channel.release();
             }

@@ -55,10 +55,10 @@ fn message(seed: u64, number: u64) -> (Vec<u8>, Option<u32>) {
     (words.take(bytes as usize).collect(), imm)
 }
 
-/// Who may send when.
+/// Order in which the two sides send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turns {
-    /// Whoever has room.
+    /// Each sends while it has room.
     Stream,
     /// One after the other; this end begins, or the other one.
     First,
