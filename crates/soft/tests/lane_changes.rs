@@ -79,7 +79,7 @@ fn modify__to_sqd_and_back_in_mid_stream() {
             _ => dawdle(&mut random),
         }
         end.qp.modify(QpState::Rts, &none).unwrap();
-        // Takes the completions for which it has not waited.
+        // Takes the events for which it has not waited.
         while let Some(event) = end.device.poll_async_event() {
             assert_eq!(event, AsyncEvent::SqDrained(end.qp.qpn()), "round {round}");
         }
