@@ -442,12 +442,12 @@ fn poll__in_a_destructor_of_a_thread() {
             for n in 0..1_000 {
                 let receive = RecvRequest::new(n, server.mr.sge(4096, 64));
                 server.qp.post_recv(receive).unwrap();
-                client
-                    .qp
-                    .post_send(SendRequest::send(client.mr.sge(0, 8)))
-                    .unwrap();
-                while server.cq.poll().is_none() {
-                    let _ = client.cq.poll();
+                let request = SendRequest::send(client.mr.sge(0, 8)).signaled();
+                client.qp.post_send(request).unwrap();
+                let [mut sent, mut received] = [false; 2];
+                while !sent || !received {
+                    received |= server.cq.poll().is_some();
+                    sent |= client.cq.poll().is_some();
                 }
             }
             let receive = RecvRequest::new(0, server.mr.sge(4096, 64));
