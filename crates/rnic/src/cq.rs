@@ -5,6 +5,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::probes;
 use crate::sync::{Mutex, MutexGuard};
 use rdmux_wire::{Qpn, RKey};
 use strum::VariantArray;
@@ -289,6 +290,14 @@ impl CompletionQueue {
     /// Adds a completion. Calls `now` only if somebody asked for times.
     #[inline]
     pub(crate) fn push(&self, wc: WorkCompletion, solicited: bool, now: impl Fn() -> Time) -> Pushed {
+        probe!(
+            completion,
+            wc.qpn.value(),
+            wc.wr_id,
+            probes::status(wc.status),
+            probes::opcode(wc.opcode),
+            wc.byte_len,
+        );
         let mut queue = self.lock();
         if queue.overrun || queue.completions.len() >= queue.depth {
             // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.

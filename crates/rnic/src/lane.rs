@@ -277,14 +277,6 @@ impl DirectLane {
         let opcode = opcode_of(&request.operation);
         let mut wc = bare_completion(lane.qpn, request.wr_id, Status::Success, opcode);
         wc.byte_len = bytes;
-        probe!(
-            completion,
-            wc.qpn.value(),
-            wc.wr_id,
-            probes::status(wc.status),
-            probes::opcode(wc.opcode),
-            wc.byte_len,
-        );
         match lane.cq.push(wc, false, now) {
             Pushed::Quiet => Directly::Done,
             pushed => {
@@ -302,7 +294,7 @@ impl DirectLane {
     #[inline]
     fn send(&self, taken: &mut Option<SendRequest>, bytes: u32) -> Directly {
         let lane = &*self.0;
-        if !lane.sends_lent.load(Ordering::Relaxed) {
+        if !self.has_sends() {
             return Directly::Not;
         }
         let wr_id = taken.as_ref().map_or(0, |request| request.wr_id);
@@ -333,14 +325,6 @@ impl DirectLane {
             }
             let mut wc = bare_completion(lane.qpn, wqe.request.wr_id, Status::Success, WcOpcode::Send);
             wc.byte_len = wqe.bytes;
-            probe!(
-                completion,
-                wc.qpn.value(),
-                wc.wr_id,
-                probes::status(wc.status),
-                probes::opcode(wc.opcode),
-                wc.byte_len,
-            );
             let pushed = lane.cq.push(wc, false, now);
             if pushed != Pushed::Quiet {
                 let (cqn, qpn) = (lane.cqn, lane.qpn);
@@ -361,7 +345,7 @@ impl DirectLane {
         record: (&dyn RingBytes, &[u8]),
         now: impl Fn() -> Time,
     ) -> Option<Option<Delivery>> {
-        if !self.0.receives_lent.load(Ordering::Relaxed) {
+        if !self.has_receives() {
             return None;
         }
         self.0.incoming.lock().take(src, record, now)
@@ -385,6 +369,18 @@ impl DirectLane {
     }
 
     // Loans of the device.
+
+    /// Returns whether the lane has the QP's SENDs.
+    #[inline]
+    pub(crate) fn has_sends(&self) -> bool {
+        self.0.sends_lent.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the lane executes the peer's SENDs.
+    #[inline]
+    pub(crate) fn has_receives(&self) -> bool {
+        self.0.receives_lent.load(Ordering::Relaxed)
+    }
 
     /// Gives the lane the QP's SENDs.
     pub(crate) fn lend_sends(&self, sending: Sending, sent: Sent) {
@@ -608,8 +604,7 @@ impl Lanes {
     /// Returns whether [`Lanes::end`] may handle a ticket. Locks nothing of a lane.
     #[inline]
     pub fn has(&self, ticket: &Ticket, recent: &mut Recent) -> bool {
-        self.find(ticket.qpn, recent)
-            .is_some_and(|lane| lane.0.sends_lent.load(Ordering::Relaxed))
+        self.find(ticket.qpn, recent).is_some_and(DirectLane::has_sends)
     }
 
     /// Completes the requests that a ticket ends, as [`crate::Rnic::handle_taken`] does for [`crate::Taken::Done`]. Returns false if the

@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use rdmux_memory::{AnonymousMemory, ApplicationMemory};
 use rdmux_rnic::{
-    Access, Fault, Fill, Grant, Grantable, LKey, Lending, LinkProgress, Memory as _, PARTS_MAX, Part, Qpn,
-    RKey, Room as _, Sharing, Taken, Ticket,
+    Access, Fault, Fill, Grant, Grantable, LKey, Lending, LinkProgress, Memory as _, PARTS_MAX, Part, Put,
+    Qpn, RKey, Room as _, Sharing, Taken, Ticket,
 };
 use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketType};
 
-use crate::ends::{Ends, Put};
+use crate::ends::Ends;
 use crate::gate::Gate;
 use crate::grant::{Addresses, Granted, MAPPED, Process, Reach, Window};
 use crate::lend::{Borrower, Lender, NamedBytes, NamedPart, NotLent};
@@ -193,7 +193,7 @@ impl Channel {
     /// Puts a request into the ring. Returns false if there is no room, or `fill` fails.
     #[inline]
     pub fn request(&mut self, ticket: Ticket, bytes: usize, fill: &mut Fill<'_>) -> Result<bool, Corrupt> {
-        Ok(self.ends.request(ticket, bytes, fill)? != Put::NoRoom)
+        Ok(self.ends.request(ticket, bytes, fill)? != Put::Not)
     }
 
     /// Puts a request into the ring that names its payload. Returns false if there is no room.
@@ -213,7 +213,7 @@ impl Channel {
                 record.write(begin, heads);
                 true
             });
-        Ok(put? != Put::NoRoom)
+        Ok(put? != Put::Not)
     }
 
     /// Looks how far the peer has come with requests. The peer's responses to what came before them are in its ring by then (a peer that has

@@ -30,7 +30,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use rdmux_rnic::{Fill, LinkProgress, Taken, Ticket};
+use rdmux_rnic::{Fill, LinkProgress, Put, Taken, Ticket};
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rustix::net::SendFlags;
 
@@ -112,17 +112,6 @@ struct Rx {
     held: bool,
     /// Set while a record is executed but not released.
     unreleased: bool,
-}
-
-/// Outcome of [`Ends::request`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Put {
-    /// It is not in the ring: there is no room, trains wait for room, or the request could not be written.
-    NoRoom,
-    /// It is in the ring.
-    Done,
-    /// The same, and earlier requests have ended of which the peer tells nobody: those who sleep were about to be told when they ended.
-    DoneAndEnded,
 }
 
 /// Outcome of [`Ends::take_requests`].
@@ -561,11 +550,11 @@ impl Ends {
     ) -> Result<Put, Corrupt> {
         let mut tx = self.tx.lock();
         if !tx.waiting.is_empty() {
-            return Ok(Put::NoRoom);
+            return Ok(Put::Not);
         }
         let wake = match tx.producer.request_with_parts(ticket, bytes, parts, fill) {
             Ok(Some(wake)) => wake,
-            Ok(None) | Err(PushError::Full) => return Ok(Put::NoRoom),
+            Ok(None) | Err(PushError::Full) => return Ok(Put::Not),
             Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
         };
         let mut put = Ok(Put::Done);

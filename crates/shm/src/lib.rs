@@ -27,7 +27,7 @@ mod skip;
 pub mod stay;
 
 pub use channel::{Channel, NameError, Offer, WAITING_BYTES_MAX};
-pub use ends::{Ends, Put, TookRequests};
+pub use ends::{Ends, TookRequests};
 pub use grant::{Granted, Process};
 pub use lend::{NamedBytes, NotLent};
 pub use nap::NapWord;

@@ -12,7 +12,6 @@ use super::{Delivery, OwnKey, find_recent};
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::local::RingBytes;
 use crate::memory::Access;
-use crate::probes;
 use crate::qp::bare_completion;
 use crate::qp::message::pieces;
 use crate::queue::ReceiveQueue;
@@ -125,14 +124,6 @@ impl Incoming {
             imm: send.imm,
             ..bare_completion(send.qpn, receive.wr_id, Status::Success, WcOpcode::Recv)
         };
-        probe!(
-            completion,
-            wc.qpn.value(),
-            wc.wr_id,
-            probes::status(wc.status),
-            probes::opcode(wc.opcode),
-            wc.byte_len,
-        );
         let pushed = self.cq.push(wc, send.solicited, now);
         Some((pushed != Pushed::Quiet).then_some(Delivery {
             cqn: self.cqn,

@@ -14,7 +14,6 @@ use super::{OwnKey, find_recent};
 use crate::local::{PeerRing, Put, Room, Ticket};
 use crate::qp::requester::Wqe;
 use crate::queue::SendQueue;
-use crate::time::Time;
 use crate::work::{Operation, SendFlags, SendRequest};
 
 /// Bytes of the headers of a SEND: BTH and immediate data.
@@ -235,7 +234,7 @@ impl Wqe {
             bytes,
             packets,
             first: Some(first),
-            posted: Time(0),
+            posted: None,
         }
     }
 

@@ -291,14 +291,6 @@ impl Env<'_> {
         if wc.status != Status::Success {
             count_error(self.counters, &wc);
         }
-        probe!(
-            completion,
-            wc.qpn.value(),
-            wc.wr_id,
-            probes::status(wc.status),
-            probes::opcode(wc.opcode),
-            wc.byte_len,
-        );
         let pushed = queue.push(wc, solicited, || self.now);
         self.deliver(cq, wc.qpn, pushed);
     }
@@ -667,8 +659,7 @@ impl Qp {
     #[inline]
     pub(crate) fn recall_receives(&mut self) {
         if let Halves::Reliable(requester, responder) = &mut self.halves
-            && responder.is_lent()
-            && let Some(lane) = requester.lane()
+            && let Some(lane) = requester.lane().filter(|lane| lane.has_receives())
         {
             responder.recall(lane);
         }
@@ -706,8 +697,8 @@ impl Qp {
     /// Returns the lane, if it has the responder's turn.
     pub(crate) fn lane_with_receives(&self) -> Option<&DirectLane> {
         match &self.halves {
-            Halves::Reliable(requester, responder) if responder.is_lent() => requester.lane(),
-            _ => None,
+            Halves::Reliable(requester, _) => requester.lane().filter(|lane| lane.has_receives()),
+            Halves::Uc(..) | Halves::Ud(..) => None,
         }
     }
 

@@ -54,8 +54,8 @@ pub(crate) struct Wqe {
     pub(crate) packets: u32,
     /// PSN of the first packet, once it was built; for a local operation that of the next packet, once the operation was done.
     pub(crate) first: Option<Psn>,
-    /// Time of the post; 0 if a lane has sent it, which does not read the clock.
-    pub(crate) posted: Time,
+    /// Time of the post; `None` if a lane has sent it, which does not read the clock.
+    pub(crate) posted: Option<Time>,
 }
 
 impl Wqe {
@@ -159,8 +159,6 @@ pub(crate) struct Requester {
     /// [`LinkProgress::taken`] at the last timeout.
     taken: Option<u32>,
     direct: Direct,
-    /// Set while the lane has the requests: see [`Requester::lend`].
-    lent: bool,
 }
 
 /// The requester cannot continue: one request ends with this status and the QP goes to Error.
@@ -211,7 +209,6 @@ impl Requester {
             lost: false,
             taken: None,
             direct: Direct::default(),
-            lent: false,
         }
     }
 
@@ -291,7 +288,7 @@ impl Requester {
             bytes,
             packets,
             first: None,
-            posted: env.now,
+            posted: Some(env.now),
         };
         self.queue.push_back(wqe);
         Ok(())
@@ -484,8 +481,8 @@ impl Requester {
         let Some(wqe) = self.queue.pop_front() else { return };
         head.sends.give_back(1);
         let opcode = opcode_of(&wqe.request.operation);
-        if wqe.posted > Time(0) {
-            env.latencies.record(opcode, env.now.since_ns(wqe.posted));
+        if let Some(posted) = wqe.posted {
+            env.latencies.record(opcode, env.now.since_ns(posted));
         }
         if wqe.request.flags.contains(SendFlags::SIGNALED) {
             let mut wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Success, opcode);
@@ -668,7 +665,7 @@ mod tests {
             bytes,
             packets: bytes.div_ceil(256).max(1),
             first: Some(first),
-            posted: Time(0),
+            posted: None,
         };
         let mut requester = Requester::new();
         requester.queue = VecDeque::from([wqe(first, 1 << 31), wqe(behind, 1024)]);

@@ -221,8 +221,6 @@ pub(crate) struct Responder {
     sack_owed: bool,
     /// Set when the last request that was done has requested no acknowledgement: the response to the one behind it is to answer it.
     unasked: bool,
-    /// Set while the lane has the turn: see [`Responder::lend`].
-    lent: bool,
 }
 
 impl Responder {
@@ -246,7 +244,6 @@ impl Responder {
             awaited: None,
             sack_owed: false,
             unasked: false,
-            lent: false,
         }
     }
 
@@ -262,7 +259,7 @@ impl Responder {
         // A receive that is left over from a message that was given up comes before the shared ones.
         let has_left_over = shared.is_some() && !self.execution.recv.is_empty();
         let takes = matches!(head.state, QpState::Rts | QpState::Sqd) && !has_left_over;
-        let Some(path) = head.path.filter(|_| rests && takes && !self.lent) else {
+        let Some(path) = head.path.filter(|_| rests && takes && !lane.has_receives()) else {
             return;
         };
         let receiving = Receiving {
@@ -276,15 +273,11 @@ impl Responder {
             is_active: false,
             left: PSNS_LENT,
         };
-        self.lent = true;
         lane.lend_receives(receiving, turn);
     }
 
     /// Takes the turn back from the lane, as if its requests had been executed here.
     pub(crate) fn recall(&mut self, lane: &DirectLane) {
-        if !std::mem::take(&mut self.lent) {
-            return;
-        }
         if let Some(turn) = lane
             .take_back_receives()
             .filter(|turn| turn.is_active && !mutant!(RecallForgetsTurn))
@@ -294,12 +287,6 @@ impl Responder {
             // None of them was answered by a packet.
             self.unasked = true;
         }
-    }
-
-    /// Returns whether the lane has the turn.
-    #[inline]
-    pub(crate) fn is_lent(&self) -> bool {
-        self.lent
     }
 
     pub(crate) fn set(&mut self, attr: &QpAttributes) {

@@ -109,7 +109,7 @@ fn request__is_taken_and_ends_without_the_engine() {
 #[test]
 fn request__that_is_not_filled_or_has_no_room() {
     let [a, b] = link().map(|channel| Arc::clone(channel.ends()));
-    assert_eq!(a.request(ticket(1, 0), BYTES, &mut |_| false), Ok(Put::NoRoom));
+    assert_eq!(a.request(ticket(1, 0), BYTES, &mut |_| false), Ok(Put::Not));
     let mut number = 0;
     while put_long(&a, 1, number, 60_000).unwrap() == Put::Done {
         number += 1;
@@ -117,7 +117,7 @@ fn request__that_is_not_filled_or_has_no_room() {
     assert_eq!(take(&b, 100, false, 0).0, took(number as usize, false));
     assert_eq!(
         put_long(&a, 1, number, 60_000),
-        Ok(Put::NoRoom),
+        Ok(Put::Not),
         "ends are to be looked at"
     );
     assert_eq!(end(&a), Some(ticket(1, number - 1)));
@@ -199,7 +199,7 @@ fn take_requests__nothing_while_responses_wait_for_room() {
     put(&ends, 1, 0);
     assert_eq!(
         put_long(&peer, 1, 0, BYTES),
-        Ok(Put::NoRoom),
+        Ok(Put::Not),
         "nothing goes past them"
     );
     assert!(peer.has_waiting());
@@ -673,7 +673,7 @@ impl Soaked {
             let qp = dice.below(next.len());
             let bytes = BYTES + (dice.below(4000) >> dice.below(10));
             let qpn = thread * QPS + qp as u32;
-            if next[qp] < REQUESTS && put_long(&self.ends, qpn, next[qp], bytes).unwrap() != Put::NoRoom {
+            if next[qp] < REQUESTS && put_long(&self.ends, qpn, next[qp], bytes).unwrap() != Put::Not {
                 next[qp] += 1;
             }
             if dice.below(3) > 0 {

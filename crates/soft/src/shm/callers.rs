@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rdmux_rnic::{Delivery, Fill, Lanes, PeerRing, Put, Recent, Ticket, Time};
-use rdmux_shm::{Corrupt, Ends, Put as Requested, TookRequests};
+use rdmux_shm::{Corrupt, Ends, TookRequests};
 use rdmux_verbs::sync::RwLock;
 
 /// Links at which a look looks: with more of them a caller would see less often what comes without the rings.
@@ -79,11 +79,7 @@ impl PeerRing for PeerLink {
             return Put::Not;
         }
         // The engine finds what is wrong with a ring, and ends the link.
-        match self.ends.request(ticket, bytes, fill) {
-            Ok(Requested::Done) => Put::Done,
-            Ok(Requested::DoneAndEnded) => Put::DoneAndEnded,
-            Ok(Requested::NoRoom) | Err(Corrupt) => Put::Not,
-        }
+        self.ends.request(ticket, bytes, fill).unwrap_or(Put::Not)
     }
 }
 

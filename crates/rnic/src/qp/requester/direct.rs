@@ -110,7 +110,7 @@ impl Requester {
     /// Returns the lane, if it has the requests.
     #[inline]
     pub(crate) fn lane_with_sends(&self) -> Option<&DirectLane> {
-        self.direct.lane.as_ref().filter(|_| self.lent)
+        self.direct.lane.as_ref().filter(|lane| lane.has_sends())
     }
 
     fn forget_grant_in_lane(&self, rkey: RKey) {

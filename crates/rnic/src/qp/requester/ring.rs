@@ -117,7 +117,7 @@ impl Requester {
             bytes,
             packets,
             first: Some(self.next),
-            posted: env.now,
+            posted: Some(env.now),
         };
         let mut packet = RequestPacket::new(head, path, &wqe, 0, self.next, room);
         packet.coalesce_by(coalesced::PAYLOAD_BYTES_MAX);
@@ -183,7 +183,6 @@ impl Requester {
         };
         lane.lend_sends(sending, sent);
         self.cursor = Cursor::default();
-        self.lent = true;
         // The timer of the oldest request runs on, so that a peer that is silent gains no time by a loan. What the lane sends is looked at
         // when it fires. The ring loses nothing for which to probe.
         if let Some(selective) = &mut self.selective {
@@ -193,10 +192,8 @@ impl Requester {
 
     /// Takes the requests back from the lane, as if they had been put into the ring here.
     pub(crate) fn recall(&mut self, now: Time) {
-        if !std::mem::take(&mut self.lent) {
-            return;
-        }
-        let Some(sent) = self.lane().and_then(DirectLane::take_back_sends) else {
+        let lane = self.lane_with_sends();
+        let Some(sent) = lane.and_then(DirectLane::take_back_sends) else {
             return;
         };
         self.queue = sent.queue;
