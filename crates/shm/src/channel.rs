@@ -288,11 +288,11 @@ impl Channel {
         self.ends.answer(record, taken);
     }
 
-    /// Returns the room of all received records to the peer, which acknowledges the requests among them. Returns whether the peer may wait
-    /// for that, and [`Channel::tell_ends`] is to be called when there is nothing else to do.
+    /// Returns the room of all received records to the peer, which acknowledges the requests among them. The peer may wait for
+    /// that ([`Ends::owes_ends`]).
     #[inline]
-    pub fn release(&mut self) -> bool {
-        self.ends.release_all()
+    pub fn release(&mut self) {
+        self.ends.release_all();
     }
 
     /// Wakes the peer if it waits for the ends of requests.

@@ -99,9 +99,10 @@ struct Tx {
 #[repr(align(128))]
 struct RxSide {
     state: Mutex<Rx>,
-    /// Copies of the consumer's position, and of [`Rx::unreleased`].
+    /// Copies of the consumer's position, of [`Rx::unreleased`], and of whether the consumer owes the peer a wake-up.
     position: AtomicU32,
     unreleased: AtomicBool,
+    owes_ends: AtomicBool,
     area: Area,
 }
 
@@ -119,8 +120,6 @@ struct Rx {
 pub struct TookRequests {
     /// Number of requests.
     pub taken: usize,
-    /// Set when the peer may wait for their ends, and [`Ends::tell_ends`] is to be called when there is nothing else to do.
-    pub owes_ends: bool,
     /// Set when there is a record that was not taken.
     pub is_more: bool,
 }
@@ -186,6 +185,7 @@ impl RxSide {
             state: Mutex::new(rx),
             position: AtomicU32::new(0),
             unreleased: AtomicBool::new(false),
+            owes_ends: AtomicBool::new(false),
             area: area(),
         }
     }
@@ -248,6 +248,8 @@ impl Drop for RxGuard<'_> {
         let position = self.rx.consumer.position();
         self.side.position.store(position, Ordering::Relaxed);
         self.side.unreleased.store(self.rx.unreleased, Ordering::Relaxed);
+        let owes_ends = self.rx.consumer.owes_wake();
+        self.side.owes_ends.store(owes_ends, Ordering::Relaxed);
     }
 }
 
@@ -451,30 +453,33 @@ impl Ends {
         }
         rx.unreleased = false;
         let wake = rx.consumer.release();
-        took.owes_ends = rx.consumer.owes_wake();
         drop(rx);
         self.rouse_if(wake);
         Some(Ok(took))
     }
 
-    /// Releases what [`Ends::take_requests`] has not released. Returns whether the peer may wait for that, and [`Ends::tell_ends`] is to be
-    /// called when there is nothing else to do. Takes no lock if there is nothing to release.
+    /// Releases what [`Ends::take_requests`] has not released. Takes no lock if there is nothing to release.
     #[inline]
-    pub fn release(&self) -> bool {
+    pub fn release(&self) {
         if !self.is_unreleased() {
-            return false;
+            return;
         }
         let mut rx = self.rx.lock();
         // The engine releases it with its own.
         if rx.held || !rx.unreleased {
-            return false;
+            return;
         }
         rx.unreleased = false;
         let wake = rx.consumer.release();
-        let owes = rx.consumer.owes_wake();
         drop(rx);
         self.rouse_if(wake);
-        owes
+    }
+
+    /// Returns whether the peer may wait for the ends of requests that were released, and [`Ends::tell_ends`] is to be called when there is
+    /// nothing else to do. Takes no lock.
+    #[inline]
+    pub fn owes_ends(&self) -> bool {
+        self.rx.owes_ends.load(Ordering::Relaxed)
     }
 
     /// Wakes the peer if it waits for the ends of requests.
@@ -621,14 +626,12 @@ impl Ends {
 
     /// Releases all records that were taken, also those of other threads.
     #[inline]
-    pub(crate) fn release_all(&self) -> bool {
+    pub(crate) fn release_all(&self) {
         let mut rx = self.rx.lock();
         (rx.held, rx.unreleased) = (false, false);
         let wake = rx.consumer.release();
-        let owes = rx.consumer.owes_wake();
         drop(rx);
         self.rouse_if(wake);
-        owes
     }
 
     #[inline]

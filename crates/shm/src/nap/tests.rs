@@ -175,7 +175,8 @@ fn announce_nap__has_the_peer_tell_of_later_ends_too() {
     let [mut asking, mut peer] = ends();
     let take = |peer: &mut Channel| {
         assert!(peer.receive().unwrap().is_some());
-        let waits = peer.release();
+        peer.release();
+        let waits = peer.ends().owes_ends();
         peer.tell_ends();
         waits
     };

@@ -34,41 +34,16 @@ pub(crate) struct PeerLink {
     ends: Arc<Ends>,
     /// Cleared when the link ends.
     open: Arc<AtomicBool>,
-    /// Set when the peer may wait for the ends of its requests, until the engine wakes it.
-    owes_ends: AtomicBool,
 }
 
 impl PeerLink {
     pub(crate) fn new(peer: IpAddr, ends: Arc<Ends>, open: Arc<AtomicBool>) -> PeerLink {
-        PeerLink {
-            peer,
-            ends,
-            open,
-            owes_ends: AtomicBool::new(false),
-        }
+        PeerLink { peer, ends, open }
     }
 
     #[inline]
     fn is_open(&self) -> bool {
         self.open.load(Ordering::Relaxed)
-    }
-
-    /// Returns the room of records that a caller has taken to the peer.
-    #[inline]
-    fn release(&self) {
-        if self.ends.is_unreleased() && self.ends.release() {
-            self.owes_ends.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Returns whether callers have left a wake-up of the peer to the engine.
-    pub(crate) fn owes_ends(&self) -> bool {
-        self.owes_ends.load(Ordering::Relaxed)
-    }
-
-    #[inline]
-    pub(crate) fn take_owed_ends(&self) -> bool {
-        self.owes_ends() && self.owes_ends.swap(false, Ordering::Relaxed)
     }
 }
 
@@ -304,7 +279,7 @@ impl Looker {
             let next = self.at + 1;
             self.at = if next < self.links.len() { next } else { 0 };
             let link = &self.links[self.at];
-            link.release();
+            link.ends.release();
             let of_link = if link.ends.is_ready() {
                 self.take(lanes, now)
             } else if link.ends.has_news() {
@@ -352,9 +327,6 @@ impl Looker {
             // Another thread has the ring, and goes on.
             None => return Moved::default(),
         };
-        if took.owes_ends {
-            link.owes_ends.store(true, Ordering::Relaxed);
-        }
         Moved {
             any: took.taken > 0,
             is_more: took.is_more,

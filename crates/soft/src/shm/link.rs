@@ -145,8 +145,6 @@ pub(crate) struct Links {
     sharings: share::Sharings,
     /// Memories that peers are to be lent.
     lendings: lend::Lendings,
-    /// Set when a peer may wait for the ends of its requests: [`Links::tell_ends`].
-    owes_ends: bool,
     /// Set when requests have ended of which no peer tells those who sleep.
     untold_ends: bool,
     no_rings: NoRings,
@@ -197,7 +195,6 @@ impl Links {
             capturing: None,
             sharings: share::Sharings::default(),
             lendings: lend::Lendings::default(),
-            owes_ends: false,
             untold_ends: false,
             no_rings: NoRings,
             callers: Arc::default(),
@@ -304,10 +301,10 @@ impl Links {
     /// Wakes the peers that wait for the ends of their requests.
     #[inline]
     pub(crate) fn tell_ends(&mut self) {
-        let by_callers = |link: &ShmLink| link.by_callers.as_ref().is_some_and(|link| link.take_owed_ends());
-        let owed = self.list.iter().fold(false, |owed, link| owed | by_callers(link));
-        if std::mem::take(&mut self.owes_ends) | owed {
-            self.up().for_each(|(_, channel)| channel.tell_ends());
+        for (_, channel) in self.up() {
+            if channel.ends().owes_ends() {
+                channel.tell_ends();
+            }
         }
     }
 
@@ -352,7 +349,6 @@ impl Links {
     pub(crate) fn can_wait(&self) -> bool {
         !self.sharings.are_due()
             && !self.lendings.are_due()
-            && !self.owes_ends
             && !self.list.iter().any(ShmLink::owes_ends)
             && !self.untold_ends
             && !self.have_waiting()
@@ -377,9 +373,7 @@ impl Links {
                 continue;
             }
             // Returns the room of requests that callers have taken.
-            if channel.ends().is_unreleased() {
-                self.owes_ends |= channel.release();
-            }
+            channel.ends().release();
             if channel.has_waiting() && channel.send_waiting().is_err() {
                 link.give_up();
                 continue;
@@ -400,7 +394,7 @@ impl Links {
                 );
                 total += taken;
                 self.heard_last = link.id;
-                self.owes_ends |= channel.release();
+                channel.release();
                 if result.is_err() {
                     link.give_up();
                     continue;
@@ -1203,9 +1197,9 @@ struct Ask {
 }
 
 impl ShmLink {
-    /// Returns whether callers have left a wake-up of the peer to the engine.
+    /// Returns whether the peer is to be woken when there is nothing else to do.
     fn owes_ends(&self) -> bool {
-        self.by_callers.as_ref().is_some_and(|link| link.owes_ends())
+        matches!(&self.state, LinkState::Up(channel) if channel.ends().owes_ends())
     }
 
     /// Returns the link as callers use it, if it is up.
