@@ -51,7 +51,7 @@ const PACKET_BYTES_MAX: usize = 4_096 + 128;
 /// Like it, for packets that come through memory of this host.
 const LOCAL_BYTES_MAX: usize = NAMED_BYTES_MAX + 128;
 /// Bytes at the beginning of a record that are read at once. The headers are shorter.
-const RECORD_READ_BYTES: usize = 128;
+pub(crate) const RECORD_READ_BYTES: usize = 128;
 /// Most pad bytes of a packet.
 const PAD_MAX: usize = 3;
 

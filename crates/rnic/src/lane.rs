@@ -27,6 +27,7 @@ use rdmux_wire::roce::MESSAGE_BYTES_MAX;
 use rdmux_wire::{Psn, Qpn, RKey};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode};
+use crate::device::RECORD_READ_BYTES;
 use crate::local::{Put, RingBytes, Ticket};
 use crate::memory::{Access, Memory, PeerMemory};
 use crate::probes;
@@ -39,7 +40,7 @@ use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::time::Time;
 use crate::work::{SendFlags, SendRequest, Sge, SgeList, Target};
 
-use self::incoming::{Incoming, READ_BYTES};
+use self::incoming::Incoming;
 pub(crate) use self::incoming::{Receiving, Turn};
 use self::outgoing::Outgoing;
 pub(crate) use self::outgoing::{Sending, Sent};
@@ -337,7 +338,7 @@ impl DirectLane {
     /// Executes a request of the peer at `src`. Returns what the device has to know, if that is anything; `None` if the device has to handle
     /// the request.
     ///
-    /// With the record come its first [`READ_BYTES`] bytes, or all of them.
+    /// With the record come its first [`RECORD_READ_BYTES`] bytes, or all of them.
     #[inline]
     pub(crate) fn take(
         &self,
@@ -585,8 +586,8 @@ impl Lanes {
         now: impl Fn() -> Time,
         deliveries: &mut Vec<Delivery>,
     ) -> bool {
-        let mut head = [0; READ_BYTES];
-        let head = &mut head[..record.bytes().min(READ_BYTES)];
+        let mut head = [0; RECORD_READ_BYTES];
+        let head = &mut head[..record.bytes().min(RECORD_READ_BYTES)];
         if record.read(0, head).is_err() {
             return false;
         }

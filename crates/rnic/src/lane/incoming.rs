@@ -5,7 +5,7 @@
 
 use std::net::IpAddr;
 
-use rdmux_wire::roce::{Bth, ICRC_LEN, carried, coalesced};
+use rdmux_wire::roce::{Bth, ICRC_LEN, Opcode, Operation, Transport, carried, coalesced};
 use rdmux_wire::{Psn, Qpn};
 
 use super::{Delivery, OwnKey, find_recent};
@@ -13,16 +13,19 @@ use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::local::RingBytes;
 use crate::memory::Access;
 use crate::qp::bare_completion;
-use crate::qp::message::pieces;
+use crate::qp::message::{is_whole, pieces};
 use crate::queue::ReceiveQueue;
 use crate::time::Time;
 use crate::work::RecvRequest;
 
-/// Bytes at the start of a record that are read at once.
-pub(super) const READ_BYTES: usize = 128;
 /// Opcodes of a SEND that one packet holds, without and with immediate data.
-const SEND_ONLY: u8 = 0x04;
-const SEND_ONLY_IMM: u8 = 0x05;
+const SEND_ONLY: u8 = code(Operation::SendOnly);
+const SEND_ONLY_IMM: u8 = code(Operation::SendOnlyImm);
+
+const fn code(operation: Operation) -> u8 {
+    let transport = Transport::Rc;
+    Opcode { transport, operation }.code()
+}
 
 /// Attributes of a QP with which its lane receives.
 #[derive(Clone, Debug)]
@@ -41,8 +44,6 @@ pub(crate) struct Turn {
     /// PSN of the next request.
     pub(crate) expected: Psn,
     pub(crate) msn: u32,
-    /// Set when the lane has executed any.
-    pub(crate) is_active: bool,
     /// Number of PSNs until the device has to look at the sequence: it compares PSNs with those of older requests.
     pub(crate) left: u32,
 }
@@ -100,22 +101,23 @@ impl Incoming {
         let send = Send::parse(head, len)?;
         let is_next = send.psn == turn.expected && src == receiving.peer && send.packets <= turn.left;
         let bytes = len - send.heads;
-        let before_last = (send.packets as usize - 1) * receiving.mtu as usize;
-        let fits =
-            bytes <= before_last + receiving.mtu as usize && (send.packets == 1 || bytes > before_last);
-        if !is_next || !fits {
+        if !is_next || !is_whole(bytes, send.packets, receiving.mtu) {
             return None;
         }
-        let receive = receiving.receives.take_uncounted()?;
+        let receive = TakenReceive::from(&receiving.receives)?;
         let payload = (bytes <= read - send.heads).then(|| &head[send.heads..len]);
-        if let Err(wanted) = place(&mut self.keys, &receive, (record, send.heads, bytes), payload) {
-            receiving.receives.put_back(receive);
+        if let Err(wanted) = place(
+            &mut self.keys,
+            receive.get()?,
+            (record, send.heads, bytes),
+            payload,
+        ) {
             self.wanted = wanted;
             return None;
         }
+        let receive = receive.consume()?;
         turn.expected = turn.expected.plus(send.packets);
         turn.msn = (turn.msn + 1) & 0xff_ffff;
-        turn.is_active = true;
         turn.left -= send.packets;
         self.packets += u64::from(send.packets);
         self.bytes += (len + send.tail) as u64;
@@ -130,6 +132,36 @@ impl Incoming {
             qpn: send.qpn,
             pushed,
         }))
+    }
+}
+
+/// A receive that a message is being placed in. It becomes the oldest again if it is dropped, also while a panic of its memory unwinds.
+struct TakenReceive<'a>(&'a ReceiveQueue, Option<RecvRequest>);
+
+impl TakenReceive<'_> {
+    #[inline]
+    fn from(queue: &ReceiveQueue) -> Option<TakenReceive<'_>> {
+        let receive = queue.take_uncounted()?;
+        Some(TakenReceive(queue, Some(receive)))
+    }
+
+    #[inline]
+    fn get(&self) -> Option<&RecvRequest> {
+        self.1.as_ref()
+    }
+
+    #[inline]
+    fn consume(mut self) -> Option<RecvRequest> {
+        self.1.take()
+    }
+}
+
+impl Drop for TakenReceive<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(receive) = self.1.take() {
+            self.0.put_back(receive);
+        }
     }
 }
 

@@ -152,15 +152,19 @@ pub(super) fn packets_of(operation: &Operation, bytes: u32, mtu: u32) -> u32 {
 /// Returns whether a packet has as many bytes of payload as its position in the message requires, and the number of packets that it
 /// stands for. IBTA Vol 1, 9.7.4.1.6.
 pub(super) fn fits(packet: &Packet<'_>, bytes: usize, mtu: u32) -> bool {
-    let mtu = mtu as usize;
-    let before_last = (packet.count() as usize - 1) * mtu;
-    let all = before_last + mtu;
+    let all = packet.count() as usize * mtu as usize;
     match packet.bth.opcode.operation.position() {
         Position::First | Position::Middle => bytes == all && packet.bth.pad == 0,
-        Position::Last => (before_last + 1..=all).contains(&bytes),
-        Position::Only if before_last == 0 => bytes <= mtu,
-        Position::Only => (before_last + 1..=all).contains(&bytes),
+        Position::Last => bytes > 0 && is_whole(bytes, packet.count(), mtu),
+        Position::Only => is_whole(bytes, packet.count(), mtu),
     }
+}
+
+/// Returns whether so many packets, and not fewer, carry these bytes, the last of a message.
+#[inline]
+pub(crate) fn is_whole(bytes: usize, packets: u32, mtu: u32) -> bool {
+    let all = packets as usize * mtu as usize;
+    bytes <= all && (packets == 1 || bytes + mtu as usize > all)
 }
 
 /// Returns whether a packet has no more payload than the packets that it stands for can carry.

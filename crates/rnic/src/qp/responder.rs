@@ -270,7 +270,6 @@ impl Responder {
         let turn = Turn {
             expected: self.expected,
             msn: self.msn,
-            is_active: false,
             left: PSNS_LENT,
         };
         lane.lend_receives(receiving, turn);
@@ -278,10 +277,9 @@ impl Responder {
 
     /// Takes the turn back from the lane, as if its requests had been executed here.
     pub(crate) fn recall(&mut self, lane: &DirectLane) {
-        if let Some(turn) = lane
-            .take_back_receives()
-            .filter(|turn| turn.is_active && !mutant!(RecallForgetsTurn))
-        {
+        let turn = lane.take_back_receives();
+        let has_moved = |turn: &Turn| turn.expected != self.expected && !mutant!(RecallForgetsTurn);
+        if let Some(turn) = turn.filter(has_moved) {
             self.advance(turn.expected);
             self.msn = turn.msn;
             // None of them was answered by a packet.
