@@ -1396,3 +1396,101 @@ fn take__into_shared_receives_unless_their_limit_is_armed() {
         assert_eq!(whole[at * 64..][..40], sent[at * 8..][..40], "message {at}");
     }
 }
+
+/// Memory that a handler of the program provides, which may panic.
+#[derive(Debug)]
+struct Panics(HeapMemory, AtomicBool);
+
+impl Memory for Panics {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        assert!(!self.1.load(Ordering::Relaxed), "the program's handler");
+        self.0.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        assert!(!self.1.load(Ordering::Relaxed), "the program's handler");
+        self.0.write(offset, bytes)
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        Ok(())
+    }
+}
+
+#[test]
+fn panic__of_memory_loses_neither_receive_nor_place() {
+    let mut host = host_with(false, true);
+    let memory = Arc::new(Panics(HeapMemory::new(4096), AtomicBool::new(false)));
+    let lkeys = [0, 1].map(|i| {
+        let side = &mut host.pair.sides[i];
+        let memory: Arc<dyn Memory> = memory.clone();
+        let spec = RegionSpec {
+            memory,
+            memory_offset: 0,
+            length: 4096,
+            iova: IOVA,
+            access: Access::LOCAL_WRITE,
+        };
+        side.rnic.reg_mr(side.pd, spec).unwrap().0
+    });
+    let sge = |i: usize| {
+        SgeList::from(Sge {
+            addr: IOVA,
+            length: 8,
+            lkey: lkeys[i].0,
+        })
+    };
+    let receive = |host: &mut Host, wr_id| {
+        let side = &host.pair.sides[1];
+        let queue = side.rnic.receive_queue(side.qpn).unwrap();
+        queue.post(RecvRequest { wr_id, sges: sge(1) }).unwrap();
+    };
+    let request = |wr_id| send(wr_id, Operation::Send { imm: None }, sge(0));
+    for wr_id in 0..3 {
+        receive(&mut host, wr_id);
+        host.post(request(wr_id));
+        assert_eq!(host.take(true), Taken::Done);
+    }
+    assert_eq!(host.pair.sides[0].completed(), all_done(3));
+    let panics = |f: &mut dyn FnMut()| {
+        memory.1.store(true, Ordering::Relaxed);
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err());
+        memory.1.store(false, Ordering::Relaxed);
+    };
+    let lane = host.lane(0);
+    panics(&mut || drop(lane.post(&mut Some(request(3)), || Time(0))));
+    assert!(by_lane(&mut host, &request(3)), "its place is free again");
+    receive(&mut host, 3);
+    let (lanes, src) = (host.pair.sides[1].rnic.lanes(), host.pair.sides[0].address);
+    let posted = |host: &Host| {
+        host.pair.sides[1]
+            .rnic
+            .query_qp(host.pair.sides[1].qpn)
+            .unwrap()
+            .recv_posted
+    };
+    let bytes = host.ring().requests[0].1.bytes.borrow().clone();
+    let record = Record::of(bytes);
+    panics(&mut || {
+        lanes.take(src, &record, &mut Recent::default(), || Time(0), &mut Vec::new());
+    });
+    assert_eq!(posted(&host), 1, "the receive is there again");
+    assert_eq!(host.take(true), Taken::Done);
+    host.pair.sides[1].completed();
+}
