@@ -228,12 +228,13 @@ impl<'a> Counter<'a> {
                 command
             }
         };
+        // The function of the program alone: collecting is toggled by each function whose name matches.
+        let counted = match program {
+            Program::Own => "--toggle-collect=instructions::counted*",
+            Program::DropIn => "--toggle-collect=counted",
+        };
         // Without fair scheduling a thread that polls could keep out the one that holds the engine.
-        command.args([
-            "--tool=callgrind",
-            "--toggle-collect=*counted*",
-            "--fair-sched=yes",
-        ]);
+        command.args(["--tool=callgrind", counted, "--fair-sched=yes"]);
         command.arg("--callgrind-out-file=/dev/null");
         match program {
             Program::Own => command.arg(&self.own).arg(&address),
