@@ -72,6 +72,14 @@ pub struct Delivery {
     pub(crate) pushed: Pushed,
 }
 
+impl Delivery {
+    /// Returns the consequence of a QP's completion for the device, if it has one.
+    #[inline]
+    fn of(cqn: Cqn, qpn: Qpn, pushed: Pushed) -> Option<Delivery> {
+        (pushed != Pushed::Quiet).then_some(Delivery { cqn, qpn, pushed })
+    }
+}
+
 /// The lane of a QP, shared by the device and the threads that post to the QP.
 #[derive(Clone, Debug)]
 pub struct DirectLane(Arc<Lane>);
@@ -278,17 +286,12 @@ impl DirectLane {
         let opcode = opcode_of(&request.operation);
         let mut wc = bare_completion(lane.qpn, request.wr_id, Status::Success, opcode);
         wc.byte_len = bytes;
-        match lane.cq.push(wc, false, now) {
-            Pushed::Quiet => Directly::Done,
-            pushed => {
-                if matches!(pushed, Pushed::Overrun { .. }) {
-                    // The device puts the QP in error.
-                    self.close_soon();
-                }
-                let (cqn, qpn) = (lane.cqn, lane.qpn);
-                Directly::DoneAndTell(Delivery { cqn, qpn, pushed })
-            }
+        let pushed = lane.cq.push(wc, false, now);
+        if matches!(pushed, Pushed::Overrun { .. }) {
+            // The device puts the QP in error.
+            self.close_soon();
         }
+        Delivery::of(lane.cqn, lane.qpn, pushed).map_or(Directly::Done, Directly::DoneAndTell)
     }
 
     /// Puts a SEND into the ring to the peer, if the lane has the QP's SENDs.
@@ -327,10 +330,7 @@ impl DirectLane {
             let mut wc = bare_completion(lane.qpn, wqe.request.wr_id, Status::Success, WcOpcode::Send);
             wc.byte_len = wqe.bytes;
             let pushed = lane.cq.push(wc, false, now);
-            if pushed != Pushed::Quiet {
-                let (cqn, qpn) = (lane.cqn, lane.qpn);
-                deliveries.push(Delivery { cqn, qpn, pushed });
-            }
+            deliveries.extend(Delivery::of(lane.cqn, lane.qpn, pushed));
         });
         ended.is_some()
     }

@@ -9,7 +9,7 @@ use rdmux_wire::roce::{Bth, ICRC_LEN, Opcode, Operation, Transport, carried, coa
 use rdmux_wire::{Psn, Qpn};
 
 use super::{Delivery, OwnKey, find_recent};
-use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
+use crate::cq::{CompletionQueue, Cqn, Status, WcOpcode, WorkCompletion};
 use crate::local::RingBytes;
 use crate::memory::Access;
 use crate::qp::bare_completion;
@@ -127,11 +127,7 @@ impl Incoming {
             ..bare_completion(send.qpn, receive.wr_id, Status::Success, WcOpcode::Recv)
         };
         let pushed = self.cq.push(wc, send.solicited, now);
-        Some((pushed != Pushed::Quiet).then_some(Delivery {
-            cqn: self.cqn,
-            qpn: send.qpn,
-            pushed,
-        }))
+        Some(Delivery::of(self.cqn, send.qpn, pushed))
     }
 }
 
