@@ -20,11 +20,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PAGE = 4096, MARGIN = 3 * PAGE, BYTES_MAX = 5 << 20, COUNTERS = 2 * PAGE, REQUESTS = 150 };
+enum { PAGE = 4096, MARGIN = 3 * PAGE, BYTES_MAX = 5 << 20, COUNTERS = 2 * PAGE, REQUESTS = 150, INLINE = 64 };
 
 struct hello {
 	uint64_t area, bytes;
-	uint32_t rkey, qpn[2];
+	/* Of one region, or of two of the same bytes. */
+	uint32_t rkey[2];
+	uint32_t qpn[2];
 };
 
 static uint64_t random_state;
@@ -54,7 +56,7 @@ static void connect_pair(void)
 	struct ibv_context *context = open_first();
 	CHECK(pd = ibv_alloc_pd(context));
 	CHECK(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
-	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {32, 32, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {32, 32, 1, 1, INLINE}, .qp_type = IBV_QPT_RC};
 	for (int i = 0; i < 2; i++)
 		CHECK(qp[i] = ibv_create_qp(pd, &init));
 	say(&(struct hello){.qpn = {qp[0]->qp_num, qp[1]->qp_num}});
@@ -76,6 +78,8 @@ static void request(unsigned n, enum ibv_wr_opcode opcode, struct ibv_sge sge, u
 	struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = opcode, .send_flags = IBV_SEND_SIGNALED}, *bad;
 	wr.wr.rdma.remote_addr = at;
 	wr.wr.rdma.rkey = rkey;
+	if (opcode == IBV_WR_RDMA_WRITE && sge.length <= INLINE && draw(2))
+		wr.send_flags |= IBV_SEND_INLINE;
 	CHECK(!ibv_post_send(qp[n > 16 && draw(2)], &wr, &bad));
 	completion(cq);
 }
@@ -94,14 +98,14 @@ static void be_peer(unsigned rounds)
 		for (uint64_t i = 0; i < at.bytes; i++)
 			own[i] = pattern(i, round);
 		for (unsigned n = 0; n < REQUESTS; n++) {
-			uint64_t len = 1 + draw(draw(4) ? 600 : at.bytes), from = draw(at.bytes - len + 1);
+			uint64_t len = 1 + draw(draw(4) ? draw(2) ? INLINE : 600 : at.bytes), from = draw(at.bytes - len + 1);
 			uint64_t key = round + n + 1;
 			for (uint64_t i = from; i < from + len; i++)
 				own[i] = pattern(i, key);
-			request(n, IBV_WR_RDMA_WRITE, (struct ibv_sge){(uintptr_t)own + from, len, mr->lkey}, at.area + from, at.rkey);
+			request(n, IBV_WR_RDMA_WRITE, (struct ibv_sge){(uintptr_t)own + from, len, mr->lkey}, at.area + from, at.rkey[draw(2)]);
 			len = 1 + draw(draw(4) ? 600 : at.bytes);
 			from = draw(at.bytes - len + 1);
-			request(n, IBV_WR_RDMA_READ, (struct ibv_sge){(uintptr_t)seen + from, len, read->lkey}, at.area + from, at.rkey);
+			request(n, IBV_WR_RDMA_READ, (struct ibv_sge){(uintptr_t)seen + from, len, read->lkey}, at.area + from, at.rkey[draw(2)]);
 			CHECK(!memcmp(seen + from, own + from, len));
 		}
 		/* The owner compares. */
@@ -203,9 +207,12 @@ static unsigned own_regions(unsigned rounds, bool with_thread)
 		memset(words, 0, COUNTERS);
 		atomic_store(&counted, 0);
 		atomic_store(&counters, words);
-		struct ibv_mr *mr = ibv_reg_mr(pd, all + offset, whole, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
-		CHECK(mr);
-		say(&(struct hello){.area = (uintptr_t)all + offset, .bytes = bytes, .rkey = mr->rkey});
+		const int rights = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+		struct ibv_mr *mr, *again = NULL;
+		CHECK(mr = ibv_reg_mr(pd, all + offset, whole, rights));
+		if (draw(2))
+			CHECK(again = ibv_reg_mr(pd, all + offset, whole, rights | IBV_ACCESS_REMOTE_ATOMIC));
+		say(&(struct hello){(uintptr_t)all + offset, bytes, {mr->rkey, (again ? again : mr)->rkey}, {0}});
 		bool forks = draw(3) == 0;
 		/* The device works in the calls of this thread; a thread of the library stands in for it meanwhile. */
 		struct ibv_wc wc;
@@ -227,6 +234,8 @@ static unsigned own_regions(unsigned rounds, bool with_thread)
 			CHECK(!munmap(all, all_bytes));
 		}
 		CHECK(!ibv_dereg_mr(mr));
+		if (again)
+			CHECK(!ibv_dereg_mr(again));
 		CHECK(!is_converted());
 		if (early)
 			continue;
@@ -284,7 +293,7 @@ static void work_until_the_owner_is_gone(void)
 		if (wr.opcode == IBV_WR_SEND)
 			sge.length = 8;
 		wr.wr.rdma.remote_addr = at.area + from;
-		wr.wr.rdma.rkey = at.rkey;
+		wr.wr.rdma.rkey = at.rkey[0];
 		if (ibv_post_send(qp[0], &wr, &bad))
 			return;
 		int found;
@@ -324,7 +333,7 @@ static void own_until_the_peer_is_gone(void)
 	struct ibv_recv_wr wr = {.sg_list = &sge, .num_sge = 1}, *bad;
 	for (int i = 0; i < 16; i++)
 		CHECK(!ibv_post_recv(qp[0], &wr, &bad));
-	struct hello own = {.area = (uintptr_t)all + MARGIN, .bytes = BYTES, .rkey = mr->rkey};
+	struct hello own = {.area = (uintptr_t)all + MARGIN, .bytes = BYTES, .rkey = {mr->rkey}};
 	/* The peer may be gone already. */
 	(void)!send(with_peer, &own, sizeof own, MSG_NOSIGNAL);
 	char end;

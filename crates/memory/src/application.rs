@@ -4,13 +4,13 @@
 use std::any::Any;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::sync::{Arc, OnceLock};
 
-use rdmux_rnic::sync::{Mutex, RwLock};
+use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{Atomic, Fault, Memory, NotShared, Placement, Sharing};
 
-use crate::convert::{Mode, Progress, Registration, Shared};
+use crate::convert::{Mode, Progress, Registered, Registration};
 use crate::mapping::{Mapping, Order, Way};
 
 /// Locked during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
@@ -31,12 +31,7 @@ pub struct ApplicationMemory {
     address: u64,
     len: u64,
     pid: i32,
-    /// Calls of this process that accessed it.
-    calls: AtomicU32,
-    /// Held while its pages move; read while they are accessed by their addresses.
-    moving: RwLock<Option<Result<Arc<Shared>, NotShared>>>,
-    /// Its pages, once all have moved.
-    shared: OnceLock<Arc<Shared>>,
+    registered: Arc<Registered>,
     registration: Mutex<Option<Registration>>,
 }
 
@@ -67,14 +62,13 @@ impl ApplicationMemory {
     /// Devices and peers write these bytes while the value lives, and as long as it is registered: there are no references to them
     /// that this would contradict, and nothing of the program relies on their not changing.
     pub unsafe fn new(address: u64, len: u64) -> ApplicationMemory {
+        let registration = Registration::new(address, len);
         ApplicationMemory {
             address,
             len,
             pid: std::process::id().cast_signed(),
-            calls: AtomicU32::new(0),
-            moving: RwLock::new(None),
-            shared: OnceLock::new(),
-            registration: Mutex::new(Some(Registration::new(address, len))),
+            registered: Arc::clone(registration.registered()),
+            registration: Mutex::new(Some(registration)),
         }
     }
 
@@ -83,41 +77,51 @@ impl ApplicationMemory {
         self.address
     }
 
+    /// Returns whether both are the same bytes of the program, which move together.
+    pub fn is_same(&self, other: &ApplicationMemory) -> bool {
+        Arc::ptr_eq(&self.registered, &other.registered)
+    }
+
     /// Moves the next pages into a file that peers may map, 2 MiB at most: `convert.rs` says how, and what the program may notice. An error
-    /// is final. No peer may access the memory by its addresses until this has returned [`Progress::Done`] or an error: what it writes
-    /// meanwhile could be lost.
-    pub fn share_some(&self) -> Result<Progress, NotShared> {
-        if self.shared.get().is_some() {
+    /// is final. No peer may access these bytes by their addresses until this has returned [`Progress::Done`] or an error: what it writes
+    /// meanwhile could be lost. The caller sees to that for `regions` of these bytes; while there are more, this returns
+    /// [`Progress::Elsewhere`]. Whoever registers another one finds it [`Sharing::Moving`].
+    pub fn share_some(&self, regions: usize) -> Result<Progress, NotShared> {
+        let Registered { moving, shared, .. } = &*self.registered;
+        if shared.get().is_some() {
             return Ok(Progress::Done);
         }
         let mode = Mode::of_process();
         let registration = self.registration.lock();
         let registration = registration.as_ref().ok_or(NotShared::Unmapped)?;
         // Accesses of this process by the addresses wait.
-        let mut moving = self.moving.write();
+        let mut moving = moving.write();
         let begun = match &*moving {
             Some(begun) => begun.clone(),
-            None => registration.convert(mode, self.address, self.len),
+            None if self.registered.regions.load(Ordering::Relaxed) > regions => {
+                return Ok(Progress::Elsewhere);
+            }
+            None => registration.convert(mode),
         };
         let advanced = begun
             .clone()
             .and_then(|shared| registration.advance(mode, &shared));
         *moving = Some(advanced.and(begun.clone()));
-        if let (Ok(Progress::Done), Ok(shared)) = (advanced, begun) {
-            let _ = self.shared.set(shared);
+        if let (Ok(Progress::Done), Ok(begun)) = (advanced, begun) {
+            let _ = shared.set(begun);
         }
         advanced
     }
 
     /// Gives up what [`ApplicationMemory::share_some`] has begun, or not: it stays as it is.
     pub fn refuse_sharing(&self, reason: NotShared) {
-        *self.moving.write() = Some(Err(reason));
+        *self.registered.moving.write() = Some(Err(reason));
     }
 
     /// Returns its whole pages, once they are in a file.
     #[inline]
     pub fn shared_pages(&self) -> Option<SharedPages<'_>> {
-        let shared = self.shared.get()?;
+        let shared = self.registered.shared.get()?;
         Some(SharedPages {
             file: shared.file(),
             addresses: shared.pages(),
@@ -127,7 +131,8 @@ impl ApplicationMemory {
 
     /// Returns whether this process has accessed it by so many calls that sharing it would be worth while, and it was not tried yet.
     pub fn wants_sharing(&self) -> bool {
-        self.calls.load(Ordering::Relaxed) >= CALLS_BEFORE_SHARING && self.sharing() == Some(Sharing::NotYet)
+        self.registered.calls.load(Ordering::Relaxed) >= CALLS_BEFORE_SHARING
+            && self.sharing() == Some(Sharing::NotYet)
     }
 
     /// Returns the number of memories of this process that have ever begun to want sharing, modulo 2^32.
@@ -157,10 +162,10 @@ impl ApplicationMemory {
         f: impl FnOnce(u64) -> Result<R, Fault>,
     ) -> Result<R, Fault> {
         let at = self.range(offset, len)?;
-        if self.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS_BEFORE_SHARING {
+        if self.registered.calls.fetch_add(1, Ordering::Relaxed) + 1 == CALLS_BEFORE_SHARING {
             WANTED.fetch_add(1, Ordering::Relaxed);
         }
-        let _stays = self.moving.read();
+        let _stays = self.registered.moving.read();
         f(at)
     }
 
@@ -285,10 +290,10 @@ impl Memory for ApplicationMemory {
     }
 
     fn sharing(&self) -> Option<Sharing> {
-        if self.shared.get().is_some() {
+        if self.registered.shared.get().is_some() {
             return Some(Sharing::Shared);
         }
-        Some(match &*self.moving.read() {
+        Some(match &*self.registered.moving.read() {
             None => Sharing::NotYet,
             Some(Ok(_)) => Sharing::Moving,
             Some(Err(reason)) => Sharing::Refused(*reason),
@@ -296,7 +301,7 @@ impl Memory for ApplicationMemory {
     }
 
     fn gathers(&self) -> bool {
-        self.shared.get().is_none()
+        self.registered.shared.get().is_none()
     }
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {

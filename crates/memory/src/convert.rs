@@ -20,11 +20,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rdmux_rnic::NotShared;
-use rdmux_rnic::sync::Mutex;
+use rdmux_rnic::sync::{Mutex, RwLock};
 use rdmux_verbs::thread::without_signals;
 use rustix::io::{pread, pwrite};
 use rustix::mm::{
@@ -106,6 +106,8 @@ pub enum Progress {
     More,
     /// None has moved: only the program's thread can do it, since the system lets no other catch the faults of its calls.
     NotHere,
+    /// None has moved: another device of the process has regions of the same bytes, and its peers may write to them.
+    Elsewhere,
 }
 
 /// Pages of the program that a file holds.
@@ -121,27 +123,38 @@ pub(crate) struct Shared {
     moved: AtomicU64,
 }
 
+/// Bytes of the program that it has registered, once or several times: libraries register the same bytes with different rights. All these
+/// regions share what is known of the bytes, and move together.
+#[derive(Debug)]
+pub(crate) struct Registered {
+    address: u64,
+    len: u64,
+    /// Number of the regions.
+    pub(crate) regions: AtomicUsize,
+    /// Calls of this process that accessed them.
+    pub(crate) calls: AtomicU32,
+    /// Held while their pages move; read while they are accessed by their addresses.
+    pub(crate) moving: RwLock<Option<Result<Arc<Shared>, NotShared>>>,
+    /// Their whole pages, once all have moved.
+    pub(crate) shared: OnceLock<Arc<Shared>>,
+}
+
 /// What the process has registered, and converted. Locked while pages move.
 #[derive(Debug)]
 struct Registry {
-    next: u64,
-    /// Addresses of the regions, in whole pages, outwards.
-    regions: BTreeMap<u64, Range<u64>>,
+    /// By address and length.
+    registered: BTreeMap<(u64, u64), Arc<Registered>>,
     conversions: Vec<Arc<Shared>>,
 }
 
 static REGISTRY: Mutex<Registry> = Mutex::new(Registry {
-    next: 0,
-    regions: BTreeMap::new(),
+    registered: BTreeMap::new(),
     conversions: Vec::new(),
 });
 
-/// A region of the program's memory. Pages that have moved for it move back when this and all others that have them are dropped.
+/// The registration of a region. Pages that have moved for it move back when this and all others that have them are dropped.
 #[derive(Debug)]
-pub(crate) struct Registration {
-    number: u64,
-    range: Range<u64>,
-}
+pub(crate) struct Registration(Arc<Registered>);
 
 fn page() -> u64 {
     rustix::param::page_size() as u64
@@ -166,17 +179,32 @@ fn pointer(address: u64) -> *mut std::ffi::c_void {
     std::ptr::without_provenance_mut(address as usize)
 }
 
+impl Registered {
+    /// Returns their pages, outwards.
+    fn range(&self) -> Range<u64> {
+        let start = self.address - self.address % page();
+        let end = self.address.saturating_add(self.len);
+        start..end.checked_next_multiple_of(page()).unwrap_or(end)
+    }
+}
+
 impl Registry {
-    fn overlaps(&self, own: u64, range: &Range<u64>) -> bool {
-        let mut others = self.regions.iter().filter(|(number, _)| **number != own);
-        others.any(|(_, other)| overlap(other, range))
+    /// Returns whether a region of other bytes has some of the pages.
+    fn overlaps(&self, own: &Registered, range: &Range<u64>) -> bool {
+        let mut others = self
+            .registered
+            .values()
+            .filter(|other| !std::ptr::eq(&***other, own));
+        others.any(|other| overlap(&other.range(), range))
     }
 
     /// Moves the pages back that no region has any more.
     fn undo(&mut self) {
-        let regions = &self.regions;
+        let registered = &self.registered;
         self.conversions.retain(|shared| {
-            let in_use = regions.values().any(|range| overlap(range, &shared.pages));
+            let in_use = registered
+                .values()
+                .any(|other| overlap(&other.range(), &shared.pages));
             // Pages that cannot move now stay, so that they are tried again, and so that a fork finds them.
             in_use || shared.move_back().is_err()
         });
@@ -185,18 +213,29 @@ impl Registry {
 
 impl Registration {
     pub(crate) fn new(address: u64, len: u64) -> Registration {
-        let start = address - address % page();
-        let end = address.saturating_add(len);
-        let range = start..end.checked_next_multiple_of(page()).unwrap_or(end);
         let mut registry = REGISTRY.lock();
-        let number = registry.next;
-        registry.next += 1;
-        registry.regions.insert(number, range.clone());
-        Registration { number, range }
+        let registered = registry.registered.entry((address, len)).or_insert_with(|| {
+            Arc::new(Registered {
+                address,
+                len,
+                regions: AtomicUsize::new(0),
+                calls: AtomicU32::new(0),
+                moving: RwLock::new(None),
+                shared: OnceLock::new(),
+            })
+        });
+        registered.regions.fetch_add(1, Ordering::Relaxed);
+        Registration(Arc::clone(registered))
     }
 
-    /// Begins the conversion of the whole pages of a region of `len` bytes; [`Registration::advance`] carries it out.
-    pub(crate) fn convert(&self, mode: Mode, address: u64, len: u64) -> Result<Arc<Shared>, NotShared> {
+    /// The bytes.
+    pub(crate) fn registered(&self) -> &Arc<Registered> {
+        &self.0
+    }
+
+    /// Begins the conversion of the whole pages; [`Registration::advance`] carries it out.
+    pub(crate) fn convert(&self, mode: Mode) -> Result<Arc<Shared>, NotShared> {
+        let Registered { address, len, .. } = *self.0;
         if mode == Mode::Off {
             return Err(NotShared::Off);
         }
@@ -211,7 +250,7 @@ impl Registration {
         Userfault::new(Catches::Threads).map_err(|_| NotShared::Userfaultfd)?;
         conditions::check_process()?;
         let mut registry = REGISTRY.lock();
-        if registry.overlaps(self.number, &pages) {
+        if registry.overlaps(&self.0, &pages) {
             return Err(NotShared::Overlaps);
         }
         let advised = conditions::check_pages(&pages)?;
@@ -241,7 +280,7 @@ impl Registration {
         let registry = REGISTRY.lock();
         let start = shared.moved.load(Ordering::Relaxed);
         let chunk = start..shared.pages.end.min(start.saturating_add(CHUNK_BYTES));
-        if registry.overlaps(self.number, &chunk) {
+        if registry.overlaps(&self.0, &chunk) {
             return Err(NotShared::Overlaps);
         }
         // The program may have mapped something else there since.
@@ -258,11 +297,16 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut registry = REGISTRY.lock();
-        registry.regions.remove(&self.number);
+        let Registered { address, len, .. } = *self.0;
+        if self.0.regions.fetch_sub(1, Ordering::Relaxed) > 1 {
+            return;
+        }
+        registry.registered.remove(&(address, len));
+        let range = self.0.range();
         if registry
             .conversions
             .iter()
-            .any(|shared| overlap(&shared.pages, &self.range))
+            .any(|shared| overlap(&shared.pages, &range))
         {
             registry.undo();
         }

@@ -439,9 +439,24 @@ impl Granted {
             None if self.copy_application(offset, from, from_offset, length, Direction::ToPeer) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
-                self.write_bytes(offset + done, buffer)
+                self.put_bytes(offset + done, buffer)
             }),
         }
+    }
+
+    fn put_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
+        let ended = |_: Fault| PeerFault::Ended;
+        self.writing(|passage| match self.reach.route(offset, bytes.len() as u64) {
+            Route::Mapped(theirs, at) => theirs.write(at, bytes).map_err(ended),
+            Route::Process(addresses) => addresses
+                .check(offset, bytes.len() as u64, Direction::ToPeer)
+                .and_then(|pid| {
+                    let order = Order::LastWordLast;
+                    // SAFETY: as for `copy`.
+                    unsafe { Mapping::write_process(pid, offset, bytes, order, Some(passage)) }
+                })
+                .map_err(ended),
+        })
     }
 
     pub(crate) fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
@@ -473,18 +488,8 @@ impl PeerMemory for Granted {
     }
 
     fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
-        let ended = |_: Fault| PeerFault::Ended;
-        self.writing(|passage| match self.reach.route(offset, bytes.len() as u64) {
-            Route::Mapped(theirs, at) => theirs.write(at, bytes).map_err(ended),
-            Route::Process(addresses) => addresses
-                .check(offset, bytes.len() as u64, Direction::ToPeer)
-                .and_then(|pid| {
-                    let order = Order::LastWordLast;
-                    // SAFETY: as for `copy`.
-                    unsafe { Mapping::write_process(pid, offset, bytes, order, Some(passage)) }
-                })
-                .map_err(ended),
-        })
+        self.count_call(offset, bytes.len() as u64)?;
+        self.put_bytes(offset, bytes)
     }
 
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {

@@ -37,7 +37,7 @@ fn register(memory: &Mapping, offset: u64, len: u64) -> ApplicationMemory {
 /// Returns the error, or `None` once all pages are shared.
 fn share(memory: &ApplicationMemory) -> Option<NotShared> {
     loop {
-        match memory.share_some() {
+        match memory.share_some(1) {
             Ok(Progress::Done) => return None,
             Ok(_) => {}
             Err(reason) => return Some(reason),
@@ -131,6 +131,35 @@ fn share_some__whole_pages_move_and_move_back() {
     assert!(has_pattern(&memory));
     peers.write(0, b"nobody sees it").unwrap();
     assert!(has_pattern(&memory));
+}
+
+#[test]
+fn share_some__regions_of_the_same_bytes_move_together() {
+    if in_own_process("share_some__regions_of_the_same_bytes_move_together", "user-mode") || !can() {
+        return;
+    }
+    let memory = pattern(16);
+    let (one, other) = (register(&memory, 0, 16 * 4096), register(&memory, 0, 16 * 4096));
+    let inside = register(&memory, 4096, 4096);
+    assert!(one.is_same(&other) && !one.is_same(&inside));
+    // A device that has one of two.
+    assert_eq!(one.share_some(1), Ok(Progress::Elsewhere));
+    assert_eq!(one.sharing(), Some(Sharing::NotYet));
+    drop(inside);
+    assert_eq!(one.share_some(2), Ok(Progress::Done));
+    assert_eq!(other.sharing(), Some(Sharing::Shared));
+    assert_eq!(other.share_some(1), Ok(Progress::Done));
+    let (ours, theirs) = (one.shared_pages().unwrap(), other.shared_pages().unwrap());
+    assert_eq!(ours.file.as_raw_fd(), theirs.file.as_raw_fd());
+    drop(one);
+    assert!(!is_private(&memory), "the other region has the pages");
+    // One that comes later finds them.
+    let later = register(&memory, 0, 16 * 4096);
+    assert_eq!(later.sharing(), Some(Sharing::Shared));
+    drop(other);
+    assert!(!is_private(&memory));
+    drop(later);
+    assert!(is_private(&memory) && has_pattern(&memory));
 }
 
 #[test]

@@ -795,13 +795,13 @@ impl Links {
                 let peer = link.peer?;
                 let ask = Ask { rkey, of, by };
                 let lkey = LKey(rkey.0);
-                let waits = channel.has_given(of, lkey) || self.sharings.has(lkey);
+                let has_given = channel.has_given(of, lkey);
                 if self.grants
-                    && waits
                     && let Some(memory) = share::movable(rnic, peer, ask)
+                    && (has_given || share::application(&memory).is_some_and(|it| self.sharings.moves(it)))
                 {
                     let id = link.id;
-                    self.begin_sharing(memory, lkey, Some((id, ask)));
+                    self.begin_sharing(rnic, memory, lkey, Some((id, ask)));
                 } else {
                     link.answer(rnic, ask, self.grants);
                 }

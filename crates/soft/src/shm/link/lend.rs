@@ -61,8 +61,7 @@ impl Links {
     #[cold]
     pub(super) fn lend(&mut self, rnic: &mut Rnic) {
         for wanted in std::mem::take(&mut self.lendings.wanted) {
-            // Once the memory has moved, the next request asks again.
-            if !self.sharings.has(wanted.lkey) && !self.lend_one(rnic, wanted) {
+            if !self.lend_one(rnic, wanted) {
                 self.lendings.refuse(wanted);
             }
         }
@@ -71,6 +70,16 @@ impl Links {
     /// Returns false if a region cannot be lent.
     fn lend_one(&mut self, rnic: &mut Rnic, wanted: Wanted) -> bool {
         let Wanted { of, by, lkey } = wanted;
+        let memory = rnic
+            .memories()
+            .find_map(|(key, memory)| (key == lkey).then_some(memory));
+        if let Some(memory) = memory
+            && application(&memory).is_some_and(|memory| self.sharings.moves(memory))
+        {
+            // Once the memory has moved, the next request asks again.
+            self.begin_sharing(rnic, memory, lkey, None);
+            return true;
+        }
         let info = rnic
             .query_qp(of)
             .filter(|info| self.grants && info.dest_qpn == by);
@@ -87,8 +96,8 @@ impl Links {
         if channel.has_lent(of, lkey) {
             // By calls, and often enough.
             let sharing = application(&grantable.memory).and_then(|memory| memory.sharing());
-            if matches!(sharing, Some(Sharing::NotYet | Sharing::Moving)) {
-                self.begin_sharing(grantable.memory, lkey, None);
+            if sharing == Some(Sharing::NotYet) {
+                self.begin_sharing(rnic, grantable.memory, lkey, None);
             }
             return true;
         }

@@ -56,9 +56,14 @@ impl Sharings {
         self.wanted = ApplicationMemory::wanted_sharing().wrapping_sub(1);
     }
 
-    /// Returns whether a region's memory moves: no peer may reach it by calls.
-    pub(super) fn has(&self, lkey: LKey) -> bool {
-        self.list.iter().any(|region| region.lkey == lkey)
+    /// Returns whether these bytes move, or are about to: no peer may reach them by calls.
+    pub(super) fn moves(&self, memory: &ApplicationMemory) -> bool {
+        let is_it = |other: &Arc<dyn Memory>| application(other).is_some_and(|other| other.is_same(memory));
+        memory.sharing() == Some(Sharing::Moving)
+            || self
+                .list
+                .iter()
+                .any(|region| region.memory.as_ref().is_some_and(is_it))
     }
 
     /// Forgets the memory of a region. Whoever asked for it is answered in the next pass: the region may have got other memory.
@@ -74,6 +79,29 @@ pub(super) fn application(memory: &Arc<dyn Memory>) -> Option<&ApplicationMemory
     memory.as_any()?.downcast_ref()
 }
 
+/// The regions of a device that have the same bytes.
+struct Same {
+    lkeys: Vec<LKey>,
+    /// Number of the memories.
+    memories: usize,
+}
+
+impl Same {
+    fn of(rnic: &Rnic, memory: &ApplicationMemory) -> Same {
+        let is_it = |other: &Arc<dyn Memory>| application(other).is_some_and(|other| other.is_same(memory));
+        let regions = rnic.memories().filter(|(_, other)| is_it(other));
+        let (lkeys, mut memories): (_, Vec<_>) = regions
+            .map(|(lkey, other)| (lkey, Arc::as_ptr(&other).addr()))
+            .unzip();
+        memories.sort_unstable();
+        memories.dedup();
+        Same {
+            lkeys,
+            memories: memories.len(),
+        }
+    }
+}
+
 /// Returns the memory that a peer asks for if it may be moved into a file.
 pub(super) fn movable(rnic: &mut Rnic, peer: (IpAddr, u8), ask: Ask) -> Option<Arc<dyn Memory>> {
     let memory = grantable(rnic, peer, ask).ok()?.memory;
@@ -83,11 +111,18 @@ pub(super) fn movable(rnic: &mut Rnic, peer: (IpAddr, u8), ask: Ask) -> Option<A
 
 impl Links {
     /// Begins to move a region's memory, for a peer that waits for it or for this process.
-    pub(super) fn begin_sharing(&mut self, memory: Arc<dyn Memory>, lkey: LKey, ask: Option<(u64, Ask)>) {
+    pub(super) fn begin_sharing(
+        &mut self,
+        rnic: &Rnic,
+        memory: Arc<dyn Memory>,
+        lkey: LKey,
+        ask: Option<(u64, Ask)>,
+    ) {
         let mut begun = self.sharings.list.iter_mut();
         let Some(region) = begun.find(|region| region.lkey == lkey) else {
             // From now on peers access it by packets, and this process waits for itself.
-            self.revoke(|given| given.lkey == lkey);
+            let lkeys = application(&memory).map(|memory| Same::of(rnic, memory).lkeys);
+            self.revoke(|given| lkeys.iter().flatten().any(|lkey| *lkey == given.lkey));
             self.sharings.list.push(SharedRegion {
                 memory: Some(memory),
                 lkey,
@@ -111,15 +146,19 @@ impl Links {
                 self.answer_all(rnic, &region.asks);
                 continue;
             };
-            let inside = self.stays.of(|given| given.lkey == region.lkey);
+            let same = Same::of(rnic, memory);
+            let inside = self.stays.of(|given| same.lkeys.contains(&given.lkey));
             inside.iter().for_each(|stay| stay.close_gate());
+            // A reason that may pass comes with true.
             let progress = if inside.iter().any(|stay| !stay.is_over()) {
-                Err(NotShared::PeerInside)
+                Err((NotShared::PeerInside, true))
             } else {
-                memory.share_some().and_then(|progress| match progress {
-                    Progress::NotHere => Err(NotShared::Threads),
-                    progress => Ok(progress),
-                })
+                match memory.share_some(same.memories) {
+                    Ok(Progress::NotHere) => Err((NotShared::Threads, true)),
+                    Ok(Progress::Elsewhere) => Err((NotShared::Overlaps, true)),
+                    Ok(progress) => Ok(progress),
+                    Err(reason) => Err((reason, false)),
+                }
             };
             let waits = memory.sharing() != Some(Sharing::Shared) && region.since.elapsed() < PATIENCE;
             match progress {
@@ -127,9 +166,9 @@ impl Links {
                     self.sharings.go_on = true;
                     self.sharings.list.push(region);
                 }
-                Err(NotShared::PeerInside | NotShared::Threads) if waits => self.sharings.list.push(region),
+                Err((_, true)) if waits => self.sharings.list.push(region),
                 done => {
-                    if let Err(reason) = done {
+                    if let Err((reason, _)) = done {
                         memory.refuse_sharing(reason);
                     }
                     self.answer_all(rnic, &region.asks);
@@ -153,7 +192,7 @@ impl Links {
             |memory: &Arc<dyn Memory>| application(memory).is_some_and(ApplicationMemory::wants_sharing);
         let regions: Vec<_> = rnic.memories().filter(|(_, memory)| wants(memory)).collect();
         for (lkey, memory) in regions {
-            self.begin_sharing(memory, lkey, None);
+            self.begin_sharing(rnic, memory, lkey, None);
         }
     }
 
