@@ -106,6 +106,8 @@ pub struct Medium(pub u64);
 /// Offsets count from the start of the memory. An access outside of it returns [`Fault::Unmapped`] and never panics. Bytes are written
 /// in ascending order and the last word with release semantics, since programs poll it.
 ///
+/// An access must not wait for another thread's call to the device: that call may wait for the access. It may poll a completion queue.
+///
 /// Any call to a device may drop a memory that no region needs any more. That drop must not begin or end a service of the device.
 pub trait Memory: fmt::Debug + Send + Sync {
     /// Returns the length in bytes.

@@ -327,7 +327,17 @@ impl Tx {
             self.producer.pass_end();
             last = Some(ticket);
         }
+        self.announce_left();
         Ok(last)
+    }
+
+    /// Lets the peer ring the doorbell for the ends of the requests that are left, if somebody sleeps of whom it does not know: when they were
+    /// put, others had ended that nobody had looked at.
+    fn announce_left(&mut self) {
+        if self.is_to_announce() && self.producer.has_requests() && !self.producer.has_ended() {
+            // The next look finds what is wrong with a ring.
+            let _ = self.announce();
+        }
     }
 }
 
@@ -380,12 +390,6 @@ impl Ends {
     #[inline]
     pub fn has_waiting(&self) -> bool {
         self.tx.has(HAS_WAITING)
-    }
-
-    /// Returns whether no other thread has either side at this moment.
-    #[inline]
-    pub fn is_free(&self) -> bool {
-        self.rx.state.try_lock().is_some() && self.tx.state.try_lock().is_some()
     }
 
     /// Returns whether a request was taken that is not released. Takes no lock.
@@ -473,6 +477,13 @@ impl Ends {
         let wake = rx.consumer.release();
         drop(rx);
         self.rouse_if(wake);
+    }
+
+    /// Returns whether requests have ended while somebody sleeps whom the peer does not wake for them: the engine is to look at them. Takes
+    /// no lock.
+    #[inline]
+    pub fn has_untold_ends(&self) -> bool {
+        self.tx.has(HAS_UNTOLD_ENDS)
     }
 
     /// Returns whether the peer may wait for the ends of requests that were released, and [`Ends::tell_ends`] is to be called when there is
@@ -589,12 +600,11 @@ impl Ends {
     pub(crate) fn ended(&self) -> Option<(Ticket, Taken)> {
         let mut tx = self.tx.lock();
         let looked = tx.looked;
-        tx.producer.ended_before(looked)
-    }
-
-    #[inline]
-    pub(crate) fn has_untold_ends(&self) -> bool {
-        self.tx.has(HAS_UNTOLD_ENDS)
+        let ended = tx.producer.ended_before(looked);
+        if ended.is_none() {
+            tx.announce_left();
+        }
+        ended
     }
 
     #[inline]

@@ -422,6 +422,34 @@ fn request__tells_the_peer_of_who_sleeps() {
     assert!(!a.awake(), "it was told twice");
 }
 
+/// A request that is put while the end of another one is not seen yet: the peer is told once that end is.
+#[test]
+fn take_end__tells_the_peer_of_who_sleeps_for_what_is_left() {
+    for by_engine in [false, true] {
+        let [mut a, b] = link();
+        let (ends, peer) = (Arc::clone(a.ends()), Arc::clone(b.ends()));
+        assert!(a.prepare_sleep().unwrap());
+        put(&ends, 1, 0);
+        assert_eq!(take(&peer, 8, false, 0).0, took(1, false));
+        peer.tell_ends();
+        // One of two sleepers has woken.
+        a.awake();
+        assert!(a.prepare_sleep().is_ok());
+        assert_eq!(put_long(&ends, 1, 1, BYTES), Ok(Put::DoneAndEnded));
+        if by_engine {
+            a.look_for_ends().unwrap();
+            assert_eq!(a.ended(), Some((ticket(1, 0), Taken::Done)));
+            assert_eq!(a.ended(), None);
+        } else {
+            assert_eq!(end(&ends), Some(ticket(1, 0)));
+        }
+        assert_eq!(take(&peer, 8, false, 0).0, took(1, false));
+        assert!(peer.owes_ends(), "by the engine: {by_engine}");
+        peer.tell_ends();
+        assert!(a.awake());
+    }
+}
+
 #[test]
 fn request__does_not_wait_for_who_takes_requests() {
     let [mut a, b] = link();

@@ -360,6 +360,7 @@ impl Looker {
             }
         }
         // Without any they are the engine's.
-        Moved { any, is_more: !any }
+        let is_more = !any || link.ends.has_untold_ends();
+        Moved { any, is_more }
     }
 }

@@ -368,10 +368,6 @@ impl Links {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
-            // Another thread has the link, and goes on with it. It may wait for memory that this thread is to provide.
-            if !channel.ends().is_free() {
-                continue;
-            }
             // Returns the room of requests that callers have taken.
             channel.ends().release();
             if channel.has_waiting() && channel.send_waiting().is_err() {
@@ -405,6 +401,7 @@ impl Links {
                 }
             }
             total += usize::from(end_requests(rnic, now, channel));
+            self.untold_ends |= channel.has_untold_ends();
         }
         total
     }
