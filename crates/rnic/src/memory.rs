@@ -212,7 +212,7 @@ pub enum NotShared {
     /// The region contains no whole page.
     #[error("no whole page")]
     NoWholePage,
-    /// Another region has some of the pages.
+    /// A region of other bytes, or one of the same bytes on another device, has some of the pages.
     #[error("another region overlaps")]
     Overlaps,
     /// Some of it is not private memory that may be read and written, or is a stack.
@@ -239,6 +239,9 @@ pub enum NotShared {
     /// The process has other threads, and the system lets it catch their faults only in user mode.
     #[error("threads, and no right to full userfaultfd")]
     Threads,
+    /// Only the program's one thread could move the pages, and it did not call the library when they were to move.
+    #[error("its thread makes no calls, and no right to full userfaultfd")]
+    ThreadAway,
     /// The system refuses userfaultfd(2), or lacks a part of it.
     #[error("no userfaultfd")]
     Userfaultfd,

@@ -71,6 +71,10 @@ impl Provider for Soft {
                 words: &["on", "off"],
             },
             Variable {
+                name: "RDMUX_CONVERT",
+                words: &["on", "off", "user-mode"],
+            },
+            Variable {
                 name: "RDMUX_TRACE",
                 words: &["off", "events", "packets"],
             },

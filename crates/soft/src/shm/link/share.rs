@@ -154,7 +154,7 @@ impl Links {
                 Err((NotShared::PeerInside, true))
             } else {
                 match memory.share_some(same.memories) {
-                    Ok(Progress::NotHere) => Err((NotShared::Threads, true)),
+                    Ok(Progress::NotHere) => Err((NotShared::ThreadAway, true)),
                     Ok(Progress::Elsewhere) => Err((NotShared::Overlaps, true)),
                     Ok(progress) => Ok(progress),
                     Err(reason) => Err((reason, false)),
