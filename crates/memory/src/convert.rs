@@ -395,6 +395,8 @@ impl Shared {
         let advice = [
             (self.advised.dont_fork, Advice::LinuxDontFork),
             (self.advised.dont_dump, Advice::LinuxDontDump),
+            (self.advised.huge, Advice::LinuxHugepage),
+            (self.advised.not_huge, Advice::LinuxNoHugepage),
         ];
         for (_, advice) in advice.into_iter().filter(|(given, _)| *given) {
             // SAFETY: neither changes any byte.

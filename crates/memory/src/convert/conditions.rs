@@ -27,6 +27,10 @@ pub(super) struct Advised {
     pub(super) dont_fork: bool,
     /// `MADV_DONTDUMP`.
     pub(super) dont_dump: bool,
+    /// `MADV_HUGEPAGE`.
+    pub(super) huge: bool,
+    /// `MADV_NOHUGEPAGE`.
+    pub(super) not_huge: bool,
     /// `MAP_NORESERVE`.
     pub(super) no_reserve: bool,
 }
@@ -76,6 +80,8 @@ pub(super) fn check_pages(range: &Range<u64>) -> Result<Advised, NotShared> {
             match flag.as_str() {
                 "dc" => advised.dont_fork = true,
                 "dd" => advised.dont_dump = true,
+                "hg" => advised.huge = true,
+                "nh" => advised.not_huge = true,
                 "nr" => advised.no_reserve = true,
                 "gd" => return Err(NotShared::NotPrivate),
                 flag if PLAIN.contains(&flag) => {}

@@ -240,6 +240,44 @@ fn give_back__pages_of_two_regions() {
     assert!(is_private(&memory) && has_pattern(&memory));
 }
 
+/// Memory for large pages, as UCX has it for its messages: it keeps the advice in the file and after it.
+#[test]
+fn share_some__memory_with_advice() {
+    if in_own_process("share_some__memory_with_advice", "user-mode") || !can() {
+        return;
+    }
+    let given = [
+        ("hg", Advice::LinuxHugepage),
+        ("nh", Advice::LinuxNoHugepage),
+        ("dd", Advice::LinuxDontDump),
+    ];
+    for (flag, advice) in given {
+        let memory = pattern(1100);
+        // SAFETY: changes no byte.
+        let advised = unsafe { madvise(pointer(memory.address()), memory.len(), advice) };
+        if advised.is_err() {
+            // A kernel without large pages.
+            continue;
+        }
+        let range = memory.address()..memory.address() + memory.len() as u64;
+        let has_advice = || {
+            let (vmas, _) = maps::described(&range).unwrap();
+            vmas.iter().all(|vma| vma.flags.iter().any(|has| has == flag))
+        };
+        let region = register(&memory, 0, memory.len() as u64);
+        assert_eq!(share(&region), None, "{flag}");
+        assert!(
+            !is_private(&memory) && has_pattern(&memory) && has_advice(),
+            "{flag}"
+        );
+        drop(region);
+        assert!(
+            is_private(&memory) && has_pattern(&memory) && has_advice(),
+            "{flag}"
+        );
+    }
+}
+
 /// What the program does with the addresses while the pages are in the file.
 #[test]
 fn give_back__after_calls_of_the_program() {
