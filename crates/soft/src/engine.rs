@@ -938,7 +938,12 @@ impl Core {
     /// for those who sleep already.
     fn serve_links(&mut self, now: Time) -> bool {
         self.served_at = now;
-        self.links.serve(&mut self.rnic, now)
+        let met = self.links.serve(&mut self.rnic, now);
+        if met {
+            // Those who are woken then announce their sleep to the new peer, too.
+            self.end_doorbells();
+        }
+        met
     }
 
     /// Links to the peer of a queue pair, which has just been set.

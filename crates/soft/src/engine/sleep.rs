@@ -80,6 +80,8 @@ impl Epoll {
                 // A doorbell that was rung late would also end the next sleep.
                 core.links.awake();
             }
+            // A peer that has rung rings no more. The caller that watches may be awake already, and busy.
+            core.end_doorbells();
         }
         engine.set_watch(&mut core);
         true
@@ -117,6 +119,16 @@ pub(super) fn timespec(ns: u64) -> Timespec {
     }
 }
 
+impl Core {
+    /// Stops the peers from ringing for the thread or the caller that watches. While one of them still sleeps, or only prepared for it,
+    /// [`Engine::set_watch`] makes them ring again.
+    pub(super) fn end_doorbells(&mut self) {
+        if std::mem::take(&mut self.doorbells) {
+            self.links.awake();
+        }
+    }
+}
+
 impl Engine {
     /// Lets arrivals wake the thread, or the caller that watches in its place, while that sleeps and no caller looks. They wake both while
     /// others rely on the thread. Returns false if packets wait already.
@@ -136,8 +148,7 @@ impl Engine {
             core.doorbells = core.links.prepare_sleep();
             core.doorbells
         } else {
-            core.doorbells = false;
-            core.links.awake();
+            core.end_doorbells();
             true
         }
     }

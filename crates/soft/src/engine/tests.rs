@@ -204,6 +204,9 @@ fn handle_mad__acknowledges_the_data_that_it_takes_in() {
     let sges = SgeList::EMPTY;
     pair.qps[1].post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
     pair.take_over();
+    until(pair.engine(), |core| {
+        core.links.reach((pair.device.address(), core.rnic.config().slot))
+    });
     pair.post(Operation::Send { imm: None });
     let empty = MadDatagram {
         src: SocketAddr::new(pair.device.address(), ROCE_PORT),

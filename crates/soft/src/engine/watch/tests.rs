@@ -150,6 +150,21 @@ fn watch__loses_no_wake_up() {
     }
 }
 
+/// A caller that has prepared for its sleep, and is busy meanwhile, keeps nobody from the messages of a link that comes up.
+#[test]
+fn watch__awake_while_a_link_comes_up() {
+    let ends = ends_with([93, 94], Options::default);
+    let engine = ends[0].0.engine();
+    until(engine, |core| core.thread_asleep);
+    let mut watch = watch(&ends[0]);
+    prepare(&mut watch);
+    link_up(&ends);
+    for _ in 0..3 {
+        receive(&ends[0]);
+        engine.sleep_while(|| send_and_wait(&ends[1]));
+    }
+}
+
 /// Sleeps in the place, for nothing of its own, until woken.
 pub(in super::super) fn watch_until(end: &EngineEnd, woken: &Waker) {
     let mut watch = watch(end);
