@@ -19,6 +19,7 @@ mod open;
 mod quiet;
 mod sleep;
 mod sockets;
+mod spinner;
 mod standby;
 mod waker;
 mod watch;
@@ -62,6 +63,7 @@ use self::media::Media;
 use self::quiet::Quiet;
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
+use self::spinner::Spinner;
 use self::standby::Standby;
 pub(crate) use self::waker::{CmQueue, CmSink, CqWaker};
 pub(crate) use self::watch::Watch;
@@ -77,9 +79,6 @@ use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, Tx
 
 /// Polls by a spinning caller, at least, between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
-/// Polls that find nothing after a completion queue was last armed, after which the engine assumes that the caller polls until it
-/// finds something. Programs that sleep poll a few times, and then arm.
-const POLLS_OF_SPINNER: u32 = 64;
 /// Times in a row that a caller takes the lock for requests that others left.
 const ROUNDS_FOR_OTHERS: u32 = 16;
 /// Receive calls of the engine's thread in a row before transmission and timers. A polling caller receives once per call: another
@@ -135,10 +134,10 @@ pub(crate) struct Core {
     naps: bool,
     /// Number of wake-ups that completion queues sent to their waiters.
     told: Arc<AtomicU64>,
-    /// Polls by callers: all of them, those since a completion queue was armed, and all by the last look around.
+    /// Polls by callers: all of them, and all by the last look around.
     polls: u32,
-    polls_unarmed: u32,
     polls_checked: u32,
+    spinner: Spinner,
     quiet: Quiet,
     looks: Looks,
     /// Number of times that the sockets were read.
@@ -386,11 +385,7 @@ impl Engine {
         let mut core = self.begin(core);
         let now = self.now();
         core.polls = core.polls.wrapping_add(1);
-        core.polls_unarmed = match self.armed_queues.any() {
-            true => 0,
-            false => core.polls_unarmed.saturating_add(1),
-        };
-        let comes_back = core.polls_unarmed > POLLS_OF_SPINNER;
+        let comes_back = core.spinner.polls(now, self.armed_queues.any());
         if comes_back {
             self.hand_over.polls(now.0);
         }

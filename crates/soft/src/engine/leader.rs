@@ -101,7 +101,9 @@ impl Engine {
     /// acknowledgements that the caller left pending.
     pub(crate) fn hand_over(&self) {
         let mut core = self.lock();
-        core.finish(self.now(), true);
+        let now = self.now();
+        core.spinner.somebody_sleeps(now);
+        core.finish(now, true);
         self.wake_early(&core);
         // A caller that relies on the thread relies on no caller that watches, which may be awake and busy.
         if core.is_watched && !self.set_watch(&mut core) {

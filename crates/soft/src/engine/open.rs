@@ -27,6 +27,7 @@ use super::looks::Looks;
 use super::quiet::Quiet;
 use super::sleep::Epoll;
 use super::sockets::TxSockets;
+use super::spinner::Spinner;
 use super::standby::Standby;
 use super::{Core, Engine, Sleeps, device_mtu};
 use crate::capture;
@@ -199,7 +200,7 @@ impl Core {
             naps: true,
             told: Arc::default(),
             polls: 0,
-            polls_unarmed: 0,
+            spinner: Spinner::default(),
             polls_checked: 0,
             quiet: Quiet::default(),
             looks: Looks::default(),

@@ -872,11 +872,11 @@ fn poll__beside_an_armed_queue_takes_no_lease() {
     for wr_id in 0..ROUNDS {
         let sges = SgeList::EMPTY;
         pair.qps[1].post_recv(RecvRequest { wr_id, sges }).unwrap();
-        for _ in 0..4 * POLLS_OF_SPINNER {
+        for _ in 0..4 * spinner::POLLS {
             pair.cqs[0].poll();
         }
         pair.cqs[1].arm(Arm::Next);
-        for _ in 0..4 * POLLS_OF_SPINNER {
+        for _ in 0..4 * spinner::POLLS {
             pair.cqs[0].poll();
         }
         pair.post(Operation::Send { imm: None });
@@ -884,6 +884,24 @@ fn poll__beside_an_armed_queue_takes_no_lease() {
         assert_eq!(pair.cqs[1].poll().unwrap().wr_id, wr_id);
     }
     assert_eq!(pair.engine().overslept.load(Ordering::Relaxed), 0);
+}
+
+/// A queue that is armed for good does not keep the thread beside a caller that polls another; one that is armed then does.
+#[test]
+fn poll__for_long_beside_an_armed_queue_takes_a_lease() {
+    let pair = Pair::new([127, 0, 14, 90]);
+    pair.cqs[1].arm(Arm::Next);
+    let deadline = Instant::now() + LONG;
+    while !pair.engine().hand_over.is_leased() {
+        assert!(Instant::now() < deadline);
+        assert_eq!(pair.cqs[0].poll(), None);
+        pair.engine().kick.wake();
+    }
+    let sges = SgeList::EMPTY;
+    pair.qps[1].post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
+    pair.cqs[1].arm(Arm::Next);
+    pair.post(Operation::Send { imm: None });
+    assert!(is_told(&pair.cqs[1]));
 }
 
 #[test]

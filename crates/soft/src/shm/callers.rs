@@ -14,10 +14,8 @@ use rdmux_rnic::{Delivery, Fill, Lanes, PeerRing, Put, Recent, Ticket, Time};
 use rdmux_shm::{Corrupt, Ends, TookRequests};
 use rdmux_verbs::sync::RwLock;
 
-/// Links at which a look looks: with more of them a caller would see less often what comes without the rings.
-const LINKS_PER_LOOK: usize = 8;
-/// Records taken from one link per look.
-const RECORDS_PER_LOOK: usize = 16;
+use super::link::{LINKS_PER_LOOK, RECORDS_PER_PASS};
+
 /// Looks in a row of a thread that polls, of which the last one drives the engine as well.
 const LOOKS_PER_DRIVE: u32 = 16;
 /// Time from one poll to the next from which on a thread polls slowly.
@@ -314,7 +312,7 @@ impl Looker {
         if !link.is_open() {
             return Moved::default();
         }
-        let took = link.ends.take_requests(RECORDS_PER_LOOK, true, &mut |record| {
+        let took = link.ends.take_requests(RECORDS_PER_PASS, true, &mut |record| {
             lanes.take(link.peer, record, receiving, now, &mut found.deliveries)
         });
         let took = match took {
@@ -348,7 +346,7 @@ impl Looker {
             return Moved::default();
         }
         let mut any = false;
-        for _ in 0..RECORDS_PER_LOOK {
+        for _ in 0..RECORDS_PER_PASS {
             let ticket = match link.ends.take_end(&mut |ticket| lanes.has(ticket, sending)) {
                 Some(Ok(Some(ticket))) => ticket,
                 Some(_) => break,

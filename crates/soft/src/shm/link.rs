@@ -51,7 +51,7 @@ const BACKLOG: i32 = 64;
 /// Messages read from one peer per pass.
 const MESSAGES_PER_PASS: usize = 64;
 /// Records taken from one link per pass.
-const RECORDS_PER_PASS: usize = 16;
+pub(super) const RECORDS_PER_PASS: usize = 16;
 /// Payload bytes from which on a request names its memory: below, two copies in the caches cost no more than the peer's access.
 const NAMED_BYTES_MIN: usize = 16 << 10;
 /// Links at which a call of [`Links::have_news`] looks: with more of them a caller would see less often what comes without the rings.

@@ -48,9 +48,9 @@ impl HandOver {
 
     // A caller that polls.
 
-    /// Makes the caller the watcher. Allowed only to a holder of the engine's lock that finds no completion queue armed: a caller arms a
-    /// queue first and calls [`HandOver::hand_over`] after it has held the lock again, so either this caller sees the queue armed, or
-    /// its lease ends there.
+    /// Makes the caller the watcher. Allowed only to a holder of the engine's lock that finds no completion queue armed, or none that was
+    /// armed lately: a caller arms a queue first, and notes that under the lock before it calls [`HandOver::hand_over`]. So either this
+    /// caller sees that, or its lease ends there.
     #[inline]
     pub(in super::super) fn polls(&self, now_ns: u64) {
         self.polled_at_ns.store(now_ns.max(1), Ordering::Relaxed);
