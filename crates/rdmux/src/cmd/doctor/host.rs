@@ -196,9 +196,15 @@ pub(super) fn userfaultfd(root: &Path) -> Vec<Finding> {
         Convertible::OneThread => Finding::new(
             "-",
             Verdict::Limit,
-            "peers on this host can map the memory of unmodified programs with one thread; that of others is reached by system calls".to_owned(),
+            "no full rights: peers on this host can map the memory of an unmodified program only if it has one thread, which calls the \
+             library; that of others is reached by system calls"
+                .to_owned(),
         )
-        .with_advice("sysctl -w vm.unprivileged_userfaultfd=1, or give the user access to /dev/userfaultfd".to_owned()),
+        .with_advice(
+            "sysctl -w vm.unprivileged_userfaultfd=1, give the user access to /dev/userfaultfd, or CAP_SYS_PTRACE to the program; or set \
+             RDMUX_CONVERT=user-mode, at the price that docs/shared-memory.md names"
+                .to_owned(),
+        ),
         Convertible::None => Finding::new(
             "-",
             Verdict::Limit,
