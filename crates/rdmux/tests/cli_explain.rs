@@ -856,9 +856,10 @@ fn explain__retries_that_got_no_answer() {
         "retry-exceeded",
         &[
             "transport retry counter exceeded",
-            "3 retries (6 resends) of PSN",
             "towards 127.0.46.2 qp",
-            "last packet from the peer",
+            "no response to PSN",
+            "after 6 retransmissions (retry_count 3 allows 6, two for each retry)",
+            "last response to this queue pair",
         ],
     );
     explains(
@@ -866,7 +867,7 @@ fn explain__retries_that_got_no_answer() {
         "retry-silent",
         "ERR",
         "retry-exceeded",
-        &["the peer never sent a packet"],
+        &["no request of this queue pair ever got a response"],
     );
     explains(
         48,

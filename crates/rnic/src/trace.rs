@@ -90,7 +90,7 @@ pub enum Note {
         retry_count: u8,
         /// Time for which no answer had acknowledged anything new, in ns.
         stuck_ns: u64,
-        /// Time since the last packet from the peer, in ns; `None` if nothing ever arrived.
+        /// Time since the last response to a request of the queue pair, in ns; `None` if there was none.
         heard_ns: Option<u64>,
     },
     /// The peer sent an RNR NAK: it had no receive, or was not ready. IBTA Vol 1, 9.7.5.2.8.

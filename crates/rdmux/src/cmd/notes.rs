@@ -209,8 +209,11 @@ pub(crate) fn words(note: &Note) -> String {
 /// Says when the last packet came from the peer.
 pub(crate) fn heard(heard_ns: Option<u64>) -> String {
     match heard_ns {
-        Some(ns) => format!("last packet from the peer {} earlier", duration(ns)),
-        None => "the peer never sent a packet".into(),
+        Some(ns) => format!(
+            "its last response to this queue pair came {} earlier",
+            duration(ns)
+        ),
+        None => "no request of this queue pair ever got a response".into(),
     }
 }
 

@@ -345,9 +345,11 @@ impl Case<'_> {
             });
         let mut why = match used {
             Some((psn, resends, retry_count, stuck_ns, heard_ns)) => format!(
-                "transport retry counter exceeded: {retry_count} retries ({resends} resends) of PSN {} over {}{to} got no response; {}",
+                "transport retry counter exceeded{to}: no response to PSN {} within {}, after {resends} retransmissions (retry_count \
+                 {retry_count} allows {}, two for each retry); {}",
                 psn.value(),
                 duration(stuck_ns),
+                2 * u32::from(retry_count),
                 heard(heard_ns)
             ),
             None => format!("transport retry counter exceeded{to}"),
