@@ -52,8 +52,9 @@ enum Sysfs {
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// Local address of a device; repeat it for rdmux0, rdmux1, ... in this order [default: the addresses of all interfaces that are up].
-    #[arg(long, value_name = "ADDRESS", value_delimiter = ',')]
+    /// Local addresses of the devices rdmux0, rdmux1, ... in this order: separated by commas, or the option repeated [default: the addresses
+    /// of all interfaces that are up, loopback last].
+    #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
     device: Vec<IpAddr>,
     /// How the program sees its devices in /sys/class/infiniband and /dev/infiniband [default: preload].
     #[arg(long, value_name = "HOW", value_enum)]
