@@ -211,6 +211,11 @@ fn res__objects_of_each_kind() {
     let line = &lines(&["res", "show", "mr", "link", &at.name])[0];
     assert!(line.starts_with(&format!("dev {} mrn ", at.name)), "{line}");
     assert!(line.contains(" access local-write,remote-read "), "{line}");
+    assert!(line.contains(" shared "), "{line}");
+    let none = rdmux_by(&[], &["res", "show", "mr", "rkey", "0x1", "link", &at.name]);
+    let said = text(&none.stderr);
+    assert!(none.status.success() && none.stdout.is_empty(), "{said}");
+    assert!(said.contains("nothing to show"), "{said}");
 }
 
 #[test]

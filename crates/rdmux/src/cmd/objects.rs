@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::ArgAction;
 use clap::error::ErrorKind;
 use rdmux_verbs::resources::{AskError, DeviceAt, Item, Object, ask, devices, rnics};
@@ -170,6 +170,8 @@ enum Shown {
     Plain,
     /// In other words.
     As(String),
+    /// Free text: between quotes in a line, and `-` where there is none.
+    Quoted,
     /// Only in JSON.
     Hidden,
     /// In JSON, and for a user who asks for details.
@@ -214,6 +216,12 @@ impl Row {
         words: String,
     ) -> Row {
         self.pairs.push((key.into(), value.into(), Shown::As(words)));
+        self
+    }
+
+    /// Adds a text that may have spaces.
+    pub(crate) fn quoted(mut self, key: impl Into<Cow<'static, str>>, text: Option<String>) -> Row {
+        self.pairs.push((key.into(), text.into(), Shown::Quoted));
         self
     }
 
@@ -282,9 +290,12 @@ impl Row {
         if let Some(Value::String(why)) = self.value("error") {
             line += &format!(" ({why})");
         }
-        for (key, ..) in &self.pairs {
-            if let Some(cell) = self.cell(key, details) {
-                line += &format!(" {key} {cell}");
+        for (key, _, shown) in &self.pairs {
+            match (self.cell(key, details), shown) {
+                (Some(cell), Shown::Quoted) if cell.contains(' ') => line += &format!(" {key} {cell:?}"),
+                (Some(cell), _) => line += &format!(" {key} {cell}"),
+                (None, Shown::Quoted) => line += &format!(" {key} -"),
+                (None, _) => {}
             }
         }
         line
@@ -310,6 +321,11 @@ pub(crate) fn print(rows: &[Row], options: Options, columns: &[(&str, Align)], n
     };
     if !text.is_empty() {
         output::say(&text);
+    } else if notes.is_empty() {
+        // Standard output stays empty, as that of rdma(8); without a word a user could take that for a failure.
+        output::error(&anyhow!(
+            "nothing to show: no program of this user in this network namespace has such a device or object"
+        ));
     }
     for note in notes {
         output::error(&note);
@@ -663,6 +679,10 @@ mod tests {
             silent.line(false),
             "link 127.0.0.1/3 (it does not answer) pid 7 comm perf"
         );
+        let texts = Row::of(&answer(), "dev".into()).quoted("shared", Some("no: a, b".into()));
+        let texts = texts.quoted("other", Some("yes".into())).quoted("none", None);
+        assert_eq!(texts.line(false), "dev shared \"no: a, b\" other yes none -");
+        assert_eq!(texts.json()["none"], Value::Null);
         assert_eq!(silent.json()["error"], "it does not answer");
         assert_eq!(silent.json()["ifname"], "127.0.0.1");
     }

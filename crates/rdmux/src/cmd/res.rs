@@ -42,8 +42,9 @@ enum Command {
     /// The command shows the devices of this user's processes in this network namespace; root sees those of all users. A device is named
     /// ADDRESS/SLOT, where the slot is the top byte of the process's QPNs. Name a device alone, or after `link` or `dev`. A filter is a
     /// name and a value: `pid 7`, `state RTS,RTR`, `lqpn 3,7-9`, `rkey 0x2a`. An object must match all filters; of a filter that is given
-    /// twice, it must match one value. An unknown filter name prints the list of names. On a terminal the command prints queue pairs as a
-    /// table; elsewhere, and with --details, it prints a line for each, with names and values as rdma(8) prints them. `carrier` is `shm` or
+    /// twice, it must match one value. An unknown filter name prints the list of names. On a terminal the command prints objects as a
+    /// table; elsewhere, and with --details, it prints a line for each, with names and values as rdma(8) prints them. `shared` says whether
+    /// peers on this host can map a region, or why not, between quotes in a line (docs/shared-memory.md). `carrier` is `shm` or
     /// `udp`, with the reason. `direct` is the number of regions of the peer that are reached without packets, mapped or by system calls
     /// into its process; the reason for the last region that is not; and the number of WRITEs and READs that went as packets all the same.
     #[command(visible_alias = "list", after_help = JSON)]
@@ -239,7 +240,56 @@ fn columns(object: Option<Object>) -> &'static [(&'static str, Align)] {
             ("carrier", Left),
             ("direct", Left),
         ],
-        _ => &[],
+        Some(Object::Cq) => &[
+            ("cqn", Right),
+            ("cqe", Right),
+            ("users", Right),
+            ("waiting", Right),
+            ("pid", Right),
+            ("comm", Left),
+            ("overrun", Left),
+        ],
+        Some(Object::Mr) => &[
+            ("mrn", Right),
+            ("type", Left),
+            ("rkey", Left),
+            ("iova", Left),
+            ("mrlen", Right),
+            ("pdn", Right),
+            ("pid", Right),
+            ("comm", Left),
+            ("access", Left),
+            ("shared", Left),
+        ],
+        Some(Object::Pd) => &[("pdn", Right), ("users", Right), ("pid", Right), ("comm", Left)],
+        Some(Object::CmId) => &[
+            ("cm-idn", Right),
+            ("lqpn", Right),
+            ("rqpn", Right),
+            ("state", Left),
+            ("phase", Left),
+            ("ps", Left),
+            ("src-addr", Left),
+            ("dst-addr", Left),
+            ("pid", Right),
+            ("comm", Left),
+        ],
+        Some(Object::Srq) => &[
+            ("srqn", Right),
+            ("type", Left),
+            ("pdn", Right),
+            ("cqn", Right),
+            ("max-wr", Right),
+            ("posted", Right),
+            ("limit", Right),
+            ("users", Right),
+            ("pid", Right),
+            ("comm", Left),
+            ("lqpn", Left),
+        ],
+        Some(Object::Ctx) => &[("ctxn", Right), ("pid", Right), ("comm", Left)],
+        // The line of a device says how many objects it has, as rdma(8) does.
+        None => &[],
     }
 }
 
@@ -296,12 +346,7 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
             .with("mrlen", mr.length)
             .with("access", access_words(mr.access))
             .with("pdn", mr.pd.0)
-            .shown_as(
-                "shared",
-                mr.sharing.map(|sharing| sharing.to_string()),
-                mr.sharing
-                    .map_or_else(|| "-".into(), |sharing| sharing.to_string()),
-            ),
+            .quoted("shared", mr.sharing.map(|sharing| sharing.to_string())),
         Item::Pd(pd) => row.with("pdn", pd.pd.0).with("users", pd.users).with("ctxn", 0),
         Item::CmId(cm) => cm_row(row, cm),
         Item::Srq(srq) => {
@@ -539,6 +584,25 @@ link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrie
 127.0.0.1/4       -       -  -     -      -                 -    -  -     -                   (it does not answer)";
         let object = Some(Object::Qp);
         assert_eq!(objects::table(&shown(object), columns(object)), expected);
+    }
+
+    #[test]
+    fn columns__are_values_of_the_objects() {
+        for object in Object::value_variants() {
+            let (name, columns) = (object.to_possible_value().unwrap(), columns(Some(*object)));
+            let start = JSON.find(&format!("\n  {} ", name.get_name())).unwrap();
+            // The line that lists the values of such an object, and the next one, where a long list goes on.
+            let listed: Vec<&str> = JSON[start + 1..].lines().take(2).collect();
+            assert!(!columns.is_empty(), "{object:?}");
+            for (column, _) in columns {
+                // A column that no object has would stay empty.
+                let is_of_all = ["pid", "comm"].contains(column);
+                assert!(
+                    is_of_all || listed.concat().contains(column),
+                    "{object:?} has no {column}"
+                );
+            }
+        }
     }
 
     #[test]
