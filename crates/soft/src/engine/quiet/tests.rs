@@ -1,11 +1,12 @@
 //! A quiet engine misses nothing. The engines' threads have ended here, so only polls drive, and a quiet does not end by itself.
 
+use std::collections::VecDeque;
 use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
-use rdmux_rnic::{Arm, RecvRequest, SgeList, Status, WorkCompletion};
+use rdmux_rnic::{Arm, QpAttributes, QpState, RecvRequest, SgeList, Status, WorkCompletion};
 use rdmux_shm::Meta;
 use rdmux_verbs::{Options, QpOptions, SharedMemory};
 
@@ -192,6 +193,25 @@ fn lock__ends_the_quiet() {
     assert!(is_quiet(engine));
     drop(engine.lock());
     assert!(!is_quiet(engine));
+}
+
+/// A caller that finds a completion at every poll drives all the same: it may keep the engine's threads from their CPU.
+#[test]
+fn poll__that_always_finds_something_drives_now_and_then() {
+    const POLLS: u64 = 1_000;
+    let ends = linked([141, 142]);
+    let [(device, cq, qp), _] = &ends;
+    let engine = device.engine();
+    let before = engine.core.lock().polls;
+    let mut into = VecDeque::new();
+    // Receives of this queue pair complete at once.
+    qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    for wr_id in 0..POLLS {
+        let sges = SgeList::EMPTY;
+        qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+        assert_eq!(cq.poll_many(1, &mut into), 1);
+    }
+    assert!(engine.core.lock().polls > before);
 }
 
 #[test]
