@@ -48,7 +48,7 @@ impl CompletionQueue {
     /// Polls as [`CompletionQueue::poll`] does, and also returns when the completion arrived: the present time if the queue did not
     /// record it.
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
-        self.provided().poll_with_time()
+        self.driving(|| self.provided().poll_with_time())
     }
 
     /// Checks that the device has a feature.

@@ -375,7 +375,7 @@ impl ProtectionDomain {
     }
 }
 
-/// Polls that find something, of which the last one drives the device.
+/// Polls in a row that find something, after which the next one drives the device.
 const FINDS_PER_PROGRESS: u32 = 128;
 
 #[derive(Debug)]
@@ -384,7 +384,7 @@ struct CqInner {
     queue: Option<rdmux_rnic::CompletionQueue>,
     provided: Box<dyn provider::CompletionQueue>,
     device: Device,
-    /// Number of polls that found something.
+    /// Number of polls in a row that found something.
     found: AtomicU32,
 }
 
@@ -416,38 +416,40 @@ impl CompletionQueue {
     /// drives.
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
-        let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
-        self.note(taken.is_some());
-        taken.or_else(|| self.provided().poll())
+        self.driving(|| {
+            let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
+            taken.or_else(|| self.provided().poll())
+        })
     }
 
-    /// Lets a caller that finds something at every poll drive now and then, as one does whose requests are done when they are posted: the
-    /// device's threads may wait for the CPU that it spins on, and they bring what makes its requests cheaper.
+    /// Calls `poll`. A caller that finds something at every poll, as one does whose requests are done when they are posted, drives before it
+    /// looks, now and then: the device's threads may wait for the CPU that it spins on, and they bring what makes its requests cheaper.
     #[inline]
-    fn note(&self, found: bool) {
-        if !found {
-            return;
-        }
-        let found = self.0.found.load(Ordering::Relaxed).wrapping_add(1);
-        self.0.found.store(found, Ordering::Relaxed);
-        if found.is_multiple_of(FINDS_PER_PROGRESS) {
+    pub(crate) fn driving<R>(&self, poll: impl FnOnce() -> Option<R>) -> Option<R> {
+        let mut found = self.0.found.load(Ordering::Relaxed);
+        if found >= FINDS_PER_PROGRESS {
             self.0.device.progress();
+            found = 0;
         }
+        let result = poll();
+        // A lost count of two threads costs nothing.
+        self.0
+            .found
+            .store(if result.is_some() { found + 1 } else { 0 }, Ordering::Relaxed);
+        result
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device if there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let found = self.provided().poll_many(max, into);
-        self.note(found > 0);
-        found
+        let poll = || Some(self.provided().poll_many(max, into)).filter(|found| *found > 0);
+        self.driving(poll).unwrap_or(0)
     }
 
     /// Takes completions, oldest first, into the first elements of a slice; returns how many. Drives the device if there is none.
     /// Allocates nothing: a loop polls into the same slice again and again.
     pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
-        let found = self.provided().poll_into(into);
-        self.note(found > 0);
-        found
+        let poll = || Some(self.provided().poll_into(into)).filter(|found| *found > 0);
+        self.driving(poll).unwrap_or(0)
     }
 
     /// Requests a wake-up through [`CompletionQueue::as_fd`], which is not readable until then. A completion that is there already
