@@ -84,9 +84,9 @@ impl ApplicationMemory {
 
     /// Moves the next pages into a file that peers may map, 2 MiB at most: `convert.rs` says how, and what the program may notice. An error
     /// is final. No peer may access these bytes by their addresses until this has returned [`Progress::Done`] or an error: what it writes
-    /// meanwhile could be lost. The caller sees to that for `regions` of these bytes; while there are more, this returns
-    /// [`Progress::Elsewhere`]. Whoever registers another one finds it [`Sharing::Moving`].
-    pub fn share_some(&self, regions: usize) -> Result<Progress, NotShared> {
+    /// meanwhile could be lost. The caller sees to that for `memories` made of these bytes; while there are more, this returns
+    /// [`Progress::Elsewhere`]. Whoever makes another one finds it [`Sharing::Moving`].
+    pub fn share_some(&self, memories: usize) -> Result<Progress, NotShared> {
         let Registered { moving, shared, .. } = &*self.registered;
         if shared.get().is_some() {
             return Ok(Progress::Done);
@@ -98,7 +98,7 @@ impl ApplicationMemory {
         let mut moving = moving.write();
         let begun = match &*moving {
             Some(begun) => begun.clone(),
-            None if self.registered.regions.load(Ordering::Relaxed) > regions => {
+            None if self.registered.memories.load(Ordering::Relaxed) > memories => {
                 return Ok(Progress::Elsewhere);
             }
             None => registration.convert(mode),

@@ -124,13 +124,13 @@ pub(crate) struct Shared {
 }
 
 /// Bytes of the program that it has registered, once or several times: libraries register the same bytes with different rights. All these
-/// regions share what is known of the bytes, and move together.
+/// registrations share what is known of the bytes, and move together.
 #[derive(Debug)]
 pub(crate) struct Registered {
-    address: u64,
-    len: u64,
-    /// Number of the regions.
-    pub(crate) regions: AtomicUsize,
+    key: Key,
+    /// Number of the memories made of them. Changes under the registry's lock. A device that finds no more than its own begins to move the
+    /// pages, and whoever adds one after that finds `moving` set.
+    pub(crate) memories: AtomicUsize,
     /// Calls of this process that accessed them.
     pub(crate) calls: AtomicU32,
     /// Held while their pages move; read while they are accessed by their addresses.
@@ -139,15 +139,19 @@ pub(crate) struct Registered {
     pub(crate) shared: OnceLock<Arc<Shared>>,
 }
 
-/// What the process has registered, and converted. Locked while pages move.
+/// The address, the length, and a number: the program may map other memory in the place of some that is still registered, and register that.
+type Key = (u64, u64, u64);
+
+/// What the process has registered, and converted. Locked while pages move, inside of [`Registered::moving`].
 #[derive(Debug)]
 struct Registry {
-    /// By address and length.
-    registered: BTreeMap<(u64, u64), Arc<Registered>>,
+    next: u64,
+    registered: BTreeMap<Key, Arc<Registered>>,
     conversions: Vec<Arc<Shared>>,
 }
 
 static REGISTRY: Mutex<Registry> = Mutex::new(Registry {
+    next: 0,
     registered: BTreeMap::new(),
     conversions: Vec::new(),
 });
@@ -180,10 +184,28 @@ fn pointer(address: u64) -> *mut std::ffi::c_void {
 }
 
 impl Registered {
+    /// Returns whether memory that is registered now at these addresses is this one: what has moved is still there.
+    fn is_in_place(&self) -> bool {
+        let mut moving = self.moving.write();
+        self.forget_refusal(&mut moving);
+        let begun = moving.as_ref().and_then(|begun| begun.as_ref().ok());
+        let begun = self.shared.get().or(begun);
+        begun.is_none_or(|shared| shared.is_in_place())
+    }
+
+    /// Lets the pages be tried again: what kept them from moving may have passed.
+    fn forget_refusal(&self, moving: &mut Option<Result<Arc<Shared>, NotShared>>) {
+        if matches!(moving, Some(Err(_))) {
+            *moving = None;
+            self.calls.store(0, Ordering::Relaxed);
+        }
+    }
+
     /// Returns their pages, outwards.
     fn range(&self) -> Range<u64> {
-        let start = self.address - self.address % page();
-        let end = self.address.saturating_add(self.len);
+        let (address, len, _) = self.key;
+        let start = address - address % page();
+        let end = address.saturating_add(len);
         start..end.checked_next_multiple_of(page()).unwrap_or(end)
     }
 }
@@ -213,19 +235,34 @@ impl Registry {
 
 impl Registration {
     pub(crate) fn new(address: u64, len: u64) -> Registration {
+        let joined = Registration::join(address, len).filter(|joined| joined.0.is_in_place());
+        joined.unwrap_or_else(|| Registration::first(address, len))
+    }
+
+    /// Registers bytes that are registered already.
+    fn join(address: u64, len: u64) -> Option<Registration> {
+        let registry = REGISTRY.lock();
+        let mut same = registry
+            .registered
+            .range((address, len, 0)..=(address, len, u64::MAX));
+        let (_, last) = same.next_back()?;
+        last.memories.fetch_add(1, Ordering::Relaxed);
+        Some(Registration(Arc::clone(last)))
+    }
+
+    fn first(address: u64, len: u64) -> Registration {
         let mut registry = REGISTRY.lock();
-        let registered = registry.registered.entry((address, len)).or_insert_with(|| {
-            Arc::new(Registered {
-                address,
-                len,
-                regions: AtomicUsize::new(0),
-                calls: AtomicU32::new(0),
-                moving: RwLock::new(None),
-                shared: OnceLock::new(),
-            })
+        let key = (address, len, registry.next);
+        registry.next += 1;
+        let registered = Arc::new(Registered {
+            key,
+            memories: AtomicUsize::new(1),
+            calls: AtomicU32::new(0),
+            moving: RwLock::new(None),
+            shared: OnceLock::new(),
         });
-        registered.regions.fetch_add(1, Ordering::Relaxed);
-        Registration(Arc::clone(registered))
+        registry.registered.insert(key, Arc::clone(&registered));
+        Registration(registered)
     }
 
     /// The bytes.
@@ -235,7 +272,7 @@ impl Registration {
 
     /// Begins the conversion of the whole pages; [`Registration::advance`] carries it out.
     pub(crate) fn convert(&self, mode: Mode) -> Result<Arc<Shared>, NotShared> {
-        let Registered { address, len, .. } = *self.0;
+        let (address, len, _) = self.0.key;
         if mode == Mode::Off {
             return Err(NotShared::Off);
         }
@@ -297,11 +334,15 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut registry = REGISTRY.lock();
-        let Registered { address, len, .. } = *self.0;
-        if self.0.regions.fetch_sub(1, Ordering::Relaxed) > 1 {
+        if self.0.memories.fetch_sub(1, Ordering::Relaxed) > 1 {
+            drop(registry);
+            // The others may move without this one. While they do, there is no refusal.
+            if let Some(mut moving) = self.0.moving.try_write() {
+                self.0.forget_refusal(&mut moving);
+            }
             return;
         }
-        registry.registered.remove(&(address, len));
+        registry.registered.remove(&self.0.key);
         let range = self.0.range();
         if registry
             .conversions
@@ -399,7 +440,7 @@ impl Shared {
             (self.advised.not_huge, Advice::LinuxNoHugepage),
         ];
         for (_, advice) in advice.into_iter().filter(|(given, _)| *given) {
-            // SAFETY: neither changes any byte.
+            // SAFETY: none of them changes any byte.
             unsafe { madvise(pointer(address), len, advice) }?;
         }
         Ok(())
@@ -492,6 +533,20 @@ impl Shared {
                     .map_err(|_| NotShared::NoResources)
             })
         })
+    }
+
+    /// Returns whether the program still has the pages that have moved, where they were.
+    fn is_in_place(&self) -> bool {
+        let (mut at, end) = (self.pages.start, self.moved.load(Ordering::Relaxed));
+        let Ok(vmas) = maps::all() else { return false };
+        for vma in vmas.iter().filter(|vma| vma.file == self.id) {
+            let is_next = vma.addresses.contains(&at)
+                && vma.offset + (at - vma.addresses.start) == at - self.pages.start;
+            if is_next {
+                at = vma.addresses.end;
+            }
+        }
+        at >= end
     }
 
     /// Returns whether the file is mapped at an address, at an offset.

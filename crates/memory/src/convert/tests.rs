@@ -134,6 +134,79 @@ fn share_some__whole_pages_move_and_move_back() {
 }
 
 #[test]
+fn register__other_memory_in_the_place_of_some_that_moved() {
+    if in_own_process(
+        "register__other_memory_in_the_place_of_some_that_moved",
+        "user-mode",
+    ) || !can()
+    {
+        return;
+    }
+    let memory = pattern(4);
+    let region = register(&memory, 0, memory.len() as u64);
+    assert_eq!(share(&region), None);
+    let again = register(&memory, 0, memory.len() as u64);
+    assert_eq!(again.sharing(), Some(Sharing::Shared));
+    // SAFETY: memory of this test's, to which there are no references.
+    unsafe {
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+        let rights = ProtFlags::READ | ProtFlags::WRITE;
+        let place = pointer(memory.address());
+        rustix::mm::mmap_anonymous(place, memory.len(), rights, flags).unwrap();
+    }
+    let other = register(&memory, 0, memory.len() as u64);
+    assert_eq!(other.sharing(), Some(Sharing::NotYet));
+    other.write(5, b"a peer").unwrap();
+    let mut seen = [0; 6];
+    memory.read(5, &mut seen).unwrap();
+    assert_eq!(&seen, b"a peer");
+    // Two regions of different bytes have the pages now.
+    assert_eq!(share(&other), Some(NotShared::Overlaps));
+    drop((region, again));
+    let last = register(&memory, 0, memory.len() as u64);
+    assert_eq!(share_two(&last), None);
+    assert_eq!(other.sharing(), Some(Sharing::Shared));
+    memory.read(5, &mut seen).unwrap();
+    assert_eq!(&seen, b"a peer");
+}
+
+/// As [`share`], for two memories.
+fn share_two(memory: &ApplicationMemory) -> Option<NotShared> {
+    loop {
+        match memory.share_some(2) {
+            Ok(Progress::Done) => return None,
+            Ok(_) => {}
+            Err(reason) => return Some(reason),
+        }
+    }
+}
+
+#[test]
+fn register__by_a_child_is_its_own() {
+    if in_own_process("register__by_a_child_is_its_own", "user-mode") || !can() {
+        return;
+    }
+    let memory = pattern(4);
+    let region = register(&memory, 0, memory.len() as u64);
+    assert_eq!(share(&region), None);
+    // SAFETY: the child calls nothing that a thread of the parent may have locked.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let own = register(&memory, 0, memory.len() as u64);
+        let is_new = own.sharing() == Some(Sharing::NotYet) && own.write(0, b"a child").is_ok();
+        let mut seen = [0; 7];
+        let is_own = memory.read(0, &mut seen).is_ok() && &seen == b"a child";
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(if is_new && is_own { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of this test's.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert!(has_pattern(&memory));
+}
+
+#[test]
 fn share_some__regions_of_the_same_bytes_move_together() {
     if in_own_process("share_some__regions_of_the_same_bytes_move_together", "user-mode") || !can() {
         return;

@@ -79,6 +79,13 @@ pub(super) fn application(memory: &Arc<dyn Memory>) -> Option<&ApplicationMemory
     memory.as_any()?.downcast_ref()
 }
 
+/// Why pages do not move now.
+enum Hindrance {
+    /// May be over in a moment.
+    Passing(NotShared),
+    Lasting(NotShared),
+}
+
 /// The regions of a device that have the same bytes.
 struct Same {
     lkeys: Vec<LKey>,
@@ -149,15 +156,14 @@ impl Links {
             let same = Same::of(rnic, memory);
             let inside = self.stays.of(|given| same.lkeys.contains(&given.lkey));
             inside.iter().for_each(|stay| stay.close_gate());
-            // A reason that may pass comes with true.
             let progress = if inside.iter().any(|stay| !stay.is_over()) {
-                Err((NotShared::PeerInside, true))
+                Err(Hindrance::Passing(NotShared::PeerInside))
             } else {
                 match memory.share_some(same.memories) {
-                    Ok(Progress::NotHere) => Err((NotShared::ThreadAway, true)),
-                    Ok(Progress::Elsewhere) => Err((NotShared::Overlaps, true)),
+                    Ok(Progress::NotHere) => Err(Hindrance::Passing(NotShared::ThreadAway)),
+                    Ok(Progress::Elsewhere) => Err(Hindrance::Passing(NotShared::Overlaps)),
                     Ok(progress) => Ok(progress),
-                    Err(reason) => Err((reason, false)),
+                    Err(reason) => Err(Hindrance::Lasting(reason)),
                 }
             };
             let waits = memory.sharing() != Some(Sharing::Shared) && region.since.elapsed() < PATIENCE;
@@ -166,13 +172,12 @@ impl Links {
                     self.sharings.go_on = true;
                     self.sharings.list.push(region);
                 }
-                Err((_, true)) if waits => self.sharings.list.push(region),
-                done => {
-                    if let Err((reason, _)) = done {
-                        memory.refuse_sharing(reason);
-                    }
+                Err(Hindrance::Passing(_)) if waits => self.sharings.list.push(region),
+                Err(Hindrance::Passing(reason) | Hindrance::Lasting(reason)) => {
+                    memory.refuse_sharing(reason);
                     self.answer_all(rnic, &region.asks);
                 }
+                Ok(_) => self.answer_all(rnic, &region.asks),
             }
         }
     }
