@@ -886,7 +886,7 @@ fn poll__beside_an_armed_queue_takes_no_lease() {
     assert_eq!(pair.engine().overslept.load(Ordering::Relaxed), 0);
 }
 
-/// A queue that is armed for good does not keep the thread beside a caller that polls another; one that is armed then does.
+/// A queue that is armed for good does not keep the thread beside a caller that polls another; one that is armed after that does.
 #[test]
 fn poll__for_long_beside_an_armed_queue_takes_a_lease() {
     let pair = Pair::new([127, 0, 14, 90]);
@@ -900,6 +900,11 @@ fn poll__for_long_beside_an_armed_queue_takes_a_lease() {
     let sges = SgeList::EMPTY;
     pair.qps[1].post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
     pair.cqs[1].arm(Arm::Next);
+    let is_trusted = {
+        let mut core = pair.engine().lock();
+        core.spinner.polls(pair.engine().now(), true)
+    };
+    assert!(!is_trusted);
     pair.post(Operation::Send { imm: None });
     assert!(is_told(&pair.cqs[1]));
 }

@@ -135,15 +135,15 @@ pub(crate) fn is_inside() -> bool {
 #[inline]
 pub(crate) fn inside<R>(f: impl FnOnce() -> R) -> R {
     /// Ends it when it is dropped, also while a panic of a memory unwinds.
-    struct Ends;
+    struct Ends(bool);
     impl Drop for Ends {
         #[inline]
         fn drop(&mut self) {
-            INSIDE.set(false);
+            INSIDE.set(self.0);
         }
     }
-    INSIDE.set(true);
-    let _ends = Ends;
+    // The program's code may poll, and so come here again.
+    let _ends = Ends(INSIDE.replace(true));
     f()
 }
 
@@ -360,5 +360,19 @@ impl Looker {
         // Without any they are the engine's.
         let is_more = !any || link.ends.has_untold_ends();
         Moved { any, is_more }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn inside__that_ends_within_another_does_not_end_that() {
+        inside(|| {
+            inside(|| ());
+            assert!(is_inside());
+        });
+        assert!(!is_inside());
     }
 }

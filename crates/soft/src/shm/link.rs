@@ -368,7 +368,8 @@ impl Links {
             let (LinkState::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
-            // Returns the room of requests that callers have taken.
+            // Returns the room of requests that callers have taken. Waits for a caller that has the link: it executes RECORDS_PER_PASS requests
+            // at most, of less than NAMED_BYTES_MIN bytes each.
             channel.ends().release();
             if channel.has_waiting() && channel.send_waiting().is_err() {
                 link.give_up();
