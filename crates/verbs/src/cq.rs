@@ -48,7 +48,10 @@ impl CompletionQueue {
     /// Polls as [`CompletionQueue::poll`] does, and also returns when the completion arrived: the present time if the queue did not
     /// record it.
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
-        self.driving(|| self.provided().poll_with_time())
+        self.drive_if_due();
+        let found = self.provided().poll_with_time();
+        self.note(found.is_some());
+        found
     }
 
     /// Checks that the device has a feature.

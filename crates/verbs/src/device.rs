@@ -375,7 +375,7 @@ impl ProtectionDomain {
     }
 }
 
-/// Polls in a row that find something, after which the next one drives the device.
+/// Polls that find something, after which the next one drives the device.
 const FINDS_PER_PROGRESS: u32 = 128;
 
 #[derive(Debug)]
@@ -384,7 +384,7 @@ struct CqInner {
     queue: Option<rdmux_rnic::CompletionQueue>,
     provided: Box<dyn provider::CompletionQueue>,
     device: Device,
-    /// Number of polls in a row that found something.
+    /// Number of polls that found something since a drive was due.
     found: AtomicU32,
 }
 
@@ -416,40 +416,47 @@ impl CompletionQueue {
     /// drives.
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
-        self.driving(|| {
-            let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
-            taken.or_else(|| self.provided().poll())
-        })
+        self.drive_if_due();
+        let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
+        self.note(taken.is_some());
+        taken.or_else(|| self.provided().poll())
     }
 
-    /// Calls `poll`. A caller that finds something at every poll, as one does whose requests are done when they are posted, drives before it
-    /// looks, now and then: the device's threads may wait for the CPU that it spins on, and they bring what makes its requests cheaper.
+    /// Drives for a caller that finds something at every poll, as one does whose requests are done when they are posted: the device's threads
+    /// may wait for the CPU that it spins on, and they bring what makes its requests cheaper. Comes before the look, not with a completion in
+    /// hand.
     #[inline]
-    pub(crate) fn driving<R>(&self, poll: impl FnOnce() -> Option<R>) -> Option<R> {
-        let mut found = self.0.found.load(Ordering::Relaxed);
-        if found >= FINDS_PER_PROGRESS {
+    pub(crate) fn drive_if_due(&self) {
+        if self.0.found.load(Ordering::Relaxed) >= FINDS_PER_PROGRESS {
+            self.0.found.store(0, Ordering::Relaxed);
             self.0.device.progress();
-            found = 0;
         }
-        let result = poll();
-        // A lost count of two threads costs nothing.
-        self.0
-            .found
-            .store(if result.is_some() { found + 1 } else { 0 }, Ordering::Relaxed);
-        result
+    }
+
+    /// Notes whether a poll found something, by which another drive comes due. One that two threads count as one costs nothing.
+    #[inline]
+    pub(crate) fn note(&self, found: bool) {
+        if found {
+            let found = self.0.found.load(Ordering::Relaxed);
+            self.0.found.store(found + 1, Ordering::Relaxed);
+        }
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device if there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let poll = || Some(self.provided().poll_many(max, into)).filter(|found| *found > 0);
-        self.driving(poll).unwrap_or(0)
+        self.drive_if_due();
+        let found = self.provided().poll_many(max, into);
+        self.note(found > 0);
+        found
     }
 
     /// Takes completions, oldest first, into the first elements of a slice; returns how many. Drives the device if there is none.
     /// Allocates nothing: a loop polls into the same slice again and again.
     pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
-        let poll = || Some(self.provided().poll_into(into)).filter(|found| *found > 0);
-        self.driving(poll).unwrap_or(0)
+        self.drive_if_due();
+        let found = self.provided().poll_into(into);
+        self.note(found > 0);
+        found
     }
 
     /// Requests a wake-up through [`CompletionQueue::as_fd`], which is not readable until then. A completion that is there already

@@ -102,7 +102,7 @@ impl Engine {
     pub(crate) fn hand_over(&self) {
         let mut core = self.lock();
         let now = self.now();
-        core.spinner.somebody_sleeps(now);
+        core.spinner.somebody_sleeps();
         core.finish(now, true);
         self.wake_early(&core);
         // A caller that relies on the thread relies on no caller that watches, which may be awake and busy.
