@@ -316,7 +316,8 @@ static void own_until_the_peer_is_gone(void)
 	pthread_t thread;
 	CHECK(!pthread_create(&thread, NULL, count, NULL));
 	uint64_t whole = BYTES + 2 * PAGE + COUNTERS;
-	uint8_t *all = malloc(2 * MARGIN + whole), *received = malloc(PAGE);
+	/* The messages' region has no whole page, so it stays where it is. */
+	uint8_t *all = malloc(2 * MARGIN + whole), *received = malloc(INLINE);
 	CHECK(all && received);
 	for (uint64_t i = 0; i < MARGIN; i++) {
 		all[i] = pattern(i, 0);
@@ -328,8 +329,8 @@ static void own_until_the_peer_is_gone(void)
 	atomic_store(&counters, words);
 	struct ibv_mr *mr, *in;
 	CHECK(mr = ibv_reg_mr(pd, all + MARGIN, whole, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ));
-	CHECK(in = ibv_reg_mr(pd, received, PAGE, IBV_ACCESS_LOCAL_WRITE));
-	struct ibv_sge sge = {(uintptr_t)received, PAGE, in->lkey};
+	CHECK(in = ibv_reg_mr(pd, received, INLINE, IBV_ACCESS_LOCAL_WRITE));
+	struct ibv_sge sge = {(uintptr_t)received, INLINE, in->lkey};
 	struct ibv_recv_wr wr = {.sg_list = &sge, .num_sge = 1}, *bad;
 	for (int i = 0; i < 16; i++)
 		CHECK(!ibv_post_recv(qp[0], &wr, &bad));
