@@ -36,8 +36,13 @@ fn register(memory: &Mapping, offset: u64, len: u64) -> ApplicationMemory {
 
 /// Returns the error, or `None` once all pages are shared.
 fn share(memory: &ApplicationMemory) -> Option<NotShared> {
+    share_of(1, memory)
+}
+
+/// As [`share`], for a device that has so many memories of these bytes.
+fn share_of(memories: usize, memory: &ApplicationMemory) -> Option<NotShared> {
     loop {
-        match memory.share_some(1) {
+        match memory.share_some(memories) {
             Ok(Progress::Done) => return None,
             Ok(_) => {}
             Err(reason) => return Some(reason),
@@ -164,21 +169,10 @@ fn register__other_memory_in_the_place_of_some_that_moved() {
     assert_eq!(share(&other), Some(NotShared::Overlaps));
     drop((region, again));
     let last = register(&memory, 0, memory.len() as u64);
-    assert_eq!(share_two(&last), None);
+    assert_eq!(share_of(2, &last), None);
     assert_eq!(other.sharing(), Some(Sharing::Shared));
     memory.read(5, &mut seen).unwrap();
     assert_eq!(&seen, b"a peer");
-}
-
-/// As [`share`], for two memories.
-fn share_two(memory: &ApplicationMemory) -> Option<NotShared> {
-    loop {
-        match memory.share_some(2) {
-            Ok(Progress::Done) => return None,
-            Ok(_) => {}
-            Err(reason) => return Some(reason),
-        }
-    }
 }
 
 #[test]
