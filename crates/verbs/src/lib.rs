@@ -40,6 +40,7 @@ mod cm;
 mod cq;
 mod datagram;
 mod device;
+pub mod dim;
 mod event;
 mod event_queue;
 mod features;
