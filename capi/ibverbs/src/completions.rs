@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use rdmux_verbs::{CompletionQueue, Moderation, ResizeError};
+use rdmux_verbs::{CompletionQueue, Moderation, ModerationPolicy, ResizeError};
 
 use crate::channel::{self, CqObject};
 use crate::memory::PdObject;
@@ -251,7 +251,11 @@ pub(crate) unsafe extern "C" fn modify_cq(queue: *mut abi::Cq, attr: *mut abi::M
         count: attr.cq_count,
         period_us: attr.cq_period,
     };
-    status(own.queue.moderate(Some(moderation)).map_err(|_| libc::EOPNOTSUPP))
+    status(
+        own.queue
+            .moderate(ModerationPolicy::Fixed(moderation))
+            .map_err(|_| libc::EOPNOTSUPP),
+    )
 }
 
 #[unsafe(no_mangle)]

@@ -249,7 +249,7 @@ fn resize__of_a_completion_queue() {
         for lacks in [Features::CQ_MODERATION, Features::CQ_TIMES] {
             assert!(!device.features().contains(lacks));
         }
-        assert!(a.cq.moderate(None).is_err() && a.cq.keep_times().is_err());
+        assert!(a.cq.moderate(ModerationPolicy::Off).is_err() && a.cq.keep_times().is_err());
     });
 }
 

@@ -210,6 +210,8 @@ struct Queue {
     armed_queues: ArmedQueues,
     /// Set once the user who armed the queue is to be notified, until the user takes the notification or arms the queue again.
     notified: bool,
+    /// Set once the user was notified, until the queue is armed again.
+    raised: bool,
     /// Set while a driver sleeps and has to be notified of the next completion that another driver causes.
     watched: bool,
     overrun: bool,
@@ -224,6 +226,7 @@ struct Queue {
 impl Queue {
     fn arm(&mut self, arm: Arm) {
         self.notified = false;
+        self.raised = false;
         if self.armed.replace(arm).is_none() {
             self.armed_queues.0.fetch_add(1, Ordering::Relaxed);
         }
@@ -260,6 +263,7 @@ impl CompletionQueue {
             armed: None,
             armed_queues,
             notified: false,
+            raised: false,
             watched: false,
             overrun: false,
             came: None,
@@ -332,6 +336,7 @@ impl CompletionQueue {
         }
         let told = tell && queue.armed.is_none();
         queue.notified |= told;
+        queue.raised |= told;
         if std::mem::take(&mut queue.watched) || told {
             Pushed::Tell
         } else {
@@ -346,6 +351,7 @@ impl CompletionQueue {
         if is_due {
             queue.disarm();
             queue.notified = true;
+            queue.raised = true;
         }
         is_due
     }
@@ -455,6 +461,11 @@ impl CompletionQueue {
     /// Returns whether a notification is pending: the user who armed the queue was notified, and has not taken it or armed the queue again.
     pub fn is_notified(&self) -> bool {
         self.lock().notified
+    }
+
+    /// Returns whether the user was notified since the queue was armed.
+    pub fn has_raised(&self) -> bool {
+        self.lock().raised
     }
 
     /// Records that the user has taken the notification.

@@ -382,6 +382,10 @@ impl provider::CompletionQueue for CompletionQueue {
         self.device.lock().rnic.moderate_cq(self.cqn, moderation);
     }
 
+    fn has_notified(&self) -> bool {
+        self.queue.has_raised()
+    }
+
     fn keep_times(&self) {
         self.device.lock().rnic.keep_cq_times(self.cqn);
     }

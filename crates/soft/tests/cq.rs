@@ -57,7 +57,9 @@ fn moderate__who_sleeps_is_told_by_count_and_by_age() {
     let bed = Bed::new([127, 27, 0, 1]);
     let mut taken = VecDeque::new();
     for (count, period_us, sends) in [(3, u16::MAX, 3), (100, 1000, 2)] {
-        bed.cq.moderate(Some(Moderation { count, period_us })).unwrap();
+        bed.cq
+            .moderate(ModerationPolicy::Fixed(Moderation { count, period_us }))
+            .unwrap();
         bed.cq.arm(Arm::Next);
         (0..sends).for_each(|wr_id| bed.send(wr_id));
         assert!(bed.is_told());
@@ -66,7 +68,7 @@ fn moderate__who_sleeps_is_told_by_count_and_by_age() {
         }
         taken.clear();
     }
-    bed.cq.moderate(None).unwrap();
+    bed.cq.moderate(ModerationPolicy::Off).unwrap();
     bed.cq.arm(Arm::Next);
     bed.send(0);
     assert!(bed.is_told());

@@ -739,7 +739,7 @@ fn cq_moderated(bed: &Bed) -> String {
     };
     let (_end, cq) = two_to_a_small_queue(bed, |cq| {
         cq.resize(2).unwrap();
-        cq.moderate(Some(moderation)).unwrap();
+        cq.moderate(ModerationPolicy::Fixed(moderation)).unwrap();
         cq.arm(Arm::Next);
     });
     let timeout = Timespec::try_from(LONG).unwrap();

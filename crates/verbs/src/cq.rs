@@ -7,6 +7,9 @@ use rdmux_rnic::{Moderation, WorkCompletion};
 
 use crate::device::CompletionQueue;
 use crate::features::{Features, Unsupported};
+use crate::moderation::{ModerationPolicy, Moderator};
+#[cfg(doc)]
+use crate::options::Options;
 
 /// Why a completion queue was not resized.
 #[derive(Debug, thiserror::Error)]
@@ -25,14 +28,42 @@ impl CompletionQueue {
         self.provided().resize(depth)
     }
 
-    /// Lets several completions arrive before an armed queue raises its event; `None`: the first completion raises it.
+    /// Lets several completions arrive before an armed queue raises its event, as this policy says. Without a call, the queue has the
+    /// policy of its device ([`Options::moderation`]). An adaptive policy counts as an event each arming of the queue after it
+    /// has raised one.
     ///
     /// # Errors
     /// [`Unsupported`] unless the device has [`Features::CQ_MODERATION`].
-    pub fn moderate(&self, moderation: Option<Moderation>) -> Result<(), Unsupported> {
+    pub fn moderate(&self, policy: ModerationPolicy) -> Result<(), Unsupported> {
         self.needs(Features::CQ_MODERATION)?;
-        self.provided().moderate(moderation);
+        self.set_moderation(policy);
         Ok(())
+    }
+
+    /// Returns the policy, and the moderation in effect.
+    pub fn moderation(&self) -> (ModerationPolicy, Option<Moderation>) {
+        let moderator = self.moderated().moderator.lock();
+        (moderator.policy(), moderator.moderation())
+    }
+
+    pub(crate) fn set_moderation(&self, policy: ModerationPolicy) {
+        let moderator = Moderator::new(policy);
+        self.provided().moderate(moderator.moderation());
+        self.moderated().set(moderator, self.taken());
+    }
+
+    /// Tells the policy of an event, if the queue has raised one since it was armed, and its handler is about to arm it again.
+    #[inline]
+    pub(crate) fn handled_events(&self) {
+        if self.moderated().is_adaptive() {
+            self.handled(self.provided().has_notified());
+        }
+    }
+
+    fn handled(&self, woken: bool) {
+        if let Some(moderation) = self.moderated().handled(woken, self.taken()) {
+            self.provided().moderate(moderation);
+        }
     }
 
     /// Records the time at which each completion arrives, for [`CompletionQueue::poll_with_time`].
@@ -50,7 +81,7 @@ impl CompletionQueue {
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
         self.drive_if_due();
         let found = self.provided().poll_with_time();
-        self.note(found.is_some());
+        self.note(usize::from(found.is_some()));
         found
     }
 

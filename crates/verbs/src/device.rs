@@ -20,6 +20,7 @@ use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
+use crate::moderation::{Moderated, ModerationPolicy};
 use crate::options::{OpenError, Options, check_environment};
 use crate::process::{self, FaultCounts};
 use crate::provider::{self, Provided};
@@ -72,6 +73,8 @@ struct DeviceInner {
     provided: Box<dyn provider::Device>,
     provider: &'static str,
     address: IpAddr,
+    /// Moderation of the completion queues whose users set none.
+    moderation: ModerationPolicy,
 }
 
 impl Provided for Device {
@@ -110,6 +113,7 @@ impl Device {
             provided: provider.open(address, &options)?,
             provider: provider.name(),
             address,
+            moderation: options.moderation.or(process::moderation()?).unwrap_or_default(),
         })))
     }
 
@@ -146,6 +150,7 @@ impl Device {
             provided: self.provided().open_engine()?,
             provider: self.provider(),
             address: self.address(),
+            moderation: self.0.moderation,
         })))
     }
 
@@ -225,12 +230,18 @@ impl Device {
     }
 
     fn completion_queue(&self, provided: Box<dyn provider::CompletionQueue>) -> CompletionQueue {
-        CompletionQueue(Arc::new(CqInner {
+        let queue = CompletionQueue(Arc::new(CqInner {
             queue: provided.queue().cloned(),
             provided,
             device: self.clone(),
-            found: AtomicU32::new(0),
-        }))
+            taken: AtomicU32::new(0),
+            driven_at: AtomicU32::new(0),
+            moderated: Moderated::default(),
+        }));
+        if self.0.moderation != ModerationPolicy::Off && self.features().contains(Features::CQ_MODERATION) {
+            queue.set_moderation(self.0.moderation);
+        }
+        queue
     }
 
     /// Lets the caller drive the device, unless another thread does: receives packets that have arrived and sends packets that are
@@ -375,7 +386,7 @@ impl ProtectionDomain {
     }
 }
 
-/// Polls that find something, after which the next one drives the device.
+/// Completions taken after which the next poll drives the device.
 const FINDS_PER_PROGRESS: u32 = 128;
 
 #[derive(Debug)]
@@ -384,8 +395,11 @@ struct CqInner {
     queue: Option<rdmux_rnic::CompletionQueue>,
     provided: Box<dyn provider::CompletionQueue>,
     device: Device,
-    /// Number of polls that found something since a drive was due.
-    found: AtomicU32,
+    /// Number of completions taken, modulo 2^32, and what it was when a drive was due the last time. What two threads count as one
+    /// costs nothing.
+    taken: AtomicU32,
+    driven_at: AtomicU32,
+    moderated: Moderated,
 }
 
 /// Completion queue with a completion channel of its own.
@@ -418,8 +432,9 @@ impl CompletionQueue {
     pub fn poll(&self) -> Option<WorkCompletion> {
         self.drive_if_due();
         let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
-        self.note(taken.is_some());
-        taken.or_else(|| self.provided().poll())
+        let found = taken.or_else(|| self.provided().poll());
+        self.note(usize::from(found.is_some()));
+        found
     }
 
     /// Drives for a caller that finds something at every poll, as one does whose requests are done when they are posted: the device's threads
@@ -427,26 +442,38 @@ impl CompletionQueue {
     /// hand.
     #[inline]
     pub(crate) fn drive_if_due(&self) {
-        if self.0.found.load(Ordering::Relaxed) >= FINDS_PER_PROGRESS {
-            self.0.found.store(0, Ordering::Relaxed);
+        let taken = self.0.taken.load(Ordering::Relaxed);
+        if taken.wrapping_sub(self.0.driven_at.load(Ordering::Relaxed)) >= FINDS_PER_PROGRESS {
+            self.0.driven_at.store(taken, Ordering::Relaxed);
             self.0.device.progress();
         }
     }
 
-    /// Notes whether a poll found something, by which another drive comes due. One that two threads count as one costs nothing.
+    /// Notes that a poll took so many completions, by which another drive comes due.
     #[inline]
-    pub(crate) fn note(&self, found: bool) {
-        if found {
-            let found = self.0.found.load(Ordering::Relaxed);
-            self.0.found.store(found + 1, Ordering::Relaxed);
+    pub(crate) fn note(&self, taken: usize) {
+        if taken > 0 {
+            let before = self.0.taken.load(Ordering::Relaxed);
+            self.0
+                .taken
+                .store(before.wrapping_add(taken as u32), Ordering::Relaxed);
         }
+    }
+
+    /// Returns the number of completions that were taken, modulo 2^32.
+    pub(crate) fn taken(&self) -> u32 {
+        self.0.taken.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn moderated(&self) -> &Moderated {
+        &self.0.moderated
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device if there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
         self.drive_if_due();
         let found = self.provided().poll_many(max, into);
-        self.note(found > 0);
+        self.note(found);
         found
     }
 
@@ -455,13 +482,14 @@ impl CompletionQueue {
     pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
         self.drive_if_due();
         let found = self.provided().poll_into(into);
-        self.note(found > 0);
+        self.note(found);
         found
     }
 
     /// Requests a wake-up through [`CompletionQueue::as_fd`], which is not readable until then. A completion that is there already
     /// causes no wake-up: poll after arming.
     pub fn arm(&self, arm: Arm) {
+        self.handled_events();
         self.provided().arm(arm)
     }
 
@@ -475,7 +503,12 @@ impl CompletionQueue {
     /// timeout expires. A timeout of zero arms the queue for any completion and polls once more: a later completion makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        self.provided().wait(timeout)
+        if timeout.is_zero() {
+            self.handled_events();
+        }
+        let found = self.provided().wait(timeout)?;
+        self.note(usize::from(found.is_some()));
+        Ok(found)
     }
 }
 

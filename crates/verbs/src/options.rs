@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use rdmux_rnic::Traffic;
 use rdmux_rnic::faults::{Spec, SpecError};
 
+use crate::moderation::{ModerationPolicy, UnknownPolicy};
 use crate::process;
 use crate::provider::{self, UnknownProvider, Variable};
 use crate::waiting::WaitMode;
@@ -27,6 +28,9 @@ pub struct Options {
     /// Faults of the device's port, in both directions and over all carriers; `None`: as [`crate::set_process_faults`] or
     /// the environment variable `RDMUX_FAULT` says, else none. With faults, WRITE and READ within the host go by packets too.
     pub faults: Option<Spec>,
+    /// Moderation of the completion queues whose users choose none ([`crate::CompletionQueue::moderate`]); `None`: as the environment variable
+    /// `RDMUX_MODERATION` says, else none.
+    pub moderation: Option<ModerationPolicy>,
     /// Name of the provider; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else the first
     /// that was registered. Of the other options, an RNIC uses [`Options::waiting`] alone.
     pub provider: Option<&'static str>,
@@ -62,6 +66,7 @@ pub fn check_environment() -> Result<(), OpenError> {
     let names: Vec<&str> = providers.iter().map(|provider| provider.name()).collect();
     check("RDMUX_PROVIDER", &names)?;
     process::faults()?;
+    process::moderation()?;
     Ok(())
 }
 
@@ -121,6 +126,9 @@ pub enum OpenError {
     /// `RDMUX_FAULT` is not a valid fault specification.
     #[error("RDMUX_FAULT: {0}")]
     Faults(#[from] SpecError),
+    /// `RDMUX_MODERATION` names no moderation policy.
+    #[error("RDMUX_MODERATION: {0}")]
+    Moderation(#[from] UnknownPolicy),
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use rdmux_rnic::faults::{Spec, SpecError};
 use rdmux_rnic::sync::Mutex;
 
+use crate::moderation::{ModerationPolicy, UnknownPolicy};
+
 /// Faults of the devices that this process opens, unless their options specify others.
 static FAULTS: Mutex<Option<Spec>> = Mutex::new(None);
 
@@ -24,6 +26,14 @@ pub fn faults() -> Result<Option<Spec>, SpecError> {
         return Ok(Some(spec));
     }
     match std::env::var_os("RDMUX_FAULT") {
+        Some(text) if !text.is_empty() => text.to_string_lossy().parse().map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// Returns the moderation that the environment asks for.
+pub(crate) fn moderation() -> Result<Option<ModerationPolicy>, UnknownPolicy> {
+    match std::env::var_os("RDMUX_MODERATION") {
         Some(text) if !text.is_empty() => text.to_string_lossy().parse().map(Some),
         _ => Ok(None),
     }

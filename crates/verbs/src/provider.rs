@@ -312,6 +312,11 @@ pub trait CompletionQueue: Any + Debug + Send + Sync {
     /// See [`crate::CompletionQueue::moderate`]. Called only if the device has [`Features::CQ_MODERATION`].
     fn moderate(&self, _moderation: Option<Moderation>) {}
 
+    /// Returns whether the queue has raised an event since it was armed. Called only if the device has [`Features::CQ_MODERATION`].
+    fn has_notified(&self) -> bool {
+        false
+    }
+
     /// See [`crate::CompletionQueue::keep_times`]. Called only if the device has [`Features::CQ_TIMES`].
     fn keep_times(&self) {}
 }

@@ -117,6 +117,13 @@ impl Dim {
         self.state = State::Start;
     }
 
+    /// Discards the window, and has the next event begin another one: the handler has polled meanwhile. The profile stays.
+    pub fn restart(&mut self) {
+        if self.state == State::InProgress {
+            self.state = State::Start;
+        }
+    }
+
     /// Returns the rates of the window that ends now; `None` if it took no time.
     fn stats(&self) -> Option<Stats> {
         let us = (self.now.at.since_ns(self.start.at) / 1_000) as u32;
