@@ -452,6 +452,9 @@ impl CompletionQueue {
     /// after arming.
     pub fn arm(&self, arm: Arm) {
         let mut queue = self.lock();
+        // The user polls after this, and so needs no notification of what came before.
+        queue.untold = 0;
+        queue.tell_at = None;
         // A request for any completion is the wider one and stays.
         if queue.armed != Some(Arm::Next) {
             queue.arm(arm);

@@ -330,7 +330,9 @@ impl<M> Reactor<M> {
 
     /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
     fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
-        device.create_cq(self.completions_max() as u32)
+        let cq = device.create_cq(self.completions_max() as u32)?;
+        cq.leave_moderation_to_handler();
+        Ok(cq)
     }
 
     /// Returns the number of completions that the connections of one port may have at a time.
@@ -778,6 +780,7 @@ impl<M> Reactor<M> {
         if let Some(event) = self.poll() {
             return Ok(Some(event));
         }
+        let hold_off = self.end_run();
         let deadline = deadline.into_iter().chain(due).min();
         while self.waiting.pause(began) {
             if let Some(event) = self.poll() {
@@ -791,6 +794,10 @@ impl<M> Reactor<M> {
         }
         let mut watches: Vec<EngineWatch> =
             self.ports.iter().filter_map(|port| port.device.watch()).collect();
+        // Only a handler in the engines' place decides when packets are looked at.
+        if watches.len() == self.ports.len() {
+            self.waiting.hold_off(hold_off, deadline);
+        }
         let mut has_slept = false;
         loop {
             // Packets that woke this thread are processed first, then the completions of all packets are polled.
@@ -817,6 +824,16 @@ impl<M> Reactor<M> {
             }
             watches.retain(|watch| !watch.serves_others());
         }
+    }
+
+    /// Ends a run of the handler: all completions are taken. Returns the time by which to delay the next look, if it comes to sleep: the
+    /// shortest that moderation allows.
+    fn end_run(&mut self) -> Option<Duration> {
+        let woken = self.waiting.end_run();
+        let moderations = self.ports.iter().filter_map(|port| port.cq.handled(woken));
+        let delaying = moderations.filter(|moderation| moderation.count > 1);
+        let least_us = delaying.map(|moderation| moderation.period_us).min()?;
+        Some(Duration::from_micros(least_us.into()))
     }
 
     /// Polls once more, with the queues armed: no completion after that is missed.

@@ -47,22 +47,43 @@ impl CompletionQueue {
     }
 
     pub(crate) fn set_moderation(&self, policy: ModerationPolicy) {
-        let moderator = Moderator::new(policy);
-        self.provided().moderate(moderator.moderation());
-        self.moderated().set(moderator, self.taken());
+        self.moderated().set(Moderator::new(policy), self.taken());
+        self.apply_moderation();
+    }
+
+    /// Has the device delay what the policy delays, unless the handler does.
+    fn apply_moderation(&self) {
+        let moderated = self.moderated();
+        let moderation = moderated.moderator.lock().moderation();
+        self.provided()
+            .moderate(moderation.filter(|_| !moderated.is_by_handler()));
+    }
+
+    /// Leaves the delay of wake-ups to the handler: the device raises each event at once. For a handler that sleeps in the place of its
+    /// device ([`crate::Device::watch`]), which packets wake and not events. It calls [`CompletionQueue::handled`] after each run, and delays its
+    /// next look by what that returns.
+    pub fn leave_moderation_to_handler(&self) {
+        self.moderated().leave_to_handler();
+        self.apply_moderation();
+    }
+
+    /// Ends a run of the handler to which moderation was left: it has taken all completions, and is about to wait. `woken`: a wake-up began the
+    /// run; if not, the handler polled, and the policy does not count the run. Returns the moderation of the next wake-up.
+    pub fn handled(&self, woken: bool) -> Option<Moderation> {
+        self.moderated().handled(woken, self.taken());
+        self.moderated().moderator.lock().moderation()
     }
 
     /// Tells the policy of an event, if the queue has raised one since it was armed, and its handler is about to arm it again.
     #[inline]
     pub(crate) fn handled_events(&self) {
-        if self.moderated().is_adaptive() {
-            self.handled(self.provided().has_notified());
-        }
-    }
-
-    fn handled(&self, woken: bool) {
-        if let Some(moderation) = self.moderated().handled(woken, self.taken()) {
-            self.provided().moderate(moderation);
+        if self.moderated().counts_events() {
+            let moderation = self
+                .moderated()
+                .handled(self.provided().has_notified(), self.taken());
+            if let Some(moderation) = moderation {
+                self.provided().moderate(moderation);
+            }
         }
     }
 

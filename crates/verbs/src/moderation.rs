@@ -147,11 +147,13 @@ impl Moderator {
     }
 }
 
-/// Moderation of one completion queue by its handlers.
+/// Moderation of one completion queue.
 #[derive(Debug)]
 pub(crate) struct Moderated {
-    /// Set if the policy needs to know of events.
-    adaptive: AtomicBool,
+    /// Set if the policy needs to know of the events that the queue raises.
+    counts_events: AtomicBool,
+    /// Set if the handler delays its wake-ups, and not the device.
+    by_handler: AtomicBool,
     pub(crate) moderator: Mutex<Moderator>,
     /// Completions taken until the event before.
     taken: AtomicU32,
@@ -160,7 +162,8 @@ pub(crate) struct Moderated {
 impl Default for Moderated {
     fn default() -> Moderated {
         Moderated {
-            adaptive: AtomicBool::new(false),
+            counts_events: AtomicBool::new(false),
+            by_handler: AtomicBool::new(false),
             moderator: Mutex::new(Moderator::new(ModerationPolicy::Off)),
             taken: AtomicU32::new(0),
         }
@@ -169,16 +172,27 @@ impl Default for Moderated {
 
 impl Moderated {
     #[inline]
-    pub(crate) fn is_adaptive(&self) -> bool {
-        self.adaptive.load(Ordering::Relaxed)
+    pub(crate) fn counts_events(&self) -> bool {
+        self.counts_events.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_by_handler(&self) -> bool {
+        self.by_handler.load(Ordering::Relaxed)
     }
 
     pub(crate) fn set(&self, moderator: Moderator, taken: u32) {
-        let adaptive = !matches!(moderator.algorithm, Algorithm::Constant);
+        let is_adaptive = !matches!(moderator.algorithm, Algorithm::Constant);
         let mut own = self.moderator.lock();
         *own = moderator;
         self.taken.store(taken, Ordering::Relaxed);
-        self.adaptive.store(adaptive, Ordering::Relaxed);
+        self.counts_events
+            .store(is_adaptive && !self.is_by_handler(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn leave_to_handler(&self) {
+        let _moderator = self.moderator.lock();
+        self.by_handler.store(true, Ordering::Relaxed);
+        self.counts_events.store(false, Ordering::Relaxed);
     }
 
     /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken`: the completions taken until now. Returns the
@@ -187,7 +201,7 @@ impl Moderated {
         let mut moderator = self.moderator.lock();
         let before = self.taken.swap(taken, Ordering::Relaxed);
         if !woken {
-            // A handler that arms an armed queue, and has found nothing, has polled no more than it does anyway.
+            // A handler that found nothing did not poll for long either.
             if before != taken {
                 moderator.interrupt();
             }
