@@ -49,6 +49,10 @@
 //! # wait(&Queue, &mut Policy::new(20_000), Conditions::default);
 //! ```
 
+mod handler;
+
+pub use handler::Handler;
+
 /// Assumed cost of a wake-up before one was measured.
 pub const WAKE_NS_DEFAULT: u64 = 20_000;
 /// A wake-up on the sleeper's own CPU takes 1 µs; less than this is an error of measurement.
