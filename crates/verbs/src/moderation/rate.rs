@@ -14,12 +14,12 @@ pub const WORTHWHILE: u64 = 4;
 /// Most completions that a wake-up waits for.
 pub const COUNT_MAX: u64 = 256;
 /// A window ends with this many events, if it lasted [`WINDOW_NS_MIN`].
-const EVENTS: u32 = 16;
+pub const EVENTS: u32 = 16;
 const WINDOW_NS_MIN: u64 = 500_000;
 /// A pause between two events after which nothing is known about the load.
 pub const PAUSE_NS: u64 = 1_000_000;
 /// A rate that falls by more than so many percent when moderation begins has fallen by it.
-const FALL_PERCENT: u64 = 10;
+const FALL_PERCENT: u64 = 5;
 /// Time without moderation after the first failure, and the longest.
 const RETRY_NS: u64 = 10_000_000;
 const RETRY_NS_MAX: u64 = 1_000_000_000;
