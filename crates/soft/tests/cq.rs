@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use common::{LONG, connect};
+use rdmux_verbs::moderation::dim;
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -72,6 +73,35 @@ fn moderate__who_sleeps_is_told_by_count_and_by_age() {
     bed.cq.arm(Arm::Next);
     bed.send(0);
     assert!(bed.is_told());
+}
+
+#[test]
+fn moderate__an_adaptive_policy_counts_each_arming_after_an_event() {
+    let bed = Bed::new([127, 27, 0, 6]);
+    let profile_of = |count: u16| dim::PROFILES.iter().position(|profile| profile.count == count);
+    bed.cq.moderate(ModerationPolicy::Dim).unwrap();
+    let mut highest = 0;
+    // Windows of 64 events; each event of the second window brings ten times as many completions.
+    for sends in [1, 10, 14, 14] {
+        for event in 0..70 {
+            bed.cq.arm(Arm::Next);
+            (0..sends).for_each(|i| bed.send(event * sends + i));
+            assert!(bed.is_told());
+            assert!(
+                bed.cq.take_event(),
+                "the event is taken before the queue is armed again"
+            );
+            for _ in 0..sends {
+                bed.cq.wait(LONG).unwrap().expect("a completion");
+            }
+        }
+        let (policy, moderation) = bed.cq.moderation();
+        assert_eq!(policy, ModerationPolicy::Dim);
+        highest = highest.max(profile_of(moderation.unwrap().count).unwrap());
+    }
+    assert!(highest > 0, "the load rose, and the profile did not");
+    bed.cq.moderate(ModerationPolicy::Off).unwrap();
+    assert_eq!(bed.cq.moderation(), (ModerationPolicy::Off, None));
 }
 
 #[test]

@@ -95,6 +95,19 @@ fn moderation__a_time_that_was_for_an_earlier_waiter_tells_nobody() {
 }
 
 #[test]
+fn moderation__begins_anew_when_an_armed_queue_is_armed() {
+    let mut bed = Bed::new();
+    bed.moderate(2, 10);
+    assert!(!bed.complete(0, 0));
+    let (cq, now) = (bed.cq, bed.pair.now);
+    bed.rnic().arm_cq(cq, Arm::Next);
+    bed.rnic().handle_timeout(now + 10_000);
+    assert!(!bed.is_told(), "who arms the queue polls after that");
+    assert!(!bed.complete(0, 1), "the first since then");
+    assert!(bed.complete(0, 2));
+}
+
+#[test]
 fn moderation__of_one_or_of_no_time_is_none() {
     for (count, period_us) in [(0, 0), (0, 10), (1, 10), (5, 0)] {
         let mut bed = Bed::new();

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    Access, Arm, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, PathMtu,
-    QpAttributes, QpState, RKey, SendRequest, Sge, SgeList, Status, WorkCompletion,
+    Access, Arm, CompletionQueue, ConnectError, ConnectParams, Device, OpenError, Operation, Options,
+    PathMtu, QpAttributes, QpState, RKey, SendRequest, Sge, SgeList, Status, WorkCompletion,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -881,6 +881,39 @@ fn add_descriptor__is_reported_while_it_is_readable() {
         assert!(reactor.remove_descriptor(ids[1]).is_none());
         assert!(reactor.next(Some(Instant::now())).unwrap().is_none());
         drop(writing.join().unwrap());
+    }
+}
+
+#[test]
+fn next__a_look_that_is_held_off_loses_nothing() {
+    for policy in ["rate", "dim", "100,500us"] {
+        let address: SocketAddr = "127.0.12.29:7174".parse().unwrap();
+        rdmux_soft::register();
+        let options = Options {
+            moderation: Some(policy.parse().unwrap()),
+            ..Options::default()
+        };
+        let device = Device::open_with(address.ip(), options).unwrap();
+        let mut reactor: Reactor<()> = Reactor::new(SIZES, limits(2), Some(WaitMode::Blocked)).unwrap();
+        reactor.listen(&device, address.port()).unwrap();
+        let sending: Vec<_> = (0..2)
+            .map(|_| {
+                std::thread::spawn(move || {
+                    let mut peer = Peer::connect(address).unwrap();
+                    for i in 0..500_u32 {
+                        peer.send_soon(&i.to_be_bytes());
+                        assert_eq!(peer.message().unwrap(), i.to_be_bytes());
+                    }
+                })
+            })
+            .collect();
+        let mut ends = Vec::new();
+        while ends.len() < 2 {
+            let event = next(&mut reactor);
+            echo(&mut reactor, event, &mut ends);
+        }
+        sending.into_iter().for_each(|peer| peer.join().unwrap());
+        assert!(reactor.next(Some(Instant::now())).unwrap().is_none());
     }
 }
 
