@@ -70,8 +70,12 @@ impl CompletionQueue {
     /// Ends a run of the handler to which moderation was left: it has taken all completions, and is about to wait. `woken`: a wake-up began the
     /// run; if not, the handler polled, and the policy does not count the run. Returns the moderation of the next wake-up.
     pub fn handled(&self, woken: bool) -> Option<Moderation> {
-        self.moderated().handled(woken, self.taken());
-        self.moderated().moderator.lock().moderation()
+        let moderated = self.moderated();
+        if !moderated.is_on() {
+            return None;
+        }
+        moderated.handled(woken, self.taken());
+        moderated.moderator.lock().moderation()
     }
 
     /// Tells the policy of an event, if the queue has raised one since it was armed, and its handler is about to arm it again.

@@ -150,6 +150,8 @@ impl Moderator {
 /// Moderation of one completion queue.
 #[derive(Debug)]
 pub(crate) struct Moderated {
+    /// Set if there is anything to moderate.
+    is_on: AtomicBool,
     /// Set if the policy needs to know of the events that the queue raises.
     counts_events: AtomicBool,
     /// Set if the handler delays its wake-ups, and not the device.
@@ -162,6 +164,7 @@ pub(crate) struct Moderated {
 impl Default for Moderated {
     fn default() -> Moderated {
         Moderated {
+            is_on: AtomicBool::new(false),
             counts_events: AtomicBool::new(false),
             by_handler: AtomicBool::new(false),
             moderator: Mutex::new(Moderator::new(ModerationPolicy::Off)),
@@ -171,6 +174,11 @@ impl Default for Moderated {
 }
 
 impl Moderated {
+    #[inline]
+    pub(crate) fn is_on(&self) -> bool {
+        self.is_on.load(Ordering::Relaxed)
+    }
+
     #[inline]
     pub(crate) fn counts_events(&self) -> bool {
         self.counts_events.load(Ordering::Relaxed)
@@ -182,9 +190,11 @@ impl Moderated {
 
     pub(crate) fn set(&self, moderator: Moderator, taken: u32) {
         let is_adaptive = !matches!(moderator.algorithm, Algorithm::Constant);
+        let is_on = moderator.policy != ModerationPolicy::Off;
         let mut own = self.moderator.lock();
         *own = moderator;
         self.taken.store(taken, Ordering::Relaxed);
+        self.is_on.store(is_on, Ordering::Relaxed);
         self.counts_events
             .store(is_adaptive && !self.is_by_handler(), Ordering::Relaxed);
     }
