@@ -21,7 +21,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 25] = [
+const OUTPUTS: [&str; 26] = [
     "capture",
     "capture check",
     "ddio off",
@@ -35,6 +35,7 @@ const OUTPUTS: [&str; 25] = [
     "log status",
     "log trim",
     "perf push-read",
+    "perf storage",
     "perf write-bw",
     "perf write-lat",
     "pull",
@@ -525,6 +526,15 @@ fn output__perf() {
             }
         }
     }
+}
+
+#[test]
+fn output__perf_storage() {
+    let home = tempfile::tempdir().unwrap();
+    let address = address(16);
+    let (_serving, _) = start(&home, &["perf", "storage", "--bind", &address], "listening");
+    let args = ["perf", "storage", &address, "--bind", &address, "--ios", "20"];
+    both(&home, "perf storage", &args);
 }
 
 #[test]

@@ -25,7 +25,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
     (
         "crates/rdmux",
         &[
-            "capture", "hw", "log", "memory", "push", "sim", "soft", "verbs", "wire",
+            "capture", "hw", "log", "memory", "push", "runtime", "sim", "soft", "verbs", "wire",
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),

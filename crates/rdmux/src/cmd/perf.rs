@@ -12,6 +12,7 @@
 //! A server that runs another test refuses the connection, and gives the reason as text in the private data.
 
 mod push;
+mod storage;
 
 use std::cell::Cell;
 use std::io::Write;
@@ -38,6 +39,8 @@ const WATCH: Duration = Duration::from_secs(1);
 const ALL_SIZES_MAX: u32 = 1 << 23;
 /// Largest message.
 const SIZE_MAX: u32 = 1 << 30;
+/// Requests in flight on each queue pair, unless `-t` says otherwise.
+const TX_DEPTH_DEFAULT: u32 = 128;
 /// Reason for the refusal of `-e`.
 const NO_EVENTS: &str = "write-lat does not support -e: a WRITE generates no completion at its target, which polls the memory; use send-lat";
 /// Number of WRITEs of which one is completed, which keeps the queue from filling up.
@@ -60,6 +63,8 @@ pub(crate) enum Test {
     PushRead,
     /// Writes to a region of `rdmux serve` until they are durable, by each method; prints a table by size and depth.
     PushWrite,
+    /// Reads and writes of a service with simulated drives; both sides are this command.
+    Storage,
 }
 
 impl Test {
@@ -98,6 +103,7 @@ impl Test {
             Test::FlushBw => "RDMA_Write + Flush BW Test",
             Test::PushRead => "Push Read Latency Test",
             Test::PushWrite => "Push Write Latency Test",
+            Test::Storage => "Storage Test",
         }
     }
 
@@ -123,41 +129,50 @@ impl Test {
 /// `-e` is given.
 ///
 /// push-read and push-write measure the push service: HOST is rdmux://HOST[:PORT]/REGION; without it, the command starts a server.
+///
+/// storage measures a service with simulated drives, in fio's words, at any number of clients: each command is a message of 64 bytes, the server
+/// moves the block by RDMA WRITE (read) or RDMA READ (write) when the drive has finished, and responds. The server ends by Ctrl-C. Both sides
+/// wait as the environment variable RDMUX_WAIT says.
 #[derive(Parser, Debug, Clone)]
 #[command(after_help = "\
 JSON: one object, of the client: test, results (array of MsgSize, n_iterations, and for latency in us t_min, t_max, t_typical, t_avg, t_stdev,
 percentile_99, percentile_99.9; for bandwidth BW_peak, BW_average, in MiB/s or Gb/s, and MsgRate, in millions), counters (of the
 device, those above 0).
 JSON of push-read and push-write: one object: test, domain, durable, carrier, client_cpu, server_cpu, client_waits, server_waits, cells
-(array of method, bytes, depth, requests, p50_us, p99_us, mean_us, server_application_us, server_nic_us).")]
+(array of method, bytes, depth, requests, p50_us, p99_us, mean_us, server_application_us, server_nic_us).
+JSON of storage: of the client one object: test, rw, bs, iodepth, connections, threads, verified, carrier, server (object: drives, drive_bytes,
+drive_latency_us, drive_depth, reactors, queues, moderation), runtime_s, ios, reads, writes, iops, mib_per_s, latency_us (object: min, mean, p50, p99,
+p99.9, p99.99, max), processor time of a command: client_cpu_us, server_cpu_us, and of that server_reactor_cpu_us; server_per_s (object:
+reactor_wakeups and other_wakeups, the voluntary context switches of its reactors and of its other threads, completions, those that its
+reactors report, cpu_ms). Of the server one line, when clients can connect: listening, server.")]
 pub(crate) struct Args {
     /// Test to run.
     #[arg(value_enum)]
     pub(crate) test: Test,
     /// Name or address of the server; without it, this process is the server.
     pub(crate) host: Option<String>,
-    /// Bytes of a message, optionally with K, M or G [default: 2 for latency, 65536 for bandwidth].
-    #[arg(short, long, value_name = "BYTES", value_parser = parse_message_size)]
+    /// Bytes of a message, optionally with K, M or G; of storage, of a block [default: 2 for latency, 65536 for bandwidth, 4096 for storage].
+    #[arg(short, long, visible_alias = "bs", value_name = "BYTES", value_parser = parse_message_size)]
     pub(crate) size: Option<u32>,
-    /// Iterations [default: 1000 for latency, 5000 for bandwidth].
-    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Iterations; of storage, commands on each connection [default: 1000 for latency, 5000 for bandwidth, for storage a duration].
+    #[arg(short = 'n', long, visible_alias = "ios", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) iters: Option<u32>,
-    /// Run for this many seconds instead of a number of iterations.
-    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iters", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Run for this many seconds, such as 5 or 5s, instead of a number of iterations [default: 5 for storage].
+    #[arg(short = 'D', long, visible_alias = "runtime", value_name = "SECONDS", conflicts_with = "iters", value_parser = parse_seconds)]
     pub(crate) duration: Option<u32>,
     /// Number of round trips in one time measurement (latency), for round trips hardly longer than a reading of the clock. Percentiles are
     /// then those of the means of N round trips.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) group: u32,
-    /// Number of queue pairs (bandwidth).
-    #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
+    /// Number of queue pairs (bandwidth, storage).
+    #[arg(short, long, visible_alias = "connections", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
     pub(crate) qp: u16,
     /// Measure all sizes from 2 bytes to 8 MiB.
     #[arg(short, long)]
     pub(crate) all: bool,
-    /// Requests in flight on each queue pair (bandwidth).
-    #[arg(short, long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub(crate) tx_depth: u32,
+    /// Requests in flight on each queue pair (bandwidth, storage) [default: 128 for bandwidth, 32 for storage].
+    #[arg(short, long, visible_alias = "iodepth", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) tx_depth: Option<u32>,
     /// Sleep on completion events instead of polling, at both ends; the client's choice holds for both. A WRITE generates no event at its
     /// target, so write-lat does not support this.
     #[arg(short, long)]
@@ -186,6 +201,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) push: push::PushArgs,
     #[command(flatten)]
+    pub(crate) storage: storage::StorageArgs,
+    #[command(flatten)]
     pub(crate) device: super::device::DeviceArgs,
 }
 
@@ -203,6 +220,13 @@ fn parse_message_size(text: &str) -> Result<u32, String> {
         .and_then(|bytes| u32::try_from(bytes).ok())
         .filter(|bytes| (1..=SIZE_MAX).contains(bytes))
         .ok_or_else(|| "give 1 byte to 1 GiB, as a number with or without K, M or G".into())
+}
+
+fn parse_seconds(text: &str) -> Result<u32, String> {
+    let seconds = text.strip_suffix('s').unwrap_or(text).parse().ok();
+    seconds
+        .filter(|seconds| *seconds > 0)
+        .ok_or_else(|| "give whole seconds from 1 on, such as 5 or 5s".into())
 }
 
 /// Allocates pages for buffers.
@@ -270,6 +294,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             json: args.json,
         };
         return push::run(&args.push, &common);
+    }
+    if args.test == Test::Storage {
+        return storage::run(args);
     }
     match &args.host {
         None => serve(args),
@@ -635,8 +662,8 @@ fn answer_client(
             }
         }
         // The requests are one-sided: the NIC answers them. This side only drives it, or sleeps.
-        // Tests of the push service never come here.
-        Test::PushRead | Test::PushWrite => Ok(()),
+        // Tests of the services never come here.
+        Test::PushRead | Test::PushWrite | Test::Storage => Ok(()),
         Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => loop {
             if request.events {
                 connections[0].wait_ended(WATCH);
@@ -703,8 +730,8 @@ fn params() -> ConnectParams {
     ConnectParams::default()
 }
 
-/// Connects, measures every requested size, and prints the results unless JSON is requested.
-fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
+/// Opens the device from which a server is reached; also returns the server's address.
+fn device_towards(args: &Args, host: &str) -> Result<(Device, SocketAddr)> {
     ensure!(
         !is_malformed_ipv4(host),
         "{host} is not an IPv4 address: each of its numbers is at most 255"
@@ -721,7 +748,12 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
             source,
         })?,
     };
-    let device = Device::open(address)?;
+    Ok((Device::open(address)?, peer))
+}
+
+/// Connects, measures every requested size, and prints the results unless JSON is requested.
+fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
+    let (device, peer) = device_towards(args, host)?;
     let sizes: Vec<u32> = if args.all {
         (1..=ALL_SIZES_MAX.ilog2()).map(|n| 1 << n).collect()
     } else {
@@ -737,7 +769,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
         let depth = if args.test.is_latency() {
             128
         } else {
-            args.tx_depth.min(iterations.max(1))
+            args.tx_depth.unwrap_or(TX_DEPTH_DEFAULT).min(iterations.max(1))
         };
         let request = Request {
             test: args.test,
@@ -776,7 +808,7 @@ fn measure(
         connections.push(connection);
     }
     let answer = connections[0].private_data();
-    let short = "the server's reply is too short";
+    let short = "the server's reply is too short: start `rdmux perf` there with the same test";
     let va = u64::from_be_bytes(*answer.first_chunk().context(short)?);
     let rkey = answer.get(8..).and_then(<[u8]>::first_chunk).context(short)?;
     let rkey = RKey(u32::from_be_bytes(*rkey));
