@@ -288,6 +288,7 @@ fn refused(peer: SocketAddr, error: EstablishError) -> Error {
         EstablishError::Create(error) => error.into(),
         EstablishError::Register(error) => error.into(),
         EstablishError::Post(error) => error.into(),
+        EstablishError::Queue(error) => std::io::Error::other(error).into(),
         EstablishError::Io(error) => error.into(),
     }
 }

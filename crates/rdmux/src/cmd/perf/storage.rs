@@ -115,12 +115,15 @@ pub(super) enum Queues {
     /// The connections of a reactor share one.
     #[default]
     Pool,
+    /// Each connection has one of its own, as servers have it that know no pool.
+    Private,
 }
 
 impl Queues {
     fn name(self) -> &'static str {
         match self {
             Queues::Pool => "pool",
+            Queues::Private => "private",
         }
     }
 }

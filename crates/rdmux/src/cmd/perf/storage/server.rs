@@ -301,12 +301,13 @@ impl Server {
 
 /// Returns the limits of each reactor.
 fn limits(queues: Queues) -> Limits {
-    // The one place where the choice of completion queues reaches the runtime.
-    match queues {
-        Queues::Pool => Limits {
-            connections: CONNECTIONS_MAX,
-            keepalive: KEEPALIVE,
-            shared_receives: Some(SHARED_RECEIVES),
+    Limits {
+        connections: CONNECTIONS_MAX,
+        keepalive: KEEPALIVE,
+        shared_receives: Some(SHARED_RECEIVES),
+        queues: match queues {
+            Queues::Pool => rdmux_runtime::Queues::Pool,
+            Queues::Private => rdmux_runtime::Queues::Private,
         },
     }
 }
