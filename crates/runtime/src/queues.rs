@@ -155,15 +155,26 @@ impl PortQueues {
         found
     }
 
-    /// Arms a queue, and takes its oldest completion.
-    pub(crate) fn arm(&mut self, at: usize) -> io::Result<Option<WorkCompletion>> {
+    /// Has a queue's descriptor report the next completion, and takes its oldest one. `in_place`: this thread has the place of the device's engine.
+    pub(crate) fn arm(&mut self, at: usize, in_place: bool) -> io::Result<Option<WorkCompletion>> {
         let Some(polled) = self.polled.get_mut(at) else {
             return Ok(None);
         };
-        // A wait of zero time arms the queue and polls it.
-        let found = polled.cq.wait(Duration::ZERO)?;
+        let found = match in_place {
+            true => {
+                polled.cq.watch(true);
+                polled.cq.poll()
+            }
+            // A wait of zero time arms the queue and polls it.
+            false => polled.cq.wait(Duration::ZERO)?,
+        };
         polled.note(found.is_some());
         Ok(found)
+    }
+
+    /// Ends the reports of the queues, for a thread in the engine's place that is awake: what it brings itself is no news.
+    pub(crate) fn end_reports(&self) {
+        self.all().for_each(|cq| cq.watch(false));
     }
 
     /// Has so many completions of each queue polled before the next probes, or all that there are.

@@ -113,6 +113,8 @@ pub enum ConnectionError {
 struct ReactorPort {
     device: Device,
     queues: PortQueues,
+    /// Set while this thread has the place of the device's engine.
+    in_place: bool,
     receives: Option<Arc<SharedReceives>>,
     /// Closed connections until the completion of [`WorkId::Last`]: only then are all shared receives that they have taken posted again.
     closed: HashMap<Qpn, Established>,
@@ -360,6 +362,7 @@ impl<M> Reactor<M> {
         self.ports.push(ReactorPort {
             device: device.clone(),
             queues,
+            in_place: false,
             receives,
             closed: HashMap::new(),
             accepts,
@@ -878,17 +881,20 @@ impl<M> Reactor<M> {
                 return Ok(None);
             }
         }
-        let mut watches: Vec<EngineWatch> =
-            self.ports.iter().filter_map(|port| port.device.watch()).collect();
+        let mut watches: Vec<(usize, EngineWatch)> = Vec::new();
+        for (at, port) in self.ports.iter().enumerate() {
+            watches.extend(port.device.watch().map(|watch| (at, watch)));
+        }
+        self.note_places(&watches);
         // Only a handler in the engines' place decides when packets are looked at.
-        if watches.len() == self.ports.len() {
+        if self.ports.iter().all(|port| port.in_place) {
             self.waiting.hold_off(hold_off, deadline);
         }
         let mut has_slept = false;
-        loop {
+        let next = loop {
             // Packets that woke this thread are processed first, then the completions of all packets are polled.
             let mut sleeps = true;
-            for watch in &mut watches {
+            for (_, watch) in &mut watches {
                 sleeps &= watch.prepare();
             }
             if let Some(event) = self.poll_armed()? {
@@ -896,20 +902,42 @@ impl<M> Reactor<M> {
                     true => self.waiting.slept(began, true),
                     false => self.waiting.came(began),
                 }
-                return Ok(Some(event));
+                break Some(event);
             }
             if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 self.waiting.gave_up(began);
-                return Ok(None);
+                break None;
             }
             if sleeps {
                 has_slept = true;
                 if !self.sleep(&watches, deadline)? {
-                    return Ok(None);
+                    break None;
                 }
             }
-            watches.retain(|watch| !watch.serves_others());
+            self.end_reports();
+            let before = watches.len();
+            watches.retain(|(_, watch)| !watch.serves_others());
+            if watches.len() < before {
+                self.note_places(&watches);
+            }
+        };
+        self.end_reports();
+        Ok(next)
+    }
+
+    /// Notes at which ports this thread has the place of the engine.
+    fn note_places(&mut self, watches: &[(usize, EngineWatch)]) {
+        for at in 0..self.ports.len() {
+            let device = &self.ports[at].device;
+            let has_place = |(of, _): &(usize, EngineWatch)| self.ports[*of].device.is(device);
+            self.ports[at].in_place = watches.iter().any(has_place);
         }
+    }
+
+    /// Ends the reports of the queues of engines in whose place this thread is.
+    fn end_reports(&self) {
+        let in_place = self.ports.iter().filter(|port| port.in_place);
+        in_place.for_each(|port| port.queues.end_reports());
     }
 
     /// Ends a run of the handler: all completions are taken. Returns the time by which to delay the next look, if it comes to sleep: the
@@ -927,7 +955,8 @@ impl<M> Reactor<M> {
     fn poll_armed(&mut self) -> io::Result<Option<ReactorEvent<M>>> {
         for at in 0..self.ports.len() {
             for queue in 0..self.ports[at].queues.len() {
-                while let Some(wc) = self.ports[at].queues.arm(queue)? {
+                let in_place = self.ports[at].in_place;
+                while let Some(wc) = self.ports[at].queues.arm(queue, in_place)? {
                     if let Some(event) = self.completed(at, &wc) {
                         return Ok(Some(event));
                     }
@@ -938,7 +967,7 @@ impl<M> Reactor<M> {
     }
 
     /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.
-    fn sleep(&mut self, watches: &[EngineWatch], deadline: Option<Instant>) -> io::Result<bool> {
+    fn sleep(&mut self, watches: &[(usize, EngineWatch)], deadline: Option<Instant>) -> io::Result<bool> {
         let mut fds: Vec<_> = self.descriptors.iter().map(|(_, fd)| fd.as_fd()).collect();
         fds.push(self.news.as_fd());
         fds.extend(
@@ -947,7 +976,7 @@ impl<M> Reactor<M> {
                 .flat_map(|port| port.queues.all())
                 .map(AsFd::as_fd),
         );
-        fds.extend(watches.iter().map(AsFd::as_fd));
+        fds.extend(watches.iter().map(|(_, watch)| watch.as_fd()));
         let ready = match self.inbox.sleep(&fds, deadline) {
             Ok(ready) => ready.unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(false),

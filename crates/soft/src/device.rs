@@ -401,6 +401,13 @@ impl provider::CompletionQueue for CompletionQueue {
         self.device.hand_over();
     }
 
+    fn watch(&self, on: bool) {
+        if on {
+            self.waker.reset_if_woken();
+        }
+        self.queue.watch(on);
+    }
+
     fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
         let waker = self.waker.own()?;
         let look = || {

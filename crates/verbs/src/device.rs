@@ -553,6 +553,13 @@ impl CompletionQueue {
         self.provided().arm(arm)
     }
 
+    /// Has [`CompletionQueue::as_fd`] become readable when somebody else than the caller brings a completion, or ends that. For a caller that
+    /// sleeps in the device's place ([`Device::watch`]), instead of [`CompletionQueue::arm`]: it drives the device itself, and nobody has to
+    /// do so for it. A completion that is there already causes no wake-up: poll after this.
+    pub fn watch(&self, on: bool) {
+        self.provided().watch(on);
+    }
+
     /// Takes the event that [`CompletionQueue::as_fd`] reports, so that the descriptor is no longer readable. Returns false if
     /// there is no event, or one that arrives at this moment.
     pub fn take_event(&self) -> bool {

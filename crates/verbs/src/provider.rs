@@ -297,6 +297,9 @@ pub trait CompletionQueue: Any + Debug + Send + Sync {
     /// See [`crate::CompletionQueue::arm`].
     fn arm(&self, arm: Arm);
 
+    /// See [`crate::CompletionQueue::watch`]. Called only by who has the device's [`EngineWatch`].
+    fn watch(&self, _on: bool) {}
+
     /// See [`crate::CompletionQueue::take_event`].
     fn take_event(&self) -> bool;
 
