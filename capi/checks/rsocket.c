@@ -1,14 +1,17 @@
 /* Sockets over RDMA beyond the use by Debian's programs: a thread that reads beside one that writes, many sockets in one
    process, sockets polled together with pipes, halves that are shut, signals, forks, peers that die or lie, and the results
    of wrong calls. */
+#define _GNU_SOURCE
 #include "check.h"
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <rdma/rsocket.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -284,6 +287,37 @@ static void peer_dies(int listener, const char *program)
 	CHECK(!rclose(s) && waitpid(child, &status, 0) == child && WIFSIGNALED(status));
 }
 
+static _Thread_local int system_calls;
+
+/* In place of the C library's function, for the libraries too: sets errno, as a wait does for a lock that is free by then. */
+long syscall(long number, ...)
+{
+	long (*real)(long, ...) = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+	long of[6];
+	va_list list;
+	va_start(list, number);
+	for (int i = 0; i < 6; i++)
+		of[i] = va_arg(list, long);
+	va_end(list);
+	long result = real(number, of[0], of[1], of[2], of[3], of[4], of[5]);
+	system_calls++;
+	if (result >= 0)
+		errno = EAGAIN;
+	return result;
+}
+
+/* A call that succeeds leaves errno as it was, like the system's calls. */
+static void errno_stays(int listener)
+{
+	int s[2], p[2], before = system_calls;
+	pair(listener, s);
+	CHECK(!pipe(p));
+	struct pollfd fds[2] = {{s[0], POLLIN}, {p[0], POLLIN}};
+	errno = EINPROGRESS;
+	CHECK(rpoll(fds, 2, 0) == 0 && system_calls > before && errno == EINPROGRESS);
+	CHECK(!rclose(s[0]) && !rclose(s[1]) && !close(p[0]) && !close(p[1]));
+}
+
 static void rings(int signal)
 {
 	(void)signal;
@@ -476,6 +510,7 @@ int main(int argc, char **argv)
 	bytes_and_calls(listener);
 	what_is_wrong(listener);
 	mixed(listener);
+	errno_stays(listener);
 	threads(listener);
 	closed(listener);
 	signals(listener);

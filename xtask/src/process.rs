@@ -244,6 +244,11 @@ impl Job {
         self.child.id()
     }
 
+    /// Ends the process after `limit` from now, if its own limit is not earlier.
+    pub(crate) fn limit(&mut self, limit: Duration) {
+        self.deadline = self.deadline.min(Instant::now() + limit);
+    }
+
     pub(crate) fn has_ended(&self, signals: &Signals) -> Result<bool> {
         Ok(self.end.is_some() || signals.wait(Some(&self.pidfd), Duration::ZERO)?)
     }
@@ -354,7 +359,8 @@ mod tests {
         let signals = Signals::catch().unwrap();
         for commands in [":", "trap 'exit 0' TERM"] {
             let (mut job, child) = shell_with_child(commands);
-            job.deadline = Instant::now();
+            job.limit(Duration::ZERO);
+            job.limit(UNLIMITED);
             assert_eq!(job.wait(&signals).unwrap(), End::OverLimit, "{commands}");
             assert!(!job.wait(&signals).unwrap().success());
             expect_end(child);

@@ -170,8 +170,10 @@ fn random_bytes() -> Vec<u8> {
     bytes
 }
 
-/// A client is started up to so many times while nobody listens.
-const TRIES: u32 = 8;
+/// Within this time a server listens; otherwise its client fails.
+const READY: Duration = Duration::from_secs(60);
+/// The time that a server has left once its client has failed: it may wait for that client for ever.
+const LEFT: Duration = Duration::from_secs(5);
 
 struct Run<'a> {
     binary: PathBuf,
@@ -184,7 +186,12 @@ struct Run<'a> {
 
 /// The end of a line's programs.
 enum Ran {
-    Ended { passed: bool, tries: u32 },
+    Ended {
+        passed: bool,
+        tries: u32,
+        /// How each side ended.
+        ends: Vec<String>,
+    },
     LeftOut(String),
 }
 
@@ -257,12 +264,21 @@ impl Run<'_> {
         let mut said = self.said();
         let verdict = match ran {
             Ok(Ran::LeftOut(why)) => Verdict::LeftOut { why },
-            Ok(Ran::Ended { passed: true, tries }) => Verdict::Passed { seconds, tries },
-            Ok(Ran::Ended { passed: false, tries }) => Verdict::Failed {
-                seconds,
-                said: said.join("\n"),
+            Ok(Ran::Ended {
+                passed: true, tries, ..
+            }) => Verdict::Passed { seconds, tries },
+            Ok(Ran::Ended {
+                passed: false,
                 tries,
-            },
+                ends,
+            }) => {
+                said.extend(ends);
+                Verdict::Failed {
+                    seconds,
+                    said: said.join("\n"),
+                    tries,
+                }
+            }
             Err(error) => {
                 said.push(format!("{error:#}"));
                 Verdict::Failed {
@@ -296,8 +312,12 @@ impl Run<'_> {
             }
         };
         let mut job = self.start(&here, command, table::LIMIT)?;
-        let passed = job.wait(self.signals)?.success();
-        Ok(Ran::Ended { passed, tries: 1 })
+        let end = job.wait(self.signals)?;
+        Ok(Ran::Ended {
+            passed: end.success(),
+            tries: 1,
+            ends: vec![format!("{}: {end}", here.name)],
+        })
     }
 
     fn side(&self, name: &'static str) -> Side<'static> {
@@ -366,10 +386,9 @@ impl Run<'_> {
         let process = networks
             .first()
             .map_or("self".to_owned(), |network| network.process().to_string());
-        // A server that is not ready after this time shows as a client that fails.
-        let limit = Duration::from_secs(60);
+        let deadline = Instant::now() + READY;
         self.signals
-            .until(Some(&server), limit, || match exchange.ready {
+            .until(Some(&server), READY, || match exchange.ready {
                 Ready::PickedPort => listens(&process, None, port),
                 Ready::Port(port) if networks.is_empty() => listens(&process, Some(self.address), port),
                 Ready::Port(port) => listens(&process, None, port),
@@ -381,22 +400,34 @@ impl Run<'_> {
             claim.take();
         }
         let mut tries = 0;
-        let mut passed = loop {
+        let client_end = loop {
             tries += 1;
             let mut client = start(&client_side, &exchange.client)?;
-            let passed = client.wait(self.signals)?.success();
-            let again = !passed && tries < TRIES && exchange.ready.may_miss(exchange.place);
+            let end = client.wait(self.signals)?;
+            let again =
+                !end.success() && Instant::now() < deadline && exchange.ready.may_miss(exchange.place);
             if !again || !self.nobody_listened() || server.has_ended(self.signals)? {
-                break passed;
+                break end;
             }
         };
-        if exchange.endless {
-            server.end()?;
+        let mut passed = client_end.success();
+        let server_end = if exchange.endless {
+            server.end()?
         } else {
-            passed &= server.wait(self.signals)?.success();
-        }
+            if !passed {
+                server.limit(LEFT);
+            }
+            let end = server.wait(self.signals)?;
+            passed &= end.success();
+            end
+        };
         let passed = self.judge(exchange, passed)?;
-        Ok(Ran::Ended { passed, tries })
+        let ends = [(&server_side, server_end), (&client_side, client_end)];
+        Ok(Ran::Ended {
+            passed,
+            tries,
+            ends: ends.map(|(side, end)| format!("{}: {end}", side.name)).into(),
+        })
     }
 
     fn judge(&self, exchange: &Exchange, passed: bool) -> Result<bool> {

@@ -23,6 +23,21 @@ sleep 1000 &
 echo $$ $! $* >\"$STARTED/.$$\" && mv \"$STARTED/.$$\" \"$STARTED/$$\"
 wait
 ";
+/// In place of rdmux: a server that is ready after its client's 20th try.
+const LATE: &str = "#!/bin/sh
+tries=${0%/*}/tries
+case $* in
+*-s*) echo >>\"$tries\"; [ \"$(wc -l <\"$tries\")\" -ge 20 ] || { echo rconnect: Connection refused >&2; exit 1; } ;;
+*) until [ \"$(wc -l <\"$tries\")\" -ge 20 ]; do sleep 0.01; done ;;
+esac
+";
+/// In place of rdmux: a client that fails, and a server that waits for it.
+const WAITS: &str = "#!/bin/sh
+case $* in
+*-s*) echo rpoll: Broken pipe >&2; exit 3 ;;
+*) exec sleep 1000 ;;
+esac
+";
 const XTASK: &str = env!("CARGO_BIN_EXE_rdmux-xtask");
 
 fn script(path: &Path, text: &str) {
@@ -157,6 +172,31 @@ fn programs__interrupted_leave_nothing() {
         assert!(!Path::new("/tmp/xrc_domain").exists());
         fs::remove_dir_all(&numbers).unwrap();
     }
+}
+
+#[test]
+fn programs__client_tries_until_the_server_listens() {
+    let folder = folder(LATE);
+    fs::write(folder.path().join("tries"), "").unwrap();
+    let (status, stdout, stderr) = output(&folder, "rstream -T b -T v -S 64 ");
+    assert_eq!(status, Some(0), "{stdout}{stderr}");
+    assert!(stdout.contains("(20 tries)"), "{stdout}");
+}
+
+#[test]
+fn programs__server_does_not_outlive_a_failed_client() {
+    let began = Instant::now();
+    let (status, stdout, stderr) = output(&folder(WAITS), "rstream -T b -T v -S 64 ");
+    assert_eq!(status, Some(1), "{stdout}{stderr}");
+    for line in [
+        "client: rpoll: Broken pipe",
+        "client: exit status: 3",
+        "server: not ended within its limit",
+    ] {
+        assert!(stdout.contains(line), "{stdout}");
+    }
+    // Far less than the limit of its own.
+    assert!(began.elapsed() < Duration::from_secs(90));
 }
 
 #[test]

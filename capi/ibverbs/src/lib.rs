@@ -46,6 +46,11 @@ fn set_errno(errno: c_int) {
     unsafe { *libc::__errno_location() = errno };
 }
 
+fn errno() -> c_int {
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() }
+}
+
 /// Returns the value of a call that makes something: the object, or a null pointer and `errno`.
 fn made<T>(result: Result<*mut T, c_int>) -> *mut T {
     result.unwrap_or_else(|errno| {

@@ -16,7 +16,7 @@ use super::options::SocketOptions;
 use super::resources::register_errno;
 use super::{Role, Socket, SocketState, Wait, open, poll};
 use crate::cm::{read_address, write_address};
-use crate::set_errno;
+use crate::{errno, set_errno};
 
 /// Time for which `rshutdown` or `rclose` waits until sent data has arrived, unless `SO_LINGER` is set.
 const LINGER: Duration = Duration::from_secs(10);
@@ -31,29 +31,32 @@ const FLAGS: c_int = libc::MSG_DONTWAIT
     | libc::MSG_MORE
     | libc::MSG_CMSG_CLOEXEC;
 
-/// Returns the value of a call: a number, or -1 and `errno`.
-fn result<T: TryInto<isize>>(result: Result<T, c_int>) -> isize {
-    let errno = match result.map(TryInto::try_into) {
-        Ok(Ok(number)) => return number,
-        Ok(Err(_)) => libc::EOVERFLOW,
-        Err(errno) => errno,
+/// Makes a call, and returns its value: a number, or -1 and `errno`. A call that succeeds leaves `errno` as it was, like one of the
+/// system's, though waits for locks and other steps on its way may set it: rstream prints what `rconnect` left there when a later
+/// `rpoll` has reported the failure.
+fn result<T: TryInto<isize>>(call: impl FnOnce() -> Result<T, c_int>) -> isize {
+    let before = errno();
+    let (value, errno) = match call().map(TryInto::try_into) {
+        Ok(Ok(number)) => (number, before),
+        Ok(Err(_)) => (-1, libc::EOVERFLOW),
+        Err(errno) => (-1, errno),
     };
     set_errno(errno);
-    -1
+    value
 }
 
 /// Like [`result`], for calls that return an `int`.
-fn int<T: TryInto<isize>>(made: Result<T, c_int>) -> c_int {
-    result(made) as c_int
+fn int<T: TryInto<isize>>(call: impl FnOnce() -> Result<T, c_int>) -> c_int {
+    result(call) as c_int
 }
 
-fn status(made: Result<(), c_int>) -> c_int {
-    int(made.map(|()| 0isize))
+fn status(call: impl FnOnce() -> Result<(), c_int>) -> c_int {
+    int(|| call().map(|()| 0isize))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn rsocket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
-    int(make(domain, kind, protocol).map(|socket| socket.number() as isize))
+    int(|| make(domain, kind, protocol).map(|socket| socket.number() as isize))
 }
 
 fn make(domain: c_int, kind: c_int, protocol: c_int) -> Result<Arc<Socket>, c_int> {
@@ -77,7 +80,8 @@ fn make(domain: c_int, kind: c_int, protocol: c_int) -> Result<Arc<Socket>, c_in
 unsafe extern "C" fn rbind(socket: c_int, address: *const libc::sockaddr, _: libc::socklen_t) -> c_int {
     // SAFETY: an address of the caller's.
     let address = unsafe { read_address(address) };
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         let address = address?;
         let mut state = socket.lock();
         let SocketState { role, options, .. } = &mut *state;
@@ -88,12 +92,13 @@ unsafe extern "C" fn rbind(socket: c_int, address: *const libc::sockaddr, _: lib
             libc::ENODEV => libc::EADDRNOTAVAIL,
             other => other,
         })
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn rlisten(socket: c_int, _: c_int) -> c_int {
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         let mut state = socket.lock();
         if matches!(state.role, Role::New) {
             let any: IpAddr = match socket.domain {
@@ -109,7 +114,7 @@ extern "C" fn rlisten(socket: c_int, _: c_int) -> c_int {
         }
         state.wake();
         Ok(())
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -118,20 +123,22 @@ unsafe extern "C" fn raccept(
     address: *mut libc::sockaddr,
     length: *mut libc::socklen_t,
 ) -> c_int {
-    int(Socket::get(socket).and_then(|socket| {
+    int(|| {
+        let socket = Socket::get(socket)?;
         let made = socket.block(socket.wait_of(0), |state| open::accept(&socket, state))?;
         let remote = made.lock().remote;
         // SAFETY: places of the caller's, or none.
         unsafe { tell_address(&made, remote, address, length) };
         Ok(made.number() as isize)
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rconnect(socket: c_int, address: *const libc::sockaddr, _: libc::socklen_t) -> c_int {
     // SAFETY: an address of the caller's.
     let peer = unsafe { read_address(address) };
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         let peer = peer?;
         if let Role::Datagram(datagram) = &mut socket.lock().role {
             datagram.connected = Some(peer);
@@ -149,7 +156,7 @@ unsafe extern "C" fn rconnect(socket: c_int, address: *const libc::sockaddr, _: 
                 errno
             }
         })
-    }))
+    })
 }
 
 /// Waits until sent data has arrived or is lost, or the time is over.
@@ -168,7 +175,8 @@ fn flush(socket: &Socket, limit: Duration) {
 
 #[unsafe(no_mangle)]
 extern "C" fn rshutdown(socket: c_int, how: c_int) -> c_int {
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         if !(libc::SHUT_RD..=libc::SHUT_RDWR).contains(&how) {
             return Err(libc::EINVAL);
         }
@@ -182,16 +190,17 @@ extern "C" fn rshutdown(socket: c_int, how: c_int) -> c_int {
         drop(state);
         flush(&socket, LINGER);
         Ok(())
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn rclose(socket: c_int) -> c_int {
-    status(Socket::take(socket).map(|socket| {
+    status(|| {
+        let socket = Socket::take(socket)?;
         if !socket.is_own() {
             // The socket's contents belong to the parent, and stay.
             std::mem::forget(socket);
-            return;
+            return Ok(());
         }
         let mut state = socket.lock();
         let limit = state.options.linger.unwrap_or(LINGER);
@@ -205,7 +214,8 @@ extern "C" fn rclose(socket: c_int) -> c_int {
             flush(&socket, limit);
         }
         socket.lock().close();
-    }))
+        Ok(())
+    })
 }
 
 /// Returns the program's list of buffers.
@@ -325,7 +335,7 @@ fn one(bytes: *const c_void, length: usize) -> [libc::iovec; 1] {
 unsafe extern "C" fn rsend(socket: c_int, bytes: *const c_void, length: usize, flags: c_int) -> isize {
     let buffers = one(bytes, length);
     // SAFETY: bytes of the caller's, which are only read.
-    result(unsafe { Buffers::new(&buffers) }.and_then(|mut from| send(socket, &mut from, flags, None)))
+    result(|| send(socket, &mut unsafe { Buffers::new(&buffers) }?, flags, None))
 }
 
 #[unsafe(no_mangle)]
@@ -338,7 +348,7 @@ unsafe extern "C" fn rwrite(socket: c_int, bytes: *const c_void, length: usize) 
 unsafe extern "C" fn rwritev(socket: c_int, buffers: *const libc::iovec, count: c_int) -> isize {
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     // SAFETY: as the caller says.
-    result(unsafe { list(buffers, count) }.and_then(|mut from| send(socket, &mut from, 0, None)))
+    result(|| send(socket, &mut unsafe { list(buffers, count) }?, 0, None))
 }
 
 #[unsafe(no_mangle)]
@@ -353,10 +363,10 @@ unsafe extern "C" fn rsendto(
     let buffers = one(bytes, length);
     // SAFETY: an address of the caller's, or none.
     let to = (!to.is_null()).then(|| unsafe { read_address(to) }).transpose();
-    result(to.and_then(|to| {
+    result(|| {
         // SAFETY: bytes of the caller's, which are only read.
-        send(socket, &mut unsafe { Buffers::new(&buffers) }?, flags, to)
-    }))
+        send(socket, &mut unsafe { Buffers::new(&buffers) }?, flags, to?)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -366,19 +376,21 @@ unsafe extern "C" fn rsendmsg(socket: c_int, message: *const libc::msghdr, flags
     let to = message.msg_name.cast::<libc::sockaddr>();
     // SAFETY: an address of the caller's, or none.
     let to = (!to.is_null()).then(|| unsafe { read_address(to) }).transpose();
-    result(to.and_then(|to| {
+    result(|| {
         // SAFETY: buffers of the caller's, which are only read.
         let mut from = unsafe { list(message.msg_iov, message.msg_iovlen) }?;
-        send(socket, &mut from, flags, to)
-    }))
+        send(socket, &mut from, flags, to?)
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rrecv(socket: c_int, bytes: *mut c_void, length: usize, flags: c_int) -> isize {
     let buffers = one(bytes, length);
-    // SAFETY: bytes of the caller's.
-    let got = unsafe { Buffers::new(&buffers) }.and_then(|mut into| receive(socket, &mut into, flags));
-    result(got.map(|(_, got)| got.bytes))
+    result(|| {
+        // SAFETY: bytes of the caller's.
+        let (_, got) = receive(socket, &mut unsafe { Buffers::new(&buffers) }?, flags)?;
+        Ok(got.bytes)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -390,9 +402,11 @@ unsafe extern "C" fn rread(socket: c_int, bytes: *mut c_void, length: usize) -> 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rreadv(socket: c_int, buffers: *const libc::iovec, count: c_int) -> isize {
     let count = usize::try_from(count).unwrap_or(usize::MAX);
-    // SAFETY: as the caller says.
-    let got = unsafe { list(buffers, count) }.and_then(|mut into| receive(socket, &mut into, 0));
-    result(got.map(|(_, got)| got.bytes))
+    result(|| {
+        // SAFETY: as the caller says.
+        let (_, got) = receive(socket, &mut unsafe { list(buffers, count) }?, 0)?;
+        Ok(got.bytes)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -405,23 +419,23 @@ unsafe extern "C" fn rrecvfrom(
     from_length: *mut libc::socklen_t,
 ) -> isize {
     let buffers = one(bytes, length);
-    // SAFETY: bytes of the caller's.
-    let got = unsafe { Buffers::new(&buffers) }.and_then(|mut into| receive(socket, &mut into, flags));
-    result(got.map(|(socket, got)| {
+    result(|| {
+        // SAFETY: bytes of the caller's.
+        let (socket, got) = receive(socket, &mut unsafe { Buffers::new(&buffers) }?, flags)?;
         // SAFETY: places of the caller's, or none.
         unsafe { tell_address(&socket, got.from, from, from_length) };
-        got.bytes
-    }))
+        Ok(got.bytes)
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rrecvmsg(socket: c_int, message: *mut libc::msghdr, flags: c_int) -> isize {
     // SAFETY: a message of the caller's.
     let message = unsafe { &mut *message };
-    // SAFETY: buffers of the caller's.
-    let got = unsafe { list(message.msg_iov, message.msg_iovlen) }
-        .and_then(|mut into| receive(socket, &mut into, flags));
-    result(got.map(|(socket, got)| {
+    result(|| {
+        // SAFETY: buffers of the caller's.
+        let mut into = unsafe { list(message.msg_iov, message.msg_iovlen) }?;
+        let (socket, got) = receive(socket, &mut into, flags)?;
         // SAFETY: a place of the caller's, or none.
         unsafe {
             tell_address(
@@ -433,8 +447,8 @@ unsafe extern "C" fn rrecvmsg(socket: c_int, message: *mut libc::msghdr, flags: 
         };
         message.msg_controllen = 0;
         message.msg_flags = if got.is_cut { libc::MSG_TRUNC } else { 0 };
-        got.bytes
-    }))
+        Ok(got.bytes)
+    })
 }
 
 /// Writes an address, if there is one and the caller wants it.
@@ -464,7 +478,8 @@ unsafe extern "C" fn rgetsockname(
     into: *mut libc::sockaddr,
     length: *mut libc::socklen_t,
 ) -> c_int {
-    status(Socket::get(socket).map(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         let state = socket.lock();
         let local = match &state.role {
             Role::Datagram(datagram) => datagram.name(),
@@ -477,7 +492,8 @@ unsafe extern "C" fn rgetsockname(
         let local = local.unwrap_or(SocketAddr::new(any, 0));
         // SAFETY: places of the caller's.
         unsafe { tell_address(&socket, Some(local), into, length) };
-    }))
+        Ok(())
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -486,7 +502,8 @@ unsafe extern "C" fn rgetpeername(
     into: *mut libc::sockaddr,
     length: *mut libc::socklen_t,
 ) -> c_int {
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         let state = socket.lock();
         let remote = match &state.role {
             Role::Stream(_) => state.remote,
@@ -497,7 +514,7 @@ unsafe extern "C" fn rgetpeername(
         // SAFETY: places of the caller's.
         unsafe { tell_address(&socket, Some(remote), into, length) };
         Ok(())
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -508,14 +525,15 @@ unsafe extern "C" fn rsetsockopt(
     value: *const c_void,
     length: libc::socklen_t,
 ) -> c_int {
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         if value.is_null() {
             return Err(libc::EFAULT);
         }
         // SAFETY: as many bytes of the caller's.
         let value = unsafe { slice::from_raw_parts(value.cast::<u8>(), length as usize) };
         socket.lock().set_option(level, name, value)
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -526,7 +544,8 @@ unsafe extern "C" fn rgetsockopt(
     value: *mut c_void,
     length: *mut libc::socklen_t,
 ) -> c_int {
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         if value.is_null() || length.is_null() {
             return Err(libc::EFAULT);
         }
@@ -536,34 +555,37 @@ unsafe extern "C" fn rgetsockopt(
         // SAFETY: a place of the caller's.
         unsafe { *length = n as libc::socklen_t };
         Ok(())
-    }))
+    })
 }
 
 /// Declared with `...` in the header: its third argument, if given, is passed like any other.
 #[unsafe(no_mangle)]
 extern "C" fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int {
-    int(Socket::get(socket).and_then(|socket| match command {
-        libc::F_GETFL => {
-            let nonblocking = socket.nonblocking.load(Ordering::Relaxed);
-            Ok((libc::O_RDWR | if nonblocking { libc::O_NONBLOCK } else { 0 }) as isize)
-        }
-        libc::F_SETFL => {
-            let nonblocking = argument & c_long::from(libc::O_NONBLOCK) != 0;
-            socket.nonblocking.store(nonblocking, Ordering::Relaxed);
-            Ok(0)
-        }
-        libc::F_GETFD | libc::F_SETFD => {
-            // SAFETY: a descriptor that is open, and a number.
-            let got = unsafe { libc::fcntl(socket.number(), command, argument) };
-            if got < 0 {
-                return Err(std::io::Error::last_os_error()
-                    .raw_os_error()
-                    .unwrap_or(libc::EIO));
+    int(|| {
+        let socket = Socket::get(socket)?;
+        match command {
+            libc::F_GETFL => {
+                let nonblocking = socket.nonblocking.load(Ordering::Relaxed);
+                Ok((libc::O_RDWR | if nonblocking { libc::O_NONBLOCK } else { 0 }) as isize)
             }
-            Ok(got as isize)
+            libc::F_SETFL => {
+                let nonblocking = argument & c_long::from(libc::O_NONBLOCK) != 0;
+                socket.nonblocking.store(nonblocking, Ordering::Relaxed);
+                Ok(0)
+            }
+            libc::F_GETFD | libc::F_SETFD => {
+                // SAFETY: a descriptor that is open, and a number.
+                let got = unsafe { libc::fcntl(socket.number(), command, argument) };
+                if got < 0 {
+                    return Err(std::io::Error::last_os_error()
+                        .raw_os_error()
+                        .unwrap_or(libc::EIO));
+                }
+                Ok(got as isize)
+            }
+            _ => Err(libc::EINVAL),
         }
-        _ => Err(libc::EINVAL),
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -575,7 +597,7 @@ unsafe extern "C" fn rpoll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout_
         unsafe { slice::from_raw_parts_mut(fds, count as usize) }
     };
     let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-    int(poll::poll(fds, timeout))
+    int(|| poll::poll(fds, timeout))
 }
 
 #[unsafe(no_mangle)]
@@ -593,7 +615,7 @@ unsafe extern "C" fn rselect(
         Duration::from_secs(seconds).saturating_add(Duration::from_micros(micros))
     });
     // SAFETY: sets of the caller's, or none.
-    int(unsafe { poll::select(count, [read, write, except], timeout) })
+    int(|| unsafe { poll::select(count, [read, write, except], timeout) })
 }
 
 #[unsafe(no_mangle)]
@@ -606,7 +628,8 @@ unsafe extern "C" fn riomap(
     offset: libc::off_t,
 ) -> libc::off_t {
     let address = buffer.expose_provenance() as u64;
-    let mapped = Socket::get(socket).and_then(|socket| {
+    let mapped = || {
+        let socket = Socket::get(socket)?;
         let bytes = u32::try_from(length).map_err(|_| libc::EINVAL)?;
         if ![libc::PROT_NONE, libc::PROT_WRITE].contains(&protection) || bytes == 0 {
             return Err(libc::EINVAL);
@@ -630,16 +653,17 @@ unsafe extern "C" fn riomap(
         };
         stream.iomaps.add(mr, is_shown.then_some(offset))?;
         Ok(offset.cast_signed() as isize)
-    });
+    };
     result(mapped) as libc::off_t
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn riounmap(socket: c_int, buffer: *mut c_void, length: usize) -> c_int {
-    status(Socket::get(socket).and_then(|socket| {
+    status(|| {
+        let socket = Socket::get(socket)?;
         let mut state = socket.lock();
         state.stream()?.iomaps.remove(buffer.addr() as u64, length as u64)
-    }))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -651,8 +675,9 @@ unsafe extern "C" fn riowrite(
     flags: c_int,
 ) -> usize {
     let buffers = one(bytes, length);
-    // SAFETY: bytes of the caller's, which are only read.
-    let written = unsafe { Buffers::new(&buffers) }.and_then(|mut from| {
+    let written = || {
+        // SAFETY: bytes of the caller's, which are only read.
+        let mut from = unsafe { Buffers::new(&buffers) }?;
         let socket = Socket::get(socket)?;
         let mut offset = offset.cast_unsigned();
         let done = socket.block(socket.wait_of(flags), |state| {
@@ -669,6 +694,6 @@ unsafe extern "C" fn riowrite(
             0 => done.map(|()| 0),
             some => Ok(some),
         }
-    });
+    };
     result(written).cast_unsigned()
 }
