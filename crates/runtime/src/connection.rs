@@ -9,7 +9,7 @@ use std::time::Duration;
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
-    ConnectionRequest, CreateError, EventQueue, Fault, Memory, MemoryRegion, Operation, PostError,
+    ConnectionRequest, CreateError, EventQueue, Fault, GetError, Memory, MemoryRegion, Operation, PostError,
     ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RegisterError, SendFlags,
     SendRequest, SgeList, Status, WorkCompletion,
 };
@@ -103,6 +103,9 @@ pub enum EstablishError {
     /// A receive was not posted.
     #[error(transparent)]
     Post(#[from] PostError),
+    /// There is no completion queue for it.
+    #[error(transparent)]
+    Queue(#[from] GetError),
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),

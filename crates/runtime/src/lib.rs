@@ -5,11 +5,16 @@
 //! machine, and carries out what that decides:
 //!
 //! ```no_run
-//! use rdmux_runtime::{Completed, ReactorEvent, Limits, Reactor, Sizes};
+//! use rdmux_runtime::{Completed, ReactorEvent, Limits, Queues, Reactor, Sizes};
 //! use rdmux_verbs::{ConnectParams, Device};
 //!
 //! let sizes = Sizes { message_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
-//! let limits = Limits { connections: 100, keepalive: std::time::Duration::from_secs(20), shared_receives: Some(64) };
+//! let limits = Limits {
+//!     connections: 100,
+//!     keepalive: std::time::Duration::from_secs(20),
+//!     shared_receives: Some(64),
+//!     queues: Queues::Pool,
+//! };
 //! let mut reactor = Reactor::<()>::new(sizes, limits, None)?;
 //! rdmux_soft::register();
 //! reactor.listen(&Device::open("127.0.0.1".parse()?)?, 7174)?;
@@ -35,6 +40,7 @@ mod connection;
 mod keepalive;
 mod mailbox;
 mod pool;
+mod queues;
 mod reactor;
 mod receives;
 mod waiting;
@@ -46,6 +52,7 @@ pub use connection::{
 };
 pub use mailbox::{Inbox, Mailbox, mailbox};
 pub use pool::{Buffer, BufferError, BufferPool};
+pub use queues::Queues;
 pub use reactor::{
     ConnectionEnd, ConnectionError, ConnectionId, DescriptorId, Limits, ListenAtError, Reactor, ReactorEvent,
     Request,

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    CompletionQueue, ConnectParams, ConnectionRequest, CreateError, Device, EngineWatch, EventQueue,
-    Features, ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
+    CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, EngineWatch, EventQueue, Features,
+    ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
 };
 
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
+use crate::queues::{ConnectionQueue, PortQueues, Queues, Seat};
 use crate::receives::{ReceiveShare, SharedReceives};
 use crate::waiting::Waiting;
 use crate::work_id::WorkId;
@@ -43,6 +44,8 @@ pub struct Limits {
     /// The connections of a listener share so many receives, and add one each, if the device can do that
     /// ([`Features::SHARED_RECEIVES`]). `None`: each has [`Sizes::receives`] of its own.
     pub shared_receives: Option<usize>,
+    /// Where the completion queues of the connections come from.
+    pub queues: Queues,
 }
 
 /// An event that the reactor hands to the service.
@@ -105,16 +108,14 @@ pub enum ConnectionError {
     Establish(#[from] EstablishError),
 }
 
-/// A listener, or a device at which connections begin, and the completion queue of these connections.
+/// A listener, or a device at which connections begin, and the completion queues of these connections.
 #[derive(Debug)]
 struct ReactorPort {
     device: Device,
-    cq: CompletionQueue,
+    queues: PortQueues,
     receives: Option<Arc<SharedReceives>>,
     /// Closed connections until the completion of [`WorkId::Last`]: only then are all shared receives that they have taken posted again.
     closed: HashMap<Qpn, Established>,
-    /// So many completions, or all that there are, are polled before the next probes.
-    before_probes: usize,
     /// Set if it is for connections that are accepted.
     accepts: bool,
     listener: Option<Listener>,
@@ -132,9 +133,11 @@ struct ReactorPort {
 }
 
 /// An established connection.
+// The fields are in the order in which they must be dropped.
 #[derive(Debug)]
 struct Established {
     link: MessageConnection,
+    cq: CompletionQueue,
     port: usize,
     watched: bool,
     stage: Stage,
@@ -157,6 +160,7 @@ enum Stage {
 #[derive(Debug)]
 struct Attempt {
     pending: PendingConnection,
+    cq: CompletionQueue,
     port: usize,
     watched: bool,
 }
@@ -237,8 +241,13 @@ impl<M> Reactor<M> {
 
     /// Listens on a port of a device.
     pub fn listen(&mut self, device: &Device, port: u16) -> Result<(), ListenAtError> {
+        self.listen_at(device, port, None)
+    }
+
+    /// Listens, with completion queues of a pool that several reactors share, or else of its own.
+    fn listen_at(&mut self, device: &Device, port: u16, seat: Option<Seat>) -> Result<(), ListenAtError> {
         let listener = device.listen(port)?;
-        let at = self.add_port(device, true)?;
+        let at = self.add_port(device, true, seat)?;
         listener.notify(&self.news, at as u64);
         self.ports[at].listener = Some(listener);
         Ok(())
@@ -281,41 +290,78 @@ impl<M> Reactor<M> {
         device: &Device,
         port: u16,
     ) -> Result<(), ListenAtError> {
+        let mut engines = Vec::new();
+        for _ in 1..reactors.len() {
+            match device.open_engine() {
+                Ok(engine) => engines.push(engine),
+                Err(OpenError::Unsupported(_)) => engines.push(device.clone()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let size = reactors.iter().map(Reactor::completions_max).max();
         let Some((first, others)) = reactors.split_first_mut() else {
             return Ok(());
         };
-        first.listen(device, port)?;
-        for other in others {
-            match device.open_engine() {
-                Ok(engine) => other.listen(&engine, port)?,
-                Err(OpenError::Unsupported(_)) => first.pass_to(other)?,
-                Err(error) => return Err(error.into()),
+        let vectors = [device].into_iter().chain(&engines).cloned().collect();
+        let pool = CqPool::new(vectors, size.unwrap_or(0) as u32);
+        let seat = |vector| {
+            Some(Seat {
+                pool: pool.clone(),
+                vector,
+            })
+        };
+        first.listen_at(device, port, seat(0))?;
+        for ((other, engine), vector) in others.iter_mut().zip(&engines).zip(1..) {
+            match engine.is(device) {
+                false => other.listen_at(engine, port, seat(vector))?,
+                true => first.pass_with(other, seat(vector))?,
             }
         }
         Ok(())
     }
 
     /// Passes requests that arrive at the last port on to another reactor as well, in turn.
+    #[cfg(test)]
     pub(crate) fn pass_to(&mut self, other: &mut Reactor<M>) -> Result<(), EstablishError> {
+        self.pass_with(other, None)
+    }
+
+    fn pass_with(&mut self, other: &mut Reactor<M>, seat: Option<Seat>) -> Result<(), EstablishError> {
         if let Some(port) = self.ports.last_mut() {
-            let taker = other.add_port(&port.device, true)?;
+            let taker = other.add_port(&port.device, true, seat)?;
             port.takers.push((other.passing.clone(), taker));
         }
         Ok(())
     }
 
-    fn add_port(&mut self, device: &Device, accepts: bool) -> Result<usize, EstablishError> {
+    fn add_port(
+        &mut self,
+        device: &Device,
+        accepts: bool,
+        seat: Option<Seat>,
+    ) -> Result<usize, EstablishError> {
         let connections = self.limits.connections;
         let shared = self.limits.shared_receives;
         let shared = shared.filter(|_| accepts && self.sizes.receives > 0);
         let shared = shared.filter(|_| device.features().contains(Features::SHARED_RECEIVES));
         let receives = shared.map(|common| SharedReceives::new(device, &self.sizes, common, connections));
+        let receives = receives.transpose()?;
+        let in_common = receives.as_ref().map_or(0, |_| self.receives_in_common() as u32);
+        let queues = match self.limits.queues {
+            Queues::Private => PortQueues::private(device, in_common),
+            Queues::Pool => {
+                let of_its_own = || Seat {
+                    pool: CqPool::new(vec![device.clone()], self.completions_max() as u32),
+                    vector: 0,
+                };
+                PortQueues::of_pool(seat.unwrap_or_else(of_its_own), in_common)?
+            }
+        };
         self.ports.push(ReactorPort {
             device: device.clone(),
-            cq: self.completion_queue(device)?,
-            receives: receives.transpose()?,
+            queues,
+            receives,
             closed: HashMap::new(),
-            before_probes: 0,
             accepts,
             listener: None,
             has_requests: false,
@@ -328,15 +374,17 @@ impl<M> Reactor<M> {
         Ok(self.ports.len() - 1)
     }
 
-    /// Returns the completion queue of the connections of one port. This is where a pool of shared queues would give one.
-    fn completion_queue(&self, device: &Device) -> Result<CompletionQueue, CreateError> {
-        device.create_cq(self.completions_max() as u32)
+    /// Returns the number of receives that connections of one port may share.
+    fn receives_in_common(&self) -> usize {
+        let connections = self.limits.connections;
+        self.limits
+            .shared_receives
+            .map_or(0, |common| common + connections)
     }
 
     /// Returns the number of completions that the connections of one port may have at a time.
     fn completions_max(&self) -> usize {
-        let of_connections = self.limits.connections * self.sizes.completions();
-        of_connections + self.limits.shared_receives.unwrap_or(0)
+        self.limits.connections * self.sizes.completions() + self.receives_in_common()
     }
 
     /// Returns the devices that it listens on, one for each listener.
@@ -363,12 +411,21 @@ impl<M> Reactor<M> {
             return Err(ConnectionError::TooMany);
         }
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let share = port.receives.as_ref().map(ReceiveShare::new).transpose();
+        let queue = port.queues.join(self.sizes.completions() as u32);
+        let ConnectionQueue { cq, has_common } = queue.map_err(EstablishError::from)?;
+        let share = port.receives.as_ref().filter(|_| has_common);
+        let share = share.map(ReceiveShare::new).transpose();
         let share = share.map_err(EstablishError::Post)?;
-        let link = MessageConnection::accept_sharing(request, &pd, &port.cq, params, &self.sizes, share)?;
+        let link = match MessageConnection::accept_sharing(request, &pd, &cq, params, &self.sizes, share) {
+            Ok(link) => link,
+            Err(error) => {
+                port.left(&cq);
+                return Err(error.into());
+            }
+        };
         let connection = self.next_connection(at);
         link.notify(&self.news, CONNECTION | connection.0);
-        self.established(connection, link, at, false);
+        self.established(connection, (link, cq), at, false);
         Ok(connection)
     }
 
@@ -382,18 +439,27 @@ impl<M> Reactor<M> {
         let begins = |port: &ReactorPort| !port.accepts && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
-            None => self.add_port(device, false)?,
+            None => self.add_port(device, false, None)?,
         };
-        let port = &self.ports[at];
+        let port = &mut self.ports[at];
         if port.connections >= self.limits.connections {
             return Err(ConnectionError::TooMany);
         }
         let pd = device.alloc_pd().map_err(EstablishError::Create)?;
-        let pending = MessageConnection::start(&pd, &port.cq, peer, params, &self.sizes)?;
+        let queue = port.queues.join(self.sizes.completions() as u32);
+        let ConnectionQueue { cq, .. } = queue.map_err(EstablishError::from)?;
+        let pending = match MessageConnection::start(&pd, &cq, peer, params, &self.sizes) {
+            Ok(pending) => pending,
+            Err(error) => {
+                port.left(&cq);
+                return Err(error.into());
+            }
+        };
         let connection = self.next_connection(at);
         pending.notify(&self.news, CONNECTION | connection.0);
         let attempt = Attempt {
             pending,
+            cq,
             port: at,
             watched: false,
         };
@@ -407,10 +473,17 @@ impl<M> Reactor<M> {
         ConnectionId(self.connections_so_far)
     }
 
-    fn established(&mut self, connection: ConnectionId, link: MessageConnection, port: usize, watched: bool) {
+    fn established(
+        &mut self,
+        connection: ConnectionId,
+        (link, cq): (MessageConnection, CompletionQueue),
+        port: usize,
+        watched: bool,
+    ) {
         self.by_qpn.insert((port, link.qp().qpn()), connection);
         let known = Established {
             link,
+            cq,
             port,
             watched,
             stage: Stage::Open,
@@ -458,8 +531,12 @@ impl<M> Reactor<M> {
     /// Ends a connection, of which no event follows, or withdraws an attempt. It disconnects after `linger`, if given: a peer whose
     /// access has failed gets the NAK that names the cause before it is disconnected. Messages that wait for slots are dropped.
     pub fn close(&mut self, connection: ConnectionId, linger: Option<Duration>) {
-        if let Some(attempt) = self.attempts.remove(&connection) {
-            self.ports[attempt.port].connections -= 1;
+        if let Some(Attempt {
+            pending, cq, port, ..
+        }) = self.attempts.remove(&connection)
+        {
+            drop(pending);
+            self.ports[port].freed(cq);
         }
         let Some(known) = self.connections.remove(&connection) else {
             return;
@@ -488,7 +565,9 @@ impl<M> Reactor<M> {
                 return;
             }
         }
-        port.connections -= 1;
+        let Established { link, cq, .. } = known;
+        drop(link);
+        port.freed(cq);
     }
 
     /// Has the end of a connection reported, unless it was.
@@ -525,12 +604,14 @@ impl<M> Reactor<M> {
         for _ in 0..self.ports.len() {
             let at = self.next_port % self.ports.len();
             self.next_port = at + 1;
-            while let Some(wc) = self.ports[at].cq.poll() {
-                if let Some(event) = self.completed(at, &wc) {
-                    return Some(event);
+            for _ in 0..self.ports[at].queues.len() {
+                let queue = self.ports[at].queues.turn();
+                while let Some(wc) = self.ports[at].queues.poll(queue) {
+                    if let Some(event) = self.completed(at, &wc) {
+                        return Some(event);
+                    }
                 }
             }
-            self.ports[at].before_probes = 0;
         }
         None
     }
@@ -651,15 +732,20 @@ impl<M> Reactor<M> {
     fn attempted(&mut self, connection: ConnectionId) -> Option<Result<(), EstablishError>> {
         let attempt = self.attempts.get_mut(&connection)?;
         let result = attempt.pending.poll()?;
-        let (port, watched) = (attempt.port, attempt.watched);
-        self.attempts.remove(&connection);
+        let Attempt {
+            pending,
+            cq,
+            port,
+            watched,
+        } = self.attempts.remove(&connection)?;
         Some(match result {
             Ok(link) => {
-                self.established(connection, link, port, watched);
+                self.established(connection, (link, cq), port, watched);
                 Ok(())
             }
             Err(error) => {
-                self.ports[port].connections -= 1;
+                drop(pending);
+                self.ports[port].freed(cq);
                 Err(error)
             }
         })
@@ -667,12 +753,14 @@ impl<M> Reactor<M> {
 
     fn completed(&mut self, at: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
         let port = &mut self.ports[at];
-        port.before_probes = port.before_probes.saturating_sub(1);
         let connection = self.by_qpn.get(&(at, wc.qpn)).copied();
         let id = WorkId::from(wc.wr_id);
         match (id, &port.receives) {
             (WorkId::Last, _) => {
-                port.connections -= usize::from(port.closed.remove(&wc.qpn).is_some());
+                if let Some(Established { link, cq, .. }) = port.closed.remove(&wc.qpn) {
+                    drop(link);
+                    port.freed(cq);
+                }
             }
             // No connection takes a message of it.
             (WorkId::Receive(index), Some(receives))
@@ -734,7 +822,7 @@ impl<M> Reactor<M> {
     /// answered the last probe. It waits for the completions that had come when this was due, with answers among them: this thread may not
     /// have looked for longer than a peer may be silent.
     fn probe(&mut self) {
-        if !self.probes || self.ports.iter().any(|port| port.before_probes > 0) {
+        if !self.probes || !self.ports.iter().all(|port| port.queues.may_probe()) {
             return;
         }
         self.probes = false;
@@ -758,9 +846,9 @@ impl<M> Reactor<M> {
             self.probes = true;
             // Peers may keep completions coming. No more than so many came before now.
             let completions = self.completions_max();
-            self.ports
-                .iter_mut()
-                .for_each(|port| port.before_probes = completions);
+            for port in &mut self.ports {
+                port.queues.poll_before_probes(completions);
+            }
         }
         while self.lingering.front().is_some_and(|(until, _)| *until <= now)
             && let Some((_, known)) = self.lingering.pop_front()
@@ -822,13 +910,13 @@ impl<M> Reactor<M> {
     /// Polls once more, with the queues armed: no completion after that is missed.
     fn poll_armed(&mut self) -> io::Result<Option<ReactorEvent<M>>> {
         for at in 0..self.ports.len() {
-            // A wait of zero time arms the queue and polls it.
-            while let Some(wc) = self.ports[at].cq.wait(Duration::ZERO)? {
-                if let Some(event) = self.completed(at, &wc) {
-                    return Ok(Some(event));
+            for queue in 0..self.ports[at].queues.len() {
+                while let Some(wc) = self.ports[at].queues.arm(queue)? {
+                    if let Some(event) = self.completed(at, &wc) {
+                        return Ok(Some(event));
+                    }
                 }
             }
-            self.ports[at].before_probes = 0;
         }
         Ok(self.poll_others())
     }
@@ -837,7 +925,12 @@ impl<M> Reactor<M> {
     fn sleep(&mut self, watches: &[EngineWatch], deadline: Option<Instant>) -> io::Result<bool> {
         let mut fds: Vec<_> = self.descriptors.iter().map(|(_, fd)| fd.as_fd()).collect();
         fds.push(self.news.as_fd());
-        fds.extend(self.ports.iter().map(|port| port.cq.as_fd()));
+        fds.extend(
+            self.ports
+                .iter()
+                .flat_map(|port| port.queues.all())
+                .map(AsFd::as_fd),
+        );
         fds.extend(watches.iter().map(AsFd::as_fd));
         let ready = match self.inbox.sleep(&fds, deadline) {
             Ok(ready) => ready.unwrap_or_default(),
@@ -855,6 +948,25 @@ impl<M> Reactor<M> {
 }
 
 impl ReactorPort {
+    /// Frees the place of a connection whose queue pair is gone, or of an attempt.
+    fn freed(&mut self, cq: CompletionQueue) {
+        self.connections -= 1;
+        self.left(&cq);
+    }
+
+    /// Notes that a queue pair that used a queue is gone.
+    fn left(&mut self, cq: &CompletionQueue) {
+        if !self.queues.leave(cq) {
+            return;
+        }
+        // Nobody polls it any more.
+        while let Some(wc) = cq.poll() {
+            if let (WorkId::Receive(index), Some(receives)) = (WorkId::from(wc.wr_id), &self.receives) {
+                receives.repost(index);
+            }
+        }
+    }
+
     /// Returns a request that arrived at this port, or passes it on if another reactor is the next to take one.
     fn pass(&mut self, mut request: Request) -> Option<Request> {
         let own = request.port;

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use rdmux_runtime::{ConnectionId, Limits, Reactor, ReactorEvent, Sizes};
+use rdmux_runtime::{ConnectionId, Limits, Queues, Reactor, ReactorEvent, Sizes};
 use rdmux_verbs::{ConnectParams, Device};
 
 const CONNECTIONS: usize = 1000;
@@ -25,6 +25,7 @@ fn reactor() -> Reactor<()> {
         connections: CONNECTIONS,
         keepalive: 2 * LONG,
         shared_receives: Some(0),
+        queues: Queues::Pool,
     };
     Reactor::new(SIZES, limits, None).unwrap()
 }

@@ -16,6 +16,7 @@ use rdmux_rnic::{
 };
 use rdmux_wire::roce::PathMtu;
 
+use crate::cq_pool::Share;
 use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
@@ -37,6 +38,9 @@ pub enum CreateError {
     /// An object that it is to use belongs to another device.
     #[error("a completion queue, shared receive queue or XRC domain of another device")]
     OtherDevice,
+    /// A completion queue of a pool without a share of it ([`CqPool::get`](crate::CqPool::get)).
+    #[error("a completion queue of a pool, of which the user has no share")]
+    NoShare,
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -211,7 +215,7 @@ impl Device {
 
     /// Makes a completion queue for `depth` completions.
     pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        Ok(self.completion_queue(self.provided().create_cq(depth)?))
+        Ok(self.completion_queue(self.provided().create_cq(depth)?, false))
     }
 
     /// Makes a completion queue that opens no descriptor: it reports to a queue, under a token, each time that it has a completion after it
@@ -226,18 +230,29 @@ impl Device {
         token: u64,
     ) -> Result<CompletionQueue, CreateError> {
         let provided = self.provided().create_cq_reporting(depth, events, token)?;
-        Ok(self.completion_queue(provided))
+        Ok(self.completion_queue(provided, false))
     }
 
-    fn completion_queue(&self, provided: Box<dyn provider::CompletionQueue>) -> CompletionQueue {
-        let queue = CompletionQueue(Arc::new(CqInner {
+    /// Makes a queue of a pool: only shares of it are for queue pairs.
+    pub(crate) fn create_pooled_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
+        Ok(self.completion_queue(self.provided().create_cq(depth)?, true))
+    }
+
+    fn completion_queue(
+        &self,
+        provided: Box<dyn provider::CompletionQueue>,
+        pooled: bool,
+    ) -> CompletionQueue {
+        let inner = Arc::new(CqInner {
             queue: provided.queue().cloned(),
             provided,
             device: self.clone(),
             taken: AtomicU32::new(0),
             driven_at: AtomicU32::new(0),
             moderated: Moderated::default(),
-        }));
+            pooled,
+        });
+        let queue = CompletionQueue { inner, share: None };
         if self.0.moderation != ModerationPolicy::Off && self.features().contains(Features::CQ_MODERATION) {
             queue.set_moderation(self.0.moderation);
         }
@@ -368,7 +383,8 @@ impl ProtectionDomain {
     /// Makes a queue pair.
     ///
     /// # Errors
-    /// [`CreateError::OtherDevice`] if an object in `options` was not made on this device.
+    /// [`CreateError::OtherDevice`] if an object in `options` was not made on this device, [`CreateError::NoShare`] if a completion queue
+    /// is one of a pool and no share of it.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let device = self.device();
         let ours = options.send_cq.device().is(device)
@@ -377,6 +393,9 @@ impl ProtectionDomain {
             && options.xrcd.as_ref().is_none_or(|xrcd| xrcd.device().is(device));
         if !ours {
             return Err(CreateError::OtherDevice);
+        }
+        if options.send_cq.lacks_share() || options.recv_cq.lacks_share() {
+            return Err(CreateError::NoShare);
         }
         Ok(QueuePair(Arc::new(QpInner {
             provided: self.provided().create_qp(options)?,
@@ -400,25 +419,66 @@ struct CqInner {
     taken: AtomicU32,
     driven_at: AtomicU32,
     moderated: Moderated,
+    /// Set if it is one of a pool.
+    pooled: bool,
 }
 
 /// Completion queue with a completion channel of its own.
 #[derive(Clone, Debug)]
-pub struct CompletionQueue(Arc<CqInner>);
+pub struct CompletionQueue {
+    inner: Arc<CqInner>,
+    /// The user's share, if it is a queue of a pool. Behind the queue, which has the share's account.
+    share: Option<Arc<Share>>,
+}
 
 impl Provided for CompletionQueue {
     fn object(&self) -> &dyn Any {
-        &*self.0.provided
+        &*self.inner.provided
     }
 }
 
 impl CompletionQueue {
-    pub(crate) fn device(&self) -> &Device {
-        &self.0.device
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// Returns whether both are the same queue.
+    pub fn is(&self, other: &CompletionQueue) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// Returns this queue of a pool with a user's share.
+    pub(crate) fn shared(self, share: Arc<Share>) -> CompletionQueue {
+        CompletionQueue {
+            share: Some(share),
+            ..self
+        }
+    }
+
+    pub(crate) fn without_share(&self) -> CompletionQueue {
+        CompletionQueue {
+            inner: self.inner.clone(),
+            share: None,
+        }
+    }
+
+    pub(crate) fn share(&self) -> Option<&Arc<Share>> {
+        self.share.as_ref()
+    }
+
+    /// Returns the number of completions in it that count against no share: those of queue pairs that are gone.
+    pub(crate) fn left_over(&self) -> u32 {
+        0
+    }
+
+    /// Returns whether it is a queue of a pool without a user's share.
+    pub(crate) fn lacks_share(&self) -> bool {
+        self.inner.pooled && self.share.is_none()
     }
 
     pub(crate) fn provided(&self) -> &dyn provider::CompletionQueue {
-        &*self.0.provided
+        &*self.inner.provided
     }
 
     /// Returns its number, by which [`AsyncEvent::CqError`] names it.
@@ -431,7 +491,7 @@ impl CompletionQueue {
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
         self.drive_if_due();
-        let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
+        let taken = self.inner.queue.as_ref().and_then(|queue| queue.poll());
         let found = taken.or_else(|| self.provided().poll());
         self.note(usize::from(found.is_some()));
         found
@@ -442,10 +502,10 @@ impl CompletionQueue {
     /// hand.
     #[inline]
     pub(crate) fn drive_if_due(&self) {
-        let taken = self.0.taken.load(Ordering::Relaxed);
-        if taken.wrapping_sub(self.0.driven_at.load(Ordering::Relaxed)) >= FINDS_PER_PROGRESS {
-            self.0.driven_at.store(taken, Ordering::Relaxed);
-            self.0.device.progress();
+        let taken = self.inner.taken.load(Ordering::Relaxed);
+        if taken.wrapping_sub(self.inner.driven_at.load(Ordering::Relaxed)) >= FINDS_PER_PROGRESS {
+            self.inner.driven_at.store(taken, Ordering::Relaxed);
+            self.inner.device.progress();
         }
     }
 
@@ -453,8 +513,8 @@ impl CompletionQueue {
     #[inline]
     pub(crate) fn note(&self, taken: usize) {
         if taken > 0 {
-            let before = self.0.taken.load(Ordering::Relaxed);
-            self.0
+            let before = self.inner.taken.load(Ordering::Relaxed);
+            self.inner
                 .taken
                 .store(before.wrapping_add(taken as u32), Ordering::Relaxed);
         }
@@ -462,11 +522,11 @@ impl CompletionQueue {
 
     /// Returns the number of completions that were taken, modulo 2^32.
     pub(crate) fn taken(&self) -> u32 {
-        self.0.taken.load(Ordering::Relaxed)
+        self.inner.taken.load(Ordering::Relaxed)
     }
 
     pub(crate) fn moderated(&self) -> &Moderated {
-        &self.0.moderated
+        &self.inner.moderated
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device if there is none.

@@ -38,6 +38,7 @@
 pub mod abi;
 mod cm;
 mod cq;
+mod cq_pool;
 mod datagram;
 mod device;
 mod event;
@@ -69,6 +70,7 @@ pub use cm::{
     ConnectionRequest, ExternalPair, ListenError, Listener, Progress,
 };
 pub use cq::ResizeError;
+pub use cq_pool::{CqPool, CqShare, GetError, QueueUsage};
 pub use datagram::{AddressHandle, AttachError};
 pub use device::{
     Carrier, CompletionQueue, CreateError, Device, PostListError, ProtectionDomain, QpOptions, QueuePair,

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use rdmux_memory::FileWatch;
 use rdmux_runtime::{
     Completed, ConnectionEnd, ConnectionId, EstablishError, Limits, ListenAtError, Mailbox,
-    MessageConnection, Reactor, ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
+    MessageConnection, Queues, Reactor, ReactorEvent, Request, SIGNAL_EVERY, SendSlot, Sizes,
 };
 use rdmux_verbs::{
     Access, ConnectParams, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach, RegisterError,
@@ -217,6 +217,7 @@ impl Server {
             connections: CONNECTIONS_MAX,
             keepalive: config.keepalive,
             shared_receives: Some(SHARED_RECEIVES),
+            queues: Queues::Pool,
         };
         let mut reactor = Reactor::new(SIZES, limits, config.device.waiting)?;
         for address in config.listen {

@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::{OTHERS_EVERY, Stage};
 use crate::{
     Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
-    MessageConnection, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
+    MessageConnection, Queues, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
 };
 
 /// Time for what happens at once unless something is wrong.
@@ -53,6 +53,7 @@ fn limits(connections: usize) -> Limits {
         connections,
         keepalive: 2 * LONG,
         shared_receives: Some(2),
+        queues: Queues::Pool,
     }
 }
 
@@ -618,13 +619,14 @@ fn stop_sending<M>(reactor: &mut Reactor<M>, connection: ConnectionId) {
 
 /// Arms the completion queue of a port for [`wait_for_completion`].
 fn arm<M>(reactor: &Reactor<M>, port: usize) {
-    reactor.ports[port].cq.take_event();
-    reactor.ports[port].cq.arm(Arm::Next);
+    let cq = reactor.ports[port].queues.all().next().unwrap();
+    cq.take_event();
+    cq.arm(Arm::Next);
 }
 
 /// Waits until the completion queue of a port has a completion that came after [`arm`], and leaves it there.
 fn wait_for_completion<M>(reactor: &Reactor<M>, port: usize) {
-    let fd = reactor.ports[port].cq.as_fd();
+    let fd = reactor.ports[port].queues.all().next().unwrap().as_fd();
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let timeout = Timespec::try_from(LONG).unwrap();
     assert_eq!(
@@ -1028,6 +1030,7 @@ impl Both {
         let address: SocketAddr = address.parse().unwrap();
         let limits = Limits {
             shared_receives: Some(shared_receives),
+            queues: Queues::Pool,
             ..limits(4)
         };
         let (client, device) = dialer(&address.ip().to_string(), 4, None);
@@ -1334,4 +1337,124 @@ fn accept__the_place_of_a_closed_connection_is_free_at_once() {
         .for_each(|[there, _]| both.server.close(there, None));
     assert!(both.server.poll().is_none());
     assert_eq!(posted_receives(&both.server), 5, "none is lost");
+}
+
+/// Returns what the connections of a reactor have reserved: completions, and the number of shares, by queue.
+fn reserved<M>(reactor: &Reactor<M>) -> Vec<(u32, u32)> {
+    let pool = reactor.ports[0].queues.pool().expect("a pool");
+    let usage = pool.usage().into_iter().filter(|queue| queue.vector == 0);
+    usage.map(|queue| (queue.used, queue.users)).collect()
+}
+
+#[test]
+fn listen_together__sixty_four_connections_need_one_queue_for_each_reactor() {
+    let address: SocketAddr = "127.0.12.50:7174".parse().unwrap();
+    let limits = limits(32);
+    let new = |_| Reactor::<()>::new(SIZES, limits, None).unwrap();
+    let mut reactors: Vec<_> = (0..2).map(new).collect();
+    let device = open(address.ip()).unwrap();
+    Reactor::listen_together(&mut reactors, &device, address.port()).unwrap();
+    let pool = reactors[0].ports[0].queues.pool().unwrap().clone();
+    let engines: Vec<Device> = reactors
+        .iter()
+        .flat_map(|reactor| reactor.devices().cloned())
+        .collect();
+    let served: Vec<_> = reactors.into_iter().map(Echo::of).collect();
+    let mut peers: Vec<Peer> = (0..64).map(|_| Peer::connect(address).unwrap()).collect();
+    for peer in &mut peers {
+        peer.send_soon(b"one of many");
+    }
+    for peer in &mut peers {
+        assert_eq!(peer.message().unwrap(), b"one of many");
+    }
+    let common = 32 + limits.shared_receives.unwrap() as u32;
+    let full = 32 * SIZES.completions() as u32 + common;
+    let usage = pool.usage();
+    let used: Vec<_> = usage
+        .iter()
+        .map(|queue| (queue.vector, queue.used, queue.users))
+        .collect();
+    assert_eq!(used, [(0, full, 33), (1, full, 33)]);
+    assert!(usage.iter().all(|queue| queue.size == full), "{usage:?}");
+    let queues = engines.iter().map(|engine| engine.object_counts().2);
+    assert_eq!(queues.collect::<Vec<_>>(), [1, 1]);
+    drop(peers);
+    served.into_iter().for_each(|server| drop(server.stop()));
+}
+
+#[test]
+fn close__gives_the_share_of_the_queue_back() {
+    for shared_receives in [0, 2] {
+        let mut both = Both::new("127.0.12.51:7174", SIZES, shared_receives);
+        let of_port = reserved(&both.server);
+        assert_eq!(of_port, [(4 + shared_receives as u32, 1)]);
+        let nr = SIZES.completions() as u32;
+        for _ in 0..3 {
+            let [there, here] = both.connect();
+            assert_eq!(reserved(&both.server), [(of_port[0].0 + nr, 2)]);
+            assert_eq!(reserved(&both.client), [(PEER_SIZES.completions() as u32, 1)]);
+            both.client.close(here, None);
+            assert_eq!(reserved(&both.client), [(0, 0)]);
+            both.wait_ended(there);
+            both.server.close(there, None);
+            while both.server.ports[0].connections > 0 {
+                assert!(both.server.poll().is_none());
+            }
+            assert_eq!(reserved(&both.server), of_port);
+        }
+    }
+}
+
+#[test]
+fn connect__of_nobody_gives_the_share_of_the_queue_back() {
+    let (mut client, device) = dialer("127.0.12.52", 2, None);
+    for closes in [false, true] {
+        let to = "127.0.12.53:7174".parse().unwrap();
+        let id = client.connect(&device, to, &ConnectParams::default()).unwrap();
+        assert_eq!(reserved(&client)[0].1, 1);
+        match closes {
+            true => client.close(id, None),
+            false => assert!(matches!(next(&mut client), ReactorEvent::Connected(_, Err(_)))),
+        }
+        assert_eq!(reserved(&client), [(0, 0)]);
+    }
+}
+
+#[test]
+fn next__connections_with_queues_of_their_own_are_served_in_turn() {
+    let address = "127.0.12.54:7174".parse().unwrap();
+    for shared_receives in [None, Some(2)] {
+        let limits = Limits {
+            shared_receives,
+            queues: Queues::Private,
+            ..limits(8)
+        };
+        let reactor = reactor_of(address, SIZES, limits);
+        let device = reactor.devices().next().unwrap().clone();
+        let server = Echo::of(reactor);
+        let mut peers: Vec<Peer> = (0..8).map(|_| Peer::connect(address).unwrap()).collect();
+        assert_eq!(device.object_counts().2, 8);
+        for round in 0..50u32 {
+            for peer in &mut peers {
+                peer.send_soon(&round.to_be_bytes());
+            }
+            for peer in &mut peers {
+                assert_eq!(peer.message().unwrap(), round.to_be_bytes());
+            }
+        }
+        // One that ends takes its queue along, and its place is free.
+        peers.pop().unwrap().link.close(LONG);
+        let mut again = loop {
+            match Peer::connect(address) {
+                Ok(peer) => break peer,
+                Err(_) => std::thread::yield_now(),
+            }
+        };
+        again.send_soon(b"again");
+        assert_eq!(again.message().unwrap(), b"again");
+        assert_eq!(device.object_counts().2, 8);
+        drop((peers, again));
+        let ends = server.stop();
+        assert!(!ends.is_empty());
+    }
 }

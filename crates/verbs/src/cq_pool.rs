@@ -1,0 +1,266 @@
+//! Completion queues that many users share, with the semantics of the pool of Linux's `ib_core`.
+//!
+//! A thread that serves many users polls, arms and is woken by one queue, instead of one for each user. Each user reserves the number of
+//! completions that it may have at a time, so that the queue has room for all of them: the first queue of the wanted vector with enough
+//! room takes it, and the pool makes further queues when none has. It keeps them as long as it lives.
+//!
+//! *One user cannot harm the others.* What a queue pair completes counts against the share that it was made with. A queue of this process
+//! (the soft device's) refuses a completion beyond that: the queue pair goes to Error, as on a queue that overran
+//! ([`AsyncEvent::QpFatal`], [`QueuePair::error`]), and has no further completion until it is reset, while the queue works on for all other
+//! queue pairs. An RNIC does not count: there, the lengths of a share's queue pairs must not exceed it, which
+//! [`ProtectionDomain::create_qp`] checks.
+//!
+//! [`AsyncEvent::QpFatal`]: crate::AsyncEvent::QpFatal
+//! [`QueuePair::error`]: crate::QueuePair::error
+//! [`ProtectionDomain::create_qp`]: crate::ProtectionDomain::create_qp
+
+mod shares;
+
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
+
+use rdmux_rnic::Cqn;
+use rdmux_rnic::sync::Mutex;
+
+use crate::device::{CompletionQueue, CreateError, Device};
+use shares::{Place, Shares, TooMany};
+
+/// Why a pool gives no share.
+#[derive(Debug, thiserror::Error)]
+pub enum GetError {
+    /// No queue of the device can hold so many completions.
+    #[error("{nr} completions in one queue: the device's queues hold at most {max}")]
+    TooMany {
+        /// Completions that were to be reserved.
+        nr: u32,
+        /// Completions that a queue can hold.
+        max: u32,
+    },
+    /// The device made no further queue.
+    #[error(transparent)]
+    Create(#[from] CreateError),
+}
+
+/// A pool of completion queues. Clones are the same pool.
+///
+/// A *vector* stands for whoever polls its queues. With several engines of one device, each engine is a vector, since its objects cannot be
+/// combined with those of others: the pool is made of these devices, in order. A device may also stand for several vectors, one for each
+/// thread.
+///
+/// ```no_run
+/// # use rdmux_verbs::{CqPool, Device, QpOptions};
+/// # fn serve(device: Device) -> Result<(), Box<dyn std::error::Error>> {
+/// let pool = CqPool::new(vec![device.open_engine()?, device], CqPool::QUEUE_SIZE_MIN);
+/// let share = pool.get(256, Some(1))?;
+/// let mut options = QpOptions::new(&share);
+/// (options.max_send_wr, options.max_recv_wr) = (128, 128);
+/// let qp = share.device().alloc_pd()?.create_qp(&options)?;
+/// // One thread polls for all users of the vector.
+/// for cq in pool.queues(1) {
+///     while let Some(wc) = cq.poll() {
+///         println!("a completion of queue pair {}", wc.qpn.value());
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct CqPool(Arc<Pool>);
+
+#[derive(Debug)]
+struct Pool {
+    /// The device of each vector.
+    devices: Vec<Device>,
+    size_max: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    shares: Shares,
+    /// At their places.
+    queues: Vec<CompletionQueue>,
+}
+
+/// State of a queue of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueUsage {
+    /// Its number, on the device of its vector.
+    pub cqn: Cqn,
+    /// Its vector.
+    pub vector: usize,
+    /// Completions that its users have reserved.
+    pub used: u32,
+    /// Completions that it holds.
+    pub size: u32,
+    /// Number of its users.
+    pub users: u32,
+}
+
+impl CqPool {
+    /// Completions for which a pool makes queues unless one user needs more, in Linux.
+    pub const QUEUE_SIZE_MIN: u32 = 4096;
+
+    /// Makes a pool without queues. Vector `v` has its queues on `vectors[v]`. The queues have room for `queue_size_min` completions or
+    /// more, as far as the device has such queues.
+    ///
+    /// # Panics
+    /// Panics if there is no vector.
+    pub fn new(vectors: Vec<Device>, queue_size_min: u32) -> CqPool {
+        assert!(!vectors.is_empty(), "a pool without vectors");
+        let max = |device: &Device| device.limits().completions.unwrap_or(u32::MAX);
+        let size_max = vectors.iter().map(max).min().unwrap_or(u32::MAX);
+        CqPool(Arc::new(Pool {
+            state: Mutex::new(State {
+                shares: Shares::new(vectors.len(), queue_size_min, size_max),
+                queues: Vec::new(),
+            }),
+            devices: vectors,
+            size_max,
+        }))
+    }
+
+    /// Returns the number of vectors.
+    pub fn vectors(&self) -> usize {
+        self.0.devices.len()
+    }
+
+    /// Reserves room for `nr` completions in a queue of the vector `hint`, modulo the number of vectors; of each in turn without a hint.
+    /// Makes a queue for each vector if none has room.
+    ///
+    /// # Errors
+    /// No queue of the device can hold so many, or the device makes no further queue: then the pool has those that it had.
+    pub fn get(&self, nr: u32, hint: Option<u32>) -> Result<CqShare, GetError> {
+        let pool = &*self.0;
+        let mut state = pool.state.lock();
+        let vector = state.shares.vector(hint);
+        let place = loop {
+            let State { shares, queues } = &mut *state;
+            if let Some(place) = shares.take(nr, vector, |place| queues[place.0].left_over()) {
+                break place;
+            }
+            let max = pool.size_max;
+            let size = shares
+                .size_for(nr)
+                .map_err(|TooMany| GetError::TooMany { nr, max })?;
+            // Those that were made are destroyed if another cannot be.
+            let array = pool.devices.iter().map(|device| device.create_pooled_cq(size));
+            let array = array.collect::<Result<Vec<_>, _>>()?;
+            queues.extend(array);
+            shares.grow(size);
+        };
+        let queue = state.queues[place.0].clone();
+        state.show(place);
+        drop(state);
+        let share = Arc::new(Share {
+            pool: Arc::downgrade(&self.0),
+            place,
+            vector,
+            nr: AtomicU32::new(nr),
+        });
+        Ok(CqShare(queue.shared(share)))
+    }
+
+    /// Returns the queues of a vector, in which all its users' completions arrive: for the thread that polls and arms them. They cannot be
+    /// used for queue pairs, which need a share.
+    pub fn queues(&self, vector: usize) -> Vec<CompletionQueue> {
+        let state = self.0.state.lock();
+        let places = state.shares.places(vector % self.vectors());
+        places.map(|place| state.queues[place.0].clone()).collect()
+    }
+
+    /// Returns the state of all queues, the oldest first.
+    pub fn usage(&self) -> Vec<QueueUsage> {
+        let state = self.0.state.lock();
+        let of = |(at, queue): (usize, &CompletionQueue)| state.usage(Place(at), queue);
+        state.queues.iter().enumerate().filter_map(of).collect()
+    }
+}
+
+impl State {
+    fn usage(&self, place: Place, queue: &CompletionQueue) -> Option<QueueUsage> {
+        let account = self.shares.account(place)?;
+        Some(QueueUsage {
+            cqn: queue.cqn(),
+            vector: self.shares.vector_of(place),
+            used: account.used,
+            size: account.size,
+            users: account.users,
+        })
+    }
+
+    /// Shows the state of a queue to those who inspect the device.
+    fn show(&self, _place: Place) {}
+}
+
+/// What a user has reserved; [`CqShare`] has the queue beside it.
+#[derive(Debug)]
+pub(crate) struct Share {
+    pool: Weak<Pool>,
+    place: Place,
+    vector: usize,
+    nr: AtomicU32,
+}
+
+impl Share {
+    pub(crate) fn nr(&self) -> u32 {
+        self.nr.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let Some(pool) = self.pool.upgrade() else {
+            return;
+        };
+        let mut state = pool.state.lock();
+        let put = state.shares.put(self.place, self.nr());
+        debug_assert!(put.is_ok(), "{self:?} was reserved");
+        state.show(self.place);
+    }
+}
+
+/// A user's share of a completion queue of a [`CqPool`]. It is the queue for the user's queue pairs ([`QpOptions::new`]), which keep the
+/// share alive; it ends with the last of its clones, and also outlives the pool. Polling, arming and moderating it concerns the queue, with
+/// the completions of all users.
+///
+/// [`QpOptions::new`]: crate::QpOptions::new
+#[derive(Clone, Debug)]
+pub struct CqShare(CompletionQueue);
+
+impl Deref for CqShare {
+    type Target = CompletionQueue;
+
+    fn deref(&self) -> &CompletionQueue {
+        &self.0
+    }
+}
+
+impl CqShare {
+    fn share(&self) -> Option<&Arc<Share>> {
+        self.0.share()
+    }
+
+    /// Returns the number of completions that it reserves.
+    pub fn nr(&self) -> u32 {
+        self.share().map_or(0, |share| share.nr())
+    }
+
+    /// Returns the queue with this share, as [`QpOptions`] have it.
+    ///
+    /// [`QpOptions`]: crate::QpOptions
+    pub fn queue(&self) -> CompletionQueue {
+        self.0.clone()
+    }
+
+    /// Returns the queue without the share, for whoever polls it for all users.
+    pub fn pool_queue(&self) -> CompletionQueue {
+        self.0.without_share()
+    }
+
+    /// Returns the vector of its queue.
+    pub fn vector(&self) -> usize {
+        self.share().map_or(0, |share| share.vector)
+    }
+}
