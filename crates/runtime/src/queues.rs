@@ -91,10 +91,7 @@ impl PortQueues {
 
     fn add(&mut self, cq: CompletionQueue) {
         if !self.polled.iter().any(|polled| polled.cq.is(&cq)) {
-            self.polled.push(Polled {
-                cq,
-                before_probes: 0,
-            });
+            self.polled.push(Polled { cq, before_probes: 0 });
         }
     }
 
@@ -103,7 +100,7 @@ impl PortQueues {
         let (cq, has_common, polled) = match &self.source {
             Source::Pool { seat, common } => {
                 let share = seat.pool.get(nr, Some(seat.vector))?;
-                let common = common.as_ref().filter(|common| common.is(&share));
+                let common = common.as_ref().filter(|common| share.draw_on(common));
                 (share.queue(), common.is_some(), share.pool_queue())
             }
             Source::Private { device, common } => {
