@@ -241,7 +241,7 @@ pub(crate) unsafe fn create_cq_with(
 pub(crate) fn errno_of(error: &CreateError) -> c_int {
     match error {
         CreateError::NoRoom => libc::ENOMEM,
-        CreateError::OtherDevice => libc::EINVAL,
+        CreateError::OtherDevice | CreateError::NoShare | CreateError::BeyondShare { .. } => libc::EINVAL,
         CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
     }
 }

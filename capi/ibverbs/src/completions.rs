@@ -269,7 +269,7 @@ unsafe extern "C" fn ibv_resize_cq(queue: *mut abi::Cq, cqe: c_int) -> c_int {
         .queue
         .resize(cqe.cast_unsigned())
         .map_err(|error| match error {
-            ResizeError::TooShort => libc::EINVAL,
+            ResizeError::TooShort | ResizeError::NoRoom | ResizeError::Pooled => libc::EINVAL,
             ResizeError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
         });
     if resized.is_ok() {

@@ -164,6 +164,7 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             waiting: 0,
             overrun: false,
             users,
+            pool: None,
         }),
         ObjectEntry::Mr {
             pdn,

@@ -12,6 +12,11 @@ use strum::VariantArray;
 
 use crate::time::Time;
 
+mod quotas;
+
+pub use quotas::ShareId;
+use quotas::{Charged, Quotas};
+
 /// Handle of a completion queue of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cqn(pub u32);
@@ -131,6 +136,17 @@ pub struct Moderation {
     pub period_us: u16,
 }
 
+/// Use of a queue by a pool of queues that users share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolUse {
+    /// The vector of the pool that the queue belongs to.
+    pub vector: u32,
+    /// Completions that its users have reserved.
+    pub used: u32,
+    /// Number of its users.
+    pub users: u32,
+}
+
 /// The completion queue cannot be made that short: it holds more completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the completion queue holds more completions than the new size")]
@@ -147,6 +163,8 @@ pub(crate) enum Pushed {
     Tell,
     /// The queue had no room, or was in error for that reason already: the completion is lost.
     Overrun { first: bool },
+    /// The QP's share of the queue had no room, or a completion of the QP was lost already: this one is lost, too.
+    ShareOverrun,
 }
 
 /// Number of completion queues of a device that are armed.
@@ -221,6 +239,9 @@ struct Queue {
     /// Completions of which the armed waiter has not been notified yet, and the latest time at which it is.
     untold: u32,
     tell_at: Option<Time>,
+    /// Quotas of its users, if they share it.
+    quotas: Option<Box<Quotas>>,
+    pool: Option<PoolUse>,
 }
 
 impl Queue {
@@ -245,7 +266,21 @@ impl Queue {
         if let Some(came) = &mut self.came {
             came.drain(..n);
         }
+        if let Some(quotas) = &mut self.quotas {
+            self.completions.range(..n).for_each(|wc| quotas.release(wc.qpn));
+        }
         self.completions.drain(..n)
+    }
+
+    /// Takes the oldest completion, and its time if there are times.
+    #[inline]
+    fn pop(&mut self) -> Option<(WorkCompletion, Option<Time>)> {
+        let wc = self.completions.pop_front()?;
+        if let Some(quotas) = &mut self.quotas {
+            quotas.release(wc.qpn);
+        }
+        let came = self.came.as_mut().and_then(VecDeque::pop_front);
+        Some((wc, came))
     }
 }
 
@@ -270,6 +305,8 @@ impl CompletionQueue {
             moderation: None,
             untold: 0,
             tell_at: None,
+            quotas: None,
+            pool: None,
         };
         CompletionQueue(Arc::new(Shared {
             queue: Mutex::new(queue),
@@ -303,9 +340,17 @@ impl CompletionQueue {
             wc.byte_len,
         );
         let mut queue = self.lock();
+        if let Some(quotas) = &mut queue.quotas
+            && let Charged::Lost = quotas.charge(wc.qpn)
+        {
+            return Pushed::ShareOverrun;
+        }
         if queue.overrun || queue.completions.len() >= queue.depth {
             // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.
             let first = !std::mem::replace(&mut queue.overrun, true);
+            if let Some(quotas) = &mut queue.quotas {
+                quotas.release(wc.qpn);
+            }
             queue.disarm();
             queue.watched = false;
             return Pushed::Overrun { first };
@@ -394,10 +439,7 @@ impl CompletionQueue {
             return None;
         }
         let mut queue = self.lock();
-        let wc = queue.completions.pop_front()?;
-        if let Some(came) = &mut queue.came {
-            came.pop_front();
-        }
+        let (wc, _) = queue.pop()?;
         Some((wc, queue.completions.len()))
     }
 
@@ -408,8 +450,7 @@ impl CompletionQueue {
             return None;
         }
         let mut queue = self.lock();
-        let wc = queue.completions.pop_front()?;
-        let came = queue.came.as_mut().and_then(VecDeque::pop_front);
+        let (wc, came) = queue.pop()?;
         Some((wc, came.unwrap_or_default()))
     }
 
@@ -482,11 +523,109 @@ impl CompletionQueue {
         self.lock().watched = watched;
     }
 
+    // Quotas of users that share the queue.
+
+    /// Makes a share of the queue: the completions of the QPs that have it ([`CompletionQueue::add_user`]) are up to `limit` at a time. One
+    /// more is lost, and puts its QP in error ([`crate::Cause::ShareOverrun`]).
+    pub fn add_share(&self, limit: usize) -> ShareId {
+        self.lock().quotas.get_or_insert_default().add_share(limit)
+    }
+
+    /// Ends a share that no QP has any more.
+    pub fn remove_share(&self, share: ShareId) {
+        self.with_quotas(|quotas| quotas.remove_share(share));
+    }
+
+    /// Changes the number of completions of a share.
+    pub fn set_share(&self, share: ShareId, limit: usize) {
+        self.with_quotas(|quotas| quotas.set_limit(share, limit));
+    }
+
+    /// Has a share that is full draw on another one, which has no QPs and draws on none.
+    pub fn draw_on(&self, share: ShareId, common: ShareId) {
+        self.with_quotas(|quotas| quotas.draw_on(share, common));
+    }
+
+    /// Has the completions of a QP count against a share, until the QP is gone ([`CompletionQueue::remove_user`]). It has none so far.
+    pub fn add_user(&self, qpn: Qpn, share: ShareId) {
+        self.with_quotas(|quotas| quotas.add_user(qpn, share));
+    }
+
+    /// Notes that a QP is gone. Its completions can still be polled ([`CompletionQueue::left_over`]).
+    pub fn remove_user(&self, qpn: Qpn) {
+        self.with_quotas(|quotas| quotas.remove_user(qpn));
+    }
+
+    /// Returns the number of completions in the queue that count against no share.
+    pub fn left_over(&self) -> usize {
+        self.with_quotas(|quotas| quotas.left_over()).unwrap_or(0)
+    }
+
+    /// Returns the number of completions in the queue that count against a share.
+    pub fn of_share(&self, share: ShareId) -> usize {
+        self.with_quotas(|quotas| quotas.count(share)).unwrap_or(0)
+    }
+
+    /// Takes the oldest completion, which goes on counting against its QP's share until [`CompletionQueue::release`]. Returns the share,
+    /// unless the QP is gone or has none: then there is nothing to release.
+    pub fn poll_charged(&self) -> Option<(WorkCompletion, Option<ShareId>)> {
+        if self.is_empty() {
+            return None;
+        }
+        let mut queue = self.lock();
+        let share = {
+            let Queue {
+                completions, quotas, ..
+            } = &mut *queue;
+            let wc = completions.front()?;
+            let quotas = quotas.as_mut();
+            quotas.and_then(|quotas| quotas.hold(wc.qpn))
+        };
+        let wc = queue.completions.pop_front()?;
+        if let Some(came) = &mut queue.came {
+            came.pop_front();
+        }
+        Some((wc, share))
+    }
+
+    /// Ends the counting of a completion of a QP that [`CompletionQueue::poll_charged`] has given.
+    pub fn release(&self, qpn: Qpn) {
+        self.with_quotas(|quotas| quotas.release(qpn));
+    }
+
+    /// Returns whether a completion of a QP was lost: the queue overran, or the QP's share of it since the QP was reset. The QP gets no
+    /// other completion.
+    pub fn has_lost(&self, qpn: Qpn) -> bool {
+        let queue = self.lock();
+        queue.overrun || queue.quotas.as_ref().is_some_and(|quotas| quotas.has_lost(qpn))
+    }
+
+    fn with_quotas<R>(&self, f: impl FnOnce(&mut Quotas) -> R) -> Option<R> {
+        self.lock().quotas.as_deref_mut().map(f)
+    }
+
+    /// Notes how a pool uses the queue, for those who inspect the device.
+    pub fn set_pool(&self, pool: PoolUse) {
+        self.lock().pool = Some(pool);
+    }
+
+    pub(crate) fn pool(&self) -> Option<PoolUse> {
+        self.lock().pool
+    }
+
     pub(crate) fn forget(&self, qpn: Qpn) {
         let mut queue = self.lock();
         let Queue {
-            completions, came, ..
+            completions,
+            came,
+            quotas,
+            ..
         } = &mut *queue;
+        if let Some(quotas) = quotas {
+            let of_qp = completions.iter().filter(|wc| wc.qpn == qpn);
+            of_qp.for_each(|wc| quotas.release(wc.qpn));
+            quotas.reset(qpn);
+        }
         if let Some(came) = came {
             let mut of = completions.iter();
             came.retain(|_| of.next().is_some_and(|wc| wc.qpn != qpn));

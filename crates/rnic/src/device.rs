@@ -224,8 +224,8 @@ pub struct Rnic {
     flushes: Flushes,
     accesses: Accesses,
     events: VecDeque<Event>,
-    /// Queues that overran during the current call, each with the QP whose completion was lost.
-    overrun: Vec<(Cqn, Qpn)>,
+    /// Queues that overran during the current call, each with the QP whose completion was lost; `None`: only the QP's share of one did.
+    overrun: Vec<(Option<Cqn>, Qpn)>,
     retired: RetiredMemories,
     lanes: Lanes,
     counters: Counters,
@@ -1417,8 +1417,14 @@ impl Rnic {
     fn fail_overrun(&mut self, now: Time) {
         // Each QP fails at most once, so this loop ends; the requests that a QP flushes may overrun the next queue.
         while let Some((cq, lost_of)) = self.overrun.pop() {
-            let uses = |qp: &Qp| {
-                [qp.head.init.send_cq, qp.head.init.recv_cq].contains(&cq) || qp.head.qpn == lost_of
+            let of_queue = |qp: &Qp| {
+                let own = [qp.head.init.send_cq, qp.head.init.recv_cq];
+                cq.is_some_and(|cq| own.contains(&cq))
+            };
+            let uses = |qp: &Qp| qp.head.qpn == lost_of || of_queue(qp);
+            let cause = match cq {
+                Some(_) => Cause::QueueOverrun,
+                None => Cause::ShareOverrun,
             };
             let works = |qp: &Qp| !matches!(qp.head.state, QpState::Reset | QpState::Error);
             let failing = self.qps.iter().filter(|(_, qp)| uses(qp) && works(qp));
@@ -1426,7 +1432,7 @@ impl Rnic {
             failing.sort_unstable();
             for qpn in failing {
                 self.on_qp(now, Qpn::new(qpn), |qp, env| {
-                    qp.fail(env, Some((Status::LocalQpOperation, Cause::QueueOverrun)));
+                    qp.fail(env, Some((Status::LocalQpOperation, cause)));
                 });
             }
         }

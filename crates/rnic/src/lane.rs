@@ -287,7 +287,7 @@ impl DirectLane {
         let mut wc = bare_completion(lane.qpn, request.wr_id, Status::Success, opcode);
         wc.byte_len = bytes;
         let pushed = lane.cq.push(wc, false, now);
-        if matches!(pushed, Pushed::Overrun { .. }) {
+        if matches!(pushed, Pushed::Overrun { .. } | Pushed::ShareOverrun) {
             // The device puts the QP in error.
             self.close_soon();
         }

@@ -102,7 +102,7 @@ impl PortQueues {
         let (cq, has_common, polled) = match &self.source {
             Source::Pool { seat, common } => {
                 let share = seat.pool.get(nr, Some(seat.vector))?;
-                let common = common.as_ref().filter(|common| common.is(&share));
+                let common = common.as_ref().filter(|common| share.draw_on(common));
                 (share.queue(), common.is_some(), share.pool_queue())
             }
             Source::Private { device, common } => {

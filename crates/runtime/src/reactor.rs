@@ -563,7 +563,7 @@ impl<M> Reactor<M> {
         let port = &mut self.ports[known.port];
         if known.link.shares_receives() {
             known.link.disconnect();
-            if known.link.post_empty(WorkId::Last).is_ok() {
+            if known.link.post_empty(WorkId::Last).is_ok() && !known.cq.has_lost(known.link.qp()) {
                 port.closed.insert(known.link.qp().qpn(), known);
                 return;
             }
@@ -813,7 +813,8 @@ impl<M> Reactor<M> {
         let Some(end) = known.link.end() else {
             return;
         };
-        if known.link.post_empty(WorkId::End).is_ok() {
+        // A queue that has lost a completion has none for the marker.
+        if known.link.post_empty(WorkId::End).is_ok() && !known.cq.has_lost(known.link.qp()) {
             known.stage = Stage::Ending;
             self.ports[known.port].ending += 1;
         } else {

@@ -172,8 +172,8 @@ fn event_at(event: &Event) -> usize {
         Event::CqError(_) => 1,
         Event::QpError(_, _, Cause::OwnRequest) => 2,
         Event::QpError(_, _, Cause::PeerRequest) => 3,
-        // Nothing in here asks for the other cause.
-        Event::QpError(_, _, Cause::QueueOverrun | Cause::Injected) => 4,
+        // Nothing in here asks for the other causes.
+        Event::QpError(_, _, Cause::QueueOverrun | Cause::ShareOverrun | Cause::Injected) => 4,
         Event::CommunicationEstablished(_) => 5,
         Event::SqDrained(_) => 6,
         Event::LastWqeReached(_) => 7,

@@ -194,6 +194,7 @@ impl Capture {
             Cause::OwnRequest => "of a local request",
             Cause::PeerRequest => "of a request of the peer",
             Cause::QueueOverrun => "a completion queue overran",
+            Cause::ShareOverrun => "its share of a completion queue overran",
             Cause::Injected => "of an injected fault",
         };
         let text = format!(

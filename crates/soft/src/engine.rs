@@ -71,7 +71,7 @@ use super::engines::Engines;
 use super::faults::Leaving;
 use super::group::{GroupError, LedgerRecord, MadDatagram, OwnRecords, PortGroup, ServiceClaim};
 use super::mcast::Memberships;
-use super::metrics::DeviceMetrics;
+use super::metrics::{DeviceMetrics, Pooled};
 use super::port::RnicPort;
 use super::shm::callers::{self, CallerLinks, ForEngine, Looked};
 use super::shm::link::{Links, slot_of};
@@ -646,6 +646,13 @@ impl Engine {
         }
         let core = self.lock();
         let (queue_pairs, regions, completion_queues) = core.rnic.object_counts();
+        let mut pooled = Pooled::default();
+        for (size, queue) in core.rnic.pooled_cqs() {
+            pooled.queues += 1;
+            pooled.size += size as u64;
+            pooled.used += u64::from(queue.used);
+            pooled.users += u64::from(queue.users);
+        }
         Some(DeviceMetrics {
             address: core.address,
             slot: core.rnic.config().slot,
@@ -655,6 +662,7 @@ impl Engine {
             queue_pairs,
             regions,
             completion_queues,
+            pooled,
             latencies: core.rnic.latencies().clone(),
             flushes: core.flush_times,
             faults: core.rnic.fault_counts(),

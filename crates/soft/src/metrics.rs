@@ -31,12 +31,27 @@ pub struct DeviceMetrics {
     pub regions: usize,
     /// Number of its completion queues.
     pub completion_queues: usize,
+    /// Use of those that users share.
+    pub pooled: Pooled,
     /// Latencies of its requests.
     pub latencies: Latencies,
     /// Durations of the flushes of its memory that peers requested with FLUSH and that had to wait for a medium.
     pub flushes: Histogram,
     /// Counts of the injected faults, if it was opened with faults.
     pub faults: Option<FaultCounts>,
+}
+
+/// Use of the completion queues of a device that its users share ([`rdmux_verbs::CqPool`]), together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pooled {
+    /// Number of queues.
+    pub queues: u64,
+    /// Completions that they hold.
+    pub size: u64,
+    /// Completions that their users have reserved.
+    pub used: u64,
+    /// Number of users.
+    pub users: u64,
 }
 
 /// Adds the engine of a device that was opened.

@@ -17,14 +17,27 @@ pub enum ResizeError {
     /// The queue holds more completions than it would have room for.
     #[error("the completion queue holds more completions than the new size")]
     TooShort,
+    /// It is a share of a pool's queue, in which others have reserved the rest, or whose pool is gone.
+    #[error("the pool's completion queue has no room for so many completions")]
+    NoRoom,
+    /// It is a queue of a pool, whose users have reserved it.
+    #[error("a completion queue of a pool keeps its size")]
+    Pooled,
     /// The device refuses.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
 impl CompletionQueue {
-    /// Makes room for `depth` completions; completions that are in the queue stay. IBTA Vol 1, 11.2.8.3.
+    /// Makes room for `depth` completions; completions that are in the queue stay. Of a share of a pool's queue it changes the number of
+    /// completions that are reserved. IBTA Vol 1, 11.2.8.3.
     pub fn resize(&self, depth: u32) -> Result<(), ResizeError> {
+        if let Some(share) = self.share() {
+            return share.resize(self, depth);
+        }
+        if self.lacks_share() {
+            return Err(ResizeError::Pooled);
+        }
         self.provided().resize(depth)
     }
 

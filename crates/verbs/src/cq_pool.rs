@@ -15,16 +15,20 @@
 //! [`ProtectionDomain::create_qp`]: crate::ProtectionDomain::create_qp
 
 mod shares;
+mod user;
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
-use rdmux_rnic::Cqn;
 use rdmux_rnic::sync::Mutex;
+use rdmux_rnic::{Cqn, PoolUse, Qpn, ShareId};
 
+use crate::cq::ResizeError;
 use crate::device::{CompletionQueue, CreateError, Device};
 use shares::{Place, Shares, TooMany};
+pub use user::PoolUser;
+pub(crate) use user::Routes;
 
 /// Why a pool gives no share.
 #[derive(Debug, thiserror::Error)]
@@ -153,11 +157,15 @@ impl CqPool {
         let queue = state.queues[place.0].clone();
         state.show(place);
         drop(state);
+        let counting = queue.counting();
         let share = Arc::new(Share {
             pool: Arc::downgrade(&self.0),
             place,
             vector,
             nr: AtomicU32::new(nr),
+            account: counting.map(|queue| (queue.clone(), queue.add_share(nr as usize))),
+            common: Mutex::new(None),
+            posted: AtomicU32::new(0),
         });
         Ok(CqShare(queue.shared(share)))
     }
@@ -191,7 +199,16 @@ impl State {
     }
 
     /// Shows the state of a queue to those who inspect the device.
-    fn show(&self, _place: Place) {}
+    fn show(&self, place: Place) {
+        let queue = self.queues.get(place.0).and_then(CompletionQueue::counting);
+        if let (Some(queue), Some(account)) = (queue, self.shares.account(place)) {
+            queue.set_pool(PoolUse {
+                vector: self.shares.vector_of(place) as u32,
+                used: account.used,
+                users: account.users,
+            });
+        }
+    }
 }
 
 /// What a user has reserved; [`CqShare`] has the queue beside it.
@@ -201,16 +218,111 @@ pub(crate) struct Share {
     place: Place,
     vector: usize,
     nr: AtomicU32,
+    /// Its account in the queue, if that counts completions.
+    account: Option<(rdmux_rnic::CompletionQueue, ShareId)>,
+    /// The share that it draws on.
+    common: Mutex<Option<CqShare>>,
+    /// Requests that its queue pairs hold at most, if the queue does not count.
+    posted: AtomicU32,
 }
 
 impl Share {
     pub(crate) fn nr(&self) -> u32 {
         self.nr.load(Ordering::Relaxed)
     }
+
+    /// Notes that a queue pair was reset: its completions are discarded.
+    pub(crate) fn forget(&self, queue: &CompletionQueue, qpn: Qpn) {
+        user::forget(self, queue, qpn);
+    }
+
+    /// Reserves completions for a queue pair that holds so many requests. Of a queue that counts completions, a queue pair may have any.
+    fn hold(&self, requests: u32) -> Result<(), CreateError> {
+        let nr = self.nr();
+        let fits = |held: u32| held.checked_add(requests).filter(|after| *after <= nr);
+        let held = match self.account {
+            Some(_) => Ok(0),
+            None => self
+                .posted
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits),
+        };
+        let beyond = |held| CreateError::BeyondShare { requests, held, nr };
+        held.map(drop).map_err(beyond)
+    }
+}
+
+/// The completions of a queue pair count against a share until this is dropped, which comes after the end of the queue pair.
+#[derive(Debug)]
+pub(crate) struct Attached {
+    share: Arc<Share>,
+    requests: u32,
+    qpn: Option<Qpn>,
+}
+
+impl Attached {
+    /// Reserves completions for a queue pair that holds so many requests.
+    pub(crate) fn new(cq: &CompletionQueue, requests: u32) -> Result<Option<Attached>, CreateError> {
+        let Some(share) = cq.share() else {
+            return Ok(None);
+        };
+        share.hold(requests)?;
+        Ok(Some(Attached {
+            share: share.clone(),
+            requests,
+            qpn: None,
+        }))
+    }
+
+    /// Counts the completions of a new queue pair.
+    pub(crate) fn begin(&mut self, qpn: Qpn) {
+        if let Some((queue, id)) = &self.share.account {
+            queue.add_user(qpn, *id);
+        }
+        self.qpn = Some(qpn);
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        match (&self.share.account, self.qpn) {
+            (Some((queue, _)), Some(qpn)) => queue.remove_user(qpn),
+            (Some(_), None) => {}
+            (None, _) => drop(self.share.posted.fetch_sub(self.requests, Ordering::Relaxed)),
+        }
+    }
+}
+
+impl Share {
+    /// Changes the number of completions that it reserves.
+    pub(crate) fn resize(&self, queue: &CompletionQueue, nr: u32) -> Result<(), ResizeError> {
+        let Some(pool) = self.pool.upgrade() else {
+            return Err(ResizeError::NoRoom);
+        };
+        let mut state = pool.state.lock();
+        let before = self.nr();
+        let has = match &self.account {
+            Some((queue, id)) => queue.of_share(*id) as u32,
+            None => self.posted.load(Ordering::Relaxed),
+        };
+        if nr < before && nr < has {
+            return Err(ResizeError::TooShort);
+        }
+        let resized = state.shares.resize(self.place, before, nr, queue.left_over());
+        resized.map_err(|TooMany| ResizeError::NoRoom)?;
+        self.nr.store(nr, Ordering::Relaxed);
+        if let Some((queue, id)) = &self.account {
+            queue.set_share(*id, nr as usize);
+        }
+        state.show(self.place);
+        Ok(())
+    }
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
+        if let Some((queue, id)) = &self.account {
+            queue.remove_share(*id);
+        }
         let Some(pool) = self.pool.upgrade() else {
             return;
         };
@@ -257,6 +369,33 @@ impl CqShare {
     /// Returns the queue without the share, for whoever polls it for all users.
     pub fn pool_queue(&self) -> CompletionQueue {
         self.0.without_share()
+    }
+
+    /// Changes the number of completions that it reserves.
+    ///
+    /// # Errors
+    /// The queue has no room for so many, or holds more completions of the share.
+    pub fn resize(&self, nr: u32) -> Result<(), ResizeError> {
+        self.0.resize(nr)
+    }
+
+    /// Has the share, once it is full, draw on another one of the same queue: for queue pairs that share their receives, of which any may
+    /// take many. `common` has no queue pairs. Returns false, and does nothing, if it is a share of another queue, or
+    /// draws on one itself.
+    pub fn draw_on(&self, common: &CqShare) -> bool {
+        let (Some(own), Some(other)) = (self.share(), common.share()) else {
+            return false;
+        };
+        if !self.is(common) || Arc::ptr_eq(own, other) || other.common.lock().is_some() {
+            return false;
+        }
+        if let (Some((queue, id)), Some((_, common))) = (&own.account, &other.account) {
+            queue.draw_on(*id, *common);
+        }
+        // What it drew on before is dropped without the lock.
+        let before = own.common.lock().replace(common.clone());
+        drop(before);
+        true
     }
 
     /// Returns the vector of its queue.

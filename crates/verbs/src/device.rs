@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
     Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
 };
 use rdmux_wire::roce::PathMtu;
 
-use crate::cq_pool::Share;
+use crate::cq_pool::{Attached, Routes, Share};
 use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
@@ -41,6 +42,18 @@ pub enum CreateError {
     /// A completion queue of a pool without a share of it ([`CqPool::get`](crate::CqPool::get)).
     #[error("a completion queue of a pool, of which the user has no share")]
     NoShare,
+    /// The share of a pool's completion queue reserves less than the queue pair may have.
+    #[error(
+        "{requests} requests of the queue pair, and {held} of others, exceed the {nr} completions that the share reserves"
+    )]
+    BeyondShare {
+        /// Requests of the queue pair that complete to the share.
+        requests: u32,
+        /// Those of other queue pairs of the share.
+        held: u32,
+        /// Completions that the share reserves.
+        nr: u32,
+    },
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -251,6 +264,7 @@ impl Device {
             driven_at: AtomicU32::new(0),
             moderated: Moderated::default(),
             pooled,
+            routes: Mutex::default(),
         });
         let queue = CompletionQueue { inner, share: None };
         if self.0.moderation != ModerationPolicy::Off && self.features().contains(Features::CQ_MODERATION) {
@@ -384,7 +398,8 @@ impl ProtectionDomain {
     ///
     /// # Errors
     /// [`CreateError::OtherDevice`] if an object in `options` was not made on this device, [`CreateError::NoShare`] if a completion queue
-    /// is one of a pool and no share of it.
+    /// is one of a pool and no share of it, [`CreateError::BeyondShare`] if the device does not count completions, and the queue pair holds
+    /// more requests than are left of the share.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let device = self.device();
         let ours = options.send_cq.device().is(device)
@@ -397,8 +412,21 @@ impl ProtectionDomain {
         if options.send_cq.lacks_share() || options.recv_cq.lacks_share() {
             return Err(CreateError::NoShare);
         }
+        let receives = if options.srq.is_none() {
+            options.max_recv_wr
+        } else {
+            0
+        };
+        let of_sends = Attached::new(&options.send_cq, options.max_send_wr)?;
+        let of_receives = Attached::new(&options.recv_cq, receives)?;
+        let provided = self.provided().create_qp(options)?;
+        let mut shares = [of_sends, of_receives];
+        for share in shares.iter_mut().flatten() {
+            share.begin(provided.qpn());
+        }
         Ok(QueuePair(Arc::new(QpInner {
-            provided: self.provided().create_qp(options)?,
+            provided,
+            _shares: shares,
             pd: self.clone(),
             options: options.clone(),
         })))
@@ -421,6 +449,7 @@ struct CqInner {
     moderated: Moderated,
     /// Set if it is one of a pool.
     pooled: bool,
+    routes: Mutex<Routes>,
 }
 
 /// Completion queue with a completion channel of its own.
@@ -469,7 +498,27 @@ impl CompletionQueue {
 
     /// Returns the number of completions in it that count against no share: those of queue pairs that are gone.
     pub(crate) fn left_over(&self) -> u32 {
-        0
+        self.counting().map_or(0, |queue| queue.left_over() as u32)
+    }
+
+    /// Returns the queue that counts completions by their users, if the device has such.
+    pub(crate) fn counting(&self) -> Option<&rdmux_rnic::CompletionQueue> {
+        self.inner.queue.as_ref()
+    }
+
+    /// Returns whether a completion of a queue pair was lost since it was reset, because the queue or its share of it overran: then no
+    /// other completion of it follows. An RNIC reports only the former, and only as [`AsyncEvent::CqError`].
+    pub fn has_lost(&self, qp: &QueuePair) -> bool {
+        self.counting().is_some_and(|queue| queue.has_lost(qp.qpn()))
+    }
+
+    pub(crate) fn routes(&self) -> &Mutex<Routes> {
+        &self.inner.routes
+    }
+
+    /// Returns whether it is a queue of a pool.
+    pub(crate) fn is_pooled(&self) -> bool {
+        self.inner.pooled
     }
 
     /// Returns whether it is a queue of a pool without a user's share.
@@ -634,6 +683,8 @@ impl QpOptions {
 #[derive(Debug)]
 struct QpInner {
     provided: Box<dyn provider::QueuePair>,
+    /// The shares of queues of a pool that its completions count against, as long as there may be any: until `provided` is dropped.
+    _shares: [Option<Attached>; 2],
     pd: ProtectionDomain,
     /// Keeps alive the objects that the queue pair uses.
     options: QpOptions,
@@ -731,14 +782,28 @@ impl QueuePair {
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.
     pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
-        self.provided().modify(to, attributes)
+        self.provided().modify(to, attributes)?;
+        if to == QpState::Reset {
+            self.forget_completions();
+        }
+        Ok(())
+    }
+
+    /// Discards the completions that wait for a user of a pool's queue; the device has discarded those in its queues.
+    fn forget_completions(&self) {
+        for cq in [&self.0.options.send_cq, &self.0.options.recv_cq] {
+            if let Some(share) = cq.share() {
+                share.forget(cq, self.qpn());
+            }
+        }
     }
 
     /// Retires the queue pair: its owner uses it no more, while others, such as a connection that is being established, may still
     /// hold it. It discards requests that were posted and completions, and nobody brings it up again. Changing its state is from
     /// then on an error ([`ModifyError`]).
     pub fn retire(&self) {
-        self.provided().retire()
+        self.provided().retire();
+        self.forget_completions();
     }
 
     /// Returns what is known about it.

@@ -13,8 +13,8 @@ use crate::waker::Waker;
 pub enum AsyncEvent {
     /// A completion queue overran; its queue pairs are in error.
     CqError(Cqn),
-    /// A queue pair went to error for a reason of its own device: its memory failed, its completion queue overran, or the program
-    /// asked for that fault ([`Options::faults`](crate::Options::faults)).
+    /// A queue pair went to error for a reason of its own device: its memory failed, its completion queue or its share of one
+    /// overran, or the program asked for that fault ([`Options::faults`](crate::Options::faults)).
     QpFatal(Qpn),
     /// A queue pair went to error: its peer asked for something invalid.
     QpRequestError(Qpn),
@@ -41,7 +41,9 @@ impl AsyncEvent {
             (Cause::OwnRequest, _) => None,
             (Cause::PeerRequest, Status::RemoteInvalidRequest) => Some(AsyncEvent::QpRequestError(qpn)),
             (Cause::PeerRequest, Status::RemoteAccess) => Some(AsyncEvent::QpAccessError(qpn)),
-            (Cause::PeerRequest | Cause::QueueOverrun | Cause::Injected, _) => Some(AsyncEvent::QpFatal(qpn)),
+            (Cause::PeerRequest | Cause::QueueOverrun | Cause::ShareOverrun | Cause::Injected, _) => {
+                Some(AsyncEvent::QpFatal(qpn))
+            }
         }
     }
 }

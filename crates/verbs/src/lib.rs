@@ -70,7 +70,7 @@ pub use cm::{
     ConnectionRequest, ExternalPair, ListenError, Listener, Progress,
 };
 pub use cq::ResizeError;
-pub use cq_pool::{CqPool, CqShare, GetError, QueueUsage};
+pub use cq_pool::{CqPool, CqShare, GetError, PoolUser, QueueUsage};
 pub use datagram::{AddressHandle, AttachError};
 pub use device::{
     Carrier, CompletionQueue, CreateError, Device, PostListError, ProtectionDomain, QpOptions, QueuePair,
@@ -91,8 +91,8 @@ pub use rdmux_rnic::sync;
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
     INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium, Memory,
-    Moderation, ModifyError, Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo,
-    QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError,
+    Moderation, ModifyError, Operation, Path, PdDetail, Placement, PoolUse, PostError, Psn, QpAttributes,
+    QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError,
     Registration, RemoteBuffer, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail,
     SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults,
     sched,

@@ -53,6 +53,10 @@ impl ProtectionDomain {
         if !xrc.as_ref().is_none_or(is_ours) {
             return Err(CreateError::OtherDevice);
         }
+        // Its completions are those of queue pairs of other processes' choice, which no share counts.
+        if xrc.as_ref().is_some_and(|(_, cq)| cq.is_pooled()) {
+            return Err(CreateError::NoShare);
+        }
         let provided = self
             .provided()
             .create_srq(max_wr, xrc.as_ref().map(|(xrcd, cq)| (xrcd, cq)))?;

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_runtime::{Completed, EstablishError, MessageConnection, PendingConnection};
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Device, EventQueue, ProtectionDomain, RejReason,
-    WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Device, EventQueue, GetError, ProtectionDomain,
+    RejReason, WorkCompletion,
 };
 use rdmux_wire::push::{ErrorCode, Message};
 
@@ -288,6 +288,7 @@ fn refused(peer: SocketAddr, error: EstablishError) -> Error {
         EstablishError::Create(error) => error.into(),
         EstablishError::Register(error) => error.into(),
         EstablishError::Post(error) => error.into(),
+        EstablishError::Queue(GetError::Create(error)) => error.into(),
         EstablishError::Queue(error) => std::io::Error::other(error).into(),
         EstablishError::Io(error) => error.into(),
     }

@@ -86,6 +86,7 @@ pub(crate) fn words(note: &Note) -> String {
                 Cause::OwnRequest => "a local request",
                 Cause::PeerRequest => "a request of the peer",
                 Cause::QueueOverrun => "its completion queue",
+                Cause::ShareOverrun => "its share of a completion queue",
                 Cause::Injected => "an injected fault",
             };
             format!("{} to ERR by {whose}: {status}", state_name(*from))

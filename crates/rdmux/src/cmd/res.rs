@@ -18,7 +18,7 @@ JSON: an array of objects: ifname, port, provider (hw; only for an RNIC), pid, c
   (none)  pd, cq, qp, cm_id, mr, ctx, srq: the number of each
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not, by-packets), pdn, scqn, rcqn, srqn, sends, receives
-  cq      cqn, cqe, users, waiting, overrun, ctxn
+  cq      cqn, cqe, users, waiting, overrun, pool-vector, pool-used, pool-users, ctxn
   mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn, shared
   pd      pdn, users, ctxn
   cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, src-port, dst-addr, dst-port, service
@@ -245,6 +245,9 @@ fn columns(object: Option<Object>) -> &'static [(&'static str, Align)] {
             ("cqe", Right),
             ("users", Right),
             ("waiting", Right),
+            ("pool-vector", Right),
+            ("pool-used", Right),
+            ("pool-users", Right),
             ("pid", Right),
             ("comm", Left),
             ("overrun", Left),
@@ -332,6 +335,9 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
                 cq.overrun,
                 if cq.overrun { "yes".into() } else { String::new() },
             )
+            .with("pool-vector", cq.pool.map(|pool| pool.vector))
+            .with("pool-used", cq.pool.map(|pool| pool.used))
+            .with("pool-users", cq.pool.map(|pool| pool.users))
             .with("ctxn", 0),
         Item::Mr(mr) => row
             .with("mrn", mr.mrn)

@@ -194,6 +194,30 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
         "Number of completion queues.",
         |m| m.completion_queues as u64,
     );
+    gauge(
+        text,
+        "rdmux_pooled_completion_queues",
+        "Number of completion queues that users share.",
+        |m| m.pooled.queues,
+    );
+    gauge(
+        text,
+        "rdmux_pooled_completions",
+        "Completions that the queues that users share hold.",
+        |m| m.pooled.size,
+    );
+    gauge(
+        text,
+        "rdmux_pooled_completions_reserved",
+        "Completions that users have reserved in queues that they share.",
+        |m| m.pooled.used,
+    );
+    gauge(
+        text,
+        "rdmux_pooled_completion_queue_users",
+        "Number of users of completion queues that are shared.",
+        |m| m.pooled.users,
+    );
 
     // Each device has the same counters, in the same order.
     for (i, (name, _, help)) in devices[0].counters.iter().enumerate() {

@@ -6,7 +6,7 @@
 
 use super::Rnic;
 use crate::cm::{CmId, CmState};
-use crate::cq::Cqn;
+use crate::cq::{CompletionQueue, Cqn, PoolUse};
 use crate::memory::{Access, Sharing};
 use crate::qp::requester::direct::ByPackets;
 use crate::region::{Pd, RegionKind};
@@ -55,6 +55,8 @@ pub struct CqDetail {
     pub overrun: bool,
     /// QPs that complete to it.
     pub users: u32,
+    /// Its use by a pool, if it is one of a pool.
+    pub pool: Option<PoolUse>,
 }
 
 /// A protection domain.
@@ -187,9 +189,16 @@ impl Rnic {
                 waiting: waiting as u32,
                 overrun,
                 users,
+                pool: queue.pool(),
             })
         };
         (numbers.iter().zip(users).filter_map(detail).collect(), more)
+    }
+
+    /// Returns the depth of each completion queue of a pool, and its use.
+    pub fn pooled_cqs(&self) -> impl Iterator<Item = (usize, PoolUse)> {
+        let pooled = |queue: &CompletionQueue| Some((queue.depth(), queue.pool()?));
+        self.cqs.values().filter_map(pooled)
     }
 
     /// Lists protection domains in the order of their numbers.

@@ -215,6 +215,8 @@ pub enum Cause {
     QueueOverrun,
     /// An injected fault ([`crate::Rnic::fail_qp`]).
     Injected,
+    /// Its share of a completion queue that overran ([`CompletionQueue::add_share`]).
+    ShareOverrun,
 }
 
 /// An event for the driver.
@@ -254,8 +256,8 @@ pub(crate) struct Env<'a> {
     pub(crate) counters: &'a mut crate::Counters,
     pub(crate) latencies: &'a mut crate::Latencies,
     /// Queues that overran, each with the QP whose completion was lost. All QPs of such a queue have to fail, and so does that one,
-    /// which on XRC completes to the queue of a shared receive queue.
-    pub(crate) overrun: &'a mut Vec<(Cqn, Qpn)>,
+    /// which on XRC completes to the queue of a shared receive queue. `None`: only the QP's share of a queue overran, and only it fails.
+    pub(crate) overrun: &'a mut Vec<(Option<Cqn>, Qpn)>,
     pub(crate) traffic: &'a Traffic,
     /// Decides which requests are answered with an RNR NAK although there is a receive.
     pub(crate) rnr_faults: &'a mut Option<Line>,
@@ -310,10 +312,18 @@ impl Env<'_> {
                     self.events.push_back(Event::CqError(cq));
                 }
                 // Also after the first loss: a QP may have been brought up again since.
-                if !self.overrun.contains(&(cq, qpn)) {
-                    self.overrun.push((cq, qpn));
-                }
+                self.has_overrun(Some(cq), qpn);
             }
+            Pushed::ShareOverrun => self.has_overrun(None, qpn),
+        }
+    }
+}
+
+impl Env<'_> {
+    #[cold]
+    fn has_overrun(&mut self, cq: Option<Cqn>, qpn: Qpn) {
+        if !self.overrun.contains(&(cq, qpn)) {
+            self.overrun.push((cq, qpn));
         }
     }
 }

@@ -320,3 +320,62 @@ fn list_cqs__tells_depth_and_fill() {
     );
     assert!(!more);
 }
+
+#[test]
+fn add_share__only_the_queue_pair_that_exceeds_it_goes_to_error_until_it_is_reset() {
+    let mut pair = Pair::new();
+    let (first, cq) = (pair.sides[0].qpn, pair.sides[0].cq);
+    let (other, _) = pair.second_qps();
+    let queue = pair.sides[0].rnic.cq(cq).unwrap();
+    for qpn in [first, other] {
+        let share = queue.add_share(2);
+        queue.add_user(qpn, share);
+    }
+    let now = pair.now;
+    let write = |pair: &mut Pair, qpn, wr_id| {
+        let request = SendRequest {
+            wr_id,
+            operation: Operation::Write {
+                va: IOVA,
+                rkey: pair.sides[1].rkey,
+                imm: None,
+            },
+            sges: pair.sides[0].sge(0, 8),
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        pair.sides[0].rnic.post_send(now, qpn, request).unwrap();
+    };
+    (0..4).for_each(|wr_id| write(&mut pair, first, wr_id));
+    (4..6).for_each(|wr_id| write(&mut pair, other, wr_id));
+    pair.run();
+    let rnic = &mut pair.sides[0].rnic;
+    let state = |rnic: &Rnic, qpn| rnic.query_qp(qpn).unwrap().state;
+    assert_eq!(
+        (state(rnic, first), state(rnic, other)),
+        (QpState::Error, QpState::Rts)
+    );
+    let events: Vec<Event> = std::iter::from_fn(|| rnic.poll_event()).collect();
+    let failed = Event::QpError(first, Status::LocalQpOperation, Cause::ShareOverrun);
+    assert_eq!(events, [failed]);
+    assert_eq!(rnic.cq_state(cq), Some((4, false)));
+    assert!(queue.has_lost(first) && !queue.has_lost(other));
+    let completed = pair.sides[0].completed();
+    let wr_ids: Vec<u64> = completed.iter().map(|(wr_id, _)| *wr_id).collect();
+    assert_eq!(wr_ids, [0, 1, 4, 5]);
+    // Those that would be flushed are lost as well, though there is room.
+    let receive = |pair: &mut Pair, wr_id| {
+        let sges = SgeList::EMPTY;
+        let side = &mut pair.sides[0];
+        side.rnic
+            .post_recv(now, first, RecvRequest { wr_id, sges })
+            .unwrap();
+    };
+    receive(&mut pair, 6);
+    assert!(pair.sides[0].completed().is_empty());
+    pair.modify(0, QpState::Reset, &QpAttributes::default());
+    assert!(!queue.has_lost(first));
+    pair.modify(0, QpState::Error, &QpAttributes::default());
+    receive(&mut pair, 7);
+    assert_eq!(pair.sides[0].completed().len(), 1);
+}

@@ -1491,3 +1491,44 @@ fn next__connections_with_queues_of_their_own_are_served_in_turn() {
         assert!(!ends.is_empty());
     }
 }
+
+#[test]
+fn ended__a_connection_with_more_completions_than_it_reserves_ends_alone() {
+    let mut both = Both::new("127.0.12.55:7174", SIZES, 2);
+    let [_, stays] = both.connect();
+    let [there, here] = both.connect();
+    // Writes of nothing, many more than the connection has room for, whose completions nobody handles meanwhile.
+    let device = both.device.clone();
+    let write = Operation::Write {
+        va: 0,
+        rkey: RKey(0),
+        imm: None,
+    };
+    let culprit = both.client.connection(here).unwrap();
+    let began = Instant::now();
+    while culprit.qp().error().is_none() {
+        assert!(began.elapsed() < LONG, "nothing has failed");
+        let _ = culprit.post(0, write.clone(), SgeList::EMPTY);
+        device.progress();
+    }
+    let mut done = 0;
+    let end = loop {
+        match next(&mut both.client) {
+            ReactorEvent::Completed(of, Completed::Operation(_)) => {
+                assert_eq!(of, here);
+                done += 1;
+            }
+            ReactorEvent::Ended(of, end) => {
+                assert_eq!(of, here);
+                break end;
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(end, ConnectionEnd::Failed(Status::LocalQpOperation));
+    assert_eq!(done, PEER_SIZES.completions());
+    both.client.close(here, None);
+    assert_eq!(both.client.ports[0].connections, 1);
+    both.wait_ended(there);
+    both.send(stays, b"still there");
+}

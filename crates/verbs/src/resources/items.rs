@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::cm::CmState;
 use rdmux_rnic::{
-    Access, ByPackets, CmDetail, CqDetail, Cqn, NotShared, Pd, PdDetail, QpDetail, QpState, QpType, Qpn,
-    RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
+    Access, ByPackets, CmDetail, CqDetail, Cqn, NotShared, Pd, PdDetail, PoolUse, QpDetail, QpState, QpType,
+    Qpn, RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
@@ -287,6 +287,9 @@ impl Item {
                     cq.waiting.into(),
                     cq.overrun.into(),
                     cq.users.into(),
+                    maybe(cq.pool.map(|pool| pool.vector)),
+                    cq.pool.map_or(0, |pool| pool.used.into()),
+                    cq.pool.map_or(0, |pool| pool.users.into()),
                 ],
             ),
             Item::Mr(mr) => record(
@@ -372,6 +375,15 @@ impl Item {
                 waiting: short(1)?,
                 overrun: flag(2)?,
                 users: short(3)?,
+                pool: match maybe_back(word(4))? {
+                    // An engine that knows no pools reports no words of them.
+                    Some(vector) if record.words.len() > 4 => Some(PoolUse {
+                        vector,
+                        used: short(5)?,
+                        users: short(6)?,
+                    }),
+                    _ => None,
+                },
             }),
             Object::Mr => Item::Mr(RegionDetail {
                 mrn: number.ok()?,
@@ -596,6 +608,22 @@ mod tests {
                     waiting: 3,
                     overrun: true,
                     users: 2,
+                    pool: None,
+                }),
+            ),
+            (
+                Object::Cq,
+                Item::Cq(CqDetail {
+                    cqn: Cqn(10),
+                    depth: 4096,
+                    waiting: 0,
+                    overrun: false,
+                    users: 2,
+                    pool: Some(PoolUse {
+                        vector: 1,
+                        used: 300,
+                        users: 3,
+                    }),
                 }),
             ),
             (Object::Pd, Item::Pd(PdDetail { pd: Pd(0), users: 4 })),

@@ -173,6 +173,15 @@ impl Case<'_> {
                 .unwrap_or_else(|| unknown("a request of this side failed")),
             Some((status, Cause::PeerRequest)) => self.of_peers_request(&before, status),
             Some((_, Cause::QueueOverrun)) => of_overrun(&before),
+            Some((_, Cause::ShareOverrun)) => Answer::new(
+                "cq-share-overrun",
+                "its share of a completion queue of a pool overran: it received more completions than it reserves, and completions are lost"
+                    .into(),
+                &[
+                    "reserve as many completions as requests are posted to the queue pairs of the share, or poll the queue more often",
+                    AGAIN,
+                ],
+            ),
             Some((_, Cause::Injected)) => Answer::new(
                 "injected",
                 "an injected fault moved the queue pair to error (qp-error of RDMUX_FAULT, --fault or Options::faults)".into(),

@@ -1067,7 +1067,7 @@ fn status_name(status: Status) -> &'static str {
 fn event_name(event: &Event) -> Option<String> {
     Some(match event {
         Event::QpError(_, status, Cause::PeerRequest) => format!("QP:{}", status_name(*status)),
-        Event::QpError(_, _, Cause::QueueOverrun) => "QP:Overrun".into(),
+        Event::QpError(_, _, Cause::QueueOverrun | Cause::ShareOverrun) => "QP:Overrun".into(),
         Event::QpError(_, _, Cause::Injected) => panic!("no fault is asked for"),
         // The completion reports this error.
         Event::QpError(_, _, Cause::OwnRequest) => return None,
