@@ -5,7 +5,9 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::{Arc, Weak};
 
-use rdmux_rnic::{Access, CqDetail, Cqn, Pd, PdDetail, QpState, QpType, Qpn, RegionDetail, RegionKind};
+use rdmux_rnic::{
+    Access, CqDetail, CqModeration, Cqn, Pd, PdDetail, QpState, QpType, Qpn, RegionDetail, RegionKind,
+};
 use rdmux_verbs::Carrier;
 use rdmux_verbs::abi::qp_attr;
 use rdmux_verbs::resources::report::RECORDS_MAX;
@@ -164,6 +166,7 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             waiting: 0,
             overrun: false,
             users,
+            moderation: CqModeration::default(),
         }),
         ObjectEntry::Mr {
             pdn,

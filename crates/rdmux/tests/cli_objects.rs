@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use common::{AS_NOBODY, text};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, CompletionQueue, Device, MemoryRegion, Options, QpOptions, QpType, QueuePair, SharedReceiveQueue,
+    Access, Arm, CompletionQueue, Device, MemoryRegion, Moderation, ModerationPolicy, Options, QpAttributes,
+    QpOptions, QpState, QpType, QueuePair, RecvRequest, SgeList, SharedReceiveQueue,
 };
 use serde_json::Value;
 use skip::skip;
@@ -216,6 +217,46 @@ fn res__objects_of_each_kind() {
     let said = text(&none.stderr);
     assert!(none.status.success() && none.stdout.is_empty(), "{said}");
     assert!(said.contains("nothing to show"), "{said}");
+}
+
+#[test]
+fn res_cq__wake_ups_and_what_each_was_for() {
+    let at = Populated::at("127.0.7.11");
+    at.cq
+        .moderate(ModerationPolicy::Fixed(Moderation {
+            count: 2,
+            period_us: 60_000,
+        }))
+        .unwrap();
+    at.cq.arm(Arm::Next);
+    let qp = &at.qps[0];
+    qp.init().unwrap();
+    for wr_id in 0..3 {
+        let sges = SgeList::EMPTY;
+        qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    while at.cq.poll().is_some() {}
+    let cq = &at.res("cq", "moderation fixed adaptive-moderation off")[0];
+    for (key, expected) in [
+        ("count", 2),
+        ("period-us", 60_000),
+        ("changes", 0),
+        ("events", 1),
+        ("taken", 3),
+    ] {
+        assert_eq!(cq[key], expected, "{key} of {cq}");
+    }
+    let line = &lines(&["res", "show", "cq", "link", &at.name])[0];
+    let expected = "adaptive-moderation off moderation fixed count 2 period-us 60000 events 1 taken 3";
+    assert!(line.contains(expected), "{line}");
+    at.cq.moderate(ModerationPolicy::Dim).unwrap();
+    let cq = &at.res("cq", "moderation dim adaptive-moderation on")[0];
+    assert_eq!((&cq["count"], &cq["period-us"]), (&1.into(), &1.into()), "{cq}");
+    at.cq.moderate(ModerationPolicy::Rate).unwrap();
+    let cq = &at.res("cq", "")[0];
+    assert_eq!(cq["moderation"], "rate");
+    assert_eq!(cq["count"], Value::Null);
 }
 
 #[test]

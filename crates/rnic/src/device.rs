@@ -18,7 +18,9 @@ use crate::access::{AccessId, AccessJob, Accessed, Accesses};
 use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
-use crate::cq::{Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooShort, WorkCompletion};
+use crate::cq::{
+    Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, ModerationKind, Status, TooShort, WorkCompletion,
+};
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
@@ -494,11 +496,12 @@ impl Rnic {
         }
     }
 
-    /// Sets the moderation of a completion queue, which delays the notification of its waiter; `None` ends it.
-    pub fn moderate_cq(&mut self, cq: Cqn, moderation: Option<Moderation>) {
+    /// Sets the moderation of a completion queue, which delays the notification of its waiter, as a policy of this kind has chosen it;
+    /// `None` ends it.
+    pub fn moderate_cq(&mut self, cq: Cqn, kind: ModerationKind, moderation: Option<Moderation>) {
         if let Some(queue) = self.cqs.get(&cq.0) {
             self.times_completions = true;
-            queue.moderate(moderation);
+            queue.moderate(kind, moderation);
         }
     }
 

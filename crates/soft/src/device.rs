@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{
-    Arm, Counters, Cqn, Memory, Moderation, Pd, QpType, Qpn, RegionSpec, RegisterError, TooShort, WindowType,
-    WorkCompletion,
+    Arm, Counters, Cqn, Memory, Moderation, ModerationKind, Pd, QpType, Qpn, RegionSpec, RegisterError,
+    TooShort, WindowType, WorkCompletion,
 };
 use rdmux_verbs::provider::{self, Object, deadline_after};
 use rdmux_verbs::{
@@ -378,8 +378,8 @@ impl provider::CompletionQueue for CompletionQueue {
         resized.map_err(|TooShort| ResizeError::TooShort)
     }
 
-    fn moderate(&self, moderation: Option<Moderation>) {
-        self.device.lock().rnic.moderate_cq(self.cqn, moderation);
+    fn moderate(&self, kind: ModerationKind, moderation: Option<Moderation>) {
+        self.device.lock().rnic.moderate_cq(self.cqn, kind, moderation);
     }
 
     fn has_notified(&self) -> bool {

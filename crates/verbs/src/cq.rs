@@ -48,7 +48,7 @@ impl CompletionQueue {
 
     pub(crate) fn set_moderation(&self, policy: ModerationPolicy) {
         let moderator = Moderator::new(policy);
-        self.provided().moderate(moderator.moderation());
+        self.provided().moderate(policy.kind(), moderator.moderation());
         self.moderated().set(moderator, self.taken());
     }
 
@@ -61,8 +61,8 @@ impl CompletionQueue {
     }
 
     fn handled(&self, woken: bool) {
-        if let Some(moderation) = self.moderated().handled(woken, self.taken()) {
-            self.provided().moderate(moderation);
+        if let Some((policy, moderation)) = self.moderated().handled(woken, self.taken()) {
+            self.provided().moderate(policy.kind(), moderation);
         }
     }
 

@@ -87,13 +87,13 @@ pub use rdmux_rnic::cm::{CmState, Endpoint};
 #[doc(hidden)]
 pub use rdmux_rnic::sync;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
-    INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium, Memory,
-    Moderation, ModifyError, Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo,
-    QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError,
-    Registration, RemoteBuffer, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail,
-    SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults,
-    sched,
+    Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, CqModeration, Cqn, Fault,
+    Histogram, INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium,
+    Memory, Moderation, ModerationKind, ModifyError, Operation, Path, PdDetail, Placement, PostError, Psn,
+    QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec,
+    RegisterError, Registration, RemoteBuffer, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList,
+    SrqDetail, SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn,
+    faults, sched,
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 
 use rdmux_rnic::sync::Mutex;
-use rdmux_rnic::{Moderation, Time};
+use rdmux_rnic::{Moderation, ModerationKind, Time};
 
 pub mod dim;
 pub mod rate;
@@ -31,6 +31,18 @@ pub enum ModerationPolicy {
     Dim,
     /// By the rate of completions ([`rate`]).
     Rate,
+}
+
+impl ModerationPolicy {
+    /// Returns its kind.
+    pub fn kind(self) -> ModerationKind {
+        match self {
+            ModerationPolicy::Off => ModerationKind::Off,
+            ModerationPolicy::Fixed(_) => ModerationKind::Fixed,
+            ModerationPolicy::Dim => ModerationKind::Dim,
+            ModerationPolicy::Rate => ModerationKind::Rate,
+        }
+    }
 }
 
 impl Display for ModerationPolicy {
@@ -182,8 +194,8 @@ impl Moderated {
     }
 
     /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken`: the completions taken until now. Returns the
-    /// moderation that the queue is to have, if it changes.
-    pub(crate) fn handled(&self, woken: bool, taken: u32) -> Option<Option<Moderation>> {
+    /// policy, and the moderation that the queue is to have, if it changes.
+    pub(crate) fn handled(&self, woken: bool, taken: u32) -> Option<(ModerationPolicy, Option<Moderation>)> {
         let mut moderator = self.moderator.lock();
         let before = self.taken.swap(taken, Ordering::Relaxed);
         if !woken {
@@ -194,7 +206,7 @@ impl Moderated {
             return None;
         }
         let changes = moderator.event(now(), taken.wrapping_sub(before));
-        changes.then(|| moderator.moderation())
+        changes.then(|| (moderator.policy(), moderator.moderation()))
     }
 }
 

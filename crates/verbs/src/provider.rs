@@ -28,9 +28,9 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::Endpoint;
 use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{
-    Arm, Bind, Counters, Cqn, LKey, McastError, Memory, Moderation, ModifyError, PostError, QpAttributes,
-    QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendFlags, SendRequest,
-    SrqError, SrqInfo, Srqn, Status, WindowType, WorkCompletion,
+    Arm, Bind, Counters, Cqn, LKey, McastError, Memory, Moderation, ModerationKind, ModifyError, PostError,
+    QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendFlags,
+    SendRequest, SrqError, SrqInfo, Srqn, Status, WindowType, WorkCompletion,
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
@@ -309,8 +309,9 @@ pub trait CompletionQueue: Any + Debug + Send + Sync {
     /// See [`crate::CompletionQueue::resize`].
     fn resize(&self, depth: u32) -> Result<(), ResizeError>;
 
-    /// See [`crate::CompletionQueue::moderate`]. Called only if the device has [`Features::CQ_MODERATION`].
-    fn moderate(&self, _moderation: Option<Moderation>) {}
+    /// Sets the moderation that a policy of this kind has chosen ([`crate::CompletionQueue::moderate`]). Called only if the device has
+    /// [`Features::CQ_MODERATION`].
+    fn moderate(&self, _kind: ModerationKind, _moderation: Option<Moderation>) {}
 
     /// Returns whether the queue has raised an event since it was armed. Called only if the device has [`Features::CQ_MODERATION`].
     fn has_notified(&self) -> bool {

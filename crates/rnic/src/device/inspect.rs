@@ -6,7 +6,7 @@
 
 use super::Rnic;
 use crate::cm::{CmId, CmState};
-use crate::cq::Cqn;
+use crate::cq::{CqModeration, Cqn};
 use crate::memory::{Access, Sharing};
 use crate::qp::requester::direct::ByPackets;
 use crate::region::{Pd, RegionKind};
@@ -55,6 +55,8 @@ pub struct CqDetail {
     pub overrun: bool,
     /// QPs that complete to it.
     pub users: u32,
+    /// How its wake-ups are moderated.
+    pub moderation: CqModeration,
 }
 
 /// A protection domain.
@@ -187,6 +189,7 @@ impl Rnic {
                 waiting: waiting as u32,
                 overrun,
                 users,
+                moderation: queue.moderation(),
             })
         };
         (numbers.iter().zip(users).filter_map(detail).collect(), more)

@@ -40,7 +40,8 @@ impl Bed {
 
     fn moderate(&mut self, count: u16, period_us: u16) {
         let cq = self.cq;
-        self.rnic().moderate_cq(cq, Some(Moderation { count, period_us }));
+        let moderation = Some(Moderation { count, period_us });
+        self.rnic().moderate_cq(cq, ModerationKind::Fixed, moderation);
         self.rnic().arm_cq(cq, Arm::Next);
     }
 }
@@ -306,4 +307,68 @@ fn list_cqs__tells_depth_and_fill() {
         [(cq, 100, 1, false, 1), (other, 4, 0, false, 0)]
     );
     assert!(!more);
+}
+
+#[test]
+fn list_cqs__tells_wake_ups_and_moderation() {
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    let told = |bed: &mut Bed| bed.rnic().list_cqs(0, 1).0[0].moderation;
+    assert_eq!(told(&mut bed), CqModeration::default());
+    bed.moderate(2, 10);
+    assert!(!bed.complete(0, 0) && bed.complete(0, 1));
+    // Nobody is notified of this one.
+    assert!(!bed.complete(0, 2));
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    let fixed = CqModeration {
+        kind: ModerationKind::Fixed,
+        moderation: Some(Moderation {
+            count: 2,
+            period_us: 10,
+        }),
+        changes: 0,
+        events: 1,
+        taken: 1,
+    };
+    assert_eq!(told(&mut bed), fixed);
+    // An event that comes by its age counts too.
+    bed.rnic().arm_cq(cq, Arm::Next);
+    assert!(!bed.complete(0, 3));
+    let due = bed.pair.now + 10_000;
+    bed.rnic().handle_timeout(due);
+    assert!(bed.is_told());
+    while bed.rnic().poll_cq(cq).is_some() {}
+    let moderation = Some(Moderation {
+        count: 4,
+        period_us: 20,
+    });
+    for kind in [ModerationKind::Dim, ModerationKind::Dim] {
+        bed.rnic().moderate_cq(cq, kind, moderation);
+        assert_eq!(
+            told(&mut bed).changes,
+            0,
+            "it is another policy, or the same moderation"
+        );
+    }
+    bed.rnic().moderate_cq(cq, ModerationKind::Dim, None);
+    let dim = CqModeration {
+        kind: ModerationKind::Dim,
+        moderation: None,
+        changes: 1,
+        events: 2,
+        taken: 4,
+    };
+    assert_eq!(told(&mut bed), dim);
+}
+
+#[test]
+fn list_cqs__completions_that_a_reset_discards_were_not_taken() {
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    bed.complete(0, 0);
+    bed.complete(0, 1);
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    bed.pair.modify(0, QpState::Reset, &QpAttributes::default());
+    let cq = bed.rnic().list_cqs(0, 1).0[0];
+    assert_eq!((cq.waiting, cq.moderation.taken), (0, 1));
 }

@@ -4,8 +4,9 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::cm::CmState;
 use rdmux_rnic::{
-    Access, ByPackets, CmDetail, CqDetail, Cqn, NotShared, Pd, PdDetail, QpDetail, QpState, QpType, Qpn,
-    RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
+    Access, ByPackets, CmDetail, CqDetail, CqModeration, Cqn, Moderation, ModerationKind, NotShared, Pd,
+    PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo, Srqn,
+    WindowType, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
@@ -280,15 +281,16 @@ impl Item {
                 }
             }
             Item::Qp(qp) => qp.record()?,
-            Item::Cq(cq) => record(
-                cq.cqn.0.into(),
-                &[
+            Item::Cq(cq) => {
+                let mut words = vec![
                     cq.depth.into(),
                     cq.waiting.into(),
                     cq.overrun.into(),
                     cq.users.into(),
-                ],
-            ),
+                ];
+                words.extend(moderation_words(&cq.moderation));
+                record(cq.cqn.0.into(), &words)
+            }
             Item::Mr(mr) => record(
                 mr.mrn.into(),
                 &[
@@ -372,6 +374,7 @@ impl Item {
                 waiting: short(1)?,
                 overrun: flag(2)?,
                 users: short(3)?,
+                moderation: moderation_of([word(4), word(5), word(6), word(7), word(8)])?,
             }),
             Object::Mr => Item::Mr(RegionDetail {
                 mrn: number.ok()?,
@@ -516,6 +519,31 @@ impl QpResource {
     }
 }
 
+fn moderation_words(moderation: &CqModeration) -> [u64; 5] {
+    let chosen = moderation.moderation;
+    [
+        place(ModerationKind::VARIANTS, &moderation.kind),
+        maybe(chosen.map(|Moderation { count, period_us }| u32::from(count) << 16 | u32::from(period_us))),
+        moderation.changes,
+        moderation.events,
+        moderation.taken,
+    ]
+}
+
+/// Inverts [`moderation_words`].
+fn moderation_of([kind, chosen, changes, events, taken]: [u64; 5]) -> Option<CqModeration> {
+    Some(CqModeration {
+        kind: at(ModerationKind::VARIANTS, kind)?,
+        moderation: maybe_back(chosen)?.map(|both| Moderation {
+            count: (both >> 16) as u16,
+            period_us: both as u16,
+        }),
+        changes,
+        events,
+        taken,
+    })
+}
+
 /// Encodes whether peers can map a memory; 0 stands for a memory that they never map.
 fn sharing_code(sharing: Option<Sharing>) -> u64 {
     match sharing {
@@ -596,6 +624,27 @@ mod tests {
                     waiting: 3,
                     overrun: true,
                     users: 2,
+                    moderation: CqModeration {
+                        kind: ModerationKind::Rate,
+                        moderation: Some(Moderation {
+                            count: 0xfffe,
+                            period_us: 0xfffd,
+                        }),
+                        changes: 1,
+                        events: 1 << 40,
+                        taken: u64::MAX,
+                    },
+                }),
+            ),
+            (
+                Object::Cq,
+                Item::Cq(CqDetail {
+                    cqn: Cqn(10),
+                    depth: 1,
+                    waiting: 0,
+                    overrun: false,
+                    users: 0,
+                    moderation: CqModeration::default(),
                 }),
             ),
             (Object::Pd, Item::Pd(PdDetail { pd: Pd(0), users: 4 })),

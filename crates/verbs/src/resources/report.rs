@@ -12,7 +12,7 @@ use strum::{FromRepr, VariantArray};
 pub use super::items::{Carried, Reached, qp_record};
 
 /// Version of the protocol, and of all messages between engines of a host; both ends must have the same.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 
 /// Kinds of packets, among the kinds of messages between engines.
 pub const LIST: u8 = 8;
