@@ -485,7 +485,9 @@ impl Rnic {
 
     /// Destroys a completion queue. Its QPs must have been destroyed.
     pub fn destroy_cq(&mut self, cq: Cqn) {
-        self.cqs.remove(&cq.0);
+        if let Some(queue) = self.cqs.remove(&cq.0) {
+            count_queue(&mut self.counters, &queue);
+        }
     }
 
     /// Resizes a completion queue to `depth` completions, at least 1. IBTA Vol 1, 11.2.8.3.
@@ -661,6 +663,9 @@ impl Rnic {
         let mut counters = self.counters;
         for qp in self.qps.values() {
             count_lane(&mut counters, qp);
+        }
+        for queue in self.cqs.values() {
+            count_queue(&mut counters, queue);
         }
         counters
     }
@@ -1454,6 +1459,13 @@ impl Rnic {
 }
 
 /// Adds what the lane of a QP did without the device.
+fn count_queue(counters: &mut Counters, queue: &CompletionQueue) {
+    let moderation = queue.moderation();
+    counters.cq_events += moderation.events;
+    counters.cq_completions += moderation.taken;
+    counters.cq_moderation_changes += moderation.changes;
+}
+
 fn count_lane(counters: &mut Counters, qp: &Qp) {
     let of_lane = qp.lane_counts();
     counters.direct_requests += of_lane.requests;

@@ -362,6 +362,34 @@ fn list_cqs__tells_wake_ups_and_moderation() {
 }
 
 #[test]
+fn counters__of_completion_queues_that_are_there_and_that_were() {
+    let mut bed = Bed::new();
+    let counted = |bed: &mut Bed| {
+        let counters = bed.rnic().counters();
+        (
+            counters.cq_events,
+            counters.cq_completions,
+            counters.cq_moderation_changes,
+        )
+    };
+    bed.moderate(1, 10);
+    assert!(bed.complete(0, 0) && !bed.complete(0, 1));
+    let cq = bed.cq;
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    let other = bed.rnic().create_cq(4);
+    for moderation in [None, Some((4, 1)), Some((8, 2))] {
+        let moderation = moderation.map(|(count, period_us)| Moderation { count, period_us });
+        bed.rnic().moderate_cq(other, ModerationKind::Rate, moderation);
+    }
+    assert_eq!(counted(&mut bed), (1, 1, 2));
+    bed.rnic().destroy_cq(other);
+    assert_eq!(counted(&mut bed), (1, 1, 2));
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    bed.rnic().destroy_cq(cq);
+    assert_eq!(counted(&mut bed), (1, 2, 2));
+}
+
+#[test]
 fn list_cqs__completions_that_a_reset_discards_were_not_taken() {
     let mut bed = Bed::new();
     let cq = bed.cq;
