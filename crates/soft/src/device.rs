@@ -15,8 +15,9 @@ use rdmux_rnic::{
 };
 use rdmux_verbs::provider::{self, Object, deadline_after};
 use rdmux_verbs::{
-    AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, EventQueue, FaultCounts, Features,
-    Limits, ListenError, OpenError, Options, QpOptions, Reach, ResizeError, ResolveError,
+    AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, DeviceModeration, EventQueue,
+    FaultCounts, Features, Limits, ListenError, OpenError, Options, QpOptions, Reach, ResizeError,
+    ResolveError,
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
@@ -58,7 +59,8 @@ impl Deref for Device {
 
 impl Device {
     pub(crate) fn open(address: IpAddr, options: Options) -> Result<Device, OpenError> {
-        Device::with_engine(address, options, Arc::default())
+        let engines = Engines::new(options.moderation.unwrap_or_default());
+        Device::with_engine(address, options, Arc::new(engines))
     }
 
     fn with_engine(address: IpAddr, options: Options, engines: Arc<Engines>) -> Result<Device, OpenError> {
@@ -108,6 +110,10 @@ impl provider::Device for Device {
 
     fn features(&self) -> Features {
         Features::all()
+    }
+
+    fn moderation(&self) -> Arc<DeviceModeration> {
+        self.engines.moderation.clone()
     }
 
     fn writes_by_processor(&self) -> bool {

@@ -29,41 +29,62 @@ impl CompletionQueue {
     }
 
     /// Lets several completions arrive before an armed queue raises its event, as this policy says. Without a call, the queue has the
-    /// policy of its device ([`Options::moderation`]). An adaptive policy counts as an event each arming of the queue after it
+    /// policy of its device ([`Options::moderation`]), also when that changes ([`crate::resources::set`]). An adaptive policy counts as an event each arming of the queue after it
     /// has raised one.
     ///
     /// # Errors
     /// [`Unsupported`] unless the device has [`Features::CQ_MODERATION`].
     pub fn moderate(&self, policy: ModerationPolicy) -> Result<(), Unsupported> {
         self.needs(Features::CQ_MODERATION)?;
-        self.set_moderation(policy);
+        self.moderated()
+            .set(policy, self.taken(), |moderator| self.apply(moderator));
         Ok(())
     }
 
     /// Returns the policy, and the moderation in effect.
     pub fn moderation(&self) -> (ModerationPolicy, Option<Moderation>) {
+        self.follow_device();
         let moderator = self.moderated().moderator.lock();
         (moderator.policy(), moderator.moderation())
     }
 
-    pub(crate) fn set_moderation(&self, policy: ModerationPolicy) {
-        let moderator = Moderator::new(policy);
-        self.provided().moderate(policy.kind(), moderator.moderation());
-        self.moderated().set(moderator, self.taken());
+    fn apply(&self, moderator: &Moderator) {
+        self.provided()
+            .moderate(moderator.policy().kind(), moderator.moderation());
+    }
+
+    /// Takes over a policy of the device that has changed, unless the queue has one of its own.
+    #[inline]
+    pub(crate) fn follow_device(&self) {
+        if self.moderated().is_behind(self.device().moderation()) {
+            self.follow();
+        }
+    }
+
+    /// Takes over the policy of the device.
+    pub(crate) fn follow(&self) {
+        let device = self.device();
+        let moderates = device.features().contains(Features::CQ_MODERATION);
+        self.moderated()
+            .follow(device.moderation(), self.taken(), |moderator| {
+                if moderates {
+                    self.apply(moderator);
+                }
+            });
     }
 
     /// Tells the policy of an event, if the queue has raised one since it was armed, and its handler is about to arm it again.
     #[inline]
     pub(crate) fn handled_events(&self) {
+        self.follow_device();
         if self.moderated().is_adaptive() {
             self.handled(self.provided().has_notified());
         }
     }
 
     fn handled(&self, woken: bool) {
-        if let Some((policy, moderation)) = self.moderated().handled(woken, self.taken()) {
-            self.provided().moderate(policy.kind(), moderation);
-        }
+        self.moderated()
+            .handled(woken, self.taken(), |moderator| self.apply(moderator));
     }
 
     /// Records the time at which each completion arrives, for [`CompletionQueue::poll_with_time`].

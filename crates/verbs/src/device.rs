@@ -20,7 +20,7 @@ use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
-use crate::moderation::{Moderated, ModerationPolicy};
+use crate::moderation::{DeviceModeration, Moderated, ModerationPolicy};
 use crate::options::{OpenError, Options, check_environment};
 use crate::process::{self, FaultCounts};
 use crate::provider::{self, Provided};
@@ -74,7 +74,7 @@ struct DeviceInner {
     provider: &'static str,
     address: IpAddr,
     /// Moderation of the completion queues whose users set none.
-    moderation: ModerationPolicy,
+    moderation: Arc<DeviceModeration>,
 }
 
 impl Provided for Device {
@@ -109,11 +109,13 @@ impl Device {
         check_environment()?;
         let provider = provider::chosen(options.provider)?;
         options.faults = options.faults.or(process::faults()?);
+        options.moderation = options.moderation.or(process::moderation()?);
+        let provided = provider.open(address, &options)?;
         Ok(Device(Arc::new(DeviceInner {
-            provided: provider.open(address, &options)?,
+            moderation: provided.moderation(),
+            provided,
             provider: provider.name(),
             address,
-            moderation: options.moderation.or(process::moderation()?).unwrap_or_default(),
         })))
     }
 
@@ -146,11 +148,12 @@ impl Device {
     /// # Errors
     /// Errors of [`Device::open`]. Provider `hw` has no engines ([`OpenError::Unsupported`]).
     pub fn open_engine(&self) -> Result<Device, OpenError> {
+        let provided = self.provided().open_engine()?;
         Ok(Device(Arc::new(DeviceInner {
-            provided: self.provided().open_engine()?,
+            moderation: provided.moderation(),
+            provided,
             provider: self.provider(),
             address: self.address(),
-            moderation: self.0.moderation,
         })))
     }
 
@@ -164,6 +167,10 @@ impl Device {
 
     pub(crate) fn provided(&self) -> &dyn provider::Device {
         &*self.0.provided
+    }
+
+    pub(crate) fn moderation(&self) -> &DeviceModeration {
+        &self.0.moderation
     }
 
     /// Returns the limits of the device.
@@ -238,8 +245,8 @@ impl Device {
             driven_at: AtomicU32::new(0),
             moderated: Moderated::default(),
         }));
-        if self.0.moderation != ModerationPolicy::Off && self.features().contains(Features::CQ_MODERATION) {
-            queue.set_moderation(self.0.moderation);
+        if self.moderation().policy() != ModerationPolicy::Off {
+            queue.follow();
         }
         queue
     }

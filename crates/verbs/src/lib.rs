@@ -79,7 +79,7 @@ pub use event_queue::EventQueue;
 pub use features::{Features, Unsupported};
 pub use limits::Limits;
 pub use load::{Load, wake_cost_ns};
-pub use moderation::{ModerationPolicy, UnknownPolicy};
+pub use moderation::{DeviceModeration, ModerationPolicy, UnknownPolicy};
 pub use options::{OpenError, Options, SharedMemory, check_environment};
 pub use process::{FaultCounts, set_process_capture, set_process_faults};
 pub use provider::{Provider, set_process_provider};

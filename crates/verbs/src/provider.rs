@@ -23,6 +23,7 @@ use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::Endpoint;
@@ -43,6 +44,7 @@ use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
+use crate::moderation::DeviceModeration;
 use crate::options::{OpenError, Options};
 use crate::process::FaultCounts;
 use crate::sidr::{AnswerError, ResolveError};
@@ -110,6 +112,9 @@ pub trait Device: Any + Debug + Send + Sync {
 
     /// See [`crate::Device::features`].
     fn features(&self) -> Features;
+
+    /// Returns the policy of its completion queues, which all its engines share. Until somebody changes it, it is [`Options::moderation`].
+    fn moderation(&self) -> Arc<DeviceModeration>;
 
     /// See [`crate::Device::writes_by_processor`].
     fn writes_by_processor(&self) -> bool {

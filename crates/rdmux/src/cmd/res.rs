@@ -676,6 +676,7 @@ dev          cqn  cqe  users  waiting  events  taken  moderation  count  period-
             mtu: 4096,
             active: true,
             version: "0.1.0".into(),
+            moderation: None,
             counts: Counts::default(),
         });
         let answer = &found()[0];

@@ -13,6 +13,7 @@ use strum::VariantArray;
 
 use super::report::{Object, Record};
 use crate::Carrier;
+use crate::moderation::ModerationPolicy;
 use crate::why::{NotDirect, Why};
 
 /// An object of a device, as the device reports it.
@@ -47,6 +48,8 @@ pub struct DeviceResource {
     pub active: bool,
     /// Version of rdmux.
     pub version: String,
+    /// Policy of the completion queues that have none of their own; `None` if the device does not moderate any.
+    pub moderation: Option<ModerationPolicy>,
     /// Numbers of its objects.
     pub counts: Counts,
 }
@@ -274,6 +277,7 @@ impl Item {
                     counts.pds.into(),
                     counts.srqs.into(),
                     counts.cm_ids.into(),
+                    device.moderation.map_or(NONE, ModerationPolicy::to_word),
                 ];
                 Record {
                     name: device.version.clone(),
@@ -358,6 +362,10 @@ impl Item {
                 mtu: short(1)?,
                 active: flag(2)?,
                 version: record.name.clone(),
+                moderation: match word(9) {
+                    NONE => None,
+                    word => Some(ModerationPolicy::from_word(word)?),
+                },
                 counts: Counts {
                     qps: short(3)?,
                     mrs: short(4)?,
@@ -606,6 +614,7 @@ mod tests {
                     mtu: 4096,
                     active: true,
                     version: "0.1.0".into(),
+                    moderation: Some(ModerationPolicy::Rate),
                     counts: Counts {
                         qps: 1,
                         mrs: 2,
