@@ -331,7 +331,7 @@ impl Device {
     /// Returns whether it makes queue pairs of a type with these extended operations.
     fn makes(&self, qp_type: u32, extended: u64) -> bool {
         let context = &self.0.context;
-        let Ok((pd, cq)) = Pd::new(context).and_then(|pd| Ok((pd, Cq::new(context, 1, 0)?))) else {
+        let Ok((pd, cq)) = Pd::new(context).and_then(|pd| Ok((pd, Cq::new(context, 1, 0, 0)?))) else {
             return false;
         };
         let cq = Arc::new(cq);
@@ -469,8 +469,12 @@ impl provider::Device for Device {
         Ok(Box::new(XrcDomain(Arc::new(xrcd))))
     }
 
-    fn create_cq(&self, depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
-        Ok(Box::new(CompletionQueue::new(self, depth)?))
+    fn completion_vectors(&self) -> u32 {
+        self.0.context.comp_vectors()
+    }
+
+    fn create_cq(&self, depth: u32, vector: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+        Ok(Box::new(CompletionQueue::new(self, depth, vector)?))
     }
 
     fn listen(

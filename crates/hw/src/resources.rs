@@ -29,6 +29,7 @@ pub(super) enum ObjectEntry {
     Cq {
         number: u32,
         depth: u32,
+        vector: u32,
     },
     Mr {
         pdn: u32,
@@ -174,13 +175,14 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             pd: Pd(number),
             users,
         }),
-        ObjectEntry::Cq { depth, .. } => Item::Cq(CqDetail {
+        ObjectEntry::Cq { depth, vector, .. } => Item::Cq(CqDetail {
             cqn: Cqn(number),
             depth: *depth,
             // Devices do not report these.
             waiting: 0,
             overrun: false,
             users,
+            vector: *vector,
             moderation: CqModeration::default(),
         }),
         ObjectEntry::Mr {

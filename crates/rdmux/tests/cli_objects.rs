@@ -248,8 +248,16 @@ fn res_cq__wake_ups_and_what_each_was_for() {
         assert_eq!(cq[key], expected, "{key} of {cq}");
     }
     let line = &lines(&["res", "show", "cq", "link", &at.name])[0];
-    let expected = "adaptive-moderation off moderation fixed count 2 period-us 60000 events 1 taken 3";
+    let expected =
+        "comp-vector 0 adaptive-moderation off moderation fixed count 2 period-us 60000 events 1 taken 3";
     assert!(line.contains(expected), "{line}");
+    let last = at.device.completion_vectors() - 1;
+    let other = at.device.create_cq_on(4, last).unwrap();
+    let shown = &at.res("cq", &format!("cqn {} comp-vector {last}", other.cqn().0))[0];
+    assert_eq!(
+        (&cq["comp-vector"], &shown["comp-vector"]),
+        (&0.into(), &last.into())
+    );
     at.cq.moderate(ModerationPolicy::Dim).unwrap();
     let cq = &at.res("cq", "moderation dim adaptive-moderation on")[0];
     assert_eq!((&cq["count"], &cq["period-us"]), (&1.into(), &1.into()), "{cq}");

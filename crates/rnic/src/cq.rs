@@ -215,6 +215,7 @@ pub struct CompletionQueue(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     queue: Mutex<Queue>,
+    vector: u32,
     /// Number of completions, as it was when the lock was released last: a poll of an empty queue takes no lock.
     count: AtomicUsize,
 }
@@ -315,7 +316,7 @@ impl Drop for Queue {
 }
 
 impl CompletionQueue {
-    pub(crate) fn new(depth: usize, armed_queues: ArmedQueues) -> CompletionQueue {
+    pub(crate) fn new(depth: usize, vector: u32, armed_queues: ArmedQueues) -> CompletionQueue {
         let queue = Queue {
             completions: VecDeque::with_capacity(depth.min(1024)),
             depth,
@@ -336,6 +337,7 @@ impl CompletionQueue {
         };
         CompletionQueue(Arc::new(Shared {
             queue: Mutex::new(queue),
+            vector,
             count: AtomicUsize::new(0),
         }))
     }
@@ -517,6 +519,11 @@ impl CompletionQueue {
     pub fn state(&self) -> (usize, bool) {
         let queue = self.lock();
         (queue.completions.len(), queue.overrun)
+    }
+
+    /// Returns the completion vector.
+    pub(crate) fn vector(&self) -> u32 {
+        self.0.vector
     }
 
     /// Returns the number of completions that the queue can hold.

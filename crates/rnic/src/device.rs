@@ -472,8 +472,13 @@ impl Rnic {
 
     /// Creates a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
     pub fn create_cq(&mut self, depth: u32) -> Cqn {
+        self.create_cq_on(depth, 0)
+    }
+
+    /// Creates a completion queue as [`Rnic::create_cq`] does, with a completion vector, which only tools see.
+    pub fn create_cq_on(&mut self, depth: u32, vector: u32) -> Cqn {
         self.next_cqn += 1;
-        let queue = CompletionQueue::new(depth.max(1) as usize, self.armed_queues.clone());
+        let queue = CompletionQueue::new(depth.max(1) as usize, vector, self.armed_queues.clone());
         self.cqs.insert(self.next_cqn, queue);
         Cqn(self.next_cqn)
     }

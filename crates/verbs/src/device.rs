@@ -37,6 +37,14 @@ pub enum CreateError {
     /// An object that it is to use belongs to another device.
     #[error("a completion queue, shared receive queue or XRC domain of another device")]
     OtherDevice,
+    /// The device has fewer completion vectors.
+    #[error("there is no completion vector {vector}: the device has {count}, counted from 0")]
+    NoVector {
+        /// The vector.
+        vector: u32,
+        /// Their number.
+        count: u32,
+    },
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -218,7 +226,35 @@ impl Device {
 
     /// Makes a completion queue for `depth` completions.
     pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        Ok(self.completion_queue(self.provided().create_cq(depth)?))
+        self.create_cq_on(depth, 0)
+    }
+
+    /// Returns the number of completion vectors. An RNIC raises the events of queues with different vectors on different CPUs. The soft device
+    /// has one for each CPU that was online when it was first asked; there a vector changes nothing, since the event comes from the thread
+    /// that drives the engine, but tools show it.
+    pub fn completion_vectors(&self) -> u32 {
+        self.provided().completion_vectors()
+    }
+
+    /// Makes a completion queue as [`Device::create_cq`] does, with a completion vector.
+    ///
+    /// # Errors
+    /// [`CreateError::NoVector`] unless it is below [`Device::completion_vectors`].
+    pub fn create_cq_on(&self, depth: u32, vector: u32) -> Result<CompletionQueue, CreateError> {
+        self.check_vector(vector)?;
+        Ok(self.completion_queue(self.provided().create_cq(depth, vector)?))
+    }
+
+    fn check_vector(&self, vector: u32) -> Result<(), CreateError> {
+        // Every device has the first one.
+        if vector == 0 {
+            return Ok(());
+        }
+        let count = self.completion_vectors();
+        match vector < count {
+            true => Ok(()),
+            false => Err(CreateError::NoVector { vector, count }),
+        }
     }
 
     /// Makes a completion queue that opens no descriptor: it reports to a queue, under a token, each time that it has a completion after it
@@ -232,7 +268,24 @@ impl Device {
         events: &EventQueue,
         token: u64,
     ) -> Result<CompletionQueue, CreateError> {
-        let provided = self.provided().create_cq_reporting(depth, events, token)?;
+        self.create_cq_reporting_on(depth, 0, events, token)
+    }
+
+    /// Makes a completion queue as [`Device::create_cq_reporting`] does, with a completion vector.
+    ///
+    /// # Errors
+    /// Those of [`Device::create_cq_reporting`], and [`CreateError::NoVector`] unless it is below [`Device::completion_vectors`].
+    pub fn create_cq_reporting_on(
+        &self,
+        depth: u32,
+        vector: u32,
+        events: &EventQueue,
+        token: u64,
+    ) -> Result<CompletionQueue, CreateError> {
+        self.check_vector(vector)?;
+        let provided = self
+            .provided()
+            .create_cq_reporting(depth, vector, events, token)?;
         Ok(self.completion_queue(provided))
     }
 

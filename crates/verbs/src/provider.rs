@@ -53,7 +53,7 @@ pub use crate::cm::{ACK_TIMEOUT, accepting_type, deadline_after, no_external, tr
 pub use crate::event::{AsyncEvents, Object};
 pub use crate::event_queue::Registration;
 pub use crate::inbox::{Inbox, Seen};
-pub use crate::load::{conditions, current_cpu};
+pub use crate::load::{conditions, current_cpu, vector_per_cpu};
 pub use crate::process::{capture_file, faults};
 pub use crate::sidr::Found;
 pub use crate::waker::{NAP_ASLEEP, Nap, Waker};
@@ -127,13 +127,17 @@ pub trait Device: Any + Debug + Send + Sync {
     /// See [`crate::Device::alloc_pd`].
     fn alloc_pd(&self) -> Result<Box<dyn ProtectionDomain>, CreateError>;
 
-    /// See [`crate::Device::create_cq`].
-    fn create_cq(&self, depth: u32) -> Result<Box<dyn CompletionQueue>, CreateError>;
+    /// See [`crate::Device::completion_vectors`].
+    fn completion_vectors(&self) -> u32;
 
-    /// See [`crate::Device::create_cq_reporting`].
+    /// See [`crate::Device::create_cq_on`]. The device has this completion vector.
+    fn create_cq(&self, depth: u32, vector: u32) -> Result<Box<dyn CompletionQueue>, CreateError>;
+
+    /// See [`crate::Device::create_cq_reporting_on`]. The device has this completion vector.
     fn create_cq_reporting(
         &self,
         _depth: u32,
+        _vector: u32,
         _events: &EventQueue,
         _token: u64,
     ) -> Result<Box<dyn CompletionQueue>, CreateError> {

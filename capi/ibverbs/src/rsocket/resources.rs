@@ -50,7 +50,7 @@ impl LibraryMemory {
 pub(super) fn create_errno(error: &CreateError) -> c_int {
     match error {
         CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
-        CreateError::NoRoom | CreateError::OtherDevice => libc::ENOBUFS,
+        CreateError::NoRoom | CreateError::OtherDevice | CreateError::NoVector { .. } => libc::ENOBUFS,
     }
 }
 

@@ -18,7 +18,7 @@ JSON: an array of objects: ifname, port, provider (hw; only for an RNIC), pid, c
   (none)  pd, cq, qp, cm_id, mr, ctx, srq: the number of each
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not, by-packets), pdn, scqn, rcqn, srqn, sends, receives
-  cq      cqn, cqe, users, waiting, overrun, adaptive-moderation, moderation, count, period-us, changes, events, taken, ctxn
+  cq      cqn, cqe, users, waiting, overrun, comp-vector, adaptive-moderation, moderation, count, period-us, changes, events, taken, ctxn
   mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn, shared
   pd      pdn, users, ctxn
   cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, src-port, dst-addr, dst-port, service
@@ -176,6 +176,7 @@ fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
             ("cqn", Number),
             ("cqe", Number),
             ("users", Number),
+            ("comp-vector", Number),
             ("adaptive-moderation", OneOf(&["on", "off"])),
             ("moderation", OneOf(&["off", "fixed", "dim", "rate"])),
             ("ctxn", Number),
@@ -484,6 +485,7 @@ fn cq_row(row: Row, cq: &CqDetail) -> Row {
             cq.overrun,
             if cq.overrun { "yes".into() } else { String::new() },
         )
+        .with("comp-vector", cq.vector)
         .with("adaptive-moderation", on_off(wakes.kind.is_adaptive()))
         .with("moderation", wakes.kind.word())
         .with("count", wakes.moderation.map(|moderation| moderation.count))
@@ -619,6 +621,7 @@ link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrie
             waiting: 2,
             overrun: false,
             users: 3,
+            vector: 1,
             moderation: CqModeration {
                 kind: ModerationKind::Dim,
                 moderation: Some(Moderation {

@@ -55,6 +55,8 @@ pub struct CqDetail {
     pub overrun: bool,
     /// QPs that complete to it.
     pub users: u32,
+    /// Its completion vector.
+    pub vector: u32,
     /// How its wake-ups are moderated.
     pub moderation: CqModeration,
 }
@@ -189,6 +191,7 @@ impl Rnic {
                 waiting: waiting as u32,
                 overrun,
                 users,
+                vector: queue.vector(),
                 moderation: queue.moderation(),
             })
         };

@@ -177,7 +177,7 @@ fn poll_into__takes_the_oldest_and_their_times() {
 fn armed_queues__any_until_told_or_destroyed() {
     let mut bed = Bed::new();
     let armed = bed.rnic().armed_queues();
-    let (cq, other) = (bed.cq, bed.rnic().create_cq(4));
+    let (cq, other) = (bed.cq, bed.rnic().create_cq_on(4, 7));
     assert!(!armed.any());
     bed.rnic().arm_cq(cq, Arm::Solicited);
     bed.rnic().arm_cq(cq, Arm::Next);
@@ -306,6 +306,7 @@ fn list_cqs__tells_depth_and_fill() {
         listed.iter().map(told).collect::<Vec<_>>(),
         [(cq, 100, 1, false, 1), (other, 4, 0, false, 0)]
     );
+    assert_eq!((listed[0].vector, listed[1].vector), (0, 7));
     assert!(!more);
 }
 

@@ -293,6 +293,7 @@ impl Item {
                     cq.users.into(),
                 ];
                 words.extend(moderation_words(&cq.moderation));
+                words.push(cq.vector.into());
                 record(cq.cqn.0.into(), &words)
             }
             Item::Mr(mr) => record(
@@ -382,6 +383,7 @@ impl Item {
                 waiting: short(1)?,
                 overrun: flag(2)?,
                 users: short(3)?,
+                vector: short(9)?,
                 moderation: moderation_of([word(4), word(5), word(6), word(7), word(8)])?,
             }),
             Object::Mr => Item::Mr(RegionDetail {
@@ -633,6 +635,7 @@ mod tests {
                     waiting: 3,
                     overrun: true,
                     users: 2,
+                    vector: u32::MAX,
                     moderation: CqModeration {
                         kind: ModerationKind::Rate,
                         moderation: Some(Moderation {
@@ -653,6 +656,7 @@ mod tests {
                     waiting: 0,
                     overrun: false,
                     users: 0,
+                    vector: 0,
                     moderation: CqModeration::default(),
                 }),
             ),
