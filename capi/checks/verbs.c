@@ -89,6 +89,22 @@ static void extended(void)
 	}
 }
 
+/* A completion vector for each CPU, and no other. */
+static void vectors(void)
+{
+	int count = context->num_comp_vectors;
+	CHECK(count == sysconf(_SC_NPROCESSORS_ONLN));
+	struct ibv_cq *last = ibv_create_cq(context, 4, NULL, NULL, count - 1);
+	CHECK(last && !ibv_destroy_cq(last));
+	for (int wrong = -1; wrong <= count; wrong += count + 1) {
+		errno = 0;
+		CHECK(!ibv_create_cq(context, 4, NULL, NULL, wrong) && errno == EINVAL);
+	}
+	struct ibv_cq_init_attr_ex init = {.cqe = 4, .comp_vector = count};
+	errno = 0;
+	CHECK(!ibv_create_cq_ex(context, &init) && errno == EINVAL);
+}
+
 /* One event for several completions: a sleeping thread is woken when the first completion is old enough. */
 static void moderation(void)
 {
@@ -392,6 +408,7 @@ int main(void)
 	from = (struct ibv_sge){.addr = (uintptr_t)&words[0], .length = 4, .lkey = mr->lkey};
 	to = (struct ibv_sge){.addr = (uintptr_t)&words[1], .length = 4, .lkey = mr->lkey};
 	extended();
+	vectors();
 	moderation();
 	null_region();
 	device_memory();

@@ -190,9 +190,10 @@ pub(crate) unsafe fn create_cq_with(
     vector: c_int,
     poller: Poller,
 ) -> Result<*mut abi::Cq, c_int> {
-    if !(1..=CQE_MAX).contains(&cqe) || vector != 0 {
+    if !(1..=CQE_MAX).contains(&cqe) {
         return Err(libc::EINVAL);
     }
+    let vector = u32::try_from(vector).map_err(|_| libc::EINVAL)?;
     // SAFETY: an open context, says the caller.
     let device = unsafe { &ContextObject::of(context).device };
     static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -200,8 +201,8 @@ pub(crate) unsafe fn create_cq_with(
     // SAFETY: null, or a channel that was made, says the caller.
     let of = (!channel.is_null()).then(|| unsafe { CompChannelObject::of(channel) });
     let queue = match of {
-        Some(channel) => device.create_cq_reporting(cqe as u32, &channel.events, token),
-        None => device.create_cq(cqe as u32),
+        Some(channel) => device.create_cq_reporting_on(cqe as u32, vector, &channel.events, token),
+        None => device.create_cq_on(cqe as u32, vector),
     };
     let queue = queue.map_err(|error| errno_of(&error))?;
     let packet_type = if device.address().is_ipv4() { 0xa } else { 0x9 };
@@ -241,7 +242,10 @@ pub(crate) unsafe fn create_cq_with(
 pub(crate) fn errno_of(error: &CreateError) -> c_int {
     match error {
         CreateError::NoRoom => libc::ENOMEM,
-        CreateError::OtherDevice | CreateError::NoShare | CreateError::BeyondShare { .. } => libc::EINVAL,
+        CreateError::OtherDevice
+        | CreateError::NoVector { .. }
+        | CreateError::NoShare
+        | CreateError::BeyondShare { .. } => libc::EINVAL,
         CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
     }
 }

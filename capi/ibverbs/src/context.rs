@@ -286,7 +286,7 @@ fn open_over(of: &'static DeviceObject, command: OwnedFd) -> Result<*mut abi::Co
     context.ops.post_recv = Some(queue_pair::post_recv);
     context.cmd_fd = command.as_raw_fd();
     context.async_fd = events_fd.as_raw_fd();
-    context.num_comp_vectors = 1;
+    context.num_comp_vectors = device.completion_vectors().cast_signed();
     context.abi_compat = abi::EXTENDED;
     let made = Box::leak(Box::new(ContextObject {
         verbs,

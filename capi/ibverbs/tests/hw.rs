@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::{AnonymousMemory, FileMemory};
-use rdmux_verbs::resources::{DeviceAt, Item, Object, ask, rnics};
+use rdmux_verbs::resources::{DeviceAt, Item, Object, ask, devices, rnics};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -622,6 +622,35 @@ fn told_at(object: Object) -> (DeviceAt, Vec<Item>) {
     let mut told = told.filter_map(|(at, told)| Some((at, told.ok().filter(own)?)));
     let (at, told) = told.next().expect("an answer");
     (at, told.items)
+}
+
+#[test]
+fn create_cq_on__a_vector_of_the_library() {
+    with_the_library("create_cq_on__a_vector_of_the_library", || {
+        let device = device();
+        let count = device.completion_vectors();
+        let cq = device.create_cq_on(4, count - 1).unwrap();
+        let refused = device.create_cq_on(4, count).map(drop);
+        assert!(
+            matches!(refused, Err(CreateError::NoVector { .. })),
+            "{refused:?}"
+        );
+        match &told(Object::Cq)[..] {
+            [Item::Cq(shown)] => assert_eq!((shown.cqn, shown.vector), (cq.cqn(), count - 1)),
+            other => panic!("{other:?}"),
+        }
+        // The library, which has a soft device below, has been told too.
+        let address: IpAddr = ADDRESS.parse().unwrap();
+        let below: Vec<DeviceAt> = devices().into_iter().filter(|at| at.address == address).collect();
+        let of_this = |told: resources::Told| (told.pid == Some(std::process::id())).then_some(told.items);
+        let answers = ask(&below, Object::Cq, LONG).into_iter();
+        let items: Vec<Item> = answers
+            .filter_map(|(_, told)| of_this(told.ok()?))
+            .flatten()
+            .collect();
+        let has_it = |item: &Item| matches!(item, Item::Cq(shown) if shown.vector == count - 1);
+        assert!(items.iter().any(has_it), "{items:?}");
+    });
 }
 
 #[test]

@@ -9,7 +9,9 @@ use rdmux_verbs::provider::Why;
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
 use rdmux_verbs::resources::places::bind_rnic_slot;
-use rdmux_verbs::resources::report::{Page, QUESTION_BYTES_MAX, Question, RECORDS_MAX, Record};
+use rdmux_verbs::resources::report::{
+    Answer, Page, QUESTION_BYTES_MAX, Question, RECORDS_MAX, Record, Setting,
+};
 use rdmux_verbs::resources::{Item, Object};
 use rdmux_verbs::thread::spawn;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -34,6 +36,15 @@ pub(crate) struct Told {
     pub(crate) more: bool,
 }
 
+/// What a device tells those who ask.
+pub(crate) trait Asked: Send + 'static {
+    /// Returns its objects of a kind, from a number on.
+    fn items(&self, object: Object, from: u64) -> Told;
+
+    /// Changes it.
+    fn set(&self, setting: Setting) -> Answer;
+}
+
 /// Answers queries until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Answering {
@@ -42,16 +53,13 @@ pub(crate) struct Answering {
 }
 
 impl Answering {
-    /// Begins to answer for a device of an address; `items` returns its objects of a kind, from a number on.
-    pub(crate) fn begin(
-        address: IpAddr,
-        items: impl Fn(Object, u64) -> Told + Send + 'static,
-    ) -> io::Result<Answering> {
+    /// Begins to answer for a device of an address.
+    pub(crate) fn begin(address: IpAddr, asked: impl Asked) -> io::Result<Answering> {
         let listener = bind_rnic_slot(address)?;
         listen(&listener, OPEN_MAX as i32)?;
         let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         let stopped = stop.try_clone()?;
-        let thread = spawn("rdmux-res", move || run(&listener, &stopped, &items))?;
+        let thread = spawn("rdmux-res", move || run(&listener, &stopped, &asked))?;
         Ok(Answering {
             stop,
             thread: Some(thread),
@@ -70,7 +78,7 @@ impl Drop for Answering {
     }
 }
 
-fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told) {
+fn run(listener: &OwnedFd, stop: &OwnedFd, asked: &impl Asked) {
     let mut open: Vec<OwnedFd> = Vec::new();
     let mut is_full = false;
     loop {
@@ -91,7 +99,7 @@ fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told)
             return;
         }
         let mut asks = ready.iter().skip(2);
-        open.retain(|socket| asks.next() != Some(&true) || answer(socket, items).is_some());
+        open.retain(|socket| asks.next() != Some(&true) || answer(socket, asked).is_some());
         is_full = false;
         if ready.get(1) != Some(&true) {
             continue;
@@ -112,16 +120,22 @@ fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told)
 }
 
 /// Answers one query; returns `None` when the connection is to be closed.
-fn answer(socket: &OwnedFd, items: &impl Fn(Object, u64) -> Told) -> Option<()> {
+fn answer(socket: &OwnedFd, asked: &impl Asked) -> Option<()> {
     let mut buffer = [0; QUESTION_BYTES_MAX];
-    let Question { object, from } = match receive_with_descriptors(socket, &mut buffer) {
+    let packet = match receive_with_descriptors(socket, &mut buffer) {
         Err(Errno::AGAIN | Errno::INTR) => return Some(()),
         Err(_) | Ok((0, _)) => return None,
-        Ok((len, _)) => Question::decode(buffer.get(..len)?)?,
+        Ok((len, _)) => buffer.get(..len)?,
     };
-    let page = page(object, from, items(object, from)).encode();
+    let answer = match Setting::decode(packet) {
+        Some(setting) => asked.set(setting).encode(),
+        None => {
+            let Question { object, from } = Question::decode(packet)?;
+            page(object, from, asked.items(object, from)).encode()
+        }
+    };
     // A client that does not read gets no further answers.
-    send_bytes(socket, &page, &[]).ok()
+    send_bytes(socket, &answer, &[]).ok()
 }
 
 /// Returns the objects from a number on, in the order of their numbers, as many as a page holds.

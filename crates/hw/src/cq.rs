@@ -49,11 +49,11 @@ struct Inner {
 pub(crate) struct CompletionQueue(Arc<Inner>);
 
 impl CompletionQueue {
-    pub(super) fn new(device: &Device, depth: u32) -> Result<CompletionQueue, CreateError> {
+    pub(super) fn new(device: &Device, depth: u32, vector: u32) -> Result<CompletionQueue, CreateError> {
         let number = device.next_number();
         let depth_max = u32::try_from(device.0.attr.orig_attr.max_cqe).unwrap_or(u32::MAX);
         // Not every device has a queue as long as requested; one that is too short overruns, which the device reports.
-        let cq = Cq::new(&device.0.context, depth.min(depth_max), number)
+        let cq = Cq::new(&device.0.context, depth.min(depth_max), number, vector)
             .map_err(|error| device.create_error(error, Features::empty()))?;
         let ready = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io::Error::from)?;
         epoll::add(
@@ -79,7 +79,14 @@ impl CompletionQueue {
             waiters: AtomicUsize::new(0),
             policy: Mutex::new(policy),
             began: Instant::now(),
-            _listed: Listed::new(device, ObjectEntry::Cq { number, depth }),
+            _listed: Listed::new(
+                device,
+                ObjectEntry::Cq {
+                    number,
+                    depth,
+                    vector,
+                },
+            ),
         })))
     }
 

@@ -16,8 +16,8 @@ use rdmux_rnic::{Counters, Cqn, Memory, QpType, Qpn, RegionSpec, RegisterError, 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, Features, Limits, ListenError,
-    QpOptions, Reach, ResolveError, Unsupported, abi, provider,
+    AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, DeviceModeration, Features, Limits,
+    ListenError, Options, QpOptions, Reach, ResolveError, Unsupported, abi, provider,
 };
 use rdmux_wire::cm::{ServiceId, to_gid};
 use rdmux_wire::roce::PathMtu;
@@ -150,6 +150,7 @@ pub(super) struct DeviceInner {
     pub(super) attr: abi::DeviceAttrEx,
     features: OnceLock<Features>,
     pub(super) waiting: Option<WaitMode>,
+    pub(super) moderation: Arc<DeviceModeration>,
     pub(super) cm: OnceLock<Result<Cm, Errno>>,
     next_number: AtomicU32,
     entries: Mutex<BTreeMap<u32, ObjectEntry>>,
@@ -190,7 +191,7 @@ pub(crate) struct Device(pub(super) Arc<DeviceInner>);
 
 impl Device {
     /// Opens the device that has a local address.
-    pub(crate) fn open(address: IpAddr, waiting: Option<WaitMode>) -> Result<Device, OpenError> {
+    pub(crate) fn open(address: IpAddr, options: &Options) -> Result<Device, OpenError> {
         let address = address.to_canonical();
         let library = Library::get()?;
         let (name, port) = match cma::device_of(library, address) {
@@ -238,7 +239,8 @@ impl Device {
             sgid_index: sgid_index.and_then(|index| u8::try_from(index).ok()),
             attr,
             features: OnceLock::new(),
-            waiting,
+            waiting: options.waiting,
+            moderation: Arc::new(DeviceModeration::new(options.moderation.unwrap_or_default())),
             cm: OnceLock::new(),
             next_number: AtomicU32::new(1),
             entries: Mutex::default(),
@@ -258,6 +260,11 @@ impl Device {
     /// The device's name, as `rdma link` shows it.
     pub(crate) fn name(&self) -> &str {
         self.0.context.name()
+    }
+
+    /// Returns whether it moderates the events of completion queues.
+    pub(super) fn moderates(&self) -> bool {
+        self.features().contains(Features::CQ_MODERATION)
     }
 
     /// Returns its features. The first call tries those that devices do not report.
@@ -324,7 +331,7 @@ impl Device {
     /// Returns whether it makes queue pairs of a type with these extended operations.
     fn makes(&self, qp_type: u32, extended: u64) -> bool {
         let context = &self.0.context;
-        let Ok((pd, cq)) = Pd::new(context).and_then(|pd| Ok((pd, Cq::new(context, 1, 0)?))) else {
+        let Ok((pd, cq)) = Pd::new(context).and_then(|pd| Ok((pd, Cq::new(context, 1, 0, 0)?))) else {
             return false;
         };
         let cq = Arc::new(cq);
@@ -430,6 +437,10 @@ impl provider::Device for Device {
         }
     }
 
+    fn moderation(&self) -> Arc<DeviceModeration> {
+        self.0.moderation.clone()
+    }
+
     fn features(&self) -> Features {
         Device::features(self)
     }
@@ -458,8 +469,12 @@ impl provider::Device for Device {
         Ok(Box::new(XrcDomain(Arc::new(xrcd))))
     }
 
-    fn create_cq(&self, depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
-        Ok(Box::new(CompletionQueue::new(self, depth)?))
+    fn completion_vectors(&self) -> u32 {
+        self.0.context.comp_vectors()
+    }
+
+    fn create_cq(&self, depth: u32, vector: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+        Ok(Box::new(CompletionQueue::new(self, depth, vector)?))
     }
 
     fn listen(

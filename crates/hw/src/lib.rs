@@ -52,7 +52,7 @@ impl Provider for Hw {
         if capture_file().is_some() {
             return Err(rdmux_verbs::OpenError::Unsupported("captures"));
         }
-        let device = device::Device::open(address, options.waiting);
+        let device = device::Device::open(address, options);
         Ok(Box::new(device.map_err(|error| {
             rdmux_verbs::OpenError::Provider(error.into())
         })?))

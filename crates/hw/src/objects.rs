@@ -115,6 +115,13 @@ impl Context {
         &self.name
     }
 
+    /// Returns the number of completion vectors.
+    pub(super) fn comp_vectors(&self) -> u32 {
+        // SAFETY: the context lives as long as `self`, and the number is set when it is opened.
+        let count = unsafe { (*self.pointer.as_ptr()).num_comp_vectors };
+        u32::try_from(count).unwrap_or(0).max(1)
+    }
+
     fn ops(&self) -> &abi::ContextOps {
         // SAFETY: the context lives as long as `self`, and its operations are set when it is opened.
         unsafe { &(*self.pointer.as_ptr()).ops }

@@ -5,16 +5,18 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::{Arc, Weak};
 
-use rdmux_rnic::{Access, CqDetail, Cqn, Pd, PdDetail, QpState, QpType, Qpn, RegionDetail, RegionKind};
+use rdmux_rnic::{
+    Access, CqDetail, CqModeration, Cqn, Pd, PdDetail, QpState, QpType, Qpn, RegionDetail, RegionKind,
+};
 use rdmux_verbs::Carrier;
 use rdmux_verbs::abi::qp_attr;
-use rdmux_verbs::resources::report::RECORDS_MAX;
+use rdmux_verbs::resources::report::{Answer, RECORDS_MAX, Setting};
 use rdmux_verbs::resources::{CounterResource, Counts, DeviceResource, Direct, Item, Object, QpResource};
 use rdmux_wire::cm::from_gid;
 use rdmux_wire::roce::PathMtu;
 
-use super::answer::{Answering, Told};
-use super::device::DeviceInner;
+use super::answer::{Answering, Asked, Told};
+use super::device::{Device, DeviceInner};
 use super::metrics::counters_of;
 use super::objects::Qp;
 use super::qp::state_of;
@@ -27,6 +29,7 @@ pub(super) enum ObjectEntry {
     Cq {
         number: u32,
         depth: u32,
+        vector: u32,
     },
     Mr {
         pdn: u32,
@@ -48,11 +51,26 @@ pub(super) enum ObjectEntry {
 
 /// Begins to answer tools that ask.
 pub(super) fn answer(device: &Arc<DeviceInner>) -> io::Result<Answering> {
-    let weak = Arc::downgrade(device);
-    Answering::begin(device.address, move |object, from| match weak.upgrade() {
-        Some(device) => items(&device, object, from),
-        None => all(Vec::new()),
-    })
+    Answering::begin(device.address, Arc::downgrade(device))
+}
+
+impl Asked for Weak<DeviceInner> {
+    fn items(&self, object: Object, from: u64) -> Told {
+        match self.upgrade() {
+            Some(device) => items(&device, object, from),
+            None => all(Vec::new()),
+        }
+    }
+
+    fn set(&self, Setting::Moderation(policy): Setting) -> Answer {
+        match self.upgrade().map(Device) {
+            Some(device) if device.moderates() => {
+                device.0.moderation.set(policy);
+                Answer::Done
+            }
+            _ => Answer::NotOffered,
+        }
+    }
 }
 
 /// Returns how many objects there are.
@@ -74,7 +92,7 @@ fn all(items: Vec<Item>) -> Told {
     Told { items, more: false }
 }
 
-fn items(device: &DeviceInner, object: Object, from: u64) -> Told {
+fn items(device: &Arc<DeviceInner>, object: Object, from: u64) -> Told {
     match object {
         Object::Device => all(vec![Item::Device(of_device(device))]),
         Object::Counter => {
@@ -157,7 +175,7 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             pd: Pd(number),
             users,
         }),
-        ObjectEntry::Cq { depth, .. } => Item::Cq(CqDetail {
+        ObjectEntry::Cq { depth, vector, .. } => Item::Cq(CqDetail {
             cqn: Cqn(number),
             depth: *depth,
             // Devices do not report these.
@@ -165,6 +183,8 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             overrun: false,
             users,
             pool: None,
+            vector: *vector,
+            moderation: CqModeration::default(),
         }),
         ObjectEntry::Mr {
             pdn,
@@ -186,7 +206,7 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
     })
 }
 
-fn of_device(device: &DeviceInner) -> DeviceResource {
+fn of_device(device: &Arc<DeviceInner>) -> DeviceResource {
     const PORT_ACTIVE: u32 = 4;
     let port = device.context.query_port(device.port).unwrap_or_default();
     let mtu = PathMtu::from_code(port.active_mtu as u8);
@@ -195,6 +215,9 @@ fn of_device(device: &DeviceInner) -> DeviceResource {
         mtu: mtu.map_or(0, PathMtu::bytes),
         active: port.state == PORT_ACTIVE,
         version: env!("CARGO_PKG_VERSION").into(),
+        moderation: Device(device.clone())
+            .moderates()
+            .then(|| device.moderation.policy()),
         counts: counts(device),
     }
 }

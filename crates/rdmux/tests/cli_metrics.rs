@@ -315,6 +315,8 @@ fn serve__counts_what_clients_do() {
         "rdmux_port_packets_transmitted_total",
         "rdmux_port_data_received_bytes_total",
         "rdmux_port_data_transmitted_bytes_total",
+        "rdmux_cq_events_total",
+        "rdmux_cq_completions_total",
     ] {
         let (before, after) = (before.sum(name, labels), after.sum(name, labels));
         assert!(before < after, "{name}: {before} {after}");

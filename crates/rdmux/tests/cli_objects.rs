@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use common::{AS_NOBODY, text};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, CompletionQueue, Device, MemoryRegion, Options, QpOptions, QpType, QueuePair, SharedReceiveQueue,
+    Access, Arm, CompletionQueue, Device, MemoryRegion, Moderation, ModerationPolicy, Options, QpAttributes,
+    QpOptions, QpState, QpType, QueuePair, RecvRequest, SgeList, SharedReceiveQueue,
 };
 use serde_json::Value;
 use skip::skip;
@@ -219,6 +220,108 @@ fn res__objects_of_each_kind() {
 }
 
 #[test]
+fn res_cq__wake_ups_and_what_each_was_for() {
+    let at = Populated::at("127.0.7.11");
+    at.cq
+        .moderate(ModerationPolicy::Fixed(Moderation {
+            count: 2,
+            period_us: 60_000,
+        }))
+        .unwrap();
+    at.cq.arm(Arm::Next);
+    let qp = &at.qps[0];
+    qp.init().unwrap();
+    for wr_id in 0..3 {
+        let sges = SgeList::EMPTY;
+        qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    while at.cq.poll().is_some() {}
+    let cq = &at.res("cq", "moderation fixed adaptive-moderation off")[0];
+    for (key, expected) in [
+        ("count", 2),
+        ("period-us", 60_000),
+        ("changes", 0),
+        ("events", 1),
+        ("taken", 3),
+    ] {
+        assert_eq!(cq[key], expected, "{key} of {cq}");
+    }
+    let line = &lines(&["res", "show", "cq", "link", &at.name])[0];
+    let expected =
+        "comp-vector 0 adaptive-moderation off moderation fixed count 2 period-us 60000 events 1 taken 3";
+    assert!(line.contains(expected), "{line}");
+    let last = at.device.completion_vectors() - 1;
+    let other = at.device.create_cq_on(4, last).unwrap();
+    let shown = &at.res("cq", &format!("cqn {} comp-vector {last}", other.cqn().0))[0];
+    assert_eq!(
+        (&cq["comp-vector"], &shown["comp-vector"]),
+        (&0.into(), &last.into())
+    );
+    at.cq.moderate(ModerationPolicy::Dim).unwrap();
+    let cq = &at.res("cq", "moderation dim adaptive-moderation on")[0];
+    assert_eq!((&cq["count"], &cq["period-us"]), (&1.into(), &1.into()), "{cq}");
+    at.cq.moderate(ModerationPolicy::Rate).unwrap();
+    let cq = &at.res("cq", "")[0];
+    assert_eq!(cq["moderation"], "rate");
+    assert_eq!(cq["count"], Value::Null);
+}
+
+/// Runs a command that prints nothing when it succeeds.
+fn quiet(args: &[&str]) {
+    assert_eq!(lines(args), Vec::<String>::new(), "{args:?}");
+}
+
+#[test]
+fn dev_set__moderation_of_a_running_device() {
+    let at = Populated::at("127.0.7.12");
+    let own = at.device.create_cq(4).unwrap();
+    own.moderate(ModerationPolicy::Off).unwrap();
+    let engine = at.device.open_engine().unwrap();
+    let shown = |key| list(&["dev", "show", &at.name])[0][key].clone();
+    assert_eq!(
+        (shown("adaptive-moderation"), shown("moderation")),
+        ("off".into(), "off".into())
+    );
+    quiet(&["dev", "set", &at.name, "adaptive-moderation", "on"]);
+    assert_eq!(
+        (shown("adaptive-moderation"), shown("moderation")),
+        ("on".into(), "dim".into())
+    );
+    let line = &lines(&["-d", "dev", "show", &at.name])[0];
+    assert!(line.contains(" adaptive-moderation on moderation dim "), "{line}");
+    // A queue that was there follows when it is armed; one with a policy of its own keeps that.
+    at.cq.arm(Arm::Next);
+    own.arm(Arm::Next);
+    let policy = |cq: &CompletionQueue| cq.moderation().0;
+    assert_eq!(
+        (policy(&at.cq), policy(&own)),
+        (ModerationPolicy::Dim, ModerationPolicy::Off)
+    );
+    let cqs = at.res("cq", "adaptive-moderation on");
+    assert_eq!((cqs.len(), &cqs[0]["cqn"]), (1, &at.cq.cqn().0.into()));
+    let of_engine = engine.create_cq(4).unwrap();
+    for cq in [at.device.create_cq(4).unwrap(), of_engine.clone()] {
+        assert_eq!(policy(&cq), ModerationPolicy::ADAPTIVE);
+    }
+    // All devices of an address.
+    quiet(&["dev", "set", "127.0.7.12", "moderation", "16,32us"]);
+    assert_eq!(
+        (shown("adaptive-moderation"), shown("moderation")),
+        ("off".into(), "16,32us".into())
+    );
+    for cq in [&at.cq, &of_engine] {
+        assert_eq!(policy(cq).to_string(), "16,32us");
+    }
+    let cqs = at.res("cq", "moderation fixed");
+    assert_eq!((&cqs[0]["count"], &cqs[0]["period-us"]), (&16.into(), &32.into()));
+    quiet(&["dev", "set", &at.name, "adaptive-moderation", "off"]);
+    at.cq.arm(Arm::Next);
+    assert_eq!(policy(&at.cq), ModerationPolicy::Off);
+    assert_eq!(at.res("cq", "moderation off cqe 64").len(), 1);
+}
+
+#[test]
 fn res__filters() {
     let at = Populated::at("127.0.7.4");
     let qpn = at.qps[0].qpn().value();
@@ -362,19 +465,37 @@ fn usage__what_is_wrong_is_said() {
         (&["-j", "perf", "read-lat"], "put --json after"),
         (&["stat", "show", "qp", "3"], "filters are link, dev"),
         (&["dev", "show", "eth0"], "ADDRESS/SLOT"),
+        (&["dev", "set", "eth0", "moderation", "dim"], "ADDRESS/SLOT"),
+        (
+            &["dev", "set", "127.0.0.1", "name", "x"],
+            "adaptive-moderation, moderation",
+        ),
+        (
+            &["dev", "set", "127.0.0.1", "adaptive-moderation", "dim"],
+            "takes on or off, not \"dim\"",
+        ),
+        (
+            &["dev", "set", "127.0.0.1", "moderation", "on"],
+            "use off, dim, rate, or COUNT,PERIOD",
+        ),
     ] {
         let output = rdmux_by(&[], args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
         let said = text(&output.stderr);
         assert!(said.contains(expected), "{args:?}: {said}");
     }
-    let output = rdmux_by(&[], &["link", "show", "127.9.9.9/3"]);
-    assert_eq!(output.status.code(), Some(1));
-    let said = text(&output.stderr);
-    assert!(
-        said.contains("no device 127.9.9.9/3") && said.contains("rdmux dev show"),
-        "{said}"
-    );
+    for args in [
+        &["link", "show", "127.9.9.9/3"][..],
+        &["dev", "set", "127.9.9.9/3", "moderation", "off"],
+    ] {
+        let output = rdmux_by(&[], args);
+        assert_eq!(output.status.code(), Some(1));
+        let said = text(&output.stderr);
+        assert!(
+            said.contains("no device 127.9.9.9/3") && said.contains("rdmux dev show"),
+            "{said}"
+        );
+    }
 }
 
 /// A child that is killed when the value is dropped.
@@ -422,6 +543,16 @@ fn res__root_sees_everybodys_and_others_their_own() {
         0,
         "nobody has connected"
     );
+    // Root also changes it; the user changes only devices of their own.
+    let set = |by: &[&str], device: &str| rdmux_by(by, &["dev", "set", device, "adaptive-moderation", "on"]);
+    let shown = |device| list(&["dev", "show", device])[0]["adaptive-moderation"].clone();
+    let output = set(&[], "127.0.7.9");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(shown("127.0.7.9"), "on");
+    let output = set(&AS_NOBODY, &roots.name);
+    let expected = format!("rdmux: cannot set {}: it belongs to user 0\n", roots.name);
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(1), expected));
+    assert_eq!(shown(&roots.name), "off");
     // The other way round, the user sees only the name of the device and its owner.
     let key = format!("{:08x}", roots.mr.rkey().0);
     let guid = list(&["dev", "show", &roots.name])[0]["node_guid"]

@@ -51,7 +51,11 @@ const OUTPUTS: [&str; 26] = [
 ];
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 4] = [
+const WITHOUT: [(&str, &str); 5] = [
+    (
+        "dev set",
+        "it prints nothing; cli_objects looks at what it changes",
+    ),
     (
         "demo push",
         "it measures for long; cli_push looks at what it reports",

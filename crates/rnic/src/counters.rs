@@ -108,6 +108,12 @@ counters! {
     resp_cqe_error,
     /// Receive requests flushed because their QP was in error.
     resp_cqe_flush_error,
+    /// Events that armed completion queues raised.
+    cq_events,
+    /// Completions polled from completion queues.
+    cq_completions,
+    /// Changes of the moderation of completion queues by an adaptive policy.
+    cq_moderation_changes,
     /// FLUSHes with the ICRC of rxe.
     rxe_flush_icrc,
     /// IPv4 packets whose identification was found by solving the ICRC for it, with 16 check bits left.

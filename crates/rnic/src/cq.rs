@@ -147,6 +147,52 @@ pub struct PoolUse {
     pub users: u32,
 }
 
+/// Kind of the policy that chooses the moderation of a queue, for tools that show it: the queue knows only what was chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, VariantArray)]
+pub enum ModerationKind {
+    /// There is no moderation.
+    #[default]
+    Off,
+    /// It is always the same.
+    Fixed,
+    /// It depends on the load, and Linux's DIM chooses it.
+    Dim,
+    /// It depends on the rate of completions.
+    Rate,
+}
+
+impl ModerationKind {
+    /// Returns the word for it.
+    pub fn word(self) -> &'static str {
+        match self {
+            ModerationKind::Off => "off",
+            ModerationKind::Fixed => "fixed",
+            ModerationKind::Dim => "dim",
+            ModerationKind::Rate => "rate",
+        }
+    }
+
+    /// Returns whether it changes with the load.
+    pub fn is_adaptive(self) -> bool {
+        matches!(self, ModerationKind::Dim | ModerationKind::Rate)
+    }
+}
+
+/// How a queue is moderated, and with what effect: `taken` divided by `events` is the number of completions that a wake-up is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CqModeration {
+    /// Kind of the policy.
+    pub kind: ModerationKind,
+    /// The moderation in effect.
+    pub moderation: Option<Moderation>,
+    /// Number of times that a policy has replaced a moderation of its own by another one.
+    pub changes: u64,
+    /// Number of times that the armed queue has notified its waiter.
+    pub events: u64,
+    /// Number of completions that were polled.
+    pub taken: u64,
+}
+
 /// The completion queue cannot be made that short: it holds more completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the completion queue holds more completions than the new size")]
@@ -187,6 +233,7 @@ pub struct CompletionQueue(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     queue: Mutex<Queue>,
+    vector: u32,
     /// Number of completions, as it was when the lock was released last: a poll of an empty queue takes no lock.
     count: AtomicUsize,
 }
@@ -236,6 +283,11 @@ struct Queue {
     /// Time of each of `completions`, if the user asked for it.
     came: Option<VecDeque<Time>>,
     moderation: Option<Moderation>,
+    kind: ModerationKind,
+    changes: u64,
+    events: u64,
+    /// Completions that are in the queue or were taken from it.
+    arrived: u64,
     /// Completions of which the armed waiter has not been notified yet, and the latest time at which it is.
     untold: u32,
     tell_at: Option<Time>,
@@ -260,6 +312,14 @@ impl Queue {
         }
         self.untold = 0;
         self.tell_at = None;
+    }
+
+    /// Notifies the waiter of the armed queue.
+    fn raise(&mut self) {
+        self.disarm();
+        self.notified = true;
+        self.raised = true;
+        self.events += 1;
     }
 
     fn take(&mut self, n: usize) -> std::collections::vec_deque::Drain<'_, WorkCompletion> {
@@ -291,7 +351,7 @@ impl Drop for Queue {
 }
 
 impl CompletionQueue {
-    pub(crate) fn new(depth: usize, armed_queues: ArmedQueues) -> CompletionQueue {
+    pub(crate) fn new(depth: usize, vector: u32, armed_queues: ArmedQueues) -> CompletionQueue {
         let queue = Queue {
             completions: VecDeque::with_capacity(depth.min(1024)),
             depth,
@@ -303,6 +363,10 @@ impl CompletionQueue {
             overrun: false,
             came: None,
             moderation: None,
+            kind: ModerationKind::Off,
+            changes: 0,
+            events: 0,
+            arrived: 0,
             untold: 0,
             tell_at: None,
             quotas: None,
@@ -310,6 +374,7 @@ impl CompletionQueue {
         };
         CompletionQueue(Arc::new(Shared {
             queue: Mutex::new(queue),
+            vector,
             count: AtomicUsize::new(0),
         }))
     }
@@ -356,6 +421,7 @@ impl CompletionQueue {
             return Pushed::Overrun { first };
         }
         queue.completions.push_back(wc);
+        queue.arrived += 1;
         if let Some(came) = &mut queue.came {
             came.push_back(now());
         }
@@ -376,12 +442,10 @@ impl CompletionQueue {
                     queue.tell_at = later;
                 }
             }
-            _ if tell => queue.disarm(),
+            _ if tell => queue.raise(),
             _ => {}
         }
         let told = tell && queue.armed.is_none();
-        queue.notified |= told;
-        queue.raised |= told;
         if std::mem::take(&mut queue.watched) || told {
             Pushed::Tell
         } else {
@@ -394,17 +458,31 @@ impl CompletionQueue {
         let mut queue = self.lock();
         let is_due = queue.tell_at == Some(at);
         if is_due {
-            queue.disarm();
-            queue.notified = true;
-            queue.raised = true;
+            queue.raise();
         }
         is_due
     }
 
-    /// Sets the moderation of notifications; `None` notifies a waiter of each completion.
-    pub(crate) fn moderate(&self, moderation: Option<Moderation>) {
+    /// Sets the moderation of notifications, chosen by a policy of this kind; `None` notifies a waiter of each completion.
+    pub(crate) fn moderate(&self, kind: ModerationKind, moderation: Option<Moderation>) {
         // No time means no moderation. A count below two delays nothing.
-        self.lock().moderation = moderation.filter(|to| to.period_us > 0);
+        let moderation = moderation.filter(|to| to.period_us > 0);
+        let mut queue = self.lock();
+        queue.changes += u64::from(queue.kind == kind && queue.moderation != moderation);
+        queue.kind = kind;
+        queue.moderation = moderation;
+    }
+
+    /// Returns how the queue is moderated, and with what effect.
+    pub(crate) fn moderation(&self) -> CqModeration {
+        let queue = self.lock();
+        CqModeration {
+            kind: queue.kind,
+            moderation: queue.moderation,
+            changes: queue.changes,
+            events: queue.events,
+            taken: queue.arrived - queue.completions.len() as u64,
+        }
     }
 
     /// Resizes the queue to `depth` completions. IBTA Vol 1, 11.2.8.3.
@@ -482,6 +560,11 @@ impl CompletionQueue {
     pub fn state(&self) -> (usize, bool) {
         let queue = self.lock();
         (queue.completions.len(), queue.overrun)
+    }
+
+    /// Returns the completion vector.
+    pub(crate) fn vector(&self) -> u32 {
+        self.0.vector
     }
 
     /// Returns the number of completions that the queue can hold.
@@ -619,6 +702,7 @@ impl CompletionQueue {
             completions,
             came,
             quotas,
+            arrived,
             ..
         } = &mut *queue;
         if let Some(quotas) = quotas {
@@ -630,6 +714,8 @@ impl CompletionQueue {
             let mut of = completions.iter();
             came.retain(|_| of.next().is_some_and(|wc| wc.qpn != qpn));
         }
+        let before = completions.len();
         completions.retain(|wc| wc.qpn != qpn);
+        *arrived -= (before - completions.len()) as u64;
     }
 }

@@ -18,7 +18,9 @@ use crate::access::{AccessId, AccessJob, Accessed, Accesses};
 use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
-use crate::cq::{Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooShort, WorkCompletion};
+use crate::cq::{
+    Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, ModerationKind, Status, TooShort, WorkCompletion,
+};
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
@@ -470,8 +472,13 @@ impl Rnic {
 
     /// Creates a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
     pub fn create_cq(&mut self, depth: u32) -> Cqn {
+        self.create_cq_on(depth, 0)
+    }
+
+    /// Creates a completion queue as [`Rnic::create_cq`] does, with a completion vector, which only tools see.
+    pub fn create_cq_on(&mut self, depth: u32, vector: u32) -> Cqn {
         self.next_cqn += 1;
-        let queue = CompletionQueue::new(depth.max(1) as usize, self.armed_queues.clone());
+        let queue = CompletionQueue::new(depth.max(1) as usize, vector, self.armed_queues.clone());
         self.cqs.insert(self.next_cqn, queue);
         Cqn(self.next_cqn)
     }
@@ -483,7 +490,9 @@ impl Rnic {
 
     /// Destroys a completion queue. Its QPs must have been destroyed.
     pub fn destroy_cq(&mut self, cq: Cqn) {
-        self.cqs.remove(&cq.0);
+        if let Some(queue) = self.cqs.remove(&cq.0) {
+            count_queue(&mut self.counters, &queue);
+        }
     }
 
     /// Resizes a completion queue to `depth` completions, at least 1. IBTA Vol 1, 11.2.8.3.
@@ -494,11 +503,12 @@ impl Rnic {
         }
     }
 
-    /// Sets the moderation of a completion queue, which delays the notification of its waiter; `None` ends it.
-    pub fn moderate_cq(&mut self, cq: Cqn, moderation: Option<Moderation>) {
+    /// Sets the moderation of a completion queue, which delays the notification of its waiter, as a policy of this kind has chosen it;
+    /// `None` ends it.
+    pub fn moderate_cq(&mut self, cq: Cqn, kind: ModerationKind, moderation: Option<Moderation>) {
         if let Some(queue) = self.cqs.get(&cq.0) {
             self.times_completions = true;
-            queue.moderate(moderation);
+            queue.moderate(kind, moderation);
         }
     }
 
@@ -658,6 +668,9 @@ impl Rnic {
         let mut counters = self.counters;
         for qp in self.qps.values() {
             count_lane(&mut counters, qp);
+        }
+        for queue in self.cqs.values() {
+            count_queue(&mut counters, queue);
         }
         counters
     }
@@ -1457,6 +1470,13 @@ impl Rnic {
 }
 
 /// Adds what the lane of a QP did without the device.
+fn count_queue(counters: &mut Counters, queue: &CompletionQueue) {
+    let moderation = queue.moderation();
+    counters.cq_events += moderation.events;
+    counters.cq_completions += moderation.taken;
+    counters.cq_moderation_changes += moderation.changes;
+}
+
 fn count_lane(counters: &mut Counters, qp: &Qp) {
     let of_lane = qp.lane_counts();
     counters.direct_requests += of_lane.requests;

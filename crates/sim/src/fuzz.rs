@@ -11,9 +11,9 @@ use std::net::IpAddr;
 
 use rdmux_rnic::cm::{CmId, Endpoint, Peering};
 use rdmux_rnic::{
-    Access, Arm, Arrival, Bind, Directly, Fault, LinkProgress, Memory, Operation, Path, PeerFault, Placement,
-    QpAttributes, QpState, QpType, Qpn, Registration, RingBytes, Selectivity, SendFlags, SendRequest, Sge,
-    SgeList, Srqn, Taken, Target, Ticket, Time, TransmitBuf, end_packet,
+    Access, Arm, Arrival, Bind, Directly, Fault, LinkProgress, Memory, Moderation, ModerationKind, Operation,
+    Path, PeerFault, Placement, QpAttributes, QpState, QpType, Qpn, Registration, RingBytes, Selectivity,
+    SendFlags, SendRequest, Sge, SgeList, Srqn, Taken, Target, Ticket, Time, TransmitBuf, end_packet,
 };
 use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
@@ -657,7 +657,16 @@ impl Pair {
                 side.rnic.reg_mr(pd, spec).expect("it is inside");
                 assert_eq!(side.rnic.dealloc_pd(pd).len(), 1);
             }
-            _ => drop(side.rnic.query_qp(Qpn::new(input.word().into()))),
+            _ => {
+                let word = input.word();
+                let _ = side.rnic.query_qp(Qpn::new(word.into()));
+                let moderation = Moderation {
+                    count: word % 5,
+                    period_us: word % 3,
+                };
+                let cq = side.cqs[usize::from(word & 1)];
+                side.rnic.moderate_cq(cq, ModerationKind::Dim, Some(moderation));
+            }
         }
     }
 

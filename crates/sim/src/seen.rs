@@ -94,8 +94,14 @@ const STATUS: &str = "status";
 const EVENT: &str = "event";
 const CM_EVENT: &str = "CM event";
 const RUN: &str = "run";
-/// Counters that only devices of other makes, strangers and a service with too many requests increment.
-const OF_OTHERS: [&str; 4] = ["dropped_busy", "icrc_residual_16", "rxe_flush_icrc", "wrong_peer"];
+/// Counters that only devices of other makes, strangers, a service with too many requests and policies above the engine increment.
+const OF_OTHERS: [&str; 5] = [
+    "cq_moderation_changes",
+    "dropped_busy",
+    "icrc_residual_16",
+    "rxe_flush_icrc",
+    "wrong_peer",
+];
 const COUNTER: &str = "counter";
 
 impl Seen {

@@ -10,13 +10,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{
-    Arm, Counters, Cqn, Memory, Moderation, Pd, QpType, Qpn, RegionSpec, RegisterError, TooShort, WindowType,
-    WorkCompletion,
+    Arm, Counters, Cqn, Memory, Moderation, ModerationKind, Pd, QpType, Qpn, RegionSpec, RegisterError,
+    TooShort, WindowType, WorkCompletion,
 };
-use rdmux_verbs::provider::{self, Object, deadline_after};
+use rdmux_verbs::provider::{self, Object, deadline_after, vector_per_cpu};
 use rdmux_verbs::{
-    AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, EventQueue, FaultCounts, Features,
-    Limits, ListenError, OpenError, Options, QpOptions, Reach, ResizeError, ResolveError,
+    AsyncEvent, ConnectError, ConnectPair, ConnectParams, CreateError, DeviceModeration, EventQueue,
+    FaultCounts, Features, Limits, ListenError, OpenError, Options, QpOptions, Reach, ResizeError,
+    ResolveError,
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
@@ -58,7 +59,8 @@ impl Deref for Device {
 
 impl Device {
     pub(crate) fn open(address: IpAddr, options: Options) -> Result<Device, OpenError> {
-        Device::with_engine(address, options, Arc::default())
+        let engines = Engines::new(options.moderation.unwrap_or_default());
+        Device::with_engine(address, options, Arc::new(engines))
     }
 
     fn with_engine(address: IpAddr, options: Options, engines: Arc<Engines>) -> Result<Device, OpenError> {
@@ -74,10 +76,15 @@ impl Device {
         self.0.address
     }
 
-    fn create_cq_with(&self, depth: u32, waker: CqWaker) -> Result<CompletionQueue, CreateError> {
+    fn create_cq_with(
+        &self,
+        depth: u32,
+        vector: u32,
+        waker: CqWaker,
+    ) -> Result<CompletionQueue, CreateError> {
         let waker = Arc::new(waker);
         let mut core = self.lock();
-        let cqn = core.rnic.create_cq(depth);
+        let cqn = core.rnic.create_cq_on(depth, vector);
         let queue = core.rnic.cq(cqn).ok_or(CreateError::NoRoom)?;
         core.cq_wakers.insert(cqn, Arc::downgrade(&waker));
         drop(core);
@@ -110,6 +117,10 @@ impl provider::Device for Device {
         Features::all()
     }
 
+    fn moderation(&self) -> Arc<DeviceModeration> {
+        self.engines.moderation.clone()
+    }
+
     fn writes_by_processor(&self) -> bool {
         true
     }
@@ -124,20 +135,24 @@ impl provider::Device for Device {
         Ok(Box::new(ProtectionDomain { device, pd }))
     }
 
-    fn create_cq(&self, depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
-        Ok(Box::new(
-            self.create_cq_with(depth, CqWaker::new(self.nap.clone())?)?,
-        ))
+    fn completion_vectors(&self) -> u32 {
+        vector_per_cpu()
+    }
+
+    fn create_cq(&self, depth: u32, vector: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+        let waker = CqWaker::new(self.nap.clone())?;
+        Ok(Box::new(self.create_cq_with(depth, vector, waker)?))
     }
 
     fn create_cq_reporting(
         &self,
         depth: u32,
+        vector: u32,
         events: &EventQueue,
         token: u64,
     ) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
         let waker = CqWaker::reporting(events, token, self.nap.clone());
-        Ok(Box::new(self.create_cq_with(depth, waker)?))
+        Ok(Box::new(self.create_cq_with(depth, vector, waker)?))
     }
 
     fn alloc_xrcd(&self) -> Result<Box<dyn provider::XrcDomain>, CreateError> {
@@ -378,8 +393,8 @@ impl provider::CompletionQueue for CompletionQueue {
         resized.map_err(|TooShort| ResizeError::TooShort)
     }
 
-    fn moderate(&self, moderation: Option<Moderation>) {
-        self.device.lock().rnic.moderate_cq(self.cqn, moderation);
+    fn moderate(&self, kind: ModerationKind, moderation: Option<Moderation>) {
+        self.device.lock().rnic.moderate_cq(self.cqn, kind, moderation);
     }
 
     fn has_notified(&self) -> bool {

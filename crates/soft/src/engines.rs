@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 
 use rdmux_rnic::cm::{CmId, Request};
 use rdmux_verbs::sync::{Mutex, MutexGuard};
+use rdmux_verbs::{DeviceModeration, ModerationPolicy};
 use rdmux_wire::cm::ServiceId;
 
 use super::engine::Engine;
@@ -14,7 +15,11 @@ use super::group::{GroupError, ServiceClaim};
 /// The engines of a device. A thread that holds the lock of an engine never calls it, and the drop of a memory begins and ends no service: a memory
 /// that has ended may be dropped while this is locked.
 #[derive(Debug, Default)]
-pub(crate) struct Engines(Mutex<Members>);
+pub(crate) struct Engines {
+    members: Mutex<Members>,
+    /// Policy of the completion queues that have none of their own.
+    pub(super) moderation: Arc<DeviceModeration>,
+}
 
 #[derive(Debug, Default)]
 struct Members {
@@ -25,9 +30,16 @@ struct Members {
 }
 
 impl Engines {
+    pub(super) fn new(moderation: ModerationPolicy) -> Engines {
+        Engines {
+            moderation: Arc::new(DeviceModeration::new(moderation)),
+            ..Engines::default()
+        }
+    }
+
     /// Locked while a request is placed, so that a repetition finds it placed.
     fn members(&self) -> MutexGuard<'_, Members> {
-        self.0.lock()
+        self.members.lock()
     }
 
     /// Adds an engine. From the second one on, the requests that arrive at any of them are placed.

@@ -1,4 +1,4 @@
-//! Changes to completion queues: length, moderation, times.
+//! Completion queues: their vectors, length, moderation, times.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -51,6 +51,23 @@ impl Bed {
         let timeout = LONG.try_into().unwrap();
         poll(&mut [PollFd::new(&self.cq, PollFlags::IN)], Some(&timeout)).unwrap() == 1
     }
+}
+
+#[test]
+fn create_cq_on__a_vector_for_each_cpu() {
+    let device = common::open([127, 27, 0, 4].into()).unwrap();
+    let count = device.completion_vectors();
+    assert!(count >= 1);
+    device.create_cq_on(4, count - 1).unwrap();
+    let events = EventQueue::new().unwrap();
+    device.create_cq_reporting_on(4, count - 1, &events, 1).unwrap();
+    for vector in [count, u32::MAX] {
+        let refused = device.create_cq_on(4, vector).unwrap_err();
+        assert!(matches!(refused, CreateError::NoVector { .. }), "{refused}");
+        let refused = device.create_cq_reporting_on(4, vector, &events, 1).unwrap_err();
+        assert!(matches!(refused, CreateError::NoVector { .. }), "{refused}");
+    }
+    assert_eq!(device.object_counts().2, 0);
 }
 
 #[test]

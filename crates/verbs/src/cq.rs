@@ -42,65 +42,80 @@ impl CompletionQueue {
     }
 
     /// Lets several completions arrive before an armed queue raises its event, as this policy says. Without a call, the queue has the
-    /// policy of its device ([`Options::moderation`]). An adaptive policy counts as an event each arming of the queue after it
+    /// policy of its device ([`Options::moderation`]), also when that changes ([`crate::resources::set`]). An adaptive policy counts as an event each arming of the queue after it
     /// has raised one.
     ///
     /// # Errors
     /// [`Unsupported`] unless the device has [`Features::CQ_MODERATION`].
     pub fn moderate(&self, policy: ModerationPolicy) -> Result<(), Unsupported> {
         self.needs(Features::CQ_MODERATION)?;
-        self.set_moderation(policy);
+        self.moderated()
+            .set(policy, self.taken(), |moderator| self.apply(moderator));
         Ok(())
     }
 
     /// Returns the policy, and the moderation in effect.
     pub fn moderation(&self) -> (ModerationPolicy, Option<Moderation>) {
+        self.follow_device();
         let moderator = self.moderated().moderator.lock();
         (moderator.policy(), moderator.moderation())
     }
 
-    pub(crate) fn set_moderation(&self, policy: ModerationPolicy) {
-        self.moderated().set(Moderator::new(policy), self.taken());
-        self.apply_moderation();
+    /// Has the device delay what the policy delays, unless the handler does.
+    fn apply(&self, moderator: &Moderator) {
+        let by_device = !self.moderated().is_by_handler();
+        let moderation = moderator.moderation().filter(|_| by_device);
+        self.provided().moderate(moderator.policy().kind(), moderation);
     }
 
-    /// Has the device delay what the policy delays, unless the handler does.
-    fn apply_moderation(&self) {
-        let moderated = self.moderated();
-        let moderation = moderated.moderator.lock().moderation();
-        self.provided()
-            .moderate(moderation.filter(|_| !moderated.is_by_handler()));
+    /// Takes over a policy of the device that has changed, unless the queue has one of its own.
+    #[inline]
+    pub(crate) fn follow_device(&self) {
+        if self.moderated().is_behind(self.device().moderation()) {
+            self.follow();
+        }
+    }
+
+    /// Takes over the policy of the device.
+    pub(crate) fn follow(&self) {
+        let device = self.device();
+        let moderates = device.features().contains(Features::CQ_MODERATION);
+        self.moderated()
+            .follow(device.moderation(), self.taken(), |moderator| {
+                if moderates {
+                    self.apply(moderator);
+                }
+            });
     }
 
     /// Leaves the delay of wake-ups to the handler: the device raises each event at once. For a handler that sleeps in the place of its
     /// device ([`crate::Device::watch`]), which packets wake and not events. It calls [`CompletionQueue::handled`] after each run, and delays its
     /// next look by what that returns.
     pub fn leave_moderation_to_handler(&self) {
-        self.moderated().leave_to_handler();
-        self.apply_moderation();
+        self.moderated()
+            .leave_to_handler(|moderator| self.apply(moderator));
     }
 
     /// Ends a run of the handler to which moderation was left: it has taken all completions, and is about to wait. `woken`: a wake-up began the
     /// run; if not, the handler polled, and the policy does not count the run. Returns the moderation of the next wake-up.
     pub fn handled(&self, woken: bool) -> Option<Moderation> {
+        self.follow_device();
         let moderated = self.moderated();
         if !moderated.is_on() {
             return None;
         }
-        moderated.handled(woken, self.taken());
+        moderated.handled(woken, self.taken(), |moderator| self.apply(moderator));
         moderated.moderator.lock().moderation()
     }
 
     /// Tells the policy of an event, if the queue has raised one since it was armed, and its handler is about to arm it again.
     #[inline]
     pub(crate) fn handled_events(&self) {
-        if self.moderated().counts_events() {
-            let moderation = self
-                .moderated()
-                .handled(self.provided().has_notified(), self.taken());
-            if let Some(moderation) = moderation {
-                self.provided().moderate(moderation);
-            }
+        self.follow_device();
+        let moderated = self.moderated();
+        if moderated.counts_events() {
+            let woken = self.provided().has_notified();
+            moderated.handled(woken, self.taken(), |moderator| self.apply(moderator));
         }
     }
 

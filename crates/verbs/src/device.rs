@@ -22,7 +22,7 @@ use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
-use crate::moderation::{Moderated, ModerationPolicy};
+use crate::moderation::{DeviceModeration, Moderated, ModerationPolicy};
 use crate::options::{OpenError, Options, check_environment};
 use crate::process::{self, FaultCounts};
 use crate::provider::{self, Provided};
@@ -53,6 +53,14 @@ pub enum CreateError {
         held: u32,
         /// Completions that the share reserves.
         nr: u32,
+    },
+    /// The device has fewer completion vectors.
+    #[error("there is no completion vector {vector}: the device has {count}, counted from 0")]
+    NoVector {
+        /// The vector.
+        vector: u32,
+        /// Their number.
+        count: u32,
     },
     /// A system call failed.
     #[error(transparent)]
@@ -91,7 +99,7 @@ struct DeviceInner {
     provider: &'static str,
     address: IpAddr,
     /// Moderation of the completion queues whose users set none.
-    moderation: ModerationPolicy,
+    moderation: Arc<DeviceModeration>,
 }
 
 impl Provided for Device {
@@ -126,11 +134,13 @@ impl Device {
         check_environment()?;
         let provider = provider::chosen(options.provider)?;
         options.faults = options.faults.or(process::faults()?);
+        options.moderation = options.moderation.or(process::moderation()?);
+        let provided = provider.open(address, &options)?;
         Ok(Device(Arc::new(DeviceInner {
-            provided: provider.open(address, &options)?,
+            moderation: provided.moderation(),
+            provided,
             provider: provider.name(),
             address,
-            moderation: options.moderation.or(process::moderation()?).unwrap_or_default(),
         })))
     }
 
@@ -163,11 +173,12 @@ impl Device {
     /// # Errors
     /// Errors of [`Device::open`]. Provider `hw` has no engines ([`OpenError::Unsupported`]).
     pub fn open_engine(&self) -> Result<Device, OpenError> {
+        let provided = self.provided().open_engine()?;
         Ok(Device(Arc::new(DeviceInner {
-            provided: self.provided().open_engine()?,
+            moderation: provided.moderation(),
+            provided,
             provider: self.provider(),
             address: self.address(),
-            moderation: self.0.moderation,
         })))
     }
 
@@ -181,6 +192,10 @@ impl Device {
 
     pub(crate) fn provided(&self) -> &dyn provider::Device {
         &*self.0.provided
+    }
+
+    pub(crate) fn moderation(&self) -> &DeviceModeration {
+        &self.0.moderation
     }
 
     /// Returns the limits of the device.
@@ -228,7 +243,35 @@ impl Device {
 
     /// Makes a completion queue for `depth` completions.
     pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        Ok(self.completion_queue(self.provided().create_cq(depth)?, false))
+        self.create_cq_on(depth, 0)
+    }
+
+    /// Returns the number of completion vectors. An RNIC raises the events of queues with different vectors on different CPUs. The soft device
+    /// has one for each CPU that was online when it was first asked; there a vector changes nothing, since the event comes from the thread
+    /// that drives the engine, but tools show it.
+    pub fn completion_vectors(&self) -> u32 {
+        self.provided().completion_vectors()
+    }
+
+    /// Makes a completion queue as [`Device::create_cq`] does, with a completion vector.
+    ///
+    /// # Errors
+    /// [`CreateError::NoVector`] unless it is below [`Device::completion_vectors`].
+    pub fn create_cq_on(&self, depth: u32, vector: u32) -> Result<CompletionQueue, CreateError> {
+        self.check_vector(vector)?;
+        Ok(self.completion_queue(self.provided().create_cq(depth, vector)?, false))
+    }
+
+    fn check_vector(&self, vector: u32) -> Result<(), CreateError> {
+        // Every device has the first one.
+        if vector == 0 {
+            return Ok(());
+        }
+        let count = self.completion_vectors();
+        match vector < count {
+            true => Ok(()),
+            false => Err(CreateError::NoVector { vector, count }),
+        }
     }
 
     /// Makes a completion queue that opens no descriptor: it reports to a queue, under a token, each time that it has a completion after it
@@ -242,13 +285,30 @@ impl Device {
         events: &EventQueue,
         token: u64,
     ) -> Result<CompletionQueue, CreateError> {
-        let provided = self.provided().create_cq_reporting(depth, events, token)?;
+        self.create_cq_reporting_on(depth, 0, events, token)
+    }
+
+    /// Makes a completion queue as [`Device::create_cq_reporting`] does, with a completion vector.
+    ///
+    /// # Errors
+    /// Those of [`Device::create_cq_reporting`], and [`CreateError::NoVector`] unless it is below [`Device::completion_vectors`].
+    pub fn create_cq_reporting_on(
+        &self,
+        depth: u32,
+        vector: u32,
+        events: &EventQueue,
+        token: u64,
+    ) -> Result<CompletionQueue, CreateError> {
+        self.check_vector(vector)?;
+        let provided = self
+            .provided()
+            .create_cq_reporting(depth, vector, events, token)?;
         Ok(self.completion_queue(provided, false))
     }
 
     /// Makes a queue of a pool: only shares of it are for queue pairs.
     pub(crate) fn create_pooled_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        Ok(self.completion_queue(self.provided().create_cq(depth)?, true))
+        Ok(self.completion_queue(self.provided().create_cq(depth, 0)?, true))
     }
 
     fn completion_queue(
@@ -267,8 +327,8 @@ impl Device {
             routes: Mutex::default(),
         });
         let queue = CompletionQueue { inner, share: None };
-        if self.0.moderation != ModerationPolicy::Off && self.features().contains(Features::CQ_MODERATION) {
-            queue.set_moderation(self.0.moderation);
+        if self.moderation().policy() != ModerationPolicy::Off {
+            queue.follow();
         }
         queue
     }

@@ -81,7 +81,7 @@ pub use event_queue::EventQueue;
 pub use features::{Features, Unsupported};
 pub use limits::Limits;
 pub use load::{Load, wake_cost_ns};
-pub use moderation::{ModerationPolicy, UnknownPolicy};
+pub use moderation::{DeviceModeration, ModerationPolicy, UnknownPolicy};
 pub use options::{OpenError, Options, SharedMemory, check_environment};
 pub use process::{FaultCounts, set_process_capture, set_process_faults};
 pub use provider::{Provider, set_process_provider};
@@ -89,13 +89,13 @@ pub use rdmux_rnic::cm::{CmState, Endpoint};
 #[doc(hidden)]
 pub use rdmux_rnic::sync;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
-    INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium, Memory,
-    Moderation, ModifyError, Operation, Path, PdDetail, Placement, PoolUse, PostError, Psn, QpAttributes,
-    QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError,
-    Registration, RemoteBuffer, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail,
-    SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults,
-    sched,
+    Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, CqModeration, Cqn, Fault,
+    Histogram, INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium,
+    Memory, Moderation, ModerationKind, ModifyError, Operation, Path, PdDetail, Placement, PoolUse,
+    PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind,
+    RegionSpec, RegisterError, Registration, RemoteBuffer, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge,
+    SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType,
+    WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};

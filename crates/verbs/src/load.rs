@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::fs;
 use std::io;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,16 @@ fn has_one_cpu() -> bool {
     let allowed = thread::available_parallelism().map_or(1, usize::from);
     let pinned = sched_getaffinity(None).is_ok_and(|cpus| cpus.count() == 1);
     allowed == 1 && (!pinned || online_cpus() == Some(1))
+}
+
+/// Returns the number of completion vectors of a device that has one for each CPU, as drivers give RNICs.
+pub fn vector_per_cpu() -> u32 {
+    // As many as long as the process lives, also when CPUs come and go: programs keep the number.
+    static VECTORS: LazyLock<u32> = LazyLock::new(|| {
+        let cpus = online_cpus().or_else(|| thread::available_parallelism().ok().map(usize::from));
+        cpus.and_then(|cpus| u32::try_from(cpus).ok()).unwrap_or(1).max(1)
+    });
+    *VECTORS
 }
 
 fn online_cpus() -> Option<usize> {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 
 use rdmux_rnic::sync::Mutex;
-use rdmux_rnic::{Moderation, Time};
+use rdmux_rnic::{Moderation, ModerationKind, Time};
 
 pub mod dim;
 pub mod rate;
@@ -31,6 +31,21 @@ pub enum ModerationPolicy {
     Dim,
     /// By the rate of completions ([`rate`]).
     Rate,
+}
+
+impl ModerationPolicy {
+    /// The policy of users who want one that follows the load, and leave open which.
+    pub const ADAPTIVE: ModerationPolicy = ModerationPolicy::Dim;
+
+    /// Returns its kind.
+    pub fn kind(self) -> ModerationKind {
+        match self {
+            ModerationPolicy::Off => ModerationKind::Off,
+            ModerationPolicy::Fixed(_) => ModerationKind::Fixed,
+            ModerationPolicy::Dim => ModerationKind::Dim,
+            ModerationPolicy::Rate => ModerationKind::Rate,
+        }
+    }
 }
 
 impl Display for ModerationPolicy {
@@ -65,6 +80,81 @@ impl FromStr for ModerationPolicy {
             "rate" => Ok(ModerationPolicy::Rate),
             _ => fixed().ok_or_else(|| UnknownPolicy(text.to_owned())),
         }
+    }
+}
+
+impl ModerationPolicy {
+    /// Encodes the policy, for messages between processes.
+    pub(crate) fn to_word(self) -> u64 {
+        let fixed = |Moderation { count, period_us }| u64::from(count) << 16 | u64::from(period_us);
+        match self {
+            ModerationPolicy::Off => 0,
+            ModerationPolicy::Dim => 1,
+            ModerationPolicy::Rate => 2,
+            ModerationPolicy::Fixed(moderation) => 1 << 32 | fixed(moderation),
+        }
+    }
+
+    /// Inverts [`ModerationPolicy::to_word`].
+    pub(crate) fn from_word(word: u64) -> Option<ModerationPolicy> {
+        Some(match (word >> 32, word as u32) {
+            (0, 0) => ModerationPolicy::Off,
+            (0, 1) => ModerationPolicy::Dim,
+            (0, 2) => ModerationPolicy::Rate,
+            (1, both) => ModerationPolicy::Fixed(Moderation {
+                count: (both >> 16) as u16,
+                period_us: both as u16,
+            }),
+            _ => return None,
+        })
+    }
+}
+
+/// The policy of a device's completion queues that have none of their own. It may change while the device is open: a queue follows when it is
+/// armed the next time, so that nobody has to know all queues.
+#[derive(Debug, Default)]
+pub struct DeviceModeration {
+    policy: Mutex<ModerationPolicy>,
+    /// Number of changes, modulo [`OWN`].
+    changes: AtomicU32,
+}
+
+/// In place of a number of changes: the queue has a policy of its own.
+const OWN: u32 = u32::MAX;
+
+impl DeviceModeration {
+    /// Begins with a policy.
+    pub fn new(policy: ModerationPolicy) -> DeviceModeration {
+        DeviceModeration {
+            policy: Mutex::new(policy),
+            changes: AtomicU32::new(0),
+        }
+    }
+
+    /// Returns the policy.
+    pub fn policy(&self) -> ModerationPolicy {
+        *self.policy.lock()
+    }
+
+    /// Changes the policy.
+    pub fn set(&self, policy: ModerationPolicy) {
+        let mut own = self.policy.lock();
+        if *own != policy {
+            *own = policy;
+            let changes = (self.changes.load(Ordering::Relaxed) + 1) % OWN;
+            self.changes.store(changes, Ordering::Relaxed);
+        }
+    }
+
+    #[inline]
+    fn changes(&self) -> u32 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the policy and the number of changes until it.
+    fn both(&self) -> (ModerationPolicy, u32) {
+        let policy = self.policy.lock();
+        (*policy, self.changes())
     }
 }
 
@@ -156,6 +246,8 @@ pub(crate) struct Moderated {
     counts_events: AtomicBool,
     /// Set if the handler delays its wake-ups, and not the device.
     by_handler: AtomicBool,
+    /// The change of the device's policy that the queue follows, or [`OWN`].
+    follows: AtomicU32,
     pub(crate) moderator: Mutex<Moderator>,
     /// Completions taken until the event before.
     taken: AtomicU32,
@@ -167,6 +259,7 @@ impl Default for Moderated {
             is_on: AtomicBool::new(false),
             counts_events: AtomicBool::new(false),
             by_handler: AtomicBool::new(false),
+            follows: AtomicU32::new(0),
             moderator: Mutex::new(Moderator::new(ModerationPolicy::Off)),
             taken: AtomicU32::new(0),
         }
@@ -188,26 +281,51 @@ impl Moderated {
         self.by_handler.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn set(&self, moderator: Moderator, taken: u32) {
-        let is_adaptive = !matches!(moderator.algorithm, Algorithm::Constant);
-        let is_on = moderator.policy != ModerationPolicy::Off;
+    /// Returns whether the device's policy has changed since the queue followed it.
+    #[inline]
+    pub(crate) fn is_behind(&self, device: &DeviceModeration) -> bool {
+        let follows = self.follows.load(Ordering::Relaxed);
+        follows != device.changes() && follows != OWN
+    }
+
+    /// Gives the queue a policy of its own. `taken`: the completions taken until now; `apply` gives the queue its moderation.
+    pub(crate) fn set(&self, policy: ModerationPolicy, taken: u32, apply: impl FnOnce(&Moderator)) {
         let mut own = self.moderator.lock();
-        *own = moderator;
+        self.replace(policy, OWN, taken, &mut own);
+        apply(&own);
+    }
+
+    /// Gives the queue its device's policy, unless it has one of its own.
+    pub(crate) fn follow(&self, device: &DeviceModeration, taken: u32, apply: impl FnOnce(&Moderator)) {
+        let mut own = self.moderator.lock();
+        if self.follows.load(Ordering::Relaxed) != OWN {
+            let (policy, changes) = device.both();
+            self.replace(policy, changes, taken, &mut own);
+            apply(&own);
+        }
+    }
+
+    fn replace(&self, policy: ModerationPolicy, follows: u32, taken: u32, own: &mut Moderator) {
+        *own = Moderator::new(policy);
+        self.follows.store(follows, Ordering::Relaxed);
         self.taken.store(taken, Ordering::Relaxed);
-        self.is_on.store(is_on, Ordering::Relaxed);
+        let is_adaptive = !matches!(own.algorithm, Algorithm::Constant);
+        self.is_on
+            .store(policy != ModerationPolicy::Off, Ordering::Relaxed);
         self.counts_events
             .store(is_adaptive && !self.is_by_handler(), Ordering::Relaxed);
     }
 
-    pub(crate) fn leave_to_handler(&self) {
-        let _moderator = self.moderator.lock();
+    pub(crate) fn leave_to_handler(&self, apply: impl FnOnce(&Moderator)) {
+        let moderator = self.moderator.lock();
         self.by_handler.store(true, Ordering::Relaxed);
         self.counts_events.store(false, Ordering::Relaxed);
+        apply(&moderator);
     }
 
-    /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken`: the completions taken until now. Returns the
-    /// moderation that the queue is to have, if it changes.
-    pub(crate) fn handled(&self, woken: bool, taken: u32) -> Option<Option<Moderation>> {
+    /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken`: the completions taken until now. `apply`
+    /// gives the queue its moderation, if that changes.
+    pub(crate) fn handled(&self, woken: bool, taken: u32, apply: impl FnOnce(&Moderator)) {
         let mut moderator = self.moderator.lock();
         let before = self.taken.swap(taken, Ordering::Relaxed);
         if !woken {
@@ -215,10 +333,12 @@ impl Moderated {
             if before != taken {
                 moderator.interrupt();
             }
-            return None;
+            return;
         }
         let changes = moderator.event(now(), taken.wrapping_sub(before));
-        changes.then(|| moderator.moderation())
+        if changes {
+            apply(&moderator);
+        }
     }
 }
 
@@ -253,5 +373,43 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn policy__words_are_read_back() {
+        let fixed = |count, period_us| ModerationPolicy::Fixed(Moderation { count, period_us });
+        let policies = [
+            ModerationPolicy::Off,
+            ModerationPolicy::Dim,
+            ModerationPolicy::Rate,
+            fixed(0, 0),
+            fixed(u16::MAX, 1),
+        ];
+        for policy in policies {
+            assert_eq!(ModerationPolicy::from_word(policy.to_word()), Some(policy));
+        }
+        for wrong in [3, 2 << 32, u64::MAX] {
+            assert_eq!(ModerationPolicy::from_word(wrong), None);
+        }
+    }
+
+    #[test]
+    fn follow__the_device_until_it_has_a_policy_of_its_own() {
+        let device = DeviceModeration::new(ModerationPolicy::Off);
+        let queue = Moderated::default();
+        assert!(!queue.is_behind(&device));
+        device.set(ModerationPolicy::Off);
+        assert!(!queue.is_behind(&device), "nothing has changed");
+        device.set(ModerationPolicy::Dim);
+        assert!(queue.is_behind(&device));
+        let mut applied = None;
+        queue.follow(&device, 0, |moderator| applied = Some(moderator.moderation()));
+        assert_eq!(applied, Some(Some(dim::PROFILES[0])));
+        assert!(!queue.is_behind(&device) && queue.is_adaptive());
+        queue.set(ModerationPolicy::Off, 0, |_| {});
+        device.set(ModerationPolicy::Rate);
+        assert!(!queue.is_behind(&device) && !queue.is_adaptive());
+        queue.follow(&device, 0, |_| panic!("it has its own"));
+        assert_eq!(queue.moderator.lock().policy(), ModerationPolicy::Off);
     }
 }

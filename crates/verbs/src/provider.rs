@@ -23,14 +23,15 @@ use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::Endpoint;
 use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{
-    Arm, Bind, Counters, Cqn, LKey, McastError, Memory, Moderation, ModifyError, PostError, QpAttributes,
-    QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendFlags, SendRequest,
-    SrqError, SrqInfo, Srqn, Status, WindowType, WorkCompletion,
+    Arm, Bind, Counters, Cqn, LKey, McastError, Memory, Moderation, ModerationKind, ModifyError, PostError,
+    QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendFlags,
+    SendRequest, SrqError, SrqInfo, Srqn, Status, WindowType, WorkCompletion,
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
@@ -43,6 +44,7 @@ use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::limits::Limits;
+use crate::moderation::DeviceModeration;
 use crate::options::{OpenError, Options};
 use crate::process::FaultCounts;
 use crate::sidr::{AnswerError, ResolveError};
@@ -51,7 +53,7 @@ pub use crate::cm::{ACK_TIMEOUT, accepting_type, deadline_after, no_external, tr
 pub use crate::event::{AsyncEvents, Object};
 pub use crate::event_queue::Registration;
 pub use crate::inbox::{Inbox, Seen};
-pub use crate::load::{conditions, current_cpu};
+pub use crate::load::{conditions, current_cpu, vector_per_cpu};
 pub use crate::process::{capture_file, faults};
 pub use crate::sidr::Found;
 pub use crate::waker::{NAP_ASLEEP, Nap, Waker};
@@ -111,6 +113,9 @@ pub trait Device: Any + Debug + Send + Sync {
     /// See [`crate::Device::features`].
     fn features(&self) -> Features;
 
+    /// Returns the policy of its completion queues, which all its engines share. Until somebody changes it, it is [`Options::moderation`].
+    fn moderation(&self) -> Arc<DeviceModeration>;
+
     /// See [`crate::Device::writes_by_processor`].
     fn writes_by_processor(&self) -> bool {
         false
@@ -122,13 +127,17 @@ pub trait Device: Any + Debug + Send + Sync {
     /// See [`crate::Device::alloc_pd`].
     fn alloc_pd(&self) -> Result<Box<dyn ProtectionDomain>, CreateError>;
 
-    /// See [`crate::Device::create_cq`].
-    fn create_cq(&self, depth: u32) -> Result<Box<dyn CompletionQueue>, CreateError>;
+    /// See [`crate::Device::completion_vectors`].
+    fn completion_vectors(&self) -> u32;
 
-    /// See [`crate::Device::create_cq_reporting`].
+    /// See [`crate::Device::create_cq_on`]. The device has this completion vector.
+    fn create_cq(&self, depth: u32, vector: u32) -> Result<Box<dyn CompletionQueue>, CreateError>;
+
+    /// See [`crate::Device::create_cq_reporting_on`]. The device has this completion vector.
     fn create_cq_reporting(
         &self,
         _depth: u32,
+        _vector: u32,
         _events: &EventQueue,
         _token: u64,
     ) -> Result<Box<dyn CompletionQueue>, CreateError> {
@@ -312,8 +321,9 @@ pub trait CompletionQueue: Any + Debug + Send + Sync {
     /// See [`crate::CompletionQueue::resize`].
     fn resize(&self, depth: u32) -> Result<(), ResizeError>;
 
-    /// See [`crate::CompletionQueue::moderate`]. Called only if the device has [`Features::CQ_MODERATION`].
-    fn moderate(&self, _moderation: Option<Moderation>) {}
+    /// Sets the moderation that a policy of this kind has chosen ([`crate::CompletionQueue::moderate`]). Called only if the device has
+    /// [`Features::CQ_MODERATION`].
+    fn moderate(&self, _kind: ModerationKind, _moderation: Option<Moderation>) {}
 
     /// Returns whether the queue has raised an event since it was armed. Called only if the device has [`Features::CQ_MODERATION`].
     fn has_notified(&self) -> bool {

@@ -52,6 +52,7 @@ pub(super) fn create_errno(error: &CreateError) -> c_int {
         CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
         CreateError::NoRoom
         | CreateError::OtherDevice
+        | CreateError::NoVector { .. }
         | CreateError::NoShare
         | CreateError::BeyondShare { .. } => libc::ENOBUFS,
     }

@@ -58,8 +58,8 @@ pub(crate) struct Cq {
 }
 
 impl Cq {
-    /// Makes a queue for `depth` completions, whose events carry `number`.
-    pub(crate) fn new(context: &Arc<Context>, depth: u32, number: u32) -> Result<Cq, Errno> {
+    /// Makes a queue for `depth` completions, whose events carry `number`, with a completion vector.
+    pub(crate) fn new(context: &Arc<Context>, depth: u32, number: u32, vector: u32) -> Result<Cq, Errno> {
         let (poll, notify) = context
             .ops()
             .poll_cq
@@ -67,6 +67,7 @@ impl Cq {
             .ok_or(Errno::OPNOTSUPP)?;
         let channel = CompChannel::new(context)?;
         let depth = c_int::try_from(depth.max(1)).map_err(|_| Errno::INVAL)?;
+        let vector = c_int::try_from(vector).map_err(|_| Errno::INVAL)?;
         // SAFETY: context and channel live as long as the queue. Its own context is a number, which nobody takes for a pointer.
         let pointer = made(unsafe {
             (context.library.ibv_create_cq)(
@@ -74,7 +75,7 @@ impl Cq {
                 depth,
                 std::ptr::without_provenance_mut(number as usize),
                 channel.pointer.as_ptr(),
-                0,
+                vector,
             )
         })?;
         Ok(Cq {

@@ -1,9 +1,12 @@
 //! `rdmux dev`, `rdmux link` and `rdmux stat`: devices, their ports and counters, with the words of rdma(8).
 
 use anyhow::Result;
-use rdmux_verbs::resources::{DeviceResource, Item, Object, netdev_of};
+use rdmux_verbs::resources::{self, AskError, DeviceResource, Item, Object, Setting, netdev_of};
+use rdmux_verbs::{ModerationPolicy, UnknownPolicy};
 
 use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers, guid};
+use super::res::on_off;
+use crate::output;
 
 /// Capabilities of every soft device, by the names that rdma(8) has.
 const CAPABILITIES: [&str; 11] = [
@@ -22,8 +25,8 @@ const CAPABILITIES: [&str; 11] = [
 
 const DEV_JSON: &str = "\
 JSON: an array of objects: ifindex (the current index among all devices), ifname (the address), port (the
-slot), provider (hw; only for an RNIC), node_type, fw, node_guid, sys_image_guid, caps (not for an RNIC), pid, comm; or error for a device
-that does not answer.";
+slot), provider (hw; only for an RNIC), node_type, fw, node_guid, sys_image_guid, adaptive-moderation (on, off), moderation (off, dim, rate, or
+COUNT,PERIOD), caps (not for an RNIC), pid, comm; or error for a device that does not answer.";
 
 const LINK_JSON: &str = "\
 JSON: an array of objects: ifindex (the current index among all devices), ifname (the address), port (the
@@ -51,13 +54,35 @@ enum DevCommand {
     /// Show devices (the default), one for each process on an address, named ADDRESS/SLOT.
     ///
     /// The list has the devices of this user's processes in this network namespace; root sees those of all users. --details adds their
-    /// capabilities.
+    /// capabilities, and how they moderate the wake-ups of completion queues.
     #[command(visible_alias = "list", after_help = DEV_JSON)]
     Show {
         /// Device ADDRESS/SLOT, or ADDRESS for all devices on it [default: all].
         #[arg(value_name = "DEVICE")]
         named: Option<Named>,
     },
+    /// Change a device of a running process: how it moderates the wake-ups of completion queues.
+    ///
+    /// The change holds for the completion queues whose program has chosen no moderation itself, those that it makes later included, until
+    /// the device is closed. A queue heeds it when it is armed the next time. `adaptive-moderation on` stands for the moderation that
+    /// suits most programs, `off` for none: the first completion wakes. Only the user of the process, and root, may change its devices.
+    Set {
+        /// Device ADDRESS/SLOT, or ADDRESS for all devices on it.
+        #[arg(value_name = "DEVICE")]
+        named: Named,
+        /// What to change.
+        setting: Property,
+        /// Value: on or off; for `moderation`, off, dim, rate, or COUNT,PERIOD such as 16,32us.
+        value: String,
+    },
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum Property {
+    /// Whether wake-ups are moderated by the load: on or off.
+    AdaptiveModeration,
+    /// How wake-ups are moderated.
+    Moderation,
 }
 
 #[derive(clap::Args, Debug)]
@@ -104,10 +129,18 @@ enum StatCommand {
 }
 
 pub(crate) fn run_dev(args: &DevArgs, before: Options) -> Result<()> {
-    let named = args
-        .command
-        .as_ref()
-        .and_then(|DevCommand::Show { named }| *named);
+    let named = match &args.command {
+        None => None,
+        Some(DevCommand::Show { named }) => *named,
+        Some(DevCommand::Set {
+            named,
+            setting,
+            value,
+        }) => {
+            let policy = policy(*setting, value).unwrap_or_else(|why| objects::wrong_usage(&why));
+            return set(*named, policy);
+        }
+    };
     let options = args.options.and(before);
     let caps = match options.wants_details() {
         true => format!("<{}>", CAPABILITIES.join(", ")),
@@ -122,7 +155,14 @@ pub(crate) fn run_dev(args: &DevArgs, before: Options) -> Result<()> {
                 .with("node_type", "ca")
                 .with("fw", device.version.clone())
                 .with("node_guid", guid(device.guid))
-                .with("sys_image_guid", guid(device.guid));
+                .with("sys_image_guid", guid(device.guid))
+                .detail(
+                    "adaptive-moderation",
+                    device
+                        .moderation
+                        .map(|policy| on_off(policy.kind().is_adaptive())),
+                )
+                .detail("moderation", device.moderation.map(|policy| policy.to_string()));
             // `ibv_devinfo` shows the capabilities of an RNIC.
             match answer.at.is_rnic() {
                 true => row,
@@ -132,6 +172,38 @@ pub(crate) fn run_dev(args: &DevArgs, before: Options) -> Result<()> {
     );
     objects::print(&rows, options, &[], hidden);
     Ok(())
+}
+
+/// Parses a value that `dev set` takes.
+fn policy(setting: Property, value: &str) -> Result<ModerationPolicy, String> {
+    match (setting, value) {
+        (Property::AdaptiveModeration, "on") => Ok(ModerationPolicy::ADAPTIVE),
+        (Property::AdaptiveModeration, "off") => Ok(ModerationPolicy::Off),
+        (Property::AdaptiveModeration, _) => {
+            Err(format!("adaptive-moderation takes on or off, not {value:?}"))
+        }
+        (Property::Moderation, _) => value
+            .parse()
+            .map_err(|unknown: UnknownPolicy| unknown.to_string()),
+    }
+}
+
+/// Runs `rdmux dev set`: changes all devices that are named, and says which it cannot change.
+fn set(named: Named, policy: ModerationPolicy) -> Result<()> {
+    let mut failed = Vec::new();
+    for device in objects::devices_of(named)? {
+        match resources::set(device, Setting::Moderation(policy), objects::PATIENCE) {
+            // It has ended meanwhile.
+            Err(AskError::NotThere) if matches!(named, Named::Of(_)) => {}
+            Err(error) => failed.push(anyhow::Error::new(error).context(format!("cannot set {device}"))),
+            Ok(()) => {}
+        }
+    }
+    let Some(last) = failed.pop() else {
+        return Ok(());
+    };
+    failed.iter().for_each(output::error);
+    Err(last)
 }
 
 pub(crate) fn run_link(args: &LinkArgs, before: Options) -> Result<()> {

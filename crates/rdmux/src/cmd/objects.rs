@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 use clap::ArgAction;
 use clap::error::ErrorKind;
 use rdmux_verbs::resources::{AskError, DeviceAt, Item, Object, ask, devices, rnics};
@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 use crate::output::{self, Align};
 
 /// Time that all devices together have for their answers.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How objects are printed.
 #[derive(clap::Args, Clone, Copy, Debug, Default)]
@@ -118,9 +118,7 @@ pub(crate) struct Answer {
 
 /// Returns the answers of devices, and a note for each device that hides its objects from this user.
 pub(crate) fn answers(named: Named, object: Object) -> Result<(Vec<Answer>, Vec<anyhow::Error>)> {
-    let mut all = devices();
-    all.extend(rnics());
-    all.sort();
+    let all = all_devices();
     let chosen: Vec<DeviceAt> = all.iter().copied().filter(|at| named.is_it(*at)).collect();
     let (mut found, mut hidden) = (Vec::new(), Vec::new());
     for (at, answer) in ask(&chosen, object, PATIENCE) {
@@ -145,12 +143,34 @@ pub(crate) fn answers(named: Named, object: Object) -> Result<(Vec<Answer>, Vec<
         });
     }
     if found.is_empty() && hidden.is_empty() && named != Named::All {
-        bail!(
-            "there is no device {} in this network namespace: `rdmux dev show` lists them",
-            named.words()
-        );
+        return Err(no_device(named));
     }
     Ok((found, hidden))
+}
+
+/// Returns all devices, by address and slot.
+fn all_devices() -> Vec<DeviceAt> {
+    let mut all = devices();
+    all.extend(rnics());
+    all.sort();
+    all
+}
+
+fn no_device(named: Named) -> anyhow::Error {
+    anyhow!(
+        "there is no device {} in this network namespace: `rdmux dev show` lists them",
+        named.words()
+    )
+}
+
+/// Returns the devices that are meant, at least one.
+pub(crate) fn devices_of(named: Named) -> Result<Vec<DeviceAt>> {
+    let mut chosen = all_devices();
+    chosen.retain(|at| named.is_it(*at));
+    if chosen.is_empty() {
+        return Err(no_device(named));
+    }
+    Ok(chosen)
 }
 
 /// Returns the name of a process.

@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use rdmux_verbs::resources::{Item, Object as Asked, QpResource};
-use rdmux_verbs::{Access, Carrier, CmDetail, CmState, QpState, QpType, RegionKind, WindowType};
+use rdmux_verbs::{Access, Carrier, CmDetail, CmState, CqDetail, QpState, QpType, RegionKind, WindowType};
 use serde_json::json;
 
 use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers};
@@ -18,7 +18,8 @@ JSON: an array of objects: ifname, port, provider (hw; only for an RNIC), pid, c
   (none)  pd, cq, qp, cm_id, mr, ctx, srq: the number of each
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not, by-packets), pdn, scqn, rcqn, srqn, sends, receives
-  cq      cqn, cqe, users, waiting, overrun, pool-vector, pool-used, pool-users, ctxn
+  cq      cqn, cqe, users, waiting, overrun, comp-vector, adaptive-moderation, moderation, count, period-us, changes, events, taken,
+          pool-vector, pool-used, pool-users, ctxn
   mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn, shared
   pd      pdn, users, ctxn
   cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, src-port, dst-addr, dst-port, service
@@ -176,6 +177,9 @@ fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
             ("cqn", Number),
             ("cqe", Number),
             ("users", Number),
+            ("comp-vector", Number),
+            ("adaptive-moderation", OneOf(&["on", "off"])),
+            ("moderation", OneOf(&["off", "fixed", "dim", "rate"])),
             ("ctxn", Number),
             ("pid", Number),
             ("comm", Word),
@@ -248,6 +252,11 @@ fn columns(object: Option<Object>) -> &'static [(&'static str, Align)] {
             ("pool-vector", Right),
             ("pool-used", Right),
             ("pool-users", Right),
+            ("events", Right),
+            ("taken", Right),
+            ("moderation", Left),
+            ("count", Right),
+            ("period-us", Right),
             ("pid", Right),
             ("comm", Left),
             ("overrun", Left),
@@ -325,16 +334,7 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
                 .with("srq", counts.srqs)
         }
         Item::Qp(qp) => qp_row(row, qp),
-        Item::Cq(cq) => row
-            .with("cqn", cq.cqn.0)
-            .with("cqe", cq.depth)
-            .with("users", cq.users)
-            .with("waiting", cq.waiting)
-            .shown_as(
-                "overrun",
-                cq.overrun,
-                if cq.overrun { "yes".into() } else { String::new() },
-            )
+        Item::Cq(cq) => cq_row(row, cq)
             .with("pool-vector", cq.pool.map(|pool| pool.vector))
             .with("pool-used", cq.pool.map(|pool| pool.used))
             .with("pool-users", cq.pool.map(|pool| pool.users))
@@ -482,6 +482,35 @@ fn qp_row(row: Row, qp: &QpResource) -> Row {
         .detail("receives", qp.receives)
 }
 
+fn cq_row(row: Row, cq: &CqDetail) -> Row {
+    let wakes = &cq.moderation;
+    row.with("cqn", cq.cqn.0)
+        .with("cqe", cq.depth)
+        .with("users", cq.users)
+        .with("waiting", cq.waiting)
+        .shown_as(
+            "overrun",
+            cq.overrun,
+            if cq.overrun { "yes".into() } else { String::new() },
+        )
+        .with("comp-vector", cq.vector)
+        .with("adaptive-moderation", on_off(wakes.kind.is_adaptive()))
+        .with("moderation", wakes.kind.word())
+        .with("count", wakes.moderation.map(|moderation| moderation.count))
+        .with(
+            "period-us",
+            wakes.moderation.map(|moderation| moderation.period_us),
+        )
+        .detail("changes", wakes.changes)
+        .with("events", wakes.events)
+        .with("taken", wakes.taken)
+}
+
+/// Returns the word that rdma(8) uses.
+pub(crate) fn on_off(is_on: bool) -> &'static str {
+    if is_on { "on" } else { "off" }
+}
+
 fn cm_row(row: Row, cm: &CmDetail) -> Row {
     // rdma(8) has only the states of librdmacm's ids, none finer.
     let (state, phase) = match cm.state {
@@ -525,7 +554,7 @@ fn cm_row(row: Row, cm: &CmDetail) -> Row {
 #[cfg(test)]
 mod tests {
     use rdmux_verbs::resources::{Counts, DeviceResource, Direct};
-    use rdmux_verbs::{ByPackets, Qpn};
+    use rdmux_verbs::{ByPackets, CqModeration, Cqn, Moderation, ModerationKind, Qpn};
 
     use super::*;
 
@@ -593,6 +622,47 @@ link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrie
     }
 
     #[test]
+    fn cq__lines_and_columns() {
+        let fixed = CqDetail {
+            cqn: Cqn(1),
+            depth: 64,
+            waiting: 2,
+            overrun: false,
+            users: 3,
+            vector: 1,
+            pool: None,
+            moderation: CqModeration {
+                kind: ModerationKind::Dim,
+                moderation: Some(Moderation {
+                    count: 16,
+                    period_us: 32,
+                }),
+                changes: 7,
+                events: 10,
+                taken: 155,
+            },
+        };
+        let off = CqDetail {
+            cqn: Cqn(2),
+            overrun: true,
+            moderation: CqModeration::default(),
+            ..fixed
+        };
+        let object = Some(Object::Cq);
+        let [answer, _] = found();
+        let items = Ok(vec![Item::Cq(fixed), Item::Cq(off)]);
+        let rows = rows(&Answer { items, ..answer }, object);
+        let expected = "\
+dev          cqn  cqe  users  waiting  events  taken  moderation  count  period-us  pid  comm  overrun
+127.0.0.1/3    1   64      3        2      10    155  dim            16         32    7  perf  -
+127.0.0.1/3    2   64      3        2       0      0  off             -          -    7  perf  yes";
+        assert_eq!(objects::table(&rows, columns(object)), expected);
+        for (key, _) in keys(object) {
+            assert!(rows[0].has(key), "no {key}");
+        }
+    }
+
+    #[test]
     fn columns__are_values_of_the_objects() {
         for object in Object::value_variants() {
             let (name, columns) = (object.to_possible_value().unwrap(), columns(Some(*object)));
@@ -618,6 +688,7 @@ link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrie
             mtu: 4096,
             active: true,
             version: "0.1.0".into(),
+            moderation: None,
             counts: Counts::default(),
         });
         let answer = &found()[0];

@@ -6,7 +6,7 @@
 
 use super::Rnic;
 use crate::cm::{CmId, CmState};
-use crate::cq::{CompletionQueue, Cqn, PoolUse};
+use crate::cq::{CompletionQueue, CqModeration, Cqn, PoolUse};
 use crate::memory::{Access, Sharing};
 use crate::qp::requester::direct::ByPackets;
 use crate::region::{Pd, RegionKind};
@@ -57,6 +57,10 @@ pub struct CqDetail {
     pub users: u32,
     /// Its use by a pool, if it is one of a pool.
     pub pool: Option<PoolUse>,
+    /// Its completion vector.
+    pub vector: u32,
+    /// How its wake-ups are moderated.
+    pub moderation: CqModeration,
 }
 
 /// A protection domain.
@@ -190,6 +194,8 @@ impl Rnic {
                 overrun,
                 users,
                 pool: queue.pool(),
+                vector: queue.vector(),
+                moderation: queue.moderation(),
             })
         };
         (numbers.iter().zip(users).filter_map(detail).collect(), more)

@@ -40,7 +40,8 @@ impl Bed {
 
     fn moderate(&mut self, count: u16, period_us: u16) {
         let cq = self.cq;
-        self.rnic().moderate_cq(cq, Some(Moderation { count, period_us }));
+        let moderation = Some(Moderation { count, period_us });
+        self.rnic().moderate_cq(cq, ModerationKind::Fixed, moderation);
         self.rnic().arm_cq(cq, Arm::Next);
     }
 }
@@ -189,7 +190,7 @@ fn poll_into__takes_the_oldest_and_their_times() {
 fn armed_queues__any_until_told_or_destroyed() {
     let mut bed = Bed::new();
     let armed = bed.rnic().armed_queues();
-    let (cq, other) = (bed.cq, bed.rnic().create_cq(4));
+    let (cq, other) = (bed.cq, bed.rnic().create_cq_on(4, 7));
     assert!(!armed.any());
     bed.rnic().arm_cq(cq, Arm::Solicited);
     bed.rnic().arm_cq(cq, Arm::Next);
@@ -318,6 +319,7 @@ fn list_cqs__tells_depth_and_fill() {
         listed.iter().map(told).collect::<Vec<_>>(),
         [(cq, 100, 1, false, 1), (other, 4, 0, false, 0)]
     );
+    assert_eq!((listed[0].vector, listed[1].vector), (0, 7));
     assert!(!more);
 }
 
@@ -378,4 +380,96 @@ fn add_share__only_the_queue_pair_that_exceeds_it_goes_to_error_until_it_is_rese
     pair.modify(0, QpState::Error, &QpAttributes::default());
     receive(&mut pair, 7);
     assert_eq!(pair.sides[0].completed().len(), 1);
+}
+
+#[test]
+fn list_cqs__tells_wake_ups_and_moderation() {
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    let told = |bed: &mut Bed| bed.rnic().list_cqs(0, 1).0[0].moderation;
+    assert_eq!(told(&mut bed), CqModeration::default());
+    bed.moderate(2, 10);
+    assert!(!bed.complete(0, 0) && bed.complete(0, 1));
+    // Nobody is notified of this one.
+    assert!(!bed.complete(0, 2));
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    let fixed = CqModeration {
+        kind: ModerationKind::Fixed,
+        moderation: Some(Moderation {
+            count: 2,
+            period_us: 10,
+        }),
+        changes: 0,
+        events: 1,
+        taken: 1,
+    };
+    assert_eq!(told(&mut bed), fixed);
+    // An event that comes by its age counts too.
+    bed.rnic().arm_cq(cq, Arm::Next);
+    assert!(!bed.complete(0, 3));
+    let due = bed.pair.now + 10_000;
+    bed.rnic().handle_timeout(due);
+    assert!(bed.is_told());
+    while bed.rnic().poll_cq(cq).is_some() {}
+    let moderation = Some(Moderation {
+        count: 4,
+        period_us: 20,
+    });
+    for kind in [ModerationKind::Dim, ModerationKind::Dim] {
+        bed.rnic().moderate_cq(cq, kind, moderation);
+        assert_eq!(
+            told(&mut bed).changes,
+            0,
+            "it is another policy, or the same moderation"
+        );
+    }
+    bed.rnic().moderate_cq(cq, ModerationKind::Dim, None);
+    let dim = CqModeration {
+        kind: ModerationKind::Dim,
+        moderation: None,
+        changes: 1,
+        events: 2,
+        taken: 4,
+    };
+    assert_eq!(told(&mut bed), dim);
+}
+
+#[test]
+fn counters__of_completion_queues_that_are_there_and_that_were() {
+    let mut bed = Bed::new();
+    let counted = |bed: &mut Bed| {
+        let counters = bed.rnic().counters();
+        (
+            counters.cq_events,
+            counters.cq_completions,
+            counters.cq_moderation_changes,
+        )
+    };
+    bed.moderate(1, 10);
+    assert!(bed.complete(0, 0) && !bed.complete(0, 1));
+    let cq = bed.cq;
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    let other = bed.rnic().create_cq(4);
+    for moderation in [None, Some((4, 1)), Some((8, 2))] {
+        let moderation = moderation.map(|(count, period_us)| Moderation { count, period_us });
+        bed.rnic().moderate_cq(other, ModerationKind::Rate, moderation);
+    }
+    assert_eq!(counted(&mut bed), (1, 1, 2));
+    bed.rnic().destroy_cq(other);
+    assert_eq!(counted(&mut bed), (1, 1, 2));
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    bed.rnic().destroy_cq(cq);
+    assert_eq!(counted(&mut bed), (1, 2, 2));
+}
+
+#[test]
+fn list_cqs__completions_that_a_reset_discards_were_not_taken() {
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    bed.complete(0, 0);
+    bed.complete(0, 1);
+    assert!(bed.rnic().poll_cq(cq).is_some());
+    bed.pair.modify(0, QpState::Reset, &QpAttributes::default());
+    let cq = bed.rnic().list_cqs(0, 1).0[0];
+    assert_eq!((cq.waiting, cq.moderation.taken), (0, 1));
 }

@@ -63,7 +63,7 @@ impl Engine {
         // One clock for all engines: the load of a thread is measured by it.
         static START: OnceLock<Instant> = OnceLock::new();
         let start = *START.get_or_init(Instant::now);
-        let (core, arrivals) = Core::open(address, &options, &group, control, start)?;
+        let (core, arrivals) = Core::open(address, &options, &engines, &group, control, start)?;
         let waiting = options.waiting.or_else(WaitMode::of_environment);
         let kick = Waker::new().map_err(io("eventfd"))?;
         let nap = Arc::new(Nap::default());
@@ -129,6 +129,7 @@ impl Core {
     fn open(
         address: IpAddr,
         options: &Options,
+        engines: &Engines,
         group: &PortGroup,
         control: OwnedFd,
         start: Instant,
@@ -152,6 +153,7 @@ impl Core {
         let arrivals = Arc::new(arrivals);
         let doorbells = arrivals.clone();
         let mut links = Links::new(address, group.slot(), listener, control, doorbells, shares);
+        links.set_moderation(engines.moderation.clone());
         if spec.is_some() || capture.is_some() {
             links.keep_to_packets();
         }

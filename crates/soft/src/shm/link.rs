@@ -21,11 +21,12 @@ use rdmux_shm::{
     Channel, Corrupt, Given, Meta, NameError, NapWord, NotLent, Offer, Process, Segment, Side, Stay, Stays,
     nap, segment,
 };
+use rdmux_verbs::DeviceModeration;
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_verbs::provider::user::{ROOT, check_user};
 use rdmux_verbs::provider::{NotDirect, Refusal, Why};
 use rdmux_verbs::resources::places::connect_slot;
-use rdmux_verbs::resources::report::Question;
+use rdmux_verbs::resources::report::{Answer, Question, Setting};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
@@ -141,6 +142,8 @@ pub(crate) struct Links {
     loses: bool,
     /// The link whose peer has the device captured.
     capturing: Option<u64>,
+    /// Policy of the device's completion queues, for clients that look or change it.
+    moderation: Arc<DeviceModeration>,
     /// Memories of the program that move into files.
     sharings: share::Sharings,
     /// Memories that peers are to be lent.
@@ -183,6 +186,7 @@ impl Links {
             list: Vec::new(),
             next_id: LISTENER + 1,
             refused: HashMap::new(),
+            moderation: Arc::default(),
             waiting: Vec::new(),
             not_direct: HashMap::new(),
             asleep: 0,
@@ -670,6 +674,11 @@ impl Links {
         std::mem::take(&mut self.met)
     }
 
+    /// Has clients see and change this policy.
+    pub(crate) fn set_moderation(&mut self, moderation: Arc<DeviceModeration>) {
+        self.moderation = moderation;
+    }
+
     /// Returns the links that are up, for callers that do without the engine.
     pub(crate) fn callers(&self) -> Arc<CallerLinks> {
         Arc::clone(&self.callers)
@@ -827,6 +836,12 @@ impl Links {
                 let page = self.page(rnic, object, from).encode();
                 // A peer that does not read its pages gets no more.
                 send_bytes(&self.list[i].socket, &page, &[]).ok()?;
+            }
+            (LinkMessage::Set(Setting::Moderation(policy)), LinkState::Unknown | LinkState::Looks)
+                if link.peer.is_none() =>
+            {
+                self.moderation.set(policy);
+                send_bytes(&link.socket, &Answer::Done.encode(), &[]).ok()?;
             }
             (LinkMessage::Lend(offer), LinkState::Up(channel)) => {
                 let accepts = self.grants

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use rdmux_rnic::{Access, Qpn, RKey};
 use rdmux_shm::Offer;
 use rdmux_verbs::provider::Refusal;
-use rdmux_verbs::resources::report::{LIST, Question};
+use rdmux_verbs::resources::report::{LIST, Question, SET, Setting};
 
 use crate::capture::Filter;
 pub(crate) use rdmux_verbs::resources::report::VERSION;
@@ -42,6 +42,8 @@ pub(crate) enum LinkMessage {
     },
     /// Asks for objects; the sender wants no link. Answered by a [`rdmux_verbs::resources::report::Page`].
     List(Question),
+    /// Changes the device; the sender wants no link. Answered by a [`rdmux_verbs::resources::report::Answer`].
+    Set(Setting),
     /// Captures the device as long as the connection lasts, to a file that comes with the message; the second descriptor is notified of
     /// the end. The sender wants no link. Answered by Welcome, or by Refused.
     Capture { filter: Filter },
@@ -78,6 +80,7 @@ impl LinkMessage {
             LinkMessage::Welcome => with_version(WELCOME),
             LinkMessage::Over => with_version(OVER),
             LinkMessage::List(question) => question.encode(),
+            LinkMessage::Set(setting) => setting.encode(),
             LinkMessage::Capture { filter } => {
                 let mut out = with_version(CAPTURE);
                 let filter = filter.to_string();
@@ -105,7 +108,7 @@ impl LinkMessage {
     /// Returns `None` for bytes that no encoder produces.
     pub(crate) fn decode(packet: &[u8]) -> Option<LinkMessage> {
         let (&kind, rest) = packet.split_first()?;
-        if let HELLO | WELCOME | REFUSED | OVER | LIST | CAPTURE = kind {
+        if let HELLO | WELCOME | REFUSED | OVER | LIST | SET | CAPTURE = kind {
             // The version comes first: everything else may depend on it.
             let (version, rest) = rest.split_first_chunk()?;
             if u16::from_ne_bytes(*version) != VERSION {
@@ -125,6 +128,7 @@ impl LinkMessage {
                 (WELCOME, []) => Some(LinkMessage::Welcome),
                 (OVER, []) => Some(LinkMessage::Over),
                 (LIST, _) => Question::decode(packet).map(LinkMessage::List),
+                (SET, _) => Setting::decode(packet).map(LinkMessage::Set),
                 (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
                     let text = str::from_utf8(text).ok()?;
                     let filter: Filter = text.parse().ok()?;
@@ -255,6 +259,7 @@ mod tests {
             },
             LinkMessage::Welcome,
             LinkMessage::Over,
+            LinkMessage::Set(Setting::Moderation(rdmux_verbs::ModerationPolicy::Dim)),
             LinkMessage::List(Question {
                 object: rdmux_verbs::resources::Object::Mr,
                 from: 0x01_0203 << 32,

@@ -4,14 +4,16 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::cm::CmState;
 use rdmux_rnic::{
-    Access, ByPackets, CmDetail, CqDetail, Cqn, NotShared, Pd, PdDetail, PoolUse, QpDetail, QpState, QpType,
-    Qpn, RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
+    Access, ByPackets, CmDetail, CqDetail, CqModeration, Cqn, Moderation, ModerationKind, NotShared, Pd,
+    PdDetail, PoolUse, QpDetail, QpState, QpType, Qpn, RegionDetail, RegionKind, Sharing, SrqDetail, SrqInfo,
+    Srqn, WindowType, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
 
 use super::report::{Object, Record};
 use crate::Carrier;
+use crate::moderation::ModerationPolicy;
 use crate::why::{NotDirect, Why};
 
 /// An object of a device, as the device reports it.
@@ -46,6 +48,8 @@ pub struct DeviceResource {
     pub active: bool,
     /// Version of rdmux.
     pub version: String,
+    /// Policy of the completion queues that have none of their own; `None` if the device does not moderate any.
+    pub moderation: Option<ModerationPolicy>,
     /// Numbers of its objects.
     pub counts: Counts,
 }
@@ -273,6 +277,7 @@ impl Item {
                     counts.pds.into(),
                     counts.srqs.into(),
                     counts.cm_ids.into(),
+                    device.moderation.map_or(NONE, ModerationPolicy::to_word),
                 ];
                 Record {
                     name: device.version.clone(),
@@ -280,18 +285,20 @@ impl Item {
                 }
             }
             Item::Qp(qp) => qp.record()?,
-            Item::Cq(cq) => record(
-                cq.cqn.0.into(),
-                &[
+            Item::Cq(cq) => {
+                let mut words = vec![
                     cq.depth.into(),
                     cq.waiting.into(),
                     cq.overrun.into(),
                     cq.users.into(),
-                    maybe(cq.pool.map(|pool| pool.vector)),
-                    cq.pool.map_or(0, |pool| pool.used.into()),
-                    cq.pool.map_or(0, |pool| pool.users.into()),
-                ],
-            ),
+                ];
+                words.extend(moderation_words(&cq.moderation));
+                words.push(cq.vector.into());
+                words.push(maybe(cq.pool.map(|pool| pool.vector)));
+                words.push(cq.pool.map_or(0, |pool| pool.used.into()));
+                words.push(cq.pool.map_or(0, |pool| pool.users.into()));
+                record(cq.cqn.0.into(), &words)
+            }
             Item::Mr(mr) => record(
                 mr.mrn.into(),
                 &[
@@ -359,6 +366,10 @@ impl Item {
                 mtu: short(1)?,
                 active: flag(2)?,
                 version: record.name.clone(),
+                moderation: match word(9) {
+                    NONE => None,
+                    word => Some(ModerationPolicy::from_word(word)?),
+                },
                 counts: Counts {
                     qps: short(3)?,
                     mrs: short(4)?,
@@ -375,12 +386,14 @@ impl Item {
                 waiting: short(1)?,
                 overrun: flag(2)?,
                 users: short(3)?,
-                pool: match maybe_back(word(4))? {
+                vector: short(9)?,
+                moderation: moderation_of([word(4), word(5), word(6), word(7), word(8)])?,
+                pool: match maybe_back(word(10))? {
                     // An engine that knows no pools reports no words of them.
-                    Some(vector) if record.words.len() > 4 => Some(PoolUse {
+                    Some(vector) if record.words.len() > 10 => Some(PoolUse {
                         vector,
-                        used: short(5)?,
-                        users: short(6)?,
+                        used: short(11)?,
+                        users: short(12)?,
                     }),
                     _ => None,
                 },
@@ -528,6 +541,31 @@ impl QpResource {
     }
 }
 
+fn moderation_words(moderation: &CqModeration) -> [u64; 5] {
+    let chosen = moderation.moderation;
+    [
+        place(ModerationKind::VARIANTS, &moderation.kind),
+        maybe(chosen.map(|Moderation { count, period_us }| u32::from(count) << 16 | u32::from(period_us))),
+        moderation.changes,
+        moderation.events,
+        moderation.taken,
+    ]
+}
+
+/// Inverts [`moderation_words`].
+fn moderation_of([kind, chosen, changes, events, taken]: [u64; 5]) -> Option<CqModeration> {
+    Some(CqModeration {
+        kind: at(ModerationKind::VARIANTS, kind)?,
+        moderation: maybe_back(chosen)?.map(|both| Moderation {
+            count: (both >> 16) as u16,
+            period_us: both as u16,
+        }),
+        changes,
+        events,
+        taken,
+    })
+}
+
 /// Encodes whether peers can map a memory; 0 stands for a memory that they never map.
 fn sharing_code(sharing: Option<Sharing>) -> u64 {
     match sharing {
@@ -590,6 +628,7 @@ mod tests {
                     mtu: 4096,
                     active: true,
                     version: "0.1.0".into(),
+                    moderation: Some(ModerationPolicy::Rate),
                     counts: Counts {
                         qps: 1,
                         mrs: 2,
@@ -609,16 +648,29 @@ mod tests {
                     overrun: true,
                     users: 2,
                     pool: None,
+                    vector: u32::MAX,
+                    moderation: CqModeration {
+                        kind: ModerationKind::Rate,
+                        moderation: Some(Moderation {
+                            count: 0xfffe,
+                            period_us: 0xfffd,
+                        }),
+                        changes: 1,
+                        events: 1 << 40,
+                        taken: u64::MAX,
+                    },
                 }),
             ),
             (
                 Object::Cq,
                 Item::Cq(CqDetail {
                     cqn: Cqn(10),
-                    depth: 4096,
+                    depth: 1,
                     waiting: 0,
                     overrun: false,
-                    users: 2,
+                    users: 0,
+                    vector: 0,
+                    moderation: CqModeration::default(),
                     pool: Some(PoolUse {
                         vector: 1,
                         used: 300,

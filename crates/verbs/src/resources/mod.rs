@@ -32,10 +32,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 pub use self::items::{CounterResource, Counts, DeviceResource, Direct, Item, QpResource};
-pub use self::report::Object;
+pub use self::report::{Object, Setting};
 
 use self::places::{SLOTS, connect_slot, is_rnic_slot, slots_in_use};
-use self::report::{PAGE_BYTES_MAX, Page};
+use self::report::{Answer, PAGE_BYTES_MAX, Page};
 use crate::interface::{interface_name, interface_of, local_addresses};
 use crate::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use crate::provider::user::{ROOT, check_user, peer_credentials};
@@ -121,6 +121,9 @@ pub enum AskError {
         /// Its process, as in [`Told::pid`].
         pid: Option<u32>,
     },
+    /// It does not have what is to be set.
+    #[error("it does not moderate the events of completion queues")]
+    NotOffered,
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -256,6 +259,58 @@ pub fn ask(
     asked.into_iter().map(Question::end).collect()
 }
 
+/// Changes a device of this user, or of any user for root, and waits for its answer no longer than `timeout`. All engines of the device heed
+/// it. A completion queue does when it is armed the next time.
+///
+/// # Errors
+/// [`AskError::NotOffered`] if the device does not have what is to be set.
+pub fn set(device: DeviceAt, setting: Setting, timeout: Duration) -> Result<(), AskError> {
+    let deadline = Instant::now() + timeout;
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let socket = loop {
+        match connect_slot(device.address, device.slot) {
+            Ok(socket) => break socket,
+            Err(Errno::AGAIN) if left().is_zero() => return Err(AskError::NoAnswer { pid: None }),
+            Err(Errno::AGAIN) => std::thread::sleep(KNOCK_AGAIN),
+            Err(Errno::CONNREFUSED) => return Err(AskError::NotThere),
+            Err(errno) => return Err(AskError::Io(errno.into())),
+        }
+    };
+    let (_, pid) = owner(&socket)?;
+    let ended = || AskError::Ended { pid };
+    send_bytes(&socket, &setting.encode(), &[]).map_err(|_| ended())?;
+    loop {
+        let wait = Timespec::try_from(left()).ok();
+        match poll(&mut [PollFd::new(&socket, PollFlags::IN)], wait.as_ref()) {
+            Ok(0) => return Err(AskError::NoAnswer { pid }),
+            Err(errno) if errno != Errno::INTR => return Err(AskError::Io(errno.into())),
+            _ => {}
+        }
+        let mut buffer = [0; 8];
+        let answer = match receive_with_descriptors(&socket, &mut buffer) {
+            Err(Errno::AGAIN | Errno::INTR) => continue,
+            Ok((len, _)) => buffer.get(..len).and_then(Answer::decode),
+            Err(_) => None,
+        };
+        return match answer {
+            Some(Answer::Done) => Ok(()),
+            Some(Answer::NotOffered) => Err(AskError::NotOffered),
+            None => Err(ended()),
+        };
+    }
+}
+
+/// Returns the user and the process at the other end, if this process may ask it.
+fn owner(socket: &OwnedFd) -> Result<(u32, Option<u32>), AskError> {
+    let (uid, pid) = peer_credentials(socket)?;
+    match check_user(socket) {
+        // Root may query the devices of all users, and does not trust their answers.
+        Err(Why::OtherUser(_)) if rustix::process::geteuid().as_raw() == ROOT => {}
+        checked => drop(checked?),
+    }
+    Ok((uid, u32::try_from(pid).ok().filter(|pid| *pid > 0)))
+}
+
 /// A query to a device.
 struct Question {
     device: DeviceAt,
@@ -302,14 +357,7 @@ impl Question {
     }
 
     fn ask_by(&mut self, socket: OwnedFd) -> Result<(), AskError> {
-        let (uid, pid) = peer_credentials(&socket)?;
-        match check_user(&socket) {
-            // Root may query the devices of all users, and does not trust their answers.
-            Err(Why::OtherUser(_)) if rustix::process::geteuid().as_raw() == ROOT => {}
-            checked => drop(checked?),
-        }
-        self.told.uid = uid;
-        self.told.pid = u32::try_from(pid).ok().filter(|pid| *pid > 0);
+        (self.told.uid, self.told.pid) = owner(&socket)?;
         self.socket = Some(socket);
         self.ask_for_a_page()
     }

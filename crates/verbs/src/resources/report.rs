@@ -9,14 +9,19 @@
 
 use strum::{FromRepr, VariantArray};
 
+use crate::moderation::ModerationPolicy;
+
 pub use super::items::{Carried, Reached, qp_record};
 
 /// Version of the protocol, and of all messages between engines of a host; both ends must have the same.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 
-/// Kinds of packets, among the kinds of messages between engines.
+/// Kinds of packets, among the kinds of messages between engines: those that clients send.
 pub const LIST: u8 = 8;
 const PAGE: u8 = 9;
+/// See [`LIST`].
+pub const SET: u8 = 13;
+const ANSWER: u8 = 14;
 
 /// Most records of a page.
 pub const RECORDS_MAX: usize = 256;
@@ -83,6 +88,62 @@ impl Question {
             object: Object::from_repr(*object)?,
             from: u64::from_ne_bytes(from.try_into().ok()?),
         })
+    }
+}
+
+/// Asks for a change of the device. Answered by an [`Answer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setting {
+    /// The policy of the completion queues that have none of their own.
+    Moderation(ModerationPolicy),
+}
+
+/// Answer to a [`Setting`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromRepr, VariantArray)]
+#[repr(u8)]
+pub enum Answer {
+    /// The device has changed.
+    Done = 0,
+    /// The device has no such property.
+    NotOffered = 1,
+}
+
+impl Setting {
+    /// Encodes the setting.
+    pub fn encode(&self) -> Vec<u8> {
+        let Setting::Moderation(policy) = self;
+        let mut out = vec![SET];
+        out.extend(VERSION.to_ne_bytes());
+        out.extend(policy.to_word().to_ne_bytes());
+        out
+    }
+
+    /// Returns `None` for bytes that no encoder produces.
+    pub fn decode(packet: &[u8]) -> Option<Setting> {
+        let [SET, low, high, policy @ ..] = packet else {
+            return None;
+        };
+        let is_ours = u16::from_ne_bytes([*low, *high]) == VERSION;
+        let word = u64::from_ne_bytes(policy.try_into().ok()?);
+        let policy = ModerationPolicy::from_word(word)?;
+        is_ours.then_some(Setting::Moderation(policy))
+    }
+}
+
+impl Answer {
+    /// Encodes the answer.
+    pub fn encode(self) -> Vec<u8> {
+        let [low, high] = VERSION.to_ne_bytes();
+        vec![ANSWER, low, high, self as u8]
+    }
+
+    /// Returns `None` for bytes that no encoder produces.
+    pub fn decode(packet: &[u8]) -> Option<Answer> {
+        let [ANSWER, low, high, answer] = packet else {
+            return None;
+        };
+        let is_ours = u16::from_ne_bytes([*low, *high]) == VERSION;
+        Answer::from_repr(*answer).filter(|_| is_ours)
     }
 }
 
@@ -232,6 +293,22 @@ mod tests {
         };
         assert_eq!(full.encode().len(), PAGE_BYTES_MAX - 1);
         assert_eq!(Page::decode(&full.encode()), Some(full));
+    }
+
+    #[test]
+    fn decode__inverts_encode_of_settings() {
+        for policy in ["off", "dim", "rate", "16,32us"] {
+            let setting = Setting::Moderation(policy.parse().unwrap());
+            let bytes = setting.encode();
+            assert!(bytes.len() < QUESTION_BYTES_MAX);
+            assert_eq!(Setting::decode(&bytes), Some(setting));
+            assert_eq!(Setting::decode(&bytes[1..]), None);
+            assert_eq!(Setting::decode(&[&bytes[..], &[0]].concat()), None);
+        }
+        for answer in Answer::VARIANTS {
+            assert_eq!(Answer::decode(&answer.encode()), Some(*answer));
+        }
+        assert_eq!(Answer::decode(&[ANSWER, 0, 0, 0]), None);
     }
 
     #[test]

@@ -47,6 +47,7 @@ impl Links {
             mtu: rnic.config().mtu,
             active: !rnic.is_down(),
             version: env!("CARGO_PKG_VERSION").into(),
+            moderation: Some(self.moderation.policy()),
             counts: Counts {
                 qps,
                 mrs,
