@@ -405,10 +405,10 @@ mod tests {
         let mut applied = None;
         queue.follow(&device, 0, |moderator| applied = Some(moderator.moderation()));
         assert_eq!(applied, Some(Some(dim::PROFILES[0])));
-        assert!(!queue.is_behind(&device) && queue.is_adaptive());
+        assert!(!queue.is_behind(&device) && queue.counts_events());
         queue.set(ModerationPolicy::Off, 0, |_| {});
         device.set(ModerationPolicy::Rate);
-        assert!(!queue.is_behind(&device) && !queue.is_adaptive());
+        assert!(!queue.is_behind(&device) && !queue.counts_events());
         queue.follow(&device, 0, |_| panic!("it has its own"));
         assert_eq!(queue.moderator.lock().policy(), ModerationPolicy::Off);
     }

@@ -12,10 +12,10 @@ use std::time::Duration;
 use rdmux_verbs::provider::{self, Provider};
 use rdmux_verbs::{
     Arm, AsyncEvent, AttachError, Bind, Carrier, ConnectError, ConnectPair, ConnectParams, Counters, CqPool,
-    Cqn, CreateError, Device, Features, GetError, Limits, ListenError, McastError, Memory, ModifyError,
-    OpenError, Options, PathMtu, PostError, PostListError, QpAttributes, QpInfo, QpOptions, QpState, QpType,
-    Qpn, RKey, Reach, RecvRequest, RegionSpec, RegisterError, ResizeError, SendFlags, SendRequest, ServiceId,
-    Status, WorkCompletion,
+    Cqn, CreateError, Device, DeviceModeration, Features, GetError, Limits, ListenError, McastError, Memory,
+    ModerationPolicy, ModifyError, OpenError, Options, PathMtu, PostError, PostListError, QpAttributes,
+    QpInfo, QpOptions, QpState, QpType, Qpn, RKey, Reach, RecvRequest, RegionSpec, RegisterError,
+    ResizeError, SendFlags, SendRequest, ServiceId, Status, WorkCompletion,
 };
 
 /// Completions of the longest queue.
@@ -64,6 +64,14 @@ impl provider::Device for FakeDevice {
         Features::empty()
     }
 
+    fn moderation(&self) -> Arc<DeviceModeration> {
+        Arc::new(DeviceModeration::new(ModerationPolicy::Off))
+    }
+
+    fn completion_vectors(&self) -> u32 {
+        1
+    }
+
     fn reach(&self, _memory: &dyn Memory) -> Reach {
         Reach::Direct
     }
@@ -72,7 +80,11 @@ impl provider::Device for FakeDevice {
         Ok(Box::new(FakePd))
     }
 
-    fn create_cq(&self, _depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+    fn create_cq(
+        &self,
+        _depth: u32,
+        _vector: u32,
+    ) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
         if self.queues.load(Ordering::Relaxed) == QUEUES_MAX {
             return Err(CreateError::NoRoom);
         }
