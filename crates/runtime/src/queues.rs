@@ -12,7 +12,8 @@ pub enum Queues {
     /// as the limits allow: the thread polls and arms one queue, however many connections it has.
     #[default]
     Pool,
-    /// Each connection has a queue of its own, as servers have it that know no pool: the thread polls and arms them all.
+    /// Each connection has a queue of its own, as in a server on plain verbs: the thread polls and arms them all, and sleeps until one raises an
+    /// event. The device's thread drives meanwhile, and moderates the events.
     Private,
 }
 
@@ -91,8 +92,9 @@ impl PortQueues {
 
     fn add(&mut self, cq: CompletionQueue) {
         if !self.polled.iter().any(|polled| polled.cq.is(&cq)) {
-            // The reactor sleeps in its devices' places, and holds its looks off itself.
-            cq.leave_moderation_to_handler();
+            if self.are_of_pool() {
+                cq.leave_moderation_to_handler();
+            }
             self.polled.push(Polled { cq, before_probes: 0 });
         }
     }
@@ -121,6 +123,11 @@ impl PortQueues {
             self.polled.retain(|polled| !polled.cq.is(queue));
         }
         is_private
+    }
+
+    /// Returns whether the thread sleeps in the place of the device's engine, and so holds its looks off itself.
+    pub(crate) fn are_of_pool(&self) -> bool {
+        matches!(self.source, Source::Pool { .. })
     }
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &CompletionQueue> {

@@ -883,7 +883,8 @@ impl<M> Reactor<M> {
             }
         }
         let mut watches: Vec<(usize, EngineWatch)> = Vec::new();
-        for (at, port) in self.ports.iter().enumerate() {
+        let of_pool = |(_, port): &(usize, &ReactorPort)| port.queues.are_of_pool();
+        for (at, port) in self.ports.iter().enumerate().filter(of_pool) {
             watches.extend(port.device.watch().map(|watch| (at, watch)));
         }
         self.note_places(&watches);
@@ -945,7 +946,8 @@ impl<M> Reactor<M> {
     /// shortest that moderation allows.
     fn end_run(&mut self) -> Option<Duration> {
         let woken = self.waiting.end_run();
-        let queues = self.ports.iter().flat_map(|port| port.queues.all());
+        let ports = self.ports.iter().filter(|port| port.queues.are_of_pool());
+        let queues = ports.flat_map(|port| port.queues.all());
         let moderations = queues.filter_map(|cq| cq.handled(woken));
         let delaying = moderations.filter(|moderation| moderation.count > 1);
         let least_us = delaying.map(|moderation| moderation.period_us).min()?;
