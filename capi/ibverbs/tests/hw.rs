@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::{AnonymousMemory, FileMemory};
-use rdmux_verbs::resources::{DeviceAt, Item, Object, ask, devices, rnics};
+use rdmux_verbs::resources::{DeviceAt, Item, Object, Setting, ask, devices, rnics};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -246,10 +246,8 @@ fn resize__of_a_completion_queue() {
             assert_eq!(a.next().wr_id, wr_id);
         }
         // The provider's feature flags leave out what it does not have.
-        for lacks in [Features::CQ_MODERATION, Features::CQ_TIMES] {
-            assert!(!device.features().contains(lacks));
-        }
-        assert!(a.cq.moderate(ModerationPolicy::Off).is_err() && a.cq.keep_times().is_err());
+        assert!(!device.features().contains(Features::CQ_TIMES));
+        assert!(a.cq.keep_times().is_err());
     });
 }
 
@@ -639,17 +637,82 @@ fn create_cq_on__a_vector_of_the_library() {
             [Item::Cq(shown)] => assert_eq!((shown.cqn, shown.vector), (cq.cqn(), count - 1)),
             other => panic!("{other:?}"),
         }
-        // The library, which has a soft device below, has been told too.
-        let address: IpAddr = ADDRESS.parse().unwrap();
-        let below: Vec<DeviceAt> = devices().into_iter().filter(|at| at.address == address).collect();
-        let of_this = |told: resources::Told| (told.pid == Some(std::process::id())).then_some(told.items);
-        let answers = ask(&below, Object::Cq, LONG).into_iter();
-        let items: Vec<Item> = answers
-            .filter_map(|(_, told)| of_this(told.ok()?))
-            .flatten()
-            .collect();
-        let has_it = |item: &Item| matches!(item, Item::Cq(shown) if shown.vector == count - 1);
-        assert!(items.iter().any(has_it), "{items:?}");
+        let below = queues_below();
+        assert!(below.iter().any(|cq| cq.vector == count - 1), "{below:?}");
+    });
+}
+
+/// Returns the completion queues of the soft device of this process below its library.
+fn queues_below() -> Vec<CqDetail> {
+    let address: IpAddr = ADDRESS.parse().unwrap();
+    let below: Vec<DeviceAt> = devices().into_iter().filter(|at| at.address == address).collect();
+    let answers = ask(&below, Object::Cq, LONG).into_iter();
+    let own = answers.filter_map(|(_, told)| told.ok().filter(|told| told.pid == Some(std::process::id())));
+    let queues = own.flat_map(|told| told.items).map(|item| match item {
+        Item::Cq(cq) => cq,
+        other => panic!("{other:?}"),
+    });
+    queues.collect()
+}
+
+#[test]
+fn moderate__is_passed_to_the_library() {
+    with_the_library("moderate__is_passed_to_the_library", || {
+        let (device, a, b) = pair();
+        assert!(device.features().contains(Features::CQ_MODERATION));
+        let moderation = Moderation {
+            count: 3,
+            period_us: u16::MAX,
+        };
+        a.cq.moderate(ModerationPolicy::Fixed(moderation)).unwrap();
+        let below = queues_below();
+        let has_it = |cq: &CqDetail| cq.moderation.moderation == Some(moderation);
+        assert_eq!(below.iter().filter(|cq| has_it(cq)).count(), 1, "{below:?}");
+        let shown = |cqn: Cqn| {
+            let cqs = told(Object::Cq).into_iter().find_map(|item| match item {
+                Item::Cq(cq) if cq.cqn == cqn => Some(cq.moderation),
+                _ => None,
+            });
+            cqs.unwrap()
+        };
+        let is_told = || {
+            let timeout = Timespec::try_from(LONG).unwrap();
+            poll(&mut [PollFd::new(&a.cq, PollFlags::IN)], Some(&timeout)) == Ok(1)
+        };
+        for round in 1..=3 {
+            a.cq.arm(Arm::Next);
+            for wr_id in 0..3 {
+                a.qp.post_send(a.write(wr_id, 1, 0, b.mr.rkey())).unwrap();
+            }
+            assert!(is_told());
+            for wr_id in 0..3 {
+                assert_eq!(a.next().wr_id, wr_id);
+            }
+            assert!(a.cq.take_event());
+            let expected = CqModeration {
+                kind: ModerationKind::Fixed,
+                moderation: Some(moderation),
+                changes: 0,
+                events: round,
+                taken: 3 * round,
+            };
+            assert_eq!(shown(a.cq.cqn()), expected);
+        }
+        a.cq.moderate(ModerationPolicy::Off).unwrap();
+        assert!(!queues_below().iter().any(has_it));
+
+        // The other queue has its device's policy, which others change.
+        let (at, _) = told_at(Object::Device);
+        resources::set(at, Setting::Moderation(ModerationPolicy::ADAPTIVE), LONG).unwrap();
+        match &told(Object::Device)[..] {
+            [Item::Device(device)] => assert_eq!(device.moderation, Some(ModerationPolicy::ADAPTIVE)),
+            other => panic!("{other:?}"),
+        }
+        b.cq.arm(Arm::Next);
+        a.cq.arm(Arm::Next);
+        assert_eq!(b.cq.moderation().0, ModerationPolicy::ADAPTIVE);
+        assert_eq!(a.cq.moderation().0, ModerationPolicy::Off);
+        assert_eq!(shown(b.cq.cqn()).kind, ModerationKind::Dim);
     });
 }
 

@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{Arm, Cqn, Qpn, RKey, Status, WcOpcode, WorkCompletion};
+use rdmux_rnic::{
+    Arm, CqModeration, Cqn, Moderation, ModerationKind, Qpn, RKey, Status, WcOpcode, WorkCompletion,
+};
 use rdmux_verbs::abi::{self, wc_flags, wc_opcode, wc_status};
 use rdmux_verbs::provider::{self, CompletionQueue as _, conditions};
 use rdmux_verbs::sync::Mutex;
@@ -25,6 +27,25 @@ const VENDOR_RXE: u32 = 0x00ff_ffff;
 /// `IB_WC_WITH_INVALIDATE` of the kernel, which rxe gives to programs unchanged.
 const WITH_INV_OF_RXE: u32 = 1 << 2;
 
+/// What tools see of a completion queue.
+#[derive(Debug, Default)]
+pub(super) struct CqCounts {
+    events: AtomicU64,
+    taken: AtomicU64,
+    /// All but the counts.
+    moderation: Mutex<CqModeration>,
+}
+
+impl CqCounts {
+    pub(super) fn told(&self) -> CqModeration {
+        CqModeration {
+            events: self.events.load(Ordering::Relaxed),
+            taken: self.taken.load(Ordering::Relaxed),
+            ..*self.moderation.lock()
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Inner {
     device: Device,
@@ -37,6 +58,9 @@ struct Inner {
     ready: OwnedFd,
     /// Wakes other threads that wait: one event can stand for several completions.
     others: OwnedFd,
+    counts: Arc<CqCounts>,
+    /// Set when an event was taken since the queue was armed.
+    notified: AtomicBool,
     /// Threads in [`CompletionQueue::wait`].
     waiters: AtomicUsize,
     policy: Mutex<Policy>,
@@ -65,6 +89,13 @@ impl CompletionQueue {
         .map_err(io::Error::from)?;
         let mut policy = Policy::new(wake_cost_ns());
         policy.pin(device.0.waiting.or_else(WaitMode::of_environment));
+        let counts: Arc<CqCounts> = Arc::default();
+        let entry = ObjectEntry::Cq {
+            number,
+            depth,
+            vector,
+            counts: counts.clone(),
+        };
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         Ok(CompletionQueue(Arc::new(Inner {
             device: device.clone(),
@@ -76,17 +107,12 @@ impl CompletionQueue {
             },
             ready,
             others: eventfd(0, flags).map_err(io::Error::from)?,
+            counts,
+            notified: AtomicBool::new(false),
             waiters: AtomicUsize::new(0),
             policy: Mutex::new(policy),
             began: Instant::now(),
-            _listed: Listed::new(
-                device,
-                ObjectEntry::Cq {
-                    number,
-                    depth,
-                    vector,
-                },
-            ),
+            _listed: Listed::new(device, entry),
         })))
     }
 
@@ -104,9 +130,29 @@ impl CompletionQueue {
 
     /// Arms the queue. Returns whether there was an event, which the next thread that polls handles.
     fn rearm(&self, arm: Arm) -> bool {
-        let came = self.0.cq.take_events();
+        let came = self.take_events();
+        self.0.notified.store(false, Ordering::Relaxed);
         self.0.cq.arm(arm == Arm::Solicited);
         came
+    }
+
+    /// Takes the events. Returns whether there were any.
+    fn take_events(&self) -> bool {
+        let events = self.0.cq.take_events();
+        if events > 0 {
+            self.0.counts.events.fetch_add(events.into(), Ordering::Relaxed);
+            self.0.notified.store(true, Ordering::Relaxed);
+        }
+        events > 0
+    }
+
+    /// Takes completions; returns how many.
+    fn take(&self, into: &mut [abi::Wc; POLL_MAX], max: usize) -> usize {
+        let count = self.0.cq.poll(into, max);
+        if count > 0 {
+            self.0.counts.taken.fetch_add(count as u64, Ordering::Relaxed);
+        }
+        count
     }
 
     fn wake_others(&self, but: usize) {
@@ -169,7 +215,7 @@ impl provider::CompletionQueue for CompletionQueue {
 
     fn poll(&self) -> Option<WorkCompletion> {
         let mut taken = [abi::Wc::default(); POLL_MAX];
-        let count = self.0.cq.poll(&mut taken, 1);
+        let count = self.take(&mut taken, 1);
         (count > 0).then(|| self.completion(&taken[0]))
     }
 
@@ -177,7 +223,7 @@ impl provider::CompletionQueue for CompletionQueue {
         let mut taken = [abi::Wc::default(); POLL_MAX];
         let mut total = 0;
         while total < max {
-            let count = self.0.cq.poll(&mut taken, max - total);
+            let count = self.take(&mut taken, max - total);
             into.extend(taken[..count].iter().map(|wc| self.completion(wc)));
             total += count;
             if count < POLL_MAX {
@@ -192,7 +238,7 @@ impl provider::CompletionQueue for CompletionQueue {
         let mut total = 0;
         while total < into.len() {
             let left = &mut into[total..];
-            let count = self.0.cq.poll(&mut taken, left.len());
+            let count = self.take(&mut taken, left.len());
             for (to, wc) in left.iter_mut().zip(&taken[..count]) {
                 *to = self.completion(wc);
             }
@@ -220,7 +266,28 @@ impl provider::CompletionQueue for CompletionQueue {
     }
 
     fn take_event(&self) -> bool {
-        self.0.cq.take_events()
+        self.take_events()
+    }
+
+    fn moderate(&self, kind: ModerationKind, moderation: Option<Moderation>) {
+        let moderation = moderation.filter(|to| to.period_us > 0);
+        let (count, period_us) = moderation.map_or((0, 0), |to| (to.count, to.period_us));
+        let mut shown = self.0.counts.moderation.lock();
+        // A device may refuse a moderation beyond its limits: it keeps the one that it has.
+        let moderation = match self.0.cq.moderate(count, period_us) {
+            Ok(()) => moderation,
+            Err(_) => shown.moderation,
+        };
+        shown.changes += u64::from(shown.kind == kind && shown.moderation != moderation);
+        (shown.kind, shown.moderation) = (kind, moderation);
+    }
+
+    fn has_notified(&self) -> bool {
+        if self.take_events() {
+            // The event was also for threads that sleep.
+            self.wake_others(0);
+        }
+        self.0.notified.load(Ordering::Relaxed)
     }
 
     fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {

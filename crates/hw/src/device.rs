@@ -149,6 +149,7 @@ pub(super) struct DeviceInner {
     sgid_index: Option<u8>,
     pub(super) attr: abi::DeviceAttrEx,
     features: OnceLock<Features>,
+    moderates: OnceLock<bool>,
     pub(super) waiting: Option<WaitMode>,
     pub(super) moderation: Arc<DeviceModeration>,
     pub(super) cm: OnceLock<Result<Cm, Errno>>,
@@ -239,6 +240,7 @@ impl Device {
             sgid_index: sgid_index.and_then(|index| u8::try_from(index).ok()),
             attr,
             features: OnceLock::new(),
+            moderates: OnceLock::new(),
             waiting: options.waiting,
             moderation: Arc::new(DeviceModeration::new(options.moderation.unwrap_or_default())),
             cm: OnceLock::new(),
@@ -264,7 +266,9 @@ impl Device {
 
     /// Returns whether it moderates the events of completion queues.
     pub(super) fn moderates(&self) -> bool {
-        self.features().contains(Features::CQ_MODERATION)
+        // No device reports it, and some libraries have the function for devices that refuse it.
+        let tries = || Cq::new(&self.0.context, 1, 0, 0).and_then(|cq| cq.moderate(0, 0));
+        *self.0.moderates.get_or_init(|| tries().is_ok())
     }
 
     /// Returns its features. The first call tries those that devices do not report.
@@ -311,6 +315,7 @@ impl Device {
         );
         has(Features::MULTICAST, attr.max_mcast_grp > 0);
         has(Features::BY_ADDRESS, self.0.sgid_index.is_some());
+        has(Features::CQ_MODERATION, self.moderates());
         has(Features::UC, self.makes(abi::qp_type::UC, 0));
         has(Features::UD, self.makes(abi::qp_type::UD, 0));
         let flush = caps & (cap::FLUSH_GLOBAL | cap::FLUSH_PERSISTENT) != 0;

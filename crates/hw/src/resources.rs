@@ -5,9 +5,7 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::{Arc, Weak};
 
-use rdmux_rnic::{
-    Access, CqDetail, CqModeration, Cqn, Pd, PdDetail, QpState, QpType, Qpn, RegionDetail, RegionKind,
-};
+use rdmux_rnic::{Access, CqDetail, Cqn, Pd, PdDetail, QpState, QpType, Qpn, RegionDetail, RegionKind};
 use rdmux_verbs::Carrier;
 use rdmux_verbs::abi::qp_attr;
 use rdmux_verbs::resources::report::{Answer, RECORDS_MAX, Setting};
@@ -16,6 +14,7 @@ use rdmux_wire::cm::from_gid;
 use rdmux_wire::roce::PathMtu;
 
 use super::answer::{Answering, Asked, Told};
+use super::cq::CqCounts;
 use super::device::{Device, DeviceInner};
 use super::metrics::counters_of;
 use super::objects::Qp;
@@ -30,6 +29,7 @@ pub(super) enum ObjectEntry {
         number: u32,
         depth: u32,
         vector: u32,
+        counts: Arc<CqCounts>,
     },
     Mr {
         pdn: u32,
@@ -175,7 +175,12 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             pd: Pd(number),
             users,
         }),
-        ObjectEntry::Cq { depth, vector, .. } => Item::Cq(CqDetail {
+        ObjectEntry::Cq {
+            depth,
+            vector,
+            counts,
+            ..
+        } => Item::Cq(CqDetail {
             cqn: Cqn(number),
             depth: *depth,
             // Devices do not report these.
@@ -184,7 +189,7 @@ fn item(number: u32, entry: &ObjectEntry, users: u32) -> Option<Item> {
             users,
             pool: None,
             vector: *vector,
-            moderation: CqModeration::default(),
+            moderation: counts.told(),
         }),
         ObjectEntry::Mr {
             pdn,

@@ -32,7 +32,7 @@ pub struct Options {
     /// `RDMUX_MODERATION` says, else none.
     pub moderation: Option<ModerationPolicy>,
     /// Name of the provider; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else the first
-    /// that was registered. Of the other options, an RNIC uses [`Options::waiting`] alone.
+    /// that was registered. Of the other options, an RNIC uses only [`Options::waiting`] and, if it can, [`Options::moderation`].
     pub provider: Option<&'static str>,
 }
 

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "objects of a C library, and calls of it")]
 
 use std::ffi::c_int;
+use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
@@ -102,6 +103,23 @@ impl Cq {
         done(unsafe { (self.channel.context.library.ibv_resize_cq)(self.pointer.as_ptr(), depth) })
     }
 
+    /// Has an event wait for so many completions, or for so long after the first; zeros end that.
+    ///
+    /// # Errors
+    /// `OPNOTSUPP` or another one if the library or the device does not moderate.
+    pub(crate) fn moderate(&self, count: u16, period_us: u16) -> Result<(), Errno> {
+        let context = &self.channel.context;
+        let modify: Option<abi::ModifyCq> = context.extended(offset_of!(abi::VerbsContext, modify_cq));
+        let modify = modify.ok_or(Errno::OPNOTSUPP)?;
+        let mut attr = abi::ModifyCqAttr {
+            attr_mask: abi::cq_ex::MODERATE,
+            cq_count: count,
+            cq_period: period_us,
+        };
+        // SAFETY: the queue lives, and the attributes are this function's.
+        done(unsafe { modify(self.pointer.as_ptr(), &mut attr) })
+    }
+
     /// Requests an event at the next completion.
     pub(crate) fn arm(&self, solicited_only: bool) {
         // SAFETY: the queue lives. It cannot fail but for what the arguments rule out.
@@ -113,8 +131,8 @@ impl Cq {
         self.channel.fd()
     }
 
-    /// Takes and acknowledges all events. Returns whether there were any.
-    pub(crate) fn take_events(&self) -> bool {
+    /// Takes and acknowledges all events. Returns how many there were.
+    pub(crate) fn take_events(&self) -> u32 {
         let library = self.channel.context.library;
         let (mut cq, mut context) = (null_mut(), null_mut());
         let mut events = 0;
@@ -127,7 +145,7 @@ impl Cq {
             // SAFETY: so many events were taken by the calls above.
             unsafe { (library.ibv_ack_cq_events)(self.pointer.as_ptr(), events) };
         }
-        events > 0
+        events
     }
 }
 
