@@ -131,12 +131,10 @@ fn table(arrivals: &[u64]) -> String {
         .unwrap();
     };
     let length = arrivals.last().unwrap() / ROWS + 1;
-    for i in 0..ROWS as usize {
-        let ms = (i as u64 + 1) * length / 1_000_000;
-        line(
-            ms.to_string(),
-            [&by_policy[0][i], &by_policy[1][i], &by_policy[2][i]],
-        );
+    let [off, dim, rate] = &by_policy;
+    for (i, rows) in (1..).zip(off.iter().zip(dim).zip(rate)) {
+        let ((off, dim), rate) = rows;
+        line((i * length / 1_000_000).to_string(), [off, dim, rate]);
     }
     let sums = by_policy.map(|rows| sum(&rows));
     line("all".to_owned(), [&sums[0], &sums[1], &sums[2]]);
