@@ -289,14 +289,14 @@ fn dev_set__moderation_of_a_running_device() {
         ("on".into(), "dim".into())
     );
     let line = &lines(&["-d", "dev", "show", &at.name])[0];
-    assert!(line.contains(" adaptive-moderation on moderation dim "), "{line}");
+    assert!(line.contains(" adaptive-moderation on moderation rate "), "{line}");
     // A queue that was there follows when it is armed; one with a policy of its own keeps that.
     at.cq.arm(Arm::Next);
     own.arm(Arm::Next);
     let policy = |cq: &CompletionQueue| cq.moderation().0;
     assert_eq!(
         (policy(&at.cq), policy(&own)),
-        (ModerationPolicy::Dim, ModerationPolicy::Off)
+        (ModerationPolicy::ADAPTIVE, ModerationPolicy::Off)
     );
     let cqs = at.res("cq", "adaptive-moderation on");
     assert_eq!((cqs.len(), &cqs[0]["cqn"]), (1, &at.cq.cqn().0.into()));

@@ -92,9 +92,6 @@ impl PortQueues {
 
     fn add(&mut self, cq: CompletionQueue) {
         if !self.polled.iter().any(|polled| polled.cq.is(&cq)) {
-            if self.are_of_pool() {
-                cq.leave_moderation_to_handler();
-            }
             self.polled.push(Polled { cq, before_probes: 0 });
         }
     }
@@ -125,7 +122,7 @@ impl PortQueues {
         is_private
     }
 
-    /// Returns whether the thread sleeps in the place of the device's engine, and so holds its looks off itself.
+    /// Returns whether the thread is to sleep in the place of the device's engine.
     pub(crate) fn are_of_pool(&self) -> bool {
         matches!(self.source, Source::Pool { .. })
     }

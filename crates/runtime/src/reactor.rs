@@ -113,7 +113,7 @@ pub enum ConnectionError {
 struct ReactorPort {
     device: Device,
     queues: PortQueues,
-    /// Set while this thread has the place of the device's engine.
+    /// Set if this thread has the place of the device's engine, or had it when it waited last.
     in_place: bool,
     receives: Option<Arc<SharedReceives>>,
     /// Closed connections until the completion of [`WorkId::Last`]: only then are all shared receives that they have taken posted again.
@@ -946,8 +946,9 @@ impl<M> Reactor<M> {
     /// shortest that moderation allows.
     fn end_run(&mut self) -> Option<Duration> {
         let woken = self.waiting.end_run();
-        let ports = self.ports.iter().filter(|port| port.queues.are_of_pool());
-        let queues = ports.flat_map(|port| port.queues.all());
+        // Elsewhere the device counts the events of the queues, and delays them.
+        let in_place = self.ports.iter().filter(|port| port.in_place);
+        let queues = in_place.flat_map(|port| port.queues.all());
         let moderations = queues.filter_map(|cq| cq.handled(woken));
         let delaying = moderations.filter(|moderation| moderation.count > 1);
         let least_us = delaying.map(|moderation| moderation.period_us).min()?;

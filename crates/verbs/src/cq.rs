@@ -61,11 +61,9 @@ impl CompletionQueue {
         (moderator.policy(), moderator.moderation())
     }
 
-    /// Has the device delay what the policy delays, unless the handler does.
     fn apply(&self, moderator: &Moderator) {
-        let by_device = !self.moderated().is_by_handler();
-        let moderation = moderator.moderation().filter(|_| by_device);
-        self.provided().moderate(moderator.policy().kind(), moderation);
+        self.provided()
+            .moderate(moderator.policy().kind(), moderator.moderation());
     }
 
     /// Takes over a policy of the device that has changed, unless the queue has one of its own.
@@ -88,16 +86,9 @@ impl CompletionQueue {
             });
     }
 
-    /// Leaves the delay of wake-ups to the handler: the device raises each event at once. For a handler that sleeps in the place of its
-    /// device ([`crate::Device::watch`]), which packets wake and not events. It calls [`CompletionQueue::handled`] after each run, and delays its
-    /// next look by what that returns.
-    pub fn leave_moderation_to_handler(&self) {
-        self.moderated()
-            .leave_to_handler(|moderator| self.apply(moderator));
-    }
-
-    /// Ends a run of the handler to which moderation was left: it has taken all completions, and is about to wait. `woken`: a wake-up began the
-    /// run; if not, the handler polled, and the policy does not count the run. Returns the moderation of the next wake-up.
+    /// Ends a run of a handler that sleeps in the place of the device ([`crate::Device::watch`]), where packets wake it and not events, which
+    /// the device could delay. It has taken all completions, and is about to wait. `woken`: a wake-up began the run; if not, the handler
+    /// polled, and the policy does not count the run. Returns the moderation of the next wake-up, by which the handler delays its look.
     pub fn handled(&self, woken: bool) -> Option<Moderation> {
         self.follow_device();
         let moderated = self.moderated();
@@ -113,7 +104,7 @@ impl CompletionQueue {
     pub(crate) fn handled_events(&self) {
         self.follow_device();
         let moderated = self.moderated();
-        if moderated.counts_events() {
+        if moderated.is_adaptive() {
             let woken = self.provided().has_notified();
             moderated.handled(woken, self.taken(), |moderator| self.apply(moderator));
         }

@@ -34,8 +34,9 @@ pub enum ModerationPolicy {
 }
 
 impl ModerationPolicy {
-    /// The policy of users who want one that follows the load, and leave open which.
-    pub const ADAPTIVE: ModerationPolicy = ModerationPolicy::Dim;
+    /// The policy of users who want one that follows the load, and leave open which. Recorded loads, replayed, say which is better
+    /// (tests/moderation.rs).
+    pub const ADAPTIVE: ModerationPolicy = ModerationPolicy::Rate;
 
     /// Returns its kind.
     pub fn kind(self) -> ModerationKind {
@@ -242,10 +243,8 @@ impl Moderator {
 pub(crate) struct Moderated {
     /// Set if there is anything to moderate.
     is_on: AtomicBool,
-    /// Set if the policy needs to know of the events that the queue raises.
-    counts_events: AtomicBool,
-    /// Set if the handler delays its wake-ups, and not the device.
-    by_handler: AtomicBool,
+    /// Set if the policy needs to know of events.
+    is_adaptive: AtomicBool,
     /// The change of the device's policy that the queue follows, or [`OWN`].
     follows: AtomicU32,
     pub(crate) moderator: Mutex<Moderator>,
@@ -257,8 +256,7 @@ impl Default for Moderated {
     fn default() -> Moderated {
         Moderated {
             is_on: AtomicBool::new(false),
-            counts_events: AtomicBool::new(false),
-            by_handler: AtomicBool::new(false),
+            is_adaptive: AtomicBool::new(false),
             follows: AtomicU32::new(0),
             moderator: Mutex::new(Moderator::new(ModerationPolicy::Off)),
             taken: AtomicU32::new(0),
@@ -273,12 +271,8 @@ impl Moderated {
     }
 
     #[inline]
-    pub(crate) fn counts_events(&self) -> bool {
-        self.counts_events.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn is_by_handler(&self) -> bool {
-        self.by_handler.load(Ordering::Relaxed)
+    pub(crate) fn is_adaptive(&self) -> bool {
+        self.is_adaptive.load(Ordering::Relaxed)
     }
 
     /// Returns whether the device's policy has changed since the queue followed it.
@@ -312,15 +306,7 @@ impl Moderated {
         let is_adaptive = !matches!(own.algorithm, Algorithm::Constant);
         self.is_on
             .store(policy != ModerationPolicy::Off, Ordering::Relaxed);
-        self.counts_events
-            .store(is_adaptive && !self.is_by_handler(), Ordering::Relaxed);
-    }
-
-    pub(crate) fn leave_to_handler(&self, apply: impl FnOnce(&Moderator)) {
-        let moderator = self.moderator.lock();
-        self.by_handler.store(true, Ordering::Relaxed);
-        self.counts_events.store(false, Ordering::Relaxed);
-        apply(&moderator);
+        self.is_adaptive.store(is_adaptive, Ordering::Relaxed);
     }
 
     /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken`: the completions taken until now. `apply`
@@ -405,10 +391,10 @@ mod tests {
         let mut applied = None;
         queue.follow(&device, 0, |moderator| applied = Some(moderator.moderation()));
         assert_eq!(applied, Some(Some(dim::PROFILES[0])));
-        assert!(!queue.is_behind(&device) && queue.counts_events());
+        assert!(!queue.is_behind(&device) && queue.is_adaptive());
         queue.set(ModerationPolicy::Off, 0, |_| {});
         device.set(ModerationPolicy::Rate);
-        assert!(!queue.is_behind(&device) && !queue.counts_events());
+        assert!(!queue.is_behind(&device) && !queue.is_adaptive());
         queue.follow(&device, 0, |_| panic!("it has its own"));
         assert_eq!(queue.moderator.lock().policy(), ModerationPolicy::Off);
     }
