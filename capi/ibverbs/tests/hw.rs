@@ -712,7 +712,7 @@ fn moderate__is_passed_to_the_library() {
         a.cq.arm(Arm::Next);
         assert_eq!(b.cq.moderation().0, ModerationPolicy::ADAPTIVE);
         assert_eq!(a.cq.moderation().0, ModerationPolicy::Off);
-        assert_eq!(shown(b.cq.cqn()).kind, ModerationKind::Dim);
+        assert_eq!(shown(b.cq.cqn()).kind, ModerationPolicy::ADAPTIVE.kind());
     });
 }
 

@@ -5,6 +5,7 @@
 mod crowd;
 mod drop_in;
 mod floor;
+mod interrupts;
 mod pair;
 mod scale;
 mod shm;
@@ -38,6 +39,9 @@ struct Args {
     /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
+    /// Draw the table `interrupts` as SVG into files of this folder.
+    #[arg(long, value_name = "FOLDER")]
+    svg: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -53,7 +57,9 @@ enum Which {
     Crowd,
     /// Unmodified programs on the drop-in library: perftest, UCX, libfabric, MPI.
     DropIn,
-    /// All of them.
+    /// Wake-ups of a storage service, by policy of moderation.
+    Interrupts,
+    /// All of them except `interrupts`, which takes as long as the others together.
     All,
 }
 
@@ -93,6 +99,13 @@ fn main() -> Result<()> {
     if wants(Which::DropIn) {
         suites.push(drop_in::suite(args.floors.clone()));
     }
+    if args.table == Which::Interrupts {
+        suites.push(interrupts::suite());
+    }
+    ensure!(
+        args.svg.is_none() || args.table == Which::Interrupts,
+        "--svg goes with --table interrupts"
+    );
     let rows: usize = suites.iter().map(Suite::rows).sum();
     let bar = indicatif::ProgressBar::new(u64::from(args.rounds) * rows as u64);
     for suite in &mut suites {
@@ -102,6 +115,12 @@ fn main() -> Result<()> {
     }
     bar.finish_and_clear();
 
+    if let (Some(folder), [suite]) = (&args.svg, &suites[..]) {
+        for (name, svg) in interrupts::plots(&suite.tables) {
+            let path = folder.join(name);
+            std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    }
     let mut out = std::io::stdout().lock();
     if args.json {
         let mut value = serde_json::Map::new();

@@ -27,6 +27,27 @@ impl Server {
         Ok(Server(command.spawn()?))
     }
 
+    /// Starts a server; returns once it has printed a line with this text.
+    pub(super) fn start_until(command: &mut Command, text: &str) -> Result<Server> {
+        let mut server = Server::start(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+        let stdout = server.0.stdout.take().context("no pipe")?;
+        for line in BufReader::new(stdout).lines() {
+            if line?.contains(text) {
+                return Ok(server);
+            }
+        }
+        let mut why = String::new();
+        if let Some(mut stderr) = server.0.stderr.take() {
+            stderr.read_to_string(&mut why)?;
+        }
+        bail!("the server ended: {}", why.trim())
+    }
+
+    /// Asks a server that would go on to end.
+    pub(super) fn interrupt(&self) {
+        let _ = kill_process_group(Pid::from_child(&self.0), Signal::INT);
+    }
+
     /// Starts a server whose output is discarded; returns once it listens on a TCP port.
     pub(super) fn start_on(port: &str, command: &mut Command) -> Result<Server> {
         let number = port.parse()?;
@@ -148,19 +169,7 @@ impl Perf {
 
     /// Starts the server; returns once it listens.
     pub(super) fn serve(&self) -> Result<Server> {
-        let mut command = self.command(1)?;
-        let mut server = Server::start(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
-        let stdout = server.0.stdout.take().context("no pipe")?;
-        for line in BufReader::new(stdout).lines() {
-            if line?.contains("Waiting for client") {
-                return Ok(server);
-            }
-        }
-        let mut why = String::new();
-        if let Some(mut stderr) = server.0.stderr.take() {
-            stderr.read_to_string(&mut why)?;
-        }
-        bail!("the server ended: {}", why.trim())
+        Server::start_until(&mut self.command(1)?, "Waiting for client")
     }
 
     /// Starts a client, for [`Perf::finish`] to take its result.

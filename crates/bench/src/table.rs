@@ -90,6 +90,11 @@ impl Table {
         line.map_or(Vec::new(), |line| line.rounds(column).to_vec())
     }
 
+    /// Returns the median of a row at a column; `None` if it was not measured.
+    pub(super) fn median(&self, name: &str, column: usize) -> Option<f64> {
+        Some(spread(&self.rounds(name, column))?.1)
+    }
+
     /// Returns the ratio of a row's values at a column to those of the first row that has the column.
     fn ratio(&self, line: &Line, column: usize) -> Option<f64> {
         let mut lines = self.lines.iter().filter(|_| self.compares);

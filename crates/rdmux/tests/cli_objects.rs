@@ -286,10 +286,13 @@ fn dev_set__moderation_of_a_running_device() {
     quiet(&["dev", "set", &at.name, "adaptive-moderation", "on"]);
     assert_eq!(
         (shown("adaptive-moderation"), shown("moderation")),
-        ("on".into(), "dim".into())
+        ("on".into(), "rate".into())
     );
     let line = &lines(&["-d", "dev", "show", &at.name])[0];
-    assert!(line.contains(" adaptive-moderation on moderation rate "), "{line}");
+    assert!(
+        line.contains(" adaptive-moderation on moderation rate "),
+        "{line}"
+    );
     // A queue that was there follows when it is armed; one with a policy of its own keeps that.
     at.cq.arm(Arm::Next);
     own.arm(Arm::Next);

@@ -286,11 +286,15 @@ struct Queue {
     kind: ModerationKind,
     changes: u64,
     events: u64,
+    /// Completions taken when a wake-up was counted the last time.
+    taken_at_event: u64,
     /// Completions that are in the queue or were taken from it.
     arrived: u64,
     /// Completions of which the armed waiter has not been notified yet, and the latest time at which it is.
     untold: u32,
     tell_at: Option<Time>,
+    /// The device's timer for `tell_at`, or for an earlier one that was cancelled.
+    timer: Option<Time>,
     /// Quotas of its users, if they share it.
     quotas: Option<Box<Quotas>>,
     pool: Option<PoolUse>,
@@ -366,9 +370,11 @@ impl CompletionQueue {
             kind: ModerationKind::Off,
             changes: 0,
             events: 0,
+            taken_at_event: 0,
             arrived: 0,
             untold: 0,
             tell_at: None,
+            timer: None,
             quotas: None,
             pool: None,
         };
@@ -438,8 +444,10 @@ impl CompletionQueue {
             {
                 queue.untold += 1;
                 if queue.tell_at.is_none() {
-                    later = Some(now() + u64::from(period_us) * 1000);
-                    queue.tell_at = later;
+                    let at = now() + u64::from(period_us) * 1000;
+                    queue.tell_at = Some(at);
+                    later = queue.timer.is_none_or(|timer| at < timer).then_some(at);
+                    queue.timer = later.or(queue.timer);
                 }
             }
             _ if tell => queue.raise(),
@@ -453,14 +461,32 @@ impl CompletionQueue {
         }
     }
 
-    /// Handles the time of [`Pushed::Later`]. Returns whether the waiter is to be notified.
-    pub(crate) fn expire(&self, at: Time) -> bool {
+    /// Handles the time of [`Pushed::Later`]. A waiter that has armed the queue again since may be due later.
+    pub(crate) fn expire(&self, at: Time) -> Pushed {
         let mut queue = self.lock();
-        let is_due = queue.tell_at == Some(at);
-        if is_due {
-            queue.raise();
+        if queue.timer == Some(at) {
+            queue.timer = None;
         }
-        is_due
+        match queue.tell_at {
+            Some(due) if due <= at => {
+                queue.raise();
+                Pushed::Tell
+            }
+            Some(due) if queue.timer.is_none_or(|timer| due < timer) => {
+                queue.timer = Some(due);
+                Pushed::Later(due)
+            }
+            _ => Pushed::Quiet,
+        }
+    }
+
+    /// Counts a wake-up of a handler that arms no queue as an event, if it has taken completions since the event before.
+    pub fn note_wake_up(&self) {
+        let mut queue = self.lock();
+        let taken = queue.arrived - queue.completions.len() as u64;
+        if std::mem::replace(&mut queue.taken_at_event, taken) != taken {
+            queue.events += 1;
+        }
     }
 
     /// Sets the moderation of notifications, chosen by a policy of this kind; `None` notifies a waiter of each completion.

@@ -19,7 +19,8 @@ use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
 use crate::cq::{
-    Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, ModerationKind, Status, TooShort, WorkCompletion,
+    Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, ModerationKind, Pushed, Status, TooShort,
+    WorkCompletion,
 };
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
@@ -1237,8 +1238,12 @@ impl Rnic {
             && at <= now
         {
             self.moderated.pop_first();
-            if self.cqs.get(&cqn).is_some_and(|queue| queue.expire(at)) {
-                self.events.push_back(Event::Completion(Cqn(cqn)));
+            match self.cqs.get(&cqn).map(|queue| queue.expire(at)) {
+                Some(Pushed::Tell) => self.events.push_back(Event::Completion(Cqn(cqn))),
+                Some(Pushed::Later(due)) => {
+                    self.moderated.insert((due, cqn));
+                }
+                _ => {}
             }
         }
     }
@@ -1469,7 +1474,7 @@ impl Rnic {
     }
 }
 
-/// Adds what the lane of a QP did without the device.
+/// Adds the events and completions of a queue.
 fn count_queue(counters: &mut Counters, queue: &CompletionQueue) {
     let moderation = queue.moderation();
     counters.cq_events += moderation.events;
@@ -1477,6 +1482,7 @@ fn count_queue(counters: &mut Counters, queue: &CompletionQueue) {
     counters.cq_moderation_changes += moderation.changes;
 }
 
+/// Adds what the lane of a QP did without the device.
 fn count_lane(counters: &mut Counters, qp: &Qp) {
     let of_lane = qp.lane_counts();
     counters.direct_requests += of_lane.requests;

@@ -18,7 +18,7 @@ use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
 use crate::queues::{ConnectionQueue, PortQueues, Queues, Seat};
 use crate::receives::{ReceiveShare, SharedReceives};
-use crate::waiting::Waiting;
+use crate::waiting::{Waiting, set_timer_slack};
 use crate::work_id::WorkId;
 
 /// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
@@ -418,8 +418,8 @@ impl<M> Reactor<M> {
         let ConnectionQueue { cq, has_common } = queue.map_err(EstablishError::from)?;
         let share = port.receives.as_ref().filter(|_| has_common);
         let share = share.map(ReceiveShare::new).transpose();
-        let share = share.map_err(EstablishError::Post)?;
-        let link = match MessageConnection::accept_sharing(request, &pd, &cq, params, &self.sizes, share) {
+        let accept = |share| MessageConnection::accept_sharing(request, &pd, &cq, params, &self.sizes, share);
+        let link = match share.map_err(EstablishError::Post).and_then(accept) {
             Ok(link) => link,
             Err(error) => {
                 port.left(&cq);
@@ -889,8 +889,13 @@ impl<M> Reactor<M> {
         }
         self.note_places(&watches);
         // Only a handler in the engines' place decides when packets are looked at.
-        if self.ports.iter().all(|port| port.in_place) {
-            self.waiting.hold_off(hold_off, deadline);
+        let is_in_place = self.ports.iter().all(|port| port.in_place);
+        if let Some(until) = hold_off.filter(|_| is_in_place)
+            && let Some(until) = self.waiting.hold_off(Some(until))
+        {
+            // Packets wake nobody meanwhile; all else does.
+            let until = deadline.map_or(until, |deadline| deadline.min(until));
+            self.sleep(&[], Some(until))?;
         }
         let mut has_slept = false;
         let next = loop {
@@ -981,6 +986,7 @@ impl<M> Reactor<M> {
                 .map(AsFd::as_fd),
         );
         fds.extend(watches.iter().map(|(_, watch)| watch.as_fd()));
+        set_timer_slack();
         let ready = match self.inbox.sleep(&fds, deadline) {
             Ok(ready) => ready.unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(false),

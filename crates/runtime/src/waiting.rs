@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::{Conditions, Handler, Plan, Policy, WaitMode};
 use rdmux_verbs::{Load, wake_cost_ns};
-use rustix::thread::{ClockId, Timespec, clock_nanosleep_relative, set_current_timer_slack};
+use rustix::thread::set_current_timer_slack;
+
+/// Longest time for which a look is held off: as long as a caller that polls is trusted to come back.
+const HOLD_OFF_MAX: Duration = Duration::from_millis(2);
 
 /// Decides whether its thread polls, holds its next look off, or sleeps ([`Handler`]): [`Waiting::end_run`] when there is nothing more to
 /// take, [`Waiting::pause`] between two polls of a wait, and one of the other calls at its end. What the first poll finds was no wait.
@@ -53,20 +56,11 @@ impl Waiting {
         self.handler.end_run()
     }
 
-    /// Holds off the look after which the thread would sleep, for as long as moderation allows, so that it finds more.
-    pub fn hold_off(&mut self, allowed: Option<Duration>, deadline: Option<Instant>) {
-        let Some(ns) = self.handler.hold_off(allowed.map(|time| time.as_nanos() as u64)) else {
-            return;
-        };
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let time = Duration::from_nanos(ns).min(left.unwrap_or(Duration::MAX));
-        if let Ok(time) = time.try_into()
-            && time != Timespec::default()
-        {
-            set_timer_slack();
-            // A signal ends it early, which does no harm.
-            let _ = clock_nanosleep_relative(ClockId::Monotonic, &time);
-        }
+    /// Returns until when to hold off the look after which the thread would sleep, so that it finds more: as moderation allows.
+    pub fn hold_off(&mut self, allowed: Option<Duration>) -> Option<Instant> {
+        let allowed = allowed.map(|time| time.min(HOLD_OFF_MAX).as_nanos() as u64);
+        let ns = self.handler.hold_off(allowed)?;
+        Some(Instant::now() + Duration::from_nanos(ns))
     }
 
     /// Records a wait that found something without sleeping.
@@ -86,7 +80,7 @@ impl Waiting {
 }
 
 /// Has the kernel end this thread's sleeps when they are over, and not up to 50 us later.
-fn set_timer_slack() {
+pub(crate) fn set_timer_slack() {
     thread_local!(static IS_SET: Cell<bool> = const { Cell::new(false) });
     if !IS_SET.replace(true) {
         let _ = set_current_timer_slack(NonZeroU64::new(1));

@@ -385,7 +385,8 @@ impl Engine {
         let mut core = self.begin(core);
         let now = self.now();
         core.polls = core.polls.wrapping_add(1);
-        let comes_back = core.spinner.polls(now, self.armed_queues.any());
+        // Who is about to sleep in the thread's place looks once more.
+        let comes_back = core.spinner.polls(now, self.armed_queues.any()) && !core.watcher_asleep;
         if comes_back {
             self.hand_over.polls(now.0);
         }
@@ -563,6 +564,13 @@ impl Engine {
     fn finish(&self, mut core: Locked<'_>, now: Time) {
         core.finish(now, false);
         self.wake_early(&core);
+    }
+
+    /// Returns whether there is something to do within that time, though nothing arrives.
+    fn is_due_within(&self, core: &Core, ns: u64) -> bool {
+        let waits = core.blocked.is_some() || core.links.have_waiting();
+        let due = core.rnic.poll_timeout();
+        waits || due.is_some_and(|at| at < self.now() + ns)
     }
 
     /// Wakes those who would sleep past the next timer: each of them, since either may leave the work to the other. Successive

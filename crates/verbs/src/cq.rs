@@ -88,10 +88,14 @@ impl CompletionQueue {
 
     /// Ends a run of a handler that sleeps in the place of the device ([`crate::Device::watch`]), where packets wake it and not events, which
     /// the device could delay. It has taken all completions, and is about to wait. `woken`: a wake-up began the run; if not, the handler
-    /// polled, and the policy does not count the run. Returns the moderation of the next wake-up, by which the handler delays its look.
+    /// polled, and the policy does not count the run. Returns the moderation of the next wake-up, by whose period the handler delays its look: it
+    /// does not see how many completions come meanwhile.
     pub fn handled(&self, woken: bool) -> Option<Moderation> {
         self.follow_device();
         let moderated = self.moderated();
+        if woken && let Some(queue) = self.engine_queue() {
+            queue.note_wake_up();
+        }
         if !moderated.is_on() {
             return None;
         }

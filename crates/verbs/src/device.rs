@@ -629,6 +629,10 @@ impl CompletionQueue {
         }
     }
 
+    pub(crate) fn engine_queue(&self) -> Option<&rdmux_rnic::CompletionQueue> {
+        self.inner.queue.as_ref()
+    }
+
     /// Returns the number of completions that were taken, modulo 2^32.
     pub(crate) fn taken(&self) -> u32 {
         self.inner.taken.load(Ordering::Relaxed)
@@ -662,9 +666,9 @@ impl CompletionQueue {
         self.provided().arm(arm)
     }
 
-    /// Has [`CompletionQueue::as_fd`] become readable when somebody else than the caller brings a completion, or ends that. For a caller that
-    /// sleeps in the device's place ([`Device::watch`]), instead of [`CompletionQueue::arm`]: it drives the device itself, and nobody has to
-    /// do so for it. A completion that is there already causes no wake-up: poll after this.
+    /// Has [`CompletionQueue::as_fd`] become readable when somebody else than the caller brings a completion, or ends that. Only for a caller
+    /// that has the device's [`EngineWatch`] ([`Device::watch`]), instead of [`CompletionQueue::arm`]: it drives the device itself, and without
+    /// that place nobody would do so for it. A completion that is there already causes no wake-up: poll after this.
     pub fn watch(&self, on: bool) {
         self.provided().watch(on);
     }

@@ -314,6 +314,10 @@ impl Moderated {
     pub(crate) fn handled(&self, woken: bool, taken: u32, apply: impl FnOnce(&Moderator)) {
         let mut moderator = self.moderator.lock();
         let before = self.taken.swap(taken, Ordering::Relaxed);
+        if before == taken {
+            // Something else woke the handler, or it polled and found nothing.
+            return;
+        }
         if !woken {
             // A handler that found nothing did not poll for long either.
             if before != taken {

@@ -18,7 +18,7 @@ const WAKE_NS: u64 = 20_000;
 /// Time that the handler needs for a completion.
 const WORK_NS: u64 = 500;
 const ROWS: u64 = 10;
-const TRACES: [&str; 6] = ["bursty", "steady", "mixed", "idle", "step", "open"];
+const TRACES: [&str; 5] = ["bursty", "steady", "mixed", "idle", "step"];
 
 /// Result of a replay, or of a part of it.
 #[derive(Clone, Copy, Debug, Default)]

@@ -653,9 +653,9 @@ link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrie
         let items = Ok(vec![Item::Cq(fixed), Item::Cq(off)]);
         let rows = rows(&Answer { items, ..answer }, object);
         let expected = "\
-dev          cqn  cqe  users  waiting  events  taken  moderation  count  period-us  pid  comm  overrun
-127.0.0.1/3    1   64      3        2      10    155  dim            16         32    7  perf  -
-127.0.0.1/3    2   64      3        2       0      0  off             -          -    7  perf  yes";
+dev          cqn  cqe  users  waiting  pool-vector  pool-used  pool-users  events  taken  moderation  count  period-us  pid  comm  overrun
+127.0.0.1/3    1   64      3        2            -          -           -      10    155  dim            16         32    7  perf  -
+127.0.0.1/3    2   64      3        2            -          -           -       0      0  off             -          -    7  perf  yes";
         assert_eq!(objects::table(&rows, columns(object)), expected);
         for (key, _) in keys(object) {
             assert!(rows[0].has(key), "no {key}");

@@ -109,6 +109,28 @@ fn moderation__begins_anew_when_an_armed_queue_is_armed() {
 }
 
 #[test]
+fn moderation__armed_for_each_completion_has_one_timer() {
+    let mut bed = Bed::new();
+    bed.moderate(100, 10);
+    let cq = bed.cq;
+    let began = bed.pair.now;
+    for wr_id in 0..5 {
+        assert!(!bed.complete(1_000, wr_id));
+        let due = bed.rnic().poll_timeout();
+        assert_eq!(due, Some(began + 11_000), "that of the first, cancelled as it is");
+        bed.rnic().arm_cq(cq, Arm::Next);
+    }
+    // It is not due when that has come: nothing has arrived since the queue was armed.
+    bed.rnic().handle_timeout(began + 11_000);
+    assert!(!bed.is_told());
+    // The timer of the one that is due begins anew.
+    assert!(!bed.complete(0, 5));
+    let now = bed.pair.now;
+    bed.rnic().handle_timeout(now + 10_000);
+    assert!(bed.is_told());
+}
+
+#[test]
 fn moderation__of_one_or_of_no_time_is_none() {
     for (count, period_us) in [(0, 0), (0, 10), (1, 10), (5, 0)] {
         let mut bed = Bed::new();
@@ -310,7 +332,7 @@ fn watch__tells_of_one_completion_whatever_the_queue_is_armed_for() {
 #[test]
 fn list_cqs__tells_depth_and_fill() {
     let mut bed = Bed::new();
-    let (cq, other) = (bed.cq, bed.rnic().create_cq(4));
+    let (cq, other) = (bed.cq, bed.rnic().create_cq_on(4, 7));
     bed.complete(0, 0);
     bed.rnic().resize_cq(cq, 100).unwrap();
     let (listed, more) = bed.rnic().list_cqs(0, 8);

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use rdmux_verbs::provider;
 use rdmux_verbs::waiting::WaitMode;
 
+use super::handover::{POLLER_LEASE_NS, Wake};
 use super::{Core, Engine, RECEIVES_PER_PASS};
 use crate::device::Device;
 
@@ -59,6 +60,13 @@ impl provider::EngineWatch for Watch {
             core.finish(engine.now(), true);
             engine.wake_early(&core);
         }
+        // The thread keeps the timers, but not while it rests since the caller has polled.
+        let resting = match sleeps && engine.is_due_within(&core, POLLER_LEASE_NS) {
+            true => engine.hand_over.hand_over(),
+            false => Wake::Nobody,
+        };
+        drop(core);
+        engine.wake(resting);
         sleeps
     }
 

@@ -184,9 +184,9 @@ impl User {
 
     /// Moves the completions in the queue to their users. Returns whether there were any.
     fn route(&self, mut routes: MutexGuard<'_, Routes>) -> bool {
-        let mut any = false;
+        let mut taken = 0;
         while let Some((wc, share)) = self.queue.poll_charged() {
-            any = true;
+            taken += 1;
             let inbox = share
                 .and_then(|id| routes.inboxes.get(&id))
                 .and_then(Weak::upgrade);
@@ -196,7 +196,8 @@ impl User {
                 None => drop(share.map(|_| self.queue.release(wc.qpn))),
             }
         }
-        any
+        self.share.note(taken);
+        taken > 0
     }
 }
 

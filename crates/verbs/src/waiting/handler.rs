@@ -49,13 +49,14 @@ impl Handler {
     /// Returns how long the handler holds its look off before it sleeps, where moderation allows `allowed_ns`; `None`: not at all.
     pub fn hold_off(&mut self, allowed_ns: Option<u64>) -> Option<u64> {
         let allowed_ns = allowed_ns.filter(|&ns| ns > 0)?;
+        // The next run is an event for moderation, also if the sample finds something at once.
+        self.woken = true;
         self.until_sample -= 1;
         if self.until_sample == 0 {
             self.until_sample = SAMPLE_EVERY;
             return None;
         }
         self.held = true;
-        self.woken = true;
         Some(allowed_ns)
     }
 
@@ -130,6 +131,12 @@ mod tests {
         }
         assert_eq!(samples, 10);
         assert_eq!(handler.policy.gap_ns(), Some(5_000));
+        // A run after a sample that found something at once is an event, too.
+        for _ in 0..SAMPLE_EVERY {
+            let _ = handler.hold_off(Some(60_000));
+            handler.came(0);
+            assert!(handler.end_run());
+        }
         assert_eq!(handler.hold_off(None), None);
         assert_eq!(handler.hold_off(Some(0)), None);
     }

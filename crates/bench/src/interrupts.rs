@@ -1,0 +1,425 @@
+//! Wake-ups of a storage service (`rdmux perf storage`) under each policy of moderation, with private completion queues and with a pool.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::process::Stdio;
+use std::rc::Rc;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::pair::{Server, crowded, free_port};
+use super::table::{Column, Line, Ratio, Suite, Table};
+
+/// Seconds of a run.
+const SECONDS: &str = "1";
+/// Seconds after which a client is killed.
+const SECONDS_MAX: &str = "20";
+const LATENCY: &str = "20us";
+const IODEPTH: &str = "32";
+/// Added to a number of connections: the server has two reactors.
+const TWO_REACTORS: usize = 1_000;
+
+/// A policy, and the completion queues of the server.
+#[derive(Clone, Copy)]
+struct Policy {
+    name: &'static str,
+    moderation: &'static str,
+    queues: &'static str,
+}
+
+const fn policy(name: &'static str, moderation: &'static str, queues: &'static str) -> Policy {
+    Policy {
+        name,
+        moderation,
+        queues,
+    }
+}
+
+const OFF_PRIVATE: Policy = policy("off, private", "off", "private");
+const FIXED_PRIVATE: Policy = policy("fixed 16,32us, private", "16,32us", "private");
+const DIM_PRIVATE: Policy = policy("dim, private", "dim", "private");
+const RATE_PRIVATE: Policy = policy("rate, private", "rate", "private");
+const OFF_POOL: Policy = policy("off, pool", "off", "pool");
+const DIM_POOL: Policy = policy("dim, pool", "dim", "pool");
+const RATE_POOL: Policy = policy("rate, pool", "rate", "pool");
+
+const POLICIES: [Policy; 6] = [
+    OFF_PRIVATE,
+    FIXED_PRIVATE,
+    DIM_PRIVATE,
+    OFF_POOL,
+    DIM_POOL,
+    RATE_POOL,
+];
+/// Under a low load.
+const LOW: [Policy; 6] = [
+    OFF_PRIVATE,
+    DIM_PRIVATE,
+    RATE_PRIVATE,
+    OFF_POOL,
+    DIM_POOL,
+    RATE_POOL,
+];
+
+#[derive(Clone, Copy)]
+struct Workload {
+    /// Name in keys and in the names of files.
+    key: &'static str,
+    title: &'static str,
+    rw: &'static str,
+    drives: &'static str,
+    over_udp: bool,
+    columns: &'static [Column],
+}
+
+const MEMORY: usize = 0;
+const UDP: usize = 1;
+const CONNECTIONS: [Column; 3] = [(1, "1"), (8, "8"), (64, "64")];
+const CONNECTIONS_AND_REACTORS: [Column; 4] = [
+    (1, "1"),
+    (8, "8"),
+    (64, "64"),
+    (64 + TWO_REACTORS, "64, 2 reactors"),
+];
+
+const WORKLOADS: [Workload; 4] = [
+    Workload {
+        key: "read_4_drives_memory",
+        title: "read, 4 drives, mem",
+        rw: "randread",
+        drives: "4",
+        over_udp: false,
+        columns: &CONNECTIONS_AND_REACTORS,
+    },
+    Workload {
+        key: "read_1_drive_memory",
+        title: "read, 1 drive, mem",
+        rw: "randread",
+        drives: "1",
+        over_udp: false,
+        columns: &CONNECTIONS,
+    },
+    Workload {
+        key: "write_4_drives_memory",
+        title: "write, 4 drives, mem",
+        rw: "randwrite",
+        drives: "4",
+        over_udp: false,
+        columns: &CONNECTIONS,
+    },
+    Workload {
+        key: "read_4_drives_udp",
+        title: "read, 4 drives, UDP",
+        rw: "randread",
+        drives: "4",
+        over_udp: true,
+        columns: &CONNECTIONS,
+    },
+];
+
+/// A quantity of each run.
+struct Figure {
+    key: &'static str,
+    title: &'static str,
+    digits: usize,
+    of: fn(&Value) -> Option<f64>,
+}
+
+const KIOPS: &str = "thousand_iops";
+const WAKE_UPS: &str = "wake_ups_per_s";
+const P99_99: &str = "p99_99_us";
+
+const FIGURES: [Figure; 6] = [
+    Figure {
+        key: KIOPS,
+        title: "1000 IOPS",
+        digits: 1,
+        of: |run| Some(run["iops"].as_f64()? / 1e3),
+    },
+    Figure {
+        key: WAKE_UPS,
+        title: "wake-ups/s",
+        digits: 0,
+        of: |run| {
+            let per_second = &run["server_per_s"];
+            Some(per_second["reactor_wakeups"].as_f64()? + per_second["other_wakeups"].as_f64()?)
+        },
+    },
+    Figure {
+        key: "p50_us",
+        title: "p50, us",
+        digits: 0,
+        of: |run| run["latency_us"]["p50"].as_f64(),
+    },
+    Figure {
+        key: "p99_us",
+        title: "p99, us",
+        digits: 0,
+        of: |run| run["latency_us"]["p99"].as_f64(),
+    },
+    Figure {
+        key: P99_99,
+        title: "p99.99, us",
+        digits: 0,
+        of: |run| run["latency_us"]["p99.99"].as_f64(),
+    },
+    Figure {
+        key: "server_cpu_us",
+        title: "CPU/IO, us",
+        digits: 2,
+        of: |run| run["server_cpu_us"].as_f64(),
+    },
+];
+
+const LOW_LOAD: &str = "low_load_p50_us";
+
+pub(super) fn suite() -> Suite {
+    let mut tables: Vec<Table> = WORKLOADS.into_iter().flat_map(tables).collect();
+    tables.push(Table {
+        key: LOW_LOAD,
+        title: "1 command in flight: p50, us",
+        digits: 2,
+        columns: vec![(MEMORY, "memory"), (UDP, "UDP")],
+        lines: LOW.into_iter().map(low_load).collect(),
+        compares: true,
+    });
+    Suite {
+        key: "interrupts",
+        conditions: "rdmux perf storage, drives of 20 us, 4 KiB, 32 in flight on each connection, 1 thread of the client, 1 s each; both \
+                     sides where the scheduler puts them, on CPU 0 and 1",
+        tables,
+        ratios,
+    }
+}
+
+/// Returns the tables of a workload, one for each figure. The rows of the first measure, and leave their figures to the others.
+fn tables(workload: Workload) -> Vec<Table> {
+    let mut figures: Vec<Table> = FIGURES
+        .iter()
+        .map(|figure| Table {
+            key: format!("{}_{}", workload.key, figure.key).leak(),
+            title: format!("{}: {}", workload.title, figure.title).leak(),
+            digits: figure.digits,
+            columns: workload.columns.to_vec(),
+            lines: Vec::new(),
+            compares: figure.key == KIOPS,
+        })
+        .collect();
+    let columns: Vec<usize> = workload.columns.iter().map(|(column, _)| *column).collect();
+    for policy in POLICIES {
+        let runs = Rc::new(RefCell::new(BTreeMap::new()));
+        for (nth, (table, figure)) in figures.iter_mut().zip(&FIGURES).enumerate() {
+            let (runs, of) = (runs.clone(), figure.of);
+            table.lines.push(Line::new(policy.name, &columns, move |column| {
+                if nth == 0 {
+                    let run = run(policy, workload, column, IODEPTH)?;
+                    runs.borrow_mut().insert(column, run);
+                }
+                let runs = runs.borrow();
+                let run: &Value = runs.get(&column).context("see above")?;
+                of(run).context("no such figure in perf's output")
+            }));
+        }
+    }
+    figures
+}
+
+fn low_load(policy: Policy) -> Line {
+    Line::new(policy.name, &[MEMORY, UDP], move |carrier| {
+        let workload = Workload {
+            over_udp: carrier == UDP,
+            ..WORKLOADS[0]
+        };
+        let run = run(policy, workload, 1, "1")?;
+        run["latency_us"]["p50"]
+            .as_f64()
+            .context("no p50 in perf's output")
+    })
+}
+
+/// Runs a server and a client; returns what the client prints.
+fn run(policy: Policy, workload: Workload, column: usize, iodepth: &str) -> Result<Value> {
+    let reactors = if column > TWO_REACTORS { "2" } else { "1" };
+    let connections = (column % TWO_REACTORS).to_string();
+    let port = free_port()?;
+    let rdmux = super::rdmux()?;
+    let command = |program: &str, more: &[&str]| -> Result<_> {
+        let mut command = crowded(program)?;
+        command
+            .args(more)
+            .args(["perf", "storage", "--json", "-p", &port]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.stdin(Stdio::null()).env_remove("RDMUX_MODERATION");
+        if workload.over_udp {
+            command.env("RDMUX_SHM", "off");
+        }
+        Ok(command)
+    };
+    let rdmux = rdmux.to_str().context("the path of rdmux is no text")?;
+    let mut server = command(rdmux, &[])?;
+    server.args(["--drives", workload.drives, "--latency", LATENCY]);
+    server.args(["--reactors", reactors, "--queues", policy.queues]);
+    server.args(["--moderation", policy.moderation]);
+    let server = Server::start_until(&mut server, "listening")?;
+    let mut client = command("timeout", &["-s", "KILL", SECONDS_MAX, rdmux])?;
+    client.args(["127.0.0.1", "-D", SECONDS, "--bs", "4096", "--rw", workload.rw]);
+    client.args(["--connections", &connections, "--iodepth", iodepth]);
+    let output = client.output()?;
+    ensure!(
+        output.status.success(),
+        "the client: {}, {}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    server.interrupt();
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+fn ratios(tables: &[Table]) -> Vec<Ratio> {
+    let rounds = |key: &str, policy: Policy, column| -> Vec<f64> {
+        let table = tables.iter().find(|table| table.key == key);
+        table.map_or(Vec::new(), |table| table.rounds(policy.name, column))
+    };
+    let mut ratios = Vec::new();
+    for (workload, carrier) in [(&WORKLOADS[0], "memory"), (&WORKLOADS[3], "UDP")] {
+        let rounds = |figure, policy, column| rounds(&format!("{}_{figure}", workload.key), policy, column);
+        for n in [8, 64] {
+            ratios.push(Ratio::new(
+                format!("{carrier}, {n}: wake-ups, off private / rate pool").leak(),
+                "at least 4.00",
+                &rounds(WAKE_UPS, OFF_PRIVATE, n),
+                &rounds(WAKE_UPS, RATE_POOL, n),
+            ));
+        }
+        for (figure, title, goal) in [
+            (KIOPS, "IOPS", "at least 1.00"),
+            (P99_99, "p99.99", "at most 1.00"),
+        ] {
+            for (n, policy, short) in [8, 64]
+                .into_iter()
+                .flat_map(|n| [(n, RATE_POOL, "rate pool"), (n, DIM_POOL, "dim pool")])
+            {
+                ratios.push(Ratio::new(
+                    format!("{carrier}, {n}: {title}, {short} / off private").leak(),
+                    goal,
+                    &rounds(figure, policy, n),
+                    &rounds(figure, OFF_PRIVATE, n),
+                ));
+            }
+        }
+    }
+    for (carrier, title) in [(MEMORY, "memory"), (UDP, "UDP")] {
+        for (policy, off) in [
+            (DIM_PRIVATE, OFF_PRIVATE),
+            (RATE_PRIVATE, OFF_PRIVATE),
+            (DIM_POOL, OFF_POOL),
+            (RATE_POOL, OFF_POOL),
+        ] {
+            ratios.push(Ratio::new(
+                format!("{title}, low load: p50, {} / off", policy.name).leak(),
+                "at most 1.02",
+                &rounds(LOW_LOAD, policy, carrier),
+                &rounds(LOW_LOAD, off, carrier),
+            ));
+        }
+    }
+    ratios
+}
+
+/// Draws a plot for each workload; returns the names and contents of the files.
+pub(super) fn plots(tables: &[Table]) -> Vec<(String, String)> {
+    WORKLOADS
+        .iter()
+        .map(|workload| {
+            let panels = [
+                (KIOPS, "IOPS, 1000/s", 0),
+                (WAKE_UPS, "wake-ups/s of the server", 0),
+            ];
+            let panels = panels.map(|(figure, title, digits)| {
+                let key = format!("{}_{figure}", workload.key);
+                (tables.iter().find(|table| table.key == key), title, digits)
+            });
+            let name = format!("interrupts-{}.svg", workload.key.replace('_', "-"));
+            (name, plot(workload, &panels))
+        })
+        .collect()
+}
+
+/// Draws panels one below the other: a group of bars for each number of connections, in it a bar for each policy.
+fn plot(workload: &Workload, panels: &[(Option<&Table>, &str, usize)]) -> String {
+    const COLOURS: [&str; 6] = ["#9a9a9a", "#f28e2b", "#e15759", "#76b7b2", "#4e79a7", "#59a14f"];
+    let (bar, gap, left, top, height) = (34.0, 30.0, 20.0, 70.0, 180.0);
+    let group = bar * POLICIES.len() as f64 + gap;
+    let width = left + group * workload.columns.len() as f64;
+    let panel = height + 60.0;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
+         <text x=\"8\" y=\"16\">4 KiB, {} drives of 20 us, {}, 32 in flight on each connection; medians</text>\n",
+        top + panel * panels.len() as f64,
+        workload.drives,
+        match (workload.rw, workload.over_udp) {
+            ("randread", false) => "reads over shared memory",
+            ("randread", true) => "reads over UDP",
+            (_, false) => "writes over shared memory",
+            (_, true) => "writes over UDP",
+        },
+    );
+    for (nth, (policy, colour)) in POLICIES.iter().zip(COLOURS).enumerate() {
+        let (x, y) = (left + (nth % 3) as f64 * 160.0, 26 + nth / 3 * 16);
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{x:.0}\" y=\"{y}\" width=\"11\" height=\"11\" fill=\"{colour}\"/><text x=\"{:.0}\" y=\"{}\">{}</text>",
+            x + 16.0,
+            y + 10,
+            policy.name
+        );
+    }
+    for (nth, (table, title, digits)) in panels.iter().enumerate() {
+        let foot = top + panel * nth as f64 + height + 20.0;
+        let median = |policy: &Policy, column| table.and_then(|table| table.median(policy.name, column));
+        let cells = || {
+            let columns = workload.columns.iter().enumerate();
+            columns.flat_map(|(at, (column, _))| POLICIES.iter().enumerate().map(move |p| (at, *column, p)))
+        };
+        let most = cells()
+            .filter_map(|(_, column, (_, policy))| median(policy, column))
+            .fold(1.0, f64::max);
+        for (at, column, (nth, policy)) in cells() {
+            let Some(value) = median(policy, column) else {
+                continue;
+            };
+            let tall = value / most * height;
+            let x = left + group * at as f64 + bar * nth as f64;
+            let y = foot - tall;
+            let _ = writeln!(
+                svg,
+                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" fill=\"{}\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"9\">{value:.digits$}</text>",
+                bar - 2.0,
+                COLOURS[nth % COLOURS.len()],
+                x + bar / 2.0 - 1.0,
+                y - 3.0,
+            );
+        }
+        for (at, (column, _)) in workload.columns.iter().enumerate() {
+            let of = if *column > TWO_REACTORS {
+                ", 2 reactors"
+            } else {
+                ""
+            };
+            let connections = column % TWO_REACTORS;
+            let _ = writeln!(
+                svg,
+                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{connections} connection{}{of}</text>",
+                left + group * at as f64 + (group - gap) / 2.0,
+                foot + 15.0,
+                if connections == 1 { "" } else { "s" },
+            );
+        }
+        let _ = writeln!(svg, "<text x=\"8\" y=\"{:.0}\">{title}</text>", foot + 32.0);
+    }
+    svg + "</svg>\n"
+}
