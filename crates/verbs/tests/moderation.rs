@@ -1,4 +1,4 @@
-//! Replays recorded arrivals of completions through each moderation policy, under a clock of the test's.
+//! Replays arrivals of completions, recorded and generated, through each moderation policy, under a clock of the test's.
 //!
 //! `traces/NAME.txt` has the arrivals: on each line the microseconds since the one before. `traces/NAME.table` is the expected result: a row for
 //! each tenth of the trace, with the wake-ups of the handler, the time by which moderation has delayed a completion on average, and the
@@ -18,7 +18,10 @@ const WAKE_NS: u64 = 20_000;
 /// Time that the handler needs for a completion.
 const WORK_NS: u64 = 500;
 const ROWS: u64 = 10;
-const TRACES: [&str; 5] = ["bursty", "steady", "mixed", "idle", "step"];
+/// Arrivals of commands at a server of `rdmux perf storage`, over UDP: they come in batches, as the clients take CPUs.
+const RECORDED: [&str; 5] = ["bursty", "steady", "mixed", "idle", "step"];
+/// Generated ones, as they come from clients on other machines: evenly, in a surge, in bunches with pauses.
+const GENERATED: [&str; 3] = ["even", "surge", "bunches"];
 
 /// Result of a replay, or of a part of it.
 #[derive(Clone, Copy, Debug, Default)]
@@ -142,8 +145,8 @@ fn table(arrivals: &[u64]) -> String {
 }
 
 #[test]
-fn event__recorded_traces_give_these_tables() {
-    for name in TRACES {
+fn event__traces_give_these_tables() {
+    for name in RECORDED.into_iter().chain(GENERATED) {
         let (table, expected) = (table(&trace(name)), file(&format!("{name}.table")));
         if std::env::var_os("RDMUX_WRITE_TABLES").is_some() {
             std::fs::write(&expected, &table).unwrap();
@@ -156,13 +159,10 @@ fn event__recorded_traces_give_these_tables() {
 #[test]
 fn event__light_load_is_not_delayed() {
     let idle = trace("idle");
-    for policy in [ModerationPolicy::Dim, ModerationPolicy::Rate] {
-        let row = sum(&rows(&idle, policy));
-        assert!(
-            row.mean_delay_us() < 0.01 * WAKE_NS as f64 / 1_000.0,
-            "{policy}: {row:?}"
-        );
-    }
+    assert_eq!(sum(&rows(&idle, ModerationPolicy::Rate)).delay_ns, 0);
+    // The second profile waits for 1 us.
+    let dim = sum(&rows(&idle, ModerationPolicy::Dim));
+    assert!(dim.mean_delay_us() <= 1.0, "{dim:?}");
 }
 
 /// Replays a load of so many completions a second for a second, and then one completion every `gap_us`. Returns the number of events and
