@@ -1,6 +1,6 @@
 //! Replays arrivals of completions, recorded and generated, through each moderation policy, under a clock of the test's.
 //!
-//! `traces/NAME.txt` has the arrivals: on each line the microseconds since the one before. `traces/NAME.table` is the expected result: a row for
+//! `traces/NAME.txt` has the arrivals: the microseconds since the one before. `traces/NAME.table` is the expected result: a row for
 //! each tenth of the trace, with the wake-ups of the handler, the time by which moderation has delayed a completion on average, and the
 //! moderation at the row's end. `RDMUX_WRITE_TABLES=1 cargo test -p rdmux-verbs --test moderation` writes the tables anew.
 #![allow(non_snake_case, reason = "tests are named function__case")]
@@ -46,8 +46,8 @@ fn file(name: &str) -> PathBuf {
 /// Returns the arrivals of a trace.
 fn trace(name: &str) -> Vec<u64> {
     let text = std::fs::read_to_string(file(&format!("{name}.txt"))).unwrap();
-    let arrivals = text.lines().scan(0, |at, line| {
-        *at += line.parse::<u64>().unwrap() * 1_000;
+    let arrivals = text.split_ascii_whitespace().scan(0, |at, us| {
+        *at += us.parse::<u64>().unwrap() * 1_000;
         Some(*at)
     });
     arrivals.collect()

@@ -15,8 +15,9 @@ pub struct ShareId(u32);
 #[derive(Clone, Copy, Debug)]
 struct Share {
     limit: usize,
-    /// Its completions in the queue, with those that draw on `common`.
+    /// Its completions in the queue that take room of its own, and those that draw on `common`.
     count: usize,
+    drawing: usize,
     common: Option<ShareId>,
     /// Completions of others that draw on it.
     drawn: usize,
@@ -67,6 +68,7 @@ impl Quotas {
             Share {
                 limit,
                 count: 0,
+                drawing: 0,
                 common: None,
                 drawn: 0,
             },
@@ -86,10 +88,17 @@ impl Quotas {
         }
     }
 
-    /// Has a share draw on another one once it is full.
+    /// Has a share draw on another one once it is full, with all that it draws now.
     pub(super) fn draw_on(&mut self, id: ShareId, common: ShareId) {
-        if let Some(share) = self.shares.get_mut(&id.0) {
-            share.common = Some(common);
+        let Some(share) = self.shares.get_mut(&id.0) else {
+            return;
+        };
+        let (drawing, before) = (share.drawing, share.common.replace(common));
+        if let Some(before) = before.and_then(|before| self.shares.get_mut(&before.0)) {
+            before.drawn = before.drawn.saturating_sub(drawing);
+        }
+        if let Some(common) = self.shares.get_mut(&common.0) {
+            common.drawn += drawing;
         }
     }
 
@@ -172,19 +181,20 @@ impl Quotas {
     pub(super) fn count(&self, id: ShareId) -> usize {
         self.shares
             .get(&id.0)
-            .map_or(0, |share| share.count + share.drawn)
+            .map_or(0, |share| share.count + share.drawing + share.drawn)
     }
 
     fn give_back(&mut self, id: ShareId) {
         let Some(share) = self.shares.get_mut(&id.0) else {
             return;
         };
-        let drew = share.count > share.limit;
-        share.count = share.count.saturating_sub(1);
-        if drew
-            && let Some(common) = share.common
-            && let Some(common) = self.shares.get_mut(&common.0)
-        {
+        if share.drawing == 0 {
+            share.count = share.count.saturating_sub(1);
+            return;
+        }
+        share.drawing -= 1;
+        let common = share.common;
+        if let Some(common) = common.and_then(|common| self.shares.get_mut(&common.0)) {
             common.drawn = common.drawn.saturating_sub(1);
         }
     }
@@ -195,7 +205,8 @@ fn take(shares: &mut NumberMap<Share>, id: ShareId) -> bool {
     let Some(share) = shares.get(&id.0) else {
         return false;
     };
-    if !share.has_room() {
+    let draws = !share.has_room();
+    if draws {
         let common = share.common.and_then(|common| shares.get_mut(&common.0));
         match common.filter(|common| common.has_room()) {
             Some(common) => common.drawn += 1,
@@ -203,7 +214,8 @@ fn take(shares: &mut NumberMap<Share>, id: ShareId) -> bool {
         }
     }
     if let Some(share) = shares.get_mut(&id.0) {
-        share.count += 1;
+        share.count += usize::from(!draws);
+        share.drawing += usize::from(draws);
     }
     true
 }
@@ -233,6 +245,24 @@ mod tests {
         quotas.reset(Qpn::new(17));
         assert_eq!([(); 2].map(|()| charge(&mut quotas, 17)), [Charged::Yes; 2]);
         assert_eq!((quotas.count(one), quotas.count(other)), (2, 1));
+    }
+
+    #[test]
+    fn charge__what_was_drawn_goes_back_after_the_shares_have_changed() {
+        let mut quotas = Quotas::default();
+        let share = quotas.add_share(1);
+        let [common, other] = [2, 3].map(|limit| quotas.add_share(limit));
+        quotas.draw_on(share, common);
+        quotas.add_user(Qpn::new(17), share);
+        assert_eq!([(); 3].map(|()| charge(&mut quotas, 17)), [Charged::Yes; 3]);
+        assert_eq!(quotas.count(common), 2);
+        quotas.set_limit(share, 3);
+        quotas.draw_on(share, other);
+        assert_eq!((quotas.count(common), quotas.count(other)), (0, 2));
+        (0..3).for_each(|_| quotas.release(Qpn::new(17)));
+        assert_eq!([share, common, other].map(|id| quotas.count(id)), [0; 3]);
+        assert_eq!([(); 6].map(|()| charge(&mut quotas, 17)), [Charged::Yes; 6]);
+        assert_eq!(charge(&mut quotas, 17), Charged::Lost);
     }
 
     #[test]
