@@ -62,15 +62,12 @@ pub(crate) struct ConnectionQueue {
 impl PortQueues {
     /// Queues of a pool. The connections share so many receives.
     pub(crate) fn of_pool(seat: Seat, common: u32) -> Result<PortQueues, GetError> {
-        let share = || seat.pool.get(common, Some(seat.vector));
-        let common = (common > 0).then(share).transpose()?;
-        let mut queues = PortQueues::new(Source::Pool { seat, common: None });
-        if let Some(share) = &common {
-            queues.add(share.pool_queue());
-        }
-        if let Source::Pool { common: place, .. } = &mut queues.source {
-            *place = common;
-        }
+        // Also without such receives, so that a device without room refuses the listener, and not its clients.
+        let share = seat.pool.get(common, Some(seat.vector))?;
+        let queue = share.pool_queue();
+        let common = (common > 0).then_some(share);
+        let mut queues = PortQueues::new(Source::Pool { seat, common });
+        queues.add(queue);
         Ok(queues)
     }
 
