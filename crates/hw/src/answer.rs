@@ -36,7 +36,7 @@ pub(crate) struct Told {
     pub(crate) more: bool,
 }
 
-/// What a device tells those who ask.
+/// Description of a device, for those who ask.
 pub(crate) trait Asked: Send + 'static {
     /// Returns its objects of a kind, from a number on.
     fn items(&self, object: Object, from: u64) -> Told;

@@ -27,7 +27,7 @@ const VENDOR_RXE: u32 = 0x00ff_ffff;
 /// `IB_WC_WITH_INVALIDATE` of the kernel, which rxe gives to programs unchanged.
 const WITH_INV_OF_RXE: u32 = 1 << 2;
 
-/// What tools see of a completion queue.
+/// Entry of a completion queue, for tools.
 #[derive(Debug, Default)]
 pub(super) struct CqCounts {
     events: AtomicU64,

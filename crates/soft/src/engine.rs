@@ -385,7 +385,7 @@ impl Engine {
         let mut core = self.begin(core);
         let now = self.now();
         core.polls = core.polls.wrapping_add(1);
-        // Who is about to sleep in the thread's place looks once more.
+        // A caller that is about to sleep in the thread's place looks once more, and does not come back.
         let comes_back = core.spinner.polls(now, self.armed_queues.any()) && !core.watcher_asleep;
         if comes_back {
             self.hand_over.polls(now.0);

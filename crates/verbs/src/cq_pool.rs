@@ -211,7 +211,7 @@ impl State {
     }
 }
 
-/// What a user has reserved; [`CqShare`] has the queue beside it.
+/// Reservation of a user; [`CqShare`] has the queue beside it.
 #[derive(Debug)]
 pub(crate) struct Share {
     pool: Weak<Pool>,
@@ -392,7 +392,7 @@ impl CqShare {
         if let (Some((queue, id)), Some((_, common))) = (&own.account, &other.account) {
             queue.draw_on(*id, *common);
         }
-        // What it drew on before is dropped without the lock.
+        // The share that it drew on before is dropped without the lock.
         let before = own.common.lock().replace(common.clone());
         drop(before);
         true

@@ -502,8 +502,8 @@ struct CqInner {
     queue: Option<rdmux_rnic::CompletionQueue>,
     provided: Box<dyn provider::CompletionQueue>,
     device: Device,
-    /// Number of completions taken, modulo 2^32, and what it was when a drive was due the last time. What two threads count as one
-    /// costs nothing.
+    /// Number of completions taken, modulo 2^32, and what it was when a drive was due the last time. A completion that two threads
+    /// count as one costs nothing.
     taken: AtomicU32,
     driven_at: AtomicU32,
     moderated: Moderated,

@@ -70,7 +70,7 @@ enum DevCommand {
         /// Device ADDRESS/SLOT, or ADDRESS for all devices on it.
         #[arg(value_name = "DEVICE")]
         named: Named,
-        /// What to change.
+        /// Setting to change.
         setting: Property,
         /// Value: on or off; for `moderation`, off, dim, rate, or COUNT,PERIOD such as 16,32us.
         value: String,
@@ -79,7 +79,7 @@ enum DevCommand {
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum Property {
-    /// Whether wake-ups are moderated by the load: on or off.
+    /// Moderation of wake-ups by the load: on or off.
     AdaptiveModeration,
     /// How wake-ups are moderated.
     Moderation,

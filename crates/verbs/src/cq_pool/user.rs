@@ -15,7 +15,7 @@ use crate::cm::deadline_after;
 use crate::device::CompletionQueue;
 use crate::waker::Waker;
 
-/// What the users of a queue that poll for themselves have for each other.
+/// Inboxes of the users of a queue that poll for themselves.
 #[derive(Debug, Default)]
 pub(crate) struct Routes {
     inboxes: HashMap<ShareId, Weak<Inbox>>,

@@ -271,6 +271,7 @@ pub fn set(device: DeviceAt, setting: Setting, timeout: Duration) -> Result<(), 
         match connect_slot(device.address, device.slot) {
             Ok(socket) => break socket,
             Err(Errno::AGAIN) if left().is_zero() => return Err(AskError::NoAnswer { pid: None }),
+            // No event tells that a Unix socket's queue has room again: only time passes.
             Err(Errno::AGAIN) => std::thread::sleep(KNOCK_AGAIN),
             Err(Errno::CONNREFUSED) => return Err(AskError::NotThere),
             Err(errno) => return Err(AskError::Io(errno.into())),

@@ -50,7 +50,7 @@ const DRIVE_BYTES_DEFAULT: u64 = 16 << 20;
 const LATENCY_DEFAULT: Duration = Duration::from_micros(20);
 const DRIVE_DEPTH_DEFAULT: u32 = 128;
 
-/// What only this test takes.
+/// Options of this test alone.
 #[derive(clap::Args, Debug, Clone)]
 pub(crate) struct StorageArgs {
     /// Storage client: order and kind of the commands, in fio's words [default: randread].

@@ -20,16 +20,16 @@ const VERSION: u8 = 1;
 /// Maximum bytes of the name of a moderation policy.
 const WORDS_MAX: usize = 64;
 
-/// What a command asks for.
+/// Operation of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Opcode {
-    /// What the server is: [`Identity`] follows the response.
+    /// Asks for the server's settings: [`Identity`] follows the response.
     Identify,
     /// Bytes from a drive into the client's buffer.
     Read,
     /// Bytes from the client's buffer to a drive.
     Write,
-    /// What the server has done since it began: [`Statistics`] follows the response.
+    /// Asks for the server's counters since it began: [`Statistics`] follows the response.
     Statistics,
 }
 
@@ -210,7 +210,7 @@ impl Geometry {
     }
 }
 
-/// What a server is.
+/// Settings of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) geometry: Geometry,
@@ -268,7 +268,7 @@ impl Identity {
     }
 }
 
-/// What a server has done since it began.
+/// Counters of a server since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Statistics {
     /// Time since it began.

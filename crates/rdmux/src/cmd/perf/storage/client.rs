@@ -31,7 +31,7 @@ const AREA_MAX: u64 = 1024;
 /// Time for the server to agree to the end of a connection.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// What a phase does.
+/// Task of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Writes every block of the connection's own area once.
@@ -46,7 +46,7 @@ enum Phase {
     Check,
 }
 
-/// What all connections have in common.
+/// Settings that all connections share.
 #[derive(Debug)]
 struct Job {
     bs: u32,
@@ -329,7 +329,7 @@ impl Worker {
                     *written += 1;
                     job.pattern(block, *written, &mut self.expected);
                 } else {
-                    // What is found there afterwards has come from the server.
+                    // The buffer then holds only bytes that the server has sent.
                     self.expected.fill(0);
                 }
                 self.memory.write(buffer, &self.expected)?;
@@ -557,7 +557,7 @@ fn carrier(link: &MessageConnection) -> &'static str {
     }
 }
 
-/// What a run has found.
+/// Result of a run.
 #[derive(Debug)]
 struct Report {
     job: Job,
@@ -572,7 +572,7 @@ struct Report {
     latency: Histogram<u64>,
     /// Processor time of this process.
     cpu_ns: u64,
-    /// What the server did meanwhile.
+    /// Counters of the server during the run.
     server: Statistics,
 }
 

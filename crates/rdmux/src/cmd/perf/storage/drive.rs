@@ -97,7 +97,7 @@ mod tests {
         drive.submit(US(0), 2);
         // The first was done at 20, so that the second is done at 40, though nobody has polled.
         assert_eq!(done(&mut drive, US(40)), [1, 2]);
-        // What is done and not polled takes no place.
+        // A completed command that was not polled takes no place.
         drive.submit(US(50), 3);
         drive.submit(US(100), 4);
         assert_eq!(done(&mut drive, US(119)), [3]);

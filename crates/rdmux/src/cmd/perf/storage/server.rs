@@ -48,7 +48,7 @@ const LINGER: Duration = Duration::from_millis(200);
 /// Maximum number of events handled before the drives.
 const EVENTS_MAX: usize = 32;
 
-/// What the reactors have in common.
+/// State that the reactors share.
 #[derive(Debug)]
 struct Shared {
     geometry: Geometry,
@@ -59,7 +59,7 @@ struct Shared {
     counts: Vec<Counts>,
 }
 
-/// What one reactor has done. Only its thread writes.
+/// Counters of one reactor. Only its thread writes.
 #[derive(Debug, Default)]
 struct Counts {
     thread: AtomicI32,
@@ -157,7 +157,7 @@ struct Accepted {
     offset: u64,
 }
 
-/// What one thread serves.
+/// State of one thread.
 #[derive(Debug)]
 struct Service {
     clients: HashMap<ConnectionId, Client>,
