@@ -18,10 +18,7 @@ use crate::access::{AccessId, AccessJob, Accessed, Accesses};
 use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
-use crate::cq::{
-    Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, ModerationKind, Pushed, Status, TooShort,
-    WorkCompletion,
-};
+use crate::cq::{Arm, ArmedQueues, CompletionQueue, Cqn, Pushed, Status, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
@@ -266,6 +263,7 @@ macro_rules! env_of {
 }
 
 // Behind the macro, which it uses.
+mod cqs;
 mod host;
 
 impl Rnic {
@@ -471,57 +469,6 @@ impl Rnic {
         srq.post(request)
     }
 
-    /// Creates a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
-    pub fn create_cq(&mut self, depth: u32) -> Cqn {
-        self.create_cq_on(depth, 0)
-    }
-
-    /// Creates a completion queue as [`Rnic::create_cq`] does, with a completion vector, which only tools see.
-    pub fn create_cq_on(&mut self, depth: u32, vector: u32) -> Cqn {
-        self.next_cqn += 1;
-        let queue = CompletionQueue::new(depth.max(1) as usize, vector, self.armed_queues.clone());
-        self.cqs.insert(self.next_cqn, queue);
-        Cqn(self.next_cqn)
-    }
-
-    /// Returns a handle that tells how many of the device's completion queues are armed; it stays up to date.
-    pub fn armed_queues(&self) -> ArmedQueues {
-        self.armed_queues.clone()
-    }
-
-    /// Destroys a completion queue. Its QPs must have been destroyed.
-    pub fn destroy_cq(&mut self, cq: Cqn) {
-        if let Some(queue) = self.cqs.remove(&cq.0) {
-            count_queue(&mut self.counters, &queue);
-        }
-    }
-
-    /// Resizes a completion queue to `depth` completions, at least 1. IBTA Vol 1, 11.2.8.3.
-    pub fn resize_cq(&mut self, cq: Cqn, depth: u32) -> Result<(), TooShort> {
-        match self.cqs.get(&cq.0) {
-            Some(queue) => queue.resize(depth.max(1) as usize),
-            None => Ok(()),
-        }
-    }
-
-    /// Sets the moderation of a completion queue, which delays the notification of its waiter, as a policy of this kind has chosen it;
-    /// `None` ends it.
-    pub fn moderate_cq(&mut self, cq: Cqn, kind: ModerationKind, moderation: Option<Moderation>) {
-        if let Some(queue) = self.cqs.get(&cq.0) {
-            self.times_completions = true;
-            queue.moderate(kind, moderation);
-        }
-    }
-
-    /// Makes a completion queue record the time of each completion: that of the call that caused it
-    /// ([`CompletionQueue::poll_with_time`]).
-    pub fn keep_cq_times(&mut self, cq: Cqn) {
-        if let Some(queue) = self.cqs.get(&cq.0) {
-            self.times_completions = true;
-            queue.keep_times();
-        }
-    }
-
     /// Returns a number of 24 bits: the slot, and 16 random bits.
     fn new_number(&mut self) -> u32 {
         if mutant!(NumbersBeginAgain) {
@@ -671,7 +618,7 @@ impl Rnic {
             count_lane(&mut counters, qp);
         }
         for queue in self.cqs.values() {
-            count_queue(&mut counters, queue);
+            cqs::count_queue(&mut counters, queue);
         }
         counters
     }
@@ -1472,14 +1419,6 @@ impl Rnic {
         set_timer(qp, &mut self.timers);
         Some(result)
     }
-}
-
-/// Adds the events and completions of a queue.
-fn count_queue(counters: &mut Counters, queue: &CompletionQueue) {
-    let moderation = queue.moderation();
-    counters.cq_events += moderation.events;
-    counters.cq_completions += moderation.taken;
-    counters.cq_moderation_changes += moderation.changes;
 }
 
 /// Adds what the lane of a QP did without the device.
