@@ -71,11 +71,14 @@ struct Workload {
     rw: &'static str,
     drives: &'static str,
     over_udp: bool,
+    is_asleep: bool,
     columns: &'static [Column],
 }
 
 const MEMORY: usize = 0;
 const UDP: usize = 1;
+/// Over shared memory, with a server that never polls: each command wakes it, and moderation may delay each.
+const ASLEEP: usize = 2;
 const CONNECTIONS: [Column; 3] = [(1, "1"), (8, "8"), (64, "64")];
 const CONNECTIONS_AND_REACTORS: [Column; 4] = [
     (1, "1"),
@@ -91,6 +94,7 @@ const WORKLOADS: [Workload; 4] = [
         rw: "randread",
         drives: "4",
         over_udp: false,
+        is_asleep: false,
         columns: &CONNECTIONS_AND_REACTORS,
     },
     Workload {
@@ -99,6 +103,7 @@ const WORKLOADS: [Workload; 4] = [
         rw: "randread",
         drives: "1",
         over_udp: false,
+        is_asleep: false,
         columns: &CONNECTIONS,
     },
     Workload {
@@ -107,6 +112,7 @@ const WORKLOADS: [Workload; 4] = [
         rw: "randwrite",
         drives: "4",
         over_udp: false,
+        is_asleep: false,
         columns: &CONNECTIONS,
     },
     Workload {
@@ -115,6 +121,7 @@ const WORKLOADS: [Workload; 4] = [
         rw: "randread",
         drives: "4",
         over_udp: true,
+        is_asleep: false,
         columns: &CONNECTIONS,
     },
 ];
@@ -181,7 +188,7 @@ pub(super) fn suite() -> Suite {
         key: LOW_LOAD,
         title: "1 command in flight: p50, us",
         digits: 2,
-        columns: vec![(MEMORY, "memory"), (UDP, "UDP")],
+        columns: vec![(MEMORY, "memory"), (UDP, "UDP"), (ASLEEP, "asleep")],
         lines: LOW.into_iter().map(low_load).collect(),
         compares: true,
     });
@@ -227,9 +234,10 @@ fn tables(workload: Workload) -> Vec<Table> {
 }
 
 fn low_load(policy: Policy) -> Line {
-    Line::new(policy.name, &[MEMORY, UDP], move |carrier| {
+    Line::new(policy.name, &[MEMORY, UDP, ASLEEP], move |carrier| {
         let workload = Workload {
             over_udp: carrier == UDP,
+            is_asleep: carrier == ASLEEP,
             ..WORKLOADS[0]
         };
         let run = run(policy, workload, 1, "1")?;
@@ -262,6 +270,9 @@ fn run(policy: Policy, workload: Workload, column: usize, iodepth: &str) -> Resu
     server.args(["--drives", workload.drives, "--latency", LATENCY]);
     server.args(["--reactors", reactors, "--queues", policy.queues]);
     server.args(["--moderation", policy.moderation]);
+    if workload.is_asleep {
+        server.env("RDMUX_WAIT", "blocked");
+    }
     let server = Server::start_until(&mut server, "listening")?;
     let mut client = command("timeout", &["-s", "KILL", SECONDS_MAX, rdmux])?;
     client.args(["127.0.0.1", "-D", SECONDS, "--bs", "4096", "--rw", workload.rw]);
@@ -310,7 +321,7 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
             }
         }
     }
-    for (carrier, title) in [(MEMORY, "memory"), (UDP, "UDP")] {
+    for (carrier, title) in [(MEMORY, "memory"), (UDP, "UDP"), (ASLEEP, "asleep")] {
         for (policy, off) in [
             (DIM_PRIVATE, OFF_PRIVATE),
             (RATE_PRIVATE, OFF_PRIVATE),

@@ -265,6 +265,41 @@ fn storage__server_ends_by_a_signal() {
 }
 
 #[test]
+fn storage__reactors_run_on_the_given_cpus() {
+    let allowed = |status: &str| {
+        let status = std::fs::read_to_string(status).unwrap();
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        line.unwrap().trim().to_owned()
+    };
+    let of_test = allowed("/proc/self/status");
+    let cpu = of_test.split([',', '-']).next().unwrap();
+    let server = Server::start(11, "on", &["--reactors", "2", "--reactor-cpus", cpu]);
+    server.measured(&["--ios", "10"]);
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap();
+    let mut reactors = 0;
+    for task in tasks.map(|task| task.unwrap().path()) {
+        let name = std::fs::read_to_string(task.join("comm")).unwrap();
+        let is_reactor = name.starts_with("storage-");
+        let expected = if is_reactor { cpu } else { &of_test };
+        assert_eq!(allowed(task.join("status").to_str().unwrap()), expected, "{name}");
+        reactors += usize::from(is_reactor);
+    }
+    assert_eq!(reactors, 2);
+
+    let mut wrong = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    wrong.args(["perf", "storage", "--reactor-cpus", "100000"]);
+    let output = wrong.output().unwrap();
+    let said = errors(&output);
+    assert!(!output.status.success());
+    assert!(
+        said.contains("may not run on CPU 100000: give --reactor-cpus others"),
+        "{said}"
+    );
+}
+
+#[test]
 fn storage__errors_are_one_line() {
     let server = Server::start(9, "on", &["--drive-size", "64K", "--drives", "1"]);
     let wrong: [(&[&str], i32, &str); 7] = [

@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{Builder, JoinHandle};
 
-use rustix::thread::{CpuSet, Pid, sched_setaffinity};
+use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 /// Signals that an instruction of the thread itself causes: a blocked one would kill, and no handler that reports or repairs the
 /// fault would be called.
@@ -101,9 +101,17 @@ pub fn program_threads() -> ProgramThreads {
 /// # Errors
 /// Those of `sched_setaffinity(2)`: `EINVAL` where there is no such CPU.
 pub fn pin(cpu: usize) -> io::Result<()> {
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
     let mut set = CpuSet::new();
     set.set(cpu);
     Ok(sched_setaffinity(None, &set)?)
+}
+
+/// Returns whether this thread may run on a CPU.
+pub fn may_run_on(cpu: usize) -> bool {
+    cpu < CpuSet::MAX_CPU && sched_getaffinity(None).is_ok_and(|set| set.is_set(cpu))
 }
 
 /// Scheduling policy of a thread: sched(7).

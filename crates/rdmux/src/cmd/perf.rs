@@ -280,7 +280,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     args.device.apply()?;
     if let Some(cpu) = args.pin {
-        rdmux_verbs::thread::pin(cpu).with_context(|| format!("cannot run on CPU {cpu}"))?;
+        super::serve::pin(cpu)?;
     }
     if matches!(args.test, Test::PushRead | Test::PushWrite) {
         let common = push::Common {

@@ -283,9 +283,7 @@ fn reach_words(reach: Reach) -> &'static str {
 
 /// Binds this process, and threads that it starts later, to one CPU.
 pub(super) fn pin(cpu: usize) -> Result<()> {
-    let mut set = rustix::thread::CpuSet::new();
-    set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("cannot run on CPU {cpu}"))
+    rdmux_verbs::thread::pin(cpu).with_context(|| format!("cannot run on CPU {cpu}"))
 }
 
 /// Returns the key in a file, or the user's own.

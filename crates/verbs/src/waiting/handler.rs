@@ -46,9 +46,11 @@ impl Handler {
         self.policy.plan(elapsed_ns, conditions)
     }
 
-    /// Returns how long the handler holds its look off before it sleeps, where moderation allows `allowed_ns`; `None`: not at all.
+    /// Returns how long the handler holds its look off before it sleeps, where moderation allows `allowed_ns`; `None`: not at all. A handler
+    /// holds off by a sleep, so it does not where moderation allows less than a wake-up takes: the wait would be longer than allowed, and
+    /// cost the wake-up that it is to save.
     pub fn hold_off(&mut self, allowed_ns: Option<u64>) -> Option<u64> {
-        let allowed_ns = allowed_ns.filter(|&ns| ns > 0)?;
+        let allowed_ns = allowed_ns.filter(|&ns| ns > self.policy.wake_ns())?;
         // The next run is an event for moderation, also if the sample finds something at once.
         self.woken = true;
         self.until_sample -= 1;
@@ -107,8 +109,8 @@ mod tests {
         assert!(!handler.end_run());
         handler.slept(50_000, false);
         assert!(!handler.end_run(), "nothing came");
-        assert_eq!(handler.hold_off(Some(1_000)), Some(1_000));
-        handler.came(1_000);
+        assert_eq!(handler.hold_off(Some(60_000)), Some(60_000));
+        handler.came(60_000);
         assert!(handler.end_run());
     }
 
@@ -139,5 +141,13 @@ mod tests {
         }
         assert_eq!(handler.hold_off(None), None);
         assert_eq!(handler.hold_off(Some(0)), None);
+    }
+
+    #[test]
+    fn hold_off__is_longer_than_a_wake_up() {
+        let mut handler = Handler::new(Policy::new(WAKE_NS));
+        assert_eq!(handler.hold_off(Some(WAKE_NS)), None);
+        assert!(!handler.end_run(), "a wait that was not held off");
+        assert_eq!(handler.hold_off(Some(WAKE_NS + 1)), Some(WAKE_NS + 1));
     }
 }

@@ -78,6 +78,10 @@ pub(crate) struct StorageArgs {
     /// Storage server: number of reactors, each a thread [default: 1].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128), help_heading = HEADING)]
     reactors: Option<u16>,
+    /// Storage server: CPUs of the reactors, such as 0,1: the first reactor runs on the first, and so on in turn [default: where the
+    /// scheduler puts them].
+    #[arg(long, value_name = "CPUS", value_delimiter = ',', help_heading = HEADING)]
+    reactor_cpus: Vec<usize>,
     /// Storage server: completion queues of the connections [default: pool].
     #[arg(long, value_enum, help_heading = HEADING)]
     queues: Option<Queues>,
@@ -167,6 +171,7 @@ fn misplaced(args: &super::Args) -> Option<String> {
         latency,
         drive_depth,
         reactors,
+        reactor_cpus,
         queues,
         moderation,
     } = &args.storage;
@@ -194,6 +199,7 @@ fn misplaced(args: &super::Args) -> Option<String> {
         ("--latency", latency.is_some()),
         ("--drive-depth", drive_depth.is_some()),
         ("--reactors", reactors.is_some()),
+        ("--reactor-cpus", !reactor_cpus.is_empty()),
         ("--queues", queues.is_some()),
         ("--moderation", moderation.is_some()),
     ];

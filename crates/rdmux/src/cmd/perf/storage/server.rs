@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rdmux_memory::AnonymousMemory;
 use rdmux_runtime::{
     Completed, ConnectionEnd, ConnectionId, Limits, Mailbox, Reactor, ReactorEvent, Request, SIGNAL_EVERY,
     SendSlot, Sizes, WorkId,
 };
+use rdmux_verbs::thread::{may_run_on, pin};
 use rdmux_verbs::{
     Access, ConnectParams, Device, Features, Memory, MemoryRegion, ModerationPolicy, Operation, Options,
     RKey, SendRequest,
@@ -192,6 +193,12 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
     };
     let policy = policy.or_else(of_environment).unwrap_or_default();
     let queues = options.queues.unwrap_or_default();
+    for &cpu in &options.reactor_cpus {
+        ensure!(
+            may_run_on(cpu),
+            "this process may not run on CPU {cpu}: give --reactor-cpus others"
+        );
+    }
     let geometry = Geometry {
         drives: options.drives.unwrap_or(DRIVES_DEFAULT),
         drive_bytes: options.drive_size.unwrap_or(DRIVE_BYTES_DEFAULT),
@@ -216,7 +223,14 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
     for at in (0..geometry.bytes()).step_by(4096) {
         contents.write(at, &[0]).ok();
     }
-    let server = Server::start(&device, args.port, identity, queues, contents)?;
+    let server = Server::start(
+        &device,
+        args.port,
+        identity,
+        queues,
+        &options.reactor_cpus,
+        contents,
+    )?;
     let stopper = server.stopper.clone();
     ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
     announce(
@@ -253,6 +267,7 @@ impl Server {
         port: u16,
         identity: Identity,
         queues: Queues,
+        cpus: &[usize],
         contents: AnonymousMemory,
     ) -> Result<Server> {
         let limits = limits(queues);
@@ -272,9 +287,10 @@ impl Server {
         for (number, reactor) in reactors.into_iter().enumerate() {
             let service = Service::new(reactor, shared.clone(), number);
             let stopper = stopper.clone();
+            let cpu = cpus.iter().cycle().nth(number).copied();
             let thread = std::thread::Builder::new().name(format!("storage-{number}"));
             threads.push(thread.spawn(move || {
-                let result = service.run();
+                let result = cpu.map_or(Ok(()), pin).and_then(|()| service.run());
                 // One that fails ends the others.
                 stopper.stop();
                 result

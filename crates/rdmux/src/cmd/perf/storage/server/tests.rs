@@ -34,7 +34,7 @@ impl Bed {
         };
         let contents = AnonymousMemory::shareable(geometry.bytes() as usize).unwrap();
         Bed {
-            server: Server::start(&device, PORT, identity, Queues::Pool, contents).unwrap(),
+            server: Server::start(&device, PORT, identity, Queues::Pool, &[], contents).unwrap(),
             at: SocketAddr::new(device.address(), PORT),
         }
     }
