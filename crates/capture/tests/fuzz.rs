@@ -30,6 +30,11 @@ fn fuzz__push() {
 }
 
 #[test]
+fn fuzz__node() {
+    fuzz("node", targets::node);
+}
+
+#[test]
 fn fuzz__capture() {
     fuzz("capture", targets::capture);
 }
