@@ -11,9 +11,10 @@
 //! the first one is the default. Libraries above this one register none.
 //!
 //! The functions and types that this module re-exports are what providers have in common: events of connections and devices with their
-//! waiters, the conditions of the machine, and the processes of the host ([`seqpacket`], [`user`], and the modules of
+//! waiters, the conditions of the machine, and the processes of the host ([`seqpacket`], [`user`], [`folder`], and the modules of
 //! [`crate::resources`]).
 
+pub mod folder;
 pub mod seqpacket;
 pub mod user;
 

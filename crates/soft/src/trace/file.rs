@@ -4,20 +4,19 @@
 //! however the process ends. A header of [`HEADER_BYTES`] precedes two rings of [`RING`] records: one for rare notes, and one for notes
 //! that may be as frequent as packets and would overwrite the rare ones. A lock on the file shows that its process lives.
 
-use std::ffi::OsStr;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rdmux_rnic::trace::{Note, Tracer};
 use rdmux_rnic::{Qpn, Time};
+use rdmux_verbs::provider::folder::{open_folder, own_folder, own_path, uid};
 use rdmux_verbs::provider::user::outer_number;
 use rdmux_verbs::resources::DeviceAt;
 use rustix::fs::{
-    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, mkdir, open, openat, unlinkat,
+    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, open, openat, unlinkat,
 };
 use rustix::io::{Errno, pwrite};
 
@@ -191,71 +190,10 @@ fn clean_name(name: &str) -> String {
     name.replace(|c: char| c.is_control() || c.is_whitespace(), "?")
 }
 
-fn uid() -> u32 {
-    rustix::process::geteuid().as_raw()
-}
-
-/// Returns the folder in which this process keeps traces.
-fn own_path() -> PathBuf {
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR");
-    path_of(runtime.as_deref(), uid(), outer_number(uid()))
-}
-
-/// Returns the folder of a user's traces: in the runtime folder, if that belongs to this user and nobody else may write there. In another
-/// user's runtime folder, which root has after `su`, the owner could exchange the files, which would also be in the owner's way. In /tmp
-/// the name has the uid that the user has outside of the user namespace: a process that is root in a user namespace of its own would
-/// otherwise take root's folder.
-fn path_of(runtime: Option<&OsStr>, user: u32, outer: u32) -> PathBuf {
-    let is_own = |folder: &Path| {
-        let found = std::fs::metadata(folder);
-        found.is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o022 == 0)
-    };
-    match runtime.map(Path::new).filter(|folder| is_own(folder)) {
-        Some(folder) => folder.join("rdmux"),
-        None => PathBuf::from(format!("/tmp/rdmux-{outer}")),
-    }
-}
-
-/// Opens the folder of this user, and creates it if there is none. Errors name the folder.
-fn own_folder() -> io::Result<OwnedFd> {
-    let path = own_path();
-    match mkdir(&path, Mode::RWXU) {
-        Ok(()) | Err(Errno::EXIST) => {}
-        Err(errno) => return Err(at(&path, errno)),
-    }
-    open_folder(&path, Some(uid()))
-}
-
 /// Returns the time in nanoseconds since 1970, UTC.
 fn unix_ns() -> u64 {
     let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     unix.as_nanos() as u64
-}
-
-/// Returns the folder of this user in which rdmux keeps files that last no longer than the host is up; creates it if there is none. The
-/// folder is the user's alone: returns an error when it belongs to another user, or is open to others.
-pub fn runtime_folder() -> io::Result<PathBuf> {
-    own_folder()?;
-    Ok(own_path())
-}
-
-fn at(path: &Path, errno: Errno) -> io::Error {
-    let error = io::Error::from(errno);
-    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
-}
-
-/// Opens a folder, if it belongs to `owner` and is closed to others.
-fn open_folder(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let folder = open(path, flags, Mode::empty()).map_err(|errno| at(path, errno))?;
-    let stat = fstat(&folder)?;
-    let others = Mode::RWXG | Mode::RWXO;
-    let is_private = !Mode::from_raw_mode(stat.st_mode).intersects(others);
-    if owner.is_some_and(|owner| stat.st_uid != owner || !is_private) {
-        let what = format!("{} is not private to this user", path.display());
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
-    }
-    Ok(folder)
 }
 
 /// Returns the names of the traces in a folder, newest first.
@@ -759,21 +697,6 @@ mod tests {
         let newest: Vec<u64> = found.iter().map(|trace| trace.opened_ns).collect();
         let expected: Vec<u64> = (first..u64::MAX).rev().take(TRACES_MAX).collect();
         assert_eq!(newest, expected);
-    }
-
-    #[test]
-    fn path_of__runtime_folder_that_another_may_write_to() {
-        let folder = Folder::new("runtime");
-        let runtime = Some(folder.0.as_os_str());
-        let outer = 123_456;
-        assert_eq!(path_of(runtime, uid(), outer), folder.0.join("rdmux"));
-        let named = PathBuf::from("/tmp/rdmux-123456");
-        assert_eq!(path_of(runtime, uid() + 1, outer), named);
-        let open = std::os::unix::fs::PermissionsExt::from_mode(0o770);
-        std::fs::set_permissions(&folder.0, open).unwrap();
-        for unfit in [runtime, Some(OsStr::new("/nonexistent")), None] {
-            assert_eq!(path_of(unfit, uid(), outer), named);
-        }
     }
 
     #[test]

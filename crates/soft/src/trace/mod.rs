@@ -9,7 +9,7 @@ use std::io;
 use rdmux_rnic::Time;
 use rdmux_verbs::resources::DeviceAt;
 
-pub use self::file::{KEPT_MAX, TRACES_MAX, Trace, folders, runtime_folder, traces};
+pub use self::file::{KEPT_MAX, TRACES_MAX, Trace, folders, traces};
 pub(crate) use self::file::{TraceFile, fuzz};
 pub use self::record::TraceEntry;
 
