@@ -409,11 +409,11 @@ fn distribute(opened: &Opened) {
             Some((pair.cast::<()>(), unsafe { (*pair).context }))
         };
         let (found, event_type) = match event {
-            AsyncEvent::PortActive | AsyncEvent::PortError => {
-                let event_type = if event == AsyncEvent::PortActive {
-                    PORT_ACTIVE
-                } else {
-                    PORT_ERR
+            AsyncEvent::PortActive | AsyncEvent::PortError | AsyncEvent::DeviceFatal => {
+                let event_type = match event {
+                    AsyncEvent::PortActive => PORT_ACTIVE,
+                    AsyncEvent::PortError => PORT_ERR,
+                    _ => DEVICE_FATAL,
                 };
                 for context in &*opened.contexts.lock() {
                     // SAFETY: open while it is in the list, which is held.
@@ -466,7 +466,7 @@ unsafe fn given_of<'a>(event: &abi::AsyncEvent) -> Option<&'a Given> {
     use abi::event_type::*;
     let at = ptr::with_exposed_provenance_mut::<()>(event.element);
     match event.event_type {
-        PORT_ACTIVE | PORT_ERR => None,
+        PORT_ACTIVE | PORT_ERR | DEVICE_FATAL => None,
         // SAFETY: an event of this type is of a completion queue.
         CQ_ERR => Some(unsafe { &channel::CqObject::of(at.cast()).errors }),
         // SAFETY: an event of this type is of a shared receive queue.

@@ -583,7 +583,8 @@ impl provider::Device for Device {
                 t::QP_LAST_WQE_REACHED => AsyncEvent::LastWqeReached(Qpn::new(number)),
                 t::SRQ_LIMIT_REACHED => AsyncEvent::SrqLimitReached(Srqn(number)),
                 t::PORT_ACTIVE => AsyncEvent::PortActive,
-                t::PORT_ERR | t::DEVICE_FATAL => AsyncEvent::PortError,
+                t::PORT_ERR => AsyncEvent::PortError,
+                t::DEVICE_FATAL => AsyncEvent::DeviceFatal,
                 // Events that concern subnet management.
                 _ => continue,
             });

@@ -28,6 +28,8 @@ pub enum AsyncEvent {
     LastWqeReached(Qpn),
     /// Fewer receives than the limit are left in a shared receive queue.
     SrqLimitReached(Srqn),
+    /// The device has gone for good: all its queue pairs are in error, and no call succeeds any more.
+    DeviceFatal,
     /// The network takes packets again.
     PortActive,
     /// The network takes no packets: the address or its interface has gone.
