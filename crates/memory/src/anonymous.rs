@@ -38,6 +38,21 @@ impl AnonymousMemory {
         })
     }
 
+    /// Maps the whole of a file in memory that another process made, as [`AnonymousMemory::shareable`] makes one.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if touching the bytes could raise a signal ([`Mapping::of_sealed_file`]), or if the file is empty.
+    pub fn of_file(file: OwnedFd) -> io::Result<AnonymousMemory> {
+        let len = usize::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(0);
+        if len == 0 {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(AnonymousMemory {
+            mapping: Mapping::of_sealed_file(&file, 0, len, true)?,
+            file: Some(file),
+        })
+    }
+
     /// Address of the first byte, by which work requests name it.
     pub fn address(&self) -> u64 {
         self.mapping.address()

@@ -5,6 +5,8 @@
 //! This crate knows no device. [`mapping`] has what the memories stand on: mapped pages, and copies between processes.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+use std::os::fd::BorrowedFd;
+
 use rdmux_rnic::Memory;
 
 mod anonymous;
@@ -60,6 +62,13 @@ pub fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
     };
     let end = offset.checked_add(length)?;
     (end <= mapping.len() as u64).then(|| mapping.address() + offset)
+}
+
+/// Returns the file in memory that holds the bytes of a memory at the same offsets, for another process that maps it; `None` if no file holds
+/// them, or if nothing may bypass the memory.
+pub fn shared_file(memory: &dyn Memory) -> Option<BorrowedFd<'_>> {
+    let pages = memory.pages()?;
+    pages.downcast_ref::<AnonymousMemory>()?.file()
 }
 
 /// Fate of bytes when power fails. `docs/persistence.md` says which flush reaches what.

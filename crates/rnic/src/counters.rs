@@ -13,6 +13,14 @@ macro_rules! counters {
             pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64, &'static str)> {
                 [$((stringify!($name), self.$name, concat!($($doc),+).trim_ascii_start())),+].into_iter()
             }
+
+            /// Returns the counters of these values, in the order of [`Counters::iter`]; those that have none are 0.
+            pub fn of_values(values: &[u64]) -> Counters {
+                let mut values = values.iter().copied();
+                Counters {
+                    $($name: values.next().unwrap_or(0),)+
+                }
+            }
         }
     };
 }

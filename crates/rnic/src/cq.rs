@@ -354,7 +354,40 @@ impl Drop for Queue {
     }
 }
 
+/// What the owner of a queue is to do after [`CompletionQueue::deliver`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivered {
+    /// Nothing.
+    Quiet,
+    /// Notify the waiter that has armed the queue.
+    Tell,
+    /// Put the QP in error: the completion is lost. `first`: report that the queue overran.
+    Overrun {
+        /// Set at the first completion that the queue loses.
+        first: bool,
+    },
+    /// Put the QP in error: its share of the queue had no room, and the completion is lost.
+    ShareOverrun,
+}
+
 impl CompletionQueue {
+    /// Makes a queue of no engine: its owner delivers the completions, which come from elsewhere. It has no moderation. `armed_queues`
+    /// counts those of the owner that are armed.
+    pub fn without_engine(depth: usize, vector: u32, armed_queues: ArmedQueues) -> CompletionQueue {
+        CompletionQueue::new(depth, vector, armed_queues)
+    }
+
+    /// Adds a completion to a queue of no engine. `solicited`: the message was sent so that it wakes a receiver that waits for such
+    /// messages alone ([`Arm::Solicited`]).
+    pub fn deliver(&self, wc: WorkCompletion, solicited: bool) -> Delivered {
+        match self.push(wc, solicited, Time::default) {
+            Pushed::Quiet | Pushed::Later(_) => Delivered::Quiet,
+            Pushed::Tell => Delivered::Tell,
+            Pushed::Overrun { first } => Delivered::Overrun { first },
+            Pushed::ShareOverrun => Delivered::ShareOverrun,
+        }
+    }
+
     pub(crate) fn new(depth: usize, vector: u32, armed_queues: ArmedQueues) -> CompletionQueue {
         let queue = Queue {
             completions: VecDeque::with_capacity(depth.min(1024)),
@@ -512,7 +545,10 @@ impl CompletionQueue {
     }
 
     /// Resizes the queue to `depth` completions. IBTA Vol 1, 11.2.8.3.
-    pub(crate) fn resize(&self, depth: usize) -> Result<(), TooShort> {
+    ///
+    /// # Errors
+    /// It holds more completions.
+    pub fn resize(&self, depth: usize) -> Result<(), TooShort> {
         let mut queue = self.lock();
         if depth < queue.completions.len() {
             return Err(TooShort);
@@ -722,7 +758,8 @@ impl CompletionQueue {
         self.lock().pool
     }
 
-    pub(crate) fn forget(&self, qpn: Qpn) {
+    /// Removes the completions of a QP that was reset or is gone.
+    pub fn forget(&self, qpn: Qpn) {
         let mut queue = self.lock();
         let Queue {
             completions,

@@ -45,8 +45,8 @@ pub use access::{AccessId, AccessJob, Accessed};
 pub use backlog::Backlog;
 pub use counters::Counters;
 pub use cq::{
-    Arm, ArmedQueues, CompletionQueue, CqModeration, Cqn, Moderation, ModerationKind, PoolUse, ShareId,
-    Status, TooShort, WcOpcode, WorkCompletion,
+    Arm, ArmedQueues, CompletionQueue, CqModeration, Cqn, Delivered, Moderation, ModerationKind, PoolUse,
+    ShareId, Status, TooShort, WcOpcode, WorkCompletion,
 };
 pub use device::{
     Arrival, CmDetail, Config, CqDetail, LinkProgress, Links, Paged, PdDetail, QPS_MAX, QpDetail, QpInfo,

@@ -495,3 +495,18 @@ fn list_cqs__completions_that_a_reset_discards_were_not_taken() {
     let cq = bed.rnic().list_cqs(0, 1).0[0];
     assert_eq!((cq.waiting, cq.moderation.taken), (0, 1));
 }
+
+#[test]
+fn deliver__to_a_queue_of_no_engine() {
+    let armed = ArmedQueues::default();
+    let queue = CompletionQueue::without_engine(2, 0, armed.clone());
+    let wc = WorkCompletion::default();
+    assert_eq!(queue.deliver(wc, false), Delivered::Quiet);
+    queue.arm(Arm::Next);
+    assert!(armed.any());
+    assert_eq!(queue.deliver(wc, false), Delivered::Tell);
+    assert!(queue.is_notified() && !armed.any());
+    assert_eq!(queue.deliver(wc, false), Delivered::Overrun { first: true });
+    assert_eq!(queue.poll(), Some(wc));
+    assert_eq!(queue.deliver(wc, false), Delivered::Overrun { first: false });
+}
