@@ -9,7 +9,8 @@ use std::net::IpAddr;
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
-use rdmux_wire::{node, push};
+use rdmux_wire::node::control;
+use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, carried};
@@ -154,7 +155,7 @@ fn push_message(input: &[u8]) {
 
 /// A message between a node and an application: there is one way to write each, so emitting gives back the input.
 pub(crate) fn node(input: &[u8]) {
-    if let Ok((request, message)) = node::Message::parse(input) {
+    if let Ok((request, message)) = control::Message::parse(input) {
         let mut bytes = Vec::new();
         message.emit(request, &mut bytes);
         assert_eq!(bytes, input);

@@ -44,15 +44,15 @@ macro_rules! codes {
             $($(#[$item_doc])* $item = $code,)*
         }
 
-        impl $crate::node::codec::Field for $name {
+        impl $crate::node::control::codec::Field for $name {
             fn put(&self, out: &mut Vec<u8>) {
-                $crate::node::codec::Field::put(&(*self as $int), out);
+                $crate::node::control::codec::Field::put(&(*self as $int), out);
             }
 
-            fn take(from: &mut $crate::node::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
-                match <$int as $crate::node::codec::Field>::take(from)? {
+            fn take(from: &mut $crate::node::control::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
+                match <$int as $crate::node::control::codec::Field>::take(from)? {
                     $($code => Ok($name::$item),)*
-                    other => Err($crate::node::undefined(stringify!($name), other.into())),
+                    other => Err($crate::node::control::undefined(stringify!($name), other.into())),
                 }
             }
         }
@@ -68,14 +68,14 @@ macro_rules! record {
             $($(#[$field_doc])* pub $field: $type,)*
         }
 
-        impl $crate::node::codec::Field for $name {
+        impl $crate::node::control::codec::Field for $name {
             fn put(&self, out: &mut Vec<u8>) {
-                $($crate::node::codec::Field::put(&self.$field, out);)*
+                $($crate::node::control::codec::Field::put(&self.$field, out);)*
             }
 
-            fn take(from: &mut $crate::node::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
+            fn take(from: &mut $crate::node::control::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
                 Ok($name {
-                    $($field: $crate::node::codec::Field::take(from)?,)*
+                    $($field: $crate::node::control::codec::Field::take(from)?,)*
                 })
             }
         }
@@ -108,13 +108,13 @@ macro_rules! messages {
             fn put(&self, out: &mut Vec<u8>) {
                 let _ = &out;
                 match self {
-                    $(Message::$name { $($field),* } => { $($crate::node::codec::Field::put($field, out);)* })*
+                    $(Message::$name { $($field),* } => { $($crate::node::control::codec::Field::put($field, out);)* })*
                 }
             }
 
-            fn take(type_code: u16, from: &mut $crate::node::codec::Reader<'_>) -> Result<Message, Malformed> {
+            fn take(type_code: u16, from: &mut $crate::node::control::codec::Reader<'_>) -> Result<Message, Malformed> {
                 match type_code {
-                    $($code => Ok(Message::$name { $($field: $crate::node::codec::Field::take(from)?,)* }),)*
+                    $($code => Ok(Message::$name { $($field: $crate::node::control::codec::Field::take(from)?,)* }),)*
                     other => Err(undefined("type of a node's message", other.into())),
                 }
             }
