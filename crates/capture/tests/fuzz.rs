@@ -30,8 +30,8 @@ fn fuzz__push() {
 }
 
 #[test]
-fn fuzz__node() {
-    fuzz("node", targets::node);
+fn fuzz__node_control() {
+    fuzz("node_control", targets::node_control);
 }
 
 #[test]
@@ -47,4 +47,9 @@ fn fuzz__check() {
 #[test]
 fn fuzz__rsocket() {
     fuzz("rsocket", targets::rsocket);
+}
+
+#[test]
+fn fuzz__node() {
+    fuzz("node", targets::node);
 }

@@ -204,7 +204,7 @@ fn be_type(bytes: &[u8]) -> u16 {
 /// `RDMUX_NODE_SEEDS_WRITE=1` writes the seeds again.
 #[test]
 fn emit__as_the_seeds_of_the_fuzzer() {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/node");
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/node_control");
     for (at, message) in each().into_iter().enumerate() {
         let mut bytes = Vec::new();
         message.emit(at as u32 + 100, &mut bytes);
