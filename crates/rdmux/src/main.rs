@@ -31,6 +31,8 @@ enum Command {
     Pull(cmd::pull::Args),
     /// Keep an append-only log in regions of several servers.
     Log(cmd::log::Args),
+    /// Own a device and share it with this user's applications.
+    Node(cmd::node::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
     /// Run an unmodified RDMA program on a host without an RNIC.
@@ -86,6 +88,7 @@ fn main() -> ExitCode {
     // The first one is the default.
     rdmux_soft::register();
     rdmux_hw::register();
+    rdmux_share::register();
     // Usage errors end here, with status 2.
     let cli = Cli::parse();
     let before = cli.objects;
@@ -103,6 +106,7 @@ fn main() -> ExitCode {
         Command::Push(args) => cmd::push::run(args),
         Command::Pull(args) => cmd::pull::run(args),
         Command::Log(args) => cmd::log::run(args),
+        Command::Node(args) => cmd::node::run(&args),
         Command::Perf(args) => cmd::perf::run(&args),
         Command::Run(args) => cmd::run::run(args),
         Command::Dev(args) => cmd::dev::run_dev(&args, before),

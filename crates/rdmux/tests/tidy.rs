@@ -26,7 +26,7 @@ const MAY_USE: [(&str, &[&str]); 20] = [
     (
         "crates/rdmux",
         &[
-            "capture", "hw", "log", "memory", "push", "runtime", "sim", "soft", "verbs", "wire",
+            "capture", "hw", "log", "memory", "push", "runtime", "share", "sim", "soft", "verbs", "wire",
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),

@@ -1,9 +1,27 @@
 //! One RDMA device for many processes: a node owns the device and serves applications that trust each other as little as the node trusts
 //! them.
 //!
-//! So far the crate has the rings between an application and the node ([`ring`]): how descriptors cross them, how the sides wake each
-//! other, and the memory. Begin with [`ring::NodeEnd`].
+//! [`node::Node`] is the process that owns a device, whatever its provider. [`register`] makes the provider `shared` known, whose devices are
+//! those of nodes: the engine and the queue pairs live in the node. Calls go to it over a control connection, work requests and completions
+//! through the rings of [`ring`]: how descriptors cross them, how the sides wake each other, and the memory.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+mod control;
+pub mod node;
+mod place;
+mod provider;
 pub mod ring;
+
+use rdmux_verbs::Features;
+
+pub use provider::{AttachError, register};
+
+/// Features of a device that a node passes on to applications.
+const FEATURES: Features = Features::UC
+    .union(Features::ATOMIC)
+    .union(Features::FLUSH_GLOBAL)
+    .union(Features::FLUSH_PERSISTENT)
+    .union(Features::ATOMIC_WRITE)
+    .union(Features::CONNECT_ANY)
+    .union(Features::BY_ADDRESS);

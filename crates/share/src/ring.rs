@@ -48,7 +48,7 @@ pub mod ready;
 #[cfg(test)]
 mod tests;
 
-pub use area::{Layout, LayoutError, RingArea};
+pub use area::{Layout, LayoutError, ReadyArea, RingArea};
 pub use doorbell::{Bell, BellWaiter};
 pub use ends::{ApplicationEnd, AttachError, Files, NodeEnd};
 pub use ready::{Announcer, ReadySet};

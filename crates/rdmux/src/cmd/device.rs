@@ -14,8 +14,8 @@ use crate::metrics;
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceArgs {
-    /// Provider of the device: `soft`, the RNIC in user space, or `hw`, the host's RNIC that has the address, through the system's
-    /// libibverbs and librdmacm (docs/hardware.md). The environment variable RDMUX_PROVIDER does the same for any program. [default: soft]
+    /// Provider of the device: `soft`, the RNIC in user space, `hw`, the host's RNIC that has the address, through the system's
+    /// libibverbs and librdmacm (docs/hardware.md), or `shared`, the device of `rdmux node`. The environment variable RDMUX_PROVIDER does the same for any program. [default: soft]
     #[arg(long, value_name = "PROVIDER", value_parser = parse_provider)]
     provider: Option<&'static str>,
     /// Inject faults at the device's port, in both directions, such as loss=1%,delay=5ms,seed=7. The kinds are loss, dup, reorder, corrupt,

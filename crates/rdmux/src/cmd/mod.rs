@@ -9,6 +9,7 @@ pub(crate) mod doctor;
 pub(crate) mod explain;
 pub(crate) mod generate;
 pub(crate) mod log;
+pub(crate) mod node;
 pub(crate) mod notes;
 pub(crate) mod objects;
 pub(crate) mod perf;

@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 
 use anyhow::{Context, Result, anyhow, bail};
-use rdmux_verbs::provider::folder::runtime_folder;
 use rdmux_verbs::faults::Spec;
+use rdmux_verbs::provider::folder::runtime_folder;
 use rdmux_verbs::resources::visible_addresses;
 
 use super::push::folder_of;

@@ -7,7 +7,7 @@
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rdmux_rnic::trace::{Note, Tracer};
@@ -15,9 +15,7 @@ use rdmux_rnic::{Qpn, Time};
 use rdmux_verbs::provider::folder::{open_folder, own_folder, own_path, uid};
 use rdmux_verbs::provider::user::outer_number;
 use rdmux_verbs::resources::DeviceAt;
-use rustix::fs::{
-    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, open, openat, unlinkat,
-};
+use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, openat, unlinkat};
 use rustix::io::{Errno, pwrite};
 
 use super::record::{RECORD_BYTES, TraceEntry, seal};

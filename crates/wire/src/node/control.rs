@@ -309,6 +309,10 @@ messages! {
         active_mtu: PathMtu,
         /// Number of completion vectors.
         vectors: u32,
+        /// Slots of the ring of requests.
+        submission_slots: u32,
+        /// Slots of the ring of completions.
+        completion_slots: u32,
     }
     /// Node: the object was made.
     3 Made {

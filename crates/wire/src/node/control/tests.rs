@@ -59,6 +59,8 @@ fn each() -> Vec<Message> {
             },
             active_mtu: PathMtu::Bytes4096,
             vectors: 2,
+            submission_slots: 4096,
+            completion_slots: 2048,
         },
         Message::Made { id: 7 },
         Message::Done {},

@@ -1,0 +1,554 @@
+//! The node: the process that owns a device and serves the applications of its user.
+//!
+//! [`Node`] is a driver: one thread that polls the rings of its applications and the device's completion queues while they have something, and
+//! else sleeps in epoll, as the waiting policy says ([`rdmux_verbs::waiting`]). What an application may do, and what comes of it, is in
+//! `application` and the modules behind it, which wait for nothing.
+
+mod application;
+mod connections;
+mod post;
+mod requests;
+mod table;
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use rdmux_verbs::provider::user::check_user;
+use rdmux_verbs::provider::{Waker, conditions};
+use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
+use rdmux_verbs::{CreateError, Device, EventQueue, wake_cost_ns};
+use rdmux_wire::node::control::{ErrorCode, Limits, Message, VERSION};
+use rustix::event::epoll;
+use rustix::io::Errno;
+
+use application::{Application, Detached, Shared, Token};
+
+use crate::control::Channel;
+use crate::control::convert::Refusal;
+use crate::place::Place;
+use crate::ring::{Layout, NodeEnd, WorkBytes};
+
+/// Applications of a node.
+const APPLICATIONS_MAX: usize = 1024;
+/// Slots of an application's rings: of requests and of completions.
+const SLOTS: (u32, u32) = (4096, 4096);
+/// Passes over busy rings between two looks at descriptors, each of which is a system call.
+const PASSES_PER_LOOK: u32 = 64;
+/// Messages that an application may send in a row before others have their turn.
+const MESSAGES_PER_TURN: usize = 64;
+
+/// Doorbells and queues wake the node each time that they ring, and need no call to be silent again.
+const EDGE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
+
+/// Why a node cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// A node serves the address already.
+    #[error("a node of this user serves {0} already")]
+    InUse(IpAddr),
+    /// The socket for applications cannot be made.
+    #[error("the socket for applications: {0}")]
+    Place(io::Error),
+    /// The device refuses an object that the node needs.
+    #[error("the node's device: {0}")]
+    Device(#[from] CreateError),
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl From<Errno> for NodeError {
+    fn from(error: Errno) -> NodeError {
+        NodeError::Io(error.into())
+    }
+}
+
+/// Ends a node from another thread, or from a handler of signals.
+#[derive(Clone, Debug)]
+pub struct Stopper(Arc<Stop>);
+
+#[derive(Debug)]
+struct Stop {
+    stopped: AtomicBool,
+    waker: Waker,
+}
+
+impl Stopper {
+    /// Has [`Node::run`] return.
+    pub fn stop(&self) {
+        self.0.stopped.store(true, Ordering::Release);
+        self.0.waker.wake();
+    }
+}
+
+/// What an event of the epoll set is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Place,
+    Stop,
+    Events,
+    Async,
+    /// The engine, while the node sleeps in its place.
+    Engine,
+    /// The control connection of the application of a slot.
+    Control(u32),
+    /// The doorbell or the completion queue of an application, which the next pass looks at anyway.
+    Work(u32),
+}
+
+impl Source {
+    fn word(self) -> u64 {
+        match self {
+            Source::Place => 0,
+            Source::Stop => 1,
+            Source::Events => 2,
+            Source::Async => 3,
+            Source::Engine => 4,
+            Source::Control(slot) => 1 << 32 | u64::from(slot),
+            Source::Work(slot) => 2 << 32 | u64::from(slot),
+        }
+    }
+
+    fn of_word(word: u64) -> Option<Source> {
+        let slot = word as u32;
+        Some(match (word >> 32, slot) {
+            (0, 0) => Source::Place,
+            (0, 1) => Source::Stop,
+            (0, 2) => Source::Events,
+            (0, 3) => Source::Async,
+            (0, 4) => Source::Engine,
+            (1, _) => Source::Control(slot),
+            (2, _) => Source::Work(slot),
+            _ => return None,
+        })
+    }
+}
+
+/// A node that serves applications on its device.
+#[derive(Debug)]
+pub struct Node {
+    shared: Shared,
+    place: Place,
+    epoll: rustix::fd::OwnedFd,
+    stop: Stopper,
+    applications: Vec<Option<Application>>,
+    policy: Policy,
+    bytes: WorkBytes,
+    /// Set once the descriptor of the engine is in the epoll set.
+    watches_engine: bool,
+}
+
+impl Node {
+    /// Takes the place of the node of the device's address.
+    ///
+    /// # Errors
+    /// There is a node, or a system call failed.
+    pub fn open(device: Device) -> Result<Node, NodeError> {
+        let address = device.address();
+        let place = Place::take(address).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => NodeError::InUse(address),
+            _ => NodeError::Place(error),
+        })?;
+        let stop = Stop {
+            stopped: AtomicBool::new(false),
+            waker: Waker::new()?,
+        };
+        let mut policy = Policy::new(wake_cost_ns());
+        policy.pin(WaitMode::of_environment());
+        let node = Node {
+            shared: Shared {
+                events: EventQueue::new()?,
+                device,
+            },
+            place,
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            stop: Stopper(Arc::new(stop)),
+            applications: Vec::new(),
+            policy,
+            bytes: WorkBytes::new(),
+            watches_engine: false,
+        };
+        let level = epoll::EventFlags::IN;
+        add(&node.epoll, &node.place.socket, Source::Place, level)?;
+        add(&node.epoll, node.stop.0.waker.fd(), Source::Stop, level)?;
+        add(&node.epoll, &node.shared.events, Source::Events, level)?;
+        let asynchronous = node.shared.device.async_event_fd();
+        add(&node.epoll, asynchronous, Source::Async, level)?;
+        Ok(node)
+    }
+
+    /// Returns what ends [`Node::run`].
+    pub fn stopper(&self) -> Stopper {
+        self.stop.clone()
+    }
+
+    /// Returns the device.
+    pub fn device(&self) -> &Device {
+        &self.shared.device
+    }
+
+    /// Serves until it is stopped.
+    ///
+    /// # Errors
+    /// The node itself can go on no more. Whatever an application does ends that application alone.
+    pub fn run(&mut self) -> Result<(), NodeError> {
+        while !self.stop.0.stopped.load(Ordering::Acquire) {
+            let mut passes = 0;
+            while self.pass() {
+                passes += 1;
+                if passes == PASSES_PER_LOOK {
+                    break;
+                }
+            }
+            if self.look(false)? || passes == PASSES_PER_LOOK {
+                continue;
+            }
+            self.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Moves requests from rings to the device and completions from the device to rings. Returns whether there were any.
+    fn pass(&mut self) -> bool {
+        let mut any = false;
+        for slot in 0..self.applications.len() {
+            let Some(application) = &mut self.applications[slot] else {
+                continue;
+            };
+            match application.move_work(&mut self.bytes) {
+                Ok(moved) => any |= moved,
+                Err(why) => self.detach(slot as u32, &why),
+            }
+        }
+        any
+    }
+
+    /// Polls as long as the policy expects that to cost less than a wake-up, and then sleeps.
+    fn wait(&mut self) -> Result<(), NodeError> {
+        let began = Instant::now();
+        let elapsed_ns = || began.elapsed().as_nanos() as u64;
+        loop {
+            let elapsed = elapsed_ns();
+            match self.policy.plan(elapsed, conditions(elapsed)) {
+                Plan::Sleep => break,
+                Plan::Spin { .. } => std::hint::spin_loop(),
+                Plan::Yield => std::thread::yield_now(),
+            }
+            if self.pass() || self.look(false)? {
+                self.policy.came(elapsed_ns());
+                return Ok(());
+            }
+        }
+        if self.prepare_sleep() {
+            let mut watch = self.shared.device.watch();
+            if let Some(watch) = &watch
+                && !self.watches_engine
+            {
+                add(&self.epoll, watch, Source::Engine, epoll::EventFlags::IN)?;
+                self.watches_engine = true;
+            }
+            if watch.as_mut().is_none_or(|watch| watch.prepare()) {
+                self.look(true)?;
+            }
+            // Processes the packets that woke this thread, before the next pass.
+            drop(watch);
+            self.policy.woke(elapsed_ns(), None);
+        } else {
+            self.policy.came(elapsed_ns());
+        }
+        for application in self.applications.iter_mut().flatten() {
+            application.awake();
+        }
+        Ok(())
+    }
+
+    /// Prepares all applications for a sleep. Returns false if there is something to do.
+    fn prepare_sleep(&mut self) -> bool {
+        let mut sleeps = true;
+        for slot in 0..self.applications.len() {
+            let Some(application) = &mut self.applications[slot] else {
+                continue;
+            };
+            match application.prepare_sleep() {
+                Ok(may) => sleeps &= may,
+                Err(why) => {
+                    self.detach(slot as u32, &why);
+                    sleeps = false;
+                }
+            }
+        }
+        sleeps
+    }
+
+    /// Looks at descriptors; `sleeps`: waits until one is readable. Returns whether there was something to do besides what a pass does.
+    fn look(&mut self, sleeps: bool) -> Result<bool, NodeError> {
+        let mut any = false;
+        // A token is there before the descriptor says so.
+        for _ in 0..MESSAGES_PER_TURN {
+            let Some(word) = self.shared.events.poll() else {
+                break;
+            };
+            any = true;
+            self.happened(Token::of_word(word));
+        }
+        let timeout = rustix::event::Timespec::default();
+        let timeout = (!sleeps || any).then_some(&timeout);
+        let mut found = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 32];
+        let count = match epoll::wait(&self.epoll, &mut found, timeout) {
+            Ok(count) => count,
+            Err(Errno::INTR) => 0,
+            Err(error) => return Err(error.into()),
+        };
+        for event in &found[..count] {
+            any |= match Source::of_word(event.data.u64()) {
+                Some(Source::Place) => self.accept()?,
+                Some(Source::Async) => self.device_has_news(),
+                Some(Source::Control(slot)) => self.control(slot),
+                Some(Source::Events | Source::Stop) => true,
+                Some(Source::Engine | Source::Work(_)) | None => false,
+            };
+        }
+        Ok(any)
+    }
+
+    /// Accepts the applications that wait. Returns whether there were any.
+    fn accept(&mut self) -> Result<bool, NodeError> {
+        let mut any = false;
+        for _ in 0..MESSAGES_PER_TURN {
+            let socket = match self.place.accept() {
+                Ok(Some(socket)) => socket,
+                Ok(None) => break,
+                // Without a descriptor for it, it waits until another application has gone.
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => break,
+                Err(error) => return Err(error.into()),
+            };
+            any = true;
+            // One of another user, for whom this folder is closed, has no business here.
+            if check_user(&socket).is_err() {
+                continue;
+            }
+            let free = self.applications.iter().position(Option::is_none);
+            let slot = free.unwrap_or(self.applications.len());
+            if slot >= APPLICATIONS_MAX {
+                continue;
+            }
+            if slot == self.applications.len() {
+                self.applications.push(None);
+            }
+            let slot_number = slot as u32;
+            let Ok(application) = Application::new(&self.shared, Channel::new(socket), slot_number) else {
+                continue;
+            };
+            let control = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
+            let added = add(
+                &self.epoll,
+                &application.channel,
+                Source::Control(slot_number),
+                control,
+            )
+            .and_then(|()| add(&self.epoll, &application.cq, Source::Work(slot_number), EDGE));
+            if added.is_ok() {
+                self.applications[slot] = Some(application);
+            }
+        }
+        Ok(any)
+    }
+
+    /// Handles messages of an application. Returns whether there were any.
+    fn control(&mut self, slot: u32) -> bool {
+        let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
+            return false;
+        };
+        let handled = application.control(&self.shared, &self.epoll, &mut self.bytes);
+        let writes = application.channel.has_waiting();
+        match handled {
+            Ok(any) => {
+                let mut flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
+                flags.set(epoll::EventFlags::OUT, writes);
+                let data = epoll::EventData::new_u64(Source::Control(slot).word());
+                let _ = epoll::modify(&self.epoll, &application.channel, data, flags);
+                any
+            }
+            Err(why) => {
+                self.detach(slot, &why);
+                true
+            }
+        }
+    }
+
+    /// Passes on what happened to an object of an application.
+    fn happened(&mut self, token: Token) {
+        let Some(Some(application)) = self.applications.get_mut(token.slot as usize) else {
+            return;
+        };
+        let told = loop {
+            match application.happened(token) {
+                Ok(true) => {}
+                other => break other.map(|_| ()),
+            }
+        };
+        if let Err(why) = told {
+            self.detach(token.slot, &why);
+        }
+    }
+
+    /// Passes the device's events on. Returns whether there were any.
+    fn device_has_news(&mut self) -> bool {
+        let mut any = false;
+        while let Some(event) = self.shared.device.poll_async_event() {
+            any = true;
+            for slot in 0..self.applications.len() {
+                if let Some(application) = &mut self.applications[slot]
+                    && let Err(why) = application.device_has_news(event)
+                {
+                    self.detach(slot as u32, &why);
+                }
+            }
+        }
+        any
+    }
+
+    /// Ends an application: everything that it has goes.
+    fn detach(&mut self, slot: u32, why: &Detached) {
+        let Some(application) = self.applications.get_mut(slot as usize).and_then(Option::take) else {
+            return;
+        };
+        let mut application = application;
+        if let Detached::Protocol(why) = why {
+            let text = format!("detached: {why}");
+            let _ = application
+                .channel
+                .send(0, &Refusal::new(ErrorCode::Protocol, text).message());
+        }
+        // Its descriptors leave the epoll set when they are closed.
+        drop(application);
+    }
+}
+
+impl Application {
+    /// Handles messages. Returns whether there were any.
+    fn control(
+        &mut self,
+        shared: &Shared,
+        epoll: impl AsFd,
+        bytes: &mut WorkBytes,
+    ) -> Result<bool, Detached> {
+        self.channel.flush()?;
+        let mut any = false;
+        for _ in 0..MESSAGES_PER_TURN {
+            // One that does not read its answers gets no more of them.
+            if self.channel.has_waiting() {
+                break;
+            }
+            let Some(received) = self.channel.receive()? else {
+                break;
+            };
+            any = true;
+            if self.rings.is_none() {
+                self.attach(shared, &epoll, received.request, &received.message)?;
+                continue;
+            }
+            // What it has posted before the request comes before the request.
+            while self.take_work(bytes)? {}
+            let answer = self.carry_out(shared, received.message, received.descriptors);
+            let answer = match answer {
+                Err(refusal) if refusal.code == ErrorCode::Protocol => {
+                    return Err(Detached::Protocol(refusal.text));
+                }
+                Err(refusal) => refusal.message(),
+                Ok(answer) => answer,
+            };
+            self.channel.send(received.request, &answer)?;
+        }
+        Ok(any)
+    }
+
+    /// Agrees on a version with an application, and gives it its rings.
+    fn attach(
+        &mut self,
+        shared: &Shared,
+        epoll: impl AsFd,
+        request: u32,
+        message: &Message,
+    ) -> Result<(), Detached> {
+        let Message::Attach {
+            version_min,
+            version_max,
+            name,
+        } = message
+        else {
+            return Err(Detached::Protocol(format!("{} before Attach", message.name())));
+        };
+        if !(*version_min..=*version_max).contains(&VERSION) {
+            let text =
+                format!("the node has version {VERSION}, the application {version_min} to {version_max}");
+            let refusal = Refusal::new(ErrorCode::Version, text);
+            self.channel.send(request, &refusal.clone().message())?;
+            return Err(Detached::Protocol(refusal.text));
+        }
+        self.name.clone_from(name);
+        let made = Layout::new(1, SLOTS.0, 1, SLOTS.1)
+            .map_err(io::Error::other)
+            .and_then(NodeEnd::create);
+        let (end, files) = made.map_err(|error| Detached::Protocol(error.to_string()))?;
+        let source = Source::Work(self.slot());
+        add(epoll, end.waiter(), source, EDGE).map_err(|error| Detached::Protocol(error.to_string()))?;
+        let device = &shared.device;
+        let limits = device.limits();
+        let answer = Message::Attached {
+            version: VERSION,
+            address: device.address(),
+            features: (device.features() & crate::FEATURES).bits(),
+            limits: Limits {
+                queue_pairs: limits.queue_pairs.min(application::QPS_MAX as u32),
+                memory_regions: limits.memory_regions.min(application::REGIONS_MAX as u32),
+                work_requests: application::WORK_REQUESTS_MAX,
+                sges: limits.sges,
+                inline_bytes: limits.inline_bytes,
+                message_bytes: limits.message_bytes,
+            },
+            active_mtu: device.active_mtu(),
+            vectors: device.completion_vectors(),
+            submission_slots: SLOTS.0,
+            completion_slots: SLOTS.1,
+        };
+        self.channel.send_with(request, &answer, &files.as_fds())?;
+        self.rings = Some(post::Rings::new(end));
+        Ok(())
+    }
+}
+
+fn add(epoll: impl AsFd, descriptor: impl AsFd, source: Source, flags: epoll::EventFlags) -> io::Result<()> {
+    let descriptor: BorrowedFd<'_> = descriptor.as_fd();
+    let data = epoll::EventData::new_u64(source.word());
+    Ok(epoll::add(epoll, descriptor, data, flags)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_word__each_source() {
+        for source in [
+            Source::Place,
+            Source::Stop,
+            Source::Events,
+            Source::Async,
+            Source::Engine,
+            Source::Control(0),
+            Source::Control(u32::MAX),
+            Source::Work(7),
+        ] {
+            assert_eq!(Source::of_word(source.word()), Some(source));
+        }
+        assert_eq!(Source::of_word(u64::MAX), None);
+    }
+}

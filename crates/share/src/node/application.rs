@@ -1,0 +1,247 @@
+//! One application of a node: its control connection, its rings, and the objects that it has in the node's device.
+//!
+//! Nothing that an application sends is trusted. It names objects by ids among its own, whose number is bounded; each of its protection domains
+//! is one of the device, whose engine checks keys and ranges against it. So the worst that it can do is to have itself detached.
+
+use std::collections::HashMap;
+use std::collections::VecDeque;
+
+use rdmux_verbs::{
+    CompletionQueue, Connecting, Connection, ConnectionRequest, CreateError, Device, EventQueue, Listener,
+    MemoryRegion, ProtectionDomain, Qpn, QueuePair, WorkCompletion,
+};
+use rdmux_wire::node::control::{ErrorCode, Kind, Message};
+
+use super::post::Rings;
+use super::table::Table;
+use crate::control::convert::Refusal;
+use crate::control::{Channel, Ended};
+
+/// Protection domains of an application.
+const PDS_MAX: usize = 256;
+/// Regions of an application.
+pub(super) const REGIONS_MAX: usize = 4096;
+/// Queue pairs of an application.
+pub(super) const QPS_MAX: usize = 2048;
+/// Listeners of an application.
+const LISTENERS_MAX: usize = 256;
+/// Requests of peers that an application has not decided.
+const REQUESTS_MAX: usize = 1024;
+/// Connections and attempts of an application: some may have lost their queue pairs.
+const CONNECTIONS_MAX: usize = 2 * QPS_MAX;
+/// Requests that a queue of a queue pair can hold.
+pub(super) const WORK_REQUESTS_MAX: u32 = 1 << 14;
+/// Requests that all queues of an application can hold: the node keeps the completions of so many.
+const ALL_WORK_REQUESTS_MAX: u32 = 1 << 20;
+
+/// A queue pair of an application.
+#[derive(Debug)]
+pub(super) struct Qp {
+    pub(super) qp: QueuePair,
+    /// Most completions that the node keeps of it.
+    pub(super) completions: u32,
+    /// Set once the application knows that it has failed.
+    pub(super) failed: bool,
+}
+
+/// A connection of an application, or an attempt to connect.
+#[derive(Debug)]
+pub(super) enum Link {
+    Attempt(Connecting),
+    Made {
+        connection: Connection,
+        /// What the application knows: established, ended.
+        known: (bool, bool),
+    },
+}
+
+/// A connection with its queue pair.
+#[derive(Debug)]
+pub(super) struct Linked {
+    pub(super) link: Link,
+    pub(super) qp: u32,
+}
+
+/// Why a node detaches an application.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Detached {
+    /// Its control connection ended.
+    #[error(transparent)]
+    Ended(#[from] Ended),
+    /// It sent what no application sends.
+    #[error("{0}")]
+    Protocol(String),
+}
+
+/// What the applications of a node have in common.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) device: Device,
+    /// Reports what happens to listeners, attempts and connections.
+    pub(super) events: EventQueue,
+}
+
+/// An application that is attached, or about to.
+#[derive(Debug)]
+pub(super) struct Application {
+    pub(super) channel: Channel,
+    /// Its slot, which the tokens of its objects begin with.
+    slot: u32,
+    pub(super) name: String,
+    /// The rings, once it is attached.
+    pub(super) rings: Option<Rings>,
+    // A connection ends before its queue pair, and a queue pair before its memory.
+    pub(super) connections: Table<Linked>,
+    pub(super) requests: Table<ConnectionRequest>,
+    pub(super) listeners: Table<Listener>,
+    pub(super) qps: Table<Qp>,
+    pub(super) by_qpn: HashMap<Qpn, u32>,
+    pub(super) regions: Table<MemoryRegion>,
+    pub(super) pds: Table<ProtectionDomain>,
+    /// The device's queue for all its completions: what its ring does not take stays there.
+    pub(super) cq: CompletionQueue,
+    /// Completions that the queue has room for, and those that it needs room for.
+    room: u32,
+    needed: u32,
+    /// Completions that were taken out of the queue and do not fit the ring: less than one batch.
+    pub(super) kept: VecDeque<WorkCompletion>,
+}
+
+/// Completions that the queue of an application without queue pairs has room for.
+const ROOM_MIN: u32 = 256;
+
+impl Application {
+    /// Begins to serve the process at the other end of a channel.
+    pub(super) fn new(shared: &Shared, channel: Channel, slot: u32) -> Result<Application, CreateError> {
+        Ok(Application {
+            channel,
+            slot,
+            name: String::new(),
+            rings: None,
+            connections: Table::new(CONNECTIONS_MAX),
+            requests: Table::new(REQUESTS_MAX),
+            listeners: Table::new(LISTENERS_MAX),
+            qps: Table::new(QPS_MAX),
+            by_qpn: HashMap::new(),
+            regions: Table::new(REGIONS_MAX),
+            pds: Table::new(PDS_MAX),
+            cq: shared.device.create_cq(ROOM_MIN)?,
+            room: ROOM_MIN,
+            needed: 0,
+            kept: VecDeque::new(),
+        })
+    }
+
+    pub(super) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// Returns the token under which an object reports.
+    pub(super) fn token(&self, kind: Kind, id: u32) -> u64 {
+        Token {
+            slot: self.slot,
+            kind,
+            id,
+        }
+        .word()
+    }
+
+    /// Returns a queue pair.
+    pub(super) fn qp(&self, id: u32) -> Result<&Qp, Refusal> {
+        self.qps.get(id).ok_or_else(|| no_object(Kind::Qp))
+    }
+
+    /// Makes room for the completions of one more queue pair.
+    pub(super) fn reserve(&mut self, completions: u32) -> Result<(), Refusal> {
+        let needed = self.needed.saturating_add(completions);
+        if needed > ALL_WORK_REQUESTS_MAX {
+            return Err(limit("requests of all queue pairs"));
+        }
+        if needed > self.room {
+            let room = needed.next_power_of_two();
+            let resized = self.cq.resize(room);
+            resized.map_err(|error| Refusal::new(ErrorCode::Limit, error.to_string()))?;
+            self.room = room;
+        }
+        self.needed = needed;
+        Ok(())
+    }
+
+    /// Gives room back.
+    pub(super) fn release(&mut self, completions: u32) {
+        self.needed = self.needed.saturating_sub(completions);
+    }
+
+    /// Sends an event.
+    pub(super) fn tell(&mut self, event: &Message) -> Result<(), Detached> {
+        Ok(self.channel.send(0, event)?)
+    }
+
+    /// Tells the application that a queue pair has failed, unless it knows.
+    pub(super) fn tell_failure(&mut self, qp: u32) -> Result<(), Detached> {
+        let Some(Qp { qp: pair, failed, .. }) = self.qps.get_mut(qp) else {
+            return Ok(());
+        };
+        let Some(status) = pair.error().filter(|_| !*failed) else {
+            return Ok(());
+        };
+        *failed = true;
+        let status = crate::control::convert::status_to_wire(status);
+        self.tell(&Message::Failed { qp, status })
+    }
+}
+
+/// Names an object of an application to an [`EventQueue`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Token {
+    pub(super) slot: u32,
+    pub(super) kind: Kind,
+    pub(super) id: u32,
+}
+
+impl Token {
+    fn word(self) -> u64 {
+        let kind = u64::from(self.kind == Kind::Listener);
+        u64::from(self.slot) << 33 | kind << 32 | u64::from(self.id)
+    }
+
+    /// Returns the token of a word: of a listener, or of a connection.
+    pub(super) fn of_word(word: u64) -> Token {
+        Token {
+            slot: (word >> 33) as u32,
+            kind: match word >> 32 & 1 {
+                0 => Kind::Connection,
+                _ => Kind::Listener,
+            },
+            id: word as u32,
+        }
+    }
+}
+
+pub(super) fn no_object(kind: Kind) -> Refusal {
+    Refusal::new(
+        ErrorCode::NoObject,
+        format!("no object of this kind and id: {kind:?}"),
+    )
+}
+
+pub(super) fn limit(what: &str) -> Refusal {
+    Refusal::new(ErrorCode::Limit, format!("the application has too many {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_word__each_token() {
+        for (slot, kind, id) in [
+            (0, Kind::Listener, 0),
+            (7, Kind::Connection, u32::MAX),
+            (0xffff, Kind::Listener, 1 << 16),
+        ] {
+            let token = Token { slot, kind, id };
+            assert_eq!(Token::of_word(token.word()), token);
+        }
+    }
+}

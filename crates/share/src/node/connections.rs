@@ -1,0 +1,146 @@
+//! Tells an application what happens to its listeners, attempts and connections, and to the device.
+
+use std::time::Duration;
+
+use rdmux_verbs::{AsyncEvent, ConnectError};
+use rdmux_wire::node::control::{Kind, Message, PrivateData};
+
+use super::application::{Application, Detached, Link, Token};
+use super::requests::refused;
+use crate::control::convert::{Refusal, endpoint_to_wire, event_to_wire};
+
+/// Requests of peers that are passed on at once; the listener reports again if there are more.
+const REQUESTS_PER_EVENT: usize = 64;
+
+impl Application {
+    /// Looks at the object of a token. Returns whether there may be more at once.
+    pub(super) fn happened(&mut self, token: Token) -> Result<bool, Detached> {
+        match token.kind {
+            Kind::Listener => self.listener_has_news(token.id),
+            _ => self.connection_has_news(token.id).map(|()| false),
+        }
+    }
+
+    fn listener_has_news(&mut self, listener: u32) -> Result<bool, Detached> {
+        for _ in 0..REQUESTS_PER_EVENT {
+            let Some(listening) = self.listeners.get(listener) else {
+                return Ok(false);
+            };
+            let Some(request) = listening.accept(Duration::ZERO) else {
+                return Ok(false);
+            };
+            let event = |id| Message::Requested {
+                listener,
+                request: id,
+                peer: request.peer(),
+                peer_port: request.peer_port(),
+                remote: endpoint_to_wire(request.remote()),
+                private_data: PrivateData::new(request.private_data()).unwrap_or_default(),
+            };
+            let event = event(0);
+            // Without room it is dropped, and so refused: the peer of an application that decides nothing learns that.
+            if let Some(id) = self.requests.insert(request) {
+                let mut event = event;
+                if let Message::Requested { request, .. } = &mut event {
+                    *request = id;
+                }
+                self.tell(&event)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn connection_has_news(&mut self, id: u32) -> Result<(), Detached> {
+        let Some(linked) = self.connections.get_mut(id) else {
+            return Ok(());
+        };
+        let qp = linked.qp;
+        if let Link::Attempt(attempt) = &mut linked.link {
+            match attempt.poll() {
+                None => return Ok(()),
+                Some(Ok(connection)) => {
+                    let event = Message::Connected {
+                        connection: id,
+                        remote: connection.remote().map(endpoint_to_wire),
+                        private_data: PrivateData::new(connection.private_data()).unwrap_or_default(),
+                    };
+                    let known = (true, false);
+                    linked.link = Link::Made { connection, known };
+                    self.tell(&event)?;
+                }
+                Some(Err(error)) => {
+                    self.connections.remove(id);
+                    return self.tell(&attempt_failed(id, error));
+                }
+            }
+        }
+        self.tell_failure(qp)?;
+        self.tell_progress(id)
+    }
+
+    fn tell_progress(&mut self, id: u32) -> Result<(), Detached> {
+        let Some(linked) = self.connections.get_mut(id) else {
+            return Ok(());
+        };
+        let Link::Made { connection, known } = &mut linked.link else {
+            return Ok(());
+        };
+        let progress = connection.progress();
+        let now = (progress.established.is_some(), progress.ended.is_some());
+        let now = (now.0 || known.0, now.1 || known.1);
+        if std::mem::replace(known, now) == now {
+            return Ok(());
+        }
+        let (established, ended) = now;
+        self.tell(&Message::Progressed {
+            connection: id,
+            established,
+            ended,
+        })
+    }
+
+    /// Passes on an event of the device, if it concerns this application.
+    pub(super) fn device_has_news(&mut self, event: AsyncEvent) -> Result<(), Detached> {
+        if let AsyncEvent::CqError(cqn) = event {
+            // Only an application that posts more than it reserved room for can do that to its queue.
+            return match cqn == self.cq.cqn() {
+                true => Err(Detached::Protocol(
+                    "it has more requests in flight than its queue pairs hold".into(),
+                )),
+                false => Ok(()),
+            };
+        }
+        let Some((kind, qpn)) = event_to_wire(event) else {
+            return Ok(());
+        };
+        let qp = match qpn {
+            None => 0,
+            Some(qpn) => match self.by_qpn.get(&qpn) {
+                Some(qp) => *qp,
+                None => return Ok(()),
+            },
+        };
+        if qpn.is_some() {
+            self.tell_failure(qp)?;
+        }
+        if self.rings.is_none() {
+            return Ok(());
+        }
+        self.tell(&Message::Event { kind, qp })
+    }
+}
+
+fn attempt_failed(connection: u32, error: ConnectError) -> Message {
+    let (reason, data) = match &error {
+        ConnectError::Rejected { reason, private_data } => (Some(*reason), PrivateData::new(private_data)),
+        _ => (None, None),
+    };
+    let Refusal { code, text, .. } = refused(error);
+    Message::Refused {
+        connection,
+        reason,
+        private_data: data.unwrap_or_default(),
+        code,
+        text,
+    }
+}

@@ -1,0 +1,303 @@
+//! Carries out the requests of an application.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rdmux_memory::AnonymousMemory;
+use rdmux_rnic::{Access, QpType};
+use rdmux_verbs::{Carrier, ConnectError, ConnectPair, QpOptions};
+use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateData};
+
+use super::application::{Application, Link, Linked, Qp, Shared, WORK_REQUESTS_MAX, limit, no_object};
+use crate::control::convert::{
+    Refusal, attributes_of, counters_to_wire, params_of, path_to_wire, qp_type_of, state_of, state_to_wire,
+};
+
+/// Maximum private data of an answer to a request: IBTA Vol 1, 12.6.8.
+const ANSWER_DATA_MAX: usize = 196;
+
+impl Application {
+    /// Carries out a request, and returns the answer.
+    ///
+    /// # Errors
+    /// The refusal. After one with [`ErrorCode::Protocol`] the application is detached.
+    pub(super) fn carry_out(
+        &mut self,
+        shared: &Shared,
+        request: Message,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Message, Refusal> {
+        match request {
+            Message::AllocPd {} => {
+                if !self.pds.has_room() {
+                    return Err(limit("protection domains"));
+                }
+                let pd = shared.device.alloc_pd()?;
+                made(self.pds.insert(pd), "protection domains")
+            }
+            Message::Register {
+                pd,
+                offset,
+                length,
+                iova,
+                access,
+            } => self.register(pd, (offset, length, iova), access, descriptors),
+            Message::CreateQp {
+                pd,
+                qp_type,
+                max_send_wr,
+                max_recv_wr,
+            } => self.create_qp(pd, qp_type, max_send_wr, max_recv_wr),
+            Message::Modify { qp, to, attributes } => {
+                let qp = &self.qp(qp)?.qp;
+                qp.modify(state_of(to), &attributes_of(&attributes))?;
+                Ok(Message::Done {})
+            }
+            Message::Query { qp } => self.query(qp),
+            Message::Retire { qp } => {
+                self.qp(qp)?.qp.retire();
+                Ok(Message::Done {})
+            }
+            Message::Destroy { kind, id } => self.destroy(kind, id),
+            Message::Listen { service, unreliable } => {
+                if !self.listeners.has_room() {
+                    return Err(limit("listeners"));
+                }
+                let types: &[QpType] = match unreliable {
+                    true => &[QpType::Rc, QpType::Uc],
+                    false => &[QpType::Rc],
+                };
+                let listener = shared.device.listen_service(service, types)?;
+                let id = self
+                    .listeners
+                    .insert(listener)
+                    .ok_or_else(|| limit("listeners"))?;
+                let token = self.token(Kind::Listener, id);
+                if let Some(listener) = self.listeners.get(id) {
+                    listener.notify(&shared.events, token);
+                }
+                Ok(Message::Made { id })
+            }
+            Message::Connect {
+                qp,
+                peer,
+                params,
+                private_data,
+            } => {
+                if !self.connections.has_room() {
+                    return Err(limit("connections"));
+                }
+                let pair = ConnectPair::Own(&self.qp(qp)?.qp);
+                let attempt =
+                    shared
+                        .device
+                        .start_connect(pair, peer, &params_of(&params), private_data.bytes());
+                let link = Link::Attempt(attempt.map_err(refused)?);
+                self.link(shared, Linked { link, qp })
+            }
+            Message::Accept {
+                request,
+                qp,
+                params,
+                private_data,
+            } => self.accept(shared, (request, qp), &params, &private_data),
+            Message::Reject {
+                request,
+                private_data,
+            } => {
+                let request = self.requests.remove(request);
+                let request = request.ok_or_else(|| no_object(Kind::Connection))?;
+                request.reject(private_data.bytes());
+                Ok(Message::Done {})
+            }
+            Message::Disconnect { connection } => {
+                let linked = self.connections.get(connection);
+                match linked.map(|linked| &linked.link) {
+                    Some(Link::Made { connection, .. }) => connection.disconnect(),
+                    Some(Link::Attempt(_)) | None => return Err(no_object(Kind::Connection)),
+                }
+                Ok(Message::Done {})
+            }
+            Message::Count {} => Ok(Message::Counts {
+                values: counters_to_wire(&shared.device.counters()),
+            }),
+            Message::AskMtu { peer } => Ok(Message::Mtu {
+                mtu: shared.device.path_mtu_to(peer)?,
+            }),
+            Message::CountObjects {} => Ok(Message::Objects {
+                qps: self.qps.len() as u32,
+                regions: self.regions.len() as u32,
+            }),
+            other => Err(Refusal::new(
+                ErrorCode::Protocol,
+                format!(
+                    "{} is no request, or not one of an attached application",
+                    other.name()
+                ),
+            )),
+        }
+    }
+
+    fn register(
+        &mut self,
+        pd: u32,
+        (offset, length, iova): (u64, u64, u64),
+        access: u32,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Message, Refusal> {
+        if !self.regions.has_room() {
+            return Err(limit("memory regions"));
+        }
+        let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?;
+        let access = Access::from_bits(access);
+        let access = access
+            .ok_or_else(|| Refusal::new(ErrorCode::Unsupported, "an access right that nodes do not know"))?;
+        let [file] = <[OwnedFd; 1]>::try_from(descriptors)
+            .map_err(|_| Refusal::new(ErrorCode::Memory, "a registration comes with one file in memory"))?;
+        let memory = AnonymousMemory::of_file(file).map_err(|error| {
+            Refusal::new(
+                ErrorCode::Memory,
+                format!("the node cannot map the memory: {error}"),
+            )
+        })?;
+        let region = pd.reg_mr(Arc::new(memory), offset, length, iova, access)?;
+        let (lkey, rkey) = (region.lkey(), region.rkey());
+        let id = self
+            .regions
+            .insert(region)
+            .ok_or_else(|| limit("memory regions"))?;
+        Ok(Message::Registered { id, lkey, rkey })
+    }
+
+    fn create_qp(
+        &mut self,
+        pd: u32,
+        qp_type: wire::QpType,
+        max_send_wr: u32,
+        max_recv_wr: u32,
+    ) -> Result<Message, Refusal> {
+        if !self.qps.has_room() {
+            return Err(limit("queue pairs"));
+        }
+        if max_send_wr > WORK_REQUESTS_MAX || max_recv_wr > WORK_REQUESTS_MAX {
+            return Err(limit("requests of a queue pair"));
+        }
+        let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?.clone();
+        let completions = max_send_wr + max_recv_wr;
+        self.reserve(completions)?;
+        let options = QpOptions {
+            qp_type: qp_type_of(qp_type),
+            max_send_wr,
+            max_recv_wr,
+            ..QpOptions::new(&self.cq)
+        };
+        let qp = pd
+            .create_qp(&options)
+            .inspect_err(|_| self.release(completions))?;
+        let qpn = qp.qpn();
+        let failed = false;
+        let qp = Qp {
+            qp,
+            completions,
+            failed,
+        };
+        let id = self.qps.insert(qp).ok_or_else(|| limit("queue pairs"))?;
+        self.by_qpn.insert(qpn, id);
+        Ok(Message::QpMade { id, qpn })
+    }
+
+    fn query(&self, qp: u32) -> Result<Message, Refusal> {
+        let qp = &self.qp(qp)?.qp;
+        let info = qp.query();
+        let info =
+            info.ok_or_else(|| Refusal::new(ErrorCode::State, "the device knows nothing of the queue pair"))?;
+        Ok(Message::QpInfo {
+            state: state_to_wire(info.state),
+            dest_qpn: info.dest_qpn,
+            path: info.path.as_ref().map(path_to_wire),
+            path_mtu: info.path_mtu,
+            send_outstanding: info.send_outstanding.try_into().unwrap_or(u32::MAX),
+            recv_posted: info.recv_posted.try_into().unwrap_or(u32::MAX),
+            carrier: qp.carrier().map(|carrier| match carrier {
+                Carrier::SharedMemory => "shared memory".into(),
+                Carrier::Rnic => "RNIC".into(),
+                Carrier::Udp(why) => why,
+            }),
+        })
+    }
+
+    fn destroy(&mut self, kind: Kind, id: u32) -> Result<Message, Refusal> {
+        let is_there = match kind {
+            Kind::Pd => self.pds.remove(id).is_some(),
+            Kind::Region => self.regions.remove(id).is_some(),
+            Kind::Qp => self.remove_qp(id),
+            Kind::Listener => self.listeners.remove(id).is_some(),
+            Kind::Connection => self.connections.remove(id).is_some(),
+        };
+        is_there
+            .then_some(Message::Done {})
+            .ok_or_else(|| no_object(kind))
+    }
+
+    fn remove_qp(&mut self, id: u32) -> bool {
+        let Some(Qp { qp, completions, .. }) = self.qps.remove(id) else {
+            return false;
+        };
+        self.by_qpn.remove(&qp.qpn());
+        self.release(completions);
+        true
+    }
+
+    fn accept(
+        &mut self,
+        shared: &Shared,
+        (request, qp): (u32, u32),
+        params: &wire::ConnectParams,
+        private_data: &PrivateData,
+    ) -> Result<Message, Refusal> {
+        if !self.connections.has_room() {
+            return Err(limit("connections"));
+        }
+        if private_data.bytes().len() > ANSWER_DATA_MAX {
+            return Err(refused(ConnectError::PrivateData));
+        }
+        let pair = self.qp(qp)?.qp.clone();
+        let request = self.requests.remove(request);
+        let request = request.ok_or_else(|| no_object(Kind::Connection))?;
+        let connection = request.accept(&pair, &params_of(params), private_data.bytes());
+        let link = Link::Made {
+            connection: connection.map_err(refused)?,
+            known: (false, false),
+        };
+        self.link(shared, Linked { link, qp })
+    }
+
+    /// Adds a connection or an attempt, which reports from then on.
+    fn link(&mut self, shared: &Shared, linked: Linked) -> Result<Message, Refusal> {
+        let id = self
+            .connections
+            .insert(linked)
+            .ok_or_else(|| limit("connections"))?;
+        let token = self.token(Kind::Connection, id);
+        match self.connections.get(id).map(|linked| &linked.link) {
+            Some(Link::Attempt(attempt)) => attempt.notify(&shared.events, token),
+            Some(Link::Made { connection, .. }) => connection.notify(&shared.events, token),
+            None => {}
+        }
+        Ok(Message::Made { id })
+    }
+}
+
+fn made(id: Option<u32>, what: &str) -> Result<Message, Refusal> {
+    id.map(|id| Message::Made { id }).ok_or_else(|| limit(what))
+}
+
+/// Returns the refusal for an error of connecting that is not the peer's.
+pub(super) fn refused(error: ConnectError) -> Refusal {
+    match error {
+        ConnectError::Io(error) => error.into(),
+        ConnectError::Modify(error) => error.into(),
+        ConnectError::Unreachable(_) => Refusal::new(ErrorCode::Unreachable, error.to_string()),
+        other => Refusal::new(ErrorCode::State, other.to_string()),
+    }
+}
