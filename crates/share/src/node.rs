@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::user::check_user;
 use rdmux_verbs::provider::{Waker, conditions};
 use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
@@ -233,7 +234,7 @@ impl Node {
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         loop {
             let elapsed = elapsed_ns();
-            match self.policy.plan(elapsed, conditions(elapsed)) {
+            match self.policy.plan(elapsed, conditions(now().0)) {
                 Plan::Sleep => break,
                 Plan::Spin { .. } => std::hint::spin_loop(),
                 Plan::Yield => std::thread::yield_now(),

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Arm, Cqn, Delivered, TooShort, WorkCompletion};
+use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::{self, Object, Registration, Waker, conditions, deadline_after};
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, Policy};
@@ -108,7 +109,7 @@ impl CompletionQueue {
     /// Takes what is in the ring, if the queue is empty. A node that writes no completions is one that has gone.
     fn look<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         look().or_else(|| {
-            let _ = self.client().rings.take(self.client());
+            self.client().rings.poll(self.client());
             look()
         })
     }
@@ -124,7 +125,7 @@ impl CompletionQueue {
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         loop {
             let elapsed = elapsed_ns();
-            let plan = self.policy.lock().plan(elapsed, conditions(elapsed));
+            let plan = self.policy.lock().plan(elapsed, conditions(now().0));
             match plan {
                 Plan::Sleep => return None,
                 Plan::Spin { .. } => std::hint::spin_loop(),
@@ -151,7 +152,7 @@ impl provider::CompletionQueue for CompletionQueue {
     }
 
     fn poll(&self) -> Option<WorkCompletion> {
-        let _ = self.client().rings.take(self.client());
+        self.client().rings.poll(self.client());
         self.shared.queue.poll()
     }
 

@@ -138,7 +138,7 @@ impl provider::Device for Device {
     }
 
     fn progress(&self) {
-        let _ = self.client().rings.take(self.client());
+        self.client().rings.poll(self.client());
     }
 
     fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {

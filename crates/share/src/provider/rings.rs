@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::ArmedQueues;
+use rdmux_verbs::moderation::now;
+use rdmux_verbs::provider::conditions;
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Element, Work};
 
@@ -116,12 +118,24 @@ impl Rings {
     }
 
     /// Takes all completions out of the ring and delivers them, unless another thread does so now. An error: the node is none.
-    #[inline]
     pub(super) fn take(&self, client: &Client) -> Result<(), Corrupt> {
         let Some(mut taking) = self.completions.try_lock() else {
             return Ok(());
         };
-        self.take_locked(client, &mut taking)
+        self.take_locked(client, &mut taking).map(|_| ())
+    }
+
+    /// Does the same for a caller that polls. If there is nothing, and more threads want to run than there are CPUs, the caller yields its
+    /// CPU: the node, or the peer, may wait for it. A node that is none ends at its next message.
+    #[inline]
+    pub(super) fn poll(&self, client: &Client) {
+        let taken = match self.completions.try_lock() {
+            Some(mut taking) => self.take_locked(client, &mut taking),
+            None => Ok(0),
+        };
+        if taken == Ok(0) && conditions(now().0).oversubscribed {
+            std::thread::yield_now();
+        }
     }
 
     /// Has the node announce the next completion, after a queue was armed.
@@ -130,8 +144,10 @@ impl Rings {
         let _ = self.take_locked(client, &mut taking);
     }
 
-    fn take_locked(&self, client: &Client, taking: &mut Taking) -> Result<(), Corrupt> {
+    /// Returns the number of completions.
+    fn take_locked(&self, client: &Client, taking: &mut Taking) -> Result<usize, Corrupt> {
         let mut batch = [[0; DESCRIPTOR_BYTES]; BATCH];
+        let mut taken = 0;
         loop {
             if std::mem::take(&mut taking.sleeps) {
                 taking.consumer.awake();
@@ -143,14 +159,15 @@ impl Rings {
                 if count == 0 {
                     break;
                 }
+                taken += count;
                 self.deliver(client, &batch[..count])?;
             }
             if !self.armed.any() || client.has_ended() {
-                return Ok(());
+                return Ok(taken);
             }
             taking.sleeps = true;
             if taking.consumer.prepare_sleep()? {
-                return Ok(());
+                return Ok(taken);
             }
         }
     }
@@ -192,7 +209,7 @@ impl Rings {
 
     fn armed_take(&self, client: &Client) -> Result<(), Corrupt> {
         let mut taking = self.completions.lock();
-        self.take_locked(client, &mut taking)
+        self.take_locked(client, &mut taking).map(|_| ())
     }
 
     /// Flushes what is in flight on all queue pairs, after the node has gone.
