@@ -1,0 +1,297 @@
+//! `rdmux node` and its applications: `rdmux perf` over the provider `shared`.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Nodes of one user, and what runs on them.
+struct Host {
+    runtime: TempDir,
+}
+
+/// A child that is killed when the value is dropped.
+struct Running(Child);
+
+impl Running {
+    fn kill(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+
+    /// Waits for the end of the child; returns its status and what it printed to stderr.
+    fn end(mut self) -> (Option<i32>, String) {
+        let deadline = Instant::now() + LONG;
+        let status = loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "the process does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let mut text = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        (status.code(), text)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Host {
+    fn new() -> Host {
+        Host {
+            runtime: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn rdmux(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+        command
+            .args(args)
+            .env("XDG_RUNTIME_DIR", self.runtime.path())
+            .env_remove("RDMUX_PROVIDER")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// Starts the node of an address, and returns once it is ready.
+    fn node(&self, address: &str) -> Running {
+        let mut node = Running(self.rdmux(&["node", "--device", address]).spawn().unwrap());
+        let mut line = String::new();
+        let out = node.0.stdout.take().unwrap();
+        BufReader::new(out).read_line(&mut line).unwrap();
+        assert!(line.contains("ready"), "{line}");
+        node
+    }
+
+    /// Starts a server of `rdmux perf` on the node of an address.
+    fn server(&self, test: &str, address: &str) -> Running {
+        let mut command = self.rdmux(&["perf", test, "--bind", address]);
+        Running(command.env("RDMUX_PROVIDER", "shared").spawn().unwrap())
+    }
+
+    /// Returns the command of a client on the node of one address with a server on that of another.
+    fn client(&self, test: &str, address: &str, server: &str, more: &[&str]) -> Command {
+        let args = [&["perf", test, server, "--bind", address, "--json"], more].concat();
+        let mut command = self.rdmux(&args);
+        command.env("RDMUX_PROVIDER", "shared");
+        command
+    }
+
+    /// Runs a client, again and again while nothing listens yet.
+    fn run_client(&self, test: &str, address: &str, server: &str, more: &[&str]) -> Output {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let output = self.client(test, address, server, more).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            let early = text.contains("nothing listens") || text.contains("no answer");
+            if !early || Instant::now() > deadline {
+                return output;
+            }
+        }
+    }
+
+    /// Returns the numbers of queue pairs, regions and protection domains of the device of an address.
+    fn objects(&self, address: &str) -> [u64; 3] {
+        let output = self.rdmux(&["res", "show", "--json"]).output().unwrap();
+        let all: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let devices = all.as_array().cloned().unwrap_or_default();
+        let is_ours = |device: &&Value| {
+            let name = device["ifname"].as_str().unwrap_or_default();
+            name.split('/').next() == Some(address)
+        };
+        let device = devices
+            .iter()
+            .find(is_ours)
+            .unwrap_or_else(|| panic!("{address}: {all}"));
+        ["qp", "mr", "pd"].map(|kind| device[kind].as_u64().unwrap_or_else(|| panic!("{all}")))
+    }
+
+    /// Waits until the device of an address has so many objects.
+    fn wait_for_objects(&self, address: &str, expected: [u64; 3]) {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let objects = self.objects(address);
+            if objects == expected {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{address} has {objects:?}");
+        }
+    }
+}
+
+const TESTS: [&str; 4] = ["write-lat", "send-lat", "read-lat", "write-bw"];
+
+fn assert_measured(test: &str, output: &Output) {
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{test}: {text}");
+    let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let row = &value["results"][0];
+    assert_eq!(row["n_iterations"], 100, "{test}");
+    let key = if test.ends_with("lat") {
+        "t_typical"
+    } else {
+        "BW_average"
+    };
+    assert!(row[key].as_f64().unwrap() > 0.0, "{test}: {row}");
+}
+
+#[test]
+fn node__two_applications_of_one() {
+    let host = Host::new();
+    let _node = host.node("127.0.51.1");
+    for test in TESTS {
+        let server = host.server(test, "127.0.51.1");
+        let output = host.run_client(test, "127.0.51.1", "127.0.51.1", &["-n", "100"]);
+        assert_measured(test, &output);
+        assert_eq!(server.end().0, Some(0), "{test}");
+    }
+    host.wait_for_objects("127.0.51.1", [0, 0, 0]);
+}
+
+#[test]
+fn node__applications_of_two() {
+    let host = Host::new();
+    let _nodes = ["127.0.51.2", "127.0.51.3"].map(|address| host.node(address));
+    for test in TESTS.into_iter().chain(["send-bw", "flush-lat"]) {
+        let server = host.server(test, "127.0.51.3");
+        let output = host.run_client(test, "127.0.51.2", "127.0.51.3", &["-n", "100", "-s", "4000"]);
+        assert_measured(test, &output);
+        assert_eq!(server.end().0, Some(0), "{test}");
+    }
+}
+
+#[test]
+fn node__application_that_sleeps_on_events() {
+    let host = Host::new();
+    let _node = host.node("127.0.51.4");
+    for test in ["send-lat", "read-lat"] {
+        let server = host.server(test, "127.0.51.4");
+        let output = host.run_client(test, "127.0.51.4", "127.0.51.4", &["-n", "100", "-e"]);
+        assert_measured(test, &output);
+        assert_eq!(server.end().0, Some(0), "{test}");
+    }
+}
+
+#[test]
+fn node__peer_on_a_device_of_its_own() {
+    let host = Host::new();
+    let _node = host.node("127.0.51.5");
+    let _server = Running(
+        host.rdmux(&["perf", "send-lat", "--bind", "127.0.51.6"])
+            .spawn()
+            .unwrap(),
+    );
+    let output = host.run_client("send-lat", "127.0.51.5", "127.0.51.6", &["-n", "100"]);
+    assert_measured("send-lat", &output);
+}
+
+#[test]
+fn node__killed_application_leaves_nothing_and_its_peer_learns_it() {
+    let host = Host::new();
+    let _nodes = ["127.0.51.7", "127.0.51.8"].map(|address| host.node(address));
+    let server = host.server("write-bw", "127.0.51.8");
+    host.wait_for_objects("127.0.51.8", [0, 0, 0]);
+    let mut client = loop {
+        let more = ["-D", "60", "-q", "4"];
+        let mut client = Running(
+            host.client("write-bw", "127.0.51.7", "127.0.51.8", &more)
+                .spawn()
+                .unwrap(),
+        );
+        let deadline = Instant::now() + LONG;
+        let started = loop {
+            if client.0.try_wait().unwrap().is_some() {
+                break false;
+            }
+            if host.objects("127.0.51.7") == [4, 1, 1] && host.objects("127.0.51.8") == [4, 1, 1] {
+                break true;
+            }
+            assert!(Instant::now() < deadline, "the client does not start");
+        };
+        if started {
+            break client;
+        }
+    };
+    client.kill();
+    host.wait_for_objects("127.0.51.7", [0, 0, 0]);
+    // The server's node is told by the client's, so the server ends as after a client that is done.
+    let (status, text) = server.end();
+    assert_eq!(status, Some(0), "{text}");
+    host.wait_for_objects("127.0.51.8", [0, 0, 0]);
+}
+
+#[test]
+fn node__killed_is_an_error_for_its_applications() {
+    let host = Host::new();
+    let mut node = host.node("127.0.51.9");
+    let server = host.server("send-bw", "127.0.51.9");
+    let mut clients = Vec::new();
+    let deadline = Instant::now() + LONG;
+    while host.objects("127.0.51.9") != [2, 2, 2] {
+        assert!(Instant::now() < deadline, "the client does not start");
+        let has_ended = |client: &mut Running| client.0.try_wait().unwrap().is_some();
+        if clients.last_mut().is_none_or(has_ended) {
+            let mut client = host.client("send-bw", "127.0.51.9", "127.0.51.9", &["-D", "60"]);
+            clients.push(Running(client.spawn().unwrap()));
+        }
+    }
+    node.kill();
+    let (status, text) = clients.pop().unwrap().end();
+    assert_eq!(status, Some(1), "{text}");
+    assert!(text.contains("the connection failed"), "{text}");
+    // The server learns that its connection has ended.
+    server.end();
+}
+
+#[test]
+fn node__second_of_an_address_and_none() {
+    let host = Host::new();
+    let none = host
+        .client("write-lat", "127.0.51.10", "127.0.51.10", &[])
+        .output();
+    let text = String::from_utf8_lossy(&none.unwrap().stderr).into_owned();
+    assert!(text.contains("no node of this user serves 127.0.51.10"), "{text}");
+
+    let mut node = host.node("127.0.51.10");
+    let second = host.rdmux(&["node", "--device", "127.0.51.10"]).output().unwrap();
+    let text = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(
+        text.contains("a node of this user serves 127.0.51.10 already"),
+        "{text}"
+    );
+    // The place of one that was killed is free.
+    node.kill();
+    drop(host.node("127.0.51.10"));
+
+    let mut own = host.rdmux(&["node", "--device", "127.0.51.10"]);
+    let own = own.env("RDMUX_PROVIDER", "shared").output().unwrap();
+    assert_eq!(own.status.code(), Some(1));
+}
+
+#[test]
+fn node__memory_that_it_cannot_map() {
+    let host = Host::new();
+    let _node = host.node("127.0.51.11");
+    let server = host.server("write-lat", "127.0.51.11");
+    let output = host.run_client(
+        "write-lat",
+        "127.0.51.11",
+        "127.0.51.11",
+        &["--memory", "private"],
+    );
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("memory that a node cannot map"), "{text}");
+    drop(server);
+}
