@@ -34,7 +34,7 @@ fn provider__misspelt() {
     assert!(!output.status.success());
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
-        text.contains("'hard' is not a provider: give soft or hw"),
+        text.contains("'hard' is not a provider: give soft, hw or shared"),
         "{text}"
     );
 
@@ -45,7 +45,7 @@ fn provider__misspelt() {
         .unwrap();
     let text = line(&output);
     assert!(
-        text.contains("RDMUX_PROVIDER=hard: it takes soft or hw"),
+        text.contains("RDMUX_PROVIDER=hard: it takes soft, hw or shared"),
         "{text}"
     );
 }

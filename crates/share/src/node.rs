@@ -533,23 +533,4 @@ fn add(epoll: impl AsFd, descriptor: impl AsFd, source: Source, flags: epoll::Ev
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn of_word__each_source() {
-        for source in [
-            Source::Place,
-            Source::Stop,
-            Source::Events,
-            Source::Async,
-            Source::Engine,
-            Source::Control(0),
-            Source::Control(u32::MAX),
-            Source::Work(7),
-        ] {
-            assert_eq!(Source::of_word(source.word()), Some(source));
-        }
-        assert_eq!(Source::of_word(u64::MAX), None);
-    }
-}
+mod tests;

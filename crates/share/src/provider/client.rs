@@ -322,11 +322,7 @@ impl Client {
 
     /// Receives answers and events, and takes completions that somebody sleeps for, until the node has gone.
     fn serve(&self) {
-        loop {
-            match self.receive_all() {
-                Ok(()) => {}
-                Err(_) => break,
-            }
+        while self.receive_all().is_ok() {
             if self.rings.take_for_sleepers(self).is_err() {
                 break;
             }

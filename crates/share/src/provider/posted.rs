@@ -132,7 +132,9 @@ mod tests {
     #[test]
     fn complete__out_of_order_keeps_those_that_asked() {
         let mut posted = Posted::new(8);
-        (0..4).for_each(|n| drop(posted.push(request(n, true))));
+        for n in 0..4 {
+            posted.push(request(n, true));
+        }
         assert_eq!(posted.complete(2), Some(request(2, true)));
         assert_eq!(posted.len(), 4);
         assert_eq!(posted.complete(0), Some(request(0, true)));
@@ -170,7 +172,9 @@ mod tests {
     #[test]
     fn flush__all_in_their_order() {
         let mut posted = Posted::new(4);
-        (0..4).for_each(|n| drop(posted.push(request(n, n % 2 == 0))));
+        for n in 0..4 {
+            posted.push(request(n, n % 2 == 0));
+        }
         assert_eq!(posted.push(request(9, true)), None);
         posted.complete(2);
         let flushed: Vec<u64> = posted.flush().iter().map(|request| request.wr_id).collect();

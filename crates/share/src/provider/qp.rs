@@ -14,7 +14,7 @@ use rdmux_verbs::{AttachError, Carrier, CreateError, Features, PostListError, Qp
 use rdmux_wire::node::control::{Kind, Message};
 use rdmux_wire::node::{Completion, Element, QueueId, Remote, Work, WorkData, WorkFlags, WorkOperation};
 
-use super::client::Client;
+use super::client::{Client, no_answer};
 use super::cq::{CompletionQueue, CqShared};
 use super::device::{Device, ProtectionDomain};
 use super::posted::{Posted, Request};
@@ -165,9 +165,9 @@ impl QueuePair {
             max_send_wr: options.max_send_wr,
             max_recv_wr: options.max_recv_wr,
         });
-        let (id, qpn) = match answer.map_err(|refusal| create_error(&refusal))? {
-            Message::QpMade { id, qpn } => (id, qpn),
-            _ => return Err(super::client::no_answer().into()),
+        let answer = answer.map_err(|refusal| create_error(&refusal))?;
+        let Message::QpMade { id, qpn } = answer else {
+            return Err(no_answer().into());
         };
         let shared = Arc::new(QpShared {
             id,

@@ -127,7 +127,7 @@ fn each() -> Vec<Message> {
         Message::Connect {
             qp: 9,
             peer: "127.0.0.2:7174".parse().unwrap(),
-            params: params.clone(),
+            params,
             private_data: data(b"hello"),
         },
         Message::Accept {
@@ -160,7 +160,7 @@ fn each() -> Vec<Message> {
             request: 2,
             peer: "fd00::1".parse().unwrap(),
             peer_port: 50_000,
-            remote: remote.clone(),
+            remote,
             private_data: data(b"RDPF"),
         },
         Message::Connected {

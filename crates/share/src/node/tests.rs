@@ -1,0 +1,416 @@
+//! A node and applications that keep to nothing.
+
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_memory::mapping::sealed_file;
+use rdmux_verbs::{Device, Options};
+use rdmux_wire::node::control::{Attributes, Kind, QpState, QpType};
+use rdmux_wire::node::{Completion, CompletionStatus, Element, QueueId, Work, WorkData, WorkFlags};
+use rdmux_wire::node::{DESCRIPTOR_BYTES, WorkOperation};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::*;
+use crate::control::Received;
+use crate::ring::{ApplicationEnd, Files};
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// A node in a thread, until it is dropped.
+struct Served {
+    address: IpAddr,
+    device: Device,
+    stopper: Stopper,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    fn new(number: u8) -> Served {
+        rdmux_soft::register();
+        let address = IpAddr::from([127, 0, 53, number]);
+        let options = Options {
+            provider: Some("soft"),
+            ..Options::default()
+        };
+        let device = Device::open_with(address, options).unwrap();
+        let mut node = Node::open(device.clone()).unwrap();
+        let stopper = node.stopper();
+        let thread = std::thread::spawn(move || node.run().unwrap());
+        Served {
+            address,
+            device,
+            stopper,
+            thread: Some(thread),
+        }
+    }
+
+    fn connect(&self) -> Raw {
+        Raw {
+            channel: Channel::new(crate::place::attach(self.address).unwrap()),
+            end: None,
+        }
+    }
+
+    fn attach(&self) -> Raw {
+        let mut raw = self.connect();
+        let attached = raw.ask_with(&attach(VERSION), None);
+        let files = <[OwnedFd; Files::COUNT]>::try_from(attached.descriptors).unwrap();
+        let Message::Attached {
+            submission_slots,
+            completion_slots,
+            ..
+        } = attached.message
+        else {
+            panic!("{:?}", attached.message);
+        };
+        let layout = Layout::new(1, submission_slots, 1, completion_slots).unwrap();
+        raw.end = Some(ApplicationEnd::attach(layout, Files::from_fds(files)).unwrap());
+        raw
+    }
+
+    fn wait_until_empty(&self) {
+        let deadline = Instant::now() + LONG;
+        while self.device.object_counts() != (0, 0, 0) {
+            assert!(Instant::now() < deadline, "{:?}", self.device.object_counts());
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+fn attach(version: u16) -> Message {
+    Message::Attach {
+        version_min: version,
+        version_max: version,
+        name: "raw".into(),
+    }
+}
+
+/// An application that sends what it likes.
+struct Raw {
+    channel: Channel,
+    end: Option<ApplicationEnd>,
+}
+
+impl Raw {
+    fn receive(&mut self) -> Option<Received> {
+        loop {
+            match self.channel.receive() {
+                Ok(Some(received)) => return Some(received),
+                Ok(None) => {
+                    let mut fds = [PollFd::new(&self.channel, PollFlags::IN)];
+                    let timeout = LONG.try_into().unwrap();
+                    assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1), "the node is silent");
+                }
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn ask_with(&mut self, message: &Message, file: Option<&OwnedFd>) -> Received {
+        let file: Vec<BorrowedFd<'_>> = file.iter().map(|file| file.as_fd()).collect();
+        self.channel.send_with(7, message, &file).unwrap();
+        loop {
+            let received = self.receive().expect("an answer");
+            if received.request == 7 {
+                return received;
+            }
+        }
+    }
+
+    fn ask(&mut self, message: &Message) -> Message {
+        self.ask_with(message, None).message
+    }
+
+    fn made(&mut self, message: &Message) -> u32 {
+        match self.ask(message) {
+            Message::Made { id } | Message::QpMade { id, .. } => id,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn refused(&mut self, message: &Message) -> ErrorCode {
+        match self.ask(message) {
+            Message::Error { code, .. } => code,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits until the node has detached it; returns the reason.
+    fn detached(&mut self) -> String {
+        let mut why = String::new();
+        while let Some(received) = self.receive() {
+            if let Message::Error { text, .. } = received.message {
+                why = text;
+            }
+        }
+        why
+    }
+
+    fn qp(&mut self) -> u32 {
+        let pd = self.made(&Message::AllocPd {});
+        self.made(&create_qp(pd))
+    }
+
+    fn is_served(&mut self) {
+        assert_eq!(
+            self.ask(&Message::CountObjects {}).name(),
+            "Objects",
+            "another application is served as before"
+        );
+    }
+
+    fn submit(&self, works: &[Work]) {
+        let end = self.end.as_ref().unwrap();
+        let mut producer = end.submission(0);
+        for work in works {
+            let element = Element {
+                addr: 0,
+                lkey: rdmux_verbs::LKey(0x1234_5678),
+                length: 64,
+            };
+            producer
+                .push_work(work, |work, bytes| work.put_elements(bytes, &[element]))
+                .unwrap();
+        }
+        end.tell(0, producer.publish());
+    }
+}
+
+fn create_qp(pd: u32) -> Message {
+    Message::CreateQp {
+        pd,
+        qp_type: QpType::Rc,
+        max_send_wr: 16,
+        max_recv_wr: 16,
+    }
+}
+
+fn work(qp: u32, operation: WorkOperation) -> Work {
+    Work {
+        queue: QueueId(qp),
+        wr_id: 5,
+        flags: WorkFlags::empty(),
+        operation,
+        data: WorkData::Elements(1),
+    }
+}
+
+#[test]
+fn control__what_is_no_message_detaches_its_sender_alone() {
+    let served = Served::new(1);
+    let (mut hostile, mut other) = (served.attach(), served.attach());
+    hostile.qp();
+    rdmux_verbs::provider::seqpacket::send_bytes(&hostile.channel, &[0xff; 40], &[]).unwrap();
+    hostile.detached();
+    other.is_served();
+    // A message of a node is no request.
+    let mut hostile = served.attach();
+    hostile.channel.send(9, &Message::Done {}).unwrap();
+    assert!(hostile.detached().contains("Done is no request"));
+    other.is_served();
+    drop(other);
+    served.wait_until_empty();
+}
+
+#[test]
+fn attach__first_message_and_version() {
+    let served = Served::new(2);
+    let mut early = served.connect();
+    early.channel.send(1, &Message::AllocPd {}).unwrap();
+    assert!(early.detached().contains("AllocPd before Attach"));
+    let mut newer = served.connect();
+    let refused = newer.refused(&attach(VERSION + 1));
+    assert_eq!(refused, ErrorCode::Version);
+    newer.detached();
+    let mut twice = served.attach();
+    twice.channel.send(1, &attach(VERSION)).unwrap();
+    twice.detached();
+    served.attach().is_served();
+}
+
+#[test]
+fn objects__of_another_application_are_none() {
+    let served = Served::new(3);
+    let (mut owner, mut other) = (served.attach(), served.attach());
+    let pd = owner.made(&Message::AllocPd {});
+    let qp = owner.made(&create_qp(pd));
+    let attributes = Attributes::default();
+    let to = QpState::Error;
+    for message in [
+        create_qp(pd),
+        Message::Modify { qp, to, attributes },
+        Message::Query { qp },
+        Message::Retire { qp },
+        Message::Destroy {
+            kind: Kind::Qp,
+            id: qp,
+        },
+        Message::Disconnect { connection: 0 },
+        Message::Reject {
+            request: 0,
+            private_data: Default::default(),
+        },
+    ] {
+        assert_eq!(other.refused(&message), ErrorCode::NoObject, "{message:?}");
+    }
+    assert_eq!(owner.ask(&Message::Query { qp }).name(), "QpInfo");
+    // The id of an object that was destroyed names no other one.
+    let kind = Kind::Qp;
+    assert_eq!(owner.ask(&Message::Destroy { kind, id: qp }), Message::Done {});
+    let next = owner.made(&create_qp(pd));
+    assert_ne!(next, qp);
+    assert_eq!(owner.refused(&Message::Query { qp }), ErrorCode::NoObject);
+}
+
+#[test]
+fn register__files_that_are_not_safe_to_map() {
+    let served = Served::new(4);
+    let mut raw = served.attach();
+    let pd = raw.made(&Message::AllocPd {});
+    let register = |length| Message::Register {
+        pd,
+        offset: 0,
+        length,
+        iova: 0,
+        access: 1,
+    };
+    let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+    let file = OwnedFd::from(std::fs::File::open("/proc/self/exe").unwrap());
+    let empty = sealed_file("empty", 0).unwrap();
+    for file in [None, Some(&unsealed), Some(&file), Some(&empty)] {
+        let answer = raw.ask_with(&register(4096), file).message;
+        let Message::Error { code, .. } = answer else {
+            panic!("{answer:?}");
+        };
+        assert_eq!(code, ErrorCode::Memory, "{file:?}");
+    }
+    let sealed = sealed_file("sealed", 4096).unwrap();
+    let answer = raw.ask_with(&register(4097), Some(&sealed)).message;
+    assert!(
+        matches!(
+            answer,
+            Message::Error {
+                code: ErrorCode::OutOfRange,
+                ..
+            }
+        ),
+        "{answer:?}"
+    );
+    let answer = raw.ask_with(&register(4096), Some(&sealed)).message;
+    assert_eq!(answer.name(), "Registered");
+}
+
+#[test]
+fn limits__are_per_application() {
+    let served = Served::new(5);
+    let (mut greedy, mut other) = (served.attach(), served.attach());
+    let pds = (0..100_000).find(|_| matches!(greedy.ask(&Message::AllocPd {}), Message::Error { .. }));
+    assert_eq!(pds, Some(256));
+    assert_eq!(greedy.refused(&Message::AllocPd {}), ErrorCode::Limit);
+    let qp = Message::CreateQp {
+        pd: 0,
+        qp_type: QpType::Rc,
+        max_send_wr: u32::MAX,
+        max_recv_wr: u32::MAX,
+    };
+    assert_eq!(greedy.refused(&qp), ErrorCode::Limit);
+    other.made(&Message::AllocPd {});
+}
+
+#[test]
+fn work__for_no_queue_pair_detaches() {
+    let served = Served::new(6);
+    let (mut hostile, mut other) = (served.attach(), served.attach());
+    let qp = hostile.qp();
+    hostile.submit(&[work(qp ^ 0x0700_0000, WorkOperation::Recv)]);
+    assert!(hostile.detached().contains("which it does not have"));
+    other.is_served();
+}
+
+#[test]
+fn work__that_the_device_refuses_fails_its_queue_pair_alone() {
+    let served = Served::new(7);
+    let mut raw = served.attach();
+    let (qp, sound) = (raw.qp(), raw.qp());
+    // A queue pair in Reset takes no receive, whatever the application's library would say.
+    raw.submit(&[work(qp, WorkOperation::Recv), work(qp, WorkOperation::SharedRecv)]);
+    let end = raw.end.as_ref().unwrap();
+    let mut consumer = end.completion(0);
+    let mut found = Vec::new();
+    let deadline = Instant::now() + LONG;
+    while found.len() < 2 {
+        let mut batch = [[0; DESCRIPTOR_BYTES]; 2];
+        let count = consumer.take(&mut batch).unwrap();
+        let _ = consumer.release();
+        found.extend(batch[..count].iter().map(|one| Completion::parse(one).unwrap()));
+        assert!(Instant::now() < deadline);
+    }
+    for completion in found {
+        let expected = (QueueId(qp), 5, CompletionStatus::LocalQpOperation);
+        assert_eq!((completion.queue, completion.wr_id, completion.status), expected);
+    }
+    let state_of = |raw: &mut Raw, qp| match raw.ask(&Message::Query { qp }) {
+        Message::QpInfo { state, .. } => state,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(state_of(&mut raw, qp), QpState::Error);
+    assert_eq!(state_of(&mut raw, sound), QpState::Reset);
+}
+
+#[test]
+fn work__completions_that_nobody_takes_stop_the_application_alone() {
+    let served = Served::new(8);
+    let (mut hostile, mut other) = (served.attach(), served.attach());
+    let qp = hostile.qp();
+    let submitting = {
+        let end = hostile.end.as_ref().unwrap();
+        let mut producer = end.submission(0);
+        let refused = work(qp, WorkOperation::SharedRecv);
+        let mut submitted = 0;
+        // Each of them completes, and the ring of completions has room for 4096 of them.
+        let deadline = Instant::now() + LONG;
+        while submitted < 8000 && Instant::now() < deadline {
+            let element = Element {
+                addr: 0,
+                lkey: rdmux_verbs::LKey(1),
+                length: 1,
+            };
+            let pushed = producer.push_work(&refused, |work, bytes| work.put_elements(bytes, &[element]));
+            submitted += u32::from(pushed.is_ok());
+            end.tell(0, producer.publish());
+        }
+        submitted
+    };
+    assert_eq!(submitting, 8000);
+    other.is_served();
+    hostile.is_served();
+}
+
+#[test]
+fn of_word__each_source() {
+    for source in [
+        Source::Place,
+        Source::Stop,
+        Source::Events,
+        Source::Async,
+        Source::Engine,
+        Source::Control(0),
+        Source::Control(u32::MAX),
+        Source::Work(7),
+    ] {
+        assert_eq!(Source::of_word(source.word()), Some(source));
+    }
+    assert_eq!(Source::of_word(u64::MAX), None);
+}

@@ -1,0 +1,429 @@
+//! Devices of provider `shared`, on a node in a thread of this process, whose device is a soft one.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_memory::AnonymousMemory;
+use rdmux_share::node::{Node, Stopper};
+use rdmux_verbs::{
+    Access, Arm, AsyncEvent, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory,
+    MemoryRegion, Options, PostError, ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair,
+    RecvRequest, RejReason, SendRequest, Sge, SgeList, Status, WcOpcode, WorkCompletion,
+};
+
+const LONG: Duration = Duration::from_secs(30);
+const BYTES: u64 = 1 << 16;
+const PORT: u16 = 7174;
+
+/// A node, until it is dropped.
+struct Served {
+    address: IpAddr,
+    device: Device,
+    stopper: Stopper,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    fn new(number: u8) -> Served {
+        rdmux_soft::register();
+        rdmux_share::register();
+        let address = IpAddr::from([127, 0, 52, number]);
+        let device = open(address, "soft");
+        let mut node = Node::open(device.clone()).unwrap();
+        let stopper = node.stopper();
+        let thread = std::thread::spawn(move || node.run().unwrap());
+        Served {
+            address,
+            device,
+            stopper,
+            thread: Some(thread),
+        }
+    }
+
+    /// Attaches an application.
+    fn side(&self) -> Side {
+        Side::new(open(self.address, "shared"))
+    }
+
+    /// Attaches two applications and connects them.
+    fn pair(&self) -> (Side, Side) {
+        let (mut client, mut server) = (self.side(), self.side());
+        let listener = server.device.listen(PORT).unwrap();
+        let address = SocketAddr::new(self.address, PORT);
+        let (connected, accepted) = std::thread::scope(|scope| {
+            let accepted = scope.spawn(|| {
+                let request = listener.accept(LONG).unwrap();
+                assert_eq!(request.private_data()[..3], *b"hey");
+                let accepted = request.accept(&server.qp, &ConnectParams::default(), b"ho");
+                let accepted = accepted.unwrap();
+                assert!(accepted.wait_established());
+                accepted
+            });
+            let params = ConnectParams::default();
+            let connected = client.device.connect(&client.qp, address, &params, b"hey");
+            (connected.unwrap(), accepted.join().unwrap())
+        });
+        assert_eq!(connected.private_data()[..2], *b"ho");
+        client.connection = Some(connected);
+        server.connection = Some(accepted);
+        (client, server)
+    }
+
+    /// Waits until the node's device has no objects of applications.
+    fn wait_until_empty(&self) {
+        let deadline = Instant::now() + LONG;
+        while self.device.object_counts() != (0, 0, 0) {
+            assert!(Instant::now() < deadline, "{:?}", self.device.object_counts());
+            std::thread::yield_now();
+        }
+    }
+
+    fn stop(&mut self) {
+        self.stopper.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn open(address: IpAddr, provider: &'static str) -> Device {
+    let options = Options {
+        provider: Some(provider),
+        ..Options::default()
+    };
+    Device::open_with(address, options).unwrap()
+}
+
+/// The objects of an application.
+struct Side {
+    // A connection ends before its queue pair.
+    connection: Option<Connection>,
+    qp: QueuePair,
+    mr: MemoryRegion,
+    memory: Arc<AnonymousMemory>,
+    cq: CompletionQueue,
+    pd: ProtectionDomain,
+    device: Device,
+}
+
+impl Side {
+    fn new(device: Device) -> Side {
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(64).unwrap();
+        let options = QpOptions {
+            max_send_wr: 8,
+            max_recv_wr: 8,
+            ..QpOptions::new(&cq)
+        };
+        let qp = pd.create_qp(&options).unwrap();
+        let memory = Arc::new(AnonymousMemory::shareable(BYTES as usize).unwrap());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
+        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
+        qp.init().unwrap();
+        Side {
+            connection: None,
+            qp,
+            mr,
+            memory,
+            cq,
+            pd,
+            device,
+        }
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.memory.write(at, bytes).unwrap();
+    }
+
+    fn got(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.read(at, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn sge(&self, at: u64, len: u64) -> Sge {
+        self.mr.slice(at..at + len).unwrap()
+    }
+
+    fn next(&self) -> WorkCompletion {
+        self.cq.wait(LONG).unwrap().expect("a completion")
+    }
+
+    fn expect(&self, wr_id: u64, opcode: WcOpcode) -> WorkCompletion {
+        let wc = self.next();
+        assert_eq!(
+            (wc.wr_id, wc.status, wc.opcode, wc.qpn),
+            (wr_id, Status::Success, opcode, self.qp.qpn())
+        );
+        wc
+    }
+}
+
+#[test]
+fn post_send__each_operation() {
+    let served = Served::new(1);
+    let (client, server) = served.pair();
+    client.put(0, b"written");
+    let remote = server.mr.remote(100..107).unwrap();
+    client
+        .qp
+        .post_send(SendRequest::write(client.sge(0, 7), remote).wr_id(1).signaled())
+        .unwrap();
+    client.expect(1, WcOpcode::Write);
+    assert_eq!(server.got(100, 7), b"written");
+
+    let read = SendRequest::read(client.sge(1000, 7), remote);
+    client.qp.post_send(read.wr_id(2).signaled()).unwrap();
+    assert_eq!(client.expect(2, WcOpcode::Read).byte_len, 7);
+    assert_eq!(client.got(1000, 7), b"written");
+
+    server
+        .qp
+        .post_recv(RecvRequest::new(77, server.sge(2000, 64)))
+        .unwrap();
+    let list = [client.sge(0, 3), client.sge(5, 1), client.sge(3, 2)];
+    let send = SendRequest::send(&list[..]);
+    client.qp.post_send(send.wr_id(3).imm(0xabcd).signaled()).unwrap();
+    client.expect(3, WcOpcode::Send);
+    let wc = server.expect(77, WcOpcode::Recv);
+    assert_eq!((wc.byte_len, wc.imm), (6, Some(0xabcd)));
+    assert_eq!(server.got(2000, 6), b"wriett");
+
+    server.put(8, &5u64.to_ne_bytes());
+    let word = server.mr.remote(8..16).unwrap();
+    let add = SendRequest::fetch_add(client.sge(64, 8), word, 3);
+    client.qp.post_send(add.wr_id(4).signaled()).unwrap();
+    client.expect(4, WcOpcode::FetchAdd);
+    let swap = SendRequest::compare_swap(client.sge(72, 8), word, 8, 9);
+    client.qp.post_send(swap.wr_id(5).signaled()).unwrap();
+    client.expect(5, WcOpcode::CompareSwap);
+    assert_eq!(
+        client.got(64, 16),
+        [5u64.to_ne_bytes(), 8u64.to_ne_bytes()].concat()
+    );
+    assert_eq!(server.got(8, 8), 9u64.to_ne_bytes());
+}
+
+#[test]
+fn post_send__inline_of_any_length() {
+    let served = Served::new(2);
+    let (client, server) = served.pair();
+    for len in [0, 1, 32, 33, 96, 1024] {
+        let bytes: Vec<u8> = (0..len).map(|n| n as u8).collect();
+        let remote = server.mr.remote(..).unwrap();
+        let write = SendRequest::write(SgeList::inline(&bytes), remote);
+        client.qp.post_send(write.wr_id(len).signaled()).unwrap();
+        client.expect(len, WcOpcode::Write);
+        assert_eq!(server.got(0, bytes.len()), bytes);
+    }
+}
+
+#[test]
+fn post_send__queue_is_full_and_has_room_again() {
+    let served = Served::new(3);
+    let (client, server) = served.pair();
+    let write = || SendRequest::write(client.sge(0, 8), server.mr.remote(..).unwrap());
+    // A program that asks for no completion has room again all the same.
+    let deadline = Instant::now() + LONG;
+    let post = |request: &SendRequest| {
+        while client.qp.post_send(request.clone()) == Err(PostError::QueueFull) {
+            assert!(Instant::now() < deadline);
+            client.device.progress();
+        }
+    };
+    (0..1000).for_each(|_| post(&write()));
+    assert_eq!(client.cq.poll(), None);
+    post(&write().wr_id(9).signaled());
+    client.expect(9, WcOpcode::Write);
+    let nine = (0..9).map(|n| RecvRequest::new(n, server.sge(0, 8)));
+    let posted: Vec<_> = nine.map(|receive| server.qp.post_recv(receive)).collect();
+    assert_eq!(posted.iter().filter(|posted| posted.is_ok()).count(), 8);
+    assert_eq!(posted[8], Err(PostError::QueueFull));
+}
+
+#[test]
+fn post__not_in_every_state() {
+    let served = Served::new(4);
+    let side = served.side();
+    let send = || SendRequest::send(side.sge(0, 8));
+    assert_eq!(side.qp.post_send(send()), Err(PostError::WrongState));
+    let fresh = side.pd.create_qp(&QpOptions::new(&side.cq)).unwrap();
+    let receive = RecvRequest::new(0, side.sge(0, 8));
+    assert_eq!(fresh.post_recv(receive.clone()), Err(PostError::WrongState));
+    assert!(fresh.modify(QpState::Rts, &QpAttributes::default()).is_err());
+    // What was posted is flushed when the queue pair goes to Error.
+    side.qp.post_recv(RecvRequest::new(5, side.sge(0, 8))).unwrap();
+    side.qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    side.qp.post_send(send().wr_id(6)).unwrap();
+    let mut flushed = [side.next(), side.next()].map(|wc| (wc.wr_id, wc.status));
+    flushed.sort_by_key(|(wr_id, _)| *wr_id);
+    assert_eq!(flushed, [(5, Status::Flushed), (6, Status::Flushed)]);
+    side.qp.modify(QpState::Reset, &QpAttributes::default()).unwrap();
+    assert_eq!(side.qp.query().unwrap().state, QpState::Reset);
+}
+
+#[test]
+fn error__of_a_request_is_that_of_a_private_device() {
+    let served = Served::new(5);
+    let (client, server) = served.pair();
+    let mut remote = server.mr.remote(..64).unwrap();
+    remote.rkey = rdmux_verbs::RKey(remote.rkey.0 ^ 0x5500);
+    let write = SendRequest::write(client.sge(0, 8), remote);
+    client.qp.post_send(write.wr_id(1)).unwrap();
+    let wc = client.next();
+    assert_eq!((wc.wr_id, wc.status), (1, Status::RemoteAccess));
+    assert_eq!(client.qp.error(), Some(Status::RemoteAccess));
+    let event = server.device.wait_async_event(LONG);
+    assert_eq!(event, Some(AsyncEvent::QpAccessError(server.qp.qpn())));
+}
+
+#[test]
+fn lkey__of_another_protection_domain() {
+    let served = Served::new(6);
+    let (client, server) = served.pair();
+    let other = client.device.alloc_pd().unwrap();
+    let memory = Arc::new(AnonymousMemory::shareable(4096).unwrap());
+    let mr = other
+        .reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)
+        .unwrap();
+    let write = SendRequest::write(mr.slice(..8).unwrap(), server.mr.remote(..).unwrap());
+    client.qp.post_send(write.wr_id(1).signaled()).unwrap();
+    assert_eq!(client.next().status, Status::LocalProtection);
+}
+
+#[test]
+fn register__refusals() {
+    let served = Served::new(7);
+    let side = served.side();
+    let private = Arc::new(AnonymousMemory::new(4096).unwrap());
+    let refused = side.pd.reg_mr_all(private, 0, Access::empty()).unwrap_err();
+    assert!(
+        refused.to_string().contains("allocate it as shareable"),
+        "{refused}"
+    );
+    let shareable = side.memory.clone();
+    let refused = side
+        .pd
+        .reg_mr(shareable.clone(), 1, BYTES, 0, Access::empty())
+        .unwrap_err();
+    assert_eq!(refused, rdmux_verbs::RegisterError::OutOfRange);
+    let refused = side
+        .pd
+        .reg_mr_all(shareable, 0, Access::REMOTE_WRITE)
+        .unwrap_err();
+    assert_eq!(refused, rdmux_verbs::RegisterError::NeedsLocalWrite);
+}
+
+#[test]
+fn connect__refused_and_to_nobody() {
+    let served = Served::new(8);
+    let (client, server) = (served.side(), served.side());
+    let listener = server.device.listen(PORT).unwrap();
+    assert!(client.device.listen(PORT).is_err(), "the port has a listener");
+    let address = SocketAddr::new(served.address, PORT);
+    let params = ConnectParams::default();
+    std::thread::scope(|scope| {
+        scope.spawn(|| listener.accept(LONG).unwrap().reject(b"go away"));
+        let refused = client.device.connect(&client.qp, address, &params, b"");
+        let Err(ConnectError::Rejected { reason, private_data }) = refused else {
+            panic!("{refused:?}");
+        };
+        assert_eq!(
+            (reason, &private_data[..7]),
+            (RejReason::CONSUMER, &b"go away"[..])
+        );
+    });
+    drop(listener);
+    let refused = client.device.connect(&client.qp, address, &params, b"");
+    assert!(
+        matches!(refused, Err(ConnectError::Rejected { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn disconnect__both_ends_learn_it() {
+    let served = Served::new(9);
+    let (client, mut server) = served.pair();
+    server
+        .qp
+        .post_recv(RecvRequest::new(3, server.sge(0, 8)))
+        .unwrap();
+    let connection = server.connection.take().unwrap();
+    client.connection.as_ref().unwrap().disconnect_and_wait(LONG);
+    assert!(connection.wait_ended(LONG));
+    let wc = server.next();
+    assert_eq!((wc.wr_id, wc.status), (3, Status::Flushed));
+}
+
+#[test]
+fn drop__of_applications_leaves_nothing() {
+    let served = Served::new(10);
+    let (client, server) = served.pair();
+    let counts = served.device.object_counts();
+    assert_eq!((counts.0, counts.1), (2, 2));
+    assert_eq!(client.device.object_counts(), (1, 1, 1));
+    drop((client, server));
+    served.wait_until_empty();
+}
+
+#[test]
+fn arm__makes_the_descriptor_readable_once_there_is_a_completion() {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let served = Served::new(11);
+    let (client, server) = served.pair();
+    let is_readable = |timeout: Timespec| {
+        let mut fds = [PollFd::new(&client.cq, PollFlags::IN)];
+        poll(&mut fds, Some(&timeout)).unwrap() == 1
+    };
+    let write = || SendRequest::write(client.sge(0, 8), server.mr.remote(..).unwrap()).signaled();
+    for _ in 0..100 {
+        client.cq.arm(Arm::Next);
+        assert_eq!(client.cq.poll(), None);
+        assert!(!is_readable(Timespec::default()));
+        client.qp.post_send(write()).unwrap();
+        assert!(is_readable(LONG.try_into().unwrap()));
+        assert_eq!(client.cq.poll().unwrap().status, Status::Success);
+    }
+}
+
+#[test]
+fn node__that_ends_flushes_and_wakes_everybody() {
+    let mut served = Served::new(12);
+    let (client, server) = served.pair();
+    let listener = client.device.listen(PORT + 1).unwrap();
+    server
+        .qp
+        .post_recv(RecvRequest::new(8, server.sge(0, 8)))
+        .unwrap();
+    std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| listener.accept(LONG).is_none());
+        let waiting = scope.spawn(|| server.next());
+        served.stop();
+        let wc = waiting.join().unwrap();
+        assert_eq!((wc.wr_id, wc.status), (8, Status::Flushed));
+        assert!(accepting.join().unwrap());
+    });
+    for side in [&client, &server] {
+        assert_eq!(side.device.wait_async_event(LONG), Some(AsyncEvent::DeviceFatal));
+        assert!(side.connection.as_ref().unwrap().wait_ended(LONG));
+        assert!(!side.device.is_active());
+    }
+    client
+        .qp
+        .post_send(SendRequest::send(client.sge(0, 8)).wr_id(9))
+        .unwrap();
+    let wc = client.next();
+    assert_eq!((wc.wr_id, wc.status), (9, Status::Flushed));
+    let error = client.device.alloc_pd().unwrap_err();
+    assert!(error.to_string().contains("the node has gone"), "{error}");
+}
