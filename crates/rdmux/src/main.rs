@@ -75,6 +75,7 @@ fn long_version() -> &'static str {
             ("push", rdmux_push::VERSION),
             ("log", rdmux_log::VERSION),
             ("perf", cmd::perf::VERSION.into()),
+            ("node", rdmux_wire::node::control::VERSION),
         ];
         for (name, version) in protocols.into_iter().chain(rdmux_soft::LOCAL_PROTOCOLS) {
             text += &format!("\n{name:<18} {version}");

@@ -51,7 +51,7 @@ const OUTPUTS: [&str; 26] = [
 ];
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 5] = [
+const WITHOUT: [(&str, &str); 6] = [
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
@@ -60,6 +60,7 @@ const WITHOUT: [(&str, &str); 5] = [
         "demo push",
         "it measures for long; cli_push looks at what it reports",
     ),
+    ("node", "it prints one line; cli_node looks at what it serves"),
     (
         "run",
         "what it prints is another program's; cargo xtask programs runs them",

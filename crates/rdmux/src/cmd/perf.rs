@@ -761,7 +761,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     };
     let iterations = args.iters.unwrap_or(args.test.default_iterations());
     if !args.json {
-        print_header(args);
+        print_header(args, device.provider());
     }
     let mut rows = Vec::new();
     for bytes in sizes {
@@ -1179,12 +1179,17 @@ fn latency_row(bytes: u32, iterations: u64, mut samples: Vec<u64>, parts: f64) -
     }
 }
 
-fn print_header(args: &Args) {
+fn print_header(args: &Args, provider: &str) {
+    // Where the engine runs that the figures are of.
+    let placement = match provider {
+        "shared" => "proxied",
+        "hw" => "RNIC",
+        _ => "own",
+    };
     println!("{:-<87}", "");
     println!("{:^87}", args.test.title());
     println!(
-        " Provider        : {:<25} Placement : own, both ends {}",
-        "soft",
+        " Provider        : {provider:<25} Placement : {placement}, both ends {}",
         if args.events { "sleep" } else { "poll" }
     );
     println!(
