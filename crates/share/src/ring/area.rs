@@ -241,7 +241,11 @@ impl RingMemory for RingArea {
     #[inline]
     fn load(&self, word: Word, order: Ordering) -> u32 {
         let (mapping, at) = self.place(word);
-        mapping.load(at, order)
+        let value = mapping.load(at);
+        if order != Ordering::Relaxed {
+            fence(order);
+        }
+        value
     }
 
     #[inline]
@@ -300,11 +304,6 @@ impl ReadyMemory for ReadyArea {
     #[inline]
     fn clear(&self, word: u32, order: Ordering) -> u64 {
         self.mapping.double_word(self.word_at(word)).swap(0, order)
-    }
-
-    #[inline]
-    fn swap_sleeping(&self, value: u32, order: Ordering) -> u32 {
-        self.mapping.word(self.at).swap(value, order)
     }
 
     #[inline]

@@ -20,9 +20,7 @@ pub trait ReadyMemory {
     fn set(&self, word: u32, bits: u64, order: Ordering) -> u64;
     /// Clears a word of the bitmap; returns its previous value.
     fn clear(&self, word: u32, order: Ordering) -> u64;
-    /// Replaces the word that says whether the side sleeps; returns its previous value.
-    fn swap_sleeping(&self, value: u32, order: Ordering) -> u32;
-    /// Loads that word.
+    /// Loads the word that says whether the side sleeps.
     fn sleeping(&self, order: Ordering) -> u32;
     /// Stores that word.
     fn set_sleeping(&self, value: u32, order: Ordering);
@@ -40,7 +38,8 @@ impl<M: ReadyMemory> Announcer<M> {
         Announcer(memory)
     }
 
-    /// Announces a ring. Returns whether to ring the other side's doorbell: once for each of its sleeps.
+    /// Announces a ring for which a call has returned [`super::Tell::Ring`]. Returns whether to ring the other side's doorbell: once for each of its sleeps, unless threads announce rings at
+    /// the same time. The caller must ring it.
     ///
     /// # Panics
     /// If there is no such ring.
@@ -49,41 +48,69 @@ impl<M: ReadyMemory> Announcer<M> {
     pub fn announce(&self, ring: u32) -> bool {
         assert!(ring < self.0.rings());
         let bit = 1 << (ring % RINGS_PER_WORD);
-        // What the caller has stored into the ring comes before.
-        let before = self.0.set(ring / RINGS_PER_WORD, bit, Ordering::Release);
+        // `Relaxed` suffices: there is a fence between the store of the ring's tail or head and this call.
+        let before = self.0.set(ring / RINGS_PER_WORD, bit, Ordering::Relaxed);
         if before & bit != 0 {
             // Whoever has set it has looked, and the other side sees it before it sleeps.
             return false;
         }
         self.0.fence(Ordering::SeqCst);
-        // The load comes first, so that the line stays where it is while the other side is awake.
-        self.0.sleeping(Ordering::Relaxed) != 0 && self.0.swap_sleeping(0, Ordering::Relaxed) != 0
+        let sleeps = self.0.sleeping(Ordering::Relaxed) != 0;
+        if sleeps {
+            // This may overwrite the word of a later sleep. But the doorbell follows, and ends that sleep; and a call that the sleeper
+            // has answered orders the store before its next sleep.
+            self.0.set_sleeping(0, Ordering::Relaxed);
+        }
+        sleeps
     }
 }
 
 /// The side that learns of rings.
 #[derive(Debug)]
-pub struct ReadySet<M>(M);
+pub struct ReadySet<M> {
+    memory: M,
+    /// Word of the bitmap at which the next look begins.
+    next: u32,
+}
 
 impl<M: ReadyMemory> ReadySet<M> {
     /// Creates the learning side.
     pub fn new(memory: M) -> Self {
-        ReadySet(memory)
+        ReadySet { memory, next: 0 }
     }
 
-    /// Takes all announced rings out of the set, each once, and passes them to `found` in ascending order.
+    /// Takes all announced rings out of the set, each once, and passes them to `found`.
     ///
     /// # Errors
-    /// A ring that does not exist was announced. Those before it were passed.
+    /// A ring that does not exist was announced.
     #[inline]
-    pub fn take(&mut self, mut found: impl FnMut(u32)) -> Result<(), Corrupt> {
-        let rings = self.0.rings();
-        for word in 0..rings.div_ceil(RINGS_PER_WORD) {
-            if self.0.load(word, Ordering::Relaxed) == 0 {
+    pub fn take(&mut self, found: impl FnMut(u32)) -> Result<(), Corrupt> {
+        self.next = 0;
+        self.take_some(u32::MAX, found)
+    }
+
+    /// Takes announced rings out of the set as [`ReadySet::take`] does, until there are `limit` of them, or up to 63 more. Further ones stay
+    /// in the set, and the next call begins with them: an application that announces rings without end keeps nobody from others.
+    ///
+    /// # Errors
+    /// As for [`ReadySet::take`].
+    #[inline]
+    pub fn take_some(&mut self, limit: u32, mut found: impl FnMut(u32)) -> Result<(), Corrupt> {
+        let rings = self.memory.rings();
+        let words = rings.div_ceil(RINGS_PER_WORD);
+        let mut count = 0;
+        for _ in 0..words {
+            if count >= limit {
+                break;
+            }
+            let word = self.next;
+            self.next = if word + 1 < words { word + 1 } else { 0 };
+            if self.memory.load(word, Ordering::Relaxed) == 0 {
                 continue;
             }
-            // What was stored into the rings before comes with it.
-            let mut bits = self.0.clear(word, Ordering::Acquire);
+            // What was stored into the rings before the bits were set comes with it.
+            let mut bits = self.memory.clear(word, Ordering::Acquire);
+            count += bits.count_ones();
             while bits != 0 {
                 let ring = word * RINGS_PER_WORD + bits.trailing_zeros();
                 if ring >= rings {
@@ -99,14 +126,14 @@ impl<M: ReadyMemory> ReadySet<M> {
     /// Prepares to sleep until the doorbell rings. Returns whether the other side will ring it for the next ring that it announces. If
     /// not, one is announced now. [`ReadySet::awake`] ends the sleep in either case.
     pub fn prepare_sleep(&mut self) -> bool {
-        self.0.set_sleeping(1, Ordering::Relaxed);
-        self.0.fence(Ordering::SeqCst);
-        let words = self.0.rings().div_ceil(RINGS_PER_WORD);
-        (0..words).all(|word| self.0.load(word, Ordering::Relaxed) == 0)
+        self.memory.set_sleeping(1, Ordering::Relaxed);
+        self.memory.fence(Ordering::SeqCst);
+        let words = self.memory.rings().div_ceil(RINGS_PER_WORD);
+        (0..words).all(|word| self.memory.load(word, Ordering::Relaxed) == 0)
     }
 
     /// Stops the other side from ringing.
     pub fn awake(&mut self) {
-        self.0.set_sleeping(0, Ordering::Relaxed);
+        self.memory.set_sleeping(0, Ordering::Relaxed);
     }
 }
