@@ -7,7 +7,7 @@ mod skip;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use rdmux_memory::{AnonymousMemory, FileMemory, PersistenceDomain};
+use rdmux_memory::{AnonymousMemory, FileMemory, PersistenceDomain, shared_file};
 use rdmux_rnic::{Fault, Memory, Placement};
 use skip::skip;
 
@@ -167,4 +167,29 @@ fn anonymous_memory__places_every_length_at_every_alignment() {
         memory.flush(0, 10, Placement::PERSISTENT),
         Err(Fault::NotSupported)
     );
+}
+
+#[test]
+fn of_file__has_the_bytes_of_the_process_that_made_it() {
+    let ours = AnonymousMemory::shareable(8192).unwrap();
+    let file = shared_file(&ours).expect("a file");
+    let theirs = AnonymousMemory::of_file(file.try_clone_to_owned().unwrap()).unwrap();
+    assert_eq!(theirs.len(), ours.len());
+    ours.write(5000, b"bytes").unwrap();
+    let mut bytes = [0; 5];
+    theirs.read(5000, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"bytes");
+    assert!(shared_file(&theirs).is_some());
+    assert!(shared_file(&AnonymousMemory::new(8192).unwrap()).is_none());
+}
+
+#[test]
+fn of_file__what_could_raise_a_signal() {
+    let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+    let empty = rdmux_memory::mapping::sealed_file("empty", 0).unwrap();
+    for file in [unsealed, empty] {
+        let refused = AnonymousMemory::of_file(file).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::InvalidData);
+    }
 }
