@@ -473,6 +473,8 @@ pub fn traces() -> Vec<Trace> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::mkdir;
+
     use super::*;
 
     fn header() -> Header {
