@@ -414,3 +414,81 @@ fn of_word__each_source() {
     }
     assert_eq!(Source::of_word(u64::MAX), None);
 }
+
+/// Messages of every type, mutated, and work requests of every kind, mutated, from an application that keeps to nothing.
+#[test]
+fn anything__ends_its_sender_alone() {
+    let served = Served::new(9);
+    let mut other = served.attach();
+    let pair = other.qp();
+    let seeds = |name: &str| -> Vec<Vec<u8>> {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
+        let files = std::fs::read_dir(folder.join(name)).unwrap();
+        files
+            .map(|file| std::fs::read(file.unwrap().path()).unwrap())
+            .collect()
+    };
+    let (messages, works) = (seeds("node_control"), seeds("node"));
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    let mut mutated = |seeds: &[Vec<u8>], from: usize| {
+        let mut bytes = seeds[random(seeds.len())].clone();
+        for _ in 0..random(4) {
+            let at = from + random(bytes.len() - from);
+            // Most ids and lengths are small.
+            bytes[at] = [0, 1, 2, 3, random(256) as u8][random(5)];
+        }
+        bytes
+    };
+    // Small ids are those of objects that it has.
+    let attach = || {
+        let mut raw = served.attach();
+        raw.qp();
+        raw
+    };
+    let mut hostile = attach();
+    for round in 0..20_000 {
+        let mut bytes = mutated(&messages, if round % 8 == 0 { 0 } else { 4 });
+        if let Ok((number, message)) = Message::parse(&bytes) {
+            let message = match message {
+                // No test sends packets to whatever address.
+                Message::Connect {
+                    qp,
+                    params,
+                    private_data,
+                    ..
+                } => Message::Connect {
+                    qp,
+                    peer: (served.address, 1).into(),
+                    params,
+                    private_data,
+                },
+                other => other,
+            };
+            message.emit(number, &mut bytes);
+        }
+        let end = hostile.end.as_ref().unwrap();
+        if round % 4 == 0 {
+            let mut producer = end.submission(0);
+            let work = mutated(&works, 0);
+            let descriptors: Vec<_> = work.as_chunks().0.to_vec();
+            let _ = producer.push(&descriptors);
+            end.tell(0, producer.publish());
+        }
+        let sent = rdmux_verbs::provider::seqpacket::send_bytes(&hostile.channel, &bytes, &[]);
+        while let Ok(Some(_)) = hostile.channel.receive() {}
+        if sent.is_err() {
+            drop(hostile);
+            hostile = attach();
+            other.is_served();
+        }
+    }
+    assert_eq!(other.ask(&Message::Query { qp: pair }).name(), "QpInfo");
+    drop((hostile, other));
+    served.wait_until_empty();
+}
