@@ -39,6 +39,8 @@ const APPLICATIONS_MAX: usize = 1024;
 const SLOTS: (u32, u32) = (4096, 4096);
 /// Passes over busy rings between two looks at descriptors, each of which is a system call.
 const PASSES_PER_LOOK: u32 = 64;
+/// Polls that find nothing between two looks at descriptors.
+const POLLS_PER_LOOK: u32 = 8;
 /// Messages that an application may send in a row before others have their turn.
 const MESSAGES_PER_TURN: usize = 64;
 
@@ -232,14 +234,15 @@ impl Node {
     fn wait(&mut self) -> Result<(), NodeError> {
         let began = Instant::now();
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
-        loop {
+        for polls in 1_u32.. {
             let elapsed = elapsed_ns();
             match self.policy.plan(elapsed, conditions(now().0)) {
                 Plan::Sleep => break,
                 Plan::Spin { .. } => std::hint::spin_loop(),
                 Plan::Yield => std::thread::yield_now(),
             }
-            if self.pass() || self.look(false)? {
+            let looks = polls.is_multiple_of(POLLS_PER_LOOK);
+            if self.pass() || looks && self.look(false)? {
                 self.policy.came(elapsed_ns());
                 return Ok(());
             }
@@ -252,12 +255,16 @@ impl Node {
                 add(&self.epoll, watch, Source::Engine, epoll::EventFlags::IN)?;
                 self.watches_engine = true;
             }
-            if watch.as_mut().is_none_or(|watch| watch.prepare()) {
+            let sleeps = watch.as_mut().is_none_or(|watch| watch.prepare());
+            if sleeps {
                 self.look(true)?;
             }
             // Processes the packets that woke this thread, before the next pass.
             drop(watch);
-            self.policy.woke(elapsed_ns(), None);
+            match sleeps {
+                true => self.policy.woke(elapsed_ns(), None),
+                false => self.policy.came(elapsed_ns()),
+            }
         } else {
             self.policy.came(elapsed_ns());
         }
