@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use rdmux_verbs::{CompletionQueue, CqPool, CqShare, Device, GetError, WorkCompletion};
+use rdmux_verbs::{CompletionQueue, CqPool, CqShare, Device, EngineWatch, GetError, WorkCompletion};
 
 /// Completion queues of a reactor's connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -156,26 +156,26 @@ impl PortQueues {
         found
     }
 
-    /// Has a queue's descriptor report the next completion, and takes its oldest one. `in_place`: this thread has the place of the device's engine.
-    pub(crate) fn arm(&mut self, at: usize, in_place: bool) -> io::Result<Option<WorkCompletion>> {
+    /// Has a queue's descriptor report the next completion, and takes its oldest one. `watch`: the place of the device's engine, if this
+    /// thread has it.
+    pub(crate) fn arm(
+        &mut self,
+        at: usize,
+        watch: Option<&mut EngineWatch>,
+    ) -> io::Result<Option<WorkCompletion>> {
         let Some(polled) = self.polled.get_mut(at) else {
             return Ok(None);
         };
-        let found = match in_place {
-            true => {
-                polled.cq.watch(true);
+        let found = match watch {
+            Some(watch) => {
+                watch.report(&polled.cq);
                 polled.cq.poll()
             }
             // A wait of zero time arms the queue and polls it.
-            false => polled.cq.wait(Duration::ZERO)?,
+            None => polled.cq.wait(Duration::ZERO)?,
         };
         polled.note(found.is_some());
         Ok(found)
-    }
-
-    /// Ends the reports of the queues, for a thread in the engine's place that is awake: what it brings itself is no news.
-    pub(crate) fn end_reports(&self) {
-        self.all().for_each(|cq| cq.watch(false));
     }
 
     /// Has so many completions of each queue polled before the next probes, or all that there are.

@@ -898,53 +898,50 @@ impl<M> Reactor<M> {
             self.sleep(&[], Some(until))?;
         }
         let mut has_slept = false;
-        let next = loop {
+        loop {
             // Packets that woke this thread are processed first, then the completions of all packets are polled.
             let mut sleeps = true;
             for (_, watch) in &mut watches {
                 sleeps &= watch.prepare();
             }
-            if let Some(event) = self.poll_armed()? {
+            if let Some(event) = self.poll_armed(&mut watches)? {
                 match has_slept {
                     true => self.waiting.slept(began, true),
                     false => self.waiting.came(began),
                 }
-                break Some(event);
+                return Ok(Some(event));
             }
             if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 self.waiting.gave_up(began);
-                break None;
+                return Ok(None);
             }
             if sleeps {
                 has_slept = true;
                 if !self.sleep(&watches, deadline)? {
-                    break None;
+                    return Ok(None);
                 }
             }
-            self.end_reports();
             let before = watches.len();
             watches.retain(|(_, watch)| !watch.serves_others());
             if watches.len() < before {
                 self.note_places(&watches);
             }
-        };
-        self.end_reports();
-        Ok(next)
+        }
     }
 
     /// Notes at which ports this thread has the place of the engine.
     fn note_places(&mut self, watches: &[(usize, EngineWatch)]) {
         for at in 0..self.ports.len() {
-            let device = &self.ports[at].device;
-            let has_place = |(of, _): &(usize, EngineWatch)| self.ports[*of].device.is(device);
-            self.ports[at].in_place = watches.iter().any(has_place);
+            self.ports[at].in_place = self.place_at(at, watches).is_some();
         }
     }
 
-    /// Ends the reports of the queues of engines in whose place this thread is.
-    fn end_reports(&self) {
-        let in_place = self.ports.iter().filter(|port| port.in_place);
-        in_place.for_each(|port| port.queues.end_reports());
+    /// Returns which of the places is that of a port's engine, which several ports may have.
+    fn place_at(&self, port: usize, watches: &[(usize, EngineWatch)]) -> Option<usize> {
+        let device = &self.ports[port].device;
+        watches
+            .iter()
+            .position(|(of, _)| self.ports[*of].device.is(device))
     }
 
     /// Ends a run of the handler: all completions are taken. Returns the time by which to delay the next look, if it comes to sleep: the
@@ -961,11 +958,15 @@ impl<M> Reactor<M> {
     }
 
     /// Polls once more, with the queues armed: no completion after that is missed.
-    fn poll_armed(&mut self) -> io::Result<Option<ReactorEvent<M>>> {
+    fn poll_armed(&mut self, watches: &mut [(usize, EngineWatch)]) -> io::Result<Option<ReactorEvent<M>>> {
         for at in 0..self.ports.len() {
+            let place = self.place_at(at, watches);
             for queue in 0..self.ports[at].queues.len() {
-                let in_place = self.ports[at].in_place;
-                while let Some(wc) = self.ports[at].queues.arm(queue, in_place)? {
+                let mut arm = |queues: &mut PortQueues| {
+                    let watch = place.and_then(|place| watches.get_mut(place));
+                    queues.arm(queue, watch.map(|(_, watch)| watch))
+                };
+                while let Some(wc) = arm(&mut self.ports[at].queues)? {
                     if let Some(event) = self.completed(at, &wc) {
                         return Ok(Some(event));
                     }

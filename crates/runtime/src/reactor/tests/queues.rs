@@ -1,5 +1,7 @@
 //! Completion queues of a pool, and private ones.
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::*;
 
 /// Returns what the connections of a reactor have reserved: completions, and the number of shares, by queue.
@@ -156,4 +158,41 @@ fn ended__a_connection_with_more_completions_than_it_reserves_ends_alone() {
     assert_eq!(both.client.ports[0].connections, 1);
     both.wait_ended(there);
     both.send(stays, b"still there");
+}
+
+/// The test binary runs this again in a process of its own, whose limit of descriptors it lowers.
+#[test]
+fn next__after_an_error_no_queue_reports() {
+    if std::env::var_os("RDMUX_RUNTIME_ALONE").is_none() {
+        let name = "reactor::tests::queues::next__after_an_error_no_queue_reports";
+        let alone = std::process::Command::new("/proc/self/exe")
+            .args(["--exact", name, "--nocapture"])
+            .env("RDMUX_RUNTIME_ALONE", "1")
+            .output()
+            .unwrap();
+        assert!(
+            alone.status.success(),
+            "{}",
+            String::from_utf8_lossy(&alone.stderr)
+        );
+        return;
+    }
+    let mut both = Both::new("127.0.12.56:7174", SIZES, 2);
+    let [there, here] = both.connect();
+    while both.server.poll().is_some() {}
+    let limit = getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(0),
+        ..limit
+    };
+    setrlimit(Resource::Nofile, none).unwrap();
+    // A process must not wait for more descriptors than it may have.
+    let error = both.server.next(Some(Instant::now() + LONG)).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+    setrlimit(Resource::Nofile, limit).unwrap();
+    both.send(here, b"brought by the device's thread");
+    let queue = both.server.ports[0].queues.all().next().unwrap();
+    let mut fds = [PollFd::new(queue, PollFlags::IN)];
+    assert_eq!(rustix::event::poll(&mut fds, Some(&Timespec::default())), Ok(0));
+    both.receive(there, b"brought by the device's thread");
 }
