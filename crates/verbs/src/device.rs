@@ -198,6 +198,12 @@ impl Device {
         &self.0.moderation
     }
 
+    /// Returns the moderation policy of its completion queues that have none of their own ([`CompletionQueue::moderate`]): the one that it was
+    /// opened with ([`Options::moderation`]), unless somebody has changed it ([`crate::resources::set`]). All its engines have the same.
+    pub fn moderation_policy(&self) -> ModerationPolicy {
+        self.0.moderation.policy()
+    }
+
     /// Returns the limits of the device.
     pub fn limits(&self) -> Limits {
         self.provided().limits()
