@@ -198,6 +198,12 @@ impl Device {
         &self.0.moderation
     }
 
+    /// Returns the moderation policy of its completion queues that have none of their own ([`CompletionQueue::moderate`]): the one that it was
+    /// opened with ([`Options::moderation`]), unless somebody has changed it ([`crate::resources::set`]). All its engines have the same.
+    pub fn moderation_policy(&self) -> ModerationPolicy {
+        self.0.moderation.policy()
+    }
+
     /// Returns the limits of the device.
     pub fn limits(&self) -> Limits {
         self.provided().limits()
@@ -360,7 +366,7 @@ impl Device {
     /// Takes the place of the device's engine, for a caller that is about to sleep on descriptors. `None`: another caller has it, or the
     /// device wakes callers itself; then the descriptors of completion queues and events wake the caller.
     pub fn watch(&self) -> Option<EngineWatch> {
-        self.provided().watch().map(EngineWatch)
+        self.provided().watch().map(EngineWatch::new)
     }
 
     /// Sends the delayed acknowledgements, which an RNIC would have sent long ago, and the packets that fault injection delays, and completes
@@ -664,13 +670,6 @@ impl CompletionQueue {
     pub fn arm(&self, arm: Arm) {
         self.handled_events();
         self.provided().arm(arm)
-    }
-
-    /// Has [`CompletionQueue::as_fd`] become readable when somebody else than the caller brings a completion, or ends that. Only for a caller
-    /// that has the device's [`EngineWatch`] ([`Device::watch`]), instead of [`CompletionQueue::arm`]: it drives the device itself, and without
-    /// that place nobody would do so for it. A completion that is there already causes no wake-up: poll after this.
-    pub fn watch(&self, on: bool) {
-        self.provided().watch(on);
     }
 
     /// Takes the event that [`CompletionQueue::as_fd`] reports, so that the descriptor is no longer readable. Returns false if
