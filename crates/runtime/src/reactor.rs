@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, EngineWatch, EventQueue, Features,
-    ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
+    ListenError, Listener, ModerationPolicy, OpenError, Qpn, Status, WorkCompletion,
 };
 
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
@@ -894,12 +894,12 @@ impl<M> Reactor<M> {
         self.note_places(&watches);
         // Only a handler in the engines' place decides when packets are looked at.
         let is_in_place = self.ports.iter().all(|port| port.in_place);
-        if let Some(until) = hold_off.filter(|_| is_in_place)
-            && let Some(until) = self.waiting.hold_off(Some(until))
-        {
+        if let Some(until) = self.waiting.hold_off(hold_off.filter(|_| is_in_place)) {
             // Packets wake nobody meanwhile; all else does.
             let until = deadline.map_or(until, |deadline| deadline.min(until));
-            self.sleep(&[], Some(until))?;
+            if !self.sleep(&[], Some(until))? {
+                return Ok(None);
+            }
         }
         let mut has_slept = false;
         loop {
@@ -949,15 +949,24 @@ impl<M> Reactor<M> {
     }
 
     /// Ends a run of the handler: all completions are taken. Returns the time by which to delay the next look, if it comes to sleep: the
-    /// shortest that moderation allows.
+    /// shortest that moderation allows. A queue whose rate asks for no moderation may be delayed by that of another one; one whose policy is `off`
+    /// never is.
     fn end_run(&mut self) -> Option<Duration> {
         let woken = self.waiting.end_run();
+        let mut least_us: Option<u16> = None;
+        let mut delays = true;
         // Elsewhere the device counts the events of the queues, and delays them.
         let in_place = self.ports.iter().filter(|port| port.in_place);
-        let queues = in_place.flat_map(|port| port.queues.all());
-        let moderations = queues.filter_map(|cq| cq.handled(woken));
-        let delaying = moderations.filter(|moderation| moderation.count > 1);
-        let least_us = delaying.map(|moderation| moderation.period_us).min()?;
+        for cq in in_place.flat_map(|port| port.queues.all()) {
+            let moderation = cq.handled(woken).filter(|moderation| moderation.count > 1);
+            delays &= cq.moderation().0 != ModerationPolicy::Off;
+            least_us = moderation
+                .map(|to| to.period_us)
+                .into_iter()
+                .chain(least_us)
+                .min();
+        }
+        let least_us = least_us.filter(|_| delays)?;
         Some(Duration::from_micros(least_us.into()))
     }
 

@@ -8,7 +8,7 @@
 //! (the soft device's) refuses a completion beyond that: the queue pair goes to Error, as on a queue that overran
 //! ([`AsyncEvent::QpFatal`], [`QueuePair::error`]), and has no further completion until it is reset, while the queue works on for all other
 //! queue pairs. An RNIC does not count: there, the lengths of a share's queue pairs must not exceed it, which
-//! [`ProtectionDomain::create_qp`] checks.
+//! [`ProtectionDomain::create_qp`] checks; receives of a shared receive queue count for none of them, so their poster reserves room for them.
 //!
 //! *Users that share receives* ([`CqPool::with_common`]): any of them may take all of these. Each queue of the pool has room for them, on
 //! which a user draws that has filled its own share.
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use rdmux_rnic::sync::Mutex;
-use rdmux_rnic::{Cqn, PoolUse, Qpn, ShareId};
+use rdmux_rnic::{Cqn, PoolUse, Qpn, ShareId, TooShort};
 
 use crate::cq::ResizeError;
 use crate::device::{CompletionQueue, CreateError, Device};
@@ -110,7 +110,7 @@ pub struct QueueUsage {
 }
 
 impl CqPool {
-    /// Completions for which a pool makes queues unless one user needs more, in Linux.
+    /// Least room of a queue that the pool of Linux's `ib_core` makes.
     pub const QUEUE_SIZE_MIN: u32 = 4096;
 
     /// Makes a pool without queues. Vector `v` has its queues on `vectors[v]`. The queues have room for `queue_size_min` completions or
@@ -170,7 +170,8 @@ impl CqPool {
                 max: pool.size_max,
             })?;
             // Those that were made are destroyed if another cannot be.
-            let array = pool.devices.iter().map(|device| device.create_pooled_cq(size));
+            let vectors = (0..).zip(&pool.devices);
+            let array = vectors.map(|(vector, device)| device.create_pooled_cq(size, vector));
             let array = array.collect::<Result<Vec<_>, _>>()?;
             let places = queues.len()..queues.len() + array.len();
             queues.extend(array);
@@ -342,19 +343,25 @@ impl Share {
         };
         let mut state = pool.state.lock();
         let before = self.nr();
-        let has = match &self.account {
-            Some((queue, id)) => queue.of_share(*id) as u32,
-            None => self.posted.load(Ordering::Relaxed),
-        };
-        if nr < before && nr < has {
+        if self.account.is_none() && nr < before && nr < self.posted.load(Ordering::Relaxed) {
             return Err(ResizeError::TooShort);
+        }
+        // A share takes more room only after the pool has reserved it, and gives some back before the pool does.
+        let set = |nr| match &self.account {
+            Some((queue, id)) => queue
+                .set_share(*id, nr as usize)
+                .map_err(|TooShort| ResizeError::TooShort),
+            None => Ok(()),
+        };
+        if nr < before {
+            set(nr)?;
         }
         let resized = state.shares.resize(self.place, before, nr, queue.left_over());
         resized.map_err(|TooMany| ResizeError::NoRoom)?;
-        self.nr.store(nr, Ordering::Relaxed);
-        if let Some((queue, id)) = &self.account {
-            queue.set_share(*id, nr as usize);
+        if nr > before {
+            set(nr)?;
         }
+        self.nr.store(nr, Ordering::Relaxed);
         state.show(self.place);
         Ok(())
     }
@@ -377,7 +384,7 @@ impl Drop for Share {
 
 /// A user's share of a completion queue of a [`CqPool`]. It is the queue for the user's queue pairs ([`QpOptions::new`]), which keep the
 /// share alive; it ends with the last of its clones, and also outlives the pool. Polling, arming and moderating it concerns the queue, with
-/// the completions of all users.
+/// the completions of all users; resizing it concerns the share ([`CompletionQueue::resize`]).
 ///
 /// [`QpOptions::new`]: crate::QpOptions::new
 #[derive(Clone, Debug)]
@@ -411,14 +418,6 @@ impl CqShare {
     /// Returns the queue without the share, for whoever polls it for all users.
     pub fn pool_queue(&self) -> CompletionQueue {
         self.0.without_share()
-    }
-
-    /// Changes the number of completions that it reserves.
-    ///
-    /// # Errors
-    /// The queue has no room for so many, or holds more completions of the share.
-    pub fn resize(&self, nr: u32) -> Result<(), ResizeError> {
-        self.0.resize(nr)
     }
 
     /// Returns the vector of its queue.

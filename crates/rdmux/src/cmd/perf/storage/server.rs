@@ -372,22 +372,15 @@ impl Service {
         loop {
             let next = self.drives.iter().filter_map(Drive::poll_timeout).min();
             let mut event = self.reactor.next(next.map(|next| self.shared.began + next))?;
-            // The drives wait for the clients' messages no longer than this.
-            for _ in 0..EVENTS_MAX {
-                let Some(happened) = event.take() else {
-                    break;
-                };
+            let mut events = 0;
+            while let Some(happened) = event {
                 if matches!(happened, ReactorEvent::Mail(Mail::Stop)) {
                     return Ok(());
                 }
                 self.handle(happened);
-                event = self.reactor.poll();
-            }
-            if let Some(happened) = event {
-                if matches!(happened, ReactorEvent::Mail(Mail::Stop)) {
-                    return Ok(());
-                }
-                self.handle(happened);
+                events += 1;
+                // The drives wait for the clients' messages no longer than this.
+                event = (events < EVENTS_MAX).then(|| self.reactor.poll()).flatten();
             }
             let now = self.now();
             for drive in 0..self.drives.len() {
