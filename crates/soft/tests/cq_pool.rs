@@ -179,6 +179,14 @@ fn create_qp__needs_a_share() {
     assert!(matches!(refused, Err(CreateError::NoShare)));
     assert!(matches!(whole.resize(100), Err(ResizeError::Pooled)));
     pd.create_qp(&QpOptions::new(&share)).unwrap();
+    // Two shares of a queue would count each other's completions.
+    let other = pool.get(4, None).unwrap();
+    let mut options = QpOptions::new(&share);
+    options.recv_cq = other.queue();
+    let refused = pd.create_qp(&options).map(drop);
+    assert!(other.is(&share) && matches!(refused, Err(CreateError::TwoShares)));
+    options.recv_cq = share.queue();
+    pd.create_qp(&options).unwrap();
 }
 
 #[test]
@@ -343,6 +351,25 @@ fn flushed(share: &CqShare, receives: u64) -> QueuePair {
     }
     qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
     qp
+}
+
+/// A user that makes one queue pair after the other fills its own share, and not the queue.
+#[test]
+fn quota__queue_pairs_that_are_gone_count_until_they_are_polled() {
+    let [device, _] = devices(34, SharedMemory::Auto);
+    let pool = CqPool::new(vec![device.clone()], 8);
+    let [one, other] = [4, 4].map(|nr| pool.get(nr, None).unwrap());
+    let others = flushed(&other, 3);
+    drop(flushed(&one, 4));
+    let again = flushed(&one, 4);
+    assert!(one.has_lost(&again) && !other.has_lost(&others));
+    let queue = one.pool_queue();
+    assert_eq!(std::iter::from_fn(|| queue.poll()).count(), 7);
+    let mut events = std::iter::from_fn(|| device.poll_async_event());
+    assert!(!events.any(|event| matches!(event, AsyncEvent::CqError(_))));
+    let once_more = flushed(&one, 4);
+    assert!(!one.has_lost(&once_more));
+    assert_eq!(std::iter::from_fn(|| queue.poll()).count(), 4);
 }
 
 #[test]

@@ -92,7 +92,7 @@ impl Shares {
             // Queues that cannot hold it would be made for ever.
             return Err(TooMany);
         }
-        Ok(nr.max(self.size_min).min(self.size_max))
+        Ok(nr.max(self.size_min).max(1).min(self.size_max))
     }
 
     /// Adds an array of queues of this size.
