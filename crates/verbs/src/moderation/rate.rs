@@ -13,7 +13,7 @@ pub const PERIOD_US: u16 = 64;
 pub const WORTHWHILE: u64 = 4;
 /// Most completions that a wake-up waits for.
 pub const COUNT_MAX: u64 = 256;
-/// A window ends with this many events, if it lasted [`WINDOW_NS_MIN`].
+/// A window ends with this many events, if it lasted 0.5 ms.
 pub const EVENTS: u32 = 16;
 const WINDOW_NS_MIN: u64 = 500_000;
 /// A pause between two events after which nothing is known about the load.
