@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
+use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData};
 use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
@@ -239,4 +240,38 @@ pub(crate) fn rsocket(input: &[u8]) {
     {
         assert_eq!(rsocket::ImmData::parse(message.imm()), Ok(message));
     }
+}
+
+/// Descriptors of the rings between an application and the node: what is emitted parses to the same, with the same data.
+pub(crate) fn node(input: &[u8]) {
+    let Some(first) = input.first_chunk::<DESCRIPTOR_BYTES>() else {
+        return;
+    };
+    if let Ok(completion) = Completion::parse(first) {
+        let mut emitted: Descriptor = [0xee; DESCRIPTOR_BYTES];
+        completion.emit(&mut emitted);
+        assert_eq!(Completion::parse(&emitted), Ok(completion));
+    }
+    let Ok(work) = Work::parse(first) else { return };
+    // With too few bytes, there is no data and no panic.
+    let _ = (work.elements(input).count(), work.inline(input).len());
+    let mut bytes = input.to_vec();
+    bytes.resize(work.descriptors() * DESCRIPTOR_BYTES, 0);
+    let (elements, inline): (Vec<_>, _) = (work.elements(&bytes).collect(), work.inline(&bytes));
+    let mut emitted = vec![0xee; bytes.len()];
+    work.emit(emitted.first_chunk_mut().expect("a descriptor"));
+    match work.data {
+        WorkData::Elements(count) => {
+            assert_eq!((elements.len(), inline), (usize::from(count), &[][..]));
+            work.put_elements(&mut emitted, &elements);
+        }
+        WorkData::Inline(count) => {
+            assert_eq!((inline.len(), elements.len()), (usize::from(count), 0));
+            work.put_inline(&mut emitted, inline);
+        }
+    }
+    let again = Work::parse(emitted.first_chunk().expect("a descriptor"));
+    assert_eq!(again, Ok(work));
+    assert!(work.elements(&emitted).eq(elements));
+    assert_eq!(work.inline(&emitted), inline);
 }

@@ -43,3 +43,8 @@ fn fuzz__check() {
 fn fuzz__rsocket() {
     fuzz("rsocket", targets::rsocket);
 }
+
+#[test]
+fn fuzz__node() {
+    fuzz("node", targets::node);
+}

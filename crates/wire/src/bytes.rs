@@ -34,6 +34,27 @@ pub fn be64(b: &[u8], at: usize) -> u64 {
     (u64::from(be32(b, at)) << 32) | u64::from(be32(b, at + 4))
 }
 
+/// Returns the little-endian number of 2 bytes at an offset.
+pub fn le16(b: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes(at_offset(b, at))
+}
+
+/// Returns the little-endian number of 4 bytes at an offset.
+pub fn le32(b: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(at_offset(b, at))
+}
+
+/// Returns the little-endian number of 8 bytes at an offset.
+pub fn le64(b: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(at_offset(b, at))
+}
+
+fn at_offset<const N: usize>(b: &[u8], at: usize) -> [u8; N] {
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(&b[at..at + N]);
+    bytes
+}
+
 /// Writes bytes at an offset.
 pub fn put(b: &mut [u8], at: usize, bytes: &[u8]) {
     b[at..at + bytes.len()].copy_from_slice(bytes);

@@ -16,6 +16,7 @@ extern crate self as rdmux_wire;
 pub mod bytes;
 pub mod cm;
 mod id;
+pub mod node;
 pub mod push;
 pub mod roce;
 pub mod rsocket;

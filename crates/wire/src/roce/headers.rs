@@ -324,7 +324,7 @@ impl Feth {
     /// Bytes of the header.
     pub const LEN: usize = 4;
 
-    pub(super) fn parse(b: &[u8]) -> Result<Feth, Malformed> {
+    pub(crate) fn parse(b: &[u8]) -> Result<Feth, Malformed> {
         let selectivity = match (b[3] >> 4) & 3 {
             0 => Selectivity::Range,
             1 => Selectivity::MemoryRegion,
