@@ -67,13 +67,10 @@ impl Mapping {
     /// Maps `len` bytes of a file in memory at `offset`, a multiple of the page size. The file may come from another process.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if touching the bytes could raise a signal: the file is not in memory, is too short, is not
-    /// sealed against shrinking, or consists of huge pages, of which the system may have none left when one is touched.
+    /// [`io::ErrorKind::InvalidData`] if touching the bytes could raise a signal ([`Unmappable`]).
     pub fn of_sealed_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
-        let end = offset.checked_add(len as u64);
-        if !end.is_some_and(|end| is_safe_to_map(&file, end)) {
-            return Err(io::ErrorKind::InvalidData.into());
-        }
+        let end = offset.checked_add(len as u64).ok_or(io::ErrorKind::InvalidData)?;
+        check_sealed_file(&file, end).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         Mapping::of_file(file, offset, len, writable)
     }
 
@@ -304,6 +301,70 @@ impl Mapping {
         unsafe { AtomicU32::from_ptr(at.cast()) }
     }
 
+    /// Loads a word, also of a mapping that is not writable. `order` is as for [`AtomicU32::load`].
+    ///
+    /// # Panics
+    /// If it lies outside of the mapping, or is not aligned.
+    #[inline]
+    pub fn load(&self, offset: usize, order: Ordering) -> u32 {
+        let at = self.at(offset as u64, 4).expect("a word of the mapping");
+        assert!(offset.is_multiple_of(4));
+        // SAFETY: as for `word`, with the check of `at`. Memory that is not writable here allows atomic loads of this size on each
+        // processor that has atomics of it, if they are `Relaxed` or `Acquire` (the documentation of `std::sync::atomic`), and the
+        // reference does not leave this function.
+        unsafe { AtomicU32::from_ptr(at.cast()) }.load(order)
+    }
+
+    /// Returns 8 aligned bytes of a writable mapping.
+    ///
+    /// # Panics
+    /// If they lie outside of the mapping, are not aligned, or the mapping is not writable.
+    #[inline]
+    pub fn double_word(&self, offset: usize) -> &AtomicU64 {
+        let at = self
+            .at_writable(offset as u64, 8)
+            .expect("8 bytes of the mapping");
+        assert!(offset.is_multiple_of(8));
+        // SAFETY: as for `word`, with 8 bytes.
+        unsafe { AtomicU64::from_ptr(at.cast()) }
+    }
+
+    /// Loads 64 aligned bytes, 8 at a time and each of them once, also of a mapping that is not writable: others may write them meanwhile.
+    ///
+    /// # Panics
+    /// If they lie outside of the mapping, or are not aligned.
+    #[inline]
+    pub fn load_line(&self, offset: usize) -> [u8; LINE_BYTES] {
+        let at = self
+            .at(offset as u64, LINE_BYTES as u64)
+            .expect("a line of the mapping");
+        assert!(offset.is_multiple_of(LINE_BYTES));
+        let mut line = [0; LINE_BYTES];
+        for (index, eight) in line.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            // SAFETY: as for `load`: 8 bytes inside of the mapping, which `at` has checked, and aligned as its beginning is.
+            let word = unsafe { AtomicU64::from_ptr(at.add(8 * index).cast()) };
+            *eight = word.load(Ordering::Relaxed).to_ne_bytes();
+        }
+        line
+    }
+
+    /// Stores 64 aligned bytes, 8 at a time: others may read them meanwhile.
+    ///
+    /// # Panics
+    /// If they lie outside of the mapping, are not aligned, or the mapping is not writable.
+    #[inline]
+    pub fn store_line(&self, offset: usize, line: &[u8; LINE_BYTES]) {
+        assert!(offset.is_multiple_of(LINE_BYTES));
+        let at = self
+            .at_writable(offset as u64, LINE_BYTES as u64)
+            .expect("a line of the mapping");
+        for (index, eight) in line.as_chunks::<8>().0.iter().enumerate() {
+            // SAFETY: 8 bytes inside of the mapping, which `at_writable` has checked, and aligned as its beginning is.
+            let word = unsafe { AtomicU64::from_ptr(at.add(8 * index).cast()) };
+            word.store(u64::from_ne_bytes(*eight), Ordering::Relaxed);
+        }
+    }
+
     /// Copies from or to memory of another process, as its owner granted: `len` bytes at `offset` here, at `address` there.
     ///
     /// # Safety
@@ -406,6 +467,9 @@ impl Mapping {
         }
     }
 }
+
+/// Bytes of [`Mapping::load_line`].
+const LINE_BYTES: usize = 64;
 
 /// Number of bytes that are placed after all others where a program may poll them.
 const LAST_WORD: usize = 8;
@@ -632,16 +696,45 @@ pub fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
     Ok(file)
 }
 
-/// Returns whether a file from another process can be mapped safely: memory of at least `len` bytes that cannot shrink, and not of
-/// huge pages. The system may have no huge page left when one is touched, which raises a signal too.
-fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
+/// Reason why touching the pages of another process's file could raise a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unmappable {
+    /// It is no file in memory, or one whose size its owner may change: seals forbid that.
+    #[error("the file is not memory that is sealed against shrinking")]
+    NotSealed,
+    /// It consists of huge pages, or has another file system: the system may have no page left when one is touched.
+    #[error("the file does not consist of ordinary pages of memory")]
+    NotOrdinary,
+    /// It is too short.
+    #[error("the file has {bytes} bytes, {needed} are needed")]
+    TooShort {
+        /// Bytes of the file.
+        bytes: u64,
+        /// Bytes that were to be mapped.
+        needed: u64,
+    },
+}
+
+/// Checks that a file from another process can be mapped safely: memory of at least `len` bytes that cannot shrink, and not of huge
+/// pages. What holds once holds for ever: nobody can take back a seal.
+///
+/// # Errors
+/// It cannot, and why.
+pub fn check_sealed_file(file: impl AsFd, len: u64) -> Result<(), Unmappable> {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
     const TMPFS: i64 = 0x0102_1994;
     // This check comes first: a file that is not in memory may have a server, and any other question to that may wait for ever.
-    let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-    sealed
-        && fstatfs(&file).is_ok_and(|stat| stat.f_type == TMPFS)
-        && fstat(&file).is_ok_and(|stat| stat.st_size as u64 >= len)
+    if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+        return Err(Unmappable::NotSealed);
+    }
+    if !fstatfs(&file).is_ok_and(|stat| stat.f_type == TMPFS) {
+        return Err(Unmappable::NotOrdinary);
+    }
+    let bytes = fstat(&file).map_or(0, |stat| stat.st_size as u64);
+    if bytes < len {
+        return Err(Unmappable::TooShort { bytes, needed: len });
+    }
+    Ok(())
 }
 
 #[cfg(test)]

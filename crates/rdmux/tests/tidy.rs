@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
-const MAY_USE: [(&str, &[&str]); 19] = [
+const MAY_USE: [(&str, &[&str]); 20] = [
     ("crates/wire", &[]),
     ("crates/capture", &["wire"]),
     ("crates/rnic", &["wire"]),
@@ -18,6 +18,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
         &["capture", "memory", "rnic", "shm", "verbs", "wire"],
     ),
     ("crates/hw", &["memory", "rnic", "verbs", "wire"]),
+    ("crates/share", &["memory", "rnic", "shm", "verbs", "wire"]),
     ("crates/runtime", &["memory", "verbs"]),
     ("crates/push", &["memory", "runtime", "verbs", "wire"]),
     ("crates/log", &["push", "runtime", "verbs"]),
@@ -37,7 +38,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
 ];
 
 /// Providers of devices, and the programs, which alone choose among them.
-const PROVIDERS: [&str; 2] = ["soft", "hw"];
+const PROVIDERS: [&str; 3] = ["soft", "hw", "share"];
 const PROGRAMS: [&str; 5] = [
     "crates/rdmux",
     "crates/lab-peer",
