@@ -303,11 +303,6 @@ impl ReadyMemory for ReadyArea {
     }
 
     #[inline]
-    fn swap_sleeping(&self, value: u32, order: Ordering) -> u32 {
-        self.mapping.word(self.at).swap(value, order)
-    }
-
-    #[inline]
     fn sleeping(&self, order: Ordering) -> u32 {
         self.mapping.word(self.at).load(order)
     }

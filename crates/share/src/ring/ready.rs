@@ -20,9 +20,7 @@ pub trait ReadyMemory {
     fn set(&self, word: u32, bits: u64, order: Ordering) -> u64;
     /// Clears a word of the bitmap; returns its previous value.
     fn clear(&self, word: u32, order: Ordering) -> u64;
-    /// Replaces the word that says whether the side sleeps; returns its previous value.
-    fn swap_sleeping(&self, value: u32, order: Ordering) -> u32;
-    /// Loads that word.
+    /// Loads the word that says whether the side sleeps.
     fn sleeping(&self, order: Ordering) -> u32;
     /// Stores that word.
     fn set_sleeping(&self, value: u32, order: Ordering);
@@ -40,7 +38,8 @@ impl<M: ReadyMemory> Announcer<M> {
         Announcer(memory)
     }
 
-    /// Announces a ring. Returns whether to ring the other side's doorbell: once for each of its sleeps.
+    /// Announces a ring. Returns whether to ring the other side's doorbell: once for each of its sleeps, unless threads announce rings at
+    /// the same time. The caller must ring it.
     ///
     /// # Panics
     /// If there is no such ring.
@@ -49,15 +48,20 @@ impl<M: ReadyMemory> Announcer<M> {
     pub fn announce(&self, ring: u32) -> bool {
         assert!(ring < self.0.rings());
         let bit = 1 << (ring % RINGS_PER_WORD);
-        // What the caller has stored into the ring comes before.
-        let before = self.0.set(ring / RINGS_PER_WORD, bit, Ordering::Release);
+        // `Relaxed` suffices: there is a fence between the store of the ring's tail or head and this call.
+        let before = self.0.set(ring / RINGS_PER_WORD, bit, Ordering::Relaxed);
         if before & bit != 0 {
             // Whoever has set it has looked, and the other side sees it before it sleeps.
             return false;
         }
         self.0.fence(Ordering::SeqCst);
-        // The load comes first, so that the line stays where it is while the other side is awake.
-        self.0.sleeping(Ordering::Relaxed) != 0 && self.0.swap_sleeping(0, Ordering::Relaxed) != 0
+        let sleeps = self.0.sleeping(Ordering::Relaxed) != 0;
+        if sleeps {
+            // This may overwrite the word of a later sleep. But the doorbell follows, and ends that sleep; and a call that the sleeper
+            // has answered orders the store before its next sleep.
+            self.0.set_sleeping(0, Ordering::Relaxed);
+        }
+        sleeps
     }
 }
 
@@ -82,7 +86,7 @@ impl<M: ReadyMemory> ReadySet<M> {
             if self.0.load(word, Ordering::Relaxed) == 0 {
                 continue;
             }
-            // What was stored into the rings before comes with it.
+            // What was stored into the rings before the bits were set comes with it.
             let mut bits = self.0.clear(word, Ordering::Acquire);
             while bits != 0 {
                 let ring = word * RINGS_PER_WORD + bits.trailing_zeros();
