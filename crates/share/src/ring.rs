@@ -48,7 +48,7 @@ pub mod ready;
 #[cfg(test)]
 mod tests;
 
-pub use area::{Layout, LayoutError, RingArea};
+pub use area::{Layout, LayoutError, ReadyArea, RingArea};
 pub use doorbell::{Bell, BellWaiter};
 pub use ends::{ApplicationEnd, AttachError, Files, NodeEnd};
 pub use ready::{Announcer, ReadySet};
@@ -233,7 +233,7 @@ impl<M: RingMemory> Producer<M> {
         }
     }
 
-    /// Prepares to sleep after [`PushError::Full`]. Returns whether the consumer will tell this side when it has made room, enough or not.
+    /// Prepares to sleep until there is room for what had none. Returns whether the consumer will tell this side when it has made room, enough or not.
     /// If not, there is room now. [`Producer::no_longer_waits`] ends the wait.
     ///
     /// # Errors
@@ -255,23 +255,35 @@ impl<M: RingMemory> Producer<M> {
         self.memory.store(Word::Waits, 0, Ordering::Relaxed);
     }
 
-    /// Returns the number of slots that are free as far as is known.
+    /// Returns whether there is room for so many descriptors. If there is, they may be pushed one after the other.
+    ///
+    /// # Errors
+    /// The consumer's head is impossible.
     #[inline]
-    pub fn free(&self) -> u32 {
-        self.slots - self.tail.wrapping_sub(self.head)
-    }
-
-    /// Finds room. The number of slots is compared as a `usize`, so that no number of descriptors is too large.
-    #[inline]
-    fn reserve(&mut self, descriptors: usize) -> Result<(), PushError> {
+    pub fn has_room(&mut self, descriptors: usize) -> Result<bool, Corrupt> {
+        // Compared as `usize`, so that no number of descriptors is too large.
         if descriptors > self.free() as usize {
             self.look_at_head()?;
             if descriptors > self.free() as usize {
                 self.wanted = self.slots.min(descriptors.try_into().unwrap_or(u32::MAX));
-                return Err(PushError::Full);
+                return Ok(false);
             }
         }
-        Ok(())
+        Ok(true)
+    }
+
+    #[inline]
+    fn free(&self) -> u32 {
+        self.slots - self.tail.wrapping_sub(self.head)
+    }
+
+    #[inline]
+    fn reserve(&mut self, descriptors: usize) -> Result<(), PushError> {
+        if self.has_room(descriptors)? {
+            Ok(())
+        } else {
+            Err(PushError::Full)
+        }
     }
 
     #[inline]
