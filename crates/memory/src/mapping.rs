@@ -301,18 +301,18 @@ impl Mapping {
         unsafe { AtomicU32::from_ptr(at.cast()) }
     }
 
-    /// Loads a word, also of a mapping that is not writable. `order` is as for [`AtomicU32::load`].
+    /// Loads a word, `Relaxed`, also of a mapping that is not writable.
     ///
     /// # Panics
     /// If it lies outside of the mapping, or is not aligned.
     #[inline]
-    pub fn load(&self, offset: usize, order: Ordering) -> u32 {
+    pub fn load(&self, offset: usize) -> u32 {
         let at = self.at(offset as u64, 4).expect("a word of the mapping");
         assert!(offset.is_multiple_of(4));
-        // SAFETY: as for `word`, with the check of `at`. Memory that is not writable here allows atomic loads of this size on each
-        // processor that has atomics of it, if they are `Relaxed` or `Acquire` (the documentation of `std::sync::atomic`), and the
-        // reference does not leave this function.
-        unsafe { AtomicU32::from_ptr(at.cast()) }.load(order)
+        // SAFETY: as for `word`, with the check of `at`. In memory that is not writable here, a `Relaxed` load of up to 8 bytes only reads on
+        // each 64-bit processor that Linux runs on (`std::sync::atomic`, "Atomic accesses to read-only memory"), and the reference does not
+        // leave this function.
+        unsafe { AtomicU32::from_ptr(at.cast()) }.load(Ordering::Relaxed)
     }
 
     /// Returns 8 aligned bytes of a writable mapping.
@@ -820,6 +820,34 @@ mod tests {
                 seen = word;
             }
         });
+    }
+
+    #[test]
+    fn load_line__what_was_stored_up_to_the_last_line() {
+        let file = sealed_file("lines", 8192).unwrap();
+        let memory = Mapping::of_sealed_file(&file, 0, 8192, true).unwrap();
+        let reader = Mapping::of_sealed_file(&file, 0, 8192, false).unwrap();
+        for offset in [0, 64, 8192 - 64] {
+            let line = std::array::from_fn(|i| (i * 3 + offset) as u8);
+            memory.store_line(offset, &line);
+            memory.double_word(offset).fetch_add(1 << 8, Ordering::Relaxed);
+            let mut expected = line;
+            expected[1] += 1;
+            assert_eq!(reader.load_line(offset), expected);
+            let word = u32::from_ne_bytes(*expected.last_chunk().unwrap());
+            assert_eq!(reader.load(offset + 60), word);
+        }
+        for outside in [
+            || Mapping::anonymous(4096).unwrap().load_line(4096)[0].into(),
+            || Mapping::anonymous(4096).unwrap().load_line(32)[0].into(),
+            || Mapping::anonymous(4096).unwrap().load(4096),
+            || Mapping::anonymous(4096).unwrap().load(2),
+        ] as [fn() -> u32; 4]
+        {
+            assert!(std::panic::catch_unwind(outside).is_err());
+        }
+        let store = || reader.store_line(0, &[0; 64]);
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(store)).is_err());
     }
 
     #[test]

@@ -9,7 +9,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rdmux_share::ring::{
-    ApplicationEnd, Consumer, Files, Layout, NodeEnd, Producer, ReadyArea, ReadySet, RingArea, WorkBytes,
+    ApplicationEnd, Consumer, Files, Layout, NodeEnd, Producer, ReadyArea, ReadySet, RingArea, Tell,
+    WorkBytes,
 };
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_wire::LKey;
@@ -17,7 +18,7 @@ use rdmux_wire::node::{
     Completion, CompletionOpcode, CompletionStatus, DESCRIPTOR_BYTES, Element, QueueId, Work, WorkData,
     WorkFlags, WorkOperation,
 };
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
@@ -106,8 +107,8 @@ const FIGURES: [Figure; 8] = [
 
 /// Slots of both rings.
 const SLOTS: u32 = 256;
-/// Looks at a ring between two looks whether the other process is alive.
-const LOOKS: u32 = 1 << 20;
+/// Looks at a ring between two looks at the clock, or whether the other process is alive.
+const LOOKS: u32 = 1 << 16;
 const RUN: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -146,7 +147,7 @@ fn scan() -> Outcome<()> {
         const ROUNDS: u32 = 100_000;
         let begin = Instant::now();
         for round in 0..ROUNDS {
-            application.tell(round * 7 % rings, rdmux_share::ring::Tell::Ring);
+            application.tell(round * 7 % rings, Tell::Ring);
             let mut found = 0;
             ready.take(|_| found += 1)?;
             assert_eq!(found, 1);
@@ -255,7 +256,7 @@ impl Requests {
 
     /// Takes completions, at least one when the window is full.
     fn complete(&mut self) -> Outcome<()> {
-        let mut looks = 0u32;
+        let (mut looks, mut deadline) = (0u32, None);
         loop {
             let mut out = [[0; DESCRIPTOR_BYTES]; 16];
             let count = self.completions.take(&mut out)?;
@@ -270,9 +271,12 @@ impl Requests {
             if count > 0 || !is_full {
                 return Ok(());
             }
-            looks += 1;
+            looks = looks.wrapping_add(1);
             if looks.is_multiple_of(LOOKS) {
-                return Err("the other process is silent".into());
+                let deadline = *deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
+                if Instant::now() > deadline {
+                    return Err("the other process is silent".into());
+                }
             }
             if self.figure.waits == Waits::Sleeping {
                 if self.completions.prepare_sleep()? {
@@ -327,13 +331,14 @@ fn far(figure: Figure) -> Outcome<()> {
             looks = 0;
             continue;
         }
-        looks += 1;
+        looks = looks.wrapping_add(1);
         if looks.is_multiple_of(LOOKS) {
-            let mut stdin = [PollFd::from_borrowed_fd(
-                std::io::stdin().as_fd(),
-                PollFlags::empty(),
-            )];
-            if poll(&mut stdin, Some(&rustix::event::Timespec::default()))? > 0 {
+            let stdin = std::io::stdin();
+            if poll(
+                &mut [PollFd::new(&stdin, PollFlags::empty())],
+                Some(&Timespec::default()),
+            )? > 0
+            {
                 return Ok(());
             }
         }

@@ -75,7 +75,7 @@ pub enum Word {
 pub trait RingMemory {
     /// Slots of the ring: a power of two, the same at every call, and private to this side.
     fn slots(&self) -> u32;
-    /// Loads a word.
+    /// Loads a word, `Relaxed` or `Acquire`.
     fn load(&self, word: Word, order: Ordering) -> u32;
     /// Stores a word that is this side's.
     fn store(&self, word: Word, value: u32, order: Ordering);

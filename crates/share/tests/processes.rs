@@ -414,7 +414,7 @@ fn vandal(files: Files, mut dice: Dice) {
     loop {
         let ring = dice.below(4) as usize;
         // Tail or head of a ring, near the other one, so that some are possible.
-        let near = theirs.load(stride * ring, Ordering::Relaxed);
+        let near = theirs.load(stride * ring);
         let near = match ring {
             0..3 => near.wrapping_add(dice.below(20) as u32),
             _ => near.wrapping_sub(dice.below(20) as u32),

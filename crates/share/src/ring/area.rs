@@ -241,7 +241,11 @@ impl RingMemory for RingArea {
     #[inline]
     fn load(&self, word: Word, order: Ordering) -> u32 {
         let (mapping, at) = self.place(word);
-        mapping.load(at, order)
+        let value = mapping.load(at);
+        if order != Ordering::Relaxed {
+            fence(order);
+        }
+        value
     }
 
     #[inline]

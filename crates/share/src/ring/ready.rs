@@ -38,7 +38,7 @@ impl<M: ReadyMemory> Announcer<M> {
         Announcer(memory)
     }
 
-    /// Announces a ring. Returns whether to ring the other side's doorbell: once for each of its sleeps, unless threads announce rings at
+    /// Announces a ring for which a call has returned [`super::Tell::Ring`]. Returns whether to ring the other side's doorbell: once for each of its sleeps, unless threads announce rings at
     /// the same time. The caller must ring it.
     ///
     /// # Panics
@@ -67,27 +67,50 @@ impl<M: ReadyMemory> Announcer<M> {
 
 /// The side that learns of rings.
 #[derive(Debug)]
-pub struct ReadySet<M>(M);
+pub struct ReadySet<M> {
+    memory: M,
+    /// Word of the bitmap at which the next look begins.
+    next: u32,
+}
 
 impl<M: ReadyMemory> ReadySet<M> {
     /// Creates the learning side.
     pub fn new(memory: M) -> Self {
-        ReadySet(memory)
+        ReadySet { memory, next: 0 }
     }
 
-    /// Takes all announced rings out of the set, each once, and passes them to `found` in ascending order.
+    /// Takes all announced rings out of the set, each once, and passes them to `found`.
     ///
     /// # Errors
-    /// A ring that does not exist was announced. Those before it were passed.
+    /// A ring that does not exist was announced.
     #[inline]
-    pub fn take(&mut self, mut found: impl FnMut(u32)) -> Result<(), Corrupt> {
-        let rings = self.0.rings();
-        for word in 0..rings.div_ceil(RINGS_PER_WORD) {
-            if self.0.load(word, Ordering::Relaxed) == 0 {
+    pub fn take(&mut self, found: impl FnMut(u32)) -> Result<(), Corrupt> {
+        self.next = 0;
+        self.take_some(u32::MAX, found)
+    }
+
+    /// Takes announced rings out of the set as [`ReadySet::take`] does, until there are `limit` of them, or up to 63 more. Further ones stay
+    /// in the set, and the next call begins with them: an application that announces rings without end keeps nobody from others.
+    ///
+    /// # Errors
+    /// As for [`ReadySet::take`].
+    #[inline]
+    pub fn take_some(&mut self, limit: u32, mut found: impl FnMut(u32)) -> Result<(), Corrupt> {
+        let rings = self.memory.rings();
+        let words = rings.div_ceil(RINGS_PER_WORD);
+        let mut count = 0;
+        for _ in 0..words {
+            if count >= limit {
+                break;
+            }
+            let word = self.next;
+            self.next = if word + 1 < words { word + 1 } else { 0 };
+            if self.memory.load(word, Ordering::Relaxed) == 0 {
                 continue;
             }
             // What was stored into the rings before the bits were set comes with it.
-            let mut bits = self.0.clear(word, Ordering::Acquire);
+            let mut bits = self.memory.clear(word, Ordering::Acquire);
+            count += bits.count_ones();
             while bits != 0 {
                 let ring = word * RINGS_PER_WORD + bits.trailing_zeros();
                 if ring >= rings {
@@ -103,14 +126,14 @@ impl<M: ReadyMemory> ReadySet<M> {
     /// Prepares to sleep until the doorbell rings. Returns whether the other side will ring it for the next ring that it announces. If
     /// not, one is announced now. [`ReadySet::awake`] ends the sleep in either case.
     pub fn prepare_sleep(&mut self) -> bool {
-        self.0.set_sleeping(1, Ordering::Relaxed);
-        self.0.fence(Ordering::SeqCst);
-        let words = self.0.rings().div_ceil(RINGS_PER_WORD);
-        (0..words).all(|word| self.0.load(word, Ordering::Relaxed) == 0)
+        self.memory.set_sleeping(1, Ordering::Relaxed);
+        self.memory.fence(Ordering::SeqCst);
+        let words = self.memory.rings().div_ceil(RINGS_PER_WORD);
+        (0..words).all(|word| self.memory.load(word, Ordering::Relaxed) == 0)
     }
 
     /// Stops the other side from ringing.
     pub fn awake(&mut self) {
-        self.0.set_sleeping(0, Ordering::Relaxed);
+        self.memory.set_sleeping(0, Ordering::Relaxed);
     }
 }

@@ -403,6 +403,27 @@ fn taken(ready: &mut ReadySet<Set>) -> Vec<u32> {
 }
 
 #[test]
+fn take_some__goes_on_where_it_has_stopped() {
+    let set = Set::new(200);
+    let (announcer, mut ready) = (Announcer::new(set.clone()), ReadySet::new(set));
+    let announce = || [1, 3, 70, 150, 199].map(|ring| announcer.announce(ring));
+    let some = |ready: &mut ReadySet<Set>, limit| {
+        let mut rings = Vec::new();
+        ready.take_some(limit, |ring| rings.push(ring)).unwrap();
+        rings
+    };
+    let _ = announce();
+    assert_eq!(some(&mut ready, 0), []);
+    assert_eq!(some(&mut ready, 1), [1, 3]);
+    // These are behind the others.
+    let _ = announce();
+    assert!(!ready.prepare_sleep());
+    assert_eq!(some(&mut ready, 2), [70, 150]);
+    assert_eq!(some(&mut ready, 9), [199, 1, 3]);
+    assert!(ready.prepare_sleep());
+}
+
+#[test]
 fn take__refuses_a_ring_that_does_not_exist() {
     let set = Set::new(70);
     let mut ready = ReadySet::new(set.clone());
