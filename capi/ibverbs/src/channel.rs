@@ -245,6 +245,7 @@ pub(crate) fn errno_of(error: &CreateError) -> c_int {
         CreateError::OtherDevice
         | CreateError::NoVector { .. }
         | CreateError::NoShare
+        | CreateError::TwoShares
         | CreateError::BeyondShare { .. } => libc::EINVAL,
         CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
     }

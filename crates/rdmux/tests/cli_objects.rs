@@ -316,6 +316,9 @@ fn dev_set__moderation_of_a_running_device() {
     for cq in [&at.cq, &of_engine] {
         assert_eq!(policy(cq).to_string(), "16,32us");
     }
+    for device in [&at.device, &engine] {
+        assert_eq!(device.moderation_policy().to_string(), "16,32us");
+    }
     let cqs = at.res("cq", "moderation fixed");
     assert_eq!((&cqs[0]["count"], &cqs[0]["period-us"]), (&16.into(), &32.into()));
     quiet(&["dev", "set", &at.name, "adaptive-moderation", "off"]);

@@ -198,6 +198,16 @@ fn storage__moderation_is_the_servers_option_and_else_the_environments() {
 }
 
 #[test]
+fn storage__moderation_is_what_the_device_has_now() {
+    let server = Server::start(10, "on", &["--moderation", "dim"]);
+    let set = ["dev", "set", &server.address, "moderation", "4,16us"];
+    let output = rdmux(&set, "on").output().unwrap();
+    assert!(output.status.success(), "{}", errors(&output));
+    let found = server.measured(&["--ios", "200"]);
+    assert_eq!(found["server"]["moderation"], "4,16us");
+}
+
+#[test]
 fn storage__runs_for_a_time() {
     let server = Server::start(5, "on", &[]);
     let found = server.measured(&["--runtime", "1s"]);

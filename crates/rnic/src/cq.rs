@@ -682,8 +682,12 @@ impl CompletionQueue {
     }
 
     /// Changes the number of completions of a share.
-    pub fn set_share(&self, share: ShareId, limit: usize) {
-        self.with_quotas(|quotas| quotas.set_limit(share, limit));
+    ///
+    /// # Errors
+    /// More completions of the share are in the queue.
+    pub fn set_share(&self, share: ShareId, limit: usize) -> Result<(), TooShort> {
+        self.with_quotas(|quotas| quotas.set_limit(share, limit))
+            .unwrap_or(Ok(()))
     }
 
     /// Has a share that is full draw on another one, which has no QPs and draws on none.
@@ -696,19 +700,14 @@ impl CompletionQueue {
         self.with_quotas(|quotas| quotas.add_user(qpn, share));
     }
 
-    /// Notes that a QP is gone. Its completions can still be polled ([`CompletionQueue::left_over`]).
+    /// Notes that a QP is gone. Its completions can still be polled, and count against the share until then.
     pub fn remove_user(&self, qpn: Qpn) {
         self.with_quotas(|quotas| quotas.remove_user(qpn));
     }
 
-    /// Returns the number of completions in the queue that count against no share.
+    /// Returns the number of completions in the queue that count against no share: those of shares that are gone.
     pub fn left_over(&self) -> usize {
         self.with_quotas(|quotas| quotas.left_over()).unwrap_or(0)
-    }
-
-    /// Returns the number of completions in the queue that count against a share.
-    pub fn of_share(&self, share: ShareId) -> usize {
-        self.with_quotas(|quotas| quotas.count(share)).unwrap_or(0)
     }
 
     /// Takes the oldest completion, which goes on counting against its QP's share until [`CompletionQueue::release`]. Returns the share,

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use rdmux_verbs::{CompletionQueue, CqPool, CqShare, Device, GetError, WorkCompletion};
+use rdmux_verbs::{CompletionQueue, CqPool, Device, EngineWatch, GetError, WorkCompletion};
 
 /// Completion queues of a reactor's connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,13 +26,12 @@ pub(crate) struct Seat {
 
 #[derive(Debug)]
 enum Source {
-    Pool {
-        seat: Seat,
-        /// Room for completions of receives that the connections share.
-        common: Option<CqShare>,
-    },
+    Pool(Seat),
     /// `common`: the number of receives that the connections share.
-    Private { device: Device, common: u32 },
+    Private {
+        device: Device,
+        common: u32,
+    },
 }
 
 /// The queues of a port's connections, each of which is polled in turn.
@@ -51,22 +50,12 @@ struct Polled {
     before_probes: usize,
 }
 
-/// The queue of one connection.
-#[derive(Debug)]
-pub(crate) struct ConnectionQueue {
-    pub(crate) cq: CompletionQueue,
-    /// Set if the queue has room for the receives that connections share.
-    pub(crate) has_common: bool,
-}
-
 impl PortQueues {
-    /// Queues of a pool. The connections share so many receives.
-    pub(crate) fn of_pool(seat: Seat, common: u32) -> Result<PortQueues, GetError> {
-        // Also without such receives, so that a device without room refuses the listener, and not its clients.
-        let share = seat.pool.get(common, Some(seat.vector))?;
-        let queue = share.pool_queue();
-        let common = (common > 0).then_some(share);
-        let mut queues = PortQueues::new(Source::Pool { seat, common });
+    /// Queues of a pool, in which the connections have what they share in common. Each of them has `nr` completions at a time.
+    pub(crate) fn of_pool(seat: Seat, nr: u32) -> Result<PortQueues, GetError> {
+        // The room for a connection is given back. A device without room refuses the listener, and not its clients.
+        let queue = seat.pool.get(nr, Some(seat.vector))?.pool_queue();
+        let mut queues = PortQueues::new(Source::Pool(seat));
         queues.add(queue);
         Ok(queues)
     }
@@ -94,20 +83,19 @@ impl PortQueues {
     }
 
     /// Returns the queue for a connection that has `nr` completions at a time, beside those of shared receives.
-    pub(crate) fn join(&mut self, nr: u32) -> Result<ConnectionQueue, GetError> {
-        let (cq, has_common, polled) = match &self.source {
-            Source::Pool { seat, common } => {
+    pub(crate) fn join(&mut self, nr: u32) -> Result<CompletionQueue, GetError> {
+        let (cq, polled) = match &self.source {
+            Source::Pool(seat) => {
                 let share = seat.pool.get(nr, Some(seat.vector))?;
-                let common = common.as_ref().filter(|common| share.draw_on(common));
-                (share.queue(), common.is_some(), share.pool_queue())
+                (share.queue(), share.pool_queue())
             }
             Source::Private { device, common } => {
                 let cq = device.create_cq(nr + common)?;
-                (cq.clone(), *common > 0, cq)
+                (cq.clone(), cq)
             }
         };
         self.add(polled);
-        Ok(ConnectionQueue { cq, has_common })
+        Ok(cq)
     }
 
     /// Notes that a connection is gone, or was not established. Returns whether its queue is polled no more.
@@ -121,7 +109,7 @@ impl PortQueues {
 
     /// Returns whether the thread is to sleep in the place of the device's engine.
     pub(crate) fn are_of_pool(&self) -> bool {
-        matches!(self.source, Source::Pool { .. })
+        matches!(self.source, Source::Pool(_))
     }
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &CompletionQueue> {
@@ -132,7 +120,7 @@ impl PortQueues {
     #[cfg(test)]
     pub(crate) fn pool(&self) -> Option<&CqPool> {
         match &self.source {
-            Source::Pool { seat, .. } => Some(&seat.pool),
+            Source::Pool(seat) => Some(&seat.pool),
             Source::Private { .. } => None,
         }
     }
@@ -156,26 +144,26 @@ impl PortQueues {
         found
     }
 
-    /// Has a queue's descriptor report the next completion, and takes its oldest one. `in_place`: this thread has the place of the device's engine.
-    pub(crate) fn arm(&mut self, at: usize, in_place: bool) -> io::Result<Option<WorkCompletion>> {
+    /// Has a queue's descriptor report the next completion, and takes its oldest one. `watch`: the place of the device's engine, if this
+    /// thread has it.
+    pub(crate) fn arm(
+        &mut self,
+        at: usize,
+        watch: Option<&mut EngineWatch>,
+    ) -> io::Result<Option<WorkCompletion>> {
         let Some(polled) = self.polled.get_mut(at) else {
             return Ok(None);
         };
-        let found = match in_place {
-            true => {
-                polled.cq.watch(true);
+        let found = match watch {
+            Some(watch) => {
+                watch.report(&polled.cq);
                 polled.cq.poll()
             }
             // A wait of zero time arms the queue and polls it.
-            false => polled.cq.wait(Duration::ZERO)?,
+            None => polled.cq.wait(Duration::ZERO)?,
         };
         polled.note(found.is_some());
         Ok(found)
-    }
-
-    /// Ends the reports of the queues, for a thread in the engine's place that is awake: what it brings itself is no news.
-    pub(crate) fn end_reports(&self) {
-        self.all().for_each(|cq| cq.watch(false));
     }
 
     /// Has so many completions of each queue polled before the next probes, or all that there are.

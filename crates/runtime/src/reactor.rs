@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, EngineWatch, EventQueue, Features,
-    ListenError, Listener, OpenError, Qpn, Status, WorkCompletion,
+    ListenError, Listener, ModerationPolicy, OpenError, Qpn, Status, WorkCompletion,
 };
 
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
-use crate::queues::{ConnectionQueue, PortQueues, Queues, Seat};
+use crate::queues::{PortQueues, Queues, Seat};
 use crate::receives::{ReceiveShare, SharedReceives};
 use crate::waiting::{Waiting, set_timer_slack};
 use crate::work_id::WorkId;
@@ -42,7 +42,8 @@ pub struct Limits {
     /// Time of silence after which the peer of a watched connection is taken for dead.
     pub keepalive: Duration,
     /// The connections of a listener share so many receives, and add one each, if the device can do that
-    /// ([`Features::SHARED_RECEIVES`]). `None`: each has [`Sizes::receives`] of its own.
+    /// ([`Features::SHARED_RECEIVES`]). Each of their completion queues has room for all of these. `None`: each connection has
+    /// [`Sizes::receives`] of its own.
     pub shared_receives: Option<usize>,
     /// Where the completion queues of the connections come from.
     pub queues: Queues,
@@ -301,11 +302,13 @@ impl<M> Reactor<M> {
             }
         }
         let size = reactors.iter().map(Reactor::completions_max).max();
+        let common = reactors.iter().map(Reactor::receives_in_common).max();
         let Some((first, others)) = reactors.split_first_mut() else {
             return Ok(());
         };
         let vectors = [device].into_iter().chain(&engines).cloned().collect();
-        let pool = CqPool::new(vectors, size.unwrap_or(0) as u32);
+        let [size, common] = [size, common].map(|nr| nr.unwrap_or(0) as u32);
+        let pool = CqPool::with_common(vectors, size, common);
         let seat = |vector| {
             Some(Seat {
                 pool: pool.clone(),
@@ -352,11 +355,13 @@ impl<M> Reactor<M> {
         let queues = match self.limits.queues {
             Queues::Private => PortQueues::private(device, in_common),
             Queues::Pool => {
+                let vectors = vec![device.clone()];
                 let of_its_own = || Seat {
-                    pool: CqPool::new(vec![device.clone()], self.completions_max() as u32),
+                    pool: CqPool::with_common(vectors, self.completions_max() as u32, in_common),
                     vector: 0,
                 };
-                PortQueues::of_pool(seat.unwrap_or_else(of_its_own), in_common)?
+                let nr = self.sizes.completions() as u32;
+                PortQueues::of_pool(seat.unwrap_or_else(of_its_own), nr)?
             }
         };
         self.ports.push(ReactorPort {
@@ -414,10 +419,9 @@ impl<M> Reactor<M> {
             return Err(ConnectionError::TooMany);
         }
         let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let queue = port.queues.join(self.sizes.completions() as u32);
-        let ConnectionQueue { cq, has_common } = queue.map_err(EstablishError::from)?;
-        let share = port.receives.as_ref().filter(|_| has_common);
-        let share = share.map(ReceiveShare::new).transpose();
+        let cq = port.queues.join(self.sizes.completions() as u32);
+        let cq = cq.map_err(EstablishError::from)?;
+        let share = port.receives.as_ref().map(ReceiveShare::new).transpose();
         let accept = |share| MessageConnection::accept_sharing(request, &pd, &cq, params, &self.sizes, share);
         let link = match share.map_err(EstablishError::Post).and_then(accept) {
             Ok(link) => link,
@@ -449,8 +453,8 @@ impl<M> Reactor<M> {
             return Err(ConnectionError::TooMany);
         }
         let pd = device.alloc_pd().map_err(EstablishError::Create)?;
-        let queue = port.queues.join(self.sizes.completions() as u32);
-        let ConnectionQueue { cq, .. } = queue.map_err(EstablishError::from)?;
+        let cq = port.queues.join(self.sizes.completions() as u32);
+        let cq = cq.map_err(EstablishError::from)?;
         let pending = match MessageConnection::start(&pd, &cq, peer, params, &self.sizes) {
             Ok(pending) => pending,
             Err(error) => {
@@ -890,82 +894,92 @@ impl<M> Reactor<M> {
         self.note_places(&watches);
         // Only a handler in the engines' place decides when packets are looked at.
         let is_in_place = self.ports.iter().all(|port| port.in_place);
-        if let Some(until) = hold_off.filter(|_| is_in_place)
-            && let Some(until) = self.waiting.hold_off(Some(until))
-        {
+        if let Some(until) = self.waiting.hold_off(hold_off.filter(|_| is_in_place)) {
             // Packets wake nobody meanwhile; all else does.
             let until = deadline.map_or(until, |deadline| deadline.min(until));
-            self.sleep(&[], Some(until))?;
+            if !self.sleep(&[], Some(until))? {
+                return Ok(None);
+            }
         }
         let mut has_slept = false;
-        let next = loop {
+        loop {
             // Packets that woke this thread are processed first, then the completions of all packets are polled.
             let mut sleeps = true;
             for (_, watch) in &mut watches {
                 sleeps &= watch.prepare();
             }
-            if let Some(event) = self.poll_armed()? {
+            if let Some(event) = self.poll_armed(&mut watches)? {
                 match has_slept {
                     true => self.waiting.slept(began, true),
                     false => self.waiting.came(began),
                 }
-                break Some(event);
+                return Ok(Some(event));
             }
             if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 self.waiting.gave_up(began);
-                break None;
+                return Ok(None);
             }
             if sleeps {
                 has_slept = true;
                 if !self.sleep(&watches, deadline)? {
-                    break None;
+                    return Ok(None);
                 }
             }
-            self.end_reports();
             let before = watches.len();
             watches.retain(|(_, watch)| !watch.serves_others());
             if watches.len() < before {
                 self.note_places(&watches);
             }
-        };
-        self.end_reports();
-        Ok(next)
+        }
     }
 
     /// Notes at which ports this thread has the place of the engine.
     fn note_places(&mut self, watches: &[(usize, EngineWatch)]) {
         for at in 0..self.ports.len() {
-            let device = &self.ports[at].device;
-            let has_place = |(of, _): &(usize, EngineWatch)| self.ports[*of].device.is(device);
-            self.ports[at].in_place = watches.iter().any(has_place);
+            self.ports[at].in_place = self.place_at(at, watches).is_some();
         }
     }
 
-    /// Ends the reports of the queues of engines in whose place this thread is.
-    fn end_reports(&self) {
-        let in_place = self.ports.iter().filter(|port| port.in_place);
-        in_place.for_each(|port| port.queues.end_reports());
+    /// Returns which of the places is that of a port's engine, which several ports may have.
+    fn place_at(&self, port: usize, watches: &[(usize, EngineWatch)]) -> Option<usize> {
+        let device = &self.ports[port].device;
+        watches
+            .iter()
+            .position(|(of, _)| self.ports[*of].device.is(device))
     }
 
     /// Ends a run of the handler: all completions are taken. Returns the time by which to delay the next look, if it comes to sleep: the
-    /// shortest that moderation allows.
+    /// shortest that moderation allows. A queue whose rate asks for no moderation may be delayed by that of another one; one whose policy is `off`
+    /// never is.
     fn end_run(&mut self) -> Option<Duration> {
         let woken = self.waiting.end_run();
+        let mut least_us: Option<u16> = None;
+        let mut delays = true;
         // Elsewhere the device counts the events of the queues, and delays them.
         let in_place = self.ports.iter().filter(|port| port.in_place);
-        let queues = in_place.flat_map(|port| port.queues.all());
-        let moderations = queues.filter_map(|cq| cq.handled(woken));
-        let delaying = moderations.filter(|moderation| moderation.count > 1);
-        let least_us = delaying.map(|moderation| moderation.period_us).min()?;
+        for cq in in_place.flat_map(|port| port.queues.all()) {
+            let moderation = cq.handled(woken).filter(|moderation| moderation.count > 1);
+            delays &= cq.moderation().0 != ModerationPolicy::Off;
+            least_us = moderation
+                .map(|to| to.period_us)
+                .into_iter()
+                .chain(least_us)
+                .min();
+        }
+        let least_us = least_us.filter(|_| delays)?;
         Some(Duration::from_micros(least_us.into()))
     }
 
     /// Polls once more, with the queues armed: no completion after that is missed.
-    fn poll_armed(&mut self) -> io::Result<Option<ReactorEvent<M>>> {
+    fn poll_armed(&mut self, watches: &mut [(usize, EngineWatch)]) -> io::Result<Option<ReactorEvent<M>>> {
         for at in 0..self.ports.len() {
+            let place = self.place_at(at, watches);
             for queue in 0..self.ports[at].queues.len() {
-                let in_place = self.ports[at].in_place;
-                while let Some(wc) = self.ports[at].queues.arm(queue, in_place)? {
+                let mut arm = |queues: &mut PortQueues| {
+                    let watch = place.and_then(|place| watches.get_mut(place));
+                    queues.arm(queue, watch.map(|(_, watch)| watch))
+                };
+                while let Some(wc) = arm(&mut self.ports[at].queues)? {
                     if let Some(event) = self.completed(at, &wc) {
                         return Ok(Some(event));
                     }

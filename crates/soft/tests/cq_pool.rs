@@ -179,6 +179,14 @@ fn create_qp__needs_a_share() {
     assert!(matches!(refused, Err(CreateError::NoShare)));
     assert!(matches!(whole.resize(100), Err(ResizeError::Pooled)));
     pd.create_qp(&QpOptions::new(&share)).unwrap();
+    // Two shares of a queue would count each other's completions.
+    let other = pool.get(4, None).unwrap();
+    let mut options = QpOptions::new(&share);
+    options.recv_cq = other.queue();
+    let refused = pd.create_qp(&options).map(drop);
+    assert!(other.is(&share) && matches!(refused, Err(CreateError::TwoShares)));
+    options.recv_cq = share.queue();
+    pd.create_qp(&options).unwrap();
 }
 
 #[test]
@@ -332,37 +340,67 @@ fn quota__as_many_as_the_share_has_again_and_again() {
     });
 }
 
+/// Makes a queue pair of a share, and has it complete so many receives.
+fn flushed(share: &CqShare, receives: u64) -> QueuePair {
+    let pd = share.device().alloc_pd().unwrap();
+    let qp = pd.create_qp(&QpOptions::new(share)).unwrap();
+    qp.init().unwrap();
+    for wr_id in 0..receives {
+        let sges = SgeList::EMPTY;
+        qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    qp
+}
+
+/// A user that makes one queue pair after the other fills its own share, and not the queue.
 #[test]
-fn draw_on__a_common_share_for_many_receives() {
-    let [device, _] = devices(40, SharedMemory::Auto);
-    let pool = CqPool::new(vec![device.clone()], 16);
-    let common = pool.get(4, None).unwrap();
-    let shares = [2, 2].map(|nr| pool.get(nr, None).unwrap());
-    assert!(!common.draw_on(&common));
-    assert!(shares.iter().all(|share| share.draw_on(&common)));
-    assert!(!common.draw_on(&shares[0]), "which draws on it");
-    let elsewhere = pool.get(16, None).unwrap();
-    assert!(!elsewhere.draw_on(&common), "of another queue");
-    let pd = device.alloc_pd().unwrap();
-    let flushed = |share: &CqShare, receives: u64| {
-        let qp = pd.create_qp(&QpOptions::new(share)).unwrap();
-        qp.init().unwrap();
-        for wr_id in 0..receives {
-            let sges = SgeList::EMPTY;
-            qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
-        }
-        qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
-        qp
+fn quota__queue_pairs_that_are_gone_count_until_they_are_polled() {
+    let [device, _] = devices(34, SharedMemory::Auto);
+    let pool = CqPool::new(vec![device.clone()], 8);
+    let [one, other] = [4, 4].map(|nr| pool.get(nr, None).unwrap());
+    let others = flushed(&other, 3);
+    drop(flushed(&one, 4));
+    let again = flushed(&one, 4);
+    assert!(one.has_lost(&again) && !other.has_lost(&others));
+    let queue = one.pool_queue();
+    assert_eq!(std::iter::from_fn(|| queue.poll()).count(), 7);
+    let mut events = std::iter::from_fn(|| device.poll_async_event());
+    assert!(!events.any(|event| matches!(event, AsyncEvent::CqError(_))));
+    let once_more = flushed(&one, 4);
+    assert!(!one.has_lost(&once_more));
+    assert_eq!(std::iter::from_fn(|| queue.poll()).count(), 4);
+}
+
+#[test]
+fn with_common__users_of_every_queue_draw_on_it() {
+    let [device, _] = devices(41, SharedMemory::Auto);
+    let pool = CqPool::with_common(vec![device.clone()], 16, 4);
+    let mut shares: Vec<CqShare> = (0..4).map(|_| pool.get(4, None).unwrap()).collect();
+    let usage = || -> Vec<_> {
+        let all = pool.usage().into_iter();
+        all.map(|queue| (queue.used, queue.size, queue.users)).collect()
     };
-    let one = flushed(&shares[0], 6);
-    assert!(!shares[0].has_lost(&one));
-    let other = flushed(&shares[1], 3);
-    assert!(
-        shares[1].has_lost(&other) && !shares[0].has_lost(&one),
-        "nothing is left in common"
-    );
-    let polled = std::iter::from_fn(|| common.poll()).count();
-    assert_eq!(polled, 8);
+    assert_eq!(usage(), [(16, 16, 4), (8, 16, 2)]);
+    assert!(!shares[0].is(&shares[3]), "the first queue is full");
+    // A user of the first queue takes all that is in common there, and one of the second queue has as much.
+    for share in [&shares[0], &shares[3]] {
+        let qp = flushed(share, 8);
+        assert!(!share.has_lost(&qp));
+        assert_eq!(std::iter::from_fn(|| share.poll()).count(), 8);
+        let one_more = flushed(share, 9);
+        assert!(share.has_lost(&one_more));
+        assert_eq!(std::iter::from_fn(|| share.poll()).count(), 8);
+    }
+    shares.clear();
+    assert_eq!(usage(), [(4, 16, 1), (4, 16, 1)]);
+    let most = pool.get(12, None).unwrap();
+    assert_eq!((most.nr(), usage()), (12, vec![(4, 16, 1), (16, 16, 2)]));
+    let longer = pool.get(17, None).unwrap();
+    assert_eq!((longer.nr(), usage()[2]), (17, (21, 21, 2)));
+    drop(pool);
+    let qp = flushed(&most, 16);
+    assert!(!most.has_lost(&qp), "what is in common outlives the pool");
 }
 
 /// Waits by the descriptor alone; another thread drives the device.

@@ -42,8 +42,9 @@ impl CompletionQueue {
     }
 
     /// Lets several completions arrive before an armed queue raises its event, as this policy says. Without a call, the queue has the
-    /// policy of its device ([`Options::moderation`]), also when that changes ([`crate::resources::set`]). An adaptive policy counts as an event each arming of the queue after it
-    /// has raised one.
+    /// policy of its device ([`Options::moderation`]), also when that changes ([`crate::resources::set`]). An adaptive policy counts as an event
+    /// each arming of the queue after it has raised one, unless no completion was taken since the arming before. (Linux counts those, too.) A
+    /// thread that sleeps in [`CompletionQueue::wait`] itself is woken by each packet, and not moderated.
     ///
     /// # Errors
     /// [`Unsupported`] unless the device has [`Features::CQ_MODERATION`].
@@ -93,13 +94,13 @@ impl CompletionQueue {
     pub fn handled(&self, woken: bool) -> Option<Moderation> {
         self.follow_device();
         let moderated = self.moderated();
-        if woken && let Some(queue) = self.engine_queue() {
+        if woken && let Some(queue) = self.counting() {
             queue.note_wake_up();
         }
         if !moderated.is_on() {
             return None;
         }
-        moderated.handled(woken, self.taken(), |moderator| self.apply(moderator));
+        moderated.handled(woken, || self.taken(), |moderator| self.apply(moderator));
         moderated.moderator.lock().moderation()
     }
 
@@ -110,7 +111,7 @@ impl CompletionQueue {
         let moderated = self.moderated();
         if moderated.is_adaptive() {
             let woken = self.provided().has_notified();
-            moderated.handled(woken, self.taken(), |moderator| self.apply(moderator));
+            moderated.handled(woken, || self.taken(), |moderator| self.apply(moderator));
         }
     }
 

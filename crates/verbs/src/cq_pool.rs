@@ -8,7 +8,10 @@
 //! (the soft device's) refuses a completion beyond that: the queue pair goes to Error, as on a queue that overran
 //! ([`AsyncEvent::QpFatal`], [`QueuePair::error`]), and has no further completion until it is reset, while the queue works on for all other
 //! queue pairs. An RNIC does not count: there, the lengths of a share's queue pairs must not exceed it, which
-//! [`ProtectionDomain::create_qp`] checks.
+//! [`ProtectionDomain::create_qp`] checks; receives of a shared receive queue count for none of them, so their poster reserves room for them.
+//!
+//! *Users that share receives* ([`CqPool::with_common`]): any of them may take all of these. Each queue of the pool has room for them, on
+//! which a user draws that has filled its own share.
 //!
 //! [`AsyncEvent::QpFatal`]: crate::AsyncEvent::QpFatal
 //! [`QueuePair::error`]: crate::QueuePair::error
@@ -22,7 +25,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use rdmux_rnic::sync::Mutex;
-use rdmux_rnic::{Cqn, PoolUse, Qpn, ShareId};
+use rdmux_rnic::{Cqn, PoolUse, Qpn, ShareId, TooShort};
 
 use crate::cq::ResizeError;
 use crate::device::{CompletionQueue, CreateError, Device};
@@ -36,7 +39,7 @@ pub enum GetError {
     /// No queue of the device can hold so many completions.
     #[error("{nr} completions in one queue: the device's queues hold at most {max}")]
     TooMany {
-        /// Completions that were to be reserved.
+        /// Completions that were to be reserved, with those that the users of a queue have in common.
         nr: u32,
         /// Completions that a queue can hold.
         max: u32,
@@ -77,6 +80,8 @@ struct Pool {
     /// The device of each vector.
     devices: Vec<Device>,
     size_max: u32,
+    /// Completions that the users of a queue have in common.
+    common: u32,
     state: Mutex<State>,
 }
 
@@ -85,6 +90,8 @@ struct State {
     shares: Shares,
     /// At their places.
     queues: Vec<CompletionQueue>,
+    /// At their places: what the users of each queue have in common. Empty if they have nothing.
+    commons: Vec<CqShare>,
 }
 
 /// State of a queue of a pool.
@@ -98,12 +105,12 @@ pub struct QueueUsage {
     pub used: u32,
     /// Completions that it holds.
     pub size: u32,
-    /// Number of its users.
+    /// Number of its users; what they have in common counts as one more.
     pub users: u32,
 }
 
 impl CqPool {
-    /// Completions for which a pool makes queues unless one user needs more, in Linux.
+    /// Least room of a queue that the pool of Linux's `ib_core` makes.
     pub const QUEUE_SIZE_MIN: u32 = 4096;
 
     /// Makes a pool without queues. Vector `v` has its queues on `vectors[v]`. The queues have room for `queue_size_min` completions or
@@ -112,6 +119,16 @@ impl CqPool {
     /// # Panics
     /// Panics if there is no vector.
     pub fn new(vectors: Vec<Device>, queue_size_min: u32) -> CqPool {
+        CqPool::with_common(vectors, queue_size_min, 0)
+    }
+
+    /// Makes a pool as [`CqPool::new`] does, each of whose queues reserves `common` completions for all its users together: each share draws
+    /// on these once it is full. They are for the receives that the users share. Since any of the users may take all of them, in
+    /// whichever queue its completions arrive, every queue has room for all.
+    ///
+    /// # Panics
+    /// Panics if there is no vector.
+    pub fn with_common(vectors: Vec<Device>, queue_size_min: u32, common: u32) -> CqPool {
         assert!(!vectors.is_empty(), "a pool without vectors");
         let max = |device: &Device| device.limits().completions.unwrap_or(u32::MAX);
         let size_max = vectors.iter().map(max).min().unwrap_or(u32::MAX);
@@ -119,9 +136,11 @@ impl CqPool {
             state: Mutex::new(State {
                 shares: Shares::new(vectors.len(), queue_size_min, size_max),
                 queues: Vec::new(),
+                commons: Vec::new(),
             }),
             devices: vectors,
             size_max,
+            common,
         }))
     }
 
@@ -140,34 +159,58 @@ impl CqPool {
         let mut state = pool.state.lock();
         let vector = state.shares.vector(hint);
         let place = loop {
-            let State { shares, queues } = &mut *state;
+            let State { shares, queues, .. } = &mut *state;
             if let Some(place) = shares.take(nr, vector, |place| queues[place.0].left_over()) {
                 break place;
             }
-            let max = pool.size_max;
-            let size = shares
-                .size_for(nr)
-                .map_err(|TooMany| GetError::TooMany { nr, max })?;
+            let needed = nr.checked_add(pool.common).ok_or(TooMany);
+            let size = needed.and_then(|needed| shares.size_for(needed));
+            let size = size.map_err(|TooMany| GetError::TooMany {
+                nr: nr.saturating_add(pool.common),
+                max: pool.size_max,
+            })?;
             // Those that were made are destroyed if another cannot be.
-            let array = pool.devices.iter().map(|device| device.create_pooled_cq(size));
+            let vectors = (0..).zip(&pool.devices);
+            let array = vectors.map(|(vector, device)| device.create_pooled_cq(size, vector));
             let array = array.collect::<Result<Vec<_>, _>>()?;
+            let places = queues.len()..queues.len() + array.len();
             queues.extend(array);
             shares.grow(size);
+            if pool.common > 0 {
+                for place in places.map(Place) {
+                    let fits = state.shares.take_at(place, pool.common, 0);
+                    debug_assert!(fits, "a new queue has room");
+                    let common = self.share(&state, place, pool.common, None);
+                    state.commons.push(common);
+                }
+            }
         };
+        let common = state.commons.get(place.0).cloned();
+        Ok(self.share(&state, place, nr, common))
+    }
+
+    /// Makes a share of `nr` completions that are reserved in a queue, which draws on another one of this queue once it is full.
+    fn share(&self, state: &State, place: Place, nr: u32, common: Option<CqShare>) -> CqShare {
         let queue = state.queues[place.0].clone();
         state.show(place);
-        drop(state);
         let counting = queue.counting();
+        let account = counting.map(|queue| (queue.clone(), queue.add_share(nr as usize)));
+        let of_common = common
+            .as_ref()
+            .and_then(|common| common.share()?.account.as_ref());
+        if let (Some((queue, id)), Some((_, common))) = (&account, of_common) {
+            queue.draw_on(*id, *common);
+        }
         let share = Arc::new(Share {
             pool: Arc::downgrade(&self.0),
             place,
-            vector,
+            vector: state.shares.vector_of(place),
             nr: AtomicU32::new(nr),
-            account: counting.map(|queue| (queue.clone(), queue.add_share(nr as usize))),
-            common: Mutex::new(None),
+            account,
+            _common: common,
             posted: AtomicU32::new(0),
         });
-        Ok(CqShare(queue.shared(share)))
+        CqShare(queue.shared(share))
     }
 
     /// Returns the queues of a vector, in which all its users' completions arrive: for the thread that polls and arms them. They cannot be
@@ -220,8 +263,8 @@ pub(crate) struct Share {
     nr: AtomicU32,
     /// Its account in the queue, if that counts completions.
     account: Option<(rdmux_rnic::CompletionQueue, ShareId)>,
-    /// The share that it draws on.
-    common: Mutex<Option<CqShare>>,
+    /// The share of all users of the queue, on which it draws as long as it lives.
+    _common: Option<CqShare>,
     /// Requests that its queue pairs hold at most, if the queue does not count.
     posted: AtomicU32,
 }
@@ -300,19 +343,25 @@ impl Share {
         };
         let mut state = pool.state.lock();
         let before = self.nr();
-        let has = match &self.account {
-            Some((queue, id)) => queue.of_share(*id) as u32,
-            None => self.posted.load(Ordering::Relaxed),
-        };
-        if nr < before && nr < has {
+        if self.account.is_none() && nr < before && nr < self.posted.load(Ordering::Relaxed) {
             return Err(ResizeError::TooShort);
+        }
+        // A share takes more room only after the pool has reserved it, and gives some back before the pool does.
+        let set = |nr| match &self.account {
+            Some((queue, id)) => queue
+                .set_share(*id, nr as usize)
+                .map_err(|TooShort| ResizeError::TooShort),
+            None => Ok(()),
+        };
+        if nr < before {
+            set(nr)?;
         }
         let resized = state.shares.resize(self.place, before, nr, queue.left_over());
         resized.map_err(|TooMany| ResizeError::NoRoom)?;
-        self.nr.store(nr, Ordering::Relaxed);
-        if let Some((queue, id)) = &self.account {
-            queue.set_share(*id, nr as usize);
+        if nr > before {
+            set(nr)?;
         }
+        self.nr.store(nr, Ordering::Relaxed);
         state.show(self.place);
         Ok(())
     }
@@ -335,7 +384,7 @@ impl Drop for Share {
 
 /// A user's share of a completion queue of a [`CqPool`]. It is the queue for the user's queue pairs ([`QpOptions::new`]), which keep the
 /// share alive; it ends with the last of its clones, and also outlives the pool. Polling, arming and moderating it concerns the queue, with
-/// the completions of all users.
+/// the completions of all users; resizing it concerns the share ([`CompletionQueue::resize`]).
 ///
 /// [`QpOptions::new`]: crate::QpOptions::new
 #[derive(Clone, Debug)]
@@ -369,33 +418,6 @@ impl CqShare {
     /// Returns the queue without the share, for whoever polls it for all users.
     pub fn pool_queue(&self) -> CompletionQueue {
         self.0.without_share()
-    }
-
-    /// Changes the number of completions that it reserves.
-    ///
-    /// # Errors
-    /// The queue has no room for so many, or holds more completions of the share.
-    pub fn resize(&self, nr: u32) -> Result<(), ResizeError> {
-        self.0.resize(nr)
-    }
-
-    /// Has the share, once it is full, draw on another one of the same queue: for queue pairs that share their receives, of which any may
-    /// take many. `common` has no queue pairs. Returns false, and does nothing, if it is a share of another queue, or
-    /// draws on one itself.
-    pub fn draw_on(&self, common: &CqShare) -> bool {
-        let (Some(own), Some(other)) = (self.share(), common.share()) else {
-            return false;
-        };
-        if !self.is(common) || Arc::ptr_eq(own, other) || other.common.lock().is_some() {
-            return false;
-        }
-        if let (Some((queue, id)), Some((_, common))) = (&own.account, &other.account) {
-            queue.draw_on(*id, *common);
-        }
-        // The share that it drew on before is dropped without the lock.
-        let before = own.common.lock().replace(common.clone());
-        drop(before);
-        true
     }
 
     /// Returns the vector of its queue.

@@ -54,6 +54,11 @@ pub enum CreateError {
         /// Completions that the share reserves.
         nr: u32,
     },
+    /// The completions of a queue pair in one queue count against one share.
+    #[error(
+        "two shares of one completion queue: reserve the completions of sends and receives together, and use one share for both"
+    )]
+    TwoShares,
     /// The device has fewer completion vectors.
     #[error("there is no completion vector {vector}: the device has {count}, counted from 0")]
     NoVector {
@@ -198,6 +203,12 @@ impl Device {
         &self.0.moderation
     }
 
+    /// Returns the moderation policy of its completion queues that have none of their own ([`CompletionQueue::moderate`]): the one that it was
+    /// opened with ([`Options::moderation`]), unless somebody has changed it ([`crate::resources::set`]). All its engines have the same.
+    pub fn moderation_policy(&self) -> ModerationPolicy {
+        self.0.moderation.policy()
+    }
+
     /// Returns the limits of the device.
     pub fn limits(&self) -> Limits {
         self.provided().limits()
@@ -306,9 +317,10 @@ impl Device {
         Ok(self.completion_queue(provided, false))
     }
 
-    /// Makes a queue of a pool: only shares of it are for queue pairs.
-    pub(crate) fn create_pooled_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        Ok(self.completion_queue(self.provided().create_cq(depth, 0)?, true))
+    /// Makes a queue of a pool: only shares of it are for queue pairs. `vector` is that of the pool, which may have more than the device.
+    pub(crate) fn create_pooled_cq(&self, depth: u32, vector: u32) -> Result<CompletionQueue, CreateError> {
+        let vector = vector % self.completion_vectors().max(1);
+        Ok(self.completion_queue(self.provided().create_cq(depth, vector)?, true))
     }
 
     fn completion_queue(
@@ -360,7 +372,7 @@ impl Device {
     /// Takes the place of the device's engine, for a caller that is about to sleep on descriptors. `None`: another caller has it, or the
     /// device wakes callers itself; then the descriptors of completion queues and events wake the caller.
     pub fn watch(&self) -> Option<EngineWatch> {
-        self.provided().watch().map(EngineWatch)
+        self.provided().watch().map(EngineWatch::new)
     }
 
     /// Sends the delayed acknowledgements, which an RNIC would have sent long ago, and the packets that fault injection delays, and completes
@@ -458,7 +470,7 @@ impl ProtectionDomain {
     ///
     /// # Errors
     /// [`CreateError::OtherDevice`] if an object in `options` was not made on this device, [`CreateError::NoShare`] if a completion queue
-    /// is one of a pool and no share of it, [`CreateError::BeyondShare`] if the device does not count completions, and the queue pair holds
+    /// is one of a pool and no share of it, [`CreateError::TwoShares`] if both are, but not the same share of one queue, [`CreateError::BeyondShare`] if the device does not count completions, and the queue pair holds
     /// more requests than are left of the share.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let device = self.device();
@@ -471,6 +483,9 @@ impl ProtectionDomain {
         }
         if options.send_cq.lacks_share() || options.recv_cq.lacks_share() {
             return Err(CreateError::NoShare);
+        }
+        if options.send_cq.is(&options.recv_cq) && !options.send_cq.has_share_of(&options.recv_cq) {
+            return Err(CreateError::TwoShares);
         }
         let receives = if options.srq.is_none() {
             options.max_recv_wr
@@ -556,12 +571,12 @@ impl CompletionQueue {
         self.share.as_ref()
     }
 
-    /// Returns the number of completions in it that count against no share: those of queue pairs that are gone.
+    /// Returns the number of completions in it that count against no share: those of shares that are gone.
     pub(crate) fn left_over(&self) -> u32 {
         self.counting().map_or(0, |queue| queue.left_over() as u32)
     }
 
-    /// Returns the queue that counts completions by their users, if the device has such.
+    /// Returns the queue of this process that completions arrive in, which counts them by their users; `None` if the device has no such.
     pub(crate) fn counting(&self) -> Option<&rdmux_rnic::CompletionQueue> {
         self.inner.queue.as_ref()
     }
@@ -570,6 +585,14 @@ impl CompletionQueue {
     /// other completion of it follows. An RNIC reports only the former, and only as [`AsyncEvent::CqError`].
     pub fn has_lost(&self, qp: &QueuePair) -> bool {
         self.counting().is_some_and(|queue| queue.has_lost(qp.qpn()))
+    }
+
+    /// Returns whether both have the same share, or none.
+    fn has_share_of(&self, other: &CompletionQueue) -> bool {
+        match (&self.share, &other.share) {
+            (Some(share), Some(other)) => Arc::ptr_eq(share, other),
+            (share, other) => share.is_none() && other.is_none(),
+        }
     }
 
     pub(crate) fn routes(&self) -> &Mutex<Routes> {
@@ -629,10 +652,6 @@ impl CompletionQueue {
         }
     }
 
-    pub(crate) fn engine_queue(&self) -> Option<&rdmux_rnic::CompletionQueue> {
-        self.inner.queue.as_ref()
-    }
-
     /// Returns the number of completions that were taken, modulo 2^32.
     pub(crate) fn taken(&self) -> u32 {
         self.inner.taken.load(Ordering::Relaxed)
@@ -666,13 +685,6 @@ impl CompletionQueue {
         self.provided().arm(arm)
     }
 
-    /// Has [`CompletionQueue::as_fd`] become readable when somebody else than the caller brings a completion, or ends that. Only for a caller
-    /// that has the device's [`EngineWatch`] ([`Device::watch`]), instead of [`CompletionQueue::arm`]: it drives the device itself, and without
-    /// that place nobody would do so for it. A completion that is there already causes no wake-up: poll after this.
-    pub fn watch(&self, on: bool) {
-        self.provided().watch(on);
-    }
-
     /// Takes the event that [`CompletionQueue::as_fd`] reports, so that the descriptor is no longer readable. Returns false if
     /// there is no event, or one that arrives at this moment.
     pub fn take_event(&self) -> bool {
@@ -683,9 +695,7 @@ impl CompletionQueue {
     /// timeout expires. A timeout of zero arms the queue for any completion and polls once more: a later completion makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        if timeout.is_zero() {
-            self.handled_events();
-        }
+        self.handled_events();
         let found = self.provided().wait(timeout)?;
         self.note(usize::from(found.is_some()));
         Ok(found)

@@ -111,8 +111,8 @@ impl ModerationPolicy {
     }
 }
 
-/// The policy of a device's completion queues that have none of their own. It may change while the device is open: a queue follows when it is
-/// armed the next time, so that nobody has to know all queues.
+/// The policy of a device's completion queues that have none of their own. It may change while the device is open: a queue follows when its
+/// handler waits the next time, so that nobody has to know all queues.
 #[derive(Debug, Default)]
 pub struct DeviceModeration {
     policy: Mutex<ModerationPolicy>,
@@ -227,13 +227,13 @@ impl Moderator {
         changes
     }
 
-    /// Discards the window of measurement: the handler has polled since the last event, so that what it took says nothing about wake-ups. The
-    /// moderation stays that of the last rate.
-    pub fn interrupt(&mut self) {
+    /// Notes a run of the handler that no wake-up began: it polled. The run is no event, but its completions belong to the rate. A handler that
+    /// polls run after run decides nothing: the moderation stays that of the last rate.
+    pub fn polled(&mut self, now: Time, completions: u32) {
         match &mut self.algorithm {
             Algorithm::Constant => {}
-            Algorithm::Dim(dim) => dim.restart(),
-            Algorithm::Rate(rate) => rate.restart(),
+            Algorithm::Dim(dim) => dim.polled(completions),
+            Algorithm::Rate(rate) => rate.polled(now, completions),
         }
     }
 }
@@ -309,24 +309,19 @@ impl Moderated {
         self.is_adaptive.store(is_adaptive, Ordering::Relaxed);
     }
 
-    /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken`: the completions taken until now. `apply`
-    /// gives the queue its moderation, if that changes.
-    pub(crate) fn handled(&self, woken: bool, taken: u32, apply: impl FnOnce(&Moderator)) {
+    /// Notes that a handler has finished a run, for which a wake-up was the reason or not; `taken` returns the completions taken until now.
+    /// `apply` gives the queue its moderation, if that changes.
+    pub(crate) fn handled(&self, woken: bool, taken: impl FnOnce() -> u32, apply: impl FnOnce(&Moderator)) {
         let mut moderator = self.moderator.lock();
-        let before = self.taken.swap(taken, Ordering::Relaxed);
-        if before == taken {
-            // Something else woke the handler, or it polled and found nothing.
+        let taken = taken();
+        let completions = taken.wrapping_sub(self.taken.swap(taken, Ordering::Relaxed));
+        // None if something else woke the handler. Where two threads take completions at once, the count may go back.
+        if completions == 0 || completions > u32::MAX / 2 {
             return;
         }
         if !woken {
-            // A handler that found nothing did not poll for long either.
-            if before != taken {
-                moderator.interrupt();
-            }
-            return;
-        }
-        let changes = moderator.event(now(), taken.wrapping_sub(before));
-        if changes {
+            moderator.polled(now(), completions);
+        } else if moderator.event(now(), completions) {
             apply(&moderator);
         }
     }

@@ -307,7 +307,7 @@ pub trait CompletionQueue: Any + Debug + Send + Sync {
     /// See [`crate::CompletionQueue::arm`].
     fn arm(&self, arm: Arm);
 
-    /// See [`crate::CompletionQueue::watch`]. Called only by who has the device's [`EngineWatch`].
+    /// See [`crate::EngineWatch::report`], or ends that.
     fn watch(&self, _on: bool) {}
 
     /// See [`crate::CompletionQueue::take_event`].

@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 #[cfg(doc)]
 use crate::Device;
+use crate::device::CompletionQueue;
 use crate::provider;
 
 /// The place of a device's engine among the sleepers, from [`Device::watch`] until this is dropped. A thread that sleeps on descriptors
@@ -44,20 +45,56 @@ use crate::provider;
 /// ```
 #[derive(Debug)]
 #[must_use = "the engine's thread takes the place back when this is dropped"]
-pub struct EngineWatch(pub(crate) Box<dyn provider::EngineWatch>);
+pub struct EngineWatch {
+    place: Box<dyn provider::EngineWatch>,
+    /// Queues whose descriptors report completions that others bring.
+    reporting: Vec<CompletionQueue>,
+}
 
 impl EngineWatch {
+    pub(crate) fn new(place: Box<dyn provider::EngineWatch>) -> EngineWatch {
+        EngineWatch {
+            place,
+            reporting: Vec::new(),
+        }
+    }
+
     /// Processes the packets that woke the caller, and prepares its next sleep. Returns false if it is not to sleep: something has arrived,
     /// and it looks at its objects first. What happens after a result of true makes a descriptor readable: the one of this, or one of the
     /// objects.
     pub fn prepare(&mut self) -> bool {
-        self.0.prepare()
+        self.end_reports();
+        self.place.prepare()
+    }
+
+    /// Has the descriptor of a completion queue of the device become readable when somebody else than the caller brings a completion, until
+    /// [`EngineWatch::prepare`] or the end of this. A caller in this place drives the device itself, so that it does not arm its queues
+    /// ([`CompletionQueue::arm`]), which would have the device's thread drive for it. A completion that is there already causes no wake-up:
+    /// poll after this.
+    pub fn report(&mut self, cq: &CompletionQueue) {
+        if !self.reporting.iter().any(|known| known.is(cq)) {
+            self.reporting.push(cq.clone());
+        }
+        cq.provided().watch(true);
+    }
+
+    /// Ends the reports before the caller brings completions itself, which are no news to it.
+    fn end_reports(&mut self) {
+        for cq in self.reporting.drain(..) {
+            cq.provided().watch(false);
+        }
     }
 
     /// Returns whether the caller, if it has found nothing since it took the place, was woken again and again for other threads' sake. Then
     /// it serves itself better by dropping this: one of those threads may take the place.
     pub fn serves_others(&self) -> bool {
-        self.0.serves_others()
+        self.place.serves_others()
+    }
+}
+
+impl Drop for EngineWatch {
+    fn drop(&mut self) {
+        self.end_reports();
     }
 }
 
@@ -65,6 +102,6 @@ impl AsFd for EngineWatch {
     /// Returns a descriptor that is readable when the caller is to wake. It is the same for each [`EngineWatch`] of a device, so it can
     /// stay in an epoll set; it means something only while one exists.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.fd()
+        self.place.fd()
     }
 }

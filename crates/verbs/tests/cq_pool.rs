@@ -284,6 +284,25 @@ fn get__more_than_a_queue_can_hold_is_refused() {
 }
 
 #[test]
+fn with_common__takes_room_of_every_queue() {
+    let device = device();
+    let pool = CqPool::with_common(vec![device.clone()], 50, 40);
+    for nr in [61, u32::MAX] {
+        let refused = pool.get(nr, None).map(drop);
+        assert!(matches!(refused, Err(GetError::TooMany { .. })));
+    }
+    assert_eq!(device.object_counts().2, 0, "no queue was made");
+    let shares = [60, 10].map(|nr| pool.get(nr, None).unwrap());
+    let usage = |at: usize| {
+        let queue = pool.usage()[at];
+        (queue.used, queue.size, queue.users)
+    };
+    assert_eq!([usage(0), usage(1)], [(100, 100, 2), (50, 50, 2)]);
+    drop(shares);
+    assert_eq!([usage(0), usage(1)], [(40, 100, 1), (40, 50, 1)]);
+}
+
+#[test]
 fn get__an_array_that_cannot_be_made_as_a_whole_is_freed() {
     let device = device();
     let pool = CqPool::new(vec![device.clone(); 3], 10);

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use rdmux_rnic::{Moderation, Time};
 use rdmux_verbs::moderation::rate::{self, PAUSE_NS};
 use rdmux_verbs::moderation::{ModerationPolicy, Moderator, dim};
-use rdmux_verbs::waiting::{Conditions, Handler, Plan, Policy};
+use rdmux_verbs::waiting::{Conditions, Handler, Plan, Policy, WaitMode};
 
 /// Time from a wake-up's cause to the handler's run.
 const WAKE_NS: u64 = 20_000;
@@ -268,59 +268,120 @@ fn event__rate_costs_a_shallow_queue_nothing() {
     }
 }
 
+/// A handler with its moderator, as a reactor in its engine's place has them.
+struct Handled {
+    handler: Handler,
+    moderator: Moderator,
+    now: u64,
+    next: u64,
+    taken: u32,
+    mode: WaitMode,
+    /// Changes of the mode.
+    modes: u32,
+    wake_ups: u32,
+}
+
+impl Handled {
+    fn new(policy: ModerationPolicy) -> Handled {
+        let handler = Handler::new(Policy::new(WAKE_NS));
+        Handled {
+            mode: handler.mode(),
+            handler,
+            moderator: Moderator::new(policy),
+            now: 0,
+            next: 0,
+            taken: 0,
+            modes: 0,
+            wake_ups: 0,
+        }
+    }
+
+    /// Handles `batch` completions every `gap_ns`, for so long or until something holds. Returns the time that this took.
+    fn run(&mut self, ns: u64, gap_ns: u64, batch: u32, holds: impl Fn(&Moderator) -> bool) -> u64 {
+        let began = self.now;
+        while self.now < began + ns && !holds(&self.moderator) {
+            while self.next <= self.now {
+                self.next += gap_ns;
+                self.now += WORK_NS * u64::from(batch);
+                self.taken += batch;
+            }
+            self.wait();
+            if self.handler.mode() != self.mode {
+                self.mode = self.handler.mode();
+                self.modes += 1;
+            }
+        }
+        self.now - began
+    }
+
+    fn wait(&mut self) {
+        match self.handler.end_run() {
+            true => drop(self.moderator.event(Time(self.now), self.taken)),
+            false if self.taken > 0 => self.moderator.polled(Time(self.now), self.taken),
+            false => {}
+        }
+        self.taken = 0;
+        let waited = self.next - self.now;
+        let polls_ns = match self.handler.plan(0, Conditions::default()) {
+            Plan::Spin { ns } => ns,
+            _ => 0,
+        };
+        if waited <= polls_ns {
+            self.now = self.next;
+            self.handler.came(waited);
+            return;
+        }
+        let began = self.now;
+        self.now += polls_ns;
+        let allowed = self.moderator.moderation().filter(|to| to.count > 1);
+        self.wake_ups += 1;
+        match self
+            .handler
+            .hold_off(allowed.map(|to| u64::from(to.period_us) * 1_000))
+        {
+            Some(ns) if self.now + ns >= self.next => {
+                self.now += ns;
+                self.handler.came(self.now - began);
+            }
+            _ => {
+                self.now = self.next.max(self.now) + WAKE_NS;
+                self.handler.slept(self.now - began, true);
+            }
+        }
+    }
+}
+
 #[test]
 fn handler__polling_and_moderation_do_not_make_each_other_oscillate() {
     // A load at the edge: gaps of about a wake-up, so that polling and sleeping cost the same.
     for gap_ns in [2_500, 5_000, 10_000, 20_000, 30_000, 40_000] {
-        let mut handler = Handler::new(Policy::new(WAKE_NS));
-        let mut moderator = Moderator::new(ModerationPolicy::Rate);
-        let (mut now, mut next, mut taken) = (0_u64, 0_u64, 0_u32);
-        let (mut modes, mut mode) = (0, handler.mode());
-        while now < 1_000_000_000 {
-            while next <= now {
-                next += gap_ns;
-                now += WORK_NS;
-                taken += 1;
-            }
-            match handler.end_run() {
-                true => drop(moderator.event(Time(now), taken)),
-                false if taken > 0 => moderator.interrupt(),
-                false => {}
-            }
-            taken = 0;
-            let waited = next - now;
-            let polls_ns = match handler.plan(0, Conditions::default()) {
-                Plan::Spin { ns } => ns,
-                _ => 0,
-            };
-            if waited <= polls_ns {
-                now = next;
-                handler.came(waited);
-            } else {
-                let began = now;
-                now += polls_ns;
-                let allowed = moderator.moderation().filter(|to| to.count > 1);
-                match handler.hold_off(allowed.map(|to| u64::from(to.period_us) * 1_000)) {
-                    Some(ns) => {
-                        now += ns;
-                        handler.came(now - began);
-                    }
-                    None => {
-                        now = next.max(now) + WAKE_NS;
-                        handler.slept(now - began, true);
-                    }
-                }
-            }
-            if handler.mode() != mode {
-                mode = handler.mode();
-                modes += 1;
-            }
-        }
-        assert!(modes <= 2, "gaps of {gap_ns} ns: {modes} changes of mode");
+        let mut handled = Handled::new(ModerationPolicy::Rate);
+        handled.run(1_000_000_000, gap_ns, 1, |_| false);
         assert!(
-            moderator.changes() <= 20,
-            "gaps of {gap_ns} ns: {} changes",
-            moderator.changes()
+            handled.modes <= 2,
+            "gaps of {gap_ns} ns: {} changes of mode",
+            handled.modes
+        );
+        let changes = handled.moderator.changes();
+        assert!(changes <= 20, "gaps of {gap_ns} ns: {changes} changes");
+    }
+}
+
+/// The policy polls in one wait of some: that must not keep moderation from learning, nor from being undone.
+#[test]
+fn handler__that_polls_now_and_then_is_moderated_and_stops_being_so() {
+    for gap_us in [45, 60, 80, 100] {
+        let mut handled = Handled::new(ModerationPolicy::Rate);
+        let is_on = |moderator: &Moderator| moderator.moderation().is_some();
+        let after = handled.run(1_000_000_000, gap_us * 1_000, 8, is_on);
+        assert!(is_on(&handled.moderator), "bunches of 8 every {gap_us} us");
+        assert!(after <= 5_000_000, "bunches of 8 every {gap_us} us: {after} ns");
+        handled.run(20_000_000, gap_us * 1_000, 8, |_| false);
+        let after = handled.run(1_000_000_000, 200_000, 1, |moderator| !is_on(moderator));
+        assert!(!is_on(&handled.moderator), "one every 200 us, after {gap_us} us");
+        assert!(
+            after <= 10_000_000,
+            "one every 200 us, after {gap_us} us: {after} ns"
         );
     }
 }

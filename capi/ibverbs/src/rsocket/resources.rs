@@ -54,6 +54,7 @@ pub(super) fn create_errno(error: &CreateError) -> c_int {
         | CreateError::OtherDevice
         | CreateError::NoVector { .. }
         | CreateError::NoShare
+        | CreateError::TwoShares
         | CreateError::BeyondShare { .. } => libc::ENOBUFS,
     }
 }

@@ -51,6 +51,10 @@ enum Sysfs {
 }
 
 #[derive(clap::Args, Debug)]
+#[command(after_long_help = "\
+Exit status: that of the program; 127 if there is no such program, 126 if it cannot be started, 2 for a wrong option, 1 for another error.
+
+Environment variables that the program's devices heed, among them RDMUX_SHM, RDMUX_WAIT and RDMUX_TRACE: docs/commands.md.")]
 pub(crate) struct Args {
     /// Local addresses of the devices rdmux0, rdmux1, ... in this order: separated by commas, or the option repeated [default: the addresses
     /// of all interfaces that are up, loopback last].

@@ -6,6 +6,7 @@
 
 use rdmux_wire::Qpn;
 
+use super::TooShort;
 use crate::region::NumberMap;
 
 /// A share of a queue.
@@ -21,6 +22,8 @@ struct Share {
     common: Option<ShareId>,
     /// Completions of others that draw on it.
     drawn: usize,
+    /// Completions in the queue of its QPs that are gone.
+    gone: usize,
 }
 
 impl Share {
@@ -36,6 +39,8 @@ struct User {
     count: usize,
     /// Set once a completion was lost.
     lost: bool,
+    /// Set once the QP is gone: its completions take room of the share until they are polled.
+    is_gone: bool,
 }
 
 #[derive(Debug, Default)]
@@ -43,7 +48,7 @@ pub(super) struct Quotas {
     next: u32,
     shares: NumberMap<Share>,
     users: NumberMap<User>,
-    /// Completions in the queue that count against no share: those of QPs that are gone, or never had one.
+    /// Completions in the queue that count against no share: those of shares that are gone, and of QPs that never had one.
     left_over: usize,
 }
 
@@ -71,21 +76,34 @@ impl Quotas {
                 drawing: 0,
                 common: None,
                 drawn: 0,
+                gone: 0,
             },
         );
         id
     }
 
-    /// Ends a share. No QP has it any more, and none draws on it.
+    /// Ends a share. No QP has it any more, and none draws on it. What its QPs have left in the queue is nobody's from then on.
     pub(super) fn remove_share(&mut self, id: ShareId) {
+        let has_gone = self.shares.get(&id.0).is_some_and(|share| share.gone > 0);
+        if has_gone {
+            let mut gone = Vec::new();
+            for (qpn, user) in &self.users {
+                gone.extend((user.share == id).then_some(Qpn::new(*qpn)));
+            }
+            gone.into_iter().for_each(|qpn| self.forget_gone(qpn));
+        }
         self.shares.remove(&id.0);
     }
 
-    /// Changes the room of a share. Completions beyond it stay.
-    pub(super) fn set_limit(&mut self, id: ShareId, limit: usize) {
+    /// Changes the room of a share, unless its completions need more.
+    pub(super) fn set_limit(&mut self, id: ShareId, limit: usize) -> Result<(), TooShort> {
         if let Some(share) = self.shares.get_mut(&id.0) {
+            if limit < share.limit && limit < share.count + share.drawn {
+                return Err(TooShort);
+            }
             share.limit = limit;
         }
+        Ok(())
     }
 
     /// Has a share draw on another one once it is full, with all that it draws now.
@@ -104,21 +122,42 @@ impl Quotas {
 
     /// Has the completions of a QP count against a share.
     pub(super) fn add_user(&mut self, qpn: Qpn, share: ShareId) {
+        // The number may be that of a QP that is gone.
+        self.forget_gone(qpn);
         let user = User {
             share,
             count: 0,
             lost: false,
+            is_gone: false,
         };
         self.users.insert(qpn.value(), user);
     }
 
-    /// Ends that for a QP that is gone. Its completions stay in the queue until they are polled.
+    /// Notes that a QP is gone. Its completions stay in the queue until they are polled, and take room of the share: otherwise a user that makes
+    /// QP after QP could fill the queue.
     pub(super) fn remove_user(&mut self, qpn: Qpn) {
-        let Some(user) = self.users.remove(&qpn.value()) else {
+        let Some(user) = self.users.get_mut(&qpn.value()) else {
             return;
         };
-        (0..user.count).for_each(|_| self.give_back(user.share));
-        self.left_over += user.count;
+        user.is_gone = true;
+        let User { share, count, .. } = *user;
+        if let Some(share) = self.shares.get_mut(&share.0) {
+            share.gone += count;
+        }
+        if count == 0 {
+            self.users.remove(&qpn.value());
+        }
+    }
+
+    /// Gives back the room of the completions of a QP that is gone, which stay in the queue.
+    fn forget_gone(&mut self, qpn: Qpn) {
+        if let Some(user) = self.users.remove(&qpn.value()) {
+            (0..user.count).for_each(|_| self.give_back(user.share));
+            self.left_over += user.count;
+            if let Some(share) = self.shares.get_mut(&user.share.0) {
+                share.gone -= user.count;
+            }
+        }
     }
 
     /// Counts a completion of a QP, unless its share has no room. A QP that has lost one gets no other until it is reset, so that those
@@ -144,8 +183,19 @@ impl Quotas {
         match self.users.get_mut(&qpn.value()) {
             Some(user) if user.count > 0 => {
                 user.count -= 1;
-                let share = user.share;
+                let User {
+                    share,
+                    count,
+                    is_gone,
+                    ..
+                } = *user;
                 self.give_back(share);
+                if is_gone && let Some(share) = self.shares.get_mut(&share.0) {
+                    share.gone -= 1;
+                }
+                if is_gone && count == 0 {
+                    self.users.remove(&qpn.value());
+                }
             }
             _ => self.left_over = self.left_over.saturating_sub(1),
         }
@@ -154,7 +204,9 @@ impl Quotas {
     /// Returns the share that a completion counts against that leaves the queue and goes on counting; uncounts it if there is none.
     pub(super) fn hold(&mut self, qpn: Qpn) -> Option<ShareId> {
         let user = self.users.get(&qpn.value());
-        let share = user.filter(|user| user.count > 0).map(|user| user.share);
+        let share = user
+            .filter(|user| user.count > 0 && !user.is_gone)
+            .map(|user| user.share);
         if share.is_none() {
             self.release(qpn);
         }
@@ -175,13 +227,6 @@ impl Quotas {
 
     pub(super) fn left_over(&self) -> usize {
         self.left_over
-    }
-
-    /// Returns the number of a share's completions in the queue.
-    pub(super) fn count(&self, id: ShareId) -> usize {
-        self.shares
-            .get(&id.0)
-            .map_or(0, |share| share.count + share.drawing + share.drawn)
     }
 
     fn give_back(&mut self, id: ShareId) {
@@ -226,6 +271,14 @@ mod tests {
 
     const QPNS: [u32; 3] = [17, 18, 19];
 
+    impl Quotas {
+        /// Returns the number of a share's completions in the queue, with those that draw on it.
+        fn count(&self, id: ShareId) -> usize {
+            let of = |share: &Share| share.count + share.drawing + share.drawn;
+            self.shares.get(&id.0).map_or(0, of)
+        }
+    }
+
     fn charge(quotas: &mut Quotas, qpn: u32) -> Charged {
         quotas.charge(Qpn::new(qpn))
     }
@@ -256,7 +309,7 @@ mod tests {
         quotas.add_user(Qpn::new(17), share);
         assert_eq!([(); 3].map(|()| charge(&mut quotas, 17)), [Charged::Yes; 3]);
         assert_eq!(quotas.count(common), 2);
-        quotas.set_limit(share, 3);
+        quotas.set_limit(share, 3).unwrap();
         quotas.draw_on(share, other);
         assert_eq!((quotas.count(common), quotas.count(other)), (0, 2));
         (0..3).for_each(|_| quotas.release(Qpn::new(17)));
@@ -296,14 +349,64 @@ mod tests {
         quotas.release(Qpn::new(17));
         assert_eq!(quotas.count(common), 1);
         assert_eq!(charge(&mut quotas, 19), Charged::Yes);
-        // One that is gone leaves its completions, and no reservation.
-        quotas.remove_user(Qpn::new(17));
+    }
+
+    #[test]
+    fn remove_user__leaves_its_completions_to_the_share() {
+        let mut quotas = Quotas::default();
+        let [common, share] = [1, 2].map(|limit| quotas.add_share(limit));
+        quotas.draw_on(share, common);
+        for qpn in [17, 18] {
+            quotas.add_user(Qpn::new(qpn), share);
+        }
         assert_eq!(
-            (quotas.left_over(), quotas.count(shares[0]), quotas.count(common)),
-            (2, 0, 1)
+            [17, 17, 18].map(|qpn| charge(&mut quotas, qpn)),
+            [Charged::Yes; 3]
         );
+        quotas.remove_user(Qpn::new(17));
+        assert_eq!((quotas.left_over(), quotas.count(common)), (0, 1));
+        assert_eq!(charge(&mut quotas, 18), Charged::Lost, "they take room");
+        quotas.reset(Qpn::new(18));
         quotas.release(Qpn::new(17));
-        assert_eq!(quotas.left_over(), 1);
+        assert_eq!(charge(&mut quotas, 18), Charged::Yes);
+        // The share's end leaves one of the queue pair that is gone before, and two of the other one.
+        quotas.remove_user(Qpn::new(18));
+        quotas.remove_share(share);
+        assert_eq!((quotas.left_over(), quotas.count(common)), (3, 0));
+        for qpn in [17, 18, 18] {
+            quotas.release(Qpn::new(qpn));
+        }
+        assert_eq!(quotas.left_over(), 0);
+        assert!(quotas.users.is_empty());
+    }
+
+    #[test]
+    fn add_user__with_the_number_of_one_that_is_gone() {
+        let mut quotas = Quotas::default();
+        let share = quotas.add_share(2);
+        quotas.add_user(Qpn::new(17), share);
+        assert_eq!(charge(&mut quotas, 17), Charged::Yes);
+        quotas.remove_user(Qpn::new(17));
+        quotas.add_user(Qpn::new(17), share);
+        assert_eq!((quotas.left_over(), quotas.count(share)), (1, 0));
+        assert_eq!([(); 2].map(|()| charge(&mut quotas, 17)), [Charged::Yes; 2]);
+    }
+
+    #[test]
+    fn set_limit__not_below_what_is_taken() {
+        let mut quotas = Quotas::default();
+        let [common, share] = [2, 1].map(|limit| quotas.add_share(limit));
+        quotas.draw_on(share, common);
+        quotas.add_user(Qpn::new(17), share);
+        assert_eq!([(); 2].map(|()| charge(&mut quotas, 17)), [Charged::Yes; 2]);
+        assert_eq!(quotas.set_limit(share, 0), Err(TooShort));
+        assert_eq!(
+            quotas.set_limit(share, 1),
+            Ok(()),
+            "the other is not of this share"
+        );
+        assert_eq!(quotas.set_limit(common, 0), Err(TooShort));
+        assert_eq!(quotas.set_limit(common, 1), Ok(()));
     }
 
     #[test]

@@ -42,7 +42,7 @@ impl Rnic {
     /// `None` ends it.
     pub fn moderate_cq(&mut self, cq: Cqn, kind: ModerationKind, moderation: Option<Moderation>) {
         if let Some(queue) = self.cqs.get(&cq.0) {
-            self.times_completions = true;
+            self.times_completions |= moderation.is_some();
             queue.moderate(kind, moderation);
         }
     }

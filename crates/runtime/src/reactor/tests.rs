@@ -87,6 +87,17 @@ impl Peer {
         Ok(Peer { cq, link, sent: 0 })
     }
 
+    /// Connects once a place is free, which it is when the reactor has noticed the end of another connection.
+    fn connect_soon(to: SocketAddr) -> Peer {
+        let deadline = Instant::now() + LONG;
+        loop {
+            match Peer::connect(to) {
+                Ok(peer) => return peer,
+                Err(why) => assert!(Instant::now() < deadline, "no place is free: {why}"),
+            }
+        }
+    }
+
     fn wait(&mut self) -> Result<Completed, Status> {
         let wc: WorkCompletion = self.cq.wait(LONG).unwrap().expect("a completion");
         self.sent += usize::from(matches!(WorkId::from(wc.wr_id), WorkId::Send(_)));
@@ -269,14 +280,13 @@ fn handle__no_receive_without_a_slot_for_the_answer() {
     });
     let (mut slots, mut link, mut peer) = (Vec::new(), None, None);
     while peer.is_none() || slots.len() < SIZES.answers {
-        match reactor.next(None).unwrap() {
-            Some(ReactorEvent::Request(request)) => {
+        match next(&mut reactor) {
+            ReactorEvent::Request(request) => {
                 link = Some(reactor.accept(request, &ConnectParams::default()).unwrap());
             }
-            Some(ReactorEvent::Completed(_, Completed::Message { slot, .. })) => slots.push(slot.unwrap()),
-            Some(ReactorEvent::Mail(came)) => peer = Some(came),
-            Some(other) => panic!("{other:?}"),
-            None => {}
+            ReactorEvent::Completed(_, Completed::Message { slot, .. }) => slots.push(slot.unwrap()),
+            ReactorEvent::Mail(came) => peer = Some(came),
+            other => panic!("{other:?}"),
         }
     }
     connecting.join().unwrap();
@@ -287,14 +297,12 @@ fn handle__no_receive_without_a_slot_for_the_answer() {
         "all slots are taken: the peer's last messages wait at the peer"
     );
     reactor.connection(id).unwrap().give_back(slots.pop().unwrap());
-    let next = loop {
-        match reactor.next(None).unwrap() {
-            Some(ReactorEvent::Completed(_, Completed::Message { bytes, .. })) => break bytes,
-            Some(other) => panic!("{other:?}"),
-            None => {}
+    match next(&mut reactor) {
+        ReactorEvent::Completed(_, Completed::Message { bytes, .. }) => {
+            assert_eq!(bytes, (SIZES.answers as u32).to_be_bytes());
         }
-    };
-    assert_eq!(next, (SIZES.answers as u32).to_be_bytes());
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]
@@ -307,12 +315,7 @@ fn accept__more_connections_than_allowed_are_refused() {
     assert!(first.send(b"still there"));
     assert_eq!(first.message().unwrap(), b"still there");
     first.link.close(LONG);
-    // The place is free once the reactor has noticed the end.
-    let mut again = loop {
-        if let Ok(peer) = Peer::connect(address) {
-            break peer;
-        }
-    };
+    let mut again = Peer::connect_soon(address);
     assert!(again.send(b"next"));
     assert_eq!(again.message().unwrap(), b"next");
     server.stop();
@@ -342,10 +345,9 @@ fn ended__a_connection_killed_at_any_moment_ends_alone_and_leaves_nothing() {
     });
     let (mut ends, mut lasting) = (Vec::new(), None);
     while lasting.is_none() || ends.len() < 24 {
-        match reactor.next(None).unwrap() {
-            Some(ReactorEvent::Mail(peer)) => lasting = peer,
-            Some(event) => echo(&mut reactor, event, &mut ends),
-            None => {}
+        match next(&mut reactor) {
+            ReactorEvent::Mail(peer) => lasting = peer,
+            event => echo(&mut reactor, event, &mut ends),
         }
     }
     peers.join().unwrap();
@@ -550,11 +552,7 @@ fn ended__a_failed_request_has_its_status() {
         imm: None,
     };
     drop(peer);
-    let mut peer = loop {
-        if let Ok(peer) = Peer::connect(address) {
-            break peer;
-        }
-    };
+    let mut peer = Peer::connect_soon(address);
     peer.link.post(7, empty, SgeList::EMPTY).unwrap();
     assert_eq!(peer.wait(), Ok(Completed::Operation(7)));
     assert_eq!(server.stop().len(), 1);
@@ -571,12 +569,12 @@ fn watch__a_peer_that_answers_no_probe_is_silent() {
     });
     let (mut ids, mut peers) = (Vec::new(), Vec::new());
     while peers.len() < 2 {
-        match reactor.next(None).unwrap() {
-            Some(ReactorEvent::Request(request)) => {
+        match next(&mut reactor) {
+            ReactorEvent::Request(request) => {
                 ids.push(reactor.accept(request, &ConnectParams::default()).unwrap());
             }
-            Some(ReactorEvent::Mail(peer)) => peers.push(peer),
-            _ => {}
+            ReactorEvent::Mail(peer) => peers.push(peer),
+            other => panic!("{other:?}"),
         }
     }
     connecting.join().unwrap();
@@ -706,12 +704,12 @@ fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
     let connecting = std::thread::spawn(move || mailbox.send(Peer::connect(address).unwrap()));
     let (mut id, mut peer) = (None, None);
     while peer.is_none() {
-        match reactor.next(None).unwrap() {
-            Some(ReactorEvent::Request(request)) => {
+        match next(&mut reactor) {
+            ReactorEvent::Request(request) => {
                 id = Some(reactor.accept(request, &ConnectParams::default()).unwrap());
             }
-            Some(ReactorEvent::Mail(came)) => peer = Some(came),
-            _ => {}
+            ReactorEvent::Mail(came) => peer = Some(came),
+            other => panic!("{other:?}"),
         }
     }
     assert!(connecting.join().unwrap());
@@ -922,8 +920,8 @@ fn next__a_look_that_is_held_off_loses_nothing() {
 #[test]
 fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
     let address: SocketAddr = "127.0.12.16:7174".parse().unwrap();
-    let mut reactor = reactor::<Peer>(address, 1);
-    let (mailbox, ends) = (reactor.mailbox(), &mut Vec::new());
+    let mut reactor = reactor::<()>(address, 1);
+    let ends = &mut Vec::new();
     let (read, mut write) = UnixStream::pair().unwrap();
     write.write_all(b"x").unwrap();
     let id = reactor.add_descriptor(read.into());
@@ -936,10 +934,11 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
                 peer.wait().unwrap();
             }
         }
-        mailbox.send(peer);
+        peer
     });
     let (mut messages, mut reported) = (0, 0);
-    while messages < 100 || reported < 10 {
+    // A descriptor that is always readable leaves no wait without an event: only the thread's end tells that the peer has failed.
+    while (messages < 100 || reported < 10) && !sending.is_finished() {
         match next(&mut reactor) {
             ReactorEvent::Readable(of) if of == id => reported += 1,
             event => {
@@ -949,13 +948,15 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
         }
     }
     stopped.store(true, std::sync::atomic::Ordering::Relaxed);
-    loop {
-        match next(&mut reactor) {
-            ReactorEvent::Mail(peer) => break drop(peer),
-            event => echo(&mut reactor, event, ends),
-        }
+    while !sending.is_finished() {
+        let event = next(&mut reactor);
+        echo(&mut reactor, event, ends);
     }
-    sending.join().unwrap();
+    drop(sending.join().expect("the peer's thread"));
+    assert!(
+        messages >= 100 && reported >= 10,
+        "{messages} messages, {reported} reports"
+    );
 }
 
 #[test]

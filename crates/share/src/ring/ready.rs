@@ -38,8 +38,8 @@ impl<M: ReadyMemory> Announcer<M> {
         Announcer(memory)
     }
 
-    /// Announces a ring for which a call has returned [`super::Tell::Ring`]. Returns whether to ring the other side's doorbell: once for each of its sleeps, unless threads announce rings at
-    /// the same time. The caller must ring it.
+    /// Announces a ring for which a call has returned [`super::Tell::Ring`]. Returns whether to ring the other side's doorbell, which the
+    /// caller then must: once for each of its sleeps, unless threads announce rings at the same time.
     ///
     /// # Panics
     /// If there is no such ring.

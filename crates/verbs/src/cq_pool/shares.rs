@@ -69,15 +69,21 @@ impl Shares {
 
     /// Reserves room in the first queue of the vector that has it. `left`: the completions in a queue that nobody reserves any more.
     pub(crate) fn take(&mut self, nr: u32, vector: usize, left: impl Fn(Place) -> u32) -> Option<Place> {
-        let fits = |place: &Place| {
-            let Account { size, used, .. } = self.accounts[place.0];
-            u64::from(used) + u64::from(nr) + u64::from(left(*place)) <= u64::from(size)
+        self.places(vector)
+            .find(|place| self.take_at(*place, nr, left(*place)))
+    }
+
+    /// Reserves room in a queue, if it has that.
+    pub(crate) fn take_at(&mut self, place: Place, nr: u32, left: u32) -> bool {
+        let Some(account) = self.accounts.get_mut(place.0) else {
+            return false;
         };
-        let place = self.places(vector).find(fits)?;
-        let account = &mut self.accounts[place.0];
-        account.used += nr;
-        account.users += 1;
-        Some(place)
+        let fits = u64::from(account.used) + u64::from(nr) + u64::from(left) <= u64::from(account.size);
+        if fits {
+            account.used += nr;
+            account.users += 1;
+        }
+        fits
     }
 
     /// Returns the size of new queues that have room for `nr` completions.
@@ -86,7 +92,7 @@ impl Shares {
             // Queues that cannot hold it would be made for ever.
             return Err(TooMany);
         }
-        Ok(nr.max(self.size_min).clamp(1, self.size_max))
+        Ok(nr.max(self.size_min).max(1).min(self.size_max))
     }
 
     /// Adds an array of queues of this size.

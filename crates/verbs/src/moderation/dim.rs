@@ -41,6 +41,8 @@ pub struct Dim {
     previous: Stats,
     profile: usize,
     goes_left: bool,
+    /// Runs in a row that polling began.
+    polled: u32,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -88,6 +90,7 @@ impl Dim {
     /// queue is to get, if it is another one than before; events do not count until [`Dim::applied`].
     #[must_use]
     pub fn event(&mut self, now: Time, completions: u32) -> Option<Moderation> {
+        self.polled = 0;
         self.now = Sample {
             at: now,
             events: self.now.events.wrapping_add(1),
@@ -117,10 +120,16 @@ impl Dim {
         self.state = State::Start;
     }
 
-    /// Discards the window, and has the next event begin another one: the handler has polled meanwhile. The profile stays.
-    pub fn restart(&mut self) {
-        if self.state == State::InProgress {
-            self.state = State::Start;
+    /// Notes a run of the handler that polling began: it is no event, but its completions belong to the rate. After as many such runs in a row as a
+    /// window has events, the handler does not wait for wake-ups: the window is discarded, and the profile stays.
+    pub fn polled(&mut self, completions: u32) {
+        self.now.completions = self.now.completions.wrapping_add(completions);
+        self.polled += 1;
+        if self.polled >= EVENTS {
+            self.polled = 0;
+            if self.state == State::InProgress {
+                self.state = State::Start;
+            }
         }
     }
 

@@ -13,7 +13,7 @@ pub const PERIOD_US: u16 = 64;
 pub const WORTHWHILE: u64 = 4;
 /// Most completions that a wake-up waits for.
 pub const COUNT_MAX: u64 = 256;
-/// A window ends with this many events, if it lasted [`WINDOW_NS_MIN`].
+/// A window ends with this many events, if it lasted 0.5 ms.
 pub const EVENTS: u32 = 16;
 const WINDOW_NS_MIN: u64 = 500_000;
 /// A pause between two events after which nothing is known about the load.
@@ -43,23 +43,23 @@ struct Window {
     completions: u64,
 }
 
+impl Window {
+    fn new(began: Time) -> Window {
+        Window {
+            began,
+            events: 0,
+            completions: 0,
+        }
+    }
+}
+
 impl Rate {
     /// Notes an event, and returns the moderation from now on ([`super::Moderator::event`]).
     pub fn event(&mut self, now: Time, completions: u32) -> Option<Moderation> {
-        let pause_ns = now.since_ns(self.last);
-        self.last = now;
-        if pause_ns >= PAUSE_NS {
-            self.moderation = None;
-            self.before = None;
-            self.window = None;
-        }
+        self.look_at_pause(now);
         let Some(window) = &mut self.window else {
             // The completions of this event came before the window.
-            self.window = Some(Window {
-                began: now,
-                events: 0,
-                completions: 0,
-            });
+            self.window = Some(Window::new(now));
             return self.moderation;
         };
         window.events += 1;
@@ -69,18 +69,34 @@ impl Rate {
             let per_second = window.completions * 1_000_000_000 / ns;
             self.window = None;
             self.decide(now, per_second);
-            self.window = Some(Window {
-                began: now,
-                events: 0,
-                completions: 0,
-            });
+            self.window = Some(Window::new(now));
         }
         self.moderation
     }
 
-    /// Discards the window.
-    pub fn restart(&mut self) {
-        self.window = None;
+    /// Notes a run of the handler that polling began: it is no event, but its completions belong to the rate. The moderation of a handler that polls
+    /// for long stays as it is.
+    pub fn polled(&mut self, now: Time, completions: u32) {
+        self.look_at_pause(now);
+        let Some(window) = &mut self.window else {
+            return;
+        };
+        window.completions += u64::from(completions);
+        if now.since_ns(window.began) >= PAUSE_NS {
+            *window = Window::new(now);
+            // A rate of so long ago says nothing about the effect of moderation.
+            self.before = None;
+        }
+    }
+
+    /// Forgets the load after a pause.
+    fn look_at_pause(&mut self, now: Time) {
+        if now.since_ns(self.last) >= PAUSE_NS {
+            self.moderation = None;
+            self.before = None;
+            self.window = None;
+        }
+        self.last = now;
     }
 
     fn decide(&mut self, now: Time, per_second: u64) {
@@ -104,6 +120,9 @@ impl Rate {
                 self.before = Some(per_second);
                 self.moderation = Some(wanted);
             }
+            // A rate that hardly differs is no reason to change a queue's moderation, which may be a system call.
+            (Some(has), Some(wanted))
+                if u32::from(has.count.abs_diff(wanted.count)) * 4 < has.count.into() => {}
             (_, wanted) => self.moderation = wanted,
         }
     }

@@ -260,7 +260,7 @@ pub fn ask(
 }
 
 /// Changes a device of this user, or of any user for root, and waits for its answer no longer than `timeout`. All engines of the device heed
-/// it. A completion queue does when it is armed the next time.
+/// it. A completion queue does when its handler waits the next time.
 ///
 /// # Errors
 /// [`AskError::NotOffered`] if the device does not have what is to be set.

@@ -1,5 +1,7 @@
 //! Completion queues of a pool, and private ones.
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::*;
 
 /// Returns what the connections of a reactor have reserved: completions, and the number of shares, by queue.
@@ -107,12 +109,7 @@ fn next__connections_with_queues_of_their_own_are_served_in_turn() {
         }
         // One that ends takes its queue along, and its place is free.
         peers.pop().unwrap().link.close(LONG);
-        let mut again = loop {
-            match Peer::connect(address) {
-                Ok(peer) => break peer,
-                Err(_) => std::thread::yield_now(),
-            }
-        };
+        let mut again = Peer::connect_soon(address);
         again.send_soon(b"again");
         assert_eq!(again.message().unwrap(), b"again");
         assert_eq!(device.object_counts().2, 8);
@@ -161,4 +158,104 @@ fn ended__a_connection_with_more_completions_than_it_reserves_ends_alone() {
     assert_eq!(both.client.ports[0].connections, 1);
     both.wait_ended(there);
     both.send(stays, b"still there");
+}
+
+#[test]
+fn accept__a_connection_shares_receives_in_whichever_queue_it_is() {
+    let mut both = Both::new("127.0.12.57:7174", SIZES, 2);
+    let mut connected: Vec<_> = (0..4).map(|_| both.connect()).collect();
+    let write = Operation::Write {
+        va: 0,
+        rkey: RKey(0),
+        imm: None,
+    };
+    for queues in [2, 2] {
+        // The completions of one that has overrun its share, which is closed before they are polled, take room in the queue.
+        let [there, here] = connected.remove(0);
+        let device = both.server.ports[0].device.clone();
+        let overruns = both.server.connection(there).unwrap();
+        let began = Instant::now();
+        while overruns.qp().error().is_none() {
+            assert!(began.elapsed() < LONG, "nothing has failed");
+            let _ = overruns.post(0, write.clone(), SgeList::EMPTY);
+            device.progress();
+        }
+        both.server.close(there, None);
+        both.client.close(here, None);
+        let params = ConnectParams::default();
+        let here = both.client.connect(&both.device, both.address, &params).unwrap();
+        let request = loop {
+            assert!(began.elapsed() < LONG, "no request");
+            match both.server.poll_others() {
+                Some(ReactorEvent::Request(request)) => break request,
+                None => std::thread::yield_now(),
+                other => panic!("{other:?}"),
+            }
+        };
+        let there = both.server.accept(request, &params).unwrap();
+        assert!(both.server.connection(there).unwrap().shares_receives());
+        assert_eq!(reserved(&both.server).len(), queues);
+        assert!(matches!(next(&mut both.client), ReactorEvent::Connected(of, Ok(())) if of == here));
+        connected.push([there, here]);
+        for [there, here] in &connected {
+            for round in 0..SIZES.receives as u8 {
+                both.send(*here, &[round]);
+            }
+            for round in 0..SIZES.receives as u8 {
+                let slot = both.receive(*there, &[round]);
+                both.server.connection(*there).unwrap().give_back(slot);
+            }
+        }
+        assert!(both.server.poll().is_none());
+        assert_eq!(posted_receives(&both.server), 6, "none is lost");
+        let pool = both.server.ports[0].queues.pool().unwrap();
+        let usage = pool.usage();
+        assert!(usage.iter().all(|queue| queue.used <= queue.size), "{usage:?}");
+    }
+    for [there, here] in connected {
+        both.client.close(here, None);
+        both.wait_ended(there);
+        both.server.close(there, None);
+    }
+    while both.server.ports[0].connections > 0 {
+        both.server.poll();
+    }
+    assert_eq!(reserved(&both.server), [(6, 1); 2]);
+}
+
+/// The test binary runs this again in a process of its own, whose limit of descriptors it lowers.
+#[test]
+fn next__after_an_error_no_queue_reports() {
+    if std::env::var_os("RDMUX_RUNTIME_ALONE").is_none() {
+        let name = "reactor::tests::queues::next__after_an_error_no_queue_reports";
+        let alone = std::process::Command::new("/proc/self/exe")
+            .args(["--exact", name, "--nocapture"])
+            .env("RDMUX_RUNTIME_ALONE", "1")
+            .output()
+            .unwrap();
+        assert!(
+            alone.status.success(),
+            "{}",
+            String::from_utf8_lossy(&alone.stderr)
+        );
+        return;
+    }
+    let mut both = Both::new("127.0.12.56:7174", SIZES, 2);
+    let [there, here] = both.connect();
+    while both.server.poll().is_some() {}
+    let limit = getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(0),
+        ..limit
+    };
+    setrlimit(Resource::Nofile, none).unwrap();
+    // A process must not wait for more descriptors than it may have.
+    let error = both.server.next(Some(Instant::now() + LONG)).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+    setrlimit(Resource::Nofile, limit).unwrap();
+    both.send(here, b"brought by the device's thread");
+    let queue = both.server.ports[0].queues.all().next().unwrap();
+    let mut fds = [PollFd::new(queue, PollFlags::IN)];
+    assert_eq!(rustix::event::poll(&mut fds, Some(&Timespec::default())), Ok(0));
+    both.receive(there, b"brought by the device's thread");
 }

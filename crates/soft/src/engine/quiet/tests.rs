@@ -246,7 +246,8 @@ fn has_driven__leaves_a_timer_its_time() {
     let ends = linked([137, 138]);
     // Nobody takes it, so the timer of its retransmission runs.
     ends[0].2.post_send(send()).unwrap();
-    let mut core = ends[0].0.engine().core.lock();
+    // Posts the request, too, if another thread had the lock.
+    let mut core = ends[0].0.engine().lock();
     let due = core.rnic.poll_timeout().expect("a timer").0;
     for (before_ns, quiet) in [(2 * QUIET_NS, true), (QUIET_NS / 2, false), (0, false)] {
         let now = Time(due - before_ns);

@@ -1,6 +1,7 @@
 //! A caller in the thread's place: it is woken, the thread is not, and whoever leaves the place leaves nothing behind.
 
 use std::thread;
+use std::time::Instant;
 
 use rdmux_rnic::{Arm, RecvRequest, SgeList, Status};
 use rdmux_verbs::provider::Waker;
@@ -121,6 +122,57 @@ fn watch__dropped_leaves_arrivals_to_the_thread() {
                 assert!(cq.poll().is_some());
                 sender.join().unwrap();
             });
+        }
+    }
+}
+
+#[test]
+fn report__what_others_bring_until_the_caller_drives_or_leaves() {
+    let is_readable = |cq: &CompletionQueue| {
+        let now = Timespec::default();
+        poll(&mut [PollFd::new(cq, PollFlags::IN)], Some(&now)).unwrap() > 0
+    };
+    for (carrier, hosts) in CARRIERS.into_iter().zip([[95, 96], [97, 98]]) {
+        let ends = connected(hosts, carrier);
+        let (_, cq, _) = &ends[0];
+        for leaves in [false, true] {
+            let mut watch = watch(&ends[0]);
+            prepare(&mut watch);
+            watch.report(cq);
+            receive(&ends[0]);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    send_and_wait(&ends[1]);
+                });
+                // For the engine this is another caller that drives.
+                let deadline = Instant::now() + LONG;
+                while !is_readable(cq) {
+                    assert!(Instant::now() < deadline, "{carrier:?}: no report");
+                    ends[0].0.progress();
+                }
+            });
+            assert!(cq.poll().is_some());
+            watch.report(cq);
+            let kept = match leaves {
+                true => {
+                    drop(watch);
+                    None
+                }
+                false => {
+                    prepare(&mut watch);
+                    Some(watch)
+                }
+            };
+            receive(&ends[0]);
+            thread::scope(|scope| {
+                let sender = scope.spawn(|| send_and_wait(&ends[1]));
+                while !sender.is_finished() {
+                    ends[0].0.progress();
+                }
+            });
+            assert!(!is_readable(cq), "{carrier:?}");
+            assert!(cq.poll().is_some());
+            drop(kept);
         }
     }
 }

@@ -52,10 +52,12 @@ const EVENTS_MAX: usize = 32;
 /// State that the reactors share.
 #[derive(Debug)]
 struct Shared {
+    device: Device,
     geometry: Geometry,
     /// The contents of all drives, one after another.
     contents: Arc<AnonymousMemory>,
-    identity: Identity,
+    /// The settings at the start.
+    started: Identity,
     began: Instant,
     counts: Vec<Counts>,
 }
@@ -76,6 +78,14 @@ fn count(counter: &AtomicU64) {
 }
 
 impl Shared {
+    /// Returns the settings. The moderation of a running device can be changed.
+    fn identity(&self) -> Identity {
+        Identity {
+            moderation: self.device.moderation_policy().to_string(),
+            ..self.started.clone()
+        }
+    }
+
     fn statistics(&self) -> Statistics {
         let sum = |of: fn(&Counts) -> &AtomicU64| {
             let counts = self
@@ -186,12 +196,6 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
     {
         bail!("the device at {address} does not moderate completion queues: use --moderation off");
     }
-    let of_environment = || {
-        std::env::var("RDMUX_MODERATION")
-            .ok()
-            .and_then(|text| text.parse().ok())
-    };
-    let policy = policy.or_else(of_environment).unwrap_or_default();
     let queues = options.queues.unwrap_or_default();
     for &cpu in &options.reactor_cpus {
         ensure!(
@@ -211,7 +215,7 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
         queue: QUEUE_MAX as u32,
         reactors: reactors.into(),
         queues: queues.name().into(),
-        moderation: policy.to_string(),
+        moderation: device.moderation_policy().to_string(),
     };
     let bytes =
         usize::try_from(geometry.bytes()).context("the drives are larger than this machine's memory")?;
@@ -234,7 +238,7 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
     let stopper = server.stopper.clone();
     ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
     announce(
-        &server.shared.identity,
+        &server.shared.started,
         SocketAddr::new(address, args.port),
         args.json,
     );
@@ -277,9 +281,10 @@ impl Server {
             .with_context(|| format!("cannot serve at {}", SocketAddr::new(device.address(), port)))?;
         let stopper = Stopper(reactors.iter().map(Reactor::mailbox).collect());
         let shared = Arc::new(Shared {
+            device: device.clone(),
             geometry: identity.geometry,
             contents: Arc::new(contents),
-            identity,
+            started: identity,
             began: Instant::now(),
             counts: reactors.iter().map(|_| Counts::default()).collect(),
         });
@@ -340,12 +345,12 @@ fn announce(identity: &Identity, at: SocketAddr, json: bool) {
 
 impl Service {
     fn new(reactor: Reactor<Mail>, shared: Arc<Shared>, number: usize) -> Service {
-        let identity = &shared.identity;
-        let drive = |_| Drive::new(identity.latency, identity.depth as usize);
+        let started = &shared.started;
+        let drive = |_| Drive::new(started.latency, started.depth as usize);
         Service {
             clients: HashMap::new(),
             reactor,
-            drives: (0..identity.geometry.drives).map(drive).collect(),
+            drives: (0..started.geometry.drives).map(drive).collect(),
             shared,
             number,
             response: Vec::with_capacity(MESSAGE_LEN_MAX),
@@ -367,22 +372,15 @@ impl Service {
         loop {
             let next = self.drives.iter().filter_map(Drive::poll_timeout).min();
             let mut event = self.reactor.next(next.map(|next| self.shared.began + next))?;
-            // The drives wait for the clients' messages no longer than this.
-            for _ in 0..EVENTS_MAX {
-                let Some(happened) = event.take() else {
-                    break;
-                };
+            let mut events = 0;
+            while let Some(happened) = event {
                 if matches!(happened, ReactorEvent::Mail(Mail::Stop)) {
                     return Ok(());
                 }
                 self.handle(happened);
-                event = self.reactor.poll();
-            }
-            if let Some(happened) = event {
-                if matches!(happened, ReactorEvent::Mail(Mail::Stop)) {
-                    return Ok(());
-                }
-                self.handle(happened);
+                events += 1;
+                // The drives wait for the clients' messages no longer than this.
+                event = (events < EVENTS_MAX).then(|| self.reactor.poll()).flatten();
             }
             let now = self.now();
             for drive in 0..self.drives.len() {
@@ -478,10 +476,8 @@ impl Service {
         };
         match command.opcode {
             Opcode::Identify => {
-                let shared = self.shared.clone();
-                self.respond(place, command.id, Status::Success, 0, |into| {
-                    shared.identity.emit(into)
-                });
+                let identity = self.shared.identity();
+                self.respond(place, command.id, Status::Success, 0, |into| identity.emit(into));
             }
             Opcode::Statistics => {
                 let statistics = self.shared.statistics();

@@ -172,7 +172,7 @@ fn command__moves_bytes_and_is_counted() {
         assert!(statistics.cpu_ns > 0 && statistics.time_ns > 0);
         peer.send(&Command::of(4, Opcode::Identify).emit());
         let identity = Identity::parse(&peer.response().unwrap().1).unwrap();
-        assert_eq!(identity, bed.server.shared.identity);
+        assert_eq!(identity, bed.server.shared.identity());
     }
 }
 
