@@ -157,13 +157,15 @@ impl Group {
         let connection = &mut slab[at];
         connection.credit -= sent;
         connection.burst += sent;
+        let place = connection.place;
         if connection.waiting && !more {
             self.rest(slab, at, quanta);
-            if slab[at].place == Place::Old && slab[at].credit >= 0 {
+            // Its turn ends here, so it need not wait for the next one to leave.
+            if place == Place::Old && slab[at].credit >= 0 {
                 self.remove(slab, at);
             }
         } else if connection.credit <= 0 || sent == 0 {
-            match connection.place {
+            match place {
                 Place::Out => {}
                 Place::New => self.leave_new(slab, at, quanta),
                 Place::Old => self.rotate(slab, at, quanta),

@@ -9,16 +9,20 @@ mod classes;
 mod connection;
 mod hierarchy;
 mod list;
+mod piece;
 mod senders;
 mod tenant;
 #[cfg(test)]
 mod tests;
+mod window;
 
 use std::num::NonZeroU8;
 
 pub use hierarchy::{ConnectionId, GroupId, Hierarchy, Quanta, TenantId, Turn};
+pub use piece::{PIECE_BYTES_MAX, PIECE_BYTES_MIN, PIECE_BYTES_SHARED, piece_bytes};
 pub use senders::{Quantum, Scheduler};
 pub use tenant::Entitlement;
+pub use window::{InFlight, Window, WindowLimits};
 
 /// Traffic classes.
 pub const CLASSES: usize = 8;
