@@ -3,14 +3,18 @@
 //! A connection that begins to send is *new*: it may send [`Quanta::sparse_bytes`] before the others, an advance that it pays back. When it
 //! has used them up or has nothing more to send it moves to the end of the *old* list, whose turns pay the advance; an old connection
 //! without anything to send leaves the list when its turn comes and the advance is paid, and only then can it be new again. So being new
-//! changes when a connection sends, never how much. One whose last burst did not fit into the advance is *bulk*, and begins as an old one
-//! until a burst fits.
+//! changes when a connection sends, never how much. One that begins to send before it has paid may use another advance at its turn, as
+//! long as it owes no more than [`ADVANCES_MAX`]. One whose last burst did not fit into the advance is *bulk*, and begins as an old one until a burst fits.
 
 use super::Quanta;
 use super::list::{Linked, Links, List, Slab};
 
-/// The list of a group in which a connection is.
-const LIST: usize = 0;
+/// Advances that a connection may owe. With one, a short message that closely follows another one would wait for several turns of everybody.
+const ADVANCES_MAX: i64 = 2;
+
+/// Lists of a group: the new or the old connections, of which a connection is in one at most, and those that lack a slot.
+pub(super) const TURNS: usize = 0;
+pub(super) const LACKING: usize = 1;
 /// Lists of a class: groups with new connections, and groups with old ones.
 pub(super) const NEW: usize = 0;
 pub(super) const OLD: usize = 1;
@@ -22,18 +26,31 @@ enum Place {
     Old,
 }
 
+/// What a connection has of a slot for a READ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Slot {
+    None,
+    /// It rests until there is one.
+    Lacking,
+    /// One is kept for its next turn.
+    Kept,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Connection<Id> {
     pub(super) id: Id,
     pub(super) group: u32,
-    links: Links,
+    links: [Links; 2],
+    pub(super) slot: Slot,
     place: Place,
     /// Set when it has something to send and may send it.
     pub(super) waiting: bool,
     bulk: bool,
-    /// Bytes that it may send in this turn; negative when its last piece exceeded them.
-    pub(super) credit: i64,
+    /// Bytes that it may send in this turn; negative when its last piece exceeded them, or it has to pay an advance.
+    credit: i64,
+    /// Part of the advance that an old connection may use.
+    overdraft: i64,
     /// Bytes that it has sent since it began to wait.
     burst: i64,
 }
@@ -43,19 +60,26 @@ impl<Id> Connection<Id> {
         Connection {
             id,
             group,
-            links: Links::default(),
+            links: Default::default(),
+            slot: Slot::None,
             place: Place::Out,
             waiting: false,
             bulk: false,
             credit: 0,
+            overdraft: 0,
             burst: 0,
         }
+    }
+
+    /// Bytes that it may send in this turn, if that is more than 0.
+    pub(super) fn bytes(&self) -> i64 {
+        self.credit + self.overdraft
     }
 }
 
 impl<Id> Linked for Connection<Id> {
-    fn links(&mut self, _list: usize) -> &mut Links {
-        &mut self.links
+    fn links(&mut self, list: usize) -> &mut Links {
+        &mut self.links[list]
     }
 }
 
@@ -72,8 +96,11 @@ pub(super) struct Group {
     pub(super) connections: u32,
     /// Connections that wait.
     pub(super) waiting: u32,
-    pub(super) new: List<LIST>,
-    pub(super) old: List<LIST>,
+    pub(super) new: List<TURNS>,
+    pub(super) old: List<TURNS>,
+    /// Slots that are free, and connections that lack one: there are never both.
+    pub(super) slots: u32,
+    pub(super) lacking: List<LACKING>,
     /// Turns of old connections until it is another group's turn.
     pub(super) turns: u32,
 }
@@ -96,6 +123,8 @@ impl Group {
             waiting: 0,
             new: List::default(),
             old: List::default(),
+            slots: 0,
+            lacking: List::default(),
             turns: 0,
         }
     }
@@ -106,7 +135,11 @@ impl Group {
         let connection = &mut slab[at];
         connection.waiting = true;
         connection.burst = 0;
+        connection.overdraft = 0;
         if connection.place != Place::Out {
+            if !connection.bulk {
+                connection.overdraft = ADVANCES_MAX * i64::from(quanta.sparse_bytes);
+            }
             return false;
         }
         let new = !connection.bulk && quanta.sparse_bytes > 0;
@@ -124,7 +157,7 @@ impl Group {
         self.waiting -= 1;
         let connection = &mut slab[at];
         connection.waiting = false;
-        connection.bulk = connection.burst > i64::from(quanta.sparse_bytes);
+        connection.bulk = connection.burst > ADVANCES_MAX * i64::from(quanta.sparse_bytes);
         if connection.place == Place::New {
             self.leave_new(slab, at, quanta);
         }
@@ -164,7 +197,7 @@ impl Group {
             if place == Place::Old && slab[at].credit >= 0 {
                 self.remove(slab, at);
             }
-        } else if connection.credit <= 0 || sent == 0 {
+        } else if connection.bytes() <= 0 || sent == 0 {
             match place {
                 Place::Out => {}
                 Place::New => self.leave_new(slab, at, quanta),
@@ -179,7 +212,7 @@ impl Group {
             && let Some(at) = self.old.head()
         {
             let connection = &mut slab[at];
-            if connection.waiting && connection.credit > 0 {
+            if connection.waiting && connection.bytes() > 0 {
                 return Some(at);
             }
             if !connection.waiting && connection.credit >= 0 {

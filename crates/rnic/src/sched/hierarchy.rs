@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::classes::Classes;
-use super::connection::{Connection, Group, NEW, OLD};
+use super::connection::{Connection, Group, NEW, OLD, Slot};
 use super::list::{Key, List, Slab};
 use super::tenant::{Entitlement, GUARANTEED, SHARING, Tenant};
 use super::{CLASSES, Policy};
@@ -41,7 +41,7 @@ pub struct TenantId(Key);
 
 /// Names a group of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct GroupId(Key);
+pub struct GroupId(pub(super) Key);
 
 /// Names a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,8 +67,8 @@ pub struct Turn<Id> {
 /// The caller adds tenants, groups (the shared QPs of a tenant and class) and connections, each with a queue of the caller's. It calls
 /// [`wake`](Hierarchy::wake) when a connection has something to send and may send it, [`pick`](Hierarchy::pick) when the device takes more,
 /// and then [`end`](Hierarchy::end) with what the connection has sent; best after every piece, so that whatever has begun to wait meanwhile
-/// comes first. A connection that lacks credits of its receiver, or slots for READs, [rests](Hierarchy::rest) until it has them. A group
-/// whose window is full [is shut](Hierarchy::set_open).
+/// comes first. A connection that lacks credits of its receiver [rests](Hierarchy::rest) until it has them, and so does one that finds no
+/// [slot](Hierarchy::take_slot) for a READ. A group whose window is full [is shut](Hierarchy::set_open).
 ///
 /// Each call takes constant time, apart from turns that are skipped because an earlier one was exceeded, and allocates nothing once there
 /// have been as many tenants, groups and connections before. Names of what was removed are ignored.
@@ -76,8 +76,8 @@ pub struct Turn<Id> {
 pub struct Hierarchy<Id> {
     quanta: Quanta,
     tenants: Slab<Tenant>,
-    groups: Slab<Group>,
-    connections: Slab<Connection<Id>>,
+    pub(super) groups: Slab<Group>,
+    pub(super) connections: Slab<Connection<Id>>,
     /// Tenants that wait within their guaranteed rate.
     guaranteed: List<GUARANTEED>,
     /// All tenants that wait and are below their ceiling.
@@ -177,6 +177,7 @@ impl<Id: Copy> Hierarchy<Id> {
 
     /// Removes a connection, whether it waits or not.
     pub fn remove_connection(&mut self, now: Time, connection: ConnectionId) {
+        self.drop_slot(now, connection);
         self.rest(now, connection);
         if let Some(removed) = self.connections.get(connection.0) {
             let at = removed.group;
@@ -188,10 +189,12 @@ impl<Id: Copy> Hierarchy<Id> {
         }
     }
 
-    /// Has a connection wait: it has something to send, and may send it as far as it is concerned. Does nothing if it waits.
+    /// Has a connection wait: it has something to send, and may send it as far as it is concerned. Does nothing if it waits, or lacks a slot
+    /// for a READ.
     pub fn wake(&mut self, now: Time, connection: ConnectionId) {
         let at = connection.0.index;
-        let Some(woken) = self.connections.get(connection.0).filter(|one| !one.waiting) else {
+        let may_wait = |one: &&Connection<Id>| !one.waiting && one.slot != Slot::Lacking;
+        let Some(woken) = self.connections.get(connection.0).filter(may_wait) else {
             return;
         };
         let group_at = woken.group;
@@ -251,7 +254,7 @@ impl<Id: Copy> Hierarchy<Id> {
         Some(Turn {
             id: connection.id,
             connection: ConnectionId(self.connections.key(at)),
-            bytes: bytes.min(connection.credit) as u32,
+            bytes: bytes.min(connection.bytes()) as u32,
             tenant,
             list,
             class,

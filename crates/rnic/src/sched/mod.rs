@@ -11,6 +11,7 @@ mod hierarchy;
 mod list;
 mod piece;
 mod senders;
+mod slots;
 mod tenant;
 #[cfg(test)]
 mod tests;

@@ -179,7 +179,8 @@ impl Model {
         }
     }
 
-    /// Largest difference between the scheduler and the fluid model that a connection may have: a quantum and a piece for each level.
+    /// Largest difference between the scheduler and the fluid model that a connection may have: a quantum and a piece for each
+    /// level, and the advances.
     fn bound(&self, one: &Simulated, quanta: &Quanta, piece_bytes: u64) -> f64 {
         let weight = |policy: &Policy| match policy {
             Policy::Ets(weight) => Some(f64::from(weight.get())),
@@ -191,7 +192,7 @@ impl Model {
         let lightest = f64::from(*self.weights.iter().min().unwrap());
         let tenant = f64::from(self.weights[one.tenant]) / lightest;
         let quantum = f64::from(quanta.quantum_bytes);
-        quantum * (1.0 + class + tenant) + 3.0 * piece_bytes as f64 + f64::from(quanta.sparse_bytes)
+        quantum * (1.0 + class + tenant) + 3.0 * piece_bytes as f64 + 2.0 * f64::from(quanta.sparse_bytes)
     }
 }
 
@@ -254,7 +255,7 @@ fn pick__strict_classes_in_the_fluid_model() {
 }
 
 #[test]
-fn pick__new_connections_are_ahead_of_the_fluid_model_by_their_advance() {
+fn pick__new_connections_are_ahead_of_the_fluid_model_by_their_advances() {
     let quanta = Quanta {
         sparse_bytes: 64 << 10,
         ..WITHOUT_SPARSE
