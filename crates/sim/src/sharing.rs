@@ -7,8 +7,8 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use rdmux_rnic::Time;
 use rdmux_rnic::sched::{
-    CLASSES, ConnectionId, Entitlement, Hierarchy, InFlight, Policy, Quanta, Turn, Window, WindowLimits,
-    piece_bytes,
+    CLASSES, ConnectionId, Entitlement, GroupId, Hierarchy, InFlight, Policy, Quanta, Turn, Window,
+    WindowLimits, piece_bytes,
 };
 
 use crate::dice::Dice;
@@ -66,6 +66,8 @@ pub struct Flow {
     pub outstanding: u32,
     /// Set for a strict class.
     pub strict: bool,
+    /// The QP on which it is, which has a window of its own, in [`Order::Hierarchy`].
+    pub qp: usize,
 }
 
 /// Result of a connection.
@@ -123,11 +125,18 @@ enum Event {
     Posted,
 }
 
+/// A hierarchy with the connections and, for each QP, the groups of the sharing and the strict class.
+struct Shared {
+    hierarchy: Hierarchy<usize>,
+    connections: Vec<ConnectionId>,
+    groups: Vec<[GroupId; 2]>,
+}
+
 /// Connections that have something to post, in the order of a policy.
 enum Picker {
     Fifo(VecDeque<usize>),
     RoundRobin(VecDeque<usize>),
-    Hierarchy(Box<Hierarchy<usize>>, Vec<ConnectionId>),
+    Hierarchy(Box<Shared>),
 }
 
 struct Run<'a> {
@@ -141,7 +150,7 @@ struct Run<'a> {
     planned: Vec<Option<Event>>,
     queues: Vec<VecDeque<Message>>,
     picker: Picker,
-    window: Window,
+    windows: Vec<Window>,
     in_flight: u64,
     device_free_ps: u64,
     posting_until_ps: u64,
@@ -156,6 +165,11 @@ pub fn share(
     warm_up_ns: u64,
     measured_ns: u64,
 ) -> Vec<Flowed> {
+    let qps = flows.iter().map(|flow| flow.qp + 1).max().unwrap_or(0);
+    let limits = WindowLimits {
+        device_bps: 8_000_000_000_000 / device.byte_ps,
+        ..WindowLimits::default()
+    };
     let mut run = Run {
         device,
         posting,
@@ -166,7 +180,7 @@ pub fn share(
         planned: Vec::new(),
         queues: vec![VecDeque::new(); flows.len()],
         picker: Picker::new(posting, flows),
-        window: Window::new(Time(0), WindowLimits::default()),
+        windows: vec![Window::new(Time(0), limits); qps],
         in_flight: 0,
         device_free_ps: 0,
         posting_until_ps: 0,
@@ -242,7 +256,8 @@ impl Run<'_> {
     fn complete(&mut self, piece: Piece) {
         self.in_flight -= u64::from(piece.bytes);
         let piece_bytes = self.piece_bytes();
-        self.window.completed(self.now(), piece.in_flight, piece_bytes);
+        let (now, qp) = (self.now(), self.flows[piece.flow].qp);
+        self.windows[qp].completed(now, piece.in_flight, piece_bytes);
         if piece.ends.is_some() && self.flows[piece.flow].per_second.is_none() {
             self.arrive(piece.flow);
         }
@@ -250,27 +265,41 @@ impl Run<'_> {
 
     fn piece_bytes(&self) -> u32 {
         let sparse_seen = match &self.picker {
-            Picker::Hierarchy(hierarchy, _) => hierarchy.sparse_seen(),
+            Picker::Hierarchy(shared) => shared.hierarchy.sparse_seen(),
             _ => None,
         };
         let by_rule = || piece_bytes(self.now(), sparse_seen, 4096);
         self.posting.piece_bytes.unwrap_or_else(by_rule)
     }
 
-    fn may_post(&self, piece_bytes: u32) -> bool {
+    /// Returns whether a piece may be posted; whether one of a certain QP may, the hierarchy knows.
+    fn may_post(&self) -> bool {
         match (self.posting.order, self.posting.window_bytes) {
-            (Order::Whole, _) => true,
+            (Order::Whole, _) | (_, None) => true,
             (_, Some(bytes)) => self.in_flight < u64::from(bytes),
-            (_, None) => self.window.is_open(piece_bytes),
+        }
+    }
+
+    /// Opens the groups of QPs whose windows are open, and shuts the others.
+    fn open(&mut self, piece_bytes: u32) {
+        let now = self.now();
+        if let (Picker::Hierarchy(shared), None) = (&mut self.picker, self.posting.window_bytes) {
+            for (window, groups) in self.windows.iter().zip(&shared.groups) {
+                let open = window.is_open(piece_bytes);
+                for group in groups {
+                    shared.hierarchy.set_open(now, *group, open);
+                }
+            }
         }
     }
 
     /// Posts a piece, if the CPU is free and the window open.
     fn post(&mut self) {
         let piece_bytes = self.piece_bytes();
-        if self.now_ps < self.posting_until_ps || !self.may_post(piece_bytes) {
+        if self.now_ps < self.posting_until_ps || !self.may_post() {
             return;
         }
+        self.open(piece_bytes);
         let Some((flow, turn)) = self.picker.pick(self.now()) else {
             return;
         };
@@ -290,7 +319,8 @@ impl Run<'_> {
         self.device_free_ps =
             self.device_free_ps.max(self.posting_until_ps) + u64::from(bytes) * self.device.byte_ps;
         self.in_flight += u64::from(bytes);
-        let in_flight = self.window.posted(self.now(), bytes, piece_bytes);
+        let now = self.now();
+        let in_flight = self.windows[self.flows[flow].qp].posted(now, bytes, piece_bytes);
         let piece = Piece {
             flow,
             bytes,
@@ -302,7 +332,6 @@ impl Run<'_> {
             Event::Completes(piece),
         );
         self.plan(self.posting_until_ps, Event::Posted);
-        let now = self.now();
         self.picker.end(now, flow, turn, bytes, more, ends.is_some());
     }
 }
@@ -320,14 +349,19 @@ impl Picker {
                     classes,
                     ..Entitlement::default()
                 });
-                let groups =
-                    [0, CLASSES - 1].map(|class| hierarchy.add_group(tenant, class).expect("a tenant"));
-                let connections = flows
-                    .iter()
-                    .enumerate()
-                    .map(|(at, flow)| hierarchy.add_connection(groups[usize::from(flow.strict)], at));
-                let connections = connections.map(|one| one.expect("a group")).collect();
-                Picker::Hierarchy(Box::new(hierarchy), connections)
+                let qps = flows.iter().map(|flow| flow.qp + 1).max().unwrap_or(0);
+                let mut group = |class| hierarchy.add_group(tenant, class).expect("a tenant");
+                let groups: Vec<[GroupId; 2]> = (0..qps).map(|_| [group(0), group(CLASSES - 1)]).collect();
+                let connections = flows.iter().enumerate().map(|(at, flow)| {
+                    let group = groups[flow.qp][usize::from(flow.strict)];
+                    hierarchy.add_connection(group, at).expect("a group")
+                });
+                let connections = connections.collect();
+                Picker::Hierarchy(Box::new(Shared {
+                    hierarchy,
+                    connections,
+                    groups,
+                }))
             }
         }
     }
@@ -338,7 +372,7 @@ impl Picker {
             Picker::Fifo(queue) => queue.push_back(flow),
             Picker::RoundRobin(queue) if first => queue.push_back(flow),
             Picker::RoundRobin(_) => {}
-            Picker::Hierarchy(hierarchy, connections) => hierarchy.wake(now, connections[flow]),
+            Picker::Hierarchy(shared) => shared.hierarchy.wake(now, shared.connections[flow]),
         }
     }
 
@@ -346,7 +380,7 @@ impl Picker {
         match self {
             Picker::Fifo(queue) => queue.front().map(|flow| (*flow, None)),
             Picker::RoundRobin(queue) => queue.pop_front().map(|flow| (flow, None)),
-            Picker::Hierarchy(hierarchy, _) => hierarchy.pick(now).map(|turn| (turn.id, Some(turn))),
+            Picker::Hierarchy(shared) => shared.hierarchy.pick(now).map(|turn| (turn.id, Some(turn))),
         }
     }
 
@@ -363,8 +397,9 @@ impl Picker {
         match self {
             Picker::Fifo(queue) if ended => drop(queue.pop_front()),
             Picker::RoundRobin(queue) if more => queue.push_back(flow),
-            Picker::Hierarchy(hierarchy, _) => {
-                hierarchy.end(now, turn.expect("what was picked"), bytes, more);
+            Picker::Hierarchy(shared) => {
+                let turn = turn.expect("what was picked");
+                shared.hierarchy.end(now, turn, bytes, more);
             }
             _ => {}
         }

@@ -3,7 +3,7 @@
 //!
 //! The window is rate x minimum round trip + one piece, as measured from the QP's own completions (the model of BBR, Cardwell et al.,
 //! "BBR: Congestion-Based Congestion Control", ACM Queue 2016). The piece lets the rate grow where the path carries more. Below
-//! that, the window is decreased by a part when even the fastest piece of a round trip waited for longer than a target, because others use
+//! that, the window is halved when even the fastest piece of a round trip waited for longer than a target, because others use
 //! the device as well, and increased by a piece otherwise.
 
 use super::piece::{PIECE_BYTES_MAX, PIECE_BYTES_MIN};
@@ -26,6 +26,9 @@ pub struct WindowLimits {
     pub bytes_initial: u32,
     /// Time in nanoseconds that the fastest piece of a round trip may wait in the device for pieces of others.
     pub target_ns: u64,
+    /// Rate of the device in bits per second; 0 if it is not known. QPs that share the device then count their share of the rate for it, and
+    /// each lets the others wait for longer.
+    pub device_bps: u64,
 }
 
 impl Default for WindowLimits {
@@ -36,6 +39,7 @@ impl Default for WindowLimits {
             bytes_initial: 2 * PIECE_BYTES_MAX,
             // That of Justitia (Zhang et al., NSDI 2022).
             target_ns: 2_000,
+            device_bps: 0,
         }
     }
 }
@@ -207,9 +211,10 @@ impl Window {
             let waited_ns = fastest.base_ns(rate) - shortest.base_ns(rate);
             let piece = f64::from(piece_bytes);
             // The window is a piece longer than the path, and the last piece may exceed it: that much waits without any others.
-            if waited_ns > self.limits.target_ns as f64 + 2.0 * piece / rate {
+            let device = rate.max(self.limits.device_bps as f64 / 8e9);
+            if waited_ns > self.limits.target_ns as f64 + 2.0 * piece / device {
                 let bytes = f64::from(self.bytes(piece_bytes));
-                self.target_bytes = (bytes * 0.875).max(self.limits.bytes_min.into());
+                self.target_bytes = (bytes * 0.5).max(self.limits.bytes_min.into());
             } else if self.limited {
                 self.target_bytes = (self.target_bytes + piece).min(self.limits.bytes_max.into());
             }
