@@ -15,8 +15,8 @@ use crate::time::Time;
 pub struct Quanta {
     /// Bytes of a turn of a connection, of a class and of a tenant with the lowest weight.
     pub quantum_bytes: u32,
-    /// Bytes that a connection which begins to send may send before others; 0 switches that off. A short message should fit: it would
-    /// otherwise wait for a turn of everybody.
+    /// Bytes that a connection which begins to send may send before others, and pays back; 0 switches that off. A short message should fit:
+    /// it would otherwise wait for a turn of everybody. A connection may be ahead of its share by twice as much.
     pub sparse_bytes: u32,
     /// Longest piece that is sent at once.
     pub piece_bytes_max: u32,

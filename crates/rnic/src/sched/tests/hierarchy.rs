@@ -308,10 +308,10 @@ fn pick__equal_shares_whatever_the_lengths_of_messages() {
         .collect();
     for _ in 0..50 {
         let at = link.connect(groups[rng.next_u32() as usize % groups.len()]);
-        link.piece_bytes[at] = 1 << (rng.next_u32() % 17);
+        link.piece_bytes[at] = 250 << (rng.next_u32() % 9);
         link.post(at, MUCH);
     }
-    let rates = link.run(100_000_000);
+    let rates = link.run(40_000_000);
     let (sum, squares) = (
         rates.iter().sum::<f64>(),
         rates.iter().map(|rate| rate * rate).sum::<f64>(),
@@ -343,6 +343,40 @@ fn pick__a_new_connection_comes_first_with_its_advance() {
     assert!(sent.iter().filter(|at| **at == mouse).count() == 1);
     link.post(mouse, 16 << 10);
     assert_eq!(link.send(), Some(mouse));
+}
+
+#[test]
+fn wake__a_connection_whose_last_burst_was_long_is_not_new() {
+    let mut link = Link::new(Quanta::default());
+    let tenant = link.tenant(1, 0, None);
+    let all: Vec<usize> = (0..3).map(|_| link.connection(tenant, 0)).collect();
+    all[1..].iter().for_each(|at| link.post(*at, MUCH));
+    for (burst_bytes, new) in [(1 << 20, true), (16 << 10, false), (16 << 10, true)] {
+        link.run(1_000_000);
+        link.post(0, burst_bytes);
+        assert_eq!(
+            link.hierarchy.sparse_seen() == Some(link.now),
+            new,
+            "{burst_bytes}"
+        );
+        assert_eq!(link.send() == Some(0), new, "{burst_bytes}");
+        while link.queued[0] > 0 {
+            link.send();
+        }
+    }
+}
+
+#[test]
+fn pick__groups_with_new_connections_take_turns() {
+    let mut link = Link::new(Quanta::default());
+    let tenant = link.tenant(1, 0, None);
+    let groups = [0, 1].map(|_| link.hierarchy.add_group(tenant, 0).unwrap());
+    for group in [0, 0, 1] {
+        let at = link.connect(groups[group]);
+        link.post(at, 32 << 10);
+    }
+    let sent: Vec<usize> = (0..6).filter_map(|_| link.send()).collect();
+    assert_eq!(sent, [0, 0, 2, 2, 1, 1]);
 }
 
 #[test]
