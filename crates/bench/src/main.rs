@@ -106,6 +106,10 @@ fn main() -> Result<()> {
         args.svg.is_none() || args.table == Which::Interrupts,
         "--svg goes with --table interrupts"
     );
+    if let Some(folder) = &args.svg {
+        // Before the measurement, which takes minutes.
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
     let rows: usize = suites.iter().map(Suite::rows).sum();
     let bar = indicatif::ProgressBar::new(u64::from(args.rounds) * rows as u64);
     for suite in &mut suites {

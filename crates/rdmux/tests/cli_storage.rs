@@ -298,13 +298,28 @@ fn storage__reactors_run_on_the_given_cpus() {
     }
     assert_eq!(reactors, 2);
 
-    let mut wrong = Command::new(env!("CARGO_BIN_EXE_rdmux"));
-    wrong.args(["perf", "storage", "--reactor-cpus", "100000"]);
-    let output = wrong.output().unwrap();
+    for (cpus, why) in [
+        ("60000", "may not run on CPU 60000: give --reactor-cpus others"),
+        ("0,0", "names 2 CPUs: give as many --reactors"),
+        ("0-", "give numbers of CPUs, such as 0,1 or 0-3"),
+        ("", "give numbers of CPUs"),
+        ("3-1", "give numbers of CPUs"),
+    ] {
+        let mut wrong = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+        wrong.args(["perf", "storage", "--reactor-cpus", cpus]);
+        let output = wrong.output().unwrap();
+        let said = errors(&output);
+        assert!(!output.status.success() && said.contains(why), "{cpus:?}: {said}");
+    }
+    let mut other = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    let output = other
+        .args(["perf", "write-lat", "--moderation", "rate"])
+        .output()
+        .unwrap();
     let said = errors(&output);
-    assert!(!output.status.success());
+    assert_eq!(output.status.code(), Some(2));
     assert!(
-        said.contains("may not run on CPU 100000: give --reactor-cpus others"),
+        said.contains("--moderation is an option of `rdmux perf storage`"),
         "{said}"
     );
 }

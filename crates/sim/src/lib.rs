@@ -19,6 +19,7 @@ mod pair;
 pub mod power;
 mod report;
 mod seen;
+pub mod sharing;
 mod tap;
 mod unreliable;
 mod workload;

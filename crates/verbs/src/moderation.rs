@@ -62,7 +62,7 @@ impl Display for ModerationPolicy {
 
 /// A moderation policy cannot be read from this text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("moderation \"{0}\": use off, dim, rate, or COUNT,PERIOD such as 16,32us")]
+#[error("moderation \"{0}\": use off, dim, rate, or COUNT,PERIOD such as 16,32us, both up to 65535")]
 pub struct UnknownPolicy(String);
 
 impl FromStr for ModerationPolicy {

@@ -64,8 +64,8 @@ enum DevCommand {
     /// Change a device of a running process: how it moderates the wake-ups of completion queues.
     ///
     /// The change holds for the completion queues whose program has chosen no moderation itself, those that it makes later included, until
-    /// the device is closed. A queue heeds it when its handler waits the next time. `adaptive-moderation on` stands for the moderation that
-    /// suits most programs, `off` for none: the first completion wakes. Only the user of the process, and root, may change its devices.
+    /// the device is closed. A queue heeds it when its handler waits the next time. `adaptive-moderation on` stands for `moderation rate`,
+    /// `off` for none: the first completion wakes. Only the user of the process, and root, may change its devices.
     Set {
         /// Device ADDRESS/SLOT, or ADDRESS for all devices on it.
         #[arg(value_name = "DEVICE")]

@@ -278,6 +278,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             .error(clap::error::ErrorKind::ArgumentConflict, NO_EVENTS)
             .exit();
     }
+    if args.test != Test::Storage
+        && let Some(option) = args.storage.given()
+    {
+        let wrong = format!("{option} is an option of `rdmux perf storage`");
+        Args::command()
+            .error(clap::error::ErrorKind::ArgumentConflict, wrong)
+            .exit();
+    }
     args.device.apply()?;
     if let Some(cpu) = args.pin {
         super::serve::pin(cpu)?;

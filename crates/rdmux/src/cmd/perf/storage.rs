@@ -78,10 +78,10 @@ pub(crate) struct StorageArgs {
     /// Storage server: number of reactors, each a thread [default: 1].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128), help_heading = HEADING)]
     reactors: Option<u16>,
-    /// Storage server: CPUs of the reactors, such as 0,1: the first reactor runs on the first, and so on in turn [default: where the
+    /// Storage server: CPUs of the reactors, such as 0,1 or 0-3: the first reactor runs on the first, and so on in turn [default: where the
     /// scheduler puts them].
-    #[arg(long, value_name = "CPUS", value_delimiter = ',', help_heading = HEADING)]
-    reactor_cpus: Vec<usize>,
+    #[arg(long, value_name = "CPUS", value_parser = parse_cpus, help_heading = HEADING)]
+    reactor_cpus: Option<Cpus>,
     /// Storage server: completion queues of the connections [default: pool].
     #[arg(long, value_enum, help_heading = HEADING)]
     queues: Option<Queues>,
@@ -140,6 +140,21 @@ fn parse_drive_size(text: &str) -> Result<u64, String> {
         })
 }
 
+/// A list of CPUs.
+#[derive(Clone, Debug)]
+struct Cpus(Vec<usize>);
+
+fn parse_cpus(text: &str) -> Result<Cpus, String> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (first.parse::<u16>().ok()?, last.parse::<u16>().ok()?);
+        (first <= last).then(|| (first..=last).map(usize::from))
+    };
+    let ranges: Option<Vec<_>> = text.split(',').map(range).collect();
+    let cpus = ranges.map(|ranges| Cpus(ranges.into_iter().flatten().collect()));
+    cpus.ok_or_else(|| "give numbers of CPUs, such as 0,1 or 0-3".into())
+}
+
 fn parse_latency(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit_ns = match &text[digits.len()..] {
@@ -160,21 +175,41 @@ fn parse_latency(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "give a time up to 10s with its unit, such as 20us or 1ms, or 0".into())
 }
 
+impl StorageArgs {
+    /// Returns one of the options that is given.
+    pub(super) fn given(&self) -> Option<&'static str> {
+        given(&self.of_client()).or_else(|| given(&self.of_server()))
+    }
+
+    fn of_client(&self) -> [(&'static str, bool); 3] {
+        [
+            ("--rw", self.rw.is_some()),
+            ("--verify", self.verify),
+            ("--threads", self.threads.is_some()),
+        ]
+    }
+
+    fn of_server(&self) -> [(&'static str, bool); 8] {
+        [
+            ("--drives", self.drives.is_some()),
+            ("--drive-size", self.drive_size.is_some()),
+            ("--latency", self.latency.is_some()),
+            ("--drive-depth", self.drive_depth.is_some()),
+            ("--reactors", self.reactors.is_some()),
+            ("--reactor-cpus", self.reactor_cpus.is_some()),
+            ("--queues", self.queues.is_some()),
+            ("--moderation", self.moderation.is_some()),
+        ]
+    }
+}
+
+/// Returns the first option that is given.
+fn given(options: &[(&'static str, bool)]) -> Option<&'static str> {
+    options.iter().find(|(_, given)| *given).map(|(name, _)| *name)
+}
+
 /// Returns what is wrong with options that the other side or another test takes, if some are given.
 fn misplaced(args: &super::Args) -> Option<String> {
-    let StorageArgs {
-        rw,
-        verify,
-        threads,
-        drives,
-        drive_size,
-        latency,
-        drive_depth,
-        reactors,
-        reactor_cpus,
-        queues,
-        moderation,
-    } = &args.storage;
     let of_others = [
         ("--events", args.events),
         ("--all", args.all),
@@ -188,28 +223,11 @@ fn misplaced(args: &super::Args) -> Option<String> {
         };
         return Some(format!("storage does not support {name}{instead}"));
     }
-    let of_client = [
-        ("--rw", rw.is_some()),
-        ("--verify", *verify),
-        ("--threads", threads.is_some()),
-    ];
-    let of_server = [
-        ("--drives", drives.is_some()),
-        ("--drive-size", drive_size.is_some()),
-        ("--latency", latency.is_some()),
-        ("--drive-depth", drive_depth.is_some()),
-        ("--reactors", reactors.is_some()),
-        ("--reactor-cpus", !reactor_cpus.is_empty()),
-        ("--queues", queues.is_some()),
-        ("--moderation", moderation.is_some()),
-    ];
-    let given =
-        |options: &[(&'static str, bool)]| options.iter().find(|(_, given)| *given).map(|(name, _)| *name);
     match args.host {
-        Some(_) => given(&of_server).map(|name| {
+        Some(_) => given(&args.storage.of_server()).map(|name| {
             format!("{name} is an option of the server: give it to `rdmux perf storage` without HOST")
         }),
-        None => given(&of_client)
+        None => given(&args.storage.of_client())
             .map(|name| format!("{name} is an option of the client: give it to `rdmux perf storage HOST`")),
     }
 }

@@ -12,7 +12,7 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_runtime::{Completed, EstablishError, MessageConnection, SIGNAL_EVERY, Sizes};
 use rdmux_verbs::{
     Access, Carrier, CompletionQueue, ConnectParams, Device, Memory, MemoryRegion, OpenError,
-    ProtectionDomain, Qpn, WorkCompletion,
+    ProtectionDomain, Qpn, Status as CompletionStatus, WorkCompletion,
 };
 use serde_json::json;
 
@@ -28,6 +28,8 @@ use crate::output::{self, Align};
 const LONGEST_NS: u64 = 60_000_000_000;
 /// Blocks that a connection writes and checks with --verify.
 const AREA_MAX: u64 = 1024;
+/// What the client says when the server is gone.
+const ENDED: &str = "the connection has ended: the server was stopped, or its process has ended";
 /// Time for the server to agree to the end of a connection.
 const CLOSING: Duration = Duration::from_secs(2);
 
@@ -249,11 +251,15 @@ impl Worker {
                 let completed = self.lanes[at].link.handle(&wc);
                 return Ok((
                     at,
-                    completed.map_err(|status| anyhow::anyhow!("the connection failed: {status}"))?,
+                    completed.map_err(|status| match status {
+                        // Its cause is the end of the connection.
+                        CompletionStatus::Flushed => anyhow::anyhow!(ENDED),
+                        status => anyhow::anyhow!("the connection failed: {status}"),
+                    })?,
                 ));
             }
             let ended = self.lanes.iter().any(|lane| lane.link.end().is_some());
-            ensure!(!ended, "the server has ended the connection");
+            ensure!(!ended, ENDED);
             ensure!(began.elapsed() < PATIENCE, super::super::silent());
         }
     }

@@ -197,7 +197,13 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
         bail!("the device at {address} does not moderate completion queues: use --moderation off");
     }
     let queues = options.queues.unwrap_or_default();
-    for &cpu in &options.reactor_cpus {
+    let cpus = options.reactor_cpus.as_ref().map_or(&[][..], |cpus| &cpus.0);
+    ensure!(
+        cpus.len() <= usize::from(options.reactors.unwrap_or(1)),
+        "--reactor-cpus names {} CPUs: give as many --reactors, or fewer CPUs",
+        cpus.len()
+    );
+    for &cpu in cpus {
         ensure!(
             may_run_on(cpu),
             "this process may not run on CPU {cpu}: give --reactor-cpus others"
@@ -227,14 +233,7 @@ pub(super) fn run(args: &super::super::Args) -> Result<()> {
     for at in (0..geometry.bytes()).step_by(4096) {
         contents.write(at, &[0]).ok();
     }
-    let server = Server::start(
-        &device,
-        args.port,
-        identity,
-        queues,
-        &options.reactor_cpus,
-        contents,
-    )?;
+    let server = Server::start(&device, args.port, identity, queues, cpus, contents)?;
     let stopper = server.stopper.clone();
     ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
     announce(

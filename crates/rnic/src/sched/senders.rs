@@ -1,38 +1,9 @@
-//! The transmit scheduler: it decides who sends next, and how much. IEEE 802.1Qaz: strict classes come first, in descending order; the
-//! other classes share by weights, in bytes (deficit round robin). Inside a class all senders have the same quantum of bytes, round robin.
-//!
-//! The scheduler knows its senders only by an id. The device schedules its QPs; a device that several users share schedules its users.
+//! The transmit scheduler of a device: classes, and inside a class senders with the same quantum of bytes, round robin.
 
 use std::collections::VecDeque;
-use std::num::NonZeroU8;
 
-/// Traffic classes.
-pub const CLASSES: usize = 8;
-/// A sender's quantum: a little less than a train takes, so that one quantum is one train.
-pub const QUANTUM_BYTES: u32 = 60_000;
-
-/// Service policy of a class: the transmission selection of IEEE 802.1Qaz.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// Served before all lower classes and before all classes that share.
-    Strict,
-    /// Enhanced transmission selection: shares what strict classes leave, in proportion to this weight.
-    Ets(NonZeroU8),
-}
-
-impl Default for Policy {
-    /// An equal share. (The standard's default for an unconfigured port is strict; but here any program chooses its class, and with
-    /// equal shares no program can starve the others.)
-    fn default() -> Policy {
-        Policy::Ets(NonZeroU8::MIN)
-    }
-}
-
-/// Returns the class of a packet: the class selector of its DSCP, which is the default mapping of DSCP to priority in NICs. Class n is
-/// the class of CSn (DSCP 8 n). `tos` is the IPv4 TOS or the IPv6 traffic class.
-pub const fn class_of(tos: u8) -> usize {
-    (tos >> 5) as usize
-}
+use super::classes::Classes;
+use super::{CLASSES, Policy, QUANTUM_BYTES};
 
 /// The quantum of sender `id`: it may begin packets until it has sent `bytes`; the last packet may exceed them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,41 +17,22 @@ pub struct Quantum<Id> {
     credit: i64,
 }
 
-#[derive(Debug)]
-struct Class<Id> {
-    /// The quantum of the class: bytes that a visit adds to the credit; `None` for a strict class.
-    quantum: Option<i64>,
-    /// Bytes that the class may still send in this visit; negative when its last packet exceeded the credit.
-    credit: i64,
-    /// Waiting senders, each with the rest of its quantum; negative when the sender's last packet exceeded the quantum.
-    waiting: VecDeque<(Id, i64)>,
-}
-
 /// See the module.
 #[derive(Debug)]
 pub struct Scheduler<Id> {
-    classes: [Class<Id>; CLASSES],
-    /// The sharing class that is being visited.
-    visited: usize,
+    classes: Classes,
+    /// Waiting senders of each class, each with the rest of its quantum; negative when the sender's last packet exceeded the quantum.
+    senders: [VecDeque<(Id, i64)>; CLASSES],
     waiting: usize,
 }
 
 impl<Id: Copy + PartialEq> Scheduler<Id> {
-    /// Returns a scheduler without waiting senders.
+    /// Returns a scheduler without waiting senders. Its strict classes may take everything.
     pub fn new(policies: [Policy; CLASSES]) -> Scheduler<Id> {
-        let weight = |policy| match policy {
-            Policy::Strict => None,
-            Policy::Ets(weight) => Some(i64::from(weight.get())),
-        };
-        let least = policies.into_iter().filter_map(weight).min().unwrap_or(1);
         Scheduler {
-            classes: policies.map(|policy| Class {
-                // The smallest quantum of a class is that of a sender, which is larger than the excess of one packet: one visit always pays the debt.
-                quantum: weight(policy).map(|weight| i64::from(QUANTUM_BYTES) * weight / least),
-                credit: 0,
-                waiting: VecDeque::new(),
-            }),
-            visited: 0,
+            // An excess is one packet, which is shorter than the smallest quantum: one visit always pays the debt.
+            classes: Classes::new(policies, QUANTUM_BYTES, i64::from(QUANTUM_BYTES) - 1, 100),
+            senders: std::array::from_fn(|_| VecDeque::new()),
             waiting: 0,
         }
     }
@@ -88,7 +40,8 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
     /// Adds `id`, which has something to send and does not wait yet. `class` is below [`CLASSES`].
     pub fn push(&mut self, class: usize, id: Id) {
         self.waiting += 1;
-        self.classes[class].waiting.push_back((id, 0));
+        self.classes.wait(class);
+        self.senders[class].push_back((id, 0));
     }
 
     /// Returns the number of waiting senders.
@@ -103,26 +56,31 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
 
     /// Forgets `id`. Unlike the other functions this one looks at every waiting sender.
     pub fn forget(&mut self, id: Id) {
-        for class in &mut self.classes {
-            class.waiting.retain(|(other, _)| *other != id);
+        for (class, senders) in self.senders.iter_mut().enumerate() {
+            senders.retain(|(other, _)| *other != id);
+            if senders.is_empty() {
+                self.classes.rest(class);
+            }
         }
-        self.waiting = self.classes.iter().map(|class| class.waiting.len()).sum();
+        self.waiting = self.senders.iter().map(VecDeque::len).sum();
     }
 
     /// Returns the next sender and its quantum. The sender does not wait until [`Scheduler::end`].
     pub fn pick(&mut self) -> Option<Quantum<Id>> {
-        let at = self.strict().or_else(|| self.visit())?;
-        let class = &mut self.classes[at];
-        let (id, mut credit) = class.waiting.pop_front()?;
+        let (class, most) = self.classes.pick()?;
+        let senders = &mut self.senders[class];
+        let (id, mut credit) = senders.pop_front()?;
+        if senders.is_empty() {
+            self.classes.pause(class);
+        }
         self.waiting -= 1;
         if credit <= 0 {
             credit = (credit + i64::from(QUANTUM_BYTES)).max(1);
         }
-        let bytes = class.quantum.map_or(credit, |_| credit.min(class.credit));
         Some(Quantum {
             id,
-            bytes: bytes as u32,
-            class: at,
+            bytes: credit.min(most) as u32,
+            class,
             credit,
         })
     }
@@ -131,51 +89,27 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
     /// on with it when its class is picked next.
     pub fn end(&mut self, quantum: Quantum<Id>, sent: usize, more: bool) {
         let sent = sent as i64;
-        let class = &mut self.classes[quantum.class];
-        if class.quantum.is_some() {
-            class.credit -= sent;
-        }
+        self.classes.charge(quantum.class, sent);
+        let senders = &mut self.senders[quantum.class];
         if more {
             self.waiting += 1;
             let left = quantum.credit - sent;
             if left > 0 && sent > 0 {
-                class.waiting.push_front((quantum.id, left));
+                senders.push_front((quantum.id, left));
             } else {
-                class.waiting.push_back((quantum.id, left.min(0)));
+                senders.push_back((quantum.id, left.min(0)));
             }
-        } else if class.waiting.is_empty() {
-            // An empty class saves up no credit.
-            class.credit = class.credit.min(0);
+            self.classes.wait(quantum.class);
+        } else if senders.is_empty() {
+            self.classes.rest(quantum.class);
         }
-    }
-
-    fn strict(&self) -> Option<usize> {
-        let strict = |class: &Class<Id>| class.quantum.is_none() && !class.waiting.is_empty();
-        self.classes.iter().rposition(strict)
-    }
-
-    /// Returns the sharing class to serve: the visited class until its credit is used up, then the next class with a waiting sender.
-    fn visit(&mut self) -> Option<usize> {
-        for step in 0..=CLASSES {
-            let at = (self.visited + step) % CLASSES;
-            let class = &mut self.classes[at];
-            let Some(quantum) = class.quantum.filter(|_| !class.waiting.is_empty()) else {
-                continue;
-            };
-            if step > 0 {
-                class.credit = (class.credit + quantum).clamp(1, quantum);
-            }
-            if class.credit > 0 {
-                self.visited = at;
-                return Some(at);
-            }
-        }
-        None
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU8;
+
     use rand_chacha::ChaCha8Rng;
     use rand_core::{RngCore, SeedableRng};
 
@@ -355,15 +289,6 @@ mod tests {
                 assert_eq!((quantum.id, quantum.bytes), (id, QUANTUM_BYTES), "{policy:?}");
                 scheduler.end(quantum, 0, true);
             }
-        }
-    }
-
-    #[test]
-    fn class_of__class_selectors() {
-        for class in 0..CLASSES {
-            let dscp = 8 * class as u8;
-            assert_eq!(class_of(dscp << 2), class);
-            assert_eq!(class_of((dscp + 7) << 2 | 3), class);
         }
     }
 }
