@@ -695,7 +695,11 @@ impl CompletionQueue {
     /// timeout expires. A timeout of zero arms the queue for any completion and polls once more: a later completion makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        self.handled_events();
+        match timeout.is_zero() {
+            true => self.handled_events(),
+            // No handler's run ends here: it takes one completion with each call.
+            false => self.follow_device(),
+        }
         let found = self.provided().wait(timeout)?;
         self.note(usize::from(found.is_some()));
         Ok(found)
