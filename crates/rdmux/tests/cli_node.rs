@@ -5,6 +5,8 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -26,14 +28,11 @@ impl Running {
 
     /// Waits for the end of the child; returns its status and what it printed to stderr.
     fn end(mut self) -> (Option<i32>, String) {
-        let deadline = Instant::now() + LONG;
-        let status = loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                break status;
-            }
-            assert!(Instant::now() < deadline, "the process does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        };
+        let pidfd = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty()).unwrap();
+        let timeout = LONG.try_into().unwrap();
+        let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timeout)).unwrap();
+        assert!(ended > 0, "the process does not end");
+        let status = self.0.wait().unwrap();
         let mut text = String::new();
         self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
         (status.code(), text)

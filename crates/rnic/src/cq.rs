@@ -354,7 +354,7 @@ impl Drop for Queue {
     }
 }
 
-/// What the owner of a queue is to do after [`CompletionQueue::deliver`].
+/// Action that [`CompletionQueue::deliver`] asks of the queue's owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivered {
     /// Nothing.

@@ -88,7 +88,7 @@ impl Stopper {
     }
 }
 
-/// What an event of the epoll set is about.
+/// Subject of an event of the epoll set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     Place,
@@ -463,7 +463,7 @@ impl Application {
                 self.attach(shared, &epoll, received.request, &received.message)?;
                 continue;
             }
-            // What it has posted before the request comes before the request.
+            // Work that it has posted before the request comes before the request.
             while self.take_work(bytes)? {}
             let answer = self.carry_out(shared, received.message, received.descriptors);
             let answer = match answer {

@@ -87,7 +87,7 @@ pub trait RingMemory {
     fn write(&self, slot: u32, descriptor: &Descriptor);
 }
 
-/// What to do for the other side.
+/// Action for the other side.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tell {

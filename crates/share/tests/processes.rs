@@ -22,7 +22,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 const LONG: Duration = Duration::from_secs(60);
 /// A side that sleeps looks this often whether the other process is alive.
 const LOOK: Duration = Duration::from_millis(10);
-/// What the child plays.
+/// Role of the child.
 const ROLE: &str = "RDMUX_RING_CHILD";
 const SEED: &str = "RDMUX_RING_CHILD_SEED";
 

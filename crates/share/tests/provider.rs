@@ -260,7 +260,7 @@ fn post__not_in_every_state() {
     let receive = RecvRequest::new(0, side.sge(0, 8));
     assert_eq!(fresh.post_recv(receive.clone()), Err(PostError::WrongState));
     assert!(fresh.modify(QpState::Rts, &QpAttributes::default()).is_err());
-    // What was posted is flushed when the queue pair goes to Error.
+    // Posted requests are flushed when the queue pair goes to Error.
     side.qp.post_recv(RecvRequest::new(5, side.sge(0, 8))).unwrap();
     side.qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
     side.qp.post_send(send().wr_id(6)).unwrap();

@@ -73,7 +73,7 @@ fn strict(mice: Mice) -> Mice {
     Mice { strict: true, ..mice }
 }
 
-/// What became of a connection with short messages beside some with long ones.
+/// Result of a connection with short messages beside some with long ones.
 struct Outcome {
     p50_us: f64,
     p99_us: f64,

@@ -1,4 +1,4 @@
-//! What an application and the node that owns the device send to each other: [`control`] messages over a Unix socket, and, through rings, a
+//! Messages between an application and the node that owns the device: [`control`] messages over a Unix socket, and, through rings, a
 //! [`Work`] for each posted request and a [`Completion`] for each end of one. [`crate`] has the panic contract.
 //!
 //! Those in the rings are made of descriptors of 64 bytes, one for each slot of a ring. Numbers are little-endian. The application is not trusted: an

@@ -15,7 +15,7 @@ pub(super) struct Bucket {
     rate_bps: u64,
     /// Time from which the bucket has tokens; a time in the past is what it has saved up.
     next: Time,
-    /// What the divisions have left, below `rate_bps`.
+    /// Remainder of the divisions, below `rate_bps`.
     rest: u64,
 }
 

@@ -17,7 +17,7 @@ pub(super) struct Classes {
     credit: [i64; CLASSES],
     /// Largest excess that is remembered.
     debt_max: i64,
-    /// What all lower classes together are owed by a strict class that sent while they waited, in hundredths of bytes.
+    /// Debt of a strict class to all lower classes together, for what it sent while they waited, in hundredths of bytes.
     owed: [i64; CLASSES],
     /// Percent of the bytes that a strict class may take while lower ones wait, and the debt at which these are served.
     strict_percent: i64,

@@ -26,7 +26,7 @@ enum Place {
     Old,
 }
 
-/// What a connection has of a slot for a READ.
+/// State of a connection's claim to a slot for a READ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Slot {
     None,

@@ -13,7 +13,7 @@ use crate::time::Time;
 pub(super) const GUARANTEED: usize = 0;
 pub(super) const SHARING: usize = 1;
 
-/// What a tenant is entitled to.
+/// Entitlement of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entitlement {
     /// Part of what guaranteed rates leave, in proportion to the weights of the other tenants that wait.

@@ -50,7 +50,7 @@ pub(super) enum Link {
     Attempt(Connecting),
     Made {
         connection: Connection,
-        /// What the application knows: established, ended.
+        /// Events that the application knows of: established, ended.
         known: (bool, bool),
     },
 }
@@ -73,7 +73,7 @@ pub(super) enum Detached {
     Protocol(String),
 }
 
-/// What the applications of a node have in common.
+/// Objects that the applications of a node have in common.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) device: Device,

@@ -188,7 +188,7 @@ impl Application {
             self.cq.arm(Arm::Next);
         }
         sleeps &= rings.ready.prepare_sleep();
-        // What came before the queue was armed raises no event.
+        // A completion that came before the queue was armed raises no event.
         Ok(sleeps && !self.put_completions()?)
     }
 

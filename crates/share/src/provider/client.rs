@@ -57,7 +57,7 @@ pub enum AttachError {
     },
 }
 
-/// What a node says when it attaches an application.
+/// Answer of a node that attaches an application.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Welcome {
     pub(super) features: Features,
@@ -409,7 +409,7 @@ impl Client {
         // Held, so that no request begins to wait without seeing the end.
         drop(self.requests.lock());
         self.answered.notify_all();
-        // What the node has completed before counts.
+        // Requests that the node has completed before count.
         let _ = self.rings.take(self);
         self.rings.flush_all(self);
         self.raise(AsyncEvent::DeviceFatal);

@@ -20,7 +20,7 @@ use super::device::Device;
 /// Numbers of completion queues, which tools do not see.
 static NEXT: AtomicU32 = AtomicU32::new(1);
 
-/// Who is told of an event.
+/// Receiver of an event.
 #[derive(Debug)]
 enum Told {
     Own(Waker),
@@ -38,7 +38,7 @@ pub(super) struct CqShared {
 impl CqShared {
     /// Delivers a completion. Returns false if it is lost, and its queue pair is in error for that.
     pub(super) fn deliver(&self, client: &Client, wc: WorkCompletion) -> bool {
-        // Whether a message was solicited is known to the node's device alone: each counts as solicited.
+        // The node's device alone knows that a message was solicited: each counts as solicited here.
         match self.queue.deliver(wc, true) {
             Delivered::Quiet => true,
             Delivered::Tell => {

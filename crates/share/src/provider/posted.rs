@@ -16,7 +16,7 @@ pub(super) struct Request<T> {
     pub(super) wr_id: u64,
     /// Set if the program asked for a completion on success.
     pub(super) asked: bool,
-    /// What it is.
+    /// Its kind.
     pub(super) kind: T,
 }
 

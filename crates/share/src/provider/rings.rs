@@ -1,6 +1,6 @@
 //! The rings of this process, and where their completions go.
 //!
-//! Whoever polls a completion queue takes what is in the ring, for all queues, and delivers it. While a queue is armed, the ring is left so that
+//! A thread that polls a completion queue takes what is in the ring, for all queues, and delivers it. While a queue is armed, the ring is left so that
 //! the node announces the next completion: then the thread of the connection takes it.
 
 use std::collections::HashMap;

@@ -67,7 +67,7 @@ pub enum AttachError {
 /// 3. With no ring left to poll: [`ReadySet::prepare_sleep`]. If that returns true, sleep on [`NodeEnd::waiter`], then
 ///    [`BellWaiter::answer`]. In any case [`ReadySet::awake`], and then [`ReadySet::take`].
 ///
-/// Whatever a call says is to be told goes through [`NodeEnd::tell`]. An error means that the application is to be detached. The
+/// The caller passes each [`Tell`] that a call returns to [`NodeEnd::tell`]. An error means that the application is to be detached. The
 /// application's end is used in the same way.
 #[derive(Debug)]
 pub struct NodeEnd {

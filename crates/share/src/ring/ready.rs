@@ -51,7 +51,7 @@ impl<M: ReadyMemory> Announcer<M> {
         // `Relaxed` suffices: there is a fence between the store of the ring's tail or head and this call.
         let before = self.0.set(ring / RINGS_PER_WORD, bit, Ordering::Relaxed);
         if before & bit != 0 {
-            // Whoever has set it has looked, and the other side sees it before it sleeps.
+            // The side that has set it has looked, and the other side sees it before it sleeps.
             return false;
         }
         self.0.fence(Ordering::SeqCst);
@@ -108,7 +108,7 @@ impl<M: ReadyMemory> ReadySet<M> {
             if self.memory.load(word, Ordering::Relaxed) == 0 {
                 continue;
             }
-            // What was stored into the rings before the bits were set comes with it.
+            // Stores into the rings before the bits were set come with it.
             let mut bits = self.memory.clear(word, Ordering::Acquire);
             count += bits.count_ones();
             while bits != 0 {

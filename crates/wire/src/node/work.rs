@@ -71,7 +71,7 @@ pub struct Remote {
     pub rkey: RKey,
 }
 
-/// What a request asks for. The operations are those of the verbs of the same name, IBTA Vol 1, 11.4.1 and A19.
+/// Operation of a request. The operations are those of the verbs of the same name, IBTA Vol 1, 11.4.1 and A19.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkOperation {
     /// SEND.

@@ -462,7 +462,7 @@ fn set_open__a_group_with_a_full_window_keeps_its_turn() {
     assert_rates(&link.run(1_000_000), &[100.0, 0.0, 0.0, 0.0]);
     link.hierarchy.set_open(link.now, groups[0], false);
     assert!(link.hierarchy.pick(link.now).is_none());
-    // What is woken in a group that is shut waits.
+    // A connection that is woken in a group that is shut waits.
     let late = link.connect(groups[0]);
     link.post(late, 1000);
     assert!(link.hierarchy.pick(link.now).is_none());

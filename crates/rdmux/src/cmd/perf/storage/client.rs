@@ -28,7 +28,7 @@ use crate::output::{self, Align};
 const LONGEST_NS: u64 = 60_000_000_000;
 /// Blocks that a connection writes and checks with --verify.
 const AREA_MAX: u64 = 1024;
-/// What the client says when the server is gone.
+/// The client's message when the server is gone.
 const ENDED: &str = "the connection has ended: the server was stopped, or its process has ended";
 /// Time for the server to agree to the end of a connection.
 const CLOSING: Duration = Duration::from_secs(2);
