@@ -953,20 +953,17 @@ impl<M> Reactor<M> {
     /// never is.
     fn end_run(&mut self) -> Option<Duration> {
         let woken = self.waiting.end_run();
-        let mut least_us: Option<u16> = None;
-        let mut delays = true;
         // Elsewhere the device counts the events of the queues, and delays them.
-        let in_place = self.ports.iter().filter(|port| port.in_place);
-        for cq in in_place.flat_map(|port| port.queues.all()) {
-            let moderation = cq.handled(woken).filter(|moderation| moderation.count > 1);
-            delays &= cq.moderation().0 != ModerationPolicy::Off;
-            least_us = moderation
-                .map(|to| to.period_us)
-                .into_iter()
-                .chain(least_us)
-                .min();
+        let queues = || {
+            let in_place = self.ports.iter().filter(|port| port.in_place);
+            in_place.flat_map(|port| port.queues.all())
+        };
+        let moderations = queues().filter_map(|cq| cq.handled(woken));
+        let delaying = moderations.filter(|moderation| moderation.count > 1);
+        let least_us = delaying.map(|moderation| moderation.period_us).min()?;
+        if queues().any(|cq| cq.moderation().0 == ModerationPolicy::Off) {
+            return None;
         }
-        let least_us = least_us.filter(|_| delays)?;
         Some(Duration::from_micros(least_us.into()))
     }
 
