@@ -6,6 +6,8 @@
 
 mod application;
 mod connections;
+mod cut;
+mod egress;
 mod post;
 mod requests;
 mod table;
@@ -15,20 +17,24 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use rdmux_rnic::sched::{Quanta, WindowLimits};
+use rdmux_rnic::{Status, Time};
 use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::user::check_user;
 use rdmux_verbs::provider::{Waker, conditions};
 use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
 use rdmux_verbs::{CreateError, Device, EventQueue, wake_cost_ns};
 use rdmux_wire::node::control::{ErrorCode, Limits, Message, VERSION};
-use rustix::event::epoll;
+use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 
 use application::{Application, Detached, Shared, Token};
+use egress::{Egress, Open};
+use post::Take;
 
-use crate::control::Channel;
+use crate::control::{Channel, Received};
 use crate::control::convert::Refusal;
 use crate::place::Place;
 use crate::ring::{Layout, NodeEnd, WorkBytes};
@@ -39,6 +45,8 @@ const APPLICATIONS_MAX: usize = 1024;
 const SLOTS: (u32, u32) = (4096, 4096);
 /// Passes over busy rings between two looks at descriptors, each of which is a system call.
 const PASSES_PER_LOOK: u32 = 64;
+/// Pieces that are posted at once.
+const PIECES_PER_PASS: u32 = 64;
 /// Polls that find nothing between two looks at descriptors.
 const POLLS_PER_LOOK: u32 = 8;
 /// Messages that an application may send in a row before others have their turn.
@@ -166,6 +174,7 @@ impl Node {
             shared: Shared {
                 events: EventQueue::new()?,
                 device,
+                egress: Egress::new(Quanta::default(), WindowLimits::default()),
             },
             place,
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
@@ -207,7 +216,7 @@ impl Node {
                     break;
                 }
             }
-            if self.look(false)? || passes == PASSES_PER_LOOK {
+            if self.look()? || passes == PASSES_PER_LOOK {
                 continue;
             }
             self.wait()?;
@@ -218,12 +227,55 @@ impl Node {
     /// Moves requests from rings to the device and completions from the device to rings. Returns whether there were any.
     fn pass(&mut self) -> bool {
         let mut any = false;
+        let now = now();
         for slot in 0..self.applications.len() {
             let Some(application) = &mut self.applications[slot] else {
                 continue;
             };
-            match application.move_work(&mut self.bytes) {
-                Ok(moved) => any |= moved,
+            match application.take_work(&mut self.shared, now, &mut self.bytes, Take::Turn) {
+                Ok(taken) => any |= taken,
+                Err(why) => self.detach(slot as u32, &why),
+            }
+        }
+        any |= self.post(now);
+        for application in self.applications.iter_mut().flatten() {
+            // The time of a piece that completes at once is that of its execution.
+            any |= application.take_completions(&mut self.shared, rdmux_verbs::moderation::now);
+        }
+        any | self.put_completions()
+    }
+
+    /// Posts pieces of requests to the device. Returns whether there were any.
+    fn post(&mut self, now: Time) -> bool {
+        for count in 0..PIECES_PER_PASS {
+            let Some(piece) = self.shared.egress.next(now, &mut Open) else {
+                return count > 0;
+            };
+            match self.applications.get_mut(piece.owner.application as usize) {
+                Some(Some(application)) => application.post_piece(&mut self.shared, now, &piece),
+                Some(None) | None => self
+                    .shared
+                    .egress
+                    .refused(now, &piece, Status::LocalQpOperation),
+            }
+        }
+        true
+    }
+
+    /// Puts completions into the rings of applications. Returns whether there were any.
+    fn put_completions(&mut self) -> bool {
+        while let Some(done) = self.shared.egress.poll_done() {
+            if let Some(Some(application)) = self.applications.get_mut(done.owner.application as usize) {
+                application.done(&done);
+            }
+        }
+        let mut any = false;
+        for slot in 0..self.applications.len() {
+            let Some(application) = &mut self.applications[slot] else {
+                continue;
+            };
+            match application.put_completions() {
+                Ok(put) => any |= put,
                 Err(why) => self.detach(slot as u32, &why),
             }
         }
@@ -242,7 +294,7 @@ impl Node {
                 Plan::Yield => std::thread::yield_now(),
             }
             let looks = polls.is_multiple_of(POLLS_PER_LOOK);
-            if self.pass() || looks && self.look(false)? {
+            if self.pass() || looks && self.look()? {
                 self.policy.came(elapsed_ns());
                 return Ok(());
             }
@@ -257,7 +309,8 @@ impl Node {
             }
             let sleeps = watch.as_mut().is_none_or(|watch| watch.prepare());
             if sleeps {
-                self.look(true)?;
+                let until = self.shared.egress.next_time();
+                self.look_until(until)?;
             }
             // Processes the packets that woke this thread, before the next pass.
             drop(watch);
@@ -281,7 +334,7 @@ impl Node {
             let Some(application) = &mut self.applications[slot] else {
                 continue;
             };
-            match application.prepare_sleep() {
+            match application.prepare_sleep(&mut self.shared, now) {
                 Ok(may) => sleeps &= may,
                 Err(why) => {
                     self.detach(slot as u32, &why);
@@ -292,8 +345,17 @@ impl Node {
         sleeps
     }
 
-    /// Looks at descriptors; `sleeps`: waits until one is readable. Returns whether there was something to do besides what a pass does.
-    fn look(&mut self, sleeps: bool) -> Result<bool, NodeError> {
+    /// Looks at descriptors. Returns whether there was something to do besides what a pass does.
+    fn look(&mut self) -> Result<bool, NodeError> {
+        self.look_for(Some(Duration::ZERO))
+    }
+
+    /// Waits until a descriptor is readable, or the time has come, and looks at them.
+    fn look_until(&mut self, until: Option<Time>) -> Result<bool, NodeError> {
+        self.look_for(until.map(|until| Duration::from_nanos(until.since_ns(now()))))
+    }
+
+    fn look_for(&mut self, timeout: Option<Duration>) -> Result<bool, NodeError> {
         let mut any = false;
         // A token is there before the descriptor says so.
         for _ in 0..MESSAGES_PER_TURN {
@@ -303,13 +365,14 @@ impl Node {
             any = true;
             self.happened(Token::of_word(word));
         }
-        let timeout = rustix::event::Timespec::default();
-        let timeout = (!sleeps || any).then_some(&timeout);
+        let timeout = if any { Some(Duration::ZERO) } else { timeout };
+        // A time that is too long for the system is as good as none.
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let mut found = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }; 32];
-        let count = match epoll::wait(&self.epoll, &mut found, timeout) {
+        let count = match epoll::wait(&self.epoll, &mut found, timeout.as_ref()) {
             Ok(count) => count,
             Err(Errno::INTR) => 0,
             Err(error) => return Err(error.into()),
@@ -351,7 +414,7 @@ impl Node {
                 self.applications.push(None);
             }
             let slot_number = slot as u32;
-            let Ok(application) = Application::new(&self.shared, Channel::new(socket), slot_number) else {
+            let Ok(application) = Application::new(&mut self.shared, Channel::new(socket), slot_number) else {
                 continue;
             };
             let control = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
@@ -371,15 +434,14 @@ impl Node {
 
     /// Handles messages of an application. Returns whether there were any.
     fn control(&mut self, slot: u32) -> bool {
+        let handled = self.messages(slot);
         let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
             return false;
         };
-        let handled = application.control(&self.shared, &self.epoll, &mut self.bytes);
-        let writes = application.channel.has_waiting();
         match handled {
             Ok(any) => {
                 let mut flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
-                flags.set(epoll::EventFlags::OUT, writes);
+                flags.set(epoll::EventFlags::OUT, application.channel.has_waiting());
                 let data = epoll::EventData::new_u64(Source::Control(slot).word());
                 let _ = epoll::modify(&self.epoll, &application.channel, data, flags);
                 any
@@ -391,13 +453,42 @@ impl Node {
         }
     }
 
+    fn messages(&mut self, slot: u32) -> Result<bool, Detached> {
+        for count in 0..MESSAGES_PER_TURN {
+            let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
+                return Ok(count > 0);
+            };
+            application.channel.flush()?;
+            // One that does not read its answers gets no more of them.
+            if application.channel.has_waiting() {
+                return Ok(count > 0);
+            }
+            let Some(received) = application.channel.receive()? else {
+                return Ok(count > 0);
+            };
+            if application.rings.is_none() {
+                application.attach(&self.shared, &self.epoll, received.request, &received.message)?;
+                continue;
+            }
+            // Work that it has posted before the request comes before the request.
+            let now = now();
+            while application.take_work(&mut self.shared, now, &mut self.bytes, Take::All)? {}
+            self.post(now);
+            if let Some(Some(application)) = self.applications.get_mut(slot as usize) {
+                application.answer(&mut self.shared, now, received)?;
+            }
+        }
+        Ok(true)
+    }
+
     /// Passes on what happened to an object of an application.
     fn happened(&mut self, token: Token) {
         let Some(Some(application)) = self.applications.get_mut(token.slot as usize) else {
             return;
         };
+        let now = now();
         let told = loop {
-            match application.happened(token) {
+            match application.happened(&mut self.shared, now, token) {
                 Ok(true) => {}
                 other => break other.map(|_| ()),
             }
@@ -414,7 +505,7 @@ impl Node {
             any = true;
             for slot in 0..self.applications.len() {
                 if let Some(application) = &mut self.applications[slot]
-                    && let Err(why) = application.device_has_news(event)
+                    && let Err(why) = application.device_has_news(&mut self.shared, now(), event)
                 {
                     self.detach(slot as u32, &why);
                 }
@@ -435,47 +526,24 @@ impl Node {
                 .channel
                 .send(0, &Refusal::new(ErrorCode::Protocol, text).message());
         }
+        application.leave(&mut self.shared, now());
         // Its descriptors leave the epoll set when they are closed.
         drop(application);
     }
 }
 
 impl Application {
-    /// Handles messages. Returns whether there were any.
-    fn control(
-        &mut self,
-        shared: &Shared,
-        epoll: impl AsFd,
-        bytes: &mut WorkBytes,
-    ) -> Result<bool, Detached> {
-        self.channel.flush()?;
-        let mut any = false;
-        for _ in 0..MESSAGES_PER_TURN {
-            // One that does not read its answers gets no more of them.
-            if self.channel.has_waiting() {
-                break;
+    /// Carries out a request and answers it.
+    fn answer(&mut self, shared: &mut Shared, now: Time, received: Received) -> Result<(), Detached> {
+        let answer = self.carry_out(shared, now, received.message, received.descriptors);
+        let answer = match answer {
+            Err(refusal) if refusal.code == ErrorCode::Protocol => {
+                return Err(Detached::Protocol(refusal.text));
             }
-            let Some(received) = self.channel.receive()? else {
-                break;
-            };
-            any = true;
-            if self.rings.is_none() {
-                self.attach(shared, &epoll, received.request, &received.message)?;
-                continue;
-            }
-            // Work that it has posted before the request comes before the request.
-            while self.take_work(bytes)? {}
-            let answer = self.carry_out(shared, received.message, received.descriptors);
-            let answer = match answer {
-                Err(refusal) if refusal.code == ErrorCode::Protocol => {
-                    return Err(Detached::Protocol(refusal.text));
-                }
-                Err(refusal) => refusal.message(),
-                Ok(answer) => answer,
-            };
-            self.channel.send(received.request, &answer)?;
-        }
-        Ok(any)
+            Err(refusal) => refusal.message(),
+            Ok(answer) => answer,
+        };
+        Ok(self.channel.send(received.request, &answer)?)
     }
 
     /// Agrees on a version with an application, and gives it its rings.
@@ -506,7 +574,7 @@ impl Application {
             .map_err(io::Error::other)
             .and_then(NodeEnd::create);
         let (end, files) = made.map_err(|error| Detached::Protocol(error.to_string()))?;
-        let source = Source::Work(self.slot());
+        let source = Source::Work(self.slot);
         add(epoll, end.waiter(), source, EDGE).map_err(|error| Detached::Protocol(error.to_string()))?;
         let device = &shared.device;
         let limits = device.limits();

@@ -6,12 +6,15 @@
 use std::collections::HashMap;
 use std::collections::VecDeque;
 
+use rdmux_rnic::sched::{Entitlement, TenantId};
+use rdmux_rnic::{SendRequest, Time};
 use rdmux_verbs::{
     CompletionQueue, Connecting, Connection, ConnectionRequest, CreateError, Device, EventQueue, Listener,
     MemoryRegion, ProtectionDomain, Qpn, QueuePair, WorkCompletion,
 };
 use rdmux_wire::node::control::{ErrorCode, Kind, Message};
 
+use super::egress::{Egress, FlowId, GroupId};
 use super::post::Rings;
 use super::table::Table;
 use crate::control::convert::Refusal;
@@ -32,14 +35,22 @@ const CONNECTIONS_MAX: usize = 2 * QPS_MAX;
 /// Requests that a queue of a queue pair can hold.
 pub(super) const WORK_REQUESTS_MAX: u32 = 1 << 14;
 /// Requests that all queues of an application can hold: the node keeps the completions of so many.
-const ALL_WORK_REQUESTS_MAX: u32 = 1 << 20;
+pub(super) const WORK_REQUESTS_ALL_MAX: u32 = 1 << 20;
+/// Fewest requests of the device's send queue of a queue pair that has one: so many pieces of a single request can be in flight.
+const DEPTH_MIN: u32 = 64;
 
 /// A queue pair of an application.
 #[derive(Debug)]
 pub(super) struct Qp {
     pub(super) qp: QueuePair,
-    /// Most completions that the node keeps of it.
+    /// Requests that the device's send queue holds.
+    pub(super) depth: u32,
+    /// Most completions that the device keeps of it.
     pub(super) completions: u32,
+    /// What the application has posted to its send queue.
+    pub(super) flow: FlowId,
+    /// The device's send queue, as the scheduler knows it, from the first request on after it was connected.
+    pub(super) group: Option<GroupId>,
     /// Set once the application knows that it has failed.
     pub(super) failed: bool,
 }
@@ -73,10 +84,20 @@ pub(super) enum Detached {
     Protocol(String),
 }
 
-/// Objects that the applications of a node have in common.
+/// A completion for an application's ring.
+#[derive(Debug)]
+pub(super) struct Kept {
+    /// The queue pair.
+    pub(super) qp: u32,
+    pub(super) wc: WorkCompletion,
+}
+
+/// What the applications of a node have in common.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) device: Device,
+    /// What all of them send.
+    pub(super) egress: Egress<SendRequest>,
     /// Reports what happens to listeners, attempts and connections.
     pub(super) events: EventQueue,
 }
@@ -86,8 +107,10 @@ pub(super) struct Shared {
 pub(super) struct Application {
     pub(super) channel: Channel,
     /// Its slot, which the tokens of its objects begin with.
-    slot: u32,
+    pub(super) slot: u32,
     pub(super) name: String,
+    /// The tenant to which all that it sends belongs.
+    pub(super) tenant: TenantId,
     /// The rings, once it is attached.
     pub(super) rings: Option<Rings>,
     // A connection ends before its queue pair, and a queue pair before its memory.
@@ -98,13 +121,16 @@ pub(super) struct Application {
     pub(super) by_qpn: HashMap<Qpn, u32>,
     pub(super) regions: Table<MemoryRegion>,
     pub(super) pds: Table<ProtectionDomain>,
-    /// The device's queue for all its completions: what its ring does not take stays there.
+    /// The device's queue for all its completions.
     pub(super) cq: CompletionQueue,
     /// Completions that the queue has room for, and those that it needs room for.
     room: u32,
     needed: u32,
-    /// Completions that were taken out of the queue and do not fit the ring: less than one batch.
-    pub(super) kept: VecDeque<WorkCompletion>,
+    /// Completions that are being taken out of the queue.
+    pub(super) found: VecDeque<WorkCompletion>,
+    /// Completions for the ring. They are taken out of the device's queue even if the ring is full, since others wait for what they say about the
+    /// device. There are no more of them than the queue pairs hold requests, and than [`Application::take_work`] allows for.
+    pub(super) kept: VecDeque<Kept>,
 }
 
 /// Completions that the queue of an application without queue pairs has room for.
@@ -112,11 +138,13 @@ const ROOM_MIN: u32 = 256;
 
 impl Application {
     /// Begins to serve the process at the other end of a channel.
-    pub(super) fn new(shared: &Shared, channel: Channel, slot: u32) -> Result<Application, CreateError> {
+    pub(super) fn new(shared: &mut Shared, channel: Channel, slot: u32) -> Result<Application, CreateError> {
+        let cq = shared.device.create_cq(ROOM_MIN)?;
         Ok(Application {
             channel,
             slot,
             name: String::new(),
+            tenant: shared.egress.add_tenant(&Entitlement::default()),
             rings: None,
             connections: Table::new(CONNECTIONS_MAX),
             requests: Table::new(REQUESTS_MAX),
@@ -125,15 +153,21 @@ impl Application {
             by_qpn: HashMap::new(),
             regions: Table::new(REGIONS_MAX),
             pds: Table::new(PDS_MAX),
-            cq: shared.device.create_cq(ROOM_MIN)?,
+            cq,
             room: ROOM_MIN,
             needed: 0,
+            found: VecDeque::new(),
             kept: VecDeque::new(),
         })
     }
 
-    pub(super) fn slot(&self) -> u32 {
-        self.slot
+    /// Takes what the application has sent out of the scheduler, before the application is dropped.
+    pub(super) fn leave(&mut self, shared: &mut Shared, now: Time) {
+        let qps: Vec<u32> = self.by_qpn.values().copied().collect();
+        for qp in qps {
+            self.remove_qp(shared, now, qp);
+        }
+        shared.egress.remove_tenant(self.tenant);
     }
 
     /// Returns the token under which an object reports.
@@ -151,10 +185,21 @@ impl Application {
         self.qps.get(id).ok_or_else(|| no_object(Kind::Qp))
     }
 
+    /// Returns the requests that the device's send queue of a queue pair holds: pieces of long requests take room, too.
+    pub(super) fn depth_of(shared: &Shared, max_send_wr: u32) -> u32 {
+        match max_send_wr {
+            0 => 0,
+            _ => {
+                let most = shared.device.limits().work_requests;
+                max_send_wr.max(most.map_or(DEPTH_MIN, |most| most.min(DEPTH_MIN)))
+            }
+        }
+    }
+
     /// Makes room for the completions of one more queue pair.
     pub(super) fn reserve(&mut self, completions: u32) -> Result<(), Refusal> {
         let needed = self.needed.saturating_add(completions);
-        if needed > ALL_WORK_REQUESTS_MAX {
+        if needed > WORK_REQUESTS_ALL_MAX {
             return Err(limit("requests of all queue pairs"));
         }
         if needed > self.room {
@@ -178,14 +223,22 @@ impl Application {
     }
 
     /// Tells the application that a queue pair has failed, unless it knows.
-    pub(super) fn tell_failure(&mut self, qp: u32) -> Result<(), Detached> {
-        let Some(Qp { qp: pair, failed, .. }) = self.qps.get_mut(qp) else {
+    pub(super) fn tell_failure(&mut self, shared: &mut Shared, now: Time, qp: u32) -> Result<(), Detached> {
+        let Some(Qp {
+            qp: pair,
+            failed,
+            flow,
+            ..
+        }) = self.qps.get_mut(qp)
+        else {
             return Ok(());
         };
         let Some(status) = pair.error().filter(|_| !*failed) else {
             return Ok(());
         };
         *failed = true;
+        // If it is in SQD, no piece of it will find that out.
+        shared.egress.fail(now, *flow);
         let status = crate::control::convert::status_to_wire(status);
         self.tell(&Message::Failed { qp, status })
     }

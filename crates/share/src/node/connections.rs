@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use rdmux_rnic::Time;
 use rdmux_verbs::{AsyncEvent, ConnectError};
 use rdmux_wire::node::control::{Kind, Message, PrivateData};
 
-use super::application::{Application, Detached, Link, Token};
+use super::application::{Application, Detached, Link, Shared, Token};
 use super::requests::refused;
 use crate::control::convert::{Refusal, endpoint_to_wire, event_to_wire};
 
@@ -14,10 +15,17 @@ const REQUESTS_PER_EVENT: usize = 64;
 
 impl Application {
     /// Looks at the object of a token. Returns whether there may be more at once.
-    pub(super) fn happened(&mut self, token: Token) -> Result<bool, Detached> {
+    pub(super) fn happened(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        token: Token,
+    ) -> Result<bool, Detached> {
         match token.kind {
             Kind::Listener => self.listener_has_news(token.id),
-            _ => self.connection_has_news(token.id).map(|()| false),
+            _ => self
+                .connection_has_news(shared, now, token.id)
+                .map(|()| false),
         }
     }
 
@@ -50,7 +58,7 @@ impl Application {
         Ok(true)
     }
 
-    fn connection_has_news(&mut self, id: u32) -> Result<(), Detached> {
+    fn connection_has_news(&mut self, shared: &mut Shared, now: Time, id: u32) -> Result<(), Detached> {
         let Some(linked) = self.connections.get_mut(id) else {
             return Ok(());
         };
@@ -74,11 +82,11 @@ impl Application {
                 }
             }
         }
-        self.tell_failure(qp)?;
-        self.tell_progress(id)
+        self.tell_failure(shared, now, qp)?;
+        self.tell_progress(shared, now, id)
     }
 
-    fn tell_progress(&mut self, id: u32) -> Result<(), Detached> {
+    fn tell_progress(&mut self, shared: &mut Shared, now: Time, id: u32) -> Result<(), Detached> {
         let Some(linked) = self.connections.get_mut(id) else {
             return Ok(());
         };
@@ -86,12 +94,18 @@ impl Application {
             return Ok(());
         };
         let progress = connection.progress();
-        let now = (progress.established.is_some(), progress.ended.is_some());
-        let now = (now.0 || known.0, now.1 || known.1);
-        if std::mem::replace(known, now) == now {
+        let known_now = (
+            progress.established.is_some() || known.0,
+            progress.ended.is_some() || known.1,
+        );
+        if std::mem::replace(known, known_now) == known_now {
             return Ok(());
         }
-        let (established, ended) = now;
+        let (established, ended) = known_now;
+        if ended && let Some(qp) = self.qps.get(linked.qp) {
+            // The device has put it in Error. If it was in SQD, no piece of it finds that out.
+            shared.egress.fail(now, qp.flow);
+        }
         self.tell(&Message::Progressed {
             connection: id,
             established,
@@ -100,7 +114,12 @@ impl Application {
     }
 
     /// Passes on an event of the device, if it concerns this application.
-    pub(super) fn device_has_news(&mut self, event: AsyncEvent) -> Result<(), Detached> {
+    pub(super) fn device_has_news(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        event: AsyncEvent,
+    ) -> Result<(), Detached> {
         if let AsyncEvent::CqError(cqn) = event {
             // Only an application that posts more than it reserved room for can do that to its queue.
             return match cqn == self.cq.cqn() {
@@ -121,7 +140,7 @@ impl Application {
             },
         };
         if qpn.is_some() {
-            self.tell_failure(qp)?;
+            self.tell_failure(shared, now, qp)?;
         }
         if self.rings.is_none() {
             return Ok(());

@@ -1,16 +1,19 @@
-//! Moves work requests from an application's ring to the device, and completions from the device to its ring.
+//! Moves work requests from an application's ring to its flows, pieces of them to the device, and completions back to its ring.
 //!
-//! [`Application::post`] is the one place where requests reach queue pairs of the device.
+//! [`Application::post_piece`] is the one place where requests reach send queues of the device; receives go there at once.
 
+use rdmux_rnic::sched::{TenantId, class_of};
 use rdmux_rnic::{Operation, QpState, RecvRequest, SendFlags, SendRequest, Sge, SgeList, Status};
-use rdmux_rnic::{PostError, QpAttributes, Target, WcOpcode, WorkCompletion};
+use rdmux_rnic::{QpAttributes, Target, Time, WcOpcode, WorkCompletion};
 use rdmux_verbs::Arm;
 use rdmux_wire::node::{DESCRIPTOR_BYTES, Descriptor, QueueId, Work, WorkFlags, WorkOperation};
 
-use super::application::{Application, Detached};
+use super::application::{Application, Detached, Kept, Qp, Shared, WORK_REQUESTS_ALL_MAX};
+use super::cut::{may_cut, part_of};
+use super::egress::{Done, Full, GroupOptions, Piece, PieceId, Request};
 use crate::control::convert::completion_to_wire;
 use crate::ring::{
-    Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, Tell, WorkBytes,
+    Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX, Tell, WorkBytes,
 };
 
 /// Requests that an application has posted in a row before others have their turn, and completions that are taken at once.
@@ -18,6 +21,13 @@ const BATCH: usize = 64;
 
 /// Completions in hand beyond which no requests are taken.
 const KEPT_MAX: usize = 2 * BATCH;
+/// Completions in hand beyond which an application is detached: all its requests and receives, and once a whole ring.
+const KEPT_EVER_MAX: usize = WORK_REQUESTS_ALL_MAX as usize + SLOTS_MAX as usize;
+
+/// Bytes inline in requests that wait, beyond which no requests are taken, and beyond which an application is detached that makes the node
+/// take them all the same, by messages about its objects.
+const INLINE_MAX: u64 = 16 << 20;
+const INLINE_EVER_MAX: u64 = 64 << 20;
 
 /// The ring of requests, and that of completions.
 const SUBMISSIONS: u32 = 0;
@@ -64,27 +74,41 @@ impl From<Corrupt> for Detached {
     }
 }
 
-impl Application {
-    /// Moves requests and completions. Returns whether there were any.
-    pub(super) fn move_work(&mut self, bytes: &mut WorkBytes) -> Result<bool, Detached> {
-        if self.rings.is_none() {
-            return Ok(false);
-        }
-        let taken = self.take_work(bytes)?;
-        Ok(self.put_completions()? || taken)
-    }
+/// How many requests to take out of a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Take {
+    /// A batch, if the application takes its completions and its requests do not pile up.
+    Turn,
+    /// Those before a message, which comes after them.
+    All,
+}
 
-    /// Takes requests out of the ring and posts them. Returns whether there were any.
-    pub(super) fn take_work(&mut self, bytes: &mut WorkBytes) -> Result<bool, Detached> {
+impl Application {
+    /// Takes requests out of the ring: those for send queues wait in their flows then. Returns whether there were any.
+    pub(super) fn take_work(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        bytes: &mut WorkBytes,
+        take: Take,
+    ) -> Result<bool, Detached> {
         let mut taken = 0;
-        // Each refused request leaves a completion here.
-        while taken < BATCH && self.kept.len() < KEPT_MAX {
+        while taken < BATCH {
+            let (kept, inline) = (self.kept.len(), shared.egress.kept_bytes(self.slot));
+            match take {
+                // Each refused request leaves a completion here.
+                Take::Turn if kept >= KEPT_MAX || inline >= INLINE_MAX => break,
+                Take::All if kept >= KEPT_EVER_MAX || inline >= INLINE_EVER_MAX => {
+                    return Err(Detached::Protocol("it leaves too much to the node".into()));
+                }
+                Take::Turn | Take::All => {}
+            }
             let Some(rings) = &mut self.rings else { break };
             let Some(work) = rings.submissions.take_work(bytes)? else {
                 break;
             };
             taken += 1;
-            self.post(&work, bytes.bytes())?;
+            self.accept_work(shared, now, &work, bytes.bytes())?;
         }
         if let Some(rings) = &mut self.rings {
             let tell = rings.submissions.release();
@@ -93,103 +117,213 @@ impl Application {
         Ok(taken > 0)
     }
 
-    /// Posts a request to its queue pair. The engine checks its keys and ranges against the queue pair's protection domain. A request that the
-    /// device refuses puts its queue pair in error, as one that an RNIC finds malformed does.
-    fn post(&mut self, work: &Work, bytes: &[u8]) -> Result<(), Detached> {
-        let Some(qp) = self.qps.get(work.queue.0) else {
+    /// Posts a receive, or has a request for a send queue wait in its flow.
+    fn accept_work(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        work: &Work,
+        bytes: &[u8],
+    ) -> Result<(), Detached> {
+        let tenant = self.tenant;
+        let Some(qp) = self.qps.get_mut(work.queue.0) else {
             return Err(Detached::Protocol(format!(
                 "a request for queue pair {}, which it does not have",
                 work.queue.0
             )));
         };
-        let (opcode, posted) = match operation_of(&work.operation) {
-            Some((opcode, operation)) => {
-                let request = SendRequest {
-                    wr_id: work.wr_id,
-                    operation,
-                    sges: list_of(work, bytes),
-                    flags: flags_of(work.flags),
-                    to: Target::Connected,
-                };
-                (opcode, qp.qp.post_send(request))
+        let Some((opcode, operation)) = operation_of(&work.operation) else {
+            if PieceId::of_wr_id(work.wr_id).is_some() {
+                return Err(Detached::Protocol(format!(
+                    "a receive with number {:#x}, beyond any place in a queue",
+                    work.wr_id
+                )));
             }
-            None if work.operation == WorkOperation::Recv => {
-                let request = RecvRequest {
-                    wr_id: work.wr_id,
-                    sges: list_of(work, bytes),
-                };
-                (WcOpcode::Recv, qp.qp.post_recv(request))
-            }
-            None => (WcOpcode::Recv, Err(PostError::NoSrq)),
-        };
-        if posted.is_err() {
-            let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
-            self.kept.push_back(WorkCompletion {
+            let request = RecvRequest {
                 wr_id: work.wr_id,
-                status: Status::LocalQpOperation,
-                opcode,
-                qpn: qp.qp.qpn(),
-                ..WorkCompletion::default()
-            });
+                sges: list_of(work, bytes),
+            };
+            let is_posted = work.operation == WorkOperation::Recv && qp.qp.post_recv(request).is_ok();
+            if !is_posted {
+                self.refuse(shared, now, work, WcOpcode::Recv);
+            }
+            return Ok(());
+        };
+        let request = SendRequest {
+            wr_id: 0,
+            operation,
+            sges: list_of(work, bytes),
+            flags: flags_of(work.flags),
+            to: Target::Connected,
+        };
+        if qp.group.is_none() {
+            qp.bind(shared, now, tenant);
+        }
+        let checked = request.check();
+        let known = Request {
+            number: work.wr_id,
+            opcode,
+            length: checked.unwrap_or(0),
+            kept_bytes: request.sges.as_inline().map_or(0, |bytes| bytes.len() as u32),
+            asks: request.flags.contains(SendFlags::SIGNALED),
+            cuts: may_cut(&request),
+            takes_slot: takes_slot(&request.operation),
+            refused: checked.err().map(|_| Status::LocalQpOperation),
+        };
+        let flow = qp.flow;
+        match shared.egress.submit(now, flow, known, request) {
+            Ok(()) if checked.is_ok() => {}
+            Ok(()) => {
+                let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
+                shared.egress.fail(now, flow);
+            }
+            Err(Full) => self.refuse(shared, now, work, opcode),
         }
         Ok(())
     }
 
-    /// Puts completions into the ring, as far as there is room: the others stay in the device's queue, which has room for all that may come.
-    /// Returns whether there were any.
-    fn put_completions(&mut self) -> Result<bool, Detached> {
+    /// Refuses a request: it puts its queue pair in error, as one that an RNIC finds malformed does.
+    fn refuse(&mut self, shared: &mut Shared, now: Time, work: &Work, opcode: WcOpcode) {
+        let Some(qp) = self.qps.get(work.queue.0) else {
+            return;
+        };
+        let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
+        shared.egress.fail(now, qp.flow);
+        let wc = WorkCompletion {
+            wr_id: work.wr_id,
+            status: Status::LocalQpOperation,
+            opcode,
+            qpn: qp.qp.qpn(),
+            ..WorkCompletion::default()
+        };
+        let qp = work.queue.0;
+        self.kept.push_back(Kept { qp, wc });
+    }
+
+    /// Posts a piece of a request to its queue pair. The engine checks its keys and ranges against the queue pair's protection domain. One that
+    /// the device refuses puts its queue pair in error.
+    pub(super) fn post_piece(&mut self, shared: &mut Shared, now: Time, piece: &Piece) {
+        let egress = &mut shared.egress;
+        let request = if piece.is_whole() {
+            egress.take_body(piece)
+        } else {
+            let part = egress.body(piece);
+            let part = part.map(|request| part_of(request, piece.offset, piece.length));
+            if piece.last {
+                egress.take_body(piece);
+            }
+            part
+        };
+        let qp = self.qps.get(piece.owner.qp);
+        let posted = match (request, qp) {
+            (Some(mut request), Some(qp)) => {
+                request.wr_id = piece.id.wr_id();
+                request.flags.set(SendFlags::SIGNALED, piece.signaled);
+                qp.qp.post_send(request).is_ok()
+            }
+            _ => false,
+        };
+        if !posted {
+            if let Some(qp) = qp {
+                let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
+            }
+            egress.refused(now, piece, Status::LocalQpOperation);
+        }
+    }
+
+    /// Takes completions out of the device's queue. Those of pieces become completions of requests ([`Application::done`]). Returns whether
+    /// there were any.
+    pub(super) fn take_completions(&mut self, shared: &mut Shared, now: impl Fn() -> Time) -> bool {
+        if self.rings.is_none() || self.cq.poll_many(BATCH, &mut self.found) == 0 {
+            return false;
+        }
+        let now = now();
+        while let Some(wc) = self.found.pop_front() {
+            match (PieceId::of_wr_id(wc.wr_id), wc.status) {
+                (None, _) => {
+                    // Completions of a queue pair that is gone concern nobody.
+                    if let Some(qp) = self.by_qpn.get(&wc.qpn) {
+                        self.kept.push_back(Kept { qp: *qp, wc });
+                    }
+                }
+                (Some(piece), Status::Success) => shared.egress.completed(now, piece),
+                (Some(piece), status) => shared.egress.failed(now, piece, status),
+            }
+            // Completions of a send queue and a receive queue keep their order.
+            while let Some(done) = shared.egress.poll_done_of(self.slot) {
+                self.done(&done);
+            }
+        }
+        true
+    }
+
+    /// Accounts for a request that is over.
+    pub(super) fn done(&mut self, done: &Done) {
+        let Some(qp) = self.qps.get(done.owner.qp) else {
+            return;
+        };
+        let wc = WorkCompletion {
+            wr_id: done.number,
+            status: done.status,
+            opcode: done.opcode,
+            byte_len: done.length,
+            qpn: qp.qp.qpn(),
+            ..WorkCompletion::default()
+        };
+        let qp = done.owner.qp;
+        self.kept.push_back(Kept { qp, wc });
+    }
+
+    /// Puts completions into the ring, as far as there is room. Returns whether there were any.
+    pub(super) fn put_completions(&mut self) -> Result<bool, Detached> {
         let Some(rings) = &mut self.rings else {
             return Ok(false);
         };
         let mut put = 0;
         rings.is_full = false;
-        'batches: loop {
-            if self.kept.is_empty() && self.cq.poll_many(BATCH, &mut self.kept) == 0 {
-                break;
-            }
-            while let Some(wc) = self.kept.front() {
-                // Completions of a queue pair that is gone concern nobody.
-                if let Some(qp) = self.by_qpn.get(&wc.qpn) {
-                    let mut descriptor: Descriptor = [0; DESCRIPTOR_BYTES];
-                    completion_to_wire(QueueId(*qp), wc).emit(&mut descriptor);
-                    match rings.completions.push(&[descriptor]) {
-                        Ok(()) => put += 1,
-                        Err(PushError::Full) => {
-                            rings.is_full = true;
-                            break 'batches;
-                        }
-                        Err(PushError::Corrupt(corrupt)) => return Err(corrupt.into()),
+        while let Some(Kept { qp, wc }) = self.kept.front() {
+            // The queue pair may be gone by now.
+            if self.qps.get(*qp).is_some() {
+                let mut descriptor: Descriptor = [0; DESCRIPTOR_BYTES];
+                completion_to_wire(QueueId(*qp), wc).emit(&mut descriptor);
+                match rings.completions.push(&[descriptor]) {
+                    Ok(()) => put += 1,
+                    Err(PushError::Full) => {
+                        rings.is_full = true;
+                        break;
                     }
+                    Err(PushError::Corrupt(corrupt)) => return Err(corrupt.into()),
                 }
-                self.kept.pop_front();
             }
-            if put >= BATCH {
-                break;
-            }
+            self.kept.pop_front();
         }
         let tell = rings.completions.publish();
         rings.tell_of_completions(tell);
         Ok(put > 0)
     }
 
-    /// Prepares a sleep until the application or the device has something, after [`Application::move_work`] has found nothing. Returns
-    /// false if one of them has something now. [`Application::awake`] ends the sleep in either case.
-    pub(super) fn prepare_sleep(&mut self) -> Result<bool, Detached> {
+    /// Prepares a sleep until the application or the device has something, after a pass has found nothing. Returns false if one of them has
+    /// something now. [`Application::awake`] ends the sleep in either case.
+    pub(super) fn prepare_sleep(
+        &mut self,
+        shared: &mut Shared,
+        now: impl Fn() -> Time,
+    ) -> Result<bool, Detached> {
         let Some(rings) = &mut self.rings else {
             return Ok(true);
         };
         rings.sleeps = true;
-        // An application that lets so many completions wait has to make room for them before its requests are taken.
-        let takes = self.kept.len() < KEPT_MAX;
+        // An application that lets so many completions wait has to make room for them before its requests are taken, and one whose requests
+        // have piled up waits for the device.
+        let takes = self.kept.len() < KEPT_MAX && shared.egress.kept_bytes(self.slot) < INLINE_MAX;
         let mut sleeps = !takes || rings.submissions.prepare_sleep()?;
         if rings.is_full {
             sleeps &= rings.completions.wants_room()?;
-        } else {
-            self.cq.arm(Arm::Next);
         }
+        self.cq.arm(Arm::Next);
         sleeps &= rings.ready.prepare_sleep();
         // A completion that came before the queue was armed raises no event.
-        Ok(sleeps && !self.put_completions()?)
+        Ok(!self.take_completions(shared, now) && sleeps)
     }
 
     /// Ends a sleep.
@@ -204,6 +338,39 @@ impl Application {
         rings.submissions.awake();
         rings.completions.no_longer_waits();
     }
+}
+
+impl Qp {
+    /// Gives the flow a group of its own, for the queue pair's send queue. Only now is it known to which path and class that belongs: the
+    /// queue pair may have been connected by the device.
+    fn bind(&mut self, shared: &mut Shared, now: Time, tenant: TenantId) {
+        let info = self.qp.query();
+        let path = info.as_ref().and_then(|info| info.path.as_ref());
+        let options = GroupOptions {
+            class: path.map_or(0, |path| class_of(path.traffic_class)),
+            path_mtu: info.as_ref().map_or(0, |info| info.path_mtu),
+            depth: self.depth,
+            slots: None,
+            may_be_quiet: true,
+        };
+        self.group = shared.egress.add_group(now, tenant, &options);
+        if let Some(group) = self.group {
+            shared.egress.bind(now, self.flow, group);
+        }
+    }
+
+    /// Takes the flow off its group: what is posted completes no more.
+    pub(super) fn unbind(&mut self, shared: &mut Shared, now: Time) {
+        shared.egress.unbind(now, self.flow);
+        if let Some(group) = self.group.take() {
+            shared.egress.remove_group(group);
+        }
+    }
+}
+
+/// Returns whether an operation counts among the READs and atomic operations that a queue pair may have in flight.
+fn takes_slot(operation: &Operation) -> bool {
+    operation.takes_answer() || matches!(operation, Operation::Flush { .. } | Operation::AtomicWrite { .. })
 }
 
 /// Returns the operation of a request on a send queue.

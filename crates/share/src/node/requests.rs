@@ -4,11 +4,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
-use rdmux_rnic::{Access, QpType};
+use rdmux_rnic::{Access, QpState, QpType, Time};
 use rdmux_verbs::{Carrier, ConnectError, ConnectPair, QpOptions};
 use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateData};
 
 use super::application::{Application, Link, Linked, Qp, Shared, WORK_REQUESTS_MAX, limit, no_object};
+use super::egress::Owner;
 use crate::control::convert::{
     Refusal, attributes_of, counters_to_wire, params_of, path_to_wire, qp_type_of, state_of, state_to_wire,
 };
@@ -23,7 +24,8 @@ impl Application {
     /// The refusal. After one with [`ErrorCode::Protocol`] the application is detached.
     pub(super) fn carry_out(
         &mut self,
-        shared: &Shared,
+        shared: &mut Shared,
+        now: Time,
         request: Message,
         descriptors: Vec<OwnedFd>,
     ) -> Result<Message, Refusal> {
@@ -47,18 +49,23 @@ impl Application {
                 qp_type,
                 max_send_wr,
                 max_recv_wr,
-            } => self.create_qp(pd, qp_type, max_send_wr, max_recv_wr),
+            } => self.create_qp(shared, pd, qp_type, (max_send_wr, max_recv_wr)),
             Message::Modify { qp, to, attributes } => {
-                let qp = &self.qp(qp)?.qp;
-                qp.modify(state_of(to), &attributes_of(&attributes))?;
+                let to = state_of(to);
+                let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
+                qp.qp.modify(to, &attributes_of(&attributes))?;
+                qp.is_in(shared, now, to);
                 Ok(Message::Done {})
             }
             Message::Query { qp } => self.query(qp),
             Message::Retire { qp } => {
-                self.qp(qp)?.qp.retire();
+                let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
+                qp.qp.retire();
+                qp.is_in(shared, now, QpState::Reset);
+                qp.is_in(shared, now, QpState::Error);
                 Ok(Message::Done {})
             }
-            Message::Destroy { kind, id } => self.destroy(kind, id),
+            Message::Destroy { kind, id } => self.destroy(shared, now, kind, id),
             Message::Listen { service, unreliable } => {
                 if !self.listeners.has_room() {
                     return Err(limit("listeners"));
@@ -171,10 +178,10 @@ impl Application {
 
     fn create_qp(
         &mut self,
+        shared: &mut Shared,
         pd: u32,
         qp_type: wire::QpType,
-        max_send_wr: u32,
-        max_recv_wr: u32,
+        (max_send_wr, max_recv_wr): (u32, u32),
     ) -> Result<Message, Refusal> {
         if !self.qps.has_room() {
             return Err(limit("queue pairs"));
@@ -183,11 +190,12 @@ impl Application {
             return Err(limit("requests of a queue pair"));
         }
         let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?.clone();
-        let completions = max_send_wr + max_recv_wr;
+        let depth = Application::depth_of(shared, max_send_wr);
+        let completions = depth + max_recv_wr;
         self.reserve(completions)?;
         let options = QpOptions {
             qp_type: qp_type_of(qp_type),
-            max_send_wr,
+            max_send_wr: depth,
             max_recv_wr,
             ..QpOptions::new(&self.cq)
         };
@@ -195,13 +203,21 @@ impl Application {
             .create_qp(&options)
             .inspect_err(|_| self.release(completions))?;
         let qpn = qp.qpn();
-        let failed = false;
-        let qp = Qp {
-            qp,
-            completions,
-            failed,
-        };
-        let id = self.qps.insert(qp).ok_or_else(|| limit("queue pairs"))?;
+        let id = self.qps.insert_with(|id| {
+            let owner = Owner {
+                application: self.slot,
+                qp: id,
+            };
+            Some(Qp {
+                qp,
+                depth,
+                completions,
+                flow: shared.egress.add_flow(owner, max_send_wr)?,
+                group: None,
+                failed: false,
+            })
+        });
+        let id = id.ok_or_else(|| limit("queue pairs"))?;
         self.by_qpn.insert(qpn, id);
         Ok(Message::QpMade { id, qpn })
     }
@@ -226,11 +242,17 @@ impl Application {
         })
     }
 
-    fn destroy(&mut self, kind: Kind, id: u32) -> Result<Message, Refusal> {
+    fn destroy(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        kind: Kind,
+        id: u32,
+    ) -> Result<Message, Refusal> {
         let is_there = match kind {
             Kind::Pd => self.pds.remove(id).is_some(),
             Kind::Region => self.regions.remove(id).is_some(),
-            Kind::Qp => self.remove_qp(id),
+            Kind::Qp => self.remove_qp(shared, now, id),
             Kind::Listener => self.listeners.remove(id).is_some(),
             Kind::Connection => self.connections.remove(id).is_some(),
         };
@@ -239,12 +261,14 @@ impl Application {
             .ok_or_else(|| no_object(kind))
     }
 
-    fn remove_qp(&mut self, id: u32) -> bool {
-        let Some(Qp { qp, completions, .. }) = self.qps.remove(id) else {
+    pub(super) fn remove_qp(&mut self, shared: &mut Shared, now: Time, id: u32) -> bool {
+        let Some(mut removed) = self.qps.remove(id) else {
             return false;
         };
-        self.by_qpn.remove(&qp.qpn());
-        self.release(completions);
+        removed.unbind(shared, now);
+        shared.egress.remove_flow(now, removed.flow);
+        self.by_qpn.remove(&removed.qp.qpn());
+        self.release(removed.completions);
         true
     }
 
@@ -285,6 +309,24 @@ impl Application {
             None => {}
         }
         Ok(Message::Made { id })
+    }
+}
+
+impl Qp {
+    /// Has the scheduler know the state into which the application has put the queue pair.
+    fn is_in(&mut self, shared: &mut Shared, now: Time, state: QpState) {
+        match state {
+            QpState::Reset => {
+                // It may be connected to another peer, by another class.
+                self.unbind(shared, now);
+                shared.egress.reset(now, self.flow);
+                self.failed = false;
+            }
+            QpState::Rts => shared.egress.resume(now, self.flow),
+            QpState::Sqd => shared.egress.pause(now, self.flow),
+            QpState::Error => shared.egress.fail(now, self.flow),
+            QpState::Init | QpState::Rtr | QpState::Sqe => {}
+        }
     }
 }
 

@@ -1,12 +1,9 @@
 //! The objects of one kind that an application has, by their ids.
 
-/// Bits of an id that say where the object is; the others count the objects that were there before, so that the id of a destroyed object does
-/// not name the next one.
-const SLOT_BITS: u32 = 16;
-
-/// Objects by id. Their number is bounded.
+/// Objects by id. Their number is bounded. `SLOT_BITS` bits of an id say where the object is; the others count the objects that were there
+/// before, so that the id of a destroyed object does not name the next one.
 #[derive(Debug)]
-pub(super) struct Table<T> {
+pub(super) struct Table<T, const SLOT_BITS: u32 = 16> {
     slots: Vec<Slot<T>>,
     free: Vec<u32>,
     max: usize,
@@ -15,16 +12,16 @@ pub(super) struct Table<T> {
 #[derive(Debug)]
 struct Slot<T> {
     value: Option<T>,
-    /// Number of objects that were here before, modulo 2^16.
-    generation: u16,
+    /// Number of objects that were here before, modulo 2^(32 - `SLOT_BITS`).
+    generation: u32,
 }
 
-impl<T> Table<T> {
+impl<T, const SLOT_BITS: u32> Table<T, SLOT_BITS> {
     /// Makes a table for at most `max` objects.
     ///
     /// # Panics
     /// If ids do not suffice for so many.
-    pub(super) fn new(max: usize) -> Table<T> {
+    pub(super) fn new(max: usize) -> Self {
         assert!(max <= 1 << SLOT_BITS, "{max} objects have no ids");
         Table {
             slots: Vec::new(),
@@ -45,6 +42,11 @@ impl<T> Table<T> {
 
     /// Adds an object, and returns its id; `None` if there is no room.
     pub(super) fn insert(&mut self, value: T) -> Option<u32> {
+        self.insert_with(|_| Some(value))
+    }
+
+    /// Adds an object that `make` makes, which is given its id, and returns the id; `None` if there is no room, or `make` returns `None`.
+    pub(super) fn insert_with(&mut self, make: impl FnOnce(u32) -> Option<T>) -> Option<u32> {
         if !self.has_room() {
             return None;
         }
@@ -56,14 +58,19 @@ impl<T> Table<T> {
             self.slots.len() as u32 - 1
         });
         let slot = &mut self.slots[at as usize];
-        slot.value = Some(value);
-        Some(u32::from(slot.generation) << SLOT_BITS | at)
+        let id = slot.generation << SLOT_BITS | at;
+        slot.value = make(id);
+        if slot.value.is_none() {
+            self.free.push(at);
+            return None;
+        }
+        Some(id)
     }
 
     fn slot(&self, id: u32) -> Option<usize> {
         let at = (id & ((1 << SLOT_BITS) - 1)) as usize;
         let slot = self.slots.get(at)?;
-        (u32::from(slot.generation) == id >> SLOT_BITS).then_some(at)
+        (slot.generation == id >> SLOT_BITS).then_some(at)
     }
 
     /// Returns an object.
@@ -82,7 +89,7 @@ impl<T> Table<T> {
         let at = self.slot(id)?;
         let slot = &mut self.slots[at];
         let value = slot.value.take()?;
-        slot.generation = slot.generation.wrapping_add(1);
+        slot.generation = (slot.generation + 1) & (u32::MAX >> SLOT_BITS);
         self.free.push(at as u32);
         Some(value)
     }
@@ -94,7 +101,7 @@ mod tests {
 
     #[test]
     fn insert__up_to_the_bound() {
-        let mut table = Table::new(2);
+        let mut table = Table::<_>::new(2);
         let ids = [(); 3].map(|()| table.insert('x'));
         assert!(ids[0].is_some() && ids[1].is_some() && ids[2].is_none());
         assert!(!table.has_room());
@@ -105,7 +112,7 @@ mod tests {
 
     #[test]
     fn get__id_of_an_object_that_is_gone() {
-        let mut table = Table::new(1);
+        let mut table = Table::<_>::new(1);
         let first = table.insert('a').unwrap();
         assert_eq!(table.get(first), Some(&'a'));
         table.remove(first);

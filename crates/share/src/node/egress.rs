@@ -1,0 +1,655 @@
+//! What the node sends, and in which order: the send queues of all its applications, and the scheduler that takes pieces out of them.
+//!
+//! A *flow* is an application's queue pair: the requests that were accepted and are not complete, in their order. A *group* stands for a send
+//! queue of the device, into which the pieces of its flows go in the order in which they are picked; that of a flow alone, or one that flows
+//! share. Whatever is posted to the device is sent in the device's order, so the scheduler ([`Hierarchy`]) decides only about what
+//! waits here: the device gets as much as its paths carry, and no more ([`Window`]).
+//!
+//! [`Egress`] is a pure state machine: it neither posts nor reads a clock, and knows of a request only what [`Request`] says. The caller
+//! - [submits](Egress::submit) requests, with a body of its own that says what is to be posted;
+//! - takes pieces by [`Egress::next`] as long as there are any, and posts each at once to the send queue of the piece's group, with the
+//!   piece's id as the number of the request, and with a completion if the piece is signaled;
+//! - reports what the device completes ([`Egress::completed`], [`Egress::failed`]), in the order of the group;
+//! - passes what [`Egress::poll_done`] returns on to the applications: one [`Done`] for each request that asks for a completion or does
+//!   not succeed, in the order of its flow.
+//!
+//! As on a queue pair of its own, a flow whose request has failed sends no more; what it has left is flushed once all its pieces are back.
+//!
+//! No call does more than a constant amount of work and allocates in the long run, apart from those that end a flow or a group.
+
+mod flow;
+mod group;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+
+use rdmux_rnic::sched::{Entitlement, Hierarchy, Quanta, TenantId, WindowLimits, piece_bytes};
+use rdmux_rnic::{Status, Time, WcOpcode};
+
+use super::table::Table;
+use flow::{Bound, Entry, Flow};
+use group::{Group, Posted};
+
+pub(super) use group::GroupOptions;
+
+/// Bits of the ids of flows and groups that say where they are: each queue pair of each application can have one.
+const SLOT_BITS: u32 = 21;
+/// Flows and groups of a node.
+const FLOWS_MAX: usize = 1 << SLOT_BITS;
+
+/// Bytes that a piece counts for at least: its headers, and the work that it costs.
+const CHARGE_MIN: u32 = 64;
+
+/// Names a flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct FlowId(u32);
+
+/// Names a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct GroupId(u32);
+
+/// Number of a piece among the requests that a send queue of the device has: the group, and the piece's place in it. No other piece of the
+/// group has that number before 2^31 more have been posted, and hardly one of another group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct PieceId {
+    group: GroupId,
+    place: u32,
+}
+
+/// Bit of a number of a request that makes it that of a piece.
+const PIECE_BIT: u64 = 1 << 63;
+/// Bits of the place of a piece.
+const PLACE_BITS: u32 = 31;
+
+impl PieceId {
+    /// Returns the number of the request that posts the piece.
+    pub(super) fn wr_id(self) -> u64 {
+        PIECE_BIT | u64::from(self.group.0) << PLACE_BITS | u64::from(self.place)
+    }
+
+    /// Returns the piece that a request of this number posts; `None` if it is another request.
+    pub(super) fn of_wr_id(wr_id: u64) -> Option<PieceId> {
+        (wr_id & PIECE_BIT != 0).then_some(PieceId {
+            group: GroupId((wr_id >> PLACE_BITS) as u32),
+            place: (wr_id & ((1 << PLACE_BITS) - 1)) as u32,
+        })
+    }
+}
+
+/// Queue pair to which a flow belongs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Owner {
+    /// The application.
+    pub(super) application: u32,
+    /// The application's queue pair.
+    pub(super) qp: u32,
+}
+
+/// What the scheduler knows of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    /// Number that its completion returns.
+    pub(super) number: u64,
+    /// Kind.
+    pub(super) opcode: WcOpcode,
+    /// Bytes of the message.
+    pub(super) length: u32,
+    /// Bytes of the message that the node keeps until it has posted them: those of data inline.
+    pub(super) kept_bytes: u32,
+    /// Set if it completes also on success.
+    pub(super) asks: bool,
+    /// Set if it may be posted in pieces.
+    pub(super) cuts: bool,
+    /// Set if each piece of it takes one of the group's slots for READs and atomic operations.
+    pub(super) takes_slot: bool,
+    /// The status with which it completes when its turn comes, if it cannot be posted.
+    pub(super) refused: Option<Status>,
+}
+
+/// A piece of a request, to be posted at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "a piece is posted, or given back by `Egress::refused`"]
+pub(super) struct Piece {
+    /// Its number on the send queue.
+    pub(super) id: PieceId,
+    /// Its group, which stands for the send queue.
+    pub(super) group: GroupId,
+    /// Its flow.
+    pub(super) flow: FlowId,
+    /// The flow's queue pair.
+    pub(super) owner: Owner,
+    /// Where it begins in the message.
+    pub(super) offset: u32,
+    /// Bytes.
+    pub(super) length: u32,
+    /// Set for the last piece of its request; the first one begins at 0.
+    pub(super) last: bool,
+    /// Set if the device is to complete it also on success.
+    pub(super) signaled: bool,
+    /// Place of its request in the flow.
+    entry: u32,
+}
+
+impl Piece {
+    /// Returns whether it is all of its request.
+    pub(super) fn is_whole(&self) -> bool {
+        self.offset == 0 && self.last
+    }
+}
+
+/// A request that is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Done {
+    /// The queue pair.
+    pub(super) owner: Owner,
+    /// Number of the request.
+    pub(super) number: u64,
+    /// Kind.
+    pub(super) opcode: WcOpcode,
+    /// Outcome.
+    pub(super) status: Status,
+    /// Bytes of the message, after a success.
+    pub(super) length: u32,
+}
+
+/// Answer of a [`Gate`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// It may be posted; if it may be cut, in pieces of at most so many bytes.
+    Post(u32),
+    /// It lacks something: the flow sends nothing until [`Egress::release`].
+    Hold,
+    /// It fails with this status, once those before it are complete, and those behind it are flushed.
+    Refuse(Status),
+}
+
+/// Decides whether a request may be posted now: what it needs of its receiver, such as credits and keys, is known to the caller alone.
+pub(super) trait Gate<B> {
+    /// Decides about a piece of a flow's next request that begins at `offset`.
+    fn admit(&mut self, flow: FlowId, request: &Request, body: &B, offset: u32) -> Admission;
+}
+
+/// Lets everything be posted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Open;
+
+impl<B> Gate<B> for Open {
+    fn admit(&mut self, _flow: FlowId, _request: &Request, _body: &B, _offset: u32) -> Admission {
+        Admission::Post(u32::MAX)
+    }
+}
+
+/// A flow has as many requests as it may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Full;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Egress<B> {
+    hierarchy: Hierarchy<FlowId>,
+    flows: Table<Flow<B>, SLOT_BITS>,
+    groups: Table<Group, SLOT_BITS>,
+    windows: WindowLimits,
+    done: VecDeque<Done>,
+    /// Bytes of requests that are kept, for each application.
+    kept_bytes: Vec<u64>,
+}
+
+impl<B> Egress<B> {
+    /// Returns one without tenants. `windows` are the bounds of the window of each group.
+    pub(super) fn new(quanta: Quanta, windows: WindowLimits) -> Egress<B> {
+        Egress {
+            hierarchy: Hierarchy::new(quanta),
+            flows: Table::new(FLOWS_MAX),
+            groups: Table::new(FLOWS_MAX),
+            windows,
+            done: VecDeque::new(),
+            kept_bytes: Vec::new(),
+        }
+    }
+
+    /// Adds a tenant.
+    pub(super) fn add_tenant(&mut self, entitlement: &Entitlement) -> TenantId {
+        self.hierarchy.add_tenant(entitlement)
+    }
+
+    /// Changes what a tenant is entitled to.
+    pub(super) fn set_tenant(&mut self, now: Time, tenant: TenantId, entitlement: &Entitlement) {
+        self.hierarchy.set_tenant(now, tenant, entitlement);
+    }
+
+    /// Removes a tenant, all of whose groups have been removed.
+    ///
+    /// # Panics
+    /// When the tenant has a group.
+    pub(super) fn remove_tenant(&mut self, tenant: TenantId) {
+        self.hierarchy.remove_tenant(tenant);
+    }
+
+    /// Adds a group of a tenant, for a send queue of the device that is empty; `None` if there is no such tenant, or no room.
+    pub(super) fn add_group(
+        &mut self,
+        now: Time,
+        tenant: TenantId,
+        options: &GroupOptions,
+    ) -> Option<GroupId> {
+        if !self.groups.has_room() {
+            return None;
+        }
+        let group = self.hierarchy.add_group(tenant, options.class)?;
+        if let Some(slots) = options.slots {
+            self.hierarchy.add_slots(now, group, slots);
+        }
+        let group = Group::new(now, group, options, self.windows);
+        self.groups.insert(group).map(GroupId)
+    }
+
+    /// Removes a group, no flow of which is bound. What is posted to its send queue completes no more.
+    ///
+    /// # Panics
+    /// When a flow is bound to it.
+    pub(super) fn remove_group(&mut self, group: GroupId) {
+        let Some(removed) = self.groups.remove(group.0) else {
+            return;
+        };
+        self.hierarchy.remove_group(removed.id);
+        for posted in removed.posted {
+            if let Some(flow) = self.flows.get_mut(posted.flow.0) {
+                flow.in_flight -= 1;
+                self.flush_if_over(posted.flow);
+            }
+        }
+    }
+
+    /// Adds a flow with at most `requests_max` requests; `None` if there is no room. Its requests wait until it is bound.
+    pub(super) fn add_flow(&mut self, owner: Owner, requests_max: u32) -> Option<FlowId> {
+        let flow = Flow::new(owner, requests_max);
+        let id = self.flows.insert(flow)?;
+        let application = owner.application as usize;
+        if application >= self.kept_bytes.len() {
+            self.kept_bytes.resize(application + 1, 0);
+        }
+        Some(FlowId(id))
+    }
+
+    /// Removes a flow with its requests, none of which completes.
+    pub(super) fn remove_flow(&mut self, now: Time, flow: FlowId) {
+        self.unbind(now, flow);
+        self.forget_requests(flow);
+        self.flows.remove(flow.0);
+    }
+
+    /// Has the pieces of a flow go into a group from now on. All that went into another one have come back, or will not.
+    pub(super) fn bind(&mut self, now: Time, flow: FlowId, group: GroupId) {
+        self.unbind(now, flow);
+        let (Some(bound), Some(of)) = (self.flows.get_mut(flow.0), self.groups.get(group.0)) else {
+            return;
+        };
+        if let Some(connection) = self.hierarchy.add_connection(of.id, flow) {
+            bound.bound = Some(Bound { group, connection });
+            self.wake(now, flow);
+        }
+    }
+
+    /// Has a flow wait until it is bound again.
+    pub(super) fn unbind(&mut self, now: Time, flow: FlowId) {
+        if let Some(bound) = self.flows.get_mut(flow.0).and_then(|flow| flow.bound.take()) {
+            self.hierarchy.remove_connection(now, bound.connection);
+        }
+    }
+
+    /// Accepts a request of a flow. One of a flow that has failed is flushed.
+    ///
+    /// # Errors
+    /// The flow has as many requests as it may have.
+    pub(super) fn submit(&mut self, now: Time, flow: FlowId, request: Request, body: B) -> Result<(), Full> {
+        let Some(into) = self.flows.get_mut(flow.0) else {
+            return Ok(());
+        };
+        if into.entries.len() >= into.requests_max as usize {
+            return Err(Full);
+        }
+        let entry = Entry {
+            request,
+            body: Some(body),
+            posted_bytes: 0,
+        };
+        if request.kept_bytes > 0 {
+            self.kept_bytes[into.owner.application as usize] += u64::from(request.kept_bytes);
+        }
+        into.entries.push_back(entry);
+        if into.failed {
+            self.flush_if_over(flow);
+        } else if into.entries.len() == into.posted as usize + 1 {
+            self.wake(now, flow);
+        }
+        Ok(())
+    }
+
+    /// Returns the bytes that are kept for requests of an application.
+    pub(super) fn kept_bytes(&self, application: u32) -> u64 {
+        self.kept_bytes
+            .get(application as usize)
+            .copied()
+            .unwrap_or(0)
+    }
+
+    /// Returns the piece to post next, or `None` if nothing waits that may be posted now.
+    pub(super) fn next(&mut self, now: Time, gate: &mut impl Gate<B>) -> Option<Piece> {
+        loop {
+            let turn = self.hierarchy.pick(now)?;
+            let id = turn.id;
+            // Flows that are removed leave the hierarchy.
+            let flow = self.flows.get_mut(id.0)?;
+            let bound = flow.bound?;
+            let group = self.groups.get_mut(bound.group.0)?;
+            if !flow.may_send() {
+                // A slot was kept for it that it needs no more.
+                self.hierarchy.end(now, turn, 0, false);
+                continue;
+            }
+            let at = flow.posted;
+            let entry = &mut flow.entries[at as usize];
+            let (request, offset) = (entry.request, entry.posted_bytes);
+            let admission = match (&entry.body, request.refused) {
+                (Some(body), None) => gate.admit(id, &request, body, offset),
+                (_, refused) => Admission::Refuse(refused.unwrap_or(Status::LocalQpOperation)),
+            };
+            let admitted = match admission {
+                Admission::Post(longest) => longest.max(1),
+                Admission::Hold => {
+                    flow.held = true;
+                    self.hierarchy.end(now, turn, 0, false);
+                    continue;
+                }
+                Admission::Refuse(status) => {
+                    entry.request.refused = Some(status);
+                    self.hierarchy.end(now, turn, 0, false);
+                    self.fail(now, id);
+                    continue;
+                }
+            };
+            let takes_slot = group.has_slots && request.takes_slot;
+            if takes_slot && !self.hierarchy.take_slot(now, turn.connection) {
+                self.hierarchy.end(now, turn, 0, true);
+                continue;
+            }
+            let rest = request.length - offset;
+            let piece_bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
+            let length = match request.cuts {
+                true => rest.min(piece_bytes).min(admitted),
+                false => rest,
+            };
+            let last = length == rest;
+            entry.posted_bytes += length;
+            let place = flow.first.wrapping_add(at);
+            flow.posted += u32::from(last);
+            flow.in_flight += 1;
+            let more = (flow.posted as usize) < flow.entries.len();
+            let charge = length.max(CHARGE_MIN);
+            let posted = Posted {
+                flow: id,
+                entry: place,
+                last,
+                takes_slot,
+                in_flight: None,
+            };
+            let asks = last && request.asks;
+            let (of_group, signaled) = group.post(now, posted, charge, asks, piece_bytes);
+            let (group_id, opens) = (group.id, group.takes(piece_bytes));
+            self.hierarchy.end(now, turn, charge, more);
+            if !opens {
+                self.hierarchy.set_open(now, group_id, false);
+            }
+            return Some(Piece {
+                id: PieceId {
+                    group: bound.group,
+                    place: of_group,
+                },
+                group: bound.group,
+                flow: id,
+                owner: flow.owner,
+                offset,
+                length,
+                last,
+                signaled,
+                entry: place,
+            });
+        }
+    }
+
+    /// Returns the body of the request of a piece that was just taken.
+    pub(super) fn body(&self, piece: &Piece) -> Option<&B> {
+        self.flows.get(piece.flow.0)?.entry(piece.entry)?.body.as_ref()
+    }
+
+    /// Returns and forgets the body of the request whose last piece was just taken.
+    pub(super) fn take_body(&mut self, piece: &Piece) -> Option<B> {
+        let flow = self.flows.get_mut(piece.flow.0)?;
+        let owner = flow.owner;
+        let entry = flow.entry_mut(piece.entry)?;
+        let kept = std::mem::take(&mut entry.request.kept_bytes);
+        if kept > 0 {
+            self.kept_bytes[owner.application as usize] -= u64::from(kept);
+        }
+        entry.body.take()
+    }
+
+    /// Takes back the piece that was taken last, since it could not be posted: its request fails with `status`, after those before it.
+    pub(super) fn refused(&mut self, now: Time, piece: &Piece, status: Status) {
+        let Some(group) = self.groups.get_mut(piece.group.0) else {
+            return;
+        };
+        let Some(posted) = group.take_back(piece.id.place) else {
+            return;
+        };
+        if posted.takes_slot {
+            let group = group.id;
+            self.hierarchy.return_slot(now, group);
+        }
+        self.reopen(now, piece.group);
+        let Some(flow) = self.flows.get_mut(piece.flow.0) else {
+            return;
+        };
+        flow.in_flight -= 1;
+        if let Some(entry) = flow.entry_mut(piece.entry) {
+            entry.request.refused = Some(status);
+            self.fail(now, piece.flow);
+        }
+    }
+
+    /// Accounts for a piece that the device has completed, and for all before it in its group.
+    pub(super) fn completed(&mut self, now: Time, piece: PieceId) {
+        self.settle(now, piece, Status::Success);
+    }
+
+    /// Accounts for a piece that has failed, or was flushed because the send queue has failed. All before it in its group are complete.
+    pub(super) fn failed(&mut self, now: Time, piece: PieceId, status: Status) {
+        self.settle(now, piece, status);
+    }
+
+    fn settle(&mut self, now: Time, piece: PieceId, outcome: Status) {
+        let Some(group) = self.groups.get_mut(piece.group.0) else {
+            return;
+        };
+        let Some(count) = group.count_through(piece.place) else {
+            return;
+        };
+        for left in (0..count).rev() {
+            let Some(group) = self.groups.get_mut(piece.group.0) else {
+                return;
+            };
+            let Some(posted) = group.take_first() else { return };
+            let status = if left == 0 { outcome } else { Status::Success };
+            if let Some(in_flight) = posted.in_flight {
+                match status {
+                    Status::Success => {
+                        let bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
+                        group.window.completed(now, in_flight, bytes);
+                    }
+                    _ => group.window.lost(in_flight),
+                }
+            }
+            let group = group.id;
+            if posted.takes_slot {
+                self.hierarchy.return_slot(now, group);
+            }
+            self.settle_piece(now, &posted, status);
+        }
+        self.reopen(now, piece.group);
+    }
+
+    fn settle_piece(&mut self, now: Time, posted: &Posted, status: Status) {
+        let Some(flow) = self.flows.get_mut(posted.flow.0) else {
+            return;
+        };
+        flow.in_flight -= 1;
+        // The request may be over, because an earlier piece of it has failed, or because the flow was reset.
+        if flow.entry(posted.entry).is_some() && (posted.last || status != Status::Success) {
+            let owner = flow.owner;
+            if let Some(entry) = flow.pop() {
+                self.end(owner, &entry, status);
+            }
+            if status != Status::Success {
+                return self.fail(now, posted.flow);
+            }
+        }
+        self.flush_if_over(posted.flow);
+    }
+
+    /// Ends a request.
+    fn end(&mut self, owner: Owner, entry: &Entry<B>, status: Status) {
+        let request = &entry.request;
+        if request.kept_bytes > 0 {
+            self.kept_bytes[owner.application as usize] -= u64::from(request.kept_bytes);
+        }
+        let succeeded = status == Status::Success;
+        if request.asks || !succeeded {
+            self.done.push_back(Done {
+                owner,
+                number: request.number,
+                opcode: request.opcode,
+                status: request.refused.filter(|_| !succeeded).unwrap_or(status),
+                length: if succeeded { request.length } else { 0 },
+            });
+        }
+    }
+
+    /// Flushes the requests of a flow that has failed, once no piece of it is in flight.
+    fn flush_if_over(&mut self, flow: FlowId) {
+        loop {
+            let Some(over) = self.flows.get_mut(flow.0) else {
+                return;
+            };
+            if !over.failed || over.in_flight > 0 {
+                return;
+            }
+            let owner = over.owner;
+            let Some(entry) = over.pop() else { return };
+            self.end(owner, &entry, Status::Flushed);
+        }
+    }
+
+    /// Ends the requests of a flow, whose queue pair is in Error: those in flight as the device completes them, the others as flushed.
+    pub(super) fn fail(&mut self, now: Time, flow: FlowId) {
+        let Some(failing) = self.flows.get_mut(flow.0) else {
+            return;
+        };
+        if !std::mem::replace(&mut failing.failed, true) {
+            self.withdraw(now, flow);
+        }
+        self.flush_if_over(flow);
+    }
+
+    /// Has a flow go on whose queue pair sends again: from SQD, or from SQE.
+    pub(super) fn resume(&mut self, now: Time, flow: FlowId) {
+        if let Some(resumed) = self.flows.get_mut(flow.0) {
+            (resumed.paused, resumed.failed) = (false, false);
+            self.wake(now, flow);
+        }
+    }
+
+    /// Has a flow begin no more pieces until it is [resumed](Egress::resume): its queue pair is in SQD.
+    pub(super) fn pause(&mut self, now: Time, flow: FlowId) {
+        if let Some(paused) = self.flows.get_mut(flow.0) {
+            paused.paused = true;
+            self.withdraw(now, flow);
+        }
+    }
+
+    /// Has a flow wait no more, neither for its turn nor for a slot.
+    fn withdraw(&mut self, now: Time, flow: FlowId) {
+        if let Some(flow_state) = self.flows.get_mut(flow.0)
+            && let Some(bound) = flow_state.bound.take()
+            && let Some(group) = self.groups.get(bound.group.0)
+        {
+            self.hierarchy.remove_connection(now, bound.connection);
+            let connection = self.hierarchy.add_connection(group.id, flow);
+            flow_state.bound = connection.map(|connection| Bound { connection, ..bound });
+        }
+    }
+
+    /// Has a flow go on that a [`Gate`] has stopped.
+    pub(super) fn release(&mut self, now: Time, flow: FlowId) {
+        if let Some(released) = self.flows.get_mut(flow.0)
+            && std::mem::take(&mut released.held)
+        {
+            self.wake(now, flow);
+        }
+    }
+
+    /// Forgets the requests of a flow, none of which completes, and what its queue pair was in: it was reset.
+    pub(super) fn reset(&mut self, now: Time, flow: FlowId) {
+        self.unbind(now, flow);
+        self.forget_requests(flow);
+        if let Some(reset) = self.flows.get_mut(flow.0) {
+            (reset.failed, reset.paused, reset.held) = (false, false, false);
+        }
+    }
+
+    fn forget_requests(&mut self, flow: FlowId) {
+        let Some(flow) = self.flows.get_mut(flow.0) else {
+            return;
+        };
+        let owner = flow.owner;
+        while let Some(entry) = flow.pop() {
+            self.kept_bytes[owner.application as usize] -= u64::from(entry.request.kept_bytes);
+        }
+        self.done.retain(|done| done.owner != owner);
+    }
+
+    /// Returns a request that is over, in the order of its flow.
+    pub(super) fn poll_done(&mut self) -> Option<Done> {
+        self.done.pop_front()
+    }
+
+    /// As [`Egress::poll_done`], if the request is of this application.
+    pub(super) fn poll_done_of(&mut self, application: u32) -> Option<Done> {
+        self.done
+            .pop_front_if(|done| done.owner.application == application)
+    }
+
+    /// Returns when to ask for a piece again if there is none now; `None`: once something is submitted or completed.
+    pub(super) fn next_time(&mut self) -> Option<Time> {
+        self.hierarchy.next_time()
+    }
+
+    /// Has the hierarchy know that a flow has something to send, if that is so.
+    fn wake(&mut self, now: Time, flow: FlowId) {
+        if let Some(flow) = self.flows.get(flow.0)
+            && flow.may_send()
+            && let Some(bound) = flow.bound
+        {
+            self.hierarchy.wake(now, bound.connection);
+        }
+    }
+
+    /// Opens or shuts a group after its window has changed.
+    fn reopen(&mut self, now: Time, group: GroupId) {
+        if let Some(group) = self.groups.get(group.0) {
+            let bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
+            self.hierarchy.set_open(now, group.id, group.takes(bytes));
+        }
+    }
+}
