@@ -34,8 +34,8 @@ use application::{Application, Detached, Shared, Token};
 use egress::{Egress, Open};
 use post::Take;
 
-use crate::control::{Channel, Received};
 use crate::control::convert::Refusal;
+use crate::control::{Channel, Received};
 use crate::place::Place;
 use crate::ring::{Layout, NodeEnd, WorkBytes};
 
@@ -253,10 +253,7 @@ impl Node {
             };
             match self.applications.get_mut(piece.owner.application as usize) {
                 Some(Some(application)) => application.post_piece(&mut self.shared, now, &piece),
-                Some(None) | None => self
-                    .shared
-                    .egress
-                    .refused(now, &piece, Status::LocalQpOperation),
+                Some(None) | None => self.shared.egress.refused(now, &piece, Status::LocalQpOperation),
             }
         }
         true
@@ -414,7 +411,8 @@ impl Node {
                 self.applications.push(None);
             }
             let slot_number = slot as u32;
-            let Ok(application) = Application::new(&mut self.shared, Channel::new(socket), slot_number) else {
+            let Ok(application) = Application::new(&mut self.shared, Channel::new(socket), slot_number)
+            else {
                 continue;
             };
             let control = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;

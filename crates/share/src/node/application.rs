@@ -47,7 +47,7 @@ pub(super) struct Qp {
     pub(super) depth: u32,
     /// Most completions that the device keeps of it.
     pub(super) completions: u32,
-    /// What the application has posted to its send queue.
+    /// Requests that the application has posted to its send queue.
     pub(super) flow: FlowId,
     /// The device's send queue, as the scheduler knows it, from the first request on after it was connected.
     pub(super) group: Option<GroupId>,
@@ -92,11 +92,11 @@ pub(super) struct Kept {
     pub(super) wc: WorkCompletion,
 }
 
-/// What the applications of a node have in common.
+/// Objects that the applications of a node have in common.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) device: Device,
-    /// What all of them send.
+    /// Requests of all of them, and the order in which they are sent.
     pub(super) egress: Egress<SendRequest>,
     /// Reports what happens to listeners, attempts and connections.
     pub(super) events: EventQueue,

@@ -23,9 +23,7 @@ impl Application {
     ) -> Result<bool, Detached> {
         match token.kind {
             Kind::Listener => self.listener_has_news(token.id),
-            _ => self
-                .connection_has_news(shared, now, token.id)
-                .map(|()| false),
+            _ => self.connection_has_news(shared, now, token.id).map(|()| false),
         }
     }
 

@@ -28,7 +28,7 @@ pub(super) fn part_of(request: &SendRequest, offset: u32, length: u32) -> SendRe
     };
     let mut flags = request.flags;
     if offset > 0 {
-        // What the first piece has waited for, the others follow.
+        // The others follow the first piece, which has waited.
         flags.remove(SendFlags::FENCE);
     }
     SendRequest {

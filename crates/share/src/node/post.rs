@@ -13,7 +13,8 @@ use super::cut::{may_cut, part_of};
 use super::egress::{Done, Full, GroupOptions, Piece, PieceId, Request};
 use crate::control::convert::completion_to_wire;
 use crate::ring::{
-    Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX, Tell, WorkBytes,
+    Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX, Tell,
+    WorkBytes,
 };
 
 /// Requests that an application has posted in a row before others have their turn, and completions that are taken at once.

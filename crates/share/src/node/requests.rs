@@ -242,13 +242,7 @@ impl Application {
         })
     }
 
-    fn destroy(
-        &mut self,
-        shared: &mut Shared,
-        now: Time,
-        kind: Kind,
-        id: u32,
-    ) -> Result<Message, Refusal> {
+    fn destroy(&mut self, shared: &mut Shared, now: Time, kind: Kind, id: u32) -> Result<Message, Refusal> {
         let is_there = match kind {
             Kind::Pd => self.pds.remove(id).is_some(),
             Kind::Region => self.regions.remove(id).is_some(),

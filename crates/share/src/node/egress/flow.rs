@@ -10,7 +10,7 @@ use super::{GroupId, Owner, Request};
 #[derive(Debug)]
 pub(super) struct Entry<B> {
     pub(super) request: Request,
-    /// What is to be posted, until all of it is.
+    /// The caller's part, until all of it is posted.
     pub(super) body: Option<B>,
     /// Bytes of which pieces have been taken.
     pub(super) posted_bytes: u32,

@@ -10,7 +10,7 @@ use super::{FlowId, PLACE_BITS};
 /// Bytes that may be posted without a completion being asked for: so many are not counted as in flight.
 const QUIET_BYTES_MAX: u32 = PIECE_BYTES_MIN;
 
-/// What a group is for.
+/// Properties of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::node) struct GroupOptions {
     /// The class, below [`rdmux_rnic::sched::CLASSES`].
