@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
-use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData, control};
+use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData, control, mux};
 use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
@@ -159,6 +159,23 @@ pub(crate) fn node_control(input: &[u8]) {
         let mut bytes = Vec::new();
         message.emit(request, &mut bytes);
         assert_eq!(bytes, input);
+    }
+}
+
+/// A message of a shared queue pair: there is one way to write each, so emitting gives back the input.
+pub(crate) fn node_mux(input: &[u8]) {
+    let Ok((header, body)) = mux::Header::parse(input) else {
+        return;
+    };
+    let mut emitted = [0xee; mux::HEADER_LEN];
+    header.emit(&mut emitted);
+    assert_eq!(emitted, input[..mux::HEADER_LEN]);
+    if header.kind == mux::Kind::Receives
+        && let Ok(receives) = mux::Receive::parse_all(header.length, body)
+    {
+        let mut emitted = Vec::new();
+        receives.iter().for_each(|receive| receive.emit(&mut emitted));
+        assert_eq!(emitted, body);
     }
 }
 

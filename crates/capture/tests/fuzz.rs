@@ -50,6 +50,11 @@ fn fuzz__rsocket() {
 }
 
 #[test]
+fn fuzz__node_mux() {
+    fuzz("node_mux", targets::node_mux);
+}
+
+#[test]
 fn fuzz__node() {
     fuzz("node", targets::node);
 }
