@@ -40,7 +40,8 @@ pub(super) fn part_of(request: &SendRequest, offset: u32, length: u32) -> SendRe
     }
 }
 
-fn list_of_part(list: &[Sge], offset: u32, length: u32) -> SgeList {
+/// Returns the elements of `length` bytes at `offset` of a list.
+pub(super) fn list_of_part(list: &[Sge], offset: u32, length: u32) -> SgeList {
     let mut part = [Sge::default(); SGE_MAX];
     let (mut count, mut skip, mut left) = (0, offset, length);
     for sge in list {

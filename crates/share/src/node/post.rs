@@ -370,7 +370,7 @@ impl Qp {
 }
 
 /// Returns whether an operation counts among the READs and atomic operations that a queue pair may have in flight.
-fn takes_slot(operation: &Operation) -> bool {
+pub(super) fn takes_slot(operation: &Operation) -> bool {
     operation.takes_answer() || matches!(operation, Operation::Flush { .. } | Operation::AtomicWrite { .. })
 }
 

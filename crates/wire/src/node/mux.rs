@@ -74,7 +74,7 @@ pub enum Kind {
     Fail = 6,
 }
 
-/// What a message carries beside its payload.
+/// Data of a message beside its payload.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Extra {
     /// Nothing.
@@ -195,9 +195,7 @@ fn extra_of(kind: Kind, flags: Flags, word: u32) -> Result<Extra, Malformed> {
         (Kind::Send | Kind::Placed | Kind::WriteImm, true, false) => Extra::Imm(word),
         (Kind::Send | Kind::Placed, false, true) => Extra::Invalidate(RKey(word)),
         (Kind::Fail, false, false) => {
-            let status = CompletionStatus::VARIANTS
-                .iter()
-                .find(|it| **it as u32 == word);
+            let status = CompletionStatus::VARIANTS.iter().find(|it| **it as u32 == word);
             match status {
                 Some(
                     status @ (CompletionStatus::LocalLength

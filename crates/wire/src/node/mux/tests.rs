@@ -96,10 +96,7 @@ fn receive__bytes() {
 #[test]
 fn parse_all__each_receive() {
     let (header, body) = message(Kind::Receives);
-    assert_eq!(
-        Receive::parse_all(header.length, &body),
-        Ok(receives().to_vec())
-    );
+    assert_eq!(Receive::parse_all(header.length, &body), Ok(receives().to_vec()));
     for count in [0, 2, 4, u32::MAX] {
         assert!(Receive::parse_all(count, &body).is_err(), "{count} receives");
     }

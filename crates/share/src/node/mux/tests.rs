@@ -1,0 +1,1231 @@
+//! Two nodes joined by a queue pair that keeps to the rules of RC, and applications that post random requests. Everything happens in a random
+//! order: when a request is carried out, when its end is known, when a message is looked at, when a key is told. Each run is named by its seed.
+
+use rdmux_rnic::{Selectivity, Sge};
+use rdmux_wire::node::mux::SLOT_LEN;
+use rdmux_wire::roce::Placement;
+use rdmux_wire::{LKey, RKey};
+
+use super::super::post::takes_slot;
+use super::keys::{Extent, OwnRegions, PeerKey, PeerKeys};
+use super::*;
+
+/// SplitMix64.
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.next() as u8).collect()
+    }
+}
+
+const START: u64 = 0x10_0000;
+/// Bytes of an application's region, one for each end of a connection.
+const REGION: u64 = 4 << 20;
+/// In the keys that only nodes know.
+const SHADOW: u32 = 1 << 31;
+
+#[derive(Debug, Default)]
+struct TestKeys {
+    own: OwnRegions<(LKey, RKey)>,
+    peer: PeerKeys,
+    asked: VecDeque<(u64, RKey)>,
+}
+
+impl Keys for TestKeys {
+    fn own(&mut self, domain: u64, lkey: LKey, range: (u64, u64), access: Access) -> Option<(LKey, RKey)> {
+        self.own.get(domain, lkey, range, access).copied()
+    }
+
+    fn peer(&mut self, domain: u64, rkey: RKey, range: (u64, u64), access: Access) -> PeerKey {
+        let found = self.peer.get(domain, rkey, range, access);
+        while let Some(wanted) = self.peer.poll_wanted() {
+            self.asked.push_back(wanted);
+        }
+        found
+    }
+}
+
+/// Expected outcome of a request or receive.
+#[derive(Clone, Debug)]
+struct Expected {
+    wr_id: u64,
+    status: Status,
+    opcode: WcOpcode,
+    /// Memory that then holds these bytes: at the peer, or of the own application.
+    at_peer: Option<(u64, Vec<u8>)>,
+    own: Vec<(u64, Vec<u8>)>,
+    byte_len: u32,
+    imm: Option<u32>,
+    is_solicited: bool,
+    /// Requests of the sender whose bytes are there too.
+    after: usize,
+}
+
+/// One end of a connection.
+struct Flow {
+    id: ConnectionId,
+    to_post: VecDeque<SendRequest>,
+    /// Requests that are not complete, and what the scheduler knows of them.
+    fifo: VecDeque<SendRequest>,
+    sent: usize,
+    offset: u32,
+    in_flight: usize,
+    refused: Option<Status>,
+    is_awake: bool,
+    receives: VecDeque<RecvRequest>,
+    sends: Vec<Expected>,
+    recvs: Vec<Expected>,
+    done: (usize, usize),
+    /// Expected failure, if one is.
+    failure: Option<Failure>,
+    has_failed: bool,
+    /// Set if the other end may fail, or is killed: then nothing has to complete.
+    is_doomed: bool,
+    is_killed: bool,
+    has_ended: bool,
+    free: u64,
+    counter: (u64, u64),
+}
+
+struct Node {
+    mux: Mux,
+    keys: TestKeys,
+    memory: Vec<u8>,
+    flows: Vec<Flow>,
+    /// Posted and not carried out; carried out and not completed.
+    wire: VecDeque<Post>,
+    done: VecDeque<(u64, Option<Answer>)>,
+    /// Messages in slots.
+    inbox: VecDeque<Vec<u8>>,
+    buffers: HashSet<u16>,
+    resources: u32,
+    messages: usize,
+}
+
+/// Bytes that a READ or an atomic operation brings, and where they go once that is known.
+type Answer = (SgeList, Vec<u8>);
+
+struct World {
+    dice: Dice,
+    /// Set while nothing arrives as long as anything else can happen.
+    is_stalled: bool,
+    nodes: [Node; 2],
+    slots: u16,
+    seed: u64,
+}
+
+const ALL: Access = Access::from_bits_truncate(0x30f);
+const RESOURCES: u32 = 3;
+
+fn base(at: usize) -> u64 {
+    START + at as u64 * REGION
+}
+
+fn names(node: usize, at: usize) -> Qpn {
+    Qpn::new(0x100 * (node as u32 + 1) + at as u32)
+}
+
+fn domain(node: usize, at: usize) -> u64 {
+    (node * 10 + at % 3) as u64
+}
+
+fn lkey(at: usize) -> LKey {
+    LKey(0x1000 + at as u32)
+}
+
+fn rkey(at: usize) -> RKey {
+    RKey(0x2000 + at as u32)
+}
+
+impl World {
+    fn new(seed: u64, connections: usize, slots: u16) -> World {
+        let node = |node: usize| {
+            let mut mux = Mux::new(slots);
+            let mut keys = TestKeys::default();
+            let flows = (0..connections).map(|at| {
+                let extent = Extent {
+                    start: base(at),
+                    length: REGION,
+                    access: ALL,
+                };
+                let shadow = (LKey(lkey(at).0 | SHADOW), RKey(rkey(at).0 | SHADOW));
+                keys.own
+                    .insert(domain(node, at), (lkey(at), rkey(at)), extent, shadow);
+                let bound = Bound {
+                    own: names(node, at),
+                    peer: names(1 - node, at),
+                    domain: domain(node, at),
+                    peer_domain: domain(1 - node, at),
+                    peer_access: ALL,
+                };
+                let id = mux.bind(bound, Receiver::new(1024)).unwrap();
+                Flow {
+                    id,
+                    to_post: VecDeque::new(),
+                    fifo: VecDeque::new(),
+                    sent: 0,
+                    offset: 0,
+                    in_flight: 0,
+                    refused: None,
+                    is_awake: false,
+                    receives: VecDeque::new(),
+                    sends: Vec::new(),
+                    recvs: Vec::new(),
+                    done: (0, 0),
+                    failure: None,
+                    has_failed: false,
+                    is_doomed: false,
+                    is_killed: false,
+                    has_ended: false,
+                    free: base(at),
+                    counter: (0, 0),
+                }
+            });
+            let flows = flows.collect();
+            Node {
+                mux,
+                keys,
+                memory: vec![0; connections * REGION as usize],
+                flows,
+                wire: VecDeque::new(),
+                done: VecDeque::new(),
+                inbox: VecDeque::new(),
+                buffers: HashSet::new(),
+                resources: RESOURCES,
+                messages: 0,
+            }
+        };
+        World {
+            dice: Dice(seed),
+            is_stalled: false,
+            nodes: [node(0), node(1)],
+            slots,
+            seed,
+        }
+    }
+
+    fn length(&mut self) -> usize {
+        match self.dice.below(8) {
+            0 => 0,
+            1 => BODY_LEN_MAX - 1 + self.dice.below(3),
+            2 => self.dice.below(70_000),
+            3 => self.dice.below(10_000),
+            _ => self.dice.below(300),
+        }
+    }
+
+    fn allocate(&mut self, node: usize, at: usize, length: usize) -> u64 {
+        let flow = &mut self.nodes[node].flows[at];
+        let va = flow.free;
+        flow.free += (length as u64).next_multiple_of(8) + 8;
+        assert!(flow.free <= base(at) + REGION, "the region is too small");
+        va
+    }
+
+    fn memory(&mut self, node: usize, va: u64, length: usize) -> &mut [u8] {
+        let at = (va - START) as usize;
+        &mut self.nodes[node].memory[at..at + length]
+    }
+
+    /// Divides a length into elements in the region, and returns them.
+    fn elements(&mut self, node: usize, at: usize, length: usize) -> Vec<Sge> {
+        let mut list = Vec::new();
+        let mut left = length;
+        let count = 1 + self.dice.below(4);
+        for n in 0..count {
+            let part = match n + 1 == count {
+                true => left,
+                false => self.dice.below(left + 1),
+            };
+            left -= part;
+            let va = self.allocate(node, at, part);
+            list.push(Sge::new(va, part as u32, lkey(at)));
+        }
+        list
+    }
+
+    fn fill(&mut self, node: usize, list: &[Sge]) -> Vec<u8> {
+        let mut all = Vec::new();
+        for sge in list {
+            let bytes = self.dice.bytes(sge.length as usize);
+            self.memory(node, sge.addr, bytes.len()).copy_from_slice(&bytes);
+            all.extend(bytes);
+        }
+        all
+    }
+
+    fn places(list: &[Sge], bytes: &[u8]) -> Vec<(u64, Vec<u8>)> {
+        let mut places = Vec::new();
+        let mut rest = bytes;
+        for sge in list {
+            let (now, later) = rest.split_at(rest.len().min(sge.length as usize));
+            places.push((sge.addr, now.to_vec()));
+            rest = later;
+        }
+        assert!(rest.is_empty());
+        places
+    }
+
+    /// Adds a random request of a connection's end to what its application is to post.
+    fn add_request(&mut self, node: usize, at: usize) {
+        let peer = 1 - node;
+        let length = self.length();
+        let key = rkey(at);
+        let kind = self.dice.below(12);
+        let mut expected = Expected {
+            wr_id: self.nodes[node].flows[at].sends.len() as u64,
+            status: Status::Success,
+            opcode: WcOpcode::Send,
+            at_peer: None,
+            own: Vec::new(),
+            byte_len: 0,
+            imm: None,
+            is_solicited: self.dice.one_in(3),
+            after: 0,
+        };
+        let imm = kind.is_multiple_of(2).then_some(self.dice.next() as u32);
+        let request = match kind {
+            0..=6 => {
+                let is_inline = length <= 1024 && self.dice.one_in(3);
+                let (list, bytes) = match is_inline {
+                    true => {
+                        let bytes = self.dice.bytes(length);
+                        (SgeList::inline(&bytes), bytes)
+                    }
+                    false => {
+                        let list = self.elements(node, at, length);
+                        let bytes = self.fill(node, &list);
+                        (list.as_slice().into(), bytes)
+                    }
+                };
+                expected.byte_len = length as u32;
+                let operation = match kind < 4 {
+                    true => {
+                        self.add_receive(peer, at, &expected, Some(&bytes), imm);
+                        Operation::Send { imm }
+                    }
+                    false => {
+                        expected.opcode = WcOpcode::Write;
+                        let va = self.allocate(peer, at, length);
+                        expected.at_peer = Some((va, bytes));
+                        if imm.is_some() {
+                            self.add_receive(peer, at, &expected, None, imm);
+                        }
+                        Operation::Write { va, rkey: key, imm }
+                    }
+                };
+                SendRequest::new(operation, list)
+            }
+            7 | 8 => {
+                expected.opcode = WcOpcode::Read;
+                expected.byte_len = length as u32;
+                let va = self.allocate(peer, at, length);
+                let bytes = self.fill(peer, &[Sge::new(va, length as u32, LKey(0))]);
+                let list = self.elements(node, at, length);
+                expected.own = World::places(&list, &bytes);
+                SendRequest::new(Operation::Read { va, rkey: key }, list.as_slice())
+            }
+            9 => {
+                expected.byte_len = 8;
+                let own = self.allocate(node, at, 8);
+                let flow = &mut self.nodes[node].flows[at];
+                let (value, _) = flow.counter;
+                let counter = base(at) + REGION - 8;
+                expected.own = vec![(own, value.to_le_bytes().to_vec())];
+                let list = Sge::new(own, 8, lkey(at));
+                let operation = match value % 2 {
+                    0 => {
+                        flow.counter.0 += 3;
+                        expected.opcode = WcOpcode::FetchAdd;
+                        Operation::FetchAdd {
+                            va: counter,
+                            rkey: key,
+                            add: 3,
+                        }
+                    }
+                    _ => {
+                        flow.counter.0 += 1;
+                        expected.opcode = WcOpcode::CompareSwap;
+                        Operation::CompareSwap {
+                            va: counter,
+                            rkey: key,
+                            compare: value,
+                            swap: value + 1,
+                        }
+                    }
+                };
+                SendRequest::new(operation, list)
+            }
+            10 => {
+                expected.opcode = WcOpcode::AtomicWrite;
+                expected.byte_len = 8;
+                let bytes = self.dice.bytes(8);
+                let va = self.allocate(peer, at, 8);
+                expected.at_peer = Some((va, bytes.clone()));
+                SendRequest::new(Operation::AtomicWrite { va, rkey: key }, SgeList::inline(&bytes))
+            }
+            _ => {
+                expected.opcode = WcOpcode::Flush;
+                let operation = Operation::Flush {
+                    va: base(at),
+                    rkey: key,
+                    length: length as u32,
+                    placement: Placement::GLOBAL,
+                    selectivity: match imm {
+                        Some(_) => Selectivity::MemoryRegion,
+                        None => Selectivity::Range,
+                    },
+                };
+                SendRequest::new(operation, SgeList::EMPTY)
+            }
+        };
+        let read = match request.operation {
+            Operation::Read { .. } => request.sges.as_slice().to_vec(),
+            _ => Vec::new(),
+        };
+        let bytes: Vec<u8> = expected.own.iter().flat_map(|(_, bytes)| bytes.clone()).collect();
+        self.add(node, at, request, expected);
+        if !read.is_empty() && self.dice.one_in(2) {
+            self.send_on(node, at, &read, &bytes);
+        }
+    }
+
+    /// Adds a request that sends on what the one before it has read.
+    fn send_on(&mut self, node: usize, at: usize, read: &[Sge], bytes: &[u8]) {
+        let mut expected = Expected {
+            wr_id: self.nodes[node].flows[at].sends.len() as u64,
+            status: Status::Success,
+            opcode: WcOpcode::Send,
+            at_peer: None,
+            own: Vec::new(),
+            byte_len: bytes.len() as u32,
+            imm: None,
+            is_solicited: false,
+            after: 0,
+        };
+        let operation = match self.dice.one_in(2) {
+            true => {
+                self.add_receive(1 - node, at, &expected, Some(bytes), None);
+                Operation::Send { imm: None }
+            }
+            false => {
+                let va = self.allocate(1 - node, at, bytes.len());
+                expected.at_peer = Some((va, bytes.to_vec()));
+                Operation::Write {
+                    va,
+                    rkey: rkey(at),
+                    imm: None,
+                }
+            }
+        };
+        self.add(node, at, SendRequest::new(operation, read).fence(), expected);
+    }
+
+    fn add(&mut self, node: usize, at: usize, request: SendRequest, expected: Expected) {
+        let mut request = request.wr_id(expected.wr_id);
+        if expected.is_solicited {
+            request = request.solicited();
+        }
+        if self.dice.one_in(4) {
+            request = request.fence();
+        }
+        let flow = &mut self.nodes[node].flows[at];
+        flow.to_post.push_back(request);
+        flow.sends.push(expected);
+    }
+
+    /// Adds the receive of a message of the other end.
+    fn add_receive(
+        &mut self,
+        node: usize,
+        at: usize,
+        sent: &Expected,
+        bytes: Option<&[u8]>,
+        imm: Option<u32>,
+    ) {
+        let more = self.length();
+        let list = self.elements(node, at, bytes.map_or(0, <[u8]>::len) + more);
+        let own = bytes.map_or(Vec::new(), |bytes| World::places(&list, bytes));
+        let flow = &mut self.nodes[node].flows[at];
+        let wr_id = 1_000_000 + flow.recvs.len() as u64;
+        flow.recvs.push(Expected {
+            wr_id,
+            opcode: match bytes {
+                Some(_) => WcOpcode::Recv,
+                None => WcOpcode::RecvRdmaWithImm,
+            },
+            own,
+            imm,
+            at_peer: None,
+            after: sent.wr_id as usize,
+            ..sent.clone()
+        });
+        flow.receives.push_back(RecvRequest::new(wr_id, list.as_slice()));
+    }
+
+    /// Adds a request that fails both ends.
+    fn add_bad_request(&mut self, node: usize, at: usize) {
+        let own = self.allocate(node, at, 100_000);
+        let sge = Sge::new(own, 64, lkey(at));
+        let write = |va, rkey| Operation::Write { va, rkey, imm: None };
+        let (refused, invalid) = (Status::RemoteAccess, Status::RemoteInvalidRequest);
+        let mut last = None;
+        let (request, status, failure) = match self.dice.below(7) {
+            0 => (
+                SendRequest::send(Sge::new(own, 64, lkey(at + 1))),
+                Status::LocalProtection,
+                None,
+            ),
+            1 => (
+                SendRequest::new(write(base(at), rkey(at)), Sge::new(base(at) - 8, 64, lkey(at))),
+                Status::LocalProtection,
+                None,
+            ),
+            2 => (
+                SendRequest::new(write(base(at), RKey(77)), sge),
+                refused,
+                Some(Failure::Access(refused)),
+            ),
+            3 => (
+                SendRequest::new(write(base(at) + REGION - 63, rkey(at)), sge),
+                refused,
+                Some(Failure::Access(refused)),
+            ),
+            4 => {
+                let operation = Operation::FetchAdd {
+                    va: base(at) + 4,
+                    rkey: rkey(at),
+                    add: 1,
+                };
+                let failure = Some(Failure::Access(invalid));
+                (
+                    SendRequest::new(operation, Sge::new(own, 8, lkey(at))),
+                    invalid,
+                    failure,
+                )
+            }
+            5 => {
+                // The key of another application's region.
+                let other = (at + 1) % 3;
+                let operation = Operation::Read {
+                    va: base(other),
+                    rkey: rkey(other),
+                };
+                (
+                    SendRequest::new(operation, sge),
+                    refused,
+                    Some(Failure::Access(refused)),
+                )
+            }
+            _ => {
+                let length = 1 + self.length();
+                last = Some(Status::LocalLength);
+                let list = self.elements(1 - node, at, length - 1);
+                let flow = &mut self.nodes[1 - node].flows[at];
+                let wr_id = 1_000_000 + flow.recvs.len() as u64;
+                flow.receives.push_back(RecvRequest::new(wr_id, list.as_slice()));
+                (
+                    SendRequest::send(Sge::new(own, length as u32, lkey(at))),
+                    invalid,
+                    Some(Failure::Receive(Status::LocalLength)),
+                )
+            }
+        };
+        let expected = Expected {
+            wr_id: self.nodes[node].flows[at].sends.len() as u64,
+            status,
+            opcode: WcOpcode::Send,
+            at_peer: None,
+            own: Vec::new(),
+            byte_len: 0,
+            imm: None,
+            is_solicited: false,
+            after: 0,
+        };
+        if let Some(status) = last {
+            let flow = &mut self.nodes[1 - node].flows[at];
+            flow.recvs.push(Expected {
+                wr_id: 1_000_000 + flow.recvs.len() as u64,
+                status,
+                opcode: WcOpcode::Recv,
+                ..expected.clone()
+            });
+        }
+        self.add(node, at, request, expected);
+        self.nodes[node].flows[at].failure = Some(Failure::Own);
+        let peer = &mut self.nodes[1 - node].flows[at];
+        peer.failure = failure;
+        peer.is_doomed = true;
+        peer.to_post.clear();
+        peer.sends.clear();
+    }
+
+    /// Lets one thing happen, chosen at random among those that can. Returns false if none can.
+    fn step(&mut self) -> bool {
+        let mut choices = Vec::new();
+        for node in 0..2 {
+            let it = &self.nodes[node];
+            for (at, flow) in it.flows.iter().enumerate() {
+                if flow.is_killed {
+                    continue;
+                }
+                if !flow.to_post.is_empty() {
+                    choices.push((node, 0, at));
+                }
+                if !flow.receives.is_empty() {
+                    choices.push((node, 1, at));
+                }
+                let next = flow.fifo.get(flow.sent).filter(|_| flow.is_awake);
+                let takes = next.is_some_and(|next| takes_slot(&next.operation));
+                if next.is_some() && (!takes || it.resources > 0) {
+                    choices.push((node, 2, at));
+                    choices.push((node, 2, at));
+                }
+            }
+            if !it.wire.is_empty() {
+                choices.extend([(node, 3, 0); 6]);
+            }
+            if !it.done.is_empty() {
+                choices.extend([(node, 4, 0); 6]);
+            }
+            if !it.inbox.is_empty() {
+                choices.extend([(node, 5, 0); 6]);
+            }
+            if !it.keys.asked.is_empty() {
+                choices.push((node, 6, 0));
+            }
+        }
+        if choices.is_empty() {
+            return false;
+        }
+        self.is_stalled |= self.dice.one_in(50);
+        if self.is_stalled {
+            let of_applications = |choice: &(usize, usize, usize)| choice.1 < 3;
+            match choices.iter().any(of_applications) {
+                true => choices.retain(of_applications),
+                false => self.is_stalled = false,
+            }
+        }
+        let (node, what, at) = choices[self.dice.below(choices.len())];
+        match what {
+            0 => {
+                let flow = &mut self.nodes[node].flows[at];
+                if let Some(request) = flow.to_post.pop_front() {
+                    flow.is_awake |= flow.fifo.len() == flow.sent;
+                    flow.fifo.push_back(request);
+                }
+            }
+            1 => {
+                let it = &mut self.nodes[node];
+                let receive = it.flows[at].receives.pop_front().unwrap();
+                it.mux.post_recv(it.flows[at].id, receive).unwrap();
+            }
+            2 => self.turn(node, at),
+            3 => self.carry_out(node),
+            4 => {
+                let (number, answer) = self.nodes[node].done.pop_front().unwrap();
+                if let Some((list, bytes)) = answer {
+                    self.scatter(node, &list, &bytes);
+                }
+                self.nodes[node].mux.handle_completion(number, Status::Success);
+            }
+            5 => self.look_at_message(node),
+            _ => self.answer_key(node),
+        }
+        self.drain(node);
+        true
+    }
+
+    /// Does what the scheduler does when it is a connection's turn.
+    fn turn(&mut self, node: usize, at: usize) {
+        let longest = 1 + self.dice.below(9000) as u32;
+        let it = &mut self.nodes[node];
+        let flow = &mut it.flows[at];
+        let request = &flow.fifo[flow.sent];
+        let length = request.sges.bytes() as u32;
+        let admitted = match it.mux.admit(flow.id, request, flow.offset, &mut it.keys) {
+            Admission::Post(bytes) => bytes,
+            Admission::Wait(_) => {
+                flow.is_awake = false;
+                return;
+            }
+            Admission::Refuse(status) => {
+                flow.refused = Some(status);
+                self.drain(node);
+                return self.end_failed(node, at);
+            }
+        };
+        let takes = takes_slot(&request.operation);
+        if takes && it.resources == 0 {
+            return;
+        }
+        let rest = length - flow.offset;
+        let piece = match sender::may_cut(request) {
+            true => rest.min(admitted).min(longest),
+            false => rest,
+        };
+        let part = (flow.offset, piece);
+        let is_last = rest == piece;
+        let index = flow.done.0 + flow.sent;
+        let tag = (at as u64) << 40 | (index as u64) << 2 | u64::from(takes) << 1 | u64::from(is_last);
+        let posts = it.mux.send(flow.id, request, part, is_last, tag, &mut it.keys);
+        let posts = posts.unwrap();
+        flow.in_flight += 1;
+        flow.offset += piece;
+        if is_last {
+            flow.sent += 1;
+            flow.offset = 0;
+        }
+        it.resources -= u32::from(takes);
+        for post in [posts.first, posts.then].into_iter().flatten() {
+            self.post(node, post);
+        }
+    }
+
+    fn landed(&mut self, node: usize, tag: u64, status: Status) {
+        let at = (tag >> 40) as usize;
+        let index = (tag >> 2 & 0xffff_ffff) as usize;
+        let it = &mut self.nodes[node];
+        it.resources += u32::from(tag & 2 != 0);
+        assert!(it.resources <= RESOURCES);
+        let flow = &mut it.flows[at];
+        flow.in_flight -= 1;
+        if flow.is_killed {
+            return;
+        }
+        assert_eq!((index, status), (flow.done.0, Status::Success));
+        if tag & 1 != 0 {
+            let request = flow.fifo.pop_front().unwrap();
+            flow.sent -= 1;
+            self.check_send(node, at, request.wr_id, Status::Success);
+        }
+        self.end_failed(node, at);
+    }
+
+    /// Ends the request that was refused, once those before it are complete.
+    fn end_failed(&mut self, node: usize, at: usize) {
+        let flow = &mut self.nodes[node].flows[at];
+        if flow.in_flight > 0 {
+            return;
+        }
+        if let Some(status) = flow.refused.take() {
+            let request = flow.fifo.pop_front().unwrap();
+            self.check_send(node, at, request.wr_id, status);
+        }
+        let flow = &mut self.nodes[node].flows[at];
+        if flow.has_failed {
+            flow.fifo.clear();
+            flow.to_post.clear();
+        }
+    }
+
+    fn post(&mut self, node: usize, post: Post) {
+        let it = &mut self.nodes[node];
+        if let Posted::Message { buffer, .. } = &post.request {
+            assert!(*buffer < Mux::buffers_of(self.slots));
+            assert!(it.buffers.insert(*buffer), "a buffer is in use");
+            it.messages += 1;
+        }
+        it.wire.push_back(post);
+    }
+
+    /// Returns the bytes of a list, whose keys must be good.
+    fn gather(&mut self, node: usize, list: &SgeList) -> Vec<u8> {
+        if let Some(bytes) = list.as_inline() {
+            return bytes.to_vec();
+        }
+        let mut all = Vec::new();
+        for sge in list.as_slice() {
+            let at = (sge.lkey & !SHADOW) as usize - 0x1000;
+            assert!(sge.lkey & SHADOW != 0);
+            let inside = sge.addr >= base(at) && sge.addr + u64::from(sge.length) <= base(at) + REGION;
+            assert!(inside, "seed {}", self.seed);
+            all.extend_from_slice(self.memory(node, sge.addr, sge.length as usize));
+        }
+        all
+    }
+
+    fn scatter(&mut self, node: usize, list: &SgeList, bytes: &[u8]) {
+        self.gather(node, list);
+        for (va, bytes) in World::places(list.as_slice(), bytes) {
+            self.memory(node, va, bytes.len()).copy_from_slice(&bytes);
+        }
+    }
+
+    fn remote(&mut self, node: usize, va: u64, rkey: RKey, length: usize) -> &mut [u8] {
+        assert!(rkey.0 & SHADOW != 0);
+        let at = (rkey.0 & !SHADOW) as usize - 0x2000;
+        assert!(va >= base(at) && va + length as u64 <= base(at) + REGION);
+        self.memory(node, va, length)
+    }
+
+    /// Carries out the next request of a node.
+    fn carry_out(&mut self, node: usize) {
+        let peer = 1 - node;
+        let Some(post) = self.nodes[node].wire.pop_front() else {
+            return;
+        };
+        let mut answer = None;
+        match post.request {
+            Posted::Message { buffer, header, body } => {
+                let bytes = [&header[..], &self.gather(node, &body)].concat();
+                assert!(bytes.len() <= SLOT_LEN);
+                self.nodes[peer].inbox.push_back(bytes);
+                let waiting = self.nodes[peer].inbox.len();
+                assert!(waiting <= self.slots.into(), "seed {}: no slot", self.seed);
+                self.nodes[node].buffers.remove(&buffer);
+            }
+            Posted::Direct(operation, list) => match operation {
+                Operation::Write { va, rkey, imm: None } => {
+                    let bytes = self.gather(node, &list);
+                    self.remote(peer, va, rkey, bytes.len()).copy_from_slice(&bytes);
+                }
+                Operation::AtomicWrite { va, rkey } => {
+                    let bytes = self.gather(node, &list);
+                    self.remote(peer, va, rkey, 8).copy_from_slice(&bytes);
+                }
+                Operation::Read { va, rkey } => {
+                    let bytes = self.remote(peer, va, rkey, list.bytes() as usize).to_vec();
+                    answer = Some((list, bytes));
+                }
+                Operation::FetchAdd { va, rkey, add } => {
+                    let cell = self.remote(peer, va, rkey, 8);
+                    let old = u64::from_le_bytes((*cell).try_into().unwrap());
+                    cell.copy_from_slice(&(old + add).to_le_bytes());
+                    answer = Some((list, old.to_le_bytes().to_vec()));
+                }
+                Operation::CompareSwap {
+                    va,
+                    rkey,
+                    compare,
+                    swap,
+                } => {
+                    let cell = self.remote(peer, va, rkey, 8);
+                    let old = u64::from_le_bytes((*cell).try_into().unwrap());
+                    if old == compare {
+                        cell.copy_from_slice(&swap.to_le_bytes());
+                    }
+                    answer = Some((list, old.to_le_bytes().to_vec()));
+                }
+                Operation::Flush { va, rkey, .. } => drop(self.remote(peer, va, rkey, 0)),
+                other => panic!("{other:?}"),
+            },
+        }
+        self.nodes[node].done.push_back((post.number, answer));
+    }
+
+    fn look_at_message(&mut self, node: usize) {
+        let it = &mut self.nodes[node];
+        let Some(message) = it.inbox.pop_front() else {
+            return;
+        };
+        let received = it.mux.handle_message(&message, &mut it.keys);
+        let Some(received) = received.unwrap() else { return };
+        let body = &message[HEADER_LEN..];
+        for copy in &received.copies {
+            let bytes = &body[copy.from..copy.from + copy.to.length as usize];
+            self.memory(node, copy.to.addr, bytes.len())
+                .copy_from_slice(bytes);
+        }
+        let at = self.flow_of(node, received.id);
+        self.check_receive(node, at, &received.completion, Some(received.is_solicited));
+    }
+
+    fn answer_key(&mut self, node: usize) {
+        let Some((domain, rkey)) = self.nodes[node].keys.asked.pop_front() else {
+            return;
+        };
+        let answer = self.nodes[1 - node].keys.own.get_remote(domain, rkey);
+        let answer = answer.map(|(extent, keys)| (keys.1, extent));
+        let it = &mut self.nodes[node];
+        it.keys.peer.answered(domain, rkey, answer);
+        it.mux.keys_answered();
+    }
+
+    /// Posts what the node wants to send, and handles its events.
+    fn drain(&mut self, node: usize) {
+        loop {
+            let it = &mut self.nodes[node];
+            let post = it.mux.poll_message(&mut it.keys);
+            let Some(post) = post else { break };
+            self.post(node, post);
+        }
+        while let Some(event) = self.nodes[node].mux.poll_event() {
+            match event {
+                Event::Wake(id) => {
+                    let at = self.flow_of(node, id);
+                    self.nodes[node].flows[at].is_awake = true;
+                }
+                Event::Landed(tag, status) => self.landed(node, tag, status),
+                Event::Received(id, completion) => {
+                    let at = self.flow_of(node, id);
+                    self.check_receive(node, at, &completion, None);
+                }
+                Event::Failed(id, failure) => {
+                    let at = self.flow_of(node, id);
+                    let flow = &mut self.nodes[node].flows[at];
+                    assert!(!flow.has_failed && !flow.is_killed);
+                    assert_eq!(flow.failure, Some(failure), "seed {}", self.seed);
+                    flow.has_failed = true;
+                    self.end_failed(node, at);
+                }
+                Event::Ended(id) => {
+                    let at = self.flow_of(node, id);
+                    let flow = &mut self.nodes[node].flows[at];
+                    assert!(flow.is_killed && !flow.has_ended);
+                    flow.has_ended = true;
+                }
+            }
+        }
+    }
+
+    fn flow_of(&self, node: usize, id: ConnectionId) -> usize {
+        let flows = &self.nodes[node].flows;
+        flows.iter().position(|flow| flow.id == id).unwrap()
+    }
+
+    fn check_send(&mut self, node: usize, at: usize, wr_id: u64, status: Status) {
+        let flow = &mut self.nodes[node].flows[at];
+        assert!(!flow.is_killed, "seed {}", self.seed);
+        let expected = flow.sends[flow.done.0].clone();
+        flow.done.0 += 1;
+        assert_eq!(
+            (wr_id, status),
+            (expected.wr_id, expected.status),
+            "seed {}",
+            self.seed
+        );
+        if status == Status::Success {
+            self.check_bytes(node, &expected);
+        }
+    }
+
+    fn check_bytes(&mut self, node: usize, expected: &Expected) {
+        let seed = self.seed;
+        for (va, bytes) in &expected.own {
+            assert_eq!(
+                self.memory(node, *va, bytes.len()),
+                bytes.as_slice(),
+                "seed {seed}"
+            );
+        }
+        if let Some((va, bytes)) = &expected.at_peer {
+            let memory = self.memory(1 - node, *va, bytes.len());
+            assert_eq!(memory, bytes.as_slice(), "seed {seed}");
+        }
+    }
+
+    fn check_receive(
+        &mut self,
+        node: usize,
+        at: usize,
+        completion: &WorkCompletion,
+        is_solicited: Option<bool>,
+    ) {
+        let seed = self.seed;
+        let flow = &mut self.nodes[node].flows[at];
+        if flow.is_killed {
+            return;
+        }
+        if completion.status == Status::Flushed {
+            assert!(flow.failure.is_some() || flow.is_doomed, "seed {seed}");
+            assert_eq!(completion.wr_id, 1_000_000 + flow.done.1 as u64);
+            flow.done.1 += 1;
+            return;
+        }
+        let expected = flow.recvs[flow.done.1].clone();
+        flow.done.1 += 1;
+        assert_eq!(completion.wr_id, expected.wr_id, "seed {seed}");
+        assert_eq!(completion.status, expected.status, "seed {seed}");
+        if completion.status != Status::Success {
+            return;
+        }
+        assert_eq!(
+            (completion.opcode, completion.byte_len, completion.imm),
+            (expected.opcode, expected.byte_len, expected.imm),
+            "seed {seed}"
+        );
+        assert_eq!(is_solicited, Some(expected.is_solicited));
+        self.check_bytes(node, &expected);
+        let earlier = self.nodes[1 - node].flows[at].sends[..=expected.after].to_vec();
+        for sent in earlier.iter().filter(|sent| sent.status == Status::Success) {
+            let sent = Expected {
+                own: Vec::new(),
+                ..sent.clone()
+            };
+            self.check_bytes(1 - node, &sent);
+        }
+    }
+
+    fn run(&mut self) {
+        while self.step() {}
+        for node in &self.nodes {
+            for (at, flow) in node.flows.iter().enumerate() {
+                let (sends, recvs) = (flow.sends.len(), flow.recvs.len());
+                let peer = self.nodes.iter().find(|other| !std::ptr::eq(*other, node));
+                let peer = &peer.unwrap().flows[at];
+                if flow.is_killed || peer.is_killed {
+                    assert!(!flow.is_killed || flow.has_ended || !peer.is_killed);
+                } else if flow.failure.is_some() || peer.failure.is_some() {
+                    assert_eq!(flow.has_failed, flow.failure.is_some(), "seed {}", self.seed);
+                    assert!(flow.failure != Some(Failure::Own) || flow.done.0 == sends);
+                } else {
+                    assert_eq!(flow.done, (sends, recvs), "seed {}: flow {at}", self.seed);
+                }
+            }
+            assert_eq!(node.mux.posted(), node.mux.completed());
+            assert_eq!(node.resources, RESOURCES);
+            assert!(node.buffers.is_empty());
+        }
+    }
+}
+
+fn runs(default: u64) -> std::ops::Range<u64> {
+    match std::env::var("RDMUX_MUX_SEED").map(|seed| seed.parse()) {
+        Ok(Ok(seed)) => seed..seed + 1,
+        _ => 0..default,
+    }
+}
+
+/// Requests of all kinds and sizes, in both directions, on all connections.
+#[test]
+fn requests__as_on_queue_pairs_of_their_own() {
+    for seed in runs(60) {
+        let mut world = World::new(seed, 5, 16);
+        for node in 0..2 {
+            for at in 0..5 {
+                (0..20).for_each(|_| world.add_request(node, at));
+            }
+        }
+        world.run();
+    }
+}
+
+/// All connections send messages in both directions as fast as they can, with the fewest slots: nobody waits for ever.
+#[test]
+fn slots__suffice_when_all_send() {
+    for seed in runs(40) {
+        let mut world = World::new(seed, 4, 8);
+        for node in 0..2 {
+            for at in 0..4 {
+                for _ in 0..60 {
+                    let expected = Expected {
+                        wr_id: world.nodes[node].flows[at].sends.len() as u64,
+                        status: Status::Success,
+                        opcode: WcOpcode::Send,
+                        at_peer: None,
+                        own: Vec::new(),
+                        byte_len: 8,
+                        imm: Some(7),
+                        is_solicited: false,
+                        after: 0,
+                    };
+                    let bytes = world.dice.bytes(8);
+                    world.add_receive(1 - node, at, &expected, Some(&bytes), Some(7));
+                    let request = SendRequest::new(Operation::Send { imm: Some(7) }, SgeList::inline(&bytes));
+                    world.add(node, at, request, expected);
+                }
+            }
+        }
+        world.run();
+        assert!(world.nodes[0].messages >= 240);
+    }
+}
+
+/// One connection fails by what it asks for. Both of its ends have the errors that they would have otherwise, and no other connection notices.
+#[test]
+fn bad_requests__fail_their_connection_alone() {
+    for seed in runs(120) {
+        let mut world = World::new(seed, 4, 16);
+        for node in 0..2 {
+            for at in 0..4 {
+                (0..10).for_each(|_| world.add_request(node, at));
+            }
+        }
+        // Without requests of its own, the other end notices only what it is told.
+        world.nodes[0].flows[2].receives.clear();
+        world.nodes[0].flows[2].recvs.clear();
+        world.nodes[1].flows[2].to_post.clear();
+        world.nodes[1].flows[2].sends.clear();
+        world.add_bad_request(0, 2);
+        (0..5).for_each(|_| {
+            let wr_id = world.nodes[0].flows[2].sends.len() as u64;
+            let request = SendRequest::send(SgeList::EMPTY).wr_id(wr_id);
+            world.nodes[0].flows[2].to_post.push_back(request);
+        });
+        world.run();
+    }
+}
+
+/// An application that ends while its requests are in flight.
+#[test]
+fn killed_connection__leaves_the_others_alone() {
+    for seed in runs(80) {
+        let mut world = World::new(seed, 4, 16);
+        for node in 0..2 {
+            for at in 0..4 {
+                (0..12).for_each(|_| world.add_request(node, at));
+            }
+        }
+        for _ in 0..world.dice.below(400) {
+            world.step();
+        }
+        let first = world.dice.below(2);
+        for node in [first, 1 - first] {
+            // Its peer's requests fail, or are in flight: nobody looks at either here.
+            let it = &mut world.nodes[node];
+            it.flows[1].is_killed = true;
+        }
+        let id = world.nodes[first].flows[1].id;
+        world.nodes[first].mux.abandon(id);
+        world.drain(first);
+        for _ in 0..world.dice.below(200) {
+            world.step();
+        }
+        world.run_killed();
+    }
+}
+
+impl World {
+    /// Runs with an end of connection 1 left alone, and then leaves the other one.
+    fn run_killed(&mut self) {
+        for node in 0..2 {
+            let id = self.nodes[node].flows[1].id;
+            self.nodes[node].mux.abandon(id);
+            self.drain(node);
+        }
+        self.run();
+        for node in &mut self.nodes {
+            assert!(node.flows[1].has_ended);
+            assert_eq!(node.mux.connections(), 3);
+            // The same QPNs can be connected again, those of another connection cannot.
+            let bound = node.mux.connection(node.flows[0].id).unwrap().bound;
+            let names = Bound {
+                own: Qpn::new(bound.own.value() + 1),
+                peer: Qpn::new(bound.peer.value() + 1),
+                ..bound
+            };
+            assert!(node.mux.bind(bound, Receiver::new(1)).is_none());
+            assert!(node.mux.bind(names, Receiver::new(1)).is_some());
+        }
+    }
+}
+
+/// The shared queue pair fails: every request has one completion, and every connection fails.
+#[test]
+fn failure_of_the_queue_pair__ends_every_request_once() {
+    for seed in runs(40) {
+        let mut world = World::new(seed, 3, 16);
+        for node in 0..2 {
+            for at in 0..3 {
+                (0..12).for_each(|_| world.add_request(node, at));
+            }
+        }
+        for _ in 0..world.dice.below(400) {
+            world.step();
+        }
+        let it = &mut world.nodes[0];
+        let first = it.mux.completed();
+        match it.mux.posted() - first {
+            0 => it.mux.close(),
+            _ => it.mux.handle_completion(first, Status::RetryExceeded),
+        };
+        assert_eq!(it.mux.posted(), it.mux.completed());
+        let (mut failed, mut landed) = (HashSet::new(), HashSet::new());
+        while let Some(event) = it.mux.poll_event() {
+            match event {
+                Event::Landed(tag, status) => {
+                    let at = (tag >> 40) as usize;
+                    it.flows[at].in_flight -= 1;
+                    let expected = match landed.insert(at) {
+                        true => Status::RetryExceeded,
+                        false => Status::Flushed,
+                    };
+                    assert_eq!(status, expected);
+                }
+                Event::Received(id, completion) => {
+                    let flow = it.flows.iter_mut().find(|flow| flow.id == id).unwrap();
+                    assert_eq!(completion.wr_id, 1_000_000 + flow.done.1 as u64);
+                    assert_eq!(completion.status, Status::Flushed);
+                    flow.done.1 += 1;
+                }
+                Event::Failed(id, failure) => {
+                    assert_eq!(failure, Failure::Shared);
+                    assert!(failed.insert(id));
+                }
+                Event::Wake(_) => {}
+                Event::Ended(_) => panic!("nobody left it"),
+            }
+        }
+        assert!(it.flows.iter().all(|flow| flow.in_flight == 0));
+        assert_eq!(failed.len(), 3);
+        assert!(it.mux.poll_message(&mut it.keys).is_none());
+        let id = it.flows[0].id;
+        let request = SendRequest::send(SgeList::EMPTY);
+        let admission = it.mux.admit(id, &request, 0, &mut it.keys);
+        assert_eq!(admission, Admission::Wait(Wait::Failed));
+        it.flows
+            .iter()
+            .map(|flow| flow.id)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .for_each(|id| it.mux.abandon(id));
+        assert_eq!(it.mux.connections(), 0);
+    }
+}
+
+/// A peer's node that sends anything, and ends of pieces that were never posted.
+#[test]
+fn anything__is_refused_or_ignored() {
+    let mut refused = 0;
+    for seed in runs(60) {
+        let mut world = World::new(seed, 3, 16);
+        for node in 0..2 {
+            for at in 0..3 {
+                (0..12).for_each(|_| world.add_request(node, at));
+            }
+        }
+        let mut steps = world.dice.below(300);
+        while steps > 0 && world.step() {
+            steps -= 1;
+        }
+        for _ in 0..400 {
+            let mut message = match world.nodes[0].inbox.len() {
+                0 => vec![0; HEADER_LEN],
+                len => world.nodes[0].inbox[world.dice.below(len)].clone(),
+            };
+            for _ in 0..world.dice.below(4) {
+                let at = world.dice.below(message.len().min(64));
+                message[at] = [0, 1, 2, 3, 6, world.dice.next() as u8][world.dice.below(6)];
+            }
+            let number = world.dice.below(600) as u64;
+            let it = &mut world.nodes[0];
+            if it.mux.handle_message(&message, &mut it.keys).is_err() {
+                refused += 1;
+            }
+            it.mux.handle_completion(number, Status::Success);
+            while it.mux.poll_message(&mut it.keys).is_some() {}
+            while it.mux.poll_event().is_some() {}
+        }
+        let it = &mut world.nodes[0];
+        it.mux.close();
+        assert_eq!(it.mux.posted(), it.mux.completed());
+    }
+    assert!(refused > 1000);
+}
