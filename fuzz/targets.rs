@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
-use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData, control, mux};
+use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData, control, mux, peer};
 use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
@@ -176,6 +176,15 @@ pub(crate) fn node_mux(input: &[u8]) {
         let mut emitted = Vec::new();
         receives.iter().for_each(|receive| receive.emit(&mut emitted));
         assert_eq!(emitted, body);
+    }
+}
+
+/// A message between two nodes: there is one way to write each, so emitting gives back the input.
+pub(crate) fn node_peer(input: &[u8]) {
+    if let Ok((request, message)) = peer::Message::parse(input) {
+        let mut bytes = Vec::new();
+        message.emit(request, &mut bytes);
+        assert_eq!(bytes, input);
     }
 }
 

@@ -35,6 +35,11 @@ fn fuzz__node_control() {
 }
 
 #[test]
+fn fuzz__node_peer() {
+    fuzz("node_peer", targets::node_peer);
+}
+
+#[test]
 fn fuzz__capture() {
     fuzz("capture", targets::capture);
 }

@@ -24,7 +24,7 @@
 
 pub mod client;
 mod crc;
-mod key;
+mod proof;
 mod region;
 pub mod server;
 mod size;
@@ -32,7 +32,7 @@ mod target;
 
 pub use client::{Client, Error, MapRequest, Mapping, Options, Way};
 pub use crc::{Crc64, crc64_of, transfer_id};
-pub use key::{Key, KeyError, default_path as default_key_path};
+pub use rdmux_key::{Key, KeyError, default_path as default_key_path};
 pub use rdmux_verbs::Placement;
 pub use rdmux_wire::push::{Access, Conflict, Domain, ErrorCode, Name, VERSION};
 pub use region::{Mapped, Place, Region, RegionError, Sizing, Ways, file_system_of};

@@ -1,6 +1,6 @@
 //! Messages between an application and the node that owns the device: [`control`] messages over a Unix socket, and, through rings, a
 //! [`Work`] for each posted request and a [`Completion`] for each end of one. [`mux`] has those of two nodes on a queue pair that connections
-//! share. [`crate`] has the panic contract.
+//! share, [`peer`] those by which nodes agree on that. [`crate`] has the panic contract.
 //!
 //! Those in the rings are made of descriptors of 64 bytes, one for each slot of a ring. Numbers are little-endian. The application is not trusted: an
 //! opcode, a status or a flag is a byte until [`Work::parse`] has checked it. Fields that an operation does not use are ignored, and written
@@ -8,9 +8,11 @@
 //!
 //! Queue pairs, keys and addresses are those that the node gave the application: the node checks each before it does anything with it.
 
+mod codec;
 mod completion;
 pub mod control;
 pub mod mux;
+pub mod peer;
 mod work;
 
 pub use completion::{Completion, CompletionFlags, CompletionOpcode, CompletionStatus};

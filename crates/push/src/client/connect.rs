@@ -15,8 +15,8 @@ use super::{
     Client, Error, Failure, Handshake, MESSAGES_MAX, Next, Options, SIZES, ServerConnection, Wait, failed,
     lost, parse, protocol, wait_until,
 };
-use crate::key::{Key, random_nonce};
 use crate::target::local_address_towards;
+use rdmux_key::{Key, random_nonce};
 
 /// Time for each answer of the handshake, by a server that may be busy with others.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -36,7 +36,7 @@ pub use self::lease::Broken;
 use self::lease::Leased;
 pub use self::mapping::{Buffer, MapRequest, Mapping, PendingMap, REQUEST_BYTES_MAX, Way};
 pub use self::session::{Failure, Handshake, Next};
-use crate::key::Key;
+use rdmux_key::Key;
 
 /// Maximum number of messages of this client without an answer, if the server allows so many.
 const MESSAGES_MAX: usize = 14;

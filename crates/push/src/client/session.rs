@@ -1,8 +1,9 @@
 //! The client's side of the handshake. No I/O.
 
+use rdmux_key::Key;
 use rdmux_wire::push::{ErrorCode, Message, VERSION};
 
-use crate::key::{Key, Role, Transcript};
+use crate::proof::{Role, Transcript};
 
 /// Failure of a handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,7 +86,7 @@ impl Handshake {
                     client: [0; 16],
                 };
                 // A server that cannot prove that it has the key gets no proof from this client.
-                if !self.key.verify(Role::Server, &transcript, &server_proof) {
+                if !transcript.verify(&self.key, Role::Server, &server_proof) {
                     return Err(Failure::WrongKey);
                 }
                 self.proved = true;
@@ -94,7 +95,7 @@ impl Handshake {
                     ..transcript
                 };
                 Ok(Next::Send(Message::Proof {
-                    client_proof: self.key.proof(Role::Client, &transcript),
+                    client_proof: transcript.proof(&self.key, Role::Client),
                     client: self.client,
                 }))
             }
@@ -200,7 +201,7 @@ mod tests {
         let challenge = Message::Challenge {
             version: VERSION,
             server_nonce: [3; 32],
-            server_proof: key.proof(Role::Client, &transcript),
+            server_proof: transcript.proof(&key, Role::Client),
         };
         assert_eq!(client.handle(challenge), Err(Failure::WrongKey));
     }

@@ -38,8 +38,8 @@ pub use self::service::{Driver, Registered, ReplySlot, Service};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
 use self::work::Workers;
 pub use self::work::{Finished, Job};
-use crate::key::{Key, random_nonce};
 use crate::region::{Mapped, Region};
+use rdmux_key::{Key, random_nonce};
 
 /// Time for a client to prove that it has the key.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use rdmux_key::Key;
 use rdmux_verbs::Placement;
 use rdmux_wire::push::{Access, Conflict, ErrorCode, Message, Name, VERSION};
 
-use crate::key::{Key, Role, Transcript};
+use crate::proof::{Role, Transcript};
 use crate::region::Region;
 use crate::server::id::{MappingId, RegionId};
 use crate::server::service::Registered;
@@ -266,7 +267,7 @@ impl Session {
         Action::Send(Message::Challenge {
             version: VERSION,
             server_nonce: self.nonce,
-            server_proof: self.shared.key.proof(Role::Server, &transcript),
+            server_proof: transcript.proof(&self.shared.key, Role::Server),
         })
     }
 
@@ -278,7 +279,7 @@ impl Session {
             client,
             ..*transcript
         };
-        if !self.shared.key.verify(Role::Client, &transcript, &client_proof) {
+        if !transcript.verify(&self.shared.key, Role::Client, &client_proof) {
             let text = "the keys differ".to_owned();
             return Action::End(Some(error(ErrorCode::BadKey, text)), EndReason::WrongKey);
         }

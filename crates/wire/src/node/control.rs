@@ -24,14 +24,11 @@ use crate::cm::{RejReason, ServiceId};
 use crate::roce::{PathMtu, Transport};
 use crate::{LKey, Malformed, Psn, Qpn, RKey};
 
-mod codec;
 #[cfg(test)]
 mod tests;
 
-use codec::{codes, messages, record};
+use super::codec::{codes, messages, record};
 
-/// Bytes of the header.
-pub const HEADER_LEN: usize = 8;
 /// Maximum length of a message in bytes.
 pub const MESSAGE_LEN_MAX: usize = 2048;
 /// Maximum length of a text in bytes.
@@ -286,6 +283,7 @@ record! {
 }
 
 messages! {
+    up to MESSAGE_LEN_MAX, VERSION, VERSION_FOREVER for 1 | 2 | 5;
     /// Application: the first message.
     1 Attach {
         /// Lowest version that it understands.
@@ -543,8 +541,4 @@ messages! {
         /// The queue pair; 0 for events of the port.
         qp: u32,
     }
-}
-
-fn undefined(what: &'static str, value: u64) -> Malformed {
-    Malformed::Undefined { what, value }
 }

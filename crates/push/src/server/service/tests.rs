@@ -5,9 +5,9 @@ use std::path::Path;
 use rdmux_wire::push::{Access as Mode, ChangeKind, Conflict, ErrorCode, Name};
 
 use super::*;
-use crate::key::Key;
 use crate::region::Region;
 use crate::server::session::tests::{bytes, hello, proof_of};
+use rdmux_key::Key;
 
 const NOW: Duration = Duration::from_secs(1);
 const BREAK_TIMEOUT: Duration = Duration::from_secs(5);

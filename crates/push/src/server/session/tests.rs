@@ -49,7 +49,7 @@ pub(in crate::server) fn proof_of(key: u8, client: [u8; 16]) -> Message {
         client,
     };
     Message::Proof {
-        client_proof: Key::new([key; 32]).proof(Role::Client, &transcript),
+        client_proof: transcript.proof(&Key::new([key; 32]), Role::Client),
         client,
     }
 }

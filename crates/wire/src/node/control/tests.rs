@@ -206,17 +206,9 @@ fn be_type(bytes: &[u8]) -> u16 {
 /// `RDMUX_NODE_SEEDS_WRITE=1` writes the seeds again.
 #[test]
 fn emit__as_the_seeds_of_the_fuzzer() {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/node_control");
-    for (at, message) in each().into_iter().enumerate() {
-        let mut bytes = Vec::new();
-        message.emit(at as u32 + 100, &mut bytes);
-        let file = folder.join(format!("{:02}", at + 1));
-        if std::env::var_os("RDMUX_NODE_SEEDS_WRITE").is_some() {
-            std::fs::write(&file, &bytes).unwrap();
-        }
-        let seed = std::fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-        assert_eq!(seed, bytes, "{message:?}");
-    }
+    crate::node::codec::check_seeds("node_control", each().len(), |at, bytes| {
+        each()[at].emit(at as u32 + 100, bytes);
+    });
 }
 
 #[test]

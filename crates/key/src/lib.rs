@@ -1,4 +1,8 @@
-//! The key that both ends share, and the proofs that they have it. The key itself is never sent.
+//! The key that both ends of a connection share, its file, and the proofs that they have it. The key itself is never sent.
+//!
+//! A protocol's proof covers all that its two ends have said, and a label of its own, so that a proof of one protocol or role is none of another.
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -66,25 +70,6 @@ pub enum KeyError {
     /// There is no home folder to keep it in.
     #[error("no folder for the key file: set HOME or XDG_CONFIG_HOME, or give a file with --key FILE")]
     NoHome,
-}
-
-/// The end that a proof comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    Server,
-    Client,
-}
-
-/// Handshake data that both ends know. The proofs cover all of it, so that nobody in between can change it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Transcript {
-    pub(crate) version_min: u16,
-    pub(crate) version_max: u16,
-    pub(crate) version: u16,
-    pub(crate) client_nonce: [u8; 32],
-    pub(crate) server_nonce: [u8; 32],
-    /// The name that the client gives; zeros in the server's proof, which comes before that.
-    pub(crate) client: [u8; 16],
 }
 
 /// A shared secret of 32 bytes.
@@ -160,25 +145,17 @@ impl Key {
         Key::load(path)
     }
 
-    /// Returns the proof that `role` has the key, for the other end.
-    pub(crate) fn proof(&self, role: Role, transcript: &Transcript) -> [u8; 32] {
+    /// Returns the proof, for the other end, that this one has the key: of all parts in a row. The caller's parts have fixed lengths, and the first one
+    /// is a label of protocol and role.
+    pub fn proof(&self, parts: &[&[u8]]) -> [u8; 32] {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
-        mac.update(match role {
-            Role::Server => b"rdmux push: proof of the server\0",
-            Role::Client => b"rdmux push: proof of the client\0",
-        });
-        for version in [transcript.version_min, transcript.version_max, transcript.version] {
-            mac.update(&version.to_be_bytes());
-        }
-        mac.update(&transcript.client_nonce);
-        mac.update(&transcript.server_nonce);
-        mac.update(&transcript.client);
+        parts.iter().for_each(|part| mac.update(part));
         mac.finalize().into_bytes().into()
     }
 
     /// Returns whether a proof is right, in a time that does not reveal where it is wrong.
-    pub(crate) fn verify(&self, role: Role, transcript: &Transcript, proof: &[u8; 32]) -> bool {
-        self.proof(role, transcript).ct_eq(proof).into()
+    pub fn verify(&self, parts: &[&[u8]], proof: &[u8; 32]) -> bool {
+        self.proof(parts).ct_eq(proof).into()
     }
 }
 
@@ -196,7 +173,10 @@ pub fn default_path() -> Option<PathBuf> {
 }
 
 /// Returns 32 random bytes from the operating system.
-pub(crate) fn random_nonce() -> io::Result<[u8; 32]> {
+///
+/// # Errors
+/// The system has none.
+pub fn random_nonce() -> io::Result<[u8; 32]> {
     let mut nonce = [0; 32];
     OsRng.try_fill_bytes(&mut nonce).map_err(io::Error::other)?;
     Ok(nonce)
@@ -258,17 +238,6 @@ mod tests {
 
     use super::*;
 
-    fn transcript() -> Transcript {
-        Transcript {
-            version_min: 1,
-            version_max: 2,
-            version: 1,
-            client_nonce: [3; 32],
-            server_nonce: [4; 32],
-            client: [5; 16],
-        }
-    }
-
     #[test]
     fn load_or_create_at__makes_a_private_file_once() {
         let folder = tempfile::tempdir().unwrap();
@@ -319,39 +288,12 @@ mod tests {
     }
 
     #[test]
-    fn verify__depends_on_key_role_and_all_that_was_said() {
+    fn verify__depends_on_key_and_parts() {
         let key = Key::new([1; 32]);
-        let proof = key.proof(Role::Client, &transcript());
-        assert!(key.verify(Role::Client, &transcript(), &proof));
-        assert!(!key.verify(Role::Server, &transcript(), &proof));
-        assert!(!Key::new([2; 32]).verify(Role::Client, &transcript(), &proof));
-        for change in [
-            Transcript {
-                version_min: 0,
-                ..transcript()
-            },
-            Transcript {
-                version_max: 3,
-                ..transcript()
-            },
-            Transcript {
-                version: 2,
-                ..transcript()
-            },
-            Transcript {
-                client_nonce: [4; 32],
-                ..transcript()
-            },
-            Transcript {
-                client: [1; 16],
-                ..transcript()
-            },
-            Transcript {
-                server_nonce: [3; 32],
-                ..transcript()
-            },
-        ] {
-            assert!(!key.verify(Role::Client, &change, &proof), "{change:?}");
-        }
+        let proof = key.proof(&[b"label", &[3; 32]]);
+        assert!(key.verify(&[b"label", &[3; 32]], &proof));
+        assert!(!key.verify(&[b"Label", &[3; 32]], &proof));
+        assert!(!key.verify(&[b"label", &[3; 31]], &proof));
+        assert!(!Key::new([2; 32]).verify(&[b"label", &[3; 32]], &proof));
     }
 }

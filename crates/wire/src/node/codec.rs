@@ -1,7 +1,19 @@
-//! Conversion of messages to and from bytes. A message is declared once, by [`messages`]: its code, fields, and their order.
+//! Conversion of a node's messages to and from bytes. A message is declared once, by [`messages`]: its code, fields, and their order.
+//!
+//! A number has its own length, big endian; a `bool` and the mark before an optional field are one byte, 0 or 1; an address is the byte 4 or 6 and
+//! as many bits as it has; a text has a length of two bytes and is UTF-8 without control characters; private data have a length of one byte; a
+//! list has a count of two bytes; bytes of a fixed number stand for themselves.
 
-use super::*;
+use std::net::{IpAddr, SocketAddr};
+
+use super::control::{PrivateData, TEXT_LEN_MAX, VALUES_MAX};
 use crate::bytes::{be16, be32, need};
+use crate::cm::{RejReason, ServiceId};
+use crate::roce::{PathMtu, Transport};
+use crate::{LKey, Malformed, Psn, Qpn, RKey};
+
+/// Bytes of the header of a message: type u16, version u16, request u32.
+pub(super) const HEADER_LEN: usize = 8;
 
 /// A field of a message. There is one way to write each value.
 pub(super) trait Field: Sized {
@@ -19,7 +31,7 @@ pub(super) struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn bytes(&mut self, n: usize) -> Result<&'a [u8], Malformed> {
+    pub(super) fn bytes(&mut self, n: usize) -> Result<&'a [u8], Malformed> {
         let end = self.at + n;
         need("message of a node", self.bytes, end)?;
         let taken = &self.bytes[self.at..end];
@@ -31,6 +43,14 @@ impl<'a> Reader<'a> {
         let mut array = [0; N];
         array.copy_from_slice(self.bytes(N)?);
         Ok(array)
+    }
+
+    /// Ends the message.
+    pub(super) fn end(self) -> Result<(), Malformed> {
+        match self.bytes.len() - self.at {
+            0 => Ok(()),
+            more => Err(undefined("bytes after the message of a node", more as u64)),
+        }
     }
 }
 
@@ -44,15 +64,15 @@ macro_rules! codes {
             $($(#[$item_doc])* $item = $code,)*
         }
 
-        impl $crate::node::control::codec::Field for $name {
+        impl $crate::node::codec::Field for $name {
             fn put(&self, out: &mut Vec<u8>) {
-                $crate::node::control::codec::Field::put(&(*self as $int), out);
+                $crate::node::codec::Field::put(&(*self as $int), out);
             }
 
-            fn take(from: &mut $crate::node::control::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
-                match <$int as $crate::node::control::codec::Field>::take(from)? {
+            fn take(from: &mut $crate::node::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
+                match <$int as $crate::node::codec::Field>::take(from)? {
                     $($code => Ok($name::$item),)*
-                    other => Err($crate::node::control::undefined(stringify!($name), other.into())),
+                    other => Err($crate::node::codec::undefined(stringify!($name), other.into())),
                 }
             }
         }
@@ -68,23 +88,24 @@ macro_rules! record {
             $($(#[$field_doc])* pub $field: $type,)*
         }
 
-        impl $crate::node::control::codec::Field for $name {
+        impl $crate::node::codec::Field for $name {
             fn put(&self, out: &mut Vec<u8>) {
-                $($crate::node::control::codec::Field::put(&self.$field, out);)*
+                $($crate::node::codec::Field::put(&self.$field, out);)*
             }
 
-            fn take(from: &mut $crate::node::control::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
+            fn take(from: &mut $crate::node::codec::Reader<'_>) -> Result<$name, $crate::Malformed> {
                 Ok($name {
-                    $($field: $crate::node::control::codec::Field::take(from)?,)*
+                    $($field: $crate::node::codec::Field::take(from)?,)*
                 })
             }
         }
     };
 }
 
-/// Declares the messages.
+/// Declares the messages of a protocol: `up to` their maximum length in bytes, in `version`, but for those that have version `forever`.
 macro_rules! messages {
-    ($($(#[$doc:meta])* $code:literal $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* })*) => {
+    (up to $len_max:ident, $version:ident, $forever:ident for $($first:literal)|+;
+     $($(#[$doc:meta])* $code:literal $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* })*) => {
         /// A message.
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub enum Message {
@@ -108,15 +129,46 @@ macro_rules! messages {
             fn put(&self, out: &mut Vec<u8>) {
                 let _ = &out;
                 match self {
-                    $(Message::$name { $($field),* } => { $($crate::node::control::codec::Field::put($field, out);)* })*
+                    $(Message::$name { $($field),* } => { $($crate::node::codec::Field::put($field, out);)* })*
                 }
             }
 
-            fn take(type_code: u16, from: &mut $crate::node::control::codec::Reader<'_>) -> Result<Message, Malformed> {
+            fn take(type_code: u16, from: &mut $crate::node::codec::Reader<'_>) -> Result<Message, Malformed> {
                 match type_code {
-                    $($code => Ok(Message::$name { $($field: $crate::node::control::codec::Field::take(from)?,)* }),)*
-                    other => Err(undefined("type of a node's message", other.into())),
+                    $($code => Ok(Message::$name { $($field: $crate::node::codec::Field::take(from)?,)* }),)*
+                    other => Err($crate::node::codec::undefined("type of a node's message", other.into())),
                 }
+            }
+
+            fn version_of(type_code: u16) -> u16 {
+                match type_code {
+                    $($first)|+ => $forever,
+                    _ => $version,
+                }
+            }
+
+            /// Reads a message: returns its request and the message. `bytes` are those of one packet.
+            ///
+            /// # Errors
+            /// The bytes are not one of the messages, or have another version.
+            pub fn parse(bytes: &[u8]) -> Result<(u32, Message), Malformed> {
+                let (type_code, request, mut reader) =
+                    $crate::node::codec::open(bytes, $len_max, Message::version_of)?;
+                let message = Message::take(type_code, &mut reader)?;
+                reader.end()?;
+                Ok((request, message))
+            }
+
+            /// Replaces the contents of `out` by the message. Cuts a text to [`TEXT_LEN_MAX`](crate::node::control::TEXT_LEN_MAX), and
+            /// replaces its control characters by spaces.
+            ///
+            /// # Panics
+            /// If a list has more than [`VALUES_MAX`](crate::node::control::VALUES_MAX) values, or the message is too long.
+            pub fn emit(&self, request: u32, out: &mut Vec<u8>) {
+                let type_code = self.type_code();
+                $crate::node::codec::begin(out, type_code, Message::version_of(type_code), request);
+                self.put(out);
+                assert!(out.len() <= $len_max, "a node's message of {} bytes", out.len());
             }
         }
     };
@@ -124,53 +176,34 @@ macro_rules! messages {
 
 pub(super) use {codes, messages, record};
 
-impl Message {
-    /// Reads a message: returns its request and the message. `bytes` are those of one packet.
-    ///
-    /// # Errors
-    /// The bytes are not one of the messages, or have another version.
-    pub fn parse(bytes: &[u8]) -> Result<(u32, Message), Malformed> {
-        need("message of a node", bytes, HEADER_LEN)?;
-        if bytes.len() > MESSAGE_LEN_MAX {
-            return Err(undefined("length of a node's message", bytes.len() as u64));
-        }
-        let type_code = be16(bytes, 0);
-        if be16(bytes, 2) != version_of(type_code) {
-            return Err(undefined("version of a node's message", be16(bytes, 2).into()));
-        }
-        let at = HEADER_LEN;
-        let mut reader = Reader { bytes, at };
-        let message = Message::take(type_code, &mut reader)?;
-        match bytes.len() - reader.at {
-            0 => Ok((be32(bytes, 4), message)),
-            more => Err(undefined("bytes after the message of a node", more as u64)),
-        }
+/// Begins to read a message: returns its type, its request, and the reader of its fields.
+pub(super) fn open(
+    bytes: &[u8],
+    len_max: usize,
+    version_of: fn(u16) -> u16,
+) -> Result<(u16, u32, Reader<'_>), Malformed> {
+    need("message of a node", bytes, HEADER_LEN)?;
+    if bytes.len() > len_max {
+        return Err(undefined("length of a node's message", bytes.len() as u64));
     }
-
-    /// Replaces the contents of `out` by the message. Cuts a text to [`TEXT_LEN_MAX`], and replaces its control characters by spaces.
-    ///
-    /// # Panics
-    /// If a list has more than [`VALUES_MAX`] values.
-    pub fn emit(&self, request: u32, out: &mut Vec<u8>) {
-        out.clear();
-        let type_code = self.type_code();
-        out.extend_from_slice(&type_code.to_be_bytes());
-        out.extend_from_slice(&version_of(type_code).to_be_bytes());
-        out.extend_from_slice(&request.to_be_bytes());
-        self.put(out);
-        assert!(
-            out.len() <= MESSAGE_LEN_MAX,
-            "a node's message of {} bytes",
-            out.len()
-        );
+    let type_code = be16(bytes, 0);
+    if be16(bytes, 2) != version_of(type_code) {
+        return Err(undefined("version of a node's message", be16(bytes, 2).into()));
     }
+    let at = HEADER_LEN;
+    Ok((type_code, be32(bytes, 4), Reader { bytes, at }))
 }
 
-fn version_of(type_code: u16) -> u16 {
-    match type_code {
-        1 | 2 | 5 => VERSION_FOREVER,
-        _ => VERSION,
-    }
+/// Begins to write a message in place of the contents of `out`.
+pub(super) fn begin(out: &mut Vec<u8>, type_code: u16, version: u16, request: u32) {
+    out.clear();
+    out.extend_from_slice(&type_code.to_be_bytes());
+    out.extend_from_slice(&version.to_be_bytes());
+    out.extend_from_slice(&request.to_be_bytes());
+}
+
+pub(super) fn undefined(what: &'static str, value: u64) -> Malformed {
+    Malformed::Undefined { what, value }
 }
 
 macro_rules! numbers {
@@ -188,6 +221,16 @@ macro_rules! numbers {
 }
 
 numbers! { u8 u16 u32 u64 }
+
+impl<const N: usize> Field for [u8; N] {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(self);
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<[u8; N], Malformed> {
+        from.array()
+    }
+}
 
 impl Field for bool {
     fn put(&self, out: &mut Vec<u8>) {
@@ -265,13 +308,14 @@ impl Field for String {
 
 impl Field for PrivateData {
     fn put(&self, out: &mut Vec<u8>) {
-        out.push(self.0.len() as u8);
-        out.extend_from_slice(&self.0);
+        out.push(self.bytes().len() as u8);
+        out.extend_from_slice(self.bytes());
     }
 
     fn take(from: &mut Reader<'_>) -> Result<PrivateData, Malformed> {
         let len = usize::from(u8::take(from)?);
-        Ok(PrivateData(from.bytes(len)?.to_vec()))
+        let bytes = from.bytes(len)?;
+        PrivateData::new(bytes).ok_or(undefined("private data in a node's message", len as u64))
     }
 }
 
@@ -382,5 +426,25 @@ impl Field for Transport {
             3 => Ok(Transport::Xrc),
             other => Err(undefined("transport service", other.into())),
         }
+    }
+}
+
+/// Checks that the fuzzer's seeds of a folder are the messages that `emit` writes, byte for byte. `RDMUX_NODE_SEEDS_WRITE=1` writes the seeds
+/// again.
+#[cfg(test)]
+pub(super) fn check_seeds(folder: &str, count: usize, emit: impl Fn(usize, &mut Vec<u8>)) {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../fuzz/corpus")
+        .join(folder);
+    for at in 0..count {
+        let mut bytes = Vec::new();
+        emit(at, &mut bytes);
+        let file = folder.join(format!("{:02}", at + 1));
+        if std::env::var_os("RDMUX_NODE_SEEDS_WRITE").is_some() {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(&file, &bytes).unwrap();
+        }
+        let seed = std::fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        assert_eq!(seed, bytes, "message {at}");
     }
 }

@@ -1,0 +1,174 @@
+use super::*;
+use crate::bytes::be16;
+
+/// Returns one message of each type, in the order of their codes.
+fn each() -> Vec<Message> {
+    let tenant = |name| TenantName::new(name).unwrap();
+    let node = NodeId([7; 16]);
+    let (source, dest) = (Qpn::new(0x01_0203), Qpn::new(0xab_cdef));
+    let end = SharedEnd {
+        qpn: source,
+        psn: Psn::new(0xff_ffff),
+        slots: 64,
+        rd_atomic: 16,
+        path_mtu: PathMtu::Bytes4096,
+    };
+    let binding = Binding {
+        domain: 1 << 40,
+        tenant: tenant("db"),
+    };
+    vec![
+        Message::Hello {
+            version_min: 1,
+            version_max: 2,
+            nonce: [1; 32],
+            node,
+        },
+        Message::Challenge {
+            version: 1,
+            nonce: [2; 32],
+            node,
+            proof: [3; 32],
+        },
+        Message::Proof { proof: [4; 32] },
+        Message::Agreed {},
+        Message::Refused { reason: Reason::Key },
+        Message::Bind {
+            source,
+            dest,
+            class: 3,
+            tenant: tenant("backup"),
+            domain: 5,
+        },
+        Message::Bound {
+            binding: binding.clone(),
+        },
+        Message::Waits {},
+        Message::Settled {
+            source,
+            dest,
+            binding: Some(binding),
+        },
+        Message::Unbind { source, dest },
+        Message::Done {},
+        Message::ResolveKey {
+            domain: 5,
+            rkey: RKey(0x0102_0304),
+        },
+        Message::Key {
+            rkey: RKey(6),
+            start: 0x7f00_0000_0000,
+            length: 1 << 33,
+            access: 7,
+        },
+        Message::KeyGone {
+            domain: 5,
+            rkey: RKey(0x0102_0304),
+        },
+        Message::OpenQp {
+            here: tenant(&"x".repeat(TenantName::LEN_MAX)),
+            there: TenantName::default(),
+            class: 255,
+            end,
+        },
+        Message::QpOpened { end },
+        Message::QpReady { qpn: dest },
+        Message::CloseQp { qpn: dest },
+    ]
+}
+
+#[test]
+fn parse__what_was_emitted() {
+    for (at, message) in each().into_iter().enumerate() {
+        let mut bytes = vec![9];
+        message.emit(at as u32 + 100, &mut bytes);
+        assert_eq!(usize::from(be16(&bytes, 0)), at + 1, "{}", message.name());
+        assert_eq!(Message::parse(&bytes), Ok((at as u32 + 100, message)));
+    }
+}
+
+/// Checks that the fuzzer's seeds are these messages, byte for byte: changing a layout requires a new version.
+/// `RDMUX_NODE_SEEDS_WRITE=1` writes the seeds again.
+#[test]
+fn emit__as_the_seeds_of_the_fuzzer() {
+    crate::node::codec::check_seeds("node_peer", each().len(), |at, bytes| {
+        each()[at].emit(at as u32 + 100, bytes);
+    });
+}
+
+#[test]
+fn emit__the_longest_message_fits() {
+    let longest = TenantName::new(&"x".repeat(TenantName::LEN_MAX)).unwrap();
+    for message in each() {
+        let message = match message {
+            Message::OpenQp { class, end, .. } => Message::OpenQp {
+                here: longest.clone(),
+                there: longest.clone(),
+                class,
+                end,
+            },
+            other => other,
+        };
+        message.emit(u32::MAX, &mut Vec::new());
+    }
+}
+
+#[test]
+fn parse__truncated_at_every_byte_or_too_long() {
+    for message in each() {
+        let mut bytes = Vec::new();
+        message.emit(1, &mut bytes);
+        for len in 0..bytes.len() {
+            assert!(Message::parse(&bytes[..len]).is_err(), "{message:?} cut to {len}");
+        }
+        bytes.push(0);
+        assert!(
+            Message::parse(&bytes).is_err(),
+            "{message:?} with a byte too many"
+        );
+    }
+}
+
+#[test]
+fn parse__undefined_values() {
+    let mut bytes = Vec::new();
+    Message::Refused { reason: Reason::Own }.emit(1, &mut bytes);
+    for (at, value) in [(1, 0), (1, 99), (3, VERSION as u8 + 1), (9, 0), (9, 11)] {
+        let mut bytes = bytes.clone();
+        bytes[at] = value;
+        assert!(Message::parse(&bytes).is_err(), "byte {at} is {value}");
+    }
+    let tenant = TenantName::new("ab").unwrap();
+    let binding = Binding { domain: 0, tenant };
+    Message::Bound { binding }.emit(1, &mut bytes);
+    assert_eq!(bytes[16..], [2, b'a', b'b']);
+    for broken in [
+        [2, b'\n', b'b'],
+        [2, 0xff, b'b'],
+        [3, b'a', b'b'],
+        [1, b'a', b'b'],
+    ] {
+        bytes[16..].copy_from_slice(&broken);
+        assert!(Message::parse(&bytes).is_err(), "{broken:?}");
+    }
+}
+
+#[test]
+fn new__names_of_tenants() {
+    assert_eq!(TenantName::default(), TenantName::new("").unwrap());
+    assert!(TenantName::new(&"ä".repeat(32)).is_some());
+    for name in ["a\tb".to_owned(), "x".repeat(TenantName::LEN_MAX + 1)] {
+        assert_eq!(TenantName::new(&name), None);
+    }
+}
+
+#[test]
+fn is_question__those_that_others_answer() {
+    let questions: Vec<_> = each()
+        .iter()
+        .filter(|message| message.is_question())
+        .map(Message::name)
+        .collect();
+    let expected = "Bind Settled Unbind ResolveKey KeyGone OpenQp QpReady CloseQp";
+    assert_eq!(questions.join(" "), expected);
+}
