@@ -9,8 +9,8 @@ use std::time::Duration;
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
-    ConnectionRequest, CreateError, EventQueue, Fault, GetError, Memory, MemoryRegion, Operation, PostError,
-    ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RegisterError, SendFlags,
+    ConnectionRequest, CreateError, Endpoint, EventQueue, Fault, GetError, Memory, MemoryRegion, Operation,
+    PostError, ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair, RKey, RegisterError, SendFlags,
     SendRequest, SgeList, Status, WorkCompletion,
 };
 
@@ -337,6 +337,11 @@ impl MessageConnection {
     /// Returns the peer's address.
     pub fn peer(&self) -> IpAddr {
         self.connection.peer()
+    }
+
+    /// Returns the peer's endpoint, as it has shown it.
+    pub fn remote(&self) -> Option<&Endpoint> {
+        self.connection.remote()
     }
 
     /// Takes a slot for a message that is no answer.

@@ -50,6 +50,7 @@ mod workers;
 pub use connection::{
     Completed, EstablishError, MessageConnection, PendingConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
 };
+pub use keepalive::KeepAlive;
 pub use mailbox::{Inbox, Mailbox, mailbox};
 pub use pool::{Buffer, BufferError, BufferPool};
 pub use queues::Queues;

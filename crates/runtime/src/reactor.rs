@@ -864,7 +864,7 @@ impl<M> Reactor<M> {
             self.dropped(known);
         }
         let lingering = self.lingering.front().map(|(until, _)| *until);
-        lingering.into_iter().chain(self.keepalive.next).min()
+        lingering.into_iter().chain(self.keepalive.next()).min()
     }
 
     /// Returns what happens next. Returns `None` at the deadline, after a signal, and also earlier.

@@ -141,9 +141,9 @@ macro_rules! messages {
             }
 
             fn version_of(type_code: u16) -> u16 {
-                match type_code {
-                    $($first)|+ => $forever,
-                    _ => $version,
+                match [$($first),+].contains(&type_code) {
+                    true => $forever,
+                    false => $version,
                 }
             }
 

@@ -276,6 +276,8 @@ messages! {
     18 CloseQp {
         /// The receiver's end.
         qpn: Qpn,
+        /// Set if the sender's end has failed, so that the receiver's is to go whatever is in flight.
+        failed: bool,
     }
 }
 

@@ -73,7 +73,10 @@ fn each() -> Vec<Message> {
         },
         Message::QpOpened { end },
         Message::QpReady { qpn: dest },
-        Message::CloseQp { qpn: dest },
+        Message::CloseQp {
+            qpn: dest,
+            failed: true,
+        },
     ]
 }
 

@@ -1,0 +1,419 @@
+//! The control channel between nodes: who has a node, which connections go over shared queue pairs, and what those need.
+//!
+//! [`Peers`] is a part of the node's thread: it waits for nothing. Its owner calls
+//!
+//! - [`Peers::add_qp`], [`Peers::bind`] and [`Peers::remove_qp`] as an application makes an RC queue pair, brings it to RTR, and destroys it. `bind` is answered by
+//!   [`PeerEvent::Bound`] or, after at most [`session::ANSWER_TIME`] if the peer does not answer at all, by [`PeerEvent::Own`]. A peer that has a node
+//!   answers only once its application has brought its own queue pair to RTR. Both ends get the same answer.
+//! - [`Peers::add_region`] and [`Peers::remove_region`] as an application registers and deregisters memory; [`Peers::shadow`] for the same memory in the
+//!   protection domain of shared queue pairs; [`Peers::resolve_key`] for a peer's key there.
+//! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::set_busy`] as it has requests in flight or has none any more,
+//! - [`Peers::look`] in its loop, [`Peers::happened`] for tokens of the event queue, [`Peers::prepare_sleep`] and [`Peers::deadline`] before it sleeps,
+//!   and [`Peers::next_event`] after each of them, until there is no more.
+//!
+//! `machine` (the peers) and `pool` (which shared queue pairs there are) know no device and no clock; `session` is one control connection.
+
+mod keys;
+mod links;
+mod machine;
+mod pool;
+mod session;
+mod shared;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rdmux_key::{Key, random_nonce};
+use rdmux_verbs::{
+    CompletionQueue, CreateError, Device, EventQueue, LKey, ListenError, MemoryRegion, ProtectionDomain, Qpn,
+    RKey, RegionSpec,
+};
+use rdmux_wire::node::peer::{Binding, NodeId, Reason, TenantName};
+
+use keys::Keys;
+use links::Links;
+use machine::{Event, Machine};
+use session::{Broken, Identity};
+use shared::SharedQps;
+
+pub(crate) use machine::Asked;
+pub(crate) use shared::SharedQp;
+
+/// A shared queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SharedId(pub(crate) u64);
+
+/// Who uses a shared queue pair.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SharedBy {
+    /// The node at the other end.
+    pub(crate) peer: IpAddr,
+    /// The tenant at this node.
+    pub(crate) here: TenantName,
+    /// The tenant at the other node.
+    pub(crate) there: TenantName,
+    /// Traffic class.
+    pub(crate) class: u8,
+}
+
+/// A region of a peer, on shared queue pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RemoteKey {
+    /// The key.
+    pub(crate) rkey: RKey,
+    /// Address of the first byte, which is the same as for the application.
+    pub(crate) start: u64,
+    /// Bytes.
+    pub(crate) length: u64,
+    /// Rights, valued as `enum ibv_access_flags`.
+    pub(crate) access: u32,
+}
+
+/// Why a connection does not go over a shared queue pair.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Why {
+    /// The peer has no node, or it does not answer.
+    #[error("there is no node")]
+    NoNode,
+    /// The peer's node has another key.
+    #[error("its key is another one")]
+    Key,
+    /// The peer's node has another version.
+    #[error("its version is another one")]
+    Version,
+    /// The peer does not keep to the protocol.
+    #[error(transparent)]
+    Protocol(Broken),
+    /// The peer's node does not want it.
+    #[error("the peer's node refuses it: {0:?}")]
+    Refused(Reason),
+    /// There are too many peers.
+    #[error("there are too many peers")]
+    Limit,
+}
+
+/// News for the owner of [`Peers`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum PeerEvent {
+    /// The connection of a queue pair goes over shared queue pairs, at both ends.
+    Bound {
+        /// The queue pair.
+        qpn: Qpn,
+        /// The peer.
+        peer: IpAddr,
+        /// The peer's queue pair.
+        dest: Qpn,
+        /// What is known of the peer's queue pair.
+        binding: Binding,
+    },
+    /// The connection of a queue pair is to be its own.
+    Own {
+        /// The queue pair.
+        qpn: Qpn,
+        /// Reason.
+        why: Why,
+    },
+    /// After [`PeerEvent::Bound`]: the peer's queue pair is gone, or its node.
+    Unbound {
+        /// The queue pair.
+        qpn: Qpn,
+    },
+    /// The answer to [`Peers::resolve_key`].
+    Key {
+        /// The number that was given.
+        ticket: u64,
+        /// The key; none: the peer has no such region.
+        key: Option<RemoteKey>,
+    },
+    /// A peer's key goes. Once no access with it is in flight, [`Peers::key_unused`] is to be called.
+    KeyGone {
+        /// The question.
+        asked: Asked,
+        /// The peer.
+        peer: IpAddr,
+        /// The protection domain, as it was given to [`Peers::resolve_key`].
+        domain: u64,
+        /// The key, as it was given to [`Peers::resolve_key`].
+        rkey: RKey,
+    },
+    /// A region that [`Peers::remove_region`] has kept is gone.
+    RegionGone {
+        /// Its key.
+        rkey: RKey,
+    },
+    /// A shared queue pair can be used: one that was wanted, or that the peer has opened.
+    QpReady {
+        /// The queue pair.
+        id: SharedId,
+    },
+    /// A shared queue pair that was wanted is not there, and will not be.
+    QpRefused {
+        /// Who wanted it.
+        by: SharedBy,
+    },
+    /// A shared queue pair is gone. Nothing was in flight, unless the peer is gone, or the queue pair has failed.
+    QpGone {
+        /// The queue pair.
+        id: SharedId,
+    },
+    /// A peer's node is gone. All that was agreed with it is over; the events of its queue pairs came before.
+    Gone {
+        /// The peer.
+        peer: IpAddr,
+    },
+}
+
+/// Why there is no control channel.
+#[derive(Debug, thiserror::Error)]
+pub enum PeersError {
+    /// Another process has the port.
+    #[error("the port for other nodes: {0}")]
+    Listen(#[from] ListenError),
+    /// The device refuses an object.
+    #[error(transparent)]
+    Create(#[from] CreateError),
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
+
+/// The peers of a node.
+#[derive(Debug)]
+pub(crate) struct Peers {
+    machine: Machine,
+    /// Shared queue pairs end before the regions that they reach.
+    shared: SharedQps,
+    links: Links,
+    keys: Keys,
+    domains: u64,
+    out: std::collections::VecDeque<PeerEvent>,
+}
+
+impl Peers {
+    /// Begins to take connections of other nodes. `shared_max`: number of shared queue pairs at a time.
+    pub(crate) fn open(
+        device: &Device,
+        events: &EventQueue,
+        key: Key,
+        shared_max: usize,
+    ) -> Result<Peers, PeersError> {
+        let [id @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = random_nonce()?;
+        let node = NodeId(id);
+        let pd = device.alloc_pd()?;
+        Ok(Peers {
+            machine: Machine::new(Identity { key, node }),
+            shared: SharedQps::new(device, &pd, shared_max)?,
+            links: Links::open(device, events)?,
+            keys: Keys::new(pd),
+            domains: 0,
+            out: Default::default(),
+        })
+    }
+
+    /// Returns the queue of the completions of the control connections, which wakes the node.
+    pub(crate) fn control_cq(&self) -> &CompletionQueue {
+        self.links.cq()
+    }
+
+    /// Returns the queue of the completions of all shared queue pairs, which their user polls.
+    pub(crate) fn shared_cq(&self) -> &CompletionQueue {
+        self.shared.cq()
+    }
+
+    /// Returns the protection domain of shared queue pairs.
+    pub(crate) fn pd(&self) -> &ProtectionDomain {
+        self.keys.pd()
+    }
+
+    // Queue pairs of applications.
+
+    /// Returns a name for a protection domain of an application that no other one gets.
+    pub(crate) fn new_domain(&mut self) -> u64 {
+        self.domains += 1;
+        self.domains
+    }
+
+    /// Adds a queue pair of an application.
+    pub(crate) fn add_qp(&mut self, qpn: Qpn, domain: u64, tenant: TenantName) {
+        self.machine.add_qp(qpn, domain, tenant);
+    }
+
+    /// Asks how a queue pair that goes to RTR is to be connected: [`PeerEvent::Bound`] or [`PeerEvent::Own`] answers.
+    pub(crate) fn bind(&mut self, now: Instant, qpn: Qpn, peer: IpAddr, dest: Qpn, class: u8) {
+        // Without one, no node will believe this one: the connection then has a queue pair of its own.
+        let nonce = random_nonce().unwrap_or_default();
+        self.machine.bind(now, qpn, (peer, dest, class), nonce);
+        self.work(now);
+    }
+
+    /// Forgets a queue pair, which is destroyed or reset. The peer is told.
+    pub(crate) fn remove_qp(&mut self, now: Instant, qpn: Qpn) {
+        self.machine.remove_qp(now, qpn);
+        self.work(now);
+    }
+
+    // Regions.
+
+    /// Adds a region of an application, with the keys that the application knows.
+    pub(crate) fn add_region(&mut self, domain: u64, keys: (LKey, RKey), spec: RegionSpec) {
+        self.keys.add(domain, keys, spec);
+    }
+
+    /// Removes a region, as an application deregisters it. Returns it if no peer knows its key. Otherwise it stays until the peers no longer use it:
+    /// [`PeerEvent::RegionGone`] follows, soon.
+    pub(crate) fn remove_region(&mut self, now: Instant, region: MemoryRegion) -> Option<MemoryRegion> {
+        let Some(domain) = self.keys.domain(region.rkey()) else {
+            return Some(region);
+        };
+        if self.machine.key_goes(now, domain, region.rkey()) {
+            self.keys.let_go(region);
+            self.work(now);
+            return None;
+        }
+        self.keys.remove(region.rkey());
+        Some(region)
+    }
+
+    /// Returns the region with a local key, in the protection domain of shared queue pairs. Whoever keeps it keeps the memory registered.
+    pub(crate) fn shadow(&mut self, domain: u64, lkey: LKey) -> Option<Arc<MemoryRegion>> {
+        self.keys.shadow_of_local(domain, lkey)
+    }
+
+    /// Asks a peer for a key that its application has given to one of this node. [`PeerEvent::Key`] answers, with `ticket`.
+    pub(crate) fn resolve_key(
+        &mut self,
+        now: Instant,
+        peer: IpAddr,
+        (domain, rkey): (u64, RKey),
+        ticket: u64,
+    ) {
+        self.machine.resolve_key(now, peer, (domain, rkey), ticket);
+        self.work(now);
+    }
+
+    /// Tells a peer that no access with a key is in flight: the answer to [`PeerEvent::KeyGone`].
+    pub(crate) fn key_unused(&mut self, now: Instant, asked: Asked) {
+        self.machine
+            .answer(asked, rdmux_wire::node::peer::Message::Done {});
+        self.work(now);
+    }
+
+    // Shared queue pairs.
+
+    /// Returns the shared queue pair of two tenants. If there is none, it is opened: [`PeerEvent::QpReady`] or [`PeerEvent::QpRefused`] follows.
+    pub(crate) fn want_qp(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
+        let id = self.shared.want(now, by);
+        self.work(now);
+        id
+    }
+
+    /// Returns a shared queue pair.
+    pub(crate) fn shared_qp(&self, id: SharedId) -> Option<&SharedQp> {
+        self.shared.get(id)
+    }
+
+    /// Returns the shared queue pair of a completion.
+    pub(crate) fn shared_by_qpn(&self, qpn: Qpn) -> Option<SharedId> {
+        self.shared.by_qpn(qpn)
+    }
+
+    /// Tells whether a shared queue pair has anything in flight, or that waits for it. One that has not may be closed.
+    pub(crate) fn set_busy(&mut self, now: Instant, id: SharedId, is_busy: bool) {
+        self.shared.set_busy(now, id, is_busy);
+        self.work(now);
+    }
+
+    /// Takes note that a shared queue pair has failed: it is destroyed, and so is the other end.
+    pub(crate) fn fail_qp(&mut self, now: Instant, id: SharedId) {
+        self.shared.fail(now, &mut self.machine, id, &mut self.out);
+        self.work(now);
+    }
+
+    // The node's loop.
+
+    /// Handles what has come in. Returns whether there was anything.
+    pub(crate) fn look(&mut self, now: Instant) -> bool {
+        let any = self.links.poll(now, &mut self.machine);
+        let is_due = self.deadline().is_some_and(|deadline| deadline <= now);
+        if is_due {
+            self.machine.check_time(now);
+            self.links.check_time(now, &mut self.machine);
+            self.shared.check_time(now);
+        }
+        if any || is_due {
+            self.work(now);
+        }
+        any || is_due
+    }
+
+    /// Handles a token of the event queue.
+    pub(crate) fn happened(&mut self, now: Instant, token: u64) {
+        self.links.happened(now, token, &mut self.machine);
+        self.work(now);
+    }
+
+    /// Prepares a sleep. Returns false if there is something to do.
+    pub(crate) fn prepare_sleep(&mut self, now: Instant) -> bool {
+        self.links.arm();
+        !self.look(now) && self.out.is_empty()
+    }
+
+    /// Returns when [`Peers::look`] is to be called, if nothing happens before.
+    pub(crate) fn deadline(&mut self) -> Option<Instant> {
+        let deadlines = [
+            self.machine.deadline(),
+            self.links.deadline(),
+            self.shared.deadline(),
+        ];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// Returns what has happened.
+    pub(crate) fn next_event(&mut self) -> Option<PeerEvent> {
+        self.out.pop_front()
+    }
+
+    /// Takes what a person should know.
+    pub(crate) fn take_warnings(&mut self) -> Vec<String> {
+        self.machine.take_warnings()
+    }
+
+    /// Does what is due, until nothing is.
+    fn work(&mut self, now: Instant) {
+        loop {
+            self.shared.work(now, &mut self.machine, &mut self.out);
+            while let Some(action) = self.machine.next_action() {
+                self.links.act(now, action, &mut self.machine);
+            }
+            let Some(event) = self.machine.next_event() else {
+                return;
+            };
+            self.handle(now, event);
+        }
+    }
+
+    fn handle(&mut self, now: Instant, event: Event) {
+        match event {
+            Event::Peer(event) => {
+                if let PeerEvent::Gone { peer } = event {
+                    self.shared.peer_gone(now, peer, &mut self.out);
+                }
+                self.out.push_back(event);
+            }
+            Event::KeyAsked { asked, domain, rkey } => {
+                let key = self.keys.shadow_of_remote(domain, rkey);
+                self.machine.answer_key(asked, rkey, key);
+            }
+            Event::KeyReleased { rkey } => {
+                self.keys.remove(rkey);
+                self.out.push_back(PeerEvent::RegionGone { rkey });
+            }
+            other => {
+                let extensions = |peer| self.links.extensions_of(peer);
+                self.shared
+                    .handle(now, &mut self.machine, extensions, other, &mut self.out);
+            }
+        }
+    }
+}

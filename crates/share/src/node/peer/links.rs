@@ -1,0 +1,276 @@
+//! The control connections of a node: what carries the messages of [`Machine`].
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use rdmux_key::random_nonce;
+use rdmux_runtime::{Completed, KeepAlive, MessageConnection, PendingConnection, SIGNAL_EVERY, Sizes};
+use rdmux_verbs::{
+    Access, Arm, CompletionQueue, ConnectParams, CreateError, Device, EventQueue, Extensions, Listener,
+    ProtectionDomain, QpType, Qpn, WorkCompletion,
+};
+use rdmux_wire::node::peer::{MESSAGE_LEN_MAX, PORT, RECEIVES, SERVICE};
+
+use super::PeersError;
+use super::machine::{Action, LinkId, Machine};
+
+/// A node that has answered nothing between two probes is gone.
+const KEEPALIVE: Duration = Duration::from_secs(2);
+/// Requests of peers, and completions, that are handled in a row.
+const BATCH: usize = 64;
+
+/// The sizes of a connection: there are at most [`RECEIVES`] messages of each end on the way.
+const SIZES: Sizes = Sizes {
+    message_bytes: MESSAGE_LEN_MAX,
+    receives: RECEIVES,
+    answers: 0,
+    own: RECEIVES + SIGNAL_EVERY,
+    operations: 0,
+};
+
+/// Marks the tokens of the node's event queue that are for this module: of a link, or of the listener.
+const TOKEN: u64 = 1 << 63;
+const LISTENER: u64 = TOKEN | 1 << 62;
+
+/// Returns whether a token is for [`super::Peers::happened`].
+pub(crate) fn is_token(word: u64) -> bool {
+    word & TOKEN != 0
+}
+
+#[derive(Debug)]
+enum Carrier {
+    Attempt(PendingConnection),
+    Made(MessageConnection),
+}
+
+/// The control connections.
+// Connections end before their protection domain and queue.
+#[derive(Debug)]
+pub(super) struct Links {
+    carriers: HashMap<LinkId, Carrier>,
+    by_qpn: HashMap<Qpn, LinkId>,
+    listener: Listener,
+    /// A domain of its own: who connects has shown nothing yet.
+    pd: ProtectionDomain,
+    cq: CompletionQueue,
+    /// Completions that the queue has room for.
+    room: u32,
+    events: EventQueue,
+    keepalive: KeepAlive,
+    completions: VecDeque<WorkCompletion>,
+    bytes: Vec<u8>,
+}
+
+/// Completions that the queue of a node without links has room for.
+const ROOM_MIN: u32 = 512;
+
+fn params() -> ConnectParams {
+    ConnectParams {
+        // Probes are empty WRITEs.
+        access: Access::LOCAL_WRITE | Access::REMOTE_WRITE,
+        initiator_depth: 0,
+        responder_resources: 0,
+        ..ConnectParams::default()
+    }
+}
+
+impl Links {
+    pub(super) fn open(device: &Device, events: &EventQueue) -> Result<Links, PeersError> {
+        let listener = device.listen_service(SERVICE, &[QpType::Rc])?;
+        listener.notify(events, LISTENER);
+        Ok(Links {
+            carriers: HashMap::new(),
+            by_qpn: HashMap::new(),
+            listener,
+            pd: device.alloc_pd()?,
+            cq: device.create_cq(ROOM_MIN)?,
+            room: ROOM_MIN,
+            events: events.clone(),
+            keepalive: KeepAlive::new(KEEPALIVE),
+            completions: VecDeque::new(),
+            bytes: Vec::new(),
+        })
+    }
+
+    pub(super) fn cq(&self) -> &CompletionQueue {
+        &self.cq
+    }
+
+    /// Has the queue wake the node at the next completion.
+    pub(super) fn arm(&self) {
+        self.cq.arm(Arm::Next);
+    }
+
+    /// Makes room for the completions of one more link.
+    fn reserve(&mut self) -> Result<(), CreateError> {
+        let needed = (self.carriers.len() as u32 + 1) * SIZES.completions() as u32;
+        if needed > self.room {
+            let room = needed.next_power_of_two();
+            self.cq.resize(room).map_err(|_| CreateError::NoRoom)?;
+            self.room = room;
+        }
+        Ok(())
+    }
+
+    /// Returns the extensions of a peer's device, as a connection to it has shown them.
+    pub(super) fn extensions_of(&self, peer: IpAddr) -> Option<Extensions> {
+        let mut made = self.carriers.values().filter_map(|carrier| match carrier {
+            Carrier::Made(connection) if connection.peer() == peer => connection.remote(),
+            _ => None,
+        });
+        made.find_map(|endpoint| endpoint.extensions)
+    }
+
+    /// Does what the machine wants.
+    pub(super) fn act(&mut self, now: Instant, action: Action, machine: &mut Machine) {
+        match action {
+            Action::Connect(link, peer) => {
+                if !self.connect(link, peer) {
+                    machine.lost(now, link);
+                }
+            }
+            Action::Send(link) => self.send(now, link, machine),
+            Action::Close(link) => self.close(link),
+        }
+    }
+
+    fn connect(&mut self, link: LinkId, peer: IpAddr) -> bool {
+        if self.reserve().is_err() {
+            return false;
+        }
+        let peer = SocketAddr::new(peer, PORT);
+        match MessageConnection::start(&self.pd, &self.cq, peer, &params(), &SIZES) {
+            Ok(attempt) => {
+                attempt.notify(&self.events, TOKEN | link.0);
+                self.carriers.insert(link, Carrier::Attempt(attempt));
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    fn send(&mut self, now: Instant, id: LinkId, machine: &mut Machine) {
+        let Some(Carrier::Made(connection)) = self.carriers.get_mut(&id) else {
+            return;
+        };
+        while connection.has_slot() && machine.next_message(now, id, &mut self.bytes) {
+            let Some(slot) = connection.take_slot() else {
+                return;
+            };
+            if connection.send(slot, &self.bytes).is_err() {
+                self.close(id);
+                return machine.lost(now, id);
+            }
+        }
+    }
+
+    fn close(&mut self, id: LinkId) {
+        // Its drop ends a connection, after what was posted before.
+        if let Some(Carrier::Made(connection)) = self.carriers.remove(&id) {
+            self.by_qpn.remove(&connection.qp().qpn());
+        }
+    }
+
+    fn lost(&mut self, now: Instant, id: LinkId, machine: &mut Machine) {
+        self.close(id);
+        machine.lost(now, id);
+    }
+
+    /// Takes completions. Returns whether there were any.
+    pub(super) fn poll(&mut self, now: Instant, machine: &mut Machine) -> bool {
+        let count = self.cq.poll_many(BATCH, &mut self.completions);
+        while let Some(wc) = self.completions.pop_front() {
+            let Some(id) = self.by_qpn.get(&wc.qpn).copied() else {
+                continue;
+            };
+            let Some(Carrier::Made(connection)) = self.carriers.get_mut(&id) else {
+                continue;
+            };
+            match connection.handle(&wc) {
+                Ok(Completed::Message { bytes, .. }) => machine.heard(now, id, &bytes),
+                // A slot may have become free.
+                Ok(_) => self.send(now, id, machine),
+                Err(_) => self.lost(now, id, machine),
+            }
+        }
+        count > 0
+    }
+
+    /// Handles a token of the event queue.
+    pub(super) fn happened(&mut self, now: Instant, token: u64, machine: &mut Machine) {
+        if token == LISTENER {
+            return self.accept(now, machine);
+        }
+        let id = LinkId(token & !TOKEN);
+        match self.carriers.get_mut(&id) {
+            Some(Carrier::Attempt(attempt)) => match attempt.poll() {
+                None => {}
+                Some(Ok(connection)) => {
+                    self.by_qpn.insert(connection.qp().qpn(), id);
+                    self.carriers.insert(id, Carrier::Made(connection));
+                    machine.connected(id);
+                }
+                Some(Err(_)) => self.lost(now, id, machine),
+            },
+            Some(Carrier::Made(connection)) => {
+                if connection.end().is_some() {
+                    // What the peer has said before comes first.
+                    while self.poll(now, machine) {}
+                    self.lost(now, id, machine);
+                }
+            }
+            None => {}
+        }
+    }
+
+    fn accept(&mut self, now: Instant, machine: &mut Machine) {
+        for _ in 0..BATCH {
+            // One that is dropped is refused.
+            let Some(request) = self.listener.accept(Duration::ZERO) else {
+                return;
+            };
+            let Ok(nonce) = random_nonce() else { continue };
+            if self.reserve().is_err() {
+                continue;
+            }
+            let Some(id) = machine.accepted(now, request.peer(), nonce) else {
+                continue;
+            };
+            match MessageConnection::accept(request, &self.pd, &self.cq, &params(), &SIZES) {
+                Ok(connection) => {
+                    connection.notify(&self.events, TOKEN | id.0);
+                    self.by_qpn.insert(connection.qp().qpn(), id);
+                    self.carriers.insert(id, Carrier::Made(connection));
+                }
+                Err(_) => machine.lost(now, id),
+            }
+        }
+        // There may be more.
+        self.listener.notify(&self.events, LISTENER);
+    }
+
+    /// Returns when [`Links::check_time`] is to be called.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.keepalive.next()
+    }
+
+    /// Probes the peers, if it is time. A peer whose device has not answered the last probe is gone.
+    pub(super) fn check_time(&mut self, now: Instant, machine: &mut Machine) {
+        if !self.keepalive.is_due(now, !self.carriers.is_empty()) {
+            return;
+        }
+        let silent = |carrier: &mut Carrier| match carrier {
+            Carrier::Made(connection) => !connection.probe().unwrap_or(false),
+            Carrier::Attempt(_) => false,
+        };
+        let silent: Vec<LinkId> = self
+            .carriers
+            .iter_mut()
+            .filter_map(|(id, carrier)| silent(carrier).then_some(*id))
+            .collect();
+        for id in silent {
+            self.lost(now, id, machine);
+        }
+    }
+}
