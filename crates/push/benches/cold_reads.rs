@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rand_chacha::ChaCha8Rng;
-use rand_core::{RngCore, SeedableRng};
+use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rdmux_push::server::{BREAK_TIMEOUT_DEFAULT, Config};
 use rdmux_push::{Access, Client, Key, Name, Options, Region, Server};
 use rustix::fs::{Advice, fadvise};

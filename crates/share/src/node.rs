@@ -39,6 +39,8 @@ use application::{Application, Detached, Shared, Token};
 use egress::{Egress, Open};
 use post::Take;
 
+pub use peer::PeersError;
+
 use crate::control::convert::Refusal;
 use crate::control::{Channel, Received};
 use crate::place::Place;

@@ -131,7 +131,16 @@ impl Links {
                 }
             }
             Action::Send(link) => self.send(now, link, machine),
-            Action::Close(link) => self.close(link),
+            Action::Close(link, last) => {
+                if let Some(Carrier::Made(connection)) = self.carriers.get_mut(&link) {
+                    for message in last {
+                        if let Some(slot) = connection.take_slot() {
+                            let _ = connection.send(slot, &message);
+                        }
+                    }
+                }
+                self.close(link);
+            }
         }
     }
 
@@ -213,14 +222,12 @@ impl Links {
                 }
                 Some(Err(_)) => self.lost(now, id, machine),
             },
-            Some(Carrier::Made(connection)) => {
-                if connection.end().is_some() {
-                    // What the peer has said before comes first.
-                    while self.poll(now, machine) {}
-                    self.lost(now, id, machine);
-                }
+            Some(Carrier::Made(connection)) if connection.end().is_some() => {
+                // What the peer has said before comes first.
+                while self.poll(now, machine) {}
+                self.lost(now, id, machine);
             }
-            None => {}
+            Some(Carrier::Made(_)) | None => {}
         }
     }
 

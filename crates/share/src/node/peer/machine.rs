@@ -39,8 +39,8 @@ pub(super) enum Action {
     Connect(LinkId, IpAddr),
     /// Send the messages that a link has.
     Send(LinkId),
-    /// Send the messages that a link has, and end it.
-    Close(LinkId),
+    /// Send these last messages, and end a link.
+    Close(LinkId, Vec<Vec<u8>>),
 }
 
 /// A question of a peer that is to be answered.
@@ -656,7 +656,7 @@ impl Machine {
             }
         }
         for other in before {
-            self.actions.push_back(Action::Close(other));
+            self.actions.push_back(Action::Close(other, Vec::new()));
             self.end_link(now, other, Why::NoNode);
         }
         let known = self.peers.remove(&peer);
@@ -688,11 +688,16 @@ impl Machine {
             Broken::Silent => Why::NoNode,
             other => Why::Protocol(other),
         };
-        if let Some(link) = self.links.get(&id) {
+        let mut last = Vec::new();
+        if let Some(link) = self.links.get_mut(&id) {
+            let mut bytes = Vec::new();
+            while link.session.next_message(now, &mut bytes) {
+                last.push(bytes.clone());
+            }
             let peer = link.peer;
             self.warn(now, peer, &why);
         }
-        self.actions.push_back(Action::Close(id));
+        self.actions.push_back(Action::Close(id, last));
         self.end_link(now, id, why);
     }
 
@@ -764,7 +769,7 @@ impl Machine {
                 self.peers.remove(&peer);
                 for link in links {
                     if self.links.contains_key(&link) {
-                        self.actions.push_back(Action::Close(link));
+                        self.actions.push_back(Action::Close(link, Vec::new()));
                         self.end_link(now, link, why.clone());
                     }
                 }

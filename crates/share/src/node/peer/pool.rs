@@ -55,6 +55,8 @@ pub(super) struct Pool {
     /// Those that a peer had no room for, by the time at which they are wanted again.
     later: BTreeSet<(Instant, SharedBy)>,
     steps: VecDeque<Step>,
+    /// Time at which room is to be made once more.
+    again: Option<Instant>,
     closing: usize,
     next: u64,
 }
@@ -71,6 +73,7 @@ impl Pool {
             is_wanted: HashSet::new(),
             later: BTreeSet::new(),
             steps: VecDeque::new(),
+            again: None,
             closing: 0,
             next: 0,
         }
@@ -241,7 +244,10 @@ impl Pool {
             self.by.entry(entry.by.clone()).or_insert(id);
             self.touch(now, id);
         }
-        self.make_room(now);
+        // Room is made a little later: the peer would say the same at once.
+        if !self.wanted.is_empty() {
+            self.again = Some(now + AGAIN_TIME);
+        }
     }
 
     /// Takes note that a queue pair has something in flight, or nothing more. Both count as a use.
@@ -274,7 +280,7 @@ impl Pool {
     pub(super) fn deadline(&self) -> Option<Instant> {
         let idle = self.idle.first().map(|(used, _)| *used + IDLE_TIME);
         let later = self.later.first().map(|(at, _)| *at);
-        [idle, later].into_iter().flatten().min()
+        [idle, later, self.again].into_iter().flatten().min()
     }
 
     /// Closes what nobody has used for long, and asks again for what a peer had no room for.
@@ -291,6 +297,7 @@ impl Pool {
                 self.wanted.push_back(by);
             }
         }
+        self.again = self.again.filter(|again| *again > now);
         self.make_room(now);
     }
 

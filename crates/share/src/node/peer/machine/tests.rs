@@ -1,1 +1,697 @@
+use std::net::Ipv4Addr;
 
+use rdmux_key::Key;
+
+use super::super::session::ANSWER_TIME;
+use super::*;
+
+fn ip(host: u8) -> IpAddr {
+    Ipv4Addr::new(10, 0, 0, host).into()
+}
+
+fn qpn(number: u32) -> Qpn {
+    Qpn::new(number)
+}
+
+fn tenant(name: &str) -> TenantName {
+    TenantName::new(name).unwrap()
+}
+
+/// A message on its way, or the end of a link.
+#[derive(Clone, Debug)]
+enum Carried {
+    Message(Vec<u8>),
+    End,
+}
+
+/// Nodes whose links lose nothing. Each test says when what is on the way arrives.
+struct Net {
+    nodes: BTreeMap<IpAddr, Machine>,
+    /// The other end of each end of a link.
+    pairs: HashMap<(IpAddr, LinkId), (IpAddr, LinkId)>,
+    carried: BTreeMap<(IpAddr, LinkId), VecDeque<Carried>>,
+    /// Attempts that nobody has answered.
+    attempts: Vec<(IpAddr, LinkId, IpAddr)>,
+    events: Vec<(IpAddr, Event)>,
+    now: Instant,
+    nonce: u8,
+}
+
+impl Net {
+    fn new() -> Net {
+        Net {
+            nodes: BTreeMap::new(),
+            pairs: HashMap::new(),
+            carried: BTreeMap::new(),
+            attempts: Vec::new(),
+            events: Vec::new(),
+            now: Instant::now(),
+            nonce: 0,
+        }
+    }
+
+    /// Two nodes with one key, and an application's queue pair at each: 11 at the first, 22 at the second.
+    fn pair() -> Net {
+        let mut net = Net::new();
+        for host in [1, 2] {
+            net.add(host, 7, host);
+            net.node(host).add_qp(
+                qpn(u32::from(host) * 11),
+                host.into(),
+                tenant(&format!("t{host}")),
+            );
+        }
+        net
+    }
+
+    fn add(&mut self, host: u8, key: u8, node: u8) {
+        let identity = Identity {
+            key: Key::new([key; 32]),
+            node: NodeId([node; 16]),
+        };
+        self.nodes.insert(ip(host), Machine::new(identity));
+    }
+
+    fn node(&mut self, host: u8) -> &mut Machine {
+        self.nodes.get_mut(&ip(host)).unwrap()
+    }
+
+    fn nonce(&mut self) -> [u8; 32] {
+        self.nonce = self.nonce.wrapping_add(1);
+        [self.nonce; 32]
+    }
+
+    fn bind(&mut self, host: u8, own: u32, peer: u8, dest: u32) {
+        let (now, nonce) = (self.now, self.nonce());
+        self.node(host)
+            .bind(now, qpn(own), (ip(peer), qpn(dest), 0), nonce);
+        self.act();
+    }
+
+    /// Has all nodes do what they want.
+    fn act(&mut self) {
+        let mut bytes = Vec::new();
+        let all: Vec<IpAddr> = self.nodes.keys().copied().collect();
+        for at in all {
+            while let Some(action) = self.nodes.get_mut(&at).unwrap().next_action() {
+                match action {
+                    Action::Connect(link, peer) => self.attempts.push((at, link, peer)),
+                    Action::Send(link) | Action::Close(link, _) => {
+                        let Some(other) = self.pairs.get(&(at, link)).copied() else {
+                            continue;
+                        };
+                        let node = self.nodes.get_mut(&at).unwrap();
+                        while node.next_message(self.now, link, &mut bytes) {
+                            let message = Carried::Message(bytes.clone());
+                            self.carried.entry(other).or_default().push_back(message);
+                        }
+                        if let Action::Close(_, last) = action {
+                            let last = last.into_iter().map(Carried::Message);
+                            self.carried.entry(other).or_default().extend(last);
+                            self.carried.entry(other).or_default().push_back(Carried::End);
+                            self.pairs.remove(&(at, link));
+                        }
+                    }
+                }
+            }
+            while let Some(event) = self.nodes.get_mut(&at).unwrap().next_event() {
+                self.events.push((at, event));
+            }
+        }
+    }
+
+    /// Answers the oldest attempt.
+    fn answer_attempt(&mut self) -> bool {
+        if self.attempts.is_empty() {
+            return false;
+        }
+        let (from, link, to) = self.attempts.remove(0);
+        let nonce = self.nonce();
+        let now = self.now;
+        let accepted = self
+            .nodes
+            .get_mut(&to)
+            .and_then(|node| node.accepted(now, from, nonce));
+        let node = self.nodes.get_mut(&from).unwrap();
+        match accepted {
+            Some(other) => {
+                self.pairs.insert((from, link), (to, other));
+                self.pairs.insert((to, other), (from, link));
+                node.connected(link);
+            }
+            None => node.lost(now, link),
+        }
+        self.act();
+        true
+    }
+
+    /// Has the oldest message for an end of a link arrive.
+    fn deliver(&mut self, end: (IpAddr, LinkId)) -> bool {
+        let Some(carried) = self.carried.get_mut(&end).and_then(VecDeque::pop_front) else {
+            return false;
+        };
+        if let Some(node) = self.nodes.get_mut(&end.0) {
+            match carried {
+                Carried::Message(bytes) => node.heard(self.now, end.1, &bytes),
+                Carried::End => node.lost(self.now, end.1),
+            }
+        }
+        self.act();
+        true
+    }
+
+    /// Has everything arrive.
+    fn run(&mut self) {
+        self.act();
+        for _ in 0..100_000 {
+            let waiting = self.carried.iter().find(|(_, queue)| !queue.is_empty());
+            let end = waiting.map(|(end, _)| *end);
+            let any = match end {
+                Some(end) => self.deliver(end),
+                None => self.answer_attempt(),
+            };
+            if !any {
+                return;
+            }
+        }
+        panic!("there is no end of messages");
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        let now = self.now;
+        for node in self.nodes.values_mut() {
+            if node.deadline().is_some_and(|deadline| deadline <= now) {
+                node.check_time(now);
+            }
+        }
+        self.act();
+    }
+
+    /// The node of a host is there no more. Its peers do not learn that.
+    fn kill(&mut self, host: u8) {
+        self.nodes.remove(&ip(host));
+        self.pairs
+            .retain(|(at, _), (to, _)| *at != ip(host) && *to != ip(host));
+    }
+
+    fn take(&mut self, host: u8) -> Vec<Event> {
+        let (mine, others) = std::mem::take(&mut self.events)
+            .into_iter()
+            .partition(|(at, _)| *at == ip(host));
+        self.events = others;
+        mine.into_iter().map(|(_, event)| event).collect()
+    }
+}
+
+fn bound(own: u32, peer: u8, dest: u32) -> Event {
+    Event::Peer(PeerEvent::Bound {
+        qpn: qpn(own),
+        peer: ip(peer),
+        dest: qpn(dest),
+        binding: Binding {
+            domain: peer.into(),
+            tenant: tenant(&format!("t{peer}")),
+        },
+    })
+}
+
+fn own(number: u32, why: Why) -> Event {
+    let qpn = qpn(number);
+    Event::Peer(PeerEvent::Own { qpn, why })
+}
+
+fn unbound(number: u32) -> Event {
+    let qpn = qpn(number);
+    Event::Peer(PeerEvent::Unbound { qpn })
+}
+
+fn gone(peer: u8) -> Event {
+    let peer = ip(peer);
+    Event::Peer(PeerEvent::Gone { peer })
+}
+
+#[test]
+fn bind__both_ends_of_a_connection() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.run();
+    assert_eq!(net.events, [], "the peer's queue pair is not in RTR");
+    net.bind(2, 22, 1, 11);
+    net.run();
+    assert_eq!(net.take(1), [bound(11, 2, 22)]);
+    assert_eq!(net.take(2), [bound(22, 1, 11)]);
+    // One link was enough, and nothing is kept.
+    assert_eq!(net.node(1).counts(), (1, 0));
+    assert_eq!(net.node(2).counts(), (1, 0));
+}
+
+/// Both nodes connect and ask at once; whatever the order in which attempts and messages arrive, both ends agree.
+#[test]
+fn bind__at_once_in_any_order() {
+    let mut state = 0x0123_4567_89ab_cdef_u64;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    let mut with_two_links = 0;
+    for round in 0..2000 {
+        let mut net = Net::pair();
+        for host in [1, 2] {
+            for more in [1, 2] {
+                let number = u32::from(host) * 11 + more * 100;
+                net.node(host)
+                    .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+            }
+        }
+        let mut to_bind = vec![
+            (1, 11, 2, 22),
+            (2, 22, 1, 11),
+            (1, 111, 2, 122),
+            (2, 122, 1, 111),
+            (2, 222, 1, 211),
+            (1, 211, 2, 222),
+        ];
+        loop {
+            let ends: Vec<_> = net
+                .carried
+                .iter()
+                .filter(|(_, queue)| !queue.is_empty())
+                .map(|(end, _)| *end)
+                .collect();
+            let choices = to_bind.len() + ends.len() + net.attempts.len();
+            if choices == 0 {
+                break;
+            }
+            let choice = random(choices);
+            if choice < to_bind.len() {
+                let (host, mine, peer, dest) = to_bind.swap_remove(choice);
+                net.bind(host, mine, peer, dest);
+            } else if choice < to_bind.len() + ends.len() {
+                net.deliver(ends[choice - to_bind.len()]);
+            } else {
+                let at = choice - to_bind.len() - ends.len();
+                net.attempts.swap(0, at);
+                net.answer_attempt();
+            }
+        }
+        for (host, peer) in [(1, 2), (2, 1)] {
+            let mut events = net.take(host);
+            events.sort_by_key(|event| match event {
+                Event::Peer(PeerEvent::Bound { qpn, .. }) => qpn.value(),
+                other => panic!("round {round}: {other:?}"),
+            });
+            let (mine, far) = (u32::from(host) * 11, u32::from(peer) * 11);
+            let expected = [0, 100, 200].map(|more| bound(mine + more, peer, far + more));
+            assert_eq!(events, expected, "round {round}");
+            let (links, kept) = net.node(host).counts();
+            assert!(kept == 0 && links <= 2);
+            with_two_links += usize::from(links == 2);
+        }
+    }
+    assert!(with_two_links > 100, "{with_two_links}");
+}
+
+#[test]
+fn bind__a_peer_without_a_node_is_not_asked_for_some_time() {
+    let mut net = Net::pair();
+    net.nodes.remove(&ip(2));
+    net.bind(1, 11, 2, 22);
+    net.run();
+    assert_eq!(net.take(1), [own(11, Why::NoNode)]);
+    net.node(1).add_qp(qpn(12), 1, tenant(""));
+    net.bind(1, 12, 2, 22);
+    assert_eq!(net.take(1), [own(12, Why::NoNode)]);
+    assert!(net.attempts.is_empty());
+    net.pass(NONE_TIME);
+    net.node(1).add_qp(qpn(13), 1, tenant(""));
+    net.bind(1, 13, 2, 22);
+    assert_eq!(net.attempts.len(), 1);
+}
+
+#[test]
+fn bind__a_peer_that_does_not_answer_costs_half_a_second() {
+    for answers in 0..4 {
+        let mut net = Net::pair();
+        net.bind(1, 11, 2, 22);
+        // It falls silent at some point of the handshake.
+        for step in 0..answers {
+            match step {
+                0 => drop(net.answer_attempt()),
+                _ => {
+                    let end = *net.carried.iter().find(|(_, queue)| !queue.is_empty()).unwrap().0;
+                    net.deliver(end);
+                }
+            }
+        }
+        net.node(1).next_event();
+        net.pass(ANSWER_TIME - Duration::from_millis(1));
+        assert_eq!(net.take(1), []);
+        net.pass(Duration::from_millis(1));
+        assert_eq!(net.take(1), [own(11, Why::NoNode)], "after {answers} steps");
+        assert_eq!(net.node(1).counts(), (0, 0));
+        assert_eq!(net.node(1).deadline(), None);
+    }
+}
+
+#[test]
+fn bind__other_keys_are_no_agreement_and_a_warning_a_minute() {
+    let mut net = Net::pair();
+    net.add(2, 8, 2);
+    for second in 0..100 {
+        let number = 1000 + second;
+        net.node(1).add_qp(qpn(number), 1, tenant(""));
+        net.bind(1, number, 2, 22);
+        net.run();
+        assert_eq!(net.take(1), [own(number, Why::Key)]);
+        assert_eq!(net.take(2), []);
+        net.pass(Duration::from_secs(1));
+    }
+    for host in [1, 2] {
+        let warnings = net.node(host).take_warnings();
+        assert_eq!(warnings.len(), 2, "{warnings:?}");
+        let other = ip(3 - host).to_string();
+        assert!(
+            warnings[0].contains(&other) && warnings[0].contains("--key"),
+            "{warnings:?}"
+        );
+        assert_eq!(net.node(host).counts(), (0, 0));
+    }
+}
+
+#[test]
+fn bind__what_the_peer_does_not_have_or_has_connected_otherwise() {
+    let mut net = Net::pair();
+    net.node(1).add_qp(qpn(12), 1, tenant(""));
+    net.bind(1, 12, 2, 99);
+    net.run();
+    assert_eq!(net.take(1), [own(12, Why::Refused(Reason::NoQp))]);
+    // The peer's queue pair is kept for two, and connects to one of them.
+    net.node(1).add_qp(qpn(13), 1, tenant(""));
+    net.bind(1, 13, 2, 22);
+    net.bind(1, 11, 2, 22);
+    net.run();
+    assert_eq!(net.node(2).counts(), (1, 2));
+    net.bind(2, 22, 1, 11);
+    net.run();
+    let events = net.take(1);
+    assert!(events.contains(&bound(11, 2, 22)), "{events:?}");
+    assert!(events.contains(&own(13, Why::Refused(Reason::Own))), "{events:?}");
+    net.node(1).add_qp(qpn(14), 1, tenant(""));
+    net.bind(1, 14, 2, 22);
+    net.run();
+    assert_eq!(net.take(1), [own(14, Why::Refused(Reason::OtherPeer))]);
+}
+
+#[test]
+fn remove_qp__while_the_peer_waits_or_is_bound() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.run();
+    let now = net.now;
+    net.node(2).remove_qp(now, qpn(22));
+    net.run();
+    assert_eq!(net.take(1), [own(11, Why::Refused(Reason::Own))]);
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.bind(2, 22, 1, 11);
+    net.run();
+    net.events.clear();
+    let now = net.now;
+    net.node(1).remove_qp(now, qpn(11));
+    net.run();
+    assert_eq!(net.take(2), [unbound(22)]);
+    // One that asked and has gone is kept no longer.
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.run();
+    let now = net.now;
+    net.node(1).remove_qp(now, qpn(11));
+    net.run();
+    assert_eq!(net.node(2).counts(), (1, 0));
+    // Its number may be that of another one.
+    net.node(1).add_qp(qpn(11), 1, tenant("t1"));
+    net.bind(2, 22, 1, 11);
+    net.bind(1, 11, 2, 22);
+    net.run();
+    assert_eq!(net.take(1), [bound(11, 2, 22)]);
+}
+
+#[test]
+fn lost__ends_what_was_agreed_at_both_ends_and_it_can_be_agreed_again() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.bind(2, 22, 1, 11);
+    net.run();
+    net.events.clear();
+    let (end, other) = net.pairs.iter().next().map(|(a, b)| (*a, *b)).unwrap();
+    net.pairs.clear();
+    let now = net.now;
+    for (at, link) in [end, other] {
+        net.nodes.get_mut(&at).unwrap().lost(now, link);
+    }
+    net.run();
+    assert_eq!(net.take(1), [unbound(11), gone(2)]);
+    assert_eq!(net.take(2), [unbound(22), gone(1)]);
+    for (host, number) in [(1, 12), (2, 23)] {
+        net.node(host)
+            .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+    }
+    net.bind(1, 12, 2, 23);
+    net.bind(2, 23, 1, 12);
+    net.run();
+    assert_eq!(net.take(1), [bound(12, 2, 23)]);
+}
+
+/// A node that was killed and started again comes before its peer knows that the first one is gone.
+#[test]
+fn agreed__a_node_that_was_started_again() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.bind(2, 22, 1, 11);
+    net.run();
+    net.events.clear();
+    net.kill(2);
+    net.add(2, 7, 9);
+    net.node(2).add_qp(qpn(24), 2, tenant("t2"));
+    net.node(1).add_qp(qpn(13), 1, tenant("t1"));
+    net.bind(2, 24, 1, 13);
+    net.run();
+    assert_eq!(net.take(1), [unbound(11), gone(2)]);
+    net.bind(1, 13, 2, 24);
+    net.run();
+    assert_eq!(net.take(1), [bound(13, 2, 24)]);
+    assert_eq!(net.take(2), [bound(24, 1, 13)]);
+    assert_eq!(net.node(1).counts(), (1, 0));
+}
+
+#[test]
+fn bind__a_node_is_its_own_peer() {
+    let mut net = Net::new();
+    net.add(1, 7, 1);
+    net.node(1).add_qp(qpn(11), 1, tenant("t1"));
+    net.node(1).add_qp(qpn(12), 1, tenant("t1"));
+    net.bind(1, 11, 1, 12);
+    net.bind(1, 12, 1, 11);
+    net.run();
+    let mut events = net.take(1);
+    events.sort_by_key(|event| match event {
+        Event::Peer(PeerEvent::Bound { qpn, .. }) => qpn.value(),
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(events, [bound(11, 1, 12), bound(12, 1, 11)]);
+    assert_eq!(net.node(1).counts(), (2, 0));
+}
+
+#[test]
+fn accepted__strangers_are_bounded_and_have_half_a_second() {
+    let mut net = Net::pair();
+    let now = net.now;
+    let accepted = (0..200).filter(|n| net.node(2).accepted(now, ip(*n), [0; 32]).is_some());
+    let accepted: Vec<u8> = accepted.collect();
+    assert_eq!(accepted.len(), STRANGERS_MAX);
+    net.pass(ANSWER_TIME);
+    assert_eq!(net.node(2).counts(), (0, 0));
+    let now = net.now;
+    assert!(net.node(2).accepted(now, ip(1), [0; 32]).is_some());
+}
+
+#[test]
+fn bind_asked__at_most_so_many_are_kept() {
+    let mut net = Net::pair();
+    let count = KEPT_MAX as u32 + 10;
+    for number in 0..count {
+        net.node(1).add_qp(qpn(0x1_0000 + number), 1, tenant(""));
+        net.bind(1, 0x1_0000 + number, 2, 22);
+    }
+    net.run();
+    assert_eq!(net.node(2).counts(), (1, KEPT_MAX));
+    let refused = net.take(1);
+    assert_eq!(refused.len(), 10);
+    assert!(matches!(
+        &refused[0],
+        Event::Peer(PeerEvent::Own {
+            why: Why::Refused(Reason::Limit),
+            ..
+        })
+    ));
+}
+
+#[test]
+fn keys__are_asked_for_and_go() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.bind(2, 22, 1, 11);
+    net.run();
+    net.events.clear();
+    let now = net.now;
+    let rkey = RKey(5);
+    net.node(1).resolve_key(now, ip(2), (2, rkey), 77);
+    net.node(1).resolve_key(now, ip(2), (2, RKey(6)), 78);
+    net.node(1).resolve_key(now, ip(9), (2, RKey(6)), 79);
+    net.run();
+    let key = RemoteKey {
+        rkey: RKey(50),
+        start: 4096,
+        length: 100,
+        access: 3,
+    };
+    for event in net.take(2) {
+        let Event::KeyAsked {
+            asked,
+            domain: 2,
+            rkey: wanted,
+        } = event
+        else {
+            panic!("{event:?}");
+        };
+        let found = (wanted == rkey).then_some(key);
+        net.node(2).answer_key(asked, wanted, found);
+    }
+    net.run();
+    let answer = |ticket, key| Event::Peer(PeerEvent::Key { ticket, key });
+    assert_eq!(
+        net.take(1),
+        [answer(79, None), answer(77, Some(key)), answer(78, None)]
+    );
+
+    // Nobody has asked for the other one.
+    let now = net.now;
+    assert!(!net.node(2).key_goes(now, 2, RKey(6)));
+    assert!(net.node(2).key_goes(now, 2, rkey));
+    net.run();
+    assert_eq!(net.take(2), [], "the peer may use it");
+    let [Event::Peer(PeerEvent::KeyGone { asked, peer, .. })] = net.take(1)[..] else {
+        panic!("no news of the key");
+    };
+    assert_eq!(peer, ip(2));
+    net.node(1).answer(asked, Message::Done {});
+    net.run();
+    assert_eq!(net.take(2), [Event::KeyReleased { rkey }]);
+}
+
+#[test]
+fn keys__of_a_peer_that_does_not_let_go() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.bind(2, 22, 1, 11);
+    net.run();
+    let now = net.now;
+    net.node(1).resolve_key(now, ip(2), (2, RKey(5)), 1);
+    net.run();
+    let events = net.take(2);
+    let Some(Event::KeyAsked { asked, .. }) = events.last() else {
+        panic!("{events:?}");
+    };
+    let key = RemoteKey {
+        rkey: RKey(50),
+        start: 0,
+        length: 1,
+        access: 3,
+    };
+    net.node(2).answer_key(*asked, RKey(5), Some(key));
+    net.run();
+    assert!(net.node(2).key_goes(now, 2, RKey(5)));
+    net.run();
+    net.pass(ANSWER_TIME);
+    assert_eq!(net.take(2), []);
+    net.pass(Duration::from_secs(5));
+    let events = net.take(2);
+    assert!(
+        events.contains(&Event::KeyReleased { rkey: RKey(5) }),
+        "{events:?}"
+    );
+    assert!(events.contains(&gone(1)), "{events:?}");
+}
+
+#[test]
+fn lost__questions_end_without_an_answer() {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.bind(2, 22, 1, 11);
+    net.run();
+    net.events.clear();
+    let now = net.now;
+    for ticket in 0..100 {
+        net.node(1).resolve_key(now, ip(2), (2, RKey(5)), ticket);
+    }
+    net.act();
+    net.kill(2);
+    net.pass(ANSWER_TIME);
+    let mut tickets: Vec<u64> = net
+        .take(1)
+        .iter()
+        .filter_map(|event| match event {
+            Event::Peer(PeerEvent::Key { ticket, key: None }) => Some(*ticket),
+            _ => None,
+        })
+        .collect();
+    tickets.sort_unstable();
+    assert_eq!(tickets, (0..100).collect::<Vec<_>>());
+}
+
+/// Valid messages with changed bytes, from a peer that has the key: nothing panics, and everything stays bounded.
+#[test]
+fn heard__anything_from_one_that_has_the_key() {
+    let mut state = 0x1357_9bdf_0246_8ace_u64;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/node_peer");
+    let seeds: Vec<Vec<u8>> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|file| std::fs::read(file.unwrap().path()).unwrap())
+        .collect();
+    let mut ended = 0;
+    for round in 0..500 {
+        let mut net = Net::pair();
+        net.bind(1, 11, 2, 22);
+        net.run();
+        let end = *net.pairs.keys().find(|(at, _)| *at == ip(2)).unwrap();
+        net.pairs.clear();
+        for _ in 0..100 {
+            let mut bytes = seeds[random(seeds.len())].clone();
+            for _ in 0..random(4) {
+                let at = random(bytes.len());
+                bytes[at] = [0, 1, 2, 11, 22, random(256) as u8][random(6)];
+            }
+            // Most numbers of questions are new ones.
+            bytes[4..8].copy_from_slice(&(random(1000) as u32).to_be_bytes());
+            let now = net.now;
+            net.node(2).heard(now, end.1, &bytes);
+            net.act();
+            let (links, kept) = net.node(2).counts();
+            assert!(links <= 1 && kept <= 100, "round {round}");
+            if links == 0 {
+                ended += 1;
+                break;
+            }
+        }
+    }
+    assert!(ended > 400, "{ended}");
+}

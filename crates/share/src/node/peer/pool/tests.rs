@@ -1,1 +1,236 @@
+use std::net::Ipv4Addr;
 
+use rdmux_wire::node::peer::TenantName;
+
+use super::*;
+
+fn by(peer: u32, class: u8) -> SharedBy {
+    SharedBy {
+        peer: Ipv4Addr::from_bits(0x0a00_0000 + peer).into(),
+        here: TenantName::default(),
+        there: TenantName::new("db").unwrap(),
+        class,
+    }
+}
+
+fn after(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// Opens a queue pair at once.
+fn open(pool: &mut Pool, now: Instant, by: &SharedBy) -> SharedId {
+    assert_eq!(pool.want(now, by), None);
+    let Some(Step::Open(id, opened)) = pool.next_step() else {
+        panic!("nothing is opened");
+    };
+    assert_eq!(&opened, by);
+    pool.opened(now, id);
+    id
+}
+
+#[test]
+fn want__opens_one_for_each_pair_of_tenants() {
+    let (mut pool, now) = (Pool::new(8), Instant::now());
+    let first = open(&mut pool, now, &by(1, 0));
+    assert_eq!(pool.want(now, &by(1, 0)), Some(first));
+    let other = SharedBy {
+        here: TenantName::new("x").unwrap(),
+        ..by(1, 0)
+    };
+    for one in [by(1, 1), by(2, 0), other] {
+        assert_ne!(open(&mut pool, now, &one), first);
+    }
+    assert_eq!((pool.len(), pool.next_step()), (4, None));
+}
+
+#[test]
+fn want__while_it_is_opened_asks_once() {
+    let (mut pool, now) = (Pool::new(8), Instant::now());
+    assert_eq!(pool.want(now, &by(1, 0)), None);
+    assert_eq!(pool.want(now, &by(1, 0)), None);
+    assert!(matches!(pool.next_step(), Some(Step::Open(..))));
+    assert_eq!(pool.next_step(), None);
+}
+
+#[test]
+fn want__at_the_limit_closes_the_one_that_was_used_least_recently() {
+    let (mut pool, now) = (Pool::new(3), Instant::now());
+    let ids = [1, 2, 3].map(|peer| open(&mut pool, now + after(peer), &by(peer as u32, 0)));
+    assert_eq!(pool.want(now + after(10), &by(1, 0)), Some(ids[0]));
+    pool.set_busy(now + after(11), ids[1], true);
+    assert_eq!(pool.want(now + after(12), &by(4, 0)), None);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[2])));
+    assert_eq!(pool.next_step(), None, "there is no room yet");
+    // Nobody sends on it any more, and one for the same tenants waits its turn.
+    assert_eq!(pool.want(now + after(13), &by(3, 0)), None);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])));
+    pool.ended(now + after(14), ids[2]);
+    assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(4, 0)));
+    pool.ended(now + after(15), ids[0]);
+    assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
+    assert_eq!(pool.len(), 3);
+}
+
+#[test]
+fn want__at_the_limit_with_all_of_them_in_use() {
+    let (mut pool, now) = (Pool::new(2), Instant::now());
+    let ids = [1, 2].map(|peer| open(&mut pool, now, &by(peer, 0)));
+    for id in ids {
+        pool.set_busy(now, id, true);
+    }
+    assert_eq!(pool.want(now, &by(3, 0)), None);
+    assert_eq!(pool.next_step(), None);
+    pool.set_busy(now, ids[1], false);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
+    // The peer has something in flight there.
+    pool.stays(now, ids[1]);
+    assert_eq!(pool.next_step(), None);
+    assert_eq!(pool.want(now, &by(2, 0)), Some(ids[1]));
+    let again = pool.deadline().unwrap();
+    assert_eq!(again, now + AGAIN_TIME);
+    pool.check_time(again);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])), "and again");
+    assert_ne!(pool.deadline(), Some(again));
+    pool.ended(now, ids[1]);
+    assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
+}
+
+#[test]
+fn check_time__closes_what_is_idle() {
+    let (mut pool, now) = (Pool::new(8), Instant::now());
+    let ids = [1, 2].map(|peer| open(&mut pool, now, &by(peer, 0)));
+    pool.set_busy(now, ids[0], true);
+    assert_eq!(pool.deadline(), Some(now + IDLE_TIME));
+    pool.check_time(now + IDLE_TIME - after(1));
+    assert_eq!(pool.next_step(), None);
+    pool.check_time(now + IDLE_TIME);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
+    assert_eq!((pool.next_step(), pool.deadline()), (None, None));
+}
+
+#[test]
+fn later__asks_a_peer_without_room_again() {
+    let (mut pool, now) = (Pool::new(8), Instant::now());
+    pool.want(now, &by(1, 0));
+    let Some(Step::Open(id, _)) = pool.next_step() else {
+        panic!("nothing is opened");
+    };
+    pool.later(now, id);
+    assert_eq!(pool.want(now, &by(1, 0)), None);
+    assert_eq!((pool.next_step(), pool.len()), (None, 0));
+    let again = pool.deadline().unwrap();
+    assert_eq!(again, now + AGAIN_TIME);
+    pool.check_time(again);
+    assert!(matches!(pool.next_step(), Some(Step::Open(..))));
+    assert_eq!((pool.next_step(), pool.deadline()), (None, None));
+}
+
+#[test]
+fn accept__what_a_peer_opens_serves_this_node_too() {
+    let (mut pool, now) = (Pool::new(1), Instant::now());
+    let id = pool.accept(now, &by(1, 0), None).unwrap();
+    assert_eq!(pool.want(now, &by(1, 0)), None, "it is not ready yet");
+    assert_eq!(pool.next_step(), None);
+    pool.opened(now, id);
+    assert_eq!(pool.want(now, &by(1, 0)), Some(id));
+    pool.set_busy(now, id, true);
+    assert_eq!(pool.accept(now, &by(2, 0), None), None);
+    assert_eq!(pool.next_step(), None);
+    pool.set_busy(now, id, false);
+    assert_eq!(pool.accept(now, &by(2, 0), None), None);
+    assert_eq!(pool.next_step(), Some(Step::Close(id)));
+    pool.ended(now, id);
+    assert!(pool.accept(now, &by(2, 0), None).is_some());
+}
+
+#[test]
+fn accept__in_place_of_the_own_attempt() {
+    let (mut pool, now) = (Pool::new(1), Instant::now());
+    pool.want(now, &by(1, 0));
+    let Some(Step::Open(id, _)) = pool.next_step() else {
+        panic!("nothing is opened");
+    };
+    assert_eq!(pool.asked_for(&by(1, 0)), Some(id));
+    assert_eq!(pool.asked_for(&by(2, 0)), None);
+    assert_eq!(pool.accept(now, &by(1, 0), Some(id)), Some(id));
+    assert_eq!(pool.asked_for(&by(1, 0)), None);
+    pool.opened(now, id);
+    assert_eq!(pool.want(now, &by(1, 0)), Some(id));
+}
+
+#[test]
+fn forget__what_is_wanted_of_a_peer() {
+    let (mut pool, now) = (Pool::new(1), Instant::now());
+    let id = open(&mut pool, now, &by(1, 0));
+    pool.set_busy(now, id, true);
+    for (peer, class) in [(2, 0), (3, 0), (2, 1)] {
+        pool.want(now, &by(peer, class));
+    }
+    let mut forgotten = pool.forget(by(2, 0).peer);
+    forgotten.sort();
+    assert_eq!(forgotten, [by(2, 0), by(2, 1)]);
+    pool.ended(now, id);
+    assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
+}
+
+/// 10,000 connections to 1,000 peers, of which any may want to send at any time, under a limit of 64: it is never exceeded, and each of them has its turn.
+#[test]
+fn want__ten_thousand_connections_to_a_thousand_peers() {
+    const LIMIT: usize = 64;
+    let (mut pool, mut now) = (Pool::new(LIMIT), Instant::now());
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    // Connections that have something to send, by those who share it, and the queue pairs in use.
+    let mut waiting: HashMap<SharedBy, usize> = HashMap::new();
+    let mut sending: Vec<(SharedId, SharedBy)> = Vec::new();
+    let mut steps: Vec<Step> = Vec::new();
+    let (mut sent, mut evicted, mut rounds) = (0, 0, 0);
+    let mut left = 10_000;
+    while left > 0 || !waiting.is_empty() || !sending.is_empty() {
+        rounds += 1;
+        assert!(rounds < 200_000, "{} wait", waiting.len());
+        now += Duration::from_micros(50);
+        for _ in 0..random(40).min(left) {
+            left -= 1;
+            *waiting.entry(by(random(1000) as u32, 0)).or_default() += 1;
+        }
+        let all: Vec<SharedBy> = waiting.keys().cloned().collect();
+        for one in all {
+            if let Some(id) = pool.want(now, &one) {
+                pool.set_busy(now, id, true);
+                sent += waiting.remove(&one).unwrap_or(0);
+                sending.push((id, one));
+            }
+        }
+        if !sending.is_empty() {
+            let (id, _) = sending.swap_remove(random(sending.len()));
+            pool.set_busy(now, id, sending.iter().any(|(other, _)| *other == id));
+        }
+        steps.extend(std::iter::from_fn(|| pool.next_step()));
+        // Peers answer in any order, and sometimes they are in use themselves, or have no room.
+        while !steps.is_empty() && random(3) > 0 {
+            match steps.swap_remove(random(steps.len())) {
+                Step::Open(id, _) if random(10) == 0 => pool.later(now, id),
+                Step::Open(id, _) => pool.opened(now, id),
+                Step::Close(id) if random(10) == 0 => pool.stays(now, id),
+                Step::Close(id) => {
+                    assert!(sending.iter().all(|(other, _)| *other != id), "it is in use");
+                    evicted += 1;
+                    pool.ended(now, id);
+                }
+            }
+            assert!(pool.len() <= LIMIT, "{} queue pairs", pool.len());
+            steps.extend(std::iter::from_fn(|| pool.next_step()));
+        }
+        if pool.deadline().is_some_and(|deadline| deadline <= now) {
+            pool.check_time(now);
+        }
+    }
+    assert_eq!(sent, 10_000);
+    assert!(evicted > 900, "{evicted}");
+}
