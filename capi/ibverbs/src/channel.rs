@@ -241,7 +241,7 @@ pub(crate) unsafe fn create_cq_with(
 /// Returns the error number that a program gets.
 pub(crate) fn errno_of(error: &CreateError) -> c_int {
     match error {
-        CreateError::NoRoom => libc::ENOMEM,
+        CreateError::NoRoom | CreateError::Limit(_) => libc::ENOMEM,
         CreateError::OtherDevice
         | CreateError::NoVector { .. }
         | CreateError::NoShare

@@ -235,7 +235,7 @@ pub(crate) unsafe fn register(
 
 fn errno_of_register(error: RegisterError) -> c_int {
     match error {
-        RegisterError::NoResources => libc::ENOMEM,
+        RegisterError::NoResources | RegisterError::Limit(_) => libc::ENOMEM,
         RegisterError::WindowsBound => libc::EBUSY,
         _ => libc::EINVAL,
     }

@@ -27,15 +27,14 @@ mod crc;
 mod proof;
 mod region;
 pub mod server;
-mod size;
 mod target;
 
 pub use client::{Client, Error, MapRequest, Mapping, Options, Way};
 pub use crc::{Crc64, crc64_of, transfer_id};
 pub use rdmux_key::{Key, KeyError, default_path as default_key_path};
 pub use rdmux_verbs::Placement;
+pub use rdmux_verbs::parse_size;
 pub use rdmux_wire::push::{Access, Conflict, Domain, ErrorCode, Name, VERSION};
 pub use region::{Mapped, Place, Region, RegionError, Sizing, Ways, file_system_of};
 pub use server::Server;
-pub use size::parse_size;
 pub use target::{DEFAULT_PORT, Target, TargetError, is_malformed_ipv4, local_address_towards, split_port};

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 
 use rdmux_wire::push::Name;
 
-use crate::size::parse_size;
+use rdmux_verbs::parse_size;
 
 /// The port of the push service.
 pub const DEFAULT_PORT: u16 = 7174;

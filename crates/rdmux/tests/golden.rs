@@ -21,7 +21,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 26] = [
+const OUTPUTS: [&str; 27] = [
     "capture",
     "capture check",
     "ddio off",
@@ -34,6 +34,7 @@ const OUTPUTS: [&str; 26] = [
     "log read",
     "log status",
     "log trim",
+    "node check",
     "perf push-read",
     "perf storage",
     "perf write-bw",
@@ -540,6 +541,19 @@ fn output__perf_storage() {
     let (_serving, _) = start(&home, &["perf", "storage", "--bind", &address], "listening");
     let args = ["perf", "storage", &address, "--bind", &address, "--ios", "20"];
     both(&home, "perf storage", &args);
+}
+
+/// Checks the example of docs/node.md.
+#[test]
+fn output__node_check() {
+    let home = tempfile::tempdir().unwrap();
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/node.md");
+    let page = fs::read_to_string(page).unwrap();
+    let (_, example) = page.split_once("```toml\n").unwrap();
+    let (example, _) = example.split_once("```").unwrap();
+    let file = home.path().join("node.toml");
+    fs::write(&file, example).unwrap();
+    both(&home, "node check", &["node", "check", file.to_str().unwrap()]);
 }
 
 #[test]

@@ -12,7 +12,7 @@
 //! reorder=P     so many are held back for up to 1 ms, and overtaken
 //! corrupt=P     so many arrive with changed bytes, or cut
 //! delay=T       every packet takes so much longer; delay=T..T draws between  T: number and unit: ns, us, ms or s
-//! rate=R        a port sends and receives so fast                            R: number and unit: kbit, Mbit or Gbit, a second
+//! rate=R        a port sends and receives so fast                            R: number and unit: kbit, Mbit, Gbit or Tbit, a second
 //! rnr=P         so many requests that need a receive get RNR NAK though one is there
 //! down=T..T     the port is down from .. to, counted from when the device was opened; down=T.. for good
 //! qp-error=P    so many packets that arrive put their queue pair in error
@@ -132,7 +132,7 @@ pub struct SpecError(String);
 const KINDS: &str = "loss, dup, reorder, corrupt, delay, rate, rnr, down, qp-error, only and seed";
 
 const TIMES: [(&str, f64); 4] = [("ns", 1.0), ("us", 1e3), ("ms", 1e6), ("s", 1e9)];
-const RATES: [(&str, f64); 3] = [("kbit", 1e3), ("Mbit", 1e6), ("Gbit", 1e9)];
+const RATES: [(&str, f64); 4] = [("kbit", 1e3), ("Mbit", 1e6), ("Gbit", 1e9), ("Tbit", 1e12)];
 
 impl FromStr for Spec {
     type Err = SpecError;
@@ -166,9 +166,8 @@ impl FromStr for Spec {
                         in_order.ok_or_else(|| bad("give a time, or two: delay=5ms, delay=1ms..20ms"))?;
                 }
                 "rate" => {
-                    let rate = number(value, &RATES).filter(|bps| *bps >= 1_000);
                     spec.rate_bps =
-                        Some(rate.ok_or_else(|| {
+                        Some(parse_rate(value).ok_or_else(|| {
                             bad("give bits per second, at least 1kbit, such as rate=100Mbit")
                         })?);
                 }
@@ -217,6 +216,11 @@ fn percent(text: &str) -> Option<f64> {
 
 fn time(text: &str) -> Option<u64> {
     number(text, &TIMES)
+}
+
+/// Parses a rate, such as `25Gbit`: a number with the unit kbit, Mbit, Gbit or Tbit, a second. Returns bits per second, at least 1,000.
+pub fn parse_rate(text: &str) -> Option<u64> {
+    number(text, &RATES).filter(|bps| *bps >= 1_000)
 }
 
 /// Parses a number with one of these units, and returns it in the smallest of them.

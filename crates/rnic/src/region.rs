@@ -19,7 +19,7 @@ use crate::work::{Bind, Registration};
 pub struct Pd(pub u32);
 
 /// Error of registering a region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegisterError {
     /// The range lies outside of the memory, or wraps around the address space.
     #[error("the region lies outside of its memory")]
@@ -42,6 +42,9 @@ pub enum RegisterError {
     /// The device already has the maximum number of regions and windows.
     #[error("too many memory regions and windows")]
     NoResources,
+    /// The caller shares the device with others, and has as much as it may have; the text says of what, and who decides.
+    #[error("{0}")]
+    Limit(Box<str>),
     /// The device accesses memory by its pages, and this memory has no lasting pages: a file, for example, which needs on-demand paging.
     #[error(
         "an RNIC without on-demand paging can access only memory that stays mapped, not files: copy through registered memory"

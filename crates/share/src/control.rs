@@ -9,6 +9,9 @@ use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_wire::Malformed;
 use rdmux_wire::node::control::{MESSAGE_LEN_MAX, Message};
 use rustix::io::Errno;
+use rustix::net::{Shutdown, shutdown};
+
+use convert::Refusal;
 
 /// Messages that wait until the other end reads. A correct application reads each answer before its next request, and has at most some events
 /// for each of its objects, so one that lets more wait does not read at all.
@@ -102,6 +105,14 @@ impl Channel {
     /// Returns whether messages wait.
     pub(crate) fn has_waiting(&self) -> bool {
         !self.waiting.is_empty()
+    }
+
+    /// Ends the connection with a reason, which the other end reads whether or not it has sent something.
+    pub(crate) fn refuse(mut self, why: Refusal) {
+        let _ = self.send(0, &why.message());
+        let _ = shutdown(&self.socket, Shutdown::Both);
+        // A socket that is closed with something unread resets the connection, and the reason is lost. Nothing more can come.
+        while let Ok(Some(_)) | Err(Ended::Malformed(_)) = self.receive() {}
     }
 
     /// Receives a message; `None` if there is none.

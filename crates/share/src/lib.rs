@@ -12,6 +12,9 @@ pub mod node;
 mod place;
 mod provider;
 pub mod ring;
+#[cfg(test)]
+#[path = "../../skip.rs"]
+mod skip;
 
 use rdmux_verbs::Features;
 

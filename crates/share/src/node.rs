@@ -1,13 +1,15 @@
-//! The node: the process that owns a device and serves the applications of its user.
+//! The node: the process that owns a device and serves the applications of its user, or of several tenants ([`config`]).
 //!
 //! [`Node`] is a driver: one thread that polls the rings of its applications and the device's completion queues while they have something, and
 //! else sleeps in epoll, as the waiting policy says ([`rdmux_verbs::waiting`]). What an application may do, and what comes of it, is in
 //! `application` and the modules behind it, which wait for nothing.
 
 mod application;
+pub mod config;
 mod connections;
 mod cut;
 mod egress;
+mod identity;
 // The node does not bind connections to shared queue pairs yet; tests drive both ends.
 #[cfg(test)]
 mod mux;
@@ -16,38 +18,43 @@ mod peer;
 mod post;
 mod requests;
 mod table;
+mod tenants;
 
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::sched::{Quanta, WindowLimits};
 use rdmux_rnic::{Status, Time};
 use rdmux_verbs::moderation::now;
-use rdmux_verbs::provider::user::check_user;
-use rdmux_verbs::provider::{Waker, conditions};
+use rdmux_verbs::provider::{Waker, conditions, folder};
+use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
 use rdmux_verbs::{CreateError, Device, EventQueue, wake_cost_ns};
 use rdmux_wire::node::control::{ErrorCode, Limits, Message, VERSION};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 
-use application::{Application, Detached, Shared, Token};
+use application::{Application, Belonging, Detached, Shared, Token};
+use config::{Config, Resource, STRICT_PERCENT_DEFAULT};
 use egress::{Egress, Open};
+use identity::Identity;
 use post::Take;
+use tenants::Tenants;
 
 pub use peer::PeersError;
 
 use crate::control::convert::Refusal;
 use crate::control::{Channel, Received};
 use crate::place::Place;
+pub use crate::place::Scope;
 use crate::ring::{Layout, NodeEnd, WorkBytes};
 
 /// Applications of a node.
-const APPLICATIONS_MAX: usize = 1024;
+pub const APPLICATIONS_MAX: usize = 1024;
 /// Slots of an application's rings: of requests and of completions.
 const SLOTS: (u32, u32) = (4096, 4096);
 /// Passes over busy rings between two looks at descriptors, each of which is a system call.
@@ -62,12 +69,29 @@ const MESSAGES_PER_TURN: usize = 64;
 /// Doorbells and queues wake the node each time that they ring, and need no call to be silent again.
 const EDGE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
 
+/// Why a node refuses a configuration.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ApplyError {
+    /// Tenants have control groups, and the kernel does not tell those of processes.
+    #[error("tenants with cgroup need Linux 6.5 or later: tell them apart by uid")]
+    NoCgroups,
+    /// Only a node that starts can take it.
+    #[error("{0}: restart the node")]
+    Restart(&'static str),
+    /// The node has ended.
+    #[error("the node has ended")]
+    Ended,
+}
+
 /// Why a node cannot serve.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// A node serves the address already.
-    #[error("a node of this user serves {0} already")]
-    InUse(IpAddr),
+    #[error("a node {1} serves {0} already")]
+    InUse(IpAddr, Scope),
+    /// The configuration needs what this system has not.
+    #[error(transparent)]
+    Config(#[from] ApplyError),
     /// The socket for applications cannot be made.
     #[error("the socket for applications: {0}")]
     Place(io::Error),
@@ -85,13 +109,18 @@ impl From<Errno> for NodeError {
     }
 }
 
-/// Ends a node from another thread, or from a handler of signals.
+/// Ends a node, or gives it another configuration, from another thread.
 #[derive(Clone, Debug)]
-pub struct Stopper(Arc<Stop>);
+pub struct Stopper(Arc<Orders>);
 
+/// A configuration to apply, and where to answer.
+type Order = (Config, mpsc::Sender<Result<(), ApplyError>>);
+
+/// Orders of other threads for the node's.
 #[derive(Debug)]
-struct Stop {
+struct Orders {
     stopped: AtomicBool,
+    config: Mutex<Option<Order>>,
     waker: Waker,
 }
 
@@ -100,6 +129,21 @@ impl Stopper {
     pub fn stop(&self) {
         self.0.stopped.store(true, Ordering::Release);
         self.0.waker.wake();
+    }
+
+    /// Has the node go on with another configuration, and waits until it does. Traffic goes on. Applications keep their tenants; those of
+    /// a tenant that is gone are in the tenant that a new process of theirs would be in, and are detached if that would be refused.
+    ///
+    /// # Errors
+    /// The node refuses the configuration and keeps the old one, or does not run.
+    pub fn apply(&self, config: Config) -> Result<(), ApplyError> {
+        let (answer, answered) = mpsc::channel();
+        *self.0.config.lock() = Some((config, answer));
+        if self.0.stopped.load(Ordering::Acquire) {
+            return Err(ApplyError::Ended);
+        }
+        self.0.waker.wake();
+        answered.recv().unwrap_or(Err(ApplyError::Ended))
     }
 }
 
@@ -154,6 +198,8 @@ pub struct Node {
     epoll: rustix::fd::OwnedFd,
     stop: Stopper,
     applications: Vec<Option<Application>>,
+    tenants: Tenants,
+    strict_percent: u8,
     policy: Policy,
     bytes: WorkBytes,
     /// Set once the descriptor of the engine is in the epoll set.
@@ -161,32 +207,55 @@ pub struct Node {
 }
 
 impl Node {
-    /// Takes the place of the node of the device's address.
+    /// Takes the place of the node of the device's address, for processes of this user.
     ///
     /// # Errors
     /// There is a node, or a system call failed.
     pub fn open(device: Device) -> Result<Node, NodeError> {
+        Node::open_for(device, None)
+    }
+
+    /// Does the same for the tenants of a configuration; `None`: for processes of this user.
+    ///
+    /// # Errors
+    /// There is a node, the configuration needs what the system has not, or a system call failed.
+    pub fn open_for(device: Device, config: Option<Config>) -> Result<Node, NodeError> {
         let address = device.address();
-        let place = Place::take(address).map_err(|error| match error.kind() {
-            io::ErrorKind::AddrInUse => NodeError::InUse(address),
+        let scope = config.as_ref().map_or(Scope::User, scope_of);
+        if let Some(config) = &config {
+            check_cgroups(config)?;
+        }
+        let place = Place::take(address, scope).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => NodeError::InUse(address, scope),
             _ => NodeError::Place(error),
         })?;
-        let stop = Stop {
+        let stop = Orders {
             stopped: AtomicBool::new(false),
+            config: Mutex::new(None),
             waker: Waker::new()?,
         };
+        let quanta = Quanta {
+            strict_percent: config
+                .as_ref()
+                .map_or(STRICT_PERCENT_DEFAULT, |config| config.strict_percent),
+            ..Quanta::default()
+        };
+        let mut egress = Egress::new(quanta, WindowLimits::default());
+        let tenants = Tenants::new(&mut egress, now(), config);
         let mut policy = Policy::new(wake_cost_ns());
         policy.pin(WaitMode::of_environment());
         let node = Node {
             shared: Shared {
                 events: EventQueue::new()?,
                 device,
-                egress: Egress::new(Quanta::default(), WindowLimits::default()),
+                egress,
             },
             place,
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             stop: Stopper(Arc::new(stop)),
             applications: Vec::new(),
+            tenants,
+            strict_percent: quanta.strict_percent,
             policy,
             bytes: WorkBytes::new(),
             watches_engine: false,
@@ -215,6 +284,14 @@ impl Node {
     /// # Errors
     /// The node itself can go on no more. Whatever an application does ends that application alone.
     pub fn run(&mut self) -> Result<(), NodeError> {
+        let served = self.serve();
+        // Nobody waits for an answer that does not come.
+        self.stop.0.stopped.store(true, Ordering::Release);
+        self.stop.0.config.lock().take();
+        served
+    }
+
+    fn serve(&mut self) -> Result<(), NodeError> {
         while !self.stop.0.stopped.load(Ordering::Acquire) {
             let mut passes = 0;
             while self.pass() {
@@ -386,7 +463,8 @@ impl Node {
                 Some(Source::Place) => self.accept()?,
                 Some(Source::Async) => self.device_has_news(),
                 Some(Source::Control(slot)) => self.control(slot),
-                Some(Source::Events | Source::Stop) => true,
+                Some(Source::Stop) => self.take_orders(),
+                Some(Source::Events) => true,
                 Some(Source::Engine | Source::Work(_)) | None => false,
             };
         }
@@ -405,36 +483,105 @@ impl Node {
                 Err(error) => return Err(error.into()),
             };
             any = true;
-            // One of another user, for whom this folder is closed, has no business here.
-            if check_user(&socket).is_err() {
-                continue;
-            }
-            let free = self.applications.iter().position(Option::is_none);
-            let slot = free.unwrap_or(self.applications.len());
-            if slot >= APPLICATIONS_MAX {
-                continue;
-            }
-            if slot == self.applications.len() {
-                self.applications.push(None);
-            }
-            let slot_number = slot as u32;
-            let Ok(application) = Application::new(&mut self.shared, Channel::new(socket), slot_number)
-            else {
-                continue;
-            };
-            let control = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
-            let added = add(
-                &self.epoll,
-                &application.channel,
-                Source::Control(slot_number),
-                control,
-            )
-            .and_then(|()| add(&self.epoll, &application.cq, Source::Work(slot_number), EDGE));
-            if added.is_ok() {
-                self.applications[slot] = Some(application);
+            let channel = Channel::new(socket);
+            match self.belonging_of(&channel) {
+                Ok(belonging) => self.attach(channel, belonging),
+                Err(why) => channel.refuse(why),
             }
         }
         Ok(any)
+    }
+
+    /// Returns process and tenant of the other end of a channel, with a charge for an application.
+    fn belonging_of(&self, channel: &Channel) -> Result<Belonging, Refusal> {
+        let identity = Identity::of(channel)?;
+        let account = self.tenants.account_of(&identity);
+        let account = account.map_err(Refusal::no_access)?.clone();
+        let charge = account.charge(Resource::Applications, 1)?;
+        Ok(Belonging {
+            identity,
+            account,
+            charge,
+        })
+    }
+
+    /// Begins to serve an application, if there is room for one more.
+    fn attach(&mut self, channel: Channel, belonging: Belonging) {
+        let free = self.applications.iter().position(Option::is_none);
+        let slot = free.unwrap_or(self.applications.len());
+        if slot >= APPLICATIONS_MAX {
+            let why = format!("it has {APPLICATIONS_MAX} applications, as many as a node can have");
+            return channel.refuse(Refusal::new(ErrorCode::Limit, why));
+        }
+        if slot == self.applications.len() {
+            self.applications.push(None);
+        }
+        let slot_number = slot as u32;
+        let Ok(mut application) = Application::new(&mut self.shared, channel, slot_number, belonging) else {
+            return;
+        };
+        let control = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
+        let added = add(
+            &self.epoll,
+            &application.channel,
+            Source::Control(slot_number),
+            control,
+        )
+        .and_then(|()| add(&self.epoll, &application.cq, Source::Work(slot_number), EDGE));
+        match added {
+            Ok(()) => self.applications[slot] = Some(application),
+            Err(_) => application.leave(&mut self.shared, now()),
+        }
+    }
+
+    /// Does what other threads want. Returns true.
+    fn take_orders(&mut self) -> bool {
+        self.stop.0.waker.reset();
+        let order = self.stop.0.config.lock().take();
+        if let Some((config, answer)) = order {
+            let applied = self.apply(config);
+            // A thread that waits no more needs no answer.
+            let _ = answer.send(applied);
+        }
+        true
+    }
+
+    /// Goes on with another configuration.
+    fn apply(&mut self, config: Config) -> Result<(), ApplyError> {
+        check_cgroups(&config)?;
+        match (self.place.scope(), scope_of(&config)) {
+            (Scope::User, Scope::Host) => {
+                return Err(ApplyError::Restart(
+                    "it names other users than the node's, who cannot reach the node's socket",
+                ));
+            }
+            (Scope::Host, Scope::User) => {
+                return Err(ApplyError::Restart(
+                    "it names no other user than the node's, whose nodes have their sockets in a folder of the user's",
+                ));
+            }
+            _ => {}
+        }
+        if self.strict_percent != config.strict_percent {
+            return Err(ApplyError::Restart("strict_percent is another one"));
+        }
+        let now = now();
+        self.tenants.set(&mut self.shared.egress, now, config);
+        for slot in 0..self.applications.len() {
+            let Some(application) = &mut self.applications[slot] else {
+                continue;
+            };
+            let belonging = &application.belonging;
+            if self.tenants.keeps(&belonging.account, &belonging.identity) {
+                continue;
+            }
+            match self.tenants.account_of(&belonging.identity).cloned() {
+                Ok(account) => application.move_to(&mut self.shared, now, &account),
+                Err(why) => self.detach(slot as u32, &Detached::Protocol(why)),
+            }
+        }
+        self.tenants.sweep(&mut self.shared.egress);
+        Ok(())
     }
 
     /// Handles messages of an application. Returns whether there were any.
@@ -532,6 +679,7 @@ impl Node {
                 .send(0, &Refusal::new(ErrorCode::Protocol, text).message());
         }
         application.leave(&mut self.shared, now());
+        self.tenants.sweep(&mut self.shared.egress);
         // Its descriptors leave the epoll set when they are closed.
         drop(application);
     }
@@ -583,13 +731,18 @@ impl Application {
         add(epoll, end.waiter(), source, EDGE).map_err(|error| Detached::Protocol(error.to_string()))?;
         let device = &shared.device;
         let limits = device.limits();
+        let account = &self.belonging.account;
+        let most = |device: u32, own: usize, resource| {
+            let tenant = account.limit(resource).try_into().unwrap_or(u32::MAX);
+            device.min(own as u32).min(tenant)
+        };
         let answer = Message::Attached {
             version: VERSION,
             address: device.address(),
             features: (device.features() & crate::FEATURES).bits(),
             limits: Limits {
-                queue_pairs: limits.queue_pairs.min(application::QPS_MAX as u32),
-                memory_regions: limits.memory_regions.min(application::REGIONS_MAX as u32),
+                queue_pairs: most(limits.queue_pairs, application::QPS_MAX, Resource::QueuePairs),
+                memory_regions: most(limits.memory_regions, application::REGIONS_MAX, Resource::Regions),
                 work_requests: application::WORK_REQUESTS_MAX,
                 sges: limits.sges,
                 inline_bytes: limits.inline_bytes,
@@ -603,6 +756,21 @@ impl Application {
         self.channel.send_with(request, &answer, &files.as_fds())?;
         self.rings = Some(post::Rings::new(end));
         Ok(())
+    }
+}
+
+/// Returns where the node of a configuration has its socket.
+fn scope_of(config: &Config) -> Scope {
+    match config.serves_others(folder::uid()) {
+        true => Scope::Host,
+        false => Scope::User,
+    }
+}
+
+fn check_cgroups(config: &Config) -> Result<(), ApplyError> {
+    match config.has_cgroups() && !identity::are_cgroups_known() {
+        true => Err(ApplyError::NoCgroups),
+        false => Ok(()),
     }
 }
 

@@ -1,13 +1,18 @@
-//! Places of nodes: the sockets in the user's runtime folder, one for each address and network namespace.
+//! Places of nodes: sockets in folders, one for each address and network namespace.
+//!
+//! A node that serves its own user has its socket in the user's runtime folder. One that serves others has it in the host's folder, where each
+//! address has a folder of its own, which belongs to the node's user: `/run/rdmux/10.0.0.1`. So a service manager can make and remove the folder of one node,
+//! and nodes of several users do not need to trust each other.
 
+use std::fmt::{self, Display};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use rdmux_verbs::provider::folder::runtime_folder;
+use rdmux_verbs::provider::folder::{check_host_folder, check_node_folder, host_path, runtime_folder};
 use rdmux_verbs::resources::places::unix_socket;
-use rustix::fs::{Mode, chmod};
+use rustix::fs::{Mode, chmod, mkdir};
 use rustix::io::Errno;
 use rustix::net::{SocketAddrUnix, SocketType, bind, connect, listen};
 
@@ -17,9 +22,65 @@ const BACKLOG: i32 = 64;
 /// Prefix of the names of sockets.
 const PREFIX: &str = "node-";
 
-/// Returns the socket of the node of an address. The folder is shared by the network namespaces of the host, and an address is not.
-pub(crate) fn path(address: IpAddr) -> io::Result<PathBuf> {
-    Ok(runtime_folder()?.join(format!("{PREFIX}{}-{address}", namespace())))
+/// Users that a node serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Its own user.
+    User,
+    /// Other users of the host too.
+    Host,
+}
+
+impl Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Scope::User => "of this user",
+            Scope::Host => "for the host",
+        })
+    }
+}
+
+impl Scope {
+    /// Scopes in the order in which an application looks for a node.
+    const ALL: [Scope; 2] = [Scope::User, Scope::Host];
+
+    /// Returns the folder with the socket of an address.
+    fn folder(self, address: IpAddr) -> io::Result<PathBuf> {
+        match self {
+            Scope::User => runtime_folder(),
+            Scope::Host => {
+                let host = host_path();
+                check_host_folder(&host)?;
+                Ok(host.join(address.to_string()))
+            }
+        }
+    }
+
+    /// Returns the socket of the node of an address. The folders are shared by the network namespaces of the host, and an address is not.
+    fn path(self, address: IpAddr) -> io::Result<PathBuf> {
+        let folder = self.folder(address)?;
+        Ok(folder.join(format!("{PREFIX}{}-{address}", namespace())))
+    }
+
+    /// Returns the addresses that have a folder or a socket.
+    fn addresses(self) -> io::Result<Vec<IpAddr>> {
+        let prefix = format!("{PREFIX}{}-", namespace());
+        let (folder, prefix) = match self {
+            Scope::User => (runtime_folder()?, prefix.as_str()),
+            Scope::Host => (host_path(), ""),
+        };
+        let entries = std::fs::read_dir(folder)?.flatten();
+        Ok(entries
+            .filter_map(|entry| entry.file_name().to_str()?.strip_prefix(prefix)?.parse().ok())
+            .collect())
+    }
+
+    /// Connects to the node of an address.
+    fn attach(self, address: IpAddr) -> io::Result<OwnedFd> {
+        let socket = unix_socket(SocketType::SEQPACKET)?;
+        connect(&socket, &SocketAddrUnix::new(self.path(address)?)?)?;
+        Ok(socket)
+    }
 }
 
 /// Returns the number of this process's network namespace.
@@ -27,36 +88,46 @@ fn namespace() -> u64 {
     rustix::fs::stat("/proc/self/ns/net").map_or(0, |found| found.st_ino)
 }
 
-/// Returns the addresses of this network namespace that have had a node.
+/// Returns the addresses of this network namespace that have a node for this user or for the host.
 pub(crate) fn addresses() -> io::Result<Vec<IpAddr>> {
-    let prefix = format!("{PREFIX}{}-", namespace());
-    let mut found: Vec<IpAddr> = std::fs::read_dir(runtime_folder()?)?
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.strip_prefix(&prefix)?.parse().ok())
-        .filter(|address| attach(*address).is_ok())
-        .collect();
+    let mut found = Scope::User.addresses()?;
+    // A host without nodes for all has no folder for them.
+    found.extend(Scope::Host.addresses().unwrap_or_default());
     found.sort_unstable();
+    found.dedup();
+    found.retain(|address| attach(*address).is_ok());
     Ok(found)
 }
 
-fn name(address: IpAddr) -> io::Result<SocketAddrUnix> {
-    Ok(SocketAddrUnix::new(path(address)?)?)
-}
-
-/// Connects to the node of an address.
+/// Connects to the node of an address: to that of this user, or else to that for the host.
 ///
 /// # Errors
 /// [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if there is none.
 pub(crate) fn attach(address: IpAddr) -> io::Result<OwnedFd> {
-    let socket = unix_socket(SocketType::SEQPACKET)?;
-    connect(&socket, &name(address)?)?;
-    Ok(socket)
+    let mut why = io::Error::from(io::ErrorKind::NotFound);
+    for scope in Scope::ALL {
+        match scope.attach(address) {
+            Ok(socket) => return Ok(socket),
+            Err(error) if is_absence(&error) => {}
+            // An error in the user's folder says nothing about the host's.
+            Err(error) => why = error,
+        }
+    }
+    Err(why)
+}
+
+fn is_absence(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+    )
 }
 
 /// The socket on which a node waits for applications; its name ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Place {
     path: PathBuf,
+    scope: Scope,
     pub(crate) socket: OwnedFd,
 }
 
@@ -65,21 +136,32 @@ impl Place {
     ///
     /// # Errors
     /// [`io::ErrorKind::AddrInUse`] if there is a node.
-    pub(crate) fn take(address: IpAddr) -> io::Result<Place> {
-        let path = path(address)?;
+    pub(crate) fn take(address: IpAddr, scope: Scope) -> io::Result<Place> {
+        let mut mode = Mode::RUSR | Mode::WUSR;
+        if scope == Scope::Host {
+            make_node_folder(address)?;
+            // The node decides about everybody who reaches its socket.
+            mode |= Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
+        }
         // The engine's place, which the caller has by then, lets no two nodes of an address come here at once.
-        if attach(address).is_ok() {
+        if scope.attach(address).is_ok() {
             return Err(io::ErrorKind::AddrInUse.into());
         }
+        let path = scope.path(address)?;
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let socket = unix_socket(SocketType::SEQPACKET)?;
-        bind(&socket, &name(address)?)?;
-        chmod(&path, Mode::RUSR | Mode::WUSR)?;
+        bind(&socket, &SocketAddrUnix::new(&path)?)?;
+        chmod(&path, mode)?;
         listen(&socket, BACKLOG)?;
-        Ok(Place { path, socket })
+        Ok(Place { path, scope, socket })
+    }
+
+    /// Returns whom the node serves.
+    pub(crate) fn scope(&self) -> Scope {
+        self.scope
     }
 
     /// Accepts an application; `None` if none waits.
@@ -90,6 +172,35 @@ impl Place {
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Makes the folder of the node of an address, and the host's, where this user may and there are none.
+fn make_node_folder(address: IpAddr) -> io::Result<()> {
+    let host = host_path();
+    let folder = host.join(address.to_string());
+    let made = make_public(&host).and_then(|()| make_public(&folder));
+    if let Err(error) = made {
+        let (error, folder) = (io::Error::from(error), folder.display());
+        let advice = format!(
+            "{folder}: {error}: run the node as a service, or make the folder as root: install -d -m 755 -o USER {folder}"
+        );
+        return Err(io::Error::new(error.kind(), advice));
+    }
+    check_host_folder(&host)?;
+    check_node_folder(&folder)
+}
+
+/// Makes a folder that everybody may enter and nobody else may change, unless there is one.
+fn make_public(path: &Path) -> Result<(), Errno> {
+    let mode = Mode::RWXU | Mode::RGRP | Mode::XGRP | Mode::ROTH | Mode::XOTH;
+    match mkdir(path, mode) {
+        // Whatever the process's umask is.
+        Ok(()) => chmod(path, mode),
+        Err(Errno::EXIST) => Ok(()),
+        // Nobody may make one here, but there is one.
+        Err(_) if path.is_dir() => Ok(()),
+        Err(error) => Err(error),
     }
 }
 

@@ -36,6 +36,9 @@ pub enum CreateError {
     /// The device has no room for another.
     #[error("the device has no room for another object, or the objects that it uses do not match")]
     NoRoom,
+    /// The caller shares the device with others, and has as much as it may have; the text says of what, and who decides.
+    #[error("{0}")]
+    Limit(Box<str>),
     /// An object that it is to use belongs to another device.
     #[error("a completion queue, shared receive queue or XRC domain of another device")]
     OtherDevice,

@@ -55,6 +55,7 @@ pub mod provider;
 mod region;
 pub mod resources;
 mod sidr;
+mod size;
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;
@@ -106,5 +107,6 @@ pub use sidr::{
     AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError, Resolving,
     ServiceRequest,
 };
+pub use size::parse_size;
 pub use srq::{SharedReceiveQueue, XrcDomain};
 pub use watch::EngineWatch;

@@ -51,6 +51,7 @@ pub(super) fn create_errno(error: &CreateError) -> c_int {
     match error {
         CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
         CreateError::NoRoom
+        | CreateError::Limit(_)
         | CreateError::OtherDevice
         | CreateError::NoVector { .. }
         | CreateError::NoShare

@@ -1,24 +1,42 @@
-//! `rdmux node`: owns a device and serves this user's applications on it.
+//! `rdmux node`: owns a device and serves applications on it: this user's, or those of tenants.
 
+mod check;
+
+use std::io::Read;
 use std::net::IpAddr;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, ensure};
-use clap::Parser;
-use rdmux_share::node::Node;
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::{Parser, Subcommand};
+use rdmux_share::node::config::{Config, Finding};
+use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::Device;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::output;
 
-/// Own a device and share it with this user's applications.
+/// Own a device and share it with the applications of this user, or of tenants.
 ///
 /// Applications use the device through this process: `--provider shared`, or the environment variable RDMUX_PROVIDER=shared, which works for
 /// any program. Queue pairs and engine are in this process; the applications' payload is not copied on the way. When an application ends, also
 /// by a signal, this process destroys what it had. It runs until Ctrl-C or SIGTERM; its applications then have a device that has gone.
+///
+/// With --config it serves tenants: users and control groups of this host, each with its part of the device and its limits. SIGHUP has it
+/// read the file again; traffic goes on, and a wrong file changes nothing.
 #[derive(Parser, Debug)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// Local address of the device.
     #[arg(long = "device", value_name = "ADDRESS", default_value = "127.0.0.1")]
     address: IpAddr,
+    /// Serve the tenants of this file (docs/node.md), and not this user alone. `rdmux node check` checks it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Run on this CPU.
     #[arg(long, value_name = "CPU")]
     pin: Option<usize>,
@@ -26,22 +44,36 @@ pub(crate) struct Args {
     device: super::device::DeviceArgs,
 }
 
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Check a file of tenants, and show what it gives to whom.
+    Check(check::Args),
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
+    match &args.command {
+        Some(Command::Check(args)) => check::run(args),
+        None => serve(args),
+    }
+}
+
+fn serve(args: &Args) -> Result<()> {
     args.device.apply()?;
     if let Some(cpu) = args.pin {
         super::serve::pin(cpu)?;
     }
+    let config = args.config.as_deref().map(read).transpose()?;
     let device = Device::open(args.address)?;
     ensure!(
         device.provider() != "shared",
         "a node needs a device of its own: give --provider soft or hw, and unset RDMUX_PROVIDER"
     );
     let provider = device.provider();
-    let mut node = Node::open(device)?;
-    let stopper = node.stopper();
-    ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
+    let tenants = config.as_ref().map_or(String::new(), tenants_of);
+    let mut node = Node::open_for(device, config)?;
+    handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
     output::say(&format!(
-        "node of {} ({provider}): ready for applications",
+        "node of {} ({provider}{tenants}): ready for applications",
         args.address
     ));
     // Does nothing unless systemd asked for it.
@@ -49,4 +81,68 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         output::error(&anyhow::Error::new(error).context("cannot notify systemd that the node is ready"));
     }
     Ok(node.run()?)
+}
+
+/// Reads a configuration, and reports its warnings.
+fn read(file: &Path) -> Result<Config> {
+    let (config, warnings) = Config::read(file)?;
+    warn(&warnings);
+    Ok(config)
+}
+
+fn warn(warnings: &[Finding]) {
+    for warning in warnings {
+        output::error(&anyhow!("warning: {warning}"));
+    }
+}
+
+fn tenants_of(config: &Config) -> String {
+    match config.tenants.len() {
+        1 => ", 1 tenant".into(),
+        count => format!(", {count} tenants"),
+    }
+}
+
+/// Starts a thread that ends the node on SIGINT and SIGTERM, and on SIGHUP has it read its configuration again, or end if it has none.
+fn handle_signals(stopper: Stopper, config: Option<PathBuf>) -> std::io::Result<()> {
+    let (mut woken, wakes) = UnixStream::pair()?;
+    let [ends, reads] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let hangup = if config.is_some() { &reads } else { &ends };
+    for (signal, flag) in [(SIGINT, &ends), (SIGTERM, &ends), (SIGHUP, hangup)] {
+        // The flag is set before the thread is woken: handlers run in the order of their registration.
+        signal_hook::flag::register(signal, flag.clone())?;
+        signal_hook::low_level::pipe::register(signal, wakes.try_clone()?)?;
+    }
+    let handle = move || {
+        while matches!(woken.read(&mut [0; 64]), Ok(1..)) {
+            if ends.load(Ordering::SeqCst) {
+                return stopper.stop();
+            }
+            if reads.swap(false, Ordering::SeqCst)
+                && let Some(file) = &config
+            {
+                reload(&stopper, file);
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("rdmux-signals".into())
+        .spawn(handle)
+        .map(|_| ())
+}
+
+/// Has the node go on with what its file says now. A wrong file changes nothing.
+fn reload(stopper: &Stopper, file: &Path) {
+    let applied = read(file).and_then(|config| {
+        let tenants = tenants_of(&config);
+        stopper.apply(config)?;
+        Ok(tenants)
+    });
+    match applied {
+        Ok(tenants) => output::say(&format!("{} is in force{tenants}", file.display())),
+        Err(error) => output::error(&error.context(format!(
+            "{} is not in force, the tenants stay as they were",
+            file.display()
+        ))),
+    }
 }

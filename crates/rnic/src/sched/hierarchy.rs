@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::bucket::Bucket;
 use super::classes::Classes;
 use super::connection::{Connection, Group, NEW, OLD, Slot};
 use super::list::{Key, List, Slab};
@@ -86,6 +87,8 @@ pub struct Hierarchy<Id> {
     timers: [BinaryHeap<Reverse<(Time, u32)>>; 2],
     /// When a connection last began to send as a new one.
     sparse: Option<Time>,
+    /// Bytes that all tenants together may send.
+    rate: Option<Bucket>,
 }
 
 impl<Id: Copy> Hierarchy<Id> {
@@ -104,6 +107,16 @@ impl<Id: Copy> Hierarchy<Id> {
             sharing: List::default(),
             timers: Default::default(),
             sparse: None,
+            rate: None,
+        }
+    }
+
+    /// Sets the rate, in bits per second, that all tenants together do not exceed; `None`: there is none. Only where the device's or the
+    /// link's rate is what they wait for do they share it as they are entitled to. A burst is as that of a tenant's ceiling.
+    pub fn set_rate(&mut self, now: Time, rate_bps: Option<u64>) {
+        match (&mut self.rate, rate_bps) {
+            (Some(bucket), Some(rate_bps)) => bucket.set_rate(now, rate_bps),
+            (rate, rate_bps) => *rate = rate_bps.map(Bucket::new),
         }
     }
 
@@ -130,6 +143,11 @@ impl<Id: Copy> Hierarchy<Id> {
         state.classes = classes;
         self.set_quanta();
         self.refresh(now, at);
+    }
+
+    /// Returns whether a tenant has a group.
+    pub fn has_groups(&self, tenant: TenantId) -> bool {
+        self.tenants.get(tenant.0).is_some_and(|tenant| tenant.groups > 0)
     }
 
     /// Removes a tenant, all of whose groups have been removed.
@@ -244,6 +262,9 @@ impl<Id: Copy> Hierarchy<Id> {
 
     /// Returns the connection that sends next. Its turn ends before the next one is picked.
     pub fn pick(&mut self, now: Time) -> Option<Turn<Id>> {
+        if self.rate.as_ref().is_some_and(|rate| !rate.is_open(now)) {
+            return None;
+        }
         self.fire_timers(now);
         let (tenant, list) = self.pick_tenant()?;
         let state = &mut self.tenants[tenant];
@@ -264,6 +285,9 @@ impl<Id: Copy> Hierarchy<Id> {
     /// Ends a turn: the connection has sent `sent` bytes, and has `more` to send or not. One that has more but sent nothing waits for its
     /// next turn; it should rather [rest](Hierarchy::rest).
     pub fn end(&mut self, now: Time, turn: Turn<Id>, sent: u32, more: bool) {
+        if let Some(rate) = &mut self.rate {
+            rate.charge(now, sent.into());
+        }
         if let Some(tenant) = self.tenants.at_mut(turn.tenant) {
             tenant.credit[turn.list] -= i64::from(sent);
             if turn.list == GUARANTEED
@@ -299,8 +323,16 @@ impl<Id: Copy> Hierarchy<Id> {
         }
     }
 
-    /// Returns when a tenant that has reached its ceiling may send again: when to pick next, if nothing could be picked.
+    /// Returns when the device, or a tenant that has reached its ceiling, may send again: when to pick next, if nothing could be picked.
     pub fn next_time(&mut self) -> Option<Time> {
+        let device = self.rate.as_ref().map(Bucket::next);
+        if device.is_some() && !(self.guaranteed.is_empty() && self.sharing.is_empty()) {
+            return device;
+        }
+        self.next_tenant_time().map(|at| at.max(device.unwrap_or(at)))
+    }
+
+    fn next_tenant_time(&mut self) -> Option<Time> {
         while let Some(Reverse((at, tenant_at))) = self.timers[SHARING].peek().copied() {
             if let Some(tenant) = self.tenants.at_mut(tenant_at)
                 && tenant.timers[SHARING] == Some(at)

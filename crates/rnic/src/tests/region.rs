@@ -130,11 +130,11 @@ fn dealloc_pd__nothing_more_is_made_in_it() {
     let Side { rnic, lkey, cq, .. } = &mut pair.sides[0];
     let pd = rnic.alloc_pd();
     rnic.dealloc_pd(pd);
-    let none = RegisterError::NoPd;
-    assert_eq!(rnic.reg_mr(pd, small(ALL_ACCESS)), Err(none));
-    assert_eq!(rnic.alloc_mr(pd, 64), Err(none));
-    assert_eq!(rnic.alloc_mw(pd, WindowType::One), Err(none));
-    assert_eq!(rnic.rereg_mr(*lkey, Some(pd), |_| {}).unwrap_err(), none);
+    let none = || RegisterError::NoPd;
+    assert_eq!(rnic.reg_mr(pd, small(ALL_ACCESS)), Err(none()));
+    assert_eq!(rnic.alloc_mr(pd, 64), Err(none()));
+    assert_eq!(rnic.alloc_mw(pd, WindowType::One), Err(none()));
+    assert_eq!(rnic.rereg_mr(*lkey, Some(pd), |_| {}).unwrap_err(), none());
     assert_eq!(rnic.create_qp(QpInit::new(pd, *cq)), None);
     let init = SrqInit {
         pd,

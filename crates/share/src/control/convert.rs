@@ -30,6 +30,15 @@ impl Refusal {
         }
     }
 
+    /// Refuses a process altogether.
+    pub(crate) fn no_access(text: String) -> Refusal {
+        Refusal {
+            code: ErrorCode::System,
+            number: rustix::io::Errno::ACCESS.raw_os_error() as u32,
+            text,
+        }
+    }
+
     /// Returns the message.
     pub(crate) fn message(self) -> Message {
         let Refusal { code, number, text } = self;
@@ -96,7 +105,7 @@ impl From<RegisterError> for Refusal {
             RegisterError::FlushNotSupported => ErrorCode::FlushNotSupported,
             RegisterError::NeedsLocalWrite => ErrorCode::NeedsLocalWrite,
             RegisterError::NoPd | RegisterError::NoRegion => ErrorCode::NoObject,
-            RegisterError::NoResources => ErrorCode::Limit,
+            RegisterError::NoResources | RegisterError::Limit(_) => ErrorCode::Limit,
             RegisterError::Unsupported(_) => ErrorCode::Unsupported,
             RegisterError::WindowsBound => ErrorCode::State,
             RegisterError::NotMapped => ErrorCode::Memory,
@@ -113,7 +122,7 @@ pub(crate) fn register_error(refusal: &Refusal) -> RegisterError {
         ErrorCode::FlushNotSupported => RegisterError::FlushNotSupported,
         ErrorCode::NeedsLocalWrite => RegisterError::NeedsLocalWrite,
         ErrorCode::NoObject => RegisterError::NoPd,
-        ErrorCode::Limit => RegisterError::NoResources,
+        ErrorCode::Limit => RegisterError::Limit(refusal.text.as_str().into()),
         _ => RegisterError::Refused(refusal.number()),
     }
 }
@@ -121,7 +130,7 @@ pub(crate) fn register_error(refusal: &Refusal) -> RegisterError {
 /// Returns the error of a creation that a node has refused.
 pub(crate) fn create_error(refusal: &Refusal) -> CreateError {
     match refusal.code {
-        ErrorCode::Limit => CreateError::NoRoom,
+        ErrorCode::Limit => CreateError::Limit(refusal.text.as_str().into()),
         _ => CreateError::Io(refusal.to_io()),
     }
 }

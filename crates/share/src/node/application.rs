@@ -3,8 +3,8 @@
 //! Nothing that an application sends is trusted. It names objects by ids among its own, whose number is bounded; each of its protection domains
 //! is one of the device, whose engine checks keys and ranges against it. So the worst that it can do is to have itself detached.
 
-use std::collections::HashMap;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
 use rdmux_rnic::sched::{Entitlement, TenantId};
 use rdmux_rnic::{SendRequest, Time};
@@ -14,9 +14,12 @@ use rdmux_verbs::{
 };
 use rdmux_wire::node::control::{ErrorCode, Kind, Message};
 
+use super::config::Resource;
 use super::egress::{Egress, FlowId, GroupId};
+use super::identity::Identity;
 use super::post::Rings;
 use super::table::Table;
+use super::tenants::{Account, Charge};
 use crate::control::convert::Refusal;
 use crate::control::{Channel, Ended};
 
@@ -53,6 +56,35 @@ pub(super) struct Qp {
     pub(super) group: Option<GroupId>,
     /// Set once the application knows that it has failed.
     pub(super) failed: bool,
+    /// Charges of the tenant: for the queue pair, and for its requests.
+    pub(super) charges: [Charge; 2],
+}
+
+/// A region of an application.
+#[derive(Debug)]
+pub(super) struct Region {
+    /// Destroyed before it is charged no more.
+    _region: MemoryRegion,
+    /// Charges of the tenant: for the region, and for its bytes.
+    charges: [Charge; 2],
+}
+
+impl Region {
+    pub(super) fn new(region: MemoryRegion, charges: [Charge; 2]) -> Region {
+        Region {
+            _region: region,
+            charges,
+        }
+    }
+}
+
+/// Process and tenant of an application.
+#[derive(Debug)]
+pub(super) struct Belonging {
+    pub(super) identity: Identity,
+    pub(super) account: Arc<Account>,
+    /// Charge of the tenant for the application.
+    pub(super) charge: Charge,
 }
 
 /// A connection of an application, or an attempt to connect.
@@ -119,7 +151,7 @@ pub(super) struct Application {
     pub(super) listeners: Table<Listener>,
     pub(super) qps: Table<Qp>,
     pub(super) by_qpn: HashMap<Qpn, u32>,
-    pub(super) regions: Table<MemoryRegion>,
+    pub(super) regions: Table<Region>,
     pub(super) pds: Table<ProtectionDomain>,
     /// The device's queue for all its completions.
     pub(super) cq: CompletionQueue,
@@ -131,6 +163,8 @@ pub(super) struct Application {
     /// Completions for the ring. They are taken out of the device's queue even if the ring is full, since others wait for what they say about the
     /// device. There are no more of them than the queue pairs hold requests, and than [`Application::take_work`] allows for.
     pub(super) kept: VecDeque<Kept>,
+    /// Its process and its tenant, which is charged until everything above has gone.
+    pub(super) belonging: Belonging,
 }
 
 /// Completions that the queue of an application without queue pairs has room for.
@@ -138,13 +172,22 @@ const ROOM_MIN: u32 = 256;
 
 impl Application {
     /// Begins to serve the process at the other end of a channel.
-    pub(super) fn new(shared: &mut Shared, channel: Channel, slot: u32) -> Result<Application, CreateError> {
+    pub(super) fn new(
+        shared: &mut Shared,
+        channel: Channel,
+        slot: u32,
+        belonging: Belonging,
+    ) -> Result<Application, CreateError> {
         let cq = shared.device.create_cq(ROOM_MIN)?;
         Ok(Application {
             channel,
             slot,
             name: String::new(),
-            tenant: shared.egress.add_tenant(&Entitlement::default()),
+            // Without a configuration applications share equally.
+            tenant: match belonging.account.tenant() {
+                Some(tenant) => tenant,
+                None => shared.egress.add_tenant(&Entitlement::default()),
+            },
             rings: None,
             connections: Table::new(CONNECTIONS_MAX),
             requests: Table::new(REQUESTS_MAX),
@@ -158,6 +201,7 @@ impl Application {
             needed: 0,
             found: VecDeque::new(),
             kept: VecDeque::new(),
+            belonging,
         })
     }
 
@@ -167,7 +211,35 @@ impl Application {
         for qp in qps {
             self.remove_qp(shared, now, qp);
         }
-        shared.egress.remove_tenant(self.tenant);
+        if self.belonging.account.tenant().is_none() {
+            shared.egress.remove_tenant(self.tenant);
+        }
+    }
+
+    /// Charges the tenant for an object: for the object itself, and for so much of another resource in it.
+    pub(super) fn charge(
+        &self,
+        object: Resource,
+        (content, amount): (Resource, u64),
+    ) -> Result<[Charge; 2], Refusal> {
+        let account = &self.belonging.account;
+        Ok([account.charge(object, 1)?, account.charge(content, amount)?])
+    }
+
+    /// Moves the application with all that it has to another tenant. What is in flight stays where it is.
+    pub(super) fn move_to(&mut self, shared: &mut Shared, now: Time, account: &Arc<Account>) {
+        self.belonging.account = account.clone();
+        self.belonging.charge.move_to(account);
+        let regions = self.regions.iter_mut().flat_map(|region| &mut region.charges);
+        regions.for_each(|charge| charge.move_to(account));
+        let Some(tenant) = account.tenant() else { return };
+        self.tenant = tenant;
+        for qp in self.qps.iter_mut() {
+            qp.charges.iter_mut().for_each(|charge| charge.move_to(account));
+            if let Some(group) = qp.group {
+                shared.egress.move_group(now, group, qp.flow, tenant);
+            }
+        }
     }
 
     /// Returns the token under which an object reports.

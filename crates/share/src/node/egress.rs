@@ -219,9 +219,13 @@ impl<B> Egress<B> {
     }
 
     /// Changes what a tenant is entitled to.
-    #[cfg_attr(not(test), expect(dead_code, reason = "tenants are not configured yet"))]
     pub(super) fn set_tenant(&mut self, now: Time, tenant: TenantId, entitlement: &Entitlement) {
         self.hierarchy.set_tenant(now, tenant, entitlement);
+    }
+
+    /// Returns whether a tenant has a group.
+    pub(super) fn has_groups(&self, tenant: TenantId) -> bool {
+        self.hierarchy.has_groups(tenant)
     }
 
     /// Removes a tenant, all of whose groups have been removed.
@@ -230,6 +234,29 @@ impl<B> Egress<B> {
     /// When the tenant has a group.
     pub(super) fn remove_tenant(&mut self, tenant: TenantId) {
         self.hierarchy.remove_tenant(tenant);
+    }
+
+    /// Sets the rate, in bits per second, that all tenants together do not exceed; `None`: there is none.
+    pub(super) fn set_rate(&mut self, now: Time, rate_bps: Option<u64>) {
+        self.hierarchy.set_rate(now, rate_bps);
+    }
+
+    /// Moves a group of a single flow to another tenant. What is posted to its send queue stays there. Does nothing if READs have slots of the
+    /// group, as where flows share the send queue.
+    pub(super) fn move_group(&mut self, now: Time, group: GroupId, flow: FlowId, tenant: TenantId) {
+        let Some(moving) = self.groups.get(group.0).filter(|moving| !moving.has_slots) else {
+            return;
+        };
+        let Some(to) = self.hierarchy.add_group(tenant, moving.class) else {
+            return;
+        };
+        self.unbind(now, flow);
+        if let Some(moving) = self.groups.get_mut(group.0) {
+            let from = std::mem::replace(&mut moving.id, to);
+            self.hierarchy.remove_group(from);
+        }
+        self.reopen(now, group);
+        self.bind(now, flow, group);
     }
 
     /// Adds a group of a tenant, for a send queue of the device that is empty; `None` if there is no such tenant, or no room.

@@ -8,7 +8,10 @@ use rdmux_rnic::{Access, QpState, QpType, Time};
 use rdmux_verbs::{Carrier, ConnectError, ConnectPair, QpOptions};
 use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateData};
 
-use super::application::{Application, Link, Linked, Qp, Shared, WORK_REQUESTS_MAX, limit, no_object};
+use super::application::{
+    Application, Link, Linked, Qp, Region, Shared, WORK_REQUESTS_MAX, limit, no_object,
+};
+use super::config::Resource;
 use super::egress::Owner;
 use crate::control::convert::{
     Refusal, attributes_of, counters_to_wire, params_of, path_to_wire, qp_type_of, state_of, state_to_wire,
@@ -161,6 +164,7 @@ impl Application {
             .ok_or_else(|| Refusal::new(ErrorCode::Unsupported, "an access right that nodes do not know"))?;
         let [file] = <[OwnedFd; 1]>::try_from(descriptors)
             .map_err(|_| Refusal::new(ErrorCode::Memory, "a registration comes with one file in memory"))?;
+        let charges = self.charge(Resource::Regions, (Resource::Bytes, length))?;
         let memory = AnonymousMemory::of_file(file).map_err(|error| {
             Refusal::new(
                 ErrorCode::Memory,
@@ -171,7 +175,7 @@ impl Application {
         let (lkey, rkey) = (region.lkey(), region.rkey());
         let id = self
             .regions
-            .insert(region)
+            .insert(Region::new(region, charges))
             .ok_or_else(|| limit("memory regions"))?;
         Ok(Message::Registered { id, lkey, rkey })
     }
@@ -190,6 +194,8 @@ impl Application {
             return Err(limit("requests of a queue pair"));
         }
         let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?.clone();
+        let requests = u64::from(max_send_wr) + u64::from(max_recv_wr);
+        let charges = self.charge(Resource::QueuePairs, (Resource::Requests, requests))?;
         let depth = Application::depth_of(shared, max_send_wr);
         let completions = depth + max_recv_wr;
         self.reserve(completions)?;
@@ -215,6 +221,7 @@ impl Application {
                 flow: shared.egress.add_flow(owner, max_send_wr)?,
                 group: None,
                 failed: false,
+                charges,
             })
         });
         let id = id.ok_or_else(|| limit("queue pairs"))?;

@@ -40,6 +40,11 @@ impl<T, const SLOT_BITS: u32> Table<T, SLOT_BITS> {
         self.slots.len() - self.free.len()
     }
 
+    /// Returns all objects.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.slots.iter_mut().filter_map(|slot| slot.value.as_mut())
+    }
+
     /// Adds an object, and returns its id; `None` if there is no room.
     pub(super) fn insert(&mut self, value: T) -> Option<u32> {
         self.insert_with(|_| Some(value))

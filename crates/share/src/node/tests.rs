@@ -28,6 +28,11 @@ struct Served {
 
 impl Served {
     fn new(number: u8) -> Served {
+        Served::with(number, None)
+    }
+
+    /// Serves the tenants of a configuration.
+    fn with(number: u8, config: Option<Config>) -> Served {
         rdmux_soft::register();
         let address = IpAddr::from([127, 0, 53, number]);
         let options = Options {
@@ -35,7 +40,7 @@ impl Served {
             ..Options::default()
         };
         let device = Device::open_with(address, options).unwrap();
-        let mut node = Node::open(device.clone()).unwrap();
+        let mut node = Node::open_for(device.clone(), config).unwrap();
         let stopper = node.stopper();
         let thread = std::thread::spawn(move || node.run().unwrap());
         Served {
@@ -491,4 +496,167 @@ fn anything__ends_its_sender_alone() {
     assert_eq!(other.ask(&Message::Query { qp: pair }).name(), "QpInfo");
     drop((hostile, other));
     served.wait_until_empty();
+}
+
+/// Returns the configuration of a text, in which OWN is the uid of this process.
+fn config(text: &str) -> Config {
+    let text = text.replace("OWN", &folder::uid().to_string());
+    Config::parse(std::path::Path::new("node.toml"), &text, &|_| Ok(None))
+        .unwrap()
+        .0
+}
+
+/// Returns why a request is refused.
+fn why(raw: &mut Raw, message: &Message) -> String {
+    match raw.ask(message) {
+        Message::Error {
+            code: ErrorCode::Limit,
+            text,
+            ..
+        } => text,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn register(pd: u32, length: u64) -> Message {
+    Message::Register {
+        pd,
+        offset: 0,
+        length,
+        iova: 0,
+        access: 1,
+    }
+}
+
+#[test]
+fn limits__of_a_tenant_are_those_of_all_its_applications() {
+    let text = "[tenant.a]\nuid = [OWN]\n\
+         limits = { applications = 2, queue_pairs = 2, requests = 80, regions = 2, bytes = \"8K\" }";
+    let served = Served::with(31, Some(config(text)));
+    let (mut one, mut other) = (served.attach(), served.attach());
+    let refused = served.connect().detached();
+    assert_eq!(
+        refused,
+        "the tenant a has 2 of at most 2 applications: raise limits.applications in [tenant.a] of node.toml"
+    );
+    let pds = [&mut one, &mut other].map(|raw| raw.made(&Message::AllocPd {}));
+    let qp = one.made(&create_qp(pds[0]));
+    other.made(&create_qp(pds[1]));
+    assert_eq!(
+        why(&mut other, &create_qp(pds[1])),
+        "the tenant a has 2 of at most 2 queue pairs: raise limits.queue_pairs in [tenant.a] of node.toml"
+    );
+    one.ask(&Message::Destroy {
+        kind: Kind::Qp,
+        id: qp,
+    });
+    // Requests: 32 are there, and 2 times 30 are too many.
+    let larger = Message::CreateQp {
+        pd: pds[0],
+        qp_type: QpType::Rc,
+        max_send_wr: 30,
+        max_recv_wr: 30,
+    };
+    assert!(why(&mut one, &larger).contains("has 32 of at most 80 requests"));
+    one.made(&create_qp(pds[0]));
+
+    let file = sealed_file("memory", 1 << 16).unwrap();
+    let registered =
+        |raw: &mut Raw, pd, length| match raw.ask_with(&register(pd, length), Some(&file)).message {
+            Message::Registered { id, .. } => Ok(id),
+            Message::Error { text, .. } => Err(text),
+            other => panic!("{other:?}"),
+        };
+    let region = registered(&mut one, pds[0], 4096).unwrap();
+    assert_eq!(
+        registered(&mut other, pds[1], 4097),
+        Err("the tenant a has 4096 of at most 8192 bytes in memory regions: raise limits.bytes in [tenant.a] of node.toml".into())
+    );
+    registered(&mut other, pds[1], 4096).unwrap();
+    assert!(
+        registered(&mut one, pds[0], 0)
+            .unwrap_err()
+            .contains("2 of at most 2 memory regions")
+    );
+    one.ask(&Message::Destroy {
+        kind: Kind::Region,
+        id: region,
+    });
+    registered(&mut other, pds[1], 4096).unwrap();
+    // Whatever an application had is free once it has gone.
+    drop(other);
+    let deadline = Instant::now() + LONG;
+    while registered(&mut one, pds[0], 8192).is_err() {
+        assert!(
+            Instant::now() < deadline,
+            "what an application had is charged for ever"
+        );
+    }
+    let mut next = served.attach();
+    next.qp();
+}
+
+#[test]
+fn accept__process_that_is_refused_learns_why() {
+    let served = Served::with(32, Some(config("[default]\nrefuse = true")));
+    let own = folder::uid();
+    for says_something in [false, true] {
+        let mut refused = served.connect();
+        if says_something {
+            // The node may have ended the connection by now.
+            let _ = refused.channel.send(1, &attach(VERSION));
+        }
+        let why = refused.detached();
+        assert!(why.starts_with(&format!("this process, of uid {own}")), "{why}");
+        assert!(
+            why.ends_with("is in none of its tenants, and it refuses others"),
+            "{why}"
+        );
+    }
+}
+
+#[test]
+fn apply__tenants_and_limits_of_applications_that_stay() {
+    let served = Served::with(
+        33,
+        Some(config("[tenant.a]\nuid = [OWN]\nlimits.queue_pairs = 1")),
+    );
+    let apply = |text: &str| served.stopper.apply(config(text));
+    let mut raw = served.attach();
+    let pd = raw.made(&Message::AllocPd {});
+    raw.made(&create_qp(pd));
+    assert!(why(&mut raw, &create_qp(pd)).contains("the tenant a has 1 of at most 1 queue pairs"));
+    // A limit that is raised, lowered below what is there, and removed.
+    apply("[tenant.a]\nuid = [OWN]\nlimits.queue_pairs = 2").unwrap();
+    raw.made(&create_qp(pd));
+    apply("[tenant.a]\nuid = [OWN]\nlimits.queue_pairs = 0").unwrap();
+    assert!(why(&mut raw, &create_qp(pd)).contains("the tenant a has 2 of at most 0 queue pairs"));
+    // An application keeps its tenant though a new process would be in another one.
+    apply("[tenant.a]\nlimits.queue_pairs = 3\n[tenant.b]\nuid = [OWN]\nlimits.queue_pairs = 4").unwrap();
+    raw.made(&create_qp(pd));
+    assert!(why(&mut raw, &create_qp(pd)).contains("the tenant a has 3 of at most 3 queue pairs"));
+    // Without its tenant it is where a new one would be, with all that it has.
+    apply("[tenant.b]\nuid = [OWN]\nlimits.queue_pairs = 4").unwrap();
+    raw.made(&create_qp(pd));
+    assert!(why(&mut raw, &create_qp(pd)).contains("the tenant b has 4 of at most 4 queue pairs"));
+    apply("").unwrap();
+    raw.made(&create_qp(pd));
+    // A configuration that needs another socket is refused, and the old one stays.
+    let error = apply("[default]").unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "it names other users than the node's, who cannot reach the node's socket: restart the node"
+    );
+    raw.is_served();
+    apply("[default]\nrefuse = true").unwrap();
+    assert!(raw.detached().contains("is in none of its tenants"));
+    served.wait_until_empty();
+}
+
+#[test]
+fn apply__node_that_has_ended() {
+    let mut served = Served::new(34);
+    served.stopper.stop();
+    served.thread.take().unwrap().join().unwrap();
+    assert_eq!(served.stopper.apply(config("")), Err(ApplyError::Ended));
 }

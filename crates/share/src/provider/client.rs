@@ -34,7 +34,9 @@ const ATTACH_TIMEOUT: Timespec = Timespec {
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// No node serves the address.
-    #[error("no node of this user serves {0}: start `rdmux node --device {0}`, or choose another provider")]
+    #[error(
+        "no node of this user serves {0}, nor one for the host: start `rdmux node --device {0}`, or choose another provider"
+    )]
     NoNode(IpAddr),
     /// The node refuses this process, or is of another version.
     #[error("the node of {address} refuses this process: {why}")]
@@ -164,9 +166,11 @@ fn greet(channel: &mut Channel, address: IpAddr) -> Result<(Welcome, Rings), Att
         name: std::fs::read_to_string("/proc/self/comm").unwrap_or_default(),
     };
     let refused = |why: String| AttachError::Refused { address, why };
-    channel
-        .send(1, &attach)
-        .map_err(|ended| refused(ended.to_string()))?;
+    // A node that refuses the process says so before it ends the connection, and takes no message more.
+    match channel.send(1, &attach) {
+        Ok(()) | Err(Ended::Gone) => {}
+        Err(ended) => return Err(refused(ended.to_string())),
+    }
     let received = loop {
         match channel.receive().map_err(|ended| refused(ended.to_string()))? {
             Some(received) => break received,

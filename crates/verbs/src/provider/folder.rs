@@ -1,4 +1,5 @@
-//! The folder in which the processes of a user keep files that last no longer than the host is up: traces, sockets of nodes.
+//! Folders for files that last no longer than the host is up: that of a user, for traces and sockets of nodes, and that of the host, for
+//! sockets of nodes that serve several users.
 
 use std::ffi::OsStr;
 use std::io;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags, fstat, mkdir, open};
 use rustix::io::Errno;
 
-use super::user::outer_number;
+use super::user::{ROOT, outer_number};
 
 /// Returns the effective uid of this process.
 pub fn uid() -> u32 {
@@ -59,6 +60,47 @@ pub fn runtime_folder() -> io::Result<PathBuf> {
     Ok(own_path())
 }
 
+/// Folder of the host's nodes, unless [`HOST_VARIABLE`] names another one.
+pub const HOST_PATH: &str = "/run/rdmux";
+/// Environment variable with the folder of the host's nodes. It changes where a process looks for nodes, and so whom it trusts; the process's
+/// own user sets it.
+pub const HOST_VARIABLE: &str = "RDMUX_HOST_FOLDER";
+
+/// Returns the path of the folder of the host's nodes, whether it exists or not.
+pub fn host_path() -> PathBuf {
+    std::env::var_os(HOST_VARIABLE).map_or_else(|| HOST_PATH.into(), PathBuf::from)
+}
+
+/// Checks that root or this process's user owns the folder of the host's nodes, and that nobody else may change it: whose nodes are there, the
+/// owner decides.
+///
+/// # Errors
+/// It is not so, there is no such folder, or a system call failed. The error names the folder.
+pub fn check_host_folder(path: &Path) -> io::Result<()> {
+    let is_trusted = |owner| owner == ROOT || owner == uid();
+    let why = "root, or this user, has to own it, and nobody else may write there";
+    check_public(path, is_trusted, why)
+}
+
+/// Checks that this process's user owns the folder of a node for the host, and that nobody else may change it.
+///
+/// # Errors
+/// Those of [`check_host_folder`].
+pub fn check_node_folder(path: &Path) -> io::Result<()> {
+    let why = "the node's user has to own it, and nobody else may write there";
+    check_public(path, |owner| owner == uid(), why)
+}
+
+fn check_public(path: &Path, is_owner: impl Fn(u32) -> bool, why: &str) -> io::Result<()> {
+    let stat = fstat(open_folder(path, None)?)?;
+    let writable_by_others = Mode::WGRP | Mode::WOTH;
+    if is_owner(stat.st_uid) && !Mode::from_raw_mode(stat.st_mode).intersects(writable_by_others) {
+        return Ok(());
+    }
+    let what = format!("{}: {why}", path.display());
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, what))
+}
+
 fn at(path: &Path, errno: Errno) -> io::Error {
     let error = io::Error::from(errno);
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
@@ -88,6 +130,31 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
+
+    #[test]
+    fn check_public__each_folder() {
+        let folder = std::env::temp_dir().join(format!("rdmux-verbs-public-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir(&folder).unwrap();
+        let set = |mode| std::fs::set_permissions(&folder, PermissionsExt::from_mode(mode)).unwrap();
+        let kind = |checked: io::Result<()>| checked.map_err(|error| error.kind());
+        let denied = Err(io::ErrorKind::PermissionDenied);
+        set(0o755);
+        assert_eq!(kind(check_host_folder(&folder)), Ok(()));
+        assert_eq!(kind(check_node_folder(&folder)), Ok(()));
+        assert_eq!(kind(check_public(&folder, |owner| owner != uid(), "")), denied);
+        for mode in [0o775, 0o757, 0o777, 0o1777] {
+            set(mode);
+            assert_eq!(kind(check_host_folder(&folder)), denied, "{mode:o}");
+        }
+        let link = folder.join("link");
+        set(0o755);
+        std::os::unix::fs::symlink(&folder, &link).unwrap();
+        assert!(check_host_folder(&link).is_err());
+        let none = check_host_folder(&folder.join("none"));
+        assert_eq!(kind(none), Err(io::ErrorKind::NotFound));
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn path_of__runtime_folder_that_another_may_write_to() {

@@ -277,6 +277,48 @@ fn next_time__when_the_first_tenant_at_its_ceiling_may_send() {
 }
 
 #[test]
+fn set_rate__all_tenants_share_it_as_they_are_entitled() {
+    let mut link = Link::new(Quanta::default());
+    let tenants = [(1, 0, None), (3, 0, None), (1, 5, None), (1, 0, Some(GBPS / 2))];
+    let tenants = tenants.map(|(weight, rate, ceiling)| link.tenant(weight, rate * GBPS, ceiling));
+    for tenant in tenants {
+        let at = link.connection(tenant, 0);
+        link.post(at, MUCH);
+    }
+    let mut rates = |rate: Option<u64>| {
+        link.hierarchy.set_rate(link.now, rate.map(|rate| rate * GBPS));
+        link.run(5_000_000);
+        link.run(200_000_000)
+    };
+    assert_rates(&rates(Some(10)), &[0.9, 2.7, 5.9, 0.5]);
+    // A rate below the guaranteed ones leaves nothing for tenants that have none.
+    assert_rates(&rates(Some(4)), &[0.0, 0.0, 4.0, 0.0]);
+    let rest = 94.5 / 5.0;
+    assert_rates(&rates(None), &[rest, 3.0 * rest, 5.0 + rest, 0.5]);
+}
+
+#[test]
+fn next_time__when_the_device_may_send() {
+    let mut link = Link::new(Quanta::default());
+    let slow = link.tenant(1, 0, Some(GBPS / 10));
+    let slow = link.connection(slow, 0);
+    link.hierarchy.set_rate(link.now, Some(GBPS));
+    assert_eq!(link.hierarchy.next_time(), None, "nobody waits");
+    link.post(slow, MUCH);
+    while link.send().is_some() {}
+    // The tenant's ceiling is what it waits for, and later than the device's rate allows.
+    assert!(link.hierarchy.pick(link.now).is_some());
+    let other = link.tenant(1, 0, None);
+    let other = link.connection(other, 0);
+    link.post(other, MUCH);
+    let (begin, before) = (link.now, link.idle_ns);
+    assert_rates(&link.run(100_000_000), &[0.1, 0.9]);
+    let busy_ns = link.now.since_ns(begin) - (link.idle_ns - before);
+    // It sends at 100 Gbit/s, so it sends in 1 % of the time.
+    assert!(busy_ns < 2_000_000, "{busy_ns}");
+}
+
+#[test]
 fn pick__a_strict_class_takes_nine_tenths_while_others_wait() {
     for (strict, expected) in [(vec![2], [5.0, 5.0, 90.0]), (vec![1, 2], [1.0, 9.0, 90.0])] {
         let mut link = Link::new(Quanta::default());

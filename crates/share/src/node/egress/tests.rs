@@ -564,6 +564,22 @@ fn next__tenants_share_by_weight() {
     assert_eq!((0..800).filter_map(|_| bench.next()).count(), 800);
     let ratio = bench.bytes[&two] as f64 / bench.bytes[&one] as f64;
     assert!((2.8..3.2).contains(&ratio), "{ratio}");
+    // The first one is in the other tenant as well from now on, with what is in flight, and so they share equally.
+    let first = *bench
+        .posted
+        .keys()
+        .find(|group| bench.posted[group].front().is_some_and(|piece| piece.flow == one))
+        .unwrap();
+    bench.egress.move_group(bench.now, first, one, other);
+    assert!(!bench.egress.has_groups(bench.tenant) && bench.egress.has_groups(other));
+    bench.bytes.clear();
+    assert_eq!((0..400).filter_map(|_| bench.next()).count(), 400);
+    let ratio = bench.bytes[&two] as f64 / bench.bytes[&one] as f64;
+    assert!((0.9..1.1).contains(&ratio), "{ratio}");
+    while bench.complete(first) {}
+    let whole = |(_, status, length): &(u64, Status, u32)| (*status, *length) == (OK, 1 << 20);
+    let done = bench.done();
+    assert!(!done.is_empty() && done.iter().all(whole), "{done:?}");
     // A tenant goes after its groups.
     for flow in [one, two] {
         bench.egress.remove_flow(bench.now, flow);

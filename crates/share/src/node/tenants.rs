@@ -1,0 +1,436 @@
+//! The tenants of a node: which process belongs to which, and how much the applications of each have together.
+//!
+//! An [`Account`] counts what a tenant has. Each object holds the [`Charge`] for it, which ends with the object, so that no way to end leaves
+//! anything on an account.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rdmux_rnic::Time;
+use rdmux_rnic::sched::TenantId;
+use rdmux_verbs::provider::folder;
+use rdmux_wire::node::control::ErrorCode;
+use strum::{EnumCount, IntoEnumIterator};
+
+use super::config::{Assignment, Config, DEFAULT_TENANT, Limits, Others, Resource, Settings};
+use super::egress::Egress;
+use super::identity::Identity;
+use crate::control::convert::Refusal;
+
+/// Limit of a resource that has none.
+const UNLIMITED: u64 = u64::MAX;
+
+/// Resources that the applications of a tenant have, and may have. The node's thread alone changes it.
+#[derive(Debug)]
+pub(super) struct Account {
+    name: String,
+    /// The tenant in the scheduler; `None`: each application is one of its own, as the node has no configuration.
+    tenant: Option<TenantId>,
+    /// The file with its limits; without a configuration there are none.
+    file: PathBuf,
+    limits: [AtomicU64; Resource::COUNT],
+    used: [AtomicU64; Resource::COUNT],
+}
+
+impl Account {
+    fn new(name: &str, tenant: Option<TenantId>, file: PathBuf, limits: &Limits) -> Arc<Account> {
+        let account = Account {
+            name: name.to_owned(),
+            tenant,
+            file,
+            limits: Default::default(),
+            used: Default::default(),
+        };
+        account.set_limits(limits);
+        Arc::new(account)
+    }
+
+    /// Sets limits. What the applications have stays, also beyond them.
+    fn set_limits(&self, limits: &Limits) {
+        for resource in Resource::iter() {
+            let limit = limits.get(resource).unwrap_or(UNLIMITED);
+            self.limits[resource as usize].store(limit, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the name of the tenant.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the tenant in the scheduler; `None`: each application is one of its own.
+    pub(super) fn tenant(&self) -> Option<TenantId> {
+        self.tenant
+    }
+
+    /// Returns the limit of a resource.
+    pub(super) fn limit(&self, resource: Resource) -> u64 {
+        self.limits[resource as usize].load(Ordering::Relaxed)
+    }
+
+    /// Takes so much of a resource, until the charge is dropped.
+    ///
+    /// # Errors
+    /// The tenant would exceed its limit.
+    pub(super) fn charge(self: &Arc<Account>, resource: Resource, amount: u64) -> Result<Charge, Refusal> {
+        let used = self.used[resource as usize].load(Ordering::Relaxed);
+        let limit = self.limit(resource);
+        if used.saturating_add(amount) > limit {
+            return Err(Refusal::new(
+                ErrorCode::Limit,
+                self.exceeded(resource, used, limit),
+            ));
+        }
+        Ok(Charge::new(self, resource, amount))
+    }
+
+    fn exceeded(&self, resource: Resource, used: u64, limit: u64) -> String {
+        let (tenant, name, key) = (&self.name, resource.name(), resource.key());
+        let section = match tenant.as_str() {
+            DEFAULT_TENANT => "[default]".to_owned(),
+            tenant => format!("[tenant.{tenant}]"),
+        };
+        let file = self.file.display();
+        format!(
+            "the tenant {tenant} has {used} of at most {limit} {name}: raise limits.{key} in {section} of {file}"
+        )
+    }
+}
+
+/// Part of a resource that an account's applications have.
+#[derive(Debug)]
+pub(super) struct Charge {
+    account: Arc<Account>,
+    resource: Resource,
+    amount: u64,
+}
+
+impl Charge {
+    fn new(account: &Arc<Account>, resource: Resource, amount: u64) -> Charge {
+        account.used[resource as usize].fetch_add(amount, Ordering::Relaxed);
+        Charge {
+            account: account.clone(),
+            resource,
+            amount,
+        }
+    }
+
+    /// Moves the charge to another account, also beyond that one's limit.
+    pub(super) fn move_to(&mut self, account: &Arc<Account>) {
+        *self = Charge::new(account, self.resource, self.amount);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.account.used[self.resource as usize].fetch_sub(self.amount, Ordering::Relaxed);
+    }
+}
+
+/// The tenants of a node.
+#[derive(Debug)]
+pub(super) struct Tenants {
+    /// `None`: one tenant without limits, the node's own user.
+    config: Option<Config>,
+    /// Uid of the node.
+    own: u32,
+    /// Accounts by name, the default one too.
+    accounts: HashMap<String, Arc<Account>>,
+    /// Tenants in the scheduler that are no more in the configuration.
+    removed: Vec<TenantId>,
+}
+
+impl Tenants {
+    pub(super) fn new<B>(egress: &mut Egress<B>, now: Time, config: Option<Config>) -> Tenants {
+        let mut tenants = Tenants {
+            config: None,
+            own: folder::uid(),
+            accounts: HashMap::new(),
+            removed: Vec::new(),
+        };
+        match config {
+            Some(config) => tenants.set(egress, now, config),
+            None => {
+                let default = Account::new(DEFAULT_TENANT, None, PathBuf::new(), &Limits::default());
+                tenants.accounts.insert(DEFAULT_TENANT.to_owned(), default);
+            }
+        }
+        tenants
+    }
+
+    /// Replaces the configuration. Tenants that remain keep their accounts; applications of others are [moved](Tenants::keeps), and then
+    /// [`Tenants::sweep`] removes what is left.
+    pub(super) fn set<B>(&mut self, egress: &mut Egress<B>, now: Time, config: Config) {
+        egress.set_rate(now, config.rate_bps);
+        let default = config.default_settings();
+        let named = config
+            .tenants
+            .iter()
+            .map(|tenant| (tenant.name.as_str(), tenant.settings));
+        let mut accounts = HashMap::new();
+        for (name, Settings { entitlement, limits }) in named.chain([(DEFAULT_TENANT, default)]) {
+            let account = match self.accounts.remove(name) {
+                Some(kept) => {
+                    kept.set_limits(&limits);
+                    if let Some(tenant) = kept.tenant {
+                        egress.set_tenant(now, tenant, &entitlement);
+                    }
+                    kept
+                }
+                None => {
+                    let tenant = egress.add_tenant(&entitlement);
+                    Account::new(name, Some(tenant), config.file.clone(), &limits)
+                }
+            };
+            accounts.insert(name.to_owned(), account);
+        }
+        let others = std::mem::replace(&mut self.accounts, accounts);
+        self.removed
+            .extend(others.values().filter_map(|account| account.tenant));
+        self.config = Some(config);
+    }
+
+    /// Removes tenants of former configurations from the scheduler, as soon as nothing is in them.
+    pub(super) fn sweep<B>(&mut self, egress: &mut Egress<B>) {
+        self.removed.retain(|tenant| {
+            let is_empty = !egress.has_groups(*tenant);
+            if is_empty {
+                egress.remove_tenant(*tenant);
+            }
+            !is_empty
+        });
+    }
+
+    /// Returns whether an application that has an account keeps it: until its tenant is gone, or is no more for such processes.
+    pub(super) fn keeps(&self, account: &Arc<Account>, identity: &Identity) -> bool {
+        let present = self.accounts.get(account.name());
+        let others = self.config.as_ref().map(|config| &config.others);
+        let is_served = match others.filter(|_| account.name() == DEFAULT_TENANT) {
+            Some(Others::OwnUser) => identity.uid == Some(self.own),
+            Some(Others::Refused) => false,
+            Some(Others::Served(_)) | None => true,
+        };
+        is_served && present.is_some_and(|present| Arc::ptr_eq(present, account))
+    }
+
+    /// Returns the account of a process's tenant.
+    ///
+    /// # Errors
+    /// Why the process is refused, in one line.
+    pub(super) fn account_of(&self, identity: &Identity) -> Result<&Arc<Account>, String> {
+        let own = self.own;
+        let Identity { uid, cgroup } = identity;
+        let whose = match uid {
+            Some(uid) => format!("of uid {uid}"),
+            None => "of one of the users that have no uid in the node's user namespace".to_owned(),
+        };
+        let name = match &self.config {
+            None if *uid == Some(own) => DEFAULT_TENANT,
+            None => {
+                return Err(format!(
+                    "it serves uid {own} alone, and this process is {whose}: `rdmux node --config` serves several users"
+                ));
+            }
+            Some(config) => {
+                let cgroup = match cgroup {
+                    Ok(cgroup) => Some(cgroup.as_str()),
+                    // A process that could hide its control group would choose its tenant.
+                    Err(why) if config.has_cgroups() => {
+                        return Err(format!(
+                            "its tenants are told apart by control groups, and that of this process is unknown: {why}"
+                        ));
+                    }
+                    Err(_) => None,
+                };
+                match config.assign(*uid, cgroup, own) {
+                    Assignment::Tenant(at) => config.tenants[at].name.as_str(),
+                    Assignment::Default => DEFAULT_TENANT,
+                    Assignment::Refused => {
+                        let place = cgroup.map_or(String::new(), |path| format!(" in control group {path}"));
+                        return Err(format!(
+                            "this process, {whose}{place}, is in none of its tenants, and it refuses others"
+                        ));
+                    }
+                }
+            }
+        };
+        self.accounts
+            .get(name)
+            .ok_or_else(|| format!("it has no account of the tenant {name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use rdmux_rnic::sched::{Quanta, WindowLimits};
+
+    use super::super::egress::GroupOptions;
+    use super::*;
+
+    fn config(text: &str) -> Config {
+        Config::parse(Path::new("/etc/node.toml"), text, &|_| Ok(None))
+            .unwrap()
+            .0
+    }
+
+    const NOW: Time = Time(1_000_000);
+
+    fn egress() -> Egress<()> {
+        Egress::new(Quanta::default(), WindowLimits::default())
+    }
+
+    fn tenants(config: Option<Config>) -> Tenants {
+        Tenants::new(&mut egress(), NOW, config)
+    }
+
+    fn identity(uid: u32, cgroup: Result<&str, &'static str>) -> Identity {
+        Identity {
+            uid: Some(uid),
+            cgroup: cgroup.map(str::to_owned),
+        }
+    }
+
+    fn refused(tenants: &Tenants, identity: &Identity) -> String {
+        tenants
+            .account_of(identity)
+            .map(|account| account.name())
+            .unwrap_err()
+    }
+
+    #[test]
+    fn charge__until_the_limit_and_again_once_something_has_ended() {
+        let text = "[tenant.a]\nuid = [1]\nlimits = { queue_pairs = 2, bytes = \"8K\" }";
+        let tenants = tenants(Some(config(text)));
+        let account = tenants.account_of(&identity(1, Err(""))).unwrap();
+        let first = account.charge(Resource::QueuePairs, 1).unwrap();
+        let _second = account.charge(Resource::QueuePairs, 1).unwrap();
+        let refusal = account.charge(Resource::QueuePairs, 1).unwrap_err();
+        assert_eq!(refusal.code, ErrorCode::Limit);
+        assert_eq!(
+            refusal.text,
+            "the tenant a has 2 of at most 2 queue pairs: raise limits.queue_pairs in [tenant.a] of /etc/node.toml"
+        );
+        drop(first);
+        let _third = account.charge(Resource::QueuePairs, 1).unwrap();
+        let refusal = account.charge(Resource::Bytes, u64::MAX).unwrap_err();
+        assert_eq!(
+            refusal.text,
+            "the tenant a has 0 of at most 8192 bytes in memory regions: raise limits.bytes in [tenant.a] of /etc/node.toml"
+        );
+        // Other resources have no limit.
+        let _regions = account.charge(Resource::Regions, u64::MAX / 2).unwrap();
+    }
+
+    #[test]
+    fn set__accounts_of_tenants_that_remain() {
+        let both = "[tenant.a]\nuid = [1]\n[tenant.b]\nuid = [2]\n";
+        let mut egress = egress();
+        let mut tenants = Tenants::new(&mut egress, NOW, Some(config(both)));
+        let [a, b] = [1, 2].map(|uid| tenants.account_of(&identity(uid, Err(""))).unwrap().clone());
+        let mut charge = a.charge(Resource::Regions, 5).unwrap();
+        let _other = b.charge(Resource::Regions, 1).unwrap();
+        tenants.set(
+            &mut egress,
+            NOW,
+            config("[tenant.b]\nuid = [1]\nlimits.regions = 3\n[default]\nlimits.regions = 0"),
+        );
+        let nobody = identity(99, Err(""));
+        assert_eq!(
+            [&a, &b].map(|account| tenants.keeps(account, &nobody)),
+            [false, true]
+        );
+        assert_eq!(b.limit(Resource::Regions), 3);
+        // An application of a tenant that is gone counts for its next one, also beyond the limit.
+        let next = tenants.account_of(&identity(1, Err(""))).unwrap();
+        assert!(Arc::ptr_eq(next, &b));
+        charge.move_to(next);
+        let text = next.charge(Resource::Regions, 1).unwrap_err().text;
+        assert!(text.contains("has 6 of at most 3 memory regions"), "{text}");
+        drop(charge);
+        assert!(next.charge(Resource::Regions, 1).is_ok());
+        // The tenant comes back with an account of its own.
+        tenants.set(&mut egress, NOW, config(both));
+        assert!(!tenants.keeps(&a, &nobody));
+        // The scheduler forgets the former one once nothing is in it.
+        let options = GroupOptions {
+            class: 0,
+            path_mtu: 1024,
+            depth: 8,
+            slots: None,
+            may_be_quiet: true,
+        };
+        let group = egress.add_group(NOW, a.tenant().unwrap(), &options).unwrap();
+        tenants.sweep(&mut egress);
+        assert_eq!(tenants.removed, [a.tenant().unwrap()]);
+        egress.remove_group(group);
+        tenants.sweep(&mut egress);
+        assert!(tenants.removed.is_empty());
+        assert!(egress.add_group(NOW, a.tenant().unwrap(), &options).is_none());
+    }
+
+    #[test]
+    fn keeps__the_default_tenant_as_long_as_it_is_for_such_processes() {
+        let own = folder::uid();
+        let (own, other) = (identity(own, Err("")), identity(own.wrapping_add(1), Err("")));
+        let mut egress = egress();
+        let mut tenants = Tenants::new(&mut egress, NOW, Some(config("[default]")));
+        let default = tenants.account_of(&other).unwrap().clone();
+        for (text, keeps) in [
+            ("[default]", [true, true]),
+            ("", [true, false]),
+            ("[default]\nrefuse = true", [false; 2]),
+        ] {
+            tenants.set(&mut egress, NOW, config(text));
+            assert_eq!(
+                [&own, &other].map(|identity| tenants.keeps(&default, identity)),
+                keeps,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn account_of__each_refusal() {
+        let own = folder::uid();
+        let other = own.wrapping_add(1);
+        let unknown = "the process has ended";
+        let without = tenants(None);
+        assert!(without.account_of(&identity(own, Err(unknown))).is_ok());
+        assert_eq!(
+            refused(&without, &identity(other, Err(unknown))),
+            format!(
+                "it serves uid {own} alone, and this process is of uid {other}: `rdmux node --config` serves several users"
+            )
+        );
+        let users = tenants(Some(config("")));
+        assert!(users.account_of(&identity(own, Err(unknown))).is_ok());
+        assert_eq!(
+            refused(&users, &identity(other, Ok("/a"))),
+            format!(
+                "this process, of uid {other} in control group /a, is in none of its tenants, and it refuses others"
+            )
+        );
+        let nameless = Identity {
+            uid: None,
+            cgroup: Err(unknown),
+        };
+        assert!(refused(&users, &nameless).contains("users that have no uid in the node's user namespace"));
+        let groups = tenants(Some(config("[default]\n[tenant.a]\ncgroup = [\"/a\"]")));
+        assert_eq!(
+            refused(&groups, &identity(own, Err(unknown))),
+            "its tenants are told apart by control groups, and that of this process is unknown: the process has ended"
+        );
+        assert_eq!(
+            groups.account_of(&identity(other, Ok("/a/b"))).unwrap().name(),
+            "a"
+        );
+        assert_eq!(
+            groups.account_of(&identity(other, Ok("/b"))).unwrap().name(),
+            "default"
+        );
+    }
+}
