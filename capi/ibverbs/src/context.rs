@@ -75,6 +75,7 @@ impl Opened {
         // The first one is the default.
         rdmux_soft::register();
         rdmux_hw::register();
+        rdmux_share::register();
         let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
             match &error {
                 // These errors name the address themselves.

@@ -2,12 +2,12 @@
 
 use std::ffi::{c_int, c_void};
 
-use rdmux_verbs::{INLINE_BYTES_MAX, MCAST_GROUPS_MAX, MCAST_QPS_MAX, PathMtu, SGE_MAX};
+use rdmux_verbs::{Features, INLINE_BYTES_MAX, MCAST_GROUPS_MAX, MCAST_QPS_MAX, PathMtu, SGE_MAX};
 
 use rdmux_verbs::abi::device_cap;
 
 use crate::context::ContextObject;
-use crate::device::{DeviceObject, put};
+use crate::device::put;
 use crate::queue_pair::WR_MAX;
 use crate::{abi, completions, device_memory, minus_one, status};
 
@@ -37,7 +37,11 @@ mod odp {
     pub(super) const IMPLICIT: u64 = 1 << 1;
 }
 
-fn attributes(of: &DeviceObject) -> abi::DeviceAttr {
+fn attributes(context: &ContextObject) -> abi::DeviceAttr {
+    let of = context.of;
+    // A device of a node lacks some.
+    let features = context.device.features();
+    let if_it_has = |feature, number| if features.contains(feature) { number } else { 0 };
     // SAFETY: numbers alone, all of which may be zero.
     let mut attr: abi::DeviceAttr = unsafe { std::mem::zeroed() };
     put(&mut attr.fw_ver, env!("CARGO_PKG_VERSION"));
@@ -52,12 +56,20 @@ fn attributes(of: &DeviceObject) -> abi::DeviceAttr {
     attr.max_qp_wr = WR_MAX as c_int;
     // SEND with invalidate, local invalidate, windows of type 2. Only the kernel can register by a work request.
     let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B | device_cap::MEM_MGT_EXTENSIONS;
-    attr.device_cap_flags =
-        (windows | device_cap::XRC | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
-    attr.max_mw = OBJECTS_MAX;
-    attr.max_srq = NUMBERED_MAX;
-    attr.max_srq_wr = WR_MAX as c_int;
-    attr.max_srq_sge = SGE_MAX as c_int;
+    let optional = [
+        (Features::MW_TYPE_1 | Features::MW_TYPE_2, windows),
+        (Features::XRC, device_cap::XRC),
+        (Features::SRQ, SRQ_RESIZE),
+    ];
+    let optional = optional
+        .into_iter()
+        .filter(|(feature, _)| features.contains(*feature));
+    let flags = optional.map(|(_, flags)| flags).fold(0, std::ops::BitOr::bitor);
+    attr.device_cap_flags = (flags | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
+    attr.max_mw = if_it_has(Features::MW_TYPE_1, OBJECTS_MAX);
+    attr.max_srq = if_it_has(Features::SRQ, NUMBERED_MAX);
+    attr.max_srq_wr = if_it_has(Features::SRQ, WR_MAX as c_int);
+    attr.max_srq_sge = if_it_has(Features::SRQ, SGE_MAX as c_int);
     attr.max_sge = SGE_MAX as c_int;
     attr.max_sge_rd = SGE_MAX as c_int;
     attr.max_cq = OBJECTS_MAX;
@@ -68,11 +80,12 @@ fn attributes(of: &DeviceObject) -> abi::DeviceAttr {
     attr.max_res_rd_atom = READS_MAX * NUMBERED_MAX;
     attr.max_qp_init_rd_atom = 128;
     // IBV_ATOMIC_HCA: atomic with respect to the device's own atomic operations.
-    attr.atomic_cap = 1;
+    attr.atomic_cap = if features.contains(Features::ATOMIC) { 1 } else { 0 };
     attr.max_ah = OBJECTS_MAX;
-    attr.max_mcast_grp = MCAST_GROUPS_MAX as c_int;
-    attr.max_mcast_qp_attach = MCAST_QPS_MAX as c_int;
-    attr.max_total_mcast_qp_attach = (MCAST_GROUPS_MAX * MCAST_QPS_MAX) as c_int;
+    let groups = |number| if_it_has(Features::MULTICAST, number);
+    attr.max_mcast_grp = groups(MCAST_GROUPS_MAX as c_int);
+    attr.max_mcast_qp_attach = groups(MCAST_QPS_MAX as c_int);
+    attr.max_total_mcast_qp_attach = groups((MCAST_GROUPS_MAX * MCAST_QPS_MAX) as c_int);
     attr.max_pkeys = 1;
     attr.local_ca_ack_delay = 15;
     attr.phys_port_cnt = 1;
@@ -82,7 +95,7 @@ fn attributes(of: &DeviceObject) -> abi::DeviceAttr {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_device(context: *mut abi::Context, attr: *mut abi::DeviceAttr) -> c_int {
     // SAFETY: an open context and a place of the caller's.
-    unsafe { *attr = attributes(ContextObject::of(context).of) };
+    unsafe { *attr = attributes(ContextObject::of(context)) };
     0
 }
 
@@ -98,7 +111,9 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     // SAFETY: numbers alone, all of which may be zero.
     let mut whole: abi::DeviceAttrEx = unsafe { std::mem::zeroed() };
     // SAFETY: an open context, says the caller.
-    whole.orig_attr = attributes(unsafe { ContextObject::of(context) }.of);
+    let of = unsafe { ContextObject::of(context) };
+    let features = of.device.features();
+    whole.orig_attr = attributes(of);
     // The same flags; there would be room for more.
     whole.device_cap_flags_ex = whole.orig_attr.device_cap_flags.into();
     // Nothing is pinned: all memory is on demand.
@@ -107,10 +122,20 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     whole.odp_rc = datagrams | odp::WRITE | odp::READ | odp::ATOMIC;
     whole.odp_uc = datagrams | odp::WRITE;
     whole.odp_ud = datagrams;
-    whole.xrc_odp = whole.odp_rc;
+    whole.xrc_odp = if features.contains(Features::XRC) {
+        whole.odp_rc
+    } else {
+        0
+    };
     whole.completion_timestamp_mask = u64::MAX;
     whole.hca_core_clock = completions::CLOCK_KHZ;
-    let extended = device_cap::FLUSH_GLOBAL | device_cap::ATOMIC_WRITE;
+    let mut extended = 0;
+    for (feature, flag) in [
+        (Features::FLUSH_GLOBAL, device_cap::FLUSH_GLOBAL),
+        (Features::ATOMIC_WRITE, device_cap::ATOMIC_WRITE),
+    ] {
+        extended |= if features.contains(feature) { flag } else { 0 };
+    }
     whole.device_cap_flags_ex = u64::from(whole.orig_attr.device_cap_flags) | extended;
     whole.qp_rate_limit_min = 1;
     whole.qp_rate_limit_max = u32::MAX;

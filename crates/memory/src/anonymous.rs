@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement, Sharing};
 
-use crate::mapping::{Mapping, check_sealed_file, sealed_file, whole_pages};
+use crate::mapping::{Mapping, sealed_file, whole_pages};
 
 /// Pages of the process's own, zero at first.
 #[derive(Debug)]
@@ -38,15 +38,15 @@ impl AnonymousMemory {
         })
     }
 
-    /// Maps the whole of a file in memory that another process made, as [`AnonymousMemory::shareable`] makes one.
+    /// Maps the first `len` bytes, rounded up to whole pages, of a file in memory that another process made, as
+    /// [`AnonymousMemory::shareable`] makes one.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if touching the bytes could raise a signal ([`Mapping::of_sealed_file`]), or if the file is empty.
-    pub fn of_file(file: OwnedFd) -> io::Result<AnonymousMemory> {
-        // Before any other question: a file that is not in memory may have a server, which may never answer.
-        check_sealed_file(&file, 1).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        let len = usize::try_from(rustix::fs::fstat(&file)?.st_size);
-        let len = len.map_err(|_| io::ErrorKind::InvalidData)?;
+    /// [`io::ErrorKind::InvalidData`] if touching the bytes could raise a signal ([`Mapping::of_sealed_file`]), among others because the file
+    /// is shorter.
+    pub fn of_file(file: OwnedFd, len: u64) -> io::Result<AnonymousMemory> {
+        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidData)?;
+        let len = whole_pages(len)?;
         Ok(AnonymousMemory {
             mapping: Mapping::of_sealed_file(&file, 0, len, true)?,
             file: Some(file),

@@ -18,6 +18,7 @@ mod file;
 mod lease;
 pub mod mapping;
 mod persist;
+mod process;
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;
@@ -29,6 +30,7 @@ pub use dax::{DaxError, DaxMemory};
 pub use file::FileMemory;
 pub use lease::{FileWatch, Wanted};
 pub use mapping::allows_calls_into_processes;
+pub use process::{ForeignMemory, NotOffered, ProcessMemory, own_memory};
 
 /// Permanence of a memory's pages: a device may hold on to pages that stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -173,7 +173,7 @@ fn anonymous_memory__places_every_length_at_every_alignment() {
 fn of_file__has_the_bytes_of_the_process_that_made_it() {
     let ours = AnonymousMemory::shareable(8192).unwrap();
     let file = shared_file(&ours).expect("a file");
-    let theirs = AnonymousMemory::of_file(file.try_clone_to_owned().unwrap()).unwrap();
+    let theirs = AnonymousMemory::of_file(file.try_clone_to_owned().unwrap(), 8192).unwrap();
     assert_eq!(theirs.len(), ours.len());
     ours.write(5000, b"bytes").unwrap();
     let mut bytes = [0; 5];
@@ -189,7 +189,7 @@ fn of_file__what_could_raise_a_signal() {
     rustix::fs::ftruncate(&unsealed, 4096).unwrap();
     let empty = rdmux_memory::mapping::sealed_file("empty", 0).unwrap();
     for file in [unsealed, empty] {
-        let refused = AnonymousMemory::of_file(file).unwrap_err();
+        let refused = AnonymousMemory::of_file(file, 4096).unwrap_err();
         assert_eq!(refused.kind(), std::io::ErrorKind::InvalidData);
     }
 }

@@ -15,13 +15,17 @@ pub mod ring;
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;
+mod start;
 
 use rdmux_verbs::Features;
 
 pub use provider::{AttachError, register};
+pub use start::{Held, StartLock, node_addresses};
 
 /// Features of a device that a node passes on to applications.
 const FEATURES: Features = Features::UC
+    .union(Features::UD)
+    .union(Features::SRQ)
     .union(Features::ATOMIC)
     .union(Features::FLUSH_GLOBAL)
     .union(Features::FLUSH_PERSISTENT)

@@ -22,7 +22,7 @@ mod tenants;
 
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -37,7 +37,11 @@ use rdmux_verbs::{CreateError, Device, EventQueue, wake_cost_ns};
 use rdmux_wire::node::control::{ErrorCode, Limits, Message, VERSION};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
 
+pub(crate) use application::{ADDRESS_HANDLES_MAX, SRQS_MAX};
 use application::{Application, Belonging, Detached, Shared, Token};
 use config::{Config, Resource, STRICT_PERCENT_DEFAULT};
 use egress::{Egress, Open};
@@ -52,6 +56,7 @@ use crate::control::{Channel, Received};
 use crate::place::Place;
 pub use crate::place::Scope;
 use crate::ring::{Layout, NodeEnd, WorkBytes};
+use crate::start::StartLock;
 
 /// Applications of a node.
 pub const APPLICATIONS_MAX: usize = 1024;
@@ -156,6 +161,8 @@ enum Source {
     Async,
     /// The engine, while the node sleeps in its place.
     Engine,
+    /// The time without applications after which the node ends.
+    Idle,
     /// The control connection of the application of a slot.
     Control(u32),
     /// The doorbell or the completion queue of an application, which the next pass looks at anyway.
@@ -170,6 +177,7 @@ impl Source {
             Source::Events => 2,
             Source::Async => 3,
             Source::Engine => 4,
+            Source::Idle => 5,
             Source::Control(slot) => 1 << 32 | u64::from(slot),
             Source::Work(slot) => 2 << 32 | u64::from(slot),
         }
@@ -183,6 +191,7 @@ impl Source {
             (0, 2) => Source::Events,
             (0, 3) => Source::Async,
             (0, 4) => Source::Engine,
+            (0, 5) => Source::Idle,
             (1, _) => Source::Control(slot),
             (2, _) => Source::Work(slot),
             _ => return None,
@@ -195,7 +204,7 @@ impl Source {
 pub struct Node {
     shared: Shared,
     place: Place,
-    epoll: rustix::fd::OwnedFd,
+    epoll: OwnedFd,
     stop: Stopper,
     applications: Vec<Option<Application>>,
     tenants: Tenants,
@@ -204,6 +213,33 @@ pub struct Node {
     bytes: WorkBytes,
     /// Set once the descriptor of the engine is in the epoll set.
     watches_engine: bool,
+    /// Its end for lack of applications, if it ends then.
+    idle: Option<Idle>,
+}
+
+/// The end of a node for lack of applications.
+#[derive(Debug)]
+struct Idle {
+    timer: OwnedFd,
+    after: Duration,
+}
+
+impl Idle {
+    /// Starts the time, or stops it.
+    fn set(&self, runs: bool) -> io::Result<()> {
+        // A time of nothing would stop the timer.
+        let after = if runs {
+            self.after.max(Duration::from_millis(1))
+        } else {
+            Duration::ZERO
+        };
+        let value = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: after.try_into().map_err(io::Error::other)?,
+        };
+        timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &value)?;
+        Ok(())
+    }
 }
 
 impl Node {
@@ -259,6 +295,7 @@ impl Node {
             policy,
             bytes: WorkBytes::new(),
             watches_engine: false,
+            idle: None,
         };
         let level = epoll::EventFlags::IN;
         add(&node.epoll, &node.place.socket, Source::Place, level)?;
@@ -267,6 +304,45 @@ impl Node {
         let asynchronous = node.shared.device.async_event_fd();
         add(&node.epoll, asynchronous, Source::Async, level)?;
         Ok(node)
+    }
+
+    /// Has the node end by itself once it has had no application for so long. A process that holds it ([`crate::Held`]) counts as one.
+    ///
+    /// # Errors
+    /// A system call failed.
+    pub fn end_when_idle(&mut self, after: Duration) -> io::Result<()> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        add(&self.epoll, &timer, Source::Idle, epoll::EventFlags::IN)?;
+        let idle = Idle { timer, after };
+        idle.set(self.applications.iter().all(Option::is_none))?;
+        self.idle = Some(idle);
+        Ok(())
+    }
+
+    /// Ends the node, unless it has applications or somebody is about to have one.
+    fn end_if_idle(&mut self) -> Result<(), NodeError> {
+        let Some(idle) = &self.idle else { return Ok(()) };
+        let _ = rustix::io::read(&idle.timer, &mut [0; 8]);
+        // Nobody who starts nodes relies on this one from here on.
+        let lock = StartLock::take()?;
+        let is_alone = self.applications.iter().all(Option::is_none) && !self.accept()?;
+        match lock {
+            Some(_) if is_alone => {
+                self.place.close();
+                self.stop.stop();
+            }
+            _ if is_alone => self.set_idle(true)?,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn set_idle(&self, is_idle: bool) -> io::Result<()> {
+        match &self.idle {
+            Some(idle) => idle.set(is_idle),
+            None => Ok(()),
+        }
     }
 
     /// Returns what ends [`Node::run`].
@@ -355,7 +431,12 @@ impl Node {
             let Some(application) = &mut self.applications[slot] else {
                 continue;
             };
-            match application.put_completions() {
+            let put = application.put_completions();
+            let told = match application.has_drained() {
+                true => application.tell_drained(&mut self.shared, now()),
+                false => Ok(()),
+            };
+            match put.and_then(|put| told.map(|()| put)) {
                 Ok(put) => any |= put,
                 Err(why) => self.detach(slot as u32, &why),
             }
@@ -463,6 +544,10 @@ impl Node {
                 Some(Source::Place) => self.accept()?,
                 Some(Source::Async) => self.device_has_news(),
                 Some(Source::Control(slot)) => self.control(slot),
+                Some(Source::Idle) => {
+                    self.end_if_idle()?;
+                    true
+                }
                 Some(Source::Stop) => self.take_orders(),
                 Some(Source::Events) => true,
                 Some(Source::Engine | Source::Work(_)) | None => false,
@@ -529,7 +614,11 @@ impl Node {
         )
         .and_then(|()| add(&self.epoll, &application.cq, Source::Work(slot_number), EDGE));
         match added {
-            Ok(()) => self.applications[slot] = Some(application),
+            Ok(()) => {
+                self.applications[slot] = Some(application);
+                // A node whose timer does not stop looks for applications before it ends.
+                let _ = self.set_idle(false);
+            }
             Err(_) => application.leave(&mut self.shared, now()),
         }
     }
@@ -682,6 +771,10 @@ impl Node {
         self.tenants.sweep(&mut self.shared.egress);
         // Its descriptors leave the epoll set when they are closed.
         drop(application);
+        if self.applications.iter().all(Option::is_none) {
+            // Without the timer it stays until somebody stops it.
+            let _ = self.set_idle(true);
+        }
     }
 }
 

@@ -108,7 +108,7 @@ pub(crate) fn attach(address: IpAddr) -> io::Result<OwnedFd> {
     for scope in Scope::ALL {
         match scope.attach(address) {
             Ok(socket) => return Ok(socket),
-            Err(error) if is_absence(&error) => {}
+            Err(error) if is_none(&error) => {}
             // An error in the user's folder says nothing about the host's.
             Err(error) => why = error,
         }
@@ -116,7 +116,8 @@ pub(crate) fn attach(address: IpAddr) -> io::Result<OwnedFd> {
     Err(why)
 }
 
-fn is_absence(error: &io::Error) -> bool {
+/// Returns whether an error of [`attach`] says that there is no node.
+pub(crate) fn is_none(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
@@ -129,6 +130,8 @@ pub(crate) struct Place {
     path: PathBuf,
     scope: Scope,
     pub(crate) socket: OwnedFd,
+    /// Set once the name has ended: it may be that of another node by then.
+    is_closed: bool,
 }
 
 impl Place {
@@ -156,12 +159,24 @@ impl Place {
         bind(&socket, &SocketAddrUnix::new(&path)?)?;
         chmod(&path, mode)?;
         listen(&socket, BACKLOG)?;
-        Ok(Place { path, scope, socket })
+        Ok(Place {
+            path,
+            scope,
+            socket,
+            is_closed: false,
+        })
     }
 
     /// Returns whom the node serves.
     pub(crate) fn scope(&self) -> Scope {
         self.scope
+    }
+
+    /// Ends the name: nobody finds the node from now on.
+    pub(crate) fn close(&mut self) {
+        if !std::mem::replace(&mut self.is_closed, true) {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 
     /// Accepts an application; `None` if none waits.
@@ -206,6 +221,6 @@ fn make_public(path: &Path) -> Result<(), Errno> {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        self.close();
     }
 }

@@ -11,6 +11,7 @@ mod posted;
 mod qp;
 mod region;
 mod rings;
+mod srq;
 
 use std::io;
 use std::net::IpAddr;

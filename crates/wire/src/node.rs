@@ -16,7 +16,7 @@ pub mod peer;
 mod work;
 
 pub use completion::{Completion, CompletionFlags, CompletionOpcode, CompletionStatus};
-pub use work::{Element, Remote, Work, WorkData, WorkFlags, WorkOperation};
+pub use work::{Destination, Element, Remote, Work, WorkData, WorkFlags, WorkOperation};
 
 /// Bytes of a descriptor, one cache line.
 pub const DESCRIPTOR_BYTES: usize = 64;

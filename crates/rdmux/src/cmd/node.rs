@@ -2,18 +2,25 @@
 
 mod check;
 
-use std::io::Read;
+use std::env::{args_os, current_exe};
+use std::fs::{OpenOptions, read_to_string};
+use std::io::{BufRead, BufReader, Read};
 use std::net::IpAddr;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::{self, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Parser, Subcommand};
 use rdmux_share::node::config::{Config, Finding};
 use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::Device;
+use rdmux_verbs::provider::folder::runtime_folder;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::output;
@@ -28,6 +35,8 @@ use crate::output;
 /// read the file again; traffic goes on, and a wrong file changes nothing.
 #[derive(Parser, Debug)]
 #[command(args_conflicts_with_subcommands = true)]
+#[command(after_long_help = "\
+`rdmux run --shared` starts a node where there is none: rdmux node --detach --until-idle 10.")]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Option<Command>,
@@ -40,6 +49,12 @@ pub(crate) struct Args {
     /// Run on this CPU.
     #[arg(long, value_name = "CPU")]
     pin: Option<usize>,
+    /// End by itself after so many seconds without an application.
+    #[arg(long, value_name = "SECONDS")]
+    until_idle: Option<u64>,
+    /// Run in the background, and return once it is ready.
+    #[arg(long)]
+    detach: bool,
     #[command(flatten)]
     device: super::device::DeviceArgs,
 }
@@ -58,6 +73,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn serve(args: &Args) -> Result<()> {
+    if args.detach {
+        return detach(args.address);
+    }
     args.device.apply()?;
     if let Some(cpu) = args.pin {
         super::serve::pin(cpu)?;
@@ -71,6 +89,9 @@ fn serve(args: &Args) -> Result<()> {
     let provider = device.provider();
     let tenants = config.as_ref().map_or(String::new(), tenants_of);
     let mut node = Node::open_for(device, config)?;
+    if let Some(seconds) = args.until_idle {
+        node.end_when_idle(Duration::from_secs(seconds))?;
+    }
     handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
     output::say(&format!(
         "node of {} ({provider}{tenants}): ready for applications",
@@ -145,4 +166,37 @@ fn reload(stopper: &Stopper, file: &Path) {
             file.display()
         ))),
     }
+}
+
+/// Runs this program again, without the option, in a process group of its own, until it is ready. What it reports later goes to a file.
+fn detach(address: IpAddr) -> Result<()> {
+    let log = runtime_folder()
+        .context("no private folder of this user: set XDG_RUNTIME_DIR to one")?
+        .join(format!("node-{address}.log"));
+    let mut options = OpenOptions::new();
+    // One that serves the address may write there too.
+    let file = options.create(true).append(true).mode(0o600).open(&log);
+    let file = file.with_context(|| log.display().to_string())?;
+    let before = file.metadata()?.len() as usize;
+    let mut command = process::Command::new(current_exe().context("the path of this program")?);
+    command
+        .args(args_os().skip(1).filter(|arg| arg != "--detach"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(file)
+        .current_dir("/")
+        .process_group(0);
+    let mut node = command.spawn().context("starting the node")?;
+    let mut line = String::new();
+    if let Some(output) = node.stdout.take() {
+        BufReader::new(output).read_line(&mut line)?;
+    }
+    if line.is_empty() {
+        node.wait()?;
+        let said = read_to_string(&log).unwrap_or_default();
+        let said = said.get(before..).unwrap_or_default().trim();
+        bail!("{}", said.strip_prefix("rdmux: ").unwrap_or(said));
+    }
+    output::say(line.trim_end());
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! `rdmux run`: runs an unmodified program for RDMA on the RNIC in user space.
 
+mod shared;
 mod sysfs;
 
 use std::env;
@@ -60,6 +61,10 @@ pub(crate) struct Args {
     /// of all interfaces that are up, loopback last].
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
     device: Vec<IpAddr>,
+    /// Put the program on the nodes of its devices' addresses (docs/node.md), which it shares with other programs [default of --device with
+    /// this: the addresses that have a node]. Starts a node where there is none: it ends 10 seconds after its last program.
+    #[arg(long, conflicts_with_all = ["fault", "capture"])]
+    shared: bool,
     /// How the program sees its devices in /sys/class/infiniband and /dev/infiniband [default: preload].
     #[arg(long, value_name = "HOW", value_enum)]
     sysfs: Option<Sysfs>,
@@ -83,7 +88,7 @@ pub(crate) struct Args {
     capture: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: Args) -> Result<()> {
+pub(crate) fn run(mut args: Args) -> Result<()> {
     for (i, address) in args.device.iter().enumerate() {
         if args.device[..i].contains(address) {
             bail!("--device {address} is given twice");
@@ -105,6 +110,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     // Otherwise the program would fail at its first device.
     rdmux_verbs::check_environment()?;
+    if args.shared {
+        let devices = devices(&args.device)?;
+        args.device = shared::hold_nodes(devices, is_chosen(&args.device))?;
+    }
     let (environment, tree) = environment(&args)?;
     if args.env {
         for (name, value) in environment {
@@ -143,6 +152,9 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
     if !args.device.is_empty() {
         let list: Vec<String> = args.device.iter().map(IpAddr::to_string).collect();
         variables.push((DEVICES, list.join(",").into()));
+    }
+    if args.shared {
+        variables.push(("RDMUX_PROVIDER", "shared".into()));
     }
     if let Some(spec) = &args.fault {
         variables.push(("RDMUX_FAULT", spec.to_string().into()));
@@ -189,6 +201,11 @@ fn quoted(value: &OsStr) -> Result<String> {
         .to_str()
         .with_context(|| format!("{} is not valid UTF-8", value.display()))?;
     Ok(format!("'{}'", value.replace('\'', r"'\''")))
+}
+
+/// Returns whether the user has chosen the addresses of the devices.
+fn is_chosen(wanted: &[IpAddr]) -> bool {
+    !wanted.is_empty() || env::var_os(DEVICES).is_some()
 }
 
 /// Returns the addresses that the program sees devices for.

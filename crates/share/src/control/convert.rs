@@ -1,8 +1,9 @@
 //! The vocabulary's types as messages have them.
 
+use crate::node::SRQS_MAX;
 use rdmux_rnic::{
-    Access, Counters, ModifyError, Path, QpAttributes, QpState, QpType, RegisterError, Status, WcOpcode,
-    WorkCompletion,
+    Access, Counters, ModifyError, Path, QpAttributes, QpState, QpType, RegisterError, SrqError, Srqn,
+    Status, WcOpcode, WorkCompletion,
 };
 use rdmux_verbs::{AsyncEvent, ConnectParams, CreateError, Endpoint, Limits, ListenError, Qpn};
 use rdmux_wire::node::control::{self as node, ErrorCode, EventKind, Message};
@@ -144,6 +145,16 @@ impl From<ModifyError> for Refusal {
     }
 }
 
+impl From<SrqError> for Refusal {
+    fn from(error: SrqError) -> Refusal {
+        match error {
+            SrqError::Refused(number) => std::io::Error::from_raw_os_error(number).into(),
+            SrqError::NoSrq => Refusal::new(ErrorCode::NoObject, error.to_string()),
+            other => Refusal::new(ErrorCode::State, other.to_string()),
+        }
+    }
+}
+
 impl From<ListenError> for Refusal {
     fn from(error: ListenError) -> Refusal {
         match error {
@@ -178,7 +189,8 @@ pub(crate) fn qp_type_to_wire(qp_type: QpType) -> Option<node::QpType> {
     match qp_type {
         QpType::Rc => Some(node::QpType::Rc),
         QpType::Uc => Some(node::QpType::Uc),
-        QpType::Ud | QpType::XrcSend | QpType::XrcRecv => None,
+        QpType::Ud => Some(node::QpType::Ud),
+        QpType::XrcSend | QpType::XrcRecv => None,
     }
 }
 
@@ -186,6 +198,7 @@ pub(crate) fn qp_type_of(qp_type: node::QpType) -> QpType {
     match qp_type {
         node::QpType::Rc => QpType::Rc,
         node::QpType::Uc => QpType::Uc,
+        node::QpType::Ud => QpType::Ud,
     }
 }
 
@@ -261,31 +274,40 @@ pub(crate) fn status_of(code: u8) -> Status {
     known.unwrap_or(Status::LocalQpOperation)
 }
 
-/// Returns the event of a queue pair or of the port; `None` if messages have none for it.
-pub(crate) fn event_to_wire(event: AsyncEvent) -> Option<(EventKind, Option<Qpn>)> {
+/// Object of an event of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventOf {
+    Qp(Qpn),
+    Srq(Srqn),
+    Port,
+}
+
+/// Returns the event of a queue pair, of a shared receive queue or of the port; `None` if messages have none for it.
+pub(crate) fn event_to_wire(event: AsyncEvent) -> Option<(EventKind, EventOf)> {
     Some(match event {
-        AsyncEvent::QpFatal(qpn) => (EventKind::QpFatal, Some(qpn)),
-        AsyncEvent::QpRequestError(qpn) => (EventKind::QpRequestError, Some(qpn)),
-        AsyncEvent::QpAccessError(qpn) => (EventKind::QpAccessError, Some(qpn)),
-        AsyncEvent::CommunicationEstablished(qpn) => (EventKind::CommunicationEstablished, Some(qpn)),
-        AsyncEvent::SqDrained(qpn) => (EventKind::SqDrained, Some(qpn)),
-        AsyncEvent::PortActive => (EventKind::PortActive, None),
-        AsyncEvent::PortError => (EventKind::PortError, None),
-        AsyncEvent::CqError(_)
-        | AsyncEvent::LastWqeReached(_)
-        | AsyncEvent::SrqLimitReached(_)
-        | AsyncEvent::DeviceFatal => return None,
+        AsyncEvent::QpFatal(qpn) => (EventKind::QpFatal, EventOf::Qp(qpn)),
+        AsyncEvent::QpRequestError(qpn) => (EventKind::QpRequestError, EventOf::Qp(qpn)),
+        AsyncEvent::QpAccessError(qpn) => (EventKind::QpAccessError, EventOf::Qp(qpn)),
+        AsyncEvent::CommunicationEstablished(qpn) => (EventKind::CommunicationEstablished, EventOf::Qp(qpn)),
+        AsyncEvent::SqDrained(qpn) => (EventKind::SqDrained, EventOf::Qp(qpn)),
+        AsyncEvent::LastWqeReached(qpn) => (EventKind::LastWqeReached, EventOf::Qp(qpn)),
+        AsyncEvent::SrqLimitReached(srqn) => (EventKind::SrqLimitReached, EventOf::Srq(srqn)),
+        AsyncEvent::PortActive => (EventKind::PortActive, EventOf::Port),
+        AsyncEvent::PortError => (EventKind::PortError, EventOf::Port),
+        AsyncEvent::CqError(_) | AsyncEvent::DeviceFatal => return None,
     })
 }
 
-/// Returns the event of a message; `qpn` is that of its queue pair.
-pub(crate) fn event_of(kind: EventKind, qpn: Option<Qpn>) -> Option<AsyncEvent> {
+/// Returns the event of a message; `qpn` and `srqn` are those of its object.
+pub(crate) fn event_of(kind: EventKind, qpn: Option<Qpn>, srqn: Option<Srqn>) -> Option<AsyncEvent> {
     Some(match kind {
         EventKind::QpFatal => AsyncEvent::QpFatal(qpn?),
         EventKind::QpRequestError => AsyncEvent::QpRequestError(qpn?),
         EventKind::QpAccessError => AsyncEvent::QpAccessError(qpn?),
         EventKind::CommunicationEstablished => AsyncEvent::CommunicationEstablished(qpn?),
         EventKind::SqDrained => AsyncEvent::SqDrained(qpn?),
+        EventKind::LastWqeReached => AsyncEvent::LastWqeReached(qpn?),
+        EventKind::SrqLimitReached => AsyncEvent::SrqLimitReached(srqn?),
         EventKind::PortActive => AsyncEvent::PortActive,
         EventKind::PortError => AsyncEvent::PortError,
     })
@@ -391,6 +413,7 @@ pub(crate) fn attributes_to_wire(attributes: &QpAttributes) -> node::Attributes 
         rnr_retry: attributes.rnr_retry,
         max_rd_atomic: attributes.max_rd_atomic,
         rate_limit_bps: attributes.rate_limit_bps,
+        qkey: attributes.qkey,
     }
 }
 
@@ -409,6 +432,7 @@ pub(crate) fn attributes_of(attributes: &node::Attributes) -> QpAttributes {
         rnr_retry: attributes.rnr_retry,
         max_rd_atomic: attributes.max_rd_atomic,
         rate_limit_bps: attributes.rate_limit_bps,
+        qkey: attributes.qkey,
         ..QpAttributes::default()
     }
 }
@@ -425,7 +449,7 @@ pub(crate) fn counters_of(values: &[u64]) -> Counters {
 pub(crate) fn limits_of(limits: &node::Limits) -> Limits {
     Limits {
         queue_pairs: limits.queue_pairs,
-        shared_receive_queues: 0,
+        shared_receive_queues: SRQS_MAX as u32,
         memory_regions: limits.memory_regions,
         work_requests: Some(limits.work_requests),
         completions: None,

@@ -3,14 +3,15 @@
 //! Nothing that an application sends is trusted. It names objects by ids among its own, whose number is bounded; each of its protection domains
 //! is one of the device, whose engine checks keys and ranges against it. So the worst that it can do is to have itself detached.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
+use rdmux_memory::ProcessMemory;
 use rdmux_rnic::sched::{Entitlement, TenantId};
 use rdmux_rnic::{SendRequest, Time};
 use rdmux_verbs::{
-    CompletionQueue, Connecting, Connection, ConnectionRequest, CreateError, Device, EventQueue, Listener,
-    MemoryRegion, ProtectionDomain, Qpn, QueuePair, WorkCompletion,
+    AddressHandle, CompletionQueue, Connecting, Connection, ConnectionRequest, CreateError, Device,
+    EventQueue, Listener, MemoryRegion, ProtectionDomain, Qpn, QueuePair, SharedReceiveQueue, WorkCompletion,
 };
 use rdmux_wire::node::control::{ErrorCode, Kind, Message};
 
@@ -29,6 +30,10 @@ const PDS_MAX: usize = 256;
 pub(super) const REGIONS_MAX: usize = 4096;
 /// Queue pairs of an application.
 pub(super) const QPS_MAX: usize = 2048;
+/// Shared receive queues of an application.
+pub(crate) const SRQS_MAX: usize = 1024;
+/// Address handles of an application.
+pub(crate) const ADDRESS_HANDLES_MAX: usize = 4096;
 /// Listeners of an application.
 const LISTENERS_MAX: usize = 256;
 /// Requests of peers that an application has not decided.
@@ -85,6 +90,14 @@ pub(super) struct Belonging {
     pub(super) account: Arc<Account>,
     /// Charge of the tenant for the application.
     pub(super) charge: Charge,
+}
+
+/// A shared receive queue of an application.
+#[derive(Debug)]
+pub(super) struct Srq {
+    pub(super) queue: SharedReceiveQueue,
+    /// Most completions that the node keeps of it.
+    pub(super) completions: u32,
 }
 
 /// A connection of an application, or an attempt to connect.
@@ -151,8 +164,18 @@ pub(super) struct Application {
     pub(super) listeners: Table<Listener>,
     pub(super) qps: Table<Qp>,
     pub(super) by_qpn: HashMap<Qpn, u32>,
+    pub(super) srqs: Table<Srq>,
+    /// The ids of shared receive queues, by their numbers.
+    pub(super) by_srqn: HashMap<u32, u32>,
+    /// Queue pairs that consume no further receives of their shared receive queues: the application learns that behind their completions.
+    pub(super) drained: BTreeSet<u32>,
+    /// Set while the device's queue had no more completions at the last look.
+    pub(super) has_all: bool,
+    pub(super) handles: Table<AddressHandle>,
     pub(super) regions: Table<Region>,
     pub(super) pds: Table<ProtectionDomain>,
+    /// The memory of its process, once it has offered that.
+    pub(super) memory: Option<Arc<ProcessMemory>>,
     /// The device's queue for all its completions.
     pub(super) cq: CompletionQueue,
     /// Completions that the queue has room for, and those that it needs room for.
@@ -194,6 +217,12 @@ impl Application {
             listeners: Table::new(LISTENERS_MAX),
             qps: Table::new(QPS_MAX),
             by_qpn: HashMap::new(),
+            srqs: Table::new(SRQS_MAX),
+            by_srqn: HashMap::new(),
+            drained: BTreeSet::new(),
+            has_all: false,
+            handles: Table::new(ADDRESS_HANDLES_MAX),
+            memory: None,
             regions: Table::new(REGIONS_MAX),
             pds: Table::new(PDS_MAX),
             cq,

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use rdmux_rnic::Time;
 use rdmux_verbs::{AsyncEvent, ConnectError};
-use rdmux_wire::node::control::{Kind, Message, PrivateData};
+use rdmux_wire::node::control::{EventKind, Kind, Message, PrivateData};
 
 use super::application::{Application, Detached, Link, Shared, Token};
 use super::requests::refused;
-use crate::control::convert::{Refusal, endpoint_to_wire, event_to_wire};
+use crate::control::convert::{EventOf, Refusal, endpoint_to_wire, event_to_wire};
 
 /// Requests of peers that are passed on at once; the listener reports again if there are more.
 const REQUESTS_PER_EVENT: usize = 64;
@@ -127,23 +127,37 @@ impl Application {
                 false => Ok(()),
             };
         }
-        let Some((kind, qpn)) = event_to_wire(event) else {
+        let Some((kind, of)) = event_to_wire(event) else {
             return Ok(());
         };
-        let qp = match qpn {
-            None => 0,
-            Some(qpn) => match self.by_qpn.get(&qpn) {
-                Some(qp) => *qp,
-                None => return Ok(()),
-            },
+        let object = match of {
+            EventOf::Port => Some(0),
+            EventOf::Qp(qpn) => self.by_qpn.get(&qpn).copied(),
+            EventOf::Srq(srqn) => self.by_srqn.get(&srqn.0).copied(),
         };
-        if qpn.is_some() {
-            self.tell_failure(shared, now, qp)?;
+        let Some(object) = object else { return Ok(()) };
+        if kind == EventKind::LastWqeReached {
+            self.drained.insert(object);
+            self.has_all = false;
+            return Ok(());
+        }
+        if let EventOf::Qp(_) = of {
+            self.tell_failure(shared, now, object)?;
         }
         if self.rings.is_none() {
             return Ok(());
         }
-        self.tell(&Message::Event { kind, qp })
+        self.tell(&Message::Event { kind, object })
+    }
+
+    /// Tells of queue pairs that consume no further receives, once all completions of earlier ones are in the ring.
+    pub(super) fn tell_drained(&mut self, shared: &mut Shared, now: Time) -> Result<(), Detached> {
+        while let Some(object) = self.drained.pop_first() {
+            self.tell_failure(shared, now, object)?;
+            let kind = EventKind::LastWqeReached;
+            self.tell(&Message::Event { kind, object })?;
+        }
+        Ok(())
     }
 }
 

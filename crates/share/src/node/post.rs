@@ -4,7 +4,7 @@
 
 use rdmux_rnic::sched::{TenantId, class_of};
 use rdmux_rnic::{Operation, QpState, RecvRequest, SendFlags, SendRequest, Sge, SgeList, Status};
-use rdmux_rnic::{QpAttributes, Target, Time, WcOpcode, WorkCompletion};
+use rdmux_rnic::{PostError, QpAttributes, Target, Time, WcOpcode, WorkCompletion};
 use rdmux_verbs::Arm;
 use rdmux_wire::node::{DESCRIPTOR_BYTES, Descriptor, QueueId, Work, WorkFlags, WorkOperation};
 
@@ -126,7 +126,11 @@ impl Application {
         work: &Work,
         bytes: &[u8],
     ) -> Result<(), Detached> {
+        if work.operation == WorkOperation::SharedRecv {
+            return self.post_shared(work, bytes);
+        }
         let tenant = self.tenant;
+        let to = self.target_of(&work.operation);
         let Some(qp) = self.qps.get_mut(work.queue.0) else {
             return Err(Detached::Protocol(format!(
                 "a request for queue pair {}, which it does not have",
@@ -144,10 +148,13 @@ impl Application {
                 wr_id: work.wr_id,
                 sges: list_of(work, bytes),
             };
-            let is_posted = work.operation == WorkOperation::Recv && qp.qp.post_recv(request).is_ok();
-            if !is_posted {
+            if qp.qp.post_recv(request).is_err() {
                 self.refuse(shared, now, work, WcOpcode::Recv);
             }
+            return Ok(());
+        };
+        let Ok(to) = to else {
+            self.refuse(shared, now, work, opcode);
             return Ok(());
         };
         let request = SendRequest {
@@ -155,7 +162,7 @@ impl Application {
             operation,
             sges: list_of(work, bytes),
             flags: flags_of(work.flags),
-            to: Target::Connected,
+            to,
         };
         if qp.group.is_none() {
             qp.bind(shared, now, tenant);
@@ -181,6 +188,32 @@ impl Application {
             Err(Full) => self.refuse(shared, now, work, opcode),
         }
         Ok(())
+    }
+
+    /// Posts a receive to its shared receive queue. An application counts what such a queue holds, and posts no more.
+    fn post_shared(&mut self, work: &Work, bytes: &[u8]) -> Result<(), Detached> {
+        let id = work.queue.0;
+        let refused =
+            |why: String| Detached::Protocol(format!("a receive for shared receive queue {id}: {why}"));
+        if PieceId::of_wr_id(work.wr_id).is_some() {
+            return Err(refused(format!("its number is {:#x}", work.wr_id)));
+        }
+        let request = RecvRequest {
+            wr_id: work.wr_id,
+            sges: list_of(work, bytes),
+        };
+        let srq = self.srqs.get(id);
+        let posted = srq.map_or(Err(PostError::NoSrq), |srq| srq.queue.post_recv(request));
+        posted.map_err(|error| refused(error.to_string()))
+    }
+
+    /// Returns the destination of a request on a send queue.
+    fn target_of(&self, operation: &WorkOperation) -> Result<Target, PostError> {
+        let WorkOperation::Datagram { to, .. } = operation else {
+            return Ok(Target::Connected);
+        };
+        let handle = self.handles.get(to.handle).ok_or(PostError::Invalid)?;
+        handle.to(to.qpn, to.qkey).map_err(|_| PostError::Invalid)
     }
 
     /// Refuses a request: it puts its queue pair in error, as one that an RNIC finds malformed does.
@@ -235,7 +268,8 @@ impl Application {
     /// Takes completions out of the device's queue. Those of pieces become completions of requests ([`Application::done`]). Returns whether
     /// there were any.
     pub(super) fn take_completions(&mut self, shared: &mut Shared, now: impl Fn() -> Time) -> bool {
-        if self.rings.is_none() || self.cq.poll_many(BATCH, &mut self.found) == 0 {
+        self.has_all = self.rings.is_none() || self.cq.poll_many(BATCH, &mut self.found) == 0;
+        if self.has_all {
             return false;
         }
         let now = now();
@@ -303,6 +337,11 @@ impl Application {
         Ok(put > 0)
     }
 
+    /// Returns whether the ring has all completions, and something waits for that.
+    pub(super) fn has_drained(&self) -> bool {
+        !self.drained.is_empty() && self.has_all && self.kept.is_empty()
+    }
+
     /// Prepares a sleep until the application or the device has something, after a pass has found nothing. Returns false if one of them has
     /// something now. [`Application::awake`] ends the sleep in either case.
     pub(super) fn prepare_sleep(
@@ -324,7 +363,8 @@ impl Application {
         self.cq.arm(Arm::Next);
         sleeps &= rings.ready.prepare_sleep();
         // A completion that came before the queue was armed raises no event.
-        Ok(!self.take_completions(shared, now) && sleeps)
+        let waits = self.drained.is_empty() || !self.kept.is_empty();
+        Ok(!self.take_completions(shared, now) && sleeps && waits)
     }
 
     /// Ends a sleep.
@@ -377,7 +417,9 @@ pub(super) fn takes_slot(operation: &Operation) -> bool {
 /// Returns the operation of a request on a send queue.
 fn operation_of(operation: &WorkOperation) -> Option<(WcOpcode, Operation)> {
     Some(match *operation {
-        WorkOperation::Send { imm } => (WcOpcode::Send, Operation::Send { imm }),
+        WorkOperation::Send { imm } | WorkOperation::Datagram { imm, .. } => {
+            (WcOpcode::Send, Operation::Send { imm })
+        }
         WorkOperation::SendInvalidate { rkey } => (WcOpcode::Send, Operation::SendInvalidate { rkey }),
         WorkOperation::Write { remote, imm } => {
             let (va, rkey) = (remote.va, remote.rkey);

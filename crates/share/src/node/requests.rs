@@ -1,15 +1,18 @@
 //! Carries out the requests of an application.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rdmux_memory::AnonymousMemory;
-use rdmux_rnic::{Access, QpState, QpType, Time};
+use rdmux_memory::mapping::Unmappable;
+use rdmux_memory::{AnonymousMemory, ForeignMemory, ProcessMemory};
+use rdmux_rnic::{Access, Memory, QpState, QpType, RegisterError, Time};
+use rdmux_verbs::provider::user::{User, peer_credentials, user_of};
 use rdmux_verbs::{Carrier, ConnectError, ConnectPair, QpOptions};
 use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateData};
 
 use super::application::{
-    Application, Link, Linked, Qp, Region, Shared, WORK_REQUESTS_MAX, limit, no_object,
+    Application, Link, Linked, Qp, Region, Shared, Srq, WORK_REQUESTS_MAX, limit, no_object,
 };
 use super::config::Resource;
 use super::egress::Owner;
@@ -52,11 +55,18 @@ impl Application {
                 qp_type,
                 max_send_wr,
                 max_recv_wr,
-            } => self.create_qp(shared, pd, qp_type, (max_send_wr, max_recv_wr)),
+                srq,
+            } => self.create_qp(shared, pd, qp_type, (max_send_wr, max_recv_wr), srq),
             Message::Modify { qp, to, attributes } => {
                 let to = state_of(to);
                 let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
-                qp.qp.modify(to, &attributes_of(&attributes))?;
+                let mut attributes = attributes_of(&attributes);
+                // The device chooses it.
+                if let Some(path) = attributes.path.as_mut().filter(|path| path.src_port == 0) {
+                    let peer = attributes.dest_qpn.unwrap_or(qp.qp.qpn());
+                    path.src_port = shared.device.source_port(peer)?;
+                }
+                qp.qp.modify(to, &attributes)?;
                 qp.is_in(shared, now, to);
                 Ok(Message::Done {})
             }
@@ -138,6 +148,53 @@ impl Application {
                 qps: self.qps.len() as u32,
                 regions: self.regions.len() as u32,
             }),
+            Message::OfferMemory {} => {
+                let [file] = one(descriptors)?;
+                let (uid, pid) = peer_credentials(&self.channel)?;
+                // Pages that another user lets arrive late, or never, would hold up the node.
+                if user_of(uid) != User::Own {
+                    let why = "the node belongs to another user: it takes memory that it can map";
+                    return Err(Refusal::new(ErrorCode::Memory, why));
+                }
+                let memory = ProcessMemory::of(file, pid);
+                let memory = memory.map_err(|error| Refusal::new(ErrorCode::Memory, error.to_string()))?;
+                self.memory = Some(Arc::new(memory));
+                Ok(Message::Done {})
+            }
+            Message::RegisterOffered {
+                pd,
+                address,
+                length,
+                iova,
+                access,
+                pages,
+            } => self.register_offered(pd, (address, length, iova), access, (pages, descriptors)),
+            Message::CreateSrq { pd, max_wr } => self.create_srq(pd, max_wr),
+            Message::ModifySrq { srq, max_wr, limit } => {
+                self.modify_srq(srq, max_wr, limit)?;
+                Ok(Message::Done {})
+            }
+            Message::QuerySrq { srq } => {
+                let info = self.srqs.get(srq).and_then(|srq| srq.queue.query());
+                let info = info.ok_or_else(|| no_object(Kind::Srq))?;
+                Ok(Message::SrqInfo {
+                    max_wr: info.max_wr,
+                    posted: info.posted.try_into().unwrap_or(u32::MAX),
+                    limit: info.limit,
+                })
+            }
+            Message::CreateAddressHandle {
+                address,
+                traffic_class,
+            } => {
+                let address = address.to_canonical();
+                if address.is_multicast() || address.is_ipv4() != shared.device.address().is_ipv4() {
+                    let why = "datagrams to this address: nodes send to single devices of their own family";
+                    return Err(Refusal::new(ErrorCode::Unsupported, why));
+                }
+                let handle = shared.device.create_ah(address, traffic_class);
+                made(self.handles.insert(handle), "address handles")
+            }
             other => Err(Refusal::new(
                 ErrorCode::Protocol,
                 format!(
@@ -158,20 +215,50 @@ impl Application {
         if !self.regions.has_room() {
             return Err(limit("memory regions"));
         }
+        let end = offset.checked_add(length).ok_or(RegisterError::OutOfRange)?;
+        let [file] = one(descriptors)?;
+        let memory = AnonymousMemory::of_file(file, end).map_err(cannot_map)?;
+        self.register_memory(pd, Arc::new(memory), (offset, length, iova), access)
+    }
+
+    fn register_offered(
+        &mut self,
+        pd: u32,
+        (address, length, iova): (u64, u64, u64),
+        access: u32,
+        (pages, descriptors): (Option<wire::Pages>, Vec<OwnedFd>),
+    ) -> Result<Message, Refusal> {
+        if !self.regions.has_room() {
+            return Err(limit("memory regions"));
+        }
+        let memory = self.memory.clone();
+        let memory = memory
+            .ok_or_else(|| Refusal::new(ErrorCode::Memory, "the process has not offered its memory"))?;
+        let pages = match pages {
+            None => None,
+            Some(wire::Pages { address, length }) => {
+                let end = address.checked_add(length).ok_or(RegisterError::OutOfRange)?;
+                let [file] = one(descriptors)?;
+                Some((address..end, file))
+            }
+        };
+        let memory = ForeignMemory::new(memory, address, length, pages).map_err(cannot_map)?;
+        self.register_memory(pd, Arc::new(memory), (0, length, iova), access)
+    }
+
+    fn register_memory(
+        &mut self,
+        pd: u32,
+        memory: Arc<dyn Memory>,
+        (offset, length, iova): (u64, u64, u64),
+        access: u32,
+    ) -> Result<Message, Refusal> {
         let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?;
         let access = Access::from_bits(access);
         let access = access
             .ok_or_else(|| Refusal::new(ErrorCode::Unsupported, "an access right that nodes do not know"))?;
-        let [file] = <[OwnedFd; 1]>::try_from(descriptors)
-            .map_err(|_| Refusal::new(ErrorCode::Memory, "a registration comes with one file in memory"))?;
         let charges = self.charge(Resource::Regions, (Resource::Bytes, length))?;
-        let memory = AnonymousMemory::of_file(file).map_err(|error| {
-            Refusal::new(
-                ErrorCode::Memory,
-                format!("the node cannot map the memory: {error}"),
-            )
-        })?;
-        let region = pd.reg_mr(Arc::new(memory), offset, length, iova, access)?;
+        let region = pd.reg_mr(memory, offset, length, iova, access)?;
         let (lkey, rkey) = (region.lkey(), region.rkey());
         let id = self
             .regions
@@ -186,6 +273,7 @@ impl Application {
         pd: u32,
         qp_type: wire::QpType,
         (max_send_wr, max_recv_wr): (u32, u32),
+        srq: Option<u32>,
     ) -> Result<Message, Refusal> {
         if !self.qps.has_room() {
             return Err(limit("queue pairs"));
@@ -197,12 +285,21 @@ impl Application {
         let requests = u64::from(max_send_wr) + u64::from(max_recv_wr);
         let charges = self.charge(Resource::QueuePairs, (Resource::Requests, requests))?;
         let depth = Application::depth_of(shared, max_send_wr);
-        let completions = depth + max_recv_wr;
+        let srq = match srq {
+            None => None,
+            Some(srq) => {
+                let srq = self.srqs.get(srq).ok_or_else(|| no_object(Kind::Srq))?;
+                Some(srq.queue.clone())
+            }
+        };
+        // The shared receive queue has room for its own.
+        let completions = depth + if srq.is_some() { 0 } else { max_recv_wr };
         self.reserve(completions)?;
         let options = QpOptions {
             qp_type: qp_type_of(qp_type),
             max_send_wr: depth,
             max_recv_wr,
+            srq,
             ..QpOptions::new(&self.cq)
         };
         let qp = pd
@@ -239,6 +336,7 @@ impl Application {
             dest_qpn: info.dest_qpn,
             path: info.path.as_ref().map(path_to_wire),
             path_mtu: info.path_mtu,
+            qkey: info.qkey,
             send_outstanding: info.send_outstanding.try_into().unwrap_or(u32::MAX),
             recv_posted: info.recv_posted.try_into().unwrap_or(u32::MAX),
             carrier: qp.carrier().map(|carrier| match carrier {
@@ -256,10 +354,51 @@ impl Application {
             Kind::Qp => self.remove_qp(shared, now, id),
             Kind::Listener => self.listeners.remove(id).is_some(),
             Kind::Connection => self.connections.remove(id).is_some(),
+            Kind::Srq => self.remove_srq(id),
+            Kind::AddressHandle => self.handles.remove(id).is_some(),
         };
         is_there
             .then_some(Message::Done {})
             .ok_or_else(|| no_object(kind))
+    }
+
+    fn create_srq(&mut self, pd: u32, max_wr: u32) -> Result<Message, Refusal> {
+        if !self.srqs.has_room() {
+            return Err(limit("shared receive queues"));
+        }
+        let completions = completions_of_srq(max_wr)?;
+        let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?.clone();
+        self.reserve(completions)?;
+        let queue = pd.create_srq(max_wr).inspect_err(|_| self.release(completions))?;
+        let number = queue.srqn().0;
+        let id = self.srqs.insert(Srq { queue, completions });
+        let id = id.ok_or_else(|| limit("shared receive queues"))?;
+        self.by_srqn.insert(number, id);
+        Ok(Message::SrqMade { id, number })
+    }
+
+    fn modify_srq(&mut self, id: u32, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), Refusal> {
+        let srq = self.srqs.get(id).ok_or_else(|| no_object(Kind::Srq))?;
+        let (queue, before) = (srq.queue.clone(), srq.completions);
+        let now = max_wr.map_or(Ok(before), completions_of_srq)?;
+        let more = now.saturating_sub(before);
+        self.reserve(more)?;
+        queue.modify(max_wr, limit).inspect_err(|_| self.release(more))?;
+        self.release(before.saturating_sub(now));
+        if let Some(srq) = self.srqs.get_mut(id) {
+            srq.completions = now;
+        }
+        Ok(())
+    }
+
+    /// Removes a shared receive queue. Queue pairs that take their receives from it keep it until they end.
+    fn remove_srq(&mut self, id: u32) -> bool {
+        let Some(Srq { queue, completions }) = self.srqs.remove(id) else {
+            return false;
+        };
+        self.by_srqn.remove(&queue.srqn().0);
+        self.release(completions);
+        true
     }
 
     pub(super) fn remove_qp(&mut self, shared: &mut Shared, now: Time, id: u32) -> bool {
@@ -268,6 +407,7 @@ impl Application {
         };
         removed.unbind(shared, now);
         shared.egress.remove_flow(now, removed.flow);
+        self.drained.remove(&id);
         self.by_qpn.remove(&removed.qp.qpn());
         self.release(removed.completions);
         true
@@ -329,6 +469,32 @@ impl Qp {
             QpState::Init | QpState::Rtr | QpState::Sqe => {}
         }
     }
+}
+
+/// Returns the completions that a shared receive queue of so many receives may have: those of a full queue may wait for room in the ring
+/// while it is filled again.
+fn completions_of_srq(max_wr: u32) -> Result<u32, Refusal> {
+    match max_wr <= WORK_REQUESTS_MAX {
+        true => Ok(2 * max_wr),
+        false => Err(limit("requests of a shared receive queue")),
+    }
+}
+
+/// Returns the descriptor of a message that has one.
+fn one(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; 1], Refusal> {
+    descriptors
+        .try_into()
+        .map_err(|_| Refusal::new(ErrorCode::Memory, "the memory comes with one descriptor"))
+}
+
+/// Returns the refusal of memory that the node cannot map without risk.
+fn cannot_map(error: io::Error) -> Refusal {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    let code = match inner {
+        Some(Unmappable::TooShort { .. }) => ErrorCode::OutOfRange,
+        _ => ErrorCode::Memory,
+    };
+    Refusal::new(code, format!("the node cannot map the memory: {error}"))
 }
 
 fn made(id: Option<u32>, what: &str) -> Result<Message, Refusal> {

@@ -198,6 +198,7 @@ fn create_qp(pd: u32) -> Message {
         qp_type: QpType::Rc,
         max_send_wr: 16,
         max_recv_wr: 16,
+        srq: None,
     }
 }
 
@@ -209,6 +210,16 @@ fn work(qp: u32, operation: WorkOperation) -> Work {
         operation,
         data: WorkData::Elements(1),
     }
+}
+
+/// Returns a datagram by no address handle.
+fn datagram(qp: u32) -> Work {
+    let to = rdmux_wire::node::Destination {
+        handle: u32::MAX,
+        qpn: rdmux_verbs::Qpn::new(5),
+        qkey: 7,
+    };
+    work(qp, WorkOperation::Datagram { to, imm: None })
 }
 
 #[test]
@@ -294,7 +305,7 @@ fn register__files_that_are_not_safe_to_map() {
     rustix::fs::ftruncate(&unsealed, 4096).unwrap();
     let file = OwnedFd::from(std::fs::File::open("/proc/self/exe").unwrap());
     let empty = sealed_file("empty", 0).unwrap();
-    for file in [None, Some(&unsealed), Some(&file), Some(&empty)] {
+    for file in [None, Some(&unsealed), Some(&file)] {
         let answer = raw.ask_with(&register(4096), file).message;
         let Message::Error { code, .. } = answer else {
             panic!("{answer:?}");
@@ -302,17 +313,16 @@ fn register__files_that_are_not_safe_to_map() {
         assert_eq!(code, ErrorCode::Memory, "{file:?}");
     }
     let sealed = sealed_file("sealed", 4096).unwrap();
-    let answer = raw.ask_with(&register(4097), Some(&sealed)).message;
-    assert!(
-        matches!(
-            answer,
-            Message::Error {
-                code: ErrorCode::OutOfRange,
-                ..
-            }
-        ),
-        "{answer:?}"
-    );
+    for (length, file) in [(4097, &sealed), (4096, &empty), (u64::MAX, &sealed)] {
+        let answer = raw.ask_with(&register(length), Some(file)).message;
+        let Message::Error { code, .. } = answer else {
+            panic!("{answer:?}");
+        };
+        assert!(
+            matches!(code, ErrorCode::OutOfRange | ErrorCode::Memory),
+            "{code:?}"
+        );
+    }
     let answer = raw.ask_with(&register(4096), Some(&sealed)).message;
     assert_eq!(answer.name(), "Registered");
 }
@@ -329,6 +339,7 @@ fn limits__are_per_application() {
         qp_type: QpType::Rc,
         max_send_wr: u32::MAX,
         max_recv_wr: u32::MAX,
+        srq: None,
     };
     assert_eq!(greedy.refused(&qp), ErrorCode::Limit);
     other.made(&Message::AllocPd {});
@@ -349,8 +360,8 @@ fn work__that_the_device_refuses_fails_its_queue_pair_alone() {
     let served = Served::new(7);
     let mut raw = served.attach();
     let (qp, sound) = (raw.qp(), raw.qp());
-    // A queue pair in Reset takes no receive, whatever the application's library would say.
-    raw.submit(&[work(qp, WorkOperation::Recv), work(qp, WorkOperation::SharedRecv)]);
+    // A queue pair in Reset takes no receive, and none of RC a datagram, whatever the application's library would say.
+    raw.submit(&[work(qp, WorkOperation::Recv), datagram(qp)]);
     let end = raw.end.as_ref().unwrap();
     let mut consumer = end.completion(0);
     let mut found = Vec::new();
@@ -382,7 +393,7 @@ fn work__completions_that_nobody_takes_stop_the_application_alone() {
     let submitting = {
         let end = hostile.end.as_ref().unwrap();
         let mut producer = end.submission(0);
-        let refused = work(qp, WorkOperation::SharedRecv);
+        let refused = datagram(qp);
         let mut submitted = 0;
         // Each of them completes, and the ring of completions has room for 4096 of them.
         let deadline = Instant::now() + LONG;
@@ -404,6 +415,164 @@ fn work__completions_that_nobody_takes_stop_the_application_alone() {
 }
 
 #[test]
+fn work__for_no_shared_receive_queue_detaches() {
+    let served = Served::new(10);
+    let mut other = served.attach();
+    for id in [0, 1, 1 << 16, u32::MAX] {
+        let mut hostile = served.attach();
+        hostile.qp();
+        hostile.submit(&[work(id, WorkOperation::SharedRecv)]);
+        assert!(hostile.detached().contains("no such shared receive queue"));
+    }
+    // One with more receives than its queue holds.
+    let mut hostile = served.attach();
+    let pd = hostile.made(&Message::AllocPd {});
+    let Message::SrqMade { id, .. } = hostile.ask(&Message::CreateSrq { pd, max_wr: 2 }) else {
+        panic!("no shared receive queue");
+    };
+    hostile.submit(&[work(id, WorkOperation::SharedRecv); 3]);
+    assert!(hostile.detached().contains("full"));
+    other.is_served();
+}
+
+#[test]
+fn srq__sizes_and_ids_of_nonsense() {
+    let served = Served::new(11);
+    let mut raw = served.attach();
+    let pd = raw.made(&Message::AllocPd {});
+    for max_wr in [application::WORK_REQUESTS_MAX + 1, u32::MAX] {
+        assert_eq!(raw.refused(&Message::CreateSrq { pd, max_wr }), ErrorCode::Limit);
+    }
+    let create = Message::CreateSrq {
+        pd: pd + 1,
+        max_wr: 4,
+    };
+    assert_eq!(raw.refused(&create), ErrorCode::NoObject);
+    let Message::SrqMade { id: srq, .. } = raw.ask(&Message::CreateSrq { pd, max_wr: 4 }) else {
+        panic!("no shared receive queue");
+    };
+    let modify = |srq, max_wr, limit| Message::ModifySrq { srq, max_wr, limit };
+    assert_eq!(raw.refused(&modify(srq, Some(u32::MAX), None)), ErrorCode::Limit);
+    assert_eq!(raw.refused(&modify(srq, None, Some(5))), ErrorCode::State);
+    assert_eq!(
+        raw.refused(&modify(srq ^ 1 << 16, None, None)),
+        ErrorCode::NoObject
+    );
+    assert_eq!(raw.ask(&modify(srq, Some(64), Some(64))), Message::Done {});
+    let with = |srq| match create_qp(pd) {
+        Message::CreateQp {
+            pd,
+            qp_type,
+            max_send_wr,
+            max_recv_wr,
+            ..
+        } => Message::CreateQp {
+            pd,
+            qp_type,
+            max_send_wr,
+            max_recv_wr,
+            srq: Some(srq),
+        },
+        other => other,
+    };
+    assert_eq!(raw.refused(&with(srq + 1)), ErrorCode::NoObject);
+    let qp = raw.made(&with(srq));
+    // The queue pair keeps its queue.
+    let destroy = |kind, id| Message::Destroy { kind, id };
+    assert_eq!(raw.ask(&destroy(Kind::Srq, srq)), Message::Done {});
+    assert_eq!(raw.refused(&Message::QuerySrq { srq }), ErrorCode::NoObject);
+    assert_eq!(raw.ask(&destroy(Kind::Qp, qp)), Message::Done {});
+    let count = (0..100_000).find(|_| {
+        let answer = raw.ask(&Message::CreateSrq { pd, max_wr: 1 });
+        matches!(answer, Message::Error { .. })
+    });
+    assert_eq!(count, Some(SRQS_MAX));
+}
+
+#[test]
+fn address_handles__nonsense_and_the_bound() {
+    let served = Served::new(12);
+    let mut raw = served.attach();
+    let create = |address: &str| Message::CreateAddressHandle {
+        address: address.parse().unwrap(),
+        traffic_class: 0xff,
+    };
+    for address in ["fd00::1", "224.0.0.1", "ff02::1"] {
+        assert_eq!(raw.refused(&create(address)), ErrorCode::Unsupported, "{address}");
+    }
+    let count = (0..100_000).find(|_| matches!(raw.ask(&create("127.0.0.1")), Message::Error { .. }));
+    assert_eq!(count, Some(ADDRESS_HANDLES_MAX));
+    // A datagram by no handle, on a queue pair that takes none, fails the queue pair alone.
+    let qp = raw.qp();
+    raw.submit(&[datagram(qp)]);
+    let deadline = Instant::now() + LONG;
+    loop {
+        match raw.ask(&Message::Query { qp }) {
+            Message::QpInfo {
+                state: QpState::Error,
+                ..
+            } => break,
+            Message::QpInfo { .. } => assert!(Instant::now() < deadline),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn offer_memory__of_something_else() {
+    let served = Served::new(13);
+    let mut raw = served.attach();
+    let pd = raw.made(&Message::AllocPd {});
+    let register = |address, length, pages| Message::RegisterOffered {
+        pd,
+        address,
+        length,
+        iova: address,
+        access: 7,
+        pages,
+    };
+    // Nothing is offered so far.
+    assert_eq!(raw.refused(&register(4096, 4096, None)), ErrorCode::Memory);
+    let file = OwnedFd::from(std::fs::File::open("/proc/self/maps").unwrap());
+    for file in [None, Some(&file)] {
+        let answer = raw.ask_with(&Message::OfferMemory {}, file).message;
+        assert!(
+            matches!(
+                answer,
+                Message::Error {
+                    code: ErrorCode::Memory,
+                    ..
+                }
+            ),
+            "{answer:?}"
+        );
+    }
+    let own = rdmux_memory::own_memory().unwrap();
+    assert_eq!(
+        raw.ask_with(&Message::OfferMemory {}, Some(&own)).message,
+        Message::Done {}
+    );
+    let pages = |address, length| Some(rdmux_wire::node::control::Pages { address, length });
+    let sealed = sealed_file("sealed", 4096).unwrap();
+    for (message, file) in [
+        (register(u64::MAX, 2, None), None),
+        (register(8192, 8192, pages(8192, 4096)), None),
+        (register(8192, 8192, pages(4096, 4096)), Some(&sealed)),
+        (register(8192, 8192, pages(8192, 8192)), Some(&sealed)),
+        (register(8192, 8192, pages(u64::MAX, 8192)), Some(&sealed)),
+        (register(8192, 8192, pages(8192, 0)), Some(&sealed)),
+    ] {
+        let answer = raw.ask_with(&message, file).message;
+        assert_eq!(answer.name(), "Error", "{message:?}");
+    }
+    let answer = raw.ask_with(&register(8192, 8192, pages(12288, 4096)), Some(&sealed));
+    assert_eq!(answer.message.name(), "Registered");
+    // Nothing has to be there: an access fails, and nothing else.
+    assert_eq!(raw.ask(&register(0, u64::MAX, None)).name(), "Registered");
+    raw.is_served();
+}
+
+#[test]
 fn of_word__each_source() {
     for source in [
         Source::Place,
@@ -411,6 +580,7 @@ fn of_word__each_source() {
         Source::Events,
         Source::Async,
         Source::Engine,
+        Source::Idle,
         Source::Control(0),
         Source::Control(u32::MAX),
         Source::Work(7),

@@ -1,18 +1,19 @@
 //! The control connection of this process with a node. Requests wait for their answers; a thread receives those, and events.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
+use rdmux_memory::own_memory;
 use rdmux_verbs::provider::{AsyncEvents, Inbox, Object, Waker};
 use rdmux_verbs::sync::{Condvar, Mutex};
 use rdmux_verbs::thread::spawn;
 use rdmux_verbs::{Arrival, AsyncEvent, Features, Limits};
-use rdmux_wire::node::control::{ErrorCode, Kind, Message, VERSION};
+use rdmux_wire::node::control::{ErrorCode, EventKind, Kind, Message, VERSION};
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -21,6 +22,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::rings::Rings;
 use crate::control::convert::{Refusal, event_of, limits_of, status_of};
 use crate::control::{Channel, Ended, Received, receive};
+use crate::node::ADDRESS_HANDLES_MAX;
 use crate::place;
 use crate::ring::{ApplicationEnd, Files, Layout};
 
@@ -85,6 +87,13 @@ struct Requests {
     pending: HashMap<u32, Pending>,
 }
 
+/// Address handles in the node, with the oldest one first.
+#[derive(Debug, Default)]
+struct AddressHandles {
+    ids: HashMap<(IpAddr, u8), u32>,
+    order: VecDeque<(IpAddr, u8)>,
+}
+
 /// The connection with a node. The thread and each object of the device hold it.
 #[derive(Debug)]
 pub(super) struct Client {
@@ -99,6 +108,10 @@ pub(super) struct Client {
     pub(super) async_events: Mutex<AsyncEvents>,
     pub(super) async_waker: Arc<Waker>,
     pub(super) is_active: AtomicBool,
+    /// Address handles in the node, by what they stand for.
+    handles: Mutex<AddressHandles>,
+    /// Set once the node has the memory of this process.
+    has_memory: Mutex<bool>,
     /// Number of completion queues.
     pub(super) queues: AtomicUsize,
     /// Set once the node has gone.
@@ -116,9 +129,9 @@ impl Attached {
     /// Attaches this process to the node of an address.
     pub(super) fn open(address: IpAddr) -> Result<Attached, AttachError> {
         let failed = |source: io::Error| AttachError::Io { address, source };
-        let socket = place::attach(address).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => AttachError::NoNode(address),
-            _ => failed(error),
+        let socket = place::attach(address).map_err(|error| match place::is_none(&error) {
+            true => AttachError::NoNode(address),
+            false => failed(error),
         })?;
         let second = socket.try_clone().map_err(failed)?;
         let mut channel = Channel::new(second);
@@ -135,6 +148,8 @@ impl Attached {
             async_waker: events.waker().clone(),
             async_events: Mutex::new(events),
             is_active: AtomicBool::new(true),
+            handles: Mutex::default(),
+            has_memory: Mutex::new(false),
             queues: AtomicUsize::new(0),
             has_ended: AtomicBool::new(false),
         });
@@ -314,6 +329,44 @@ impl Client {
         let _ = self.request(&Message::Destroy { kind, id });
     }
 
+    /// Returns the node's address handle for datagrams to an address. The node keeps so many of those that were used first.
+    pub(super) fn address_handle(&self, address: IpAddr, traffic_class: u8) -> Result<u32, Refusal> {
+        let key = (address, traffic_class);
+        let mut handles = self.handles.lock();
+        if let Some(id) = handles.ids.get(&key) {
+            return Ok(*id);
+        }
+        if handles.order.len() >= ADDRESS_HANDLES_MAX
+            && let Some(id) = handles.order.pop_front().and_then(|key| handles.ids.remove(&key))
+        {
+            // The node takes the requests that name it first.
+            self.destroy(Kind::AddressHandle, id);
+        }
+        let request = Message::CreateAddressHandle {
+            address,
+            traffic_class,
+        };
+        match self.request(&request)? {
+            Message::Made { id } => {
+                handles.ids.insert(key, id);
+                handles.order.push_back(key);
+                Ok(id)
+            }
+            _ => Err(Refusal::new(ErrorCode::Protocol, no_answer().to_string())),
+        }
+    }
+
+    /// Offers the memory of this process to the node, unless it has that.
+    pub(super) fn offer_memory(&self) -> Result<(), Refusal> {
+        let mut has_memory = self.has_memory.lock();
+        if !*has_memory {
+            let memory = own_memory()?;
+            self.request_with(&Message::OfferMemory {}, Some(memory.as_fd()), None)?;
+            *has_memory = true;
+        }
+        Ok(())
+    }
+
     /// Returns whether the node has gone.
     pub(super) fn has_ended(&self) -> bool {
         self.has_ended.load(Ordering::Acquire)
@@ -377,9 +430,14 @@ impl Client {
                 }
                 return;
             }
-            Message::Event { kind, qp } => {
-                let qpn = self.rings.qp(*qp).map(|qp| qp.qpn);
-                if let Some(event) = event_of(*kind, qpn) {
+            Message::Event { kind, object } => {
+                if *kind == EventKind::LastWqeReached {
+                    // The ring has the completions that the program may have before it.
+                    let _ = self.rings.take_now(self);
+                }
+                let qpn = self.rings.qp(*object).map(|qp| qp.qpn);
+                let srqn = self.rings.srqn(*object);
+                if let Some(event) = event_of(*kind, qpn, srqn) {
                     self.raise(event);
                 }
                 return;

@@ -24,6 +24,7 @@ use super::cm::{Connecting, Listener};
 use super::cq::CompletionQueue;
 use super::qp::QueuePair;
 use super::region::MemoryRegion;
+use super::srq::SharedReceiveQueue;
 use crate::control::convert::{counters_of, create_error};
 
 #[derive(Debug)]
@@ -211,6 +212,17 @@ pub(super) struct ProtectionDomain {
 impl provider::ProtectionDomain for ProtectionDomain {
     fn create_qp(&self, options: &QpOptions) -> Result<Box<dyn provider::QueuePair>, CreateError> {
         Ok(Box::new(QueuePair::new(self, options)?))
+    }
+
+    fn create_srq(
+        &self,
+        max_wr: u32,
+        xrc: Option<(&rdmux_verbs::XrcDomain, &rdmux_verbs::CompletionQueue)>,
+    ) -> Result<Box<dyn provider::SharedReceiveQueue>, CreateError> {
+        match xrc {
+            None => Ok(Box::new(SharedReceiveQueue::new(self, max_wr)?)),
+            Some(_) => Err(CreateError::Io(io::ErrorKind::Unsupported.into())),
+        }
     }
 
     fn reg_mr(&self, spec: RegionSpec) -> Result<Box<dyn provider::MemoryRegion>, RegisterError> {

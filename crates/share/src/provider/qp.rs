@@ -1,24 +1,28 @@
 //! Queue pairs: requests go into the ring, everything else over the control connection.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use rdmux_rnic::{
-    Bind, McastError, ModifyError, Operation, PostError, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey,
-    RecvRequest, SendFlags, SendRequest, Sge, SgeList, Status, WcOpcode, WorkCompletion,
+    Bind, McastError, ModifyError, Operation, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn,
+    RKey, RecvRequest, SendFlags, SendRequest, Sge, SgeList, Status, Target, WcOpcode, WorkCompletion,
 };
 use rdmux_verbs::provider::{self, Object, own};
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{AttachError, Carrier, CreateError, Features, PostListError, QpOptions};
 use rdmux_wire::node::control::{Kind, Message};
-use rdmux_wire::node::{Completion, Element, QueueId, Remote, Work, WorkData, WorkFlags, WorkOperation};
+use rdmux_wire::node::{
+    Completion, Destination, Element, QueueId, Remote, Work, WorkData, WorkFlags, WorkOperation,
+};
 
 use super::client::{Client, no_answer};
 use super::cq::{CompletionQueue, CqShared};
 use super::device::{Device, ProtectionDomain};
 use super::posted::{Posted, Request};
 use super::rings::Data;
+use super::srq::{SharedReceiveQueue, SrqShared};
 use crate::control::convert::{
     attributes_to_wire, completion_of, create_error, path_of, qp_type_to_wire, state_of, state_to_wire,
 };
@@ -32,6 +36,8 @@ pub(super) struct QpShared {
     recv_cq: Arc<CqShared>,
     sends: Mutex<Posted<WcOpcode>>,
     receives: Mutex<Posted<()>>,
+    /// The queue from which it takes its receives, if it shares one.
+    srq: Option<Arc<SrqShared>>,
     /// State as far as this process knows, as a code of messages.
     state: AtomicU8,
     error: Mutex<Option<Status>>,
@@ -69,7 +75,9 @@ impl QpShared {
         if failed && wc.status != Status::Flushed {
             self.fail(wc.status);
         }
-        let request = if is_receive {
+        let request = if is_receive && let Some(srq) = &self.srq {
+            Some((srq.used_up(wc.wr_id), true))
+        } else if is_receive {
             self.receives
                 .lock()
                 .complete(wc.wr_id)
@@ -151,10 +159,14 @@ impl QueuePair {
     pub(super) fn new(pd: &ProtectionDomain, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let unsupported = |what| CreateError::Io(std::io::Error::new(std::io::ErrorKind::Unsupported, what));
         let qp_type = qp_type_to_wire(options.qp_type)
-            .ok_or_else(|| unsupported("a node offers queue pairs of RC and UC alone"))?;
-        if options.srq.is_some() {
-            return Err(unsupported("a node offers no shared receive queues"));
-        }
+            .ok_or_else(|| unsupported("a node offers no queue pairs of XRC"))?;
+        let srq = match &options.srq {
+            None => None,
+            Some(srq) => {
+                let srq = own::<SharedReceiveQueue>(srq).ok_or(CreateError::OtherDevice)?;
+                Some(srq.shared.clone())
+            }
+        };
         let cq = |cq| own::<CompletionQueue>(cq).map(|cq| cq.shared.clone());
         let send_cq = cq(&options.send_cq).ok_or(CreateError::OtherDevice)?;
         let recv_cq = cq(&options.recv_cq).ok_or(CreateError::OtherDevice)?;
@@ -164,6 +176,7 @@ impl QueuePair {
             qp_type,
             max_send_wr: options.max_send_wr,
             max_recv_wr: options.max_recv_wr,
+            srq: srq.as_ref().map(|srq| srq.id),
         });
         let answer = answer.map_err(|refusal| create_error(&refusal))?;
         let Message::QpMade { id, qpn } = answer else {
@@ -176,6 +189,7 @@ impl QueuePair {
             recv_cq,
             sends: Mutex::new(Posted::new(options.max_send_wr)),
             receives: Mutex::new(Posted::new(options.max_recv_wr)),
+            srq,
             state: AtomicU8::new(state_to_wire(QpState::Reset) as u8),
             error: Mutex::new(None),
         });
@@ -198,14 +212,26 @@ impl QueuePair {
         if request.sges.as_slice().len() > self.max_sges {
             return Err(PostError::TooManySges);
         }
-        if request.to != rdmux_rnic::Target::Connected {
-            return Err(PostError::Invalid);
-        }
-        let (opcode, operation) = self.operation(&request.operation)?;
         match self.shared.state() {
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
             QpState::Rts | QpState::Sqd | QpState::Sqe | QpState::Error => {}
         }
+        let (opcode, operation) = match (request.to, self.qp_type == QpType::Ud) {
+            (Target::Connected, false) => self.operation(&request.operation)?,
+            (Target::Datagram { path, qpn, qkey }, true) => {
+                let Operation::Send { imm } = request.operation else {
+                    return Err(PostError::Invalid);
+                };
+                if request.sges.bytes() > u64::from(self.client().welcome.active_mtu.bytes()) {
+                    return Err(PostError::TooLong);
+                }
+                let handle = self.client().address_handle(path.dst, path.traffic_class);
+                let handle = handle.map_err(|refusal| PostError::Refused(refusal.number()))?;
+                let to = Destination { handle, qpn, qkey };
+                (WcOpcode::Send, WorkOperation::Datagram { to, imm })
+            }
+            _ => return Err(PostError::Invalid),
+        };
         let mut sends = self.shared.sends.lock();
         let asked = request.flags.contains(SendFlags::SIGNALED);
         let place = sends.push(Request {
@@ -232,6 +258,9 @@ impl QueuePair {
         request.check()?;
         if request.sges.as_slice().len() > self.max_sges {
             return Err(PostError::TooManySges);
+        }
+        if self.shared.srq.is_some() {
+            return Err(PostError::HasSrq);
         }
         if self.shared.state() == QpState::Reset {
             return Err(PostError::WrongState);
@@ -262,38 +291,7 @@ impl QueuePair {
         flags: WorkFlags,
         sges: &SgeList,
     ) -> Result<(), PostError> {
-        const NONE: Element = Element {
-            addr: 0,
-            lkey: rdmux_verbs::LKey(0),
-            length: 0,
-        };
-        let mut elements = [NONE; Work::ELEMENTS_MAX];
-        let (data, given) = match sges.as_inline() {
-            Some(inline) => (Data::Inline(inline), WorkData::Inline(inline.len() as u16)),
-            None => {
-                let list = sges.as_slice();
-                for (element, sge) in elements.iter_mut().zip(list) {
-                    *element = element_of(sge);
-                }
-                let count = list.len().min(Work::ELEMENTS_MAX);
-                (
-                    Data::Elements(&elements[..count]),
-                    WorkData::Elements(count as u16),
-                )
-            }
-        };
-        let work = Work {
-            queue: QueueId(self.shared.id),
-            wr_id: number,
-            flags,
-            operation,
-            data: given,
-        };
-        let client = self.client();
-        client
-            .rings
-            .push(client, &work, data)
-            .map_err(|_| PostError::QueueFull)
+        push(self.client(), self.shared.id, operation, number, flags, sges)
     }
 
     fn operation(&self, operation: &Operation) -> Result<(WcOpcode, WorkOperation), PostError> {
@@ -370,6 +368,48 @@ impl QueuePair {
     }
 }
 
+/// Puts a request for a queue into the ring.
+pub(super) fn push(
+    client: &Client,
+    queue: u32,
+    operation: WorkOperation,
+    number: u64,
+    flags: WorkFlags,
+    sges: &SgeList,
+) -> Result<(), PostError> {
+    const NONE: Element = Element {
+        addr: 0,
+        lkey: rdmux_verbs::LKey(0),
+        length: 0,
+    };
+    let mut elements = [NONE; Work::ELEMENTS_MAX];
+    let (data, given) = match sges.as_inline() {
+        Some(inline) => (Data::Inline(inline), WorkData::Inline(inline.len() as u16)),
+        None => {
+            let list = sges.as_slice();
+            for (element, sge) in elements.iter_mut().zip(list) {
+                *element = element_of(sge);
+            }
+            let count = list.len().min(Work::ELEMENTS_MAX);
+            (
+                Data::Elements(&elements[..count]),
+                WorkData::Elements(count as u16),
+            )
+        }
+    };
+    let work = Work {
+        queue: QueueId(queue),
+        wr_id: number,
+        flags,
+        operation,
+        data: given,
+    };
+    client
+        .rings
+        .push(client, &work, data)
+        .map_err(|_| PostError::QueueFull)
+}
+
 fn element_of(sge: &Sge) -> Element {
     Element {
         addr: sge.addr,
@@ -440,6 +480,7 @@ impl provider::QueuePair for QueuePair {
                 dest_qpn,
                 path,
                 path_mtu,
+                qkey,
                 ..
             }) => Some(QpInfo {
                 qp_type: self.qp_type,
@@ -447,7 +488,7 @@ impl provider::QueuePair for QueuePair {
                 dest_qpn,
                 path: path.as_ref().map(path_of),
                 path_mtu,
-                qkey: 0,
+                qkey,
                 send_outstanding: self.shared.sends.lock().len(),
                 recv_posted: self.shared.receives.lock().len(),
             }),
@@ -473,12 +514,26 @@ impl provider::QueuePair for QueuePair {
         *self.shared.error.lock()
     }
 
-    fn ready_datagram(&self, _qkey: u32) -> Result<(), ModifyError> {
-        Err(ModifyError::Refused(rustix::io::Errno::OPNOTSUPP.raw_os_error()))
+    fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+        let init = QpAttributes {
+            qkey: Some(qkey),
+            ..QpAttributes::default()
+        };
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(RandomState::new().build_hasher().finish() as u32)),
+            ..QpAttributes::default()
+        };
+        self.modify(QpState::Init, &init)?;
+        self.modify(QpState::Rtr, &QpAttributes::default())?;
+        self.modify(QpState::Rts, &rts)
     }
 
-    fn attach_mcast(&self, _group: IpAddr) -> Result<(), AttachError> {
-        Err(McastError::NotUd.into())
+    fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+        let source = rustix::io::Errno::OPNOTSUPP.into();
+        Err(match self.qp_type {
+            QpType::Ud => AttachError::Join { group, source },
+            _ => McastError::NotUd.into(),
+        })
     }
 
     fn detach_mcast(&self, _group: IpAddr) -> Result<(), McastError> {

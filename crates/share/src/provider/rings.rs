@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::ArmedQueues;
+use rdmux_rnic::{ArmedQueues, Srqn};
 use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::conditions;
 use rdmux_verbs::sync::Mutex;
@@ -36,6 +36,8 @@ pub(super) struct Rings {
     completions: Mutex<Taking>,
     ready: Mutex<ReadySet<ReadyArea>>,
     qps: Mutex<HashMap<u32, Arc<QpShared>>>,
+    /// The numbers of shared receive queues, by their ids.
+    srqs: Mutex<HashMap<u32, Srqn>>,
     /// Counts the completion queues that are armed.
     pub(super) armed: ArmedQueues,
 }
@@ -63,6 +65,7 @@ impl Rings {
             ready: Mutex::new(end.ready()),
             end,
             qps: Mutex::default(),
+            srqs: Mutex::default(),
             armed: ArmedQueues::default(),
         }
     }
@@ -86,6 +89,20 @@ impl Rings {
     pub(super) fn remove_qp(&self, client: &Client, qp: &QpShared) {
         let _ = self.take(client);
         self.qps.lock().remove(&qp.id);
+    }
+
+    /// Returns the number of a shared receive queue.
+    pub(super) fn srqn(&self, id: u32) -> Option<Srqn> {
+        self.srqs.lock().get(&id).copied()
+    }
+
+    /// Adds a shared receive queue, or removes it.
+    pub(super) fn set_srqn(&self, id: u32, srqn: Option<Srqn>) {
+        let mut srqs = self.srqs.lock();
+        match srqn {
+            Some(srqn) => srqs.insert(id, srqn),
+            None => srqs.remove(&id),
+        };
     }
 
     /// Puts a request into the ring. [`Rings::publish`] shows it to the node. Waits for room if there is none.
@@ -122,6 +139,12 @@ impl Rings {
         let Some(mut taking) = self.completions.try_lock() else {
             return Ok(());
         };
+        self.take_locked(client, &mut taking).map(|_| ())
+    }
+
+    /// Takes all completions out of the ring, and waits for another thread that does so now.
+    pub(super) fn take_now(&self, client: &Client) -> Result<(), Corrupt> {
+        let mut taking = self.completions.lock();
         self.take_locked(client, &mut taking).map(|_| ())
     }
 
@@ -200,16 +223,11 @@ impl Rings {
             self.end.waiter().answer();
             ready.awake();
             ready.take(|_| {})?;
-            self.armed_take(client)?;
+            self.take_now(client)?;
             if ready.prepare_sleep() {
                 return Ok(());
             }
         }
-    }
-
-    fn armed_take(&self, client: &Client) -> Result<(), Corrupt> {
-        let mut taking = self.completions.lock();
-        self.take_locked(client, &mut taking).map(|_| ())
     }
 
     /// Flushes what is in flight on all queue pairs, after the node has gone.

@@ -36,7 +36,7 @@ pub const TEXT_LEN_MAX: usize = 512;
 /// Maximum number of values in a list.
 pub const VALUES_MAX: usize = 192;
 /// Version of the protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Version of the messages by which two versions agree.
 pub const VERSION_FOREVER: u16 = 1;
 
@@ -66,6 +66,8 @@ codes! {
         Rc = 1,
         /// Unreliable connection.
         Uc = 2,
+        /// Unreliable datagram.
+        Ud = 3,
     }
 }
 
@@ -102,6 +104,10 @@ codes! {
         Listener = 4,
         /// Connection, or an attempt to connect.
         Connection = 5,
+        /// Shared receive queue.
+        Srq = 6,
+        /// Address handle.
+        AddressHandle = 7,
     }
 }
 
@@ -122,6 +128,11 @@ codes! {
         PortActive = 9,
         /// The network takes no packets.
         PortError = 10,
+        /// Fewer receives than the limit are left in a shared receive queue.
+        SrqLimitReached = 15,
+        /// A queue pair in error consumes no further receives of its shared receive queue. All completions of receives before it are in the
+        /// ring.
+        LastWqeReached = 16,
     }
 }
 
@@ -235,6 +246,17 @@ record! {
 }
 
 record! {
+    /// Pages of an application that are in a file in memory, which begins with the first of them.
+    #[derive(Copy)]
+    Pages {
+        /// Address of the first one in the application.
+        address: u64,
+        /// Bytes.
+        length: u64,
+    }
+}
+
+record! {
     /// Addresses of a queue pair, as `rdmux_rnic::Path`.
     #[derive(Copy)]
     Path {
@@ -279,6 +301,8 @@ record! {
         max_rd_atomic: Option<u8>,
         /// Highest sending rate in bits per second; 0 for none.
         rate_limit_bps: Option<u64>,
+        /// Q_Key that it demands of datagrams.
+        qkey: Option<u32>,
     }
 }
 
@@ -362,6 +386,8 @@ messages! {
         max_send_wr: u32,
         /// Receive requests that it holds.
         max_recv_wr: u32,
+        /// The shared receive queue from which it takes its receives.
+        srq: Option<u32>,
     }
     /// Node: the queue pair was made.
     10 QpMade {
@@ -394,6 +420,8 @@ messages! {
         path: Option<Path>,
         /// Path MTU in bytes.
         path_mtu: u32,
+        /// Q_Key that it demands of datagrams.
+        qkey: u32,
         /// Send requests that the device has and that are not complete.
         send_outstanding: u32,
         /// Receive requests that the device has and that are not used up.
@@ -538,7 +566,69 @@ messages! {
     32 Event {
         /// Kind.
         kind: EventKind,
-        /// The queue pair; 0 for events of the port.
-        qp: u32,
+        /// The queue pair, or the shared receive queue; 0 for events of the port.
+        object: u32,
+    }
+    /// Application: it offers the memory of its process, whose descriptor (`/proc/self/mem`) comes with the message. Answer: [`Message::Done`].
+    33 OfferMemory {}
+    /// Application: register memory of its process, which it has offered. If some of its pages are in a file, that comes with the message.
+    /// Answer: [`Message::Registered`].
+    34 RegisterOffered {
+        /// The protection domain.
+        pd: u32,
+        /// Address of the region in the application.
+        address: u64,
+        /// Bytes of the region.
+        length: u64,
+        /// Address of its first byte in work requests.
+        iova: u64,
+        /// Rights, valued as `enum ibv_access_flags`.
+        access: u32,
+        /// Its pages that are in a file.
+        pages: Option<Pages>,
+    }
+    /// Application: make a shared receive queue. Answer: [`Message::SrqMade`].
+    35 CreateSrq {
+        /// The protection domain.
+        pd: u32,
+        /// Receives that it holds.
+        max_wr: u32,
+    }
+    /// Node: the shared receive queue was made.
+    36 SrqMade {
+        /// Its id, by which the rings name it.
+        id: u32,
+        /// Its number in the device.
+        number: u32,
+    }
+    /// Application: change the size or the limit of a shared receive queue. Answer: [`Message::Done`].
+    37 ModifySrq {
+        /// The shared receive queue.
+        srq: u32,
+        /// New size.
+        max_wr: Option<u32>,
+        /// Limit below which an event is raised; 0: none.
+        limit: Option<u32>,
+    }
+    /// Application: what is known about a shared receive queue. Answer: [`Message::SrqInfo`].
+    38 QuerySrq {
+        /// The shared receive queue.
+        srq: u32,
+    }
+    /// Node: what is known about a shared receive queue.
+    39 SrqInfo {
+        /// Receives that it holds.
+        max_wr: u32,
+        /// Receives that are posted and not used up.
+        posted: u32,
+        /// The limit, while it is armed.
+        limit: Option<u32>,
+    }
+    /// Application: make an address handle, for datagrams to a device of an address. Answer: [`Message::Made`].
+    40 CreateAddressHandle {
+        /// Address of that device.
+        address: IpAddr,
+        /// IPv4 TOS or IPv6 traffic class.
+        traffic_class: u8,
     }
 }

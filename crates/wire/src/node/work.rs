@@ -7,8 +7,8 @@
 //! | 2..4 | number of elements of the list, or of bytes with flag INLINE |
 //! | 4..8 | queue |
 //! | 8..16 | wr_id |
-//! | 16..24 | remote address |
-//! | 24..28 | remote key |
+//! | 16..24 | remote address; of a datagram, the address handle and the QPN |
+//! | 24..28 | remote key; of a datagram, the Q_Key |
 //! | 28..32 | immediate data, key to invalidate, or the placement of a FLUSH |
 //! | 32.. | the data: elements of 16 bytes (address, key, length), or bytes inline |
 //! | 48..64 | operands of an atomic operation, which has one element; the bytes of a FLUSH are at 48..52 |
@@ -21,13 +21,14 @@ use bitflags::bitflags;
 use super::{DESCRIPTOR_BYTES, Descriptor, QueueId};
 use crate::bytes::{le16, le32, le64, put};
 use crate::roce::{Feth, Placement, Selectivity};
-use crate::{LKey, Malformed, RKey};
+use crate::{LKey, Malformed, Qpn, RKey};
 
 const FLAGS_AT: usize = 1;
 const COUNT_AT: usize = 2;
 const QUEUE_AT: usize = 4;
 const WR_ID_AT: usize = 8;
 const VA_AT: usize = 16;
+const QPN_AT: usize = 20;
 const RKEY_AT: usize = 24;
 const IMM_AT: usize = 28;
 const OPERAND_AT: usize = 48;
@@ -45,6 +46,8 @@ const ATOMIC_WRITE: u8 = 9;
 const FLUSH: u8 = 10;
 const RECV: u8 = 11;
 const SHARED_RECV: u8 = 12;
+const DATAGRAM: u8 = 13;
+const DATAGRAM_IMM: u8 = 14;
 
 bitflags! {
     /// Flags of a request, valued as `enum ibv_send_flags`.
@@ -71,11 +74,29 @@ pub struct Remote {
     pub rkey: RKey,
 }
 
+/// Destination of a datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Destination {
+    /// Address handle, as the node named it to the application.
+    pub handle: u32,
+    /// The queue pair there.
+    pub qpn: Qpn,
+    /// The Q_Key that it demands. IBTA Vol 1, 10.2.5.
+    pub qkey: u32,
+}
+
 /// Operation of a request. The operations are those of the verbs of the same name, IBTA Vol 1, 11.4.1 and A19.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkOperation {
     /// SEND.
     Send {
+        /// Immediate data for the receiver's completion.
+        imm: Option<u32>,
+    },
+    /// SEND of a datagram.
+    Datagram {
+        /// Destination.
+        to: Destination,
         /// Immediate data for the receiver's completion.
         imm: Option<u32>,
     },
@@ -214,7 +235,19 @@ impl Work {
             rkey: RKey(le32(bytes, RKEY_AT)),
         };
         let imm = le32(bytes, IMM_AT);
+        // Bits beyond those of a number are not the application's to use.
+        let qpn = Qpn::new(le32(bytes, QPN_AT));
+        let to = Destination {
+            handle: le32(bytes, VA_AT),
+            qpn,
+            qkey: le32(bytes, RKEY_AT),
+        };
         let operation = match opcode {
+            DATAGRAM | DATAGRAM_IMM if qpn.value() != le32(bytes, QPN_AT) => {
+                return undefined("QPN", le32(bytes, QPN_AT).into());
+            }
+            DATAGRAM => WorkOperation::Datagram { to, imm: None },
+            DATAGRAM_IMM => WorkOperation::Datagram { to, imm: Some(imm) },
             SEND => WorkOperation::Send { imm: None },
             SEND_IMM => WorkOperation::Send { imm: Some(imm) },
             SEND_INVALIDATE => WorkOperation::SendInvalidate { rkey: RKey(imm) },
@@ -289,6 +322,13 @@ impl Work {
         let (opcode, remote, imm) = match self.operation {
             WorkOperation::Send { imm: None } => (SEND, None, 0),
             WorkOperation::Send { imm: Some(imm) } => (SEND_IMM, None, imm),
+            WorkOperation::Datagram { to, imm } => {
+                put(bytes, VA_AT, &to.handle.to_le_bytes());
+                put(bytes, QPN_AT, &to.qpn.value().to_le_bytes());
+                put(bytes, RKEY_AT, &to.qkey.to_le_bytes());
+                let opcode = if imm.is_some() { DATAGRAM_IMM } else { DATAGRAM };
+                (opcode, None, imm.unwrap_or(0))
+            }
             WorkOperation::SendInvalidate { rkey } => (SEND_INVALIDATE, None, rkey.0),
             WorkOperation::Write { remote, imm: None } => (WRITE, Some(remote), 0),
             WorkOperation::Write {
@@ -408,6 +448,7 @@ impl Work {
         match (self.operation, self.data) {
             (
                 WorkOperation::Send { .. }
+                | WorkOperation::Datagram { .. }
                 | WorkOperation::SendInvalidate { .. }
                 | WorkOperation::Write { .. },
                 WorkData::Inline(bytes),

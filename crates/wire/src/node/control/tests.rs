@@ -87,6 +87,7 @@ fn each() -> Vec<Message> {
             qp_type: QpType::Uc,
             max_send_wr: 128,
             max_recv_wr: 64,
+            srq: Some(0x1_0002),
         },
         Message::QpMade {
             id: 9,
@@ -102,6 +103,7 @@ fn each() -> Vec<Message> {
                 dest_qpn: Some(Qpn::new(5)),
                 rq_psn: Some(Psn::new(6)),
                 rate_limit_bps: Some(1 << 40),
+                qkey: Some(0x1111_1111),
                 ..Attributes::default()
             },
         },
@@ -111,6 +113,7 @@ fn each() -> Vec<Message> {
             dest_qpn: Qpn::new(5),
             path: None,
             path_mtu: 2048,
+            qkey: 0x0123_4567,
             send_outstanding: 4,
             recv_posted: 3,
             carrier: Some("shared memory".into()),
@@ -183,7 +186,36 @@ fn each() -> Vec<Message> {
         Message::Failed { qp: 9, status: 12 },
         Message::Event {
             kind: EventKind::QpAccessError,
-            qp: 9,
+            object: 9,
+        },
+        Message::OfferMemory {},
+        Message::RegisterOffered {
+            pd: 1,
+            address: 0x7f00_0000_0100,
+            length: 0x3000,
+            iova: 0x7f00_0000_0100,
+            access: 15,
+            pages: Some(Pages {
+                address: 0x7f00_0000_1000,
+                length: 0x2000,
+            }),
+        },
+        Message::CreateSrq { pd: 1, max_wr: 512 },
+        Message::SrqMade { id: 4, number: 77 },
+        Message::ModifySrq {
+            srq: 4,
+            max_wr: None,
+            limit: Some(16),
+        },
+        Message::QuerySrq { srq: 4 },
+        Message::SrqInfo {
+            max_wr: 512,
+            posted: 17,
+            limit: None,
+        },
+        Message::CreateAddressHandle {
+            address: "fd00::2".parse().unwrap(),
+            traffic_class: 2,
         },
     ]
 }
@@ -223,9 +255,9 @@ fn emit__modify_as_documented() {
         },
     };
     message.emit(0x0a0b_0c0d, &mut bytes);
-    assert_eq!(bytes[..8], [0, 11, 0, 1, 0x0a, 0x0b, 0x0c, 0x0d]);
+    assert_eq!(bytes[..8], [0, 11, 0, VERSION as u8, 0x0a, 0x0b, 0x0c, 0x0d]);
     assert_eq!(bytes[8..18], [1, 2, 3, 4, 1, 1, 0, 0, 0, 5]);
-    assert_eq!(bytes[18..], [0; 12]);
+    assert_eq!(bytes[18..], [0; 13]);
 }
 
 #[test]
@@ -268,7 +300,7 @@ fn parse__undefined_values() {
         id: 1,
     }
     .emit(1, &mut bytes);
-    for (at, value) in [(1, 0), (1, 99), (3, VERSION as u8 + 1), (8, 0), (8, 6)] {
+    for (at, value) in [(1, 0), (1, 99), (3, VERSION as u8 + 1), (8, 0), (8, 8)] {
         let mut bytes = bytes.clone();
         bytes[at] = value;
         assert!(Message::parse(&bytes).is_err(), "byte {at} is {value}");

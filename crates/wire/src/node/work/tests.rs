@@ -62,6 +62,12 @@ fn all() -> Vec<Work> {
         remote: REMOTE,
         add: 5,
     };
+    let to = Destination {
+        handle: 0x0304_0506,
+        qpn: Qpn::new(0xab_cdef),
+        qkey: 0x8000_0001,
+    };
+    let datagram = |imm| WorkOperation::Datagram { to, imm };
     let write = |imm| WorkOperation::Write { remote: REMOTE, imm };
     [
         (WorkOperation::Send { imm: None }, WorkData::Inline(32)),
@@ -79,6 +85,8 @@ fn all() -> Vec<Work> {
         (flush, WorkData::Elements(0)),
         (WorkOperation::Recv, WorkData::Elements(2)),
         (WorkOperation::SharedRecv, WorkData::Elements(0)),
+        (datagram(None), WorkData::Inline(32)),
+        (datagram(Some(3)), WorkData::Elements(2)),
     ]
     .map(|(operation, data)| work(operation, data))
     .into()
@@ -161,7 +169,7 @@ fn inline__over_several_descriptors() {
 
 #[test]
 fn parse__refuses_what_is_not_defined() {
-    for opcode in [0, SHARED_RECV + 1, 255] {
+    for opcode in [0, DATAGRAM_IMM + 1, 255] {
         let mut bytes = bytes(&all()[0]);
         bytes[0] = opcode;
         assert!(parse(&bytes).is_err(), "opcode {opcode}");
@@ -172,6 +180,9 @@ fn parse__refuses_what_is_not_defined() {
         assert!(parse(&bytes).is_err(), "flags {flags}");
     }
     assert!(Work::parse(&[0; 64]).is_err());
+    let mut datagram = bytes(all().last().unwrap());
+    datagram[QPN_AT + 3] = 1;
+    assert!(parse(&datagram).is_err(), "a QPN of 25 bits");
 }
 
 #[test]
