@@ -1,6 +1,7 @@
 //! Unmodified programs for RDMA on rdmux: those of Debian's ibverbs-utils, rdmacm-utils, perftest, UCX, libfabric and fio, as server and client
 //! on this host. Several runs, of one user or of several, may go in parallel: each has its own loopback address and ports.
 
+use std::cell::RefCell;
 use std::fs::{self, File};
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -94,8 +95,10 @@ pub(crate) fn run(options: &Options, signals: &Signals) -> Result<Outcome> {
         binary,
         fault: options.fault.clone(),
         signals,
+        nodes: RefCell::default(),
         work: tempfile::tempdir()?,
         address: free_address()?,
+        second: free_address()?,
     };
     fs::write(run.work.path().join(BYTES), random_bytes())?;
 
@@ -172,6 +175,8 @@ fn random_bytes() -> Vec<u8> {
 
 /// Within this time a server listens; otherwise its client fails.
 const READY: Duration = Duration::from_secs(60);
+/// Nodes end with the run.
+const NODE_LIMIT: Duration = Duration::from_secs(3600);
 /// The time that a server has left once its client has failed: it may wait for that client for ever.
 const LEFT: Duration = Duration::from_secs(5);
 
@@ -179,9 +184,13 @@ struct Run<'a> {
     binary: PathBuf,
     fault: Option<String>,
     signals: &'a Signals,
+    /// The nodes that run, by their addresses. They end before the folder.
+    nodes: RefCell<Vec<(String, Job)>>,
     /// The folder where the programs run, which has all that rdmux keeps for its user.
     work: TempDir,
     address: Ipv4Addr,
+    /// Address of a second node.
+    second: Ipv4Addr,
 }
 
 /// The end of a line's programs.
@@ -320,6 +329,29 @@ impl Run<'_> {
         })
     }
 
+    /// Starts the node of an address, unless it runs, and waits until it is ready.
+    fn start_node(&self, name: &'static str, address: &str) -> Result<()> {
+        let mut nodes = self.nodes.borrow_mut();
+        if nodes.iter().any(|(known, _)| known == address) {
+            return Ok(());
+        }
+        let side = Side {
+            address: address.to_owned(),
+            ..self.side(name)
+        };
+        let mut command = Command::new(&self.binary);
+        command.args(["node", "--device", address]);
+        let node = self.start(&side, command, NODE_LIMIT)?;
+        let is_ready = self
+            .signals
+            .until(Some(&node), READY, || Ok(self.output(name).contains("ready")))?;
+        if !is_ready {
+            bail!("the node of {address}: {}", self.output(&format!("{name}.err")));
+        }
+        nodes.push((address.to_owned(), node));
+        Ok(())
+    }
+
     fn side(&self, name: &'static str) -> Side<'static> {
         Side {
             name,
@@ -372,8 +404,21 @@ impl Run<'_> {
         };
         let (server_side, client_side) = match exchange.place {
             Place::TwoHosts => (side("server", 0, SERVER), side("client", 1, CLIENT)),
-            Place::OneHost | Place::Loopback => (side("server", 0, SERVER), side("client", 0, SERVER)),
+            Place::OneHost | Place::Loopback | Place::OneNode => {
+                (side("server", 0, SERVER), side("client", 0, SERVER))
+            }
+            Place::TwoNodes => {
+                let second = Side {
+                    address: self.second.to_string(),
+                    ..self.side("client")
+                };
+                (self.side("server"), second)
+            }
         };
+        if let Place::OneNode | Place::TwoNodes = exchange.place {
+            self.start_node("node", &server_side.address)?;
+            self.start_node("second-node", &client_side.address)?;
+        }
         let start = |side: &Side<'_>, program: &str| {
             let mut command = self.command(side, exchange.run);
             command.envs(exchange.environment.iter().map(|(name, value)| (name, value)));
@@ -516,7 +561,7 @@ impl Run<'_> {
 /// Makes the network namespaces of a place, and their interfaces.
 fn networks(place: Place, signals: &Signals) -> Result<Vec<Network>> {
     match place {
-        Place::Loopback => Ok(Vec::new()),
+        Place::Loopback | Place::OneNode | Place::TwoNodes => Ok(Vec::new()),
         Place::OneHost => {
             let host = Network::new()?;
             host.ip(

@@ -291,17 +291,69 @@ fn node__second_of_an_address_and_none() {
 }
 
 #[test]
-fn node__memory_that_it_cannot_map() {
+fn node__memory_of_the_application_alone() {
     let host = Host::new();
     let _node = host.node("127.0.51.11");
     let server = host.server("write-lat", "127.0.51.11");
-    let output = host.run_client(
-        "write-lat",
-        "127.0.51.11",
-        "127.0.51.11",
-        &["--memory", "private"],
-    );
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(text.contains("memory that a node cannot map"), "{text}");
+    let private = ["--memory", "private", "-n", "100"];
+    let output = host.run_client("write-lat", "127.0.51.11", "127.0.51.11", &private);
+    assert_measured("write-lat", &output);
     drop(server);
+}
+
+/// Returns the processes of nodes that have this runtime folder.
+fn nodes_of(host: &Host) -> Vec<u32> {
+    let runtime = host.runtime.path().to_string_lossy().into_owned();
+    let variable = format!("XDG_RUNTIME_DIR={runtime}");
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let is_node = |pid: &u32| {
+        let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        read("environ").split('\0').any(|one| one == variable) && read("cmdline").contains("\0node\0")
+    };
+    numbers.filter(is_node).collect()
+}
+
+#[test]
+fn node__detached_until_it_is_idle() {
+    let host = Host::new();
+    let start = |address: &str| {
+        let args = ["node", "--detach", "--until-idle", "0", "--device", address];
+        host.rdmux(&args).output().unwrap()
+    };
+    let args = [
+        "node",
+        "--detach",
+        "--until-idle",
+        "1000",
+        "--device",
+        "127.0.51.12",
+    ];
+    let started = host.rdmux(&args).output().unwrap();
+    assert!(started.status.success(), "{started:?}");
+    assert_eq!(nodes_of(&host).len(), 1);
+    // Its failure is told by the process that starts it.
+    let second = start("127.0.51.12");
+    let text = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(
+        text.contains("a node of this user serves 127.0.51.12 already"),
+        "{text}"
+    );
+    let [first] = nodes_of(&host)[..] else {
+        panic!("{:?}", nodes_of(&host))
+    };
+    let first = Pid::from_raw(first.cast_signed()).unwrap();
+    rustix::process::kill_process(first, rustix::process::Signal::TERM).unwrap();
+    // One without applications ends at once, and leaves nothing by which others would find it.
+    assert!(start("127.0.51.13").status.success());
+    let deadline = Instant::now() + LONG;
+    while !nodes_of(&host).is_empty() {
+        assert!(Instant::now() < deadline, "{:?}", nodes_of(&host));
+    }
+    let left = std::fs::read_dir(host.runtime.path().join("rdmux")).unwrap();
+    let left: Vec<String> = left
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with("node-") && !name.ends_with(".log") && !name.ends_with(".lock"))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
 }

@@ -7,11 +7,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_rnic::HeapMemory;
 use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::{
     Access, Arm, AsyncEvent, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory,
-    MemoryRegion, Options, PostError, ProtectionDomain, QpAttributes, QpOptions, QpState, QueuePair,
-    RecvRequest, RejReason, SendRequest, Sge, SgeList, Status, WcOpcode, WorkCompletion,
+    MemoryRegion, Options, Path, PostError, ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QpType,
+    QueuePair, RecvRequest, RejReason, SendRequest, Sge, SgeList, SharedReceiveQueue, Status, WcOpcode,
+    WorkCompletion,
 };
 
 const LONG: Duration = Duration::from_secs(30);
@@ -304,8 +306,8 @@ fn lkey__of_another_protection_domain() {
 fn register__refusals() {
     let served = Served::new(7);
     let side = served.side();
-    let private = Arc::new(AnonymousMemory::new(4096).unwrap());
-    let refused = side.pd.reg_mr_all(private, 0, Access::empty()).unwrap_err();
+    let heap = Arc::new(HeapMemory::new(4096));
+    let refused = side.pd.reg_mr_all(heap, 0, Access::empty()).unwrap_err();
     assert!(
         refused.to_string().contains("allocate it as shareable"),
         "{refused}"
@@ -321,6 +323,229 @@ fn register__refusals() {
         .reg_mr_all(shareable, 0, Access::REMOTE_WRITE)
         .unwrap_err();
     assert_eq!(refused, rdmux_verbs::RegisterError::NeedsLocalWrite);
+}
+
+/// The node reaches memory that it cannot map in the process of the application.
+#[test]
+fn register__memory_of_the_process() {
+    let served = Served::new(20);
+    let (client, server) = served.pair();
+    let ours = Arc::new(AnonymousMemory::new(3 * 4096).unwrap());
+    let theirs = Arc::new(AnonymousMemory::new(3 * 4096).unwrap());
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
+    let local = client
+        .pd
+        .reg_mr_all(ours.clone(), ours.address(), access)
+        .unwrap();
+    let remote = server.pd.reg_mr_all(theirs.clone(), 0, access).unwrap();
+    let bytes: Vec<u8> = (0..8000).map(|n| (n % 253) as u8).collect();
+    ours.write(100, &bytes).unwrap();
+    let write = SendRequest::write(local.slice(100..8100).unwrap(), remote.remote(200..8200).unwrap());
+    client.qp.post_send(write.wr_id(1).signaled()).unwrap();
+    client.expect(1, WcOpcode::Write);
+    let mut placed = vec![0; 8000];
+    theirs.read(200, &mut placed).unwrap();
+    assert!(placed == bytes);
+    let read = SendRequest::read(local.slice(0..3000).unwrap(), remote.remote(300..3300).unwrap());
+    client.qp.post_send(read.wr_id(2).signaled()).unwrap();
+    client.expect(2, WcOpcode::Read);
+    let mut back = vec![0; 3000];
+    ours.read(0, &mut back).unwrap();
+    assert!(back == bytes[100..3100]);
+    theirs.write(8, &5_u64.to_ne_bytes()).unwrap();
+    let add = SendRequest::fetch_add(local.slice(0..8).unwrap(), remote.remote(8..16).unwrap(), 7);
+    client.qp.post_send(add.wr_id(3).signaled()).unwrap();
+    client.expect(3, WcOpcode::FetchAdd);
+    let mut word = [0; 8];
+    theirs.read(8, &mut word).unwrap();
+    assert_eq!(u64::from_ne_bytes(word), 12);
+    // A receive there, and the bounds of a region.
+    let receive = RecvRequest::new(9, remote.slice(4096..4196).unwrap());
+    server.qp.post_recv(receive).unwrap();
+    let send = SendRequest::send(local.slice(100..200).unwrap());
+    client.qp.post_send(send.wr_id(4)).unwrap();
+    assert_eq!(server.expect(9, WcOpcode::Recv).byte_len, 100);
+    let mut beyond = remote.remote(0..8).unwrap();
+    beyond.address += 3 * 4096 - 4;
+    let write = SendRequest::write(local.slice(0..8).unwrap(), beyond);
+    client.qp.post_send(write.wr_id(5).signaled()).unwrap();
+    assert_eq!(client.next().status, Status::RemoteAccess);
+}
+
+/// Makes two queue pairs of an application that share receives, each connected to one of `clients`.
+fn sharing(served: &Served, server: &Side, srq: &SharedReceiveQueue) -> Vec<(QueuePair, Side)> {
+    let pairs = [0, 1].map(|_| {
+        let client = served.side();
+        let options = QpOptions {
+            srq: Some(srq.clone()),
+            ..QpOptions::new(&server.cq)
+        };
+        let qp = server.pd.create_qp(&options).unwrap();
+        qp.init().unwrap();
+        for (own, peer) in [(&qp, &client.qp), (&client.qp, &qp)] {
+            let psn = Psn::new(77);
+            let rtr = QpAttributes {
+                path: Some(Path {
+                    src: served.address,
+                    dst: served.address,
+                    src_port: 0,
+                    traffic_class: 0,
+                }),
+                path_mtu: Some(1024),
+                dest_qpn: Some(peer.qpn()),
+                rq_psn: Some(psn),
+                max_dest_rd_atomic: Some(1),
+                min_rnr_timer: Some(1),
+                ..QpAttributes::default()
+            };
+            let rts = QpAttributes {
+                sq_psn: Some(psn),
+                timeout: Some(14),
+                retry_count: Some(7),
+                rnr_retry: Some(7),
+                max_rd_atomic: Some(1),
+                ..QpAttributes::default()
+            };
+            let init = QpAttributes {
+                access: Some(Access::REMOTE_WRITE | Access::REMOTE_READ),
+                ..QpAttributes::default()
+            };
+            own.modify(QpState::Init, &init).unwrap();
+            own.modify(QpState::Rtr, &rtr).unwrap();
+            own.modify(QpState::Rts, &rts).unwrap();
+        }
+        (qp, client)
+    });
+    pairs.into()
+}
+
+#[test]
+fn srq__receives_in_order_for_all_its_queue_pairs() {
+    let served = Served::new(21);
+    let server = served.side();
+    let srq = server.pd.create_srq(4).unwrap();
+    let pairs = sharing(&served, &server, &srq);
+    let numbers = [1, u64::MAX, 1 << 62, 4];
+    for (at, number) in (0..).zip(numbers) {
+        let receive = RecvRequest::new(number, server.sge(at * 64, 64));
+        srq.post_recv(receive).unwrap();
+    }
+    let more = RecvRequest::new(5, server.sge(0, 64));
+    assert_eq!(srq.post_recv(more.clone()), Err(PostError::QueueFull));
+    assert_eq!(pairs[0].0.post_recv(more.clone()), Err(PostError::HasSrq));
+    for (round, (at, number)) in (0_u64..).zip(numbers).enumerate() {
+        let (qp, client) = &pairs[round % 2];
+        client.put(0, &[round as u8 + 1; 8]);
+        client
+            .qp
+            .post_send(SendRequest::send(client.sge(0, 8)).wr_id(7).signaled())
+            .unwrap();
+        client.expect(7, WcOpcode::Send);
+        let wc = server.next();
+        assert_eq!((wc.wr_id, wc.qpn, wc.byte_len), (number, qp.qpn(), 8));
+        assert_eq!(server.got(at * 64, 8), [round as u8 + 1; 8]);
+    }
+    let info = srq.query().unwrap();
+    assert_eq!((info.max_wr, info.posted, info.limit), (4, 0, None));
+    srq.post_recv(more).unwrap();
+    srq.modify(Some(8), Some(1)).unwrap();
+    let (_, client) = &pairs[1];
+    client
+        .qp
+        .post_send(SendRequest::send(client.sge(0, 8)).wr_id(8))
+        .unwrap();
+    assert_eq!(server.next().wr_id, 5);
+    let event = server.device.wait_async_event(LONG);
+    assert_eq!(event, Some(AsyncEvent::SrqLimitReached(srq.srqn())));
+}
+
+#[test]
+fn srq__queue_pair_that_ends_is_drained_first() {
+    let served = Served::new(22);
+    let server = served.side();
+    let srq = server.pd.create_srq(64).unwrap();
+    let pairs = sharing(&served, &server, &srq);
+    for number in 0..64 {
+        let receive = RecvRequest::new(number, server.sge(number * 64, 64));
+        srq.post_recv(receive).unwrap();
+    }
+    let (qp, client) = &pairs[0];
+    for _ in 0..8 {
+        let send = SendRequest::send(client.sge(0, 8)).wr_id(7).signaled();
+        client.qp.post_send(send).unwrap();
+    }
+    for _ in 0..8 {
+        client.expect(7, WcOpcode::Send);
+    }
+    qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    let event = server.device.wait_async_event(LONG);
+    assert_eq!(event, Some(AsyncEvent::LastWqeReached(qp.qpn())));
+    // All that it has received is in the completion queue by now.
+    let mut numbers = Vec::new();
+    while let Some(wc) = server.cq.poll() {
+        numbers.push((wc.wr_id, wc.status));
+    }
+    let expected: Vec<_> = (0..8).map(|number| (number, Status::Success)).collect();
+    assert_eq!(numbers, expected);
+    // The others go on with what is left.
+    let (_, client) = &pairs[1];
+    client
+        .qp
+        .post_send(SendRequest::send(client.sge(0, 8)).wr_id(9).signaled())
+        .unwrap();
+    client.expect(9, WcOpcode::Send);
+    assert_eq!(server.next().wr_id, 8);
+    assert_eq!(srq.query().unwrap().posted, 55);
+}
+
+#[test]
+fn datagram__with_its_header_and_only_with_the_key() {
+    let served = Served::new(23);
+    let (one, other) = (served.side(), served.side());
+    let ready = |side: &Side| {
+        let options = QpOptions {
+            qp_type: QpType::Ud,
+            max_send_wr: 8,
+            max_recv_wr: 8,
+            ..QpOptions::new(&side.cq)
+        };
+        let qp = side.pd.create_qp(&options).unwrap();
+        qp.ready_datagram(0x1234).unwrap();
+        qp
+    };
+    let (from, to) = (ready(&one), ready(&other));
+    for number in [1, 2] {
+        to.post_recv(RecvRequest::new(number, other.sge(0, 4096)))
+            .unwrap();
+    }
+    one.put(0, b"datagram");
+    let handle = one.device.create_ah(served.address, 0);
+    for (qkey, imm) in [(0x4321, None), (0x1234, Some(0xabc)), (0x1234, None)] {
+        let target = handle.to(to.qpn(), qkey).unwrap();
+        let send = SendRequest::send(one.sge(0, 8)).to(target).wr_id(3).signaled();
+        let send = imm.iter().fold(send, |send, imm| send.imm(*imm));
+        from.post_send(send).unwrap();
+        let wc = one.next();
+        assert_eq!((wc.wr_id, wc.status), (3, Status::Success));
+    }
+    for (number, imm) in [(1, Some(0xabc)), (2, None)] {
+        let wc = other.next();
+        assert_eq!((wc.wr_id, wc.byte_len, wc.imm), (number, 48, imm));
+        assert_eq!((wc.src_qpn, wc.qpn), (Some(from.qpn()), to.qpn()));
+        assert_eq!(other.got(40, 8), b"datagram");
+        let grh = other.got(0, 40).try_into().unwrap();
+        assert!(other.device.create_ah_from_grh(&grh).is_some());
+    }
+    // A connected queue pair takes no datagrams, nor one of datagrams other requests.
+    let send = SendRequest::send(one.sge(0, 8));
+    assert_eq!(from.post_send(send.clone()), Err(PostError::Invalid));
+    let group = one
+        .device
+        .create_ah([239, 1, 2, 3].into(), 0)
+        .to_group(7)
+        .unwrap();
+    assert!(from.post_send(send.to(group)).is_err());
+    assert_eq!(to.query().unwrap().qkey, 0x1234);
 }
 
 #[test]

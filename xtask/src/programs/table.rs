@@ -65,6 +65,10 @@ pub(super) enum Place {
     OneHost,
     /// A host each, with a link of Ethernet's MTU between them.
     TwoHosts,
+    /// Both on the node of the loopback address.
+    OneNode,
+    /// On the nodes of two loopback addresses.
+    TwoNodes,
 }
 
 /// The condition for starting the client.
@@ -85,7 +89,7 @@ impl Ready {
     pub(super) fn may_miss(self, place: Place) -> bool {
         match self {
             Self::PickedPort => false,
-            Self::Port(_) => place == Place::Loopback,
+            Self::Port(_) => place != Place::OneHost && place != Place::TwoHosts,
             Self::Unknown | Self::Joined => true,
         }
     }
@@ -128,6 +132,9 @@ pub(super) fn why_not_with_faults(name: &str) -> Option<&'static str> {
         "mckey",
         "fi_pingpong -p verbs -e dgram",
     ]);
+    if name.starts_with("shared: ") || name == "rdmux run --shared" {
+        return Some("a node injects no faults for its programs");
+    }
     if unreliable || has("ib_send_", " -c UC") || has("ib_send_", " -c UD") || has("ib_write_lat", " -c UC") {
         Some("they wait for ever for a message that an unreliable service lost")
     } else if has("ib_send_lat", " -e") {
@@ -153,6 +160,7 @@ pub(super) fn table(host: &Host) -> Vec<Line> {
     table.ucx();
     table.fio();
     table.hosts();
+    table.nodes();
     for preload in &host.preloads {
         let with = format!("env LD_PRELOAD={preload}");
         let address = host.address;
@@ -400,8 +408,7 @@ impl Table<'_> {
             self.left_out("ucx_perftest", "UCX is not installed");
             return;
         }
-        let (address, rounds) = (self.host.address, self.rounds);
-        let own = if self.host.ucx_with_mpi { " -P 0" } else { "" };
+        let rounds = self.rounds;
         let tests: &[&str] = match self.host.long {
             true => &[
                 "tag_lat",
@@ -416,22 +423,105 @@ impl Table<'_> {
         };
         for transport in ["rc_v,self", "ud_v,self"] {
             for test in tests {
-                let options = format!("-t {test} -n {rounds} -w 10 -s");
                 // Atomics are of 8 bytes.
                 let size = if *test == "ucp_fadd" { 8 } else { 8192 };
-                let server = format!("ucx_perftest{own} -p {PORT}");
-                let client = format!("{server} {options} {size} {address}");
-                let environment = vec![
-                    ("UCX_TLS", transport.to_owned()),
-                    ("UCX_NET_DEVICES", "rdmux0:1".to_owned()),
-                    ("UCX_WARN_UNUSED_ENV_VARS", "n".to_owned()),
-                ];
-                let exchange = Exchange {
-                    ready: Ready::PickedPort,
-                    environment,
-                    ..exchange(&server, &client)
-                };
+                let exchange = self.ucx_exchange(transport, test, size);
+                let options = format!("-t {test} -n {rounds} -w 10 -s");
                 let name = format!("ucx_perftest {transport} {options} 8192");
+                self.add(&name, Test::Exchange(exchange));
+            }
+        }
+    }
+
+    fn ucx_exchange(&self, transport: &str, test: &str, size: u32) -> Exchange {
+        let own = if self.host.ucx_with_mpi { " -P 0" } else { "" };
+        let options = format!("-t {test} -n {} -w 10 -s {size}", self.rounds);
+        let server = format!("ucx_perftest{own} -p {PORT}");
+        let client = format!("{server} {options} {}", self.host.address);
+        let environment = vec![
+            ("UCX_TLS", transport.to_owned()),
+            ("UCX_NET_DEVICES", "rdmux0:1".to_owned()),
+            ("UCX_WARN_UNUSED_ENV_VARS", "n".to_owned()),
+        ];
+        Exchange {
+            ready: Ready::PickedPort,
+            environment,
+            ..exchange(&server, &client)
+        }
+    }
+
+    /// Programs on nodes: they share a node, or have one each. Those of rdma_cm reach no node but that of their own loopback address.
+    fn nodes(&mut self) {
+        const SHARED: &[&str] = &["--shared"];
+        let (address, rounds) = (self.host.address, self.rounds);
+        self.add("rdmux run --shared", Test::Shell(ON_DEMAND));
+        let on = |place, exchange: Exchange| Exchange {
+            run: SHARED,
+            place,
+            ..exchange
+        };
+        let short = format!("-n {rounds}");
+        for program in [
+            format!("ib_write_lat {short}"),
+            format!("ib_write_bw {short} -q 8"),
+            format!("ib_read_lat {short}"),
+            format!("ib_atomic_lat {short}"),
+            format!("ib_send_lat {short} -e"),
+            format!("ib_send_bw {short} --use-srq"),
+            format!("ib_send_lat {short} -c UD"),
+            format!("ib_send_lat {short} -c UC"),
+            format!("ibv_rc_pingpong -g 0 {short} -e"),
+            format!("ibv_srq_pingpong -g 0 {short} -e"),
+            format!("ibv_ud_pingpong -g 0 {short}"),
+        ] {
+            for (place, words) in [(Place::OneNode, "a node"), (Place::TwoNodes, "two nodes")] {
+                let pair = on(place, self.pair(&program));
+                self.add(&format!("shared: {words}: {program}"), Test::Exchange(pair));
+            }
+        }
+        for program in [
+            format!("ib_write_lat {short}"),
+            format!("ibv_rc_pingpong -g 0 {short}"),
+        ] {
+            let pair = Exchange {
+                environment: vec![("RDMUX_CONVERT", "off".to_owned())],
+                ..on(Place::TwoNodes, self.pair(&program))
+            };
+            let name = format!("shared: RDMUX_CONVERT=off: {program}");
+            self.add(&name, Test::Exchange(pair));
+        }
+        let meet = [
+            (
+                format!("ib_write_lat {short} -R"),
+                format!("ib_write_lat {short} -R {address}"),
+            ),
+            (
+                format!("rping -s -a {address} -v -C 10"),
+                format!("rping -c -a {address} -v -C 10"),
+            ),
+            (
+                "ucmatose -c 10".to_owned(),
+                format!("ucmatose -s {address} -c 10 -m"),
+            ),
+            ("rdma_server".to_owned(), format!("rdma_client -s {address}")),
+        ];
+        for (server, client) in meet {
+            let exchange = on(Place::OneNode, exchange(&server, &client));
+            self.add(&format!("shared: a node: {server}"), Test::Exchange(exchange));
+        }
+        if !self.host.ucx {
+            self.left_out("shared: ucx_perftest", "UCX is not installed");
+            return;
+        }
+        for (test, size) in [
+            ("tag_lat", 8192),
+            ("ucp_get", 8192),
+            ("ucp_put_lat", 8192),
+            ("ucp_am_lat", 65_536),
+        ] {
+            for (place, words) in [(Place::OneNode, "a node"), (Place::TwoNodes, "two nodes")] {
+                let exchange = on(place, self.ucx_exchange("rc_v,self", test, size));
+                let name = format!("shared: {words}: ucx_perftest -t {test}");
                 self.add(&name, Test::Exchange(exchange));
             }
         }
@@ -540,6 +630,24 @@ const NO_SYSFS: &str = r#"
     echo "$said"
     case $said in *rdmux0*"No such file"*) ;; *) false ;; esac"#;
 
+/// Three programs that start at once get one node, which a device of the program is that of. The node would end by itself.
+const ON_DEMAND: &str = r#"
+    nodes() {
+        for process in /proc/[0-9]*; do
+            tr '\0' ' ' <"$process/cmdline" 2>/dev/null | grep -q ' node --until-idle ' || continue
+            tr '\0' '\n' <"$process/environ" 2>/dev/null | grep -qx "XDG_RUNTIME_DIR=$XDG_RUNTIME_DIR" || continue
+            echo "${process#/proc/}"
+        done
+    }
+    starting=
+    for number in 1 2 3; do "$@" --shared -- ibv_devinfo -d rdmux0 & starting="$starting $!"; done
+    for process in $starting; do wait "$process"; done
+    found=$(nodes)
+    echo "nodes:" $found
+    kill $found
+    while nodes | grep -q .; do :; done
+    [ "$(echo $found | wc -w)" = 1 ]"#;
+
 #[cfg(test)]
 #[allow(non_snake_case, reason = "tests are named function__case")]
 mod tests {
@@ -573,7 +681,7 @@ mod tests {
     fn table__has_each_line_once() {
         let lines = table(&host());
         let names: BTreeSet<&str> = lines.iter().map(|line| line.name.as_str()).collect();
-        assert_eq!((lines.len(), names.len()), (122, 122));
+        assert_eq!((lines.len(), names.len()), (159, 159));
         assert!(left_out(&lines).is_empty());
     }
 
@@ -581,7 +689,7 @@ mod tests {
     fn table__long_has_all_of_the_short_selection() {
         let short = table(&host()).len();
         let long = table(&Host { long: true, ..host() });
-        assert_eq!((short, long.len()), (122, 237));
+        assert_eq!((short, long.len()), (159, 274));
         assert!(
             long.iter()
                 .any(|line| line.name == "ib_send_bw -n 1000 -c XRC -a")
@@ -603,7 +711,8 @@ mod tests {
                 "--sysfs namespace",
                 "ucx_perftest",
                 "fio",
-                "two hosts, and fi_pingpong"
+                "two hosts, and fi_pingpong",
+                "shared: ucx_perftest"
             ]
         );
     }
@@ -615,6 +724,7 @@ mod tests {
             .iter()
             .map(|line| line.name.as_str())
             .filter(|name| why_not_with_faults(name).is_some())
+            .filter(|name| !name.contains("shared"))
             .collect();
         let address = "127.64.1.2";
         assert_eq!(

@@ -726,6 +726,7 @@ fn limits__of_a_tenant_are_those_of_all_its_applications() {
         qp_type: QpType::Rc,
         max_send_wr: 30,
         max_recv_wr: 30,
+        srq: None,
     };
     assert!(why(&mut one, &larger).contains("has 32 of at most 80 requests"));
     one.made(&create_qp(pds[0]));
