@@ -13,7 +13,11 @@ mod identity;
 // The node does not bind connections to shared queue pairs yet; tests drive both ends.
 #[cfg(test)]
 mod mux;
-#[expect(dead_code, reason = "the loop of the node does not call it yet")]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "the loop of the node does not call it yet"
+)]
 mod peer;
 mod post;
 mod requests;

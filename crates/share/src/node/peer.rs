@@ -26,8 +26,8 @@ use std::time::Instant;
 
 use rdmux_key::{Key, random_nonce};
 use rdmux_verbs::{
-    CompletionQueue, CreateError, Device, EventQueue, LKey, ListenError, MemoryRegion, ProtectionDomain, Qpn,
-    RKey, RegionSpec,
+    Access, CompletionQueue, CreateError, Device, EventQueue, LKey, ListenError, MemoryRegion,
+    ProtectionDomain, Qpn, RKey, RegionSpec,
 };
 use rdmux_wire::node::peer::{Binding, NodeId, Reason, TenantName};
 
@@ -37,8 +37,9 @@ use machine::{Event, Machine};
 use session::{Broken, Identity};
 use shared::SharedQps;
 
+pub(crate) use links::is_token;
 pub(crate) use machine::Asked;
-pub(crate) use shared::SharedQp;
+pub(crate) use shared::{RECEIVE, SENDS, SLOTS, SharedQp};
 
 /// A shared queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -240,10 +241,18 @@ impl Peers {
     }
 
     /// Asks how a queue pair that goes to RTR is to be connected: [`PeerEvent::Bound`] or [`PeerEvent::Own`] answers.
-    pub(crate) fn bind(&mut self, now: Instant, qpn: Qpn, peer: IpAddr, dest: Qpn, class: u8) {
+    /// `access`: what the queue pair allows.
+    pub(crate) fn bind(
+        &mut self,
+        now: Instant,
+        qpn: Qpn,
+        (peer, dest, class): (IpAddr, Qpn, u8),
+        access: Access,
+    ) {
         // Without one, no node will believe this one: the connection then has a queue pair of its own.
         let nonce = random_nonce().unwrap_or_default();
-        self.machine.bind(now, qpn, (peer, dest, class), nonce);
+        self.machine
+            .bind(now, qpn, (peer, dest, class), access.bits(), nonce);
         self.work(now);
     }
 
@@ -330,15 +339,20 @@ impl Peers {
         self.work(now);
     }
 
+    /// Returns the number of shared queue pairs, with those that are being opened and closed.
+    #[cfg(test)]
+    pub(crate) fn shared_count(&self) -> usize {
+        self.shared.count()
+    }
+
     // The node's loop.
 
     /// Handles what has come in. Returns whether there was anything.
     pub(crate) fn look(&mut self, now: Instant) -> bool {
-        let any = self.links.poll(now, &mut self.machine);
+        let any = self.links.poll(now, &mut self.machine) | self.links.probe(now, &mut self.machine);
         let is_due = self.deadline().is_some_and(|deadline| deadline <= now);
         if is_due {
             self.machine.check_time(now);
-            self.links.check_time(now, &mut self.machine);
             self.shared.check_time(now);
         }
         if any || is_due {
@@ -417,3 +431,6 @@ impl Peers {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -126,10 +126,12 @@ codes! {
 }
 
 record! {
-    /// What a node tells of a queue pair that is bound.
+    /// What a node tells of a queue pair of its own.
     Binding {
         /// Its protection domain, as [`Message::ResolveKey`] names it.
         domain: u64,
+        /// Accesses that it allows, valued as `enum ibv_access_flags`.
+        access: u32,
         /// The tenant of its application.
         tenant: TenantName,
     }
@@ -196,10 +198,8 @@ messages! {
         dest: Qpn,
         /// Traffic class.
         class: u8,
-        /// Tenant of the sender's queue pair.
-        tenant: TenantName,
-        /// Protection domain of the sender's queue pair, as [`Message::ResolveKey`] names it.
-        domain: u64,
+        /// What is known of the sender's queue pair.
+        binding: Binding,
     }
     /// Answer: from now on, both send over a shared queue pair.
     7 Bound {

@@ -77,7 +77,12 @@ impl Keys {
         if region.shadow.is_none() {
             let spec = &region.spec;
             let memory = spec.memory.clone();
-            let shadow = pd.reg_mr(memory, spec.memory_offset, spec.length, spec.iova, spec.access);
+            // Nodes write messages into receives, which peers must not.
+            let access = match spec.access.contains(Access::LOCAL_WRITE) {
+                true => spec.access | Access::REMOTE_WRITE,
+                false => spec.access,
+            };
+            let shadow = pd.reg_mr(memory, spec.memory_offset, spec.length, spec.iova, access);
             region.shadow = Some(Arc::new(shadow.ok()?));
         }
         Some(region)

@@ -257,15 +257,15 @@ impl Links {
         self.listener.notify(&self.events, LISTENER);
     }
 
-    /// Returns when [`Links::check_time`] is to be called.
+    /// Returns when [`Links::probe`] has something to do.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.keepalive.next()
     }
 
-    /// Probes the peers, if it is time. A peer whose device has not answered the last probe is gone.
-    pub(super) fn check_time(&mut self, now: Instant, machine: &mut Machine) {
+    /// Probes the peers, if it is time. A peer whose device has not answered the last probe is gone. Returns whether there is one.
+    pub(super) fn probe(&mut self, now: Instant, machine: &mut Machine) -> bool {
         if !self.keepalive.is_due(now, !self.carriers.is_empty()) {
-            return;
+            return false;
         }
         let silent = |carrier: &mut Carrier| match carrier {
             Carrier::Made(connection) => !connection.probe().unwrap_or(false),
@@ -276,8 +276,9 @@ impl Links {
             .iter_mut()
             .filter_map(|(id, carrier)| silent(carrier).then_some(*id))
             .collect();
-        for id in silent {
-            self.lost(now, id, machine);
+        for id in &silent {
+            self.lost(now, *id, machine);
         }
+        !silent.is_empty()
     }
 }

@@ -138,8 +138,8 @@ struct Peer {
 #[derive(Debug)]
 struct End {
     serial: u64,
-    domain: u64,
-    tenant: TenantName,
+    /// What peers are told of it.
+    binding: Binding,
     state: EndState,
 }
 
@@ -321,20 +321,24 @@ impl Machine {
     pub(super) fn add_qp(&mut self, qpn: Qpn, domain: u64, tenant: TenantName) {
         let end = End {
             serial: self.number(),
-            domain,
-            tenant,
+            binding: Binding {
+                domain,
+                access: 0,
+                tenant,
+            },
             state: EndState::Open,
         };
         self.ends.insert(qpn, end);
     }
 
     /// Asks whether the connection of a queue pair that goes to RTR goes over shared queue pairs: [`PeerEvent::Bound`] or [`PeerEvent::Own`]
-    /// answers, soon. `nonce` is for a link that may have to be made.
+    /// answers, soon. `access`: what the queue pair allows. `nonce` is for a link that may have to be made.
     pub(super) fn bind(
         &mut self,
         now: Instant,
         qpn: Qpn,
         (peer, dest, class): (IpAddr, Qpn, u8),
+        access: u32,
         nonce: [u8; 32],
     ) {
         let Some(end) = self.ends.get_mut(&qpn) else {
@@ -347,6 +351,7 @@ impl Machine {
             class,
         };
         end.state = EndState::Asking(far);
+        end.binding.access = access;
         // The peer may have asked first. Whoever else has, asks for another connection.
         for (link, source, binding) in self.take_kept(qpn) {
             let from = self.links.get(&link).map(|link| link.peer);
@@ -426,8 +431,7 @@ impl Machine {
             source: qpn,
             dest: far.qpn,
             class: far.class,
-            tenant: end.tenant.clone(),
-            domain: end.domain,
+            binding: end.binding.clone(),
         };
         match self.link_to(far.peer) {
             Some(link) => self.ask(now, link, question, Tag::Bind { qpn, serial }),
@@ -484,7 +488,7 @@ impl Machine {
     /// Tells a peer what has become of a question that was kept.
     fn settle(&mut self, now: Instant, link: LinkId, (source, dest): (Qpn, Qpn), is_bound: bool) {
         let end = self.ends.get(&source).filter(|_| is_bound);
-        let binding = end.map(End::binding);
+        let binding = end.map(|end| end.binding.clone());
         let question = Message::Settled {
             source,
             dest,
@@ -807,9 +811,8 @@ impl Machine {
                 source,
                 dest,
                 class: _,
-                tenant,
-                domain,
-            } => self.bind_asked(asked.link, peer, (source, dest), Binding { domain, tenant }),
+                binding,
+            } => self.bind_asked(asked.link, peer, (source, dest), binding),
             Message::Settled {
                 source,
                 dest,
@@ -902,7 +905,7 @@ impl Machine {
                 refused(Reason::OtherPeer)
             }
             EndState::Asking(_) | EndState::Bound(_) => {
-                let answer = end.binding();
+                let answer = end.binding.clone();
                 self.bound(dest, binding);
                 Message::Bound { binding: answer }
             }
@@ -973,15 +976,6 @@ impl Machine {
             }
             (Tag::Notice, Message::Done {}) => {}
             (_, other) => self.broken(now, link, Broken::Unexpected(other.name())),
-        }
-    }
-}
-
-impl End {
-    fn binding(&self) -> Binding {
-        Binding {
-            domain: self.domain,
-            tenant: self.tenant.clone(),
         }
     }
 }

@@ -307,6 +307,7 @@ impl Pool {
     }
 
     /// Returns the number of queue pairs, those too that are being opened or closed.
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }

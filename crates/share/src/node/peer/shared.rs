@@ -12,6 +12,7 @@ use rdmux_verbs::{
     Access, CompletionQueue, CreateError, Device, Extensions, Fault, Memory, MemoryRegion, ModifyError, Path,
     PathMtu, PostError, ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, Qpn, QueuePair, RecvRequest,
 };
+use rdmux_wire::node::mux::SLOT_LEN;
 use rdmux_wire::node::peer::{Message, Reason, SharedEnd};
 
 use super::machine::{Event, Machine};
@@ -20,8 +21,6 @@ use super::{PeerEvent, SharedBy, SharedId};
 
 /// Messages that a shared queue pair can receive before it has to take one.
 pub(crate) const SLOTS: u16 = 64;
-/// Bytes of such a message: a header, and what comes with it.
-pub(crate) const SLOT_BYTES: usize = 32 + 4096;
 /// Requests that the send queue of a shared queue pair holds.
 pub(crate) const SENDS: u32 = 1024;
 /// READs, atomics and FLUSHes that a shared queue pair answers at a time.
@@ -68,7 +67,7 @@ impl SharedQp {
             ..QpOptions::new(cq)
         };
         let qp = pd.create_qp(&options).ok()?;
-        let memory = Arc::new(AnonymousMemory::new(usize::from(SLOTS) * SLOT_BYTES).ok()?);
+        let memory = Arc::new(AnonymousMemory::new(usize::from(SLOTS) * SLOT_LEN).ok()?);
         let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).ok()?;
         let nonce = random_nonce().ok()?;
         let init = QpAttributes {
@@ -179,16 +178,16 @@ impl SharedQp {
 
     /// Reads bytes that a slot has received, from an offset on.
     pub(crate) fn read_slot(&self, slot: u16, at: usize, into: &mut [u8]) -> Result<(), Fault> {
-        let start = usize::from(slot) * SLOT_BYTES + at;
+        let start = usize::from(slot) * SLOT_LEN + at;
         self.memory.read(start as u64, into)
     }
 
     /// Has a slot receive the next message. Its completion has the work request id [`RECEIVE`] with the slot.
     pub(crate) fn post_slot(&self, slot: u16) -> Result<(), PostError> {
-        let at = usize::from(slot) * SLOT_BYTES;
+        let at = usize::from(slot) * SLOT_LEN;
         self.qp.post_recv(RecvRequest {
             wr_id: RECEIVE | u64::from(slot),
-            sges: self.mr.sge(at as u64, SLOT_BYTES as u32).into(),
+            sges: self.mr.sge(at as u64, SLOT_LEN as u32).into(),
         })
     }
 }
@@ -235,6 +234,11 @@ impl SharedQps {
 
     pub(super) fn set_busy(&mut self, now: Instant, id: SharedId, is_busy: bool) {
         self.pool.set_busy(now, id, is_busy);
+    }
+
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        self.pool.len()
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {

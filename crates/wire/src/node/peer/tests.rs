@@ -15,6 +15,7 @@ fn each() -> Vec<Message> {
     };
     let binding = Binding {
         domain: 1 << 40,
+        access: 15,
         tenant: tenant("db"),
     };
     vec![
@@ -37,8 +38,10 @@ fn each() -> Vec<Message> {
             source,
             dest,
             class: 3,
-            tenant: tenant("backup"),
-            domain: 5,
+            binding: Binding {
+                tenant: tenant("backup"),
+                ..binding.clone()
+            },
         },
         Message::Bound {
             binding: binding.clone(),
@@ -142,16 +145,20 @@ fn parse__undefined_values() {
         assert!(Message::parse(&bytes).is_err(), "byte {at} is {value}");
     }
     let tenant = TenantName::new("ab").unwrap();
-    let binding = Binding { domain: 0, tenant };
+    let binding = Binding {
+        domain: 0,
+        access: 0,
+        tenant,
+    };
     Message::Bound { binding }.emit(1, &mut bytes);
-    assert_eq!(bytes[16..], [2, b'a', b'b']);
+    assert_eq!(bytes[20..], [2, b'a', b'b']);
     for broken in [
         [2, b'\n', b'b'],
         [2, 0xff, b'b'],
         [3, b'a', b'b'],
         [1, b'a', b'b'],
     ] {
-        bytes[16..].copy_from_slice(&broken);
+        bytes[20..].copy_from_slice(&broken);
         assert!(Message::parse(&bytes).is_err(), "{broken:?}");
     }
 }

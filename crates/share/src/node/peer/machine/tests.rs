@@ -84,7 +84,7 @@ impl Net {
     fn bind(&mut self, host: u8, own: u32, peer: u8, dest: u32) {
         let (now, nonce) = (self.now, self.nonce());
         self.node(host)
-            .bind(now, qpn(own), (ip(peer), qpn(dest), 0), nonce);
+            .bind(now, qpn(own), (ip(peer), qpn(dest), 0), own, nonce);
         self.act();
     }
 
@@ -211,6 +211,7 @@ fn bound(own: u32, peer: u8, dest: u32) -> Event {
         dest: qpn(dest),
         binding: Binding {
             domain: peer.into(),
+            access: dest,
             tenant: tenant(&format!("t{peer}")),
         },
     })
