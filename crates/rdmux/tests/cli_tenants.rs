@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{Access, ConnectParams, Device, Options, QpOptions, SendRequest, Status};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, kill_process, pidfd_open, prlimit};
 use serde_json::Value;
 use skip::skip;
 use tempfile::TempDir;
@@ -229,13 +229,18 @@ struct Application {
 }
 
 impl Application {
-    fn bytes(&mut self) -> u64 {
+    fn count(&self) -> u64 {
         let mut bytes = [0; 8];
         rustix::io::pread(&self.counter, &mut bytes, 0).unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+
+    /// Returns the bytes that it has written; it has not ended.
+    fn bytes(&mut self) -> u64 {
         if let Some(status) = self.process.0.try_wait().unwrap() {
             panic!("the application has ended: {status}: {}", self.said());
         }
-        u64::from_ne_bytes(bytes)
+        self.count()
     }
 
     fn said(&mut self) -> String {
@@ -284,6 +289,8 @@ fn assert_share(parts: [u64; 2], expected: f64) {
 #[test]
 fn application() {
     const MESSAGE: u64 = 64 << 10;
+    // So many that something waits in the node also when this process has not had a CPU for some time.
+    const REQUESTS: u32 = 128;
     let Ok(address) = std::env::var(APPLICATION) else {
         return;
     };
@@ -296,14 +303,19 @@ fn application() {
     let device = Device::open_with(address, options).unwrap();
     let pd = device.alloc_pd().unwrap();
     let cq = device.create_cq(256).unwrap();
-    let [client, server] = [(); 2].map(|()| pd.create_qp(&QpOptions::new(&cq)).unwrap());
+    let options = QpOptions {
+        max_send_wr: REQUESTS,
+        ..QpOptions::new(&cq)
+    };
+    let [client, server] = [(); 2].map(|()| pd.create_qp(&options).unwrap());
     let memory = Arc::new(AnonymousMemory::shareable(2 * MESSAGE as usize).unwrap());
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let region = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
     for qp in [&client, &server] {
         qp.init().unwrap();
     }
-    let port = 7000 + rustix::process::geteuid().as_raw() as u16 % 100;
+    // Each application of the node has one of its own.
+    let port = 7000 + (std::process::id() % 50_000) as u16;
     let listener = device.listen(port).unwrap();
     let params = ConnectParams::default();
     let _connections = std::thread::scope(|scope| {
@@ -324,7 +336,7 @@ fn application() {
         );
         client.post_send(SendRequest::write(from, to).signaled()).unwrap();
     };
-    (0..32).for_each(|_| post(&client));
+    (0..REQUESTS).for_each(|_| post(&client));
     let mut written: u64 = 0;
     let counter = std::io::stdin();
     loop {
@@ -465,6 +477,49 @@ fn node__tenant_of_a_control_group() {
         error.contains("it names no other user than the node's"),
         "{error}"
     );
+}
+
+#[test]
+fn node__without_a_descriptor_for_one_more() {
+    const ADDRESS: &str = "127.0.42.5";
+    const LIMIT: u64 = 128;
+    let host = Host::new();
+    // So that its applications leave the CPUs to others.
+    host.configure("rate = \"50Mbit\"\n[default]");
+    let mut node = host.node(None, ADDRESS);
+    let pid = Pid::from_child(&node.process.0);
+    let limit = Rlimit {
+        current: Some(LIMIT),
+        maximum: Some(LIMIT),
+    };
+    prlimit(Some(pid), Resource::Nofile, limit).unwrap();
+    let mut served = Vec::new();
+    let refused = loop {
+        assert!(served.len() < LIMIT as usize, "the limit limits nothing");
+        let mut application = host.application(None, ADDRESS);
+        let deadline = Instant::now() + LONG;
+        while application.process.0.try_wait().unwrap().is_none() && application.count() == 0 {
+            assert!(
+                Instant::now() < deadline,
+                "an application neither begins nor ends"
+            );
+            std::thread::yield_now();
+        }
+        match application.count() {
+            0 => break application.said(),
+            _ => served.push(application),
+        }
+    };
+    assert!(refused.contains("open files"), "{refused}");
+    // Those that are there go on, and there is room again when one has gone.
+    assert!(served.len() > 1, "{refused}");
+    served.pop();
+    let mut first = served.swap_remove(0);
+    written([&mut first], 1 << 20);
+    served.clear();
+    written([&mut host.application(None, ADDRESS)], 1);
+    node.signal(Signal::TERM);
+    assert!(node.process.0.wait().unwrap().success());
 }
 
 fn host_lacks_peer_groups() -> bool {

@@ -211,6 +211,8 @@ pub struct Node {
     epoll: OwnedFd,
     stop: Stopper,
     applications: Vec<Option<Application>>,
+    /// A descriptor that is given up to accept and refuse an application when there is no other left.
+    spare: Option<OwnedFd>,
     tenants: Tenants,
     strict_percent: u8,
     policy: Policy,
@@ -274,6 +276,8 @@ impl Node {
             config: Mutex::new(None),
             waker: Waker::new()?,
         };
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let spare = epoll.try_clone().ok();
         let quanta = Quanta {
             strict_percent: config
                 .as_ref()
@@ -291,9 +295,10 @@ impl Node {
                 egress,
             },
             place,
-            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            epoll,
             stop: Stopper(Arc::new(stop)),
             applications: Vec::new(),
+            spare,
             tenants,
             strict_percent: quanta.strict_percent,
             policy,
@@ -567,8 +572,12 @@ impl Node {
             let socket = match self.place.accept() {
                 Ok(Some(socket)) => socket,
                 Ok(None) => break,
-                // Without a descriptor for it, it waits until another application has gone.
-                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => break,
+                Err(Errno::MFILE | Errno::NFILE) => {
+                    self.refuse_for_want_of_descriptors();
+                    break;
+                }
+                // It waits until there is room for it.
+                Err(Errno::NOBUFS | Errno::NOMEM) => break,
                 Err(error) => return Err(error.into()),
             };
             any = true;
@@ -579,6 +588,16 @@ impl Node {
             }
         }
         Ok(any)
+    }
+
+    /// Refuses an application for which there is no descriptor. If it waited, the place would be readable all the time.
+    fn refuse_for_want_of_descriptors(&mut self) {
+        self.spare = None;
+        if let Ok(Some(socket)) = self.place.accept() {
+            let why = "it has as many descriptors as the limit of open files (RLIMIT_NOFILE) allows";
+            Channel::new(socket).refuse(Refusal::new(ErrorCode::Limit, why));
+        }
+        self.spare = self.epoll.try_clone().ok();
     }
 
     /// Returns process and tenant of the other end of a channel, with a charge for an application.

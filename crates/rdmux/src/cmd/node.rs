@@ -21,6 +21,7 @@ use rdmux_share::node::config::{Config, Finding};
 use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::Device;
 use rdmux_verbs::provider::folder::runtime_folder;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::output;
@@ -80,6 +81,7 @@ fn serve(args: &Args) -> Result<()> {
     if let Some(cpu) = args.pin {
         super::serve::pin(cpu)?;
     }
+    raise_descriptors();
     let config = args.config.as_deref().map(read).transpose()?;
     let device = Device::open(args.address)?;
     ensure!(
@@ -102,6 +104,17 @@ fn serve(args: &Args) -> Result<()> {
         output::error(&anyhow::Error::new(error).context("cannot notify systemd that the node is ready"));
     }
     Ok(node.run()?)
+}
+
+/// Lets this process have as many descriptors as the system allows: each application takes some.
+fn raise_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    let most = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    // The node serves fewer applications otherwise, and says so to those that it refuses.
+    let _ = setrlimit(Resource::Nofile, most);
 }
 
 /// Reads a configuration, and reports its warnings.

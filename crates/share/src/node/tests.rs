@@ -1,7 +1,6 @@
 //! A node and applications that keep to nothing.
 
 use std::net::IpAddr;
-use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
