@@ -363,6 +363,7 @@ fn reload__share_of_users_changes_while_they_write() {
     let folder = host.run().join(ADDRESS);
     fs::create_dir(&folder).unwrap();
     chown(&folder, Some(OWNER), Some(OWNER)).unwrap();
+    // So low that the node, and not the CPUs, decides who sends.
     let weights = |one: u32, three: u32| {
         format!(
             "rate = \"200Mbit\"\n[tenant.one]\nuid = [{ONE}]\nweight = {one}\n[tenant.three]\nuid = [{THREE}]\nweight = {three}\n"

@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::sched::{Quanta, WindowLimits};
+use rdmux_rnic::sched::{PIECE_BYTES_MAX, Quanta, WindowLimits, burst_bytes};
 use rdmux_rnic::{Status, Time};
 use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::{Waker, conditions, folder};
@@ -284,7 +284,7 @@ impl Node {
                 .map_or(STRICT_PERCENT_DEFAULT, |config| config.strict_percent),
             ..Quanta::default()
         };
-        let mut egress = Egress::new(quanta, WindowLimits::default());
+        let mut egress = Egress::new(quanta, windows(config.as_ref()));
         let tenants = Tenants::new(&mut egress, now(), config);
         let mut policy = Policy::new(wake_cost_ns());
         policy.pin(WaitMode::of_environment());
@@ -872,6 +872,22 @@ impl Application {
         self.channel.send_with(request, &answer, &files.as_fds())?;
         self.rings = Some(post::Rings::new(end));
         Ok(())
+    }
+}
+
+/// Returns the bounds of windows. A node that keeps to a rate need not find out what the device carries. If it comes late, it catches up by a
+/// burst, which is for those whose turn it is: a window that one piece fills would leave most of it to others.
+fn windows(config: Option<&Config>) -> WindowLimits {
+    let default = WindowLimits::default();
+    let Some(rate_bps) = config.and_then(|config| config.rate_bps) else {
+        return default;
+    };
+    let burst_bytes = u32::try_from(burst_bytes(rate_bps)).unwrap_or(u32::MAX);
+    let bytes_min = (burst_bytes.saturating_add(PIECE_BYTES_MAX)).min(default.bytes_max);
+    WindowLimits {
+        bytes_min,
+        bytes_initial: bytes_min,
+        ..default
     }
 }
 

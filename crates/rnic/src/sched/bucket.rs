@@ -9,6 +9,12 @@ const BURST_BYTES_MIN: u64 = 128 << 10;
 
 const BITS_AND_NS: u64 = 8_000_000_000;
 
+/// Returns the bytes that may be sent at once, beyond a piece, after a time without any: at the device's rate, and at a tenant's ceiling.
+pub fn burst_bytes(rate_bps: u64) -> u64 {
+    let bytes = u128::from(rate_bps) * u128::from(BURST_NS) / u128::from(BITS_AND_NS);
+    u64::try_from(bytes).unwrap_or(u64::MAX).max(BURST_BYTES_MIN)
+}
+
 /// See the module. A new bucket is full.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bucket {
@@ -26,12 +32,6 @@ impl Bucket {
             next: Time(0),
             rest: 0,
         }
-    }
-
-    /// Bytes that a full bucket holds.
-    pub(super) fn burst_bytes(rate_bps: u64) -> u64 {
-        let bytes = u128::from(rate_bps) * u128::from(BURST_NS) / u128::from(BITS_AND_NS);
-        u64::try_from(bytes).unwrap_or(u64::MAX).max(BURST_BYTES_MIN)
     }
 
     /// Returns whether the bucket has tokens, so that a piece may begin.
@@ -81,8 +81,7 @@ impl Bucket {
 
     /// Returns the value of `next` of a bucket that is full now.
     fn full_since(&self, now: Time) -> Time {
-        let ns = u128::from(Bucket::burst_bytes(self.rate_bps)) * u128::from(BITS_AND_NS)
-            / u128::from(self.rate_bps);
+        let ns = u128::from(burst_bytes(self.rate_bps)) * u128::from(BITS_AND_NS) / u128::from(self.rate_bps);
         Time(now.0.saturating_sub(u64::try_from(ns).unwrap_or(u64::MAX)))
     }
 }
@@ -114,8 +113,8 @@ mod tests {
                 let total_ns = 10_000_000;
                 let bytes = passed(&mut bucket, &mut now, total_ns, piece);
                 let rate = (u128::from(rate_bps) * u128::from(total_ns) / u128::from(BITS_AND_NS)) as u64;
-                let most = rate + Bucket::burst_bytes(rate_bps) + piece;
-                let least = rate + Bucket::burst_bytes(rate_bps);
+                let most = rate + burst_bytes(rate_bps) + piece;
+                let least = rate + burst_bytes(rate_bps);
                 assert!(
                     (least..=most).contains(&bytes),
                     "{rate_bps} {piece}: {bytes} not in {least}..={most}"

@@ -19,6 +19,7 @@ mod window;
 
 use std::num::NonZeroU8;
 
+pub use bucket::burst_bytes;
 pub use hierarchy::{ConnectionId, GroupId, Hierarchy, Quanta, TenantId, Turn};
 pub use piece::{PIECE_BYTES_MAX, PIECE_BYTES_MIN, PIECE_BYTES_SHARED, piece_bytes};
 pub use senders::{Quantum, Scheduler};
