@@ -75,6 +75,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn serve(args: &Args) -> Result<()> {
     if args.detach {
+        let is_relative = args.config.as_deref().is_some_and(Path::is_relative);
+        ensure!(
+            !is_relative,
+            "with --detach the node runs in the folder /: give --config a path from there"
+        );
         return detach(args.address);
     }
     args.device.apply()?;
