@@ -15,7 +15,7 @@ use crate::context::ContextObject;
 use crate::domains::Parent;
 use crate::queue_pair::{QpObject, errno_of_post};
 use crate::uses::{Use, Uses};
-use crate::{abi, made};
+use crate::{abi, made, warn};
 
 /// Object behind a program's `struct ibv_pd` pointer.
 #[repr(C)]
@@ -237,6 +237,11 @@ fn errno_of_register(error: RegisterError) -> c_int {
     match error {
         RegisterError::NoResources | RegisterError::Limit(_) => libc::ENOMEM,
         RegisterError::WindowsBound => libc::EBUSY,
+        RegisterError::Unsupported(_) => {
+            // The number alone would not say what the memory lacks.
+            warn(format_args!("registering memory: {error}"));
+            libc::EINVAL
+        }
         _ => libc::EINVAL,
     }
 }

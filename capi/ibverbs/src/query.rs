@@ -127,8 +127,10 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     } else {
         0
     };
-    whole.completion_timestamp_mask = u64::MAX;
-    whole.hca_core_clock = completions::CLOCK_KHZ;
+    if features.contains(Features::CQ_TIMES) {
+        whole.completion_timestamp_mask = u64::MAX;
+        whole.hca_core_clock = completions::CLOCK_KHZ;
+    }
     let mut extended = 0;
     for (feature, flag) in [
         (Features::FLUSH_GLOBAL, device_cap::FLUSH_GLOBAL),

@@ -634,7 +634,7 @@ const NO_SYSFS: &str = r#"
 const ON_DEMAND: &str = r#"
     nodes() {
         for process in /proc/[0-9]*; do
-            tr '\0' ' ' <"$process/cmdline" 2>/dev/null | grep -q ' node --until-idle ' || continue
+            [ "$(tr '\0' '\n' <"$process/cmdline" 2>/dev/null | sed -n 2p)" = node ] || continue
             tr '\0' '\n' <"$process/environ" 2>/dev/null | grep -qx "XDG_RUNTIME_DIR=$XDG_RUNTIME_DIR" || continue
             echo "${process#/proc/}"
         done

@@ -98,6 +98,8 @@ pub(super) struct Srq {
     pub(super) queue: SharedReceiveQueue,
     /// Most completions that the node keeps of it.
     pub(super) completions: u32,
+    /// Charge of the tenant for its receives.
+    pub(super) charge: Charge,
 }
 
 /// A connection of an application, or an attempt to connect.
@@ -261,6 +263,7 @@ impl Application {
         self.belonging.charge.move_to(account);
         let regions = self.regions.iter_mut().flat_map(|region| &mut region.charges);
         regions.for_each(|charge| charge.move_to(account));
+        self.srqs.iter_mut().for_each(|srq| srq.charge.move_to(account));
         let Some(tenant) = account.tenant() else { return };
         self.tenant = tenant;
         for qp in self.qps.iter_mut() {

@@ -368,10 +368,15 @@ impl Application {
         }
         let completions = completions_of_srq(max_wr)?;
         let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?.clone();
+        let charge = self.belonging.account.charge(Resource::Requests, max_wr.into())?;
         self.reserve(completions)?;
         let queue = pd.create_srq(max_wr).inspect_err(|_| self.release(completions))?;
         let number = queue.srqn().0;
-        let id = self.srqs.insert(Srq { queue, completions });
+        let id = self.srqs.insert(Srq {
+            queue,
+            completions,
+            charge,
+        });
         let id = id.ok_or_else(|| limit("shared receive queues"))?;
         self.by_srqn.insert(number, id);
         Ok(Message::SrqMade { id, number })
@@ -382,18 +387,29 @@ impl Application {
         let (queue, before) = (srq.queue.clone(), srq.completions);
         let now = max_wr.map_or(Ok(before), completions_of_srq)?;
         let more = now.saturating_sub(before);
+        let charge = match max_wr {
+            Some(max_wr) => Some(self.belonging.account.charge(Resource::Requests, max_wr.into())?),
+            None => None,
+        };
         self.reserve(more)?;
         queue.modify(max_wr, limit).inspect_err(|_| self.release(more))?;
         self.release(before.saturating_sub(now));
         if let Some(srq) = self.srqs.get_mut(id) {
             srq.completions = now;
+            if let Some(charge) = charge {
+                srq.charge = charge;
+            }
         }
         Ok(())
     }
 
     /// Removes a shared receive queue. Queue pairs that take their receives from it keep it until they end.
     fn remove_srq(&mut self, id: u32) -> bool {
-        let Some(Srq { queue, completions }) = self.srqs.remove(id) else {
+        let removed = self.srqs.remove(id);
+        let Some(Srq {
+            queue, completions, ..
+        }) = removed
+        else {
             return false;
         };
         self.by_srqn.remove(&queue.srqn().0);
