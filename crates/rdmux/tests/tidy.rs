@@ -35,7 +35,10 @@ const MAY_USE: [(&str, &[&str]); 21] = [
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
     ("crates/bench", &["memory", "soft", "verbs"]),
-    ("capi/ibverbs", &["hw", "memory", "soft", "verbs", "wire"]),
+    (
+        "capi/ibverbs",
+        &["hw", "memory", "share", "soft", "verbs", "wire"],
+    ),
     ("capi/sysfs", &[]),
     ("xtask", &[]),
     ("examples", &["hw", "memory", "push", "soft", "verbs"]),
