@@ -10,17 +10,11 @@ mod connections;
 mod cut;
 mod egress;
 mod identity;
-// The node does not bind connections to shared queue pairs yet; tests drive both ends.
-#[cfg(test)]
 mod mux;
-#[allow(
-    dead_code,
-    unused_imports,
-    reason = "the loop of the node does not call it yet"
-)]
 mod peer;
 mod post;
 mod requests;
+mod sharing;
 mod table;
 mod tenants;
 
@@ -31,6 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use rdmux_key::Key;
 use rdmux_rnic::sched::{PIECE_BYTES_MAX, Quanta, WindowLimits, burst_bytes};
 use rdmux_rnic::{Status, Time};
 use rdmux_verbs::moderation::now;
@@ -48,9 +43,10 @@ use rustix::time::{
 pub(crate) use application::{ADDRESS_HANDLES_MAX, SRQS_MAX};
 use application::{Application, Belonging, Detached, Shared, Token};
 use config::{Config, Resource, STRICT_PERCENT_DEFAULT};
-use egress::{Egress, Open};
+use egress::Egress;
 use identity::Identity;
 use post::Take;
+use sharing::{Gate, Sharing};
 use tenants::Tenants;
 
 pub use peer::PeersError;
@@ -107,6 +103,9 @@ pub enum NodeError {
     /// The device refuses an object that the node needs.
     #[error("the node's device: {0}")]
     Device(#[from] CreateError),
+    /// The channel to other nodes cannot be made.
+    #[error(transparent)]
+    Peers(PeersError),
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -167,6 +166,8 @@ enum Source {
     Engine,
     /// The time without applications after which the node ends.
     Idle,
+    /// A completion queue of what other nodes send, which the next pass looks at anyway.
+    Peers,
     /// The control connection of the application of a slot.
     Control(u32),
     /// The doorbell or the completion queue of an application, which the next pass looks at anyway.
@@ -182,6 +183,7 @@ impl Source {
             Source::Async => 3,
             Source::Engine => 4,
             Source::Idle => 5,
+            Source::Peers => 6,
             Source::Control(slot) => 1 << 32 | u64::from(slot),
             Source::Work(slot) => 2 << 32 | u64::from(slot),
         }
@@ -196,6 +198,7 @@ impl Source {
             (0, 3) => Source::Async,
             (0, 4) => Source::Engine,
             (0, 5) => Source::Idle,
+            (0, 6) => Source::Peers,
             (1, _) => Source::Control(slot),
             (2, _) => Source::Work(slot),
             _ => return None,
@@ -254,7 +257,7 @@ impl Node {
     /// # Errors
     /// There is a node, or a system call failed.
     pub fn open(device: Device) -> Result<Node, NodeError> {
-        Node::open_for(device, None)
+        Node::open_with(device, None, None)
     }
 
     /// Does the same for the tenants of a configuration; `None`: for processes of this user.
@@ -262,6 +265,18 @@ impl Node {
     /// # Errors
     /// There is a node, the configuration needs what the system has not, or a system call failed.
     pub fn open_for(device: Device, config: Option<Config>) -> Result<Node, NodeError> {
+        Node::open_with(device, config, None)
+    }
+
+    /// Does the same, and shares queue pairs with the nodes of other hosts that have the same key.
+    ///
+    /// # Errors
+    /// As [`Node::open_for`], or another process has the port for nodes.
+    pub fn open_sharing(device: Device, config: Option<Config>, key: Key) -> Result<Node, NodeError> {
+        Node::open_with(device, config, Some(key))
+    }
+
+    fn open_with(device: Device, config: Option<Config>, key: Option<Key>) -> Result<Node, NodeError> {
         let address = device.address();
         let scope = config.as_ref().map_or(Scope::User, scope_of);
         if let Some(config) = &config {
@@ -288,9 +303,15 @@ impl Node {
         let tenants = Tenants::new(&mut egress, now(), config);
         let mut policy = Policy::new(wake_cost_ns());
         policy.pin(WaitMode::of_environment());
+        let events = EventQueue::new()?;
+        let sharing = match key {
+            Some(key) => Some(Sharing::open(&device, &events, &mut egress, key)?),
+            None => None,
+        };
         let node = Node {
             shared: Shared {
-                events: EventQueue::new()?,
+                sharing,
+                events,
                 device,
                 egress,
             },
@@ -312,6 +333,11 @@ impl Node {
         add(&node.epoll, &node.shared.events, Source::Events, level)?;
         let asynchronous = node.shared.device.async_event_fd();
         add(&node.epoll, asynchronous, Source::Async, level)?;
+        if let Some(sharing) = &node.shared.sharing {
+            for cq in sharing.cqs() {
+                add(&node.epoll, cq, Source::Peers, EDGE)?;
+            }
+        }
         Ok(node)
     }
 
@@ -407,6 +433,7 @@ impl Node {
             }
         }
         any |= self.post(now);
+        any |= self.share(now);
         for application in self.applications.iter_mut().flatten() {
             // The time of a piece that completes at once is that of its execution.
             any |= application.take_completions(&mut self.shared, rdmux_verbs::moderation::now);
@@ -414,12 +441,39 @@ impl Node {
         any | self.put_completions()
     }
 
+    /// Handles what has come over shared queue pairs, and tells applications. Returns whether there was anything.
+    fn share(&mut self, now: Time) -> bool {
+        let Shared { sharing, egress, .. } = &mut self.shared;
+        let Some(sharing) = sharing else { return false };
+        let any = sharing.poll(egress, now);
+        self.tell_news(now) || any
+    }
+
+    fn tell_news(&mut self, now: Time) -> bool {
+        let mut any = false;
+        while let Some((owner, news)) = self.shared.sharing.as_mut().and_then(Sharing::next_news) {
+            any = true;
+            if let Some(Some(application)) = self.applications.get_mut(owner.application as usize)
+                && let Err(why) = application.has_news(&mut self.shared, now, owner.qp, news)
+            {
+                self.detach(owner.application, &why);
+            }
+        }
+        any
+    }
+
     /// Posts pieces of requests to the device. Returns whether there were any.
     fn post(&mut self, now: Time) -> bool {
         for count in 0..PIECES_PER_PASS {
-            let Some(piece) = self.shared.egress.next(now, &mut Open) else {
+            let Shared { sharing, egress, .. } = &mut self.shared;
+            let Some(piece) = egress.next(now, &mut Gate(sharing.as_mut())) else {
                 return count > 0;
             };
+            if let Some(sharing) = sharing
+                && sharing.post_piece(egress, now, &piece)
+            {
+                continue;
+            }
             match self.applications.get_mut(piece.owner.application as usize) {
                 Some(Some(application)) => application.post_piece(&mut self.shared, now, &piece),
                 Some(None) | None => self.shared.egress.refused(now, &piece, Status::LocalQpOperation),
@@ -481,7 +535,10 @@ impl Node {
             let sleeps = watch.as_mut().is_none_or(|watch| watch.prepare());
             if sleeps {
                 let until = self.shared.egress.next_time();
-                self.look_until(until)?;
+                let until = until.map(|until| Duration::from_nanos(until.since_ns(now())));
+                let deadline = self.shared.sharing.as_mut().and_then(Sharing::deadline);
+                let deadline = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+                self.look_for([until, deadline].into_iter().flatten().min())?;
             }
             // Processes the packets that woke this thread, before the next pass.
             drop(watch);
@@ -513,7 +570,11 @@ impl Node {
                 }
             }
         }
-        sleeps
+        let Shared { sharing, egress, .. } = &mut self.shared;
+        if let Some(sharing) = sharing {
+            sleeps &= sharing.prepare_sleep(egress, now());
+        }
+        sleeps & !self.tell_news(now())
     }
 
     /// Looks at descriptors. Returns whether there was something to do besides what a pass does.
@@ -521,21 +582,27 @@ impl Node {
         self.look_for(Some(Duration::ZERO))
     }
 
-    /// Waits until a descriptor is readable, or the time has come, and looks at them.
-    fn look_until(&mut self, until: Option<Time>) -> Result<bool, NodeError> {
-        self.look_for(until.map(|until| Duration::from_nanos(until.since_ns(now()))))
-    }
-
+    /// Waits until a descriptor is readable, or the time is over, and looks at them.
     fn look_for(&mut self, timeout: Option<Duration>) -> Result<bool, NodeError> {
         let mut any = false;
+        let Shared { sharing, egress, .. } = &mut self.shared;
+        if let Some(sharing) = sharing {
+            any |= sharing.look(egress, now());
+        }
+        any |= self.tell_news(now());
         // A token is there before the descriptor says so.
         for _ in 0..MESSAGES_PER_TURN {
             let Some(word) = self.shared.events.poll() else {
                 break;
             };
             any = true;
-            self.happened(Token::of_word(word));
+            let Shared { sharing, egress, .. } = &mut self.shared;
+            match sharing.as_mut().filter(|_| peer::is_token(word)) {
+                Some(sharing) => sharing.happened(egress, now(), word),
+                None => self.happened(Token::of_word(word)),
+            }
         }
+        any |= self.tell_news(now());
         let timeout = if any { Some(Duration::ZERO) } else { timeout };
         // A time that is too long for the system is as good as none.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
@@ -559,7 +626,7 @@ impl Node {
                 }
                 Some(Source::Stop) => self.take_orders(),
                 Some(Source::Events) => true,
-                Some(Source::Engine | Source::Work(_)) | None => false,
+                Some(Source::Engine | Source::Peers | Source::Work(_)) | None => false,
             };
         }
         Ok(any)

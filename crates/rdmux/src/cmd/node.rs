@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Parser, Subcommand};
+use rdmux_push::Key;
 use rdmux_share::node::config::{Config, Finding};
 use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::Device;
@@ -47,6 +48,13 @@ pub(crate) struct Args {
     /// Serve the tenants of this file (docs/node.md), and not this user alone. `rdmux node check` checks it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Let connections to other hosts share queue pairs, where the peer has a node that does so too and has the same key. (Being built: a
+    /// failure of a shared queue pair still ends all its connections.)
+    #[arg(long)]
+    share: bool,
+    /// The key of those nodes: its file. Without it, that of this user, which is made if there is none.
+    #[arg(long, value_name = "FILE", requires = "share")]
+    key: Option<PathBuf>,
     /// Run on this CPU.
     #[arg(long, value_name = "CPU")]
     pin: Option<usize>,
@@ -95,7 +103,15 @@ fn serve(args: &Args) -> Result<()> {
     );
     let provider = device.provider();
     let tenants = config.as_ref().map_or(String::new(), tenants_of);
-    let mut node = Node::open_for(device, config)?;
+    let key = match (args.share, &args.key) {
+        (false, _) => None,
+        (true, Some(file)) => Some(Key::load(file)?),
+        (true, None) => Some(Key::load_or_create()?),
+    };
+    let mut node = match key {
+        Some(key) => Node::open_sharing(device, config, key)?,
+        None => Node::open_for(device, config)?,
+    };
     if let Some(seconds) = args.until_idle {
         node.end_when_idle(Duration::from_secs(seconds))?;
     }

@@ -19,6 +19,7 @@ use super::config::Resource;
 use super::egress::{Egress, FlowId, GroupId};
 use super::identity::Identity;
 use super::post::Rings;
+use super::sharing::Sharing;
 use super::table::Table;
 use super::tenants::{Account, Charge};
 use crate::control::convert::Refusal;
@@ -69,17 +70,14 @@ pub(super) struct Qp {
 #[derive(Debug)]
 pub(super) struct Region {
     /// Destroyed before it is charged no more.
-    _region: MemoryRegion,
+    pub(super) region: MemoryRegion,
     /// Charges of the tenant: for the region, and for its bytes.
     charges: [Charge; 2],
 }
 
 impl Region {
     pub(super) fn new(region: MemoryRegion, charges: [Charge; 2]) -> Region {
-        Region {
-            _region: region,
-            charges,
-        }
+        Region { region, charges }
     }
 }
 
@@ -142,6 +140,9 @@ pub(super) struct Kept {
 /// Objects that the applications of a node have in common.
 #[derive(Debug)]
 pub(super) struct Shared {
+    /// Queue pairs that it shares with other nodes, if it does.
+    // They end before the device's other objects.
+    pub(super) sharing: Option<Sharing>,
     pub(super) device: Device,
     /// Requests of all of them, and the order in which they are sent.
     pub(super) egress: Egress<SendRequest>,
@@ -178,6 +179,8 @@ pub(super) struct Application {
     pub(super) pds: Table<ProtectionDomain>,
     /// The memory of its process, once it has offered that.
     pub(super) memory: Option<Arc<ProcessMemory>>,
+    /// The names of protection domains for other nodes.
+    pub(super) domains: HashMap<u32, u64>,
     /// The device's queue for all its completions.
     pub(super) cq: CompletionQueue,
     /// Completions that the queue has room for, and those that it needs room for.
@@ -227,6 +230,7 @@ impl Application {
             memory: None,
             regions: Table::new(REGIONS_MAX),
             pds: Table::new(PDS_MAX),
+            domains: HashMap::new(),
             cq,
             room: ROOM_MIN,
             needed: 0,
@@ -241,6 +245,12 @@ impl Application {
         let qps: Vec<u32> = self.by_qpn.values().copied().collect();
         for qp in qps {
             self.remove_qp(shared, now, qp);
+        }
+        if let Some(sharing) = &mut shared.sharing {
+            let ids: Vec<u32> = self.regions.ids().collect();
+            for region in ids.into_iter().filter_map(|id| self.regions.remove(id)) {
+                sharing.remove_region(std::time::Instant::now(), region.region);
+            }
         }
         if self.belonging.account.tenant().is_none() {
             shared.egress.remove_tenant(self.tenant);

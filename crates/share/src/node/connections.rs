@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use rdmux_rnic::Time;
+use rdmux_rnic::{QpState, Time};
 use rdmux_verbs::{AsyncEvent, ConnectError};
 use rdmux_wire::node::control::{EventKind, Kind, Message, PrivateData};
 
-use super::application::{Application, Detached, Link, Shared, Token};
+use super::application::{Application, Detached, Link, Linked, Shared, Token};
 use super::requests::refused;
 use crate::control::convert::{EventOf, Refusal, endpoint_to_wire, event_to_wire};
 
@@ -70,8 +70,24 @@ impl Application {
                         remote: connection.remote().map(endpoint_to_wire),
                         private_data: PrivateData::new(connection.private_data()).unwrap_or_default(),
                     };
+                    let states = [QpState::Init, QpState::Rtr, QpState::Rts];
+                    let states = states.map(|to| Some((to, connection.attributes(to)?)));
                     let known = (true, false);
                     linked.link = Link::Made { connection, known };
+                    for (to, attributes) in states.into_iter().flatten() {
+                        if self.modify(shared, now, qp, to, &attributes).is_err()
+                            && let Some(qp) = self.qps.get(qp)
+                        {
+                            qp.end_external(shared);
+                        }
+                    }
+                    if let Some(Linked {
+                        link: Link::Made { connection, .. },
+                        ..
+                    }) = self.connections.get(id)
+                    {
+                        connection.establish();
+                    }
                     self.tell(&event)?;
                 }
                 Some(Err(error)) => {
@@ -103,6 +119,7 @@ impl Application {
         if ended && let Some(qp) = self.qps.get(linked.qp) {
             // The device has put it in Error. If it was in SQD, no piece of it finds that out.
             shared.egress.fail(now, qp.flow);
+            qp.end_external(shared);
         }
         self.tell(&Message::Progressed {
             connection: id,

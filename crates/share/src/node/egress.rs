@@ -158,11 +158,9 @@ pub(super) struct Done {
 pub(super) enum Admission {
     /// It may be posted; if it may be cut, in pieces of at most so many bytes.
     Post(u32),
+    /// It may be posted in pieces of at most so many bytes, even if it could not be cut on a queue pair of its own.
+    Cut(u32),
     /// It lacks something: the flow sends nothing until [`Egress::release`].
-    #[cfg_attr(
-        not(test),
-        expect(dead_code, reason = "queue pairs of their own lack nothing")
-    )]
     Hold,
     /// It fails with this status, once those before it are complete, and those behind it are flushed.
     Refuse(Status),
@@ -175,9 +173,11 @@ pub(super) trait Gate<B> {
 }
 
 /// Lets everything be posted.
+#[cfg(test)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Open;
 
+#[cfg(test)]
 impl<B> Gate<B> for Open {
     fn admit(&mut self, _flow: FlowId, _request: &Request, _body: &B, _offset: u32) -> Admission {
         Admission::Post(u32::MAX)
@@ -385,8 +385,9 @@ impl<B> Egress<B> {
                 (Some(body), None) => gate.admit(id, &request, body, offset),
                 (_, refused) => Admission::Refuse(refused.unwrap_or(Status::LocalQpOperation)),
             };
-            let admitted = match admission {
-                Admission::Post(longest) => longest.max(1),
+            let (admitted, cuts) = match admission {
+                Admission::Post(longest) => (longest.max(1), request.cuts),
+                Admission::Cut(longest) => (longest.max(1), true),
                 Admission::Hold => {
                     flow.held = true;
                     self.hierarchy.end(now, turn, 0, false);
@@ -406,7 +407,7 @@ impl<B> Egress<B> {
             }
             let rest = request.length - offset;
             let piece_bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
-            let length = match request.cuts {
+            let length = match cuts {
                 true => rest.min(piece_bytes).min(admitted),
                 false => rest,
             };
@@ -620,10 +621,6 @@ impl<B> Egress<B> {
     }
 
     /// Has a flow go on that a [`Gate`] has stopped.
-    #[cfg_attr(
-        not(test),
-        expect(dead_code, reason = "queue pairs of their own lack nothing")
-    )]
     pub(super) fn release(&mut self, now: Time, flow: FlowId) {
         if let Some(released) = self.flows.get_mut(flow.0)
             && std::mem::take(&mut released.held)

@@ -38,6 +38,8 @@ use receiver::{CopyTo, Receiver};
 use sender::{Sender, Stop, Wait};
 use slots::Slots;
 
+/// Messages that are kept for connections which are not bound yet: the peer may be a little ahead.
+const EARLY_MAX: usize = 256;
 /// Failures that wait for a slot on behalf of connections that do not exist; the peer learns of no more at once.
 const STRAY_MAX: usize = 1024;
 
@@ -155,6 +157,10 @@ pub(in crate::node) struct Received {
     /// The receive's completion.
     pub(in crate::node) completion: WorkCompletion,
     /// Set if it wakes a receiver that waits for such messages alone.
+    #[cfg_attr(
+        not(test),
+        expect(dead_code, reason = "the completions of applications do not tell yet")
+    )]
     pub(in crate::node) is_solicited: bool,
 }
 
@@ -199,6 +205,9 @@ pub(in crate::node) struct Mux {
     lack_keys: Vec<ConnectionId>,
     /// Failures to tell, connections whose receives are to be told.
     failures: VecDeque<Header>,
+    /// Messages of connections that are not bound, and those of connections that have been bound since.
+    early: VecDeque<Vec<u8>>,
+    due: VecDeque<Vec<u8>>,
     tellers: VecDeque<ConnectionId>,
     events: VecDeque<Event>,
     /// Set once the queue pair has failed.
@@ -228,6 +237,8 @@ impl Mux {
             lack_slots: VecDeque::new(),
             lack_keys: Vec::new(),
             failures: VecDeque::new(),
+            early: VecDeque::new(),
+            due: VecDeque::new(),
             tellers: VecDeque::new(),
             events: VecDeque::new(),
             has_failed: false,
@@ -263,6 +274,14 @@ impl Mux {
         };
         self.by_names.insert(names, id);
         self.has_receives(id);
+        for message in std::mem::take(&mut self.early) {
+            let is_its =
+                Header::parse(&message).is_ok_and(|(header, _)| (header.destination, header.source) == names);
+            match is_its {
+                true => self.due.push_back(message),
+                false => self.early.push_back(message),
+            }
+        }
         Some(id)
     }
 
@@ -514,6 +533,24 @@ impl Mux {
         self.events.pop_front()
     }
 
+    /// Returns a message that came before its connection was bound, for [`Mux::handle_early`].
+    pub(in crate::node) fn poll_early(&mut self) -> Option<Vec<u8>> {
+        self.due.pop_front()
+    }
+
+    /// Handles such a message as [`Mux::handle_message`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub(in crate::node) fn handle_early(
+        &mut self,
+        bytes: &[u8],
+        keys: &mut dyn Keys,
+    ) -> Result<Option<Received>, Violation> {
+        let (header, body) = Header::parse(bytes)?;
+        self.handle(header, body, keys)
+    }
+
     /// Handles a message of the peer's node, the bytes of one slot.
     ///
     /// # Errors
@@ -530,20 +567,45 @@ impl Mux {
             return Ok(None);
         }
         let names = (header.destination, header.source);
-        let Some(id) = self.by_names.get(&names).copied() else {
-            // It ended while the message was on its way.
-            if header.kind != Kind::Fail && self.failures.len() < self.by_names.len() + STRAY_MAX {
-                self.failures.push_back(Header {
-                    kind: Kind::Fail,
-                    is_solicited: false,
-                    destination: header.source,
-                    source: header.destination,
-                    sequence: 0,
-                    length: 0,
-                    extra: Extra::Status(CompletionStatus::RetryExceeded),
-                    emptied: 0,
-                });
+        if !self.by_names.contains_key(&names) {
+            self.early.push_back(bytes.to_vec());
+            if self.early.len() > EARLY_MAX
+                && let Some(oldest) = self.early.pop_front()
+            {
+                self.answer_stray(&oldest);
             }
+            return Ok(None);
+        }
+        self.handle(header, body, keys)
+    }
+
+    /// Tells the peer that there is no such connection.
+    fn answer_stray(&mut self, message: &[u8]) {
+        if let Ok((header, _)) = Header::parse(message)
+            && header.kind != Kind::Fail
+            && self.failures.len() < self.by_names.len() + STRAY_MAX
+        {
+            self.failures.push_back(Header {
+                kind: Kind::Fail,
+                is_solicited: false,
+                destination: header.source,
+                source: header.destination,
+                sequence: 0,
+                length: 0,
+                extra: Extra::Status(CompletionStatus::RetryExceeded),
+                emptied: 0,
+            });
+        }
+    }
+
+    fn handle(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        keys: &mut dyn Keys,
+    ) -> Result<Option<Received>, Violation> {
+        let names = (header.destination, header.source);
+        let Some(id) = self.by_names.get(&names).copied() else {
             return Ok(None);
         };
         let Some(connection) = self.connection(id) else {

@@ -2,16 +2,22 @@
 //!
 //! [`Application::post_piece`] is the one place where requests reach send queues of the device; receives go there at once.
 
+use std::time::Instant;
+
+use rdmux_rnic::PostError;
 use rdmux_rnic::sched::{TenantId, class_of};
+use rdmux_rnic::{Cause, QpAttributes, Target, Time, WcOpcode, WorkCompletion};
 use rdmux_rnic::{Operation, QpState, RecvRequest, SendFlags, SendRequest, Sge, SgeList, Status};
-use rdmux_rnic::{PostError, QpAttributes, Target, Time, WcOpcode, WorkCompletion};
-use rdmux_verbs::Arm;
+use rdmux_verbs::{Arm, AsyncEvent};
+use rdmux_wire::node::control::Message;
 use rdmux_wire::node::{DESCRIPTOR_BYTES, Descriptor, QueueId, Work, WorkFlags, WorkOperation};
 
 use super::application::{Application, Detached, Kept, Qp, Shared, WORK_REQUESTS_ALL_MAX};
 use super::cut::{may_cut, part_of};
 use super::egress::{Done, Full, GroupOptions, Piece, PieceId, Request};
-use crate::control::convert::completion_to_wire;
+use super::mux::Failure;
+use super::sharing::News;
+use crate::control::convert::{completion_to_wire, event_to_wire, status_to_wire};
 use crate::ring::{
     Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX, Tell,
     WorkBytes,
@@ -148,7 +154,19 @@ impl Application {
                 wr_id: work.wr_id,
                 sges: list_of(work, bytes),
             };
-            if qp.qp.post_recv(request).is_err() {
+            let is_posted = {
+                let sharing = shared.sharing.as_mut();
+                let left = match sharing {
+                    Some(sharing) => sharing.post_recv(qp.qp.qpn(), request),
+                    None => Ok(Some(request)),
+                };
+                match left {
+                    Ok(Some(request)) => qp.qp.post_recv(request).is_ok(),
+                    Ok(None) => true,
+                    Err(_) => false,
+                }
+            };
+            if !is_posted {
                 self.refuse(shared, now, work, WcOpcode::Recv);
             }
             return Ok(());
@@ -164,7 +182,9 @@ impl Application {
             flags: flags_of(work.flags),
             to,
         };
-        if qp.group.is_none() {
+        let qpn = qp.qp.qpn();
+        let is_shared = shared.sharing.as_ref().is_some_and(|sharing| sharing.has(qpn));
+        if qp.group.is_none() && !is_shared {
             qp.bind(shared, now, tenant);
         }
         let checked = request.check();
@@ -182,7 +202,7 @@ impl Application {
         match shared.egress.submit(now, flow, known, request) {
             Ok(()) if checked.is_ok() => {}
             Ok(()) => {
-                let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
+                qp.fail(shared);
                 shared.egress.fail(now, flow);
             }
             Err(Full) => self.refuse(shared, now, work, opcode),
@@ -221,7 +241,7 @@ impl Application {
         let Some(qp) = self.qps.get(work.queue.0) else {
             return;
         };
-        let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
+        qp.fail(shared);
         shared.egress.fail(now, qp.flow);
         let wc = WorkCompletion {
             wr_id: work.wr_id,
@@ -290,6 +310,59 @@ impl Application {
             }
         }
         true
+    }
+
+    /// Handles news of a queue pair that the device does not use by itself.
+    pub(super) fn has_news(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        id: u32,
+        news: News,
+    ) -> Result<(), Detached> {
+        let tenant = self.tenant;
+        let Some(qp) = self.qps.get_mut(id) else {
+            return Ok(());
+        };
+        let qpn = qp.qp.qpn();
+        match news {
+            News::Received(wc) => self.kept.push_back(Kept { qp: id, wc }),
+            News::Failed(failure) => {
+                qp.failed = true;
+                shared.egress.fail(now, qp.flow);
+                let (status, event) = match failure {
+                    Failure::Own => (Status::Flushed, None),
+                    Failure::Receive(status) => (status, None),
+                    Failure::Access(status) => {
+                        let event = AsyncEvent::of_qp_error(qpn, status, Cause::PeerRequest);
+                        (status, event)
+                    }
+                    Failure::Shared => (Status::RetryExceeded, None),
+                };
+                self.tell(&Message::Failed {
+                    qp: id,
+                    status: status_to_wire(status),
+                })?;
+                if let Some((kind, _)) = event.and_then(event_to_wire) {
+                    self.tell(&Message::Event { kind, object: id })?;
+                }
+            }
+            News::Own(states, receives) => {
+                let mut done = states
+                    .iter()
+                    .all(|(to, attributes)| qp.qp.modify(*to, attributes).is_ok());
+                for receive in receives {
+                    done &= qp.qp.post_recv(receive).is_ok();
+                }
+                if !done {
+                    qp.fail(shared);
+                    shared.egress.fail(now, qp.flow);
+                } else if !states.is_empty() {
+                    qp.bind(shared, now, tenant);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Accounts for a request that is over.
@@ -382,6 +455,21 @@ impl Application {
 }
 
 impl Qp {
+    /// Puts the queue pair in error.
+    fn fail(&self, shared: &mut Shared) {
+        let sharing = shared.sharing.as_mut();
+        if !sharing.is_some_and(|sharing| sharing.fail(Instant::now(), self.qp.qpn())) {
+            let _ = self.qp.modify(QpState::Error, &QpAttributes::default());
+        }
+    }
+
+    /// Puts a queue pair in error whose connection has ended, if it is not one that the device itself has connected.
+    pub(super) fn end_external(&self, shared: &mut Shared) {
+        if shared.sharing.is_some() {
+            self.fail(shared);
+        }
+    }
+
     /// Gives the flow a group of its own, for the queue pair's send queue. Only now is it known to which path and class that belongs: the
     /// queue pair may have been connected by the device.
     fn bind(&mut self, shared: &mut Shared, now: Time, tenant: TenantId) {

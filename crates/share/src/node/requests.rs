@@ -1,14 +1,16 @@
 //! Carries out the requests of an application.
 
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use rdmux_memory::mapping::Unmappable;
 use rdmux_memory::{AnonymousMemory, ForeignMemory, ProcessMemory};
-use rdmux_rnic::{Access, Memory, QpState, QpType, RegisterError, Time};
+use rdmux_rnic::{Access, Memory, QpAttributes, QpState, QpType, RegionSpec, RegisterError, Time};
 use rdmux_verbs::provider::user::{User, peer_credentials, user_of};
-use rdmux_verbs::{Carrier, ConnectError, ConnectPair, QpOptions};
+use rdmux_verbs::{Carrier, ConnectError, ConnectPair, ExternalPair, QpOptions, QueuePair};
 use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateData};
 
 use super::application::{
@@ -41,7 +43,11 @@ impl Application {
                     return Err(limit("protection domains"));
                 }
                 let pd = shared.device.alloc_pd()?;
-                made(self.pds.insert(pd), "protection domains")
+                let id = self.pds.insert(pd);
+                if let (Some(id), Some(sharing)) = (id, &mut shared.sharing) {
+                    self.domains.insert(id, sharing.new_domain());
+                }
+                made(id, "protection domains")
             }
             Message::Register {
                 pd,
@@ -49,7 +55,7 @@ impl Application {
                 length,
                 iova,
                 access,
-            } => self.register(pd, (offset, length, iova), access, descriptors),
+            } => self.register(shared, pd, (offset, length, iova), access, descriptors),
             Message::CreateQp {
                 pd,
                 qp_type,
@@ -59,21 +65,16 @@ impl Application {
             } => self.create_qp(shared, pd, qp_type, (max_send_wr, max_recv_wr), srq),
             Message::Modify { qp, to, attributes } => {
                 let to = state_of(to);
-                let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
-                let mut attributes = attributes_of(&attributes);
-                // The device chooses it.
-                if let Some(path) = attributes.path.as_mut().filter(|path| path.src_port == 0) {
-                    let peer = attributes.dest_qpn.unwrap_or(qp.qp.qpn());
-                    path.src_port = shared.device.source_port(peer)?;
-                }
-                qp.qp.modify(to, &attributes)?;
-                qp.is_in(shared, now, to);
+                self.modify(shared, now, qp, to, &attributes_of(&attributes))?;
                 Ok(Message::Done {})
             }
-            Message::Query { qp } => self.query(qp),
+            Message::Query { qp } => self.query(shared, qp),
             Message::Retire { qp } => {
                 let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
                 qp.qp.retire();
+                if let Some(sharing) = &mut shared.sharing {
+                    sharing.remove_qp(Instant::now(), qp.qp.qpn());
+                }
                 qp.is_in(shared, now, QpState::Reset);
                 qp.is_in(shared, now, QpState::Error);
                 Ok(Message::Done {})
@@ -107,7 +108,11 @@ impl Application {
                 if !self.connections.has_room() {
                     return Err(limit("connections"));
                 }
-                let pair = ConnectPair::Own(&self.qp(qp)?.qp);
+                let pair = &self.qp(qp)?.qp;
+                let external = external_of(shared, pair, peer.ip());
+                let pair = external
+                    .as_ref()
+                    .map_or(ConnectPair::Own(pair), ConnectPair::External);
                 let attempt =
                     shared
                         .device
@@ -120,7 +125,7 @@ impl Application {
                 qp,
                 params,
                 private_data,
-            } => self.accept(shared, (request, qp), &params, &private_data),
+            } => self.accept(shared, now, (request, qp), &params, &private_data),
             Message::Reject {
                 request,
                 private_data,
@@ -135,6 +140,9 @@ impl Application {
                 match linked.map(|linked| &linked.link) {
                     Some(Link::Made { connection, .. }) => connection.disconnect(),
                     Some(Link::Attempt(_)) | None => return Err(no_object(Kind::Connection)),
+                }
+                if let Some(qp) = linked.and_then(|linked| self.qps.get(linked.qp)) {
+                    qp.end_external(shared);
                 }
                 Ok(Message::Done {})
             }
@@ -168,7 +176,7 @@ impl Application {
                 iova,
                 access,
                 pages,
-            } => self.register_offered(pd, (address, length, iova), access, (pages, descriptors)),
+            } => self.register_offered(shared, pd, (address, length, iova), access, (pages, descriptors)),
             Message::CreateSrq { pd, max_wr } => self.create_srq(pd, max_wr),
             Message::ModifySrq { srq, max_wr, limit } => {
                 self.modify_srq(srq, max_wr, limit)?;
@@ -207,6 +215,7 @@ impl Application {
 
     fn register(
         &mut self,
+        shared: &mut Shared,
         pd: u32,
         (offset, length, iova): (u64, u64, u64),
         access: u32,
@@ -218,11 +227,12 @@ impl Application {
         let end = offset.checked_add(length).ok_or(RegisterError::OutOfRange)?;
         let [file] = one(descriptors)?;
         let memory = AnonymousMemory::of_file(file, end).map_err(cannot_map)?;
-        self.register_memory(pd, Arc::new(memory), (offset, length, iova), access)
+        self.register_memory(shared, pd, Arc::new(memory), (offset, length, iova), access)
     }
 
     fn register_offered(
         &mut self,
+        shared: &mut Shared,
         pd: u32,
         (address, length, iova): (u64, u64, u64),
         access: u32,
@@ -243,23 +253,35 @@ impl Application {
             }
         };
         let memory = ForeignMemory::new(memory, address, length, pages).map_err(cannot_map)?;
-        self.register_memory(pd, Arc::new(memory), (0, length, iova), access)
+        self.register_memory(shared, pd, Arc::new(memory), (0, length, iova), access)
     }
 
     fn register_memory(
         &mut self,
+        shared: &mut Shared,
         pd: u32,
         memory: Arc<dyn Memory>,
         (offset, length, iova): (u64, u64, u64),
         access: u32,
     ) -> Result<Message, Refusal> {
+        let domain = self.domains.get(&pd).copied();
         let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?;
         let access = Access::from_bits(access);
         let access = access
             .ok_or_else(|| Refusal::new(ErrorCode::Unsupported, "an access right that nodes do not know"))?;
         let charges = self.charge(Resource::Regions, (Resource::Bytes, length))?;
-        let region = pd.reg_mr(memory, offset, length, iova, access)?;
+        let region = pd.reg_mr(memory.clone(), offset, length, iova, access)?;
         let (lkey, rkey) = (region.lkey(), region.rkey());
+        if let (Some(sharing), Some(domain)) = (&mut shared.sharing, domain) {
+            let spec = RegionSpec {
+                memory,
+                memory_offset: offset,
+                length,
+                iova,
+                access,
+            };
+            sharing.add_region(domain, (lkey, rkey), spec);
+        }
         let id = self
             .regions
             .insert(Region::new(region, charges))
@@ -281,6 +303,7 @@ impl Application {
         if max_send_wr > WORK_REQUESTS_MAX || max_recv_wr > WORK_REQUESTS_MAX {
             return Err(limit("requests of a queue pair"));
         }
+        let domain = self.domains.get(&pd).copied();
         let pd = self.pds.get(pd).ok_or_else(|| no_object(Kind::Pd))?.clone();
         let requests = u64::from(max_send_wr) + u64::from(max_recv_wr);
         let charges = self.charge(Resource::QueuePairs, (Resource::Requests, requests))?;
@@ -323,12 +346,68 @@ impl Application {
         });
         let id = id.ok_or_else(|| limit("queue pairs"))?;
         self.by_qpn.insert(qpn, id);
+        if let (Some(sharing), Some(domain), Some(qp)) = (&mut shared.sharing, domain, self.qps.get(id))
+            && options.qp_type == QpType::Rc
+            && options.srq.is_none()
+        {
+            let owner = Owner {
+                application: self.slot,
+                qp: id,
+            };
+            let account = &self.belonging.account;
+            let tenant = (account.name(), account.tenant());
+            sharing.add_qp(qpn, (owner, qp.flow), domain, max_recv_wr, tenant);
+        }
         Ok(Message::QpMade { id, qpn })
     }
 
-    fn query(&self, qp: u32) -> Result<Message, Refusal> {
+    /// Brings a queue pair to a state: that of the device, unless it goes over a shared one.
+    pub(super) fn modify(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        qp: u32,
+        to: QpState,
+        attributes: &QpAttributes,
+    ) -> Result<(), Refusal> {
+        let mut attributes = *attributes;
+        let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
+        let qpn = qp.qp.qpn();
+        // The device chooses it.
+        if let Some(path) = attributes.path.as_mut().filter(|path| path.src_port == 0) {
+            let peer = attributes.dest_qpn.unwrap_or(qpn);
+            path.src_port = shared.device.source_port(peer)?;
+        }
+        let attributes = &attributes;
+        let is_virtual = |shared: &mut Shared| {
+            let sharing = shared.sharing.as_mut();
+            sharing.is_some_and(|sharing| sharing.modify(Instant::now(), qpn, to, attributes))
+        };
+        // The device says what it does not allow, before anybody else is told.
+        let is_of_device = matches!(to, QpState::Init | QpState::Reset);
+        if is_of_device {
+            qp.qp.modify(to, attributes)?;
+        }
+        if !is_virtual(shared) && !is_of_device {
+            qp.qp.modify(to, attributes)?;
+        }
+        qp.is_in(shared, now, to);
+        Ok(())
+    }
+
+    fn query(&self, shared: &Shared, qp: u32) -> Result<Message, Refusal> {
         let qp = &self.qp(qp)?.qp;
-        let info = qp.query();
+        let mut info = qp.query();
+        let sharing = shared.sharing.as_ref();
+        let state = sharing.and_then(|sharing| sharing.state(qp.qpn()));
+        if let (Some(info), Some((state, attributes))) = (&mut info, state) {
+            info.state = state;
+            if let Some(attributes) = attributes {
+                info.dest_qpn = attributes.dest_qpn.unwrap_or(info.dest_qpn);
+                info.path = attributes.path.or(info.path);
+                info.path_mtu = attributes.path_mtu.unwrap_or(info.path_mtu);
+            }
+        }
         let info =
             info.ok_or_else(|| Refusal::new(ErrorCode::State, "the device knows nothing of the queue pair"))?;
         Ok(Message::QpInfo {
@@ -339,23 +418,45 @@ impl Application {
             qkey: info.qkey,
             send_outstanding: info.send_outstanding.try_into().unwrap_or(u32::MAX),
             recv_posted: info.recv_posted.try_into().unwrap_or(u32::MAX),
-            carrier: qp.carrier().map(|carrier| match carrier {
-                Carrier::SharedMemory => "shared memory".into(),
-                Carrier::Rnic => "RNIC".into(),
-                Carrier::Udp(why) => why,
-            }),
+            carrier: match state {
+                Some(_) => Some("a queue pair of the node, which connections share".into()),
+                None => qp.carrier().map(|carrier| match carrier {
+                    Carrier::SharedMemory => "shared memory".into(),
+                    Carrier::Rnic => "RNIC".into(),
+                    Carrier::Udp(why) => why,
+                }),
+            },
         })
     }
 
     fn destroy(&mut self, shared: &mut Shared, now: Time, kind: Kind, id: u32) -> Result<Message, Refusal> {
         let is_there = match kind {
             Kind::Pd => self.pds.remove(id).is_some(),
-            Kind::Region => self.regions.remove(id).is_some(),
+            Kind::Region => match (self.regions.remove(id), &mut shared.sharing) {
+                (Some(region), Some(sharing)) => {
+                    sharing.remove_region(Instant::now(), region.region);
+                    true
+                }
+                (region, _) => region.is_some(),
+            },
             Kind::Qp => self.remove_qp(shared, now, id),
             Kind::Listener => self.listeners.remove(id).is_some(),
-            Kind::Connection => self.connections.remove(id).is_some(),
             Kind::Srq => self.remove_srq(id),
             Kind::AddressHandle => self.handles.remove(id).is_some(),
+            Kind::Connection => {
+                let removed = self.connections.remove(id);
+                if let Some(Linked {
+                    link: Link::Made { connection, .. },
+                    qp,
+                }) = &removed
+                    && let Some(qp) = self.qps.get(*qp)
+                    && shared.sharing.is_some()
+                {
+                    connection.disconnect();
+                    qp.end_external(shared);
+                }
+                removed.is_some()
+            }
         };
         is_there
             .then_some(Message::Done {})
@@ -421,6 +522,9 @@ impl Application {
         let Some(mut removed) = self.qps.remove(id) else {
             return false;
         };
+        if let Some(sharing) = &mut shared.sharing {
+            sharing.remove_qp(Instant::now(), removed.qp.qpn());
+        }
         removed.unbind(shared, now);
         shared.egress.remove_flow(now, removed.flow);
         self.drained.remove(&id);
@@ -431,7 +535,8 @@ impl Application {
 
     fn accept(
         &mut self,
-        shared: &Shared,
+        shared: &mut Shared,
+        now: Time,
         (request, qp): (u32, u32),
         params: &wire::ConnectParams,
         private_data: &PrivateData,
@@ -444,8 +549,18 @@ impl Application {
         }
         let pair = self.qp(qp)?.qp.clone();
         let request = self.requests.remove(request);
-        let request = request.ok_or_else(|| no_object(Kind::Connection))?;
-        let connection = request.accept(&pair, &params_of(params), private_data.bytes());
+        let mut request = request.ok_or_else(|| no_object(Kind::Connection))?;
+        let params = params_of(params);
+        let connection = match external_of(shared, &pair, request.peer()) {
+            None => request.accept(&pair, &params, private_data.bytes()),
+            Some(external) => {
+                for to in [QpState::Init, QpState::Rtr, QpState::Rts] {
+                    let attributes = request.attributes(to, &params).map_err(refused)?;
+                    self.modify(shared, now, qp, to, &attributes)?;
+                }
+                request.accept_pair(ConnectPair::External(&external), &params, private_data.bytes())
+            }
+        };
         let link = Link::Made {
             connection: connection.map_err(refused)?,
             known: (false, false),
@@ -511,6 +626,20 @@ fn cannot_map(error: io::Error) -> Refusal {
         _ => ErrorCode::Memory,
     };
     Refusal::new(code, format!("the node cannot map the memory: {error}"))
+}
+
+/// Returns a queue pair as its owner brings it up, if the node is to decide how.
+fn external_of(shared: &Shared, qp: &QueuePair, peer: IpAddr) -> Option<ExternalPair> {
+    let qpn = qp.qpn();
+    let is_known = shared
+        .sharing
+        .as_ref()
+        .is_some_and(|sharing| sharing.may_share(qpn));
+    (is_known && peer != shared.device.address()).then_some(ExternalPair {
+        qpn,
+        qp_type: QpType::Rc,
+        srq: false,
+    })
 }
 
 fn made(id: Option<u32>, what: &str) -> Result<Message, Refusal> {

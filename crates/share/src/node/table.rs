@@ -45,6 +45,16 @@ impl<T, const SLOT_BITS: u32> Table<T, SLOT_BITS> {
         self.slots.iter_mut().filter_map(|slot| slot.value.as_mut())
     }
 
+    /// Returns the ids of all objects.
+    pub(super) fn ids(&self) -> impl Iterator<Item = u32> {
+        let used = self
+            .slots
+            .iter()
+            .zip(0..)
+            .filter(|(slot, _)| slot.value.is_some());
+        used.map(|(slot, at)| slot.generation << SLOT_BITS | at)
+    }
+
     /// Adds an object, and returns its id; `None` if there is no room.
     pub(super) fn insert(&mut self, value: T) -> Option<u32> {
         self.insert_with(|_| Some(value))

@@ -92,6 +92,11 @@ impl<T> OwnRegions<T> {
         self.by_rkey.insert(rkey.0, lkey);
     }
 
+    /// Returns all regions.
+    pub(in crate::node) fn values(&self) -> impl Iterator<Item = &T> {
+        self.by_lkey.values().map(|own| &own.region)
+    }
+
     /// Removes a region.
     pub(in crate::node) fn remove(&mut self, lkey: LKey) -> Option<T> {
         let removed = self.by_lkey.remove(&lkey.0)?;
@@ -112,6 +117,7 @@ impl<T> OwnRegions<T> {
     }
 
     /// Returns the region of a key that a peer of a domain's queue pairs may use, for the peer's node.
+    #[cfg(test)]
     pub(in crate::node) fn get_remote(&mut self, domain: u64, rkey: RKey) -> Option<(Extent, &mut T)> {
         let lkey = self.by_rkey.get(&rkey.0)?;
         let found = self.by_lkey.get_mut(&lkey.0)?;

@@ -1,0 +1,1089 @@
+//! Connections of applications on shared queue pairs of the node's device.
+//!
+//! [`Sharing`] decides where the connection of an application's RC queue pair goes: once it is to be RTR, the peer's node is asked. If there is
+//! one, the connection goes over a queue pair that connections of both tenants and this class share ([`Mux`]), and the application's queue pair
+//! is one of the device by its number alone: the device's stays in Init. Otherwise the device's own goes to RTR as the application has asked.
+//! Until that is known, requests wait in their flow and receives here.
+//!
+//! It waits for nothing. Its owner calls [`Sharing::look`] and [`Sharing::poll`] in its loop, and takes [`Sharing::next_news`].
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rdmux_key::Key;
+use rdmux_memory::AnonymousMemory;
+use rdmux_rnic::sched::{Entitlement, TenantId, class_of};
+use rdmux_rnic::{
+    Access, LKey, Memory, PostError, QpAttributes, QpState, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
+    SendRequest, Sge, SgeList, Status, Target, Time, WorkCompletion,
+};
+use rdmux_verbs::{Arm, CompletionQueue, Device, EventQueue, MemoryRegion};
+use rdmux_wire::node::mux::{HEADER_LEN, SLOT_LEN};
+use rdmux_wire::node::peer::{Binding, TenantName};
+
+use super::egress::{self, Egress, FlowId, GroupId, GroupOptions, Owner, PieceId};
+use super::mux::keys::{Extent, Keys, OwnRegions, PeerKey, PeerKeys};
+use super::mux::receiver::Receiver;
+use super::mux::sender;
+use super::mux::{Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation};
+use super::peer::{
+    Asked, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
+};
+
+/// Shared queue pairs of a node.
+const SHARED_MAX: usize = 4096;
+/// Completions that are taken at once.
+const BATCH: usize = 64;
+/// Pieces of a shared queue pair in flight: each takes up to two requests, and messages of the nodes take some.
+const DEPTH: u32 = SENDS / 4;
+
+/// News for the application of a queue pair.
+#[derive(Debug)]
+pub(super) enum News {
+    /// A receive has completed.
+    Received(WorkCompletion),
+    /// The queue pair is in error.
+    Failed(Failure),
+    /// The connection goes over the device's queue pair: it is to be brought to these states, and then takes these receives.
+    Own(Vec<(QpState, QpAttributes)>, Vec<RecvRequest>),
+}
+
+/// An own region: its memory, and the same memory in the domain of shared queue pairs.
+#[derive(Debug)]
+struct OwnRegion {
+    spec: RegionSpec,
+    shadow: Option<Arc<MemoryRegion>>,
+    /// Set once a peer's node may have been told to write into it.
+    may_be_told: bool,
+}
+
+impl OwnRegion {
+    /// Returns the place of an address in the memory.
+    fn place(&self, addr: u64) -> Option<u64> {
+        let start = match self.spec.access.contains(Access::ZERO_BASED) {
+            true => 0,
+            false => self.spec.iova,
+        };
+        self.spec.memory_offset.checked_add(addr.checked_sub(start)?)
+    }
+}
+
+/// For each shared queue pair, the number of the next piece at some time: whatever was in flight then has a lower one.
+type InFlight = Vec<(SharedId, u64)>;
+
+/// The memory of a region that was deregistered, on shared queue pairs.
+#[derive(Debug)]
+struct Retired {
+    _shadow: Arc<MemoryRegion>,
+    in_flight: InFlight,
+    may_be_told: bool,
+}
+
+/// A shared queue pair.
+// The buffers' region ends before their memory.
+#[derive(Debug)]
+struct Line {
+    mux: Mux,
+    group: GroupId,
+    buffers_region: MemoryRegion,
+    buffers: Arc<AnonymousMemory>,
+    peer: IpAddr,
+}
+
+/// Progress of a connection of an application.
+#[derive(Debug)]
+enum Stage {
+    /// It is not connected.
+    Open,
+    /// The peer's node is asked.
+    Asking,
+    /// The shared queue pair is being made.
+    Wanting(SharedBy, Bound),
+    Shared(SharedId, ConnectionId),
+    /// It has failed, or has ended, and is not reset.
+    Over,
+}
+
+/// A queue pair of an application that is not used by itself, at least not yet.
+#[derive(Debug)]
+struct Virtual {
+    owner: Owner,
+    flow: FlowId,
+    tenant: (TenantName, TenantId),
+    domain: u64,
+    receives_max: u32,
+    receiver: Option<Receiver>,
+    /// Accesses that it allows its peer.
+    access: Access,
+    state: QpState,
+    stage: Stage,
+    /// The states to which its application has brought it, from RTR on.
+    states: Vec<(QpState, QpAttributes)>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Sharing {
+    peers: Peers,
+    lines: HashMap<SharedId, Line>,
+    qps: HashMap<Qpn, Virtual>,
+    flows: HashMap<FlowId, Qpn>,
+    connections: HashMap<(SharedId, ConnectionId), Qpn>,
+    /// Connections that are over on this end, whose QPNs are not used before the other end has ended too.
+    leaving: HashMap<(SharedId, ConnectionId), Qpn>,
+    regions: OwnRegions<OwnRegion>,
+    keys: HashMap<IpAddr, PeerKeys>,
+    tickets: HashMap<u64, (IpAddr, u64, RKey)>,
+    ticket: u64,
+    /// Memory that was deregistered, kept for what is in flight.
+    retired: Vec<Retired>,
+    /// Peers' questions about keys that are going, and what is in flight with them.
+    going: Vec<(Asked, InFlight)>,
+    /// The tenant of shared queue pairs of applications without one.
+    tenant: TenantId,
+    news: VecDeque<(Owner, News)>,
+    found: VecDeque<WorkCompletion>,
+    /// Messages on queue pairs of which the peer knows already that they are ready.
+    early: Vec<(SharedId, u16, u32)>,
+}
+
+/// The keys that a connection's requests need.
+struct NodeKeys<'a> {
+    regions: &'a mut OwnRegions<OwnRegion>,
+    peers: &'a mut Peers,
+    of_peer: &'a mut PeerKeys,
+}
+
+impl Keys for NodeKeys<'_> {
+    fn own(&mut self, domain: u64, lkey: LKey, range: (u64, u64), access: Access) -> Option<(LKey, RKey)> {
+        let region = self.regions.get(domain, lkey, range, access)?;
+        if region.shadow.is_none() {
+            region.shadow = self.peers.shadow(domain, lkey);
+        }
+        region.may_be_told |= access.contains(Access::LOCAL_WRITE);
+        let shadow = region.shadow.as_ref()?;
+        Some((shadow.lkey(), shadow.rkey()))
+    }
+
+    fn peer(&mut self, domain: u64, rkey: RKey, range: (u64, u64), access: Access) -> PeerKey {
+        self.of_peer.get(domain, rkey, range, access)
+    }
+}
+
+/// Returns the state machine of a shared queue pair, and the keys for it.
+macro_rules! line {
+    ($sharing:expr, $id:expr) => {{
+        let sharing: &mut Sharing = $sharing;
+        match sharing.lines.get_mut(&$id) {
+            Some(line) => {
+                let keys = NodeKeys {
+                    regions: &mut sharing.regions,
+                    peers: &mut sharing.peers,
+                    of_peer: sharing.keys.entry(line.peer).or_default(),
+                };
+                Some((line, keys))
+            }
+            None => None,
+        }
+    }};
+}
+
+impl Sharing {
+    /// Begins to share queue pairs with nodes that have the same key.
+    pub(super) fn open(
+        device: &Device,
+        events: &EventQueue,
+        egress: &mut Egress<SendRequest>,
+        key: Key,
+    ) -> Result<Sharing, PeersError> {
+        Ok(Sharing {
+            peers: Peers::open(device, events, key, SHARED_MAX)?,
+            lines: HashMap::new(),
+            qps: HashMap::new(),
+            flows: HashMap::new(),
+            connections: HashMap::new(),
+            leaving: HashMap::new(),
+            regions: OwnRegions::default(),
+            keys: HashMap::new(),
+            tickets: HashMap::new(),
+            ticket: 0,
+            retired: Vec::new(),
+            going: Vec::new(),
+            tenant: egress.add_tenant(&Entitlement::default()),
+            news: VecDeque::new(),
+            found: VecDeque::new(),
+            early: Vec::new(),
+        })
+    }
+
+    /// Returns the queues whose completions wake the node.
+    pub(super) fn cqs(&self) -> [&CompletionQueue; 2] {
+        [self.peers.control_cq(), self.peers.shared_cq()]
+    }
+
+    // Objects of applications.
+
+    /// Returns a name for a protection domain.
+    pub(super) fn new_domain(&mut self) -> u64 {
+        self.peers.new_domain()
+    }
+
+    /// Adds a region of an application.
+    pub(super) fn add_region(&mut self, domain: u64, keys: (LKey, RKey), spec: RegionSpec) {
+        let extent = Extent {
+            start: match spec.access.contains(Access::ZERO_BASED) {
+                true => 0,
+                false => spec.iova,
+            },
+            length: spec.length,
+            access: spec.access,
+        };
+        self.peers.add_region(domain, keys, spec.clone());
+        let region = OwnRegion {
+            spec,
+            shadow: None,
+            may_be_told: false,
+        };
+        self.regions.insert(domain, keys, extent, region);
+    }
+
+    /// Removes a region, as its application deregisters it.
+    pub(super) fn remove_region(&mut self, now: Instant, region: MemoryRegion) {
+        if let Some(removed) = self.regions.remove(region.lkey())
+            && let Some(shadow) = removed.shadow
+        {
+            let retired = Retired {
+                _shadow: shadow,
+                in_flight: self.in_flight(|_| true),
+                may_be_told: removed.may_be_told,
+            };
+            self.retired.push(retired);
+        }
+        drop(self.peers.remove_region(now, region));
+    }
+
+    /// Returns what is in flight on shared queue pairs.
+    fn in_flight(&self, of: impl Fn(&Line) -> bool) -> InFlight {
+        let lines = self.lines.iter().filter(|(_, line)| of(line));
+        lines.map(|(id, line)| (*id, line.mux.posted())).collect()
+    }
+
+    /// Returns whether something of it is still in flight.
+    fn is_in_flight(&self, in_flight: &InFlight) -> bool {
+        in_flight.iter().any(|(id, end)| {
+            let line = self.lines.get(id);
+            line.is_some_and(|line| line.mux.completed() < *end)
+        })
+    }
+
+    /// Lets go of what nothing in flight needs any more.
+    fn release(&mut self) {
+        let has_connections = self.lines.values().any(|line| line.mux.connections() > 0);
+        let mut retired = std::mem::take(&mut self.retired);
+        retired.retain(|one| one.may_be_told && has_connections || self.is_in_flight(&one.in_flight));
+        self.retired = retired;
+        for (asked, in_flight) in std::mem::take(&mut self.going) {
+            match self.is_in_flight(&in_flight) {
+                true => self.going.push((asked, in_flight)),
+                false => self.peers.key_unused(Instant::now(), asked),
+            }
+        }
+    }
+
+    /// Adds an RC queue pair of an application.
+    /// `tenant`: its name, and the one in the scheduler if it has a name.
+    pub(super) fn add_qp(
+        &mut self,
+        qpn: Qpn,
+        (owner, flow): (Owner, FlowId),
+        domain: u64,
+        receives_max: u32,
+        tenant: (&str, Option<TenantId>),
+    ) {
+        let (name, tenant) = match (TenantName::new(tenant.0), tenant.1) {
+            (Some(name), Some(tenant)) => (name, tenant),
+            _ => (TenantName::default(), self.tenant),
+        };
+        self.peers.add_qp(qpn, domain, name.clone());
+        self.flows.insert(flow, qpn);
+        let added = Virtual {
+            owner,
+            flow,
+            tenant: (name, tenant),
+            domain,
+            receives_max,
+            receiver: Some(Receiver::new(receives_max)),
+            access: Access::empty(),
+            state: QpState::Reset,
+            stage: Stage::Open,
+            states: Vec::new(),
+        };
+        self.qps.insert(qpn, added);
+    }
+
+    /// Removes a queue pair.
+    pub(super) fn remove_qp(&mut self, now: Instant, qpn: Qpn) {
+        self.leave(qpn);
+        if let Some(removed) = self.qps.remove(&qpn) {
+            self.flows.remove(&removed.flow);
+        }
+        self.peers.remove_qp(now, qpn);
+    }
+
+    /// Ends the connection of a queue pair, whose application hears no more of it.
+    fn leave(&mut self, qpn: Qpn) {
+        let Some(left) = self.qps.get_mut(&qpn) else {
+            return;
+        };
+        if let Stage::Shared(id, connection) = std::mem::replace(&mut left.stage, Stage::Over) {
+            self.connections.remove(&(id, connection));
+            self.leaving.insert((id, connection), qpn);
+            if let Some(line) = self.lines.get_mut(&id) {
+                line.mux.abandon(connection);
+            }
+        }
+    }
+
+    /// Returns the state of a queue pair whose device's queue pair has another one, and the attributes with which it came there.
+    pub(super) fn state(&self, qpn: Qpn) -> Option<(QpState, Option<&QpAttributes>)> {
+        let found = self.qps.get(&qpn)?;
+        let is_virtual = !matches!(found.stage, Stage::Open);
+        is_virtual.then(|| {
+            (
+                found.state,
+                found.states.first().map(|(_, attributes)| attributes),
+            )
+        })
+    }
+
+    /// Returns whether a queue pair may yet go over a shared one.
+    pub(super) fn may_share(&self, qpn: Qpn) -> bool {
+        self.qps.contains_key(&qpn)
+    }
+
+    /// Returns whether requests of a queue pair wait here, or go over a shared queue pair.
+    pub(super) fn has(&self, qpn: Qpn) -> bool {
+        self.state(qpn).is_some()
+    }
+
+    /// Notes that an application brings a queue pair to a state. Returns true if the device's queue pair is not to be changed.
+    pub(super) fn modify(&mut self, now: Instant, qpn: Qpn, to: QpState, attributes: &QpAttributes) -> bool {
+        let own_address = self.peers.pd().device().address();
+        let Some(qp) = self.qps.get_mut(&qpn) else {
+            return false;
+        };
+        qp.access = attributes.access.unwrap_or(qp.access);
+        let path = attributes.path.as_ref().filter(|path| path.dst != own_address);
+        match (&qp.stage, to) {
+            (_, QpState::Reset) => {
+                let (domain, tenant) = (qp.domain, qp.tenant.0.clone());
+                self.leave(qpn);
+                self.peers.remove_qp(now, qpn);
+                self.peers.add_qp(qpn, domain, tenant);
+                if let Some(qp) = self.qps.get_mut(&qpn) {
+                    qp.receiver = Some(Receiver::new(qp.receives_max));
+                    qp.stage = Stage::Open;
+                    qp.state = QpState::Reset;
+                    qp.states.clear();
+                }
+                false
+            }
+            (Stage::Open, QpState::Rtr) if qp.state == QpState::Init => {
+                qp.state = to;
+                let (Some(path), Some(dest)) = (path, attributes.dest_qpn) else {
+                    // The device knows what to say, and carries it out.
+                    self.becomes_own(qpn, false);
+                    return false;
+                };
+                qp.stage = Stage::Asking;
+                qp.states.push((to, *attributes));
+                let (peer, class) = (path.dst, path.traffic_class);
+                let access = qp.access;
+                self.peers.bind(now, qpn, (peer, dest, class), access);
+                true
+            }
+            (Stage::Open, _) => {
+                qp.state = to;
+                false
+            }
+            (Stage::Shared(id, connection), QpState::Error) => {
+                qp.state = to;
+                if let Some(line) = self.lines.get_mut(id) {
+                    line.mux.fail(*connection);
+                }
+                true
+            }
+            (_, QpState::Error) => {
+                qp.state = to;
+                self.fail_unbound(qpn, Failure::Own);
+                true
+            }
+            _ => {
+                qp.state = to;
+                qp.states.push((to, *attributes));
+                true
+            }
+        }
+    }
+
+    /// Puts a queue pair in error, as its connection has ended. Returns false if the device's queue pair has it.
+    pub(super) fn fail(&mut self, now: Instant, qpn: Qpn) -> bool {
+        self.has(qpn) && self.modify(now, qpn, QpState::Error, &QpAttributes::default())
+    }
+
+    /// Has the device's queue pair be used by itself; `is_told`: its owner does not know yet.
+    fn becomes_own(&mut self, qpn: Qpn, is_told: bool) {
+        let Some(own) = self.qps.remove(&qpn) else { return };
+        self.flows.remove(&own.flow);
+        let mut receives = Vec::new();
+        if let Some(mut receiver) = own.receiver {
+            receives.extend(std::iter::from_fn(|| receiver.pop()));
+        }
+        let states = if is_told { own.states } else { Vec::new() };
+        self.news.push_back((own.owner, News::Own(states, receives)));
+    }
+
+    /// Fails a queue pair that is bound to no shared one: its receives are flushed.
+    fn fail_unbound(&mut self, qpn: Qpn, failure: Failure) {
+        let Some(qp) = self.qps.get_mut(&qpn) else { return };
+        qp.stage = Stage::Over;
+        qp.state = QpState::Error;
+        let (owner, receiver) = (qp.owner, qp.receiver.take());
+        if let Some(mut receiver) = receiver {
+            while let Some(receive) = receiver.pop() {
+                let flushed = WorkCompletion {
+                    wr_id: receive.wr_id,
+                    opcode: rdmux_rnic::WcOpcode::Recv,
+                    qpn,
+                    ..WorkCompletion::default()
+                };
+                self.news.push_back((owner, News::Received(flushed)));
+            }
+        }
+        self.news.push_back((owner, News::Failed(failure)));
+    }
+
+    /// Takes a receive of a queue pair. `None`: the device's queue pair takes it.
+    pub(super) fn post_recv(
+        &mut self,
+        qpn: Qpn,
+        receive: RecvRequest,
+    ) -> Result<Option<RecvRequest>, PostError> {
+        let Some(qp) = self.qps.get_mut(&qpn).filter(|qp| qp.state != QpState::Reset) else {
+            return Ok(Some(receive));
+        };
+        match (&qp.stage, &mut qp.receiver) {
+            (Stage::Shared(id, connection), _) => {
+                let line = self.lines.get_mut(id).ok_or(PostError::NoQp)?;
+                line.mux.post_recv(*connection, receive)?;
+            }
+            (_, Some(receiver)) => receiver.post(receive)?,
+            (_, None) => {
+                receive.check()?;
+                let flushed = WorkCompletion {
+                    wr_id: receive.wr_id,
+                    opcode: rdmux_rnic::WcOpcode::Recv,
+                    qpn,
+                    ..WorkCompletion::default()
+                };
+                self.news.push_back((qp.owner, News::Received(flushed)));
+            }
+        }
+        Ok(None)
+    }
+
+    // Requests.
+
+    fn of_flow(&self, flow: FlowId) -> Option<(SharedId, ConnectionId)> {
+        match self.qps.get(self.flows.get(&flow)?)?.stage {
+            Stage::Shared(id, connection) => Some((id, connection)),
+            _ => None,
+        }
+    }
+
+    /// Posts a piece. Returns false if its flow goes over the device's own queue pair.
+    pub(super) fn post_piece(
+        &mut self,
+        egress: &mut Egress<SendRequest>,
+        now: Time,
+        piece: &egress::Piece,
+    ) -> bool {
+        let Some((id, connection)) = self.of_flow(piece.flow) else {
+            return false;
+        };
+        let Some((line, mut keys)) = line!(self, id) else {
+            egress.refused(now, piece, Status::LocalQpOperation);
+            return true;
+        };
+        let Some(request) = egress.body(piece) else {
+            egress.refused(now, piece, Status::LocalQpOperation);
+            return true;
+        };
+        let part = (piece.offset, piece.length);
+        let tag = piece.id.wr_id();
+        let posts = line
+            .mux
+            .send(connection, request, part, piece.last, tag, &mut keys);
+        match posts {
+            Ok(posts) => {
+                if piece.last {
+                    egress.take_body(piece);
+                }
+                let all = [posts.first, posts.then];
+                if !all.into_iter().flatten().all(|post| self.post(id, post)) {
+                    self.fail_line(id);
+                }
+            }
+            Err(status) => egress.refused(now, piece, status),
+        }
+        true
+    }
+
+    /// Posts a request to a shared queue pair. Returns false if the device refuses it.
+    fn post(&mut self, id: SharedId, post: Post) -> bool {
+        let (Some(line), Some(shared)) = (self.lines.get(&id), self.peers.shared_qp(id)) else {
+            return false;
+        };
+        let (operation, sges) = match post.request {
+            Posted::Direct(operation, list) => (operation, list),
+            Posted::Message { buffer, header, body } => {
+                let at = usize::from(buffer) * SLOT_LEN;
+                let inline = body.as_inline().unwrap_or_default();
+                let bytes = [&header[..], inline].concat();
+                if line.buffers.write_in_any_order(at as u64, &bytes).is_err() {
+                    return false;
+                }
+                let own = line.buffers_region.sge(at as u64, bytes.len() as u32);
+                let list: SgeList = match body.as_slice() {
+                    [] => own.into(),
+                    [only] => [own, *only].as_slice().into(),
+                    all if all.len() < rdmux_rnic::SGE_MAX => {
+                        let all: Vec<Sge> = std::iter::once(own).chain(all.iter().copied()).collect();
+                        all.as_slice().into()
+                    }
+                    all => {
+                        // One element more than a request can have.
+                        let Some(bytes) = self.read_shadows(all) else {
+                            return false;
+                        };
+                        let behind = (at + HEADER_LEN) as u64;
+                        if line.buffers.write_in_any_order(behind, &bytes).is_err() {
+                            return false;
+                        }
+                        let length = (HEADER_LEN + bytes.len()) as u32;
+                        line.buffers_region.sge(at as u64, length).into()
+                    }
+                };
+                (rdmux_rnic::Operation::Send { imm: None }, list)
+            }
+        };
+        let request = SendRequest {
+            wr_id: post.number,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        shared.qp().post_send(request).is_ok()
+    }
+
+    /// Returns the bytes of elements with keys of shared queue pairs.
+    fn read_shadows(&self, list: &[Sge]) -> Option<Vec<u8>> {
+        let mut all = Vec::new();
+        for sge in list {
+            let region = self.regions.values().find(|region| {
+                let shadow = region.shadow.as_ref();
+                shadow.is_some_and(|shadow| shadow.lkey().0 == sge.lkey)
+            })?;
+            let mut bytes = vec![0; sge.length as usize];
+            let at = region.place(sge.addr)?;
+            region.spec.memory.read(at, &mut bytes).ok()?;
+            all.extend(bytes);
+        }
+        Some(all)
+    }
+
+    // Messages and events.
+
+    /// Handles the control channel. Returns whether there was anything.
+    pub(super) fn look(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
+        let instant = Instant::now();
+        let any = self.peers.look(instant);
+        self.handle_events(egress, now) || any
+    }
+
+    /// Handles a token of the node's event queue.
+    pub(super) fn happened(&mut self, egress: &mut Egress<SendRequest>, now: Time, token: u64) {
+        self.peers.happened(Instant::now(), token);
+        self.handle_events(egress, now);
+    }
+
+    /// Returns when [`Sharing::look`] is to be called.
+    pub(super) fn deadline(&mut self) -> Option<Instant> {
+        self.peers.deadline()
+    }
+
+    /// Prepares a sleep. Returns false if there is something to do.
+    pub(super) fn prepare_sleep(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
+        self.peers.shared_cq().arm(Arm::Next);
+        let sleeps = self.peers.prepare_sleep(Instant::now());
+        !self.handle_events(egress, now) && !self.poll(egress, now) && sleeps
+    }
+
+    /// Takes news for an application.
+    pub(super) fn next_news(&mut self) -> Option<(Owner, News)> {
+        self.news.pop_front()
+    }
+
+    /// Handles completions of shared queue pairs. Returns whether there were any.
+    pub(super) fn poll(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
+        let mut found = std::mem::take(&mut self.found);
+        let count = self.peers.shared_cq().poll_many(BATCH, &mut found);
+        if count > 0 {
+            // Control messages that were sent before come first.
+            self.look(egress, now);
+        }
+        for wc in found.drain(..) {
+            let Some(id) = self.peers.shared_by_qpn(wc.qpn) else {
+                continue;
+            };
+            if wc.wr_id & RECEIVE == 0 {
+                if let Some(line) = self.lines.get_mut(&id) {
+                    line.mux.handle_completion(wc.wr_id, wc.status);
+                    if wc.status != Status::Success {
+                        self.fail_line(id);
+                    }
+                }
+            } else if wc.status == Status::Success {
+                let slot = (wc.wr_id & !RECEIVE) as u16;
+                match self.lines.contains_key(&id) {
+                    true => self.message(id, slot, wc.byte_len),
+                    false => self.early.push((id, slot, wc.byte_len)),
+                }
+            }
+        }
+        self.found = found;
+        self.work(egress, now);
+        count > 0
+    }
+
+    /// Handles a message in a slot.
+    fn message(&mut self, id: SharedId, slot: u16, length: u32) {
+        let mut bytes = vec![0; (length as usize).min(SLOT_LEN)];
+        let Some(shared) = self.peers.shared_qp(id) else {
+            return;
+        };
+        // The slot is free once its bytes are here.
+        if shared.read_slot(slot, 0, &mut bytes).is_err() || shared.post_slot(slot).is_err() {
+            return self.fail_line(id);
+        }
+        let Some((line, mut keys)) = line!(self, id) else {
+            return;
+        };
+        let received = line.mux.handle_message(&bytes, &mut keys);
+        self.received(id, &bytes, received);
+    }
+
+    fn received(&mut self, id: SharedId, bytes: &[u8], received: Result<Option<Received>, Violation>) {
+        let mut received = match received {
+            Ok(Some(received)) => received,
+            Ok(None) => return,
+            Err(_) => return self.fail_line(id),
+        };
+        let Some(qpn) = self.connections.get(&(id, received.id)).copied() else {
+            return;
+        };
+        let Some((owner, domain)) = self.qps.get(&qpn).map(|qp| (qp.owner, qp.domain)) else {
+            return;
+        };
+        let body = bytes.get(HEADER_LEN..).unwrap_or_default();
+        for copy in &received.copies {
+            let bytes = body.get(copy.from..copy.from + copy.to.length as usize);
+            let range = (copy.to.addr, u64::from(copy.to.length));
+            let region = self
+                .regions
+                .get(domain, LKey(copy.to.lkey), range, Access::LOCAL_WRITE);
+            let written = region.zip(bytes).is_some_and(|(region, bytes)| {
+                let at = region.place(copy.to.addr);
+                at.is_some_and(|at| region.spec.memory.write_in_any_order(at, bytes).is_ok())
+            });
+            if !written {
+                received.completion.status = Status::LocalQpOperation;
+            }
+        }
+        self.news.push_back((owner, News::Received(received.completion)));
+        if received.completion.status != Status::Success
+            && let Some(line) = self.lines.get_mut(&id)
+        {
+            line.mux.fail(received.id);
+        }
+    }
+
+    /// Ends a shared queue pair that has failed.
+    fn fail_line(&mut self, id: SharedId) {
+        if let Some(line) = self.lines.get_mut(&id) {
+            line.mux.close();
+        }
+        self.peers.fail_qp(Instant::now(), id);
+    }
+
+    /// Posts the messages of the nodes, and handles what has happened to connections.
+    pub(super) fn work(&mut self, egress: &mut Egress<SendRequest>, now: Time) {
+        let ids: Vec<SharedId> = self.lines.keys().copied().collect();
+        for id in ids {
+            while let Some((line, mut keys)) = line!(self, id) {
+                let Some(post) = line.mux.poll_message(&mut keys) else {
+                    break;
+                };
+                if !self.post(id, post) {
+                    self.fail_line(id);
+                }
+            }
+            while let Some(event) = self.lines.get_mut(&id).and_then(|line| line.mux.poll_event()) {
+                self.connection_has_news(egress, now, id, event);
+            }
+        }
+        self.ask_for_keys();
+        if !self.retired.is_empty() || !self.going.is_empty() {
+            self.release();
+        }
+    }
+
+    fn connection_has_news(
+        &mut self,
+        egress: &mut Egress<SendRequest>,
+        now: Time,
+        id: SharedId,
+        event: Event,
+    ) {
+        let qp_of = |sharing: &Sharing, connection| {
+            let qpn = sharing.connections.get(&(id, connection))?;
+            let qp = sharing.qps.get(qpn)?;
+            Some((*qpn, qp.owner, qp.flow))
+        };
+        match event {
+            Event::Wake(connection) => {
+                if let Some((_, _, flow)) = qp_of(self, connection) {
+                    egress.release(now, flow);
+                }
+            }
+            Event::Landed(tag, status) => {
+                if let Some(piece) = PieceId::of_wr_id(tag) {
+                    match status {
+                        Status::Success => egress.completed(now, piece),
+                        failed => egress.failed(now, piece, failed),
+                    }
+                }
+            }
+            Event::Received(connection, completion) => {
+                if let Some((_, owner, _)) = qp_of(self, connection) {
+                    self.news.push_back((owner, News::Received(completion)));
+                }
+            }
+            Event::Failed(connection, failure) => {
+                if let Some((qpn, owner, flow)) = qp_of(self, connection) {
+                    egress.fail(now, flow);
+                    if let Some(qp) = self.qps.get_mut(&qpn) {
+                        qp.state = QpState::Error;
+                    }
+                    self.news.push_back((owner, News::Failed(failure)));
+                }
+            }
+            Event::Ended(connection) => {
+                self.leaving.remove(&(id, connection));
+            }
+        }
+    }
+
+    fn ask_for_keys(&mut self) {
+        let mut asked = Vec::new();
+        for (peer, keys) in &mut self.keys {
+            while let Some((domain, rkey)) = keys.poll_wanted() {
+                asked.push((*peer, domain, rkey));
+            }
+        }
+        for (peer, domain, rkey) in asked {
+            self.ticket += 1;
+            self.tickets.insert(self.ticket, (peer, domain, rkey));
+            self.peers
+                .resolve_key(Instant::now(), peer, (domain, rkey), self.ticket);
+        }
+    }
+
+    fn handle_events(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
+        let mut any = false;
+        while let Some(event) = self.peers.next_event() {
+            any = true;
+            self.handle_event(egress, now, event);
+        }
+        if any {
+            self.work(egress, now);
+        }
+        any
+    }
+
+    fn handle_event(&mut self, egress: &mut Egress<SendRequest>, now: Time, event: PeerEvent) {
+        match event {
+            PeerEvent::Bound {
+                qpn,
+                peer,
+                dest,
+                binding,
+            } => self.bound(egress, now, qpn, (peer, dest), &binding),
+            PeerEvent::Own { qpn, .. } => {
+                if self
+                    .qps
+                    .get(&qpn)
+                    .is_some_and(|qp| matches!(qp.stage, Stage::Asking))
+                {
+                    self.becomes_own(qpn, true);
+                }
+            }
+            // The connection itself tells, in order, when it ends.
+            PeerEvent::Unbound { .. } | PeerEvent::RegionGone { .. } | PeerEvent::Gone { .. } => {}
+            PeerEvent::Key { ticket, key } => self.key_told(ticket, key),
+            PeerEvent::KeyGone {
+                asked,
+                peer,
+                domain,
+                rkey,
+            } => {
+                if let Some(keys) = self.keys.get_mut(&peer) {
+                    keys.forget(domain, rkey);
+                }
+                let in_flight = self.in_flight(|line| line.peer == peer);
+                self.going.push((asked, in_flight));
+            }
+            PeerEvent::QpReady { id } => self.ready(egress, now, id),
+            PeerEvent::QpRefused { by } => {
+                let refused = |qp: &Virtual| matches!(&qp.stage, Stage::Wanting(its, _) if *its == by);
+                let qpns: Vec<Qpn> = self
+                    .qps
+                    .iter()
+                    .filter(|(_, qp)| refused(qp))
+                    .map(|(qpn, _)| *qpn)
+                    .collect();
+                for qpn in qpns {
+                    self.fail_unbound(qpn, Failure::Shared);
+                }
+            }
+            PeerEvent::QpGone { id } => self.gone(egress, now, id),
+        }
+    }
+
+    fn key_told(&mut self, ticket: u64, key: Option<RemoteKey>) {
+        let Some((peer, domain, rkey)) = self.tickets.remove(&ticket) else {
+            return;
+        };
+        let answer = key.map(|key| {
+            let extent = Extent {
+                start: key.start,
+                length: key.length,
+                access: Access::from_bits_truncate(key.access),
+            };
+            (key.rkey, extent)
+        });
+        self.keys.entry(peer).or_default().answered(domain, rkey, answer);
+        for line in self.lines.values_mut().filter(|line| line.peer == peer) {
+            line.mux.keys_answered();
+        }
+    }
+
+    /// Has a connection go over a shared queue pair.
+    fn bound(
+        &mut self,
+        egress: &mut Egress<SendRequest>,
+        now: Time,
+        qpn: Qpn,
+        (peer, dest): (IpAddr, Qpn),
+        binding: &Binding,
+    ) {
+        let Some(qp) = self.qps.get_mut(&qpn) else { return };
+        let path = qp
+            .states
+            .first()
+            .and_then(|(_, attributes)| attributes.path.as_ref());
+        let (Stage::Asking, Some(path)) = (&qp.stage, path) else {
+            return;
+        };
+        let by = SharedBy {
+            peer,
+            here: qp.tenant.0.clone(),
+            there: binding.tenant.clone(),
+            class: path.traffic_class,
+        };
+        let bound = Bound {
+            own: qpn,
+            peer: dest,
+            domain: qp.domain,
+            peer_domain: binding.domain,
+            peer_access: Access::from_bits_truncate(binding.access),
+        };
+        qp.stage = Stage::Wanting(by.clone(), bound);
+        if let Some(id) = self.peers.want_qp(Instant::now(), &by) {
+            self.ready(egress, now, id);
+        }
+    }
+
+    /// Has the connections that wait for a shared queue pair go over it.
+    fn ready(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
+        let Some(shared) = self.peers.shared_qp(id) else {
+            return;
+        };
+        let by = shared.by().clone();
+        let waits = |qp: &Virtual| matches!(&qp.stage, Stage::Wanting(its, _) if *its == by);
+        let waiting: Vec<(Qpn, TenantId)> = self
+            .qps
+            .iter()
+            .filter(|(_, qp)| waits(qp))
+            .map(|(qpn, qp)| (*qpn, qp.tenant.1))
+            .collect();
+        // Without one, the peer is a little ahead.
+        let Some((_, tenant)) = waiting.first().copied() else {
+            return;
+        };
+        if !self.lines.contains_key(&id) {
+            let Some(line) = self.make_line(egress, now, id, &by, tenant) else {
+                return self.peers.fail_qp(Instant::now(), id);
+            };
+            self.lines.insert(id, line);
+            // It stays as long as the peer's node.
+            self.peers.set_busy(Instant::now(), id, true);
+        }
+        for (qpn, _) in waiting {
+            self.join(egress, now, id, qpn);
+        }
+        for (its, slot, length) in std::mem::take(&mut self.early) {
+            match its == id {
+                true => self.message(id, slot, length),
+                false => self.early.push((its, slot, length)),
+            }
+        }
+    }
+
+    fn join(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId, qpn: Qpn) {
+        let (Some(line), Some(qp)) = (self.lines.get_mut(&id), self.qps.get_mut(&qpn)) else {
+            return;
+        };
+        let Stage::Wanting(_, bound) = &qp.stage else {
+            return;
+        };
+        let receiver = qp
+            .receiver
+            .take()
+            .unwrap_or_else(|| Receiver::new(qp.receives_max));
+        let Some(connection) = line.mux.bind(*bound, receiver) else {
+            return self.fail_unbound(qpn, Failure::Shared);
+        };
+        qp.stage = Stage::Shared(id, connection);
+        let (flow, group) = (qp.flow, line.group);
+        self.connections.insert((id, connection), qpn);
+        egress.bind(now, flow, group);
+        while let Some((line, mut keys)) = line!(self, id) {
+            let Some(bytes) = line.mux.poll_early() else { break };
+            let received = line.mux.handle_early(&bytes, &mut keys);
+            self.received(id, &bytes, received);
+        }
+    }
+
+    fn make_line(
+        &mut self,
+        egress: &mut Egress<SendRequest>,
+        now: Time,
+        id: SharedId,
+        by: &SharedBy,
+        tenant: TenantId,
+    ) -> Option<Line> {
+        let shared = self.peers.shared_qp(id)?;
+        let info = shared.qp().query()?;
+        let options = GroupOptions {
+            class: class_of(by.class),
+            path_mtu: info.path_mtu,
+            depth: DEPTH,
+            slots: Some(shared.rd_atomic().into()),
+            may_be_quiet: false,
+        };
+        if shared.slots_there() != SLOTS {
+            return None;
+        }
+        let bytes = usize::from(Mux::buffers_of(SLOTS)) * SLOT_LEN;
+        let buffers = Arc::new(AnonymousMemory::new(bytes).ok()?);
+        let buffers_region = self
+            .peers
+            .pd()
+            .reg_mr_all(buffers.clone(), 0, Access::empty())
+            .ok()?;
+        Some(Line {
+            mux: Mux::new(SLOTS),
+            group: egress.add_group(now, tenant, &options)?,
+            buffers_region,
+            buffers,
+            peer: by.peer,
+        })
+    }
+
+    /// Ends the connections of a shared queue pair that is gone.
+    fn gone(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
+        if let Some(line) = self.lines.get_mut(&id) {
+            line.mux.close();
+        }
+        self.work(egress, now);
+        let Some(line) = self.lines.remove(&id) else {
+            return;
+        };
+        let of_line: Vec<_> = self
+            .connections
+            .iter()
+            .filter(|((its, _), _)| *its == id)
+            .map(|(key, qpn)| (*key, *qpn))
+            .collect();
+        for (key, qpn) in of_line {
+            self.connections.remove(&key);
+            if let Some(qp) = self.qps.get_mut(&qpn) {
+                qp.stage = Stage::Over;
+                egress.unbind(now, qp.flow);
+            }
+        }
+        self.leaving.retain(|(its, _), _| *its != id);
+        self.early.retain(|(its, ..)| *its != id);
+        egress.remove_group(line.group);
+    }
+}
+
+/// Decides which requests may be posted: those of shared queue pairs need what [`Mux`] knows.
+pub(super) struct Gate<'a>(pub(super) Option<&'a mut Sharing>);
+
+impl egress::Gate<SendRequest> for Gate<'_> {
+    fn admit(
+        &mut self,
+        flow: FlowId,
+        request: &egress::Request,
+        body: &SendRequest,
+        offset: u32,
+    ) -> egress::Admission {
+        let _ = request;
+        let Some(sharing) = self.0.as_deref_mut() else {
+            return egress::Admission::Post(u32::MAX);
+        };
+        let Some((id, connection)) = sharing.of_flow(flow) else {
+            return egress::Admission::Post(u32::MAX);
+        };
+        let Some((line, mut keys)) = line!(sharing, id) else {
+            return egress::Admission::Hold;
+        };
+        match line.mux.admit(connection, body, offset, &mut keys) {
+            Admission::Post(bytes) if sender::may_cut(body) => egress::Admission::Cut(bytes),
+            Admission::Post(bytes) => egress::Admission::Post(bytes),
+            Admission::Wait(_) => egress::Admission::Hold,
+            Admission::Refuse(status) => egress::Admission::Refuse(status),
+        }
+    }
+}
+
+impl From<PeersError> for super::NodeError {
+    fn from(error: PeersError) -> super::NodeError {
+        super::NodeError::Peers(error)
+    }
+}

@@ -1,0 +1,402 @@
+//! Connections of applications of two nodes, which share queue pairs of the nodes' devices.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_key::Key;
+use rdmux_memory::AnonymousMemory;
+use rdmux_share::node::{Node, Stopper};
+use rdmux_verbs::{
+    Access, AsyncEvent, CompletionQueue, ConnectParams, Device, Memory, MemoryRegion, Options, Path,
+    ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QueuePair, RecvRequest, SendRequest, Sge,
+    SgeList, Status, WcOpcode, WorkCompletion,
+};
+
+const LONG: Duration = Duration::from_secs(20);
+const BYTES: u64 = 1 << 20;
+
+/// A node, until it is dropped.
+struct Served {
+    address: IpAddr,
+    device: Device,
+    stopper: Stopper,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    fn new(number: u8, key: u8) -> Served {
+        rdmux_soft::register();
+        rdmux_share::register();
+        let address = IpAddr::from([127, 0, 54, number]);
+        let device = open(address, "soft");
+        let mut node = Node::open_sharing(device.clone(), None, Key::new([key; 32])).unwrap();
+        let stopper = node.stopper();
+        let thread = std::thread::spawn(move || node.run().unwrap());
+        Served {
+            address,
+            device,
+            stopper,
+            thread: Some(thread),
+        }
+    }
+
+    /// Returns the queue pairs of its device that are connected, apart from the two or fewer of the control channel.
+    fn qps(&self) -> usize {
+        self.device.object_counts().0
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+fn open(address: IpAddr, provider: &'static str) -> Device {
+    let options = Options {
+        provider: Some(provider),
+        ..Options::default()
+    };
+    Device::open_with(address, options).unwrap()
+}
+
+/// The objects of an application.
+struct Side {
+    qp: QueuePair,
+    mr: MemoryRegion,
+    memory: Arc<AnonymousMemory>,
+    cq: CompletionQueue,
+    pd: ProtectionDomain,
+    device: Device,
+}
+
+impl Side {
+    fn new(served: &Served) -> Side {
+        let device = open(served.address, "shared");
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(1024).unwrap();
+        let qp = new_qp(&pd, &cq);
+        let memory = Arc::new(AnonymousMemory::shareable(BYTES as usize).unwrap());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
+        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
+        Side {
+            qp,
+            mr,
+            memory,
+            cq,
+            pd,
+            device,
+        }
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.memory.write(at, bytes).unwrap();
+    }
+
+    fn got(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.read(at, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn sge(&self, at: u64, len: u64) -> Sge {
+        self.mr.slice(at..at + len).unwrap()
+    }
+
+    fn next(&self) -> WorkCompletion {
+        self.cq.wait(LONG).unwrap().expect("a completion")
+    }
+
+    fn expect(&self, wr_id: u64, opcode: WcOpcode) -> WorkCompletion {
+        let wc = self.next();
+        assert_eq!((wc.wr_id, wc.status, wc.opcode), (wr_id, Status::Success, opcode));
+        wc
+    }
+}
+
+fn new_qp(pd: &ProtectionDomain, cq: &CompletionQueue) -> QueuePair {
+    let options = QpOptions {
+        max_send_wr: 64,
+        max_recv_wr: 64,
+        ..QpOptions::new(cq)
+    };
+    let qp = pd.create_qp(&options).unwrap();
+    let init = QpAttributes {
+        access: Some(
+            Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC,
+        ),
+        ..QpAttributes::default()
+    };
+    qp.modify(QpState::Init, &init).unwrap();
+    qp
+}
+
+/// Brings up a queue pair as programs do that exchange QPNs by themselves.
+fn bring_up(qp: &QueuePair, src: IpAddr, dst: IpAddr, dest: &QueuePair) {
+    let path = Path {
+        src,
+        dst,
+        src_port: 0,
+        traffic_class: 0,
+    };
+    let rtr = QpAttributes {
+        path: Some(path),
+        path_mtu: Some(1024),
+        dest_qpn: Some(dest.qpn()),
+        rq_psn: Some(Psn::new(0)),
+        max_dest_rd_atomic: Some(4),
+        min_rnr_timer: Some(12),
+        ..QpAttributes::default()
+    };
+    qp.modify(QpState::Rtr, &rtr).unwrap();
+    let rts = QpAttributes {
+        sq_psn: Some(Psn::new(0)),
+        timeout: Some(14),
+        retry_count: Some(7),
+        rnr_retry: Some(7),
+        max_rd_atomic: Some(4),
+        ..QpAttributes::default()
+    };
+    qp.modify(QpState::Rts, &rts).unwrap();
+}
+
+fn connect(a: (&Served, &QueuePair), b: (&Served, &QueuePair)) {
+    bring_up(a.1, a.0.address, b.0.address, b.1);
+    bring_up(b.1, b.0.address, a.0.address, a.1);
+}
+
+fn pair(a: &Served, b: &Served) -> (Side, Side) {
+    let (client, server) = (Side::new(a), Side::new(b));
+    connect((a, &client.qp), (b, &server.qp));
+    (client, server)
+}
+
+/// Every operation between applications of two nodes, of lengths with and without a receive to be written into.
+fn operations(client: &Side, server: &Side) {
+    client.put(0, b"written");
+    let remote = server.mr.remote(100..107).unwrap();
+    let write = SendRequest::write(client.sge(0, 7), remote);
+    client.qp.post_send(write.wr_id(1).signaled()).unwrap();
+    client.expect(1, WcOpcode::Write);
+    assert_eq!(server.got(100, 7), b"written");
+
+    let read = SendRequest::read(client.sge(1000, 7), remote);
+    client.qp.post_send(read.wr_id(2).signaled()).unwrap();
+    assert_eq!(client.expect(2, WcOpcode::Read).byte_len, 7);
+    assert_eq!(client.got(1000, 7), b"written");
+
+    let receive = |wr_id, at, len| RecvRequest::new(wr_id, server.sge(at, len));
+    server.qp.post_recv(receive(77, 2000, 64)).unwrap();
+    let list = [client.sge(0, 3), client.sge(5, 1), client.sge(3, 2)];
+    let send = SendRequest::send(&list[..]);
+    client.qp.post_send(send.wr_id(3).imm(0xabcd).signaled()).unwrap();
+    client.expect(3, WcOpcode::Send);
+    let wc = server.expect(77, WcOpcode::Recv);
+    assert_eq!((wc.byte_len, wc.imm), (6, Some(0xabcd)));
+    assert_eq!(server.got(2000, 6), b"wriett");
+
+    server.put(8, &5u64.to_ne_bytes());
+    let word = server.mr.remote(8..16).unwrap();
+    let add = SendRequest::fetch_add(client.sge(64, 8), word, 3);
+    client.qp.post_send(add.wr_id(4).signaled()).unwrap();
+    client.expect(4, WcOpcode::FetchAdd);
+    let swap = SendRequest::compare_swap(client.sge(72, 8), word, 8, 9);
+    client.qp.post_send(swap.wr_id(5).signaled()).unwrap();
+    client.expect(5, WcOpcode::CompareSwap);
+    let found = [5u64.to_ne_bytes(), 8u64.to_ne_bytes()].concat();
+    assert_eq!(client.got(64, 16), found);
+
+    let bytes: Vec<u8> = (0..300_000_u32).map(|n| (n * 7) as u8).collect();
+    client.put(4096, &bytes);
+    let all = server.mr.remote(200_000..).unwrap();
+    let write = SendRequest::write(client.sge(4096, 300_000), all);
+    server.qp.post_recv(receive(78, 0, 0)).unwrap();
+    client.qp.post_send(write.wr_id(6).imm(99).signaled()).unwrap();
+    client.expect(6, WcOpcode::Write);
+    let wc = server.expect(78, WcOpcode::RecvRdmaWithImm);
+    assert_eq!((wc.byte_len, wc.imm), (300_000, Some(99)));
+    assert_eq!(server.got(200_000, 300_000), bytes);
+
+    server
+        .qp
+        .post_recv(RecvRequest::new(
+            79,
+            &[server.sge(600_000, 50_000), server.sge(660_000, 200_000)][..],
+        ))
+        .unwrap();
+    let send = SendRequest::send(client.sge(4096, 200_000));
+    client.qp.post_send(send.wr_id(7).signaled()).unwrap();
+    client.expect(7, WcOpcode::Send);
+    assert_eq!(server.expect(79, WcOpcode::Recv).byte_len, 200_000);
+    assert_eq!(server.got(600_000, 50_000), bytes[..50_000]);
+    assert_eq!(server.got(660_000, 150_000), bytes[50_000..200_000]);
+
+    let inline: Vec<u8> = (0..1000).map(|n| n as u8).collect();
+    server.qp.post_recv(receive(80, 5000, 2000)).unwrap();
+    let send = SendRequest::send(SgeList::inline(&inline));
+    client.qp.post_send(send.wr_id(8).signaled()).unwrap();
+    client.expect(8, WcOpcode::Send);
+    assert_eq!(server.expect(80, WcOpcode::Recv).byte_len, 1000);
+    assert_eq!(server.got(5000, 1000), inline);
+}
+
+#[test]
+fn post_send__each_operation() {
+    let (here, there) = (Served::new(1, 1), Served::new(2, 1));
+    let (client, server) = pair(&here, &there);
+    operations(&client, &server);
+    operations(&server, &client);
+    for side in [&client, &server] {
+        assert!(format!("{:?}", side.qp.carrier()).contains("share"));
+    }
+}
+
+/// Connections that are made by address and port.
+#[test]
+fn connect__by_address_and_port() {
+    let (here, there) = (Served::new(9, 1), Served::new(10, 1));
+    let (client, server) = (Side::new(&here), Side::new(&there));
+    let listener = server.device.listen(7175).unwrap();
+    let params = ConnectParams::default();
+    let (connected, accepted) = std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| {
+            let request = listener.accept(LONG).unwrap();
+            let accepted = request.accept(&server.qp, &params, b"ho").unwrap();
+            assert!(accepted.wait_established());
+            accepted
+        });
+        let address = (there.address, 7175).into();
+        let connected = client.device.connect(&client.qp, address, &params, b"hey");
+        (connected.unwrap(), accepted.join().unwrap())
+    });
+    operations(&client, &server);
+    operations(&server, &client);
+    assert!(format!("{:?}", client.qp.carrier()).contains("share"));
+    // The end of a connection ends its queue pairs.
+    server
+        .qp
+        .post_recv(RecvRequest::new(1, server.sge(0, 8)))
+        .unwrap();
+    client
+        .qp
+        .post_recv(RecvRequest::new(2, client.sge(0, 8)))
+        .unwrap();
+    drop(connected);
+    for (side, wr_id) in [(&server, 1), (&client, 2)] {
+        let wc = side.next();
+        assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Flushed));
+    }
+    assert!(accepted.progress().ended.is_some());
+}
+
+/// A node with another key, or none, is no peer: the connection has queue pairs of its own.
+#[test]
+fn peers__that_do_not_agree_have_queue_pairs_of_their_own() {
+    let (here, there) = (Served::new(3, 1), Served::new(4, 2));
+    let (client, server) = pair(&here, &there);
+    operations(&client, &server);
+}
+
+/// Four applications of each node, with 16 connections each.
+#[test]
+fn connections__share_one_queue_pair() {
+    let (here, there) = (Served::new(5, 1), Served::new(6, 1));
+    let sides: Vec<_> = (0..4).map(|_| pair(&here, &there)).collect();
+    let mut more = Vec::new();
+    for (client, server) in &sides {
+        for _ in 0..15 {
+            let ends = (new_qp(&client.pd, &client.cq), new_qp(&server.pd, &server.cq));
+            connect((&here, &ends.0), (&there, &ends.1));
+            more.push(ends);
+        }
+    }
+    for (client, server) in &sides {
+        operations(client, server);
+    }
+    for (at, (client, _)) in more.iter().enumerate() {
+        let (of, to) = &sides[at / 15];
+        of.put(0, &[at as u8; 8]);
+        let remote = to.mr.remote(64..72).unwrap();
+        let write = SendRequest::write(of.sge(0, 8), remote);
+        client.post_send(write.wr_id(at as u64).signaled()).unwrap();
+        of.expect(at as u64, WcOpcode::Write);
+        assert_eq!(to.got(64, 8), [at as u8; 8]);
+    }
+    // Those of the applications, one that is shared, and one or two of the control channel.
+    for served in [&here, &there] {
+        let qps = served.qps();
+        assert!((66..=67).contains(&qps), "{qps}");
+    }
+}
+
+/// Errors of one connection are those of a queue pair of its own, and concern no other one.
+#[test]
+fn errors__of_one_connection() {
+    let (here, there) = (Served::new(7, 1), Served::new(8, 1));
+    let (bystander, of_bystander) = pair(&here, &there);
+    operations(&bystander, &of_bystander);
+
+    // A key that does not exist.
+    let (client, server) = pair(&here, &there);
+    let mut remote = server.mr.remote(..64).unwrap();
+    remote.rkey = rdmux_verbs::RKey(remote.rkey.0 ^ 0x5500);
+    let write = SendRequest::write(client.sge(0, 8), remote);
+    client.qp.post_send(write.wr_id(1)).unwrap();
+    let wc = client.next();
+    assert_eq!((wc.wr_id, wc.status), (1, Status::RemoteAccess));
+    wait_for(&server, AsyncEvent::QpAccessError(server.qp.qpn()));
+
+    // A queue pair that allows its peer nothing.
+    let (client, server) = (Side::new(&here), Side::new(&there));
+    let qp = server.pd.create_qp(&QpOptions::new(&server.cq)).unwrap();
+    qp.init().unwrap();
+    connect((&here, &client.qp), (&there, &qp));
+    let write = SendRequest::write(client.sge(0, 8), server.mr.remote(..64).unwrap());
+    client.qp.post_send(write.wr_id(4)).unwrap();
+    let wc = client.next();
+    assert_eq!((wc.wr_id, wc.status), (4, Status::RemoteInvalidRequest));
+    wait_for(&server, AsyncEvent::QpRequestError(qp.qpn()));
+
+    // A message that does not fit.
+    let (client, server) = pair(&here, &there);
+    server
+        .qp
+        .post_recv(RecvRequest::new(5, server.sge(0, 8)))
+        .unwrap();
+    server
+        .qp
+        .post_recv(RecvRequest::new(6, server.sge(0, 8)))
+        .unwrap();
+    let send = SendRequest::send(client.sge(0, 9));
+    client.qp.post_send(send.wr_id(2)).unwrap();
+    let wc = client.next();
+    assert_eq!((wc.wr_id, wc.status), (2, Status::RemoteInvalidRequest));
+    let found = [server.next(), server.next()].map(|wc| (wc.wr_id, wc.status));
+    assert_eq!(found, [(5, Status::LocalLength), (6, Status::Flushed)]);
+
+    // An application that goes while its peer sends.
+    let (client, server) = pair(&here, &there);
+    operations(&client, &server);
+    drop(client);
+    let write = |wr_id| SendRequest::send(server.sge(0, 8)).wr_id(wr_id);
+    server.qp.post_send(write(3)).unwrap();
+    let wc = server.next();
+    assert_eq!((wc.wr_id, wc.status), (3, Status::RetryExceeded));
+
+    operations(&bystander, &of_bystander);
+    operations(&of_bystander, &bystander);
+}
+
+fn wait_for(side: &Side, event: AsyncEvent) {
+    let deadline = Instant::now() + LONG;
+    while side.device.poll_async_event() != Some(event) {
+        assert!(Instant::now() < deadline, "{event:?}");
+        std::thread::yield_now();
+    }
+}
