@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::process::Stdio;
+use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
 
 use anyhow::{Context, Result, ensure};
@@ -20,6 +20,42 @@ const LATENCY: &str = "20us";
 const IODEPTH: &str = "32";
 /// Added to a number of connections: the server has two reactors.
 const TWO_REACTORS: usize = 1_000;
+/// Added to a number of reactors: each has 8 connections, of a client of its own, and client and server run on all CPUs.
+const REACTORS: usize = 10_000;
+
+/// Load of a column.
+struct Load {
+    reactors: usize,
+    clients: usize,
+    /// Connections of each client.
+    connections: usize,
+}
+
+impl Load {
+    fn of(column: usize) -> Load {
+        let (reactors, clients, connections) = match column {
+            REACTORS.. => (column - REACTORS, column - REACTORS, 8),
+            TWO_REACTORS.. => (2, 1, column - TWO_REACTORS),
+            _ => (1, 1, column),
+        };
+        Load {
+            reactors,
+            clients,
+            connections,
+        }
+    }
+
+    /// Returns the words below the bars of a plot.
+    fn title(&self) -> String {
+        let s = |n| if n == 1 { "" } else { "s" };
+        let (reactors, connections) = (self.reactors, self.connections);
+        match (self.clients > 1, reactors) {
+            (true, _) => format!("{reactors} reactors"),
+            (false, 1) => format!("{connections} connection{}", s(connections)),
+            (false, _) => format!("{connections} connection{}, {reactors} reactors", s(connections)),
+        }
+    }
+}
 
 /// A policy, and the completion queues of the server.
 #[derive(Clone, Copy)]
@@ -87,6 +123,14 @@ const CONNECTIONS_AND_REACTORS: [Column; 4] = [
     (64 + TWO_REACTORS, "64, 2 reactors"),
 ];
 
+/// The numbers of reactors that are measured where the machine has a CPU for each and for its client.
+const ON_CORES: [Column; 4] = [
+    (REACTORS + 1, "1"),
+    (REACTORS + 2, "2"),
+    (REACTORS + 4, "4"),
+    (REACTORS + 8, "8"),
+];
+
 const WORKLOADS: [Workload; 4] = [
     Workload {
         key: "read_4_drives_memory",
@@ -125,6 +169,38 @@ const WORKLOADS: [Workload; 4] = [
         columns: &CONNECTIONS,
     },
 ];
+
+/// What `--table reactors` runs.
+const WORKLOADS_ON_CORES: [Workload; 2] = [
+    Workload {
+        key: "reactors_memory",
+        title: "read, N reactors, mem",
+        rw: "randread",
+        drives: "4",
+        over_udp: false,
+        is_asleep: false,
+        columns: &ON_CORES,
+    },
+    Workload {
+        key: "reactors_udp",
+        title: "read, N reactors, UDP",
+        rw: "randread",
+        drives: "4",
+        over_udp: true,
+        is_asleep: false,
+        columns: &ON_CORES,
+    },
+];
+
+impl Workload {
+    /// Returns the columns that this machine has the CPUs for.
+    fn columns(&self) -> Vec<Column> {
+        let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let fits = |column: usize| column < REACTORS || 2 * (column - REACTORS) <= cpus;
+        let columns = self.columns.iter().copied();
+        columns.filter(|(column, _)| fits(*column)).collect()
+    }
+}
 
 /// A quantity of each run.
 struct Figure {
@@ -201,6 +277,17 @@ pub(super) fn suite() -> Suite {
     }
 }
 
+/// The same service with as many reactors and clients as the machine has CPUs for.
+pub(super) fn suite_on_cores() -> Suite {
+    Suite {
+        key: "reactors",
+        conditions: "rdmux perf storage, 4 drives of 20 us, 4 KiB, 32 in flight on each of 8 connections of each client, a client for each reactor, \
+                     1 s each; latencies of the slowest client; all where the scheduler puts them, on all CPUs",
+        tables: WORKLOADS_ON_CORES.into_iter().flat_map(tables).collect(),
+        ratios: ratios_on_cores,
+    }
+}
+
 /// Returns the tables of a workload, one for each figure. The rows of the first measure, and leave their figures to the others.
 fn tables(workload: Workload) -> Vec<Table> {
     let mut figures: Vec<Table> = FIGURES
@@ -209,12 +296,12 @@ fn tables(workload: Workload) -> Vec<Table> {
             key: format!("{}_{}", workload.key, figure.key).leak(),
             title: format!("{}: {}", workload.title, figure.title).leak(),
             digits: figure.digits,
-            columns: workload.columns.to_vec(),
+            columns: workload.columns(),
             lines: Vec::new(),
             compares: figure.key == KIOPS,
         })
         .collect();
-    let columns: Vec<usize> = workload.columns.iter().map(|(column, _)| *column).collect();
+    let columns: Vec<usize> = workload.columns().iter().map(|(column, _)| *column).collect();
     for policy in POLICIES {
         let runs = Rc::new(RefCell::new(BTreeMap::new()));
         for (nth, (table, figure)) in figures.iter_mut().zip(&FIGURES).enumerate() {
@@ -247,14 +334,17 @@ fn low_load(policy: Policy) -> Line {
     })
 }
 
-/// Runs a server and a client; returns what the client prints.
+/// Runs a server and its clients; returns what the client prints, or the figures of all clients.
 fn run(policy: Policy, workload: Workload, column: usize, iodepth: &str) -> Result<Value> {
-    let reactors = if column > TWO_REACTORS { "2" } else { "1" };
-    let connections = (column % TWO_REACTORS).to_string();
+    let load = Load::of(column);
+    let connections = load.connections.to_string();
     let port = free_port()?;
     let rdmux = super::rdmux()?;
     let command = |program: &str, more: &[&str]| -> Result<_> {
-        let mut command = crowded(program)?;
+        let mut command = match column {
+            REACTORS.. => Command::new(program),
+            _ => crowded(program)?,
+        };
         command
             .args(more)
             .args(["perf", "storage", "--json", "-p", &port]);
@@ -268,24 +358,49 @@ fn run(policy: Policy, workload: Workload, column: usize, iodepth: &str) -> Resu
     let rdmux = rdmux.to_str().context("the path of rdmux is no text")?;
     let mut server = command(rdmux, &[])?;
     server.args(["--drives", workload.drives, "--latency", LATENCY]);
-    server.args(["--reactors", reactors, "--queues", policy.queues]);
+    server.args(["--reactors", &load.reactors.to_string(), "--queues", policy.queues]);
     server.args(["--moderation", policy.moderation]);
     if workload.is_asleep {
         server.env("RDMUX_WAIT", "blocked");
     }
     let server = Server::start_until(&mut server, "listening")?;
-    let mut client = command("timeout", &["-s", "KILL", SECONDS_MAX, rdmux])?;
-    client.args(["127.0.0.1", "-D", SECONDS, "--bs", "4096", "--rw", workload.rw]);
-    client.args(["--connections", &connections, "--iodepth", iodepth]);
-    let output = client.output()?;
-    ensure!(
-        output.status.success(),
-        "the client: {}, {}",
-        output.status,
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
+    let clients = (0..load.clients).map(|_| {
+        let mut client = command("timeout", &["-s", "KILL", SECONDS_MAX, rdmux])?;
+        client.args(["127.0.0.1", "-D", SECONDS, "--bs", "4096", "--rw", workload.rw]);
+        client.args(["--connections", &connections, "--iodepth", iodepth]);
+        Ok(client.spawn()?)
+    });
+    let clients: Vec<Child> = clients.collect::<Result<_>>()?;
+    let mut figures = Vec::new();
+    for client in clients {
+        let output = client.wait_with_output()?;
+        ensure!(
+            output.status.success(),
+            "the client: {}, {}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+        figures.push(serde_json::from_slice(&output.stdout)?);
+    }
     server.interrupt();
-    Ok(serde_json::from_slice(&output.stdout)?)
+    together(figures)
+}
+
+/// Returns the figures of clients of one server: the sum of their IOPS, the latencies of the slowest, and what the server says to one of them,
+/// since it counts for all.
+fn together(figures: Vec<Value>) -> Result<Value> {
+    let number = |value: &Value| value.as_f64().unwrap_or(0.0);
+    figures
+        .into_iter()
+        .reduce(|mut all, one| {
+            all["iops"] = (number(&all["iops"]) + number(&one["iops"])).into();
+            for percentile in ["p50", "p99", "p99.99"] {
+                let slowest = number(&all["latency_us"][percentile]).max(number(&one["latency_us"][percentile]));
+                all["latency_us"][percentile] = slowest.into();
+            }
+            all
+        })
+        .context("no client")
 }
 
 fn ratios(tables: &[Table]) -> Vec<Ratio> {
@@ -339,10 +454,54 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
     ratios
 }
 
+fn ratios_on_cores(tables: &[Table]) -> Vec<Ratio> {
+    let mut ratios = Vec::new();
+    for (workload, carrier) in WORKLOADS_ON_CORES.iter().zip(["memory", "UDP"]) {
+        let rounds = |figure: &str, policy: Policy, column| -> Vec<f64> {
+            let key = format!("{}_{figure}", workload.key);
+            let table = tables.iter().find(|table| table.key == key);
+            table.map_or(Vec::new(), |table| table.rounds(policy.name, column))
+        };
+        for (column, n) in workload.columns() {
+            for (policy, short) in [(RATE_POOL, "rate pool"), (DIM_POOL, "dim pool")] {
+                let ratio = |name: String, goal, figure: &str, inverse: bool| {
+                    let (of, to) = (rounds(figure, policy, column), rounds(figure, OFF_PRIVATE, column));
+                    let (of, to) = if inverse { (to, of) } else { (of, to) };
+                    Ratio::new(name.leak(), goal, &of, &to)
+                };
+                ratios.push(ratio(
+                    format!("{carrier}, {n}: wake-ups, off private / {short}"),
+                    "at least 4.00",
+                    WAKE_UPS,
+                    true,
+                ));
+                ratios.push(ratio(
+                    format!("{carrier}, {n}: IOPS, {short} / off private"),
+                    "at least 1.00",
+                    KIOPS,
+                    false,
+                ));
+                ratios.push(ratio(
+                    format!("{carrier}, {n}: p99.99, {short} / off private"),
+                    "at most 1.00",
+                    P99_99,
+                    false,
+                ));
+            }
+        }
+    }
+    ratios
+}
+
 /// Draws a plot for each workload; returns the names and contents of the files.
 pub(super) fn plots(tables: &[Table]) -> Vec<(String, String)> {
     WORKLOADS
         .iter()
+        .chain(&WORKLOADS_ON_CORES)
+        .filter(|workload| {
+            let of_workload = |table: &Table| table.key.starts_with(workload.key);
+            tables.iter().any(of_workload)
+        })
         .map(|workload| {
             let panels = [
                 (KIOPS, "IOPS, 1000/s", 0),
@@ -363,7 +522,8 @@ fn plot(workload: &Workload, panels: &[(Option<&Table>, &str, usize)]) -> String
     const COLOURS: [&str; 6] = ["#9a9a9a", "#f28e2b", "#e15759", "#76b7b2", "#4e79a7", "#59a14f"];
     let (bar, gap, left, top, height) = (34.0, 30.0, 20.0, 70.0, 180.0);
     let group = bar * POLICIES.len() as f64 + gap;
-    let width = left + group * workload.columns.len() as f64;
+    let columns = workload.columns();
+    let width = left + group * columns.len() as f64;
     let panel = height + 60.0;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
@@ -392,7 +552,7 @@ fn plot(workload: &Workload, panels: &[(Option<&Table>, &str, usize)]) -> String
         let foot = top + panel * nth as f64 + height + 20.0;
         let median = |policy: &Policy, column| table.and_then(|table| table.median(policy.name, column));
         let cells = || {
-            let columns = workload.columns.iter().enumerate();
+            let columns = columns.iter().enumerate();
             columns.flat_map(|(at, (column, _))| POLICIES.iter().enumerate().map(move |p| (at, *column, p)))
         };
         let most = cells()
@@ -415,19 +575,13 @@ fn plot(workload: &Workload, panels: &[(Option<&Table>, &str, usize)]) -> String
                 y - 3.0,
             );
         }
-        for (at, (column, _)) in workload.columns.iter().enumerate() {
-            let of = if *column > TWO_REACTORS {
-                ", 2 reactors"
-            } else {
-                ""
-            };
-            let connections = column % TWO_REACTORS;
+        for (at, (column, _)) in columns.iter().enumerate() {
             let _ = writeln!(
                 svg,
-                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{connections} connection{}{of}</text>",
+                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
                 left + group * at as f64 + (group - gap) / 2.0,
                 foot + 15.0,
-                if connections == 1 { "" } else { "s" },
+                Load::of(*column).title(),
             );
         }
         let _ = writeln!(svg, "<text x=\"8\" y=\"{:.0}\">{title}</text>", foot + 32.0);

@@ -8,6 +8,7 @@ mod floor;
 mod interrupts;
 mod pair;
 mod scale;
+mod share;
 mod shm;
 mod table;
 mod tcp;
@@ -39,7 +40,7 @@ struct Args {
     /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
-    /// Draw the table `interrupts` as SVG into files of this folder.
+    /// Draw the table `interrupts` or `reactors` as SVG into files of this folder.
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
     /// Print JSON.
@@ -59,7 +60,11 @@ enum Which {
     DropIn,
     /// Wake-ups of a storage service, by policy of moderation.
     Interrupts,
-    /// All of them except `interrupts`, which takes as long as the others together.
+    /// The same with 1 to 8 reactors, each with a client, where there is a CPU for each.
+    Reactors,
+    /// Queue pairs with several users.
+    Share,
+    /// The first four. The others take as long again.
     All,
 }
 
@@ -102,9 +107,15 @@ fn main() -> Result<()> {
     if args.table == Which::Interrupts {
         suites.push(interrupts::suite());
     }
+    if args.table == Which::Reactors {
+        suites.push(interrupts::suite_on_cores());
+    }
+    if args.table == Which::Share {
+        suites.push(share::suite());
+    }
     ensure!(
-        args.svg.is_none() || args.table == Which::Interrupts,
-        "--svg goes with --table interrupts"
+        args.svg.is_none() || matches!(args.table, Which::Interrupts | Which::Reactors),
+        "--svg goes with --table interrupts or reactors"
     );
     if let Some(folder) = &args.svg {
         // Before the measurement, which takes minutes.

@@ -1,4 +1,5 @@
-//! 8-byte WRITEs of several threads, each with a queue pair, a completion queue and a region of its own, beside those of as many processes.
+//! WRITEs of several threads, each with a queue pair, a completion queue and a region of its own, beside those of as many processes, and beside
+//! threads that have one queue pair in common.
 //!
 //! This program starts itself as the server and as the clients, with [`COMMAND`] as its first argument. A client prints a line once it is
 //! connected, begins when its standard input ends, and prints how many WRITEs it has posted.
@@ -49,8 +50,8 @@ pub(super) fn table() -> Table {
         digits: 2,
         columns,
         lines: vec![
-            Line::new(THREADS, &numbers, |n| rate(&[n])),
-            Line::new(PROCESSES, &numbers, |n| rate(&vec![1; n])),
+            Line::new(THREADS, &numbers, |n| rate(&[n], 8, QueuePairs::Own)),
+            Line::new(PROCESSES, &numbers, |n| rate(&vec![1; n], 8, QueuePairs::Own)),
         ],
         compares: false,
     }
@@ -65,14 +66,26 @@ pub(super) fn ratio(table: &Table) -> Ratio {
     )
 }
 
-/// Returns the millions of WRITEs that clients post per second, each with so many threads.
-fn rate(clients: &[usize]) -> Result<f64> {
+/// The queue pairs of a client's threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum QueuePairs {
+    /// Each thread has one.
+    Own,
+    /// They have one in common.
+    One,
+}
+
+/// Returns the millions of WRITEs that clients post per second, each with so many threads. There may be more threads than CPUs.
+pub(super) fn rate(clients: &[usize], bytes: u32, qps: QueuePairs) -> Result<f64> {
     let mut server = Side::start(&["serve"])?;
     server.wait_ready()?;
     let mut first_cpu = 0;
     let mut sides = Vec::new();
     for threads in clients {
-        let mut side = Side::start(&[&first_cpu.to_string(), &threads.to_string()])?;
+        let numbers = [first_cpu.to_string(), threads.to_string(), bytes.to_string()];
+        let [first, threads_of, length] = &numbers;
+        let qps = if qps == QueuePairs::One { "one" } else { "own" };
+        let mut side = Side::start(&[first, threads_of, length, qps])?;
         side.wait_ready()?;
         sides.push(side);
         first_cpu += threads;
@@ -128,7 +141,10 @@ pub(super) fn child(args: &[String]) -> Result<()> {
     rdmux_soft::register();
     match args {
         [_] => serve(),
-        [first_cpu, threads] => client(first_cpu.parse()?, threads.parse()?),
+        [first_cpu, threads, bytes, qps] => {
+            let qps = if qps == "one" { QueuePairs::One } else { QueuePairs::Own };
+            client(first_cpu.parse()?, threads.parse()?, bytes.parse()?, qps)
+        }
         _ => bail!("this is for the bench itself"),
     }
 }
@@ -168,16 +184,25 @@ fn serve() -> Result<()> {
     Ok(())
 }
 
-fn client(first_cpu: usize, threads: usize) -> Result<()> {
+fn client(first_cpu: usize, threads: usize, bytes: u32, qps: QueuePairs) -> Result<()> {
     let device = Device::open(LOOPBACK)?;
     let pd = device.alloc_pd()?;
+    let cpus = thread::available_parallelism()?.get();
+    let connect = || Writer::connect(&device, &pd, bytes);
+    let one = match qps {
+        QueuePairs::Own => None,
+        QueuePairs::One => Some(Arc::new(connect()?)),
+    };
     let (connected, begin) = (Barrier::new(threads + 1), Barrier::new(threads + 1));
     let posted = thread::scope(|scope| {
-        let (device, pd, connected, begin) = (&device, &pd, &connected, &begin);
+        let (connect, one, connected, begin) = (&connect, &one, &connected, &begin);
         let posting: Vec<_> = (first_cpu..first_cpu + threads)
             .map(|cpu| {
                 scope.spawn(move || {
-                    let writer = Writer::connect(device, pd, cpu);
+                    let writer = pin(cpu % cpus).and_then(|()| match one {
+                        Some(one) => Ok(one.clone()),
+                        None => Ok(Arc::new(connect()?)),
+                    });
                     connected.wait();
                     begin.wait();
                     writer?.post()
@@ -197,7 +222,7 @@ fn client(first_cpu: usize, threads: usize) -> Result<()> {
     say(&posted.to_string())
 }
 
-/// A thread's connection.
+/// A connection of one thread or several.
 struct Writer {
     end: End,
     request: SendRequest,
@@ -205,9 +230,8 @@ struct Writer {
 }
 
 impl Writer {
-    /// Connects, on a CPU, and posts until the peer has granted its memory.
-    fn connect(device: &Device, pd: &ProtectionDomain, cpu: usize) -> Result<Writer> {
-        pin(cpu)?;
+    /// Connects, and posts until the peer has granted its memory.
+    fn connect(device: &Device, pd: &ProtectionDomain, bytes: u32) -> Result<Writer> {
         let end = End::new(device, pd)?;
         let peer = SocketAddr::new(LOOPBACK, PORT);
         let connection = device.connect(&end.qp, peer, &ConnectParams::default(), &[])?;
@@ -222,7 +246,7 @@ impl Writer {
         let request = SendRequest {
             wr_id: 1,
             operation,
-            sges: end.mr.sge(0, 8).into(),
+            sges: end.mr.sge(0, bytes).into(),
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
         };
@@ -241,7 +265,7 @@ impl Writer {
     }
 
     /// Posts for a time; returns the number of WRITEs.
-    fn post(self) -> Result<u64> {
+    fn post(&self) -> Result<u64> {
         let begin = Instant::now();
         let mut posted = 0;
         while begin.elapsed() < TIME {
