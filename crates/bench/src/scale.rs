@@ -38,7 +38,9 @@ const BATCH: u64 = 64;
 /// Completed WRITEs before the first that counts: they bring the grants.
 const WARM_UP: u32 = 2_000;
 const PORT: u16 = 18516;
-const MEMORY_BYTES: usize = 4096;
+/// Bytes that a thread writes to, and most threads of a queue pair.
+const SLICE_BYTES: usize = 8192;
+const SLICES: usize = 32;
 
 pub(super) fn table() -> Table {
     let cpus = thread::available_parallelism().map_or(1, |n| n.get());
@@ -160,7 +162,7 @@ impl End {
     fn new(device: &Device, pd: &ProtectionDomain) -> Result<End> {
         let cq = device.create_cq(64)?;
         let qp = pd.create_qp(&QpOptions::new(&cq))?;
-        let memory = Arc::new(AnonymousMemory::shareable(MEMORY_BYTES)?);
+        let memory = Arc::new(AnonymousMemory::shareable(SLICE_BYTES * SLICES)?);
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let mr = pd.reg_mr_all(memory.clone(), memory.address(), access)?;
         Ok(End { cq, qp, mr })
@@ -205,7 +207,7 @@ fn client(first_cpu: usize, threads: usize, bytes: u32, qps: QueuePairs) -> Resu
                     });
                     connected.wait();
                     begin.wait();
-                    writer?.post()
+                    writer?.post((cpu - first_cpu) % SLICES)
                 })
             })
             .collect();
@@ -225,6 +227,7 @@ fn client(first_cpu: usize, threads: usize, bytes: u32, qps: QueuePairs) -> Resu
 /// A connection of one thread or several.
 struct Writer {
     end: End,
+    bytes: u32,
     request: SendRequest,
     _connection: rdmux_verbs::Connection,
 }
@@ -256,6 +259,7 @@ impl Writer {
         }
         Ok(Writer {
             end,
+            bytes,
             request: SendRequest {
                 flags: SendFlags::empty(),
                 ..request
@@ -264,13 +268,26 @@ impl Writer {
         })
     }
 
-    /// Posts for a time; returns the number of WRITEs.
-    fn post(&self) -> Result<u64> {
+    /// Posts for a time, from a slice of the own memory to the same one of the peer's; returns the number of WRITEs.
+    fn post(&self, slice: usize) -> Result<u64> {
+        let offset = (slice * SLICE_BYTES) as u64;
+        let Operation::Write { va, rkey, imm } = self.request.operation else {
+            bail!("the request is no WRITE");
+        };
+        let request = SendRequest {
+            operation: Operation::Write {
+                va: va + offset,
+                rkey,
+                imm,
+            },
+            sges: self.end.mr.sge(offset, self.bytes).into(),
+            ..self.request.clone()
+        };
         let begin = Instant::now();
         let mut posted = 0;
         while begin.elapsed() < TIME {
             for _ in 0..BATCH {
-                self.end.qp.post_send(self.request.clone())?;
+                self.end.qp.post_send(request.clone())?;
             }
             posted += BATCH;
         }

@@ -5,6 +5,9 @@
 //! threads do not wait for each other, nor for whoever drives the device. All other requests go to the device, which teaches the lane what it
 //! finds out ([`DirectLane::learn`]).
 //!
+//! A lane in which threads meet is split into *parts*, each with a lock and with its own copy of the grants and regions: WRITEs and READs of
+//! several threads on one QP, which have no order, then do not wait for each other either. The device changes all parts.
+//!
 //! - A WRITE or READ that a grant covers is carried out in the peer's memory, once all requests before it are done.
 //! - A SEND goes into the ring to the peer ([`outgoing`]), and whoever learns that the peer has taken it completes it ([`Lanes::end`]).
 //! - A SEND of the peer is taken out of the peer's ring by whoever polls, and executed ([`incoming`], [`Lanes::take`]).
@@ -20,8 +23,9 @@ mod incoming;
 mod outgoing;
 
 use std::net::IpAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use rdmux_wire::roce::MESSAGE_BYTES_MAX;
 use rdmux_wire::{Psn, Qpn, RKey};
@@ -47,7 +51,11 @@ pub(crate) use self::outgoing::{Sending, Sent};
 
 /// Most PSNs that a lane may have before the device looks at the sequence again, which compares PSNs that are at most 2^23 apart.
 pub(crate) const PSNS_LENT: u32 = 1 << 22;
-/// Most own regions that a lane knows; it forgets the oldest first.
+/// Most parts of a lane besides the first.
+const PARTS_MAX: usize = 16;
+/// Meetings of threads after which a lane is split: the device too enters it now and then.
+const MEETINGS_MAX: u32 = 64;
+/// Most own regions that a part of a lane knows; it forgets the oldest first.
 const KEYS_MAX: usize = 16;
 
 /// Outcome of [`DirectLane::post`].
@@ -92,24 +100,51 @@ struct Lane {
     sends: SendQueue,
     /// Set while callers may post without the device.
     open: AtomicBool,
-    /// Requests carried out, and their bytes; only the holder of the lock counts.
-    requests: AtomicU64,
-    bytes: AtomicU64,
-    known: Mutex<Known>,
+    /// Set when the QP takes READs.
+    reads: AtomicBool,
+    /// The part that has the SENDs, and all requests until threads meet in it.
+    first: Part,
+    /// Meetings of threads in that part.
+    meetings: AtomicU32,
+    /// The parts of WRITEs and READs, once there are some.
+    others: OnceLock<Box<[Part]>>,
     /// Set while the lane has SENDs, of this QP and of its peer.
     sends_lent: AtomicBool,
     receives_lent: AtomicBool,
     incoming: Mutex<Incoming>,
 }
 
-/// Grants and regions that a lane knows, and the SENDs that it has.
+/// A part of a lane. Threads of different parts write to no cache line in common.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Part(Mutex<Known>);
+
+/// Grants and regions that a part of a lane knows, and in the first part the SENDs that the lane has.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// Set when the QP takes READs.
-    reads: bool,
     grants: Vec<(RKey, Grant)>,
     keys: Vec<OwnKey>,
     outgoing: Outgoing,
+    /// Requests carried out, and their bytes.
+    requests: u64,
+    bytes: u64,
+}
+
+/// Keeps callers out of a lane until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Alone<'a> {
+    _first: MutexGuard<'a, Known>,
+    _others: Vec<MutexGuard<'a, Known>>,
+}
+
+/// Returns a number of this thread, by which it has its part.
+fn thread_number() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    // A thread that ends may still post.
+    NUMBER.try_with(|number| *number).unwrap_or(0)
 }
 
 /// Numbers of what lanes did without the device.
@@ -125,7 +160,7 @@ pub(crate) struct LaneCounts {
 
 /// A plain region of the QP's protection domain. Its owner keeps the memory alive until the lanes have forgotten it, so that no lane drops
 /// the last handle of a memory.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct OwnKey {
     pub(crate) lkey: u32,
     pub(crate) memory: Arc<dyn Memory>,
@@ -219,6 +254,38 @@ impl Known {
     }
 }
 
+impl Lane {
+    /// Enters the thread's part.
+    #[inline]
+    fn enter(&self) -> MutexGuard<'_, Known> {
+        match self.others.get() {
+            Some(others) => enter_one_of(others),
+            None => self.first.0.try_lock().unwrap_or_else(|| self.meet()),
+        }
+    }
+
+    /// Enters a part after the thread has met somebody in the first one: another thread, or the device.
+    #[cold]
+    fn meet(&self) -> MutexGuard<'_, Known> {
+        let first = self.first.0.lock();
+        if self.meetings.fetch_add(1, Ordering::Relaxed) < MEETINGS_MAX {
+            return first;
+        }
+        let others = self.others.get_or_init(|| {
+            let cpus = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+            (0..cpus.min(PARTS_MAX)).map(|_| Part::default()).collect()
+        });
+        drop(first);
+        enter_one_of(others)
+    }
+}
+
+/// Enters the part of this thread.
+#[inline]
+fn enter_one_of(parts: &[Part]) -> MutexGuard<'_, Known> {
+    parts[thread_number() % parts.len()].0.lock()
+}
+
 impl DirectLane {
     /// `of_sends` and `of_receives`: the QP's completion queues.
     pub(crate) fn new(
@@ -233,9 +300,10 @@ impl DirectLane {
             cq: of_sends.1,
             sends,
             open: AtomicBool::new(false),
-            requests: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            known: Mutex::default(),
+            reads: AtomicBool::new(false),
+            first: Part::default(),
+            meetings: AtomicU32::new(0),
+            others: OnceLock::new(),
             sends_lent: AtomicBool::new(false),
             receives_lent: AtomicBool::new(false),
             incoming: Mutex::new(Incoming::new(of_receives.0, of_receives.1)),
@@ -264,21 +332,18 @@ impl DirectLane {
         let Some(reached) = reaches(&request.operation, bytes) else {
             return self.send(taken, bytes);
         };
-        let mut known = lane.known.lock();
+        let mut known = lane.enter();
         // In this order: when the device gives back the last place, the lane is closed already.
         if !lane.sends.is_idle() || !lane.open.load(Ordering::Acquire) {
             return Directly::Not;
         }
         let (.., access) = reached;
-        let may = known.reads || access == Access::REMOTE_WRITE;
+        let may = access == Access::REMOTE_WRITE || lane.reads.load(Ordering::Relaxed);
         if !may || !known.carry_out(reached, request, bytes) {
             return Directly::Not;
         }
-        let add = |count: &AtomicU64, more| {
-            count.store(count.load(Ordering::Relaxed) + more, Ordering::Relaxed);
-        };
-        add(&lane.requests, 1);
-        add(&lane.bytes, u64::from(bytes));
+        known.requests += 1;
+        known.bytes += u64::from(bytes);
         probe!(post_direct, lane.qpn.value(), request.wr_id, bytes);
         if !request.flags.contains(SendFlags::SIGNALED) {
             return Directly::Done;
@@ -302,7 +367,7 @@ impl DirectLane {
             return Directly::Not;
         }
         let wr_id = taken.as_ref().map_or(0, |request| request.wr_id);
-        let mut known = lane.known.lock();
+        let mut known = self.lock_first();
         let Known { outgoing, keys, .. } = &mut *known;
         let put = outgoing.post(&lane.sends, keys, taken, bytes);
         drop(known);
@@ -320,7 +385,7 @@ impl DirectLane {
     /// has to know.
     pub(crate) fn end(&self, ticket: Ticket, now: &dyn Fn() -> Time, deliveries: &mut Vec<Delivery>) -> bool {
         let lane = &*self.0;
-        let mut known = lane.known.lock();
+        let mut known = self.lock_first();
         let ended = known.outgoing.end(ticket, |wqe| {
             // Before the completion shows: whoever sees it may post again.
             lane.sends.give_back(1);
@@ -354,16 +419,13 @@ impl DirectLane {
 
     /// Returns the numbers of requests, packets and bytes.
     pub(crate) fn counts(&self) -> LaneCounts {
-        let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let mut counts = LaneCounts {
-            requests: count(&self.0.requests),
-            bytes: count(&self.0.bytes),
-            ..LaneCounts::default()
-        };
-        {
-            let outgoing = &self.lock().outgoing;
-            counts.sent = (outgoing.packets, outgoing.bytes);
-        }
+        let mut counts = LaneCounts::default();
+        self.each(|known| {
+            counts.requests += known.requests;
+            counts.bytes += known.bytes;
+            counts.sent.0 += known.outgoing.packets;
+            counts.sent.1 += known.outgoing.bytes;
+        });
         let incoming = self.0.incoming.lock();
         counts.received = (incoming.packets, incoming.bytes);
         counts
@@ -385,19 +447,19 @@ impl DirectLane {
 
     /// Gives the lane the QP's SENDs.
     pub(crate) fn lend_sends(&self, sending: Sending, sent: Sent) {
-        self.lock().outgoing.lend(sending, sent);
+        self.lock_first().outgoing.lend(sending, sent);
         self.0.sends_lent.store(true, Ordering::Relaxed);
     }
 
     /// Takes the QP's SENDs back: callers post to the device from here on.
     pub(crate) fn take_back_sends(&self) -> Option<Sent> {
         self.0.sends_lent.store(false, Ordering::Relaxed);
-        self.lock().outgoing.take_back()
+        self.lock_first().outgoing.take_back()
     }
 
     /// Returns the number of SENDs that are not done, and the PSN of the next one, while the lane has them.
     pub(crate) fn sending(&self) -> Option<(usize, Psn)> {
-        let known = self.lock();
+        let known = self.lock_first();
         known.outgoing.sent().map(|sent| (sent.queue.len(), sent.next))
     }
 
@@ -432,8 +494,34 @@ impl DirectLane {
     }
 
     /// Waits until no caller is inside of an access under a grant of the QP. None begins until the guard is dropped.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.known.lock()
+    pub(crate) fn lock(&self) -> Alone<'_> {
+        let first = self.lock_first();
+        // Looked for under that lock, as in `each`.
+        let others = self.0.others.get().into_iter().flatten();
+        Alone {
+            _first: first,
+            _others: others.map(|part| part.0.lock()).collect(),
+        }
+    }
+
+    fn lock_first(&self) -> MutexGuard<'_, Known> {
+        self.0.first.0.lock()
+    }
+
+    /// Calls `f` with each part, without callers in it. Parts are added under the lock of the first, so that a caller of one which is added
+    /// behind that call sees what the device has done before.
+    fn each(&self, mut f: impl FnMut(&mut Known)) {
+        f(&mut self.lock_first());
+        for part in self.0.others.get().into_iter().flatten() {
+            f(&mut part.0.lock());
+        }
+    }
+
+    /// Returns whether a part satisfies a condition.
+    fn any_part(&self, is_it: impl Fn(&Known) -> bool) -> bool {
+        let mut any = false;
+        self.each(|known| any |= is_it(known));
+        any
     }
 
     /// Makes callers ask the device from here on. Requests of other threads that have begun may still end.
@@ -445,71 +533,79 @@ impl DirectLane {
     /// Makes callers ask the device from here on, and waits for the end of requests that have begun.
     pub(crate) fn close(&self) {
         self.close_soon();
-        drop(self.lock());
+        self.each(|_| {});
     }
 
     /// Lets callers post without the device. The device calls this when it has carried out a request of the QP directly.
     pub(crate) fn open(&self, reads: bool) {
-        let mut known = self.lock();
-        known.reads = reads;
+        self.0.reads.store(reads, Ordering::Relaxed);
         self.0.open.store(true, Ordering::Release);
     }
 
     /// Learns a grant that a request has needed.
     pub(crate) fn learn_grant(&self, rkey: RKey, grant: &Grant) {
-        let mut known = self.lock();
-        if known.grants.iter().all(|(key, _)| *key != rkey) {
-            known.grants.push((rkey, grant.clone()));
-        }
+        self.each(|known| {
+            if known.grants.iter().all(|(key, _)| *key != rkey) {
+                known.grants.push((rkey, grant.clone()));
+            }
+        });
     }
 
     /// Learns the regions of a request's own elements.
     pub(crate) fn learn(&self, regions: &mut Regions, pd: Pd, sges: &[Sge]) {
         for sge in sges.iter().filter(|sge| sge.length > 0) {
-            if self.lock().keys.iter().any(|key| key.lkey == sge.lkey) {
+            let knows = |known: &Known| known.keys.iter().any(|key| key.lkey == sge.lkey);
+            if !self.any_part(|known| !knows(known)) {
                 continue;
             }
             let Some(key) = regions.lend(sge.lkey, pd, self) else {
                 continue;
             };
-            let oldest = remember(&mut self.lock().keys, key);
-            self.end_loan(regions, oldest);
+            let mut oldest = Vec::new();
+            self.each(|known| {
+                if !knows(known) {
+                    oldest.extend(remember(&mut known.keys, key.clone()));
+                }
+            });
+            for oldest in oldest {
+                self.end_loan(regions, Some(oldest));
+            }
         }
     }
 
-    /// Notes that a region was forgotten, unless the lane still knows it for the other direction.
+    /// Notes that a region was forgotten, unless another part of the lane still knows it, or the other direction.
     fn end_loan(&self, regions: &mut Regions, forgotten: Option<OwnKey>) {
         let Some(OwnKey { lkey, .. }) = forgotten else {
             return;
         };
         let knows = |keys: &[OwnKey]| keys.iter().any(|key| key.lkey == lkey);
-        if !knows(&self.lock().keys) && !knows(&self.0.incoming.lock().keys) {
+        if !self.any_part(|known| knows(&known.keys)) && !knows(&self.0.incoming.lock().keys) {
             regions.end_loan(lkey, self);
         }
     }
 
     /// Forgets a grant: waits for the end of requests that use it.
     pub(crate) fn forget_grant(&self, rkey: RKey) {
-        self.lock().grants.retain(|(key, _)| *key != rkey);
+        self.each(|known| known.grants.retain(|(key, _)| *key != rkey));
     }
 
     /// Forgets all grants, and closes the lane.
     pub(crate) fn forget_grants(&self) {
         self.close_soon();
-        self.lock().grants.clear();
+        self.each(|known| known.grants.clear());
     }
 
     /// Forgets a region: waits for the end of requests that use it.
     pub(crate) fn forget_key(&self, lkey: u32) {
-        self.lock().keys.retain(|key| key.lkey != lkey);
+        self.each(|known| known.keys.retain(|key| key.lkey != lkey));
         self.0.incoming.lock().keys.retain(|key| key.lkey != lkey);
     }
 
     /// Forgets everything, and closes the lane.
     pub(crate) fn clear(&self, regions: &mut Regions) {
         self.forget_grants();
-        let mut keys = std::mem::take(&mut self.lock().keys);
-        keys.append(&mut self.0.incoming.lock().keys);
+        let mut keys = std::mem::take(&mut self.0.incoming.lock().keys);
+        self.each(|known| keys.append(&mut known.keys));
         for key in keys {
             regions.end_loan(key.lkey, self);
         }
