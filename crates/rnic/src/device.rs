@@ -677,6 +677,9 @@ impl Rnic {
             }
         };
         self.with_qp(now, qpn, post);
+        if let Some(qp) = self.qps.get(&qpn.value()) {
+            qp.head.sends.has_seen();
+        }
     }
 
     /// Returns the send queue of a QP, in which callers reserve places without locking the device.

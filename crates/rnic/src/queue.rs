@@ -170,6 +170,8 @@ struct Room {
     max: u32,
     /// Requests that are posted or have a reserved place, and are not complete.
     outstanding: AtomicU32,
+    /// Reserved places whose requests the device has not executed or queued.
+    left: AtomicU32,
     /// Path MTU in bytes while the QP's state takes requests, else 0.
     mtu: AtomicU32,
     /// Set when the QP may have READs and atomics in flight.
@@ -182,6 +184,7 @@ impl SendQueue {
             qp_type: init.qp_type,
             max: init.max_send_wr,
             outstanding: AtomicU32::new(0),
+            left: AtomicU32::new(0),
             mtu: AtomicU32::new(0),
             has_resources: AtomicBool::new(false),
         }))
@@ -190,7 +193,22 @@ impl SendQueue {
     /// Reserves a place for a request that the device is certain to accept. Returns false if only the device can decide on the request.
     pub fn reserve(&self, request: &SendRequest) -> bool {
         // The QP may change right after this. The request then counts as posted before the change.
-        self.takes(request) && self.take_place()
+        let reserves = self.takes(request) && self.take_place();
+        if reserves {
+            self.0.left.fetch_add(1, Ordering::Relaxed);
+        }
+        reserves
+    }
+
+    /// Notes that the device has executed or queued a request whose place was reserved.
+    pub(crate) fn has_seen(&self) {
+        self.0.left.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Returns whether a place is reserved for a request that the device has not executed or queued.
+    #[inline]
+    pub fn has_left(&self) -> bool {
+        self.0.left.load(Ordering::Relaxed) > 0
     }
 
     /// Returns whether the QP accepts such a request in its current state.

@@ -79,6 +79,8 @@ use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, SendError, Tx
 
 /// Polls by a spinning caller, at least, between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
+/// Looks of a caller that has a request for a lane, before it leaves that behind those that others have left.
+const LOOKS_BEHIND_LEFT: u32 = 100;
 /// Times in a row that a caller takes the lock for requests that others left.
 const ROUNDS_FOR_OTHERS: u32 = 16;
 /// Receive calls of the engine's thread in a row before transmission and timers. A polling caller receives once per call: another
@@ -433,14 +435,45 @@ impl Engine {
 
     /// Carries out a send request without the engine, if the lane of its queue pair covers it.
     #[inline]
-    pub(crate) fn post_to_lane(&self, lane: &DirectLane, request: &mut Option<SendRequest>) -> bool {
-        match callers::inside(|| lane.post(request, || self.now())) {
+    pub(crate) fn post_to_lane(
+        &self,
+        lane: &DirectLane,
+        queue: &SendQueue,
+        request: &mut Option<SendRequest>,
+    ) -> bool {
+        let mut posted = callers::inside(|| lane.post(request, || self.now()));
+        if matches!(posted, Directly::Not) && queue.has_left() {
+            posted = self.post_behind_left(lane, queue, request);
+        }
+        match posted {
             Directly::Not => return false,
             Directly::Done => {}
             Directly::DoneAndTell(delivery) => self.deliver(delivery),
             Directly::DoneAndEnded => self.with(|core, _| core.links.note_untold_ends()),
         }
         true
+    }
+
+    /// Posts to a lane once the engine's driver has seen the requests of the queue pair that other threads have left to it, if that is soon.
+    /// If each thread left its own request behind them, the driver would execute all requests alone.
+    #[cold]
+    fn post_behind_left(
+        &self,
+        lane: &DirectLane,
+        queue: &SendQueue,
+        request: &mut Option<SendRequest>,
+    ) -> Directly {
+        for _ in 0..LOOKS_BEHIND_LEFT {
+            if queue.has_left() {
+                std::hint::spin_loop();
+                continue;
+            }
+            let posted = callers::inside(|| lane.post(request, || self.now()));
+            if !matches!(posted, Directly::Not) || !queue.has_left() {
+                return posted;
+            }
+        }
+        Directly::Not
     }
 
     /// Moves what peers and lanes exchange without the engine, on behalf of a polling caller. Only while callers are trusted to come back, and
@@ -529,7 +562,7 @@ impl Engine {
         let mut numbered = requests.into_iter().enumerate();
         let by_lane = |(index, request)| {
             let mut request = Some(request);
-            let done = lane.is_some_and(|lane| self.post_to_lane(lane, &mut request));
+            let done = lane.is_some_and(|lane| self.post_to_lane(lane, queue, &mut request));
             request.filter(|_| !done).map(|request| (index, request))
         };
         let Some(first) = numbered.by_ref().find_map(by_lane) else {

@@ -90,7 +90,7 @@ impl provider::QueuePair for QueuePair {
     fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
         let mut request = Some(request);
         if let Some(lane) = &self.lane
-            && self.device.post_to_lane(lane, &mut request)
+            && self.device.post_to_lane(lane, &self.sends, &mut request)
         {
             return Ok(());
         }
