@@ -358,7 +358,12 @@ fn run(policy: Policy, workload: Workload, column: usize, iodepth: &str) -> Resu
     let rdmux = rdmux.to_str().context("the path of rdmux is no text")?;
     let mut server = command(rdmux, &[])?;
     server.args(["--drives", workload.drives, "--latency", LATENCY]);
-    server.args(["--reactors", &load.reactors.to_string(), "--queues", policy.queues]);
+    server.args([
+        "--reactors",
+        &load.reactors.to_string(),
+        "--queues",
+        policy.queues,
+    ]);
     server.args(["--moderation", policy.moderation]);
     if workload.is_asleep {
         server.env("RDMUX_WAIT", "blocked");
@@ -395,7 +400,8 @@ fn together(figures: Vec<Value>) -> Result<Value> {
         .reduce(|mut all, one| {
             all["iops"] = (number(&all["iops"]) + number(&one["iops"])).into();
             for percentile in ["p50", "p99", "p99.99"] {
-                let slowest = number(&all["latency_us"][percentile]).max(number(&one["latency_us"][percentile]));
+                let slowest =
+                    number(&all["latency_us"][percentile]).max(number(&one["latency_us"][percentile]));
                 all["latency_us"][percentile] = slowest.into();
             }
             all
@@ -465,7 +471,10 @@ fn ratios_on_cores(tables: &[Table]) -> Vec<Ratio> {
         for (column, n) in workload.columns() {
             for (policy, short) in [(RATE_POOL, "rate pool"), (DIM_POOL, "dim pool")] {
                 let ratio = |name: String, goal, figure: &str, inverse: bool| {
-                    let (of, to) = (rounds(figure, policy, column), rounds(figure, OFF_PRIVATE, column));
+                    let (of, to) = (
+                        rounds(figure, policy, column),
+                        rounds(figure, OFF_PRIVATE, column),
+                    );
                     let (of, to) = if inverse { (to, of) } else { (of, to) };
                     Ratio::new(name.leak(), goal, &of, &to)
                 };

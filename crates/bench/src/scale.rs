@@ -144,7 +144,11 @@ pub(super) fn child(args: &[String]) -> Result<()> {
     match args {
         [_] => serve(),
         [first_cpu, threads, bytes, qps] => {
-            let qps = if qps == "one" { QueuePairs::One } else { QueuePairs::Own };
+            let qps = if qps == "one" {
+                QueuePairs::One
+            } else {
+                QueuePairs::Own
+            };
             client(first_cpu.parse()?, threads.parse()?, bytes.parse()?, qps)
         }
         _ => bail!("this is for the bench itself"),

@@ -5,8 +5,9 @@
 //! threads do not wait for each other, nor for whoever drives the device. All other requests go to the device, which teaches the lane what it
 //! finds out ([`DirectLane::learn`]).
 //!
-//! A lane in which threads meet is split into *parts*, each with a lock and with its own copy of the grants and regions: WRITEs and READs of
-//! several threads on one QP, which have no order, then do not wait for each other either. The device changes all parts.
+//! A lane in which threads meet is split into *parts*, each with a lock, with its own copy of the grants and regions, and with its own way into
+//! the peer's memory: WRITEs and READs of several threads on one QP, which have no order, then do not wait for each other either. The device
+//! changes all parts.
 //!
 //! - A WRITE or READ that a grant covers is carried out in the peer's memory, once all requests before it are done.
 //! - A SEND goes into the ring to the peer ([`outgoing`]), and whoever learns that the peer has taken it completes it ([`Lanes::end`]).
@@ -106,8 +107,9 @@ struct Lane {
     first: Part,
     /// Meetings of threads in that part.
     meetings: AtomicU32,
-    /// The parts of WRITEs and READs, once there are some.
+    /// The parts of WRITEs and READs, once there are some, and how many of them threads may use.
     others: OnceLock<Box<[Part]>>,
+    usable: AtomicUsize,
     /// Set while the lane has SENDs, of this QP and of its peer.
     sends_lent: AtomicBool,
     receives_lent: AtomicBool,
@@ -128,13 +130,6 @@ pub(crate) struct Known {
     /// Requests carried out, and their bytes.
     requests: u64,
     bytes: u64,
-}
-
-/// Keeps callers out of a lane until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Alone<'a> {
-    _first: MutexGuard<'a, Known>,
-    _others: Vec<MutexGuard<'a, Known>>,
 }
 
 /// Returns a number of this thread, by which it has its part.
@@ -255,35 +250,33 @@ impl Known {
 }
 
 impl Lane {
-    /// Enters the thread's part.
+    /// Enters the thread's part. `None`: the device has to see to the parts.
     #[inline]
-    fn enter(&self) -> MutexGuard<'_, Known> {
-        match self.others.get() {
-            Some(others) => enter_one_of(others),
-            None => self.first.0.try_lock().unwrap_or_else(|| self.meet()),
+    fn enter(&self) -> Option<MutexGuard<'_, Known>> {
+        let usable = self.usable.load(Ordering::Relaxed);
+        if usable > 0
+            && let Some(others) = self.others.get()
+        {
+            let part = others.get(thread_number() % usable)?;
+            return Some(part.0.lock());
         }
+        self.first.0.try_lock().or_else(|| self.meet())
     }
 
-    /// Enters a part after the thread has met somebody in the first one: another thread, or the device.
+    /// Enters the first part after the thread has met somebody there: another thread, or the device. Splits the lane if that happens often.
     #[cold]
-    fn meet(&self) -> MutexGuard<'_, Known> {
+    fn meet(&self) -> Option<MutexGuard<'_, Known>> {
         let first = self.first.0.lock();
-        if self.meetings.fetch_add(1, Ordering::Relaxed) < MEETINGS_MAX {
-            return first;
+        let meetings = self.meetings.fetch_add(1, Ordering::Relaxed);
+        if meetings != MEETINGS_MAX {
+            return Some(first);
         }
-        let others = self.others.get_or_init(|| {
+        self.others.get_or_init(|| {
             let cpus = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
             (0..cpus.min(PARTS_MAX)).map(|_| Part::default()).collect()
         });
-        drop(first);
-        enter_one_of(others)
+        None
     }
-}
-
-/// Enters the part of this thread.
-#[inline]
-fn enter_one_of(parts: &[Part]) -> MutexGuard<'_, Known> {
-    parts[thread_number() % parts.len()].0.lock()
 }
 
 impl DirectLane {
@@ -304,6 +297,7 @@ impl DirectLane {
             first: Part::default(),
             meetings: AtomicU32::new(0),
             others: OnceLock::new(),
+            usable: AtomicUsize::new(0),
             sends_lent: AtomicBool::new(false),
             receives_lent: AtomicBool::new(false),
             incoming: Mutex::new(Incoming::new(of_receives.0, of_receives.1)),
@@ -332,7 +326,9 @@ impl DirectLane {
         let Some(reached) = reaches(&request.operation, bytes) else {
             return self.send(taken, bytes);
         };
-        let mut known = lane.enter();
+        let Some(mut known) = lane.enter() else {
+            return Directly::Not;
+        };
         // In this order: when the device gives back the last place, the lane is closed already.
         if !lane.sends.is_idle() || !lane.open.load(Ordering::Acquire) {
             return Directly::Not;
@@ -493,18 +489,8 @@ impl DirectLane {
         true
     }
 
-    /// Waits until no caller is inside of an access under a grant of the QP. None begins until the guard is dropped.
-    pub(crate) fn lock(&self) -> Alone<'_> {
-        let first = self.lock_first();
-        // Looked for under that lock, as in `each`.
-        let others = self.0.others.get().into_iter().flatten();
-        Alone {
-            _first: first,
-            _others: others.map(|part| part.0.lock()).collect(),
-        }
-    }
-
-    fn lock_first(&self) -> MutexGuard<'_, Known> {
+    /// Waits until no caller is inside of an access by the QP's own grants. None begins until the guard is dropped.
+    pub(crate) fn lock_first(&self) -> MutexGuard<'_, Known> {
         self.0.first.0.lock()
     }
 
@@ -544,11 +530,19 @@ impl DirectLane {
 
     /// Learns a grant that a request has needed.
     pub(crate) fn learn_grant(&self, rkey: RKey, grant: &Grant) {
-        self.each(|known| {
-            if known.grants.iter().all(|(key, _)| *key != rkey) {
-                known.grants.push((rkey, grant.clone()));
-            }
+        learn_as(&mut self.lock_first(), rkey, || Some(grant.clone()));
+        let others = self.0.others.get().into_iter().flatten().enumerate();
+        let usable = others.take_while(|(at, part)| {
+            let of_part = || {
+                let memory = grant.memory.of_part(*at)?;
+                Some(Grant {
+                    memory,
+                    ..grant.clone()
+                })
+            };
+            learn_as(&mut part.0.lock(), rkey, of_part)
         });
+        self.0.usable.store(usable.count(), Ordering::Relaxed);
     }
 
     /// Learns the regions of a request's own elements.
@@ -614,6 +608,17 @@ impl DirectLane {
     pub(crate) fn is(&self, other: &DirectLane) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
+}
+
+/// Adds a grant, unless it is known. Returns false if there is none.
+fn learn_as(known: &mut Known, rkey: RKey, grant: impl FnOnce() -> Option<Grant>) -> bool {
+    if known.grants.iter().any(|(key, _)| *key == rkey) {
+        return true;
+    }
+    let grant = grant();
+    let is_known = grant.is_some();
+    known.grants.extend(grant.map(|grant| (rkey, grant)));
+    is_known
 }
 
 /// Adds a region as the most recent one. Returns the one that is forgotten for it.

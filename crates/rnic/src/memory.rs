@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::sync::Arc;
 
 use bitflags::bitflags;
 pub use rdmux_wire::roce::Placement;
@@ -274,6 +275,12 @@ pub trait PeerMemory: fmt::Debug + Send + Sync {
     /// makes one after another.
     fn is_apart(&self) -> bool {
         true
+    }
+
+    /// Returns this memory for a part of the QP's lane: accesses by it may run beside those by other parts. `None`: accesses of a QP come
+    /// one after another.
+    fn of_part(&self, _part: usize) -> Option<Arc<dyn PeerMemory>> {
+        None
     }
 
     /// Returns the concrete memory, for a driver that distinguishes its own kinds.

@@ -625,7 +625,7 @@ impl Channel {
         };
         let calls_left = u32::try_from(offer.calls).ok().filter(|calls| *calls > 0);
         let granted = Granted {
-            reach,
+            reach: Arc::new(reach),
             segment: Arc::clone(&self.segment),
             side: self.side,
             index: offer.index,
@@ -635,7 +635,7 @@ impl Channel {
             place: own_place.as_ref().map_or(COMMON, |place| place.number),
             own_place,
             open: Arc::clone(open),
-            calls_left: calls_left.map(AtomicU32::new),
+            calls_left: calls_left.map(|calls| Arc::new(AtomicU32::new(calls))),
         };
         Ok((granted, memory_offset))
     }

@@ -236,11 +236,11 @@ impl Addresses {
     }
 }
 
-/// A grant by a peer. The user serializes the requests of a queue pair, and those of all queue pairs that have no place of their own: by each
-/// place an end is inside of one grant at a time.
-#[derive(Debug)]
+/// A grant by a peer. The user serializes the requests of a queue pair, or of each part of its lane, and those of all queue pairs that have no
+/// place of their own: by each place an end is inside of one grant at a time.
+#[derive(Clone, Debug)]
 pub struct Granted {
-    pub(crate) reach: Reach,
+    pub(crate) reach: Arc<Reach>,
     pub(crate) segment: Arc<Segment>,
     /// This process's side of the link.
     pub(crate) side: Side,
@@ -249,13 +249,13 @@ pub struct Granted {
     /// Addresses in the peer's process to which calls into it also write, see [`Passage`].
     pub(crate) gate: u64,
     pub(crate) left: u64,
-    /// Number of the place by which it is entered, and the place, if it is the queue pair's own.
+    /// Number of the place by which it is entered, and the place, if it is the queue pair's own or a part's.
     pub(crate) place: u32,
     pub(crate) own_place: Option<Arc<Place>>,
     /// Set while the link is up.
     pub(crate) open: Arc<AtomicBool>,
     /// Calls into the peer that are left until the grant is given up, so that this process asks again: the peer may then share the memory.
-    pub(crate) calls_left: Option<AtomicU32>,
+    pub(crate) calls_left: Option<Arc<AtomicU32>>,
 }
 
 /// The direction of a copy.
@@ -275,7 +275,7 @@ impl Granted {
 
     /// Returns whether this process has mapped the memory; if not, the kernel copies between the processes.
     pub fn is_mapped(&self) -> bool {
-        !matches!(self.reach, Reach::Process(_))
+        !matches!(*self.reach, Reach::Process(_))
     }
 
     /// Counts a request if it needs a call into the peer. The grant ends with the last of those after which this process asks again.
@@ -506,6 +506,15 @@ impl PeerMemory for Granted {
 
     fn is_apart(&self) -> bool {
         self.own_place.is_some()
+    }
+
+    fn of_part(&self, part: usize) -> Option<Arc<dyn PeerMemory>> {
+        let place = self.own_place.as_ref()?.of_part(part)?;
+        Some(Arc::new(Granted {
+            place: place.number,
+            own_place: Some(place),
+            ..self.clone()
+        }))
     }
 
     fn as_any(&self) -> Option<&dyn Any> {

@@ -297,8 +297,8 @@ impl Requester {
         bytes: u32,
     ) -> Option<Result<(), Status>> {
         let (grant, mut at) = self.grant_for(&request.operation, bytes)?;
-        // The accesses of one QP come one after another, those of its lane too.
-        let alone = self.direct.lane.as_ref().map(DirectLane::lock);
+        // The accesses by one grant come one after another, those of the lane's first part too.
+        let alone = self.direct.lane.as_ref().map(DirectLane::lock_first);
         let memory = &*grant.memory;
         let writes = matches!(request.operation, Operation::Write { .. });
         let access = if writes {
