@@ -24,7 +24,6 @@ mod incoming;
 mod outgoing;
 
 use std::net::IpAddr;
-use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -52,8 +51,8 @@ pub(crate) use self::outgoing::{Sending, Sent};
 
 /// Most PSNs that a lane may have before the device looks at the sequence again, which compares PSNs that are at most 2^23 apart.
 pub(crate) const PSNS_LENT: u32 = 1 << 22;
-/// Most parts of a lane besides the first.
-const PARTS_MAX: usize = 16;
+/// Parts of a lane that is split, besides the first.
+const PARTS: usize = 16;
 /// Meetings of threads after which a lane is split: the device too enters it now and then.
 const MEETINGS_MAX: u32 = 64;
 /// Most own regions that a part of a lane knows; it forgets the oldest first.
@@ -271,10 +270,8 @@ impl Lane {
         if meetings != MEETINGS_MAX {
             return Some(first);
         }
-        self.others.get_or_init(|| {
-            let cpus = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-            (0..cpus.min(PARTS_MAX)).map(|_| Part::default()).collect()
-        });
+        self.others
+            .get_or_init(|| (0..PARTS).map(|_| Part::default()).collect());
         None
     }
 }
