@@ -208,6 +208,128 @@ fn dereg__while_another_thread_writes() {
     }
 }
 
+/// Threads that write by one queue pair.
+const SHARERS: u64 = 4;
+
+/// Posts WRITEs of 4 KiB without completions by one queue pair from several threads, until a request fails; returns after `end`, which runs
+/// beside them, and they have ended.
+fn write_by_threads(client: &End, operation: &Operation, sge: Sge, end: impl FnOnce()) {
+    let (posted, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
+    let deadline = Instant::now() + LONG;
+    thread::scope(|scope| {
+        for _ in 0..SHARERS {
+            scope.spawn(|| {
+                while !has_failed.load(Ordering::Relaxed) {
+                    let request = SendRequest {
+                        wr_id: 1,
+                        operation: operation.clone(),
+                        sges: sge.into(),
+                        flags: SendFlags::empty(),
+                        to: Target::Connected,
+                    };
+                    // The queue is full while requests wait for a grant.
+                    let _ = client.qp.post_send(request);
+                    posted.fetch_add(1, Ordering::Relaxed);
+                    if client.cq.poll().is_some() {
+                        has_failed.store(true, Ordering::Relaxed);
+                    }
+                    assert!(Instant::now() < deadline, "the key is still valid");
+                }
+            });
+        }
+        while posted.load(Ordering::Relaxed) < 2_000 {
+            thread::yield_now();
+            assert!(Instant::now() < deadline, "nothing is posted");
+        }
+        end();
+    });
+}
+
+/// The requests of each thread are carried out, whichever way they take, and all completions come.
+#[test]
+fn post_send__by_threads_that_share_a_queue_pair() {
+    const EACH: u64 = 20_000;
+    let (device, pairs) = pairs([127, 0, 75, 5], 1);
+    let (client, server, _) = &pairs[0];
+    warm(client, server);
+    let before = device.counters().direct_requests;
+    thread::scope(|scope| {
+        for thread in 0..SHARERS {
+            scope.spawn(move || {
+                let own = thread * 256;
+                for n in 1..=EACH {
+                    let mut flags = SendFlags::empty();
+                    flags.set(SendFlags::SIGNALED, n == EACH);
+                    let request = SendRequest {
+                        wr_id: thread,
+                        operation: write_to(server, own),
+                        sges: SgeList::inline(&n.to_ne_bytes()),
+                        flags,
+                        to: Target::Connected,
+                    };
+                    while client.qp.post_send(request.clone()).is_err() {
+                        thread::yield_now();
+                    }
+                }
+            });
+        }
+    });
+    let mut ended: Vec<u64> = (0..SHARERS).map(|_| client.wait_success().wr_id).collect();
+    ended.sort_unstable();
+    assert_eq!(ended, (0..SHARERS).collect::<Vec<_>>());
+    for thread in 0..SHARERS {
+        assert_eq!(server.word(thread * 256), EACH, "thread {thread}");
+    }
+    let direct = device.counters().direct_requests - before;
+    assert_eq!(direct, SHARERS * EACH, "no request needed a packet");
+}
+
+/// Once the deregistration returns, none of the threads that share a queue pair is inside of the memory, and none gets there later.
+#[test]
+fn dereg__while_threads_that_share_a_queue_pair_write() {
+    let (_, pairs) = pairs([127, 0, 75, 6], 10);
+    for (client, server, _) in &pairs {
+        warm(client, server);
+        let memory = Arc::new(Watched::default());
+        let mr = client.pd.reg_mr_all(memory.clone(), 0, Access::empty()).unwrap();
+        let sge = mr.sge(0, 4096);
+        write_by_threads(client, &write_to(server, 0), sge, || {
+            drop(mr);
+            memory.given_back.store(true, Ordering::SeqCst);
+            assert_eq!(Arc::strong_count(&memory), 1, "the device has given it back");
+        });
+        assert!(!memory.accessed_late.load(Ordering::SeqCst));
+    }
+}
+
+/// Once a peer's deregistration returns, none of the threads that share a queue pair writes to its memory.
+#[test]
+fn dereg__of_memory_of_a_peer_while_threads_that_share_a_queue_pair_write() {
+    let (_, pairs) = pairs([127, 0, 75, 7], 10);
+    for (client, server, _) in &pairs {
+        warm(client, server);
+        let memory = Arc::new(shareable(4096));
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let mr = server.pd.reg_mr_all(memory.clone(), 0, access).unwrap();
+        let operation = Operation::Write {
+            va: mr.iova(),
+            rkey: mr.rkey(),
+            imm: None,
+        };
+        let own = [7; 4096];
+        let kept = [9; 4096];
+        client.memory.write(0, &own).unwrap();
+        let sge = client.mr.sge(0, 4096);
+        write_by_threads(client, &operation, sge, || {
+            drop(mr);
+            memory.write(0, &kept).unwrap();
+        });
+        let mut found = [0; 4096];
+        memory.read(0, &mut found).unwrap();
+        assert!(found == kept, "the peer has written late");
+    }
+}
+
 /// A thread that waits for completions learns of those that other threads cause without the engine.
 #[test]
 fn wait__is_ended_by_a_write_of_another_thread() {
