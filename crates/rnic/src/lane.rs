@@ -270,9 +270,14 @@ impl Lane {
         if meetings != MEETINGS_MAX {
             return Some(first);
         }
+        self.split();
+        None
+    }
+
+    /// Adds parts. The caller has locked the first.
+    fn split(&self) {
         self.others
             .get_or_init(|| (0..PARTS).map(|_| Part::default()).collect());
-        None
     }
 }
 
@@ -422,6 +427,13 @@ impl DirectLane {
         let incoming = self.0.incoming.lock();
         counts.received = (incoming.packets, incoming.bytes);
         counts
+    }
+
+    /// Splits the lane as threads that meet in it do.
+    #[cfg(test)]
+    pub(crate) fn split(&self) {
+        let _first = self.lock_first();
+        self.0.split();
     }
 
     // Loans of the device.

@@ -210,6 +210,8 @@ fn dereg__while_another_thread_writes() {
 
 /// Threads that write by one queue pair.
 const SHARERS: u64 = 4;
+/// Requests of these threads before a region is deregistered.
+const POSTED: u64 = 30_000;
 
 /// Posts WRITEs of 4 KiB without completions by one queue pair from several threads, until a request fails; returns after `end`, which runs
 /// beside them, and they have ended.
@@ -237,7 +239,8 @@ fn write_by_threads(client: &End, operation: &Operation, sge: Sge, end: impl FnO
                 }
             });
         }
-        while posted.load(Ordering::Relaxed) < 2_000 {
+        // Enough of them for the threads to meet, so that each has its own way to the memory.
+        while posted.load(Ordering::Relaxed) < POSTED {
             thread::yield_now();
             assert!(Instant::now() < deadline, "nothing is posted");
         }
@@ -287,7 +290,7 @@ fn post_send__by_threads_that_share_a_queue_pair() {
 /// Once the deregistration returns, none of the threads that share a queue pair is inside of the memory, and none gets there later.
 #[test]
 fn dereg__while_threads_that_share_a_queue_pair_write() {
-    let (_, pairs) = pairs([127, 0, 75, 6], 10);
+    let (_, pairs) = pairs([127, 0, 75, 6], 5);
     for (client, server, _) in &pairs {
         warm(client, server);
         let memory = Arc::new(Watched::default());
@@ -305,7 +308,7 @@ fn dereg__while_threads_that_share_a_queue_pair_write() {
 /// Once a peer's deregistration returns, none of the threads that share a queue pair writes to its memory.
 #[test]
 fn dereg__of_memory_of_a_peer_while_threads_that_share_a_queue_pair_write() {
-    let (_, pairs) = pairs([127, 0, 75, 7], 10);
+    let (_, pairs) = pairs([127, 0, 75, 7], 5);
     for (client, server, _) in &pairs {
         warm(client, server);
         let memory = Arc::new(shareable(4096));

@@ -1,7 +1,7 @@
 //! Two devices of one host, the driver's part between them, and steps of test programs for them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use crate::tests::util::*;
 use crate::*;
@@ -158,6 +158,30 @@ pub(super) struct Granted {
     pub(super) open: AtomicBool,
     pub(super) bytes_left: AtomicU64,
     pub(super) calls: AtomicU64,
+    /// Accesses by parts of a lane.
+    pub(super) by_parts: AtomicU64,
+    pub(super) this: Weak<Granted>,
+}
+
+/// A grant as a part of a lane has it.
+#[derive(Debug)]
+struct OfPart(Arc<Granted>);
+
+impl PeerMemory for OfPart {
+    fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
+        self.0.by_parts.fetch_add(1, Ordering::Relaxed);
+        self.0.write(offset, from, from_offset, length)
+    }
+
+    fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
+        self.0.by_parts.fetch_add(1, Ordering::Relaxed);
+        self.0.write_bytes(offset, bytes)
+    }
+
+    fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {
+        self.0.by_parts.fetch_add(1, Ordering::Relaxed);
+        self.0.read(offset, to, to_offset, length)
+    }
 }
 
 impl Granted {
@@ -212,6 +236,10 @@ impl PeerMemory for Granted {
             read.map_err(|_| PeerFault::Ended)?;
             to.write(to_offset + done, buffer).map_err(PeerFault::Own)
         })
+    }
+
+    fn of_part(&self, _: usize) -> Option<Arc<dyn PeerMemory>> {
+        Some(Arc::new(OfPart(self.this.upgrade()?)))
     }
 }
 
@@ -528,11 +556,13 @@ impl Host {
         let of = self.pair.sides[1].qpn;
         let grantable = self.pair.sides[1].rnic.grantable(of, rkey);
         let grant = grantable.ok().map(|of_region| {
-            let granted = Arc::new(Granted {
+            let granted = Arc::new_cyclic(|this| Granted {
                 memory: of_region.memory,
                 open: AtomicBool::new(true),
                 bytes_left: AtomicU64::new(u64::MAX),
                 calls: AtomicU64::new(0),
+                by_parts: AtomicU64::new(0),
+                this: this.clone(),
             });
             self.given.push((of, of_region.lkey, granted.clone()));
             Grant {

@@ -1,6 +1,7 @@
 //! Requests that callers carry out without the device.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::*;
 
@@ -31,6 +32,25 @@ fn post(lane: &DirectLane, request: &SendRequest) -> Directly {
 
 fn is_done(lane: &DirectLane, request: &SendRequest) -> bool {
     matches!(post(lane, request), Directly::Done)
+}
+
+/// Returns the same with the lane split or not; the device has opened it.
+fn host_with_open_lane(split: bool) -> (Host, DirectLane, SendRequest) {
+    let (mut host, lane, request) = host_with_lane();
+    if split {
+        lane.split();
+    }
+    post_to_device(&mut host, &request);
+    assert!(is_done(&lane, &request));
+    (host, lane, request)
+}
+
+/// Returns the number of accesses by parts of lanes.
+fn by_parts(host: &Host) -> u64 {
+    let given = host.given.iter();
+    given
+        .map(|(.., granted)| granted.by_parts.load(Ordering::Relaxed))
+        .sum()
 }
 
 /// Posts to the device, which opens the lane if it can.
@@ -102,10 +122,9 @@ fn post__leaves_to_the_device_what_it_does_not_know() {
 
 #[test]
 fn post__not_to_a_queue_pair_that_has_changed() {
-    for to in [QpState::Sqd, QpState::Error, QpState::Reset] {
-        let (mut host, lane, request) = host_with_lane();
-        post_to_device(&mut host, &request);
-        assert!(is_done(&lane, &request));
+    let states = [QpState::Sqd, QpState::Error, QpState::Reset];
+    for (to, split) in states.into_iter().flat_map(|to| [(to, false), (to, true)]) {
+        let (mut host, lane, request) = host_with_open_lane(split);
         host.modify(0, to, QpAttributes::default());
         assert!(!is_done(&lane, &request), "{to:?}");
     }
@@ -115,20 +134,48 @@ fn post__not_to_a_queue_pair_that_has_changed() {
         ("link", |rnic, qpn| rnic.set_local(qpn, false)),
         ("queue pair", |rnic, qpn| rnic.destroy_qp(qpn)),
     ];
-    for (what, forget) in forgets {
-        let (mut host, lane, request) = host_with_lane();
-        post_to_device(&mut host, &request);
+    for ((what, forget), split) in forgets.into_iter().flat_map(|it| [(it, false), (it, true)]) {
+        let (mut host, lane, request) = host_with_open_lane(split);
         let side = &mut host.pair.sides[0];
         forget(&mut side.rnic, side.qpn);
         assert!(!is_done(&lane, &request), "{what}");
     }
 }
 
+/// A thread writes by its part, once the device has seen to the parts, and only by the grants of its part.
+#[test]
+fn post__by_the_part_of_the_thread() {
+    let (mut host, lane, request) = host_with_open_lane(false);
+    assert!(is_done(&lane, &request));
+    lane.split();
+    assert!(is_done(&lane, &request), "the first part is there");
+    assert_eq!(by_parts(&host), 0);
+    post_to_device(&mut host, &request);
+    for thread in 1..=20 {
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(is_done(&lane, &request)));
+        });
+        assert_eq!(by_parts(&host), thread);
+    }
+    // All parts have learned what the device has learned for one.
+    let own = host.own_keys[0].1;
+    let other = SendRequest {
+        sges: Sge::new(IOVA, 8, own).into(),
+        ..request.clone()
+    };
+    assert!(!is_done(&lane, &other));
+}
+
 /// The counts of a lane are the device's, also when the queue pair has gone.
 #[test]
 fn counters__include_lanes() {
-    let (mut host, lane, request) = host_with_lane();
-    post_to_device(&mut host, &request);
+    for split in [false, true] {
+        counters_include_a_lane(split);
+    }
+}
+
+fn counters_include_a_lane(split: bool) {
+    let (mut host, lane, request) = host_with_open_lane(split);
     let counts = |host: &Host| {
         let counters = host.pair.sides[0].rnic.counters();
         (counters.direct_requests, counters.direct_bytes)
@@ -145,7 +192,13 @@ fn counters__include_lanes() {
 
 #[test]
 fn dereg_mr__leaves_no_handle_of_the_memory_in_a_lane() {
-    let (mut host, lane, request) = host_with_lane();
+    for split in [false, true] {
+        dereg_mr_leaves_no_handle(split);
+    }
+}
+
+fn dereg_mr_leaves_no_handle(split: bool) {
+    let (mut host, lane, request) = host_with_open_lane(split);
     let memory: Arc<dyn Memory> = Arc::new(HeapMemory::new(4096));
     let side = &mut host.pair.sides[0];
     let spec = region(memory.clone(), 0, 4096, Access::LOCAL_WRITE);
@@ -175,7 +228,13 @@ fn dereg_mr__leaves_no_handle_of_the_memory_in_a_lane() {
 /// A lane that knows many regions forgets some, and their owners need not know it any longer.
 #[test]
 fn learn__no_more_than_so_many_regions() {
-    let (mut host, lane, request) = host_with_lane();
+    for split in [false, true] {
+        learn_no_more_than_so_many_regions(split);
+    }
+}
+
+fn learn_no_more_than_so_many_regions(split: bool) {
+    let (mut host, lane, request) = host_with_open_lane(split);
     let memories: Vec<Arc<dyn Memory>> = (0..40)
         .map(|_| Arc::new(HeapMemory::new(4096)) as Arc<dyn Memory>)
         .collect();
