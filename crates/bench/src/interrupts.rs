@@ -395,18 +395,20 @@ fn run(policy: Policy, workload: Workload, column: usize, iodepth: &str) -> Resu
 /// since it counts for all.
 fn together(figures: Vec<Value>) -> Result<Value> {
     let number = |value: &Value| value.as_f64().unwrap_or(0.0);
-    figures
-        .into_iter()
-        .reduce(|mut all, one| {
-            all["iops"] = (number(&all["iops"]) + number(&one["iops"])).into();
-            for percentile in ["p50", "p99", "p99.99"] {
-                let slowest =
-                    number(&all["latency_us"][percentile]).max(number(&one["latency_us"][percentile]));
-                all["latency_us"][percentile] = slowest.into();
-            }
-            all
-        })
-        .context("no client")
+    let mut figures = figures.into_iter();
+    let mut all = figures.next().context("no client")?;
+    let of_first = number(&all["iops"]);
+    for one in figures {
+        all["iops"] = (number(&all["iops"]) + number(&one["iops"])).into();
+        for percentile in ["p50", "p99", "p99.99"] {
+            let slowest = number(&all["latency_us"][percentile]).max(number(&one["latency_us"][percentile]));
+            all["latency_us"][percentile] = slowest.into();
+        }
+    }
+    // A client divides the server's processor time by its own commands.
+    let share = of_first / number(&all["iops"]);
+    all["server_cpu_us"] = (number(&all["server_cpu_us"]) * share).into();
+    Ok(all)
 }
 
 fn ratios(tables: &[Table]) -> Vec<Ratio> {
