@@ -33,7 +33,7 @@ use rdmux_verbs::provider::{Waker, conditions, folder};
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
 use rdmux_verbs::{CreateError, Device, EventQueue, wake_cost_ns};
-use rdmux_wire::node::control::{ErrorCode, Limits, Message, VERSION};
+use rdmux_wire::node::control::{ErrorCode, Kind, Limits, Message, VERSION};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::time::{
@@ -206,9 +206,19 @@ impl Source {
     }
 }
 
+/// Takes what a person should know.
+struct Warn(Box<dyn FnMut(&str) + Send>);
+
+impl std::fmt::Debug for Warn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Warn")
+    }
+}
+
 /// A node that serves applications on its device.
 #[derive(Debug)]
 pub struct Node {
+    warn: Warn,
     shared: Shared,
     place: Place,
     epoll: OwnedFd,
@@ -315,6 +325,7 @@ impl Node {
                 device,
                 egress,
             },
+            warn: Warn(Box::new(|_| {})),
             place,
             epoll,
             stop: Stopper(Arc::new(stop)),
@@ -378,6 +389,11 @@ impl Node {
             Some(idle) => idle.set(is_idle),
             None => Ok(()),
         }
+    }
+
+    /// Calls a function with what a person should know, a line of text: that a peer's node has another key, and what to do.
+    pub fn warn_by(&mut self, warn: impl FnMut(&str) + Send + 'static) {
+        self.warn = Warn(Box::new(warn));
     }
 
     /// Returns what ends [`Node::run`].
@@ -459,7 +475,28 @@ impl Node {
                 self.detach(owner.application, &why);
             }
         }
+        while let Some(rkey) = self.shared.sharing.as_mut().and_then(Sharing::next_region_gone) {
+            any = true;
+            self.region_gone(rkey);
+        }
+        if let Some(sharing) = &mut self.shared.sharing {
+            for warning in sharing.take_warnings() {
+                (self.warn.0)(&warning);
+            }
+        }
         any
+    }
+
+    /// Answers the application that has deregistered a region which other nodes knew.
+    fn region_gone(&mut self, rkey: rdmux_verbs::RKey) {
+        for slot in 0..self.applications.len() {
+            if let Some(application) = &mut self.applications[slot]
+                && let Some(going) = application.going.remove(&rkey)
+                && let Err(why) = application.channel.send(going.request, &Message::Done {})
+            {
+                self.detach(slot as u32, &why.into());
+            }
+        }
     }
 
     /// Posts pieces of requests to the device. Returns whether there were any.
@@ -871,7 +908,17 @@ impl Node {
 impl Application {
     /// Carries out a request and answers it.
     fn answer(&mut self, shared: &mut Shared, now: Time, received: Received) -> Result<(), Detached> {
-        let answer = self.carry_out(shared, now, received.message, received.descriptors);
+        let answer = match received.message {
+            Message::Destroy {
+                kind: Kind::Region,
+                id,
+            } => match self.deregister(shared, received.request, id) {
+                Ok(None) => return Ok(()),
+                Ok(Some(answer)) => Ok(answer),
+                Err(refusal) => Err(refusal),
+            },
+            message => self.carry_out(shared, now, message, received.descriptors),
+        };
         let answer = match answer {
             Err(refusal) if refusal.code == ErrorCode::Protocol => {
                 return Err(Detached::Protocol(refusal.text));

@@ -112,6 +112,7 @@ fn serve(args: &Args) -> Result<()> {
         Some(key) => Node::open_sharing(device, config, key)?,
         None => Node::open_for(device, config)?,
     };
+    node.warn_by(|warning| output::error(&anyhow!("warning: {warning}")));
     if let Some(seconds) = args.until_idle {
         node.end_when_idle(Duration::from_secs(seconds))?;
     }

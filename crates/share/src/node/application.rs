@@ -72,7 +72,16 @@ pub(super) struct Region {
     /// Destroyed before it is charged no more.
     pub(super) region: MemoryRegion,
     /// Charges of the tenant: for the region, and for its bytes.
-    charges: [Charge; 2],
+    pub(super) charges: [Charge; 2],
+}
+
+/// A region that stays until other nodes no longer use it.
+#[derive(Debug)]
+pub(super) struct Going {
+    /// The request to deregister it.
+    pub(super) request: u32,
+    /// Charges of the tenant, as long as it is there.
+    pub(super) _charges: [Charge; 2],
 }
 
 impl Region {
@@ -176,6 +185,8 @@ pub(super) struct Application {
     pub(super) has_all: bool,
     pub(super) handles: Table<AddressHandle>,
     pub(super) regions: Table<Region>,
+    /// Regions that other nodes may still use, by their keys.
+    pub(super) going: HashMap<rdmux_verbs::RKey, Going>,
     pub(super) pds: Table<ProtectionDomain>,
     /// The memory of its process, once it has offered that.
     pub(super) memory: Option<Arc<ProcessMemory>>,
@@ -229,6 +240,7 @@ impl Application {
             handles: Table::new(ADDRESS_HANDLES_MAX),
             memory: None,
             regions: Table::new(REGIONS_MAX),
+            going: HashMap::new(),
             pds: Table::new(PDS_MAX),
             domains: HashMap::new(),
             cq,

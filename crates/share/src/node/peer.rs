@@ -389,7 +389,6 @@ impl Peers {
     }
 
     /// Takes what a person should know.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the node has no place for it yet"))]
     pub(crate) fn take_warnings(&mut self) -> Vec<String> {
         self.machine.take_warnings()
     }

@@ -16,6 +16,7 @@ use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateD
 use super::application::{
     Application, Link, Linked, Qp, Region, Shared, Srq, WORK_REQUESTS_MAX, limit, no_object,
 };
+use super::application::{Going, REGIONS_MAX};
 use super::config::Resource;
 use super::egress::Owner;
 use crate::control::convert::{
@@ -221,7 +222,7 @@ impl Application {
         access: u32,
         descriptors: Vec<OwnedFd>,
     ) -> Result<Message, Refusal> {
-        if !self.regions.has_room() {
+        if self.regions.len() + self.going.len() >= REGIONS_MAX {
             return Err(limit("memory regions"));
         }
         let end = offset.checked_add(length).ok_or(RegisterError::OutOfRange)?;
@@ -238,7 +239,7 @@ impl Application {
         access: u32,
         (pages, descriptors): (Option<wire::Pages>, Vec<OwnedFd>),
     ) -> Result<Message, Refusal> {
-        if !self.regions.has_room() {
+        if self.regions.len() + self.going.len() >= REGIONS_MAX {
             return Err(limit("memory regions"));
         }
         let memory = self.memory.clone();
@@ -432,13 +433,8 @@ impl Application {
     fn destroy(&mut self, shared: &mut Shared, now: Time, kind: Kind, id: u32) -> Result<Message, Refusal> {
         let is_there = match kind {
             Kind::Pd => self.pds.remove(id).is_some(),
-            Kind::Region => match (self.regions.remove(id), &mut shared.sharing) {
-                (Some(region), Some(sharing)) => {
-                    sharing.remove_region(Instant::now(), region.region);
-                    true
-                }
-                (region, _) => region.is_some(),
-            },
+            // [`Application::deregister`] has the others.
+            Kind::Region => false,
             Kind::Qp => self.remove_qp(shared, now, id),
             Kind::Listener => self.listeners.remove(id).is_some(),
             Kind::Srq => self.remove_srq(id),
@@ -516,6 +512,26 @@ impl Application {
         self.by_srqn.remove(&queue.srqn().0);
         self.release(completions);
         true
+    }
+
+    /// Deregisters a region. Returns the answer to the request, unless other nodes know the region's key: it comes once they no longer use it.
+    pub(super) fn deregister(
+        &mut self,
+        shared: &mut Shared,
+        request: u32,
+        id: u32,
+    ) -> Result<Option<Message>, Refusal> {
+        let region = self.regions.remove(id);
+        let Region { region, charges } = region.ok_or_else(|| no_object(Kind::Region))?;
+        let rkey = region.rkey();
+        if let Some(sharing) = &mut shared.sharing
+            && !sharing.remove_region(Instant::now(), region)
+        {
+            let _charges = charges;
+            self.going.insert(rkey, Going { request, _charges });
+            return Ok(None);
+        }
+        Ok(Some(Message::Done {}))
     }
 
     pub(super) fn remove_qp(&mut self, shared: &mut Shared, now: Time, id: u32) -> bool {

@@ -141,6 +141,8 @@ pub(super) struct Sharing {
     retired: Vec<Retired>,
     /// Peers' questions about keys that are going, and what is in flight with them.
     going: Vec<(Asked, InFlight)>,
+    /// Keys of regions that peers no longer use.
+    regions_gone: Vec<RKey>,
     /// The tenant of shared queue pairs of applications without one.
     tenant: TenantId,
     news: VecDeque<(Owner, News)>,
@@ -210,6 +212,7 @@ impl Sharing {
             tickets: HashMap::new(),
             ticket: 0,
             retired: Vec::new(),
+            regions_gone: Vec::new(),
             going: Vec::new(),
             tenant: egress.add_tenant(&Entitlement::default()),
             news: VecDeque::new(),
@@ -249,8 +252,9 @@ impl Sharing {
         self.regions.insert(domain, keys, extent, region);
     }
 
-    /// Removes a region, as its application deregisters it.
-    pub(super) fn remove_region(&mut self, now: Instant, region: MemoryRegion) {
+    /// Removes a region, as its application deregisters it. Returns false if peers know its key: it stays until they no longer use it
+    /// ([`Sharing::next_region_gone`]).
+    pub(super) fn remove_region(&mut self, now: Instant, region: MemoryRegion) -> bool {
         if let Some(removed) = self.regions.remove(region.lkey())
             && let Some(shadow) = removed.shadow
         {
@@ -261,7 +265,7 @@ impl Sharing {
             };
             self.retired.push(retired);
         }
-        drop(self.peers.remove_region(now, region));
+        self.peers.remove_region(now, region).is_some()
     }
 
     /// Returns what is in flight on shared queue pairs.
@@ -632,6 +636,16 @@ impl Sharing {
         !self.handle_events(egress, now) && !self.poll(egress, now) && sleeps
     }
 
+    /// Takes the key of a region that is gone, after [`Sharing::remove_region`].
+    pub(super) fn next_region_gone(&mut self) -> Option<RKey> {
+        self.regions_gone.pop()
+    }
+
+    /// Takes what a person should know.
+    pub(super) fn take_warnings(&mut self) -> Vec<String> {
+        self.peers.take_warnings()
+    }
+
     /// Takes news for an application.
     pub(super) fn next_news(&mut self) -> Option<(Owner, News)> {
         self.news.pop_front()
@@ -842,7 +856,8 @@ impl Sharing {
                 }
             }
             // The connection itself tells, in order, when it ends.
-            PeerEvent::Unbound { .. } | PeerEvent::RegionGone { .. } | PeerEvent::Gone { .. } => {}
+            PeerEvent::Unbound { .. } | PeerEvent::Gone { .. } => {}
+            PeerEvent::RegionGone { rkey } => self.regions_gone.push(rkey),
             PeerEvent::Key { ticket, key } => self.key_told(ticket, key),
             PeerEvent::KeyGone {
                 asked,

@@ -18,8 +18,8 @@ use crate::ring::{ApplicationEnd, Files};
 const LONG: Duration = Duration::from_secs(30);
 
 /// A node in a thread, until it is dropped.
-struct Served {
-    address: IpAddr,
+pub(super) struct Served {
+    pub(super) address: IpAddr,
     device: Device,
     stopper: Stopper,
     thread: Option<JoinHandle<()>>,
@@ -30,8 +30,17 @@ impl Served {
         Served::with(number, None)
     }
 
+    /// Shares queue pairs with nodes that have a key.
+    pub(super) fn with_key(number: u8, key: Key) -> Served {
+        Served::serve(number, |device| Node::open_sharing(device, None, key))
+    }
+
     /// Serves the tenants of a configuration.
     fn with(number: u8, config: Option<Config>) -> Served {
+        Served::serve(number, |device| Node::open_for(device, config))
+    }
+
+    fn serve(number: u8, open: impl FnOnce(Device) -> Result<Node, NodeError>) -> Served {
         rdmux_soft::register();
         let address = IpAddr::from([127, 0, 53, number]);
         let options = Options {
@@ -39,7 +48,7 @@ impl Served {
             ..Options::default()
         };
         let device = Device::open_with(address, options).unwrap();
-        let mut node = Node::open_for(device.clone(), config).unwrap();
+        let mut node = open(device.clone()).unwrap();
         let stopper = node.stopper();
         let thread = std::thread::spawn(move || node.run().unwrap());
         Served {
@@ -57,7 +66,7 @@ impl Served {
         }
     }
 
-    fn attach(&self) -> Raw {
+    pub(super) fn attach(&self) -> Raw {
         let mut raw = self.connect();
         let attached = raw.ask_with(&attach(VERSION), None);
         let files = <[OwnedFd; Files::COUNT]>::try_from(attached.descriptors).unwrap();
@@ -101,13 +110,13 @@ fn attach(version: u16) -> Message {
 }
 
 /// An application that sends what it likes.
-struct Raw {
-    channel: Channel,
+pub(super) struct Raw {
+    pub(super) channel: Channel,
     end: Option<ApplicationEnd>,
 }
 
 impl Raw {
-    fn receive(&mut self) -> Option<Received> {
+    pub(super) fn receive(&mut self) -> Option<Received> {
         loop {
             match self.channel.receive() {
                 Ok(Some(received)) => return Some(received),
@@ -121,7 +130,7 @@ impl Raw {
         }
     }
 
-    fn ask_with(&mut self, message: &Message, file: Option<&OwnedFd>) -> Received {
+    pub(super) fn ask_with(&mut self, message: &Message, file: Option<&OwnedFd>) -> Received {
         let file: Vec<BorrowedFd<'_>> = file.iter().map(|file| file.as_fd()).collect();
         self.channel.send_with(7, message, &file).unwrap();
         loop {
@@ -132,11 +141,11 @@ impl Raw {
         }
     }
 
-    fn ask(&mut self, message: &Message) -> Message {
+    pub(super) fn ask(&mut self, message: &Message) -> Message {
         self.ask_with(message, None).message
     }
 
-    fn made(&mut self, message: &Message) -> u32 {
+    pub(super) fn made(&mut self, message: &Message) -> u32 {
         match self.ask(message) {
             Message::Made { id } | Message::QpMade { id, .. } => id,
             other => panic!("{other:?}"),
@@ -191,7 +200,7 @@ impl Raw {
     }
 }
 
-fn create_qp(pd: u32) -> Message {
+pub(super) fn create_qp(pd: u32) -> Message {
     Message::CreateQp {
         pd,
         qp_type: QpType::Rc,

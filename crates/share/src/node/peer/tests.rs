@@ -453,6 +453,76 @@ fn accept__anything_from_strangers() {
     run([&mut a, &mut b], |[a, _]| a.find(bound(11)));
 }
 
+/// An application of a node: its queue pair is known to other nodes, and its region stays until they have let go.
+#[test]
+fn node__answers_for_its_applications() {
+    use rdmux_memory::mapping::sealed_file;
+    use rdmux_wire::node::control::{Kind, Message};
+
+    use crate::node::tests::{Served, create_qp};
+
+    let served = Served::with_key(30, Key::new([7; 32]));
+    let mut raw = served.attach();
+    let pd = raw.made(&Message::AllocPd {});
+    let Message::QpMade { qpn: dest, .. } = raw.ask(&create_qp(pd)) else {
+        panic!("no queue pair");
+    };
+    let register = Message::Register {
+        pd,
+        offset: 0,
+        length: 4096,
+        iova: 0,
+        access: 3,
+    };
+    let file = sealed_file("region", 4096).unwrap();
+    let Message::Registered { id, rkey, .. } = raw.ask_with(&register, Some(&file)).message else {
+        panic!("no region");
+    };
+
+    let mut a = Host::new(22, 7);
+    a.add(11);
+    let now = Instant::now();
+    a.peers
+        .bind(now, qpn(11), (served.address, dest, 0), Access::empty());
+    let mut ticket = 0;
+    let there = run([&mut a], |[a]| {
+        let answer = a.find(|event| match event {
+            PeerEvent::Key { key, .. } => Some(*key),
+            _ => None,
+        });
+        if ticket == 0 || answer == Some(None) {
+            ticket += 1;
+            a.peers.resolve_key(now, served.address, (1, rkey), ticket);
+        }
+        answer.flatten()
+    });
+    assert_eq!((there.start, there.length, there.access), (0, 4096, 3));
+    assert_eq!(
+        a.find(own(11)),
+        None,
+        "the application's queue pair has no peer yet"
+    );
+
+    let kind = Kind::Region;
+    raw.channel.send(9, &Message::Destroy { kind, id }).unwrap();
+    let asked = run([&mut a], |[a]| {
+        a.find(|event| match event {
+            PeerEvent::KeyGone { asked, .. } => Some(*asked),
+            _ => None,
+        })
+    });
+    // Other requests are answered meanwhile.
+    assert_eq!(raw.ask(&Message::CountObjects {}).name(), "Objects");
+    assert!(raw.channel.receive().unwrap().is_none());
+    a.peers.key_unused(Instant::now(), asked);
+    a.turn();
+    let answer = raw.receive().unwrap();
+    assert_eq!((answer.request, answer.message), (9, Message::Done {}));
+    // The application goes, and with it its queue pair.
+    drop(raw);
+    assert_eq!(run([&mut a], |[a]| a.find(own(11))), Why::Refused(Reason::Own));
+}
+
 /// What a peer in another process is.
 const PEER: &str = "RDMUX_TEST_PEER";
 
