@@ -10,6 +10,7 @@ mod connections;
 mod cut;
 mod egress;
 mod identity;
+mod limits;
 mod mux;
 mod peer;
 mod post;
@@ -26,7 +27,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rdmux_key::Key;
-use rdmux_rnic::sched::{PIECE_BYTES_MAX, Quanta, WindowLimits, burst_bytes};
+use rdmux_rnic::sched::Quanta;
 use rdmux_rnic::{Status, Time};
 use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::{Waker, conditions, folder};
@@ -309,7 +310,9 @@ impl Node {
                 .map_or(STRICT_PERCENT_DEFAULT, |config| config.strict_percent),
             ..Quanta::default()
         };
-        let mut egress = Egress::new(quanta, windows(config.as_ref()));
+        let rate_bps = config.as_ref().and_then(|config| config.rate_bps);
+        let limits = limits::of_device(device.provider(), quanta, rate_bps);
+        let mut egress = Egress::new(now(), limits);
         let tenants = Tenants::new(&mut egress, now(), config);
         let mut policy = Policy::new(wake_cost_ns());
         policy.pin(WaitMode::of_environment());
@@ -571,7 +574,7 @@ impl Node {
             }
             let sleeps = watch.as_mut().is_none_or(|watch| watch.prepare());
             if sleeps {
-                let until = self.shared.egress.next_time();
+                let until = self.shared.egress.next_time(now());
                 let until = until.map(|until| Duration::from_nanos(until.since_ns(now())));
                 let deadline = self.shared.sharing.as_mut().and_then(Sharing::deadline);
                 let deadline = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -986,22 +989,6 @@ impl Application {
         self.channel.send_with(request, &answer, &files.as_fds())?;
         self.rings = Some(post::Rings::new(end));
         Ok(())
-    }
-}
-
-/// Returns the bounds of windows. A node that keeps to a rate need not find out what the device carries. If it comes late, it catches up by a
-/// burst, which is for those whose turn it is: a window that one piece fills would leave most of it to others.
-fn windows(config: Option<&Config>) -> WindowLimits {
-    let default = WindowLimits::default();
-    let Some(rate_bps) = config.and_then(|config| config.rate_bps) else {
-        return default;
-    };
-    let burst_bytes = u32::try_from(burst_bytes(rate_bps)).unwrap_or(u32::MAX);
-    let bytes_min = (burst_bytes.saturating_add(PIECE_BYTES_MAX)).min(default.bytes_max);
-    WindowLimits {
-        bytes_min,
-        bytes_initial: bytes_min,
-        ..default
     }
 }
 

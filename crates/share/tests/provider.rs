@@ -52,7 +52,13 @@ impl Served {
 
     /// Attaches two applications and connects them.
     fn pair(&self) -> (Side, Side) {
-        let (mut client, mut server) = (self.side(), self.side());
+        self.pair_with(8)
+    }
+
+    /// As [`Served::pair`], with send queues for so many requests.
+    fn pair_with(&self, max_send_wr: u32) -> (Side, Side) {
+        let side = || Side::with(open(self.address, "shared"), max_send_wr);
+        let (mut client, mut server) = (side(), side());
         let listener = server.device.listen(PORT).unwrap();
         let address = SocketAddr::new(self.address, PORT);
         let (connected, accepted) = std::thread::scope(|scope| {
@@ -119,10 +125,14 @@ struct Side {
 
 impl Side {
     fn new(device: Device) -> Side {
+        Side::with(device, 8)
+    }
+
+    fn with(device: Device, max_send_wr: u32) -> Side {
         let pd = device.alloc_pd().unwrap();
-        let cq = device.create_cq(64).unwrap();
+        let cq = device.create_cq(64 + max_send_wr).unwrap();
         let options = QpOptions {
-            max_send_wr: 8,
+            max_send_wr,
             max_recv_wr: 8,
             ..QpOptions::new(&cq)
         };
@@ -588,6 +598,162 @@ fn disconnect__both_ends_learn_it() {
     assert!(connection.wait_ended(LONG));
     let wc = server.next();
     assert_eq!((wc.wr_id, wc.status), (3, Status::Flushed));
+}
+
+/// Long WRITEs and READs go to the device in pieces, of whatever list.
+#[test]
+fn post_send__long_lists() {
+    let served = Served::new(13);
+    let (client, server) = served.pair();
+    let bytes: Vec<u8> = (0..BYTES).map(|at| (at * 7 / 3) as u8).collect();
+    client.put(0, &bytes);
+    let parts = [(40_000, 20_001), (0, 5), (100, 30_000), (62_000, 1)];
+    let list: Vec<Sge> = parts.iter().map(|(at, len)| client.sge(*at, *len)).collect();
+    let expected: Vec<u8> = parts
+        .iter()
+        .flat_map(|(at, len)| bytes[*at as usize..(*at + *len) as usize].to_vec())
+        .collect();
+    let length = expected.len() as u64;
+    let remote = server.mr.remote(3..3 + length).unwrap();
+    let write = SendRequest::write(list.as_slice(), remote);
+    client.qp.post_send(write.wr_id(1).signaled()).unwrap();
+    assert_eq!(u64::from(client.expect(1, WcOpcode::Write).byte_len), length);
+    assert_eq!(server.got(3, expected.len()), expected);
+    client.put(0, &vec![0; BYTES as usize]);
+    let read = SendRequest::read(list.as_slice(), remote);
+    client.qp.post_send(read.wr_id(2).signaled().fence()).unwrap();
+    assert_eq!(u64::from(client.expect(2, WcOpcode::Read).byte_len), length);
+    for (at, len) in parts {
+        let range = at as usize..(at + len) as usize;
+        assert_eq!(client.got(at, len as usize), bytes[range]);
+    }
+}
+
+/// Posts WRITEs, each with whether it asks for a completion, whether its key is right, and its bytes.
+fn post_writes(client: &Side, server: &Side, writes: &[(bool, bool, u64)]) {
+    for ((asks, right, bytes), wr_id) in writes.iter().zip(0..) {
+        let mut remote = server.mr.remote(0..*bytes).unwrap();
+        if !right {
+            remote.rkey.0 ^= 0x55;
+        }
+        let mut write = SendRequest::write(client.sge(0, *bytes), remote).wr_id(wr_id);
+        if *asks {
+            write = write.signaled();
+        }
+        client.qp.post_send(write).unwrap();
+    }
+}
+
+fn outcomes(side: &Side, count: usize) -> Vec<(u64, Status)> {
+    let completions = (0..count).map(|_| side.next());
+    completions.map(|wc| (wc.wr_id, wc.status)).collect()
+}
+
+#[test]
+fn error__flushes_what_is_behind_it_in_order() {
+    let served = Served::new(14);
+    let (client, server) = served.pair();
+    let writes = [
+        (false, true, 8),
+        (true, true, 60_000),
+        (true, false, 60_000),
+        (false, true, 60_000),
+        (true, true, 8),
+    ];
+    post_writes(&client, &server, &writes);
+    let expected = [
+        (1, Status::Success),
+        (2, Status::RemoteAccess),
+        (3, Status::Flushed),
+        (4, Status::Flushed),
+    ];
+    assert_eq!(outcomes(&client, 4), expected);
+    assert_eq!(client.cq.poll(), None);
+    // So does what comes later.
+    post_writes(&client, &server, &[(false, true, 8)]);
+    assert_eq!(outcomes(&client, 1), [(0, Status::Flushed)]);
+    assert_eq!(client.qp.error(), Some(Status::RemoteAccess));
+}
+
+#[test]
+fn modify__requests_that_wait_in_sqd() {
+    let served = Served::new(15);
+    let (client, server) = served.pair();
+    let to = |state| client.qp.modify(state, &QpAttributes::default()).unwrap();
+    let writes = [(true, true, 60_000), (true, true, 8)];
+    to(QpState::Sqd);
+    post_writes(&client, &server, &writes);
+    // Whatever the node does with them, it has done before it answers.
+    assert_eq!(client.qp.query().unwrap().state, QpState::Sqd);
+    assert_eq!(client.cq.poll(), None);
+    to(QpState::Rts);
+    assert_eq!(outcomes(&client, 2), [(0, Status::Success), (1, Status::Success)]);
+    to(QpState::Sqd);
+    post_writes(&client, &server, &writes);
+    to(QpState::Error);
+    assert_eq!(outcomes(&client, 2), [(0, Status::Flushed), (1, Status::Flushed)]);
+    to(QpState::Reset);
+    client.qp.init().unwrap();
+    assert_eq!(client.cq.poll(), None);
+}
+
+#[test]
+fn modify__reset_forgets_what_waits() {
+    let served = Served::new(16);
+    let (client, server) = served.pair();
+    let to = |state| client.qp.modify(state, &QpAttributes::default()).unwrap();
+    to(QpState::Sqd);
+    post_writes(&client, &server, &[(true, true, 60_000), (true, true, 8)]);
+    to(QpState::Error);
+    to(QpState::Reset);
+    assert_eq!(client.cq.poll(), None);
+    assert_eq!(client.qp.query().unwrap().send_outstanding, 0);
+}
+
+/// Applications whose queues are full get the same, whoever was first, and one with little to send does not wait for them.
+#[test]
+fn post_send__applications_share_the_device() {
+    const WRITES: u64 = 2000;
+    let served = Served::new(17);
+    let mut seen = Vec::new();
+    // The operating system may let the device run between the two calls that start them: then there is nothing to see.
+    for _ in 0..20 {
+        let pairs = [served.pair_with(WRITES as u32), served.pair_with(WRITES as u32)];
+        let (little, little_server) = served.pair();
+        for (client, server) in &pairs {
+            client.qp.modify(QpState::Sqd, &QpAttributes::default()).unwrap();
+            for wr_id in 0..WRITES {
+                let remote = server.mr.remote(..).unwrap();
+                let write = SendRequest::write(client.sge(0, BYTES), remote);
+                client.qp.post_send(write.wr_id(wr_id).signaled()).unwrap();
+            }
+        }
+        let began = Instant::now();
+        for (client, _) in &pairs {
+            client.qp.modify(QpState::Rts, &QpAttributes::default()).unwrap();
+        }
+        let apart = began.elapsed();
+        post_writes(&little, &little_server, &[(true, true, 8)]);
+        let (mut done, mut beside_little) = ([0; 2], None);
+        while done.iter().all(|done| *done < WRITES) {
+            for ((client, _), done) in pairs.iter().zip(&mut done) {
+                while let Some(wc) = client.cq.poll() {
+                    assert_eq!((wc.status, wc.wr_id), (Status::Success, *done));
+                    *done += 1;
+                }
+            }
+            if beside_little.is_none() && little.cq.poll().is_some() {
+                beside_little = Some(done[0] + done[1]);
+            }
+        }
+        let took = began.elapsed();
+        seen.push((done, beside_little, apart, took));
+        let early = beside_little.is_some_and(|beside| beside < WRITES);
+        if apart < took / 8 && early && done[0].abs_diff(done[1]) < WRITES / 4 {
+            return;
+        }
+    }
+    panic!("{seen:?}");
 }
 
 #[test]

@@ -7,8 +7,8 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use rdmux_rnic::Time;
 use rdmux_rnic::sched::{
-    CLASSES, ConnectionId, Entitlement, GroupId, Hierarchy, InFlight, Policy, Quanta, Turn, Window,
-    WindowLimits, piece_bytes,
+    CLASSES, ConnectionId, DeviceFlight, DeviceLimits, DeviceWindow, Entitlement, GroupId, Hierarchy,
+    InFlight, Policy, Quanta, Turn, Window, WindowLimits, piece_bytes,
 };
 
 use crate::dice::Dice;
@@ -115,6 +115,7 @@ struct Piece {
     /// Arrival of the message of which this is the last piece.
     ends: Option<u64>,
     in_flight: InFlight,
+    of_device: DeviceFlight,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -151,6 +152,7 @@ struct Run<'a> {
     queues: Vec<VecDeque<Message>>,
     picker: Picker,
     windows: Vec<Window>,
+    device_window: DeviceWindow,
     in_flight: u64,
     device_free_ps: u64,
     posting_until_ps: u64,
@@ -168,6 +170,8 @@ pub fn share(
     let qps = flows.iter().map(|flow| flow.qp + 1).max().unwrap_or(0);
     let limits = WindowLimits {
         device_bps: 8_000_000_000_000 / device.byte_ps,
+        // The window of the device keeps short what waits for others.
+        target_ns: u64::MAX,
         ..WindowLimits::default()
     };
     let mut run = Run {
@@ -181,6 +185,7 @@ pub fn share(
         queues: vec![VecDeque::new(); flows.len()],
         picker: Picker::new(posting, flows),
         windows: vec![Window::new(Time(0), limits); qps],
+        device_window: DeviceWindow::new(Time(0), DeviceLimits::default()),
         in_flight: 0,
         device_free_ps: 0,
         posting_until_ps: 0,
@@ -258,6 +263,7 @@ impl Run<'_> {
         let piece_bytes = self.piece_bytes();
         let (now, qp) = (self.now(), self.flows[piece.flow].qp);
         self.windows[qp].completed(now, piece.in_flight, piece_bytes);
+        self.device_window.completed(now, piece.of_device);
         if piece.ends.is_some() && self.flows[piece.flow].per_second.is_none() {
             self.arrive(piece.flow);
         }
@@ -275,7 +281,8 @@ impl Run<'_> {
     /// Returns whether a piece may be posted; whether one of a certain QP may, the hierarchy knows.
     fn may_post(&self) -> bool {
         match (self.posting.order, self.posting.window_bytes) {
-            (Order::Whole, _) | (_, None) => true,
+            (Order::Whole, _) => true,
+            (_, None) => self.device_window.is_open(self.piece_bytes()),
             (_, Some(bytes)) => self.in_flight < u64::from(bytes),
         }
     }
@@ -320,12 +327,15 @@ impl Run<'_> {
             self.device_free_ps.max(self.posting_until_ps) + u64::from(bytes) * self.device.byte_ps;
         self.in_flight += u64::from(bytes);
         let now = self.now();
-        let in_flight = self.windows[self.flows[flow].qp].posted(now, bytes, piece_bytes);
+        let qp = self.flows[flow].qp;
+        let in_flight = self.windows[qp].posted(now, bytes, piece_bytes);
+        let of_device = self.device_window.posted(now, bytes, true, piece_bytes);
         let piece = Piece {
             flow,
             bytes,
             ends,
             in_flight,
+            of_device,
         };
         self.plan(
             self.device_free_ps + self.device.completion_ns * 1000,

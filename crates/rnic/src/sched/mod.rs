@@ -7,6 +7,7 @@
 mod bucket;
 mod classes;
 mod connection;
+mod device_window;
 mod hierarchy;
 mod list;
 mod piece;
@@ -20,6 +21,7 @@ mod window;
 use std::num::NonZeroU8;
 
 pub use bucket::burst_bytes;
+pub use device_window::{DeviceFlight, DeviceLimits, DeviceWindow};
 pub use hierarchy::{ConnectionId, GroupId, Hierarchy, Quanta, TenantId, Turn};
 pub use piece::{PIECE_BYTES_MAX, PIECE_BYTES_MIN, PIECE_BYTES_SHARED, piece_bytes};
 pub use senders::{Quantum, Scheduler};

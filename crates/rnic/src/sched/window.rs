@@ -11,9 +11,9 @@ use crate::time::Time;
 
 /// Time for which a minimum or maximum counts at least; after twice that time it counts no more. Then the next piece is posted alone,
 /// because a minimum is seen only when nothing waits.
-const EPOCH_NS: u64 = 100_000_000;
+pub(super) const EPOCH_NS: u64 = 100_000_000;
 /// The same in round trips, for long paths: a piece that is posted alone costs up to three.
-const EPOCH_ROUND_TRIPS: f64 = 300.0;
+pub(super) const EPOCH_ROUND_TRIPS: f64 = 300.0;
 
 /// Bounds of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,15 +59,15 @@ pub struct InFlight {
 
 /// Round trip of a piece of so many bytes.
 #[derive(Clone, Copy, Debug)]
-struct RoundTrip {
-    ns: f64,
-    bytes: f64,
+pub(super) struct RoundTrip {
+    pub(super) ns: f64,
+    pub(super) bytes: f64,
 }
 
 impl RoundTrip {
     /// Returns the round trip without the time in which the piece is sent. That may be negative if the rate is estimated too low; what
     /// counts is the difference between two pieces.
-    fn base_ns(&self, rate: f64) -> f64 {
+    pub(super) fn base_ns(&self, rate: f64) -> f64 {
         self.ns - self.bytes / rate
     }
 

@@ -46,7 +46,7 @@ pub(super) const WORK_REQUESTS_MAX: u32 = 1 << 14;
 /// Requests that all queues of an application can hold: the node keeps the completions of so many.
 pub(super) const WORK_REQUESTS_ALL_MAX: u32 = 1 << 20;
 /// Fewest requests of the device's send queue of a queue pair that has one: so many pieces of a single request can be in flight.
-const DEPTH_MIN: u32 = 64;
+const DEPTH_MIN: u32 = 128;
 
 /// A queue pair of an application.
 #[derive(Debug)]

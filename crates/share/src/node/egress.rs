@@ -3,7 +3,8 @@
 //! A *flow* is an application's queue pair: the requests that were accepted and are not complete, in their order. A *group* stands for a send
 //! queue of the device, into which the pieces of its flows go in the order in which they are picked; that of a flow alone, or one that flows
 //! share. Whatever is posted to the device is sent in the device's order, so the scheduler ([`Hierarchy`]) decides only about what
-//! waits here: the device gets as much as its paths carry, and no more ([`Window`]).
+//! waits here: the device gets as much as its paths carry, and no more ([`Window`](rdmux_rnic::sched::Window), for each group, and
+//! [`DeviceWindow`] for all of them).
 //!
 //! [`Egress`] is a pure state machine: it neither posts nor reads a clock, and knows of a request only what [`Request`] says. The caller
 //! - [submits](Egress::submit) requests, with a body of its own that says what is to be posted;
@@ -24,7 +25,9 @@ mod tests;
 
 use std::collections::VecDeque;
 
-use rdmux_rnic::sched::{Entitlement, Hierarchy, Quanta, TenantId, WindowLimits, piece_bytes};
+use rdmux_rnic::sched::{
+    self, DeviceLimits, DeviceWindow, Entitlement, Hierarchy, Quanta, TenantId, WindowLimits,
+};
 use rdmux_rnic::{Status, Time, WcOpcode};
 
 use super::table::Table;
@@ -40,6 +43,9 @@ const FLOWS_MAX: usize = 1 << SLOT_BITS;
 
 /// Bytes that a piece counts for at least: its headers, and the work that it costs.
 const CHARGE_MIN: u32 = 64;
+
+/// Largest path MTU.
+const PATH_MTU_MAX: u32 = 4096;
 
 /// Names a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -184,6 +190,17 @@ impl<B> Gate<B> for Open {
     }
 }
 
+/// Sizes of a scheduler.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// Turns.
+    pub(super) quanta: Quanta,
+    /// Bytes in flight of each group.
+    pub(super) windows: WindowLimits,
+    /// Bytes in flight of all groups.
+    pub(super) device: DeviceLimits,
+}
+
 /// A flow has as many requests as it may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Full;
@@ -195,19 +212,22 @@ pub(super) struct Egress<B> {
     flows: Table<Flow<B>, SLOT_BITS>,
     groups: Table<Group, SLOT_BITS>,
     windows: WindowLimits,
+    /// Without it, the window of each group would decide what the group gets, and not the hierarchy.
+    device: DeviceWindow,
     done: VecDeque<Done>,
     /// Bytes of requests that are kept, for each application.
     kept_bytes: Vec<u64>,
 }
 
 impl<B> Egress<B> {
-    /// Returns one without tenants. `windows` are the bounds of the window of each group.
-    pub(super) fn new(quanta: Quanta, windows: WindowLimits) -> Egress<B> {
+    /// Returns one without tenants.
+    pub(super) fn new(now: Time, limits: Limits) -> Egress<B> {
         Egress {
-            hierarchy: Hierarchy::new(quanta),
+            hierarchy: Hierarchy::new(limits.quanta),
             flows: Table::new(FLOWS_MAX),
             groups: Table::new(FLOWS_MAX),
-            windows,
+            windows: limits.windows,
+            device: DeviceWindow::new(now, limits.device),
             done: VecDeque::new(),
             kept_bytes: Vec::new(),
         }
@@ -287,6 +307,9 @@ impl<B> Egress<B> {
         };
         self.hierarchy.remove_group(removed.id);
         for posted in removed.posted {
+            if let Some((_, of_device)) = posted.in_flight {
+                self.device.lost(of_device);
+            }
             if let Some(flow) = self.flows.get_mut(posted.flow.0) {
                 flow.in_flight -= 1;
                 self.flush_if_over(posted.flow);
@@ -366,6 +389,10 @@ impl<B> Egress<B> {
 
     /// Returns the piece to post next, or `None` if nothing waits that may be posted now.
     pub(super) fn next(&mut self, now: Time, gate: &mut impl Gate<B>) -> Option<Piece> {
+        self.device.advance(now);
+        if !self.device.is_open(self.piece_bytes(now, PATH_MTU_MAX)) {
+            return None;
+        }
         loop {
             let turn = self.hierarchy.pick(now)?;
             let id = turn.id;
@@ -406,7 +433,7 @@ impl<B> Egress<B> {
                 continue;
             }
             let rest = request.length - offset;
-            let piece_bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
+            let piece_bytes = sched::piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
             let length = match cuts {
                 true => rest.min(piece_bytes).min(admitted),
                 false => rest,
@@ -426,7 +453,7 @@ impl<B> Egress<B> {
                 in_flight: None,
             };
             let asks = last && request.asks;
-            let (of_group, signaled) = group.post(now, posted, charge, asks, piece_bytes);
+            let (of_group, signaled) = group.post(now, posted, charge, asks, piece_bytes, &mut self.device);
             let (group_id, opens) = (group.id, group.takes(piece_bytes));
             self.hierarchy.end(now, turn, charge, more);
             if !opens {
@@ -474,6 +501,9 @@ impl<B> Egress<B> {
         let Some(posted) = group.take_back(piece.id.place) else {
             return;
         };
+        if let Some(in_flight) = posted.in_flight {
+            group.lost(in_flight, &mut self.device);
+        }
         if posted.takes_slot {
             let group = group.id;
             self.hierarchy.return_slot(now, group);
@@ -515,10 +545,11 @@ impl<B> Egress<B> {
             if let Some(in_flight) = posted.in_flight {
                 match status {
                     Status::Success => {
-                        let bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
-                        group.window.completed(now, in_flight, bytes);
+                        let sparse_seen = self.hierarchy.sparse_seen();
+                        let piece_bytes = sched::piece_bytes(now, sparse_seen, group.path_mtu);
+                        group.completed(now, in_flight, piece_bytes, &mut self.device);
                     }
-                    _ => group.window.lost(in_flight),
+                    _ => group.lost(in_flight, &mut self.device),
                 }
             }
             let group = group.id;
@@ -661,8 +692,15 @@ impl<B> Egress<B> {
     }
 
     /// Returns when to ask for a piece again if there is none now; `None`: once something is submitted or completed.
-    pub(super) fn next_time(&mut self) -> Option<Time> {
-        self.hierarchy.next_time()
+    pub(super) fn next_time(&mut self, now: Time) -> Option<Time> {
+        let is_open = self.device.is_open(self.piece_bytes(now, PATH_MTU_MAX));
+        let of_device = (!is_open).then(|| self.device.next_time());
+        let of_tenants = self.hierarchy.next_time();
+        of_device.into_iter().chain(of_tenants).min()
+    }
+
+    fn piece_bytes(&self, now: Time, path_mtu: u32) -> u32 {
+        sched::piece_bytes(now, self.hierarchy.sparse_seen(), path_mtu)
     }
 
     /// Has the hierarchy know that a flow has something to send, if that is so.
@@ -678,7 +716,7 @@ impl<B> Egress<B> {
     /// Opens or shuts a group after its window has changed.
     fn reopen(&mut self, now: Time, group: GroupId) {
         if let Some(group) = self.groups.get(group.0) {
-            let bytes = piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
+            let bytes = self.piece_bytes(now, group.path_mtu);
             self.hierarchy.set_open(now, group.id, group.takes(bytes));
         }
     }

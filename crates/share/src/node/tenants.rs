@@ -266,9 +266,7 @@ impl Tenants {
 mod tests {
     use std::path::Path;
 
-    use rdmux_rnic::sched::{Quanta, WindowLimits};
-
-    use super::super::egress::GroupOptions;
+    use super::super::egress::{self, GroupOptions};
     use super::*;
 
     fn config(text: &str) -> Config {
@@ -280,7 +278,7 @@ mod tests {
     const NOW: Time = Time(1_000_000);
 
     fn egress() -> Egress<()> {
-        Egress::new(Quanta::default(), WindowLimits::default())
+        Egress::new(NOW, egress::Limits::default())
     }
 
     fn tenants(config: Option<Config>) -> Tenants {

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 
 use rdmux_rnic::Time;
-use rdmux_rnic::sched::{GroupId as HierarchyGroup, InFlight, PIECE_BYTES_MIN, Window, WindowLimits};
+use rdmux_rnic::sched::{
+    DeviceFlight, DeviceWindow, GroupId as HierarchyGroup, InFlight, PIECE_BYTES_MIN, Window, WindowLimits,
+};
 
 use super::{FlowId, PLACE_BITS};
 
@@ -27,6 +29,9 @@ pub(in crate::node) struct GroupOptions {
     pub(in crate::node) may_be_quiet: bool,
 }
 
+/// Bytes in flight, for the window of the group and for that of the device.
+pub(super) type Flight = (InFlight, DeviceFlight);
+
 /// A piece that is posted.
 #[derive(Debug)]
 pub(super) struct Posted {
@@ -37,14 +42,16 @@ pub(super) struct Posted {
     /// Set if it has a slot of the group.
     pub(super) takes_slot: bool,
     /// The bytes that its completion accounts for; `None`: a later one does.
-    pub(super) in_flight: Option<InFlight>,
+    pub(super) in_flight: Option<Flight>,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Group {
     pub(super) id: HierarchyGroup,
-    pub(super) window: Window,
+    window: Window,
+    /// Set while completions come in time.
+    is_prompt: bool,
     pub(super) path_mtu: u32,
     pub(super) has_slots: bool,
     pub(super) class: usize,
@@ -65,6 +72,7 @@ impl Group {
         Group {
             id,
             window: Window::new(now, limits),
+            is_prompt: false,
             path_mtu: options.path_mtu,
             has_slots: options.slots.is_some(),
             class: options.class,
@@ -90,6 +98,7 @@ impl Group {
         bytes: u32,
         asks: bool,
         piece_bytes: u32,
+        device: &mut DeviceWindow,
     ) -> (u32, bool) {
         let (pieces, quiet_bytes) = (self.quiet.0 + 1, self.quiet.1 + bytes);
         let signaled = asks
@@ -98,7 +107,10 @@ impl Group {
             || quiet_bytes >= QUIET_BYTES_MAX
             || pieces as usize >= self.depth.div_ceil(2);
         if signaled {
-            piece.in_flight = Some(self.window.posted(now, quiet_bytes, piece_bytes));
+            piece.in_flight = Some((
+                self.window.posted(now, quiet_bytes, piece_bytes),
+                device.posted(now, quiet_bytes, self.is_prompt, piece_bytes),
+            ));
             self.quiet = (0, 0);
         } else {
             self.quiet = (pieces, quiet_bytes);
@@ -129,10 +141,24 @@ impl Group {
         if self.count_through(place) != Some(self.posted.len()) {
             return None;
         }
-        let mut piece = self.posted.pop_back()?;
-        if let Some(in_flight) = piece.in_flight.take() {
-            self.window.lost(in_flight);
-        }
-        Some(piece)
+        self.posted.pop_back()
+    }
+
+    /// Accounts for bytes whose completion has come.
+    pub(super) fn completed(
+        &mut self,
+        now: Time,
+        (in_flight, of_device): Flight,
+        piece_bytes: u32,
+        device: &mut DeviceWindow,
+    ) {
+        self.window.completed(now, in_flight, piece_bytes);
+        self.is_prompt = device.completed(now, of_device);
+    }
+
+    /// Accounts for bytes that will not complete, as the send queue has failed.
+    pub(super) fn lost(&mut self, (in_flight, of_device): Flight, device: &mut DeviceWindow) {
+        self.window.lost(in_flight);
+        device.lost(of_device);
     }
 }

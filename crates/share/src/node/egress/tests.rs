@@ -33,7 +33,21 @@ impl Bench {
             bytes_initial: window_bytes,
             ..WindowLimits::default()
         };
-        let mut egress = Egress::new(Quanta::default(), windows);
+        let device = DeviceLimits {
+            bytes_min: u32::MAX,
+            bytes_max: u32::MAX,
+            ..DeviceLimits::default()
+        };
+        Bench::with(windows, device)
+    }
+
+    fn with(windows: WindowLimits, device: DeviceLimits) -> Bench {
+        let limits = Limits {
+            windows,
+            device,
+            ..Limits::default()
+        };
+        let mut egress = Egress::new(Time(1_000_000), limits);
         let tenant = egress.add_tenant(&Entitlement::default());
         Bench {
             egress,
@@ -538,6 +552,58 @@ fn next__flows_share_bytes_whatever_their_messages_are() {
     }
 }
 
+/// Each flow has a send queue of its own, whose window would let it send as much as it likes.
+#[test]
+fn next__the_window_of_the_device_has_the_hierarchy_decide() {
+    let windows = WindowLimits {
+        bytes_min: WIDE,
+        bytes_max: WIDE,
+        bytes_initial: WIDE,
+        ..WindowLimits::default()
+    };
+    let device = DeviceLimits {
+        bytes_min: 8 * PIECE,
+        bytes_max: 8 * PIECE,
+        ..DeviceLimits::default()
+    };
+    let mut bench = Bench::with(windows, device);
+    let other = bench.egress.add_tenant(&Entitlement {
+        weight: NonZeroU16::new(4).unwrap(),
+        ..Entitlement::default()
+    });
+    let groups = [bench.tenant, other].map(|tenant| bench.group_of(tenant, &options(0)));
+    let flows = groups.map(|group| bench.flow_in(group));
+    // The device sends one piece after another, in the order in which they were posted.
+    let mut sent = VecDeque::new();
+    for turn in 0..20_000 {
+        for flow in flows {
+            while bench.egress.submit(bench.now, flow, write(0, 1 << 20), 0).is_ok() {}
+        }
+        let pieces = bench.post();
+        sent.extend(pieces.iter().map(|piece| piece.group));
+        let in_flight: usize = bench.posted.values().map(VecDeque::len).sum();
+        // Pieces of a send queue count once one of it has completed.
+        assert!(turn < 200 || in_flight <= 9, "{in_flight} pieces");
+        bench.now = bench.now + 1_000;
+        if let Some(group) = sent.pop_front() {
+            bench.complete(group);
+        }
+        bench.done();
+    }
+    let [one, four] = flows.map(|flow| bench.bytes[&flow] as f64);
+    assert!((3.9..4.1).contains(&(four / one)), "{}", four / one);
+    // Peers that do not answer any longer shut the device for nobody.
+    bench.post();
+    let third = bench.flow().0;
+    bench.submit(third, write(0, 8));
+    assert!(bench.next().is_none());
+    while bench.next().is_none() {
+        let at = bench.egress.next_time(bench.now).expect("the device is full");
+        assert!(at > bench.now && at < bench.now + 100_000_000);
+        bench.now = at;
+    }
+}
+
 #[test]
 fn next__tenants_share_by_weight() {
     let mut bench = Bench::new(WIDE);
@@ -603,7 +669,7 @@ fn next_time__of_a_tenant_at_its_ceiling() {
     let (flow, _) = bench.flow();
     bench.submit(flow, write(0, 1 << 20));
     assert!(!bench.post().is_empty());
-    let at = bench.egress.next_time().unwrap();
+    let at = bench.egress.next_time(bench.now).unwrap();
     assert!(at > bench.now);
     bench.now = at;
     assert_eq!(bench.post().len(), 1);
