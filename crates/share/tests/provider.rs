@@ -683,7 +683,7 @@ fn modify__requests_that_wait_in_sqd() {
     let writes = [(true, true, 60_000), (true, true, 8)];
     to(QpState::Sqd);
     post_writes(&client, &server, &writes);
-    // Whatever the node does with them, it has done before it answers.
+    // The node has begun all that it begins in SQD before it answers.
     assert_eq!(client.qp.query().unwrap().state, QpState::Sqd);
     assert_eq!(client.cq.poll(), None);
     to(QpState::Rts);
