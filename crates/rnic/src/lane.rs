@@ -253,13 +253,20 @@ impl Lane {
     #[inline]
     fn enter(&self) -> Option<MutexGuard<'_, Known>> {
         let usable = self.usable.load(Ordering::Relaxed);
-        if usable > 0
-            && let Some(others) = self.others.get()
-        {
-            let part = others.get(thread_number() % usable)?;
-            return Some(part.0.lock());
+        if usable > 0 {
+            return self.enter_own(usable);
         }
-        self.first.0.try_lock().or_else(|| self.meet())
+        match self.first.0.try_lock() {
+            None => self.meet(),
+            known => known,
+        }
+    }
+
+    /// Enters the thread's part of a lane that is split.
+    #[inline(never)]
+    fn enter_own(&self, usable: usize) -> Option<MutexGuard<'_, Known>> {
+        let part = self.others.get()?.get(thread_number() % usable)?;
+        Some(part.0.lock())
     }
 
     /// Enters the first part after the thread has met somebody there: another thread, or the device. Splits the lane if that happens often.

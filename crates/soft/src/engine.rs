@@ -441,17 +441,11 @@ impl Engine {
         queue: &SendQueue,
         request: &mut Option<SendRequest>,
     ) -> bool {
-        let mut posted = callers::inside(|| lane.post(request, || self.now()));
-        if matches!(posted, Directly::Not) && queue.has_left() {
-            posted = self.post_behind_left(lane, queue, request);
+        match callers::inside(|| lane.post(request, || self.now())) {
+            Directly::Not => queue.has_left() && self.post_behind_left(lane, queue, request),
+            Directly::Done => true,
+            more => self.has_posted(more),
         }
-        match posted {
-            Directly::Not => return false,
-            Directly::Done => {}
-            Directly::DoneAndTell(delivery) => self.deliver(delivery),
-            Directly::DoneAndEnded => self.with(|core, _| core.links.note_untold_ends()),
-        }
-        true
     }
 
     /// Posts to a lane once the engine's driver has seen the requests of the queue pair that other threads have left to it, if that is soon.
@@ -462,7 +456,7 @@ impl Engine {
         lane: &DirectLane,
         queue: &SendQueue,
         request: &mut Option<SendRequest>,
-    ) -> Directly {
+    ) -> bool {
         for _ in 0..LOOKS_BEHIND_LEFT {
             if queue.has_left() {
                 std::hint::spin_loop();
@@ -470,10 +464,21 @@ impl Engine {
             }
             let posted = callers::inside(|| lane.post(request, || self.now()));
             if !matches!(posted, Directly::Not) || !queue.has_left() {
-                return posted;
+                return self.has_posted(posted);
             }
         }
-        Directly::Not
+        false
+    }
+
+    /// Tells the engine what a lane has done. Returns whether it has posted the request.
+    fn has_posted(&self, done: Directly) -> bool {
+        match done {
+            Directly::Not => return false,
+            Directly::Done => {}
+            Directly::DoneAndTell(delivery) => self.deliver(delivery),
+            Directly::DoneAndEnded => self.with(|core, _| core.links.note_untold_ends()),
+        }
+        true
     }
 
     /// Moves what peers and lanes exchange without the engine, on behalf of a polling caller. Only while callers are trusted to come back, and
