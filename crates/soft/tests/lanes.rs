@@ -213,18 +213,23 @@ const SHARERS: u64 = 4;
 /// Requests of these threads before a region is deregistered.
 const POSTED: u64 = 30_000;
 
-/// Posts WRITEs of 4 KiB without completions by one queue pair from several threads, until a request fails; returns after `end`, which runs
-/// beside them, and they have ended.
-fn write_by_threads(client: &End, operation: &Operation, sge: Sge, end: impl FnOnce()) {
+/// Posts WRITEs of 4 KiB without completions by one queue pair from several threads, each to its own part of the memory at `(va, rkey)`, until a
+/// request fails; returns after `end`, which runs beside them, and they have ended.
+fn write_by_threads(client: &End, (va, rkey): (u64, RKey), sge: Sge, end: impl FnOnce()) {
     let (posted, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
     let deadline = Instant::now() + LONG;
     thread::scope(|scope| {
-        for _ in 0..SHARERS {
-            scope.spawn(|| {
+        for thread in 0..SHARERS {
+            let (posted, has_failed) = (&posted, &has_failed);
+            scope.spawn(move || {
                 while !has_failed.load(Ordering::Relaxed) {
                     let request = SendRequest {
                         wr_id: 1,
-                        operation: operation.clone(),
+                        operation: Operation::Write {
+                            va: va + thread * 4096,
+                            rkey,
+                            imm: None,
+                        },
                         sges: sge.into(),
                         flags: SendFlags::empty(),
                         to: Target::Connected,
@@ -296,7 +301,7 @@ fn dereg__while_threads_that_share_a_queue_pair_write() {
         let memory = Arc::new(Watched::default());
         let mr = client.pd.reg_mr_all(memory.clone(), 0, Access::empty()).unwrap();
         let sge = mr.sge(0, 4096);
-        write_by_threads(client, &write_to(server, 0), sge, || {
+        write_by_threads(client, (server.mr.iova(), server.mr.rkey()), sge, || {
             drop(mr);
             memory.given_back.store(true, Ordering::SeqCst);
             assert_eq!(Arc::strong_count(&memory), 1, "the device has given it back");
@@ -308,26 +313,21 @@ fn dereg__while_threads_that_share_a_queue_pair_write() {
 /// Once a peer's deregistration returns, none of the threads that share a queue pair writes to its memory.
 #[test]
 fn dereg__of_memory_of_a_peer_while_threads_that_share_a_queue_pair_write() {
+    const BYTES: usize = 4096 * SHARERS as usize;
     let (_, pairs) = pairs([127, 0, 75, 7], 5);
     for (client, server, _) in &pairs {
         warm(client, server);
-        let memory = Arc::new(shareable(4096));
+        let memory = Arc::new(shareable(BYTES));
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let mr = server.pd.reg_mr_all(memory.clone(), 0, access).unwrap();
-        let operation = Operation::Write {
-            va: mr.iova(),
-            rkey: mr.rkey(),
-            imm: None,
-        };
-        let own = [7; 4096];
-        let kept = [9; 4096];
-        client.memory.write(0, &own).unwrap();
+        let kept = [9; BYTES];
+        client.memory.write(0, &[7; 4096]).unwrap();
         let sge = client.mr.sge(0, 4096);
-        write_by_threads(client, &operation, sge, || {
+        write_by_threads(client, (mr.iova(), mr.rkey()), sge, || {
             drop(mr);
             memory.write(0, &kept).unwrap();
         });
-        let mut found = [0; 4096];
+        let mut found = [0; BYTES];
         memory.read(0, &mut found).unwrap();
         assert!(found == kept, "the peer has written late");
     }
