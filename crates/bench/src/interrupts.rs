@@ -170,7 +170,7 @@ const WORKLOADS: [Workload; 4] = [
     },
 ];
 
-/// What `--table reactors` runs.
+/// The workloads of `--table reactors`.
 const WORKLOADS_ON_CORES: [Workload; 2] = [
     Workload {
         key: "reactors_memory",
