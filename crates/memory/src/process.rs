@@ -4,6 +4,7 @@
 //! memory even if its number belongs to another process by then, or it has started another program: then they find nothing. Which bytes are
 //! accessed is for the caller: it accesses only those that the process has registered.
 
+use std::any::Any;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -215,6 +216,10 @@ impl ForeignMemory {
 impl Memory for ForeignMemory {
     fn len(&self) -> u64 {
         self.len
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {

@@ -1,4 +1,4 @@
-//! What the proofs of the key cover.
+//! The bytes that the proofs of the key cover.
 
 use rdmux_key::Key;
 

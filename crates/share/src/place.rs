@@ -210,7 +210,7 @@ fn make_node_folder(address: IpAddr) -> io::Result<()> {
 fn make_public(path: &Path) -> Result<(), Errno> {
     let mode = Mode::RWXU | Mode::RGRP | Mode::XGRP | Mode::ROTH | Mode::XOTH;
     match mkdir(path, mode) {
-        // Whatever the process's umask is.
+        // Independent of the process's umask.
         Ok(()) => chmod(path, mode),
         Err(Errno::EXIST) => Ok(()),
         // Nobody may make one here, but there is one.

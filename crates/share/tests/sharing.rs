@@ -296,6 +296,73 @@ fn connect__by_address_and_port() {
 }
 
 /// A node with another key, or none, is no peer: the connection has queue pairs of its own.
+/// Connects two applications by address and port, and has the server send into receives that its peer posted before.
+fn connect_with_receives(client: &Side, server: &Side, there: IpAddr) {
+    let listener = server.device.listen(7176).unwrap();
+    let params = ConnectParams::default();
+    let receive = |side: &Side| side.qp.post_recv(RecvRequest::new(1, side.sge(0, 64))).unwrap();
+    receive(client);
+    receive(server);
+    let (_connected, _accepted) = std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| {
+            let request = listener.accept(LONG).unwrap();
+            let accepted = request.accept(&server.qp, &params, &[]).unwrap();
+            assert!(accepted.wait_established());
+            accepted
+        });
+        let connected = client
+            .device
+            .connect(&client.qp, (there, 7176).into(), &params, &[]);
+        (connected.unwrap(), accepted.join().unwrap())
+    });
+    for (from, to) in [(client, server), (server, client)] {
+        let send = SendRequest::send(SgeList::inline(b"hello"));
+        from.qp.post_send(send.wr_id(2).signaled()).unwrap();
+        from.expect(2, WcOpcode::Send);
+        assert_eq!(to.expect(1, WcOpcode::Recv).byte_len, 5);
+        assert_eq!(to.got(0, 5), b"hello");
+    }
+    assert!(!format!("{:?}", client.qp.carrier()).contains("share"));
+}
+
+/// The applications of one node have queue pairs of their own, with the receives that they have posted before.
+#[test]
+fn connect__within_a_node() {
+    let node = Served::new(12, 1);
+    let (client, server) = (Side::new(&node), Side::new(&node));
+    connect_with_receives(&client, &server, node.address);
+}
+
+/// So does an application with memory that it can take away: a shared queue pair would fail for all.
+#[test]
+fn connect__with_memory_of_the_process() {
+    let (here, there) = (Served::new(13, 1), Served::new(14, 1));
+    let (client, server) = (Side::new(&here), Side::new(&there));
+    let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
+    let mr = client.pd.reg_mr_all(memory, 0, Access::LOCAL_WRITE);
+    connect_with_receives(&client, &server, there.address);
+    drop(mr);
+}
+
+/// Receives of a queue pair that goes to Error before it is connected are flushed.
+#[test]
+fn modify__from_init_to_error() {
+    let node = Served::new(15, 1);
+    let side = Side::new(&node);
+    let receive = |wr_id| {
+        side.qp
+            .post_recv(RecvRequest::new(wr_id, side.sge(0, 8)))
+            .unwrap()
+    };
+    receive(1);
+    side.qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    receive(2);
+    for wr_id in [1, 2] {
+        let wc = side.next();
+        assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Flushed));
+    }
+}
+
 #[test]
 fn peers__that_do_not_agree_have_queue_pairs_of_their_own() {
     let (here, there) = (Served::new(3, 1), Served::new(4, 2));

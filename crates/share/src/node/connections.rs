@@ -71,7 +71,10 @@ impl Application {
                         private_data: PrivateData::new(connection.private_data()).unwrap_or_default(),
                     };
                     let states = [QpState::Init, QpState::Rtr, QpState::Rts];
-                    let states = states.map(|to| Some((to, connection.attributes(to)?)));
+                    // The device has brought up a queue pair of its own.
+                    let is_external = connection.qp().is_none();
+                    let states =
+                        states.map(|to| Some((to, connection.attributes(to).filter(|_| is_external)?)));
                     let known = (true, false);
                     linked.link = Link::Made { connection, known };
                     for (to, attributes) in states.into_iter().flatten() {

@@ -821,7 +821,7 @@ impl Mux {
         if let Some(failure) = failure {
             self.fail_with(id, failure, CompletionStatus::RetryExceeded);
         }
-        // Whatever it waits for does not come any more.
+        // The event that it waits for does not come any more.
         if let Some(connection) = self.connection(id)
             && connection.waits.take().is_some()
         {

@@ -45,7 +45,7 @@ pub(crate) use shared::{RECEIVE, SENDS, SLOTS, SharedQp};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SharedId(pub(crate) u64);
 
-/// Who uses a shared queue pair.
+/// Users of a shared queue pair.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SharedBy {
     /// The node at the other end.
@@ -105,7 +105,7 @@ pub(crate) enum PeerEvent {
         peer: IpAddr,
         /// The peer's queue pair.
         dest: Qpn,
-        /// What is known of the peer's queue pair.
+        /// State of the peer's queue pair, as far as it is known.
         binding: Binding,
     },
     /// The connection of a queue pair is to be its own.
@@ -150,7 +150,7 @@ pub(crate) enum PeerEvent {
     },
     /// A shared queue pair that was wanted is not there, and will not be.
     QpRefused {
-        /// Who wanted it.
+        /// The user that wanted it.
         by: SharedBy,
     },
     /// A shared queue pair is gone. Nothing was in flight, unless the peer is gone, or the queue pair has failed.
@@ -203,7 +203,11 @@ impl Peers {
         let node = NodeId(id);
         let pd = device.alloc_pd()?;
         Ok(Peers {
-            machine: Machine::new(Identity { key, node }),
+            machine: Machine::new(Identity {
+                key,
+                node,
+                address: device.address(),
+            }),
             shared: SharedQps::new(device, &pd, shared_max)?,
             links: Links::open(device, events)?,
             keys: Keys::new(pd),
@@ -259,6 +263,12 @@ impl Peers {
     /// Forgets a queue pair, which is destroyed or reset. The peer is told.
     pub(crate) fn remove_qp(&mut self, now: Instant, qpn: Qpn) {
         self.machine.remove_qp(now, qpn);
+        self.work(now);
+    }
+
+    /// Takes note that a queue pair is used by itself.
+    pub(crate) fn keep_own(&mut self, now: Instant, qpn: Qpn) {
+        self.machine.keep_own(now, qpn);
         self.work(now);
     }
 

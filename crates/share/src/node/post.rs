@@ -456,7 +456,7 @@ impl Application {
 
 impl Qp {
     /// Puts the queue pair in error.
-    fn fail(&self, shared: &mut Shared) {
+    pub(super) fn fail(&self, shared: &mut Shared) {
         let sharing = shared.sharing.as_mut();
         if !sharing.is_some_and(|sharing| sharing.fail(Instant::now(), self.qp.qpn())) {
             let _ = self.qp.modify(QpState::Error, &QpAttributes::default());

@@ -1,7 +1,6 @@
 //! Carries out the requests of an application.
 
 use std::io;
-use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -109,8 +108,12 @@ impl Application {
                 if !self.connections.has_room() {
                     return Err(limit("connections"));
                 }
+                if peer.ip() == shared.device.address() || self.memory.is_some() {
+                    let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
+                    qp.use_own(shared);
+                }
                 let pair = &self.qp(qp)?.qp;
-                let external = external_of(shared, pair, peer.ip());
+                let external = external_of(shared, pair);
                 let pair = external
                     .as_ref()
                     .map_or(ConnectPair::Own(pair), ConnectPair::External);
@@ -384,12 +387,19 @@ impl Application {
             let sharing = shared.sharing.as_mut();
             sharing.is_some_and(|sharing| sharing.modify(Instant::now(), qpn, to, attributes))
         };
+        if to == QpState::Rtr && self.memory.is_some() {
+            // Nobody else's connections may depend on memory that its process can take away.
+            qp.use_own(shared);
+        }
         // The device says what it does not allow, before anybody else is told.
         let is_of_device = matches!(to, QpState::Init | QpState::Reset);
         if is_of_device {
             qp.qp.modify(to, attributes)?;
         }
         if !is_virtual(shared) && !is_of_device {
+            if to == QpState::Rtr {
+                qp.use_own(shared);
+            }
             qp.qp.modify(to, attributes)?;
         }
         qp.is_in(shared, now, to);
@@ -567,7 +577,12 @@ impl Application {
         let request = self.requests.remove(request);
         let mut request = request.ok_or_else(|| no_object(Kind::Connection))?;
         let params = params_of(params);
-        let connection = match external_of(shared, &pair, request.peer()) {
+        if (request.peer() == shared.device.address() || self.memory.is_some())
+            && let Some(qp) = self.qps.get_mut(qp)
+        {
+            qp.use_own(shared);
+        }
+        let connection = match external_of(shared, &pair) {
             None => request.accept(&pair, &params, private_data.bytes()),
             Some(external) => {
                 for to in [QpState::Init, QpState::Rtr, QpState::Rts] {
@@ -601,6 +616,18 @@ impl Application {
 }
 
 impl Qp {
+    /// Has the device's queue pair be used by itself, with the receives that wait for that.
+    fn use_own(&mut self, shared: &mut Shared) {
+        let sharing = shared.sharing.as_mut();
+        let receives = sharing.map_or(Vec::new(), |sharing| sharing.make_own(self.qp.qpn()));
+        if !receives
+            .into_iter()
+            .all(|receive| self.qp.post_recv(receive).is_ok())
+        {
+            self.fail(shared);
+        }
+    }
+
     /// Has the scheduler know the state into which the application has put the queue pair.
     fn is_in(&mut self, shared: &mut Shared, now: Time, state: QpState) {
         match state {
@@ -645,13 +672,13 @@ fn cannot_map(error: io::Error) -> Refusal {
 }
 
 /// Returns a queue pair as its owner brings it up, if the node is to decide how.
-fn external_of(shared: &Shared, qp: &QueuePair, peer: IpAddr) -> Option<ExternalPair> {
+fn external_of(shared: &Shared, qp: &QueuePair) -> Option<ExternalPair> {
     let qpn = qp.qpn();
     let is_known = shared
         .sharing
         .as_ref()
         .is_some_and(|sharing| sharing.may_share(qpn));
-    (is_known && peer != shared.device.address()).then_some(ExternalPair {
+    is_known.then_some(ExternalPair {
         qpn,
         qp_type: QpType::Rc,
         srq: false,

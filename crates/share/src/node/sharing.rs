@@ -34,6 +34,8 @@ use super::peer::{
 
 /// Shared queue pairs of a node.
 const SHARED_MAX: usize = 4096;
+/// States into which an application may bring a queue pair before its peer's node has answered: RTR, RTS, SQD and RTS again.
+const STATES_MAX: usize = 4;
 /// Completions that are taken at once.
 const BATCH: usize = 64;
 /// Pieces of a shared queue pair in flight: each takes up to two requests, and messages of the nodes take some.
@@ -398,7 +400,6 @@ impl Sharing {
                 qp.state = to;
                 let (Some(path), Some(dest)) = (path, attributes.dest_qpn) else {
                     // The device knows what to say, and carries it out.
-                    self.becomes_own(qpn, false);
                     return false;
                 };
                 qp.stage = Stage::Asking;
@@ -407,6 +408,10 @@ impl Sharing {
                 let access = qp.access;
                 self.peers.bind(now, qpn, (peer, dest, class), access);
                 true
+            }
+            (Stage::Open, QpState::Error) => {
+                self.flush(qpn);
+                false
             }
             (Stage::Open, _) => {
                 qp.state = to;
@@ -424,9 +429,15 @@ impl Sharing {
                 self.fail_unbound(qpn, Failure::Own);
                 true
             }
-            _ => {
+            (stage, _) => {
+                // Only the device's queue pair would need them, which goes by RTR and RTS.
+                let may_become_own = matches!(stage, Stage::Asking | Stage::Wanting(..));
+                if may_become_own {
+                    // RTS and SQD alternate from there on.
+                    qp.states.truncate(STATES_MAX - 1);
+                    qp.states.push((to, *attributes));
+                }
                 qp.state = to;
-                qp.states.push((to, *attributes));
                 true
             }
         }
@@ -437,22 +448,41 @@ impl Sharing {
         self.has(qpn) && self.modify(now, qpn, QpState::Error, &QpAttributes::default())
     }
 
-    /// Has the device's queue pair be used by itself; `is_told`: its owner does not know yet.
-    fn becomes_own(&mut self, qpn: Qpn, is_told: bool) {
-        let Some(own) = self.qps.remove(&qpn) else { return };
-        self.flows.remove(&own.flow);
-        let mut receives = Vec::new();
-        if let Some(mut receiver) = own.receiver {
-            receives.extend(std::iter::from_fn(|| receiver.pop()));
+    /// Has the device's queue pair be used by itself, as its peer has no node.
+    fn becomes_own(&mut self, qpn: Qpn) {
+        if let Some((own, receives)) = self.remove_own(qpn) {
+            self.news.push_back((own.owner, News::Own(own.states, receives)));
         }
-        let states = if is_told { own.states } else { Vec::new() };
-        self.news.push_back((own.owner, News::Own(states, receives)));
+    }
+
+    /// Has the device's queue pair be used by itself from here on. Returns the receives that it takes.
+    pub(super) fn make_own(&mut self, qpn: Qpn) -> Vec<RecvRequest> {
+        let Some((_, receives)) = self.remove_own(qpn) else {
+            return Vec::new();
+        };
+        self.peers.keep_own(Instant::now(), qpn);
+        receives
+    }
+
+    fn remove_own(&mut self, qpn: Qpn) -> Option<(Virtual, Vec<RecvRequest>)> {
+        let mut own = self.qps.remove(&qpn)?;
+        self.flows.remove(&own.flow);
+        let receiver = own.receiver.take();
+        let receives = receiver.map(|mut receiver| std::iter::from_fn(|| receiver.pop()).collect());
+        Some((own, receives.unwrap_or_default()))
     }
 
     /// Fails a queue pair that is bound to no shared one: its receives are flushed.
     fn fail_unbound(&mut self, qpn: Qpn, failure: Failure) {
+        self.flush(qpn);
         let Some(qp) = self.qps.get_mut(&qpn) else { return };
         qp.stage = Stage::Over;
+        self.news.push_back((qp.owner, News::Failed(failure)));
+    }
+
+    /// Flushes the receives of a queue pair that is bound to no shared one, now and from here on.
+    fn flush(&mut self, qpn: Qpn) {
+        let Some(qp) = self.qps.get_mut(&qpn) else { return };
         qp.state = QpState::Error;
         let (owner, receiver) = (qp.owner, qp.receiver.take());
         if let Some(mut receiver) = receiver {
@@ -466,7 +496,6 @@ impl Sharing {
                 self.news.push_back((owner, News::Received(flushed)));
             }
         }
-        self.news.push_back((owner, News::Failed(failure)));
     }
 
     /// Takes a receive of a queue pair. `None`: the device's queue pair takes it.
@@ -852,11 +881,21 @@ impl Sharing {
                     .get(&qpn)
                     .is_some_and(|qp| matches!(qp.stage, Stage::Asking))
                 {
-                    self.becomes_own(qpn, true);
+                    self.becomes_own(qpn);
                 }
             }
-            // The connection itself tells, in order, when it ends.
-            PeerEvent::Unbound { .. } | PeerEvent::Gone { .. } => {}
+            // A connection that is on a shared queue pair tells by itself, in order, when it ends.
+            PeerEvent::Unbound { qpn } => {
+                let waits = |qp: &Virtual| matches!(qp.stage, Stage::Wanting(..));
+                if self.qps.get(&qpn).is_some_and(waits) {
+                    self.fail_unbound(qpn, Failure::Shared);
+                }
+            }
+            // Nobody would tell when a key of it is gone, and its next run gives other names.
+            PeerEvent::Gone { peer } => {
+                self.keys.remove(&peer);
+                self.tickets.retain(|_, (of, ..)| *of != peer);
+            }
             PeerEvent::RegionGone { rkey } => self.regions_gone.push(rkey),
             PeerEvent::Key { ticket, key } => self.key_told(ticket, key),
             PeerEvent::KeyGone {

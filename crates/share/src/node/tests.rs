@@ -762,7 +762,7 @@ fn limits__of_a_tenant_are_those_of_all_its_applications() {
         id: region,
     });
     registered(&mut other, pds[1], 4096).unwrap();
-    // Whatever an application had is free once it has gone.
+    // All that an application had is free once it has gone.
     drop(other);
     let deadline = Instant::now() + LONG;
     while registered(&mut one, pds[0], 8192).is_err() {

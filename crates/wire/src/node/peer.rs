@@ -126,7 +126,7 @@ codes! {
 }
 
 record! {
-    /// What a node tells of a queue pair of its own.
+    /// The attributes that a node tells of a queue pair of its own.
     Binding {
         /// Its protection domain, as [`Message::ResolveKey`] names it.
         domain: u64,
@@ -198,12 +198,12 @@ messages! {
         dest: Qpn,
         /// Traffic class.
         class: u8,
-        /// What is known of the sender's queue pair.
+        /// Attributes of the sender's queue pair.
         binding: Binding,
     }
     /// Answer: from now on, both send over a shared queue pair.
     7 Bound {
-        /// What is known of the queue pair.
+        /// Attributes of the queue pair.
         binding: Binding,
     }
     /// Answer: the queue pair has no peer yet. Once it has, [`Message::Settled`] follows.
@@ -214,7 +214,7 @@ messages! {
         source: Qpn,
         /// The receiver's queue pair.
         dest: Qpn,
-        /// What is known of the sender's queue pair if it is bound. None: the receiver's is to be used by itself.
+        /// Attributes of the sender's queue pair if it is bound. None: the receiver's is to be used by itself.
         binding: Option<Binding>,
     }
     /// Question: the sender's queue pair does not use a shared one, or no more. Answer: [`Message::Done`].

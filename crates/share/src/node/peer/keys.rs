@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use rdmux_memory::ForeignMemory;
 use rdmux_verbs::{Access, LKey, MemoryRegion, ProtectionDomain, RKey, RegionSpec};
 
 use super::RemoteKey;
@@ -77,6 +78,11 @@ impl Keys {
         if region.shadow.is_none() {
             let spec = &region.spec;
             let memory = spec.memory.clone();
+            // An access that fails would end the queue pair for all who share it.
+            let any = memory.as_any();
+            if any.is_some_and(|any| any.is::<ForeignMemory>()) {
+                return None;
+            }
             // Nodes write messages into receives, which peers must not.
             let access = match spec.access.contains(Access::LOCAL_WRITE) {
                 true => spec.access | Access::REMOTE_WRITE,

@@ -223,7 +223,7 @@ impl Links {
                 Some(Err(_)) => self.lost(now, id, machine),
             },
             Some(Carrier::Made(connection)) if connection.end().is_some() => {
-                // What the peer has said before comes first.
+                // Messages that the peer has sent before come first.
                 while self.poll(now, machine) {}
                 self.lost(now, id, machine);
             }

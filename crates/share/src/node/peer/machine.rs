@@ -32,7 +32,7 @@ const KEPT_MAX: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LinkId(pub(super) u64);
 
-/// What the caller is to do.
+/// Actions for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     /// Connect to the node of a peer.
@@ -50,7 +50,7 @@ pub(crate) struct Asked {
     request: u32,
 }
 
-/// What has happened.
+/// Events that the machine reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// News of the node's own business.
@@ -116,7 +116,7 @@ struct Link {
     keys: HashSet<RKey>,
 }
 
-/// What is known about the node of a peer.
+/// Knowledge about the node of a peer.
 #[derive(Debug)]
 enum Way {
     /// An attempt runs.
@@ -138,7 +138,7 @@ struct Peer {
 #[derive(Debug)]
 struct End {
     serial: u64,
-    /// What peers are told of it.
+    /// The parts of it that peers are told.
     binding: Binding,
     state: EndState,
 }
@@ -163,7 +163,7 @@ struct Far {
     class: u8,
 }
 
-/// What is known about all peers.
+/// Knowledge about all peers.
 #[derive(Debug)]
 pub(super) struct Machine {
     identity: Identity,
@@ -210,7 +210,7 @@ impl Machine {
         self.next
     }
 
-    // What the driver tells.
+    // Calls of the driver.
 
     /// Takes note of a connection that a peer has made. `None`: it is to be refused.
     pub(super) fn accepted(&mut self, now: Instant, peer: IpAddr, nonce: [u8; 32]) -> Option<LinkId> {
@@ -229,7 +229,7 @@ impl Machine {
         let link = Link {
             peer,
             role,
-            session: Session::new(role, &self.identity, nonce, now),
+            session: Session::new(role, &self.identity, peer, nonce, now),
             kept: 0,
             keys: HashSet::new(),
         };
@@ -468,6 +468,17 @@ impl Machine {
         {
             end.state = EndState::Own;
             self.tell(PeerEvent::Unbound { qpn });
+        }
+    }
+
+    /// Takes note that a queue pair is used by itself: peers that ask, and those that have asked, learn that it is on no shared one.
+    pub(super) fn keep_own(&mut self, now: Instant, qpn: Qpn) {
+        let Some(end) = self.ends.get_mut(&qpn) else {
+            return;
+        };
+        end.state = EndState::Own;
+        for (link, source, _) in self.take_kept(qpn) {
+            self.settle(now, link, (qpn, source), false);
         }
     }
 

@@ -14,7 +14,7 @@ pub(super) const IDLE_TIME: Duration = Duration::from_secs(30);
 /// Time after which one that a peer had no room for is asked for again.
 pub(super) const AGAIN_TIME: Duration = Duration::from_millis(20);
 
-/// What the caller is to do.
+/// Actions for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// Open a queue pair: [`Pool::opened`] or [`Pool::ended`] follows.

@@ -1,6 +1,7 @@
 //! One control connection of two nodes: the handshake, and the questions of both. No I/O and no clock.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use rdmux_key::Key;
@@ -14,13 +15,15 @@ const RELEASE_TIME: Duration = Duration::from_secs(5);
 /// Questions that wait until others are answered.
 const WAITING_MAX: usize = 1 << 16;
 
-/// What a node shows of itself.
+/// A node as it shows itself to another one.
 #[derive(Debug)]
 pub(super) struct Identity {
     /// The key of all nodes that may talk to each other.
     pub(super) key: Key,
     /// This run of the node.
     pub(super) node: NodeId,
+    /// The address of its device.
+    pub(super) address: IpAddr,
 }
 
 /// Which node has connected.
@@ -55,7 +58,7 @@ pub(crate) enum Broken {
     TooMany,
 }
 
-/// What has come of a message.
+/// Outcome of a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Heard<T> {
     /// Nothing for the owner.
@@ -68,12 +71,14 @@ pub(super) enum Heard<T> {
     Answer { tag: T, message: Message },
 }
 
-/// What the proofs cover, besides their label: everything that both have said.
+/// The bytes that the proofs cover, besides their label: all that both have said.
 #[derive(Clone, Copy, Debug)]
 struct Transcript {
     versions: (u16, u16, u16),
     nonces: ([u8; 32], [u8; 32]),
     nodes: (NodeId, NodeId),
+    /// As each end knows them. A third node that passes the messages of two others on has another address.
+    addresses: (IpAddr, IpAddr),
 }
 
 impl Transcript {
@@ -83,6 +88,10 @@ impl Transcript {
             Role::Accepts => b"rdmux node: proof of the one that accepts\0",
         };
         let (min, max, version) = self.versions;
+        let octets = |address| match address {
+            IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
+            IpAddr::V6(address) => address.octets(),
+        };
         f(&[
             label,
             &min.to_be_bytes(),
@@ -92,6 +101,8 @@ impl Transcript {
             &self.nonces.1,
             &self.nodes.0.0,
             &self.nodes.1.0,
+            &octets(self.addresses.0),
+            &octets(self.addresses.1),
         ])
     }
 
@@ -127,6 +138,7 @@ struct Asked<T> {
 #[derive(Debug)]
 pub(super) struct Session<T> {
     role: Role,
+    peer: IpAddr,
     nonce: [u8; 32],
     stage: Stage,
     /// Time at which the handshake has failed.
@@ -140,10 +152,17 @@ pub(super) struct Session<T> {
 }
 
 impl<T> Session<T> {
-    /// Begins a session; `nonce` is random.
-    pub(super) fn new(role: Role, identity: &Identity, nonce: [u8; 32], now: Instant) -> Session<T> {
+    /// Begins a session with the node at an address; `nonce` is random.
+    pub(super) fn new(
+        role: Role,
+        identity: &Identity,
+        peer: IpAddr,
+        nonce: [u8; 32],
+        now: Instant,
+    ) -> Session<T> {
         let mut session = Session {
             role,
+            peer,
             nonce,
             stage: Stage::Hello,
             handshake: now + ANSWER_TIME,
@@ -282,6 +301,7 @@ impl<T> Session<T> {
                     versions: (version_min, version_max, VERSION),
                     nonces: (nonce, self.nonce),
                     nodes: (node, identity.node),
+                    addresses: (self.peer, identity.address),
                 };
                 let challenge = Message::Challenge {
                     version: VERSION,
@@ -331,6 +351,7 @@ impl<T> Session<T> {
                     versions: (VERSION, VERSION, version),
                     nonces: (self.nonce, nonce),
                     nodes: (identity.node, node),
+                    addresses: (identity.address, self.peer),
                 };
                 // One that cannot prove that it has the key gets no proof of this one.
                 if !transcript.verify(&identity.key, Role::Accepts, &proof) {

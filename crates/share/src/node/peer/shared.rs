@@ -326,7 +326,7 @@ impl SharedQps {
         let ids: Vec<SharedId> = self.qps.iter().filter_map(of_peer).collect();
         for id in ids {
             if let Some(qp) = self.qps.get(&id)
-                && qp.stage == Stage::Asked
+                && qp.stage != Stage::Ready
             {
                 let by = qp.by.clone();
                 out.push_back(PeerEvent::QpRefused { by });
@@ -372,6 +372,7 @@ impl SharedQps {
                     Some(end) => machine.answer(asked, Message::QpOpened { end }),
                     None => {
                         self.gone(now, id, out);
+                        out.push_back(PeerEvent::QpRefused { by });
                         machine.refuse(asked, Reason::Device);
                     }
                 }

@@ -39,14 +39,14 @@ fn device(host: u8) -> Device {
     Device::open_with(ip(host), options).unwrap()
 }
 
-/// What a node has of this module.
+/// The part of a node that this module is.
 struct Host {
     number: u8,
     device: Device,
     events: EventQueue,
     peers: Peers,
     seen: Vec<PeerEvent>,
-    /// What a test waits for besides.
+    /// The queue whose events a test waits for besides.
     watched: Option<EventQueue>,
 }
 
@@ -523,7 +523,7 @@ fn node__answers_for_its_applications() {
     assert_eq!(run([&mut a], |[a]| a.find(own(11))), Why::Refused(Reason::Own));
 }
 
-/// What a peer in another process is.
+/// Kinds of peers in another process.
 const PEER: &str = "RDMUX_TEST_PEER";
 
 /// Runs as the peer, if this is that process: binds its queue pair 22 to 11 of the address that it reads, and prints what happens.

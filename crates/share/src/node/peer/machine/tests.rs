@@ -68,6 +68,7 @@ impl Net {
         let identity = Identity {
             key: Key::new([key; 32]),
             node: NodeId([node; 16]),
+            address: ip(host),
         };
         self.nodes.insert(ip(host), Machine::new(identity));
     }

@@ -6,7 +6,12 @@ fn identity(key: u8, node: u8) -> Identity {
     Identity {
         key: Key::new([key; 32]),
         node: NodeId([node; 16]),
+        address: address(node),
     }
+}
+
+fn address(node: u8) -> IpAddr {
+    IpAddr::from([10, 0, 0, node])
 }
 
 /// Two ends of a session, with what either has heard.
@@ -17,14 +22,22 @@ struct Pair {
 
 impl Pair {
     fn new(keys: [u8; 2]) -> Pair {
+        Pair::between(keys, [2, 1])
+    }
+
+    /// `peers`: the node with which each end seems to talk.
+    fn between(keys: [u8; 2], peers: [u8; 2]) -> Pair {
         let now = Instant::now();
-        let end = |role, key, node| {
+        let end = |role, key, node, peer| {
             let identity = identity(key, node);
-            let session = Session::new(role, &identity, [node; 32], now);
+            let session = Session::new(role, &identity, address(peer), [node; 32], now);
             (identity, session)
         };
         Pair {
-            ends: [end(Role::Connects, keys[0], 1), end(Role::Accepts, keys[1], 2)],
+            ends: [
+                end(Role::Connects, keys[0], 1, peers[0]),
+                end(Role::Accepts, keys[1], 2, peers[1]),
+            ],
             now,
         }
     }
@@ -76,6 +89,20 @@ impl Pair {
 fn question(rkey: u32) -> Message {
     let (domain, rkey) = (1, RKey(rkey));
     Message::ResolveKey { domain, rkey }
+}
+
+/// A host that passes on what two nodes say is not taken for either of them.
+#[test]
+fn handle__messages_that_a_third_host_passes_on() {
+    for peers in [[3, 3], [3, 1], [2, 3]] {
+        let mut pair = Pair::between([7, 7], peers);
+        let heard = pair.run();
+        assert!(
+            heard.iter().any(|(_, heard)| *heard == Err(Broken::Key)),
+            "{heard:?}"
+        );
+        assert!(!pair.ends[0].1.is_agreed() && !pair.ends[1].1.is_agreed());
+    }
 }
 
 #[test]
