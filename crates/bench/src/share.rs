@@ -48,6 +48,8 @@ const LATENCIES: [(&str, &str, &str); 3] = [
 enum Placement {
     /// In each program.
     Own,
+    /// In each program, and the programs reach each other over UDP.
+    Udp,
     /// In a node that serves both.
     OneNode,
     /// In a node for each.
@@ -56,11 +58,12 @@ enum Placement {
     Shared,
 }
 
-const PLACEMENTS: [(Placement, &str); 4] = [
+const PLACEMENTS: [(Placement, &str); 5] = [
     (Placement::Own, "engines of their own"),
     (Placement::OneNode, "one node"),
     (Placement::TwoNodes, "two nodes"),
     (Placement::Shared, "two nodes, --share"),
+    (Placement::Udp, "engines of their own, UDP"),
 ];
 
 pub(super) fn suite() -> Suite {
@@ -104,10 +107,11 @@ fn latency(test: &str, bytes: usize, placement: Placement) -> Result<f64> {
     };
     let client_address = match placement {
         Placement::Own | Placement::OneNode => SERVER,
-        Placement::TwoNodes | Placement::Shared => "127.0.0.2",
+        Placement::TwoNodes | Placement::Shared | Placement::Udp => "127.0.0.2",
     };
+    let has_nodes = !matches!(placement, Placement::Own | Placement::Udp);
     let mut nodes = Vec::new();
-    if placement != Placement::Own {
+    if has_nodes {
         let mut addresses = vec![SERVER, client_address];
         addresses.dedup();
         for address in addresses {
@@ -121,8 +125,11 @@ fn latency(test: &str, bytes: usize, placement: Placement) -> Result<f64> {
     let perf = |address: &str| {
         let mut perf = command();
         perf.args(["perf", test, "--bind", address, "-p", &port]);
-        if placement != Placement::Own {
+        if has_nodes {
             perf.env("RDMUX_PROVIDER", "shared");
+        }
+        if placement == Placement::Udp {
+            perf.env("RDMUX_SHM", "off");
         }
         perf
     };

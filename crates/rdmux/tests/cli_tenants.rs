@@ -1,6 +1,7 @@
 //! `rdmux node --config`: tenants of one node, in processes of several users. Only root can be several users; the other tests need one.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
@@ -14,6 +15,7 @@ use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::is_alone;
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{Access, ConnectParams, Device, Options, QpOptions, SendRequest, Status};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -24,8 +26,6 @@ use tempfile::TempDir;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
-/// Variable that is set in processes which [`is_inside`] starts.
-const INSIDE: &str = "RDMUX_TENANTS_INSIDE";
 /// Variable with the address of the node, in processes that are applications.
 const APPLICATION: &str = "RDMUX_TENANTS_APPLICATION";
 const HOST_FOLDER: &str = "RDMUX_HOST_FOLDER";
@@ -34,32 +34,6 @@ const OWNER: u32 = 65_534;
 const ONE: u32 = 65_533;
 const THREE: u32 = 65_532;
 const NONE: u32 = 65_531;
-
-/// Returns whether this is root in a network namespace of its own. Otherwise starts such a process, which runs the test of this name alone;
-/// its failure is this one's.
-fn is_inside(test: &str) -> bool {
-    if std::env::var_os(INSIDE).is_some() {
-        return true;
-    }
-    if !rustix::process::geteuid().is_root() {
-        skip("only root can be several users");
-        return false;
-    }
-    let script = "ip link set lo up && exec \"$@\"";
-    let output = Command::new("unshare")
-        .args(["-n", "--fork", "--kill-child", "sh", "-c", script, "sh"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture"])
-        .env(INSIDE, "1")
-        .output()
-        .unwrap();
-    let said = [output.stdout, output.stderr]
-        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        .concat();
-    println!("{said}");
-    assert!(output.status.success(), "it failed in a namespace of its own");
-    false
-}
 
 /// Returns a command that runs as another user, or as this one.
 fn command_of(user: Option<u32>, program: &Path) -> Command {
@@ -352,7 +326,7 @@ fn application() {
 fn reload__share_of_users_changes_while_they_write() {
     const ADDRESS: &str = "127.0.42.1";
     const MORE: u64 = 48 << 20;
-    if !is_inside("reload__share_of_users_changes_while_they_write") {
+    if !is_alone("reload__share_of_users_changes_while_they_write", |why| skip(why)) {
         return;
     }
     if !others_may_run(Path::new(RDMUX)) || !others_may_run(&std::env::current_exe().unwrap()) {

@@ -2,6 +2,7 @@
 //! any command or by the metrics that both may read. Only root can be two users.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
@@ -14,45 +15,16 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use common::is_alone;
 use skip::skip;
 use tempfile::TempDir;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
-/// Variable that is set in processes which [`is_inside`] starts.
-const INSIDE: &str = "RDMUX_USERS_INSIDE";
 /// Part of each name, path and message of the owner.
 const SECRET: &str = "sEcReT";
 const OWNER: u32 = 65_534;
 const OTHER: u32 = 65_533;
-
-/// Returns whether this is root in a network namespace of its own. Otherwise starts such a process, which runs the test of this name alone;
-/// its failure is this one's.
-fn is_inside(test: &str) -> bool {
-    if std::env::var_os(INSIDE).is_some() {
-        return true;
-    }
-    if !rustix::process::geteuid().is_root() {
-        skip("only root can be two users");
-        return false;
-    }
-    let script = "ip link set lo up && exec \"$@\"";
-    let own = std::env::current_exe().unwrap();
-    let mut command = Command::new("unshare");
-    command.args(["-n", "--fork", "--kill-child", "sh", "-c", script, "sh"]);
-    let output = command
-        .arg(own)
-        .args(["--exact", test, "--nocapture"])
-        .env(INSIDE, "1")
-        .output()
-        .unwrap();
-    let said = [output.stdout, output.stderr]
-        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        .concat();
-    println!("{said}");
-    assert!(output.status.success(), "it failed in a namespace of its own");
-    false
-}
 
 /// A user with a folder that belongs to them alone.
 struct User {
@@ -161,7 +133,7 @@ fn readable(folder: &Path, owner: u32) -> Vec<PathBuf> {
 
 #[test]
 fn users__learn_nothing_of_each_other() {
-    if !is_inside("users__learn_nothing_of_each_other") {
+    if !is_alone("users__learn_nothing_of_each_other", |why| skip(why)) {
         return;
     }
     let in_common = || -> Vec<PathBuf> {

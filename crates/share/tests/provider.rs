@@ -1,53 +1,46 @@
 //! Devices of provider `shared`, on a node in a thread of this process, whose device is a soft one.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+mod common;
 
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::{BYTES, LONG, Served, Side, open};
 use rdmux_memory::AnonymousMemory;
 use rdmux_rnic::HeapMemory;
-use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::{
-    Access, Arm, AsyncEvent, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory,
-    MemoryRegion, Options, Path, PostError, ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QpType,
-    QueuePair, RecvRequest, RejReason, SendRequest, Sge, SgeList, SharedReceiveQueue, Status, WcOpcode,
-    WorkCompletion,
+    Access, Arm, AsyncEvent, CompletionQueue, ConnectError, ConnectParams, Memory, Path, PostError,
+    ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QpType, QueuePair, RecvRequest, RejReason,
+    SendRequest, Sge, SgeList, SharedReceiveQueue, Status, WcOpcode,
 };
 
-const LONG: Duration = Duration::from_secs(30);
-const BYTES: u64 = 1 << 16;
 const PORT: u16 = 7174;
 
-/// A node, until it is dropped.
-struct Served {
-    address: IpAddr,
-    device: Device,
-    stopper: Stopper,
-    thread: Option<JoinHandle<()>>,
+fn serve(number: u8) -> Served {
+    Served::at([127, 0, 52, number], None)
 }
 
 impl Served {
-    fn new(number: u8) -> Served {
-        rdmux_soft::register();
-        rdmux_share::register();
-        let address = IpAddr::from([127, 0, 52, number]);
-        let device = open(address, "soft");
-        let mut node = Node::open(device.clone()).unwrap();
-        let stopper = node.stopper();
-        let thread = std::thread::spawn(move || node.run().unwrap());
-        Served {
-            address,
-            device,
-            stopper,
-            thread: Some(thread),
-        }
-    }
-
     /// Attaches an application.
     fn side(&self) -> Side {
-        Side::new(open(self.address, "shared"))
+        self.side_with(8)
+    }
+
+    /// As [`Served::side`], with a send queue for so many requests.
+    fn side_with(&self, max_send_wr: u32) -> Side {
+        let make = |pd: &ProtectionDomain, cq: &CompletionQueue| {
+            let options = QpOptions {
+                max_send_wr,
+                max_recv_wr: 8,
+                ..QpOptions::new(cq)
+            };
+            let qp = pd.create_qp(&options).unwrap();
+            qp.init().unwrap();
+            qp
+        };
+        Side::of(open(self.address, "shared"), 64 + max_send_wr, make)
     }
 
     /// Attaches two applications and connects them.
@@ -57,7 +50,7 @@ impl Served {
 
     /// As [`Served::pair`], with send queues for so many requests.
     fn pair_with(&self, max_send_wr: u32) -> (Side, Side) {
-        let side = || Side::with(open(self.address, "shared"), max_send_wr);
+        let side = || self.side_with(max_send_wr);
         let (mut client, mut server) = (side(), side());
         let listener = server.device.listen(PORT).unwrap();
         let address = SocketAddr::new(self.address, PORT);
@@ -88,101 +81,11 @@ impl Served {
             std::thread::yield_now();
         }
     }
-
-    fn stop(&mut self) {
-        self.stopper.stop();
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        self.stop();
-    }
-}
-
-fn open(address: IpAddr, provider: &'static str) -> Device {
-    let options = Options {
-        provider: Some(provider),
-        ..Options::default()
-    };
-    Device::open_with(address, options).unwrap()
-}
-
-/// The objects of an application.
-struct Side {
-    // A connection ends before its queue pair.
-    connection: Option<Connection>,
-    qp: QueuePair,
-    mr: MemoryRegion,
-    memory: Arc<AnonymousMemory>,
-    cq: CompletionQueue,
-    pd: ProtectionDomain,
-    device: Device,
-}
-
-impl Side {
-    fn new(device: Device) -> Side {
-        Side::with(device, 8)
-    }
-
-    fn with(device: Device, max_send_wr: u32) -> Side {
-        let pd = device.alloc_pd().unwrap();
-        let cq = device.create_cq(64 + max_send_wr).unwrap();
-        let options = QpOptions {
-            max_send_wr,
-            max_recv_wr: 8,
-            ..QpOptions::new(&cq)
-        };
-        let qp = pd.create_qp(&options).unwrap();
-        let memory = Arc::new(AnonymousMemory::shareable(BYTES as usize).unwrap());
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-        qp.init().unwrap();
-        Side {
-            connection: None,
-            qp,
-            mr,
-            memory,
-            cq,
-            pd,
-            device,
-        }
-    }
-
-    fn put(&self, at: u64, bytes: &[u8]) {
-        self.memory.write(at, bytes).unwrap();
-    }
-
-    fn got(&self, at: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.memory.read(at, &mut bytes).unwrap();
-        bytes
-    }
-
-    fn sge(&self, at: u64, len: u64) -> Sge {
-        self.mr.slice(at..at + len).unwrap()
-    }
-
-    fn next(&self) -> WorkCompletion {
-        self.cq.wait(LONG).unwrap().expect("a completion")
-    }
-
-    fn expect(&self, wr_id: u64, opcode: WcOpcode) -> WorkCompletion {
-        let wc = self.next();
-        assert_eq!(
-            (wc.wr_id, wc.status, wc.opcode, wc.qpn),
-            (wr_id, Status::Success, opcode, self.qp.qpn())
-        );
-        wc
-    }
 }
 
 #[test]
 fn post_send__each_operation() {
-    let served = Served::new(1);
+    let served = serve(1);
     let (client, server) = served.pair();
     client.put(0, b"written");
     let remote = server.mr.remote(100..107).unwrap();
@@ -227,7 +130,7 @@ fn post_send__each_operation() {
 
 #[test]
 fn post_send__inline_of_any_length() {
-    let served = Served::new(2);
+    let served = serve(2);
     let (client, server) = served.pair();
     for len in [0, 1, 32, 33, 96, 1024] {
         let bytes: Vec<u8> = (0..len).map(|n| n as u8).collect();
@@ -241,7 +144,7 @@ fn post_send__inline_of_any_length() {
 
 #[test]
 fn post_send__queue_is_full_and_has_room_again() {
-    let served = Served::new(3);
+    let served = serve(3);
     let (client, server) = served.pair();
     let write = || SendRequest::write(client.sge(0, 8), server.mr.remote(..).unwrap());
     // A program that asks for no completion has room again all the same.
@@ -264,7 +167,7 @@ fn post_send__queue_is_full_and_has_room_again() {
 
 #[test]
 fn post__not_in_every_state() {
-    let served = Served::new(4);
+    let served = serve(4);
     let side = served.side();
     let send = || SendRequest::send(side.sge(0, 8));
     assert_eq!(side.qp.post_send(send()), Err(PostError::WrongState));
@@ -285,7 +188,7 @@ fn post__not_in_every_state() {
 
 #[test]
 fn error__of_a_request_is_that_of_a_private_device() {
-    let served = Served::new(5);
+    let served = serve(5);
     let (client, server) = served.pair();
     let mut remote = server.mr.remote(..64).unwrap();
     remote.rkey = rdmux_verbs::RKey(remote.rkey.0 ^ 0x5500);
@@ -300,7 +203,7 @@ fn error__of_a_request_is_that_of_a_private_device() {
 
 #[test]
 fn lkey__of_another_protection_domain() {
-    let served = Served::new(6);
+    let served = serve(6);
     let (client, server) = served.pair();
     let other = client.device.alloc_pd().unwrap();
     let memory = Arc::new(AnonymousMemory::shareable(4096).unwrap());
@@ -314,7 +217,7 @@ fn lkey__of_another_protection_domain() {
 
 #[test]
 fn register__refusals() {
-    let served = Served::new(7);
+    let served = serve(7);
     let side = served.side();
     let heap = Arc::new(HeapMemory::new(4096));
     let refused = side.pd.reg_mr_all(heap, 0, Access::empty()).unwrap_err();
@@ -338,7 +241,7 @@ fn register__refusals() {
 /// The node reaches memory that it cannot map in the process of the application.
 #[test]
 fn register__memory_of_the_process() {
-    let served = Served::new(20);
+    let served = serve(20);
     let (client, server) = served.pair();
     let ours = Arc::new(AnonymousMemory::new(3 * 4096).unwrap());
     let theirs = Arc::new(AnonymousMemory::new(3 * 4096).unwrap());
@@ -431,7 +334,7 @@ fn sharing(served: &Served, server: &Side, srq: &SharedReceiveQueue) -> Vec<(Que
 
 #[test]
 fn srq__receives_in_order_for_all_its_queue_pairs() {
-    let served = Served::new(21);
+    let served = serve(21);
     let server = served.side();
     let srq = server.pd.create_srq(4).unwrap();
     let pairs = sharing(&served, &server, &srq);
@@ -471,7 +374,7 @@ fn srq__receives_in_order_for_all_its_queue_pairs() {
 
 #[test]
 fn srq__queue_pair_that_ends_is_drained_first() {
-    let served = Served::new(22);
+    let served = serve(22);
     let server = served.side();
     let srq = server.pd.create_srq(64).unwrap();
     let pairs = sharing(&served, &server, &srq);
@@ -510,7 +413,7 @@ fn srq__queue_pair_that_ends_is_drained_first() {
 
 #[test]
 fn datagram__with_its_header_and_only_with_the_key() {
-    let served = Served::new(23);
+    let served = serve(23);
     let (one, other) = (served.side(), served.side());
     let ready = |side: &Side| {
         let options = QpOptions {
@@ -560,7 +463,7 @@ fn datagram__with_its_header_and_only_with_the_key() {
 
 #[test]
 fn connect__refused_and_to_nobody() {
-    let served = Served::new(8);
+    let served = serve(8);
     let (client, server) = (served.side(), served.side());
     let listener = server.device.listen(PORT).unwrap();
     assert!(client.device.listen(PORT).is_err(), "the port has a listener");
@@ -587,7 +490,7 @@ fn connect__refused_and_to_nobody() {
 
 #[test]
 fn disconnect__both_ends_learn_it() {
-    let served = Served::new(9);
+    let served = serve(9);
     let (client, mut server) = served.pair();
     server
         .qp
@@ -603,7 +506,7 @@ fn disconnect__both_ends_learn_it() {
 /// Long WRITEs and READs go to the device in pieces, of whatever list.
 #[test]
 fn post_send__long_lists() {
-    let served = Served::new(13);
+    let served = serve(13);
     let (client, server) = served.pair();
     let bytes: Vec<u8> = (0..BYTES).map(|at| (at * 7 / 3) as u8).collect();
     client.put(0, &bytes);
@@ -651,7 +554,7 @@ fn outcomes(side: &Side, count: usize) -> Vec<(u64, Status)> {
 
 #[test]
 fn error__flushes_what_is_behind_it_in_order() {
-    let served = Served::new(14);
+    let served = serve(14);
     let (client, server) = served.pair();
     let writes = [
         (false, true, 8),
@@ -677,7 +580,7 @@ fn error__flushes_what_is_behind_it_in_order() {
 
 #[test]
 fn modify__requests_that_wait_in_sqd() {
-    let served = Served::new(15);
+    let served = serve(15);
     let (client, server) = served.pair();
     let to = |state| client.qp.modify(state, &QpAttributes::default()).unwrap();
     let writes = [(true, true, 60_000), (true, true, 8)];
@@ -699,7 +602,7 @@ fn modify__requests_that_wait_in_sqd() {
 
 #[test]
 fn modify__reset_forgets_what_waits() {
-    let served = Served::new(16);
+    let served = serve(16);
     let (client, server) = served.pair();
     let to = |state| client.qp.modify(state, &QpAttributes::default()).unwrap();
     to(QpState::Sqd);
@@ -714,7 +617,7 @@ fn modify__reset_forgets_what_waits() {
 #[test]
 fn post_send__applications_share_the_device() {
     const WRITES: u64 = 16_000;
-    let served = Served::new(17);
+    let served = serve(17);
     let pairs = [served.pair_with(WRITES as u32), served.pair_with(WRITES as u32)];
     let (little, little_server) = served.pair();
     let to = |side: &Side, state| side.qp.modify(state, &QpAttributes::default()).unwrap();
@@ -771,7 +674,7 @@ fn post_send__applications_share_the_device() {
 
 #[test]
 fn drop__of_applications_leaves_nothing() {
-    let served = Served::new(10);
+    let served = serve(10);
     let (client, server) = served.pair();
     let counts = served.device.object_counts();
     assert_eq!((counts.0, counts.1), (2, 2));
@@ -783,7 +686,7 @@ fn drop__of_applications_leaves_nothing() {
 #[test]
 fn arm__makes_the_descriptor_readable_once_there_is_a_completion() {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let served = Served::new(11);
+    let served = serve(11);
     let (client, server) = served.pair();
     let is_readable = |timeout: Timespec| {
         let mut fds = [PollFd::new(&client.cq, PollFlags::IN)];
@@ -802,7 +705,7 @@ fn arm__makes_the_descriptor_readable_once_there_is_a_completion() {
 
 #[test]
 fn node__that_ends_flushes_and_wakes_everybody() {
-    let mut served = Served::new(12);
+    let mut served = serve(12);
     let (client, server) = served.pair();
     let listener = client.device.listen(PORT + 1).unwrap();
     server

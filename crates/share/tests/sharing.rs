@@ -1,123 +1,32 @@
 //! Connections of applications of two nodes, which share queue pairs of the nodes' devices.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rdmux_key::Key;
+use common::{LONG, Served, Side, open};
 use rdmux_memory::AnonymousMemory;
-use rdmux_share::node::{Node, Stopper};
 use rdmux_verbs::{
-    Access, AsyncEvent, CompletionQueue, ConnectParams, Device, Memory, MemoryRegion, Options, Path,
-    ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QueuePair, RecvRequest, SendRequest, Sge,
-    SgeList, Status, WcOpcode, WorkCompletion,
+    Access, AsyncEvent, CompletionQueue, ConnectParams, Path, ProtectionDomain, Psn, QpAttributes, QpOptions,
+    QpState, QueuePair, RecvRequest, SendRequest, SgeList, Status, WcOpcode,
 };
 
-const LONG: Duration = Duration::from_secs(20);
-const BYTES: u64 = 1 << 20;
-
-/// A node, until it is dropped.
-struct Served {
-    address: IpAddr,
-    device: Device,
-    stopper: Stopper,
-    thread: Option<JoinHandle<()>>,
+/// Starts a node that shares queue pairs with those of the same key.
+fn serve(number: u8, key: u8) -> Served {
+    Served::at([127, 0, 54, number], Some([key; 32]))
 }
 
-impl Served {
-    fn new(number: u8, key: u8) -> Served {
-        rdmux_soft::register();
-        rdmux_share::register();
-        let address = IpAddr::from([127, 0, 54, number]);
-        let device = open(address, "soft");
-        let mut node = Node::open_sharing(device.clone(), None, Key::new([key; 32])).unwrap();
-        let stopper = node.stopper();
-        let thread = std::thread::spawn(move || node.run().unwrap());
-        Served {
-            address,
-            device,
-            stopper,
-            thread: Some(thread),
-        }
-    }
-
-    /// Returns the queue pairs of its device that are connected, apart from the two or fewer of the control channel.
-    fn qps(&self) -> usize {
-        self.device.object_counts().0
-    }
+/// Returns the number of queue pairs of the node's device.
+fn qps(node: &Served) -> usize {
+    node.device.object_counts().0
 }
 
-impl Drop for Served {
-    fn drop(&mut self) {
-        self.stopper.stop();
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
-    }
-}
-
-fn open(address: IpAddr, provider: &'static str) -> Device {
-    let options = Options {
-        provider: Some(provider),
-        ..Options::default()
-    };
-    Device::open_with(address, options).unwrap()
-}
-
-/// The objects of an application.
-struct Side {
-    qp: QueuePair,
-    mr: MemoryRegion,
-    memory: Arc<AnonymousMemory>,
-    cq: CompletionQueue,
-    pd: ProtectionDomain,
-    device: Device,
-}
-
-impl Side {
-    fn new(served: &Served) -> Side {
-        let device = open(served.address, "shared");
-        let pd = device.alloc_pd().unwrap();
-        let cq = device.create_cq(1024).unwrap();
-        let qp = new_qp(&pd, &cq);
-        let memory = Arc::new(AnonymousMemory::shareable(BYTES as usize).unwrap());
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
-        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-        Side {
-            qp,
-            mr,
-            memory,
-            cq,
-            pd,
-            device,
-        }
-    }
-
-    fn put(&self, at: u64, bytes: &[u8]) {
-        self.memory.write(at, bytes).unwrap();
-    }
-
-    fn got(&self, at: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.memory.read(at, &mut bytes).unwrap();
-        bytes
-    }
-
-    fn sge(&self, at: u64, len: u64) -> Sge {
-        self.mr.slice(at..at + len).unwrap()
-    }
-
-    fn next(&self) -> WorkCompletion {
-        self.cq.wait(LONG).unwrap().expect("a completion")
-    }
-
-    fn expect(&self, wr_id: u64, opcode: WcOpcode) -> WorkCompletion {
-        let wc = self.next();
-        assert_eq!((wc.wr_id, wc.status, wc.opcode), (wr_id, Status::Success, opcode));
-        wc
-    }
+/// Attaches an application.
+fn side(node: &Served) -> Side {
+    Side::of(open(node.address, "shared"), 1024, new_qp)
 }
 
 fn new_qp(pd: &ProtectionDomain, cq: &CompletionQueue) -> QueuePair {
@@ -172,7 +81,7 @@ fn connect(a: (&Served, &QueuePair), b: (&Served, &QueuePair)) {
 }
 
 fn pair(a: &Served, b: &Served) -> (Side, Side) {
-    let (client, server) = (Side::new(a), Side::new(b));
+    let (client, server) = (side(a), side(b));
     connect((a, &client.qp), (b, &server.qp));
     (client, server)
 }
@@ -248,7 +157,7 @@ fn operations(client: &Side, server: &Side) {
 
 #[test]
 fn post_send__each_operation() {
-    let (here, there) = (Served::new(1, 1), Served::new(2, 1));
+    let (here, there) = (serve(1, 1), serve(2, 1));
     let (client, server) = pair(&here, &there);
     operations(&client, &server);
     operations(&server, &client);
@@ -260,8 +169,8 @@ fn post_send__each_operation() {
 /// Connections that are made by address and port.
 #[test]
 fn connect__by_address_and_port() {
-    let (here, there) = (Served::new(9, 1), Served::new(10, 1));
-    let (client, server) = (Side::new(&here), Side::new(&there));
+    let (here, there) = (serve(9, 1), serve(10, 1));
+    let (client, server) = (side(&here), side(&there));
     let listener = server.device.listen(7175).unwrap();
     let params = ConnectParams::default();
     let (connected, accepted) = std::thread::scope(|scope| {
@@ -328,16 +237,16 @@ fn connect_with_receives(client: &Side, server: &Side, there: IpAddr) {
 /// The applications of one node have queue pairs of their own, with the receives that they have posted before.
 #[test]
 fn connect__within_a_node() {
-    let node = Served::new(12, 1);
-    let (client, server) = (Side::new(&node), Side::new(&node));
+    let node = serve(12, 1);
+    let (client, server) = (side(&node), side(&node));
     connect_with_receives(&client, &server, node.address);
 }
 
 /// So does an application with memory that it can take away: a shared queue pair would fail for all.
 #[test]
 fn connect__with_memory_of_the_process() {
-    let (here, there) = (Served::new(13, 1), Served::new(14, 1));
-    let (client, server) = (Side::new(&here), Side::new(&there));
+    let (here, there) = (serve(13, 1), serve(14, 1));
+    let (client, server) = (side(&here), side(&there));
     let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
     let mr = client.pd.reg_mr_all(memory, 0, Access::LOCAL_WRITE);
     connect_with_receives(&client, &server, there.address);
@@ -347,8 +256,8 @@ fn connect__with_memory_of_the_process() {
 /// Receives of a queue pair that goes to Error before it is connected are flushed.
 #[test]
 fn modify__from_init_to_error() {
-    let node = Served::new(15, 1);
-    let side = Side::new(&node);
+    let node = serve(15, 1);
+    let side = side(&node);
     let receive = |wr_id| {
         side.qp
             .post_recv(RecvRequest::new(wr_id, side.sge(0, 8)))
@@ -365,7 +274,7 @@ fn modify__from_init_to_error() {
 
 #[test]
 fn peers__that_do_not_agree_have_queue_pairs_of_their_own() {
-    let (here, there) = (Served::new(3, 1), Served::new(4, 2));
+    let (here, there) = (serve(3, 1), serve(4, 2));
     let (client, server) = pair(&here, &there);
     operations(&client, &server);
 }
@@ -373,7 +282,7 @@ fn peers__that_do_not_agree_have_queue_pairs_of_their_own() {
 /// Four applications of each node, with 16 connections each.
 #[test]
 fn connections__share_one_queue_pair() {
-    let (here, there) = (Served::new(5, 1), Served::new(6, 1));
+    let (here, there) = (serve(5, 1), serve(6, 1));
     let sides: Vec<_> = (0..4).map(|_| pair(&here, &there)).collect();
     let mut more = Vec::new();
     for (client, server) in &sides {
@@ -392,12 +301,14 @@ fn connections__share_one_queue_pair() {
         let remote = to.mr.remote(64..72).unwrap();
         let write = SendRequest::write(of.sge(0, 8), remote);
         client.post_send(write.wr_id(at as u64).signaled()).unwrap();
-        of.expect(at as u64, WcOpcode::Write);
+        let wc = of.next();
+        let expected = (at as u64, Status::Success, WcOpcode::Write, client.qpn());
+        assert_eq!((wc.wr_id, wc.status, wc.opcode, wc.qpn), expected);
         assert_eq!(to.got(64, 8), [at as u8; 8]);
     }
     // Those of the applications, one that is shared, and one or two of the control channel.
     for served in [&here, &there] {
-        let qps = served.qps();
+        let qps = qps(served);
         assert!((66..=67).contains(&qps), "{qps}");
     }
 }
@@ -405,7 +316,7 @@ fn connections__share_one_queue_pair() {
 /// Errors of one connection are those of a queue pair of its own, and concern no other one.
 #[test]
 fn errors__of_one_connection() {
-    let (here, there) = (Served::new(7, 1), Served::new(8, 1));
+    let (here, there) = (serve(7, 1), serve(8, 1));
     let (bystander, of_bystander) = pair(&here, &there);
     operations(&bystander, &of_bystander);
 
@@ -420,7 +331,7 @@ fn errors__of_one_connection() {
     wait_for(&server, AsyncEvent::QpAccessError(server.qp.qpn()));
 
     // A queue pair that allows its peer nothing.
-    let (client, server) = (Side::new(&here), Side::new(&there));
+    let (client, server) = (side(&here), side(&there));
     let qp = server.pd.create_qp(&QpOptions::new(&server.cq)).unwrap();
     qp.init().unwrap();
     connect((&here, &client.qp), (&there, &qp));

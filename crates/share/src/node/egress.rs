@@ -310,8 +310,7 @@ impl<B> Egress<B> {
             if let Some((_, of_device)) = posted.in_flight {
                 self.device.lost(of_device);
             }
-            if let Some(flow) = self.flows.get_mut(posted.flow.0) {
-                flow.in_flight -= 1;
+            if self.came_back(posted.flow).is_some() {
                 self.flush_if_over(posted.flow);
             }
         }
@@ -332,7 +331,26 @@ impl<B> Egress<B> {
     pub(super) fn remove_flow(&mut self, now: Time, flow: FlowId) {
         self.unbind(now, flow);
         self.forget_requests(flow);
-        self.flows.remove(flow.0);
+        if let Some(removed) = self.flows.get_mut(flow.0) {
+            removed.is_removed = true;
+            // A later flow must not take this one's pieces for its own.
+            if removed.in_flight == 0 {
+                self.flows.remove(flow.0);
+            }
+        }
+    }
+
+    /// Accounts for a piece that has come back. Returns its flow, unless that is removed.
+    fn came_back(&mut self, flow: FlowId) -> Option<&mut Flow<B>> {
+        let state = self.flows.get_mut(flow.0)?;
+        state.in_flight -= 1;
+        if state.is_removed {
+            if state.in_flight == 0 {
+                self.flows.remove(flow.0);
+            }
+            return None;
+        }
+        self.flows.get_mut(flow.0)
     }
 
     /// Has the pieces of a flow go into a group from now on. All that went into another one have come back, or will not.
@@ -509,10 +527,9 @@ impl<B> Egress<B> {
             self.hierarchy.return_slot(now, group);
         }
         self.reopen(now, piece.group);
-        let Some(flow) = self.flows.get_mut(piece.flow.0) else {
+        let Some(flow) = self.came_back(piece.flow) else {
             return;
         };
-        flow.in_flight -= 1;
         if let Some(entry) = flow.entry_mut(piece.entry) {
             entry.request.refused = Some(status);
             self.fail(now, piece.flow);
@@ -562,10 +579,9 @@ impl<B> Egress<B> {
     }
 
     fn settle_piece(&mut self, now: Time, posted: &Posted, status: Status) {
-        let Some(flow) = self.flows.get_mut(posted.flow.0) else {
+        let Some(flow) = self.came_back(posted.flow) else {
             return;
         };
-        flow.in_flight -= 1;
         // The request may be over, because an earlier piece of it has failed, or because the flow was reset.
         if flow.entry(posted.entry).is_some() && (posted.last || status != Status::Success) {
             let owner = flow.owner;

@@ -245,11 +245,18 @@ impl Mux {
         }
     }
 
-    /// Adds a connection, with the receives that its application has posted. Returns `None` if one of the same QPNs has not ended yet.
-    pub(in crate::node) fn bind(&mut self, bound: Bound, receiver: Receiver) -> Option<ConnectionId> {
+    /// Adds a connection, with the receives that its application has posted.
+    ///
+    /// # Errors
+    /// The receives: one of the same QPNs has not ended yet, or the queue pair has failed.
+    pub(in crate::node) fn bind(
+        &mut self,
+        bound: Bound,
+        receiver: Receiver,
+    ) -> Result<ConnectionId, Receiver> {
         let names = (bound.own, bound.peer);
         if self.by_names.contains_key(&names) || self.has_failed {
-            return None;
+            return Err(receiver);
         }
         let index = self.free.pop().unwrap_or_else(|| {
             self.entries.push(Entry::default());
@@ -282,7 +289,7 @@ impl Mux {
                 false => self.early.push_back(message),
             }
         }
-        Some(id)
+        Ok(id)
     }
 
     /// Returns the number of connections.
@@ -904,7 +911,8 @@ fn header_of(kind: Kind, bound: &Bound) -> Header {
     }
 }
 
-fn flushed(qpn: Qpn, wr_id: u64) -> WorkCompletion {
+/// Returns the completion of a receive that is flushed.
+pub(in crate::node) fn flushed(qpn: Qpn, wr_id: u64) -> WorkCompletion {
     WorkCompletion {
         wr_id,
         status: Status::Flushed,

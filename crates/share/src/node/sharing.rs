@@ -27,7 +27,9 @@ use super::egress::{self, Egress, FlowId, GroupId, GroupOptions, Owner, PieceId}
 use super::mux::keys::{Extent, Keys, OwnRegions, PeerKey, PeerKeys};
 use super::mux::receiver::Receiver;
 use super::mux::sender;
-use super::mux::{Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation};
+use super::mux::{
+    Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation, flushed,
+};
 use super::peer::{
     Asked, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
 };
@@ -130,12 +132,14 @@ struct Virtual {
 pub(super) struct Sharing {
     peers: Peers,
     lines: HashMap<SharedId, Line>,
+    /// Those of `lines`, for passes over all of them.
+    order: Vec<SharedId>,
     qps: HashMap<Qpn, Virtual>,
     flows: HashMap<FlowId, Qpn>,
     connections: HashMap<(SharedId, ConnectionId), Qpn>,
-    /// Connections that are over on this end, whose QPNs are not used before the other end has ended too.
-    leaving: HashMap<(SharedId, ConnectionId), Qpn>,
     regions: OwnRegions<OwnRegion>,
+    /// Keys of own regions, by those on shared queue pairs.
+    by_shadow: HashMap<u32, LKey>,
     keys: HashMap<IpAddr, PeerKeys>,
     tickets: HashMap<u64, (IpAddr, u64, RKey)>,
     ticket: u64,
@@ -156,6 +160,7 @@ pub(super) struct Sharing {
 /// The keys that a connection's requests need.
 struct NodeKeys<'a> {
     regions: &'a mut OwnRegions<OwnRegion>,
+    by_shadow: &'a mut HashMap<u32, LKey>,
     peers: &'a mut Peers,
     of_peer: &'a mut PeerKeys,
 }
@@ -165,6 +170,9 @@ impl Keys for NodeKeys<'_> {
         let region = self.regions.get(domain, lkey, range, access)?;
         if region.shadow.is_none() {
             region.shadow = self.peers.shadow(domain, lkey);
+            let shadow = region.shadow.as_ref();
+            self.by_shadow
+                .extend(shadow.map(|shadow| (shadow.lkey().0, lkey)));
         }
         region.may_be_told |= access.contains(Access::LOCAL_WRITE);
         let shadow = region.shadow.as_ref()?;
@@ -184,6 +192,7 @@ macro_rules! line {
             Some(line) => {
                 let keys = NodeKeys {
                     regions: &mut sharing.regions,
+                    by_shadow: &mut sharing.by_shadow,
                     peers: &mut sharing.peers,
                     of_peer: sharing.keys.entry(line.peer).or_default(),
                 };
@@ -205,11 +214,12 @@ impl Sharing {
         Ok(Sharing {
             peers: Peers::open(device, events, key, SHARED_MAX)?,
             lines: HashMap::new(),
+            order: Vec::new(),
             qps: HashMap::new(),
             flows: HashMap::new(),
             connections: HashMap::new(),
-            leaving: HashMap::new(),
             regions: OwnRegions::default(),
+            by_shadow: HashMap::new(),
             keys: HashMap::new(),
             tickets: HashMap::new(),
             ticket: 0,
@@ -260,6 +270,7 @@ impl Sharing {
         if let Some(removed) = self.regions.remove(region.lkey())
             && let Some(shadow) = removed.shadow
         {
+            self.by_shadow.remove(&shadow.lkey().0);
             let retired = Retired {
                 _shadow: shadow,
                 in_flight: self.in_flight(|_| true),
@@ -345,7 +356,6 @@ impl Sharing {
         };
         if let Stage::Shared(id, connection) = std::mem::replace(&mut left.stage, Stage::Over) {
             self.connections.remove(&(id, connection));
-            self.leaving.insert((id, connection), qpn);
             if let Some(line) = self.lines.get_mut(&id) {
                 line.mux.abandon(connection);
             }
@@ -487,12 +497,7 @@ impl Sharing {
         let (owner, receiver) = (qp.owner, qp.receiver.take());
         if let Some(mut receiver) = receiver {
             while let Some(receive) = receiver.pop() {
-                let flushed = WorkCompletion {
-                    wr_id: receive.wr_id,
-                    opcode: rdmux_rnic::WcOpcode::Recv,
-                    qpn,
-                    ..WorkCompletion::default()
-                };
+                let flushed = flushed(qpn, receive.wr_id);
                 self.news.push_back((owner, News::Received(flushed)));
             }
         }
@@ -515,12 +520,7 @@ impl Sharing {
             (_, Some(receiver)) => receiver.post(receive)?,
             (_, None) => {
                 receive.check()?;
-                let flushed = WorkCompletion {
-                    wr_id: receive.wr_id,
-                    opcode: rdmux_rnic::WcOpcode::Recv,
-                    qpn,
-                    ..WorkCompletion::default()
-                };
+                let flushed = flushed(qpn, receive.wr_id);
                 self.news.push_back((qp.owner, News::Received(flushed)));
             }
         }
@@ -626,10 +626,7 @@ impl Sharing {
     fn read_shadows(&self, list: &[Sge]) -> Option<Vec<u8>> {
         let mut all = Vec::new();
         for sge in list {
-            let region = self.regions.values().find(|region| {
-                let shadow = region.shadow.as_ref();
-                shadow.is_some_and(|shadow| shadow.lkey().0 == sge.lkey)
-            })?;
+            let region = self.regions.of_lkey(*self.by_shadow.get(&sge.lkey)?)?;
             let mut bytes = vec![0; sge.length as usize];
             let at = region.place(sge.addr)?;
             region.spec.memory.read(at, &mut bytes).ok()?;
@@ -774,8 +771,8 @@ impl Sharing {
 
     /// Posts the messages of the nodes, and handles what has happened to connections.
     pub(super) fn work(&mut self, egress: &mut Egress<SendRequest>, now: Time) {
-        let ids: Vec<SharedId> = self.lines.keys().copied().collect();
-        for id in ids {
+        for at in 0..self.order.len() {
+            let id = self.order[at];
             while let Some((line, mut keys)) = line!(self, id) {
                 let Some(post) = line.mux.poll_message(&mut keys) else {
                     break;
@@ -834,9 +831,7 @@ impl Sharing {
                     self.news.push_back((owner, News::Failed(failure)));
                 }
             }
-            Event::Ended(connection) => {
-                self.leaving.remove(&(id, connection));
-            }
+            Event::Ended(_) => {}
         }
     }
 
@@ -1003,6 +998,7 @@ impl Sharing {
                 return self.peers.fail_qp(Instant::now(), id);
             };
             self.lines.insert(id, line);
+            self.order.push(id);
             // It stays as long as the peer's node.
             self.peers.set_busy(Instant::now(), id, true);
         }
@@ -1028,8 +1024,12 @@ impl Sharing {
             .receiver
             .take()
             .unwrap_or_else(|| Receiver::new(qp.receives_max));
-        let Some(connection) = line.mux.bind(*bound, receiver) else {
-            return self.fail_unbound(qpn, Failure::Shared);
+        let connection = match line.mux.bind(*bound, receiver) {
+            Ok(connection) => connection,
+            Err(receiver) => {
+                qp.receiver = Some(receiver);
+                return self.fail_unbound(qpn, Failure::Shared);
+            }
         };
         qp.stage = Stage::Shared(id, connection);
         let (flow, group) = (qp.flow, line.group);
@@ -1087,6 +1087,7 @@ impl Sharing {
         let Some(line) = self.lines.remove(&id) else {
             return;
         };
+        self.order.retain(|other| *other != id);
         let of_line: Vec<_> = self
             .connections
             .iter()
@@ -1100,7 +1101,6 @@ impl Sharing {
                 egress.unbind(now, qp.flow);
             }
         }
-        self.leaving.retain(|(its, _), _| *its != id);
         self.early.retain(|(its, ..)| *its != id);
         egress.remove_group(line.group);
     }
@@ -1113,11 +1113,10 @@ impl egress::Gate<SendRequest> for Gate<'_> {
     fn admit(
         &mut self,
         flow: FlowId,
-        request: &egress::Request,
+        _request: &egress::Request,
         body: &SendRequest,
         offset: u32,
     ) -> egress::Admission {
-        let _ = request;
         let Some(sharing) = self.0.as_deref_mut() else {
             return egress::Admission::Post(u32::MAX);
         };

@@ -42,6 +42,8 @@ pub(super) struct Flow<B> {
     pub(super) held: bool,
     /// Set once a request of it has failed, or its queue pair has.
     pub(super) failed: bool,
+    /// Set once it is gone for its owner, while pieces of it are in flight.
+    pub(super) is_removed: bool,
 }
 
 impl<B> Flow<B> {
@@ -57,6 +59,7 @@ impl<B> Flow<B> {
             paused: false,
             held: false,
             failed: false,
+            is_removed: false,
         }
     }
 

@@ -813,6 +813,27 @@ fn remove_flow__with_pieces_in_flight_on_a_shared_send_queue() {
     assert_eq!(bench.done(), [(1, OK, 8)]);
 }
 
+/// However many flows come and go meanwhile, none is taken for the one whose piece is still in flight.
+#[test]
+fn remove_flow__piece_comes_back_after_many_other_flows() {
+    let mut bench = Bench::new(WIDE);
+    let group = bench.group(0);
+    let gone = bench.flow_in(group);
+    bench.submit(gone, write(0, 8));
+    bench.post();
+    bench.egress.remove_flow(bench.now, gone);
+    for _ in 0..5_000 {
+        let next = bench.flow_in(group);
+        assert_ne!(next, gone);
+        bench.egress.remove_flow(bench.now, next);
+    }
+    let last = bench.flow_in(group);
+    bench.submit(last, write(1, 8));
+    bench.post();
+    while bench.complete(group) {}
+    assert_eq!(bench.done(), [(1, OK, 8)]);
+}
+
 /// A flow of the model below.
 #[derive(Default)]
 struct Seen {

@@ -92,9 +92,9 @@ impl<T> OwnRegions<T> {
         self.by_rkey.insert(rkey.0, lkey);
     }
 
-    /// Returns all regions.
-    pub(in crate::node) fn values(&self) -> impl Iterator<Item = &T> {
-        self.by_lkey.values().map(|own| &own.region)
+    /// Returns the region of a key.
+    pub(in crate::node) fn of_lkey(&self, lkey: LKey) -> Option<&T> {
+        Some(&self.by_lkey.get(&lkey.0)?.region)
     }
 
     /// Removes a region.

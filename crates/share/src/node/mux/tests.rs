@@ -1121,8 +1121,8 @@ impl World {
                 peer: Qpn::new(bound.peer.value() + 1),
                 ..bound
             };
-            assert!(node.mux.bind(bound, Receiver::new(1)).is_none());
-            assert!(node.mux.bind(names, Receiver::new(1)).is_some());
+            assert!(node.mux.bind(bound, Receiver::new(1)).is_err());
+            assert!(node.mux.bind(names, Receiver::new(1)).is_ok());
         }
     }
 }
