@@ -1,7 +1,7 @@
 //! Messages from other threads to a thread that may be asleep.
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
@@ -56,6 +56,11 @@ impl<M> Inbox<M> {
         self.receiver.try_recv().ok()
     }
 
+    /// Makes the descriptor unreadable until the next message arrives.
+    pub fn reset(&self) {
+        self.waker.reset();
+    }
+
     /// Sleeps until a message arrives, another descriptor is readable, or the deadline. Returns the indices of the other descriptors that
     /// are readable; `None` if it was the deadline. A message that arrived before the previous sleep ended does not end this one: take all
     /// messages between two sleeps.
@@ -86,9 +91,16 @@ impl<M> Inbox<M> {
             .collect();
         if ready.last() == Some(&others.len()) {
             ready.pop();
-            self.waker.reset();
+            self.reset();
         }
         Ok(Some(ready))
+    }
+}
+
+/// Readable once a message has arrived, for a thread with a loop of its own, which calls [`Inbox::reset`] then and takes all messages.
+impl<M> AsFd for Inbox<M> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.waker.fd().as_fd()
     }
 }
 
@@ -111,8 +123,6 @@ fn with_waker<M>(waker: Arc<Waker>) -> (Mailbox<M>, Inbox<M>) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
@@ -149,6 +159,20 @@ mod tests {
             assert_eq!(inbox.sleep(&[], None).unwrap(), Some(vec![]));
         }
         assert!(sender.join().unwrap());
+    }
+
+    #[test]
+    fn as_fd__readable_until_it_is_reset() {
+        let (mailbox, inbox) = mailbox().unwrap();
+        let is_readable = || {
+            let mut fds = [PollFd::new(&inbox, PollFlags::IN)];
+            poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
+        };
+        assert!(!is_readable());
+        assert!(mailbox.send(1) && is_readable());
+        inbox.reset();
+        assert!(!is_readable());
+        assert_eq!(inbox.take(), Some(1));
     }
 
     #[test]

@@ -22,18 +22,16 @@ mod tenants;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use rdmux_key::Key;
 use rdmux_rnic::sched::Quanta;
 use rdmux_rnic::{Status, Time};
+use rdmux_runtime::{Inbox, Mailbox, Waiting, mailbox};
 use rdmux_verbs::moderation::now;
-use rdmux_verbs::provider::{Waker, conditions, folder};
-use rdmux_verbs::sync::Mutex;
-use rdmux_verbs::waiting::{Plan, Policy, WaitMode};
-use rdmux_verbs::{CreateError, Device, EventQueue, wake_cost_ns};
+use rdmux_verbs::provider::folder;
+use rdmux_verbs::{CreateError, Device, EventQueue};
 use rdmux_wire::node::control::{ErrorCode, Kind, Limits, Message, VERSION};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
@@ -120,24 +118,20 @@ impl From<Errno> for NodeError {
 
 /// Ends a node, or gives it another configuration, from another thread.
 #[derive(Clone, Debug)]
-pub struct Stopper(Arc<Orders>);
+pub struct Stopper(Mailbox<Order>);
 
-/// A configuration to apply, and where to answer.
-type Order = (Config, mpsc::Sender<Result<(), ApplyError>>);
-
-/// Orders of other threads for the node's.
+/// What other threads want of the node's.
 #[derive(Debug)]
-struct Orders {
-    stopped: AtomicBool,
-    config: Mutex<Option<Order>>,
-    waker: Waker,
+enum Order {
+    Stop,
+    /// A configuration to apply, and where to answer.
+    Apply(Box<Config>, mpsc::Sender<Result<(), ApplyError>>),
 }
 
 impl Stopper {
     /// Has [`Node::run`] return.
     pub fn stop(&self) {
-        self.0.stopped.store(true, Ordering::Release);
-        self.0.waker.wake();
+        self.0.send(Order::Stop);
     }
 
     /// Has the node go on with another configuration, and waits until it does. Traffic goes on. Applications keep their tenants; those of
@@ -147,11 +141,7 @@ impl Stopper {
     /// The node refuses the configuration and keeps the old one, or does not run.
     pub fn apply(&self, config: Config) -> Result<(), ApplyError> {
         let (answer, answered) = mpsc::channel();
-        *self.0.config.lock() = Some((config, answer));
-        if self.0.stopped.load(Ordering::Acquire) {
-            return Err(ApplyError::Ended);
-        }
-        self.0.waker.wake();
+        self.0.send(Order::Apply(Box::new(config), answer));
         answered.recv().unwrap_or(Err(ApplyError::Ended))
     }
 }
@@ -160,7 +150,7 @@ impl Stopper {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     Place,
-    Stop,
+    Orders,
     Events,
     Async,
     /// The engine, while the node sleeps in its place.
@@ -179,7 +169,7 @@ impl Source {
     fn word(self) -> u64 {
         match self {
             Source::Place => 0,
-            Source::Stop => 1,
+            Source::Orders => 1,
             Source::Events => 2,
             Source::Async => 3,
             Source::Engine => 4,
@@ -194,7 +184,7 @@ impl Source {
         let slot = word as u32;
         Some(match (word >> 32, slot) {
             (0, 0) => Source::Place,
-            (0, 1) => Source::Stop,
+            (0, 1) => Source::Orders,
             (0, 2) => Source::Events,
             (0, 3) => Source::Async,
             (0, 4) => Source::Engine,
@@ -223,13 +213,16 @@ pub struct Node {
     shared: Shared,
     place: Place,
     epoll: OwnedFd,
-    stop: Stopper,
+    orders: Inbox<Order>,
+    stopper: Stopper,
+    /// Set once it is to end.
+    ends: bool,
     applications: Vec<Option<Application>>,
     /// A descriptor that is given up to accept and refuse an application when there is no other left.
     spare: Option<OwnedFd>,
     tenants: Tenants,
     strict_percent: u8,
-    policy: Policy,
+    waiting: Waiting,
     bytes: WorkBytes,
     /// Set once the descriptor of the engine is in the epoll set.
     watches_engine: bool,
@@ -297,11 +290,7 @@ impl Node {
             io::ErrorKind::AddrInUse => NodeError::InUse(address, scope),
             _ => NodeError::Place(error),
         })?;
-        let stop = Orders {
-            stopped: AtomicBool::new(false),
-            config: Mutex::new(None),
-            waker: Waker::new()?,
-        };
+        let (mailbox, orders) = mailbox()?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let spare = epoll.try_clone().ok();
         let quanta = Quanta {
@@ -314,8 +303,6 @@ impl Node {
         let limits = limits::of_device(device.provider(), quanta, rate_bps);
         let mut egress = Egress::new(now(), limits);
         let tenants = Tenants::new(&mut egress, now(), config);
-        let mut policy = Policy::new(wake_cost_ns());
-        policy.pin(WaitMode::of_environment());
         let events = EventQueue::new()?;
         let sharing = match key {
             Some(key) => Some(Sharing::open(&device, &events, &mut egress, key)?),
@@ -331,19 +318,21 @@ impl Node {
             warn: Warn(Box::new(|_| {})),
             place,
             epoll,
-            stop: Stopper(Arc::new(stop)),
+            orders,
+            stopper: Stopper(mailbox),
+            ends: false,
             applications: Vec::new(),
             spare,
             tenants,
             strict_percent: quanta.strict_percent,
-            policy,
+            waiting: Waiting::new(None),
             bytes: WorkBytes::new(),
             watches_engine: false,
             idle: None,
         };
         let level = epoll::EventFlags::IN;
         add(&node.epoll, &node.place.socket, Source::Place, level)?;
-        add(&node.epoll, node.stop.0.waker.fd(), Source::Stop, level)?;
+        add(&node.epoll, &node.orders, Source::Orders, level)?;
         add(&node.epoll, &node.shared.events, Source::Events, level)?;
         let asynchronous = node.shared.device.async_event_fd();
         add(&node.epoll, asynchronous, Source::Async, level)?;
@@ -379,7 +368,7 @@ impl Node {
         match lock {
             Some(_) if is_alone => {
                 self.place.close();
-                self.stop.stop();
+                self.ends = true;
             }
             _ if is_alone => self.set_idle(true)?,
             _ => {}
@@ -401,7 +390,7 @@ impl Node {
 
     /// Returns what ends [`Node::run`].
     pub fn stopper(&self) -> Stopper {
-        self.stop.clone()
+        self.stopper.clone()
     }
 
     /// Returns the device.
@@ -413,16 +402,8 @@ impl Node {
     ///
     /// # Errors
     /// The node itself can go on no more. Whatever an application does ends that application alone.
-    pub fn run(&mut self) -> Result<(), NodeError> {
-        let served = self.serve();
-        // Nobody waits for an answer that does not come.
-        self.stop.0.stopped.store(true, Ordering::Release);
-        self.stop.0.config.lock().take();
-        served
-    }
-
-    fn serve(&mut self) -> Result<(), NodeError> {
-        while !self.stop.0.stopped.load(Ordering::Acquire) {
+    pub fn run(mut self) -> Result<(), NodeError> {
+        while !self.ends {
             let mut passes = 0;
             while self.pass() {
                 passes += 1;
@@ -550,17 +531,12 @@ impl Node {
     /// Polls as long as the policy expects that to cost less than a wake-up, and then sleeps.
     fn wait(&mut self) -> Result<(), NodeError> {
         let began = Instant::now();
-        let elapsed_ns = || began.elapsed().as_nanos() as u64;
-        for polls in 1_u32.. {
-            let elapsed = elapsed_ns();
-            match self.policy.plan(elapsed, conditions(now().0)) {
-                Plan::Sleep => break,
-                Plan::Spin { .. } => std::hint::spin_loop(),
-                Plan::Yield => std::thread::yield_now(),
-            }
-            let looks = polls.is_multiple_of(POLLS_PER_LOOK);
-            if self.pass() || looks && self.look()? {
-                self.policy.came(elapsed_ns());
+        self.waiting.end_run();
+        let mut polls = 0_u32;
+        while self.waiting.pause(began) {
+            polls = polls.wrapping_add(1);
+            if self.pass() || polls.is_multiple_of(POLLS_PER_LOOK) && self.look()? {
+                self.waiting.came(began);
                 return Ok(());
             }
         }
@@ -583,11 +559,11 @@ impl Node {
             // Processes the packets that woke this thread, before the next pass.
             drop(watch);
             match sleeps {
-                true => self.policy.woke(elapsed_ns(), None),
-                false => self.policy.came(elapsed_ns()),
+                true => self.waiting.slept(began, true),
+                false => self.waiting.came(began),
             }
         } else {
-            self.policy.came(elapsed_ns());
+            self.waiting.came(began);
         }
         for application in self.applications.iter_mut().flatten() {
             application.awake();
@@ -664,7 +640,7 @@ impl Node {
                     self.end_if_idle()?;
                     true
                 }
-                Some(Source::Stop) => self.take_orders(),
+                Some(Source::Orders) => self.take_orders(),
                 Some(Source::Events) => true,
                 Some(Source::Engine | Source::Peers | Source::Work(_)) | None => false,
             };
@@ -755,12 +731,16 @@ impl Node {
 
     /// Does what other threads want. Returns true.
     fn take_orders(&mut self) -> bool {
-        self.stop.0.waker.reset();
-        let order = self.stop.0.config.lock().take();
-        if let Some((config, answer)) = order {
-            let applied = self.apply(config);
-            // A thread that waits no more needs no answer.
-            let _ = answer.send(applied);
+        self.orders.reset();
+        while let Some(order) = self.orders.take() {
+            match order {
+                Order::Stop => self.ends = true,
+                Order::Apply(config, answer) => {
+                    let applied = self.apply(*config);
+                    // A thread that waits no more needs no answer.
+                    let _ = answer.send(applied);
+                }
+            }
         }
         true
     }

@@ -201,10 +201,9 @@ fn connect__by_address_and_port() {
         let wc = side.next();
         assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Flushed));
     }
-    assert!(accepted.progress().ended.is_some());
+    assert!(accepted.wait_ended(LONG));
 }
 
-/// A node with another key, or none, is no peer: the connection has queue pairs of its own.
 /// Connects two applications by address and port, and has the server send into receives that its peer posted before.
 fn connect_with_receives(client: &Side, server: &Side, there: IpAddr) {
     let listener = server.device.listen(7176).unwrap();
@@ -272,6 +271,7 @@ fn modify__from_init_to_error() {
     }
 }
 
+/// A node with another key, or none, is no peer: the connection has queue pairs of its own.
 #[test]
 fn peers__that_do_not_agree_have_queue_pairs_of_their_own() {
     let (here, there) = (serve(3, 1), serve(4, 2));

@@ -48,7 +48,7 @@ impl Served {
             ..Options::default()
         };
         let device = Device::open_with(address, options).unwrap();
-        let mut node = open(device.clone()).unwrap();
+        let node = open(device.clone()).unwrap();
         let stopper = node.stopper();
         let thread = std::thread::spawn(move || node.run().unwrap());
         Served {
@@ -584,7 +584,7 @@ fn offer_memory__of_something_else() {
 fn of_word__each_source() {
     for source in [
         Source::Place,
-        Source::Stop,
+        Source::Orders,
         Source::Events,
         Source::Async,
         Source::Engine,

@@ -42,7 +42,7 @@ impl Served {
         rdmux_share::register();
         let address = address.into();
         let device = open(address, "soft");
-        let mut node = match key {
+        let node = match key {
             None => Node::open(device.clone()),
             Some(key) => Node::open_sharing(device.clone(), None, Key::new(key)),
         }
