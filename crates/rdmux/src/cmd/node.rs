@@ -19,7 +19,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Parser, Subcommand};
 use rdmux_push::Key;
 use rdmux_share::node::config::{Config, Finding};
-use rdmux_share::node::{Node, Stopper};
+use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::Device;
 use rdmux_verbs::provider::folder::runtime_folder;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -108,13 +108,15 @@ fn serve(args: &Args) -> Result<()> {
         (true, Some(file)) => Some(Key::load(file)?),
         (true, None) => Some(Key::load_or_create()?),
     };
-    let mut node = match key {
-        Some(key) => Node::open_sharing(device, config, key)?,
-        None => Node::open_for(device, config)?,
+    let options = NodeOptions {
+        config,
+        key,
+        engines: 1,
     };
+    let mut node = Node::open_with(device, options)?;
     node.warn_by(|warning| output::error(&anyhow!("warning: {warning}")));
     if let Some(seconds) = args.until_idle {
-        node.end_when_idle(Duration::from_secs(seconds))?;
+        node.end_when_idle(Duration::from_secs(seconds));
     }
     handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
     output::say(&format!(

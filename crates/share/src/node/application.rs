@@ -168,6 +168,8 @@ pub(super) struct Application {
     pub(super) name: String,
     /// The tenant to which all that it sends belongs.
     pub(super) tenant: TenantId,
+    /// Set if that is the application alone.
+    pub(super) is_tenant: bool,
     /// The rings, once it is attached.
     pub(super) rings: Option<Rings>,
     // A connection ends before its queue pair, and a queue pair before its memory.
@@ -210,12 +212,13 @@ pub(super) struct Application {
 const ROOM_MIN: u32 = 256;
 
 impl Application {
-    /// Begins to serve the process at the other end of a channel.
+    /// Begins to serve the process at the other end of a channel. `tenant`: its tenant in the scheduler; `None`: it is one of its own.
     pub(super) fn new(
         shared: &mut Shared,
         channel: Channel,
         slot: u32,
         belonging: Belonging,
+        tenant: Option<TenantId>,
     ) -> Result<Application, CreateError> {
         let cq = shared.device.create_cq(ROOM_MIN)?;
         Ok(Application {
@@ -223,10 +226,8 @@ impl Application {
             slot,
             name: String::new(),
             // Without a configuration applications share equally.
-            tenant: match belonging.account.tenant() {
-                Some(tenant) => tenant,
-                None => shared.egress.add_tenant(&Entitlement::default()),
-            },
+            tenant: tenant.unwrap_or_else(|| shared.egress.add_tenant(&Entitlement::default())),
+            is_tenant: tenant.is_none(),
             rings: None,
             connections: Table::new(CONNECTIONS_MAX),
             requests: Table::new(REQUESTS_MAX),
@@ -264,7 +265,7 @@ impl Application {
                 sharing.remove_region(std::time::Instant::now(), region.region);
             }
         }
-        if self.belonging.account.tenant().is_none() {
+        if self.is_tenant {
             shared.egress.remove_tenant(self.tenant);
         }
     }
@@ -280,19 +281,28 @@ impl Application {
     }
 
     /// Moves the application with all that it has to another tenant. What is in flight stays where it is.
-    pub(super) fn move_to(&mut self, shared: &mut Shared, now: Time, account: &Arc<Account>) {
+    pub(super) fn move_to(
+        &mut self,
+        shared: &mut Shared,
+        now: Time,
+        account: &Arc<Account>,
+        tenant: Option<TenantId>,
+    ) {
         self.belonging.account = account.clone();
         self.belonging.charge.move_to(account);
         let regions = self.regions.iter_mut().flat_map(|region| &mut region.charges);
         regions.for_each(|charge| charge.move_to(account));
         self.srqs.iter_mut().for_each(|srq| srq.charge.move_to(account));
-        let Some(tenant) = account.tenant() else { return };
-        self.tenant = tenant;
+        let Some(tenant) = tenant else { return };
+        let former = std::mem::replace(&mut self.tenant, tenant);
         for qp in self.qps.iter_mut() {
             qp.charges.iter_mut().for_each(|charge| charge.move_to(account));
             if let Some(group) = qp.group {
                 shared.egress.move_group(now, group, qp.flow, tenant);
             }
+        }
+        if std::mem::take(&mut self.is_tenant) {
+            shared.egress.remove_tenant(former);
         }
     }
 

@@ -358,8 +358,8 @@ impl Application {
                 application: self.slot,
                 qp: id,
             };
-            let account = &self.belonging.account;
-            let tenant = (account.name(), account.tenant());
+            let tenant = (!self.is_tenant).then_some(self.tenant);
+            let tenant = (self.belonging.account.name(), tenant);
             sharing.add_qp(qpn, (owner, qp.flow), domain, max_recv_wr, tenant);
         }
         Ok(Message::QpMade { id, qpn })

@@ -9,12 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_rnic::Time;
-use rdmux_rnic::sched::TenantId;
+use rdmux_rnic::sched::{Entitlement, TenantId};
 use rdmux_verbs::provider::folder;
 use rdmux_wire::node::control::ErrorCode;
 use strum::{EnumCount, IntoEnumIterator};
 
-use super::config::{Assignment, Config, DEFAULT_TENANT, Limits, Others, Resource, Settings};
+use super::config::{
+    Assignment, Config, DEFAULT_TENANT, Limits, Others, Resource, STRICT_PERCENT_DEFAULT, Settings,
+};
 use super::egress::Egress;
 use super::identity::Identity;
 use crate::control::convert::Refusal;
@@ -22,12 +24,10 @@ use crate::control::convert::Refusal;
 /// Limit of a resource that has none.
 const UNLIMITED: u64 = u64::MAX;
 
-/// Resources that the applications of a tenant have, and may have. The node's thread alone changes it.
+/// Resources that the applications of a tenant have, and may have.
 #[derive(Debug)]
 pub(super) struct Account {
     name: String,
-    /// The tenant in the scheduler; `None`: each application is one of its own, as the node has no configuration.
-    tenant: Option<TenantId>,
     /// The file with its limits; without a configuration there are none.
     file: PathBuf,
     limits: [AtomicU64; Resource::COUNT],
@@ -35,10 +35,9 @@ pub(super) struct Account {
 }
 
 impl Account {
-    fn new(name: &str, tenant: Option<TenantId>, file: PathBuf, limits: &Limits) -> Arc<Account> {
+    fn new(name: &str, file: PathBuf, limits: &Limits) -> Arc<Account> {
         let account = Account {
             name: name.to_owned(),
-            tenant,
             file,
             limits: Default::default(),
             used: Default::default(),
@@ -60,11 +59,6 @@ impl Account {
         &self.name
     }
 
-    /// Returns the tenant in the scheduler; `None`: each application is one of its own.
-    pub(super) fn tenant(&self) -> Option<TenantId> {
-        self.tenant
-    }
-
     /// Returns the limit of a resource.
     pub(super) fn limit(&self, resource: Resource) -> u64 {
         self.limits[resource as usize].load(Ordering::Relaxed)
@@ -75,15 +69,21 @@ impl Account {
     /// # Errors
     /// The tenant would exceed its limit.
     pub(super) fn charge(self: &Arc<Account>, resource: Resource, amount: u64) -> Result<Charge, Refusal> {
-        let used = self.used[resource as usize].load(Ordering::Relaxed);
         let limit = self.limit(resource);
-        if used.saturating_add(amount) > limit {
-            return Err(Refusal::new(
-                ErrorCode::Limit,
-                self.exceeded(resource, used, limit),
-            ));
+        // Without a limit the sum may wrap: nobody compares it with anything.
+        let add =
+            |used: u64| Some(used.wrapping_add(amount)).filter(|_| used.saturating_add(amount) <= limit);
+        match self.used[resource as usize].fetch_update(Ordering::Relaxed, Ordering::Relaxed, add) {
+            Ok(_) => Ok(Charge {
+                account: self.clone(),
+                resource,
+                amount,
+            }),
+            Err(used) => {
+                let exceeded = self.exceeded(resource, used, limit);
+                Err(Refusal::new(ErrorCode::Limit, exceeded))
+            }
         }
-        Ok(Charge::new(self, resource, amount))
     }
 
     fn exceeded(&self, resource: Resource, used: u64, limit: u64) -> String {
@@ -108,18 +108,13 @@ pub(super) struct Charge {
 }
 
 impl Charge {
-    fn new(account: &Arc<Account>, resource: Resource, amount: u64) -> Charge {
-        account.used[resource as usize].fetch_add(amount, Ordering::Relaxed);
-        Charge {
-            account: account.clone(),
-            resource,
-            amount,
-        }
-    }
-
     /// Moves the charge to another account, also beyond that one's limit.
     pub(super) fn move_to(&mut self, account: &Arc<Account>) {
-        *self = Charge::new(account, self.resource, self.amount);
+        account.used[self.resource as usize].fetch_add(self.amount, Ordering::Relaxed);
+        *self = Charge {
+            account: account.clone(),
+            ..*self
+        };
     }
 }
 
@@ -138,69 +133,58 @@ pub(super) struct Tenants {
     own: u32,
     /// Accounts by name, the default one too.
     accounts: HashMap<String, Arc<Account>>,
-    /// Tenants in the scheduler that are no more in the configuration.
-    removed: Vec<TenantId>,
 }
 
 impl Tenants {
-    pub(super) fn new<B>(egress: &mut Egress<B>, now: Time, config: Option<Config>) -> Tenants {
+    pub(super) fn new(config: Option<Config>) -> Tenants {
         let mut tenants = Tenants {
             config: None,
             own: folder::uid(),
             accounts: HashMap::new(),
-            removed: Vec::new(),
         };
         match config {
-            Some(config) => tenants.set(egress, now, config),
+            Some(config) => tenants.set(config),
             None => {
-                let default = Account::new(DEFAULT_TENANT, None, PathBuf::new(), &Limits::default());
+                let default = Account::new(DEFAULT_TENANT, PathBuf::new(), &Limits::default());
                 tenants.accounts.insert(DEFAULT_TENANT.to_owned(), default);
             }
         }
         tenants
     }
 
-    /// Replaces the configuration. Tenants that remain keep their accounts; applications of others are [moved](Tenants::keeps), and then
-    /// [`Tenants::sweep`] removes what is left.
-    pub(super) fn set<B>(&mut self, egress: &mut Egress<B>, now: Time, config: Config) {
-        egress.set_rate(now, config.rate_bps);
-        let default = config.default_settings();
-        let named = config
-            .tenants
-            .iter()
-            .map(|tenant| (tenant.name.as_str(), tenant.settings));
+    /// Replaces the configuration. Tenants that remain keep their accounts.
+    pub(super) fn set(&mut self, config: Config) {
         let mut accounts = HashMap::new();
-        for (name, Settings { entitlement, limits }) in named.chain([(DEFAULT_TENANT, default)]) {
+        for (name, Settings { limits, .. }) in settings(&config) {
             let account = match self.accounts.remove(name) {
                 Some(kept) => {
                     kept.set_limits(&limits);
-                    if let Some(tenant) = kept.tenant {
-                        egress.set_tenant(now, tenant, &entitlement);
-                    }
                     kept
                 }
-                None => {
-                    let tenant = egress.add_tenant(&entitlement);
-                    Account::new(name, Some(tenant), config.file.clone(), &limits)
-                }
+                None => Account::new(name, config.file.clone(), &limits),
             };
             accounts.insert(name.to_owned(), account);
         }
-        let others = std::mem::replace(&mut self.accounts, accounts);
-        self.removed
-            .extend(others.values().filter_map(|account| account.tenant));
+        self.accounts = accounts;
         self.config = Some(config);
     }
 
-    /// Removes tenants of former configurations from the scheduler, as soon as nothing is in them.
-    pub(super) fn sweep<B>(&mut self, egress: &mut Egress<B>) {
-        self.removed.retain(|tenant| {
-            let is_empty = !egress.has_groups(*tenant);
-            if is_empty {
-                egress.remove_tenant(*tenant);
-            }
-            !is_empty
-        });
+    /// Returns the bits per second that all tenants together do not exceed, if there is a limit.
+    pub(super) fn rate_bps(&self) -> Option<u64> {
+        self.config.as_ref().and_then(|config| config.rate_bps)
+    }
+
+    /// Returns the part of a tenant's bytes that its strict classes may take while its lower ones wait.
+    pub(super) fn strict_percent(&self) -> u8 {
+        self.config
+            .as_ref()
+            .map_or(STRICT_PERCENT_DEFAULT, |config| config.strict_percent)
+    }
+
+    /// Returns the accounts of the configuration's tenants, and what these are entitled to; none without a configuration.
+    fn entitled(&self) -> impl Iterator<Item = (&Arc<Account>, Entitlement)> {
+        let all = self.config.iter().flat_map(settings);
+        all.filter_map(|(name, settings)| Some((self.accounts.get(name)?, settings.entitlement)))
     }
 
     /// Returns whether an application that has an account keeps it: until its tenant is gone, or is no more for such processes.
@@ -262,6 +246,60 @@ impl Tenants {
     }
 }
 
+/// Returns the tenants of a configuration, the default one too.
+fn settings(config: &Config) -> impl Iterator<Item = (&str, Settings)> {
+    let named = config.tenants.iter();
+    let named = named.map(|tenant| (tenant.name.as_str(), tenant.settings));
+    named.chain([(DEFAULT_TENANT, config.default_settings())])
+}
+
+/// The tenants of a node in the scheduler of a worker.
+#[derive(Debug, Default)]
+pub(super) struct Schedule {
+    tenants: Vec<(Arc<Account>, TenantId)>,
+    /// Tenants that are no more in the configuration.
+    removed: Vec<TenantId>,
+}
+
+impl Schedule {
+    /// Has the scheduler know the tenants as they are now. Applications of those that are gone are [moved](Tenants::keeps), and then
+    /// [`Schedule::sweep`] removes what is left.
+    pub(super) fn set<B>(&mut self, egress: &mut Egress<B>, now: Time, tenants: &Tenants) {
+        egress.set_rate(now, tenants.rate_bps());
+        let mut known = std::mem::take(&mut self.tenants);
+        for (account, entitlement) in tenants.entitled() {
+            let at = known.iter().position(|(other, _)| Arc::ptr_eq(other, account));
+            let tenant = match at {
+                Some(at) => {
+                    let (_, tenant) = known.swap_remove(at);
+                    egress.set_tenant(now, tenant, &entitlement);
+                    tenant
+                }
+                None => egress.add_tenant(&entitlement),
+            };
+            self.tenants.push((account.clone(), tenant));
+        }
+        self.removed.extend(known.into_iter().map(|(_, tenant)| tenant));
+    }
+
+    /// Removes tenants of former configurations from the scheduler, as soon as nothing is in them.
+    pub(super) fn sweep<B>(&mut self, egress: &mut Egress<B>) {
+        self.removed.retain(|tenant| {
+            let is_empty = !egress.has_groups(*tenant);
+            if is_empty {
+                egress.remove_tenant(*tenant);
+            }
+            !is_empty
+        });
+    }
+
+    /// Returns the tenant of an account in the scheduler; `None`: each application is one of its own, as the node has no configuration.
+    pub(super) fn tenant_of(&self, account: &Arc<Account>) -> Option<TenantId> {
+        let known = self.tenants.iter().find(|(known, _)| Arc::ptr_eq(known, account));
+        known.map(|(_, tenant)| *tenant)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -282,7 +320,7 @@ mod tests {
     }
 
     fn tenants(config: Option<Config>) -> Tenants {
-        Tenants::new(&mut egress(), NOW, config)
+        Tenants::new(config)
     }
 
     fn identity(uid: u32, cgroup: Result<&str, &'static str>) -> Identity {
@@ -326,16 +364,13 @@ mod tests {
     #[test]
     fn set__accounts_of_tenants_that_remain() {
         let both = "[tenant.a]\nuid = [1]\n[tenant.b]\nuid = [2]\n";
-        let mut egress = egress();
-        let mut tenants = Tenants::new(&mut egress, NOW, Some(config(both)));
+        let mut tenants = Tenants::new(Some(config(both)));
         let [a, b] = [1, 2].map(|uid| tenants.account_of(&identity(uid, Err(""))).unwrap().clone());
         let mut charge = a.charge(Resource::Regions, 5).unwrap();
         let _other = b.charge(Resource::Regions, 1).unwrap();
-        tenants.set(
-            &mut egress,
-            NOW,
-            config("[tenant.b]\nuid = [1]\nlimits.regions = 3\n[default]\nlimits.regions = 0"),
-        );
+        tenants.set(config(
+            "[tenant.b]\nuid = [1]\nlimits.regions = 3\n[default]\nlimits.regions = 0",
+        ));
         let nobody = identity(99, Err(""));
         assert_eq!(
             [&a, &b].map(|account| tenants.keeps(account, &nobody)),
@@ -351,8 +386,21 @@ mod tests {
         drop(charge);
         assert!(next.charge(Resource::Regions, 1).is_ok());
         // The tenant comes back with an account of its own.
-        tenants.set(&mut egress, NOW, config(both));
+        tenants.set(config(both));
         assert!(!tenants.keeps(&a, &nobody));
+    }
+
+    #[test]
+    fn sweep__tenants_that_are_gone() {
+        let mut egress = egress();
+        let mut tenants = tenants(Some(config("[tenant.a]\nuid = [1]")));
+        let mut schedule = Schedule::default();
+        schedule.set(&mut egress, NOW, &tenants);
+        let account = tenants.account_of(&identity(1, Err(""))).unwrap().clone();
+        let a = schedule.tenant_of(&account).unwrap();
+        tenants.set(config(""));
+        schedule.set(&mut egress, NOW, &tenants);
+        assert_eq!(schedule.tenant_of(&account), None);
         // The scheduler forgets the former one once nothing is in it.
         let options = GroupOptions {
             class: 0,
@@ -361,28 +409,27 @@ mod tests {
             slots: None,
             may_be_quiet: true,
         };
-        let group = egress.add_group(NOW, a.tenant().unwrap(), &options).unwrap();
-        tenants.sweep(&mut egress);
-        assert_eq!(tenants.removed, [a.tenant().unwrap()]);
+        let group = egress.add_group(NOW, a, &options).unwrap();
+        schedule.sweep(&mut egress);
+        assert_eq!(schedule.removed, [a]);
         egress.remove_group(group);
-        tenants.sweep(&mut egress);
-        assert!(tenants.removed.is_empty());
-        assert!(egress.add_group(NOW, a.tenant().unwrap(), &options).is_none());
+        schedule.sweep(&mut egress);
+        assert!(schedule.removed.is_empty());
+        assert!(egress.add_group(NOW, a, &options).is_none());
     }
 
     #[test]
     fn keeps__the_default_tenant_as_long_as_it_is_for_such_processes() {
         let own = folder::uid();
         let (own, other) = (identity(own, Err("")), identity(own.wrapping_add(1), Err("")));
-        let mut egress = egress();
-        let mut tenants = Tenants::new(&mut egress, NOW, Some(config("[default]")));
+        let mut tenants = Tenants::new(Some(config("[default]")));
         let default = tenants.account_of(&other).unwrap().clone();
         for (text, keeps) in [
             ("[default]", [true, true]),
             ("", [true, false]),
             ("[default]\nrefuse = true", [false; 2]),
         ] {
-            tenants.set(&mut egress, NOW, config(text));
+            tenants.set(config(text));
             assert_eq!(
                 [&own, &other].map(|identity| tenants.keeps(&default, identity)),
                 keeps,

@@ -1,19 +1,21 @@
 //! A node and applications that keep to nothing.
 
 use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::mapping::sealed_file;
-use rdmux_verbs::{Device, Options};
-use rdmux_wire::node::control::{Attributes, Kind, QpState, QpType};
+use rdmux_verbs::Options;
+use rdmux_wire::node::control::{Attributes, Kind, Message, QpState, QpType, VERSION};
 use rdmux_wire::node::{Completion, CompletionStatus, Element, QueueId, Work, WorkData, WorkFlags};
 use rdmux_wire::node::{DESCRIPTOR_BYTES, WorkOperation};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use super::worker::Source;
 use super::*;
 use crate::control::Received;
-use crate::ring::{ApplicationEnd, Files};
+use crate::ring::{ApplicationEnd, Files, Layout};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -32,12 +34,28 @@ impl Served {
 
     /// Shares queue pairs with nodes that have a key.
     pub(super) fn with_key(number: u8, key: Key) -> Served {
-        Served::serve(number, |device| Node::open_sharing(device, None, key))
+        Served::serve(number, |device| {
+            Node::open_with(
+                device,
+                NodeOptions {
+                    key: Some(key),
+                    ..NodeOptions::default()
+                },
+            )
+        })
     }
 
     /// Serves the tenants of a configuration.
     fn with(number: u8, config: Option<Config>) -> Served {
-        Served::serve(number, |device| Node::open_for(device, config))
+        Served::serve(number, |device| {
+            Node::open_with(
+                device,
+                NodeOptions {
+                    config,
+                    ..NodeOptions::default()
+                },
+            )
+        })
     }
 
     fn serve(number: u8, open: impl FnOnce(Device) -> Result<Node, NodeError>) -> Served {
@@ -50,7 +68,7 @@ impl Served {
         let device = Device::open_with(address, options).unwrap();
         let node = open(device.clone()).unwrap();
         let stopper = node.stopper();
-        let thread = std::thread::spawn(move || node.run().unwrap());
+        let thread = thread::spawn(move || node.run().unwrap());
         Served {
             address,
             device,
@@ -87,7 +105,7 @@ impl Served {
         let deadline = Instant::now() + LONG;
         while self.device.object_counts() != (0, 0, 0) {
             assert!(Instant::now() < deadline, "{:?}", self.device.object_counts());
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 }
@@ -583,12 +601,11 @@ fn offer_memory__of_something_else() {
 #[test]
 fn of_word__each_source() {
     for source in [
-        Source::Place,
         Source::Orders,
         Source::Events,
         Source::Async,
         Source::Engine,
-        Source::Idle,
+        Source::Peers,
         Source::Control(0),
         Source::Control(u32::MAX),
         Source::Work(7),

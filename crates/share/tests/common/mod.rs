@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rdmux_key::Key;
 use rdmux_memory::AnonymousMemory;
-use rdmux_share::node::{Node, Stopper};
+use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::{
     Access, CompletionQueue, Connection, Device, Memory, MemoryRegion, Options, ProtectionDomain, QueuePair,
     Sge, Status, WcOpcode, WorkCompletion,
@@ -42,11 +42,11 @@ impl Served {
         rdmux_share::register();
         let address = address.into();
         let device = open(address, "soft");
-        let node = match key {
-            None => Node::open(device.clone()),
-            Some(key) => Node::open_sharing(device.clone(), None, Key::new(key)),
-        }
-        .unwrap();
+        let options = NodeOptions {
+            key: key.map(Key::new),
+            ..NodeOptions::default()
+        };
+        let node = Node::open_with(device.clone(), options).unwrap();
         let stopper = node.stopper();
         let thread = std::thread::spawn(move || node.run().unwrap());
         Served {
