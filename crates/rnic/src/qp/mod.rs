@@ -770,6 +770,10 @@ impl Qp {
             probe!(qp_error, qpn, probes::status(status), cause as u32);
         }
         self.close_lane();
+        if let Halves::Reliable(_, responder) = &mut self.halves {
+            // The peer may learn that the packets before this one in its datagram were executed, so their bytes have to be there.
+            let _ = responder.place_gathered(env, &self.head);
+        }
         let from = std::mem::replace(&mut self.head.state, QpState::Error);
         if let Some((status, cause)) = cause {
             env.note(self.head.qpn, Note::Failed { status, cause, from });

@@ -1,5 +1,7 @@
 //! Operations between two devices, without and with loss.
 
+use rdmux_wire::roce::{Aeth, Bth, NakCode, Opcode, Operation as Op, Reth, Syndrome};
+
 use super::util::*;
 use crate::*;
 
@@ -629,4 +631,40 @@ fn gathering_memory__is_read_and_filled_once_a_train_by_a_send() {
     for (what, count) in [("reads", from.count()), ("writes", to.count())] {
         assert!(count <= 20, "{count} {what} for 293 packets");
     }
+}
+
+#[test]
+fn gathering_memory__holds_what_came_before_the_datagram_ended_the_connection() {
+    let mut pair = Pair::new();
+    let (memory, _, rkey) = counting(&mut pair, 1);
+    // A request of side 1, which the second packet of the datagram refuses.
+    pair.post(1, Operation::Send { imm: None }, SgeList::EMPTY);
+    pair.deliver = Box::new(|_, _| false);
+    pair.step();
+    let (qpn, now) = (pair.sides[1].qpn, pair.now);
+    let packet = |op, ext: &[u8], payload: &[u8]| {
+        let mut bytes = vec![0; Bth::LEN];
+        Bth::new(Opcode::rc(op), qpn, Psn::new(PSN)).emit(&mut bytes);
+        bytes.extend_from_slice(ext);
+        bytes.extend_from_slice(payload);
+        pair.craft(&bytes)
+    };
+    let (mut reth, mut aeth) = ([0; Reth::LEN], [0; Aeth::LEN]);
+    let (va, length) = (IOVA, 3000);
+    Reth { va, rkey, length }.emit(&mut reth);
+    let syndrome = Syndrome::Nak(NakCode::RemoteOperation);
+    Aeth { syndrome, msn: 0 }.emit(&mut aeth);
+    let mut bytes = packet(Op::WriteFirst, &reth, &pattern(1024));
+    let segment_bytes = bytes.len();
+    bytes.extend_from_slice(&packet(Op::Acknowledge, &aeth, &[]));
+    let src = pair.sides[0].address;
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.handle_datagram(now, src, 0xc001, &bytes, segment_bytes);
+    // The peer may learn that the first packet was executed.
+    let detail = rnic.qp_detail(qpn).unwrap();
+    assert_eq!(
+        (detail.info.state, detail.rq_psn),
+        (QpState::Error, Psn::new(PSN).plus(1))
+    );
+    memory.0.with(|m| assert_eq!(&m[..1024], pattern(1024)));
 }
