@@ -28,6 +28,7 @@ use crate::local::{NAMED_BYTES_MAX, NoRings, Rings};
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::probes::word24;
+use crate::qp::remains::Remains;
 use crate::qp::requester::direct::reaches;
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants, earlier};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
@@ -884,6 +885,18 @@ impl Rnic {
                 qp.fail(env, fault);
             }
         });
+    }
+
+    /// Makes a QP keep what is left of it when it fails, until it is taken or the QP goes to Reset. Returns false for a QP that is in Error
+    /// already, and for one that is not RC.
+    pub fn keep_remains(&mut self, now: Time, qpn: Qpn) -> bool {
+        self.with_qp(now, qpn, |qp, _| qp.keep_remains()) == Some(true)
+    }
+
+    /// Takes what is left of a QP in Error, once. Returns `None` if the QP does not keep it ([`Rnic::keep_remains`]), and if a medium was
+    /// working for a request of its peer: then nobody knows whether that has been executed.
+    pub fn take_remains(&mut self, now: Time, qpn: Qpn) -> Option<Remains> {
+        self.with_qp(now, qpn, |qp, _| qp.take_remains())?
     }
 
     /// Advances the PSNs of a reliable QP as if it had sent and received requests of so many packets: in this way tests reach

@@ -62,6 +62,7 @@ pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{
     Access, Atomic, Fault, HeapMemory, Medium, Memory, NotShared, PeerFault, PeerMemory, Placement, Sharing,
 };
+pub use qp::remains::{Answered, Done, Remains, Unfinished};
 pub use qp::requester::direct::{ByPackets, Grant, Grantable, NotGranted};
 pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
 pub use queue::{NotPosted, ReceiveQueue, SendQueue};

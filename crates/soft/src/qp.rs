@@ -4,7 +4,8 @@ use std::net::IpAddr;
 
 use rdmux_rnic::{
     Bind, DirectLane, McastError, ModifyError, NotPosted, PostError, Psn, QpAttributes, QpInfo, QpInit,
-    QpState, QpType, Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
+    QpState, QpType, Qpn, RKey, ReceiveQueue, RecvRequest, Remains, SendFlags, SendQueue, SendRequest,
+    Status,
 };
 use rdmux_shm::stay;
 use rdmux_verbs::provider::{self, CompletionQueue as _, Object, own};
@@ -171,6 +172,16 @@ impl provider::QueuePair for QueuePair {
 
     fn error(&self) -> Option<Status> {
         self.device.lock().qp_errors.get(&self.qpn).copied()
+    }
+
+    fn keep_remains(&self) -> bool {
+        self.device
+            .with(|core, now| core.rnic.keep_remains(now, self.qpn))
+    }
+
+    fn take_remains(&self) -> Option<Remains> {
+        self.device
+            .with(|core, now| core.rnic.take_remains(now, self.qpn))
     }
 
     fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {

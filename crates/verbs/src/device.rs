@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
-    Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
+    Qpn, RKey, RecvRequest, Remains, SendFlags, SendRequest, Status, WorkCompletion,
 };
 use rdmux_wire::roce::PathMtu;
 
@@ -818,6 +818,18 @@ impl QueuePair {
         // The iterator is the caller's code, and may use the device: it runs before the engine is locked.
         let requests: Vec<SendRequest> = requests.into_iter().collect();
         self.provided().post_send_list(requests)
+    }
+
+    /// Makes it keep what is left of it when it fails: which of its requests had not completed, and which of its peer's it has executed.
+    /// Returns false if it cannot, as on devices of the kernel.
+    pub fn keep_remains(&self) -> bool {
+        self.provided().keep_remains()
+    }
+
+    /// Takes what is left of it in Error, once. Returns `None` if it does not keep that ([`QueuePair::keep_remains`]), and if memory on a
+    /// medium was being accessed for its peer as it failed.
+    pub fn take_remains(&self) -> Option<Remains> {
+        self.provided().take_remains()
     }
 
     /// Posts the binding of a type 1 window to a range of addresses of a region, and returns the key by which peers reach them once

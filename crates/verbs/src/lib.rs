@@ -90,13 +90,13 @@ pub use rdmux_rnic::cm::{CmState, Endpoint};
 #[doc(hidden)]
 pub use rdmux_rnic::sync;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, CqModeration, Cqn, Fault,
-    Histogram, INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Medium,
-    Memory, Moderation, ModerationKind, ModifyError, Operation, Path, PdDetail, Placement, PoolUse,
-    PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionDetail, RegionKind,
-    RegionSpec, RegisterError, Registration, RemoteBuffer, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge,
-    SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target, Traffic, WcOpcode, WindowType,
-    WorkCompletion, dcqcn, faults, sched,
+    Access, Answered, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, CqModeration,
+    Cqn, Done, Fault, Histogram, INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX,
+    McastError, Medium, Memory, Moderation, ModerationKind, ModifyError, Operation, Path, PdDetail,
+    Placement, PoolUse, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest,
+    RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, Remains, RemoteBuffer, SGE_MAX,
+    Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target,
+    Traffic, Unfinished, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};

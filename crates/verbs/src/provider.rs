@@ -31,8 +31,8 @@ use rdmux_rnic::cm::Endpoint;
 use rdmux_rnic::sync::{Mutex, MutexGuard};
 use rdmux_rnic::{
     Arm, Bind, Counters, Cqn, LKey, McastError, Memory, Moderation, ModerationKind, ModifyError, PostError,
-    QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendFlags,
-    SendRequest, SrqError, SrqInfo, Srqn, Status, WindowType, WorkCompletion,
+    QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, Remains,
+    SendFlags, SendRequest, SrqError, SrqInfo, Srqn, Status, WindowType, WorkCompletion,
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
@@ -366,6 +366,16 @@ pub trait QueuePair: Any + Debug + Send + Sync {
 
     /// See [`crate::QueuePair::error`].
     fn error(&self) -> Option<Status>;
+
+    /// See [`crate::QueuePair::keep_remains`].
+    fn keep_remains(&self) -> bool {
+        false
+    }
+
+    /// See [`crate::QueuePair::take_remains`].
+    fn take_remains(&self) -> Option<Remains> {
+        None
+    }
 
     /// See [`crate::QueuePair::ready_datagram`].
     fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError>;

@@ -31,6 +31,7 @@ pub(crate) mod flush_icrc;
 pub(crate) mod message;
 pub(crate) mod rate;
 pub(crate) mod read_ahead;
+pub(crate) mod remains;
 pub(crate) mod reorder;
 pub(crate) mod requester;
 pub(crate) mod responder;
@@ -42,6 +43,7 @@ pub(crate) mod unreliable;
 use execute::Execution;
 use message::Payload;
 use rate::Rate;
+use remains::Remains;
 use requester::direct::{ByPackets, Grant};
 use requester::{Broken, Requester};
 use responder::Responder;
@@ -831,6 +833,31 @@ impl Qp {
             access.contains(Access::REMOTE_READ) && responder.takes_reads(),
         );
         (takes && self.head.init.qp_type == QpType::Rc).then_some(access)
+    }
+
+    /// Makes the QP keep what is left of it when it fails; returns false if it cannot.
+    pub(crate) fn keep_remains(&mut self) -> bool {
+        let works = self.head.init.qp_type == QpType::Rc && self.head.state != QpState::Error;
+        match &mut self.halves {
+            Halves::Reliable(requester, responder) if works => {
+                requester.keep_remains();
+                responder.keep_remains();
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Takes what is left of a QP that has failed.
+    pub(crate) fn take_remains(&mut self) -> Option<Remains> {
+        match &mut self.halves {
+            Halves::Reliable(requester, responder) if self.head.state == QpState::Error => Some(Remains {
+                mtu: self.head.mtu,
+                sent: requester.take_ended()?,
+                done: responder.take_done()?,
+            }),
+            _ => None,
+        }
     }
 
     /// Returns the requester, if delivery is reliable.

@@ -30,6 +30,7 @@ use crate::cq::Status;
 use crate::device::LinkProgress;
 use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{note_failed, opcode_of, packets_of};
+use crate::qp::remains::Unfinished;
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
     bare_completion, earlier,
@@ -159,6 +160,8 @@ pub(crate) struct Requester {
     /// [`LinkProgress::taken`] at the last timeout.
     taken: Option<u32>,
     direct: Direct,
+    /// The requests that had not completed when the QP failed, if it is to keep them.
+    ended: Option<Vec<Unfinished>>,
 }
 
 /// The requester cannot continue: one request ends with this status and the QP goes to Error.
@@ -209,7 +212,18 @@ impl Requester {
             lost: false,
             taken: None,
             direct: Direct::default(),
+            ended: None,
         }
+    }
+
+    /// Makes it keep the requests that do not complete.
+    pub(crate) fn keep_remains(&mut self) {
+        self.ended.get_or_insert_default();
+    }
+
+    /// Takes the requests that did not complete, if it has kept them.
+    pub(crate) fn take_ended(&mut self) -> Option<Vec<Unfinished>> {
+        self.ended.take()
     }
 
     pub(crate) fn set(&mut self, attr: &QpAttributes, head: &Head) {
@@ -306,6 +320,9 @@ impl Requester {
             self.queue.make_contiguous().reverse();
         }
         head.sends.give_back(self.queue.len());
+        if let Some(ended) = &mut self.ended {
+            ended.extend(self.queue.iter().map(Unfinished::of));
+        }
         for wqe in std::mem::take(&mut self.queue) {
             let wc = bare_completion(
                 head.qpn,
@@ -330,6 +347,9 @@ impl Requester {
         head.end_lending();
         for i in 0..=broken.request {
             let Some(wqe) = self.queue.pop_front() else { break };
+            if let Some(ended) = &mut self.ended {
+                ended.push(Unfinished::of(&wqe));
+            }
             head.sends.give_back(1);
             let status = if i == broken.request {
                 note_failed(env, head, &wqe.request, wqe.bytes, broken.status);

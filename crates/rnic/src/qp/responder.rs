@@ -24,6 +24,7 @@ use crate::qp::execute::{
     Effect, Execution, FlushSpec, Refusal, Request, Scope, Source, WritePacket, region,
 };
 use crate::qp::message::{Payload, assemble, fits, is_within};
+use crate::qp::remains::{Answered, Done, Kept};
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, QpAttributes, QpState};
 use crate::queue::ReceiveQueue;
@@ -221,6 +222,8 @@ pub(crate) struct Responder {
     sack_owed: bool,
     /// Set when the last request that was done has requested no acknowledgement: the response to the one behind it is to answer it.
     unasked: bool,
+    /// What is left of it, if the QP is to keep that.
+    kept: Option<Box<Kept>>,
 }
 
 impl Responder {
@@ -244,7 +247,61 @@ impl Responder {
             awaited: None,
             sack_owed: false,
             unasked: false,
+            kept: None,
         }
+    }
+
+    /// Makes it keep what it has executed.
+    pub(crate) fn keep_remains(&mut self) {
+        self.kept.get_or_insert_default();
+    }
+
+    /// Takes what it has executed, if it has kept that.
+    pub(crate) fn take_done(&mut self) -> Option<Done> {
+        self.kept.take()?.done
+    }
+
+    /// Notes what it has executed, now that no more is: the QP fails, for this request of the peer if there is one. Comes before anything
+    /// that drops responses. A failure after the first changes nothing.
+    fn note_end(&mut self, refused: Option<(Psn, Status)>) {
+        let Some(mut kept) = self.kept.take() else { return };
+        if !kept.has_ended {
+            kept.has_ended = true;
+            kept.done = self.done(refused);
+        }
+        self.kept = Some(kept);
+    }
+
+    /// Returns what it has executed; `None` while a medium works, which may yet execute more, or fail.
+    fn done(&self, refused: Option<(Psn, Status)>) -> Option<Done> {
+        let is_open = |answer: &Answer| {
+            matches!(
+                answer,
+                Answer::Access { .. }
+                    | Answer::Flush {
+                        state: FlushState::Runs,
+                        ..
+                    }
+            )
+        };
+        if self.awaited.is_some() || self.answers.iter().any(is_open) {
+            return None;
+        }
+        let failed = |at: Psn| {
+            let is_it = |answer: &Answer| matches!(answer, Answer::Flush { psn, state: FlushState::Failed, .. } if *psn == at);
+            self.answers.iter().any(is_it)
+        };
+        let answers = self.resources.iter().filter_map(|resource| match *resource {
+            Resource::Read { .. } => None,
+            Resource::Flush { psn, .. } if failed(psn) => Some((psn, Answered::Failed)),
+            Resource::Flush { psn, .. } => Some((psn, Answered::Done)),
+            Resource::Atomic { psn, original, .. } => Some((psn, Answered::Original(original))),
+        });
+        Some(Done {
+            expected: self.expected,
+            refused,
+            answers: answers.collect(),
+        })
     }
 
     /// Lends the lane the turn, so that callers execute the SENDs that come next: nothing waits, neither a response nor a request.
@@ -307,6 +364,7 @@ impl Responder {
     /// responses stay. Otherwise only those at the front stay that report completed requests: the peer must not take a SEND that
     /// was received for one that was not.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        self.note_end(None);
         if let Some(id) = self.execution.collecting() {
             self.forget_access(id);
         }
@@ -555,7 +613,11 @@ impl Responder {
                 self.owe(packet.bth.psn, Syndrome::RnrNak { timer });
                 None
             }
-            Refusal::Invalidation => Some(Status::RemoteInvalidRequest),
+            Refusal::Invalidation => {
+                let status = Status::RemoteInvalidRequest;
+                self.note_end(Some((psn, status)));
+                Some(status)
+            }
             refusal => Some(self.refuse(env, (psn, self.msn), refusal)),
         }
     }
@@ -781,12 +843,14 @@ impl Responder {
             }
             (answer, Err(fault)) => (answer.psn(), Op::WriteMiddle, None, fault),
         };
+        let refusal = Refusal::from(fault);
+        self.note_end(Some((psn, nak_of(refusal).1)));
         // Nothing behind an access that failed is answered.
         self.answers.truncate(at);
         let placing = |answer: &&Answer| matches!(answer, Answer::Access { .. });
         self.placing = self.answers.iter().filter(placing).count() as u32;
         env.note(head.qpn, Note::Refused(Refused::of_memory(psn, operation, reth)));
-        Some(self.refuse(env, (psn, msn), fault.into()))
+        Some(self.refuse(env, (psn, msn), refusal))
     }
 
     /// Removes an access from the pending responses.
@@ -801,22 +865,11 @@ impl Responder {
     /// Queues the NAK that ends the connection, and returns the status with which the QP fails. `msn`: the number of messages before
     /// the refused one.
     fn refuse(&mut self, env: &mut Env<'_>, (psn, msn): (Psn, u32), refusal: Refusal) -> Status {
-        let (code, status) = match refusal {
-            Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
-            Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-            // 9.7.4.1.7.
-            Refusal::TooLong => {
-                self.execution.end_receive(env, Status::LocalLength);
-                (NakCode::InvalidRequest, Status::RemoteInvalidRequest)
-            }
-            // 9.9.2.2 for a failure of the responder's own memory.
-            Refusal::RemoteOperation
-            | Refusal::Receive(_)
-            | Refusal::NotReady
-            | Refusal::Waits(_)
-            | Refusal::SourceEnded
-            | Refusal::Invalidation => (NakCode::RemoteOperation, Status::RemoteOperation),
-        };
+        let (code, status) = nak_of(refusal);
+        self.note_end(Some((psn, status)));
+        if refusal == Refusal::TooLong {
+            self.execution.end_receive(env, Status::LocalLength);
+        }
         env.counters.sent_naks += 1;
         self.owe_with(psn, msn, Syndrome::Nak(code));
         status
@@ -1040,6 +1093,7 @@ impl Responder {
             *state = if ok { FlushState::Done } else { FlushState::Failed };
         }
         if !ok {
+            self.note_end(Some((psn, Status::RemoteOperation)));
             // Nothing behind a failed flush is answered.
             self.answers.truncate(at + 1);
         }
@@ -1345,6 +1399,22 @@ impl Responder {
                 }
             }
         }
+    }
+}
+
+/// Returns the code of the NAK for a refusal, and the status with which the QP fails.
+fn nak_of(refusal: Refusal) -> (NakCode, Status) {
+    match refusal {
+        // 9.7.4.1.7 for a message that is too long.
+        Refusal::InvalidRequest | Refusal::TooLong => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
+        Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
+        // 9.9.2.2 for a failure of the responder's own memory.
+        Refusal::RemoteOperation
+        | Refusal::Receive(_)
+        | Refusal::NotReady
+        | Refusal::Waits(_)
+        | Refusal::SourceEnded
+        | Refusal::Invalidation => (NakCode::RemoteOperation, Status::RemoteOperation),
     }
 }
 

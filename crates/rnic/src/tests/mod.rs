@@ -19,6 +19,7 @@ mod psn;
 mod qp_table;
 mod queue;
 mod region;
+mod remains;
 mod ring;
 mod rxe;
 mod selective;

@@ -6,7 +6,7 @@ use rdmux_wire::Psn;
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Reth, Syndrome};
 
-use super::{ACK_WAITS_FOR, Answer, Fetch, FlushState, ReadAnswer, Responder};
+use super::{ACK_WAITS_FOR, Answer, Fetch, FlushState, ReadAnswer, Responder, nak_of};
 use crate::access::What;
 use crate::cq::Status;
 use crate::memory::{Access, Medium, Memory};
@@ -176,15 +176,13 @@ impl Responder {
         }
         // The memory was there when the READ was accepted and is gone now.
         let (psn, msn, reth) = (read.psn, read.msn, read.first(read.source.bytes.min(head.mtu)));
-        let (code, status) = match refusal {
-            Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-            _ => (NakCode::RemoteOperation, Status::RemoteOperation),
-        };
+        let (code, status) = nak_of(refusal);
         env.counters.sent_naks += 1;
         env.note(
             head.qpn,
             Note::Refused(Refused::of_memory(psn, Op::ReadRequest, Some(reth))),
         );
+        self.note_end(Some((psn, status)));
         self.answers.clear();
         self.placing = 0;
         self.answers.push_back(Answer::Ack {
