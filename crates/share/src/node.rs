@@ -9,6 +9,7 @@ mod connections;
 mod cut;
 mod egress;
 mod identity;
+mod leaving;
 mod limits;
 mod mux;
 mod peer;
@@ -17,6 +18,7 @@ mod requests;
 mod sharing;
 mod table;
 mod tenants;
+mod turns;
 mod worker;
 
 use std::io;

@@ -253,23 +253,6 @@ impl Application {
         })
     }
 
-    /// Takes what the application has sent out of the scheduler, before the application is dropped.
-    pub(super) fn leave(&mut self, shared: &mut Shared, now: Time) {
-        let qps: Vec<u32> = self.by_qpn.values().copied().collect();
-        for qp in qps {
-            self.remove_qp(shared, now, qp);
-        }
-        if let Some(sharing) = &mut shared.sharing {
-            let ids: Vec<u32> = self.regions.ids().collect();
-            for region in ids.into_iter().filter_map(|id| self.regions.remove(id)) {
-                sharing.remove_region(std::time::Instant::now(), region.region);
-            }
-        }
-        if self.is_tenant {
-            shared.egress.remove_tenant(self.tenant);
-        }
-    }
-
     /// Charges the tenant for an object: for the object itself, and for so much of another resource in it.
     pub(super) fn charge(
         &self,

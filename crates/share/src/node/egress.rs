@@ -715,6 +715,11 @@ impl<B> Egress<B> {
         of_device.into_iter().chain(of_tenants).min()
     }
 
+    /// Returns whether a flow that may have little to send has begun to send lately: others make room for it.
+    pub(super) fn is_beside_short(&self, now: Time) -> bool {
+        self.piece_bytes(now, 1) == sched::PIECE_BYTES_SHARED
+    }
+
     fn piece_bytes(&self, now: Time, path_mtu: u32) -> u32 {
         sched::piece_bytes(now, self.hierarchy.sparse_seen(), path_mtu)
     }

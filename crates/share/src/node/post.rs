@@ -24,7 +24,7 @@ use crate::ring::{
 };
 
 /// Requests that an application has posted in a row before others have their turn, and completions that are taken at once.
-const BATCH: usize = 64;
+pub(super) const BATCH: usize = 64;
 
 /// Completions in hand beyond which no requests are taken.
 const KEPT_MAX: usize = 2 * BATCH;

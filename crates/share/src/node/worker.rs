@@ -3,6 +3,7 @@
 //! It polls the rings of its applications and the device's completion queues while they have something, and else sleeps in epoll, as the waiting
 //! policy says ([`Waiting`]).
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
@@ -22,12 +23,14 @@ use rustix::io::Errno;
 use super::application::{self, Application, Belonging, Detached, Shared, Token};
 use super::config::Resource;
 use super::egress::Egress;
+use super::leaving::Leaving;
 use super::post::{self, Take};
 use super::sharing::{Gate, Sharing};
 use super::tenants::{Schedule, Tenants};
+use super::turns::{Turn, Turns};
 use super::{NodeError, limits, peer};
 use crate::control::convert::Refusal;
-use crate::control::{Channel, Received};
+use crate::control::{Channel, Ended, Received};
 use crate::ring::{Layout, NodeEnd, WorkBytes};
 
 /// Slots of an application's rings: of requests and of completions.
@@ -38,11 +41,13 @@ const PASSES_PER_LOOK: u32 = 64;
 const PIECES_PER_PASS: u32 = 64;
 /// Polls that find nothing between two looks at descriptors.
 const POLLS_PER_LOOK: u32 = 8;
-/// Messages that an application may send in a row before others have their turn.
-const MESSAGES_PER_TURN: usize = 64;
+/// Events of connections that are handled in a row.
+const EVENTS_PER_LOOK: usize = 64;
 
 /// Doorbells and queues wake the worker each time that they ring, and need no call to be silent again.
 const EDGE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
+/// What wants a turn does not wake the worker again until it has had that.
+const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
 
 /// An order of the node's.
 #[derive(Debug)]
@@ -121,6 +126,10 @@ pub(super) struct Worker {
     /// Set once it is to end.
     ends: bool,
     applications: Vec<Option<Application>>,
+    /// Applications that are to be served, and those that have ended, whose objects are being destroyed and whose slots are not free yet.
+    coming: VecDeque<(Channel, Belonging)>,
+    leaving: VecDeque<Leaving>,
+    turns: Turns,
     tenants: Arc<Mutex<Tenants>>,
     schedule: Schedule,
     waiting: Waiting,
@@ -169,6 +178,9 @@ impl Worker {
             front,
             ends: false,
             applications: Vec::new(),
+            coming: VecDeque::new(),
+            leaving: VecDeque::new(),
+            turns: Turns::new(now()),
             tenants: tenants.clone(),
             schedule,
             waiting: Waiting::new(None),
@@ -219,7 +231,10 @@ impl Worker {
         self.orders.reset();
         while let Some(order) = self.orders.take() {
             match order {
-                Order::Serve(application) => self.serve(*application),
+                Order::Serve(application) => {
+                    self.coming.push_back(*application);
+                    self.turns.want(Turn::Serve);
+                }
                 Order::Reload(answer) => {
                     self.reload();
                     // A node that waits no more needs no answer.
@@ -233,33 +248,31 @@ impl Worker {
 
     /// Begins to serve an application.
     fn serve(&mut self, (channel, belonging): (Channel, Belonging)) {
-        let free = self.applications.iter().position(Option::is_none);
-        let slot = free.unwrap_or(self.applications.len());
+        let is_leaving = |slot: usize| self.leaving.iter().any(|leaving| leaving.slot() as usize == slot);
+        let mut free = (0..self.applications.len()).filter(|slot| self.applications[*slot].is_none());
+        let slot = free
+            .find(|slot| !is_leaving(*slot))
+            .unwrap_or(self.applications.len());
         if slot == self.applications.len() {
             self.applications.push(None);
         }
         let slot_number = slot as u32;
         let tenant = self.schedule.tenant_of(&belonging.account);
-        let Ok(mut application) = Application::new(&mut self.shared, channel, slot_number, belonging, tenant)
+        let Ok(application) = Application::new(&mut self.shared, channel, slot_number, belonging, tenant)
         else {
             self.front.send(super::Order::Left(self.number));
             return;
         };
-        let control = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
         let added = add(
             &self.epoll,
             &application.channel,
             Source::Control(slot_number),
-            control,
+            ONCE | epoll::EventFlags::RDHUP,
         )
         .and_then(|()| add(&self.epoll, &application.cq, Source::Work(slot_number), EDGE));
         match added {
             Ok(()) => self.applications[slot] = Some(application),
-            Err(_) => {
-                application.leave(&mut self.shared, now());
-                drop(application);
-                self.front.send(super::Order::Left(self.number));
-            }
+            Err(_) => self.leave(application),
         }
     }
 
@@ -288,8 +301,13 @@ impl Worker {
         self.schedule.sweep(&mut self.shared.egress);
     }
 
-    /// Moves requests from rings to the device and completions from the device to rings. Returns whether there were any.
+    /// Moves requests from rings to the device and completions from the device to rings, and takes a turn. Returns whether there was anything.
     fn pass(&mut self) -> bool {
+        let any = self.move_data();
+        self.take_turn() || any
+    }
+
+    fn move_data(&mut self) -> bool {
         let mut any = false;
         let now = now();
         for slot in 0..self.applications.len() {
@@ -297,7 +315,11 @@ impl Worker {
                 continue;
             };
             match application.take_work(&mut self.shared, now, &mut self.bytes, Take::Turn) {
-                Ok(taken) => any |= taken,
+                Ok(true) => {
+                    any = true;
+                    self.turns.moved(now, slot as u32);
+                }
+                Ok(false) => {}
                 Err(why) => self.detach(slot as u32, &why),
             }
         }
@@ -307,7 +329,33 @@ impl Worker {
             // The time of a piece that completes at once is that of its execution.
             any |= application.take_completions(&mut self.shared, rdmux_verbs::moderation::now);
         }
-        any | self.put_completions()
+        any | self.put_completions(now)
+    }
+
+    /// Does what waits for its turn, if it is due. Returns whether there was anything.
+    fn take_turn(&mut self) -> bool {
+        if self.turns.is_empty() {
+            return false;
+        }
+        let began = now();
+        let Some(turn) = self.turns.next(began, self.shared.egress.is_beside_short(began)) else {
+            return false;
+        };
+        match turn {
+            Turn::Serve => {
+                if let Some(application) = self.coming.pop_front() {
+                    self.serve(application);
+                }
+                if !self.coming.is_empty() {
+                    self.turns.want(turn);
+                }
+            }
+            Turn::Message(slot) => self.control(slot),
+            Turn::Leave => self.destroy_one(began),
+        }
+        let ended = now();
+        self.turns.took(ended, turn, ended.since_ns(began));
+        true
     }
 
     /// Handles what has come over shared queue pairs, and tells applications. Returns whether there was anything.
@@ -373,7 +421,7 @@ impl Worker {
     }
 
     /// Puts completions into the rings of applications. Returns whether there were any.
-    fn put_completions(&mut self) -> bool {
+    fn put_completions(&mut self, now: Time) -> bool {
         while let Some(done) = self.shared.egress.poll_done() {
             if let Some(Some(application)) = self.applications.get_mut(done.owner.application as usize) {
                 application.done(&done);
@@ -386,11 +434,15 @@ impl Worker {
             };
             let put = application.put_completions();
             let told = match application.has_drained() {
-                true => application.tell_drained(&mut self.shared, now()),
+                true => application.tell_drained(&mut self.shared, now),
                 false => Ok(()),
             };
             match put.and_then(|put| told.map(|()| put)) {
-                Ok(put) => any |= put,
+                Ok(true) => {
+                    any = true;
+                    self.turns.moved(now, slot as u32);
+                }
+                Ok(false) => {}
                 Err(why) => self.detach(slot as u32, &why),
             }
         }
@@ -419,8 +471,10 @@ impl Worker {
             }
             let sleeps = watch.as_mut().is_none_or(|watch| watch.prepare());
             if sleeps {
-                let until = self.shared.egress.next_time(now());
-                let until = until.map(|until| Duration::from_nanos(until.since_ns(now())));
+                let began = now();
+                let turn = self.turns.next_time(self.shared.egress.is_beside_short(began));
+                let until = self.shared.egress.next_time(began).into_iter().chain(turn).min();
+                let until = until.map(|until| Duration::from_nanos(until.since_ns(began)));
                 let deadline = self.shared.sharing.as_mut().and_then(Sharing::deadline);
                 let deadline = deadline.map(|at| at.saturating_duration_since(Instant::now()));
                 self.look_for([until, deadline].into_iter().flatten().min())?;
@@ -476,7 +530,7 @@ impl Worker {
         }
         any |= self.tell_news(now());
         // A token is there before the descriptor says so.
-        for _ in 0..MESSAGES_PER_TURN {
+        for _ in 0..EVENTS_PER_LOOK {
             let Some(word) = self.shared.events.poll() else {
                 break;
             };
@@ -503,7 +557,10 @@ impl Worker {
         for event in &found[..count] {
             any |= match Source::of_word(event.data.u64()) {
                 Some(Source::Async) => self.device_has_news(),
-                Some(Source::Control(slot)) => self.control(slot),
+                Some(Source::Control(slot)) => {
+                    self.turns.want(Turn::Message(slot));
+                    true
+                }
                 Some(Source::Orders) => self.take_orders(),
                 Some(Source::Events) => true,
                 Some(Source::Engine | Source::Peers | Source::Work(_)) | None => false,
@@ -512,51 +569,53 @@ impl Worker {
         Ok(any)
     }
 
-    /// Handles messages of an application. Returns whether there were any.
-    fn control(&mut self, slot: u32) -> bool {
-        let handled = self.messages(slot);
-        let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
-            return false;
-        };
-        match handled {
-            Ok(any) => {
-                let mut flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
+    /// Handles a message of an application, if there is one.
+    fn control(&mut self, slot: u32) {
+        match self.message(slot) {
+            Ok(true) => self.turns.want(Turn::Message(slot)),
+            Ok(false) => {
+                let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
+                    return;
+                };
+                let mut flags = ONCE | epoll::EventFlags::RDHUP;
                 flags.set(epoll::EventFlags::OUT, application.channel.has_waiting());
                 let data = epoll::EventData::new_u64(Source::Control(slot).word());
-                let _ = epoll::modify(&self.epoll, &application.channel, data, flags);
-                any
+                if epoll::modify(&self.epoll, &application.channel, data, flags).is_err() {
+                    // Nothing would tell of its messages.
+                    self.detach(slot, &Detached::Ended(Ended::Gone));
+                }
             }
-            Err(why) => {
-                self.detach(slot, &why);
-                true
-            }
+            Err(why) => self.detach(slot, &why),
         }
     }
 
-    fn messages(&mut self, slot: u32) -> Result<bool, Detached> {
-        for count in 0..MESSAGES_PER_TURN {
-            let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
-                return Ok(count > 0);
-            };
-            application.channel.flush()?;
-            // One that does not read its answers gets no more of them.
-            if application.channel.has_waiting() {
-                return Ok(count > 0);
+    /// Handles a message of an application. Returns false if there is none, or it does not take its answers.
+    fn message(&mut self, slot: u32) -> Result<bool, Detached> {
+        let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
+            return Ok(false);
+        };
+        application.channel.flush()?;
+        // One that does not read its answers gets no more of them.
+        if application.channel.has_waiting() {
+            return Ok(false);
+        }
+        let Some(received) = application.channel.receive()? else {
+            return Ok(false);
+        };
+        if application.rings.is_none() {
+            application.attach(&self.shared, &self.epoll, received.request, &received.message)?;
+            return Ok(true);
+        }
+        // Work that it has posted before the request comes before the request. There was a ring of it at most: what comes meanwhile waits.
+        let now = now();
+        for _ in 0..SLOTS.0.div_ceil(post::BATCH as u32) {
+            if !application.take_work(&mut self.shared, now, &mut self.bytes, Take::All)? {
+                break;
             }
-            let Some(received) = application.channel.receive()? else {
-                return Ok(count > 0);
-            };
-            if application.rings.is_none() {
-                application.attach(&self.shared, &self.epoll, received.request, &received.message)?;
-                continue;
-            }
-            // Work that it has posted before the request comes before the request.
-            let now = now();
-            while application.take_work(&mut self.shared, now, &mut self.bytes, Take::All)? {}
-            self.post(now);
-            if let Some(Some(application)) = self.applications.get_mut(slot as usize) {
-                application.answer(&mut self.shared, now, received)?;
-            }
+        }
+        self.post(now);
+        if let Some(Some(application)) = self.applications.get_mut(slot as usize) {
+            application.answer(&mut self.shared, now, received)?;
         }
         Ok(true)
     }
@@ -606,11 +665,34 @@ impl Worker {
                 .channel
                 .send(0, &Refusal::new(ErrorCode::Protocol, text).message());
         }
-        application.leave(&mut self.shared, now());
-        self.schedule.sweep(&mut self.shared.egress);
-        // Its descriptors leave the epoll set when they are closed.
-        drop(application);
-        self.front.send(super::Order::Left(self.number));
+        self.turns.forget(Turn::Message(slot));
+        self.leave(application);
+    }
+
+    /// Has an application that has ended leave, an object in each turn.
+    fn leave(&mut self, application: Application) {
+        self.leaving.push_back(Leaving::new(application));
+        self.turns.want(Turn::Leave);
+    }
+
+    /// Destroys an object of an application that has ended.
+    fn destroy_one(&mut self, now: Time) {
+        let Some(mut leaving) = self.leaving.pop_front() else {
+            return;
+        };
+        match leaving.step(&mut self.shared, now) {
+            // Those with much to destroy take turns with those with little.
+            Some(()) => self.leaving.push_back(leaving),
+            None => {
+                // Its descriptors leave the epoll set when they are closed.
+                drop(leaving);
+                self.schedule.sweep(&mut self.shared.egress);
+                self.front.send(super::Order::Left(self.number));
+            }
+        }
+        if !self.leaving.is_empty() {
+            self.turns.want(Turn::Leave);
+        }
     }
 }
 
