@@ -9,6 +9,8 @@ mod connections;
 mod cut;
 mod egress;
 mod identity;
+#[cfg(test)]
+mod isolation;
 mod leaving;
 mod limits;
 mod mux;

@@ -41,7 +41,7 @@ const SLOT_BITS: u32 = 21;
 /// Flows and groups of a node.
 const FLOWS_MAX: usize = 1 << SLOT_BITS;
 
-/// Bytes that a piece counts for at least: its headers, and the work that it costs.
+/// Bytes that a piece counts for at least: its headers. [`Limits`] has those for the work that it costs.
 const CHARGE_MIN: u32 = 64;
 
 /// Largest path MTU.
@@ -199,6 +199,8 @@ pub(super) struct Limits {
     pub(super) windows: WindowLimits,
     /// Bytes in flight of all groups.
     pub(super) device: DeviceLimits,
+    /// Bytes for which a piece counts at least.
+    pub(super) piece_bytes_min: u32,
 }
 
 /// A flow has as many requests as it may have.
@@ -214,6 +216,7 @@ pub(super) struct Egress<B> {
     windows: WindowLimits,
     /// Without it, the window of each group would decide what the group gets, and not the hierarchy.
     device: DeviceWindow,
+    piece_bytes_min: u32,
     done: VecDeque<Done>,
     /// Bytes of requests that are kept, for each application.
     kept_bytes: Vec<u64>,
@@ -228,6 +231,7 @@ impl<B> Egress<B> {
             groups: Table::new(FLOWS_MAX),
             windows: limits.windows,
             device: DeviceWindow::new(now, limits.device),
+            piece_bytes_min: limits.piece_bytes_min.max(CHARGE_MIN),
             done: VecDeque::new(),
             kept_bytes: Vec::new(),
         }
@@ -462,7 +466,7 @@ impl<B> Egress<B> {
             flow.posted += u32::from(last);
             flow.in_flight += 1;
             let more = (flow.posted as usize) < flow.entries.len();
-            let charge = length.max(CHARGE_MIN);
+            let charge = length.max(self.piece_bytes_min);
             let posted = Posted {
                 flow: id,
                 entry: place,

@@ -8,6 +8,20 @@ use super::egress::Limits;
 /// lets its queue pairs take turns by itself.
 const SOFT_BYTES_MIN: u32 = 2 << 20;
 
+/// Time of the node's thread for a request, from the ring to its completion.
+const REQUEST_NS: u64 = 400;
+/// Bytes for which a piece counts at most if it has fewer. If the rate of the device is not known, it counts for so many.
+const PIECE_BYTES_MIN_MAX: u64 = 4 << 10;
+
+/// Returns the bytes for which a piece counts at least: those that the device sends in the time that the node's thread needs for it. With
+/// fewer, many short messages would take most of that time from those who send long ones, and fill the device with more than the thread
+/// completes while a message of others waits.
+fn piece_bytes_min(rate_bps: Option<u64>) -> u32 {
+    let of_rate = rate_bps.map(|bps| u64::try_from(u128::from(bps) * u128::from(REQUEST_NS) / 8_000_000_000));
+    let bytes = of_rate.map_or(PIECE_BYTES_MIN_MAX, |bytes| bytes.unwrap_or(u64::MAX));
+    bytes.min(PIECE_BYTES_MIN_MAX) as u32
+}
+
 /// Returns the limits for devices of a provider, and of a node that keeps to a rate, if it does.
 pub(super) fn of_device(provider: &str, quanta: Quanta, rate_bps: Option<u64>) -> Limits {
     let mut windows = WindowLimits {
@@ -35,12 +49,22 @@ pub(super) fn of_device(provider: &str, quanta: Quanta, rate_bps: Option<u64>) -
         quanta,
         windows,
         device,
+        piece_bytes_min: piece_bytes_min(rate_bps),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_device__a_piece_counts_for_the_work_that_it_costs() {
+        let least = |rate_bps| of_device("soft", Quanta::default(), rate_bps).piece_bytes_min;
+        assert_eq!(least(None), 4096);
+        assert_eq!(least(Some(1_000_000_000)), 50);
+        assert_eq!(least(Some(10_000_000_000)), 500);
+        assert_eq!(least(Some(u64::MAX)), 4096);
+    }
 
     #[test]
     fn of_device__by_kind_and_rate() {

@@ -172,6 +172,8 @@ struct Connection {
     /// Pieces in flight.
     in_flight: u32,
     waits: Option<Wait>,
+    /// The last refill of slots of which it has had one.
+    had_slot: Option<u64>,
     /// Set while it is in the queue of those that have receives to tell.
     tells: bool,
     failure: Option<Failure>,
@@ -200,9 +202,12 @@ pub(in crate::node) struct Mux {
     entries: Vec<Entry>,
     free: Vec<u32>,
     by_names: HashMap<(Qpn, Qpn), ConnectionId>,
-    /// Connections that wait for a slot, and those that wait for keys.
-    lack_slots: VecDeque<ConnectionId>,
+    /// Connections that wait for a slot: first those that have had none since slots last came back, then those that have. Then those that wait
+    /// for keys.
+    lack_slots: [VecDeque<ConnectionId>; 2],
     lack_keys: Vec<ConnectionId>,
+    /// Times that connections which waited for slots have been woken.
+    refill: u64,
     /// Failures to tell, connections whose receives are to be told.
     failures: VecDeque<Header>,
     /// Messages of connections that are not bound, and those of connections that have been bound since.
@@ -234,7 +239,8 @@ impl Mux {
             entries: Vec::new(),
             free: Vec::new(),
             by_names: HashMap::new(),
-            lack_slots: VecDeque::new(),
+            lack_slots: [VecDeque::new(), VecDeque::new()],
+            refill: 0,
             lack_keys: Vec::new(),
             failures: VecDeque::new(),
             early: VecDeque::new(),
@@ -269,6 +275,7 @@ impl Mux {
             receiver,
             in_flight: 0,
             waits: None,
+            had_slot: None,
             tells: false,
             failure: None,
             has_told: false,
@@ -343,11 +350,12 @@ impl Mux {
         offset: u32,
         keys: &mut dyn Keys,
     ) -> Admission {
-        let has_slot = self.has_slot();
+        let (has_slot, refill) = (self.has_slot(), self.refill);
         let Some(connection) = self.connection(id).filter(|it| it.failure.is_none()) else {
             return Admission::Wait(Wait::Failed);
         };
         connection.waits = None;
+        let had_slot = connection.had_slot == Some(refill);
         let bound = connection.bound;
         let admitted = match connection.peer_ended {
             true => Err(sender::refuse(Status::RetryExceeded)),
@@ -362,7 +370,7 @@ impl Mux {
             Err(Stop::Wait(wait)) => {
                 connection.waits = Some(wait);
                 match wait {
-                    Wait::Slot => self.lack_slots.push_back(id),
+                    Wait::Slot => self.lack_slots[usize::from(had_slot)].push_back(id),
                     Wait::Key => self.lack_keys.push(id),
                     Wait::Receive | Wait::Fence | Wait::Failed => {}
                 }
@@ -430,6 +438,10 @@ impl Mux {
         match cut.message {
             Some(message) => {
                 self.takes_off(id, false);
+                let refill = self.refill;
+                if let Some(connection) = self.connection(id) {
+                    connection.had_slot = Some(refill);
+                }
                 let header = Header {
                     kind: message.kind,
                     is_solicited: request.flags.contains(SendFlags::SOLICITED),
@@ -749,8 +761,11 @@ impl Mux {
 
     fn wake_for_slots(&mut self) {
         if self.has_slot() {
-            while let Some(id) = self.lack_slots.pop_front() {
-                self.wake(id, Wait::Slot);
+            self.refill += 1;
+            for had in 0..2 {
+                while let Some(id) = self.lack_slots[had].pop_front() {
+                    self.wake(id, Wait::Slot);
+                }
             }
         }
     }

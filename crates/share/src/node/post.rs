@@ -23,7 +23,7 @@ use crate::ring::{
     WorkBytes,
 };
 
-/// Requests that an application has posted in a row before others have their turn, and completions that are taken at once.
+/// Requests that are taken in a row before a message, and completions that are taken at once.
 pub(super) const BATCH: usize = 64;
 
 /// Completions in hand beyond which no requests are taken.
@@ -84,8 +84,8 @@ impl From<Corrupt> for Detached {
 /// How many requests to take out of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Take {
-    /// A batch, if the application takes its completions and its requests do not pile up.
-    Turn,
+    /// So many at most, if the application takes its completions and its requests do not pile up.
+    Turn(usize),
     /// Those before a message, which comes after them.
     All,
 }
@@ -99,16 +99,20 @@ impl Application {
         bytes: &mut WorkBytes,
         take: Take,
     ) -> Result<bool, Detached> {
+        let batch = match take {
+            Take::Turn(batch) => batch,
+            Take::All => BATCH,
+        };
         let mut taken = 0;
-        while taken < BATCH {
+        while taken < batch {
             let (kept, inline) = (self.kept.len(), shared.egress.kept_bytes(self.slot));
             match take {
                 // Each refused request leaves a completion here.
-                Take::Turn if kept >= KEPT_MAX || inline >= INLINE_MAX => break,
+                Take::Turn(_) if kept >= KEPT_MAX || inline >= INLINE_MAX => break,
                 Take::All if kept >= KEPT_EVER_MAX || inline >= INLINE_EVER_MAX => {
                     return Err(Detached::Protocol("it leaves too much to the node".into()));
                 }
-                Take::Turn | Take::All => {}
+                Take::Turn(_) | Take::All => {}
             }
             let Some(rings) = &mut self.rings else { break };
             let Some(work) = rings.submissions.take_work(bytes)? else {

@@ -1126,12 +1126,17 @@ impl egress::Gate<SendRequest> for Gate<'_> {
         let Some((line, mut keys)) = line!(sharing, id) else {
             return egress::Admission::Hold;
         };
-        match line.mux.admit(connection, body, offset, &mut keys) {
-            Admission::Post(bytes) if sender::may_cut(body) => egress::Admission::Cut(bytes),
-            Admission::Post(bytes) => egress::Admission::Post(bytes),
-            Admission::Wait(_) => egress::Admission::Hold,
-            Admission::Refuse(status) => egress::Admission::Refuse(status),
-        }
+        admission(line.mux.admit(connection, body, offset, &mut keys), body)
+    }
+}
+
+/// Returns for the scheduler what a shared queue pair says about a piece of a request.
+pub(super) fn admission(admitted: Admission, body: &SendRequest) -> egress::Admission {
+    match admitted {
+        Admission::Post(bytes) if sender::may_cut(body) => egress::Admission::Cut(bytes),
+        Admission::Post(bytes) => egress::Admission::Post(bytes),
+        Admission::Wait(_) => egress::Admission::Hold,
+        Admission::Refuse(status) => egress::Admission::Refuse(status),
     }
 }
 

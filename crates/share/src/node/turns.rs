@@ -21,6 +21,32 @@ pub(super) const BURST_NS: i64 = 5_000_000;
 pub(super) const PART_BESIDE_SHORT: u64 = 256;
 const PART_BESIDE_LONG: u64 = 32;
 
+/// How much the thread does of one thing before it does the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Batches {
+    /// Requests of an application that are taken.
+    pub(super) requests: usize,
+    /// Pieces that are posted.
+    pub(super) pieces: u32,
+}
+
+impl Batches {
+    /// Returns those beside short messages, which wait for the rest of a pass, and those beside long ones alone. Completions are taken as they
+    /// come: each was posted, and what waits behind it may be somebody's short message.
+    pub(super) fn of(is_beside_short: bool) -> Batches {
+        match is_beside_short {
+            true => Batches {
+                requests: 4,
+                pieces: 4,
+            },
+            false => Batches {
+                requests: 64,
+                pieces: 64,
+            },
+        }
+    }
+}
+
 /// Something that the node does in a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Turn {

@@ -27,7 +27,7 @@ use super::leaving::Leaving;
 use super::post::{self, Take};
 use super::sharing::{Gate, Sharing};
 use super::tenants::{Schedule, Tenants};
-use super::turns::{Turn, Turns};
+use super::turns::{Batches, Turn, Turns};
 use super::{NodeError, limits, peer};
 use crate::control::convert::Refusal;
 use crate::control::{Channel, Ended, Received};
@@ -37,8 +37,6 @@ use crate::ring::{Layout, NodeEnd, WorkBytes};
 const SLOTS: (u32, u32) = (4096, 4096);
 /// Passes over busy rings between two looks at descriptors, each of which is a system call.
 const PASSES_PER_LOOK: u32 = 64;
-/// Pieces that are posted at once.
-const PIECES_PER_PASS: u32 = 64;
 /// Polls that find nothing between two looks at descriptors.
 const POLLS_PER_LOOK: u32 = 8;
 /// Events of connections that are handled in a row.
@@ -310,11 +308,13 @@ impl Worker {
     fn move_data(&mut self) -> bool {
         let mut any = false;
         let now = now();
+        let batches = Batches::of(self.shared.egress.is_beside_short(now));
+        let take = Take::Turn(batches.requests);
         for slot in 0..self.applications.len() {
             let Some(application) = &mut self.applications[slot] else {
                 continue;
             };
-            match application.take_work(&mut self.shared, now, &mut self.bytes, Take::Turn) {
+            match application.take_work(&mut self.shared, now, &mut self.bytes, take) {
                 Ok(true) => {
                     any = true;
                     self.turns.moved(now, slot as u32);
@@ -323,7 +323,7 @@ impl Worker {
                 Err(why) => self.detach(slot as u32, &why),
             }
         }
-        any |= self.post(now);
+        any |= self.post(now, batches.pieces);
         any |= self.share(now);
         for application in self.applications.iter_mut().flatten() {
             // The time of a piece that completes at once is that of its execution.
@@ -400,9 +400,9 @@ impl Worker {
         }
     }
 
-    /// Posts pieces of requests to the device. Returns whether there were any.
-    fn post(&mut self, now: Time) -> bool {
-        for count in 0..PIECES_PER_PASS {
+    /// Posts at most so many pieces of requests to the device. Returns whether there were any.
+    fn post(&mut self, now: Time, pieces: u32) -> bool {
+        for count in 0..pieces {
             let Shared { sharing, egress, .. } = &mut self.shared;
             let Some(piece) = egress.next(now, &mut Gate(sharing.as_mut())) else {
                 return count > 0;
@@ -613,7 +613,7 @@ impl Worker {
                 break;
             }
         }
-        self.post(now);
+        self.post(now, Batches::of(false).pieces);
         if let Some(Some(application)) = self.applications.get_mut(slot as usize) {
             application.answer(&mut self.shared, now, received)?;
         }

@@ -1048,6 +1048,73 @@ fn slots__suffice_when_all_send() {
     }
 }
 
+/// A connection that takes all slots whenever there are any leaves some to others.
+#[test]
+fn admit__a_connection_that_has_had_a_slot_waits_behind_others() {
+    let mut world = World::new(1, 2, 16);
+    let ids = [0, 1].map(|at| world.nodes[0].flows[at].id);
+    for at in 0..2 {
+        let (id, list) = (world.nodes[1].flows[at].id, Sge::new(base(at), 8, lkey(at)));
+        for _ in 0..1024 {
+            let receive = RecvRequest {
+                wr_id: 0,
+                sges: list.into(),
+            };
+            world.nodes[1].mux.post_recv(id, receive).unwrap();
+        }
+    }
+    // All messages of one node are carried out and looked at.
+    let exchange = |world: &mut World, node: usize| {
+        while let Some(post) = {
+            let it = &mut world.nodes[node];
+            it.mux.poll_message(&mut it.keys)
+        } {
+            world.post(node, post);
+        }
+        while !world.nodes[node].wire.is_empty() {
+            world.carry_out(node);
+        }
+        while let Some((number, _)) = world.nodes[node].done.pop_front() {
+            world.nodes[node].mux.handle_completion(number, Status::Success);
+        }
+        let it = &mut world.nodes[1 - node];
+        while let Some(message) = it.inbox.pop_front() {
+            it.mux.handle_message(&message, &mut it.keys).unwrap();
+        }
+    };
+    exchange(&mut world, 1);
+    let request = SendRequest::new(Operation::Send { imm: None }, SgeList::inline(&[0; 8]));
+    let mut sent = [0, 0];
+    for _ in 0..8 {
+        // The first one asks first, and goes on as long as it may.
+        for (at, id) in ids.into_iter().enumerate() {
+            loop {
+                let it = &mut world.nodes[0];
+                match it.mux.admit(id, &request, 0, &mut it.keys) {
+                    Admission::Post(_) => {}
+                    other => {
+                        assert_eq!(other, Admission::Wait(Wait::Slot));
+                        break;
+                    }
+                }
+                let posts = it.mux.send(id, &request, (0, 8), true, 0, &mut it.keys).unwrap();
+                world.post(0, posts.first.unwrap());
+                sent[at] += 1;
+            }
+        }
+        exchange(&mut world, 0);
+        exchange(&mut world, 1);
+        let mut woken = Vec::new();
+        while let Some(event) = world.nodes[0].mux.poll_event() {
+            if let Event::Wake(id) = event {
+                woken.push(id);
+            }
+        }
+        assert_eq!(woken, [ids[1], ids[0]]);
+    }
+    assert!(sent[0] > 0);
+}
+
 /// One connection fails by what it asks for. Both of its ends have the errors that they would have otherwise, and no other connection notices.
 #[test]
 fn bad_requests__fail_their_connection_alone() {
