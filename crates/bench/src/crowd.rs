@@ -1,17 +1,14 @@
 //! More processes than CPUs: pairs that share two CPUs, without priority and without a CPU of their own.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::rc::Rc;
 
 use anyhow::{Context, Result, ensure};
 
 use super::pair::{
     Perf, Server, UCX_LATENCY, UCX_MESSAGE_RATE, crowded, free_port, installed, ucx_figure, ucx_transport,
 };
-use super::table::{Line, Ratio, Suite, Table};
+use super::table::{Line, Ratio, Suite, Table, figures};
 
 /// Run time of each pair.
 const SECONDS: u32 = 2;
@@ -48,6 +45,7 @@ pub(super) fn suite(floors: Option<PathBuf>) -> Suite {
     Suite {
         key: "crowd",
         conditions: "pairs of processes on CPU 0 and 1, where the scheduler puts them, 2 s each",
+        claim: None,
         tables: vec![
             Table {
                 key: "thousand_round_trips_per_s",
@@ -113,17 +111,11 @@ struct Outcome {
     p99_us: f64,
 }
 
-/// Returns the rows of both tables: the second table shows a figure that the first has measured.
+/// Returns the rows of both tables.
 fn lines(name: &'static str, measure: impl Fn(u16) -> Result<Outcome> + 'static) -> (Line, Line) {
-    let waits = Rc::new(RefCell::new(BTreeMap::new()));
-    let kept = waits.clone();
-    let rate = Line::new(name, &PROCESSES, move |processes| {
+    let [rate, wait] = figures(name, &PROCESSES, move |processes| {
         let outcome = measure(processes as u16 / 2)?;
-        kept.borrow_mut().insert(processes, outcome.p99_us);
-        Ok(outcome.round_trips_per_s / 1e3)
-    });
-    let wait = Line::new(name, &PROCESSES, move |processes| {
-        waits.borrow_mut().remove(&processes).context("see above")
+        Ok([outcome.round_trips_per_s / 1e3, outcome.p99_us])
     });
     (rate, wait)
 }

@@ -76,6 +76,7 @@ pub(super) fn suite(floors: Option<PathBuf>) -> Suite {
     Suite {
         key: "drop_in",
         conditions: "programs with rdmux's libibverbs, two processes spinning on CPU 0 and 1; rdmux perf with memory for sharing",
+        claim: None,
         tables: vec![latency(floors.clone()), bandwidth(floors)],
         ratios: |tables| {
             let [latency, bandwidth] = tables else {

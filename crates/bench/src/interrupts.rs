@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
 
@@ -10,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::pair::{Server, crowded, free_port};
+use super::plot::{File, draw};
 use super::table::{Column, Line, Ratio, Suite, Table};
 
 /// Seconds of a run.
@@ -42,17 +42,6 @@ impl Load {
             reactors,
             clients,
             connections,
-        }
-    }
-
-    /// Returns the words below the bars of a plot.
-    fn title(&self) -> String {
-        let s = |n| if n == 1 { "" } else { "s" };
-        let (reactors, connections) = (self.reactors, self.connections);
-        match (self.clients > 1, reactors) {
-            (true, _) => format!("{reactors} reactors"),
-            (false, 1) => format!("{connections} connection{}", s(connections)),
-            (false, _) => format!("{connections} connection{}, {reactors} reactors", s(connections)),
         }
     }
 }
@@ -193,6 +182,16 @@ const WORKLOADS_ON_CORES: [Workload; 2] = [
 ];
 
 impl Workload {
+    /// Returns the conditions that a plot states.
+    fn conditions(&self) -> String {
+        let order = if self.rw == "randread" { "reads" } else { "writes" };
+        let carrier = if self.over_udp { "UDP" } else { "shared memory" };
+        format!(
+            "4 KiB, {} drives of 20 us, {order} over {carrier}, 32 in flight on each connection; by connections or reactors; medians",
+            self.drives
+        )
+    }
+
     /// Returns the columns that this machine has the CPUs for.
     fn columns(&self) -> Vec<Column> {
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -272,6 +271,7 @@ pub(super) fn suite() -> Suite {
         key: "interrupts",
         conditions: "rdmux perf storage, drives of 20 us, 4 KiB, 32 in flight on each connection, 1 thread of the client, 1 s each; both \
                      sides where the scheduler puts them, on CPU 0 and 1",
+        claim: None,
         tables,
         ratios,
     }
@@ -283,6 +283,7 @@ pub(super) fn suite_on_cores() -> Suite {
         key: "reactors",
         conditions: "rdmux perf storage, 4 drives of 20 us, 4 KiB, 32 in flight on each of 8 connections of each client, a client for each reactor, \
                      1 s each; latencies of the slowest client; all where the scheduler puts them, on all CPUs",
+        claim: None,
         tables: WORKLOADS_ON_CORES.into_iter().flat_map(tables).collect(),
         ratios: ratios_on_cores,
     }
@@ -505,97 +506,20 @@ fn ratios_on_cores(tables: &[Table]) -> Vec<Ratio> {
 }
 
 /// Draws a plot for each workload; returns the names and contents of the files.
-pub(super) fn plots(tables: &[Table]) -> Vec<(String, String)> {
+pub(super) fn plots(tables: &[Table]) -> Vec<File> {
     WORKLOADS
         .iter()
         .chain(&WORKLOADS_ON_CORES)
-        .filter(|workload| {
-            let of_workload = |table: &Table| table.key.starts_with(workload.key);
-            tables.iter().any(of_workload)
-        })
-        .map(|workload| {
-            let panels = [
-                (KIOPS, "IOPS, 1000/s", 0),
-                (WAKE_UPS, "wake-ups/s of the server", 0),
-            ];
-            let panels = panels.map(|(figure, title, digits)| {
+        .filter_map(|workload| {
+            let panels = [KIOPS, WAKE_UPS].map(|figure| {
                 let key = format!("{}_{figure}", workload.key);
-                (tables.iter().find(|table| table.key == key), title, digits)
+                tables.iter().find(|table| table.key == key)
             });
-            let name = format!("interrupts-{}.svg", workload.key.replace('_', "-"));
-            (name, plot(workload, &panels))
+            let panels: Vec<&Table> = panels.into_iter().flatten().collect();
+            (!panels.is_empty()).then(|| {
+                let name = format!("interrupts-{}.svg", workload.key.replace('_', "-"));
+                (name, draw(&workload.conditions(), &panels))
+            })
         })
         .collect()
-}
-
-/// Draws panels one below the other: a group of bars for each number of connections, in it a bar for each policy.
-fn plot(workload: &Workload, panels: &[(Option<&Table>, &str, usize)]) -> String {
-    const COLOURS: [&str; 6] = ["#9a9a9a", "#f28e2b", "#e15759", "#76b7b2", "#4e79a7", "#59a14f"];
-    let (bar, gap, left, top, height) = (34.0, 30.0, 20.0, 70.0, 180.0);
-    let group = bar * POLICIES.len() as f64 + gap;
-    let columns = workload.columns();
-    let width = left + group * columns.len() as f64;
-    let panel = height + 60.0;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"8\" y=\"16\">4 KiB, {} drives of 20 us, {}, 32 in flight on each connection; medians</text>\n",
-        top + panel * panels.len() as f64,
-        workload.drives,
-        match (workload.rw, workload.over_udp) {
-            ("randread", false) => "reads over shared memory",
-            ("randread", true) => "reads over UDP",
-            (_, false) => "writes over shared memory",
-            (_, true) => "writes over UDP",
-        },
-    );
-    for (nth, (policy, colour)) in POLICIES.iter().zip(COLOURS).enumerate() {
-        let (x, y) = (left + (nth % 3) as f64 * 160.0, 26 + nth / 3 * 16);
-        let _ = writeln!(
-            svg,
-            "<rect x=\"{x:.0}\" y=\"{y}\" width=\"11\" height=\"11\" fill=\"{colour}\"/><text x=\"{:.0}\" y=\"{}\">{}</text>",
-            x + 16.0,
-            y + 10,
-            policy.name
-        );
-    }
-    for (nth, (table, title, digits)) in panels.iter().enumerate() {
-        let foot = top + panel * nth as f64 + height + 20.0;
-        let median = |policy: &Policy, column| table.and_then(|table| table.median(policy.name, column));
-        let cells = || {
-            let columns = columns.iter().enumerate();
-            columns.flat_map(|(at, (column, _))| POLICIES.iter().enumerate().map(move |p| (at, *column, p)))
-        };
-        let most = cells()
-            .filter_map(|(_, column, (_, policy))| median(policy, column))
-            .fold(1.0, f64::max);
-        for (at, column, (nth, policy)) in cells() {
-            let Some(value) = median(policy, column) else {
-                continue;
-            };
-            let tall = value / most * height;
-            let x = left + group * at as f64 + bar * nth as f64;
-            let y = foot - tall;
-            let _ = writeln!(
-                svg,
-                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" fill=\"{}\"/>\
-                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"9\">{value:.digits$}</text>",
-                bar - 2.0,
-                COLOURS[nth % COLOURS.len()],
-                x + bar / 2.0 - 1.0,
-                y - 3.0,
-            );
-        }
-        for (at, (column, _)) in columns.iter().enumerate() {
-            let _ = writeln!(
-                svg,
-                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                left + group * at as f64 + (group - gap) / 2.0,
-                foot + 15.0,
-                Load::of(*column).title(),
-            );
-        }
-        let _ = writeln!(svg, "<text x=\"8\" y=\"{:.0}\">{title}</text>", foot + 32.0);
-    }
-    svg + "</svg>\n"
 }

@@ -1,12 +1,16 @@
 //! `rdmux-bench`: compares rdmux with the machine's floor and with its peers, in one run. `bench/run` calls it.
 //!
 //! Every round measures every row once, so that a noisy moment hits all of them; the tables show medians over the rounds.
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+mod child;
 mod crowd;
 mod drop_in;
 mod floor;
 mod interrupts;
+mod load;
 mod pair;
+mod plot;
 mod scale;
 mod share;
 mod shm;
@@ -37,15 +41,24 @@ struct Args {
     /// What to measure.
     #[arg(long, value_enum, default_value_t = Which::All)]
     table: Which,
+    /// Measure only these parts of the table `share`, such as s2,s6.
+    #[arg(long, value_name = "PARTS", value_delimiter = ',')]
+    only: Vec<String>,
+    /// GB that S8 of the table `share` transfers in each way.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    gigabytes: u32,
     /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
-    /// Draw the table `interrupts` or `reactors` as SVG into files of this folder.
+    /// Draw the table `interrupts`, `reactors` or `share` as SVG into files of this folder.
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Print Markdown, as the pages of docs/ have it.
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,8 +95,10 @@ fn beside(name: &str, why: &str) -> Result<PathBuf> {
 
 fn main() -> Result<()> {
     let own: Vec<String> = std::env::args().skip(1).collect();
-    if let Some((scale::COMMAND, args)) = own.split_first().map(|(first, rest)| (first.as_str(), rest)) {
-        return scale::child(args);
+    match own.split_first().map(|(first, rest)| (first.as_str(), rest)) {
+        Some((scale::COMMAND, args)) => return scale::child(args),
+        Some((load::COMMAND, args)) => return load::child(args),
+        _ => (),
     }
     let args = Args::parse();
     ensure!(
@@ -111,11 +126,28 @@ fn main() -> Result<()> {
         suites.push(interrupts::suite_on_cores());
     }
     if args.table == Which::Share {
-        suites.push(share::suite());
+        suites.extend(share::suites(args.gigabytes));
     }
+    for part in &args.only {
+        ensure!(
+            args.table == Which::Share && suites.iter().any(|suite| suite.key == part),
+            "--only {part}: --table share has the parts {}",
+            share::suites(args.gigabytes)
+                .iter()
+                .map(|suite| suite.key)
+                .collect::<Vec<_>>()
+                .join(", ")
+        );
+    }
+    suites.retain(|suite| args.only.is_empty() || args.only.iter().any(|part| part == suite.key));
+    let plots: Option<fn(&Suite) -> Vec<plot::File>> = match args.table {
+        Which::Interrupts | Which::Reactors => Some(|suite| interrupts::plots(&suite.tables)),
+        Which::Share => Some(share::plots),
+        _ => None,
+    };
     ensure!(
-        args.svg.is_none() || matches!(args.table, Which::Interrupts | Which::Reactors),
-        "--svg goes with --table interrupts or reactors"
+        args.svg.is_none() || plots.is_some(),
+        "--svg goes with --table interrupts, reactors or share"
     );
     if let Some(folder) = &args.svg {
         // Before the measurement, which takes minutes.
@@ -123,34 +155,39 @@ fn main() -> Result<()> {
     }
     let rows: usize = suites.iter().map(Suite::rows).sum();
     let bar = indicatif::ProgressBar::new(u64::from(args.rounds) * rows as u64);
+    let mut out = std::io::stdout();
+    if !args.json {
+        writeln!(
+            out,
+            "Medians (lowest to highest) of {} interleaved rounds.",
+            args.rounds
+        )?;
+    }
     for suite in &mut suites {
         for _ in 0..args.rounds {
             suite.round(&bar);
         }
+        // What is measured is shown at once: the others may take long.
+        let mut drawn = Vec::new();
+        if let (Some(folder), Some(plots)) = (&args.svg, plots) {
+            for (name, svg) in plots(suite) {
+                let path = folder.join(&name);
+                std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+                drawn.push(name);
+            }
+        }
+        bar.suspend(|| match (args.json, args.markdown) {
+            (true, _) => Ok(()),
+            (_, true) => suite.print_markdown(&mut out, &drawn),
+            (_, false) => suite.print(&mut out),
+        })?;
     }
     bar.finish_and_clear();
-
-    if let (Some(folder), [suite]) = (&args.svg, &suites[..]) {
-        for (name, svg) in interrupts::plots(&suite.tables) {
-            let path = folder.join(name);
-            std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
-        }
-    }
-    let mut out = std::io::stdout().lock();
     if args.json {
         let mut value = serde_json::Map::new();
         value.insert("rounds".into(), args.rounds.into());
         value.extend(suites.iter().map(|suite| (suite.key.to_owned(), suite.json())));
         writeln!(out, "{:#}", serde_json::Value::Object(value))?;
-        return Ok(());
-    }
-    writeln!(
-        out,
-        "Medians (lowest to highest) of {} interleaved rounds.",
-        args.rounds
-    )?;
-    for suite in &suites {
-        suite.print(&mut out)?;
     }
     Ok(())
 }

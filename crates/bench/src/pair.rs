@@ -48,6 +48,12 @@ impl Server {
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::INT);
     }
 
+    /// Ends it by a signal that no process can handle.
+    pub(super) fn kill(&mut self) {
+        let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);
+        let _ = self.0.wait();
+    }
+
     /// Starts a server whose output is discarded; returns once it listens on a TCP port.
     pub(super) fn start_on(port: &str, command: &mut Command) -> Result<Server> {
         let number = port.parse()?;

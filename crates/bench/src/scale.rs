@@ -1,30 +1,30 @@
 //! WRITEs of several threads, each with a queue pair, a completion queue and a region of its own, beside those of as many processes, and beside
 //! threads that have one queue pair in common.
 //!
-//! This program starts itself as the server and as the clients, with [`COMMAND`] as its first argument. A client prints a line once it is
-//! connected, begins when its standard input ends, and prints how many WRITEs it has posted.
+//! This program starts itself as the server and as the clients ([`super::child`]), with [`COMMAND`] as its first argument. A client's result is
+//! the number of WRITEs that it has posted.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Read;
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectParams, Device, MemoryRegion, Operation, ProtectionDomain, QpOptions,
     QueuePair, RKey, SendFlags, SendRequest, Target,
 };
 
+use super::child::{Side, say, say_ready};
 use super::table::{Column, Line, Ratio, Table};
 use super::{LOOPBACK, pin};
 
 /// The first argument of the server and the clients.
 pub(super) const COMMAND: &str = "scale";
-const READY: &str = "ready";
 
 const THREADS: &str = "threads of one process";
 const PROCESSES: &str = "processes of one thread";
@@ -79,63 +79,28 @@ pub(super) enum QueuePairs {
 
 /// Returns the millions of WRITEs that clients post per second, each with so many threads. There may be more threads than CPUs.
 pub(super) fn rate(clients: &[usize], bytes: u32, qps: QueuePairs) -> Result<f64> {
-    let mut server = Side::start(&["serve"])?;
-    server.wait_ready()?;
+    let _server = side(&["serve"])?;
     let mut first_cpu = 0;
     let mut sides = Vec::new();
     for threads in clients {
         let numbers = [first_cpu.to_string(), threads.to_string(), bytes.to_string()];
         let [first, threads_of, length] = &numbers;
         let qps = if qps == QueuePairs::One { "one" } else { "own" };
-        let mut side = Side::start(&[first, threads_of, length, qps])?;
-        side.wait_ready()?;
-        sides.push(side);
+        sides.push(side(&[first, threads_of, length, qps])?);
         first_cpu += threads;
     }
+    sides.iter_mut().for_each(Side::begin);
+    let mut posted = 0u64;
     for side in &mut sides {
-        drop(side.child.stdin.take());
+        posted += side.result()?.parse::<u64>()?;
     }
-    let posted: u64 = sides.iter_mut().map(Side::posted).sum::<Result<u64>>()?;
     Ok(posted as f64 / TIME.as_secs_f64() / 1e6)
 }
 
-/// The server or a client, ended when the value is dropped.
-struct Side {
-    child: Child,
-    output: BufReader<ChildStdout>,
-}
-
-impl Side {
-    fn start(args: &[&str]) -> Result<Side> {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg(COMMAND).args(args);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let output = BufReader::new(child.stdout.take().context("no pipe")?);
-        Ok(Side { child, output })
-    }
-
-    fn line(&mut self) -> Result<String> {
-        let mut line = String::new();
-        self.output.read_line(&mut line)?;
-        Ok(line.trim().to_owned())
-    }
-
-    fn wait_ready(&mut self) -> Result<()> {
-        let line = self.line()?;
-        ensure!(line == READY, "a process of the bench ended early");
-        Ok(())
-    }
-
-    fn posted(&mut self) -> Result<u64> {
-        self.line()?.parse().context("a client printed no count")
-    }
-}
-
-impl Drop for Side {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Starts the server or a client.
+fn side(args: &[&str]) -> Result<Side> {
+    let mut command = Command::new(std::env::current_exe()?);
+    Side::start(command.arg(COMMAND).args(args))
 }
 
 /// Runs the server or a client, as the arguments after [`COMMAND`] say.
@@ -179,7 +144,7 @@ fn serve() -> Result<()> {
     let pd = device.alloc_pd()?;
     let listener = device.listen(PORT)?;
     let mut ends = Vec::new();
-    say(READY)?;
+    say_ready()?;
     while let Some(request) = listener.accept(Duration::MAX) {
         let end = End::new(&device, &pd)?;
         let mut where_to = end.mr.iova().to_be_bytes().to_vec();
@@ -216,7 +181,7 @@ fn client(first_cpu: usize, threads: usize, bytes: u32, qps: QueuePairs) -> Resu
             })
             .collect();
         connected.wait();
-        say(READY)?;
+        say_ready()?;
         std::io::stdin().read_to_end(&mut Vec::new())?;
         begin.wait();
         let posted = posting.into_iter().map(|thread| match thread.join() {
@@ -297,8 +262,4 @@ impl Writer {
         }
         Ok(posted)
     }
-}
-
-fn say(line: &str) -> Result<()> {
-    Ok(writeln!(std::io::stdout(), "{line}")?)
 }

@@ -28,6 +28,7 @@ pub(super) fn suite(floors: Option<PathBuf>) -> Suite {
     Suite {
         key: "shm",
         conditions: "shared memory between two processes on CPU 0 and 1, both spinning unless said otherwise",
+        claim: None,
         tables: vec![
             latency(floors.clone()),
             bandwidth(floors.clone()),

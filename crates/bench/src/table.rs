@@ -1,9 +1,11 @@
 //! Tables of measurements: rows measured in turn, medians over the rounds, and ratios.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::Write;
+use std::rc::Rc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
@@ -20,8 +22,34 @@ pub(super) struct Line {
     measure: Measure,
     /// Values of each column, one a round.
     values: BTreeMap<usize, Vec<f64>>,
-    /// Error of the measurement, where there are no values.
-    missing: Option<String>,
+    /// Errors of the measurement, of the columns that have no values.
+    missing: BTreeMap<usize, String>,
+}
+
+/// Returns rows of several tables, which show figures of the same runs: the first one measures, and has to be shown first.
+pub(super) fn figures<const N: usize>(
+    name: &'static str,
+    columns: &[usize],
+    mut measure: impl FnMut(usize) -> Result<[f64; N]> + 'static,
+) -> [Line; N] {
+    let kept = Rc::new(RefCell::new(BTreeMap::new()));
+    let first = kept.clone();
+    let mut measure = Some(move |column| {
+        first.borrow_mut().remove(&column);
+        let figures = measure(column)?;
+        first.borrow_mut().insert(column, figures);
+        Ok(figures[0])
+    });
+    std::array::from_fn(|nth| match measure.take() {
+        Some(measure) => Line::new(name, columns, measure),
+        None => {
+            let kept = kept.clone();
+            Line::new(name, columns, move |column| {
+                let figures: [f64; N] = kept.borrow().get(&column).copied().context("see above")?;
+                Ok(figures[nth])
+            })
+        }
+    })
 }
 
 impl Line {
@@ -35,26 +63,44 @@ impl Line {
             columns: columns.to_vec(),
             measure: Box::new(measure),
             values: BTreeMap::new(),
-            missing: None,
+            missing: BTreeMap::new(),
         }
     }
 
     fn round(&mut self) {
         for column in &self.columns {
-            if self.missing.is_some() {
-                return;
+            if self.missing.contains_key(column) {
+                continue;
             }
             match (self.measure)(*column) {
                 Ok(value) => self.values.entry(*column).or_default().push(value),
-                Err(error) => self.missing = Some(format!("{error:#}")),
+                Err(error) => {
+                    self.missing.insert(*column, format!("{error:#}"));
+                }
             }
         }
     }
 
     fn rounds(&self, column: usize) -> &[f64] {
-        let is_complete = self.missing.is_none();
+        let is_complete = !self.missing.contains_key(&column);
         let values = self.values.get(&column).filter(|_| is_complete);
         values.map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns the reasons why columns are not measured, each with its headings.
+    fn missing(&self, columns: &[Column]) -> Vec<String> {
+        let mut of_reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+        for (column, heading) in columns {
+            let Some(reason) = self.missing.get(column) else {
+                continue;
+            };
+            match of_reasons.iter_mut().find(|(other, _)| other == reason) {
+                Some((_, headings)) => headings.push(heading),
+                None => of_reasons.push((reason, vec![heading])),
+            }
+        }
+        let text = |(reason, headings): (&str, Vec<&str>)| format!("{}: {reason}", headings.join(", "));
+        of_reasons.into_iter().map(text).collect()
     }
 }
 
@@ -115,10 +161,6 @@ impl Table {
         writeln!(out)?;
         for line in &self.lines {
             let mut text = format!("{:<32}", line.name);
-            if let Some(why) = &line.missing {
-                writeln!(out, "{text} not measured: {why}")?;
-                continue;
-            }
             for (column, _) in &self.columns {
                 let Some((min, median, max)) = spread(line.rounds(*column)) else {
                     text += &format!(" {:>25} {:>5} ", "", "");
@@ -130,6 +172,29 @@ impl Table {
                 text += &format!(" {median:>8.digits$} {range:>16} {ratio:>5} ");
             }
             writeln!(out, "{}", text.trim_end())?;
+            for why in line.missing(&self.columns) {
+                writeln!(out, "    not measured: {why}")?;
+            }
+        }
+        Ok(())
+    }
+
+    fn print_markdown(&self, out: &mut impl Write) -> Result<()> {
+        let headings: Vec<&str> = self.columns.iter().map(|(_, heading)| *heading).collect();
+        writeln!(out, "\n| {} | {} |", self.title, headings.join(" | "))?;
+        writeln!(out, "|---|{}", "---|".repeat(headings.len()))?;
+        for line in &self.lines {
+            let cell = |(column, _): &Column| match spread(line.rounds(*column)) {
+                Some((_, median, _)) => format!("{median:.*}", self.digits),
+                None => String::new(),
+            };
+            let cells: Vec<String> = self.columns.iter().map(cell).collect();
+            writeln!(out, "| {} | {} |", line.name, cells.join(" | "))?;
+        }
+        for line in &self.lines {
+            for why in line.missing(&self.columns) {
+                writeln!(out, "\nNot measured: {}, {why}.", line.name)?;
+            }
         }
         Ok(())
     }
@@ -145,7 +210,7 @@ impl Table {
                     Some(json!({ "at": heading, "min": min, "median": median, "max": max, "ratio": ratio }))
                 })
                 .collect();
-            json!({ "name": line.name, "columns": columns, "missing": line.missing })
+            json!({ "name": line.name, "columns": columns, "missing": line.missing(&self.columns) })
         };
         self.lines.iter().map(line).collect()
     }
@@ -178,6 +243,20 @@ impl Ratio {
         }
     }
 
+    fn verdict(&self) -> &'static str {
+        match self.is_met() {
+            Some(true) => "met",
+            Some(false) => "missed",
+            None => "",
+        }
+    }
+
+    fn text(&self) -> String {
+        self.value.map_or("not measured".into(), |(min, median, max)| {
+            format!("{median:.2} ({min:.2} to {max:.2})")
+        })
+    }
+
     fn json(&self) -> Value {
         let [min, median, max] = [
             self.value.map(|v| v.0),
@@ -193,6 +272,8 @@ pub(super) struct Suite {
     pub(super) key: &'static str,
     /// Conditions of the measurement.
     pub(super) conditions: &'static str,
+    /// Claims of others that the figures are to be compared with.
+    pub(super) claim: Option<&'static str>,
     pub(super) tables: Vec<Table>,
     pub(super) ratios: fn(&[Table]) -> Vec<Ratio>,
 }
@@ -212,6 +293,9 @@ impl Suite {
 
     pub(super) fn print(&self, out: &mut impl Write) -> Result<()> {
         writeln!(out, "\n{}: {}", self.key, self.conditions)?;
+        if let Some(claim) = self.claim {
+            writeln!(out, "{claim}")?;
+        }
         for table in &self.tables {
             table.print(out)?;
         }
@@ -220,19 +304,37 @@ impl Suite {
             writeln!(out, "\nRatios within a round")?;
         }
         for ratio in ratios {
-            let value = ratio.value.map_or("not measured".into(), |(min, median, max)| {
-                format!("{median:.2} ({min:.2} to {max:.2})")
-            });
-            let verdict = match ratio.is_met() {
-                Some(true) => "met",
-                Some(false) => "missed",
-                None => "",
-            };
             let line = format!(
-                "{:<50} {value:<24} goal: {:<13}  {verdict}",
-                ratio.name, ratio.goal
+                "{:<50} {:<24} goal: {:<13}  {}",
+                ratio.name,
+                ratio.text(),
+                ratio.goal,
+                ratio.verdict()
             );
             writeln!(out, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+
+    /// Prints it as a chapter of a page. `plots` are the names of files with its plots.
+    pub(super) fn print_markdown(&self, out: &mut impl Write, plots: &[String]) -> Result<()> {
+        writeln!(out, "\n## {}\n\n{}.", self.key.to_uppercase(), self.conditions)?;
+        if let Some(claim) = self.claim {
+            writeln!(out, "\n{claim}")?;
+        }
+        for table in &self.tables {
+            table.print_markdown(out)?;
+        }
+        for plot in plots {
+            writeln!(out, "\n![{}]({plot})", self.key.to_uppercase())?;
+        }
+        let ratios = (self.ratios)(&self.tables);
+        if !ratios.is_empty() {
+            writeln!(out, "\n| ratio within a round | | goal | |\n|---|---|---|---|")?;
+        }
+        for ratio in ratios {
+            let (value, verdict) = (ratio.text(), ratio.verdict());
+            writeln!(out, "| {} | {value} | {} | {verdict} |", ratio.name, ratio.goal)?;
         }
         Ok(())
     }
@@ -243,8 +345,36 @@ impl Suite {
             .iter()
             .map(|table| (table.key.to_owned(), table.json()))
             .collect();
+        value.insert("conditions".into(), self.conditions.into());
+        value.insert("claim".into(), self.claim.into());
         let ratios: Vec<Value> = (self.ratios)(&self.tables).iter().map(Ratio::json).collect();
         value.insert("ratios".into(), ratios.into());
         value.into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures__of_a_run_that_failed_are_missing_in_all_tables() {
+        let mut runs = 0;
+        let [mut one, mut other] = figures("row", &[7, 8], move |column| {
+            runs += 1;
+            anyhow::ensure!((column, runs) != (8, 4), "failed");
+            Ok([runs as f64, 10.0 * runs as f64])
+        });
+        for _ in 0..2 {
+            one.round();
+            other.round();
+        }
+        assert_eq!(
+            (one.rounds(7), other.rounds(7)),
+            (&[1.0, 3.0][..], &[10.0, 30.0][..])
+        );
+        assert!(one.rounds(8).is_empty() && other.rounds(8).is_empty());
+        let columns = [(7, "seven"), (8, "eight")];
+        assert_eq!(one.missing(&columns), ["eight: failed"]);
     }
 }

@@ -25,6 +25,7 @@ pub(super) fn suite() -> Suite {
     Suite {
         key: "udp",
         conditions: "UDP over loopback, both sides spinning on CPU 0 and 1",
+        claim: None,
         tables: vec![latency(), bandwidth(), push()],
         ratios: |tables| {
             let [latency, bandwidth, push] = tables else {

@@ -1,0 +1,113 @@
+//! Plots of tables, as SVG.
+
+use std::fmt::Write;
+
+use super::table::Table;
+
+/// Name and contents of a file.
+pub(super) type File = (String, String);
+
+const COLOURS: [&str; 6] = ["#9a9a9a", "#f28e2b", "#e15759", "#76b7b2", "#4e79a7", "#59a14f"];
+const BAR: f64 = 34.0;
+/// Between two groups of bars.
+const GAP: f64 = 30.0;
+const LEFT: f64 = 20.0;
+const TOP: f64 = 24.0;
+/// Height of the longest bar.
+const HEIGHT: f64 = 180.0;
+const LEGEND_LINE: f64 = 16.0;
+const LEGENDS_PER_LINE: usize = 3;
+const LEGEND_WIDTH: f64 = 190.0;
+
+/// Draws tables one below the other: a group of bars for each column, in it a bar for the median of each row.
+pub(super) fn draw(title: &str, tables: &[&Table]) -> String {
+    let groups = |table: &&Table| LEFT + (BAR * table.lines.len() as f64 + GAP) * table.columns.len() as f64;
+    let legends = LEFT + LEGEND_WIDTH * LEGENDS_PER_LINE as f64;
+    let width = tables.iter().map(groups).fold(legends, f64::max);
+    let mut body = String::new();
+    let mut top = TOP;
+    for table in tables {
+        top = panel(&mut body, table, top);
+    }
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {top:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
+         <text x=\"8\" y=\"16\">{}</text>\n{body}</svg>\n",
+        text(title)
+    )
+}
+
+/// Draws one table from `top` on; returns where it ends.
+fn panel(svg: &mut String, table: &Table, top: f64) -> f64 {
+    let rows = || {
+        table
+            .lines
+            .iter()
+            .map(|line| line.name)
+            .zip(COLOURS.iter().cycle())
+    };
+    for (nth, (name, colour)) in rows().enumerate() {
+        let x = LEFT + (nth % LEGENDS_PER_LINE) as f64 * LEGEND_WIDTH;
+        let y = top + (nth / LEGENDS_PER_LINE) as f64 * LEGEND_LINE;
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{x:.0}\" y=\"{y:.0}\" width=\"11\" height=\"11\" fill=\"{colour}\"/>\
+             <text x=\"{:.0}\" y=\"{:.0}\">{}</text>",
+            x + 16.0,
+            y + 10.0,
+            text(name)
+        );
+    }
+    let legend = table.lines.len().div_ceil(LEGENDS_PER_LINE) as f64 * LEGEND_LINE;
+    let foot = top + legend + 20.0 + HEIGHT;
+    let medians = || {
+        let columns = table.columns.iter().enumerate();
+        let cells =
+            columns.flat_map(|(at, (column, _))| rows().enumerate().map(move |row| (at, *column, row)));
+        cells.filter_map(|(at, column, (nth, (name, colour)))| {
+            Some((at, nth, colour, table.median(name, column)?))
+        })
+    };
+    let most = medians()
+        .map(|(.., value)| value)
+        .fold(f64::MIN_POSITIVE, f64::max);
+    let group = BAR * table.lines.len() as f64 + GAP;
+    for (at, nth, colour, value) in medians() {
+        let tall = value / most * HEIGHT;
+        let x = LEFT + group * at as f64 + BAR * nth as f64;
+        let y = foot - tall;
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" fill=\"{colour}\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"9\">{value:.*}</text>",
+            BAR - 2.0,
+            x + BAR / 2.0 - 1.0,
+            y - 3.0,
+            table.digits,
+        );
+    }
+    for (at, (_, heading)) in table.columns.iter().enumerate() {
+        let _ = writeln!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            LEFT + group * at as f64 + (group - GAP) / 2.0,
+            foot + 15.0,
+            text(heading),
+        );
+    }
+    let _ = writeln!(
+        svg,
+        "<text x=\"8\" y=\"{:.0}\" font-weight=\"bold\">{}</text>",
+        foot + 32.0,
+        text(table.title)
+    );
+    foot + 60.0
+}
+
+/// Returns a text as SVG has it.
+fn text(plain: &str) -> String {
+    plain
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+}
