@@ -104,8 +104,15 @@ impl Host {
 
     /// Starts a node with the configuration, and returns once it is ready.
     fn node(&self, user: Option<u32>, address: &str) -> Node {
+        self.node_with(user, address, 1)
+    }
+
+    /// Does the same, with so many engines.
+    fn node_with(&self, user: Option<u32>, address: &str, engines: u32) -> Node {
         let config = self.config();
-        let args = ["node", "--device", address, "--config", config.to_str().unwrap()];
+        let engines = engines.to_string();
+        let mut args = vec!["node", "--device", address, "--engines", &engines];
+        args.extend(["--config", config.to_str().unwrap()]);
         let mut process = self.rdmux(user, &args).spawn().unwrap();
         let out = BufReader::new(process.stdout.take().unwrap());
         let errors = BufReader::new(process.stderr.take().unwrap());
@@ -324,17 +331,27 @@ fn application() {
 
 #[test]
 fn reload__share_of_users_changes_while_they_write() {
-    const ADDRESS: &str = "127.0.42.1";
-    const MORE: u64 = 48 << 20;
-    if !is_alone("reload__share_of_users_changes_while_they_write", |why| skip(why)) {
-        return;
+    if is_alone("reload__share_of_users_changes_while_they_write", |why| skip(why)) {
+        shares_of_users("127.0.42.1", 1);
     }
+}
+
+/// Each of the two applications has an engine and a scheduler of its own.
+#[test]
+fn reload__share_of_users_on_two_engines() {
+    if is_alone("reload__share_of_users_on_two_engines", |why| skip(why)) {
+        shares_of_users("127.0.42.6", 2);
+    }
+}
+
+fn shares_of_users(address: &str, engines: u32) {
+    const MORE: u64 = 48 << 20;
     if !others_may_run(Path::new(RDMUX)) || !others_may_run(&std::env::current_exe().unwrap()) {
         return;
     }
     let host = Host::new();
     // As a service manager does for the node's user.
-    let folder = host.run().join(ADDRESS);
+    let folder = host.run().join(address);
     fs::create_dir(&folder).unwrap();
     chown(&folder, Some(OWNER), Some(OWNER)).unwrap();
     // So low that the node, and not the CPUs, decides who sends.
@@ -344,17 +361,17 @@ fn reload__share_of_users_changes_while_they_write() {
         )
     };
     host.configure(&weights(1, 3));
-    let mut node = host.node(Some(OWNER), ADDRESS);
+    let mut node = host.node_with(Some(OWNER), address, engines);
 
-    let refused = host.refused(Some(NONE), ADDRESS);
-    let expected = format!("the node of {ADDRESS} refuses this process: this process, of uid {NONE}");
+    let refused = host.refused(Some(NONE), address);
+    let expected = format!("the node of {address} refuses this process: this process, of uid {NONE}");
     assert!(refused.contains(&expected), "{refused}");
     assert!(
         refused.contains("is in none of its tenants, and it refuses others"),
         "{refused}"
     );
 
-    let [mut one, mut three] = [ONE, THREE].map(|user| host.application(Some(user), ADDRESS));
+    let [mut one, mut three] = [ONE, THREE].map(|user| host.application(Some(user), address));
     written([&mut one], 1);
     written([&mut three], 1);
     assert_share(written([&mut one, &mut three], MORE), 3.0);

@@ -7,6 +7,7 @@ mod application;
 pub mod config;
 mod connections;
 mod cut;
+mod division;
 mod egress;
 mod identity;
 #[cfg(test)]
@@ -225,7 +226,7 @@ impl Node {
         })?;
         let (mailbox, orders) = mailbox()?;
         let spare = place.socket.try_clone().ok();
-        let tenants = Arc::new(Mutex::new(Tenants::new(config)));
+        let tenants = Arc::new(Mutex::new(Tenants::new(config, engines.max(1))));
         let mut workers = Vec::new();
         for number in 0..engines.max(1) {
             let engine = match number {

@@ -6,6 +6,7 @@ use std::env::{args_os, current_exe};
 use std::fs::{OpenOptions, read_to_string};
 use std::io::{BufRead, BufReader, Read};
 use std::net::IpAddr;
+use std::num::NonZeroU16;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -55,6 +56,9 @@ pub(crate) struct Args {
     /// The key of those nodes: its file. Without it, that of this user, which is made if there is none.
     #[arg(long, value_name = "FILE", requires = "share")]
     key: Option<PathBuf>,
+    /// Engines of the device, each with a thread that serves a part of the applications. Sharing queue pairs needs one. An RNIC has no engines.
+    #[arg(long, value_name = "N", default_value = "1", conflicts_with = "share")]
+    engines: NonZeroU16,
     /// Run on this CPU.
     #[arg(long, value_name = "CPU")]
     pin: Option<usize>,
@@ -111,7 +115,7 @@ fn serve(args: &Args) -> Result<()> {
     let options = NodeOptions {
         config,
         key,
-        engines: 1,
+        engines: args.engines.get().into(),
     };
     let mut node = Node::open_with(device, options)?;
     node.warn_by(|warning| output::error(&anyhow!("warning: {warning}")));

@@ -150,6 +150,12 @@ impl<Id: Copy> Hierarchy<Id> {
         self.tenants.get(tenant.0).is_some_and(|tenant| tenant.groups > 0)
     }
 
+    /// Returns how many connections of a tenant wait in groups that may send.
+    pub fn waiting(&self, tenant: TenantId) -> u32 {
+        let bands = self.tenants.get(tenant.0).map(|tenant| &tenant.bands);
+        bands.into_iter().flatten().map(|band| band.waiting).sum()
+    }
+
     /// Removes a tenant, all of whose groups have been removed.
     ///
     /// # Panics

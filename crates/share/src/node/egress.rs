@@ -247,6 +247,11 @@ impl<B> Egress<B> {
         self.hierarchy.set_tenant(now, tenant, entitlement);
     }
 
+    /// Returns how many flows of a tenant wait to be sent.
+    pub(super) fn waiting(&self, tenant: TenantId) -> u32 {
+        self.hierarchy.waiting(tenant)
+    }
+
     /// Returns whether a tenant has a group.
     pub(super) fn has_groups(&self, tenant: TenantId) -> bool {
         self.hierarchy.has_groups(tenant)

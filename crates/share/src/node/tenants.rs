@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rdmux_rnic::Time;
 use rdmux_rnic::sched::{Entitlement, TenantId};
@@ -17,6 +17,7 @@ use strum::{EnumCount, IntoEnumIterator};
 use super::config::{
     Assignment, Config, DEFAULT_TENANT, Limits, Others, Resource, STRICT_PERCENT_DEFAULT, Settings,
 };
+use super::division::{Demand, divide};
 use super::egress::Egress;
 use super::identity::Identity;
 use crate::control::convert::Refusal;
@@ -32,15 +33,18 @@ pub(super) struct Account {
     file: PathBuf,
     limits: [AtomicU64; Resource::COUNT],
     used: [AtomicU64; Resource::COUNT],
+    /// For each worker, how many of its queue pairs there have requests that wait: the workers divide its rates by that.
+    waiting: Box<[AtomicU32]>,
 }
 
 impl Account {
-    fn new(name: &str, file: PathBuf, limits: &Limits) -> Arc<Account> {
+    fn new(name: &str, file: PathBuf, limits: &Limits, workers: usize) -> Arc<Account> {
         let account = Account {
             name: name.to_owned(),
             file,
             limits: Default::default(),
             used: Default::default(),
+            waiting: (0..workers).map(|_| AtomicU32::new(0)).collect(),
         };
         account.set_limits(limits);
         Arc::new(account)
@@ -133,19 +137,22 @@ pub(super) struct Tenants {
     own: u32,
     /// Accounts by name, the default one too.
     accounts: HashMap<String, Arc<Account>>,
+    workers: usize,
 }
 
 impl Tenants {
-    pub(super) fn new(config: Option<Config>) -> Tenants {
+    /// Returns the tenants of a node with so many workers.
+    pub(super) fn new(config: Option<Config>, workers: usize) -> Tenants {
         let mut tenants = Tenants {
             config: None,
             own: folder::uid(),
             accounts: HashMap::new(),
+            workers,
         };
         match config {
             Some(config) => tenants.set(config),
             None => {
-                let default = Account::new(DEFAULT_TENANT, PathBuf::new(), &Limits::default());
+                let default = Account::new(DEFAULT_TENANT, PathBuf::new(), &Limits::default(), workers);
                 tenants.accounts.insert(DEFAULT_TENANT.to_owned(), default);
             }
         }
@@ -161,7 +168,7 @@ impl Tenants {
                     kept.set_limits(&limits);
                     kept
                 }
-                None => Account::new(name, config.file.clone(), &limits),
+                None => Account::new(name, config.file.clone(), &limits, self.workers),
             };
             accounts.insert(name.to_owned(), account);
         }
@@ -253,33 +260,124 @@ fn settings(config: &Config) -> impl Iterator<Item = (&str, Settings)> {
     named.chain([(DEFAULT_TENANT, config.default_settings())])
 }
 
+/// Time after which a worker tells the others again how much waits.
+const PUBLISH_NS: u64 = 1_000_000;
+
 /// The tenants of a node in the scheduler of a worker.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Schedule {
-    tenants: Vec<(Arc<Account>, TenantId)>,
+    /// The worker's place among the workers.
+    worker: usize,
+    tenants: Vec<Scheduled>,
     /// Tenants that are no more in the configuration.
     removed: Vec<TenantId>,
+    rate_bps: Option<u64>,
+    /// Set if there are rates that the workers have to divide.
+    divides: bool,
+    /// When the worker has told the others last how much waits.
+    published: Time,
+    /// The division that is in force.
+    demands: Vec<Demand>,
+}
+
+/// A tenant in the scheduler of a worker.
+#[derive(Debug)]
+struct Scheduled {
+    account: Arc<Account>,
+    tenant: TenantId,
+    entitlement: Entitlement,
+    /// Most queue pairs with requests that wait since the others were told.
+    waiting: u32,
 }
 
 impl Schedule {
+    /// Returns the schedule of a worker, without tenants.
+    pub(super) fn new(worker: usize) -> Schedule {
+        Schedule {
+            worker,
+            tenants: Vec::new(),
+            removed: Vec::new(),
+            rate_bps: None,
+            divides: false,
+            published: Time(0),
+            demands: Vec::new(),
+        }
+    }
+
     /// Has the scheduler know the tenants as they are now. Applications of those that are gone are [moved](Tenants::keeps), and then
     /// [`Schedule::sweep`] removes what is left.
     pub(super) fn set<B>(&mut self, egress: &mut Egress<B>, now: Time, tenants: &Tenants) {
-        egress.set_rate(now, tenants.rate_bps());
+        self.rate_bps = tenants.rate_bps();
+        egress.set_rate(now, self.rate_bps);
         let mut known = std::mem::take(&mut self.tenants);
         for (account, entitlement) in tenants.entitled() {
-            let at = known.iter().position(|(other, _)| Arc::ptr_eq(other, account));
+            let at = known
+                .iter()
+                .position(|known| Arc::ptr_eq(&known.account, account));
             let tenant = match at {
                 Some(at) => {
-                    let (_, tenant) = known.swap_remove(at);
+                    let tenant = known.swap_remove(at).tenant;
                     egress.set_tenant(now, tenant, &entitlement);
                     tenant
                 }
                 None => egress.add_tenant(&entitlement),
             };
-            self.tenants.push((account.clone(), tenant));
+            self.tenants.push(Scheduled {
+                account: account.clone(),
+                tenant,
+                entitlement,
+                waiting: 0,
+            });
         }
-        self.removed.extend(known.into_iter().map(|(_, tenant)| tenant));
+        self.removed.extend(known.into_iter().map(|known| known.tenant));
+        let has_rate =
+            |one: &Scheduled| one.entitlement.rate_bps > 0 || one.entitlement.ceiling_bps.is_some();
+        self.divides = tenants.workers > 1 && (self.rate_bps.is_some() || self.tenants.iter().any(has_rate));
+        self.demands.clear();
+    }
+
+    /// Tells the other workers how much waits here, at most once a millisecond unless something begins to wait, and takes this worker's part of the
+    /// rates. `sleeps`: the worker is about to sleep.
+    pub(super) fn divide<B>(&mut self, egress: &mut Egress<B>, now: Time, sleeps: bool) {
+        if !self.divides {
+            return;
+        }
+        let is_due = sleeps || now.since_ns(self.published) >= PUBLISH_NS;
+        for one in &mut self.tenants {
+            let waiting = egress.waiting(one.tenant);
+            one.waiting = if sleeps { waiting } else { one.waiting.max(waiting) };
+            let published = &one.account.waiting[self.worker];
+            if is_due || one.waiting > 0 && published.load(Ordering::Relaxed) == 0 {
+                published.store(one.waiting, Ordering::Relaxed);
+            }
+            if is_due {
+                one.waiting = waiting;
+            }
+        }
+        if is_due {
+            self.published = now;
+        }
+        let demands = self.tenants.iter().map(|one| {
+            let waiting = one
+                .account
+                .waiting
+                .iter()
+                .map(|waiting| waiting.load(Ordering::Relaxed));
+            Demand {
+                entitlement: one.entitlement,
+                here: one.account.waiting[self.worker].load(Ordering::Relaxed),
+                all: waiting.sum(),
+            }
+        });
+        if demands.clone().eq(self.demands.iter().copied()) {
+            return;
+        }
+        self.demands = demands.collect();
+        let (rate_bps, entitlements) = divide(self.rate_bps, &self.demands);
+        egress.set_rate(now, rate_bps);
+        for (one, entitlement) in self.tenants.iter().zip(entitlements) {
+            egress.set_tenant(now, one.tenant, &entitlement);
+        }
     }
 
     /// Removes tenants of former configurations from the scheduler, as soon as nothing is in them.
@@ -295,8 +393,9 @@ impl Schedule {
 
     /// Returns the tenant of an account in the scheduler; `None`: each application is one of its own, as the node has no configuration.
     pub(super) fn tenant_of(&self, account: &Arc<Account>) -> Option<TenantId> {
-        let known = self.tenants.iter().find(|(known, _)| Arc::ptr_eq(known, account));
-        known.map(|(_, tenant)| *tenant)
+        let mut known = self.tenants.iter();
+        let known = known.find(|known| Arc::ptr_eq(&known.account, account));
+        known.map(|known| known.tenant)
     }
 }
 
@@ -320,7 +419,7 @@ mod tests {
     }
 
     fn tenants(config: Option<Config>) -> Tenants {
-        Tenants::new(config)
+        Tenants::new(config, 1)
     }
 
     fn identity(uid: u32, cgroup: Result<&str, &'static str>) -> Identity {
@@ -364,7 +463,7 @@ mod tests {
     #[test]
     fn set__accounts_of_tenants_that_remain() {
         let both = "[tenant.a]\nuid = [1]\n[tenant.b]\nuid = [2]\n";
-        let mut tenants = Tenants::new(Some(config(both)));
+        let mut tenants = Tenants::new(Some(config(both)), 1);
         let [a, b] = [1, 2].map(|uid| tenants.account_of(&identity(uid, Err(""))).unwrap().clone());
         let mut charge = a.charge(Resource::Regions, 5).unwrap();
         let _other = b.charge(Resource::Regions, 1).unwrap();
@@ -394,7 +493,7 @@ mod tests {
     fn sweep__tenants_that_are_gone() {
         let mut egress = egress();
         let mut tenants = tenants(Some(config("[tenant.a]\nuid = [1]")));
-        let mut schedule = Schedule::default();
+        let mut schedule = Schedule::new(0);
         schedule.set(&mut egress, NOW, &tenants);
         let account = tenants.account_of(&identity(1, Err(""))).unwrap().clone();
         let a = schedule.tenant_of(&account).unwrap();
@@ -422,7 +521,7 @@ mod tests {
     fn keeps__the_default_tenant_as_long_as_it_is_for_such_processes() {
         let own = folder::uid();
         let (own, other) = (identity(own, Err("")), identity(own.wrapping_add(1), Err("")));
-        let mut tenants = Tenants::new(Some(config("[default]")));
+        let mut tenants = Tenants::new(Some(config("[default]")), 1);
         let default = tenants.account_of(&other).unwrap().clone();
         for (text, keeps) in [
             ("[default]", [true, true]),

@@ -154,7 +154,7 @@ impl Worker {
         };
         let limits = limits::of_device(device.provider(), quanta, known.rate_bps());
         let mut egress = Egress::new(now(), limits);
-        let mut schedule = Schedule::default();
+        let mut schedule = Schedule::new(number);
         schedule.set(&mut egress, now(), &known);
         drop(known);
         let events = EventQueue::new()?;
@@ -323,6 +323,7 @@ impl Worker {
                 Err(why) => self.detach(slot as u32, &why),
             }
         }
+        self.schedule.divide(&mut self.shared.egress, now, false);
         any |= self.post(now, batches.pieces);
         any |= self.share(now);
         for application in self.applications.iter_mut().flatten() {
@@ -513,6 +514,7 @@ impl Worker {
         if let Some(sharing) = sharing {
             sleeps &= sharing.prepare_sleep(egress, now());
         }
+        self.schedule.divide(egress, now(), true);
         sleeps & !self.tell_news(now())
     }
 
