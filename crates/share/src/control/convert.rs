@@ -205,14 +205,14 @@ pub(crate) fn qp_type_of(qp_type: node::QpType) -> QpType {
 /// Declares both directions of a conversion of a work completion's enum.
 macro_rules! of_completion {
     ($wire:ident, $vocabulary:ident, $to_wire:ident, $from_wire:ident, $($item:ident)*; $($local:ident)*) => {
-        fn $to_wire(value: $vocabulary) -> Option<$wire> {
+        pub(crate) fn $to_wire(value: $vocabulary) -> Option<$wire> {
             match value {
                 $($vocabulary::$item => Some($wire::$item),)*
                 $($vocabulary::$local => None,)*
             }
         }
 
-        fn $from_wire(value: $wire) -> $vocabulary {
+        pub(crate) fn $from_wire(value: $wire) -> $vocabulary {
             match value {
                 $($wire::$item => $vocabulary::$item,)*
             }

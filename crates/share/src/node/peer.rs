@@ -7,13 +7,16 @@
 //!   answers only once its application has brought its own queue pair to RTR. Both ends get the same answer.
 //! - [`Peers::add_region`] and [`Peers::remove_region`] as an application registers and deregisters memory; [`Peers::shadow`] for the same memory in the
 //!   protection domain of shared queue pairs; [`Peers::resolve_key`] for a peer's key there.
-//! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::set_busy`] as it has requests in flight or has none any more,
+//! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::set_busy`] as it has requests in flight or has none any more, [`Peers::end_qp`] as it
+//!   has failed, [`Peers::drained`] after [`PeerEvent::QpEnding`], [`Peers::may_end`] after [`PeerEvent::MayEnd`],
 //! - [`Peers::look`] in its loop, [`Peers::happened`] for tokens of the event queue, [`Peers::prepare_sleep`] and [`Peers::deadline`] before it sleeps,
 //!   and [`Peers::next_event`] after each of them, until there is no more.
 //!
-//! `machine` (the peers) and `pool` (which shared queue pairs there are) know no device and no clock; `session` is one control connection.
+//! `machine` (the peers), `pool` (which shared queue pairs there are) and `line` (how each of them begins and ends) know no device and no clock; `session`
+//! is one control connection.
 
 mod keys;
+mod line;
 mod links;
 mod machine;
 mod pool;
@@ -26,8 +29,8 @@ use std::time::Instant;
 
 use rdmux_key::{Key, random_nonce};
 use rdmux_verbs::{
-    Access, CompletionQueue, CreateError, Device, EventQueue, LKey, ListenError, MemoryRegion,
-    ProtectionDomain, Qpn, RKey, RegionSpec,
+    Access, CompletionQueue, CreateError, Device, Done, EventQueue, LKey, ListenError, MemoryRegion,
+    ProtectionDomain, Qpn, RKey, RegionSpec, Remains,
 };
 use rdmux_wire::node::peer::{Binding, NodeId, Reason, TenantName};
 
@@ -41,7 +44,7 @@ pub(crate) use links::is_token;
 pub(crate) use machine::Asked;
 pub(crate) use shared::{RECEIVE, SENDS, SLOTS, SharedQp};
 
-/// A shared queue pair.
+/// A line: a shared queue pair, and the ones after it when that has ended. A name is not used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SharedId(pub(crate) u64);
 
@@ -69,6 +72,17 @@ pub(crate) struct RemoteKey {
     pub(crate) length: u64,
     /// Rights, valued as `enum ibv_access_flags`.
     pub(crate) access: u32,
+}
+
+/// What both ends of a shared queue pair tell of its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Ended {
+    /// What is left of the own end; none if the device does not tell.
+    pub(crate) own: Option<Remains>,
+    /// What the peer's end has executed; none if its device does not tell.
+    pub(crate) theirs: Option<Done>,
+    /// Number of messages that the peer has received on it.
+    pub(crate) messages: u32,
 }
 
 /// Why a connection does not go over a shared queue pair.
@@ -143,19 +157,41 @@ pub(crate) enum PeerEvent {
         /// Its key.
         rkey: RKey,
     },
-    /// A shared queue pair can be used: one that was wanted, or that the peer has opened.
+    /// A shared queue pair can be used: one that was wanted, or that the peer has opened, or that was to be put away and was not.
     QpReady {
         /// The queue pair.
         id: SharedId,
+    },
+    /// A shared queue pair may be put away: [`Peers::may_end`] is to be called.
+    MayEnd {
+        /// The queue pair.
+        id: SharedId,
+    },
+    /// A shared queue pair ends, at both ends: it is in error. Once all its completions have come, [`Peers::drained`] is to be called.
+    QpEnding {
+        /// The queue pair.
+        id: SharedId,
+    },
+    /// The completions of a queue pair that ends take too long: those that have not come do not count, and [`Peers::drained`] is to be called.
+    QpOverdue {
+        /// The queue pair.
+        id: SharedId,
+    },
+    /// A shared queue pair has ended. The line is away until it is wanted again, by either end: [`PeerEvent::QpReady`] follows.
+    QpEnded {
+        /// The line.
+        id: SharedId,
+        /// What took effect.
+        ended: Box<Ended>,
     },
     /// A shared queue pair that was wanted is not there, and will not be.
     QpRefused {
         /// The user that wanted it.
         by: SharedBy,
     },
-    /// A shared queue pair is gone. Nothing was in flight, unless the peer is gone, or the queue pair has failed.
+    /// A line is gone with what was in flight: the peer is gone, or it takes too long, or [`Peers::fail_qp`] was called at either end.
     QpGone {
-        /// The queue pair.
+        /// The line.
         id: SharedId,
     },
     /// A peer's node is gone. All that was agreed with it is over; the events of its queue pairs came before.
@@ -320,7 +356,8 @@ impl Peers {
 
     // Shared queue pairs.
 
-    /// Returns the shared queue pair of two tenants. If there is none, it is opened: [`PeerEvent::QpReady`] or [`PeerEvent::QpRefused`] follows.
+    /// Returns the shared queue pair of two tenants. If there is none, or it was put away, it is opened: [`PeerEvent::QpReady`] follows, or
+    /// [`PeerEvent::QpRefused`], or [`PeerEvent::QpGone`].
     pub(crate) fn want_qp(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
         let id = self.shared.want(now, by);
         self.work(now);
@@ -337,19 +374,69 @@ impl Peers {
         self.shared.by_qpn(qpn)
     }
 
-    /// Tells whether a shared queue pair has anything in flight, or that waits for it. One that has not may be closed.
+    /// Tells whether a shared queue pair was used lately. One that was not may be put away.
     pub(crate) fn set_busy(&mut self, now: Instant, id: SharedId, is_busy: bool) {
         self.shared.set_busy(now, id, is_busy);
         self.work(now);
     }
 
-    /// Takes note that a shared queue pair has failed: it is destroyed, and so is the other end.
-    pub(crate) fn fail_qp(&mut self, now: Instant, id: SharedId) {
-        self.shared.fail(now, &mut self.machine, id, &mut self.out);
+    /// Takes note that a shared queue pair has failed: [`PeerEvent::QpEnding`] follows, if it did not before.
+    #[cfg_attr(
+        not(test),
+        expect(
+            dead_code,
+            reason = "connections do not go on yet when their queue pair fails"
+        )
+    )]
+    pub(crate) fn end_qp(&mut self, now: Instant, id: SharedId) {
+        self.shared.end(now, &mut self.machine, id, &mut self.out);
         self.work(now);
     }
 
-    /// Returns the number of shared queue pairs, with those that are being opened and closed.
+    /// Takes note that all completions of a queue pair that ends have come, and that so many messages were received on it:
+    /// [`PeerEvent::QpEnded`] follows.
+    #[cfg_attr(
+        not(test),
+        expect(
+            dead_code,
+            reason = "connections do not go on yet when their queue pair fails"
+        )
+    )]
+    pub(crate) fn drained(&mut self, now: Instant, id: SharedId, messages: u32) {
+        let drained = (id, messages);
+        self.shared
+            .drained(now, &mut self.machine, drained, &mut self.out);
+        self.work(now);
+    }
+
+    /// Answers [`PeerEvent::MayEnd`]. `may`: nothing is in flight or waits, and nothing is posted from now on. [`PeerEvent::QpEnding`] follows, or
+    /// [`PeerEvent::QpReady`] if the peer needs the queue pair.
+    pub(crate) fn may_end(&mut self, now: Instant, id: SharedId, may: bool) {
+        self.shared
+            .may_end(now, &mut self.machine, (id, may), &mut self.out);
+        self.work(now);
+    }
+
+    /// Forgets a line that is away and has no connections.
+    #[cfg_attr(
+        not(test),
+        expect(
+            dead_code,
+            reason = "connections do not go on yet when their queue pair fails"
+        )
+    )]
+    pub(crate) fn forget_qp(&mut self, now: Instant, id: SharedId) {
+        self.shared.forget(now, id);
+        self.work(now);
+    }
+
+    /// Ends a line for good, at both ends: [`PeerEvent::QpGone`] follows.
+    pub(crate) fn fail_qp(&mut self, now: Instant, id: SharedId) {
+        self.shared.over(now, &mut self.machine, id, &mut self.out);
+        self.work(now);
+    }
+
+    /// Returns the number of shared queue pairs, with those that are being opened and put away.
     #[cfg(test)]
     pub(crate) fn shared_count(&self) -> usize {
         self.shared.count()
@@ -363,7 +450,7 @@ impl Peers {
         let is_due = self.deadline().is_some_and(|deadline| deadline <= now);
         if is_due {
             self.machine.check_time(now);
-            self.shared.check_time(now);
+            self.shared.check_time(now, &mut self.machine, &mut self.out);
         }
         if any || is_due {
             self.work(now);

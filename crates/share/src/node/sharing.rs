@@ -697,6 +697,9 @@ impl Sharing {
                     }
                 }
             } else if wc.status == Status::Success {
+                if let Some(shared) = self.peers.shared_qp(id) {
+                    shared.slot_came();
+                }
                 let slot = (wc.wr_id & !RECEIVE) as u16;
                 match self.lines.contains_key(&id) {
                     true => self.message(id, slot, wc.byte_len),
@@ -918,6 +921,10 @@ impl Sharing {
                     self.fail_unbound(qpn, Failure::Shared);
                 }
             }
+            // One line ends with its queue pair, so far.
+            PeerEvent::QpEnding { id } => self.fail_line(id),
+            PeerEvent::MayEnd { id } => self.peers.may_end(Instant::now(), id, false),
+            PeerEvent::QpOverdue { .. } | PeerEvent::QpEnded { .. } => {}
             PeerEvent::QpGone { id } => self.gone(egress, now, id),
         }
     }

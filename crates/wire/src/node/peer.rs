@@ -17,6 +17,9 @@
 //! [`QUESTIONS_MAX`] questions that are not answered yet. So [`RECEIVES`] receives suffice at each end: a node posts the receive of a message again before it
 //! sends another one. Who asks more, or answers what was not asked, is disconnected.
 
+use strum::VariantArray;
+
+use super::CompletionStatus;
 use super::codec::{Field, Reader, codes, messages, record, undefined};
 use crate::cm::ServiceId;
 use crate::roce::PathMtu;
@@ -35,8 +38,10 @@ pub const MESSAGE_LEN_MAX: usize = 256;
 pub const QUESTIONS_MAX: usize = 64;
 /// Messages of one end that may arrive before they are handled: its questions, and its answers.
 pub const RECEIVES: usize = 2 * QUESTIONS_MAX;
+/// Requests of which [`Executed`] has the response at most: as many as a shared queue pair answers at a time.
+pub const ANSWERS_MAX: usize = 16;
 /// Version of the protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Version of the messages by which two versions agree.
 pub const VERSION_FOREVER: u16 = 1;
 
@@ -154,6 +159,83 @@ record! {
     }
 }
 
+codes! {
+    /// Outcome of a request that must not be executed again.
+    Outcome: u8 {
+        /// A FLUSH that failed.
+        Failed = 0,
+        /// A FLUSH or an ATOMIC WRITE that is done.
+        Done = 1,
+        /// An atomic operation, with the value that it found.
+        Original = 2,
+    }
+}
+
+record! {
+    /// The response to a request that must not be executed again.
+    #[derive(Copy)]
+    Response {
+        /// Its PSN.
+        psn: Psn,
+        /// Its outcome.
+        outcome: Outcome,
+        /// The value that an atomic operation found; else 0.
+        original: u64,
+    }
+}
+
+record! {
+    /// A request that a queue pair refused.
+    #[derive(Copy)]
+    Refusal {
+        /// One of its PSNs.
+        psn: Psn,
+        /// Status with which the request ends.
+        status: CompletionStatus,
+    }
+}
+
+record! {
+    /// How far a queue pair that has ended had executed the requests of its peer.
+    Executed {
+        /// All before this PSN were executed, and none from here on.
+        expected: Psn,
+        /// The request for which it failed.
+        refused: Option<Refusal>,
+        /// The newest requests that must not be executed again, at most [`ANSWERS_MAX`].
+        answers: Vec<Response>,
+    }
+}
+
+impl Field for CompletionStatus {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.push(*self as u8);
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<CompletionStatus, Malformed> {
+        let code = u8::take(from)?;
+        let mut all = CompletionStatus::VARIANTS.iter().copied();
+        all.find(|status| *status as u8 == code)
+            .ok_or(undefined("completion status", code.into()))
+    }
+}
+
+impl Field for Vec<Response> {
+    fn put(&self, out: &mut Vec<u8>) {
+        assert!(self.len() <= ANSWERS_MAX, "{} responses", self.len());
+        out.push(self.len() as u8);
+        self.iter().for_each(|response| response.put(out));
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Vec<Response>, Malformed> {
+        let count = usize::from(u8::take(from)?);
+        if count > ANSWERS_MAX {
+            return Err(undefined("number of responses", count as u64));
+        }
+        (0..count).map(|_| Response::take(from)).collect()
+    }
+}
+
 messages! {
     up to MESSAGE_LEN_MAX, VERSION, VERSION_FOREVER for 1 | 2 | 3 | 4 | 5;
     /// The node that connects: the first message.
@@ -251,7 +333,8 @@ messages! {
         /// The key as applications know it.
         rkey: RKey,
     }
-    /// Question: make the other end of a shared queue pair. Answer: [`Message::QpOpened`]. The receiver sends over it after [`Message::QpReady`].
+    /// Question: make the other end of a shared queue pair, the first one of a line or a further one. Answer: [`Message::QpOpened`]. The receiver sends
+    /// over it after [`Message::QpReady`].
     15 OpenQp {
         /// Tenant of those at the sender who use it.
         here: TenantName,
@@ -259,25 +342,40 @@ messages! {
         there: TenantName,
         /// Traffic class.
         class: u8,
+        /// The sender's number of the line, which it gives to no other one.
+        line: u64,
         /// The sender's end.
         end: SharedEnd,
     }
     /// Answer: the receiver's end of a shared queue pair takes messages.
     16 QpOpened {
+        /// The number of the line at the end that answers.
+        line: u64,
         /// That end.
         end: SharedEnd,
     }
     /// Question: both ends are ready. Answer: [`Message::Done`].
     17 QpReady {
-        /// The receiver's end.
-        qpn: Qpn,
+        /// The receiver's line.
+        line: u64,
     }
-    /// Question: destroy the receiver's end of a shared queue pair, if nothing is in flight there. Answer: [`Message::Done`].
+    /// Question: end the queue pair of a line, if nothing is in flight at the receiver's end. Answer: [`Message::Done`]. [`Message::QpEnded`] of both
+    /// follows.
     18 CloseQp {
-        /// The receiver's end.
-        qpn: Qpn,
-        /// Set if the sender's end has failed, so that the receiver's is to go whatever is in flight.
+        /// The receiver's line.
+        line: u64,
+        /// Set if the line itself is over, whatever is in flight.
         failed: bool,
+    }
+    /// Question: the queue pair of a line has ended at the sender, which takes nothing from it any more. The receiver ends its own, and tells this too;
+    /// then either may open another one. Answer: [`Message::Done`].
+    19 QpEnded {
+        /// The receiver's line.
+        line: u64,
+        /// Number of messages that the sender has received on this queue pair.
+        messages: u32,
+        /// What was executed; none if the sender's device does not tell.
+        executed: Option<Executed>,
     }
 }
 
@@ -294,6 +392,7 @@ impl Message {
                 | Message::OpenQp { .. }
                 | Message::QpReady { .. }
                 | Message::CloseQp { .. }
+                | Message::QpEnded { .. }
         )
     }
 }

@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{Qpn, RKey};
-use rdmux_wire::node::peer::{Binding, Message, NodeId, Reason, SharedEnd, TenantName};
+use rdmux_wire::node::peer::{Binding, Executed, Message, NodeId, Reason, SharedEnd, TenantName};
 
 use super::session::{Broken, Heard, Identity, Role, Session};
 use super::{PeerEvent, RemoteKey, SharedBy, SharedId, Why};
@@ -59,28 +59,38 @@ pub(super) enum Event {
     KeyAsked { asked: Asked, domain: u64, rkey: RKey },
     /// No peer uses a key any more, after [`Machine::key_goes`].
     KeyReleased { rkey: RKey },
-    /// A peer asks for the other end of a shared queue pair.
+    /// A peer asks for the other end of a shared queue pair. `line` is the peer's.
     OpenAsked {
         asked: Asked,
         by: SharedBy,
+        line: u64,
         end: SharedEnd,
     },
-    /// A peer has answered [`Machine::open`].
+    /// A peer has answered [`Machine::open`], with its line and its end.
     Opened {
         id: SharedId,
-        end: Result<SharedEnd, Reason>,
+        qpn: Qpn,
+        peer: IpAddr,
+        opened: Result<(u64, SharedEnd), Reason>,
     },
-    /// A peer's end of a shared queue pair is ready; `qpn` is this node's.
-    ReadyTold { peer: IpAddr, qpn: Qpn },
-    /// A peer asks for the end of a shared queue pair; `qpn` is this node's.
+    /// A peer's end of a shared queue pair is ready.
+    ReadyTold { peer: IpAddr, id: SharedId },
+    /// A peer asks for the end of a shared queue pair.
     CloseAsked {
         asked: Asked,
         peer: IpAddr,
-        qpn: Qpn,
+        id: SharedId,
         failed: bool,
     },
     /// A peer has answered [`Machine::close`].
-    Closed { id: SharedId, is_closed: bool },
+    Closed { id: SharedId, qpn: Qpn, is_closed: bool },
+    /// A peer's end of a shared queue pair has ended.
+    EndTold {
+        peer: IpAddr,
+        id: SharedId,
+        messages: u32,
+        executed: Option<Executed>,
+    },
 }
 
 /// Tells which question an answer belongs to.
@@ -96,11 +106,15 @@ enum Tag {
     KeyGone {
         rkey: RKey,
     },
+    /// `qpn` is the own end: an answer that comes late is not one about the next.
     Open {
         id: SharedId,
+        qpn: Qpn,
+        peer: IpAddr,
     },
     Close {
         id: SharedId,
+        qpn: Qpn,
     },
     /// Nobody waits for the answer.
     Notice,
@@ -584,26 +598,50 @@ impl Machine {
             here: by.here.clone(),
             there: by.there.clone(),
             class: by.class,
+            line: id.0,
             end,
         };
-        self.ask_peer(now, by.peer, question, Tag::Open { id })
+        let (qpn, peer) = (end.qpn, by.peer);
+        self.ask_peer(now, peer, question, Tag::Open { id, qpn, peer })
     }
 
     /// Tells a peer that both ends of a shared queue pair are ready.
-    pub(super) fn tell_ready(&mut self, now: Instant, peer: IpAddr, qpn: Qpn) -> bool {
-        self.ask_peer(now, peer, Message::QpReady { qpn }, Tag::Notice)
+    pub(super) fn tell_ready(&mut self, now: Instant, (peer, line): (IpAddr, u64)) -> bool {
+        self.ask_peer(now, peer, Message::QpReady { line }, Tag::Notice)
     }
 
-    /// Asks a peer to close its end of a shared queue pair; `failed`: whatever is in flight there.
+    /// Asks a peer to end its end of a shared queue pair, if nothing is in flight there. `qpn` is the own end.
     pub(super) fn close(
         &mut self,
         now: Instant,
-        id: SharedId,
-        (peer, qpn): (IpAddr, Qpn),
-        failed: bool,
+        (id, qpn): (SharedId, Qpn),
+        (peer, line): (IpAddr, u64),
     ) -> bool {
-        let tag = Tag::Close { id };
-        self.ask_peer(now, peer, Message::CloseQp { qpn, failed }, tag)
+        let failed = false;
+        let tag = Tag::Close { id, qpn };
+        self.ask_peer(now, peer, Message::CloseQp { line, failed }, tag)
+    }
+
+    /// Tells a peer that a line is over.
+    pub(super) fn tell_over(&mut self, now: Instant, (peer, line): (IpAddr, u64)) -> bool {
+        let failed = true;
+        self.ask_peer(now, peer, Message::CloseQp { line, failed }, Tag::Notice)
+    }
+
+    /// Tells a peer that the queue pair of a line has ended here.
+    pub(super) fn tell_ended(
+        &mut self,
+        now: Instant,
+        (peer, line): (IpAddr, u64),
+        messages: u32,
+        executed: Option<Executed>,
+    ) -> bool {
+        let question = Message::QpEnded {
+            line,
+            messages,
+            executed,
+        };
+        self.ask_peer(now, peer, question, Tag::Notice)
     }
 
     /// Returns whether this node goes on where both nodes have asked for the same shared queue pair.
@@ -871,6 +909,7 @@ impl Machine {
                 here,
                 there,
                 class,
+                line,
                 end,
             } => {
                 let by = SharedBy {
@@ -879,21 +918,35 @@ impl Machine {
                     there: here,
                     class,
                 };
-                self.events.push_back(Event::OpenAsked { asked, by, end });
+                self.events.push_back(Event::OpenAsked { asked, by, line, end });
                 return;
             }
-            Message::QpReady { qpn } => {
-                self.events.push_back(Event::ReadyTold { peer, qpn });
+            Message::QpReady { line } => {
+                let id = SharedId(line);
+                self.events.push_back(Event::ReadyTold { peer, id });
                 Message::Done {}
             }
-            Message::CloseQp { qpn, failed } => {
+            Message::CloseQp { line, failed } => {
                 self.events.push_back(Event::CloseAsked {
                     asked,
                     peer,
-                    qpn,
+                    id: SharedId(line),
                     failed,
                 });
                 return;
+            }
+            Message::QpEnded {
+                line,
+                messages,
+                executed,
+            } => {
+                self.events.push_back(Event::EndTold {
+                    peer,
+                    id: SharedId(line),
+                    messages,
+                    executed,
+                });
+                Message::Done {}
             }
             other => return self.broken(now, asked.link, Broken::Unexpected(other.name())),
         };
@@ -972,18 +1025,33 @@ impl Machine {
                 self.tell(PeerEvent::Key { ticket, key: None });
             }
             (Tag::KeyGone { rkey }, Message::Done {}) => self.key_released(link, rkey),
-            (Tag::Open { id }, Message::QpOpened { end }) => {
-                self.events.push_back(Event::Opened { id, end: Ok(*end) });
+            (Tag::Open { id, qpn, peer }, Message::QpOpened { line, end }) => {
+                let opened = Ok((*line, *end));
+                let event = Event::Opened {
+                    id,
+                    qpn,
+                    peer,
+                    opened,
+                };
+                self.events.push_back(event);
             }
-            (Tag::Open { id }, Message::Refused { reason }) => {
-                let end = Err(*reason);
-                self.events.push_back(Event::Opened { id, end });
+            (Tag::Open { id, qpn, peer }, Message::Refused { reason }) => {
+                let opened = Err(*reason);
+                let event = Event::Opened {
+                    id,
+                    qpn,
+                    peer,
+                    opened,
+                };
+                self.events.push_back(event);
             }
-            (Tag::Close { id }, Message::Done {}) => {
-                self.events.push_back(Event::Closed { id, is_closed: true });
+            (Tag::Close { id, qpn }, Message::Done {}) => {
+                let is_closed = true;
+                self.events.push_back(Event::Closed { id, qpn, is_closed });
             }
-            (Tag::Close { id }, Message::Refused { .. }) => {
-                self.events.push_back(Event::Closed { id, is_closed: false });
+            (Tag::Close { id, qpn }, Message::Refused { .. }) => {
+                let is_closed = false;
+                self.events.push_back(Event::Closed { id, qpn, is_closed });
             }
             (Tag::Notice, Message::Done {}) => {}
             (_, other) => self.broken(now, link, Broken::Unexpected(other.name())),

@@ -1,7 +1,8 @@
-//! Which shared queue pairs there are: at most a limit of them, those in use and those that were used last. No I/O and no clock.
+//! Which lines have a queue pair: at most a limit of them, those in use and those that were used last. No I/O and no clock.
 //!
-//! A queue pair is opened when it is wanted and there is none. At the limit, the one that has been idle for longest is closed for it; while all of them
-//! have something in flight, those that are wanted wait. One that nobody has used for [`IDLE_TIME`] is closed.
+//! A queue pair is opened when it is wanted and there is none. At the limit, the one that has been idle for longest is put away for it; while all of them
+//! have something in flight, those that are wanted wait. One that nobody has used for [`IDLE_TIME`] is put away. Its line stays, and is wanted again as it
+//! was for the first time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::{SharedBy, SharedId};
 
-/// Time after which a shared queue pair that nobody uses is closed.
+/// Time after which a shared queue pair that nobody uses is put away.
 pub(super) const IDLE_TIME: Duration = Duration::from_secs(30);
 /// Time after which one that a peer had no room for is asked for again.
 pub(super) const AGAIN_TIME: Duration = Duration::from_millis(20);
@@ -17,16 +18,19 @@ pub(super) const AGAIN_TIME: Duration = Duration::from_millis(20);
 /// Actions for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Open a queue pair: [`Pool::opened`] or [`Pool::ended`] follows.
+    /// Open a queue pair: [`Pool::opened`], [`Pool::later`] or [`Pool::ended`] follows.
     Open(SharedId, SharedBy),
-    /// Close one: [`Pool::ended`] or [`Pool::stays`] follows.
+    /// Put one away, if both ends can do without: [`Pool::away`], [`Pool::ended`] or [`Pool::stays`] follows.
     Close(SharedId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
+    /// The line has no queue pair.
+    Away,
     Opening,
     Open,
+    /// Nobody sends on it. It may be open again, if the peer needs it.
     Closing,
 }
 
@@ -45,12 +49,14 @@ struct Entry {
 pub(super) struct Pool {
     limit: usize,
     entries: BTreeMap<SharedId, Entry>,
-    /// The one to send on.
     by: HashMap<SharedBy, SharedId>,
+    /// Number of those that are not away.
+    live: usize,
     /// Those that are open and have nothing in flight, by their last use.
     idle: BTreeSet<(Instant, SharedId)>,
     /// Those that are wanted and wait for room, in their order.
     wanted: VecDeque<SharedBy>,
+    /// All that are wanted: besides those, the ones that are still closing, and the ones of [`Pool::later`].
     is_wanted: HashSet<SharedBy>,
     /// Those that a peer had no room for, by the time at which they are wanted again.
     later: BTreeSet<(Instant, SharedBy)>,
@@ -68,6 +74,7 @@ impl Pool {
             limit: limit.max(1),
             entries: BTreeMap::new(),
             by: HashMap::new(),
+            live: 0,
             idle: BTreeSet::new(),
             wanted: VecDeque::new(),
             is_wanted: HashSet::new(),
@@ -81,21 +88,29 @@ impl Pool {
 
     /// Returns the queue pair to send on, if it is open. If not, it is opened, or waits for room.
     pub(super) fn want(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
-        if let Some(id) = self.by.get(by).copied() {
-            let is_open = self
-                .entries
-                .get(&id)
-                .is_some_and(|entry| entry.state == State::Open);
-            if is_open {
+        match self.find(by) {
+            Some((id, State::Open)) => {
                 self.touch(now, id);
+                return Some(id);
             }
-            return is_open.then_some(id);
-        }
-        if self.is_wanted.insert(by.clone()) {
-            self.wanted.push_back(by.clone());
-            self.make_room(now);
+            Some((_, State::Opening)) => {}
+            Some((_, State::Closing)) => {
+                self.is_wanted.insert(by.clone());
+            }
+            Some((_, State::Away)) | None => {
+                if self.is_wanted.insert(by.clone()) {
+                    self.wanted.push_back(by.clone());
+                    self.make_room(now);
+                }
+            }
         }
         None
+    }
+
+    /// Returns the line of its users, and the state of its queue pair.
+    fn find(&self, by: &SharedBy) -> Option<(SharedId, State)> {
+        let id = self.by.get(by)?;
+        Some((*id, self.entries.get(id)?.state))
     }
 
     /// Forgets that a queue pair is wanted.
@@ -114,32 +129,29 @@ impl Pool {
         wanted
     }
 
-    /// Adds a queue pair that a peer asks for; `instead`: in place of one that this node has asked for. `None`: there is no room now.
-    pub(super) fn accept(
-        &mut self,
-        now: Instant,
-        by: &SharedBy,
-        instead: Option<SharedId>,
-    ) -> Option<SharedId> {
-        if let Some(id) = instead {
+    /// Has a line get the queue pair that a peer asks for, in place of one for which this node has asked if there is one. `None`: there is no
+    /// room now.
+    pub(super) fn accept(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
+        if let Some(id) = self.asked_for(by) {
             self.entries.get_mut(&id)?.is_asked = false;
             return Some(id);
         }
-        if self.entries.len() >= self.limit {
-            if self.closing == 0 {
-                self.evict();
-            }
+        let is_away = self.find(by).is_none_or(|(_, state)| state == State::Away);
+        if is_away && self.live >= self.limit && self.closing == 0 {
+            self.evict();
+        }
+        if !is_away || self.live >= self.limit {
             return None;
         }
         self.unwant(by);
-        let id = self.add(now, by, false);
-        self.by.entry(by.clone()).or_insert(id);
-        Some(id)
+        Some(self.open(now, by, false))
     }
 
-    fn add(&mut self, now: Instant, by: &SharedBy, is_asked: bool) -> SharedId {
-        self.next += 1;
-        let id = SharedId(self.next);
+    /// Begins to open the queue pair of a line, which may be a new one.
+    fn open(&mut self, now: Instant, by: &SharedBy, is_asked: bool) -> SharedId {
+        let next = self.next + 1;
+        let id = *self.by.entry(by.clone()).or_insert(SharedId(next));
+        self.next = self.next.max(id.0);
         let entry = Entry {
             by: by.clone(),
             is_asked,
@@ -148,55 +160,50 @@ impl Pool {
             used: now,
         };
         self.entries.insert(id, entry);
+        self.live += 1;
         id
     }
 
-    /// Returns the queue pair that this node is asking a peer for.
+    /// Returns the line for which this node is asking a peer.
     pub(super) fn asked_for(&self, by: &SharedBy) -> Option<SharedId> {
-        let id = self.by.get(by)?;
-        let entry = self.entries.get(id)?;
-        (entry.is_asked && entry.state == State::Opening).then_some(*id)
+        let (id, state) = self.find(by)?;
+        let is_asked = self.entries.get(&id)?.is_asked;
+        (is_asked && state == State::Opening).then_some(id)
     }
 
-    /// Opens what is wanted, as far as there is room, and closes what is idle to make room.
+    /// Opens what is wanted, as far as there is room, and puts away what is idle to make room.
     fn make_room(&mut self, now: Instant) {
         while let Some(by) = self.wanted.front().cloned() {
-            let is_there = self.by.contains_key(&by);
-            if !is_there && self.entries.len() >= self.limit {
+            if self.live >= self.limit {
                 while self.closing < self.wanted.len() && self.evict() {}
                 return;
             }
             self.wanted.pop_front();
             self.is_wanted.remove(&by);
-            if !is_there {
-                let id = self.add(now, &by, true);
-                self.by.insert(by.clone(), id);
-                self.steps.push_back(Step::Open(id, by));
-            }
+            let id = self.open(now, &by, true);
+            self.steps.push_back(Step::Open(id, by));
         }
     }
 
-    /// Begins to close the queue pair that has been idle for longest.
+    /// Begins to put away the queue pair that has been idle for longest.
     fn evict(&mut self) -> bool {
         let first = self.idle.pop_first();
         if let Some((_, id)) = first {
-            self.close(id);
+            self.ends(id);
+            self.steps.push_back(Step::Close(id));
         }
         first.is_some()
     }
 
-    fn close(&mut self, id: SharedId) {
-        let Some(entry) = self.entries.get_mut(&id) else {
-            return;
-        };
-        self.idle.remove(&(entry.used, id));
-        entry.state = State::Closing;
-        self.closing += 1;
-        // Nobody sends on it: who wants one gets another one.
-        if self.by.get(&entry.by) == Some(&id) {
-            self.by.remove(&entry.by);
+    /// Takes note that nobody sends on a queue pair any more.
+    pub(super) fn ends(&mut self, id: SharedId) {
+        if let Some(entry) = self.entries.get_mut(&id)
+            && entry.state != State::Closing
+        {
+            self.idle.remove(&(entry.used, id));
+            entry.state = State::Closing;
+            self.closing += 1;
         }
-        self.steps.push_back(Step::Close(id));
     }
 
     /// Takes note that a queue pair is open.
@@ -211,37 +218,51 @@ impl Pool {
 
     /// Takes note that a peer had no room for a queue pair: it is asked for again a little later.
     pub(super) fn later(&mut self, now: Instant, id: SharedId) {
-        if let Some(by) = self.remove(id) {
+        if let Some(by) = self.put_away(id) {
             self.later.insert((now + AGAIN_TIME, by.clone()));
             self.is_wanted.insert(by);
         }
         self.make_room(now);
     }
 
-    /// Takes note that there is no such queue pair any more.
-    pub(super) fn ended(&mut self, now: Instant, id: SharedId) {
-        self.remove(id);
+    /// Takes note that a line has no queue pair any more.
+    pub(super) fn away(&mut self, now: Instant, id: SharedId) {
+        if let Some(by) = self.put_away(id)
+            && self.is_wanted.contains(&by)
+        {
+            self.wanted.push_back(by);
+        }
         self.make_room(now);
     }
 
-    fn remove(&mut self, id: SharedId) -> Option<SharedBy> {
-        let entry = self.entries.remove(&id)?;
+    fn put_away(&mut self, id: SharedId) -> Option<SharedBy> {
+        let entry = self.entries.get_mut(&id)?;
+        let state = std::mem::replace(&mut entry.state, State::Away);
         self.idle.remove(&(entry.used, id));
-        self.closing -= usize::from(entry.state == State::Closing);
-        if self.by.get(&entry.by) == Some(&id) {
-            self.by.remove(&entry.by);
-        }
-        Some(entry.by)
+        self.closing -= usize::from(state == State::Closing);
+        self.live -= usize::from(state != State::Away);
+        (state != State::Away).then(|| entry.by.clone())
     }
 
-    /// Takes note that the peer has something in flight on a queue pair that was to be closed.
+    /// Takes note that there is no such line any more. Who wants one gets another one.
+    pub(super) fn ended(&mut self, now: Instant, id: SharedId) {
+        let left = self.put_away(id);
+        if let Some(entry) = self.entries.remove(&id) {
+            self.by.remove(&entry.by);
+        }
+        self.wanted.extend(left.filter(|by| self.is_wanted.contains(by)));
+        self.make_room(now);
+    }
+
+    /// Takes note that the peer has something in flight on a queue pair that was to be put away.
     pub(super) fn stays(&mut self, now: Instant, id: SharedId) {
         if let Some(entry) = self.entries.get_mut(&id)
             && entry.state == State::Closing
         {
             entry.state = State::Open;
             self.closing -= 1;
-            self.by.entry(entry.by.clone()).or_insert(id);
+            let by = entry.by.clone();
+            self.unwant(&by);
             self.touch(now, id);
         }
         // Room is made a little later: the peer would say the same at once.
@@ -271,11 +292,6 @@ impl Pool {
         }
     }
 
-    /// Returns whether a queue pair may be closed: it has nothing in flight.
-    pub(super) fn is_idle(&self, id: SharedId) -> bool {
-        self.entries.get(&id).is_some_and(|entry| !entry.is_busy)
-    }
-
     /// Returns when [`Pool::check_time`] is to be called.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let idle = self.idle.first().map(|(used, _)| *used + IDLE_TIME);
@@ -283,12 +299,13 @@ impl Pool {
         [idle, later, self.again].into_iter().flatten().min()
     }
 
-    /// Closes what nobody has used for long, and asks again for what a peer had no room for.
+    /// Puts away what nobody has used for long, and asks again for what a peer had no room for.
     pub(super) fn check_time(&mut self, now: Instant) {
         while let Some((used, id)) = self.idle.first().copied()
             && used + IDLE_TIME <= now
         {
-            self.close(id);
+            self.ends(id);
+            self.steps.push_back(Step::Close(id));
         }
         while let Some((at, _)) = self.later.first()
             && *at <= now
@@ -306,10 +323,10 @@ impl Pool {
         self.steps.pop_front()
     }
 
-    /// Returns the number of queue pairs, those too that are being opened or closed.
+    /// Returns the number of queue pairs, those too that are being opened or put away.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
-        self.entries.len()
+        self.live
     }
 }
 

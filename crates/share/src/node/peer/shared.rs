@@ -1,194 +1,87 @@
-//! The shared queue pairs of a node: RC, between two nodes, in one protection domain of each. [`Pool`] decides which there are; the QPNs are exchanged
-//! over the control channel.
+//! The shared queue pairs of a node: RC, between two nodes, in one protection domain of each. [`Pool`] decides which there are, and [`Line`] knows how
+//! each of them begins and ends; the QPNs are exchanged over the control channel.
 
-use std::collections::{HashMap, VecDeque};
+mod qp;
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::IpAddr;
-use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use rdmux_key::random_nonce;
-use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, CompletionQueue, CreateError, Device, Extensions, Fault, Memory, MemoryRegion, ModifyError, Path,
-    PathMtu, PostError, ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, Qpn, QueuePair, RecvRequest,
+    Answered, CompletionQueue, CreateError, Device, Done, Extensions, PathMtu, ProtectionDomain, Qpn, Remains,
 };
-use rdmux_wire::node::mux::SLOT_LEN;
-use rdmux_wire::node::peer::{Message, Reason, SharedEnd};
+use rdmux_wire::node::CompletionStatus;
+use rdmux_wire::node::peer::{ANSWERS_MAX, Executed, Message, Outcome, Reason, Refusal, Response, SharedEnd};
 
-use super::machine::{Event, Machine};
+use super::line::{Do, Input, Line};
+use super::machine::{Asked, Event, Machine};
 use super::pool::{Pool, Step};
-use super::{PeerEvent, SharedBy, SharedId};
+use super::{Ended, PeerEvent, SharedBy, SharedId};
+use crate::control::convert::{outcome_of, outcome_to_wire};
 
-/// Messages that a shared queue pair can receive before it has to take one.
-pub(crate) const SLOTS: u16 = 64;
-/// Requests that the send queue of a shared queue pair holds.
-pub(crate) const SENDS: u32 = 1024;
-/// READs, atomics and FLUSHes that a shared queue pair answers at a time.
-const RD_ATOMIC: u8 = 16;
-/// Marks the work request ids of receives. The other bits are the slot.
-pub(crate) const RECEIVE: u64 = 1 << 63;
-
-/// Local ACK timeout code, as connections have it that CM has made: 67 ms.
-const ACK_TIMEOUT: u8 = 14;
-const RETRIES: u8 = 7;
-const MIN_RNR_TIMER: u8 = 12;
+pub(crate) use qp::{RECEIVE, SENDS, SLOTS, SharedQp};
 
 /// Completions that the queue of a node without shared queue pairs has room for.
 const ROOM_MIN: u32 = 256;
+/// Time for the end of a queue pair at both ends, and for the peer to be ready after it has opened one. After that the line is over.
+pub(crate) const END_TIME: Duration = Duration::from_secs(2);
+/// Time after which completions that have not come are not waited for.
+const DRAIN_TIME: Duration = Duration::from_millis(500);
 
-/// One end of a shared queue pair.
-// The queue pair ends before the memory that it receives into.
+/// What a peer has told of its end.
+#[derive(Clone, Debug)]
+struct Told {
+    messages: u32,
+    executed: Option<Executed>,
+}
+
+/// A line with its queue pair.
 #[derive(Debug)]
-pub(crate) struct SharedQp {
-    qp: QueuePair,
-    mr: MemoryRegion,
-    memory: Arc<AnonymousMemory>,
+struct Shared {
     by: SharedBy,
-    psn: Psn,
-    far: Option<SharedEnd>,
-    stage: Stage,
+    /// The peer's number of the line.
+    far: Option<u64>,
+    line: Line<Asked, Told>,
+    qp: Option<SharedQp>,
+    /// What was left of the queue pair, until the peer tells the same of its own.
+    remains: Option<Remains>,
+    /// Set once the user of the line knows of it.
+    is_known: bool,
+    /// End of the time that is left for what the line waits for.
+    until: Option<Instant>,
+    /// Set once the user was told that completions are no longer waited for.
+    is_overdue: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
-    /// The peer has been asked for its end.
-    Asked,
-    /// The peer was told of this end.
-    Answered,
-    /// Both ends are ready.
-    Ready,
-}
-
-impl SharedQp {
-    fn new(pd: &ProtectionDomain, cq: &CompletionQueue, by: &SharedBy, stage: Stage) -> Option<SharedQp> {
-        let options = QpOptions {
-            max_send_wr: SENDS,
-            max_recv_wr: SLOTS.into(),
-            ..QpOptions::new(cq)
-        };
-        let qp = pd.create_qp(&options).ok()?;
-        let memory = Arc::new(AnonymousMemory::new(usize::from(SLOTS) * SLOT_LEN).ok()?);
-        let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).ok()?;
-        let nonce = random_nonce().ok()?;
-        let init = QpAttributes {
-            access: Some(
-                Access::LOCAL_WRITE
-                    | Access::REMOTE_WRITE
-                    | Access::REMOTE_READ
-                    | Access::REMOTE_ATOMIC
-                    | Access::FLUSH_GLOBAL
-                    | Access::FLUSH_PERSISTENT,
-            ),
-            ..QpAttributes::default()
-        };
-        qp.modify(QpState::Init, &init).ok()?;
-        let shared = SharedQp {
-            qp,
-            mr,
-            memory,
+impl Shared {
+    fn new(by: &SharedBy) -> Shared {
+        Shared {
             by: by.clone(),
-            psn: Psn::new(u32::from_be_bytes([0, nonce[0], nonce[1], nonce[2]])),
             far: None,
-            stage,
-        };
-        for slot in 0..SLOTS {
-            shared.post_slot(slot).ok()?;
-        }
-        Some(shared)
-    }
-
-    /// Returns what the peer has to know. `mtu`: of the path to it.
-    fn end(&self, path_mtu: PathMtu) -> SharedEnd {
-        SharedEnd {
-            qpn: self.qp.qpn(),
-            psn: self.psn,
-            slots: SLOTS,
-            rd_atomic: RD_ATOMIC,
-            path_mtu,
+            line: Line::new(),
+            qp: None,
+            remains: None,
+            is_known: false,
+            until: None,
+            is_overdue: false,
         }
     }
 
-    /// Brings the queue pair up towards the peer's end. `extensions`: those of the peer's device.
-    fn bring_up(
-        &mut self,
-        mine: PathMtu,
-        far: SharedEnd,
-        extensions: Option<Extensions>,
-    ) -> Result<(), ModifyError> {
-        let device = self.qp.pd().device();
-        let path = Path {
-            src: device.address(),
-            dst: self.by.peer,
-            src_port: device.source_port(far.qpn).unwrap_or(0xc000),
-            traffic_class: self.by.class,
-        };
-        let receive = QpAttributes {
-            path: Some(path),
-            path_mtu: Some(mine.min(far.path_mtu).bytes()),
-            dest_qpn: Some(far.qpn),
-            rq_psn: Some(far.psn),
-            max_dest_rd_atomic: Some(RD_ATOMIC),
-            min_rnr_timer: Some(MIN_RNR_TIMER),
-            ..QpAttributes::default()
-        };
-        // Both devices know of each other, by the control connection, what they can do beyond the specification.
-        let receive = match extensions {
-            Some(extensions) => QpAttributes {
-                window_bytes: Some(1 << extensions.receive_window_log2.min(30)),
-                peer_is_rdmux: Some(true),
-                selective: Some(extensions.selective),
-                carried_acks: Some(extensions.carried_acks),
-                ..receive
-            },
-            None => receive,
-        };
-        self.qp.modify(QpState::Rtr, &receive)?;
-        let send = QpAttributes {
-            sq_psn: Some(self.psn),
-            timeout: Some(ACK_TIMEOUT),
-            retry_count: Some(RETRIES),
-            rnr_retry: Some(7),
-            max_rd_atomic: Some(far.rd_atomic.min(RD_ATOMIC)),
-            ..QpAttributes::default()
-        };
-        self.qp.modify(QpState::Rts, &send)?;
-        self.far = Some(far);
-        Ok(())
+    fn qpn(&self) -> Option<Qpn> {
+        self.qp.as_ref().map(|qp| qp.qp().qpn())
     }
 
-    /// Returns the queue pair.
-    pub(crate) fn qp(&self) -> &QueuePair {
-        &self.qp
+    /// Returns the line as the peer names it.
+    fn there(&self) -> Option<(IpAddr, u64)> {
+        Some((self.by.peer, self.far?))
     }
 
-    /// Returns who uses it.
-    pub(crate) fn by(&self) -> &SharedBy {
-        &self.by
-    }
-
-    /// Returns the number of messages that the peer can receive before it tells that it has room again.
-    pub(crate) fn slots_there(&self) -> u16 {
-        self.far.map_or(0, |far| far.slots)
-    }
-
-    /// Returns the number of READs, atomics and FLUSHes that may be in flight.
-    pub(crate) fn rd_atomic(&self) -> u8 {
-        self.far.map_or(0, |far| far.rd_atomic.min(RD_ATOMIC))
-    }
-
-    /// Reads bytes that a slot has received, from an offset on.
-    pub(crate) fn read_slot(&self, slot: u16, at: usize, into: &mut [u8]) -> Result<(), Fault> {
-        let start = usize::from(slot) * SLOT_LEN + at;
-        self.memory.read(start as u64, into)
-    }
-
-    /// Has a slot receive the next message. Its completion has the work request id [`RECEIVE`] with the slot.
-    pub(crate) fn post_slot(&self, slot: u16) -> Result<(), PostError> {
-        let at = usize::from(slot) * SLOT_LEN;
-        self.qp.post_recv(RecvRequest {
-            wr_id: RECEIVE | u64::from(slot),
-            sges: self.mr.sge(at as u64, SLOT_LEN as u32).into(),
-        })
+    /// Returns when completions are no longer waited for.
+    fn overdue_at(&self) -> Option<Instant> {
+        let waits = self.line.is_ending() && !self.is_overdue;
+        self.until
+            .filter(|_| waits)
+            .map(|until| until - (END_TIME - DRAIN_TIME))
     }
 }
 
@@ -196,8 +89,10 @@ impl SharedQp {
 // Queue pairs end before their completion queue.
 #[derive(Debug)]
 pub(super) struct SharedQps {
-    qps: HashMap<SharedId, SharedQp>,
+    lines: HashMap<SharedId, Shared>,
     by_qpn: HashMap<Qpn, SharedId>,
+    /// Lines that wait for something that may not last long.
+    timed: BTreeSet<SharedId>,
     pool: Pool,
     pd: ProtectionDomain,
     cq: CompletionQueue,
@@ -207,8 +102,9 @@ pub(super) struct SharedQps {
 impl SharedQps {
     pub(super) fn new(device: &Device, pd: &ProtectionDomain, max: usize) -> Result<SharedQps, CreateError> {
         Ok(SharedQps {
-            qps: HashMap::new(),
+            lines: HashMap::new(),
             by_qpn: HashMap::new(),
+            timed: BTreeSet::new(),
             pool: Pool::new(max),
             pd: pd.clone(),
             cq: device.create_cq(ROOM_MIN)?,
@@ -220,8 +116,10 @@ impl SharedQps {
         &self.cq
     }
 
+    /// Returns the queue pair of a line: one over which messages may come, or that is ending.
     pub(super) fn get(&self, id: SharedId) -> Option<&SharedQp> {
-        self.qps.get(&id).filter(|qp| qp.stage == Stage::Ready)
+        let shared = self.lines.get(&id).filter(|shared| !shared.line.is_asked());
+        shared?.qp.as_ref()
     }
 
     pub(super) fn by_qpn(&self, qpn: Qpn) -> Option<SharedId> {
@@ -242,11 +140,26 @@ impl SharedQps {
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.pool.deadline()
+        let timed = self.timed.iter().filter_map(|id| {
+            let shared = self.lines.get(id)?;
+            shared.overdue_at().or(shared.until)
+        });
+        timed.chain(self.pool.deadline()).min()
     }
 
-    pub(super) fn check_time(&mut self, now: Instant) {
+    pub(super) fn check_time(&mut self, now: Instant, machine: &mut Machine, out: &mut VecDeque<PeerEvent>) {
         self.pool.check_time(now);
+        for id in self.timed.clone() {
+            let Some(shared) = self.lines.get_mut(&id) else {
+                continue;
+            };
+            if shared.until.is_some_and(|until| until <= now) {
+                self.over(now, machine, id, out);
+            } else if shared.overdue_at().is_some_and(|at| at <= now) {
+                shared.is_overdue = true;
+                out.push_back(PeerEvent::QpOverdue { id });
+            }
+        }
     }
 
     /// Does what the pool wants.
@@ -254,20 +167,15 @@ impl SharedQps {
         while let Some(step) = self.pool.next_step() {
             match step {
                 Step::Open(id, by) => {
+                    self.lines.entry(id).or_insert_with(|| Shared::new(&by));
                     let mtu = self.mtu_to(by.peer);
-                    let end = self.make(id, &by, Stage::Asked).map(|qp| qp.end(mtu));
-                    if !end.is_some_and(|end| machine.open(now, id, &by, end)) {
-                        self.destroy(id);
-                        self.pool.ended(now, id);
-                        out.push_back(PeerEvent::QpRefused { by });
+                    let end = self.make(id, &by).map(|qp| qp.end(mtu));
+                    match end.is_some_and(|end| machine.open(now, id, &by, end)) {
+                        true => self.on(now, machine, id, Input::Asks, out),
+                        false => self.over(now, machine, id, out),
                     }
                 }
-                Step::Close(id) => {
-                    let far = self.qps.get(&id).and_then(|qp| Some((qp.by.peer, qp.far?.qpn)));
-                    if !far.is_some_and(|far| machine.close(now, id, far, false)) {
-                        self.gone(now, id, out);
-                    }
-                }
+                Step::Close(id) => self.on(now, machine, id, Input::Close, out),
             }
         }
     }
@@ -276,72 +184,198 @@ impl SharedQps {
         self.pd.device().path_mtu_to(peer).unwrap_or(PathMtu::Bytes1024)
     }
 
-    fn make(&mut self, id: SharedId, by: &SharedBy, stage: Stage) -> Option<&mut SharedQp> {
-        let needed = (self.qps.len() as u32 + 1) * (SENDS + u32::from(SLOTS));
+    /// Makes the queue pair of a line, in place of one that is there.
+    fn make(&mut self, id: SharedId, by: &SharedBy) -> Option<&mut SharedQp> {
+        self.destroy(id);
+        let needed = (self.by_qpn.len() as u32 + 1) * (SENDS + u32::from(SLOTS));
         if needed > self.room {
             let room = needed.next_power_of_two();
             self.cq.resize(room).ok()?;
             self.room = room;
         }
-        let qp = SharedQp::new(&self.pd, &self.cq, by, stage)?;
-        self.destroy(id);
-        self.by_qpn.insert(qp.qp.qpn(), id);
-        self.qps.insert(id, qp);
-        self.qps.get_mut(&id)
+        let qp = SharedQp::new(&self.pd, &self.cq, by)?;
+        self.by_qpn.insert(qp.qp().qpn(), id);
+        Some(self.lines.get_mut(&id)?.qp.insert(qp))
     }
 
-    /// Destroys a queue pair. Returns whether it was ready.
-    fn destroy(&mut self, id: SharedId) -> bool {
-        let Some(qp) = self.qps.remove(&id) else {
-            return false;
-        };
-        self.by_qpn.remove(&qp.qp.qpn());
-        qp.stage == Stage::Ready
-    }
-
-    fn gone(&mut self, now: Instant, id: SharedId, out: &mut VecDeque<PeerEvent>) {
-        if self.destroy(id) {
-            out.push_back(PeerEvent::QpGone { id });
+    fn destroy(&mut self, id: SharedId) {
+        if let Some(qp) = self.lines.get_mut(&id).and_then(|shared| shared.qp.take()) {
+            self.by_qpn.remove(&qp.qp().qpn());
         }
-        self.pool.ended(now, id);
     }
 
-    /// Ends a queue pair that has failed, at both ends.
-    pub(super) fn fail(
+    /// Handles an event of a line.
+    fn on(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        id: SharedId,
+        input: Input<Asked, Told>,
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        let Some(shared) = self.lines.get_mut(&id) else {
+            return;
+        };
+        let what = shared.line.on(input);
+        match (shared.line.is_timed(), shared.until) {
+            (true, None) => {
+                (shared.until, shared.is_overdue) = (Some(now + END_TIME), false);
+                self.timed.insert(id);
+            }
+            (false, Some(_)) => {
+                shared.until = None;
+                self.timed.remove(&id);
+            }
+            _ => {}
+        }
+        for what in what {
+            self.act(now, machine, id, what, out);
+        }
+    }
+
+    fn act(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        id: SharedId,
+        what: Do<Asked, Told>,
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        let Some(shared) = self.lines.get_mut(&id) else {
+            return;
+        };
+        match what {
+            Do::TellReady => {
+                if let Some(there) = shared.there() {
+                    machine.tell_ready(now, there);
+                }
+            }
+            Do::Ready => {
+                shared.is_known = true;
+                self.pool.opened(now, id);
+                out.push_back(PeerEvent::QpReady { id });
+            }
+            Do::AskUser => out.push_back(PeerEvent::MayEnd { id }),
+            Do::AskPeer => {
+                let asks = shared.qpn().zip(shared.there());
+                if !asks.is_some_and(|(qpn, there)| machine.close(now, (id, qpn), there)) {
+                    self.over(now, machine, id, out);
+                }
+            }
+            Do::Answer(asked, true) => machine.answer(asked, Message::Done {}),
+            Do::Answer(asked, false) => machine.refuse(asked, Reason::Busy),
+            Do::Stays => self.pool.stays(now, id),
+            Do::Stop => {
+                if let Some(qp) = &shared.qp {
+                    qp.stop();
+                }
+                self.pool.ends(id);
+                out.push_back(PeerEvent::QpEnding { id });
+            }
+            Do::Tell(messages) => {
+                shared.remains = shared.qp.as_ref().and_then(SharedQp::take_remains);
+                let executed = shared.remains.as_ref().map(|remains| executed(&remains.done));
+                if let Some(there) = shared.there() {
+                    machine.tell_ended(now, there, messages, executed);
+                }
+                self.destroy(id);
+            }
+            Do::Away(told) => {
+                let ended = Ended {
+                    own: shared.remains.take(),
+                    theirs: told.executed.as_ref().map(done),
+                    messages: told.messages,
+                };
+                self.pool.away(now, id);
+                let ended = Box::new(ended);
+                out.push_back(PeerEvent::QpEnded { id, ended });
+            }
+            Do::Over => self.over(now, machine, id, out),
+        }
+    }
+
+    /// Takes note that the queue pair of a line has failed.
+    pub(super) fn end(
         &mut self,
         now: Instant,
         machine: &mut Machine,
         id: SharedId,
         out: &mut VecDeque<PeerEvent>,
     ) {
-        if let Some(far) = self.qps.get(&id).and_then(|qp| Some((qp.by.peer, qp.far?.qpn))) {
-            machine.close(now, id, far, true);
+        self.on(now, machine, id, Input::Failed, out);
+    }
+
+    /// Takes note that nothing comes from the queue pair of a line any more, and that so many messages have.
+    pub(super) fn drained(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        (id, messages): (SharedId, u32),
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        self.on(now, machine, id, Input::Drained(messages), out);
+    }
+
+    /// Takes the answer to [`PeerEvent::MayEnd`].
+    pub(super) fn may_end(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        (id, may): (SharedId, bool),
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        self.on(now, machine, id, Input::UserSays(may), out);
+    }
+
+    /// Forgets a line that is away. The peer may still know it: then it is a new one here once the peer opens it.
+    pub(super) fn forget(&mut self, now: Instant, id: SharedId) {
+        if self.lines.get(&id).is_some_and(|shared| shared.line.is_away()) {
+            self.lines.remove(&id);
+            self.pool.ended(now, id);
+        }
+    }
+
+    /// Ends a line for good, at both ends.
+    pub(super) fn over(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        id: SharedId,
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        if let Some(there) = self.lines.get(&id).and_then(Shared::there) {
+            machine.tell_over(now, there);
         }
         self.gone(now, id, out);
     }
 
-    /// Ends the queue pairs to a peer that is gone.
-    pub(super) fn peer_gone(&mut self, now: Instant, peer: IpAddr, out: &mut VecDeque<PeerEvent>) {
-        let of_peer = |(id, qp): (&SharedId, &SharedQp)| (qp.by.peer == peer).then_some(*id);
-        let ids: Vec<SharedId> = self.qps.iter().filter_map(of_peer).collect();
-        for id in ids {
-            if let Some(qp) = self.qps.get(&id)
-                && qp.stage != Stage::Ready
-            {
-                let by = qp.by.clone();
-                out.push_back(PeerEvent::QpRefused { by });
-            }
-            self.gone(now, id, out);
+    fn gone(&mut self, now: Instant, id: SharedId, out: &mut VecDeque<PeerEvent>) {
+        self.destroy(id);
+        self.timed.remove(&id);
+        if let Some(shared) = self.lines.remove(&id) {
+            out.push_back(match shared.is_known {
+                true => PeerEvent::QpGone { id },
+                false => PeerEvent::QpRefused { by: shared.by },
+            });
         }
+        self.pool.ended(now, id);
+    }
+
+    /// Ends the lines to a peer that is gone.
+    pub(super) fn peer_gone(&mut self, now: Instant, peer: IpAddr, out: &mut VecDeque<PeerEvent>) {
+        let of_peer = |(id, shared): (&SharedId, &Shared)| (shared.by.peer == peer).then_some(*id);
+        let ids: Vec<SharedId> = self.lines.iter().filter_map(of_peer).collect();
         for by in self.pool.forget(peer) {
             out.push_back(PeerEvent::QpRefused { by });
         }
+        for id in ids {
+            self.gone(now, id, out);
+        }
     }
 
-    /// Returns a queue pair with a peer, by its number.
-    fn with(&self, peer: IpAddr, qpn: Qpn) -> Option<SharedId> {
-        let id = self.by_qpn(qpn)?;
-        (self.qps.get(&id)?.by.peer == peer).then_some(id)
+    /// Returns a line with a peer.
+    fn with(&self, peer: IpAddr, id: SharedId) -> Option<SharedId> {
+        (self.lines.get(&id)?.by.peer == peer).then_some(id)
     }
 
     /// Handles what a peer has said about shared queue pairs. `extensions`: those of a peer's device.
@@ -354,85 +388,174 @@ impl SharedQps {
         out: &mut VecDeque<PeerEvent>,
     ) {
         match event {
-            Event::OpenAsked { asked, by, end } => {
-                let is_self = by.peer == self.pd.device().address();
-                let ours = self.pool.asked_for(&by).filter(|_| !is_self);
-                if ours.is_some() && machine.precedes(by.peer) {
-                    return machine.refuse(asked, Reason::Collides);
-                }
-                let Some(id) = self.pool.accept(now, &by, ours) else {
-                    return machine.refuse(asked, Reason::Limit);
-                };
-                let mtu = self.mtu_to(by.peer);
-                let made = self.make(id, &by, Stage::Answered).and_then(|qp| {
-                    qp.bring_up(mtu, end, extensions(by.peer)).ok()?;
-                    Some(qp.end(mtu))
-                });
-                match made {
-                    Some(end) => machine.answer(asked, Message::QpOpened { end }),
-                    None => {
-                        self.gone(now, id, out);
-                        out.push_back(PeerEvent::QpRefused { by });
-                        machine.refuse(asked, Reason::Device);
-                    }
-                }
+            Event::OpenAsked { asked, by, line, end } => {
+                self.open_asked(now, machine, extensions, (asked, by, line, end), out)
             }
-            Event::Opened { id, end } => {
-                let mtu_to = |peer| self.pd.device().path_mtu_to(peer);
-                let Some(qp) = self.qps.get_mut(&id).filter(|qp| qp.stage == Stage::Asked) else {
-                    return;
-                };
-                let by = qp.by.clone();
-                let mtu = mtu_to(by.peer).unwrap_or(PathMtu::Bytes1024);
-                match end {
-                    Ok(far) if qp.bring_up(mtu, far, extensions(by.peer)).is_ok() => {
-                        qp.stage = Stage::Ready;
-                        self.pool.opened(now, id);
-                        machine.tell_ready(now, by.peer, far.qpn);
-                        out.push_back(PeerEvent::QpReady { id });
-                    }
-                    Ok(far) => {
-                        machine.close(now, id, (by.peer, far.qpn), true);
-                        self.gone(now, id, out);
-                        out.push_back(PeerEvent::QpRefused { by });
-                    }
-                    Err(Reason::Limit | Reason::Collides) => {
-                        self.destroy(id);
-                        self.pool.later(now, id);
-                    }
-                    Err(_) => {
-                        self.gone(now, id, out);
-                        out.push_back(PeerEvent::QpRefused { by });
-                    }
-                }
-            }
-            Event::ReadyTold { peer, qpn } => {
-                if let Some(id) = self.with(peer, qpn)
-                    && let Some(qp) = self.qps.get_mut(&id)
-                    && qp.stage == Stage::Answered
-                {
-                    qp.stage = Stage::Ready;
-                    self.pool.opened(now, id);
-                    out.push_back(PeerEvent::QpReady { id });
+            Event::Opened {
+                id,
+                qpn,
+                peer,
+                opened,
+            } => self.opened(now, machine, extensions, (id, qpn, peer), opened, out),
+            Event::ReadyTold { peer, id } => {
+                if let Some(id) = self.with(peer, id) {
+                    self.on(now, machine, id, Input::PeerReady, out);
                 }
             }
             Event::CloseAsked {
                 asked,
                 peer,
-                qpn,
+                id,
                 failed,
-            } => {
-                if let Some(id) = self.with(peer, qpn) {
-                    if !failed && !self.pool.is_idle(id) {
-                        return machine.refuse(asked, Reason::Busy);
+            } => match self.with(peer, id) {
+                Some(id) if !failed => self.on(now, machine, id, Input::CloseAsked(asked), out),
+                found => {
+                    // The peer is told too: it may have a later line in place of the one that it means.
+                    if let Some(id) = found {
+                        self.over(now, machine, id, out);
                     }
-                    self.gone(now, id, out);
+                    machine.answer(asked, Message::Done {});
                 }
-                machine.answer(asked, Message::Done {});
+            },
+            Event::Closed { id, qpn, is_closed } => {
+                // An answer may come behind news of the peer's end.
+                if self
+                    .lines
+                    .get(&id)
+                    .is_some_and(|shared| shared.qpn() == Some(qpn))
+                {
+                    self.on(now, machine, id, Input::PeerSays(is_closed), out);
+                }
             }
-            Event::Closed { id, is_closed: true } => self.gone(now, id, out),
-            Event::Closed { id, .. } => self.pool.stays(now, id),
+            Event::EndTold {
+                peer,
+                id,
+                messages,
+                executed,
+            } => {
+                if let Some(id) = self.with(peer, id) {
+                    let told = Told { messages, executed };
+                    self.on(now, machine, id, Input::Told(told), out);
+                }
+            }
             Event::Peer(_) | Event::KeyAsked { .. } | Event::KeyReleased { .. } => {}
         }
+    }
+
+    fn open_asked(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        extensions: impl Fn(IpAddr) -> Option<Extensions>,
+        (asked, by, far, end): (Asked, SharedBy, u64, SharedEnd),
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        if by.peer == self.pd.device().address() {
+            return machine.refuse(asked, Reason::Own);
+        }
+        if self.pool.asked_for(&by).is_some() && machine.precedes(by.peer) {
+            return machine.refuse(asked, Reason::Collides);
+        }
+        let Some(id) = self.pool.accept(now, &by) else {
+            return machine.refuse(asked, Reason::Limit);
+        };
+        self.lines.entry(id).or_insert_with(|| Shared::new(&by)).far = Some(far);
+        let mtu = self.mtu_to(by.peer);
+        let made = self.make(id, &by).and_then(|qp| {
+            qp.bring_up(mtu, end, extensions(by.peer)).ok()?;
+            Some(qp.end(mtu))
+        });
+        match made {
+            Some(end) => {
+                machine.answer(asked, Message::QpOpened { line: id.0, end });
+                self.on(now, machine, id, Input::Accepts, out);
+            }
+            None => {
+                machine.refuse(asked, Reason::Device);
+                self.gone(now, id, out);
+            }
+        }
+    }
+
+    fn opened(
+        &mut self,
+        now: Instant,
+        machine: &mut Machine,
+        extensions: impl Fn(IpAddr) -> Option<Extensions>,
+        (id, qpn, peer): (SharedId, Qpn, IpAddr),
+        opened: Result<(u64, SharedEnd), Reason>,
+        out: &mut VecDeque<PeerEvent>,
+    ) {
+        let mtu = self.mtu_to(peer);
+        let waits = |shared: &&mut Shared| shared.line.is_asked() && shared.qpn() == Some(qpn);
+        let Some(shared) = self.lines.get_mut(&id).filter(waits) else {
+            // Nobody waits for it here any more.
+            if let Ok((line, _)) = opened {
+                machine.tell_over(now, (peer, line));
+            }
+            return;
+        };
+        match opened {
+            Ok((far, end)) => {
+                shared.far = Some(far);
+                let up = shared
+                    .qp
+                    .as_mut()
+                    .map(|qp| qp.bring_up(mtu, end, extensions(peer)));
+                match up {
+                    Some(Ok(())) => self.on(now, machine, id, Input::Opened, out),
+                    _ => self.over(now, machine, id, out),
+                }
+            }
+            Err(Reason::Limit | Reason::Collides) => {
+                self.destroy(id);
+                self.on(now, machine, id, Input::Later, out);
+                self.pool.later(now, id);
+            }
+            Err(_) => self.gone(now, id, out),
+        }
+    }
+}
+
+/// Returns what was executed as the control channel has it.
+fn executed(done: &Done) -> Executed {
+    let newest = done.answers.len().saturating_sub(ANSWERS_MAX);
+    let answers = done.answers[newest..].iter().map(|(psn, answered)| {
+        let (outcome, original) = match answered {
+            Answered::Original(original) => (Outcome::Original, *original),
+            Answered::Done => (Outcome::Done, 0),
+            Answered::Failed => (Outcome::Failed, 0),
+        };
+        Response {
+            psn: *psn,
+            outcome,
+            original,
+        }
+    });
+    Executed {
+        expected: done.expected,
+        refused: done.refused.map(|(psn, status)| Refusal {
+            psn,
+            status: outcome_to_wire(status).unwrap_or(CompletionStatus::RemoteOperation),
+        }),
+        answers: answers.collect(),
+    }
+}
+
+/// Returns what a peer says that was executed.
+fn done(executed: &Executed) -> Done {
+    let answers = executed.answers.iter().map(|response| {
+        let answered = match response.outcome {
+            Outcome::Original => Answered::Original(response.original),
+            Outcome::Done => Answered::Done,
+            Outcome::Failed => Answered::Failed,
+        };
+        (response.psn, answered)
+    });
+    let refused = |refusal: Refusal| (refusal.psn, outcome_of(refusal.status));
+    Done {
+        expected: executed.expected,
+        refused: executed.refused.map(refused),
+        answers: answers.collect(),
     }
 }

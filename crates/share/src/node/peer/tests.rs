@@ -16,6 +16,8 @@ use super::session::ANSWER_TIME;
 use super::shared::RECEIVE;
 use super::*;
 
+mod lines;
+
 const LONG: Duration = Duration::from_secs(30);
 
 fn ip(host: u8) -> IpAddr {
@@ -52,8 +54,13 @@ struct Host {
 
 impl Host {
     fn new(number: u8, key: u8) -> Host {
+        Host::within(number, key, 8)
+    }
+
+    /// Returns a host with at most so many shared queue pairs.
+    fn within(number: u8, key: u8, shared_max: usize) -> Host {
         let (device, events) = (device(number), EventQueue::new().unwrap());
-        let peers = Peers::open(&device, &events, Key::new([key; 32]), 8).unwrap();
+        let peers = Peers::open(&device, &events, Key::new([key; 32]), shared_max).unwrap();
         Host {
             number,
             device,
@@ -176,7 +183,12 @@ fn ready(event: &PeerEvent) -> Option<SharedId> {
 
 /// Two hosts with a connection between queue pairs 11 and 22.
 fn connected(first: u8, second: u8) -> (Host, Host) {
-    let (mut a, mut b) = (Host::new(first, 7), Host::new(second, 7));
+    connected_within((first, 8), second)
+}
+
+/// Two such hosts, of which the first one has at most so many shared queue pairs.
+fn connected_within((first, shared_max): (u8, usize), second: u8) -> (Host, Host) {
+    let (mut a, mut b) = (Host::within(first, 7, shared_max), Host::new(second, 7));
     a.add(11);
     b.add(22);
     a.bind(11, second, 22);
@@ -328,25 +340,6 @@ fn want_qp__of_both_nodes_at_once_is_one() {
 }
 
 #[test]
-fn want_qp__within_the_limit_of_both_nodes() {
-    let (mut a, mut b) = connected(5, 6);
-    let now = Instant::now();
-    let mut last = None;
-    for class in 0..20 {
-        let by = SharedBy {
-            class,
-            ..shared_by(&b, &a)
-        };
-        last = Some(run([&mut a, &mut b], |[a, b]| {
-            assert!(a.peers.shared_count() <= 8 && b.peers.shared_count() <= 8);
-            a.peers.want_qp(now, &by)
-        }));
-    }
-    assert!(a.peers.shared_qp(last.unwrap()).is_some());
-    assert_eq!(a.peers.shared_count(), 8);
-}
-
-#[test]
 fn bind__a_node_is_its_own_peer() {
     let mut a = Host::new(7, 7);
     a.add(11);
@@ -357,16 +350,12 @@ fn bind__a_node_is_its_own_peer() {
         let (peer, ..) = run([&mut a], |[a]| a.find(bound(number)));
         assert_eq!(peer, ip(7));
     }
+    // It has nothing to share with itself.
     let by = shared_by(&a, &a);
     assert_eq!(a.peers.want_qp(Instant::now(), &by), None);
-    let id = run([&mut a], |[a]| a.peers.want_qp(Instant::now(), &by));
-    // Both ends are this node's. They need not be ready at once.
-    let mut found = Vec::new();
-    run([&mut a], |[a]| {
-        found.extend(a.find(ready));
-        (found.len() == 2).then_some(())
-    });
-    assert!(found[0] != found[1] && found.contains(&id));
+    let refused = PeerEvent::QpRefused { by };
+    run([&mut a], |[a]| a.find(|event| (*event == refused).then_some(())));
+    assert_eq!(a.peers.shared_count(), 0);
 }
 
 #[test]

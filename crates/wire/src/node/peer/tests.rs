@@ -1,6 +1,17 @@
 use super::*;
 use crate::bytes::be16;
 
+fn response(psn: u32, outcome: Outcome) -> Response {
+    Response {
+        psn: Psn::new(psn),
+        outcome,
+        original: match outcome {
+            Outcome::Original => 0x0102_0304_0506_0708,
+            Outcome::Failed | Outcome::Done => 0,
+        },
+    }
+}
+
 /// Returns one message of each type, in the order of their codes.
 fn each() -> Vec<Message> {
     let tenant = |name| TenantName::new(name).unwrap();
@@ -72,13 +83,26 @@ fn each() -> Vec<Message> {
             here: tenant(&"x".repeat(TenantName::LEN_MAX)),
             there: TenantName::default(),
             class: 255,
+            line: 1 << 32 | 7,
             end,
         },
-        Message::QpOpened { end },
-        Message::QpReady { qpn: dest },
+        Message::QpOpened { line: 8, end },
+        Message::QpReady { line: 7 },
         Message::CloseQp {
-            qpn: dest,
+            line: 7,
             failed: true,
+        },
+        Message::QpEnded {
+            line: 7,
+            messages: 12,
+            executed: Some(Executed {
+                expected: Psn::new(0x01_0203),
+                refused: Some(Refusal {
+                    psn: Psn::new(0x01_0202),
+                    status: CompletionStatus::RemoteAccess,
+                }),
+                answers: vec![response(1, Outcome::Original), response(2, Outcome::Failed)],
+            }),
         },
     ]
 }
@@ -107,11 +131,24 @@ fn emit__the_longest_message_fits() {
     let longest = TenantName::new(&"x".repeat(TenantName::LEN_MAX)).unwrap();
     for message in each() {
         let message = match message {
-            Message::OpenQp { class, end, .. } => Message::OpenQp {
+            Message::OpenQp { class, line, end, .. } => Message::OpenQp {
                 here: longest.clone(),
                 there: longest.clone(),
                 class,
+                line,
                 end,
+            },
+            Message::QpEnded {
+                line,
+                messages,
+                executed: Some(executed),
+            } => Message::QpEnded {
+                line,
+                messages,
+                executed: Some(Executed {
+                    answers: vec![response(0, Outcome::Done); ANSWERS_MAX],
+                    ..executed
+                }),
             },
             other => other,
         };
@@ -164,6 +201,32 @@ fn parse__undefined_values() {
 }
 
 #[test]
+fn parse__undefined_values_of_what_was_executed() {
+    let mut bytes = Vec::new();
+    let executed = Executed {
+        expected: Psn::new(1),
+        refused: Some(Refusal {
+            psn: Psn::new(2),
+            status: CompletionStatus::RemoteAccess,
+        }),
+        answers: vec![response(3, Outcome::Done)],
+    };
+    let message = Message::QpEnded {
+        line: 1,
+        messages: 2,
+        executed: Some(executed),
+    };
+    message.emit(1, &mut bytes);
+    // The status, the number of responses, the outcome.
+    for (at, is, value) in [(30, 10, 3), (31, 1, ANSWERS_MAX as u8 + 1), (36, 1, 3)] {
+        let mut bytes = bytes.clone();
+        assert_eq!(bytes[at], is, "byte {at}");
+        bytes[at] = value;
+        assert!(Message::parse(&bytes).is_err(), "byte {at} is {value}");
+    }
+}
+
+#[test]
 fn new__names_of_tenants() {
     assert_eq!(TenantName::default(), TenantName::new("").unwrap());
     assert!(TenantName::new(&"ä".repeat(32)).is_some());
@@ -179,6 +242,6 @@ fn is_question__those_that_others_answer() {
         .filter(|message| message.is_question())
         .map(Message::name)
         .collect();
-    let expected = "Bind Settled Unbind ResolveKey KeyGone OpenQp QpReady CloseQp";
+    let expected = "Bind Settled Unbind ResolveKey KeyGone OpenQp QpReady CloseQp QpEnded";
     assert_eq!(questions.join(" "), expected);
 }

@@ -61,14 +61,19 @@ fn want__at_the_limit_closes_the_one_that_was_used_least_recently() {
     assert_eq!(pool.want(now + after(12), &by(4, 0)), None);
     assert_eq!(pool.next_step(), Some(Step::Close(ids[2])));
     assert_eq!(pool.next_step(), None, "there is no room yet");
-    // Nobody sends on it any more, and one for the same tenants waits its turn.
+    // Nobody sends on it any more, and who wants it waits until it is away, and then for room.
     assert_eq!(pool.want(now + after(13), &by(3, 0)), None);
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])));
-    pool.ended(now + after(14), ids[2]);
+    assert_eq!(pool.next_step(), None);
+    pool.away(now + after(14), ids[2]);
     assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(4, 0)));
-    pool.ended(now + after(15), ids[0]);
-    assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
-    assert_eq!(pool.len(), 3);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])));
+    pool.away(now + after(15), ids[0]);
+    assert_eq!(
+        pool.next_step(),
+        Some(Step::Open(ids[2], by(3, 0))),
+        "the same line"
+    );
+    assert_eq!((pool.next_step(), pool.len()), (None, 3));
 }
 
 #[test]
@@ -91,12 +96,46 @@ fn want__at_the_limit_with_all_of_them_in_use() {
     pool.check_time(again);
     assert_eq!(pool.next_step(), Some(Step::Close(ids[1])), "and again");
     assert_ne!(pool.deadline(), Some(again));
-    pool.ended(now, ids[1]);
+    pool.away(now, ids[1]);
     assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
 }
 
 #[test]
-fn check_time__closes_what_is_idle() {
+fn want__of_one_that_stays_is_over() {
+    let (mut pool, now) = (Pool::new(1), Instant::now());
+    let id = open(&mut pool, now, &by(1, 0));
+    pool.want(now, &by(2, 0));
+    assert_eq!(pool.next_step(), Some(Step::Close(id)));
+    assert_eq!(pool.want(now, &by(1, 0)), None);
+    pool.stays(now, id);
+    assert_eq!(pool.want(now, &by(1, 0)), Some(id));
+    pool.set_busy(now, id, true);
+    // Nothing is left of the wish for it, only the one for the other line.
+    pool.ends(id);
+    pool.away(now, id);
+    assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(2, 0)));
+    assert_eq!(pool.next_step(), None);
+}
+
+#[test]
+fn ended__who_wants_it_gets_another_line() {
+    let (mut pool, now) = (Pool::new(2), Instant::now());
+    let id = open(&mut pool, now, &by(1, 0));
+    pool.ends(id);
+    assert_eq!(pool.want(now, &by(1, 0)), None);
+    pool.ended(now, id);
+    assert!(matches!(pool.next_step(), Some(Step::Open(other, one)) if other != id && one == by(1, 0)));
+    // One that is away and not wanted leaves nothing.
+    let other = open(&mut pool, now, &by(2, 0));
+    pool.ends(other);
+    pool.away(now, other);
+    assert_eq!(pool.len(), 1);
+    pool.ended(now, other);
+    assert_eq!((pool.len(), pool.next_step()), (1, None));
+}
+
+#[test]
+fn check_time__puts_away_what_is_idle() {
     let (mut pool, now) = (Pool::new(8), Instant::now());
     let ids = [1, 2].map(|peer| open(&mut pool, now, &by(peer, 0)));
     pool.set_busy(now, ids[0], true);
@@ -128,19 +167,19 @@ fn later__asks_a_peer_without_room_again() {
 #[test]
 fn accept__what_a_peer_opens_serves_this_node_too() {
     let (mut pool, now) = (Pool::new(1), Instant::now());
-    let id = pool.accept(now, &by(1, 0), None).unwrap();
+    let id = pool.accept(now, &by(1, 0)).unwrap();
     assert_eq!(pool.want(now, &by(1, 0)), None, "it is not ready yet");
     assert_eq!(pool.next_step(), None);
     pool.opened(now, id);
     assert_eq!(pool.want(now, &by(1, 0)), Some(id));
     pool.set_busy(now, id, true);
-    assert_eq!(pool.accept(now, &by(2, 0), None), None);
+    assert_eq!(pool.accept(now, &by(2, 0)), None);
     assert_eq!(pool.next_step(), None);
     pool.set_busy(now, id, false);
-    assert_eq!(pool.accept(now, &by(2, 0), None), None);
+    assert_eq!(pool.accept(now, &by(2, 0)), None);
     assert_eq!(pool.next_step(), Some(Step::Close(id)));
     pool.ended(now, id);
-    assert!(pool.accept(now, &by(2, 0), None).is_some());
+    assert!(pool.accept(now, &by(2, 0)).is_some());
 }
 
 #[test]
@@ -152,7 +191,7 @@ fn accept__in_place_of_the_own_attempt() {
     };
     assert_eq!(pool.asked_for(&by(1, 0)), Some(id));
     assert_eq!(pool.asked_for(&by(2, 0)), None);
-    assert_eq!(pool.accept(now, &by(1, 0), Some(id)), Some(id));
+    assert_eq!(pool.accept(now, &by(1, 0)), Some(id));
     assert_eq!(pool.asked_for(&by(1, 0)), None);
     pool.opened(now, id);
     assert_eq!(pool.want(now, &by(1, 0)), Some(id));
@@ -221,7 +260,7 @@ fn want__ten_thousand_connections_to_a_thousand_peers() {
                 Step::Close(id) => {
                     assert!(sending.iter().all(|(other, _)| *other != id), "it is in use");
                     evicted += 1;
-                    pool.ended(now, id);
+                    pool.away(now, id);
                 }
             }
             assert!(pool.len() <= LIMIT, "{} queue pairs", pool.len());

@@ -155,7 +155,12 @@ fn handle__nodes_with_two_keys_do_not() {
 
 #[test]
 fn handle__other_versions() {
-    for (version_min, version_max, fits) in [(1, 1, true), (0, 9, true), (2, 9, false), (0, 0, false)] {
+    for (version_min, version_max, fits) in [
+        (VERSION, VERSION, true),
+        (0, 9, true),
+        (VERSION + 1, 9, false),
+        (0, VERSION - 1, false),
+    ] {
         let mut pair = Pair::new([7, 7]);
         let hello = Message::Hello {
             version_min,
@@ -220,7 +225,7 @@ fn handle__any_other_message_before_the_agreement() {
         question(1),
         Message::Done {},
         Message::CloseQp {
-            qpn: rdmux_wire::Qpn::new(1),
+            line: 1,
             failed: false,
         },
     ];

@@ -1,0 +1,294 @@
+//! Lines whose queue pairs fail and are put away, on real devices.
+
+use super::*;
+
+/// What the user of a line does for a host.
+struct User {
+    host: Host,
+    /// Requests that were posted and have not completed.
+    posted: u32,
+    received: u32,
+    ending: Option<SharedId>,
+    /// Answer to [`PeerEvent::MayEnd`].
+    may_end: bool,
+}
+
+impl User {
+    fn new(host: Host) -> User {
+        User {
+            host,
+            posted: 0,
+            received: 0,
+            ending: None,
+            may_end: true,
+        }
+    }
+
+    fn turn(&mut self) {
+        while let Some(wc) = self.host.peers.shared_cq().poll() {
+            // One of a line that is over.
+            let Some(id) = self.host.peers.shared_by_qpn(wc.qpn) else {
+                continue;
+            };
+            match wc.wr_id & RECEIVE {
+                0 => self.posted -= 1,
+                _ => {
+                    self.host.peers.shared_qp(id).unwrap().slot_came();
+                    self.received += u32::from(wc.status == Status::Success);
+                }
+            }
+        }
+        let now = Instant::now();
+        let ends = |event: &PeerEvent| match event {
+            PeerEvent::QpEnding { id } => Some(*id),
+            _ => None,
+        };
+        if let Some(id) = self.host.find(ends) {
+            self.ending = Some(id);
+        }
+        let asked = |event: &PeerEvent| match event {
+            PeerEvent::MayEnd { id } => Some(*id),
+            _ => None,
+        };
+        if let Some(id) = self.host.find(asked) {
+            self.host.peers.may_end(now, id, self.may_end);
+        }
+        if let Some(id) = self.ending.filter(|_| self.posted == 0) {
+            // A line that is over has none.
+            let out = self.host.peers.shared_qp(id).map_or(0, |qp| qp.slots_out());
+            if out == 0 {
+                self.ending = None;
+                self.host.peers.drained(now, id, self.received);
+                self.received = 0;
+            }
+        }
+    }
+
+    fn send(&mut self, id: SharedId, bytes: &[u8]) {
+        let send = Operation::Send { imm: None };
+        let request = SendRequest::new(send, rdmux_verbs::SgeList::inline(bytes)).signaled();
+        let qp = self.host.peers.shared_qp(id).unwrap();
+        qp.qp().post_send(request).unwrap();
+        self.posted += 1;
+    }
+}
+
+/// Runs two users until there is a result.
+fn run_users<T>(a: &mut User, b: &mut User, mut done: impl FnMut(&mut User, &mut User) -> Option<T>) -> T {
+    let end = Instant::now() + LONG;
+    loop {
+        // A turn of the hosts that waits until anything has happened at either.
+        let before = Instant::now();
+        a.host.turn();
+        b.host.turn();
+        a.turn();
+        b.turn();
+        if let Some(result) = done(a, b) {
+            return result;
+        }
+        assert!(before < end, "{:?}\n{:?}", a.host.seen, b.host.seen);
+        std::thread::yield_now();
+    }
+}
+
+fn ended(event: &PeerEvent) -> Option<(SharedId, Ended)> {
+    match event {
+        PeerEvent::QpEnded { id, ended } => Some((*id, Ended::clone(ended))),
+        _ => None,
+    }
+}
+
+fn is_gone(event: &PeerEvent) -> Option<SharedId> {
+    match event {
+        PeerEvent::QpGone { id } => Some(*id),
+        _ => None,
+    }
+}
+
+fn users(first: u8, second: u8) -> (User, User) {
+    users_within((first, 8), second)
+}
+
+fn users_within(first: (u8, usize), second: u8) -> (User, User) {
+    let (a, b) = connected_within(first, second);
+    (User::new(a), User::new(b))
+}
+
+/// Returns the line that both are ready to use, after one of them has wanted it.
+fn ready_at_both(a: &mut User, b: &mut User) -> (SharedId, SharedId) {
+    let mut ids = (None, None);
+    run_users(a, b, |a, b| {
+        ids.0 = ids.0.or_else(|| a.host.find(ready));
+        ids.1 = ids.1.or_else(|| b.host.find(ready));
+        ids.0.zip(ids.1)
+    })
+}
+
+/// Returns what both users are told of the end of a queue pair.
+fn ended_at_both(a: &mut User, b: &mut User) -> ((SharedId, Ended), (SharedId, Ended)) {
+    let here = run_users(a, b, |a, _| a.host.find(ended));
+    (here, run_users(a, b, |_, b| b.host.find(ended)))
+}
+
+#[test]
+fn end_qp__both_ends_tell_what_took_effect_and_go_on_with_a_fresh_one() {
+    let (mut a, mut b) = users(31, 32);
+    let (by, by_there) = (shared_by(&b.host, &a.host), shared_by(&a.host, &b.host));
+    a.host.peers.want_qp(Instant::now(), &by);
+    let ids = ready_at_both(&mut a, &mut b);
+    let mut before = None;
+    for round in 0..3 {
+        for at in 0..3 + round {
+            a.send(ids.0, &[at as u8]);
+        }
+        run_users(&mut a, &mut b, |a, b| {
+            (a.posted == 0 && b.received == 3 + round).then_some(())
+        });
+        // One more on the way, of which either outcome is right.
+        a.send(ids.0, b"last");
+        a.host.peers.end_qp(Instant::now(), ids.0);
+        a.host.peers.end_qp(Instant::now(), ids.0);
+        let (here, there) = ended_at_both(&mut a, &mut b);
+        assert_eq!((here.0, there.0), ids);
+        let (here, there) = (here.1, there.1);
+        let (own, theirs) = (here.own.unwrap(), here.theirs.unwrap());
+        assert_eq!(Some(&own.done), there.theirs.as_ref(), "as it was told");
+        assert_eq!(Some(&theirs), there.own.as_ref().map(|own| &own.done));
+        assert_eq!(there.messages, 0);
+        let unfinished: Vec<_> = own.sent.iter().filter_map(|sent| sent.psns).collect();
+        let took_effect =
+            |(first, count): &(rdmux_verbs::Psn, u32)| theirs.expected.since(first.plus(*count)) >= 0;
+        let in_doubt = unfinished.iter().filter(|psns| took_effect(psns)).count();
+        assert!(here.messages == 3 + round || here.messages == 4 + round);
+        assert!(in_doubt <= 1, "{own:?} {theirs:?}");
+        for user in [&a, &b] {
+            assert_eq!(user.host.peers.shared_count(), 0, "it costs nothing");
+        }
+        assert!(a.host.peers.shared_qp(ids.0).is_none());
+        // Either end goes on.
+        match round % 2 {
+            0 => b.host.peers.want_qp(Instant::now(), &by_there),
+            _ => a.host.peers.want_qp(Instant::now(), &by),
+        };
+        assert_eq!(ready_at_both(&mut a, &mut b), ids);
+        let qpn = a.host.peers.shared_qp(ids.0).unwrap().qp().qpn();
+        assert_ne!(before.replace(qpn), Some(qpn));
+    }
+}
+
+#[test]
+fn end_qp__at_both_ends_at_once_and_wanted_meanwhile() {
+    let (mut a, mut b) = users(33, 34);
+    let (by, by_there) = (shared_by(&b.host, &a.host), shared_by(&a.host, &b.host));
+    a.host.peers.want_qp(Instant::now(), &by);
+    let ids = ready_at_both(&mut a, &mut b);
+    for _ in 0..4 {
+        let now = Instant::now();
+        a.host.peers.end_qp(now, ids.0);
+        b.host.peers.end_qp(now, ids.1);
+        assert_eq!(a.host.peers.want_qp(now, &by), None);
+        assert_eq!(b.host.peers.want_qp(now, &by_there), None);
+        assert_eq!(ready_at_both(&mut a, &mut b), ids);
+        for user in [&mut a, &mut b] {
+            assert!(user.host.find(ended).is_some(), "before it was ready");
+            assert_eq!(user.host.find(is_gone), None);
+        }
+    }
+}
+
+#[test]
+fn fail_qp__ends_a_line_at_both_ends_at_any_stage() {
+    // While it is in use, while it ends, and while it is away.
+    for stage in 0..3 {
+        let (mut a, mut b) = users(35, 36);
+        let by = shared_by(&b.host, &a.host);
+        a.host.peers.want_qp(Instant::now(), &by);
+        let ids = ready_at_both(&mut a, &mut b);
+        if stage > 0 {
+            a.host.peers.end_qp(Instant::now(), ids.0);
+        }
+        if stage > 1 {
+            ended_at_both(&mut a, &mut b);
+        }
+        a.host.peers.fail_qp(Instant::now(), ids.0);
+        assert_eq!(run_users(&mut a, &mut b, |a, _| a.host.find(is_gone)), ids.0);
+        assert_eq!(run_users(&mut a, &mut b, |_, b| b.host.find(is_gone)), ids.1);
+        a.host.peers.want_qp(Instant::now(), &by);
+        let next = ready_at_both(&mut a, &mut b);
+        assert!(next.0 != ids.0 && next.1 != ids.1, "another line");
+    }
+}
+
+#[test]
+fn want_qp__at_the_limit_puts_a_line_away_that_neither_end_needs() {
+    let (mut a, mut b) = users_within((37, 2), 38);
+    let of_class = |class| SharedBy {
+        class,
+        ..shared_by(&b.host, &a.host)
+    };
+    let classes = [0, 32, 64].map(of_class);
+    let now = Instant::now();
+    let mut lines = Vec::new();
+    for by in &classes[..2] {
+        a.host.peers.want_qp(now, by);
+        lines.push(ready_at_both(&mut a, &mut b));
+    }
+    // The peer needs both for now.
+    b.may_end = false;
+    assert_eq!(a.host.peers.want_qp(Instant::now(), &classes[2]), None);
+    let again = run_users(&mut a, &mut b, |a, _| a.host.find(ready));
+    assert!(lines.iter().any(|line| line.0 == again), "it stays");
+    b.may_end = true;
+    let third = ready_at_both(&mut a, &mut b);
+    assert!(!lines.contains(&third), "there is room for the third one");
+    let put_away = a.host.find(ended).unwrap();
+    assert_eq!(
+        b.host.find(ended).map(|(id, _)| id),
+        lines.iter().find(|line| line.0 == put_away.0).map(|line| line.1)
+    );
+    assert_eq!(a.host.peers.shared_count(), 2);
+    // It is wanted again, for which another one goes; its name stays.
+    let by = &classes[lines.iter().position(|line| line.0 == put_away.0).unwrap()];
+    assert_eq!(a.host.peers.want_qp(Instant::now(), by), None);
+    let back = ready_at_both(&mut a, &mut b);
+    assert_eq!(back.0, put_away.0);
+    assert_eq!(a.host.peers.shared_count(), 2);
+}
+
+#[test]
+fn want_qp__within_the_limits_of_both_nodes() {
+    let (mut a, mut b) = users_within((41, 3), 42);
+    for class in 0..20 {
+        let by = SharedBy {
+            class,
+            ..shared_by(&b.host, &a.host)
+        };
+        run_users(&mut a, &mut b, |a, b| {
+            let counts = [&a.host, &b.host].map(|host| host.peers.shared_count());
+            assert!(counts[0] <= 3 && counts[1] <= 8, "{counts:?}");
+            a.host.peers.want_qp(Instant::now(), &by)
+        });
+    }
+    assert_eq!(a.host.peers.shared_count(), 3);
+}
+
+#[test]
+fn forget_qp__of_one_end_makes_a_new_line_there_alone() {
+    let (mut a, mut b) = users(39, 40);
+    let (by, by_there) = (shared_by(&b.host, &a.host), shared_by(&a.host, &b.host));
+    a.host.peers.want_qp(Instant::now(), &by);
+    let mut ids = ready_at_both(&mut a, &mut b);
+    for wants_here in [true, false] {
+        a.host.peers.end_qp(Instant::now(), ids.0);
+        ended_at_both(&mut a, &mut b);
+        a.host.peers.forget_qp(Instant::now(), ids.0);
+        match wants_here {
+            true => a.host.peers.want_qp(Instant::now(), &by),
+            false => b.host.peers.want_qp(Instant::now(), &by_there),
+        };
+        let next = ready_at_both(&mut a, &mut b);
+        assert_ne!(next.0, ids.0);
+        assert_eq!(next.1, ids.1);
+        ids = next;
+    }
+}
