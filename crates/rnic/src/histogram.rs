@@ -40,6 +40,62 @@ impl Histogram {
         self.sum_ns
     }
 
+    /// Returns the number of durations in each bucket: the first one ends with 256 ns, each further one with twice as much, and the last one
+    /// has durations that exceed all bounds.
+    pub fn buckets(&self) -> &[u64] {
+        &self.buckets
+    }
+
+    /// Returns a histogram with these [buckets](Histogram::buckets), those that are missing empty; `None` if there are too many.
+    pub fn from_buckets(buckets: &[u64], sum_ns: u64) -> Option<Histogram> {
+        let mut histogram = Histogram {
+            sum_ns,
+            ..Histogram::default()
+        };
+        histogram
+            .buckets
+            .get_mut(..buckets.len())?
+            .copy_from_slice(buckets);
+        Some(histogram)
+    }
+
+    /// Adds the durations of another histogram.
+    pub fn add(&mut self, other: &Histogram) {
+        for (own, others) in self.buckets.iter_mut().zip(other.buckets) {
+            *own = own.saturating_add(others);
+        }
+        self.sum_ns = self.sum_ns.saturating_add(other.sum_ns);
+    }
+
+    /// Returns the durations recorded since an earlier state of the same histogram.
+    pub fn since(&self, earlier: &Histogram) -> Histogram {
+        let mut since = *self;
+        for (own, before) in since.buckets.iter_mut().zip(earlier.buckets) {
+            *own = own.saturating_sub(before);
+        }
+        since.sum_ns = self.sum_ns.saturating_sub(earlier.sum_ns);
+        since
+    }
+
+    /// Returns an estimate, in ns, of the duration that this part of the durations, from 0 to 1, does not exceed: durations are taken to be
+    /// spread evenly over their bucket. `None` if none is recorded, or the duration exceeds all bounds.
+    pub fn quantile(&self, part: f64) -> Option<u64> {
+        let total = self.buckets.iter().fold(0_u64, |sum, n| sum.saturating_add(*n));
+        let wanted = ((total as f64 * part).ceil() as u64).clamp(1, total.max(1));
+        let mut before = 0_u64;
+        for (i, n) in self.buckets[..BOUNDED].iter().enumerate() {
+            let through = before.saturating_add(*n);
+            if through >= wanted {
+                let end = 1_u64 << (FIRST_LOG2 + i as u32);
+                let start = if i == 0 { 0 } else { end / 2 };
+                let within = (wanted - before) as f64 / *n as f64;
+                return Some(start + ((end - start) as f64 * within) as u64);
+            }
+            before = through;
+        }
+        None
+    }
+
     /// Returns, for each bound in ns in ascending order from 256 ns to 34 s, the number of durations that do not exceed it.
     pub fn cumulative(&self) -> impl Iterator<Item = (u64, u64)> {
         let mut so_far = 0;
@@ -112,6 +168,53 @@ mod tests {
                 .all(|two| two[0].0 * 2 == two[1].0 && two[0].1 <= two[1].1)
         );
         assert_eq!((histogram.count(), histogram.sum_ns()), (5, u64::MAX));
+    }
+
+    #[test]
+    fn quantile__within_the_bucket() {
+        let mut histogram = Histogram::default();
+        assert_eq!(histogram.quantile(0.5), None);
+        for _ in 0..98 {
+            histogram.record(1000);
+        }
+        histogram.record(100_000);
+        histogram.record(u64::MAX);
+        for (part, from, to) in [
+            (0.0, 512, 530),
+            (0.5, 760, 780),
+            (0.98, 1024, 1024),
+            (0.99, 1 << 17, 1 << 17),
+        ] {
+            let found = histogram.quantile(part).unwrap();
+            assert!((from..=to).contains(&found), "{part}: {found}");
+        }
+        assert_eq!(histogram.quantile(1.0), None);
+    }
+
+    #[test]
+    fn since__what_was_added() {
+        let (mut earlier, mut more) = (Histogram::default(), Histogram::default());
+        for ns in [10, 1000, u64::MAX / 2] {
+            earlier.record(ns);
+            more.record(ns / 3);
+        }
+        let mut later = earlier;
+        later.add(&more);
+        assert_eq!(later.since(&earlier), more);
+        assert_eq!(earlier.since(&later), Histogram::default());
+    }
+
+    #[test]
+    fn from_buckets__what_buckets_returned() {
+        let mut histogram = Histogram::default();
+        for ns in [1, 300, u64::MAX] {
+            histogram.record(ns);
+        }
+        let (buckets, sum_ns) = (histogram.buckets(), histogram.sum_ns());
+        assert_eq!(Histogram::from_buckets(buckets, sum_ns), Some(histogram));
+        let first = Histogram::from_buckets(&[2], 7).unwrap();
+        assert_eq!((first.count(), first.sum_ns()), (2, 7));
+        assert_eq!(Histogram::from_buckets(&[0; BOUNDED + 2], 0), None);
     }
 
     #[test]

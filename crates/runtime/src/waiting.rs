@@ -32,6 +32,11 @@ impl Waiting {
         }
     }
 
+    /// Returns the mode in which it waits.
+    pub fn mode(&self) -> WaitMode {
+        self.handler.mode()
+    }
+
     /// Pauses between two polls of a wait that began at `began`. Returns false once the thread should sleep.
     pub fn pause(&mut self, began: Instant) -> bool {
         match self.plan(elapsed_ns(began)) {

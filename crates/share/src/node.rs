@@ -15,10 +15,12 @@ mod isolation;
 mod leaving;
 mod limits;
 mod mux;
+mod observe;
 mod peer;
 mod post;
 mod requests;
 mod sharing;
+pub mod snapshot;
 mod table;
 mod tenants;
 mod turns;
@@ -43,6 +45,7 @@ use application::Belonging;
 pub(crate) use application::{ADDRESS_HANDLES_MAX, SRQS_MAX};
 use config::{Config, Resource};
 use identity::Identity;
+use snapshot::Viewer;
 use tenants::Tenants;
 use worker::Worker;
 
@@ -169,6 +172,9 @@ pub struct Node {
     /// Set once it is to end.
     ends: bool,
     workers: Vec<Hired>,
+    /// Number of the next application.
+    next_number: u64,
+    device: Device,
     tenants: Arc<Mutex<Tenants>>,
     /// A descriptor that is given up to accept and refuse an application when there is no other left.
     spare: Option<OwnedFd>,
@@ -246,6 +252,8 @@ impl Node {
             mailbox,
             ends: false,
             workers,
+            next_number: 1,
+            device,
             tenants,
             spare,
             idle: None,
@@ -268,6 +276,12 @@ impl Node {
     /// Returns what ends [`Node::run`].
     pub fn stopper(&self) -> Stopper {
         Stopper(self.mailbox.clone())
+    }
+
+    /// Returns what asks for the state of the node.
+    pub fn viewer(&self) -> Viewer {
+        let workers = self.workers.iter().map(|hired| hired.orders.clone());
+        Viewer::new(workers.collect(), self.tenants.clone(), self.device.clone())
     }
 
     /// Serves until it is stopped.
@@ -400,12 +414,15 @@ impl Node {
     }
 
     /// Returns process and tenant of the other end of a channel, with a charge for an application.
-    fn belonging_of(&self, channel: &Channel) -> Result<Belonging, Refusal> {
+    fn belonging_of(&mut self, channel: &Channel) -> Result<Belonging, Refusal> {
         let identity = Identity::of(channel)?;
         let account = self.tenants.lock().account_of(&identity).cloned();
         let account = account.map_err(Refusal::no_access)?;
         let charge = account.charge(Resource::Applications, 1)?;
+        let number = self.next_number;
+        self.next_number += 1;
         Ok(Belonging {
+            number,
             identity,
             account,
             charge,

@@ -10,6 +10,7 @@ use std::time::Instant;
 use common::{BYTES, LONG, Served, Side, open};
 use rdmux_memory::AnonymousMemory;
 use rdmux_rnic::HeapMemory;
+use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
     Access, Arm, AsyncEvent, CompletionQueue, ConnectError, ConnectParams, Memory, Path, PostError,
     ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QpType, QueuePair, RecvRequest, RejReason,
@@ -733,4 +734,78 @@ fn node__that_ends_flushes_and_wakes_everybody() {
     assert_eq!((wc.wr_id, wc.status), (9, Status::Flushed));
     let error = client.device.alloc_pd().unwrap_err();
     assert!(error.to_string().contains("the node has gone"), "{error}");
+}
+
+#[test]
+fn snapshot__what_each_application_has_moved() {
+    let served = serve(34);
+    assert!(served.viewer.snapshot().unwrap().applications.is_empty());
+    let (client, server) = served.pair();
+    post_writes(&client, &server, &[(true, true, 4096); 3]);
+    assert_eq!(outcomes(&client, 3), [0, 1, 2].map(|id| (id, Status::Success)));
+    server
+        .qp
+        .post_recv(RecvRequest::new(7, server.sge(0, 100)))
+        .unwrap();
+    let send = SendRequest::send(client.sge(0, 50));
+    client.qp.post_send(send.wr_id(8).signaled()).unwrap();
+    client.expect(8, WcOpcode::Send);
+    server.expect(7, WcOpcode::Recv);
+    let before = served.viewer.snapshot().unwrap();
+    assert_eq!(before.connections_left_out, 0);
+    let [to, from] = &before.connections[..] else {
+        panic!("{before:?}");
+    };
+    assert_eq!(
+        (to.qpn, from.qpn),
+        (client.qp.qpn().value(), server.qp.qpn().value())
+    );
+    assert_eq!(
+        (to.route, to.peer, to.class),
+        (Route::Own, Some(served.address), Some(0))
+    );
+    let sent = &to.counts;
+    assert_eq!((sent.requests, sent.bytes, sent.errors), (4, 3 * 4096 + 50, 0));
+    assert_eq!((sent.waiting_requests, sent.waiting_bytes), (0, 0));
+    assert_eq!(sent.latency.count(), 4);
+    assert!(sent.latency.quantile(0.99).unwrap() < 10_000_000_000);
+    let received = &from.counts;
+    assert_eq!((received.receives, received.received_bytes), (1, 50));
+    // An application has what its connections have, and a tenant what its applications have.
+    let counts: Vec<_> = before.applications.iter().map(|it| &it.counts).collect();
+    assert_eq!(counts, [sent, received]);
+    assert!(
+        before
+            .applications
+            .iter()
+            .all(|it| it.pid == Some(std::process::id()) && it.queue_pairs == 1)
+    );
+    let [tenant] = &before.tenants[..] else {
+        panic!("{before:?}");
+    };
+    assert_eq!((&*tenant.name, tenant.applications), ("default", 2));
+    assert_eq!(
+        (tenant.counts.bytes, tenant.counts.received_bytes),
+        (sent.bytes, 50)
+    );
+    // A bad key: the request and the one behind it have failed.
+    post_writes(&client, &server, &[(true, false, 64), (true, true, 64)]);
+    let expected = [(0, Status::RemoteAccess), (1, Status::Flushed)];
+    assert_eq!(outcomes(&client, 2), expected);
+    let after = served.viewer.snapshot().unwrap();
+    let counts = &after.connections[0].counts;
+    assert_eq!(
+        (counts.errors, counts.waiting_requests, counts.bytes),
+        (2, 0, sent.bytes)
+    );
+    assert_eq!(after.applications[0].counts, *counts);
+    // What it has moved stays in the tenant's counters.
+    drop((client, server));
+    served.wait_until_empty();
+    let gone = served.viewer.snapshot().unwrap();
+    assert_eq!((gone.applications.len(), gone.connections.len()), (0, 0));
+    assert_eq!(gone.tenants[0].counts, after.tenants[0].counts);
+    let viewer = served.viewer.clone();
+    drop(served);
+    assert!(viewer.snapshot().is_err());
 }

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use common::{LONG, Served, Side, open};
 use rdmux_memory::AnonymousMemory;
+use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
     Access, AsyncEvent, CompletionQueue, ConnectParams, Path, ProtectionDomain, Psn, QpAttributes, QpOptions,
     QpState, QueuePair, RecvRequest, SendRequest, SgeList, Status, WcOpcode,
@@ -305,6 +306,21 @@ fn connections__share_one_queue_pair() {
         let expected = (at as u64, Status::Success, WcOpcode::Write, client.qpn());
         assert_eq!((wc.wr_id, wc.status, wc.opcode, wc.qpn), expected);
         assert_eq!(to.got(64, 8), [at as u8; 8]);
+    }
+    let snapshot = here.viewer.snapshot().unwrap();
+    let [shared] = &snapshot.shared_qps[..] else {
+        panic!("{snapshot:?}");
+    };
+    assert_eq!((shared.peer, shared.connections), (there.address, 64));
+    assert_eq!((&*shared.tenant, shared.in_flight_bytes), ("", 0));
+    assert!(shared.window_bytes > 0);
+    assert_eq!(snapshot.connections.len(), 64);
+    for connection in &snapshot.connections {
+        assert_eq!(
+            (connection.route, connection.shared_qp, connection.peer),
+            (Route::Shared, Some(shared.id), Some(there.address))
+        );
+        assert!(connection.counts.requests > 0 && connection.counts.errors == 0);
     }
     // Those of the applications, one that is shared, and one or two of the control channel.
     for served in [&here, &there] {

@@ -4,6 +4,7 @@
 //! is one of the device, whose engine checks keys and ranges against it. So the worst that it can do is to have itself detached.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use rdmux_memory::ProcessMemory;
@@ -20,6 +21,7 @@ use super::egress::{Egress, FlowId, GroupId};
 use super::identity::Identity;
 use super::post::Rings;
 use super::sharing::Sharing;
+use super::snapshot::Counts;
 use super::table::Table;
 use super::tenants::{Account, Charge};
 use crate::control::convert::Refusal;
@@ -60,6 +62,8 @@ pub(super) struct Qp {
     pub(super) flow: FlowId,
     /// The device's send queue, as the scheduler knows it, from the first request on after it was connected.
     pub(super) group: Option<GroupId>,
+    /// Address of its peer then.
+    pub(super) peer: Option<IpAddr>,
     /// Set once the application knows that it has failed.
     pub(super) failed: bool,
     /// Charges of the tenant: for the queue pair, and for its requests.
@@ -93,6 +97,8 @@ impl Region {
 /// Process and tenant of an application.
 #[derive(Debug)]
 pub(super) struct Belonging {
+    /// Number of the application among all that the node has had.
+    pub(super) number: u64,
     pub(super) identity: Identity,
     pub(super) account: Arc<Account>,
     /// Charge of the tenant for the application.
@@ -206,6 +212,8 @@ pub(super) struct Application {
     pub(super) kept: VecDeque<Kept>,
     /// Its process and its tenant, which is charged until everything above has gone.
     pub(super) belonging: Belonging,
+    /// What it had moved when it came to its tenant.
+    pub(super) before: Counts,
 }
 
 /// Completions that the queue of an application without queue pairs has room for.
@@ -221,6 +229,7 @@ impl Application {
         tenant: Option<TenantId>,
     ) -> Result<Application, CreateError> {
         let cq = shared.device.create_cq(ROOM_MIN)?;
+        shared.egress.begin_counts(slot);
         Ok(Application {
             channel,
             slot,
@@ -250,6 +259,7 @@ impl Application {
             found: VecDeque::new(),
             kept: VecDeque::new(),
             belonging,
+            before: Counts::default(),
         })
     }
 
@@ -271,6 +281,7 @@ impl Application {
         account: &Arc<Account>,
         tenant: Option<TenantId>,
     ) {
+        self.before = shared.egress.counts_of(self.slot).moved();
         self.belonging.account = account.clone();
         self.belonging.charge.move_to(account);
         let regions = self.regions.iter_mut().flat_map(|region| &mut region.charges);

@@ -30,6 +30,7 @@ use rdmux_rnic::sched::{
 };
 use rdmux_rnic::{Status, Time, WcOpcode};
 
+use super::snapshot::Counts;
 use super::table::Table;
 use flow::{Bound, Entry, Flow};
 use group::{Group, Posted};
@@ -220,6 +221,8 @@ pub(super) struct Egress<B> {
     done: VecDeque<Done>,
     /// Bytes of requests that are kept, for each application.
     kept_bytes: Vec<u64>,
+    /// What each application has moved.
+    counts: Vec<Counts>,
 }
 
 impl<B> Egress<B> {
@@ -234,6 +237,7 @@ impl<B> Egress<B> {
             piece_bytes_min: limits.piece_bytes_min.max(CHARGE_MIN),
             done: VecDeque::new(),
             kept_bytes: Vec::new(),
+            counts: Vec::new(),
         }
     }
 
@@ -332,6 +336,7 @@ impl<B> Egress<B> {
         let application = owner.application as usize;
         if application >= self.kept_bytes.len() {
             self.kept_bytes.resize(application + 1, 0);
+            self.counts.resize(application + 1, Counts::default());
         }
         Some(FlowId(id))
     }
@@ -396,7 +401,15 @@ impl<B> Egress<B> {
             request,
             body: Some(body),
             posted_bytes: 0,
+            submitted: now,
         };
+        for counts in [
+            &mut into.counts,
+            &mut self.counts[into.owner.application as usize],
+        ] {
+            counts.waiting_requests += 1;
+            counts.waiting_bytes += u64::from(request.length);
+        }
         if request.kept_bytes > 0 {
             self.kept_bytes[into.owner.application as usize] += u64::from(request.kept_bytes);
         }
@@ -595,7 +608,10 @@ impl<B> Egress<B> {
         if flow.entry(posted.entry).is_some() && (posted.last || status != Status::Success) {
             let owner = flow.owner;
             if let Some(entry) = flow.pop() {
-                self.end(owner, &entry, status);
+                let is_timed = status == Status::Success && entry.request.asks;
+                let latency_ns = is_timed.then(|| now.since_ns(entry.submitted));
+                flow.counts.ended(&entry.request, status, latency_ns);
+                self.end(owner, &entry, status, latency_ns);
             }
             if status != Status::Success {
                 return self.fail(now, posted.flow);
@@ -604,9 +620,10 @@ impl<B> Egress<B> {
         self.flush_if_over(posted.flow);
     }
 
-    /// Ends a request.
-    fn end(&mut self, owner: Owner, entry: &Entry<B>, status: Status) {
+    /// Ends a request, which its flow has counted.
+    fn end(&mut self, owner: Owner, entry: &Entry<B>, status: Status, latency_ns: Option<u64>) {
         let request = &entry.request;
+        self.counts[owner.application as usize].ended(request, status, latency_ns);
         if request.kept_bytes > 0 {
             self.kept_bytes[owner.application as usize] -= u64::from(request.kept_bytes);
         }
@@ -633,7 +650,8 @@ impl<B> Egress<B> {
             }
             let owner = over.owner;
             let Some(entry) = over.pop() else { return };
-            self.end(owner, &entry, Status::Flushed);
+            over.counts.ended(&entry.request, Status::Flushed, None);
+            self.end(owner, &entry, Status::Flushed, None);
         }
     }
 
@@ -701,6 +719,9 @@ impl<B> Egress<B> {
         let owner = flow.owner;
         while let Some(entry) = flow.pop() {
             self.kept_bytes[owner.application as usize] -= u64::from(entry.request.kept_bytes);
+            for counts in [&mut flow.counts, &mut self.counts[owner.application as usize]] {
+                counts.left(&entry.request);
+            }
         }
         self.done.retain(|done| done.owner != owner);
     }
@@ -714,6 +735,51 @@ impl<B> Egress<B> {
     pub(super) fn poll_done_of(&mut self, application: u32) -> Option<Done> {
         let of_it = self.done.front()?.owner.application == application;
         if of_it { self.done.pop_front() } else { None }
+    }
+
+    /// Counts a receive that is over.
+    pub(super) fn received(&mut self, flow: FlowId, status: Status, bytes: u32) {
+        let Some(flow) = self.flows.get_mut(flow.0) else {
+            return;
+        };
+        for counts in [
+            &mut flow.counts,
+            &mut self.counts[flow.owner.application as usize],
+        ] {
+            match status {
+                Status::Success => {
+                    counts.receives += 1;
+                    counts.received_bytes += u64::from(bytes);
+                }
+                _ => counts.errors += 1,
+            }
+        }
+    }
+
+    /// Begins to count for an application that has no flows yet.
+    pub(super) fn begin_counts(&mut self, application: u32) {
+        if let Some(counts) = self.counts.get_mut(application as usize) {
+            *counts = Counts::default();
+        }
+    }
+
+    /// Returns what an application has moved.
+    pub(super) fn counts_of(&self, application: u32) -> Counts {
+        self.counts.get(application as usize).copied().unwrap_or_default()
+    }
+
+    /// Returns what a flow has moved, and the class of the group that it is bound to.
+    pub(super) fn state_of(&self, flow: FlowId) -> Option<(Counts, Option<usize>)> {
+        let flow = self.flows.get(flow.0)?;
+        let group = flow.bound.and_then(|bound| self.groups.get(bound.group.0));
+        Some((flow.counts, group.map(|group| group.class)))
+    }
+
+    /// Returns the class of a group, the bytes that it has in flight, and those that it may have.
+    pub(super) fn state_of_group(&self, now: Time, group: GroupId) -> Option<(usize, u64, u64)> {
+        let group = self.groups.get(group.0)?;
+        let (in_flight, window) = group.window(self.piece_bytes(now, group.path_mtu));
+        Some((group.class, in_flight, window))
     }
 
     /// Returns when to ask for a piece again if there is none now; `None`: once something is submitted or completed.
@@ -749,5 +815,28 @@ impl<B> Egress<B> {
             let bytes = self.piece_bytes(now, group.path_mtu);
             self.hierarchy.set_open(now, group.id, group.takes(bytes));
         }
+    }
+}
+
+impl Counts {
+    /// Counts a request that is over.
+    fn ended(&mut self, request: &Request, status: Status, latency_ns: Option<u64>) {
+        self.left(request);
+        match status {
+            Status::Success => {
+                self.requests += 1;
+                self.bytes += u64::from(request.length);
+            }
+            _ => self.errors += 1,
+        }
+        if let Some(ns) = latency_ns {
+            self.latency.record(ns);
+        }
+    }
+
+    /// Takes a request out of those that wait.
+    fn left(&mut self, request: &Request) {
+        self.waiting_requests -= 1;
+        self.waiting_bytes -= u64::from(request.length);
     }
 }

@@ -12,6 +12,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 pub(super) struct Identity {
     /// Effective uid; `None` if several users have this one in the user namespace of this process.
     pub(super) uid: Option<u32>,
+    /// Process; 0 if it is in a PID namespace that this process does not see into.
+    pub(super) pid: i32,
     /// Path in the tree of control groups, or why it is unknown.
     pub(super) cgroup: Result<String, &'static str>,
 }
@@ -25,6 +27,7 @@ impl Identity {
         let (uid, pid) = peer_credentials(&socket)?;
         Ok(Identity {
             uid: Some(uid).filter(|uid| is_one_user(*uid)),
+            pid,
             cgroup: cgroup_of(socket.as_fd(), pid),
         })
     }

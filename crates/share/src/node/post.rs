@@ -302,7 +302,7 @@ impl Application {
                 (None, _) => {
                     // Completions of a queue pair that is gone concern nobody.
                     if let Some(qp) = self.by_qpn.get(&wc.qpn) {
-                        self.kept.push_back(Kept { qp: *qp, wc });
+                        self.received(shared, *qp, wc);
                     }
                 }
                 (Some(piece), Status::Success) => shared.egress.completed(now, piece),
@@ -330,7 +330,7 @@ impl Application {
         };
         let qpn = qp.qp.qpn();
         match news {
-            News::Received(wc) => self.kept.push_back(Kept { qp: id, wc }),
+            News::Received(wc) => self.received(shared, id, wc),
             News::Failed(failure) => {
                 qp.failed = true;
                 shared.egress.fail(now, qp.flow);
@@ -367,6 +367,14 @@ impl Application {
             }
         }
         Ok(())
+    }
+
+    /// Accounts for a receive that is over.
+    fn received(&mut self, shared: &mut Shared, id: u32, wc: WorkCompletion) {
+        if let Some(qp) = self.qps.get(id) {
+            shared.egress.received(qp.flow, wc.status, wc.byte_len);
+        }
+        self.kept.push_back(Kept { qp: id, wc });
     }
 
     /// Accounts for a request that is over.
@@ -479,6 +487,7 @@ impl Qp {
     fn bind(&mut self, shared: &mut Shared, now: Time, tenant: TenantId) {
         let info = self.qp.query();
         let path = info.as_ref().and_then(|info| info.path.as_ref());
+        self.peer = path.map(|path| path.dst);
         let options = GroupOptions {
             class: path.map_or(0, |path| class_of(path.traffic_class)),
             path_mtu: info.as_ref().map_or(0, |info| info.path_mtu),

@@ -344,6 +344,7 @@ impl Application {
                 completions,
                 flow: shared.egress.add_flow(owner, max_send_wr)?,
                 group: None,
+                peer: None,
                 failed: false,
                 charges,
             })

@@ -33,6 +33,7 @@ use super::mux::{
 use super::peer::{
     Asked, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
 };
+use super::snapshot::{self, Route};
 
 /// Shared queue pairs of a node.
 const SHARED_MAX: usize = 4096;
@@ -372,6 +373,44 @@ impl Sharing {
                 found.states.first().map(|(_, attributes)| attributes),
             )
         })
+    }
+
+    /// Returns how the requests of a queue pair reach its peer, the shared queue pair that they take, and the peer; `None` if the device's own
+    /// is used by itself, or may be.
+    pub(super) fn route(&self, qpn: Qpn) -> Option<(Route, Option<u64>, Option<IpAddr>)> {
+        let found = self.qps.get(&qpn)?;
+        let (route, shared) = match &found.stage {
+            Stage::Open => return None,
+            Stage::Asking | Stage::Wanting(..) => (Route::Asking, None),
+            Stage::Shared(id, _) => (Route::Shared, Some(id.0)),
+            Stage::Over => (Route::Over, None),
+        };
+        let path = found.states.first().and_then(|(_, attributes)| attributes.path);
+        Some((route, shared, path.map(|path| path.dst)))
+    }
+
+    /// Returns the shared queue pairs, for those who look at the node.
+    pub(super) fn shown(&self, egress: &Egress<SendRequest>, now: Time) -> Vec<snapshot::SharedQp> {
+        let mut shown: Vec<_> = self
+            .lines
+            .iter()
+            .filter_map(|(id, line)| {
+                let by = self.peers.shared_qp(*id)?.by();
+                let (class, in_flight_bytes, window_bytes) = egress.state_of_group(now, line.group)?;
+                Some(snapshot::SharedQp {
+                    id: id.0,
+                    peer: by.peer,
+                    tenant: by.here.to_string(),
+                    peer_tenant: by.there.to_string(),
+                    class: class as u8,
+                    connections: line.mux.connections() as u32,
+                    window_bytes,
+                    in_flight_bytes,
+                })
+            })
+            .collect();
+        shown.sort_by_key(|shared| shared.id);
+        shown
     }
 
     /// Returns whether a queue pair may yet go over a shared one.

@@ -194,6 +194,11 @@ impl Tenants {
         all.filter_map(|(name, settings)| Some((self.accounts.get(name)?, settings.entitlement)))
     }
 
+    /// Returns the names of the tenants.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.accounts.keys().map(String::as_str)
+    }
+
     /// Returns whether an application that has an account keeps it: until its tenant is gone, or is no more for such processes.
     pub(super) fn keeps(&self, account: &Arc<Account>, identity: &Identity) -> bool {
         let present = self.accounts.get(account.name());
@@ -212,7 +217,7 @@ impl Tenants {
     /// Why the process is refused, in one line.
     pub(super) fn account_of(&self, identity: &Identity) -> Result<&Arc<Account>, String> {
         let own = self.own;
-        let Identity { uid, cgroup } = identity;
+        let Identity { uid, cgroup, .. } = identity;
         let whose = match uid {
             Some(uid) => format!("of uid {uid}"),
             None => "of one of the users that have no uid in the node's user namespace".to_owned(),
@@ -425,6 +430,7 @@ mod tests {
     fn identity(uid: u32, cgroup: Result<&str, &'static str>) -> Identity {
         Identity {
             uid: Some(uid),
+            pid: 1,
             cgroup: cgroup.map(str::to_owned),
         }
     }
@@ -560,6 +566,7 @@ mod tests {
         );
         let nameless = Identity {
             uid: None,
+            pid: 1,
             cgroup: Err(unknown),
         };
         assert!(refused(&users, &nameless).contains("users that have no uid in the node's user namespace"));

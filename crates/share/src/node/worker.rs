@@ -3,7 +3,7 @@
 //! It polls the rings of its applications and the device's completion queues while they have something, and else sleeps in epoll, as the waiting
 //! policy says ([`Waiting`]).
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
@@ -24,8 +24,10 @@ use super::application::{self, Application, Belonging, Detached, Shared, Token};
 use super::config::Resource;
 use super::egress::Egress;
 use super::leaving::Leaving;
+use super::observe::Part;
 use super::post::{self, Take};
 use super::sharing::{Gate, Sharing};
+use super::snapshot::Counts;
 use super::tenants::{Schedule, Tenants};
 use super::turns::{Batches, Turn, Turns};
 use super::{NodeError, limits, peer};
@@ -54,6 +56,8 @@ pub(super) enum Order {
     Serve(Box<(Channel, Belonging)>),
     /// Go on with what the tenants are now, and answer.
     Reload(mpsc::Sender<()>),
+    /// Tell the state of the worker, with so many connections at most.
+    Show(usize, mpsc::Sender<Part>),
     Stop,
 }
 
@@ -116,21 +120,23 @@ pub(super) struct Worker {
     /// Its place among the node's workers.
     number: usize,
     warn: Warn,
-    shared: Shared,
+    pub(super) shared: Shared,
     epoll: OwnedFd,
     orders: Inbox<Order>,
     /// The node.
     front: Mailbox<super::Order>,
     /// Set once it is to end.
     ends: bool,
-    applications: Vec<Option<Application>>,
+    pub(super) applications: Vec<Option<Application>>,
     /// Applications that are to be served, and those that have ended, whose objects are being destroyed and whose slots are not free yet.
     coming: VecDeque<(Channel, Belonging)>,
     leaving: VecDeque<Leaving>,
     turns: Turns,
     tenants: Arc<Mutex<Tenants>>,
     schedule: Schedule,
-    waiting: Waiting,
+    /// What those applications of tenants have moved that have ended, or belong to another tenant now.
+    pub(super) past: BTreeMap<String, Counts>,
+    pub(super) waiting: Waiting,
     bytes: WorkBytes,
     /// Set once the descriptor of the engine is in the epoll set.
     watches_engine: bool,
@@ -181,6 +187,7 @@ impl Worker {
             turns: Turns::new(now()),
             tenants: tenants.clone(),
             schedule,
+            past: BTreeMap::new(),
             waiting: Waiting::new(None),
             bytes: WorkBytes::new(),
             watches_engine: false,
@@ -238,6 +245,9 @@ impl Worker {
                     // A node that waits no more needs no answer.
                     let _ = answer.send(());
                 }
+                Order::Show(connections_max, answer) => {
+                    let _ = answer.send(self.part(connections_max));
+                }
                 Order::Stop => self.ends = true,
             }
         }
@@ -290,12 +300,15 @@ impl Worker {
             }
             match tenants.account_of(&belonging.identity) {
                 Ok(account) => {
+                    count_past(&mut self.past, &self.shared, application);
                     let tenant = self.schedule.tenant_of(account);
                     application.move_to(&mut self.shared, now, account, tenant);
                 }
                 Err(why) => self.detach(slot as u32, &Detached::Protocol(why)),
             }
         }
+        self.past
+            .retain(|past, _| tenants.names().any(|name| name == past));
         self.schedule.sweep(&mut self.shared.egress);
     }
 
@@ -661,6 +674,7 @@ impl Worker {
             return;
         };
         let mut application = application;
+        count_past(&mut self.past, &self.shared, &application);
         if let Detached::Protocol(why) = why {
             let text = format!("detached: {why}");
             let _ = application
@@ -779,6 +793,20 @@ impl Application {
         self.channel.send_with(request, &answer, &files.as_fds())?;
         self.rings = Some(post::Rings::new(end));
         Ok(())
+    }
+}
+
+/// Adds what an application has moved that leaves its tenant.
+fn count_past(past: &mut BTreeMap<String, Counts>, shared: &Shared, application: &Application) {
+    let moved = shared
+        .egress
+        .counts_of(application.slot)
+        .since(&application.before)
+        .moved();
+    let tenant = application.belonging.account.name();
+    match past.get_mut(tenant) {
+        Some(past) => past.add(&moved),
+        None => drop(past.insert(tenant.to_owned(), moved)),
     }
 }
 

@@ -393,7 +393,7 @@ fn announce__rings_once_for_a_sleep() {
     assert!(!announcer.announce(129));
     ready.awake();
     assert_eq!(taken(&mut ready), [0, 129]);
-    assert_eq!(taken(&mut ready), []);
+    assert_eq!(taken(&mut ready), [0_u32; 0]);
 }
 
 fn taken(ready: &mut ReadySet<Set>) -> Vec<u32> {
@@ -413,7 +413,7 @@ fn take_some__goes_on_where_it_has_stopped() {
         rings
     };
     let _ = announce();
-    assert_eq!(some(&mut ready, 0), []);
+    assert_eq!(some(&mut ready, 0), [0_u32; 0]);
     assert_eq!(some(&mut ready, 1), [1, 3]);
     // These are behind the others.
     let _ = announce();

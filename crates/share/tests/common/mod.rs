@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rdmux_key::Key;
 use rdmux_memory::AnonymousMemory;
+use rdmux_share::node::snapshot::Viewer;
 use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::{
     Access, CompletionQueue, Connection, Device, Memory, MemoryRegion, Options, ProtectionDomain, QueuePair,
@@ -31,6 +32,7 @@ pub(crate) fn open(address: IpAddr, provider: &'static str) -> Device {
 pub(crate) struct Served {
     pub(crate) address: IpAddr,
     pub(crate) device: Device,
+    pub(crate) viewer: Viewer,
     stopper: Stopper,
     thread: Option<JoinHandle<()>>,
 }
@@ -47,11 +49,12 @@ impl Served {
             ..NodeOptions::default()
         };
         let node = Node::open_with(device.clone(), options).unwrap();
-        let stopper = node.stopper();
+        let (stopper, viewer) = (node.stopper(), node.viewer());
         let thread = std::thread::spawn(move || node.run().unwrap());
         Served {
             address,
             device,
+            viewer,
             stopper,
             thread: Some(thread),
         }

@@ -2,9 +2,11 @@
 
 use std::collections::VecDeque;
 
+use rdmux_rnic::Time;
 use rdmux_rnic::sched::ConnectionId;
 
 use super::{GroupId, Owner, Request};
+use crate::node::snapshot::Counts;
 
 /// A request that is not complete.
 #[derive(Debug)]
@@ -14,6 +16,7 @@ pub(super) struct Entry<B> {
     pub(super) body: Option<B>,
     /// Bytes of which pieces have been taken.
     pub(super) posted_bytes: u32,
+    pub(super) submitted: Time,
 }
 
 /// Where the pieces of a flow go.
@@ -44,6 +47,7 @@ pub(super) struct Flow<B> {
     pub(super) failed: bool,
     /// Set once it is gone for its owner, while pieces of it are in flight.
     pub(super) is_removed: bool,
+    pub(super) counts: Counts,
 }
 
 impl<B> Flow<B> {
@@ -60,6 +64,7 @@ impl<B> Flow<B> {
             held: false,
             failed: false,
             is_removed: false,
+            counts: Counts::default(),
         }
     }
 

@@ -84,6 +84,11 @@ impl Group {
         }
     }
 
+    /// Returns the bytes in flight, and the bytes that may be.
+    pub(super) fn window(&self, piece_bytes: u32) -> (u64, u64) {
+        (self.window.in_flight(), self.window.bytes(piece_bytes).into())
+    }
+
     /// Returns whether a piece may be posted.
     pub(super) fn takes(&self, piece_bytes: u32) -> bool {
         self.posted.len() < self.depth && self.window.is_open(piece_bytes)
