@@ -16,6 +16,7 @@ pub mod ring;
 #[path = "../../skip.rs"]
 mod skip;
 mod start;
+pub mod watch;
 
 use rdmux_verbs::Features;
 

@@ -56,6 +56,7 @@ use crate::control::convert::Refusal;
 use crate::place::Place;
 pub use crate::place::Scope;
 use crate::start::StartLock;
+use crate::watch::Watchers;
 
 /// Applications of a node.
 pub const APPLICATIONS_MAX: usize = 1024;
@@ -167,6 +168,8 @@ impl Stopper {
 #[derive(Debug)]
 pub struct Node {
     place: Place,
+    /// The place for programs that watch the node, until it runs.
+    watch_place: Option<Place>,
     orders: Inbox<Order>,
     mailbox: Mailbox<Order>,
     /// Set once it is to end.
@@ -230,6 +233,7 @@ impl Node {
             io::ErrorKind::AddrInUse => NodeError::InUse(address, scope),
             _ => NodeError::Place(error),
         })?;
+        let watch_place = place.for_watchers(address).map_err(NodeError::Place)?;
         let (mailbox, orders) = mailbox()?;
         let spare = place.socket.try_clone().ok();
         let tenants = Arc::new(Mutex::new(Tenants::new(config, engines.max(1))));
@@ -248,6 +252,7 @@ impl Node {
         }
         Ok(Node {
             place,
+            watch_place: Some(watch_place),
             orders,
             mailbox,
             ends: false,
@@ -289,6 +294,9 @@ impl Node {
     /// # Errors
     /// The node itself can go on no more. Whatever an application does ends that application alone.
     pub fn run(mut self) -> Result<(), NodeError> {
+        let watch_place = self.watch_place.take();
+        let watchers = watch_place.map(|place| Watchers::start(place, self.viewer()));
+        let _watchers = watchers.transpose()?;
         let mut threads = Vec::new();
         let mut served = Ok(());
         for (number, hired) in self.workers.iter_mut().enumerate() {

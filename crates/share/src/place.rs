@@ -10,7 +10,8 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rdmux_verbs::provider::folder::{check_host_folder, check_node_folder, host_path, runtime_folder};
+use rdmux_verbs::provider::folder::{check_host_folder, check_node_folder, host_path, runtime_folder, uid};
+use rdmux_verbs::provider::user::ROOT;
 use rdmux_verbs::resources::places::unix_socket;
 use rustix::fs::{Mode, chmod, mkdir};
 use rustix::io::Errno;
@@ -19,8 +20,9 @@ use rustix::net::{SocketAddrUnix, SocketType, bind, connect, listen};
 /// Applications that wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// Prefix of the names of sockets.
+/// Prefixes of the names of sockets: those for applications, and those for programs that watch nodes.
 const PREFIX: &str = "node-";
+const WATCH_PREFIX: &str = "watch-";
 
 /// Users that a node serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,8 +60,12 @@ impl Scope {
 
     /// Returns the socket of the node of an address. The folders are shared by the network namespaces of the host, and an address is not.
     fn path(self, address: IpAddr) -> io::Result<PathBuf> {
+        self.path_of(PREFIX, address)
+    }
+
+    fn path_of(self, prefix: &str, address: IpAddr) -> io::Result<PathBuf> {
         let folder = self.folder(address)?;
-        Ok(folder.join(format!("{PREFIX}{}-{address}", namespace())))
+        Ok(folder.join(format!("{prefix}{}-{address}", namespace())))
     }
 
     /// Returns the addresses that have a folder or a socket.
@@ -116,6 +122,43 @@ pub(crate) fn attach(address: IpAddr) -> io::Result<OwnedFd> {
     Err(why)
 }
 
+/// Returns the nodes of this network namespace that this user may watch, by address, with their sockets for that: those of this user and for the
+/// host, and for root, those of all users.
+pub(crate) fn watched() -> Vec<(IpAddr, PathBuf)> {
+    // The folders may also have sockets of nodes that were killed.
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let mut found = watched_of(&sockets, namespace());
+    let is_own = |address, path: &Path| {
+        let mut own = Scope::ALL
+            .iter()
+            .filter_map(|scope| scope.path_of(WATCH_PREFIX, address).ok());
+        own.any(|own| own == path)
+    };
+    found.retain(|(address, path)| uid() == ROOT || is_own(*address, path));
+    found
+}
+
+/// Parses the system's list of Unix sockets, each with some numbers and a name if there is one.
+fn watched_of(sockets: &str, namespace: u64) -> Vec<(IpAddr, PathBuf)> {
+    let prefix = format!("{WATCH_PREFIX}{namespace}-");
+    let place = |line: &str| {
+        let path = Path::new(line.get(line.find(" /")? + 1..)?);
+        let address = path.file_name()?.to_str()?.strip_prefix(&prefix)?;
+        Some((address.parse().ok()?, path.to_owned()))
+    };
+    let mut found: Vec<_> = sockets.lines().filter_map(place).collect();
+    found.sort();
+    found.dedup();
+    found
+}
+
+/// Connects to the socket of a node for programs that watch it.
+pub(crate) fn watch(path: &Path) -> io::Result<OwnedFd> {
+    let socket = unix_socket(SocketType::STREAM)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
 /// Returns whether an error of [`attach`] says that there is no node.
 pub(crate) fn is_none(error: &io::Error) -> bool {
     matches!(
@@ -124,7 +167,7 @@ pub(crate) fn is_none(error: &io::Error) -> bool {
     )
 }
 
-/// The socket on which a node waits for applications; its name ends when this is dropped.
+/// A socket on which a node waits for applications, or for programs that watch it; its name ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Place {
     path: PathBuf,
@@ -140,22 +183,36 @@ impl Place {
     /// # Errors
     /// [`io::ErrorKind::AddrInUse`] if there is a node.
     pub(crate) fn take(address: IpAddr, scope: Scope) -> io::Result<Place> {
-        let mut mode = Mode::RUSR | Mode::WUSR;
         if scope == Scope::Host {
             make_node_folder(address)?;
-            // The node decides about everybody who reaches its socket.
-            mode |= Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
         }
         // The engine's place, which the caller has by then, lets no two nodes of an address come here at once.
         if scope.attach(address).is_ok() {
             return Err(io::ErrorKind::AddrInUse.into());
         }
-        let path = scope.path(address)?;
+        Place::bind(scope.path(address)?, scope, SocketType::SEQPACKET)
+    }
+
+    /// Makes the place beside it for programs that watch the node.
+    pub(crate) fn for_watchers(&self, address: IpAddr) -> io::Result<Place> {
+        Place::bind(
+            self.scope.path_of(WATCH_PREFIX, address)?,
+            self.scope,
+            SocketType::STREAM,
+        )
+    }
+
+    fn bind(path: PathBuf, scope: Scope, kind: SocketType) -> io::Result<Place> {
+        let mut mode = Mode::RUSR | Mode::WUSR;
+        if scope == Scope::Host {
+            // The node decides about everybody who reaches its socket.
+            mode |= Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
+        }
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let socket = unix_socket(SocketType::SEQPACKET)?;
+        let socket = unix_socket(kind)?;
         bind(&socket, &SocketAddrUnix::new(&path)?)?;
         chmod(&path, mode)?;
         listen(&socket, BACKLOG)?;
@@ -179,7 +236,7 @@ impl Place {
         }
     }
 
-    /// Accepts an application; `None` if none waits.
+    /// Accepts who has come; `None` if nobody waits.
     pub(crate) fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
         use rustix::net::{SocketFlags, accept_with};
         match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
@@ -222,5 +279,30 @@ fn make_public(path: &Path) -> Result<(), Errno> {
 impl Drop for Place {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn watched_of__names_of_this_namespace() {
+        let sockets = "Num       RefCount Protocol Flags    Type St Inode Path
+0000000000000000: 00000002 00000000 00010000 0001 01 20001 /tmp/rdmux-7/watch-42-10.0.0.1
+0000000000000000: 00000003 00000000 00000000 0001 03 20002 /tmp/rdmux-7/watch-42-10.0.0.1
+0000000000000000: 00000002 00000000 00010000 0001 01 20003 /tmp/rdmux 7/watch-43-10.0.0.2
+0000000000000000: 00000002 00000000 00010000 0005 01 20004 /tmp/rdmux-7/node-42-10.0.0.3
+0000000000000000: 00000002 00000000 00010000 0001 01 20005 @watch-42-10.0.0.4
+0000000000000000: 00000002 00000000 00010000 0001 01 20006 watch-42-10.0.0.5
+0000000000000000: 00000002 00000000 00010000 0001 01 20007
+0000000000000000: 00000002 00000000 00010000 0001 01 20008 /run/user of 7/rdmux/watch-42-fe80::1
+";
+        let expected = [
+            ("10.0.0.1", "/tmp/rdmux-7/watch-42-10.0.0.1"),
+            ("fe80::1", "/run/user of 7/rdmux/watch-42-fe80::1"),
+        ];
+        let expected = expected.map(|(address, path)| (address.parse().unwrap(), PathBuf::from(path)));
+        assert_eq!(watched_of(sockets, 42), expected);
     }
 }

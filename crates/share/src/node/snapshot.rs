@@ -254,6 +254,18 @@ impl Snapshot {
         seen.shared_qps.clear();
         seen
     }
+
+    /// Removes control characters from all text in it: the node may be anybody's.
+    pub(crate) fn remove_control_characters(&mut self) {
+        let node = [&mut self.node.provider, &mut self.node.waiting];
+        let tenants = self.tenants.iter_mut().map(|tenant| &mut tenant.name);
+        let applications = self.applications.iter_mut();
+        let applications = applications.flat_map(|one| [&mut one.name, &mut one.tenant]);
+        let shared = self.shared_qps.iter_mut();
+        let shared = shared.flat_map(|shared| [&mut shared.tenant, &mut shared.peer_tenant]);
+        let texts = node.into_iter().chain(tenants).chain(applications).chain(shared);
+        texts.for_each(|text| text.retain(|c| !c.is_control()));
+    }
 }
 
 /// Asks a node for snapshots, from other threads.
