@@ -3,8 +3,11 @@
 
 mod common;
 
+use std::io::{BufRead as _, BufReader};
 use std::net::IpAddr;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use common::{LONG, Served, Side, open};
@@ -12,7 +15,7 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
     Access, AsyncEvent, CompletionQueue, ConnectParams, Path, ProtectionDomain, Psn, QpAttributes, QpOptions,
-    QpState, QueuePair, RecvRequest, SendRequest, SgeList, Status, WcOpcode,
+    QpState, Qpn, QueuePair, RKey, RecvRequest, RemoteBuffer, SendRequest, SgeList, Status, WcOpcode,
 };
 
 /// Starts a node that shares queue pairs with those of the same key.
@@ -48,7 +51,7 @@ fn new_qp(pd: &ProtectionDomain, cq: &CompletionQueue) -> QueuePair {
 }
 
 /// Brings up a queue pair as programs do that exchange QPNs by themselves.
-fn bring_up(qp: &QueuePair, src: IpAddr, dst: IpAddr, dest: &QueuePair) {
+fn bring_up(qp: &QueuePair, src: IpAddr, dst: IpAddr, dest: Qpn) {
     let path = Path {
         src,
         dst,
@@ -58,7 +61,7 @@ fn bring_up(qp: &QueuePair, src: IpAddr, dst: IpAddr, dest: &QueuePair) {
     let rtr = QpAttributes {
         path: Some(path),
         path_mtu: Some(1024),
-        dest_qpn: Some(dest.qpn()),
+        dest_qpn: Some(dest),
         rq_psn: Some(Psn::new(0)),
         max_dest_rd_atomic: Some(4),
         min_rnr_timer: Some(12),
@@ -77,8 +80,8 @@ fn bring_up(qp: &QueuePair, src: IpAddr, dst: IpAddr, dest: &QueuePair) {
 }
 
 fn connect(a: (&Served, &QueuePair), b: (&Served, &QueuePair)) {
-    bring_up(a.1, a.0.address, b.0.address, b.1);
-    bring_up(b.1, b.0.address, a.0.address, a.1);
+    bring_up(a.1, a.0.address, b.0.address, b.1.qpn());
+    bring_up(b.1, b.0.address, a.0.address, a.1.qpn());
 }
 
 fn pair(a: &Served, b: &Served) -> (Side, Side) {
@@ -339,7 +342,7 @@ fn errors__of_one_connection() {
     // A key that does not exist.
     let (client, server) = pair(&here, &there);
     let mut remote = server.mr.remote(..64).unwrap();
-    remote.rkey = rdmux_verbs::RKey(remote.rkey.0 ^ 0x5500);
+    remote.rkey = RKey(remote.rkey.0 ^ 0x5500);
     let write = SendRequest::write(client.sge(0, 8), remote);
     client.qp.post_send(write.wr_id(1)).unwrap();
     let wc = client.next();
@@ -392,5 +395,128 @@ fn wait_for(side: &Side, event: AsyncEvent) {
     while side.device.poll_async_event() != Some(event) {
         assert!(Instant::now() < deadline, "{event:?}");
         std::thread::yield_now();
+    }
+}
+
+/// The shared queue pair fails at either end while applications use it: none of them notices.
+#[test]
+fn shared_queue_pair__fails_under_load() {
+    let mut number = 20;
+    for faults in [["qp-error=200", "qp-error=350"], ["qp-error=500", "qp-error=301"]] {
+        let [here, there] = faults.map(|faults| {
+            number += 1;
+            Served::with_faults([127, 0, 54, number], Some([1; 32]), Some(faults))
+        });
+        let pairs: Vec<_> = (0..4).map(|_| pair(&here, &there)).collect();
+        std::thread::scope(|scope| {
+            for (client, server) in &pairs {
+                scope.spawn(move || {
+                    for _ in 0..3 {
+                        operations(client, server);
+                        operations(server, client);
+                    }
+                });
+            }
+        });
+        for node in [&here, &there] {
+            let counts = node.device.fault_counts().unwrap();
+            assert_eq!(counts.qp_errors, 1, "{counts:?}");
+        }
+    }
+}
+
+/// Set for a process that is an application of a node: the node's address, and the peer's and its QPN.
+const CHILD: &str = "RDMUX_SHARING_CHILD";
+
+/// An application in a process of its own. It tells where its memory is, and waits for its end.
+#[test]
+fn child() {
+    let Ok(told) = std::env::var(CHILD) else { return };
+    rdmux_share::register();
+    let mut told = told.split(' ');
+    let [address, peer]: [IpAddr; 2] = [(); 2].map(|()| told.next().unwrap().parse().unwrap());
+    let dest = Qpn::new(told.next().unwrap().parse().unwrap());
+    let device = open(address, "shared");
+    let pd = device.alloc_pd().unwrap();
+    let cq = device.create_cq(64).unwrap();
+    let qp = new_qp(&pd, &cq);
+    bring_up(&qp, address, peer, dest);
+    let memory = Arc::new(AnonymousMemory::shareable(1 << 20).unwrap());
+    let mr = pd
+        .reg_mr_all(memory, 0, Access::LOCAL_WRITE | Access::REMOTE_WRITE)
+        .unwrap();
+    let remote = mr.remote(..).unwrap();
+    println!("child: {} {} {}", qp.qpn().value(), remote.address, remote.rkey.0);
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+}
+
+/// Tells others that it is over, also in a panic.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// An application is killed while its peer writes to its memory, again and again: its peer sees that, and nobody else.
+#[test]
+fn killed_process__fails_its_peer_alone() {
+    let (here, there) = (serve(25, 1), serve(26, 1));
+    let others: Vec<_> = (0..3).map(|_| pair(&here, &there)).collect();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for (client, server) in &others {
+            let is_over = &is_over;
+            scope.spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    operations(client, server);
+                }
+            });
+        }
+        let _over = Over(&is_over);
+        for _ in 0..6 {
+            let client = side(&here);
+            let told = format!("{} {} {}", there.address, here.address, client.qp.qpn().value());
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "child", "--nocapture"])
+                .env(CHILD, told)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            let told = lines.map(Result::unwrap).find_map(|line| {
+                let (_, told) = line.split_once("child: ")?;
+                Some(told.to_owned())
+            });
+            let told = told.expect("the child tells");
+            let mut told = told.split(' ').map(|number| number.parse::<u64>().unwrap());
+            let [dest, address, rkey] = [(); 3].map(|()| told.next().unwrap());
+            bring_up(&client.qp, here.address, there.address, Qpn::new(dest as u32));
+            let remote = RemoteBuffer {
+                address,
+                length: 1 << 20,
+                rkey: RKey(rkey as u32),
+            };
+            let write = || SendRequest::write(client.sge(0, 1 << 20), remote).signaled();
+            (0..8).for_each(|_| client.qp.post_send(write()).unwrap());
+            client.expect(0, WcOpcode::Write);
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let status = loop {
+                let wc = client.next();
+                if wc.status != Status::Success {
+                    break wc.status;
+                }
+                client.qp.post_send(write()).unwrap();
+            };
+            let expected = [Status::RemoteAccess, Status::RetryExceeded];
+            assert!(expected.contains(&status), "{status:?}");
+        }
+    });
+    for (client, server) in &others {
+        operations(server, client);
     }
 }

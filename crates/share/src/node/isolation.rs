@@ -329,6 +329,7 @@ impl World {
             domain: at as u64,
             peer_domain: at as u64,
             peer_access: ALL,
+            replays_writes: false,
         };
         let far = Bound {
             own: peer,
@@ -630,7 +631,7 @@ impl World {
                     _ => self.egress.fail(now, flow),
                 }
             }
-            MuxEvent::Received(..) | MuxEvent::Ended(_) => {}
+            MuxEvent::Answer(..) | MuxEvent::Received(..) | MuxEvent::Ended(_) => {}
         }
     }
 

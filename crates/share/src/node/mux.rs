@@ -17,6 +17,7 @@
 pub(in crate::node) mod flight;
 pub(in crate::node) mod keys;
 pub(in crate::node) mod receiver;
+pub(in crate::node) mod recovery;
 pub(in crate::node) mod sender;
 pub(in crate::node) mod slots;
 #[cfg(test)]
@@ -32,7 +33,7 @@ use rdmux_wire::Malformed;
 use rdmux_wire::node::CompletionStatus;
 use rdmux_wire::node::mux::{BODY_LEN_MAX, Extra, HEADER_LEN, Header, Kind, Receive};
 
-use flight::{Flight, Piece};
+use flight::{Flight, Piece, Progress, Request};
 use keys::Keys;
 use receiver::{CopyTo, Receiver};
 use sender::{Sender, Stop, Wait};
@@ -74,6 +75,8 @@ pub(in crate::node) struct Bound {
     pub(in crate::node) peer_domain: u64,
     /// Accesses that the peer's queue pair allows.
     pub(in crate::node) peer_access: Access,
+    /// Set if the application allows that a WRITE takes effect twice, where nobody can know if it has.
+    pub(in crate::node) replays_writes: bool,
 }
 
 /// A request for the shared queue pair, with its number.
@@ -133,18 +136,21 @@ pub(in crate::node) enum Failure {
 }
 
 /// News of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(in crate::node) enum Event {
     /// It may have something to send.
     Wake(ConnectionId),
     /// The piece with this tag has ended with this status.
     Landed(u64, Status),
+    /// An atomic operation has found this value, which is to be written to these elements before [`Event::Landed`] is handled. Their keys are those of
+    /// shared queue pairs.
+    Answer(ConnectionId, SgeList, u64),
     /// A receive has been flushed, or has failed.
     Received(ConnectionId, WorkCompletion),
     /// It has failed: its requests are to be flushed once what is in flight has ended; its receives have been.
     Failed(ConnectionId, Failure),
     /// Both ends have ended: its QPNs may be connected anew.
-    Ended(ConnectionId),
+    Ended(#[cfg_attr(not(test), expect(dead_code, reason = "its owner has left it"))] ConnectionId),
 }
 
 /// A message for an application.
@@ -215,8 +221,17 @@ pub(in crate::node) struct Mux {
     due: VecDeque<Vec<u8>>,
     tellers: VecDeque<ConnectionId>,
     events: VecDeque<Event>,
-    /// Set once the queue pair has failed.
+    /// Set once it is over for all connections.
     has_failed: bool,
+    /// Set while there is no queue pair to which anything may be posted.
+    is_stopped: bool,
+    /// Set if a connection has something to send meanwhile.
+    is_wanted: bool,
+    /// Messages posted to this queue pair, and those that have come over it, modulo 2^32.
+    messages_sent: u32,
+    messages_handled: u32,
+    /// Failures of queue pairs in a row that have found the same number of pieces completed, and that number.
+    barren: (u32, u64),
 }
 
 impl Mux {
@@ -248,6 +263,11 @@ impl Mux {
             tellers: VecDeque::new(),
             events: VecDeque::new(),
             has_failed: false,
+            is_stopped: false,
+            is_wanted: false,
+            messages_sent: 0,
+            messages_handled: 0,
+            barren: (0, 0),
         }
     }
 
@@ -350,11 +370,16 @@ impl Mux {
         offset: u32,
         keys: &mut dyn Keys,
     ) -> Admission {
-        let (has_slot, refill) = (self.has_slot(), self.refill);
+        let (has_slot, refill, is_stopped) = (self.has_slot(), self.refill, self.is_stopped);
         let Some(connection) = self.connection(id).filter(|it| it.failure.is_none()) else {
             return Admission::Wait(Wait::Failed);
         };
         connection.waits = None;
+        if is_stopped {
+            connection.waits = Some(Wait::Shared);
+            self.is_wanted = true;
+            return Admission::Wait(Wait::Shared);
+        }
         let had_slot = connection.had_slot == Some(refill);
         let bound = connection.bound;
         let admitted = match connection.peer_ended {
@@ -372,7 +397,7 @@ impl Mux {
                 match wait {
                     Wait::Slot => self.lack_slots[usize::from(had_slot)].push_back(id),
                     Wait::Key => self.lack_keys.push(id),
-                    Wait::Receive | Wait::Fence | Wait::Failed => {}
+                    Wait::Receive | Wait::Fence | Wait::Shared | Wait::Failed => {}
                 }
                 Admission::Wait(wait)
             }
@@ -414,25 +439,22 @@ impl Mux {
             self.fail_with(id, Failure::Own, CompletionStatus::RetryExceeded);
             return Err(Status::LocalQpOperation);
         }
-        let mut piece = Piece {
-            connection: Some(id),
-            is_posted: true,
-            buffer: None,
-            is_fenced: false,
-            tag: None,
-        };
         let mut posts = Posts::default();
+        let mut piece = Piece::of_node();
+        piece.connection = Some(id);
+        let has_direct = cut.direct.is_some();
         if let Some((operation, list)) = cut.direct {
             self.takes_off(id, request.operation.takes_answer());
             let number = self.flight.push(Piece {
+                request: Request::Direct(operation, list),
                 is_fenced: request.operation.takes_answer(),
+                has_message: sender::takes_receive(&request.operation),
                 tag: cut.message.is_none().then_some(tag),
                 ..piece
             });
-            posts.first = Some(Post {
-                number,
-                request: Posted::Direct(operation, list),
-            });
+            piece = Piece::of_node();
+            piece.connection = Some(id);
+            posts.first = self.launch(number);
         }
         piece.tag = Some(tag);
         match cut.message {
@@ -458,9 +480,9 @@ impl Mux {
                     Some(_) => posts.then = post,
                 }
             }
-            None if posts.first.is_none() => {
+            None if !has_direct => {
                 self.takes_off(id, false);
-                piece.is_posted = false;
+                piece.progress = Progress::Over(Status::Success);
                 self.flight.push(piece);
                 self.settle();
             }
@@ -501,7 +523,7 @@ impl Mux {
 
     /// Returns the next message of the nodes themselves.
     pub(in crate::node) fn poll_message(&mut self, keys: &mut dyn Keys) -> Option<Post> {
-        if self.has_failed || self.buffers.is_empty() {
+        if self.has_failed || self.is_stopped || self.buffers.is_empty() {
             return None;
         }
         if self.slots.has_for_node() {
@@ -581,6 +603,7 @@ impl Mux {
     ) -> Result<Option<Received>, Violation> {
         let (header, body) = Header::parse(bytes)?;
         self.slots.arrived(header.emptied)?;
+        self.messages_handled = self.messages_handled.wrapping_add(1);
         self.wake_for_slots();
         if header.kind == Kind::Slots {
             return Ok(None);
@@ -667,40 +690,42 @@ impl Mux {
         }
     }
 
-    /// Handles the end of a piece. Those before it have succeeded. One that is not in flight is ignored.
+    /// Handles the end of a piece. Those before it have succeeded. One that is not in flight is ignored. After one that has failed, the queue
+    /// pair is to be ended: nothing is posted any more, and what comes back waits for [`Mux::carry_over`].
     pub(in crate::node) fn handle_completion(&mut self, number: u64, status: Status) {
-        if !self.flight.has(number) {
+        let found = self.flight.get_mut(number);
+        let Some(piece) = found.filter(|piece| piece.progress == Progress::Posted) else {
+            return;
+        };
+        self.is_stopped |= status != Status::Success;
+        if self.is_stopped {
+            piece.progress = Progress::Back(status);
             return;
         }
-        while self.flight.completed() < number {
-            self.land(Status::Success);
-        }
-        match status {
-            Status::Success => {
-                self.land(Status::Success);
-                self.settle();
-            }
-            failed => self.fail_all(failed),
-        }
-        self.wake_for_slots();
-    }
-
-    /// Ends the first piece in flight.
-    fn land(&mut self, status: Status) {
-        if let Some(piece) = self.flight.pop() {
+        while self.flight.completed() <= number
+            && let Some(piece) = self.flight.pop()
+        {
+            let status = match piece.progress {
+                Progress::Over(status) => status,
+                _ => Status::Success,
+            };
             self.end_piece(piece, status);
         }
+        self.settle();
+        self.wake_for_slots();
     }
 
     /// Ends what only waited for pieces before it.
     fn settle(&mut self) {
-        while let Some(piece) = self.flight.pop_unposted() {
-            self.end_piece(piece, Status::Success);
+        while let Some((piece, status)) = self.flight.pop_over() {
+            self.end_piece(piece, status);
         }
     }
 
     fn end_piece(&mut self, piece: Piece, status: Status) {
-        self.buffers.extend(piece.buffer);
+        if let Request::Message(buffer, ..) = piece.request {
+            self.buffers.push(buffer);
+        }
         let Some(id) = piece.connection else { return };
         let Some(connection) = self.connection(id) else {
             return;
@@ -722,22 +747,35 @@ impl Mux {
 
     /// Makes a message, for which there is a slot. Returns `None` if there is no send buffer.
     fn message(&mut self, mut piece: Piece, header: Header, body: SgeList) -> Option<Post> {
-        let buffer = self.buffers.pop()?;
-        piece.buffer = Some(buffer);
-        let header = Header {
-            emptied: self.slots.take(),
-            ..header
+        piece.request = Request::Message(self.buffers.pop()?, header, body);
+        let number = self.flight.push(piece);
+        self.launch(number)
+    }
+
+    /// Returns the request of a piece, to be posted now; `None` as long as nothing may be posted.
+    fn launch(&mut self, number: u64) -> Option<Post> {
+        let piece = self.flight.get_mut(number).filter(|_| !self.is_stopped)?;
+        piece.progress = Progress::Posted;
+        piece.ordinal = self.messages_sent;
+        let request = match &piece.request {
+            Request::Nothing => return None,
+            Request::Direct(operation, list) => Posted::Direct(operation.clone(), list.clone()),
+            Request::Message(buffer, header, body) => {
+                self.messages_sent = self.messages_sent.wrapping_add(1);
+                let header = Header {
+                    emptied: self.slots.take(),
+                    ..*header
+                };
+                let mut bytes = [0; HEADER_LEN];
+                header.emit(&mut bytes);
+                Posted::Message {
+                    buffer: *buffer,
+                    header: bytes,
+                    body: body.clone(),
+                }
+            }
         };
-        let mut bytes = [0; HEADER_LEN];
-        header.emit(&mut bytes);
-        Some(Post {
-            number: self.flight.push(piece),
-            request: Posted::Message {
-                buffer,
-                header: bytes,
-                body,
-            },
-        })
+        Some(Post { number, request })
     }
 
     /// Has a connection wait for its turn to tell of receives, if it has any to tell.
@@ -853,16 +891,23 @@ impl Mux {
         self.try_end(id);
     }
 
-    /// Ends all connections, because the queue pair has failed: the piece that is first in flight had this status.
-    fn fail_all(&mut self, status: Status) {
+    /// Ends all connections, because the peer's node has gone, does not keep to the protocol, or has no queue pair any more.
+    pub(in crate::node) fn close(&mut self) {
         self.has_failed = true;
-        let mut status = status;
         let mut failed = HashSet::new();
         while let Some(piece) = self.flight.pop() {
-            let is_first = piece.tag.is_none() || failed.insert(piece.connection);
-            let its = if is_first { status } else { Status::Flushed };
-            self.end_piece(piece, its);
-            status = Status::RetryExceeded;
+            let known = match piece.progress {
+                Progress::Over(status) | Progress::Back(status @ Status::Success) => status,
+                _ => Status::RetryExceeded,
+            };
+            let status = match piece.tag.is_some() && failed.contains(&piece.connection) {
+                true => Status::Flushed,
+                false => known,
+            };
+            if status != Status::Success && piece.tag.is_some() {
+                failed.insert(piece.connection);
+            }
+            self.end_piece(piece, status);
         }
         let ids: Vec<_> = self.by_names.values().copied().collect();
         for id in ids {
@@ -874,11 +919,6 @@ impl Mux {
             self.try_end(id);
         }
         self.failures.clear();
-    }
-
-    /// Ends all connections because the peer's node has gone or does not keep to the protocol.
-    pub(in crate::node) fn close(&mut self) {
-        self.fail_all(Status::RetryExceeded);
     }
 
     /// Removes a connection that its owner has left, once both ends have ended and nothing is in flight.
@@ -905,9 +945,11 @@ impl Piece {
     fn of_node() -> Piece {
         Piece {
             connection: None,
-            is_posted: true,
-            buffer: None,
+            request: Request::Nothing,
+            progress: Progress::Again,
             is_fenced: false,
+            has_message: false,
+            ordinal: 0,
             tag: None,
         }
     }

@@ -381,13 +381,6 @@ impl Peers {
     }
 
     /// Takes note that a shared queue pair has failed: [`PeerEvent::QpEnding`] follows, if it did not before.
-    #[cfg_attr(
-        not(test),
-        expect(
-            dead_code,
-            reason = "connections do not go on yet when their queue pair fails"
-        )
-    )]
     pub(crate) fn end_qp(&mut self, now: Instant, id: SharedId) {
         self.shared.end(now, &mut self.machine, id, &mut self.out);
         self.work(now);
@@ -395,13 +388,6 @@ impl Peers {
 
     /// Takes note that all completions of a queue pair that ends have come, and that so many messages were received on it:
     /// [`PeerEvent::QpEnded`] follows.
-    #[cfg_attr(
-        not(test),
-        expect(
-            dead_code,
-            reason = "connections do not go on yet when their queue pair fails"
-        )
-    )]
     pub(crate) fn drained(&mut self, now: Instant, id: SharedId, messages: u32) {
         let drained = (id, messages);
         self.shared
@@ -418,13 +404,6 @@ impl Peers {
     }
 
     /// Forgets a line that is away and has no connections.
-    #[cfg_attr(
-        not(test),
-        expect(
-            dead_code,
-            reason = "connections do not go on yet when their queue pair fails"
-        )
-    )]
     pub(crate) fn forget_qp(&mut self, now: Instant, id: SharedId) {
         self.shared.forget(now, id);
         self.work(now);

@@ -31,7 +31,7 @@ use super::mux::{
     Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation, flushed,
 };
 use super::peer::{
-    Asked, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
+    Asked, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
 };
 use super::snapshot::{self, Route};
 
@@ -91,10 +91,21 @@ struct Retired {
 #[derive(Debug)]
 struct Line {
     mux: Mux,
-    group: GroupId,
+    /// In the scheduler, once there is a connection.
+    group: Option<GroupId>,
     buffers_region: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
     peer: IpAddr,
+    by: SharedBy,
+}
+
+/// Reason why a request of a shared queue pair was not posted.
+#[derive(Clone, Copy, Debug)]
+enum NotPosted {
+    /// The memory of its application fails.
+    Memory,
+    /// The queue pair or the node's own memory does.
+    Device,
 }
 
 /// Progress of a connection of an application.
@@ -154,8 +165,8 @@ pub(super) struct Sharing {
     tenant: TenantId,
     news: VecDeque<(Owner, News)>,
     found: VecDeque<WorkCompletion>,
-    /// Messages on queue pairs of which the peer knows already that they are ready.
-    early: Vec<(SharedId, u16, u32)>,
+    /// Queue pairs whose completions have not all come since they were ended.
+    ending: Vec<SharedId>,
 }
 
 /// The keys that a connection's requests need.
@@ -230,7 +241,7 @@ impl Sharing {
             tenant: egress.add_tenant(&Entitlement::default()),
             news: VecDeque::new(),
             found: VecDeque::new(),
-            early: Vec::new(),
+            ending: Vec::new(),
         })
     }
 
@@ -396,7 +407,7 @@ impl Sharing {
             .iter()
             .filter_map(|(id, line)| {
                 let by = self.peers.shared_qp(*id)?.by();
-                let (class, in_flight_bytes, window_bytes) = egress.state_of_group(now, line.group)?;
+                let (class, in_flight_bytes, window_bytes) = egress.state_of_group(now, line.group?)?;
                 Some(snapshot::SharedQp {
                     id: id.0,
                     peer: by.peer,
@@ -603,20 +614,40 @@ impl Sharing {
                 if piece.last {
                     egress.take_body(piece);
                 }
-                let all = [posts.first, posts.then];
-                if !all.into_iter().flatten().all(|post| self.post(id, post)) {
-                    self.fail_line(id);
-                }
+                self.post_all(id, [posts.first, posts.then].into_iter().flatten());
             }
             Err(status) => egress.refused(now, piece, status),
         }
         true
     }
 
-    /// Posts a request to a shared queue pair. Returns false if the device refuses it.
-    fn post(&mut self, id: SharedId, post: Post) -> bool {
+    /// Posts requests to a shared queue pair, in this order. If one is not, the queue pair ends, and the next one has those behind it.
+    fn post_all(&mut self, id: SharedId, posts: impl IntoIterator<Item = Post>) {
+        let mut has_failed = false;
+        for post in posts {
+            let number = post.number;
+            let posted = match has_failed {
+                true => Err(NotPosted::Device),
+                false => self.post(id, post),
+            };
+            let Err(reason) = posted else { continue };
+            has_failed = true;
+            if let Some(line) = self.lines.get_mut(&id) {
+                match reason {
+                    NotPosted::Memory => line.mux.refused(number, Status::LocalProtection),
+                    NotPosted::Device => line.mux.not_posted(number),
+                }
+            }
+        }
+        if has_failed {
+            self.peers.end_qp(Instant::now(), id);
+        }
+    }
+
+    /// Posts a request to a shared queue pair.
+    fn post(&mut self, id: SharedId, post: Post) -> Result<(), NotPosted> {
         let (Some(line), Some(shared)) = (self.lines.get(&id), self.peers.shared_qp(id)) else {
-            return false;
+            return Err(NotPosted::Device);
         };
         let (operation, sges) = match post.request {
             Posted::Direct(operation, list) => (operation, list),
@@ -624,9 +655,8 @@ impl Sharing {
                 let at = usize::from(buffer) * SLOT_LEN;
                 let inline = body.as_inline().unwrap_or_default();
                 let bytes = [&header[..], inline].concat();
-                if line.buffers.write_in_any_order(at as u64, &bytes).is_err() {
-                    return false;
-                }
+                let written = line.buffers.write_in_any_order(at as u64, &bytes);
+                written.map_err(|_| NotPosted::Device)?;
                 let own = line.buffers_region.sge(at as u64, bytes.len() as u32);
                 let list: SgeList = match body.as_slice() {
                     [] => own.into(),
@@ -637,13 +667,10 @@ impl Sharing {
                     }
                     all => {
                         // One element more than a request can have.
-                        let Some(bytes) = self.read_shadows(all) else {
-                            return false;
-                        };
+                        let bytes = self.read_shadows(all).ok_or(NotPosted::Memory)?;
                         let behind = (at + HEADER_LEN) as u64;
-                        if line.buffers.write_in_any_order(behind, &bytes).is_err() {
-                            return false;
-                        }
+                        let written = line.buffers.write_in_any_order(behind, &bytes);
+                        written.map_err(|_| NotPosted::Device)?;
                         let length = (HEADER_LEN + bytes.len()) as u32;
                         line.buffers_region.sge(at as u64, length).into()
                     }
@@ -658,7 +685,7 @@ impl Sharing {
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
         };
-        shared.qp().post_send(request).is_ok()
+        shared.qp().post_send(request).map_err(|_| NotPosted::Device)
     }
 
     /// Returns the bytes of elements with keys of shared queue pairs.
@@ -672,6 +699,21 @@ impl Sharing {
             all.extend(bytes);
         }
         Some(all)
+    }
+
+    /// Writes bytes to elements with keys of shared queue pairs. Returns false if their memory is gone.
+    fn write_shadows(&self, list: &[Sge], bytes: &[u8]) -> bool {
+        let mut rest = bytes;
+        list.iter().all(|sge| {
+            let (now, later) = rest.split_at(rest.len().min(sge.length as usize));
+            rest = later;
+            let region = self
+                .by_shadow
+                .get(&sge.lkey)
+                .and_then(|lkey| self.regions.of_lkey(*lkey));
+            let place = region.and_then(|region| Some((region, region.place(sge.addr)?)));
+            place.is_some_and(|(region, at)| region.spec.memory.write_in_any_order(at, now).is_ok())
+        })
     }
 
     // Messages and events.
@@ -731,19 +773,17 @@ impl Sharing {
             if wc.wr_id & RECEIVE == 0 {
                 if let Some(line) = self.lines.get_mut(&id) {
                     line.mux.handle_completion(wc.wr_id, wc.status);
-                    if wc.status != Status::Success {
-                        self.fail_line(id);
-                    }
                 }
-            } else if wc.status == Status::Success {
+            } else {
                 if let Some(shared) = self.peers.shared_qp(id) {
                     shared.slot_came();
                 }
-                let slot = (wc.wr_id & !RECEIVE) as u16;
-                match self.lines.contains_key(&id) {
-                    true => self.message(id, slot, wc.byte_len),
-                    false => self.early.push((id, slot, wc.byte_len)),
+                if wc.status == Status::Success {
+                    self.message(id, (wc.wr_id & !RECEIVE) as u16, wc.byte_len);
                 }
+            }
+            if wc.status != Status::Success {
+                self.peers.end_qp(Instant::now(), id);
             }
         }
         self.found = found;
@@ -758,7 +798,14 @@ impl Sharing {
             return;
         };
         // The slot is free once its bytes are here.
-        if shared.read_slot(slot, 0, &mut bytes).is_err() || shared.post_slot(slot).is_err() {
+        if shared.read_slot(slot, 0, &mut bytes).is_err() {
+            return self.fail_line(id);
+        }
+        if !self.ending.contains(&id) && shared.post_slot(slot).is_err() {
+            self.peers.end_qp(Instant::now(), id);
+        }
+        // The peer may be a little ahead.
+        if !self.lines.contains_key(&id) && !self.add_line(id) {
             return self.fail_line(id);
         }
         let Some((line, mut keys)) = line!(self, id) else {
@@ -803,7 +850,7 @@ impl Sharing {
         }
     }
 
-    /// Ends a shared queue pair that has failed.
+    /// Ends a shared queue pair for good, with its connections.
     fn fail_line(&mut self, id: SharedId) {
         if let Some(line) = self.lines.get_mut(&id) {
             line.mux.close();
@@ -811,26 +858,58 @@ impl Sharing {
         self.peers.fail_qp(Instant::now(), id);
     }
 
-    /// Posts the messages of the nodes, and handles what has happened to connections.
+    /// Posts the messages of the nodes, and handles what has happened to connections and queue pairs.
     pub(super) fn work(&mut self, egress: &mut Egress<SendRequest>, now: Time) {
-        for at in 0..self.order.len() {
-            let id = self.order[at];
-            while let Some((line, mut keys)) = line!(self, id) {
-                let Some(post) = line.mux.poll_message(&mut keys) else {
-                    break;
-                };
-                if !self.post(id, post) {
-                    self.fail_line(id);
-                }
+        loop {
+            for at in (0..self.order.len()).rev() {
+                self.work_on(egress, now, self.order[at]);
             }
-            while let Some(event) = self.lines.get_mut(&id).and_then(|line| line.mux.poll_event()) {
-                self.connection_has_news(egress, now, id, event);
+            self.ask_for_keys();
+            self.look_at_ending();
+            if !self.take_events(egress, now) {
+                break;
             }
         }
-        self.ask_for_keys();
         if !self.retired.is_empty() || !self.going.is_empty() {
             self.release();
         }
+    }
+
+    fn work_on(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
+        while let Some((line, mut keys)) = line!(self, id) {
+            let Some(post) = line.mux.poll_message(&mut keys) else {
+                break;
+            };
+            self.post_all(id, [post]);
+        }
+        while let Some(event) = self.lines.get_mut(&id).and_then(|line| line.mux.poll_event()) {
+            self.connection_has_news(egress, now, id, event);
+        }
+        let Some(line) = self.lines.get(&id) else { return };
+        if line.mux.wants_to_resume() {
+            self.peers.want_qp(Instant::now(), &line.by);
+        } else if line.mux.is_unused() && self.peers.shared_qp(id).is_none() {
+            self.peers.forget_qp(Instant::now(), id);
+            self.remove_line(egress, id);
+        }
+    }
+
+    /// Tells which queue pairs have nothing more to come.
+    fn look_at_ending(&mut self) {
+        for id in std::mem::take(&mut self.ending) {
+            let slots = self.peers.shared_qp(id).map_or(0, |shared| shared.slots_out());
+            let is_drained = self.lines.get(&id).is_none_or(|line| line.mux.is_drained());
+            match slots == 0 && is_drained {
+                true => self.drained(id),
+                false => self.ending.push(id),
+            }
+        }
+    }
+
+    fn drained(&mut self, id: SharedId) {
+        let line = self.lines.get(&id);
+        let messages = line.map_or(0, |line| line.mux.messages_handled());
+        self.peers.drained(Instant::now(), id, messages);
     }
 
     fn connection_has_news(
@@ -857,6 +936,13 @@ impl Sharing {
                         Status::Success => egress.completed(now, piece),
                         failed => egress.failed(now, piece, failed),
                     }
+                }
+            }
+            Event::Answer(connection, list, original) => {
+                if !self.write_shadows(list.as_slice(), &original.to_ne_bytes())
+                    && let Some(line) = self.lines.get_mut(&id)
+                {
+                    line.mux.fail(connection);
                 }
             }
             Event::Received(connection, completion) => {
@@ -893,13 +979,18 @@ impl Sharing {
     }
 
     fn handle_events(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
+        let any = self.take_events(egress, now);
+        if any {
+            self.work(egress, now);
+        }
+        any
+    }
+
+    fn take_events(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
         let mut any = false;
         while let Some(event) = self.peers.next_event() {
             any = true;
             self.handle_event(egress, now, event);
-        }
-        if any {
-            self.work(egress, now);
         }
         any
     }
@@ -960,10 +1051,33 @@ impl Sharing {
                     self.fail_unbound(qpn, Failure::Shared);
                 }
             }
-            // One line ends with its queue pair, so far.
-            PeerEvent::QpEnding { id } => self.fail_line(id),
-            PeerEvent::MayEnd { id } => self.peers.may_end(Instant::now(), id, false),
-            PeerEvent::QpOverdue { .. } | PeerEvent::QpEnded { .. } => {}
+            PeerEvent::QpEnding { id } => {
+                if let Some(line) = self.lines.get_mut(&id) {
+                    line.mux.stop();
+                }
+                self.ending.push(id);
+            }
+            PeerEvent::QpOverdue { id } => {
+                self.ending.retain(|other| *other != id);
+                self.drained(id);
+            }
+            PeerEvent::QpEnded { id, ended } => {
+                let Ended {
+                    own,
+                    theirs,
+                    messages,
+                } = *ended;
+                if let Some(line) = self.lines.get_mut(&id)
+                    && line.mux.carry_over(own, theirs, messages).is_err()
+                {
+                    self.fail_line(id);
+                }
+            }
+            PeerEvent::MayEnd { id } => {
+                let line = self.lines.get_mut(&id);
+                let may = line.is_none_or(|line| line.mux.stop_if_idle());
+                self.peers.may_end(Instant::now(), id, may);
+            }
             PeerEvent::QpGone { id } => self.gone(egress, now, id),
         }
     }
@@ -1015,6 +1129,7 @@ impl Sharing {
             domain: qp.domain,
             peer_domain: binding.domain,
             peer_access: Access::from_bits_truncate(binding.access),
+            replays_writes: false,
         };
         qp.stage = Stage::Wanting(by.clone(), bound);
         if let Some(id) = self.peers.want_qp(Instant::now(), &by) {
@@ -1035,27 +1150,18 @@ impl Sharing {
             .filter(|(_, qp)| waits(qp))
             .map(|(qpn, qp)| (*qpn, qp.tenant.1))
             .collect();
-        // Without one, the peer is a little ahead.
-        let Some((_, tenant)) = waiting.first().copied() else {
-            return;
-        };
-        if !self.lines.contains_key(&id) {
-            let Some(line) = self.make_line(egress, now, id, &by, tenant) else {
-                return self.peers.fail_qp(Instant::now(), id);
-            };
-            self.lines.insert(id, line);
-            self.order.push(id);
-            // It stays as long as the peer's node.
-            self.peers.set_busy(Instant::now(), id, true);
+        if let Some((_, tenant)) = waiting.first().copied() {
+            let has_line = self.lines.contains_key(&id) || self.add_line(id);
+            if !has_line || !self.add_group(egress, now, id, tenant) {
+                return self.fail_line(id);
+            }
         }
         for (qpn, _) in waiting {
             self.join(egress, now, id, qpn);
         }
-        for (its, slot, length) in std::mem::take(&mut self.early) {
-            match its == id {
-                true => self.message(id, slot, length),
-                false => self.early.push((its, slot, length)),
-            }
+        if let Some(line) = self.lines.get_mut(&id) {
+            let posts = line.mux.resume();
+            self.post_all(id, posts);
         }
     }
 
@@ -1078,9 +1184,10 @@ impl Sharing {
             }
         };
         qp.stage = Stage::Shared(id, connection);
-        let (flow, group) = (qp.flow, line.group);
         self.connections.insert((id, connection), qpn);
-        egress.bind(now, flow, group);
+        if let Some(group) = line.group {
+            egress.bind(now, qp.flow, group);
+        }
         while let Some((line, mut keys)) = line!(self, id) {
             let Some(bytes) = line.mux.poll_early() else { break };
             let received = line.mux.handle_early(&bytes, &mut keys);
@@ -1088,40 +1195,66 @@ impl Sharing {
         }
     }
 
-    fn make_line(
+    /// Adds the state machine of a shared queue pair, stopped. Returns false if the node has no memory for it.
+    fn add_line(&mut self, id: SharedId) -> bool {
+        let line = self.make_line(id);
+        let is_there = line.is_some();
+        if let Some(line) = line {
+            self.lines.insert(id, line);
+            self.order.push(id);
+        }
+        is_there
+    }
+
+    fn make_line(&mut self, id: SharedId) -> Option<Line> {
+        let shared = self.peers.shared_qp(id)?;
+        if shared.slots_there() != SLOTS {
+            return None;
+        }
+        let by = shared.by().clone();
+        let bytes = usize::from(Mux::buffers_of(SLOTS)) * SLOT_LEN;
+        let buffers = Arc::new(AnonymousMemory::new(bytes).ok()?);
+        let pd = self.peers.pd();
+        let buffers_region = pd.reg_mr_all(buffers.clone(), 0, Access::empty()).ok()?;
+        let mut mux = Mux::new(SLOTS);
+        mux.stop();
+        Some(Line {
+            mux,
+            group: None,
+            buffers_region,
+            buffers,
+            peer: by.peer,
+            by,
+        })
+    }
+
+    /// Adds a shared queue pair to the scheduler, for its first connection.
+    fn add_group(
         &mut self,
         egress: &mut Egress<SendRequest>,
         now: Time,
         id: SharedId,
-        by: &SharedBy,
         tenant: TenantId,
-    ) -> Option<Line> {
-        let shared = self.peers.shared_qp(id)?;
-        let info = shared.qp().query()?;
-        let options = GroupOptions {
-            class: class_of(by.class),
-            path_mtu: info.path_mtu,
-            depth: DEPTH,
-            slots: Some(shared.rd_atomic().into()),
-            may_be_quiet: false,
+    ) -> bool {
+        let (Some(line), Some(shared)) = (self.lines.get_mut(&id), self.peers.shared_qp(id)) else {
+            return false;
         };
-        if shared.slots_there() != SLOTS {
-            return None;
+        let info = shared.qp().query();
+        if line.group.is_none()
+            && let Some(info) = info
+        {
+            let options = GroupOptions {
+                class: class_of(line.by.class),
+                path_mtu: info.path_mtu,
+                depth: DEPTH,
+                slots: Some(shared.rd_atomic().into()),
+                may_be_quiet: false,
+            };
+            line.group = egress.add_group(now, tenant, &options);
         }
-        let bytes = usize::from(Mux::buffers_of(SLOTS)) * SLOT_LEN;
-        let buffers = Arc::new(AnonymousMemory::new(bytes).ok()?);
-        let buffers_region = self
-            .peers
-            .pd()
-            .reg_mr_all(buffers.clone(), 0, Access::empty())
-            .ok()?;
-        Some(Line {
-            mux: Mux::new(SLOTS),
-            group: egress.add_group(now, tenant, &options)?,
-            buffers_region,
-            buffers,
-            peer: by.peer,
-        })
+        // It stays as long as the peer's node.
+        self.peers.set_busy(Instant::now(), id, true);
+        self.lines.get(&id).is_some_and(|line| line.group.is_some())
     }
 
     /// Ends the connections of a shared queue pair that is gone.
@@ -1129,11 +1262,8 @@ impl Sharing {
         if let Some(line) = self.lines.get_mut(&id) {
             line.mux.close();
         }
-        self.work(egress, now);
-        let Some(line) = self.lines.remove(&id) else {
-            return;
-        };
-        self.order.retain(|other| *other != id);
+        self.ending.retain(|other| *other != id);
+        self.work_on(egress, now, id);
         let of_line: Vec<_> = self
             .connections
             .iter()
@@ -1147,8 +1277,17 @@ impl Sharing {
                 egress.unbind(now, qp.flow);
             }
         }
-        self.early.retain(|(its, ..)| *its != id);
-        egress.remove_group(line.group);
+        self.remove_line(egress, id);
+    }
+
+    fn remove_line(&mut self, egress: &mut Egress<SendRequest>, id: SharedId) {
+        let Some(line) = self.lines.remove(&id) else {
+            return;
+        };
+        self.order.retain(|other| *other != id);
+        if let Some(group) = line.group {
+            egress.remove_group(group);
+        }
     }
 }
 

@@ -40,10 +40,24 @@ pub(crate) struct Served {
 impl Served {
     /// Starts a node; with a key, it shares queue pairs with nodes that have the same.
     pub(crate) fn at(address: impl Into<IpAddr>, key: Option<[u8; 32]>) -> Served {
+        Served::with_faults(address, key, None)
+    }
+
+    /// Starts a node on a device with such faults.
+    pub(crate) fn with_faults(
+        address: impl Into<IpAddr>,
+        key: Option<[u8; 32]>,
+        faults: Option<&str>,
+    ) -> Served {
         rdmux_soft::register();
         rdmux_share::register();
         let address = address.into();
-        let device = open(address, "soft");
+        let options = Options {
+            provider: Some("soft"),
+            faults: faults.map(|faults| faults.parse().unwrap()),
+            ..Options::default()
+        };
+        let device = Device::open_with(address, options).unwrap();
         let options = NodeOptions {
             key: key.map(Key::new),
             ..NodeOptions::default()

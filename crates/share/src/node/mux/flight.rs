@@ -2,24 +2,54 @@
 
 use std::collections::VecDeque;
 
+use rdmux_rnic::{Operation, SgeList, Status};
+use rdmux_wire::node::mux::Header;
+
 use super::ConnectionId;
+
+/// A request of the shared queue pair, kept until it has ended: another queue pair may have to carry it out.
+#[derive(Clone, Debug)]
+pub(super) enum Request {
+    /// None: there is nothing to bring to the peer.
+    Nothing,
+    /// An operation on an application's memory.
+    Direct(Operation, SgeList),
+    /// A message, in a send buffer. Its header says nothing of slots yet.
+    Message(u16, Header, SgeList),
+}
+
+/// Progress of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// The queue pair has it.
+    Posted,
+    /// The queue pair has failed, and has given it back with this status. Nothing follows from that yet.
+    Back(Status),
+    /// The next queue pair is to carry it out.
+    Again,
+    /// It waits for those before it, and ends with this status.
+    Over(Status),
+}
 
 /// A request that was posted for a piece or is a message of the nodes, or a piece that needs none and only waits for those before it.
 #[derive(Debug)]
 pub(super) struct Piece {
     /// The connection; none for messages of the nodes.
     pub(super) connection: Option<ConnectionId>,
-    /// Set if it was posted.
-    pub(super) is_posted: bool,
-    /// The send buffer of its message.
-    pub(super) buffer: Option<u16>,
+    pub(super) request: Request,
+    pub(super) progress: Progress,
     /// Set if later requests with a fence wait for it.
     pub(super) is_fenced: bool,
+    /// Set if what it writes means nothing to the peer until a message follows.
+    pub(super) has_message: bool,
+    /// Messages that were posted before it on the same queue pair, modulo 2^32.
+    pub(super) ordinal: u32,
     /// The driver's name of the piece, if this is all or the last of it.
     pub(super) tag: Option<u64>,
 }
 
-/// The pieces in flight, each named by its number since the queue pair began: a number is never used again.
+/// The pieces in flight, each named by its number since the shared queue pair began: a number is never used again, also when the device's queue
+/// pair is replaced.
 #[derive(Debug, Default)]
 pub(super) struct Flight {
     pieces: VecDeque<Piece>,
@@ -44,11 +74,20 @@ impl Flight {
         self.completed
     }
 
-    /// Returns whether a piece is posted and in flight.
-    pub(super) fn has(&self, number: u64) -> bool {
-        let at = number.checked_sub(self.completed);
-        let piece = at.and_then(|at| self.pieces.get(usize::try_from(at).ok()?));
-        piece.is_some_and(|piece| piece.is_posted)
+    /// Returns a piece in flight.
+    pub(super) fn get_mut(&mut self, number: u64) -> Option<&mut Piece> {
+        let at = number.checked_sub(self.completed)?;
+        self.pieces.get_mut(usize::try_from(at).ok()?)
+    }
+
+    /// Returns all pieces, with their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Piece)> {
+        (self.completed..).zip(&self.pieces)
+    }
+
+    /// Returns all pieces, with their numbers.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (u64, &mut Piece)> {
+        (self.completed..).zip(&mut self.pieces)
     }
 
     /// Takes the first piece.
@@ -58,9 +97,11 @@ impl Flight {
         Some(piece)
     }
 
-    /// Takes the first piece if it was not posted.
-    pub(super) fn pop_unposted(&mut self) -> Option<Piece> {
-        self.pieces.front().filter(|piece| !piece.is_posted)?;
-        self.pop()
+    /// Takes the first piece if it is over, and its status.
+    pub(super) fn pop_over(&mut self) -> Option<(Piece, Status)> {
+        match self.pieces.front()?.progress {
+            Progress::Over(status) => Some((self.pop()?, status)),
+            _ => None,
+        }
     }
 }

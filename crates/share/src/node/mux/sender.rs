@@ -25,6 +25,8 @@ pub(in crate::node) enum Wait {
     Key,
     /// The end of earlier READs and atomic operations.
     Fence,
+    /// Another queue pair, as the one that was shared has ended.
+    Shared,
     /// Nothing: it has failed.
     Failed,
 }
@@ -209,7 +211,7 @@ impl Sender {
 }
 
 /// Returns whether a request takes a receive of the peer, and needs a message.
-fn takes_receive(operation: &Operation) -> bool {
+pub(super) fn takes_receive(operation: &Operation) -> bool {
     match operation {
         Operation::Send { .. } | Operation::SendInvalidate { .. } => true,
         Operation::Write { imm, .. } => imm.is_some(),

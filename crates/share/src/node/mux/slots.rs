@@ -40,8 +40,18 @@ impl Slots {
         }
     }
 
+    /// Begins anew, on a queue pair whose slots are all empty.
+    pub(super) fn restart(&mut self) {
+        *self = Slots::new(self.total);
+    }
+
     fn left(&self) -> u32 {
         self.total - self.sent.wrapping_sub(self.come_back)
+    }
+
+    /// Returns whether so many messages at once may be sent that were sent on an earlier queue pair.
+    pub(super) fn has_for_again(&self, count: usize) -> bool {
+        count < self.left() as usize
     }
 
     /// Returns whether a message of an application may be sent.

@@ -186,13 +186,6 @@ impl SharedQp {
     }
 
     /// Returns the number of slots whose completion has not come.
-    #[cfg_attr(
-        not(test),
-        expect(
-            dead_code,
-            reason = "connections do not go on yet when their queue pair fails"
-        )
-    )]
     pub(crate) fn slots_out(&self) -> u16 {
         self.slots_out.get()
     }
