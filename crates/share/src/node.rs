@@ -132,6 +132,8 @@ pub struct NodeOptions {
     pub config: Option<Config>,
     /// Has it share queue pairs with the nodes of other hosts that have the same key.
     pub key: Option<Key>,
+    /// Most queue pairs at a time that it shares with other nodes.
+    pub shared_queue_pairs: usize,
     /// Engines of its device, each with a thread.
     pub engines: usize,
 }
@@ -141,6 +143,7 @@ impl Default for NodeOptions {
         NodeOptions {
             config: None,
             key: None,
+            shared_queue_pairs: 4096,
             engines: 1,
         }
     }
@@ -221,9 +224,11 @@ impl Node {
     pub fn open_with(device: Device, options: NodeOptions) -> Result<Node, NodeError> {
         let NodeOptions {
             config,
-            mut key,
+            key,
+            shared_queue_pairs,
             engines,
         } = options;
+        let mut shares = key.map(|key| (key, shared_queue_pairs));
         let address = device.address();
         let scope = config.as_ref().map_or(Scope::User, scope_of);
         if let Some(config) = &config {
@@ -243,7 +248,7 @@ impl Node {
                 0 => device.clone(),
                 _ => device.open_engine()?,
             };
-            let (worker, orders) = Worker::new(number, engine, &tenants, key.take(), mailbox.clone())?;
+            let (worker, orders) = Worker::new(number, engine, &tenants, shares.take(), mailbox.clone())?;
             workers.push(Hired {
                 worker: Some(worker),
                 orders,

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use common::{LONG, Served, Side, open};
+use rdmux_key::Key;
 use rdmux_memory::AnonymousMemory;
+use rdmux_share::node::NodeOptions;
 use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
     Access, AsyncEvent, CompletionQueue, ConnectParams, Path, ProtectionDomain, Psn, QpAttributes, QpOptions,
@@ -58,6 +60,10 @@ fn bring_up(qp: &QueuePair, src: IpAddr, dst: IpAddr, dest: Qpn) {
         src_port: 0,
         traffic_class: 0,
     };
+    bring_up_on(qp, path, dest);
+}
+
+fn bring_up_on(qp: &QueuePair, path: Path, dest: Qpn) {
     let rtr = QpAttributes {
         path: Some(path),
         path_mtu: Some(1024),
@@ -329,6 +335,64 @@ fn connections__share_one_queue_pair() {
     for served in [&here, &there] {
         let qps = qps(served);
         assert!((66..=67).contains(&qps), "{qps}");
+    }
+}
+
+/// Connections of more traffic classes than the nodes may have shared queue pairs, all of them in constant use: each has its turn, and everything
+/// takes effect once. Then all are idle, and those that were put away are used again.
+#[test]
+fn connections__on_more_lines_than_queue_pairs() {
+    const LINES: u8 = 6;
+    const ROUNDS: u64 = 200;
+    let serve = |number| {
+        let options = NodeOptions {
+            key: Some(Key::new([1; 32])),
+            shared_queue_pairs: 2,
+            ..NodeOptions::default()
+        };
+        Served::with_options([127, 0, 54, number], options, None)
+    };
+    let (here, there) = (serve(40), serve(41));
+    let sides: Vec<_> = (0..LINES)
+        .map(|line| {
+            let (client, server) = (side(&here), side(&there));
+            let path = |from: &Served, to: &Served| Path {
+                src: from.address,
+                dst: to.address,
+                src_port: 0,
+                traffic_class: line << 5,
+            };
+            bring_up_on(&client.qp, path(&here, &there), server.qp.qpn());
+            bring_up_on(&server.qp, path(&there, &here), client.qp.qpn());
+            (client, server)
+        })
+        .collect();
+    let round = |(client, server): &(Side, Side), n: u64| {
+        let word = server.mr.remote(0..8).unwrap();
+        let receive = RecvRequest::new(n, server.sge(64, 8));
+        server.qp.post_recv(receive).unwrap();
+        let add = SendRequest::fetch_add(client.sge(0, 8), word, 1);
+        client.qp.post_send(add.wr_id(n).signaled()).unwrap();
+        let send = SendRequest::send(SgeList::inline(&n.to_ne_bytes()));
+        client.qp.post_send(send.wr_id(n).signaled()).unwrap();
+        client.expect(n, WcOpcode::FetchAdd);
+        assert_eq!(client.got(0, 8), n.to_ne_bytes(), "each took effect once");
+        client.expect(n, WcOpcode::Send);
+        server.expect(n, WcOpcode::Recv);
+        assert_eq!(server.got(64, 8), n.to_ne_bytes());
+    };
+    std::thread::scope(|scope| {
+        for side in &sides {
+            scope.spawn(|| (0..ROUNDS).for_each(|n| round(side, n)));
+        }
+    });
+    for side in &sides {
+        round(side, ROUNDS);
+    }
+    // Those of the applications, two that are shared, and one or two of the control channel.
+    for served in [&here, &there] {
+        let qps = qps(served);
+        assert!(qps <= usize::from(LINES) + 4, "{qps}");
     }
 }
 

@@ -116,6 +116,7 @@ fn serve(args: &Args) -> Result<()> {
         config,
         key,
         engines: args.engines.get().into(),
+        ..NodeOptions::default()
     };
     let mut node = Node::open_with(device, options)?;
     node.warn_by(|warning| output::error(&anyhow!("warning: {warning}")));

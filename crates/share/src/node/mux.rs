@@ -225,6 +225,8 @@ pub(in crate::node) struct Mux {
     has_failed: bool,
     /// Set while there is no queue pair to which anything may be posted.
     is_stopped: bool,
+    /// Set while it is stopped so that what is in flight comes to an end.
+    is_held: bool,
     /// Set if a connection has something to send meanwhile.
     is_wanted: bool,
     /// Messages posted to this queue pair, and those that have come over it, modulo 2^32.
@@ -264,6 +266,7 @@ impl Mux {
             events: VecDeque::new(),
             has_failed: false,
             is_stopped: false,
+            is_held: false,
             is_wanted: false,
             messages_sent: 0,
             messages_handled: 0,
@@ -697,8 +700,10 @@ impl Mux {
         let Some(piece) = found.filter(|piece| piece.progress == Progress::Posted) else {
             return;
         };
-        self.is_stopped |= status != Status::Success;
-        if self.is_stopped {
+        if status != Status::Success {
+            (self.is_stopped, self.is_held) = (true, false);
+        }
+        if self.is_stopped && !self.is_held {
             piece.progress = Progress::Back(status);
             return;
         }

@@ -7,8 +7,8 @@
 //!   answers only once its application has brought its own queue pair to RTR. Both ends get the same answer.
 //! - [`Peers::add_region`] and [`Peers::remove_region`] as an application registers and deregisters memory; [`Peers::shadow`] for the same memory in the
 //!   protection domain of shared queue pairs; [`Peers::resolve_key`] for a peer's key there.
-//! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::set_busy`] as it has requests in flight or has none any more, [`Peers::end_qp`] as it
-//!   has failed, [`Peers::drained`] after [`PeerEvent::QpEnding`], [`Peers::may_end`] after [`PeerEvent::MayEnd`],
+//! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::end_qp`] as it has failed, [`Peers::drained`] after [`PeerEvent::QpEnding`],
+//!   [`Peers::may_end`] after [`PeerEvent::MayEnd`],
 //! - [`Peers::look`] in its loop, [`Peers::happened`] for tokens of the event queue, [`Peers::prepare_sleep`] and [`Peers::deadline`] before it sleeps,
 //!   and [`Peers::next_event`] after each of them, until there is no more.
 //!
@@ -372,12 +372,6 @@ impl Peers {
     /// Returns the shared queue pair of a completion.
     pub(crate) fn shared_by_qpn(&self, qpn: Qpn) -> Option<SharedId> {
         self.shared.by_qpn(qpn)
-    }
-
-    /// Tells whether a shared queue pair was used lately. One that was not may be put away.
-    pub(crate) fn set_busy(&mut self, now: Instant, id: SharedId, is_busy: bool) {
-        self.shared.set_busy(now, id, is_busy);
-        self.work(now);
     }
 
     /// Takes note that a shared queue pair has failed: [`PeerEvent::QpEnding`] follows, if it did not before.

@@ -10,7 +10,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rdmux_key::Key;
 use rdmux_memory::AnonymousMemory;
@@ -35,10 +35,12 @@ use super::peer::{
 };
 use super::snapshot::{self, Route};
 
-/// Shared queue pairs of a node.
-const SHARED_MAX: usize = 4096;
 /// States into which an application may bring a queue pair before its peer's node has answered: RTR, RTS, SQD and RTS again.
 const STATES_MAX: usize = 4;
+/// Times that a queue pair in use does not go although others are wanted, before it has to: each of them is at least 20 ms.
+const STAYS_MAX: u32 = 3;
+/// Time for what is in flight on a queue pair that has to go. The peer's node waits for the answer for longer.
+const HOLD_TIME: Duration = Duration::from_millis(200);
 /// Completions that are taken at once.
 const BATCH: usize = 64;
 /// Pieces of a shared queue pair in flight: each takes up to two requests, and messages of the nodes take some.
@@ -97,6 +99,8 @@ struct Line {
     buffers: Arc<AnonymousMemory>,
     peer: IpAddr,
     by: SharedBy,
+    /// [`Mux::activity`] as the queue pair was asked whether it can go, and how often it has stayed since it was not in use.
+    seen: (u64, u32),
 }
 
 /// Reason why a request of a shared queue pair was not posted.
@@ -167,6 +171,8 @@ pub(super) struct Sharing {
     found: VecDeque<WorkCompletion>,
     /// Queue pairs whose completions have not all come since they were ended.
     ending: Vec<SharedId>,
+    /// Queue pairs that can go once nothing is in flight, and when they stay if something still is.
+    yielding: Vec<(SharedId, Instant)>,
 }
 
 /// The keys that a connection's requests need.
@@ -216,15 +222,15 @@ macro_rules! line {
 }
 
 impl Sharing {
-    /// Begins to share queue pairs with nodes that have the same key.
+    /// Begins to share queue pairs with nodes that have the same key, at most `shared_max` at a time.
     pub(super) fn open(
         device: &Device,
         events: &EventQueue,
         egress: &mut Egress<SendRequest>,
-        key: Key,
+        (key, shared_max): (Key, usize),
     ) -> Result<Sharing, PeersError> {
         Ok(Sharing {
-            peers: Peers::open(device, events, key, SHARED_MAX)?,
+            peers: Peers::open(device, events, key, shared_max)?,
             lines: HashMap::new(),
             order: Vec::new(),
             qps: HashMap::new(),
@@ -242,6 +248,7 @@ impl Sharing {
             news: VecDeque::new(),
             found: VecDeque::new(),
             ending: Vec::new(),
+            yielding: Vec::new(),
         })
     }
 
@@ -733,7 +740,8 @@ impl Sharing {
 
     /// Returns when [`Sharing::look`] is to be called.
     pub(super) fn deadline(&mut self) -> Option<Instant> {
-        self.peers.deadline()
+        let yielding = self.yielding.iter().map(|(_, until)| *until);
+        yielding.chain(self.peers.deadline()).min()
     }
 
     /// Prepares a sleep. Returns false if there is something to do.
@@ -866,6 +874,7 @@ impl Sharing {
             }
             self.ask_for_keys();
             self.look_at_ending();
+            self.look_at_yielding();
             if !self.take_events(egress, now) {
                 break;
             }
@@ -903,6 +912,45 @@ impl Sharing {
                 true => self.drained(id),
                 false => self.ending.push(id),
             }
+        }
+    }
+
+    /// Decides whether a queue pair goes so that another one has its place. One that was used since it was asked before stays, a few times.
+    fn may_end(&mut self, id: SharedId) {
+        let now = Instant::now();
+        let Some(line) = self.lines.get_mut(&id) else {
+            return self.peers.may_end(now, id, true);
+        };
+        let activity = line.mux.activity();
+        let (before, stayed) = line.seen;
+        if activity != before && stayed < STAYS_MAX {
+            line.seen = (activity, stayed + 1);
+            return self.peers.may_end(now, id, false);
+        }
+        line.seen = (activity, 0);
+        line.mux.hold();
+        self.yielding.push((id, now + HOLD_TIME));
+    }
+
+    /// Lets go of queue pairs on which nothing is in flight any more.
+    fn look_at_yielding(&mut self) {
+        for (id, until) in std::mem::take(&mut self.yielding) {
+            let now = Instant::now();
+            let Some(line) = self.lines.get_mut(&id) else {
+                continue;
+            };
+            let is_held = line.mux.is_held();
+            if is_held && !line.mux.is_empty() && now < until {
+                self.yielding.push((id, until));
+                continue;
+            }
+            let may = is_held && line.mux.is_empty();
+            if is_held && !may {
+                let posts = line.mux.resume();
+                self.post_all(id, posts);
+            }
+            // One that has ended meanwhile needs no answer.
+            self.peers.may_end(now, id, may);
         }
     }
 
@@ -1055,6 +1103,7 @@ impl Sharing {
                 if let Some(line) = self.lines.get_mut(&id) {
                     line.mux.stop();
                 }
+                self.yielding.retain(|(other, _)| *other != id);
                 self.ending.push(id);
             }
             PeerEvent::QpOverdue { id } => {
@@ -1073,11 +1122,7 @@ impl Sharing {
                     self.fail_line(id);
                 }
             }
-            PeerEvent::MayEnd { id } => {
-                let line = self.lines.get_mut(&id);
-                let may = line.is_none_or(|line| line.mux.stop_if_idle());
-                self.peers.may_end(Instant::now(), id, may);
-            }
+            PeerEvent::MayEnd { id } => self.may_end(id),
             PeerEvent::QpGone { id } => self.gone(egress, now, id),
         }
     }
@@ -1225,6 +1270,7 @@ impl Sharing {
             buffers,
             peer: by.peer,
             by,
+            seen: (0, 0),
         })
     }
 
@@ -1252,8 +1298,6 @@ impl Sharing {
             };
             line.group = egress.add_group(now, tenant, &options);
         }
-        // It stays as long as the peer's node.
-        self.peers.set_busy(Instant::now(), id, true);
         self.lines.get(&id).is_some_and(|line| line.group.is_some())
     }
 
@@ -1263,6 +1307,7 @@ impl Sharing {
             line.mux.close();
         }
         self.ending.retain(|other| *other != id);
+        self.yielding.retain(|(other, _)| *other != id);
         self.work_on(egress, now, id);
         let of_line: Vec<_> = self
             .connections

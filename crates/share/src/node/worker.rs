@@ -143,12 +143,13 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker on an engine of the device, and a mailbox for orders to it. With a key it shares queue pairs with other nodes.
+    /// Makes a worker on an engine of the device, and a mailbox for orders to it. `shares`: the key of the nodes with which it shares
+    /// queue pairs, and the most of them at a time.
     pub(super) fn new(
         number: usize,
         device: Device,
         tenants: &Arc<Mutex<Tenants>>,
-        key: Option<Key>,
+        shares: Option<(Key, usize)>,
         front: Mailbox<super::Order>,
     ) -> Result<(Worker, Mailbox<Order>), NodeError> {
         let (mailbox, orders) = mailbox()?;
@@ -164,8 +165,8 @@ impl Worker {
         schedule.set(&mut egress, now(), &known);
         drop(known);
         let events = EventQueue::new()?;
-        let sharing = match key {
-            Some(key) => Some(Sharing::open(&device, &events, &mut egress, key)?),
+        let sharing = match shares {
+            Some(shares) => Some(Sharing::open(&device, &events, &mut egress, shares)?),
             None => None,
         };
         let worker = Worker {

@@ -49,6 +49,18 @@ impl Served {
         key: Option<[u8; 32]>,
         faults: Option<&str>,
     ) -> Served {
+        let options = NodeOptions {
+            key: key.map(Key::new),
+            ..NodeOptions::default()
+        };
+        Served::with_options(address, options, faults)
+    }
+
+    pub(crate) fn with_options(
+        address: impl Into<IpAddr>,
+        node: NodeOptions,
+        faults: Option<&str>,
+    ) -> Served {
         rdmux_soft::register();
         rdmux_share::register();
         let address = address.into();
@@ -58,11 +70,7 @@ impl Served {
             ..Options::default()
         };
         let device = Device::open_with(address, options).unwrap();
-        let options = NodeOptions {
-            key: key.map(Key::new),
-            ..NodeOptions::default()
-        };
-        let node = Node::open_with(device.clone(), options).unwrap();
+        let node = Node::open_with(device.clone(), node).unwrap();
         let (stopper, viewer) = (node.stopper(), node.viewer());
         let thread = std::thread::spawn(move || node.run().unwrap());
         Served {

@@ -172,19 +172,28 @@ struct Broken {
 impl Mux {
     /// Posts nothing from here on, until [`Mux::resume`].
     pub(in crate::node) fn stop(&mut self) {
+        (self.is_stopped, self.is_held) = (true, false);
+    }
+
+    /// Posts nothing new from here on, until [`Mux::resume`] or the end of the queue pair. What is in flight goes on.
+    pub(in crate::node) fn hold(&mut self) {
+        self.is_held |= !self.is_stopped;
         self.is_stopped = true;
     }
 
-    /// Stops if nothing is in flight or waits. Returns whether it has.
-    pub(in crate::node) fn stop_if_idle(&mut self) -> bool {
-        let has_pieces = self.flight.completed() < self.flight.end();
-        let waits = |entry: &super::Entry| entry.connection.as_ref().is_some_and(|it| it.waits.is_some());
-        let has_messages = !self.failures.is_empty() || !self.tellers.is_empty();
-        if has_pieces || has_messages || self.entries.iter().any(waits) {
-            return false;
-        }
-        self.is_stopped = true;
-        true
+    /// Returns whether it posts nothing new although the queue pair has not ended.
+    pub(in crate::node) fn is_held(&self) -> bool {
+        self.is_held
+    }
+
+    /// Returns whether nothing is in flight.
+    pub(in crate::node) fn is_empty(&self) -> bool {
+        self.flight.completed() == self.flight.end()
+    }
+
+    /// Returns a number that changes with each request of this end and each message of the peer.
+    pub(in crate::node) fn activity(&self) -> u64 {
+        self.flight.end().wrapping_add(self.messages_handled.into())
     }
 
     /// Returns whether everything posted has come back.
@@ -250,7 +259,7 @@ impl Mux {
         theirs: Option<Done>,
         messages: u32,
     ) -> Result<(), Violation> {
-        self.is_stopped = true;
+        self.stop();
         let evidence = Evidence::new(own, theirs, messages);
         let culprit = self.culprit(&evidence);
         let told = self.told(&evidence);
@@ -387,7 +396,7 @@ impl Mux {
         if !self.is_stopped || self.has_failed {
             return Vec::new();
         }
-        self.is_stopped = false;
+        (self.is_stopped, self.is_held) = (false, false);
         self.is_wanted = false;
         let again = |(number, piece): (u64, &Piece)| (piece.progress == Progress::Again).then_some(number);
         let again: Vec<u64> = self.flight.iter().filter_map(again).collect();

@@ -1,8 +1,9 @@
-//! Which lines have a queue pair: at most a limit of them, those in use and those that were used last. No I/O and no clock.
+//! Which lines have a queue pair: at most a limit of them. No I/O and no clock.
 //!
-//! A queue pair is opened when it is wanted and there is none. At the limit, the one that has been idle for longest is put away for it; while all of them
-//! have something in flight, those that are wanted wait. One that nobody has used for [`IDLE_TIME`] is put away. Its line stays, and is wanted again as it
-//! was for the first time.
+//! A queue pair is opened when it is wanted and there is none. At the limit, others are to be put away for it, one after the other: each is asked
+//! whether it can go, and if not, comes again when all others have been asked, and not before [`AGAIN_TIME`]. So the pool knows no use of a queue pair, which would
+//! cost something for each message; whoever is asked knows whether it was used since it was asked before. One that can go is put away after [`IDLE_TIME`] in
+//! any case. Its line stays, and is wanted again as it was for the first time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
@@ -10,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use super::{SharedBy, SharedId};
 
-/// Time after which a shared queue pair that nobody uses is put away.
+/// Time after which a shared queue pair is asked whether it can go, although there is room.
 pub(super) const IDLE_TIME: Duration = Duration::from_secs(30);
-/// Time after which one that a peer had no room for is asked for again.
+/// Time after which one that a peer had no room for is asked for again, and after which one that could not go is.
 pub(super) const AGAIN_TIME: Duration = Duration::from_millis(20);
 
 /// Actions for the caller.
@@ -20,7 +21,7 @@ pub(super) const AGAIN_TIME: Duration = Duration::from_millis(20);
 pub(super) enum Step {
     /// Open a queue pair: [`Pool::opened`], [`Pool::later`] or [`Pool::ended`] follows.
     Open(SharedId, SharedBy),
-    /// Put one away, if both ends can do without: [`Pool::away`], [`Pool::ended`] or [`Pool::stays`] follows.
+    /// Put one away, if it can go at both ends: [`Pool::away`], [`Pool::ended`] or [`Pool::stays`] follows.
     Close(SharedId),
 }
 
@@ -40,8 +41,8 @@ struct Entry {
     /// Set if this node has asked for it.
     is_asked: bool,
     state: State,
-    is_busy: bool,
-    used: Instant,
+    /// Time at which it was opened, bound to, or asked whether it can go.
+    seen: Instant,
 }
 
 /// The shared queue pairs of a node.
@@ -52,8 +53,8 @@ pub(super) struct Pool {
     by: HashMap<SharedBy, SharedId>,
     /// Number of those that are not away.
     live: usize,
-    /// Those that are open and have nothing in flight, by their last use.
-    idle: BTreeSet<(Instant, SharedId)>,
+    /// Those that are open, in the order in which they are asked whether they can go.
+    open: BTreeSet<(Instant, SharedId)>,
     /// Those that are wanted and wait for room, in their order.
     wanted: VecDeque<SharedBy>,
     /// All that are wanted: besides those, the ones that are still closing, and the ones of [`Pool::later`].
@@ -61,8 +62,6 @@ pub(super) struct Pool {
     /// Those that a peer had no room for, by the time at which they are wanted again.
     later: BTreeSet<(Instant, SharedBy)>,
     steps: VecDeque<Step>,
-    /// Time at which room is to be made once more.
-    again: Option<Instant>,
     closing: usize,
     next: u64,
 }
@@ -75,12 +74,11 @@ impl Pool {
             entries: BTreeMap::new(),
             by: HashMap::new(),
             live: 0,
-            idle: BTreeSet::new(),
+            open: BTreeSet::new(),
             wanted: VecDeque::new(),
             is_wanted: HashSet::new(),
             later: BTreeSet::new(),
             steps: VecDeque::new(),
-            again: None,
             closing: 0,
             next: 0,
         }
@@ -138,7 +136,7 @@ impl Pool {
         }
         let is_away = self.find(by).is_none_or(|(_, state)| state == State::Away);
         if is_away && self.live >= self.limit && self.closing == 0 {
-            self.evict();
+            self.evict(now);
         }
         if !is_away || self.live >= self.limit {
             return None;
@@ -156,8 +154,7 @@ impl Pool {
             by: by.clone(),
             is_asked,
             state: State::Opening,
-            is_busy: false,
-            used: now,
+            seen: now,
         };
         self.entries.insert(id, entry);
         self.live += 1;
@@ -171,11 +168,11 @@ impl Pool {
         (is_asked && state == State::Opening).then_some(id)
     }
 
-    /// Opens what is wanted, as far as there is room, and puts away what is idle to make room.
+    /// Opens what is wanted, as far as there is room, and puts away others to make room.
     fn make_room(&mut self, now: Instant) {
         while let Some(by) = self.wanted.front().cloned() {
             if self.live >= self.limit {
-                while self.closing < self.wanted.len() && self.evict() {}
+                while self.closing < self.wanted.len() && self.evict(now) {}
                 return;
             }
             self.wanted.pop_front();
@@ -185,14 +182,15 @@ impl Pool {
         }
     }
 
-    /// Begins to put away the queue pair that has been idle for longest.
-    fn evict(&mut self) -> bool {
-        let first = self.idle.pop_first();
-        if let Some((_, id)) = first {
+    /// Begins to put away the queue pair that was not seen for longest.
+    fn evict(&mut self, now: Instant) -> bool {
+        let first = self.open.first().copied();
+        let due = first.filter(|(seen, _)| *seen + AGAIN_TIME <= now);
+        if let Some((_, id)) = due {
             self.ends(id);
             self.steps.push_back(Step::Close(id));
         }
-        first.is_some()
+        due.is_some()
     }
 
     /// Takes note that nobody sends on a queue pair any more.
@@ -200,7 +198,7 @@ impl Pool {
         if let Some(entry) = self.entries.get_mut(&id)
             && entry.state != State::Closing
         {
-            self.idle.remove(&(entry.used, id));
+            self.open.remove(&(entry.seen, id));
             entry.state = State::Closing;
             self.closing += 1;
         }
@@ -213,6 +211,7 @@ impl Pool {
         {
             entry.state = State::Open;
             self.touch(now, id);
+            self.make_room(now);
         }
     }
 
@@ -238,7 +237,7 @@ impl Pool {
     fn put_away(&mut self, id: SharedId) -> Option<SharedBy> {
         let entry = self.entries.get_mut(&id)?;
         let state = std::mem::replace(&mut entry.state, State::Away);
-        self.idle.remove(&(entry.used, id));
+        self.open.remove(&(entry.seen, id));
         self.closing -= usize::from(state == State::Closing);
         self.live -= usize::from(state != State::Away);
         (state != State::Away).then(|| entry.by.clone())
@@ -254,7 +253,7 @@ impl Pool {
         self.make_room(now);
     }
 
-    /// Takes note that the peer has something in flight on a queue pair that was to be put away.
+    /// Takes note that a queue pair that was to be put away cannot go now.
     pub(super) fn stays(&mut self, now: Instant, id: SharedId) {
         if let Some(entry) = self.entries.get_mut(&id)
             && entry.state == State::Closing
@@ -264,45 +263,33 @@ impl Pool {
             let by = entry.by.clone();
             self.unwant(&by);
             self.touch(now, id);
-        }
-        // Room is made a little later: the peer would say the same at once.
-        if !self.wanted.is_empty() {
-            self.again = Some(now + AGAIN_TIME);
-        }
-    }
-
-    /// Takes note that a queue pair has something in flight, or nothing more. Both count as a use.
-    pub(super) fn set_busy(&mut self, now: Instant, id: SharedId, is_busy: bool) {
-        if let Some(entry) = self.entries.get_mut(&id) {
-            entry.is_busy = is_busy;
-            self.touch(now, id);
-            if !is_busy {
-                self.make_room(now);
-            }
+            self.make_room(now);
         }
     }
 
     fn touch(&mut self, now: Instant, id: SharedId) {
-        if let Some(entry) = self.entries.get_mut(&id) {
-            self.idle.remove(&(entry.used, id));
-            entry.used = now;
-            if !entry.is_busy && entry.state == State::Open {
-                self.idle.insert((now, id));
-            }
+        if let Some(entry) = self.entries.get_mut(&id)
+            && entry.state == State::Open
+        {
+            self.open.remove(&(entry.seen, id));
+            entry.seen = now;
+            self.open.insert((now, id));
         }
     }
 
     /// Returns when [`Pool::check_time`] is to be called.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let idle = self.idle.first().map(|(used, _)| *used + IDLE_TIME);
+        let lacks_room = self.closing < self.wanted.len();
+        let time = if lacks_room { AGAIN_TIME } else { IDLE_TIME };
+        let open = self.open.first().map(|(seen, _)| *seen + time);
         let later = self.later.first().map(|(at, _)| *at);
-        [idle, later, self.again].into_iter().flatten().min()
+        [open, later].into_iter().flatten().min()
     }
 
     /// Puts away what nobody has used for long, and asks again for what a peer had no room for.
     pub(super) fn check_time(&mut self, now: Instant) {
-        while let Some((used, id)) = self.idle.first().copied()
-            && used + IDLE_TIME <= now
+        while let Some((seen, id)) = self.open.first().copied()
+            && seen + IDLE_TIME <= now
         {
             self.ends(id);
             self.steps.push_back(Step::Close(id));
@@ -314,7 +301,6 @@ impl Pool {
                 self.wanted.push_back(by);
             }
         }
-        self.again = self.again.filter(|again| *again > now);
         self.make_room(now);
     }
 

@@ -130,10 +130,6 @@ impl SharedQps {
         self.pool.want(now, by)
     }
 
-    pub(super) fn set_busy(&mut self, now: Instant, id: SharedId, is_busy: bool) {
-        self.pool.set_busy(now, id, is_busy);
-    }
-
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
         self.pool.len()

@@ -310,8 +310,7 @@ fn peers__write_and_send_over_a_shared_queue_pair() {
     a.peers.resolve_key(Instant::now(), ip(2), (1, rkey), 7);
     assert_eq!(run([&mut a, &mut b], |[a, _]| a.find(key(7))), None);
 
-    // One that is not in use is closed at both ends, unless the other end uses it.
-    b.peers.set_busy(Instant::now(), id_there, true);
+    // It goes at both ends.
     a.peers.fail_qp(Instant::now(), id);
     let is_over = |wanted: SharedId| {
         move |event: &PeerEvent| (*event == PeerEvent::QpGone { id: wanted }).then_some(())

@@ -53,63 +53,64 @@ fn want__while_it_is_opened_asks_once() {
 }
 
 #[test]
-fn want__at_the_limit_closes_the_one_that_was_used_least_recently() {
+fn want__at_the_limit_puts_away_the_one_that_was_not_seen_for_longest() {
     let (mut pool, now) = (Pool::new(3), Instant::now());
     let ids = [1, 2, 3].map(|peer| open(&mut pool, now + after(peer), &by(peer as u32, 0)));
     assert_eq!(pool.want(now + after(10), &by(1, 0)), Some(ids[0]));
-    pool.set_busy(now + after(11), ids[1], true);
-    assert_eq!(pool.want(now + after(12), &by(4, 0)), None);
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[2])));
+    assert_eq!(pool.want(now + after(21), &by(4, 0)), None);
+    // It has been open for long enough in a moment.
+    assert_eq!(pool.next_step(), None);
+    assert_eq!(pool.deadline(), Some(now + after(2) + AGAIN_TIME));
+    pool.check_time(now + after(40));
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
     assert_eq!(pool.next_step(), None, "there is no room yet");
     // Nobody sends on it any more, and who wants it waits until it is away, and then for room.
-    assert_eq!(pool.want(now + after(13), &by(3, 0)), None);
+    assert_eq!(pool.want(now + after(41), &by(2, 0)), None);
     assert_eq!(pool.next_step(), None);
-    pool.away(now + after(14), ids[2]);
+    pool.away(now + after(42), ids[1]);
     assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(4, 0)));
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])));
-    pool.away(now + after(15), ids[0]);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[2])));
+    pool.away(now + after(43), ids[2]);
     assert_eq!(
         pool.next_step(),
-        Some(Step::Open(ids[2], by(3, 0))),
+        Some(Step::Open(ids[1], by(2, 0))),
         "the same line"
     );
     assert_eq!((pool.next_step(), pool.len()), (None, 3));
 }
 
 #[test]
-fn want__at_the_limit_with_all_of_them_in_use() {
+fn stays__another_one_is_asked_and_later_this_one_again() {
     let (mut pool, now) = (Pool::new(2), Instant::now());
     let ids = [1, 2].map(|peer| open(&mut pool, now, &by(peer, 0)));
-    for id in ids {
-        pool.set_busy(now, id, true);
-    }
+    let now = now + AGAIN_TIME;
     assert_eq!(pool.want(now, &by(3, 0)), None);
-    assert_eq!(pool.next_step(), None);
-    pool.set_busy(now, ids[1], false);
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
-    // The peer has something in flight there.
-    pool.stays(now, ids[1]);
-    assert_eq!(pool.next_step(), None);
+    for id in ids {
+        assert_eq!(pool.next_step(), Some(Step::Close(id)));
+        assert_eq!(pool.next_step(), None);
+        pool.stays(now, id);
+    }
+    assert_eq!(pool.next_step(), None, "neither can go now");
     assert_eq!(pool.want(now, &by(2, 0)), Some(ids[1]));
     let again = pool.deadline().unwrap();
     assert_eq!(again, now + AGAIN_TIME);
     pool.check_time(again);
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])), "and again");
-    assert_ne!(pool.deadline(), Some(again));
-    pool.away(now, ids[1]);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])), "and again");
+    pool.away(again, ids[0]);
     assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
+    assert_eq!(pool.deadline(), Some(now + IDLE_TIME));
 }
 
 #[test]
 fn want__of_one_that_stays_is_over() {
     let (mut pool, now) = (Pool::new(1), Instant::now());
     let id = open(&mut pool, now, &by(1, 0));
+    let now = now + AGAIN_TIME;
     pool.want(now, &by(2, 0));
     assert_eq!(pool.next_step(), Some(Step::Close(id)));
     assert_eq!(pool.want(now, &by(1, 0)), None);
     pool.stays(now, id);
     assert_eq!(pool.want(now, &by(1, 0)), Some(id));
-    pool.set_busy(now, id, true);
     // Nothing is left of the wish for it, only the one for the other line.
     pool.ends(id);
     pool.away(now, id);
@@ -138,13 +139,18 @@ fn ended__who_wants_it_gets_another_line() {
 fn check_time__puts_away_what_is_idle() {
     let (mut pool, now) = (Pool::new(8), Instant::now());
     let ids = [1, 2].map(|peer| open(&mut pool, now, &by(peer, 0)));
-    pool.set_busy(now, ids[0], true);
     assert_eq!(pool.deadline(), Some(now + IDLE_TIME));
     pool.check_time(now + IDLE_TIME - after(1));
     assert_eq!(pool.next_step(), None);
-    pool.check_time(now + IDLE_TIME);
+    let now = now + IDLE_TIME;
+    pool.check_time(now);
+    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])));
     assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
     assert_eq!((pool.next_step(), pool.deadline()), (None, None));
+    // One of them is in use.
+    pool.stays(now, ids[0]);
+    pool.away(now, ids[1]);
+    assert_eq!((pool.next_step(), pool.deadline()), (None, Some(now + IDLE_TIME)));
 }
 
 #[test]
@@ -172,10 +178,9 @@ fn accept__what_a_peer_opens_serves_this_node_too() {
     assert_eq!(pool.next_step(), None);
     pool.opened(now, id);
     assert_eq!(pool.want(now, &by(1, 0)), Some(id));
-    pool.set_busy(now, id, true);
     assert_eq!(pool.accept(now, &by(2, 0)), None);
     assert_eq!(pool.next_step(), None);
-    pool.set_busy(now, id, false);
+    let now = now + AGAIN_TIME;
     assert_eq!(pool.accept(now, &by(2, 0)), None);
     assert_eq!(pool.next_step(), Some(Step::Close(id)));
     pool.ended(now, id);
@@ -201,7 +206,6 @@ fn accept__in_place_of_the_own_attempt() {
 fn forget__what_is_wanted_of_a_peer() {
     let (mut pool, now) = (Pool::new(1), Instant::now());
     let id = open(&mut pool, now, &by(1, 0));
-    pool.set_busy(now, id, true);
     for (peer, class) in [(2, 0), (3, 0), (2, 1)] {
         pool.want(now, &by(peer, class));
     }
@@ -241,14 +245,12 @@ fn want__ten_thousand_connections_to_a_thousand_peers() {
         let all: Vec<SharedBy> = waiting.keys().cloned().collect();
         for one in all {
             if let Some(id) = pool.want(now, &one) {
-                pool.set_busy(now, id, true);
                 sent += waiting.remove(&one).unwrap_or(0);
                 sending.push((id, one));
             }
         }
         if !sending.is_empty() {
-            let (id, _) = sending.swap_remove(random(sending.len()));
-            pool.set_busy(now, id, sending.iter().any(|(other, _)| *other == id));
+            sending.swap_remove(random(sending.len()));
         }
         steps.extend(std::iter::from_fn(|| pool.next_step()));
         // Peers answer in any order, and sometimes they are in use themselves, or have no room.
@@ -256,9 +258,10 @@ fn want__ten_thousand_connections_to_a_thousand_peers() {
             match steps.swap_remove(random(steps.len())) {
                 Step::Open(id, _) if random(10) == 0 => pool.later(now, id),
                 Step::Open(id, _) => pool.opened(now, id),
-                Step::Close(id) if random(10) == 0 => pool.stays(now, id),
+                Step::Close(id) if random(10) == 0 || sending.iter().any(|(other, _)| *other == id) => {
+                    pool.stays(now, id);
+                }
                 Step::Close(id) => {
-                    assert!(sending.iter().all(|(other, _)| *other != id), "it is in use");
                     evicted += 1;
                     pool.away(now, id);
                 }

@@ -1,66 +1,96 @@
 //! Lines whose queue pairs fail and are put away, on real devices.
 
+use std::collections::HashMap;
+
 use super::*;
 
-/// What the user of a line does for a host.
-struct User {
-    host: Host,
+/// A queue pair as its user knows it.
+#[derive(Default)]
+struct Use {
     /// Requests that were posted and have not completed.
     posted: u32,
     received: u32,
-    ending: Option<SharedId>,
-    /// Answer to [`PeerEvent::MayEnd`].
+    is_stopped: bool,
+    is_ending: bool,
+}
+
+/// What the users of the lines do for a host.
+struct User {
+    host: Host,
+    lines: HashMap<SharedId, Use>,
+    /// Answer to [`PeerEvent::MayEnd`] for a line on which nothing is in flight.
     may_end: bool,
+    /// The messages that were received.
+    messages: Vec<(SharedId, Vec<u8>)>,
 }
 
 impl User {
     fn new(host: Host) -> User {
         User {
             host,
-            posted: 0,
-            received: 0,
-            ending: None,
+            lines: HashMap::new(),
             may_end: true,
+            messages: Vec::new(),
         }
     }
 
     fn turn(&mut self) {
+        let now = Instant::now();
         while let Some(wc) = self.host.peers.shared_cq().poll() {
             // One of a line that is over.
             let Some(id) = self.host.peers.shared_by_qpn(wc.qpn) else {
                 continue;
             };
-            match wc.wr_id & RECEIVE {
-                0 => self.posted -= 1,
-                _ => {
-                    self.host.peers.shared_qp(id).unwrap().slot_came();
-                    self.received += u32::from(wc.status == Status::Success);
+            let line = self.lines.entry(id).or_default();
+            if wc.wr_id & RECEIVE == 0 {
+                line.posted -= 1;
+                continue;
+            }
+            let qp = self.host.peers.shared_qp(id).unwrap();
+            qp.slot_came();
+            if wc.status == Status::Success {
+                let slot = (wc.wr_id & !RECEIVE) as u16;
+                let mut bytes = vec![0; wc.byte_len as usize];
+                qp.read_slot(slot, 0, &mut bytes).unwrap();
+                line.received += 1;
+                if !line.is_ending {
+                    qp.post_slot(slot).unwrap();
                 }
+                self.messages.push((id, bytes));
             }
         }
-        let now = Instant::now();
-        let ends = |event: &PeerEvent| match event {
-            PeerEvent::QpEnding { id } => Some(*id),
-            _ => None,
-        };
-        if let Some(id) = self.host.find(ends) {
-            self.ending = Some(id);
+        let before = self.host.seen.len();
+        self.host.turn();
+        for event in &self.host.seen[before..] {
+            match event {
+                PeerEvent::QpEnding { id } => {
+                    let line = self.lines.entry(*id).or_default();
+                    (line.is_stopped, line.is_ending) = (true, true);
+                }
+                PeerEvent::QpReady { id } => self.lines.entry(*id).or_default().is_stopped = false,
+                PeerEvent::MayEnd { id } => {
+                    let line = self.lines.entry(*id).or_default();
+                    let may = self.may_end && line.posted == 0;
+                    line.is_stopped |= may;
+                    self.host.peers.may_end(now, *id, may);
+                }
+                _ => {}
+            }
         }
-        let asked = |event: &PeerEvent| match event {
-            PeerEvent::MayEnd { id } => Some(*id),
-            _ => None,
-        };
-        if let Some(id) = self.host.find(asked) {
-            self.host.peers.may_end(now, id, self.may_end);
-        }
-        if let Some(id) = self.ending.filter(|_| self.posted == 0) {
+        let is_new =
+            |event: &PeerEvent| !matches!(event, PeerEvent::QpEnding { .. } | PeerEvent::MayEnd { .. });
+        self.host.seen.retain(is_new);
+        let drained = |(id, line): (&SharedId, &Use)| {
             // A line that is over has none.
-            let out = self.host.peers.shared_qp(id).map_or(0, |qp| qp.slots_out());
-            if out == 0 {
-                self.ending = None;
-                self.host.peers.drained(now, id, self.received);
-                self.received = 0;
-            }
+            let out = self.host.peers.shared_qp(*id).map_or(0, |qp| qp.slots_out());
+            (line.is_ending && line.posted == 0 && out == 0).then_some(*id)
+        };
+        let drained: Vec<SharedId> = self.lines.iter().filter_map(drained).collect();
+        for id in drained {
+            let line = self.lines.entry(id).or_default();
+            line.is_ending = false;
+            let received = std::mem::take(&mut line.received);
+            self.host.peers.drained(now, id, received);
         }
     }
 
@@ -69,7 +99,12 @@ impl User {
         let request = SendRequest::new(send, rdmux_verbs::SgeList::inline(bytes)).signaled();
         let qp = self.host.peers.shared_qp(id).unwrap();
         qp.qp().post_send(request).unwrap();
-        self.posted += 1;
+        self.lines.entry(id).or_default().posted += 1;
+    }
+
+    /// Returns the number of messages that were received, and forgets them.
+    fn received(&mut self) -> usize {
+        std::mem::take(&mut self.messages).len()
     }
 }
 
@@ -77,16 +112,13 @@ impl User {
 fn run_users<T>(a: &mut User, b: &mut User, mut done: impl FnMut(&mut User, &mut User) -> Option<T>) -> T {
     let end = Instant::now() + LONG;
     loop {
-        // A turn of the hosts that waits until anything has happened at either.
-        let before = Instant::now();
-        a.host.turn();
-        b.host.turn();
+        let now = Instant::now();
         a.turn();
         b.turn();
         if let Some(result) = done(a, b) {
             return result;
         }
-        assert!(before < end, "{:?}\n{:?}", a.host.seen, b.host.seen);
+        assert!(now < end, "{:?}\n{:?}", a.host.seen, b.host.seen);
         std::thread::yield_now();
     }
 }
@@ -137,18 +169,21 @@ fn end_qp__both_ends_tell_what_took_effect_and_go_on_with_a_fresh_one() {
     a.host.peers.want_qp(Instant::now(), &by);
     let ids = ready_at_both(&mut a, &mut b);
     let mut before = None;
-    for round in 0..3 {
+    for round in 0..3_u32 {
         for at in 0..3 + round {
             a.send(ids.0, &[at as u8]);
         }
+        let mut received = 0_u32;
         run_users(&mut a, &mut b, |a, b| {
-            (a.posted == 0 && b.received == 3 + round).then_some(())
+            received += b.received() as u32;
+            (a.lines[&ids.0].posted == 0 && received == 3 + round).then_some(())
         });
         // One more on the way, of which either outcome is right.
         a.send(ids.0, b"last");
         a.host.peers.end_qp(Instant::now(), ids.0);
         a.host.peers.end_qp(Instant::now(), ids.0);
         let (here, there) = ended_at_both(&mut a, &mut b);
+        b.received();
         assert_eq!((here.0, there.0), ids);
         let (here, there) = (here.1, there.1);
         let (own, theirs) = (here.own.unwrap(), here.theirs.unwrap());
@@ -239,8 +274,11 @@ fn want_qp__at_the_limit_puts_a_line_away_that_neither_end_needs() {
     let again = run_users(&mut a, &mut b, |a, _| a.host.find(ready));
     assert!(lines.iter().any(|line| line.0 == again), "it stays");
     b.may_end = true;
-    let third = ready_at_both(&mut a, &mut b);
-    assert!(!lines.contains(&third), "there is room for the third one");
+    // Those that stayed are ready again, perhaps more than once.
+    run_users(&mut a, &mut b, |a, _| {
+        let id = a.host.find(ready)?;
+        lines.iter().all(|line| line.0 != id).then_some(())
+    });
     let put_away = a.host.find(ended).unwrap();
     assert_eq!(
         b.host.find(ended).map(|(id, _)| id),
@@ -250,8 +288,10 @@ fn want_qp__at_the_limit_puts_a_line_away_that_neither_end_needs() {
     // It is wanted again, for which another one goes; its name stays.
     let by = &classes[lines.iter().position(|line| line.0 == put_away.0).unwrap()];
     assert_eq!(a.host.peers.want_qp(Instant::now(), by), None);
-    let back = ready_at_both(&mut a, &mut b);
-    assert_eq!(back.0, put_away.0);
+    run_users(&mut a, &mut b, |a, _| {
+        let id = a.host.find(ready)?;
+        (id == put_away.0).then_some(())
+    });
     assert_eq!(a.host.peers.shared_count(), 2);
 }
 
@@ -291,4 +331,67 @@ fn forget_qp__of_one_end_makes_a_new_line_there_alone() {
         assert_eq!(next.1, ids.1);
         ids = next;
     }
+}
+
+/// More lines than queue pairs at a time, and messages from both ends on all of them: each arrives once, in order, and the limits hold.
+#[test]
+fn want_qp__on_more_lines_than_queue_pairs_all_messages_arrive_once() {
+    const LINES: u8 = 12;
+    const MESSAGES: u32 = 60;
+    let (mut a, mut b) = users_within((43, 3), 44);
+    let classes = |peer: &Host, own: &Host| -> Vec<SharedBy> {
+        let by = shared_by(peer, own);
+        (0..LINES).map(|class| SharedBy { class, ..by.clone() }).collect()
+    };
+    let all = [classes(&b.host, &a.host), classes(&a.host, &b.host)];
+    // Numbers of the messages that were sent, and of those that came, at each end and for each line.
+    let mut sent = [[0u32; LINES as usize]; 2];
+    let mut came = [[0u32; LINES as usize]; 2];
+    let mut ended = 0;
+    run_users(&mut a, &mut b, |a, b| {
+        let counts = [&a.host, &b.host].map(|host| host.peers.shared_count());
+        assert!(counts[0] <= 3 && counts[1] <= 8, "{counts:?}");
+        for (at, user) in [a, b].into_iter().enumerate() {
+            for (_, bytes) in std::mem::take(&mut user.messages) {
+                let (line, number) = bytes.split_first().unwrap();
+                let next = &mut came[at][usize::from(*line)];
+                assert_eq!(number, next.to_be_bytes(), "on line {line}");
+                *next += 1;
+            }
+            for line in 0..LINES {
+                let sent = &mut sent[at][usize::from(line)];
+                if *sent == MESSAGES {
+                    continue;
+                }
+                let by = &all[at][usize::from(line)];
+                let Some(id) = user.host.peers.want_qp(Instant::now(), by) else {
+                    continue;
+                };
+                // Fewer than the peer has slots.
+                if user
+                    .lines
+                    .get(&id)
+                    .is_some_and(|it| !it.is_stopped && it.posted < 8)
+                {
+                    let mut bytes = vec![line];
+                    bytes.extend_from_slice(&sent.to_be_bytes());
+                    user.send(id, &bytes);
+                    *sent += 1;
+                }
+            }
+            ended += user
+                .host
+                .seen
+                .iter()
+                .filter(|event| matches!(event, PeerEvent::QpEnded { .. }))
+                .count();
+            assert!(user.host.seen.iter().all(|event| is_gone(event).is_none()));
+            user.host.seen.clear();
+        }
+        (came == [[MESSAGES; LINES as usize]; 2]).then_some(())
+    });
+    assert!(
+        ended >= 2 * (usize::from(LINES) - 3),
+        "only {ended} were put away"
+    );
 }
