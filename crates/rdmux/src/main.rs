@@ -47,6 +47,8 @@ enum Command {
     /// Show the objects of running devices: queue pairs, regions, connections and so on.
     #[command(alias = "resource")]
     Res(cmd::res::Args),
+    /// Show who uses a node, and how much.
+    Top(cmd::top::Args),
     /// Explain the state of a queue pair, also after its process has ended.
     Explain(cmd::explain::Args),
     /// Print the events that devices recorded, also after their processes have ended.
@@ -114,6 +116,7 @@ fn main() -> ExitCode {
         Command::Link(args) => cmd::dev::run_link(&args, before),
         Command::Stat(args) => cmd::dev::run_stat(&args, before),
         Command::Res(args) => cmd::res::run(&args, before),
+        Command::Top(args) => cmd::top::run(&args),
         Command::Explain(args) => cmd::explain::run(&args),
         Command::Trace(args) => cmd::trace::run(&args),
         Command::Demo(args) => cmd::demo::run(args),

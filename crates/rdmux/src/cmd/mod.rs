@@ -19,4 +19,5 @@ pub(crate) mod res;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod sim;
+pub(crate) mod top;
 pub(crate) mod trace;

@@ -1,0 +1,220 @@
+//! `rdmux top` beside a node with traffic.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+#[path = "../../skip.rs"]
+mod skip;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use skip::skip;
+use tempfile::TempDir;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A user's nodes.
+struct Host {
+    runtime: TempDir,
+}
+
+/// A child that is killed when the value is dropped.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Running {
+    fn lines(&mut self) -> BufReader<ChildStdout> {
+        BufReader::new(self.0.stdout.take().unwrap())
+    }
+}
+
+fn line(from: &mut BufReader<ChildStdout>) -> String {
+    let mut line = String::new();
+    from.read_line(&mut line).unwrap();
+    line
+}
+
+impl Host {
+    fn new() -> Host {
+        Host {
+            runtime: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn rdmux(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+        command
+            .args(args)
+            .env("XDG_RUNTIME_DIR", self.runtime.path())
+            .env_remove("RDMUX_PROVIDER")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    fn start(&self, args: &[&str]) -> Running {
+        Running(self.rdmux(args).spawn().unwrap())
+    }
+
+    /// Starts a node, and returns once it is ready.
+    fn node(&self, address: &str) -> Running {
+        let mut node = self.start(&["node", "--device", address]);
+        let text = line(&mut node.lines());
+        assert!(text.contains("ready"), "{text}");
+        node
+    }
+
+    /// Runs a client of `rdmux perf` on the node of an address, again and again while nothing listens yet.
+    fn client(&self, test: &str, address: &str, more: &[&str]) -> Output {
+        let shared = ["--provider", "shared", "--json"];
+        let args = [&["perf", test, address, "--bind", address], &shared[..], more].concat();
+        let deadline = Instant::now() + LONG;
+        loop {
+            let output = self.rdmux(&args).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            let is_early = text.contains("nothing listens") || text.contains("no answer");
+            if !is_early || Instant::now() > deadline {
+                return output;
+            }
+        }
+    }
+}
+
+/// Returns the bytes that the objects of a list have moved in the interval.
+fn moved(frame: &Value, list: &str) -> f64 {
+    let seconds = frame["interval_ns"].as_f64().unwrap() / 1e9;
+    let all = frame[list].as_array().unwrap().iter();
+    all.map(|one| one["bytes_per_s"].as_f64().unwrap() * seconds)
+        .sum()
+}
+
+#[test]
+fn top__rates_sum_up_to_what_was_moved() {
+    const ADDRESS: &str = "127.0.61.1";
+    const BYTES: f64 = 2000.0 * 65_536.0;
+    let host = Host::new();
+    let none = host.rdmux(&["top", "--device", ADDRESS]).output().unwrap();
+    assert_eq!(none.status.code(), Some(1));
+    let why = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert!(why.contains("there is no node of 127.0.61.1"), "{why}");
+    let _node = host.node(ADDRESS);
+    let args = ["top", "--json", "--device", ADDRESS, "--interval", "0.2"];
+    let mut top = host.start(&args);
+    let mut frames = top.lines();
+    // It watches from now on.
+    let first: Value = serde_json::from_str(&line(&mut frames)).unwrap();
+    assert_eq!(moved(&first, "tenants"), 0.0);
+    let _server = host.start(&["perf", "write-bw", "--bind", ADDRESS, "--provider", "shared"]);
+    let ran = host.client("write-bw", ADDRESS, &["-s", "65536", "-n", "2000"]);
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let (mut of_tenants, mut has_connection) = (0.0, false);
+    let deadline = Instant::now() + LONG;
+    while of_tenants < BYTES {
+        assert!(Instant::now() < deadline, "{of_tenants} of {BYTES} bytes");
+        let frame: Value = serde_json::from_str(&line(&mut frames)).unwrap();
+        of_tenants += moved(&frame, "tenants");
+        let connections = frame["connections"].as_array().unwrap();
+        if let Some(one) = connections.iter().find(|one| one["bytes_per_s"] != 0.0) {
+            has_connection = true;
+            assert_eq!((&one["route"], &one["peer"]), (&"own".into(), &ADDRESS.into()));
+            assert!(one["p99_ns"].as_u64() >= one["p50_ns"].as_u64(), "{one}");
+            // Of that of its application, and of its tenant.
+            let (of_connections, of_applications) =
+                (moved(&frame, "connections"), moved(&frame, "applications"));
+            assert!((of_connections - of_applications).abs() < 1.0, "{frame}");
+            assert!(of_connections <= moved(&frame, "tenants") + 1.0, "{frame}");
+        }
+    }
+    // Beyond them the test has warmed up, and the ends have told each other what they do.
+    assert!(of_tenants < 2.0 * BYTES, "{of_tenants} of {BYTES} bytes");
+    assert!(has_connection);
+    // It ends by itself, and prints tables where there is no terminal.
+    let output = host
+        .rdmux(&["top", "-d", "0.05", "-n", "2", "--device", ADDRESS])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(text.matches("WHO").count(), 2, "{text}");
+    assert_eq!(text.matches("\ndefault").count(), 2, "{text}");
+}
+
+#[test]
+fn top__ends_with_its_node() {
+    const ADDRESS: &str = "127.0.61.2";
+    let host = Host::new();
+    let node = host.node(ADDRESS);
+    let mut top = host.start(&["top", "--json", "--device", ADDRESS, "-d", "0.05"]);
+    let mut frames = top.lines();
+    assert!(line(&mut frames).starts_with('{'));
+    drop(node);
+    while !line(&mut frames).is_empty() {}
+    let status = top.0.wait().unwrap();
+    assert_eq!(status.code(), Some(1));
+}
+
+/// In a terminal of tmux.
+#[test]
+fn top__in_a_terminal() {
+    const ADDRESS: &str = "127.0.61.3";
+    let host = Host::new();
+    let socket = host.runtime.path().join("tmux");
+    let tmux = |args: &[&str]| {
+        let mut command = Command::new("tmux");
+        command
+            .arg("-S")
+            .arg(&socket)
+            .args(["-f", "/dev/null"])
+            .args(args);
+        command.env("TERM", "xterm").stdin(Stdio::null()).output()
+    };
+    if tmux(&["-V"]).is_err() {
+        return skip("tmux is not installed");
+    }
+    let _node = host.node(ADDRESS);
+    let command = format!(
+        "XDG_RUNTIME_DIR={} {} top --device {ADDRESS} -d 0.1; echo ended $?; read line",
+        host.runtime.path().display(),
+        env!("CARGO_BIN_EXE_rdmux"),
+    );
+    let started = tmux(&["new-session", "-d", "-x", "120", "-y", "24", &command]).unwrap();
+    assert!(started.status.success(), "{started:?}");
+    let wait_for = |words: &str| {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let shown = tmux(&["capture-pane", "-p"]).unwrap().stdout;
+            let shown = String::from_utf8_lossy(&shown).into_owned();
+            if shown.contains(words) {
+                return shown;
+            }
+            assert!(Instant::now() < deadline, "no {words}:\n{shown}");
+        }
+    };
+    let shown = wait_for("default");
+    assert!(shown.starts_with(&format!("node {ADDRESS} (soft)")), "{shown}");
+    assert!(shown.contains("F10Quit"), "{shown}");
+    tmux(&["send-keys", "F1"]).unwrap();
+    wait_for("this help");
+    tmux(&["send-keys", "F1"]).unwrap();
+    tmux(&["send-keys", "/"]).unwrap();
+    wait_for("/_");
+    tmux(&["send-keys", "nothing", "Enter"]).unwrap();
+    let shown = wait_for("Filter: nothing");
+    assert!(!shown.contains("default"), "{shown}");
+    tmux(&["resize-window", "-x", "60", "-y", "10"]).unwrap();
+    tmux(&["send-keys", "Escape"]).unwrap();
+    wait_for("default");
+    tmux(&["send-keys", "q"]).unwrap();
+    // The terminal is as it was.
+    let shown = wait_for("ended 0");
+    assert!(!shown.contains("WHO"), "{shown}");
+    let _ = tmux(&["kill-server"]);
+}
