@@ -163,6 +163,17 @@ impl Stage {
 
     /// Starts a process. `log`: the file that its stderr goes to.
     fn spawn(&self, prefix: &[String], args: &[&str], log: Option<&str>) -> Result<Actor> {
+        self.spawn_with(prefix, args, log, &[])
+    }
+
+    /// Starts a process with variables of its environment.
+    fn spawn_with(
+        &self,
+        prefix: &[String],
+        args: &[&str],
+        log: Option<&str>,
+        variables: &[(&str, &str)],
+    ) -> Result<Actor> {
         let mut words: Vec<&std::ffi::OsStr> = prefix.iter().map(AsRef::as_ref).collect();
         words.push(self.exe.as_ref());
         words.extend(args.iter().map(AsRef::<std::ffi::OsStr>::as_ref));
@@ -176,6 +187,7 @@ impl Stage {
         };
         let child = Command::new(words[0])
             .args(&words[1..])
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(stderr)
@@ -183,6 +195,23 @@ impl Stage {
             .with_context(|| format!("cannot start {}", words[0].display()))?;
         litter.children.push(Pid::from_child(&child));
         Ok(Actor(child))
+    }
+
+    /// Starts a process that uses the stage's folder as the user's runtime folder, with variables of its environment.
+    pub(super) fn start(&self, args: &[&str], variables: &[(&str, &str)]) -> Result<Actor> {
+        let folder = self.arg_of(&self.folder)?;
+        let mut all = vec![("XDG_RUNTIME_DIR", folder.as_str())];
+        all.extend(variables);
+        self.spawn_with(&[], args, None, &all)
+    }
+
+    /// Starts such a process, and waits until it prints that it is ready.
+    pub(super) fn start_ready(&self, args: &[&str], variables: &[(&str, &str)]) -> Result<Actor> {
+        let mut actor = self.start(args, variables)?;
+        if first_line(&mut actor)?.is_empty() {
+            bail!("rdmux {} did not start: {}", args[0], actor.complaint());
+        }
+        Ok(actor)
     }
 
     /// Starts a server and waits until it listens.
