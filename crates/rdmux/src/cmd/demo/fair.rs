@@ -67,8 +67,8 @@ pub(super) struct Args {
 }
 
 fn rate_of(text: &str) -> Result<u64, String> {
-    let rate = parse_rate(text).filter(|rate| (1_000_000..=400_000_000_000).contains(rate));
-    rate.ok_or_else(|| "give a rate of 1Mbit to 400Gbit, such as 500Mbit".into())
+    let rate = parse_rate(text).filter(|rate| (100_000_000..=400_000_000_000).contains(rate));
+    rate.ok_or_else(|| "give a rate of 100Mbit to 400Gbit, such as 500Mbit".into())
 }
 
 /// Figures of one of the two.
@@ -287,6 +287,9 @@ fn measure(stage: &Stage, args: &Args, sharing: Sharing, is_live: bool) -> Resul
         let now = Instant::now();
         if begun == [true; 2] && measures_from.is_none() {
             measures_from = Some(now + WARM_UP);
+            if !is_live && !args.json {
+                output::say(&format!("{:<3}  measured for {} s", sharing.word(), args.seconds));
+            }
         }
         let Some(from) = measures_from.filter(|from| now >= *from) else {
             continue;
@@ -465,7 +468,7 @@ mod tests {
     #[test]
     fn rate_of__within_bounds() {
         assert_eq!(rate_of("500Mbit"), Ok(500_000_000));
-        for wrong in ["1", "1kbit", "1Tbit", "fast"] {
+        for wrong in ["1", "99Mbit", "1Tbit", "fast"] {
             assert!(rate_of(wrong).unwrap_err().contains("500Mbit"), "{wrong}");
         }
     }

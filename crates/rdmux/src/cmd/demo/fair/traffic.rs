@@ -25,6 +25,8 @@ use crate::output;
 pub(super) const PORT: u16 = 18516;
 /// Time between two reports.
 pub(super) const PERIOD: Duration = Duration::from_millis(100);
+/// Local ACK timeout code: 4.3 s.
+const ACK_TIMEOUT: u8 = 20;
 /// Most connections of the program that both send to.
 const CONNECTIONS_MAX: usize = 64;
 /// Time for which that program waits for each further connection.
@@ -161,6 +163,8 @@ impl Sender {
         let region = region(&pd, args.bytes)?;
         let params = ConnectParams {
             traffic_class: args.class << 5,
+            // More than the bottleneck's queue takes.
+            ack_timeout: Some(ACK_TIMEOUT),
             ..ConnectParams::default()
         };
         let options = QpOptions {
