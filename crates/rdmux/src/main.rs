@@ -3,6 +3,7 @@
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod cmd;
+mod http;
 mod metrics;
 mod output;
 

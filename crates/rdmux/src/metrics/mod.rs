@@ -1,10 +1,9 @@
 //! Metrics for Prometheus: `--metrics ADDR`. They hold figures only, since anybody who reaches the address can read them: no names of
 //! regions or files, no peers, no payload.
 
-mod http;
 mod text;
 
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -14,8 +13,10 @@ use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
 use rdmux_soft::metrics::{DeviceMetrics, devices};
 use rdmux_verbs::WcOpcode;
 
-use self::text::{Kind, Text};
 use strum::VariantArray;
+
+use self::text::{Kind, Text};
+use crate::http::{self, Answer, Request};
 
 /// Port of the metrics where only an address is given.
 pub(crate) const PORT_DEFAULT: u16 = 9791;
@@ -28,27 +29,7 @@ static SERVER: OnceLock<Metrics> = OnceLock::new();
 
 /// Parses `ADDR`, `ADDR:PORT` or `PORT`; port 0 stands for any free port.
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
-    let numeric = match text.strip_prefix("localhost") {
-        Some(rest) if rest.is_empty() || rest.starts_with(':') => format!("127.0.0.1{rest}"),
-        _ => text.to_owned(),
-    };
-    let bare = numeric
-        .strip_prefix('[')
-        .and_then(|rest| rest.strip_suffix(']'))
-        .unwrap_or(&numeric);
-    let only_address = bare.parse().map(|address| SocketAddr::new(address, PORT_DEFAULT));
-    let only_port = text
-        .parse()
-        .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
-    let address: SocketAddr = numeric
-        .parse()
-        .or(only_address)
-        .or(only_port)
-        .map_err(|_| "give ADDR, ADDR:PORT (an IPv6 address in brackets) or PORT".to_owned())?;
-    if address.ip().is_multicast() {
-        return Err(format!("{} is not an address of this host", address.ip()));
-    }
-    Ok(address)
+    http::parse_address(text, PORT_DEFAULT)
 }
 
 /// Serves metrics at this address until the process ends, and prints their URL to standard error.
@@ -57,14 +38,24 @@ pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
         format!("cannot serve metrics at {address} (choose another port with --metrics ADDR:PORT)")
     })?;
     let at = listener.local_addr().context("cannot serve metrics")?;
-    http::serve(listener, PATIENCE, || render(&devices(), &rnics(), SERVER.get()))
-        .context("cannot serve metrics")?;
+    http::serve(listener, "rdmux-metrics", PATIENCE, answer).context("cannot serve metrics")?;
     // Nobody may read standard error: ignore a failure.
     let _ = std::io::Write::write_fmt(
         &mut std::io::stderr(),
         format_args!("rdmux: metrics at http://{at}/metrics\n"),
     );
     Ok(())
+}
+
+fn answer(request: &Request<'_>) -> Answer {
+    if request.path != "/metrics" {
+        return Answer::text("404 Not Found", "metrics are at /metrics\n");
+    }
+    Answer {
+        content_type: "text/plain; version=0.0.4; charset=utf-8",
+        body: render(&devices(), &rnics(), SERVER.get()).into(),
+        ..Answer::text("200 OK", "")
+    }
 }
 
 /// Adds the figures of a server to the metrics.

@@ -1,8 +1,9 @@
-//! The part of HTTP/1.1 that a scraper needs: one thread, a bounded number of connections, each for one request and a bounded time. No
-//! client makes others wait: at the limit, the server closes the connection that has been open longest.
+//! The part of HTTP/1.1 that a scraper and a page need: one thread, a bounded number of connections, each for one request and a bounded time.
+//! No client makes others wait: at the limit, the server closes the connection that has been open longest.
 
+use std::borrow::Cow;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,22 +18,95 @@ const AFTER_BYTES_MAX: usize = 64 << 10;
 /// Time without accepting connections after the process ran out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Answers `GET /metrics` with the result of `render`, until the process ends. A client has `patience` from its connection to its end.
-pub(super) fn serve(
+/// A request, by GET or HEAD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Request<'a> {
+    /// Path of the target, without the query.
+    pub(crate) path: &'a str,
+    /// Value of the header `Authorization`.
+    pub(crate) authorization: Option<&'a str>,
+}
+
+/// Answer to a request.
+#[derive(Clone, Debug)]
+pub(crate) struct Answer {
+    /// Code and reason, such as `200 OK`.
+    pub(crate) status: &'static str,
+    pub(crate) content_type: &'static str,
+    /// Further headers, each with its line's end.
+    pub(crate) headers: &'static str,
+    pub(crate) body: Cow<'static, str>,
+}
+
+/// Type of plain text.
+pub(crate) const TEXT: &str = "text/plain; charset=utf-8";
+
+impl Answer {
+    /// Returns a line of text.
+    pub(crate) fn text(status: &'static str, body: &'static str) -> Answer {
+        Answer {
+            status,
+            content_type: TEXT,
+            headers: "",
+            body: body.into(),
+        }
+    }
+
+    fn bytes(&self, with_body: bool) -> Vec<u8> {
+        let head = format!(
+            "HTTP/1.1 {}\r\nContent-Type: {}\r\nContent-Length: {}\r\n{}Cache-Control: no-store\r\nConnection: close\r\n\r\n",
+            self.status,
+            self.content_type,
+            self.body.len(),
+            self.headers
+        );
+        let body = if with_body { self.body.as_bytes() } else { b"" };
+        [head.as_bytes(), body].concat()
+    }
+}
+
+/// Parses `ADDR`, `ADDR:PORT` or `PORT`, which is on the loopback interface; port 0 stands for any free port.
+pub(crate) fn parse_address(text: &str, port: u16) -> Result<SocketAddr, String> {
+    let numeric = match text.strip_prefix("localhost") {
+        Some(rest) if rest.is_empty() || rest.starts_with(':') => format!("127.0.0.1{rest}"),
+        _ => text.to_owned(),
+    };
+    let bare = numeric
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'))
+        .unwrap_or(&numeric);
+    let only_address = bare.parse().map(|address| SocketAddr::new(address, port));
+    let only_port = text
+        .parse()
+        .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
+    let address: SocketAddr = numeric
+        .parse()
+        .or(only_address)
+        .or(only_port)
+        .map_err(|_| "give ADDR, ADDR:PORT (an IPv6 address in brackets) or PORT".to_owned())?;
+    if address.ip().is_multicast() {
+        return Err(format!("{} is not an address of this host", address.ip()));
+    }
+    Ok(address)
+}
+
+/// Answers requests by `handle`, until the process ends, in a thread of this name. A client has `patience` from its connection to its end.
+pub(crate) fn serve(
     listener: TcpListener,
+    thread: &str,
     patience: Duration,
-    render: impl Fn() -> String + Send + 'static,
+    handle: impl Fn(&Request<'_>) -> Answer + Send + 'static,
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let server = Server {
         listener,
         patience,
-        render,
+        handle,
         connections: Vec::new(),
         accepts_from: None,
     };
     thread::Builder::new()
-        .name("rdmux-metrics".into())
+        .name(thread.into())
         .spawn(move || server.run())
         .map(drop)
 }
@@ -40,7 +114,7 @@ pub(super) fn serve(
 struct Server<F> {
     listener: TcpListener,
     patience: Duration,
-    render: F,
+    handle: F,
     /// Open connections, oldest first.
     connections: Vec<Connection>,
     /// Time at which the server accepts connections again.
@@ -63,7 +137,7 @@ enum State {
     Ending(usize),
 }
 
-impl<F: Fn() -> String> Server<F> {
+impl<F: Fn(&Request<'_>) -> Answer> Server<F> {
     fn run(mut self) {
         loop {
             // Only a bad descriptor or a lack of memory fails here.
@@ -72,9 +146,9 @@ impl<F: Fn() -> String> Server<F> {
                 thread::sleep(ACCEPT_PAUSE);
             }
             self.accept();
-            let (now, render) = (Instant::now(), &self.render);
+            let (now, handle) = (Instant::now(), &self.handle);
             self.connections.retain_mut(|connection| {
-                connection.until > now && connection.advance(render).unwrap_or(false)
+                connection.until > now && connection.advance(handle).unwrap_or(false)
             });
         }
     }
@@ -129,7 +203,7 @@ impl<F: Fn() -> String> Server<F> {
                         state: State::Reading(Vec::new()),
                     };
                     // Most clients have already sent their request and take the answer at once.
-                    if connection.advance(&self.render).unwrap_or(false) {
+                    if connection.advance(&self.handle).unwrap_or(false) {
                         self.connections.push(connection);
                     }
                 }
@@ -148,9 +222,9 @@ impl<F: Fn() -> String> Server<F> {
 
 impl Connection {
     /// Proceeds as far as possible without waiting. Returns false when the connection has ended.
-    fn advance(&mut self, render: &impl Fn() -> String) -> io::Result<bool> {
+    fn advance(&mut self, handle: &impl Fn(&Request<'_>) -> Answer) -> io::Result<bool> {
         loop {
-            match self.step(render) {
+            match self.step(handle) {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
                 Err(error) => match error.kind() {
@@ -163,13 +237,13 @@ impl Connection {
     }
 
     /// Makes one read or write. Returns false when the connection has ended.
-    fn step(&mut self, render: &impl Fn() -> String) -> io::Result<bool> {
+    fn step(&mut self, handle: &impl Fn(&Request<'_>) -> Answer) -> io::Result<bool> {
         let mut bytes = [0; 4096];
         match &mut self.state {
             State::Reading(request) => {
                 let n = self.stream.read(&mut bytes)?;
                 request.extend_from_slice(&bytes[..n]);
-                if let Some(answer) = answer_to(request, render) {
+                if let Some(answer) = answer_to(request, handle) {
                     self.state = State::Writing(answer, 0);
                 } else if n == 0 {
                     return Ok(false);
@@ -195,21 +269,17 @@ impl Connection {
 }
 
 /// Returns the answer once the request is complete.
-fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>> {
+fn answer_to(request: &[u8], handle: impl FnOnce(&Request<'_>) -> Answer) -> Option<Vec<u8>> {
     if !is_whole(request) {
-        return (request.len() >= REQUEST_BYTES_MAX).then(|| {
-            answer(
-                "431 Request Header Fields Too Large",
-                "",
-                "request too long\n",
-                true,
-            )
-        });
+        let long = Answer::text("431 Request Header Fields Too Large", "request too long\n");
+        return (request.len() >= REQUEST_BYTES_MAX).then(|| long.bytes(true));
     }
-    let bad = |why: &str| Some(answer("400 Bad Request", "", why, true));
-    let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
-    let line = line.strip_suffix(b"\r").unwrap_or(line);
-    let Ok(line) = std::str::from_utf8(line) else {
+    let bad = |why| Some(Answer::text("400 Bad Request", why).bytes(true));
+    let mut lines = request.split(|byte| *byte == b'\n').map(|line| {
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
+        std::str::from_utf8(line)
+    });
+    let Some(Ok(line)) = lines.next() else {
         return bad("request is not text\n");
     };
     let words: Vec<&str> = line.split(' ').collect();
@@ -224,24 +294,23 @@ fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>>
         Some(rest) => rest.find('/').map_or("/", |at| &rest[at..]),
         None => target,
     };
-    let path = target.split('?').next().unwrap_or_default();
-    let whole = match method {
+    let with_body = match method {
         "GET" => true,
         "HEAD" => false,
         _ => {
-            return Some(answer(
-                "405 Method Not Allowed",
-                "Allow: GET, HEAD\r\n",
-                "only GET and HEAD are supported\n",
-                true,
-            ));
+            let mut other = Answer::text("405 Method Not Allowed", "only GET and HEAD are supported\n");
+            other.headers = "Allow: GET, HEAD\r\n";
+            return Some(other.bytes(true));
         }
     };
-    Some(if path == "/metrics" {
-        answer("200 OK", "", &render(), whole)
-    } else {
-        answer("404 Not Found", "", "metrics are at /metrics\n", whole)
-    })
+    let headers = lines.map_while(|line| line.ok().filter(|line| !line.is_empty()));
+    let mut pairs = headers.filter_map(|line| line.split_once(':'));
+    let authorization = pairs.find(|(name, _)| name.eq_ignore_ascii_case("authorization"));
+    let request = Request {
+        path: target.split('?').next().unwrap_or_default(),
+        authorization: authorization.map(|(_, value)| value.trim()),
+    };
+    Some(handle(&request).bytes(with_body))
 }
 
 /// Returns whether the request ends with an empty line; bytes behind that line are not checked.
@@ -250,18 +319,8 @@ fn is_whole(request: &[u8]) -> bool {
     (1..request.len()).any(|at| request[at - 1] == b'\n' && ends(at))
 }
 
-fn answer(status: &str, headers: &str, body: &str, with_body: bool) -> Vec<u8> {
-    let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n{headers}Cache-Control: \
-         no-store\r\nConnection: close\r\n\r\n",
-        body.len()
-    );
-    [head.as_bytes(), if with_body { body.as_bytes() } else { b"" }].concat()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -276,11 +335,17 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let rendered: Arc<AtomicUsize> = Arc::default();
         let counter = rendered.clone();
-        let render = move || {
+        let handle = move |request: &Request<'_>| {
+            if request.path != "/metrics" {
+                return Answer::text("404 Not Found", "metrics are at /metrics\n");
+            }
             counter.fetch_add(1, Ordering::Relaxed);
-            "x".repeat(bytes)
+            Answer {
+                body: "x".repeat(bytes).into(),
+                ..Answer::text("200 OK", "")
+            }
         };
-        serve(listener, patience, render).unwrap();
+        serve(listener, "http", patience, handle).unwrap();
         (address, rendered)
     }
 
@@ -349,6 +414,38 @@ mod tests {
             assert_eq!(answer.split_once("\r\n\r\n").unwrap().1, body, "{said}");
         }
         assert_eq!(rendered.load(Ordering::Relaxed), 4);
+    }
+
+    #[test]
+    fn answer_to__passes_the_path_and_the_authorization_on() {
+        for (request, path, authorization) in [
+            ("GET /a?b HTTP/1.1\r\n\r\n", "/a", None),
+            (
+                "GET / HTTP/1.1\r\nHost: x\r\naUTHORIZATION:  Bearer 12 \r\n\r\n",
+                "/",
+                Some("Bearer 12"),
+            ),
+            (
+                "GET / HTTP/1.1\nAuthorization:\nAuthorization: 2\n\n",
+                "/",
+                Some(""),
+            ),
+            (
+                "GET / HTTP/1.1\r\nAuthorization\r\n\r\nAuthorization: body\r\n",
+                "/",
+                None,
+            ),
+        ] {
+            let answer = answer_to(request.as_bytes(), |found| {
+                assert_eq!(
+                    (found.path, found.authorization),
+                    (path, authorization),
+                    "{request}"
+                );
+                Answer::text("200 OK", "yes")
+            });
+            assert!(answer.unwrap().ends_with(b"\r\n\r\nyes"), "{request}");
+        }
     }
 
     #[test]
