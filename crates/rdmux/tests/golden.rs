@@ -52,7 +52,7 @@ const OUTPUTS: [&str; 27] = [
 ];
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 7] = [
+const WITHOUT: [(&str, &str); 8] = [
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
@@ -66,6 +66,10 @@ const WITHOUT: [(&str, &str); 7] = [
         "it measures for long; cli_push looks at what it reports",
     ),
     ("node", "it prints one line; cli_node looks at what it serves"),
+    (
+        "node url",
+        "it prints a key's token; cli_web opens it in a browser",
+    ),
     (
         "run",
         "what it prints is another program's; cargo xtask programs runs them",

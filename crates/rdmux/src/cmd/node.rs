@@ -1,11 +1,12 @@
 //! `rdmux node`: owns a device and serves applications on it: this user's, or those of tenants.
 
 mod check;
+mod web;
 
 use std::env::{args_os, current_exe};
 use std::fs::{OpenOptions, read_to_string};
-use std::io::{BufRead, BufReader, Read};
-use std::net::IpAddr;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU16;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
@@ -18,7 +19,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Parser, Subcommand};
-use rdmux_push::Key;
+use rdmux_push::{Key, KeyError};
 use rdmux_share::node::config::{Config, Finding};
 use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::Device;
@@ -53,8 +54,12 @@ pub(crate) struct Args {
     /// failure of a shared queue pair still ends all its connections.)
     #[arg(long)]
     share: bool,
-    /// The key of those nodes: its file. Without it, that of this user, which is made if there is none.
-    #[arg(long, value_name = "FILE", requires = "share")]
+    /// Show the node on a page at this address of the loopback interface, such as 127.0.0.1:7175; a PORT alone will do (docs/node.md).
+    /// `rdmux node url` prints its URL with the token.
+    #[arg(long, value_name = "ADDR[:PORT]", value_parser = web::parse_address)]
+    web: Option<SocketAddr>,
+    /// The key of those nodes, and of the page: its file. Without it, that of this user, which is made if there is none.
+    #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
     /// Engines of the device, each with a thread that serves a part of the applications. Sharing queue pairs needs one. An RNIC has no engines.
     #[arg(long, value_name = "N", default_value = "1", conflicts_with = "share")]
@@ -76,11 +81,27 @@ pub(crate) struct Args {
 enum Command {
     /// Check a file of tenants, and show what it gives to whom.
     Check(check::Args),
+    /// Print the URL of a node's page, with the token that the page needs.
+    Url(UrlArgs),
+}
+
+#[derive(clap::Args, Debug)]
+struct UrlArgs {
+    /// Address of the page, as for --web.
+    #[arg(value_name = "ADDR[:PORT]", default_value = "127.0.0.1", value_parser = web::parse_address)]
+    address: SocketAddr,
+    /// The node's key: its file. Without it, that of this user.
+    #[arg(long, value_name = "FILE")]
+    key: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     match &args.command {
         Some(Command::Check(args)) => check::run(args),
+        Some(Command::Url(args)) => {
+            output::say(&web::url(args.address, &key_of(args.key.as_deref())?));
+            Ok(())
+        }
         None => serve(args),
     }
 }
@@ -107,14 +128,17 @@ fn serve(args: &Args) -> Result<()> {
     );
     let provider = device.provider();
     let tenants = config.as_ref().map_or(String::new(), tenants_of);
-    let key = match (args.share, &args.key) {
-        (false, _) => None,
-        (true, Some(file)) => Some(Key::load(file)?),
-        (true, None) => Some(Key::load_or_create()?),
+    ensure!(
+        args.key.is_none() || args.share || args.web.is_some(),
+        "--key FILE is for --share and --web"
+    );
+    let key = match args.share || args.web.is_some() {
+        true => Some(key_of(args.key.as_deref())?),
+        false => None,
     };
     let options = NodeOptions {
         config,
-        key,
+        key: key.clone().filter(|_| args.share),
         engines: args.engines.get().into(),
         ..NodeOptions::default()
     };
@@ -122,6 +146,14 @@ fn serve(args: &Args) -> Result<()> {
     node.warn_by(|warning| output::error(&anyhow!("warning: {warning}")));
     if let Some(seconds) = args.until_idle {
         node.end_when_idle(Duration::from_secs(seconds));
+    }
+    if let (Some(address), Some(key)) = (args.web, key) {
+        let at = web::serve(address, key, node.viewer())?;
+        // The URL has no token here, as this may go to a log.
+        let _ = writeln!(
+            std::io::stderr(),
+            "rdmux: page at http://{at}/, rdmux node url {at} has the token"
+        );
     }
     handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
     output::say(&format!(
@@ -133,6 +165,11 @@ fn serve(args: &Args) -> Result<()> {
         output::error(&anyhow::Error::new(error).context("cannot notify systemd that the node is ready"));
     }
     Ok(node.run()?)
+}
+
+/// Loads a key: that of the file, or else this user's, which is made if there is none.
+fn key_of(file: Option<&Path>) -> Result<Key, KeyError> {
+    file.map_or_else(Key::load_or_create, Key::load)
 }
 
 /// Lets this process have as many descriptors as the system allows: each application takes some.
