@@ -6,13 +6,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rdmux_verbs::{
     CompletionQueue, ConnectParams, Connection, Device, MemoryRegion, QpOptions, Qpn, QueuePair, RecvRequest,
     Status, WcOpcode,
 };
 
 use super::super::child::say_ready;
+use super::source::PAUSE;
 use super::{Place, Request, SinkArgs, memory};
 
 const CQ_ENTRIES: u32 = 16_384;
@@ -24,8 +25,25 @@ const DROP_EVERY: usize = 64;
 /// Connections that receive.
 type Receivers = Mutex<HashMap<Qpn, (QueuePair, Request)>>;
 
+/// Serves until its standard input ends. When its device goes, it opens it again.
 pub(super) fn run(args: &SinkArgs) -> Result<()> {
+    thread::spawn(|| {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        std::process::exit(0)
+    });
     let device = Device::open(args.bind)?;
+    serve(&device, args, true)?;
+    loop {
+        match Device::open(args.bind) {
+            // Sources learn from their own device if it does not go on.
+            Ok(device) => drop(serve(&device, args, false)),
+            Err(_) => thread::sleep(PAUSE),
+        }
+    }
+}
+
+/// Accepts connections until the device goes.
+fn serve(device: &Device, args: &SinkArgs, is_first: bool) -> Result<()> {
     let pd = device.alloc_pd()?;
     let mr = Arc::new(memory(&pd)?);
     let cq = device.create_cq(CQ_ENTRIES)?;
@@ -36,18 +54,15 @@ pub(super) fn run(args: &SinkArgs) -> Result<()> {
         move || receive(&cq, &mr, &receivers)
     };
     thread::spawn(receive);
-    thread::spawn(|| {
-        let _ = std::io::stdin().read_to_end(&mut Vec::new());
-        std::process::exit(0)
-    });
-    say_ready()?;
+    if is_first {
+        say_ready()?;
+    }
     let place = Place {
         va: mr.iova(),
         rkey: mr.rkey(),
     };
     let mut connections: Vec<(QueuePair, Connection)> = Vec::new();
-    loop {
-        let mut asking = listener.accept(Duration::MAX).context("the listener has ended")?;
+    while let Some(mut asking) = listener.accept(Duration::MAX) {
         if connections.len() % DROP_EVERY == DROP_EVERY - 1 {
             let mut receivers = lock(&receivers);
             connections.retain(|(qp, connection)| {
@@ -79,6 +94,7 @@ pub(super) fn run(args: &SinkArgs) -> Result<()> {
             connections.push((qp, connection));
         }
     }
+    Ok(())
 }
 
 fn lock(receivers: &Receivers) -> std::sync::MutexGuard<'_, HashMap<Qpn, (QueuePair, Request)>> {

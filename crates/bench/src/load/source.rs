@@ -20,7 +20,7 @@ const LATENCY_NS_MAX: u64 = 60_000_000_000;
 /// Longest sleep while nothing completes.
 const LOOK: Duration = Duration::from_millis(50);
 /// Pause between attempts to open a device that is not there: no event reports that a node has started.
-const PAUSE: Duration = Duration::from_millis(2);
+pub(super) const PAUSE: Duration = Duration::from_millis(2);
 
 pub(super) fn run(args: &SourceArgs) -> Result<()> {
     let device = Device::open(args.bind)?;
@@ -151,6 +151,10 @@ impl Tally {
     }
 
     fn report(&self) -> Report {
+        // Those at the end in which nothing completed count too.
+        let mut periods = self.periods.clone();
+        let whole = (self.seconds / PERIOD.as_secs_f64()) as usize;
+        periods.resize(periods.len().max(whole), 0);
         let us = |quantile| self.latencies_ns.value_at_quantile(quantile) as f64 / 1e3;
         Report {
             messages: self.latencies_ns.len(),
@@ -158,7 +162,7 @@ impl Tally {
             seconds: self.seconds,
             p50_us: us(0.5),
             p99_us: us(0.99),
-            periods: self.periods.clone(),
+            periods,
         }
     }
 }
