@@ -256,14 +256,6 @@ pub(super) fn kills() -> Suite {
                     ratios.push(Ratio::new(name, "at most 1.00", &rounds, &second));
                 }
             }
-            for (row, _) in ROWS {
-                ratios.push(Ratio::new(
-                    format!("S12, {row}: dip by an application's end / without").leak(),
-                    "",
-                    &tables[1].rounds(row, APPLICATION),
-                    &tables[1].rounds(row, NOTHING),
-                ));
-            }
             ratios
         },
     }
