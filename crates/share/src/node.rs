@@ -19,6 +19,8 @@ mod observe;
 mod peer;
 mod post;
 mod requests;
+#[cfg(test)]
+mod scale;
 mod sharing;
 pub mod snapshot;
 mod table;

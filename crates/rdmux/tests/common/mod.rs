@@ -1,6 +1,8 @@
 //! Helpers with which several of the tests here run programs.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+pub(crate) mod nodes;
+
 /// Command by which root runs a program as an ordinary user.
 pub(crate) const AS_NOBODY: [&str; 6] = [
     "setpriv",

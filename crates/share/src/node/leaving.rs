@@ -30,19 +30,15 @@ impl Leaving {
     pub(super) fn new(application: Application) -> Leaving {
         // It learns at once that the node serves it no more.
         let _ = shutdown(&application.channel, Shutdown::Both);
-        // A connection ends before its queue pair, and a queue pair before its memory.
+        // Queue pairs end first, by which peers learn it, and before their memory.
         let regions = application.regions.ids().map(Object::Region);
         let srqs = application.srqs.ids().map(Object::Srq);
         let qps = application.qps.ids().map(Object::Qp);
         let requests = application.requests.ids().map(Object::Request);
         let connections = application.connections.ids().map(Object::Connection);
         let listeners = application.listeners.ids().map(Object::Listener);
-        let queues = regions.chain(srqs).chain(qps);
-        let left = queues
-            .chain(requests)
-            .chain(connections)
-            .chain(listeners)
-            .collect();
+        let later = regions.chain(srqs).chain(listeners);
+        let left = later.chain(requests).chain(connections).chain(qps).collect();
         Leaving { application, left }
     }
 

@@ -19,7 +19,7 @@ mod keys;
 mod line;
 mod links;
 mod machine;
-mod pool;
+pub(in crate::node) mod pool;
 mod session;
 mod shared;
 

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use super::{SharedBy, SharedId};
 
 /// Time after which a shared queue pair is asked whether it can go, although there is room.
-pub(super) const IDLE_TIME: Duration = Duration::from_secs(30);
+pub(in crate::node) const IDLE_TIME: Duration = Duration::from_secs(30);
 /// Time after which one that a peer had no room for is asked for again, and after which one that could not go is.
-pub(super) const AGAIN_TIME: Duration = Duration::from_millis(20);
+pub(in crate::node) const AGAIN_TIME: Duration = Duration::from_millis(20);
 
 /// Actions for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(in crate::node) enum Step {
     /// Open a queue pair: [`Pool::opened`], [`Pool::later`] or [`Pool::ended`] follows.
     Open(SharedId, SharedBy),
     /// Put one away, if it can go at both ends: [`Pool::away`], [`Pool::ended`] or [`Pool::stays`] follows.
@@ -47,7 +47,7 @@ struct Entry {
 
 /// The shared queue pairs of a node.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub(in crate::node) struct Pool {
     limit: usize,
     entries: BTreeMap<SharedId, Entry>,
     by: HashMap<SharedBy, SharedId>,
@@ -68,7 +68,7 @@ pub(super) struct Pool {
 
 impl Pool {
     /// Makes a pool for at most `limit` queue pairs.
-    pub(super) fn new(limit: usize) -> Pool {
+    pub(in crate::node) fn new(limit: usize) -> Pool {
         Pool {
             limit: limit.max(1),
             entries: BTreeMap::new(),
@@ -85,7 +85,7 @@ impl Pool {
     }
 
     /// Returns the queue pair to send on, if it is open. If not, it is opened, or waits for room.
-    pub(super) fn want(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
+    pub(in crate::node) fn want(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
         match self.find(by) {
             Some((id, State::Open)) => {
                 self.touch(now, id);
@@ -112,7 +112,7 @@ impl Pool {
     }
 
     /// Forgets that a queue pair is wanted.
-    pub(super) fn unwant(&mut self, by: &SharedBy) {
+    pub(in crate::node) fn unwant(&mut self, by: &SharedBy) {
         if self.is_wanted.remove(by) {
             self.wanted.retain(|other| other != by);
             self.later.retain(|(_, other)| other != by);
@@ -120,7 +120,7 @@ impl Pool {
     }
 
     /// Forgets what is wanted of a peer, and returns it.
-    pub(super) fn forget(&mut self, peer: IpAddr) -> Vec<SharedBy> {
+    pub(in crate::node) fn forget(&mut self, peer: IpAddr) -> Vec<SharedBy> {
         let of_peer = |by: &&SharedBy| by.peer == peer;
         let wanted: Vec<SharedBy> = self.is_wanted.iter().filter(of_peer).cloned().collect();
         wanted.iter().for_each(|by| self.unwant(by));
@@ -129,7 +129,7 @@ impl Pool {
 
     /// Has a line get the queue pair that a peer asks for, in place of one for which this node has asked if there is one. `None`: there is no
     /// room now.
-    pub(super) fn accept(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
+    pub(in crate::node) fn accept(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
         if let Some(id) = self.asked_for(by) {
             self.entries.get_mut(&id)?.is_asked = false;
             return Some(id);
@@ -162,7 +162,7 @@ impl Pool {
     }
 
     /// Returns the line for which this node is asking a peer.
-    pub(super) fn asked_for(&self, by: &SharedBy) -> Option<SharedId> {
+    pub(in crate::node) fn asked_for(&self, by: &SharedBy) -> Option<SharedId> {
         let (id, state) = self.find(by)?;
         let is_asked = self.entries.get(&id)?.is_asked;
         (is_asked && state == State::Opening).then_some(id)
@@ -194,7 +194,7 @@ impl Pool {
     }
 
     /// Takes note that nobody sends on a queue pair any more.
-    pub(super) fn ends(&mut self, id: SharedId) {
+    pub(in crate::node) fn ends(&mut self, id: SharedId) {
         if let Some(entry) = self.entries.get_mut(&id)
             && entry.state != State::Closing
         {
@@ -205,7 +205,7 @@ impl Pool {
     }
 
     /// Takes note that a queue pair is open.
-    pub(super) fn opened(&mut self, now: Instant, id: SharedId) {
+    pub(in crate::node) fn opened(&mut self, now: Instant, id: SharedId) {
         if let Some(entry) = self.entries.get_mut(&id)
             && entry.state == State::Opening
         {
@@ -216,7 +216,7 @@ impl Pool {
     }
 
     /// Takes note that a peer had no room for a queue pair: it is asked for again a little later.
-    pub(super) fn later(&mut self, now: Instant, id: SharedId) {
+    pub(in crate::node) fn later(&mut self, now: Instant, id: SharedId) {
         if let Some(by) = self.put_away(id) {
             self.later.insert((now + AGAIN_TIME, by.clone()));
             self.is_wanted.insert(by);
@@ -225,7 +225,7 @@ impl Pool {
     }
 
     /// Takes note that a line has no queue pair any more.
-    pub(super) fn away(&mut self, now: Instant, id: SharedId) {
+    pub(in crate::node) fn away(&mut self, now: Instant, id: SharedId) {
         if let Some(by) = self.put_away(id)
             && self.is_wanted.contains(&by)
         {
@@ -244,7 +244,7 @@ impl Pool {
     }
 
     /// Takes note that there is no such line any more. Who wants one gets another one.
-    pub(super) fn ended(&mut self, now: Instant, id: SharedId) {
+    pub(in crate::node) fn ended(&mut self, now: Instant, id: SharedId) {
         let left = self.put_away(id);
         if let Some(entry) = self.entries.remove(&id) {
             self.by.remove(&entry.by);
@@ -254,7 +254,7 @@ impl Pool {
     }
 
     /// Takes note that a queue pair that was to be put away cannot go now.
-    pub(super) fn stays(&mut self, now: Instant, id: SharedId) {
+    pub(in crate::node) fn stays(&mut self, now: Instant, id: SharedId) {
         if let Some(entry) = self.entries.get_mut(&id)
             && entry.state == State::Closing
         {
@@ -278,7 +278,7 @@ impl Pool {
     }
 
     /// Returns when [`Pool::check_time`] is to be called.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    pub(in crate::node) fn deadline(&self) -> Option<Instant> {
         let lacks_room = self.closing < self.wanted.len();
         let time = if lacks_room { AGAIN_TIME } else { IDLE_TIME };
         let open = self.open.first().map(|(seen, _)| *seen + time);
@@ -287,7 +287,7 @@ impl Pool {
     }
 
     /// Puts away what nobody has used for long, and asks again for what a peer had no room for.
-    pub(super) fn check_time(&mut self, now: Instant) {
+    pub(in crate::node) fn check_time(&mut self, now: Instant) {
         while let Some((seen, id)) = self.open.first().copied()
             && seen + IDLE_TIME <= now
         {
@@ -305,13 +305,13 @@ impl Pool {
     }
 
     /// Returns what is to be done next.
-    pub(super) fn next_step(&mut self) -> Option<Step> {
+    pub(in crate::node) fn next_step(&mut self) -> Option<Step> {
         self.steps.pop_front()
     }
 
     /// Returns the number of queue pairs, those too that are being opened or put away.
     #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::node) fn len(&self) -> usize {
         self.live
     }
 }

@@ -1,0 +1,199 @@
+//! SIGKILL of applications and of nodes while they send: clean errors, nothing left, and a new node in its place.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use common::nodes::{Host, LONG, Running};
+
+/// Descriptors, mappings and kilobytes in memory of a process.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    descriptors: usize,
+    mappings: usize,
+    resident_kib: usize,
+}
+
+impl Held {
+    fn by(process: &Running) -> Held {
+        let folder = format!("/proc/{}", process.0.id());
+        let read = |name: &str| std::fs::read_to_string(format!("{folder}/{name}")).unwrap();
+        let status = read("status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.unwrap().trim().trim_end_matches(" kB");
+        Held {
+            descriptors: std::fs::read_dir(format!("{folder}/fd")).unwrap().count(),
+            mappings: read("maps").lines().count(),
+            resident_kib: kib.parse().unwrap(),
+        }
+    }
+}
+
+/// Returns the names of what the nodes of a host have in its runtime folder.
+fn names(host: &Host) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(host.runtime.path().join("rdmux")).unwrap();
+    // What a killed process has traced last stays for whoever wants to know why.
+    entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| !name.ends_with(".trace"))
+        .collect()
+}
+
+/// Returns a client, and its server, that send over four connections: to connect takes fewer packets.
+fn under_load(host: &Host, test: &str, from: &str, to: &str) -> (Running, Running) {
+    let server = host.server(test, to);
+    let deadline = Instant::now() + LONG;
+    let queue_pairs = [from, to].map(|address| host.objects(address)[0]);
+    let more = if from == to { 8 } else { 4 };
+    loop {
+        assert!(Instant::now() < deadline, "the client does not start");
+        let mut client = Running(
+            host.client(test, from, to, &["-D", "60", "-q", "4"])
+                .spawn()
+                .unwrap(),
+        );
+        let counted = host.counted(from);
+        while client.0.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < deadline, "the client does not connect");
+            let now = [from, to].map(|address| host.objects(address)[0]);
+            let has_queue_pairs = now
+                .iter()
+                .zip(queue_pairs)
+                .all(|(now, before)| *now >= before + more);
+            if has_queue_pairs && host.counted(from) > counted + 20_000 {
+                return (client, server);
+            }
+        }
+    }
+}
+
+/// `kept`: objects that each node keeps for the other.
+fn kill_applications(host: &Host, [from, to]: [&str; 2], kept: [u64; 3]) {
+    let (near, far) = (host.node(from), host.node(to));
+    let nodes = [&near, &far];
+    assert_eq!(
+        [from, to].map(|address| host.objects(address)[..2] == [0, 0]),
+        [true; 2]
+    );
+    let mut held = Vec::new();
+    for round in 0..8 {
+        let test = ["write-bw", "send-bw", "read-bw"][round % 3];
+        let (client, server) = under_load(host, test, from, to);
+        let (killed, other) = match round % 2 {
+            0 => (client, server),
+            _ => (server, client),
+        };
+        drop(killed);
+        let began = Instant::now();
+        let (status, text) = other.end();
+        println!(
+            "{test}, round {round}: the peer has ended {:?} later, {status:?}",
+            began.elapsed()
+        );
+        assert!(
+            status.is_some() && !text.contains("panicked"),
+            "{status:?} {text}"
+        );
+        for address in [from, to] {
+            host.wait_for_objects_at_most(address, kept);
+        }
+        held.push(nodes.map(Held::by));
+    }
+    println!("{held:?}");
+    // After the first rounds nothing grows: only what each round has anew would.
+    for (early, late) in held[2].into_iter().zip(held[7]) {
+        assert!(late.descriptors <= early.descriptors + 2, "{held:?}");
+        assert!(late.mappings <= early.mappings + 8, "{held:?}");
+        assert!(late.resident_kib <= early.resident_kib + 8192, "{held:?}");
+    }
+}
+
+#[test]
+fn killed_application__leaves_nothing_in_nodes() {
+    kill_applications(&Host::new(), ["127.0.52.1", "127.0.52.2"], [0, 0, 0]);
+}
+
+#[test]
+fn killed_application__leaves_nothing_in_nodes_that_share_queue_pairs() {
+    // Two control connections and a shared queue pair, with their buffers.
+    kill_applications(&Host::sharing(), ["127.0.52.3", "127.0.52.4"], [3, 4, 2]);
+}
+
+fn kill_peer(host: &Host, [from, to]: [&str; 2]) {
+    let near = host.node(from);
+    let mut far = host.node(to);
+    let mut held = Vec::new();
+    for round in 0..4 {
+        let before = host.objects(from);
+        let test = ["write-bw", "send-bw"][round % 2];
+        let (client, server) = under_load(host, test, from, to);
+        far.kill();
+        let began = Instant::now();
+        for application in [client, server] {
+            let (status, text) = application.end();
+            assert!(
+                status.is_some() && !text.contains("panicked"),
+                "{status:?} {text}"
+            );
+        }
+        println!(
+            "{test}: both have ended {:?} after their peer's node",
+            began.elapsed()
+        );
+        host.wait_for_objects_at_most(from, before);
+        held.push(Held::by(&near));
+        far = host.node(to);
+    }
+    println!("{held:?}");
+    // Connections to a new process may have other source ports, of which there are a few, each with a socket.
+    assert!(held[3].descriptors <= held[1].descriptors + 4, "{held:?}");
+    assert!(held[3].mappings <= held[1].mappings + 8, "{held:?}");
+    // The peer's new node takes connections.
+    let server = host.server("send-lat", to);
+    let output = host.run_client("send-lat", from, to, &["-n", "100"]);
+    assert!(output.status.success(), "{output:?}");
+    server.end();
+}
+
+#[test]
+fn killed_peer__is_an_error_for_applications_of_the_other_node() {
+    kill_peer(&Host::new(), ["127.0.52.5", "127.0.52.6"]);
+}
+
+#[test]
+fn killed_peer__is_an_error_for_applications_that_share_its_queue_pairs() {
+    kill_peer(&Host::sharing(), ["127.0.52.7", "127.0.52.8"]);
+}
+
+/// What a killed node leaves never hinders the next one, which serves applications at once.
+#[test]
+fn killed_node__its_successor_takes_work() {
+    let (host, address) = (Host::new(), "127.0.52.9");
+    let mut node = host.node(address);
+    let fresh = names(&host);
+    for _ in 0..5 {
+        let (client, server) = under_load(&host, "write-bw", address, address);
+        node.kill();
+        for application in [client, server] {
+            let (status, text) = application.end();
+            assert!(
+                status.is_some() && !text.contains("panicked"),
+                "{status:?} {text}"
+            );
+        }
+        let began = Instant::now();
+        node = host.node(address);
+        let ready = began.elapsed();
+        let server = host.server("write-lat", address);
+        let output = host.run_client("write-lat", address, address, &["-n", "1"]);
+        println!(
+            "the next node was ready after {ready:?}, and two new applications were done after {:?}",
+            began.elapsed()
+        );
+        assert!(output.status.success(), "{output:?}");
+        server.end();
+        assert_eq!(names(&host), fresh);
+    }
+}

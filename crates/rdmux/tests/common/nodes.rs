@@ -1,0 +1,186 @@
+//! Nodes of one user, and programs on them.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::Value;
+use tempfile::TempDir;
+
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// Nodes of one user, and what runs on them.
+pub(crate) struct Host {
+    pub(crate) runtime: TempDir,
+    /// The key of nodes that share queue pairs; `None`: they do not.
+    key: Option<String>,
+}
+
+/// A child that is killed when the value is dropped.
+pub(crate) struct Running(pub(crate) Child);
+
+impl Running {
+    pub(crate) fn kill(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+
+    /// Waits for the end of the child; returns its status and what it printed to stderr.
+    pub(crate) fn end(mut self) -> (Option<i32>, String) {
+        let pidfd = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty()).unwrap();
+        let timeout = LONG.try_into().unwrap();
+        let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timeout)).unwrap();
+        assert!(ended > 0, "the process does not end");
+        let status = self.0.wait().unwrap();
+        let mut text = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        (status.code(), text)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Host {
+    pub(crate) fn new() -> Host {
+        Host {
+            runtime: tempfile::tempdir().unwrap(),
+            key: None,
+        }
+    }
+
+    /// Returns one whose nodes share queue pairs.
+    pub(crate) fn sharing() -> Host {
+        let host = Host::new();
+        let path = host.runtime.path().join("key");
+        std::fs::write(&path, "5a".repeat(32)).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        Host {
+            key: Some(path.to_str().unwrap().to_owned()),
+            ..host
+        }
+    }
+
+    pub(crate) fn rdmux(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+        command
+            .args(args)
+            .env("XDG_RUNTIME_DIR", self.runtime.path())
+            .env_remove("RDMUX_PROVIDER")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// Starts the node of an address, and returns once it is ready.
+    pub(crate) fn node(&self, address: &str) -> Running {
+        let mut command = self.rdmux(&["node", "--device", address]);
+        if let Some(key) = &self.key {
+            command.args(["--share", "--key", key]);
+        }
+        let mut node = Running(command.spawn().unwrap());
+        let mut line = String::new();
+        let out = node.0.stdout.take().unwrap();
+        BufReader::new(out).read_line(&mut line).unwrap();
+        assert!(line.contains("ready"), "{line}");
+        node
+    }
+
+    /// Starts a server of `rdmux perf` on the node of an address.
+    pub(crate) fn server(&self, test: &str, address: &str) -> Running {
+        let mut command = self.rdmux(&["perf", test, "--bind", address]);
+        Running(command.env("RDMUX_PROVIDER", "shared").spawn().unwrap())
+    }
+
+    /// Returns the command of a client on the node of one address with a server on that of another.
+    pub(crate) fn client(&self, test: &str, address: &str, server: &str, more: &[&str]) -> Command {
+        let args = [&["perf", test, server, "--bind", address, "--json"], more].concat();
+        let mut command = self.rdmux(&args);
+        command.env("RDMUX_PROVIDER", "shared");
+        command
+    }
+
+    /// Runs a client, again and again while nothing listens yet.
+    pub(crate) fn run_client(&self, test: &str, address: &str, server: &str, more: &[&str]) -> Output {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let output = self.client(test, address, server, more).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            let early = text.contains("nothing listens") || text.contains("no answer");
+            if !early || Instant::now() > deadline {
+                return output;
+            }
+        }
+    }
+
+    /// Returns the numbers of queue pairs, regions and protection domains of the device of an address.
+    pub(crate) fn objects(&self, address: &str) -> [u64; 3] {
+        let output = self.rdmux(&["res", "show", "--json"]).output().unwrap();
+        let all: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let devices = all.as_array().cloned().unwrap_or_default();
+        let is_ours = |device: &&Value| {
+            let name = device["ifname"].as_str().unwrap_or_default();
+            name.split('/').next() == Some(address)
+        };
+        let device = devices
+            .iter()
+            .find(is_ours)
+            .unwrap_or_else(|| panic!("{address}: {all}"));
+        ["qp", "mr", "pd"].map(|kind| device[kind].as_u64().unwrap_or_else(|| panic!("{all}")))
+    }
+
+    /// Returns the number of queue pairs of the device of an address that are connected.
+    pub(crate) fn connected(&self, address: &str) -> usize {
+        let output = self.rdmux(&["res", "show", "qp", "--json"]).output().unwrap();
+        let all: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let is_connected = |qp: &&Value| {
+            let name = qp["ifname"].as_str().unwrap_or_default();
+            name.split('/').next() == Some(address) && qp["state"] == "RTS"
+        };
+        all.as_array().into_iter().flatten().filter(is_connected).count()
+    }
+
+    /// Returns the sum of the counters of the device of an address.
+    pub(crate) fn counted(&self, address: &str) -> u64 {
+        let output = self.rdmux(&["stat", "show", "--json"]).output().unwrap();
+        let all: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let is_ours = |device: &&Value| device["ifname"] == address;
+        let device = all.as_array().into_iter().flatten().find(is_ours);
+        let counters = device.and_then(Value::as_object).into_iter().flatten();
+        let counters = counters.filter(|(name, _)| !["port", "pid"].contains(&name.as_str()));
+        counters.filter_map(|(_, value)| value.as_u64()).sum()
+    }
+
+    /// Waits until the device of an address has no more objects than these.
+    pub(crate) fn wait_for_objects_at_most(&self, address: &str, most: [u64; 3]) {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let objects = self.objects(address);
+            if objects.iter().zip(most).all(|(is, most)| *is <= most) {
+                return;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{address} has {objects:?}, more than {most:?}"
+            );
+        }
+    }
+
+    /// Waits until the device of an address has so many objects.
+    pub(crate) fn wait_for_objects(&self, address: &str, expected: [u64; 3]) {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let objects = self.objects(address);
+            if objects == expected {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{address} has {objects:?}");
+        }
+    }
+}
