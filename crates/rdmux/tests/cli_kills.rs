@@ -62,7 +62,7 @@ fn under_load(host: &Host, test: &str, from: &str, to: &str) -> (Running, Runnin
                 .iter()
                 .zip(queue_pairs)
                 .all(|(now, before)| *now >= before + more);
-            if has_queue_pairs && host.counted(from) > counted + 20_000 {
+            if has_queue_pairs && host.counted(from) > counted + 5_000 {
                 return (client, server);
             }
         }

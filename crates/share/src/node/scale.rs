@@ -296,12 +296,11 @@ impl World {
             class: by.class,
         };
         let there = &mut self.nodes[peer as usize];
-        let instead = there.pool.asked_for(&theirs);
-        if instead.is_some() && peer < node {
+        if there.pool.asked_for(&theirs).is_some() && peer < node {
             // Both have asked: the other one's question counts.
             return;
         }
-        let accepted = there.pool.accept(instant, &theirs, instead);
+        let accepted = there.pool.accept(instant, &theirs);
         self.take_steps(peer);
         let Some(at_peer) = accepted else {
             self.nodes[node as usize].pool.later(instant, id);
@@ -334,7 +333,6 @@ impl World {
         of.ends.insert(id, end);
         of.opened += 1;
         of.pool.opened(instant, id);
-        let waiting = of.waiting.remove(&by).unwrap_or_default();
         let line = Line {
             group,
             by,
@@ -342,10 +340,18 @@ impl World {
             messages: 0,
         };
         of.lines.insert(id, line);
-        for sending in waiting {
+        self.begin_waiting(node, id);
+        self.take_steps(node);
+    }
+
+    /// Has the messages that wait for a shared queue pair go over it.
+    fn begin_waiting(&mut self, node: u32, id: SharedId) {
+        let of = &mut self.nodes[node as usize];
+        let line = of.lines.get(&id);
+        let waiting = line.and_then(|line| of.waiting.remove(&line.by));
+        for sending in waiting.unwrap_or_default() {
             self.begin(node, id, sending);
         }
-        self.take_steps(node);
     }
 
     fn close(&mut self, node: u32, id: SharedId) {
@@ -353,8 +359,15 @@ impl World {
         let Some((peer, at_peer)) = self.nodes[node as usize].ends.get(&id).copied() else {
             return;
         };
-        match self.nodes[peer as usize].pool.is_idle(at_peer) {
-            false => self.nodes[node as usize].pool.stays(instant, id),
+        let at_peer_is_idle = self.nodes[peer as usize]
+            .lines
+            .get(&at_peer)
+            .is_none_or(|line| line.messages == 0);
+        match at_peer_is_idle {
+            false => {
+                self.nodes[node as usize].pool.stays(instant, id);
+                self.begin_waiting(node, id);
+            }
             true => {
                 for (node, id) in [(node, id), (peer, at_peer)] {
                     let of = &mut self.nodes[node as usize];
@@ -368,7 +381,8 @@ impl World {
                         }
                         of.egress.remove_group(line.group);
                     }
-                    of.pool.ended(instant, id);
+                    of.pool.ends(id);
+                    of.pool.away(instant, id);
                 }
             }
         }
