@@ -234,7 +234,7 @@ impl World {
 
     /// Has a message go over a shared queue pair.
     fn begin(&mut self, node: u32, id: SharedId, sending: Sending) {
-        let (now, instant) = (Time(self.now_ns), self.instant());
+        let now = Time(self.now_ns);
         let waited_ns = self.now_ns - sending.wanted_ns;
         if waited_ns > 0 {
             self.waits_ns.push(waited_ns);
@@ -242,7 +242,6 @@ impl World {
         let of = &mut self.nodes[node as usize];
         let line = of.lines.get_mut(&id).expect("a queue pair that is open");
         line.messages += 1;
-        of.pool.set_busy(instant, id, true);
         let flow = *line.flows.entry(sending.application).or_insert_with(|| {
             let owner = Owner {
                 application: sending.application,
@@ -354,37 +353,38 @@ impl World {
         }
     }
 
+    /// Puts a queue pair away once nothing is in flight at both ends, which begin nothing more on it.
     fn close(&mut self, node: u32, id: SharedId) {
         let (now, instant) = (Time(self.now_ns), self.instant());
         let Some((peer, at_peer)) = self.nodes[node as usize].ends.get(&id).copied() else {
             return;
         };
-        let at_peer_is_idle = self.nodes[peer as usize]
-            .lines
-            .get(&at_peer)
-            .is_none_or(|line| line.messages == 0);
-        match at_peer_is_idle {
-            false => {
-                self.nodes[node as usize].pool.stays(instant, id);
-                self.begin_waiting(node, id);
-            }
-            true => {
-                for (node, id) in [(node, id), (peer, at_peer)] {
-                    let of = &mut self.nodes[node as usize];
-                    of.ends.remove(&id);
-                    of.closed += 1;
-                    if let Some(line) = of.lines.remove(&id) {
-                        assert_eq!(line.messages, 0, "{:?} is in use", line.by);
-                        for flow in line.flows.into_values() {
-                            of.egress.remove_flow(now, flow);
-                            of.by_flow.remove(&flow);
-                        }
-                        of.egress.remove_group(line.group);
-                    }
-                    of.pool.ends(id);
-                    of.pool.away(instant, id);
+        let ends = [(node, id), (peer, at_peer)];
+        for (node, id) in ends {
+            self.nodes[node as usize].pool.ends(id);
+        }
+        let is_idle = |(node, id): &(u32, SharedId)| {
+            let line = self.nodes[*node as usize].lines.get(id);
+            line.is_none_or(|line| line.messages == 0)
+        };
+        if !ends.iter().all(is_idle) {
+            return self.asked.push(Question::Close(node, id));
+        }
+        self.asked.retain(
+            |question| !matches!(question, Question::Close(node, id) if ends.contains(&(*node, *id))),
+        );
+        for (node, id) in ends {
+            let of = &mut self.nodes[node as usize];
+            of.ends.remove(&id);
+            of.closed += 1;
+            if let Some(line) = of.lines.remove(&id) {
+                for flow in line.flows.into_values() {
+                    of.egress.remove_flow(now, flow);
+                    of.by_flow.remove(&flow);
                 }
+                of.egress.remove_group(line.group);
             }
+            of.pool.away(instant, id);
         }
         self.take_steps(node);
         self.take_steps(peer);
@@ -426,14 +426,10 @@ impl World {
 
     /// Ends a message, all of which is posted. The next one follows.
     fn end(&mut self, node: u32, application: u32, flow: FlowId) {
-        let instant = self.instant();
         let of = &mut self.nodes[node as usize];
         let id = of.by_flow[&flow];
         let line = of.lines.get_mut(&id).expect("a queue pair in use");
         line.messages -= 1;
-        if line.messages == 0 {
-            of.pool.set_busy(instant, id, false);
-        }
         self.report.messages += 1;
         self.send(node, application);
     }

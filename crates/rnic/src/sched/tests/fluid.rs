@@ -232,7 +232,9 @@ fn follow_all(quanta: Quanta, strict: bool, piece_bytes: u64) {
             worst = worst.max(follow(seed, quanta, strict, piece_bytes, load));
         }
     }
-    println!("seeds 1 to 8, {quanta:?}, strict {strict}, pieces of {piece_bytes}: at most {worst:.3} of the bound");
+    println!(
+        "seeds 1 to 8, {quanta:?}, strict {strict}, pieces of {piece_bytes}: at most {worst:.3} of the bound"
+    );
 }
 
 const WITHOUT_SPARSE: Quanta = Quanta {
