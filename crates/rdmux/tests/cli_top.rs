@@ -5,6 +5,7 @@
 mod skip;
 
 use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,16 @@ impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+/// A server of tmux, which ends when the value is dropped.
+struct Tmux(PathBuf);
+
+impl Drop for Tmux {
+    fn drop(&mut self) {
+        let mut command = Command::new("tmux");
+        let _ = command.arg("-S").arg(&self.0).arg("kill-server").output();
     }
 }
 
@@ -99,21 +110,21 @@ fn moved(frame: &Value, list: &str) -> f64 {
 #[test]
 fn top__rates_sum_up_to_what_was_moved() {
     const ADDRESS: &str = "127.0.61.1";
-    const BYTES: f64 = 2000.0 * 65_536.0;
+    const BYTES: f64 = 20_000.0 * 65_536.0;
     let host = Host::new();
     let none = host.rdmux(&["top", "--device", ADDRESS]).output().unwrap();
     assert_eq!(none.status.code(), Some(1));
     let why = String::from_utf8_lossy(&none.stderr).into_owned();
     assert!(why.contains("there is no node of 127.0.61.1"), "{why}");
     let _node = host.node(ADDRESS);
-    let args = ["top", "--json", "--device", ADDRESS, "--interval", "0.2"];
+    let args = ["top", "--json", "--device", ADDRESS, "--interval", "0.05"];
     let mut top = host.start(&args);
     let mut frames = top.lines();
     // It watches from now on.
     let first: Value = serde_json::from_str(&line(&mut frames)).unwrap();
     assert_eq!(moved(&first, "tenants"), 0.0);
     let _server = host.start(&["perf", "write-bw", "--bind", ADDRESS, "--provider", "shared"]);
-    let ran = host.client("write-bw", ADDRESS, &["-s", "65536", "-n", "2000"]);
+    let ran = host.client("write-bw", ADDRESS, &["-s", "65536", "-n", "20000"]);
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
     let (mut of_tenants, mut has_connection) = (0.0, false);
     let deadline = Instant::now() + LONG;
@@ -167,6 +178,7 @@ fn top__in_a_terminal() {
     const ADDRESS: &str = "127.0.61.3";
     let host = Host::new();
     let socket = host.runtime.path().join("tmux");
+    let _server = Tmux(socket.clone());
     let tmux = |args: &[&str]| {
         let mut command = Command::new("tmux");
         command
@@ -216,5 +228,4 @@ fn top__in_a_terminal() {
     // The terminal is as it was.
     let shown = wait_for("ended 0");
     assert!(!shown.contains("WHO"), "{shown}");
-    let _ = tmux(&["kill-server"]);
 }

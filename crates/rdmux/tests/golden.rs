@@ -75,6 +75,10 @@ const WITHOUT: [(&str, &str); 8] = [
         "what it prints is another program's; cargo xtask programs runs them",
     ),
     ("explain qp", "cli_explain looks at what it says of each cause"),
+    (
+        "top",
+        "its own tests have its screen and its tables; cli_top looks at its JSON",
+    ),
     ("trace dump", "cli_explain looks at what it holds"),
 ];
 

@@ -34,7 +34,7 @@ const MAY_USE: [(&str, &[&str]); 21] = [
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
-    ("crates/bench", &["memory", "soft", "verbs"]),
+    ("crates/bench", &["memory", "share", "soft", "verbs"]),
     (
         "capi/ibverbs",
         &["hw", "memory", "share", "soft", "verbs", "wire"],

@@ -50,8 +50,7 @@ pub(crate) struct Args {
     /// Serve the tenants of this file (docs/node.md), and not this user alone. `rdmux node check` checks it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Let connections to other hosts share queue pairs, where the peer has a node that does so too and has the same key. (Being built: a
-    /// failure of a shared queue pair still ends all its connections.)
+    /// Let connections to other hosts share queue pairs, where the peer has a node that does so too and has the same key.
     #[arg(long)]
     share: bool,
     /// Show the node on a page at this address of the loopback interface, such as 127.0.0.1:7175; a PORT alone will do (docs/node.md).

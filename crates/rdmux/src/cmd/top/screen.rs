@@ -19,6 +19,24 @@ const ROW_HISTORY: usize = 10;
 /// Bars of a row's history, lowest first.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
+/// Titles and widths of the columns. That of the names takes what is left.
+const COLUMNS: [(&str, u16); 12] = [
+    ("WHO", 16),
+    ("PEER", 15),
+    ("ROUTE", 9),
+    ("CL", 2),
+    ("RATE", 9),
+    ("SHARE", 6),
+    ("REQ/S", 6),
+    ("P50", 7),
+    ("P99", 7),
+    ("DEPTH", 6),
+    ("ERR", 5),
+    ("LATELY", 10),
+];
+/// Columns that a narrow terminal does without, from the first.
+const SPARED: [usize; 10] = [11, 1, 3, 2, 7, 10, 6, 5, 9, 8];
+
 const HELP: &str = "\
  up, down, PgUp, PgDn, Home, End   move
  F5 t      tree, or tenants, applications or connections alone
@@ -295,20 +313,18 @@ impl Screen {
             self.table
                 .select(Some(selected.min(rows.len().saturating_sub(1))));
         }
-        const TITLES: [&str; 12] = [
-            "WHO", "PEER", "ROUTE", "CL", "RATE", "SHARE", "REQ/S", "P50", "P99", "DEPTH", "ERR", "LATELY",
-        ];
-        const WIDTHS: [u16; 12] = [28, 15, 9, 2, 9, 6, 6, 7, 7, 6, 5, 10];
+        let columns = columns(area.width);
         let right = |at: usize, text: String| match at {
             3..=10 => Line::from(text).alignment(Alignment::Right),
             _ => Line::from(text),
         };
         let arrow = if self.is_reversed { "△" } else { "▽" };
-        let header = TITLES.iter().enumerate().map(|(at, title)| {
-            let is_sorted = self.sort.title() == *title;
+        let header = columns.iter().map(|at| {
+            let (at, title) = (*at, COLUMNS[*at].0);
+            let is_sorted = self.sort.title() == title;
             let text = match is_sorted {
                 true => format!("{title}{arrow}"),
-                false => (*title).to_owned(),
+                false => title.to_owned(),
             };
             let style = match is_sorted {
                 true => Style::new().fg(Color::Black).bg(Color::Cyan),
@@ -323,7 +339,7 @@ impl Screen {
             let mut cells = vec![format!("{}{}", " ".repeat(indent), row.name)];
             cells.extend(row.cells());
             cells.push(bars(self.histories.get(&row.key)));
-            let cells = cells.into_iter().enumerate();
+            let cells = columns.iter().map(|at| (*at, std::mem::take(&mut cells[*at])));
             let style = match (row.rates.errors, row.level) {
                 (1.., _) => Style::new().fg(Color::Red),
                 (0, 0) => Style::new().add_modifier(Modifier::BOLD),
@@ -332,7 +348,11 @@ impl Screen {
             TableRow::new(cells.map(|(at, text)| Cell::new(right(at, text)))).style(style)
         });
         let lines: Vec<_> = lines.collect();
-        let table = Table::new(lines, WIDTHS)
+        let widths = columns.iter().map(|at| match *at {
+            0 => Constraint::Fill(1),
+            at => Constraint::Length(COLUMNS[at].1),
+        });
+        let table = Table::new(lines, widths)
             .header(header)
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
         surface.render_stateful_widget(table, area, &mut self.table);
@@ -369,6 +389,19 @@ impl Screen {
             .flat_map(|(key, text)| [Span::raw(key), Span::styled(text, label), Span::raw(" ")]);
         Line::from(spans.collect::<Vec<_>>())
     }
+}
+
+/// Returns the columns for which there is room.
+fn columns(width: u16) -> Vec<usize> {
+    let mut columns: Vec<usize> = (0..COLUMNS.len()).collect();
+    for spared in SPARED {
+        let needed: u16 = columns.iter().map(|at| COLUMNS[*at].1 + 1).sum();
+        if needed <= width + 1 {
+            break;
+        }
+        columns.retain(|at| *at != spared);
+    }
+    columns
 }
 
 fn draw_help(surface: &mut Surface<'_>) {

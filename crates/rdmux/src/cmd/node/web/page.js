@@ -198,7 +198,8 @@ function scale(svg, place, y, text) {
 function axis(svg, place) {
   const seconds = samples.length > 1 ? samples.at(-1).time - samples[0].time : 0;
   draw(svg, 'text', { x: place.width, y: place.height + 13, 'text-anchor': 'end' }, 'now');
-  if (seconds > 5) {
+  // Only where it does not cover the other one.
+  if (place.width - place.x(0) > 90) {
     draw(svg, 'text', { x: Math.max(place.left, place.x(0)), y: place.height + 13 }, `${seconds.toFixed(0)} s ago`);
   }
 }
