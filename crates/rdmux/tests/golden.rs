@@ -52,7 +52,7 @@ const OUTPUTS: [&str; 27] = [
 ];
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 8] = [
+const WITHOUT: [(&str, &str); 9] = [
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
