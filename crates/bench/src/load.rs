@@ -47,7 +47,7 @@ struct SinkArgs {
     port: u16,
 }
 
-/// What a source posts.
+/// Requests that a source posts.
 #[derive(Args, Clone, Debug)]
 struct SourceArgs {
     #[arg(long)]

@@ -167,7 +167,7 @@ fn main() -> Result<()> {
         for _ in 0..args.rounds {
             suite.round(&bar);
         }
-        // What is measured is shown at once: the others may take long.
+        // Each measurement is shown at once: the others may take long.
         let mut drawn = Vec::new();
         if let (Some(folder), Some(plots)) = (&args.svg, plots) {
             for (name, svg) in plots(suite) {

@@ -34,7 +34,7 @@ impl Held {
 /// Returns the names of what the nodes of a host have in its runtime folder.
 fn names(host: &Host) -> BTreeSet<String> {
     let entries = std::fs::read_dir(host.runtime.path().join("rdmux")).unwrap();
-    // What a killed process has traced last stays for whoever wants to know why.
+    // The last trace of a killed process stays for whoever wants to know why.
     entries
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .filter(|name| !name.ends_with(".trace"))
@@ -167,7 +167,7 @@ fn killed_peer__is_an_error_for_applications_that_share_its_queue_pairs() {
     kill_peer(&Host::sharing(), ["127.0.52.7", "127.0.52.8"]);
 }
 
-/// What a killed node leaves never hinders the next one, which serves applications at once.
+/// The files of a killed node never hinder the next one, which serves applications at once.
 #[test]
 fn killed_node__its_successor_takes_work() {
     let (host, address) = (Host::new(), "127.0.52.9");

@@ -106,7 +106,7 @@ struct Browser {
     commands: ChildStdin,
     answers: BufReader<ChildStdout>,
     last: u64,
-    /// What pages have reported: errors that nobody caught, and lines of their logs.
+    /// Reports of pages: errors that nobody caught, and lines of their logs.
     complaints: Vec<String>,
     _profile: TempDir,
 }

@@ -29,7 +29,7 @@ const REQUEST_MAX: usize = 256;
 /// Longest line that is believed to be a node's: several times what the largest snapshot takes.
 const LINE_MAX: usize = 64 << 20;
 
-/// What a program asks a node for.
+/// The request of a program to a node.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
@@ -78,7 +78,7 @@ impl From<Errno> for WatchError {
 #[derive(Debug)]
 pub struct Watch {
     socket: OwnedFd,
-    /// What has come of the next line, and how much of it has no end of line.
+    /// The part of the next line that has come, and how much of it has no end of line.
     line: Vec<u8>,
     searched: usize,
 }

@@ -108,7 +108,7 @@ struct Slot {
     counts: bool,
 }
 
-/// What completed.
+/// Requests that have completed.
 struct Tally {
     latencies_ns: Histogram<u64>,
     bytes: u64,

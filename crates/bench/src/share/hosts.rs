@@ -43,7 +43,7 @@ const SECONDS_MAX: &str = "120";
 /// The first port of sinks; each has one of its own on its host.
 const PORT: u16 = 19_000;
 
-/// What a measurement needs.
+/// Hosts, files and settings of a measurement.
 #[derive(Clone, Copy)]
 pub(super) struct Setup {
     pub(super) placement: Placement,
@@ -225,7 +225,7 @@ pub(super) fn run(sources: &mut [Side]) -> Result<Vec<Report>> {
 struct Link([Child; 2]);
 
 impl Link {
-    /// What holds a namespace: it ends with this process, and the namespace with it.
+    /// The process that holds a namespace: it ends with this process, and the namespace with it.
     const HOLDER: &str = "ip link set lo up && echo up && read -r end";
 
     fn new(mbit: u32) -> Result<Link> {

@@ -15,7 +15,7 @@ use super::{LINK, NODES, OWN, ROWS, SHARED, jain};
 const ALONE: usize = 0;
 /// Columns of attackers that want all bytes: a victim's fair share is half. A node counts the bytes of READs as those of other requests.
 const HALF: [usize; 2] = [1, 2];
-/// What an attacker does, and the heading of its column.
+/// The kind of an attacker, and the heading of its column.
 const ATTACKS: [(&str, &str); 7] = [
     ("", "none"),
     ("--bytes 8 --depth 128", "small messages"),

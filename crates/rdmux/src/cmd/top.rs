@@ -119,7 +119,7 @@ fn list(all: &[String]) -> String {
     }
 }
 
-/// What a node does, from one interval to the next.
+/// The work of a node, from one interval to the next.
 struct Frames {
     watch: Watch,
     patience: Duration,

@@ -54,7 +54,7 @@ pub struct NodeState {
     pub is_whole: bool,
 }
 
-/// What a tenant, an application or a connection has moved.
+/// Bytes and requests that a tenant, an application or a connection has moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Requests of send queues that have succeeded.
@@ -84,7 +84,7 @@ pub struct Tenant {
     pub name: String,
     /// Number of its applications.
     pub applications: u32,
-    /// What its applications have moved, those that have ended included.
+    /// Moved by its applications, those that have ended included.
     pub counts: Counts,
 }
 
@@ -103,7 +103,7 @@ pub struct Application {
     pub tenant: String,
     /// Number of its queue pairs.
     pub queue_pairs: u32,
-    /// What it has moved.
+    /// Moved by it.
     pub counts: Counts,
 }
 
@@ -118,15 +118,15 @@ pub struct Connection {
     pub peer: Option<IpAddr>,
     /// Class of the scheduler, from 0 to 7, once it is connected.
     pub class: Option<u8>,
-    /// How its requests reach the peer.
+    /// The way of its requests to the peer.
     pub route: Route,
     /// The shared queue pair, with [`Route::Shared`].
     pub shared_qp: Option<u64>,
-    /// What it has moved.
+    /// Moved by it.
     pub counts: Counts,
 }
 
-/// How the requests of a queue pair reach its peer.
+/// The way of the requests of a queue pair to its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Route {

@@ -84,11 +84,11 @@ struct Watcher {
 
 #[derive(Debug)]
 enum State {
-    /// What has come of its request.
+    /// The part of its request that has come.
     Asks(Vec<u8>),
     /// When it gets a snapshot, and the time to the next one.
     Waits(Instant, Duration),
-    /// What it gets, how much of that it has, and as [`State::Waits`] what comes then.
+    /// The bytes that it gets, how many of them it has, and as [`State::Waits`] the next snapshot.
     Gets(Arc<[u8]>, usize, (Instant, Duration)),
 }
 

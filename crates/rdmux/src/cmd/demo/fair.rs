@@ -144,7 +144,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// How the programs reach their peer.
+/// The way on which the programs reach their peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharing {
     /// Each by a device of its own.
@@ -349,7 +349,7 @@ fn forward(program: Program, actor: &mut Actor, to: Sender<(Program, Option<Repo
     Ok(())
 }
 
-/// What was measured so far.
+/// Measurements so far.
 struct Scene {
     sharing: Sharing,
     /// In ns.

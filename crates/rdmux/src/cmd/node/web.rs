@@ -16,7 +16,7 @@ use crate::http::{self, Answer, Request, TEXT};
 
 /// Port of the page where only an address is given.
 const PORT_DEFAULT: u16 = 7175;
-/// What the token is a proof of.
+/// The text of which the token is a proof.
 const LABEL: &[u8] = b"rdmux node page, version 1";
 /// Time that a client has for sending its request and taking the answer.
 const PATIENCE: Duration = Duration::from_secs(5);

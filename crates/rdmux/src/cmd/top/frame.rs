@@ -1,4 +1,4 @@
-//! What has happened between two snapshots of a node.
+//! The difference between two snapshots of a node.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use rdmux_share::node::snapshot::{Counts, NodeState, Route, SharedQp, Snapshot};
 use serde::Serialize;
 
-/// What a node has done in an interval, and what waits at its end.
+/// The work of a node in an interval, and the requests that wait at its end.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Frame {
     pub(super) time_ns: u64,
@@ -51,7 +51,7 @@ pub(super) struct Connection {
     pub(super) rates: Rates,
 }
 
-/// What a tenant, an application or a connection has moved in an interval.
+/// Bytes and requests that a tenant, an application or a connection has moved in an interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Rates {
     pub(super) requests_per_s: f64,
@@ -78,7 +78,7 @@ impl Frame {
         let connections: HashMap<_, _> = connections
             .map(|it| ((it.application, it.qpn), &it.counts))
             .collect();
-        // What was not there before has begun with nothing.
+        // One that was not there before has begun with nothing.
         let since = |after: &Counts, before: Option<&&Counts>| match before {
             Some(before) => after.since(before),
             None => *after,
@@ -189,7 +189,7 @@ impl Frame {
 impl Rates {
     fn of(counts: &Counts, seconds: f64, all_bytes: f64) -> Rates {
         let share = match all_bytes > 0.0 {
-            // What has ended since has its bytes in its tenant's alone.
+            // The bytes of one that has ended since are in its tenant's alone.
             true => (counts.bytes as f64 / all_bytes).min(1.0),
             false => 0.0,
         };

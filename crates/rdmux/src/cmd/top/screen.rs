@@ -117,7 +117,7 @@ impl Sort {
     }
 }
 
-/// What a key has done.
+/// The effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Then {
     Stay,
