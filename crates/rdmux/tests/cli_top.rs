@@ -1,34 +1,18 @@
 //! `rdmux top` beside a node with traffic.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{ChildStdout, Command, Stdio};
+use std::time::Instant;
 
+use common::nodes::{Host, LONG};
 use serde_json::Value;
 use skip::skip;
-use tempfile::TempDir;
-
-const LONG: Duration = Duration::from_secs(60);
-
-/// A user's nodes.
-struct Host {
-    runtime: TempDir,
-}
-
-/// A child that is killed when the value is dropped.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// A server of tmux, which ends when the value is dropped.
 struct Tmux(PathBuf);
@@ -40,63 +24,10 @@ impl Drop for Tmux {
     }
 }
 
-impl Running {
-    fn lines(&mut self) -> BufReader<ChildStdout> {
-        BufReader::new(self.0.stdout.take().unwrap())
-    }
-}
-
 fn line(from: &mut BufReader<ChildStdout>) -> String {
     let mut line = String::new();
     from.read_line(&mut line).unwrap();
     line
-}
-
-impl Host {
-    fn new() -> Host {
-        Host {
-            runtime: tempfile::tempdir().unwrap(),
-        }
-    }
-
-    fn rdmux(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
-        command
-            .args(args)
-            .env("XDG_RUNTIME_DIR", self.runtime.path())
-            .env_remove("RDMUX_PROVIDER")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        command
-    }
-
-    fn start(&self, args: &[&str]) -> Running {
-        Running(self.rdmux(args).spawn().unwrap())
-    }
-
-    /// Starts a node, and returns once it is ready.
-    fn node(&self, address: &str) -> Running {
-        let mut node = self.start(&["node", "--device", address]);
-        let text = line(&mut node.lines());
-        assert!(text.contains("ready"), "{text}");
-        node
-    }
-
-    /// Runs a client of `rdmux perf` on the node of an address, again and again while nothing listens yet.
-    fn client(&self, test: &str, address: &str, more: &[&str]) -> Output {
-        let shared = ["--provider", "shared", "--json"];
-        let args = [&["perf", test, address, "--bind", address], &shared[..], more].concat();
-        let deadline = Instant::now() + LONG;
-        loop {
-            let output = self.rdmux(&args).output().unwrap();
-            let text = String::from_utf8_lossy(&output.stderr);
-            let is_early = text.contains("nothing listens") || text.contains("no answer");
-            if !is_early || Instant::now() > deadline {
-                return output;
-            }
-        }
-    }
 }
 
 /// Returns the bytes that the objects of a list have moved in the interval.
@@ -123,8 +54,8 @@ fn top__rates_sum_up_to_what_was_moved() {
     // It watches from now on.
     let first: Value = serde_json::from_str(&line(&mut frames)).unwrap();
     assert_eq!(moved(&first, "tenants"), 0.0);
-    let _server = host.start(&["perf", "write-bw", "--bind", ADDRESS, "--provider", "shared"]);
-    let ran = host.client("write-bw", ADDRESS, &["-s", "65536", "-n", "20000"]);
+    let _server = host.server("write-bw", ADDRESS);
+    let ran = host.run_client("write-bw", ADDRESS, ADDRESS, &["-s", "65536", "-n", "20000"]);
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
     let (mut of_tenants, mut has_connection) = (0.0, false);
     let deadline = Instant::now() + LONG;
@@ -197,13 +128,16 @@ fn top__in_a_terminal() {
         host.runtime.path().display(),
         env!("CARGO_BIN_EXE_rdmux"),
     );
-    let started = tmux(&["new-session", "-d", "-x", "120", "-y", "24", &command]).unwrap();
+    // Not by the user's shell, which may be nologin.
+    let size = ["new-session", "-d", "-x", "120", "-y", "24"];
+    let started = tmux(&[&size[..], &["/bin/sh", "-c", &command]].concat()).unwrap();
     assert!(started.status.success(), "{started:?}");
     let wait_for = |words: &str| {
         let deadline = Instant::now() + LONG;
         loop {
-            let shown = tmux(&["capture-pane", "-p"]).unwrap().stdout;
-            let shown = String::from_utf8_lossy(&shown).into_owned();
+            let output = tmux(&["capture-pane", "-p"]).unwrap();
+            assert!(output.status.success(), "no {words}: {output:?}");
+            let shown = String::from_utf8_lossy(&output.stdout).into_owned();
             if shown.contains(words) {
                 return shown;
             }

@@ -1,7 +1,7 @@
 //! The node: the process that owns a device and serves the applications of its user, or of several tenants ([`config`]).
 //!
 //! [`Node`] accepts applications, and gives each to one of its workers ([`worker`]): threads with an engine of the device each, which serve them.
-//! What an application may do, and what comes of it, is in `application` and the modules behind it, which wait for nothing.
+//! Module `application` and those behind it carry out the requests of applications, and wait for nothing.
 
 mod application;
 pub mod config;

@@ -799,7 +799,7 @@ fn snapshot__what_each_application_has_moved() {
         (2, 0, sent.bytes)
     );
     assert_eq!(after.applications[0].counts, *counts);
-    // What it has moved stays in the tenant's counters.
+    // Its bytes stay in the tenant's counters.
     drop((client, server));
     served.wait_until_empty();
     let gone = served.viewer.snapshot().unwrap();

@@ -37,6 +37,7 @@ pub(super) fn run(args: &SinkArgs) -> Result<()> {
         match Device::open(args.bind) {
             // Sources learn from their own device if it does not go on.
             Ok(device) => drop(serve(&device, args, false)),
+            // A node that comes back tells nobody.
             Err(_) => thread::sleep(PAUSE),
         }
     }

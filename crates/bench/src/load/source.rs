@@ -230,6 +230,7 @@ impl<'a> Pump<'a> {
                         let device = Device::open(args.bind).map_err(anyhow::Error::from);
                         match device.and_then(|device| Wired::connect(&device, args, self.thread)) {
                             Ok(wired) => break wired,
+                            // A node that comes back tells nobody.
                             Err(_) if Instant::now() < end => thread::sleep(PAUSE),
                             Err(error) => return Err(error),
                         }

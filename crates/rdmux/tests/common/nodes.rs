@@ -1,7 +1,7 @@
 //! Nodes of one user, and programs on them.
 
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -22,6 +22,11 @@ pub(crate) struct Host {
 pub(crate) struct Running(pub(crate) Child);
 
 impl Running {
+    /// Returns its stdout, once.
+    pub(crate) fn lines(&mut self) -> BufReader<ChildStdout> {
+        BufReader::new(self.0.stdout.take().unwrap())
+    }
+
     pub(crate) fn kill(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -78,6 +83,10 @@ impl Host {
         command
     }
 
+    pub(crate) fn start(&self, args: &[&str]) -> Running {
+        Running(self.rdmux(args).spawn().unwrap())
+    }
+
     /// Starts the node of an address, and returns once it is ready.
     pub(crate) fn node(&self, address: &str) -> Running {
         let mut command = self.rdmux(&["node", "--device", address]);
@@ -86,8 +95,7 @@ impl Host {
         }
         let mut node = Running(command.spawn().unwrap());
         let mut line = String::new();
-        let out = node.0.stdout.take().unwrap();
-        BufReader::new(out).read_line(&mut line).unwrap();
+        node.lines().read_line(&mut line).unwrap();
         assert!(line.contains("ready"), "{line}");
         node
     }
@@ -146,15 +154,25 @@ impl Host {
         all.as_array().into_iter().flatten().filter(is_connected).count()
     }
 
-    /// Returns the sum of the counters of the device of an address.
-    pub(crate) fn counted(&self, address: &str) -> u64 {
-        let output = self.rdmux(&["stat", "show", "--json"]).output().unwrap();
-        let all: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-        let is_ours = |device: &&Value| device["ifname"] == address;
-        let device = all.as_array().into_iter().flatten().find(is_ours);
-        let counters = device.and_then(Value::as_object).into_iter().flatten();
-        let counters = counters.filter(|(name, _)| !["port", "pid"].contains(&name.as_str()));
-        counters.filter_map(|(_, value)| value.as_u64()).sum()
+    /// Returns how many connections of applications of a node have sent something within 50 ms.
+    pub(crate) fn sending(&self, address: &str) -> usize {
+        let args = [
+            "top",
+            "--json",
+            "--count",
+            "2",
+            "--interval",
+            "0.05",
+            "--device",
+            address,
+        ];
+        let output = self.rdmux(&args).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let frame: Value = serde_json::from_str(text.lines().last().unwrap_or_default()).unwrap_or_default();
+        let connections = frame["connections"].as_array().into_iter().flatten();
+        connections
+            .filter(|one| one["requests_per_s"].as_f64() > Some(0.0))
+            .count()
     }
 
     /// Waits until the device of an address has no more objects than these.

@@ -1,4 +1,4 @@
-//! What is left of an RC QP that has failed: the requests that had not completed, and how far it had executed those of its peer.
+//! The remains of an RC QP that has failed: the requests that had not completed, and how far it had executed those of its peer.
 //!
 //! From what both ends have left follows which requests took effect, so that another pair of QPs can go on where this one ended: all PSNs before
 //! [`Done::expected`] were executed, and no other. Only a QP that was told to ([`Rnic::keep_remains`](crate::Rnic::keep_remains)) keeps this.
@@ -8,14 +8,14 @@ use rdmux_wire::Psn;
 use super::requester::Wqe;
 use crate::cq::Status;
 
-/// What is left of a QP in Error.
+/// Remains of a QP in Error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remains {
     /// Path MTU in bytes: the payload of each packet of a request but its last.
     pub mtu: u32,
     /// The requests that were in the send queue, from the oldest on. One that was posted later is not among them; it was never begun.
     pub sent: Vec<Unfinished>,
-    /// What the QP has executed for its peer.
+    /// Requests of its peer that the QP has executed.
     pub done: Done,
 }
 
@@ -51,12 +51,12 @@ pub enum Answered {
     Failed,
 }
 
-/// What a responder keeps of its end.
+/// The state of a responder at its end.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     /// Set once no more is executed.
     pub(super) has_ended: bool,
-    /// What it has executed, unless it ended while a medium worked for it.
+    /// Requests that it has executed, unless it ended while a medium worked for it.
     pub(super) done: Option<Done>,
 }
 

@@ -222,7 +222,7 @@ pub(crate) struct Responder {
     sack_owed: bool,
     /// Set when the last request that was done has requested no acknowledgement: the response to the one behind it is to answer it.
     unasked: bool,
-    /// What is left of it, if the QP is to keep that.
+    /// Its state at its end, if the QP is to keep that.
     kept: Option<Box<Kept>>,
 }
 

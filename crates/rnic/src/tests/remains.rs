@@ -1,4 +1,4 @@
-//! What is left of QPs that fail, against what their memory shows.
+//! The remains of QPs that fail, compared with what their memory shows.
 
 use std::sync::Arc;
 
@@ -253,7 +253,7 @@ fn remains__are_kept_on_demand_and_taken_in_error() {
     assert_eq!(take(&mut pair, 1), None);
 }
 
-/// What a responder refuses.
+/// A request that a responder refuses.
 fn refused(pair: &mut Pair) -> (u32, Option<(Psn, Status)>) {
     let done = take(pair, 1).unwrap().done;
     (done.expected.since(psn(0)) as u32, done.refused)

@@ -212,7 +212,7 @@ pub(super) struct Application {
     pub(super) kept: VecDeque<Kept>,
     /// Its process and its tenant, which is charged until everything above has gone.
     pub(super) belonging: Belonging,
-    /// What it had moved when it came to its tenant.
+    /// Bytes and requests that it had moved when it came to its tenant.
     pub(super) before: Counts,
 }
 

@@ -27,7 +27,7 @@ impl Demand {
 
 /// Returns what the tenants are entitled to at a worker, and the rate of the worker, in bits per second. `rate_bps` is the node's rate, if it has one.
 ///
-/// What the tenants would have by the node's rate is divided in proportion to the queue pairs that wait at each worker; with these parts as rate, rates, weights and
+/// The rates that the tenants would have by the node's are divided in proportion to the queue pairs that wait at each worker; with these parts as rate, rates, weights and
 /// ceilings, the worker's scheduler gives each tenant its part.
 pub(super) fn divide(rate_bps: Option<u64>, demands: &[Demand]) -> (Option<u64>, Vec<Entitlement>) {
     let rate = rate_bps.map(|rate_bps| {

@@ -221,7 +221,7 @@ pub(super) struct Egress<B> {
     done: VecDeque<Done>,
     /// Bytes of requests that are kept, for each application.
     kept_bytes: Vec<u64>,
-    /// What each application has moved.
+    /// Bytes and requests that each application has moved.
     counts: Vec<Counts>,
 }
 

@@ -44,7 +44,7 @@ const REGION: u64 = 1 << 30;
 const KIB: u32 = 1 << 10;
 const MIB: u32 = 1 << 20;
 
-/// What the connections of an application do, again and again.
+/// The work that the connections of an application do, again and again.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Write,
@@ -176,7 +176,7 @@ const EXTENT: Extent = Extent {
     access: ALL,
 };
 
-/// What the completion queue of the shared queue pairs has: completed requests, and messages.
+/// Entries of the completion queue of the shared queue pairs: completed requests, and messages.
 #[derive(Debug)]
 enum Found {
     Completed(usize, u64),
@@ -202,7 +202,7 @@ struct World {
     measured: Measured,
 }
 
-/// Whether a request may be posted, as `sharing::Gate` decides.
+/// Decides about requests as `sharing::Gate` does.
 struct Gate<'a> {
     lines: &'a mut [Line],
     applications: &'a [Application],

@@ -616,20 +616,33 @@ impl Mux {
             self.early.push_back(bytes.to_vec());
             if self.early.len() > EARLY_MAX
                 && let Some(oldest) = self.early.pop_front()
+                && let Ok((header, _)) = Header::parse(&oldest)
             {
-                self.answer_stray(&oldest);
+                self.answer_stray(&header);
             }
             return Ok(None);
         }
         self.handle(header, body, keys)
     }
 
-    /// Tells the peer that there is no such connection.
-    fn answer_stray(&mut self, message: &[u8]) {
-        if let Ok((header, _)) = Header::parse(message)
-            && header.kind != Kind::Fail
-            && self.failures.len() < self.by_names.len() + STRAY_MAX
-        {
+    /// Answers messages of connections that are not bound, except of those whose own queue pair may yet be.
+    pub(in crate::node) fn answer_strays(&mut self, may_be_bound: impl Fn(Qpn) -> bool) {
+        for _ in 0..self.early.len() {
+            let Some(message) = self.early.pop_front() else {
+                return;
+            };
+            match Header::parse(&message) {
+                Ok((header, _)) if !may_be_bound(header.destination) => self.answer_stray(&header),
+                _ => self.early.push_back(message),
+            }
+        }
+    }
+
+    /// Tells the peer that there is no such connection, and that nothing follows: it waits for that if its own end has ended. An answer is a Fail
+    /// with the status Flushed, which has no answer.
+    fn answer_stray(&mut self, header: &Header) {
+        let is_answer = header.kind == Kind::Fail && header.extra == Extra::Status(CompletionStatus::Flushed);
+        if !is_answer && self.failures.len() < self.by_names.len() + STRAY_MAX {
             self.failures.push_back(Header {
                 kind: Kind::Fail,
                 is_solicited: false,
@@ -637,7 +650,7 @@ impl Mux {
                 source: header.destination,
                 sequence: 0,
                 length: 0,
-                extra: Extra::Status(CompletionStatus::RetryExceeded),
+                extra: Extra::Status(CompletionStatus::Flushed),
                 emptied: 0,
             });
         }

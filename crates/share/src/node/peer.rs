@@ -74,12 +74,12 @@ pub(crate) struct RemoteKey {
     pub(crate) access: u32,
 }
 
-/// What both ends of a shared queue pair tell of its end.
+/// The reports of both ends of a shared queue pair on its end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ended {
-    /// What is left of the own end; none if the device does not tell.
+    /// Remains of the own end; none if the device does not tell.
     pub(crate) own: Option<Remains>,
-    /// What the peer's end has executed; none if its device does not tell.
+    /// Requests that the peer's end has executed; none if its device does not tell.
     pub(crate) theirs: Option<Done>,
     /// Number of messages that the peer has received on it.
     pub(crate) messages: u32,
@@ -181,7 +181,7 @@ pub(crate) enum PeerEvent {
     QpEnded {
         /// The line.
         id: SharedId,
-        /// What took effect.
+        /// The requests that took effect.
         ended: Box<Ended>,
     },
     /// A shared queue pair that was wanted is not there, and will not be.

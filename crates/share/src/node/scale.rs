@@ -31,7 +31,7 @@ const REQUESTS_MAX: u32 = 1 << 10;
 /// Length of a message.
 const LENGTH: u32 = 256 << 10;
 
-/// What to simulate.
+/// Settings of a simulation.
 #[derive(Clone, Copy, Debug)]
 struct Settings {
     /// Nodes, at least 2.

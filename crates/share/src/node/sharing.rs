@@ -885,6 +885,13 @@ impl Sharing {
     }
 
     fn work_on(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
+        if let Some(line) = self.lines.get_mut(&id) {
+            let qps = &self.qps;
+            line.mux.answer_strays(|qpn| {
+                let stage = qps.get(&qpn).map(|qp| &qp.stage);
+                matches!(stage, Some(Stage::Asking | Stage::Wanting(..)))
+            });
+        }
         while let Some((line, mut keys)) = line!(self, id) {
             let Some(post) = line.mux.poll_message(&mut keys) else {
                 break;

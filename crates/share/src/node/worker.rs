@@ -46,7 +46,7 @@ const EVENTS_PER_LOOK: usize = 64;
 
 /// Doorbells and queues wake the worker each time that they ring, and need no call to be silent again.
 const EDGE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
-/// What wants a turn does not wake the worker again until it has had that.
+/// A descriptor that wants a turn does not wake the worker again until it has had that.
 const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
 
 /// An order of the node's.
@@ -134,7 +134,7 @@ pub(super) struct Worker {
     turns: Turns,
     tenants: Arc<Mutex<Tenants>>,
     schedule: Schedule,
-    /// What those applications of tenants have moved that have ended, or belong to another tenant now.
+    /// Moved by those applications of tenants that have ended, or belong to another tenant now.
     pub(super) past: BTreeMap<String, Counts>,
     pub(super) waiting: Waiting,
     bytes: WorkBytes,

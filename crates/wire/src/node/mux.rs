@@ -86,8 +86,8 @@ pub enum Extra {
     Invalidate(RKey),
     /// How the failure concerns the destination: the status of the receive that a message would have taken
     /// ([`CompletionStatus::LocalLength`], [`CompletionStatus::LocalProtection`]), an access to the destination's memory that is refused
-    /// ([`CompletionStatus::RemoteAccess`], [`CompletionStatus::RemoteInvalidRequest`]), or that the source's queue pair does not answer any
-    /// more ([`CompletionStatus::RetryExceeded`]).
+    /// ([`CompletionStatus::RemoteAccess`], [`CompletionStatus::RemoteInvalidRequest`]), that the source's queue pair does not answer any
+    /// more ([`CompletionStatus::RetryExceeded`]), or that it has no such connection ([`CompletionStatus::Flushed`]), which has no answer.
     Status(CompletionStatus),
 }
 
@@ -202,7 +202,8 @@ fn extra_of(kind: Kind, flags: Flags, word: u32) -> Result<Extra, Malformed> {
                     | CompletionStatus::LocalProtection
                     | CompletionStatus::RemoteAccess
                     | CompletionStatus::RemoteInvalidRequest
-                    | CompletionStatus::RetryExceeded),
+                    | CompletionStatus::RetryExceeded
+                    | CompletionStatus::Flushed),
                 ) => Extra::Status(*status),
                 _ => return undefined("status of a failure", word.into()),
             }

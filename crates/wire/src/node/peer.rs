@@ -374,7 +374,7 @@ messages! {
         line: u64,
         /// Number of messages that the sender has received on this queue pair.
         messages: u32,
-        /// What was executed; none if the sender's device does not tell.
+        /// The requests that were executed; none if the sender's device does not tell.
         executed: Option<Executed>,
     }
 }

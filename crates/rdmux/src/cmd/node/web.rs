@@ -1,6 +1,6 @@
 //! `rdmux node --web`: a page that shows the node, and the snapshots that it asks for.
 //!
-//! Whoever has the node's key has the page: by a *token*, a proof of the key, which the browser keeps and sends in a header. It is in no URL that
+//! The node's key gives access to the page: by a *token*, a proof of the key, which the browser keeps and sends in a header. It is in no URL that
 //! is sent, and so in no log. The page's own files have no secrets and need none.
 
 use std::borrow::Cow;

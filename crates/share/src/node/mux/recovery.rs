@@ -17,7 +17,7 @@ use super::{ConnectionId, Event, Failure, Mux, Post, Violation, Wait};
 /// Failures of the queue pair without any progress after which the first request in flight is taken for their cause.
 const BARREN_MAX: u32 = 3;
 
-/// What is known of a queue pair that has failed.
+/// Knowledge of a queue pair that has failed.
 #[derive(Debug)]
 pub(super) enum Evidence {
     /// The packet sequence numbers of requests and what the peer has executed of them.
@@ -32,7 +32,7 @@ pub(super) enum Evidence {
     Ledger(u32),
 }
 
-/// What becomes of a piece.
+/// The fate of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
     /// It took effect.

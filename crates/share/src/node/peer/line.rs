@@ -68,7 +68,7 @@ pub(super) enum Input<A, T> {
     Drained(u32),
 }
 
-/// What is to be done.
+/// An action for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Do<A, T> {
     /// Tell the peer that this end is ready.

@@ -1,4 +1,4 @@
-//! Which lines have a queue pair: at most a limit of them. No I/O and no clock.
+//! Decides which lines have a queue pair: at most a limit of them. No I/O and no clock.
 //!
 //! A queue pair is opened when it is wanted and there is none. At the limit, others are to be put away for it, one after the other: each is asked
 //! whether it can go, and if not, comes again when all others have been asked, and not before [`AGAIN_TIME`]. So the pool knows no use of a queue pair, which would

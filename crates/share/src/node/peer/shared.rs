@@ -28,7 +28,7 @@ pub(crate) const END_TIME: Duration = Duration::from_secs(2);
 /// Time after which completions that have not come are not waited for.
 const DRAIN_TIME: Duration = Duration::from_millis(500);
 
-/// What a peer has told of its end.
+/// The report of a peer on its end.
 #[derive(Clone, Debug)]
 struct Told {
     messages: u32,
@@ -43,7 +43,7 @@ struct Shared {
     far: Option<u64>,
     line: Line<Asked, Told>,
     qp: Option<SharedQp>,
-    /// What was left of the queue pair, until the peer tells the same of its own.
+    /// Remains of the queue pair, until the peer tells the same of its own.
     remains: Option<Remains>,
     /// Set once the user of the line knows of it.
     is_known: bool,

@@ -122,7 +122,7 @@ fn visible_to__own_applications() {
     assert_eq!(seen.connections_left_out, 2);
     let tenants: Vec<_> = seen.tenants.iter().map(|tenant| &*tenant.name).collect();
     assert_eq!(tenants, ["a", "b"]);
-    // What others have moved is not among it.
+    // Bytes that others have moved are not among them.
     assert_eq!(seen.tenants[0].counts, all.applications[1].counts);
     assert!(seen.shared_qps.is_empty());
     let seen = all.visible_to(OWN + 1, OWN);

@@ -326,7 +326,7 @@ fn third_failure_without_progress__fails_the_first_connection() {
     assert_eq!(landed, Some((0, Status::RetryExceeded)));
 }
 
-/// Which requests took effect, by their operation and by what is known.
+/// Requests that took effect, by their operation and by what is known.
 #[test]
 fn fate__of_each_operation() {
     let first = Psn::new(0xff_ffff);

@@ -14,7 +14,7 @@ struct Use {
     is_ending: bool,
 }
 
-/// What the users of the lines do for a host.
+/// The part of the users of the lines at a host.
 struct User {
     host: Host,
     lines: HashMap<SharedId, Use>,
@@ -268,7 +268,7 @@ fn want_qp__at_the_limit_puts_a_line_away_that_neither_end_needs() {
         a.host.peers.want_qp(now, by);
         lines.push(ready_at_both(&mut a, &mut b));
     }
-    // The peer needs both for now.
+    // The peer needs both.
     b.may_end = false;
     assert_eq!(a.host.peers.want_qp(Instant::now(), &classes[2]), None);
     let again = run_users(&mut a, &mut b, |a, _| a.host.find(ready));
