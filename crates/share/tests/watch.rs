@@ -47,10 +47,12 @@ fn watch__a_snapshot_each_interval_until_the_node_ends() {
     let mut watch = node.watch(Duration::ZERO).unwrap();
     let mut rare = node.watch(Duration::from_secs(3600)).unwrap();
     assert_eq!(next(&mut rare).applications.len(), 0);
-    let (first, second) = (next(&mut watch), next(&mut watch));
+    let first = next(&mut watch);
     assert!(first.node.is_whole && first.node.address == address);
+    // One of them may be late.
+    let fifth = (0..5).map(|_| next(&mut watch)).last().unwrap();
     let step = INTERVAL_MIN.as_nanos() as u64;
-    assert!(second.node.time_ns - first.node.time_ns > step / 2);
+    assert!(fifth.node.time_ns - first.node.time_ns > 2 * step);
     let _device: Device = open(address, "shared");
     while next(&mut watch).applications.is_empty() {}
     // The hour is not over.
@@ -120,6 +122,11 @@ fn watch__programs_that_do_not_read_hold_up_nobody() {
     let mut ninth = node.watch(Duration::ZERO).unwrap();
     assert!(matches!(ninth.next(LONG), Err(WatchError::Ended)));
     drop(silent);
-    while !matches!(node.watch(Duration::ZERO).unwrap().next(LONG), Ok(Some(_))) {}
+    // One that is refused may notice when it asks already.
+    let comes_in = || {
+        node.watch(Duration::ZERO)
+            .is_ok_and(|mut watch| matches!(watch.next(LONG), Ok(Some(_))))
+    };
+    while !comes_in() {}
     assert!(served.viewer.snapshot().is_ok());
 }

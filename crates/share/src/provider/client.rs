@@ -116,6 +116,8 @@ pub(super) struct Client {
     pub(super) queues: AtomicUsize,
     /// Set once the node has gone.
     has_ended: AtomicBool,
+    /// Set once its connections have been told that, too.
+    has_told_end: AtomicBool,
 }
 
 /// The connection with its thread, until it is dropped.
@@ -152,6 +154,7 @@ impl Attached {
             has_memory: Mutex::new(false),
             queues: AtomicUsize::new(0),
             has_ended: AtomicBool::new(false),
+            has_told_end: AtomicBool::new(false),
         });
         let own = client.clone();
         let thread = spawn("rdmux-shared", move || own.serve()).map_err(failed)?;
@@ -372,6 +375,11 @@ impl Client {
         self.has_ended.load(Ordering::Acquire)
     }
 
+    /// Returns whether the node has gone, and no event will follow.
+    pub(super) fn has_told_end(&self) -> bool {
+        self.has_told_end.load(Ordering::Acquire)
+    }
+
     /// Stops to pass events of an object on.
     pub(super) fn forget(&self, kind: Kind, id: u32) {
         self.reports.lock().remove(&(kind, id));
@@ -476,17 +484,15 @@ impl Client {
         self.rings.flush_all(self);
         self.raise(AsyncEvent::DeviceFatal);
         let reports = std::mem::take(&mut *self.reports.lock());
-        for ((kind, id), events) in reports {
-            if kind == Kind::Connection {
-                let ended = Message::Progressed {
-                    connection: id,
-                    established: false,
-                    ended: true,
-                };
-                events.push((Arrival::next(), ended));
-            } else {
-                events.wake();
-            }
+        for ((_, id), events) in reports.iter().filter(|((kind, _), _)| *kind == Kind::Connection) {
+            let ended = Message::Progressed {
+                connection: *id,
+                established: false,
+                ended: true,
+            };
+            events.push((Arrival::next(), ended));
         }
+        self.has_told_end.store(true, Ordering::Release);
+        reports.values().for_each(|events| events.wake());
     }
 }

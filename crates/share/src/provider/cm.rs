@@ -39,7 +39,7 @@ fn wait<T>(
             return Some(found);
         }
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let is_over = left.is_some_and(|left| left.is_zero()) || client.has_ended();
+        let is_over = left.is_some_and(|left| left.is_zero()) || client.has_told_end();
         if is_over || !events.wait(seen, left) {
             return look();
         }
