@@ -58,6 +58,6 @@ pub use reactor::{
     ConnectionEnd, ConnectionError, ConnectionId, DescriptorId, Limits, ListenAtError, Reactor, ReactorEvent,
     Request,
 };
-pub use waiting::Waiting;
+pub use waiting::{Waiting, set_timer_slack};
 pub use work_id::WorkId;
 pub use workers::{Run, SubmitError, Workers};

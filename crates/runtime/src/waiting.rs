@@ -85,7 +85,7 @@ impl Waiting {
 }
 
 /// Has the kernel end this thread's sleeps when they are over, and not up to 50 us later.
-pub(crate) fn set_timer_slack() {
+pub fn set_timer_slack() {
     thread_local!(static IS_SET: Cell<bool> = const { Cell::new(false) });
     if !IS_SET.replace(true) {
         let _ = set_current_timer_slack(NonZeroU64::new(1));

@@ -102,6 +102,13 @@ impl provider::QueuePair for QueuePair {
     }
 
     fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
+        let requests = match <[SendRequest; 1]>::try_from(requests) {
+            Ok([only]) => {
+                let posted = self.post_send(only);
+                return posted.map_err(|source| PostListError { index: 0, source });
+            }
+            Err(requests) => requests,
+        };
         let lane = self.lane.as_ref();
         self.device.post_send_list(&self.sends, lane, self.qpn, requests)
     }

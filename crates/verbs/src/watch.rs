@@ -72,7 +72,7 @@ impl EngineWatch {
     /// ([`CompletionQueue::arm`]), which would have the device's thread drive for it. A completion that is there already causes no wake-up:
     /// poll after this.
     pub fn report(&mut self, cq: &CompletionQueue) {
-        if !self.reporting.iter().any(|known| known.is(cq)) {
+        if !self.reporting.last().is_some_and(|last| last.is(cq)) {
             self.reporting.push(cq.clone());
         }
         cq.provided().watch(true);

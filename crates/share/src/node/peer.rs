@@ -29,8 +29,8 @@ use std::time::Instant;
 
 use rdmux_key::{Key, random_nonce};
 use rdmux_verbs::{
-    Access, CompletionQueue, CreateError, Device, Done, EventQueue, LKey, ListenError, MemoryRegion,
-    ProtectionDomain, Qpn, RKey, RegionSpec, Remains,
+    Access, CompletionQueue, CreateError, Device, Done, EngineWatch, EventQueue, LKey, ListenError,
+    MemoryRegion, ProtectionDomain, Qpn, RKey, RegionSpec, Remains,
 };
 use rdmux_wire::node::peer::{Binding, NodeId, Reason, TenantName};
 
@@ -39,6 +39,8 @@ use links::Links;
 use machine::{Event, Machine};
 use session::{Broken, Identity};
 use shared::SharedQps;
+
+use super::worker::arm;
 
 pub(crate) use links::is_token;
 pub(crate) use machine::Asked;
@@ -438,8 +440,8 @@ impl Peers {
     }
 
     /// Prepares a sleep. Returns false if there is something to do.
-    pub(crate) fn prepare_sleep(&mut self, now: Instant) -> bool {
-        self.links.arm();
+    pub(crate) fn prepare_sleep(&mut self, now: Instant, watch: Option<&mut EngineWatch>) -> bool {
+        arm(self.links.cq(), watch);
         !self.look(now) && self.out.is_empty()
     }
 

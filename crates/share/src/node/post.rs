@@ -1,6 +1,6 @@
 //! Moves work requests from an application's ring to its flows, pieces of them to the device, and completions back to its ring.
 //!
-//! [`Application::post_piece`] is the one place where requests reach send queues of the device; receives go there at once.
+//! [`Application::post_pieces`] is the one place where requests reach send queues of the device; receives go there at once.
 
 use std::time::Instant;
 
@@ -8,15 +8,16 @@ use rdmux_rnic::PostError;
 use rdmux_rnic::sched::{TenantId, class_of};
 use rdmux_rnic::{Cause, QpAttributes, Target, Time, WcOpcode, WorkCompletion};
 use rdmux_rnic::{Operation, QpState, RecvRequest, SendFlags, SendRequest, Sge, SgeList, Status};
-use rdmux_verbs::{Arm, AsyncEvent};
+use rdmux_verbs::{AsyncEvent, EngineWatch};
 use rdmux_wire::node::control::Message;
 use rdmux_wire::node::{DESCRIPTOR_BYTES, Descriptor, QueueId, Work, WorkFlags, WorkOperation};
 
 use super::application::{Application, Detached, Kept, Qp, Shared, WORK_REQUESTS_ALL_MAX};
 use super::cut::{may_cut, part_of};
-use super::egress::{Done, Full, GroupOptions, Piece, PieceId, Request};
+use super::egress::{Done, Egress, Full, GroupOptions, Piece, PieceId, Request};
 use super::mux::Failure;
 use super::sharing::News;
+use super::worker::arm;
 use crate::control::convert::{completion_to_wire, event_to_wire, status_to_wire};
 use crate::ring::{
     Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX, Tell,
@@ -258,33 +259,29 @@ impl Application {
         self.kept.push_back(Kept { qp, wc });
     }
 
-    /// Posts a piece of a request to its queue pair. The engine checks its keys and ranges against the queue pair's protection domain. One that
-    /// the device refuses puts its queue pair in error.
-    pub(super) fn post_piece(&mut self, shared: &mut Shared, now: Time, piece: &Piece) {
+    /// Posts pieces of requests to their queue pair, which is the same for all. The engine checks their keys and ranges against the queue
+    /// pair's protection domain. One that the device refuses puts the queue pair in error.
+    pub(super) fn post_pieces(&mut self, shared: &mut Shared, now: Time, pieces: &[Piece]) {
         let egress = &mut shared.egress;
-        let request = if piece.is_whole() {
-            egress.take_body(piece)
-        } else {
-            let part = egress.body(piece);
-            let part = part.map(|request| part_of(request, piece.offset, piece.length));
-            if piece.last {
-                egress.take_body(piece);
+        let Some(qp) = pieces.first().and_then(|first| self.qps.get(first.owner.qp)) else {
+            for piece in pieces {
+                egress.refused(now, piece, Status::LocalQpOperation);
             }
-            part
+            return;
         };
-        let qp = self.qps.get(piece.owner.qp);
-        let posted = match (request, qp) {
-            (Some(mut request), Some(qp)) => {
-                request.wr_id = piece.id.wr_id();
-                request.flags.set(SendFlags::SIGNALED, piece.signaled);
-                qp.qp.post_send(request).is_ok()
-            }
-            _ => false,
+        let requests: Vec<SendRequest> = pieces
+            .iter()
+            .map_while(|piece| request_of(egress, piece))
+            .collect();
+        let count = requests.len();
+        let posted = match qp.qp.post_send_list(requests) {
+            Ok(()) => count,
+            Err(error) => error.index,
         };
-        if !posted {
-            if let Some(qp) = qp {
-                let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
-            }
+        if posted < pieces.len() {
+            let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
+        }
+        for piece in &pieces[posted..] {
             egress.refused(now, piece, Status::LocalQpOperation);
         }
     }
@@ -433,6 +430,7 @@ impl Application {
         &mut self,
         shared: &mut Shared,
         now: impl Fn() -> Time,
+        watch: Option<&mut EngineWatch>,
     ) -> Result<bool, Detached> {
         let Some(rings) = &mut self.rings else {
             return Ok(true);
@@ -445,7 +443,7 @@ impl Application {
         if rings.is_full {
             sleeps &= rings.completions.wants_room()?;
         }
-        self.cq.arm(Arm::Next);
+        arm(&self.cq, watch);
         sleeps &= rings.ready.prepare_sleep();
         // A completion that came before the queue was armed raises no event.
         let waits = self.drained.is_empty() || !self.kept.is_empty();
@@ -464,6 +462,25 @@ impl Application {
         rings.submissions.awake();
         rings.completions.no_longer_waits();
     }
+}
+
+/// Returns the request of a piece for the device.
+fn request_of(egress: &mut Egress<SendRequest>, piece: &Piece) -> Option<SendRequest> {
+    let request = match piece.is_whole() {
+        true => egress.take_body(piece),
+        false => {
+            let part = egress.body(piece);
+            let part = part.map(|request| part_of(request, piece.offset, piece.length));
+            if piece.last {
+                egress.take_body(piece);
+            }
+            part
+        }
+    };
+    let mut request = request?;
+    request.wr_id = piece.id.wr_id();
+    request.flags.set(SendFlags::SIGNALED, piece.signaled);
+    Some(request)
 }
 
 impl Qp {

@@ -19,7 +19,7 @@ use rdmux_rnic::{
     Access, LKey, Memory, PostError, QpAttributes, QpState, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Status, Target, Time, WorkCompletion,
 };
-use rdmux_verbs::{Arm, CompletionQueue, Device, EventQueue, MemoryRegion};
+use rdmux_verbs::{CompletionQueue, Device, EngineWatch, EventQueue, MemoryRegion};
 use rdmux_wire::node::mux::{HEADER_LEN, SLOT_LEN};
 use rdmux_wire::node::peer::{Binding, TenantName};
 
@@ -34,6 +34,7 @@ use super::peer::{
     Asked, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
 };
 use super::snapshot::{self, Route};
+use super::worker::arm;
 
 /// States into which an application may bring a queue pair before its peer's node has answered: RTR, RTS, SQD and RTS again.
 const STATES_MAX: usize = 4;
@@ -169,6 +170,9 @@ pub(super) struct Sharing {
     tenant: TenantId,
     news: VecDeque<(Owner, News)>,
     found: VecDeque<WorkCompletion>,
+    /// Requests for one shared queue pair, which are posted together.
+    list_of: Option<SharedId>,
+    list: Vec<Post>,
     /// Queue pairs whose completions have not all come since they were ended.
     ending: Vec<SharedId>,
     /// Queue pairs that can go once nothing is in flight, and when they stay if something still is.
@@ -247,6 +251,8 @@ impl Sharing {
             tenant: egress.add_tenant(&Entitlement::default()),
             news: VecDeque::new(),
             found: VecDeque::new(),
+            list_of: None,
+            list: Vec::new(),
             ending: Vec::new(),
             yielding: Vec::new(),
         })
@@ -593,8 +599,8 @@ impl Sharing {
         }
     }
 
-    /// Posts a piece. Returns false if its flow goes over the device's own queue pair.
-    pub(super) fn post_piece(
+    /// Adds a piece to those that [`Sharing::post_list`] posts. Returns false if its flow goes over the device's own queue pair.
+    pub(super) fn add_piece(
         &mut self,
         egress: &mut Egress<SendRequest>,
         now: Time,
@@ -621,39 +627,65 @@ impl Sharing {
                 if piece.last {
                     egress.take_body(piece);
                 }
-                self.post_all(id, [posts.first, posts.then].into_iter().flatten());
+                if self.list_of != Some(id) {
+                    self.post_list();
+                    self.list_of = Some(id);
+                }
+                self.list.extend([posts.first, posts.then].into_iter().flatten());
             }
             Err(status) => egress.refused(now, piece, status),
         }
         true
     }
 
+    /// Posts the requests of pieces that wait for it.
+    pub(super) fn post_list(&mut self) {
+        let Some(id) = self.list_of.take() else { return };
+        let mut list = std::mem::take(&mut self.list);
+        self.post_all(id, list.drain(..));
+        self.list = list;
+    }
+
     /// Posts requests to a shared queue pair, in this order. If one is not, the queue pair ends, and the next one has those behind it.
     fn post_all(&mut self, id: SharedId, posts: impl IntoIterator<Item = Post>) {
-        let mut has_failed = false;
+        let (mut numbers, mut requests) = (Vec::new(), Vec::new());
+        let mut refused = None;
         for post in posts {
-            let number = post.number;
-            let posted = match has_failed {
-                true => Err(NotPosted::Device),
-                false => self.post(id, post),
-            };
-            let Err(reason) = posted else { continue };
-            has_failed = true;
-            if let Some(line) = self.lines.get_mut(&id) {
-                match reason {
-                    NotPosted::Memory => line.mux.refused(number, Status::LocalProtection),
-                    NotPosted::Device => line.mux.not_posted(number),
+            numbers.push(post.number);
+            if refused.is_none() {
+                match self.request_of(id, post) {
+                    Ok(request) => requests.push(request),
+                    Err(reason) => refused = Some(reason),
                 }
             }
         }
-        if has_failed {
-            self.peers.end_qp(Instant::now(), id);
+        let count = requests.len();
+        let posted =
+            self.peers
+                .shared_qp(id)
+                .map_or(0, |shared| match shared.qp().post_send_list(requests) {
+                    Ok(()) => count,
+                    Err(error) => error.index,
+                });
+        let Some(not_posted) = numbers.get(posted..).filter(|rest| !rest.is_empty()) else {
+            return;
+        };
+        if let Some(line) = self.lines.get_mut(&id) {
+            for (nth, number) in (posted..).zip(not_posted) {
+                match refused {
+                    Some(NotPosted::Memory) if nth == count && posted == count => {
+                        line.mux.refused(*number, Status::LocalProtection);
+                    }
+                    _ => line.mux.not_posted(*number),
+                }
+            }
         }
+        self.peers.end_qp(Instant::now(), id);
     }
 
-    /// Posts a request to a shared queue pair.
-    fn post(&mut self, id: SharedId, post: Post) -> Result<(), NotPosted> {
-        let (Some(line), Some(shared)) = (self.lines.get(&id), self.peers.shared_qp(id)) else {
+    /// Returns a request for the device.
+    fn request_of(&self, id: SharedId, post: Post) -> Result<SendRequest, NotPosted> {
+        let Some(line) = self.lines.get(&id) else {
             return Err(NotPosted::Device);
         };
         let (operation, sges) = match post.request {
@@ -685,14 +717,13 @@ impl Sharing {
                 (rdmux_rnic::Operation::Send { imm: None }, list)
             }
         };
-        let request = SendRequest {
+        Ok(SendRequest {
             wr_id: post.number,
             operation,
             sges,
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
-        };
-        shared.qp().post_send(request).map_err(|_| NotPosted::Device)
+        })
     }
 
     /// Returns the bytes of elements with keys of shared queue pairs.
@@ -745,9 +776,14 @@ impl Sharing {
     }
 
     /// Prepares a sleep. Returns false if there is something to do.
-    pub(super) fn prepare_sleep(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
-        self.peers.shared_cq().arm(Arm::Next);
-        let sleeps = self.peers.prepare_sleep(Instant::now());
+    pub(super) fn prepare_sleep(
+        &mut self,
+        egress: &mut Egress<SendRequest>,
+        now: Time,
+        mut watch: Option<&mut EngineWatch>,
+    ) -> bool {
+        arm(self.peers.shared_cq(), watch.as_deref_mut());
+        let sleeps = self.peers.prepare_sleep(Instant::now(), watch);
         !self.handle_events(egress, now) && !self.poll(egress, now) && sleeps
     }
 

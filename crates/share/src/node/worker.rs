@@ -12,17 +12,17 @@ use std::time::{Duration, Instant};
 use rdmux_key::Key;
 use rdmux_rnic::sched::Quanta;
 use rdmux_rnic::{Status, Time};
-use rdmux_runtime::{Inbox, Mailbox, Waiting, mailbox};
+use rdmux_runtime::{Inbox, Mailbox, Waiting, mailbox, set_timer_slack};
 use rdmux_verbs::moderation::now;
 use rdmux_verbs::sync::Mutex;
-use rdmux_verbs::{Device, EventQueue};
+use rdmux_verbs::{Arm, CompletionQueue, Device, EngineWatch, EventQueue};
 use rdmux_wire::node::control::{ErrorCode, Kind, Limits, Message, VERSION};
-use rustix::event::{Timespec, epoll};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 
 use super::application::{self, Application, Belonging, Detached, Shared, Token};
 use super::config::Resource;
-use super::egress::Egress;
+use super::egress::{Egress, Piece};
 use super::leaving::Leaving;
 use super::observe::Part;
 use super::post::{self, Take};
@@ -105,6 +105,15 @@ impl Source {
     }
 }
 
+/// Has the descriptor of a queue wake this thread for completions. `watch`: the place of the queue's engine, if this thread has it: an armed
+/// queue would have the engine's thread wake up as well.
+pub(super) fn arm(cq: &CompletionQueue, watch: Option<&mut EngineWatch>) {
+    match watch {
+        Some(watch) => watch.report(cq),
+        None => cq.arm(Arm::Next),
+    }
+}
+
 /// Takes what a person should know.
 struct Warn(Box<dyn FnMut(&str) + Send>);
 
@@ -138,6 +147,8 @@ pub(super) struct Worker {
     pub(super) past: BTreeMap<String, Counts>,
     pub(super) waiting: Waiting,
     bytes: WorkBytes,
+    /// Pieces for one queue pair, which are posted together.
+    list: Vec<Piece>,
     /// Set once the descriptor of the engine is in the epoll set.
     watches_engine: bool,
 }
@@ -191,6 +202,7 @@ impl Worker {
             past: BTreeMap::new(),
             waiting: Waiting::new(None),
             bytes: WorkBytes::new(),
+            list: Vec::new(),
             watches_engine: false,
         };
         let level = epoll::EventFlags::IN;
@@ -415,24 +427,45 @@ impl Worker {
         }
     }
 
-    /// Posts at most so many pieces of requests to the device. Returns whether there were any.
+    /// Posts at most so many pieces of requests to the device: successive ones for the same queue pair as one list, so that the device sends
+    /// them with few system calls. Returns whether there were any.
     fn post(&mut self, now: Time, pieces: u32) -> bool {
-        for count in 0..pieces {
+        let mut any = false;
+        for _ in 0..pieces {
             let Shared { sharing, egress, .. } = &mut self.shared;
             let Some(piece) = egress.next(now, &mut Gate(sharing.as_mut())) else {
-                return count > 0;
+                break;
             };
+            any = true;
             if let Some(sharing) = sharing
-                && sharing.post_piece(egress, now, &piece)
+                && sharing.add_piece(egress, now, &piece)
             {
                 continue;
             }
-            match self.applications.get_mut(piece.owner.application as usize) {
-                Some(Some(application)) => application.post_piece(&mut self.shared, now, &piece),
-                Some(None) | None => self.shared.egress.refused(now, &piece, Status::LocalQpOperation),
+            if self.list.first().is_some_and(|first| first.owner != piece.owner) {
+                self.post_list(now);
+            }
+            self.list.push(piece);
+        }
+        self.post_list(now);
+        if let Some(sharing) = &mut self.shared.sharing {
+            sharing.post_list();
+        }
+        any
+    }
+
+    /// Posts the pieces of the list, which are for one queue pair.
+    fn post_list(&mut self, now: Time) {
+        let Some(first) = self.list.first() else { return };
+        match self.applications.get_mut(first.owner.application as usize) {
+            Some(Some(application)) => application.post_pieces(&mut self.shared, now, &self.list),
+            Some(None) | None => {
+                for piece in &self.list {
+                    self.shared.egress.refused(now, piece, Status::LocalQpOperation);
+                }
             }
         }
-        true
+        self.list.clear();
     }
 
     /// Puts completions into the rings of applications. Returns whether there were any.
@@ -476,32 +509,29 @@ impl Worker {
                 return Ok(());
             }
         }
-        if self.prepare_sleep() {
-            let mut watch = self.shared.device.watch();
-            if let Some(watch) = &watch
-                && !self.watches_engine
-            {
-                add(&self.epoll, watch, Source::Engine, epoll::EventFlags::IN)?;
-                self.watches_engine = true;
-            }
-            let sleeps = watch.as_mut().is_none_or(|watch| watch.prepare());
-            if sleeps {
-                let began = now();
-                let turn = self.turns.next_time(self.shared.egress.is_beside_short(began));
-                let until = self.shared.egress.next_time(began).into_iter().chain(turn).min();
-                let until = until.map(|until| Duration::from_nanos(until.since_ns(began)));
-                let deadline = self.shared.sharing.as_mut().and_then(Sharing::deadline);
-                let deadline = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-                self.look_for([until, deadline].into_iter().flatten().min())?;
-            }
-            // Processes the packets that woke this thread, before the next pass.
-            drop(watch);
-            match sleeps {
-                true => self.waiting.slept(began, true),
-                false => self.waiting.came(began),
-            }
-        } else {
-            self.waiting.came(began);
+        let mut watch = self.shared.device.watch();
+        if let Some(watch) = &watch
+            && !self.watches_engine
+        {
+            add(&self.epoll, watch, Source::Engine, epoll::EventFlags::IN)?;
+            self.watches_engine = true;
+        }
+        let is_silent = watch.as_mut().is_none_or(EngineWatch::prepare);
+        let sleeps = self.prepare_sleep(watch.as_mut()) && is_silent;
+        if sleeps {
+            let began = now();
+            let turn = self.turns.next_time(self.shared.egress.is_beside_short(began));
+            let until = self.shared.egress.next_time(began).into_iter().chain(turn).min();
+            let until = until.map(|until| Duration::from_nanos(until.since_ns(began)));
+            let deadline = self.shared.sharing.as_mut().and_then(Sharing::deadline);
+            let deadline = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            self.look_for([until, deadline].into_iter().flatten().min())?;
+        }
+        // Processes the packets that woke this thread, before the next pass.
+        drop(watch);
+        match sleeps {
+            true => self.waiting.slept(began, true),
+            false => self.waiting.came(began),
         }
         for application in self.applications.iter_mut().flatten() {
             application.awake();
@@ -509,14 +539,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Prepares all applications for a sleep. Returns false if there is something to do.
-    fn prepare_sleep(&mut self) -> bool {
+    /// Prepares all applications for a sleep, in the place of the engine if this thread has it. Returns false if there is something to do.
+    fn prepare_sleep(&mut self, mut watch: Option<&mut EngineWatch>) -> bool {
         let mut sleeps = true;
         for slot in 0..self.applications.len() {
             let Some(application) = &mut self.applications[slot] else {
                 continue;
             };
-            match application.prepare_sleep(&mut self.shared, now) {
+            match application.prepare_sleep(&mut self.shared, now, watch.as_deref_mut()) {
                 Ok(may) => sleeps &= may,
                 Err(why) => {
                     self.detach(slot as u32, &why);
@@ -526,7 +556,7 @@ impl Worker {
         }
         let Shared { sharing, egress, .. } = &mut self.shared;
         if let Some(sharing) = sharing {
-            sleeps &= sharing.prepare_sleep(egress, now());
+            sleeps &= sharing.prepare_sleep(egress, now(), watch);
         }
         self.schedule.divide(egress, now(), true);
         sleeps & !self.tell_news(now())
@@ -560,7 +590,16 @@ impl Worker {
         any |= self.tell_news(now());
         let timeout = if any { Some(Duration::ZERO) } else { timeout };
         // A time that is too long for the system is as good as none.
-        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        let mut timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        // epoll's timeout counts in milliseconds. A rate has a piece wait for microseconds.
+        if let Some(precise) = timeout.filter(|time| time.tv_sec == 0 && time.tv_nsec > 0) {
+            set_timer_slack();
+            let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
+            match poll(&mut fds, Some(&precise)) {
+                Ok(_) | Err(Errno::INTR) => timeout = Some(Timespec::default()),
+                Err(error) => return Err(error.into()),
+            }
+        }
         let mut found = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rdmux_key::random_nonce;
 use rdmux_runtime::{Completed, KeepAlive, MessageConnection, PendingConnection, SIGNAL_EVERY, Sizes};
 use rdmux_verbs::{
-    Access, Arm, CompletionQueue, ConnectParams, CreateError, Device, EventQueue, Extensions, Listener,
+    Access, CompletionQueue, ConnectParams, CreateError, Device, EventQueue, Extensions, Listener,
     ProtectionDomain, QpType, Qpn, WorkCompletion,
 };
 use rdmux_wire::node::peer::{MESSAGE_LEN_MAX, PORT, RECEIVES, SERVICE};
@@ -95,11 +95,6 @@ impl Links {
 
     pub(super) fn cq(&self) -> &CompletionQueue {
         &self.cq
-    }
-
-    /// Has the queue wake the node at the next completion.
-    pub(super) fn arm(&self) {
-        self.cq.arm(Arm::Next);
     }
 
     /// Makes room for the completions of one more link.

@@ -127,7 +127,7 @@ fn run<T, const N: usize>(
         let mut until = end;
         for host in &mut hosts {
             host.peers.shared_cq().arm(rdmux_verbs::Arm::Next);
-            sleeps &= host.peers.prepare_sleep(now);
+            sleeps &= host.peers.prepare_sleep(now, None);
             until = host.peers.deadline().map_or(until, |at| at.min(until));
         }
         if !sleeps {
@@ -537,7 +537,7 @@ fn peer__in_a_process_of_its_own() {
             println!("peer {event:?}");
         }
         std::io::stdout().flush().unwrap();
-        if host.peers.prepare_sleep(Instant::now()) {
+        if host.peers.prepare_sleep(Instant::now(), None) {
             let left = host
                 .peers
                 .deadline()
