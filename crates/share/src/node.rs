@@ -47,6 +47,7 @@ use application::Belonging;
 pub(crate) use application::{ADDRESS_HANDLES_MAX, SRQS_MAX};
 use config::{Config, Resource};
 use identity::Identity;
+use peer::Shares;
 use snapshot::Viewer;
 use tenants::Tenants;
 use worker::Worker;
@@ -138,6 +139,9 @@ pub struct NodeOptions {
     pub shared_queue_pairs: usize,
     /// Engines of its device, each with a thread.
     pub engines: usize,
+    /// Has it tell other nodes which packets its device has executed, where the device knows. For tests: without, it does as a node of an RNIC.
+    #[doc(hidden)]
+    pub tells_executed: bool,
 }
 
 impl Default for NodeOptions {
@@ -147,6 +151,7 @@ impl Default for NodeOptions {
             key: None,
             shared_queue_pairs: 4096,
             engines: 1,
+            tells_executed: true,
         }
     }
 }
@@ -229,8 +234,13 @@ impl Node {
             key,
             shared_queue_pairs,
             engines,
+            tells_executed,
         } = options;
-        let mut shares = key.map(|key| (key, shared_queue_pairs));
+        let mut shares = key.map(|key| Shares {
+            key,
+            queue_pairs_max: shared_queue_pairs,
+            tells_executed,
+        });
         let address = device.address();
         let scope = config.as_ref().map_or(Scope::User, scope_of);
         if let Some(config) = &config {

@@ -16,7 +16,7 @@ mod srq;
 use std::io;
 use std::net::IpAddr;
 
-use rdmux_verbs::provider::{self, Provider, capture_file};
+use rdmux_verbs::provider::{self, Provider, Variable, capture_file};
 use rdmux_verbs::{OpenError, Options};
 
 pub use client::AttachError;
@@ -33,6 +33,14 @@ struct Shared;
 impl Provider for Shared {
     fn name(&self) -> &'static str {
         "shared"
+    }
+
+    fn variables(&self) -> &'static [Variable] {
+        const VARIABLES: &[Variable] = &[Variable {
+            name: device::REPLAY_WRITE,
+            words: &["0", "1"],
+        }];
+        VARIABLES
     }
 
     fn open(&self, address: IpAddr, options: &Options) -> Result<Box<dyn provider::Device>, OpenError> {

@@ -16,8 +16,9 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_share::node::NodeOptions;
 use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
-    Access, AsyncEvent, CompletionQueue, ConnectParams, Path, ProtectionDomain, Psn, QpAttributes, QpOptions,
-    QpState, Qpn, QueuePair, RKey, RecvRequest, RemoteBuffer, SendRequest, SgeList, Status, WcOpcode,
+    Access, AsyncEvent, CompletionQueue, ConnectParams, Device, Options, Path, ProtectionDomain, Psn,
+    QpAttributes, QpOptions, QpState, Qpn, QueuePair, RKey, RecvRequest, RemoteBuffer, SendRequest, SgeList,
+    Status, WcOpcode,
 };
 
 /// Starts a node that shares queue pairs with those of the same key.
@@ -486,6 +487,89 @@ fn shared_queue_pair__fails_under_load() {
             let counts = node.device.fault_counts().unwrap();
             assert_eq!(counts.qp_errors, 1, "{counts:?}");
         }
+    }
+}
+
+/// Variable that allows WRITEs to take effect twice.
+const REPLAY_WRITE: &str = "RDMUX_REPLAY_WRITE";
+
+/// A shared queue pair of nodes that do as those of RNICs fails: nobody knows whether the WRITEs in flight took effect. They fail the connection, unless the
+/// application allows that they take effect twice. It says so by the variable, or by the option of its device.
+#[test]
+fn write__of_unknown_effect_is_replayed_where_that_is_allowed() {
+    const BYTES: u64 = 1 << 18;
+    const WRITES: u64 = 120;
+    const DEPTH: u64 = 8;
+    let of_variable = std::env::var_os(REPLAY_WRITE).is_some();
+    let number = if of_variable { 32 } else { 30 };
+    let serve = |number, faults| {
+        let options = NodeOptions {
+            key: Some(Key::new([1; 32])),
+            tells_executed: false,
+            ..NodeOptions::default()
+        };
+        Served::with_options([127, 0, 54, number], options, faults)
+    };
+    let (here, there) = (serve(number, Some("qp-error=400")), serve(number + 1, None));
+    let mut pairs = [None, Some(!of_variable)].map(|replay_writes| {
+        let options = Options {
+            provider: Some("shared"),
+            replay_writes,
+            ..Options::default()
+        };
+        let device = Device::open_with(here.address, options).unwrap();
+        let (client, server) = (Side::of(device, 1024, new_qp), side(&there));
+        connect((&here, &client.qp), (&there, &server.qp));
+        (
+            replay_writes.unwrap_or(of_variable),
+            client,
+            server,
+            Status::Success,
+        )
+    });
+    let post = |client: &Side, server: &Side, wr_id: u64, bytes: u64| {
+        let write = SendRequest::write(client.sge(0, bytes), server.mr.remote(..bytes).unwrap());
+        client.qp.post_send(write.wr_id(wr_id).signaled()).unwrap();
+    };
+    for (_, client, server, _) in &pairs {
+        client.put(0, &[number; BYTES as usize]);
+        // The nodes have the keys of both then.
+        post(client, server, 0, 8);
+        client.expect(0, WcOpcode::Write);
+    }
+    for (_, client, server, _) in &pairs {
+        (0..DEPTH).for_each(|wr_id| post(client, server, wr_id, BYTES));
+    }
+    for wr_id in 0..WRITES {
+        for (_, client, server, status) in &mut pairs {
+            if *status != Status::Success {
+                continue;
+            }
+            let wc = client.next();
+            assert_eq!(wc.wr_id, wr_id);
+            *status = wc.status;
+            if wc.status == Status::Success && wr_id + DEPTH < WRITES {
+                post(client, server, wr_id + DEPTH, BYTES);
+            }
+        }
+    }
+    for (is_allowed, _, server, status) in &pairs {
+        let expected = match is_allowed {
+            true => Status::Success,
+            false => Status::RetryExceeded,
+        };
+        assert_eq!(*status, expected, "allowed: {is_allowed}");
+        if *is_allowed {
+            assert_eq!(server.got(0, BYTES as usize), [number; BYTES as usize]);
+        }
+    }
+    if !of_variable {
+        let name = "write__of_unknown_effect_is_replayed_where_that_is_allowed";
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(REPLAY_WRITE, "1")
+            .status();
+        assert!(child.unwrap().success());
     }
 }
 

@@ -31,6 +31,10 @@ pub struct Options {
     /// Moderation of the completion queues whose users choose none ([`crate::CompletionQueue::moderate`]); `None`: as the environment variable
     /// `RDMUX_MODERATION` says, else none.
     pub moderation: Option<ModerationPolicy>,
+    /// Allows a plain WRITE to take effect twice, where nobody knows whether it took effect as a queue pair failed that nodes share, since one of
+    /// them has an RNIC. Otherwise such a WRITE completes with [`Status::RetryExceeded`](crate::Status::RetryExceeded). `None`: as the environment
+    /// variable `RDMUX_REPLAY_WRITE` says (`1` or `0`), else not. Only for devices of nodes.
+    pub replay_writes: Option<bool>,
     /// Name of the provider; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else the first
     /// that was registered. Of the other options, an RNIC uses only [`Options::waiting`] and, if it can, [`Options::moderation`].
     pub provider: Option<&'static str>,

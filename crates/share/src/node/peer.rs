@@ -110,6 +110,17 @@ pub(crate) enum Why {
     Limit,
 }
 
+/// Properties of the queue pairs that a node shares with others.
+#[derive(Debug)]
+pub(crate) struct Shares {
+    /// The key of the nodes.
+    pub(crate) key: Key,
+    /// Most queue pairs at a time.
+    pub(crate) queue_pairs_max: usize,
+    /// Set if peers are told of each packet that was executed, where the device knows.
+    pub(crate) tells_executed: bool,
+}
+
 /// News for the owner of [`Peers`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PeerEvent {
@@ -230,23 +241,18 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// Begins to take connections of other nodes. `shared_max`: number of shared queue pairs at a time.
-    pub(crate) fn open(
-        device: &Device,
-        events: &EventQueue,
-        key: Key,
-        shared_max: usize,
-    ) -> Result<Peers, PeersError> {
+    /// Begins to take connections of other nodes.
+    pub(crate) fn open(device: &Device, events: &EventQueue, shares: Shares) -> Result<Peers, PeersError> {
         let [id @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = random_nonce()?;
         let node = NodeId(id);
         let pd = device.alloc_pd()?;
         Ok(Peers {
             machine: Machine::new(Identity {
-                key,
+                key: shares.key,
                 node,
                 address: device.address(),
             }),
-            shared: SharedQps::new(device, &pd, shared_max)?,
+            shared: SharedQps::new(device, &pd, (shares.queue_pairs_max, shares.tells_executed))?,
             links: Links::open(device, events)?,
             keys: Keys::new(pd),
             domains: 0,

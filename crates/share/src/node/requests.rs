@@ -62,7 +62,11 @@ impl Application {
                 max_send_wr,
                 max_recv_wr,
                 srq,
-            } => self.create_qp(shared, pd, qp_type, (max_send_wr, max_recv_wr), srq),
+                replays_writes,
+            } => {
+                let sizes = (max_send_wr, max_recv_wr);
+                self.create_qp(shared, pd, qp_type, sizes, srq, replays_writes)
+            }
             Message::Modify { qp, to, attributes } => {
                 let to = state_of(to);
                 self.modify(shared, now, qp, to, &attributes_of(&attributes))?;
@@ -300,6 +304,7 @@ impl Application {
         qp_type: wire::QpType,
         (max_send_wr, max_recv_wr): (u32, u32),
         srq: Option<u32>,
+        replays_writes: bool,
     ) -> Result<Message, Refusal> {
         if !self.qps.has_room() {
             return Err(limit("queue pairs"));
@@ -361,7 +366,13 @@ impl Application {
             };
             let tenant = (!self.is_tenant).then_some(self.tenant);
             let tenant = (self.belonging.account.name(), tenant);
-            sharing.add_qp(qpn, (owner, qp.flow), domain, max_recv_wr, tenant);
+            sharing.add_qp(
+                qpn,
+                (owner, qp.flow),
+                domain,
+                (max_recv_wr, replays_writes),
+                tenant,
+            );
         }
         Ok(Message::QpMade { id, qpn })
     }

@@ -12,7 +12,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_key::Key;
 use rdmux_memory::AnonymousMemory;
 use rdmux_rnic::sched::{Entitlement, TenantId, class_of};
 use rdmux_rnic::{
@@ -31,7 +30,7 @@ use super::mux::{
     Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation, flushed,
 };
 use super::peer::{
-    Asked, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId,
+    Asked, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId, Shares,
 };
 use super::snapshot::{self, Route};
 use super::worker::arm;
@@ -135,6 +134,8 @@ struct Virtual {
     tenant: (TenantName, TenantId),
     domain: u64,
     receives_max: u32,
+    /// See [`Bound::replays_writes`].
+    replays_writes: bool,
     receiver: Option<Receiver>,
     /// Accesses that it allows its peer.
     access: Access,
@@ -226,15 +227,15 @@ macro_rules! line {
 }
 
 impl Sharing {
-    /// Begins to share queue pairs with nodes that have the same key, at most `shared_max` at a time.
+    /// Begins to share queue pairs with nodes that have the same key.
     pub(super) fn open(
         device: &Device,
         events: &EventQueue,
         egress: &mut Egress<SendRequest>,
-        (key, shared_max): (Key, usize),
+        shares: Shares,
     ) -> Result<Sharing, PeersError> {
         Ok(Sharing {
-            peers: Peers::open(device, events, key, shared_max)?,
+            peers: Peers::open(device, events, shares)?,
             lines: HashMap::new(),
             order: Vec::new(),
             qps: HashMap::new(),
@@ -335,13 +336,13 @@ impl Sharing {
     }
 
     /// Adds an RC queue pair of an application.
-    /// `tenant`: its name, and the one in the scheduler if it has a name.
+    /// `replays_writes`: see [`Bound::replays_writes`]. `tenant`: its name, and the one in the scheduler if it has a name.
     pub(super) fn add_qp(
         &mut self,
         qpn: Qpn,
         (owner, flow): (Owner, FlowId),
         domain: u64,
-        receives_max: u32,
+        (receives_max, replays_writes): (u32, bool),
         tenant: (&str, Option<TenantId>),
     ) {
         let (name, tenant) = match (TenantName::new(tenant.0), tenant.1) {
@@ -356,6 +357,7 @@ impl Sharing {
             tenant: (name, tenant),
             domain,
             receives_max,
+            replays_writes,
             receiver: Some(Receiver::new(receives_max)),
             access: Access::empty(),
             state: QpState::Reset,
@@ -1217,7 +1219,7 @@ impl Sharing {
             domain: qp.domain,
             peer_domain: binding.domain,
             peer_access: Access::from_bits_truncate(binding.access),
-            replays_writes: false,
+            replays_writes: qp.replays_writes,
         };
         qp.stage = Stage::Wanting(by.clone(), bound);
         if let Some(id) = self.peers.want_qp(Instant::now(), &by) {

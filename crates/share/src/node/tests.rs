@@ -225,6 +225,7 @@ pub(super) fn create_qp(pd: u32) -> Message {
         max_send_wr: 16,
         max_recv_wr: 16,
         srq: None,
+        replays_writes: false,
     }
 }
 
@@ -366,6 +367,7 @@ fn limits__are_per_application() {
         max_send_wr: u32::MAX,
         max_recv_wr: u32::MAX,
         srq: None,
+        replays_writes: false,
     };
     assert_eq!(greedy.refused(&qp), ErrorCode::Limit);
     other.made(&Message::AllocPd {});
@@ -498,6 +500,7 @@ fn srq__sizes_and_ids_of_nonsense() {
             max_send_wr,
             max_recv_wr,
             srq: Some(srq),
+            replays_writes: false,
         },
         other => other,
     };
@@ -752,6 +755,7 @@ fn limits__of_a_tenant_are_those_of_all_its_applications() {
         max_send_wr: 30,
         max_recv_wr: 30,
         srq: None,
+        replays_writes: false,
     };
     assert!(why(&mut one, &larger).contains("has 32 of at most 80 requests"));
     one.made(&create_qp(pds[0]));

@@ -9,7 +9,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use rdmux_key::Key;
 use rdmux_rnic::sched::Quanta;
 use rdmux_rnic::{Status, Time};
 use rdmux_runtime::{Inbox, Mailbox, Waiting, mailbox, set_timer_slack};
@@ -25,6 +24,7 @@ use super::config::Resource;
 use super::egress::{Egress, Piece};
 use super::leaving::Leaving;
 use super::observe::Part;
+use super::peer::Shares;
 use super::post::{self, Take};
 use super::sharing::{Gate, Sharing};
 use super::snapshot::Counts;
@@ -154,13 +154,12 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker on an engine of the device, and a mailbox for orders to it. `shares`: the key of the nodes with which it shares
-    /// queue pairs, and the most of them at a time.
+    /// Makes a worker on an engine of the device, and a mailbox for orders to it. `shares`: it shares queue pairs with other nodes.
     pub(super) fn new(
         number: usize,
         device: Device,
         tenants: &Arc<Mutex<Tenants>>,
-        shares: Option<(Key, usize)>,
+        shares: Option<Shares>,
         front: Mailbox<super::Order>,
     ) -> Result<(Worker, Mailbox<Order>), NodeError> {
         let (mailbox, orders) = mailbox()?;

@@ -27,11 +27,15 @@ use super::region::MemoryRegion;
 use super::srq::SharedReceiveQueue;
 use crate::control::convert::{counters_of, create_error};
 
+/// Variable of the environment for [`Options::replay_writes`].
+pub(super) const REPLAY_WRITE: &str = "RDMUX_REPLAY_WRITE";
+
 #[derive(Debug)]
 struct Inner {
     attached: Attached,
     moderation: Arc<DeviceModeration>,
     waiting: Option<WaitMode>,
+    replays_writes: bool,
 }
 
 /// The device of a node. Each object of it holds a clone.
@@ -44,11 +48,19 @@ impl Device {
             attached: Attached::open(address)?,
             moderation: Arc::new(DeviceModeration::new(options.moderation.unwrap_or_default())),
             waiting: options.waiting.or_else(WaitMode::of_environment),
+            replays_writes: options
+                .replay_writes
+                .unwrap_or_else(|| std::env::var_os(REPLAY_WRITE).is_some_and(|value| value == "1")),
         })))
     }
 
     pub(super) fn client(&self) -> &Client {
         &self.0.attached.client
+    }
+
+    /// Returns whether a WRITE may take effect twice after a failure of the node's queue pair.
+    pub(super) fn replays_writes(&self) -> bool {
+        self.0.replays_writes
     }
 
     pub(super) fn waiting(&self) -> Option<WaitMode> {

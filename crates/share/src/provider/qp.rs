@@ -177,6 +177,7 @@ impl QueuePair {
             max_send_wr: options.max_send_wr,
             max_recv_wr: options.max_recv_wr,
             srq: srq.as_ref().map(|srq| srq.id),
+            replays_writes: pd.device.replays_writes(),
         });
         let answer = answer.map_err(|refusal| create_error(&refusal))?;
         let Message::QpMade { id, qpn } = answer else {

@@ -36,7 +36,7 @@ pub const TEXT_LEN_MAX: usize = 512;
 /// Maximum number of values in a list.
 pub const VALUES_MAX: usize = 192;
 /// Version of the protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Version of the messages by which two versions agree.
 pub const VERSION_FOREVER: u16 = 1;
 
@@ -388,6 +388,8 @@ messages! {
         max_recv_wr: u32,
         /// The shared receive queue from which it takes its receives.
         srq: Option<u32>,
+        /// Set if a WRITE of which nobody knows whether it took effect may take effect twice.
+        replays_writes: bool,
     }
     /// Node: the queue pair was made.
     10 QpMade {

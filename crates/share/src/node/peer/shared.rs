@@ -97,10 +97,17 @@ pub(super) struct SharedQps {
     pd: ProtectionDomain,
     cq: CompletionQueue,
     room: u32,
+    /// Without, the ledgers of both nodes say which messages were executed.
+    tells_executed: bool,
 }
 
 impl SharedQps {
-    pub(super) fn new(device: &Device, pd: &ProtectionDomain, max: usize) -> Result<SharedQps, CreateError> {
+    /// `max`: queue pairs at a time. `tells_executed`: see [`super::Shares::tells_executed`].
+    pub(super) fn new(
+        device: &Device,
+        pd: &ProtectionDomain,
+        (max, tells_executed): (usize, bool),
+    ) -> Result<SharedQps, CreateError> {
         Ok(SharedQps {
             lines: HashMap::new(),
             by_qpn: HashMap::new(),
@@ -109,6 +116,7 @@ impl SharedQps {
             pd: pd.clone(),
             cq: device.create_cq(ROOM_MIN)?,
             room: ROOM_MIN,
+            tells_executed,
         })
     }
 
@@ -190,6 +198,9 @@ impl SharedQps {
             self.room = room;
         }
         let qp = SharedQp::new(&self.pd, &self.cq, by)?;
+        if self.tells_executed {
+            qp.qp().keep_remains();
+        }
         self.by_qpn.insert(qp.qp().qpn(), id);
         Some(self.lines.get_mut(&id)?.qp.insert(qp))
     }

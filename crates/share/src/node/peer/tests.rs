@@ -41,6 +41,14 @@ fn device(host: u8) -> Device {
     Device::open_with(ip(host), options).unwrap()
 }
 
+fn shares(key: u8, queue_pairs_max: usize) -> Shares {
+    Shares {
+        key: Key::new([key; 32]),
+        queue_pairs_max,
+        tells_executed: true,
+    }
+}
+
 /// The part of a node that this module is.
 struct Host {
     number: u8,
@@ -60,7 +68,7 @@ impl Host {
     /// Returns a host with at most so many shared queue pairs.
     fn within(number: u8, key: u8, shared_max: usize) -> Host {
         let (device, events) = (device(number), EventQueue::new().unwrap());
-        let peers = Peers::open(&device, &events, Key::new([key; 32]), shared_max).unwrap();
+        let peers = Peers::open(&device, &events, shares(key, shared_max)).unwrap();
         Host {
             number,
             device,
@@ -401,7 +409,7 @@ fn bind__to_a_host_without_a_node() {
 #[test]
 fn open__where_another_process_has_the_port() {
     let first = Host::new(13, 7);
-    let second = Peers::open(&first.device, &first.events, Key::new([7; 32]), 8);
+    let second = Peers::open(&first.device, &first.events, shares(7, 8));
     assert!(matches!(second, Err(PeersError::Listen(_))), "{second:?}");
 }
 

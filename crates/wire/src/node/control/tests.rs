@@ -88,6 +88,7 @@ fn each() -> Vec<Message> {
             max_send_wr: 128,
             max_recv_wr: 64,
             srq: Some(0x1_0002),
+            replays_writes: true,
         },
         Message::QpMade {
             id: 9,

@@ -235,44 +235,71 @@ fn ledger__fails_what_may_have_happened() {
     assert!(lost > 0 || std::env::var("RDMUX_MUX_SEED").is_ok());
 }
 
-/// Applications that allow that a WRITE takes effect twice, and post nothing else that must not.
+/// Has a connection allow that a WRITE takes effect twice, and post nothing else that must not.
+fn allow_replays(it: &mut Node, at: usize) {
+    let flow = &mut it.flows[at];
+    it.mux.connection(flow.id).unwrap().bound.replays_writes = true;
+    let is_unique = |request: &SendRequest| {
+        takes_slot(&request.operation) && !matches!(request.operation, Operation::Read { .. })
+    };
+    let ids: HashSet<u64> = flow
+        .to_post
+        .iter()
+        .filter(|request| is_unique(request))
+        .map(|request| request.wr_id)
+        .collect();
+    // An empty READ in place of each.
+    for request in &mut flow.to_post {
+        if ids.contains(&request.wr_id) {
+            let read = Operation::Read {
+                va: START,
+                rkey: RKey(0),
+            };
+            *request = SendRequest::new(read, SgeList::EMPTY).wr_id(request.wr_id);
+        }
+    }
+    for expected in &mut flow.sends {
+        if ids.contains(&expected.wr_id) {
+            (expected.own, expected.at_peer) = (Vec::new(), None);
+        }
+    }
+}
+
 #[test]
 fn ledger__writes_are_replayed_where_that_is_allowed() {
     for seed in runs(40) {
         let mut world = World::with_requests(seed, 4, 14);
         world.has_ledger = true;
         for it in &mut world.nodes {
-            for flow in &mut it.flows {
-                it.mux.connection(flow.id).unwrap().bound.replays_writes = true;
-                let is_unique = |request: &SendRequest| {
-                    takes_slot(&request.operation) && !matches!(request.operation, Operation::Read { .. })
-                };
-                let ids: HashSet<u64> = flow
-                    .to_post
-                    .iter()
-                    .filter(|request| is_unique(request))
-                    .map(|request| request.wr_id)
-                    .collect();
-                // An empty READ in place of each.
-                for request in &mut flow.to_post {
-                    if ids.contains(&request.wr_id) {
-                        let read = Operation::Read {
-                            va: START,
-                            rkey: RKey(0),
-                        };
-                        *request = SendRequest::new(read, SgeList::EMPTY).wr_id(request.wr_id);
-                    }
-                }
-                for expected in &mut flow.sends {
-                    if ids.contains(&expected.wr_id) {
-                        (expected.own, expected.at_peer) = (Vec::new(), None);
-                    }
-                }
-            }
+            (0..it.flows.len()).for_each(|at| allow_replays(it, at));
         }
         run_with_failures(&mut world);
         world.run();
     }
+}
+
+/// Beside connections that do not allow it.
+#[test]
+fn ledger__each_connection_decides_for_itself() {
+    let mut lost = 0;
+    for seed in runs(60) {
+        let mut world = World::with_requests(seed, 4, 10);
+        (world.has_ledger, world.may_lose) = (true, true);
+        // The two ends of a connection have the same place, and fail together.
+        for it in &mut world.nodes {
+            [0, 2].iter().for_each(|at| allow_replays(it, *at));
+        }
+        let steps = world.dice.below(500);
+        world.steps(steps);
+        world.fail_now();
+        world.run();
+        for it in &world.nodes {
+            let failed: Vec<_> = it.flows.iter().map(|flow| flow.has_failed).collect();
+            assert!(!failed[0] && !failed[2], "seed {seed}: {failed:?}");
+            lost += failed.iter().filter(|failed| **failed).count();
+        }
+    }
+    assert!(lost > 0 || std::env::var("RDMUX_MUX_SEED").is_ok());
 }
 
 /// A request whose cause nobody finds makes one queue pair after the other fail.
