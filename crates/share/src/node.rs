@@ -18,6 +18,7 @@ mod mux;
 mod observe;
 mod peer;
 mod post;
+mod quarantine;
 mod requests;
 #[cfg(test)]
 mod scale;

@@ -631,7 +631,7 @@ impl World {
                     _ => self.egress.fail(now, flow),
                 }
             }
-            MuxEvent::Answer(..) | MuxEvent::Received(..) | MuxEvent::Ended(_) => {}
+            MuxEvent::Answer(..) | MuxEvent::Culprit(_) | MuxEvent::Received(..) | MuxEvent::Ended(_) => {}
         }
     }
 

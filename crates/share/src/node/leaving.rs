@@ -65,6 +65,9 @@ impl Leaving {
                 }
             }
             None => {
+                if let Some(sharing) = &mut shared.sharing {
+                    sharing.forget_application(application.slot);
+                }
                 if application.is_tenant {
                     shared.egress.remove_tenant(application.tenant);
                 }

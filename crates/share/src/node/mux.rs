@@ -145,6 +145,8 @@ pub(in crate::node) enum Event {
     /// An atomic operation has found this value, which is to be written to these elements before [`Event::Landed`] is handled. Their keys are those of
     /// shared queue pairs.
     Answer(ConnectionId, SgeList, u64),
+    /// Its own request has made the queue pair fail, with a status that says so. [`Event::Failed`] follows, if it has not failed before.
+    Culprit(ConnectionId),
     /// A receive has been flushed, or has failed.
     Received(ConnectionId, WorkCompletion),
     /// It has failed: its requests are to be flushed once what is in flight has ended; its receives have been.

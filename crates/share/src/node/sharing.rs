@@ -32,6 +32,7 @@ use super::mux::{
 use super::peer::{
     Asked, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId, Shares,
 };
+use super::quarantine::Quarantine;
 use super::snapshot::{self, Route};
 use super::worker::arm;
 
@@ -178,6 +179,9 @@ pub(super) struct Sharing {
     ending: Vec<SharedId>,
     /// Queue pairs that can go once nothing is in flight, and when they stay if something still is.
     yielding: Vec<(SharedId, Instant)>,
+    quarantine: Quarantine,
+    /// Applications that are quarantined, to be told to a person.
+    quarantined: Vec<u32>,
 }
 
 /// The keys that a connection's requests need.
@@ -256,6 +260,8 @@ impl Sharing {
             list: Vec::new(),
             ending: Vec::new(),
             yielding: Vec::new(),
+            quarantine: Quarantine::default(),
+            quarantined: Vec::new(),
         })
     }
 
@@ -473,7 +479,8 @@ impl Sharing {
             }
             (Stage::Open, QpState::Rtr) if qp.state == QpState::Init => {
                 qp.state = to;
-                let (Some(path), Some(dest)) = (path, attributes.dest_qpn) else {
+                let is_quarantined = self.quarantine.has(qp.owner.application);
+                let (Some(path), Some(dest), false) = (path, attributes.dest_qpn, is_quarantined) else {
                     // The device knows what to say, and carries it out.
                     return false;
                 };
@@ -799,6 +806,16 @@ impl Sharing {
         self.peers.take_warnings()
     }
 
+    /// Takes the slot of an application that gets queue pairs of its own from now on, since it has made too many shared ones fail.
+    pub(super) fn next_quarantined(&mut self) -> Option<u32> {
+        self.quarantined.pop()
+    }
+
+    /// Forgets an application, which has left.
+    pub(super) fn forget_application(&mut self, slot: u32) {
+        self.quarantine.forget(slot);
+    }
+
     /// Takes news for an application.
     pub(super) fn next_news(&mut self) -> Option<(Owner, News)> {
         self.news.pop_front()
@@ -1036,6 +1053,13 @@ impl Sharing {
                     && let Some(line) = self.lines.get_mut(&id)
                 {
                     line.mux.fail(connection);
+                }
+            }
+            Event::Culprit(connection) => {
+                if let Some((_, owner, _)) = qp_of(self, connection)
+                    && self.quarantine.caused(Instant::now(), owner.application)
+                {
+                    self.quarantined.push(owner.application);
                 }
             }
             Event::Received(connection, completion) => {
@@ -1420,3 +1444,6 @@ impl From<PeersError> for super::NodeError {
         super::NodeError::Peers(error)
     }
 }
+
+#[cfg(test)]
+mod tests;

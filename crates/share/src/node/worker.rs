@@ -410,6 +410,15 @@ impl Worker {
             for warning in sharing.take_warnings() {
                 (self.warn.0)(&warning);
             }
+            while let Some(slot) = sharing.next_quarantined() {
+                if let Some(Some(application)) = self.applications.get(slot as usize) {
+                    (self.warn.0)(&format!(
+                        "requests of the application {} (process {}) make shared queue pairs fail: its further connections have queue pairs of their own",
+                        application.name.replace(char::is_control, "?"),
+                        application.belonging.identity.pid
+                    ));
+                }
+            }
         }
         any
     }

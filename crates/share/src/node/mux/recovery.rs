@@ -235,6 +235,7 @@ impl Mux {
             (_, Some(_)) => Progress::Over(status),
         };
         if let Some(id) = piece.connection {
+            self.events.push_back(Event::Culprit(id));
             self.fail(id);
         }
     }
@@ -287,6 +288,9 @@ impl Mux {
                 (_, Fate::Again(_)) if is_lost => Some(Status::RetryExceeded),
                 _ => None,
             };
+            if culprit.is_some_and(|(at, status)| at == number && is_own(status)) {
+                self.events.push_back(Event::Culprit(id));
+            }
             if let Some(status) = breaks {
                 broken.entry(id).or_insert_with(|| {
                     order.push(id);

@@ -99,6 +99,8 @@ struct Flow {
     /// Expected failure, if one is.
     failure: Option<Failure>,
     has_failed: bool,
+    /// Failures of queue pairs that its requests have caused.
+    caused: usize,
     /// Set if the other end may fail, or is killed: then nothing has to complete.
     is_doomed: bool,
     /// Set once a request in flight has failed.
@@ -244,6 +246,7 @@ impl World {
                     done: (0, 0),
                     failure: None,
                     has_failed: false,
+                    caused: 0,
                     is_doomed: false,
                     has_lost: false,
                     is_killed: false,
@@ -1052,6 +1055,10 @@ impl World {
                 Event::Landed(tag, status) => self.landed(node, tag, status),
                 Event::Answer(_, list, original) => {
                     self.scatter(node, &list, &original.to_ne_bytes());
+                }
+                Event::Culprit(id) => {
+                    let at = self.flow_of(node, id);
+                    self.nodes[node].flows[at].caused += 1;
                 }
                 Event::Received(id, completion) => {
                     let at = self.flow_of(node, id);

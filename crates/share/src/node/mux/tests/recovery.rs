@@ -195,6 +195,12 @@ fn culprit__is_the_only_one_with_an_error() {
             run_with_failures(&mut world);
         }
         world.run();
+        for (node, it) in world.nodes.iter().enumerate() {
+            for (at, flow) in it.flows.iter().enumerate() {
+                let expected = usize::from((node, at) == (0, 2));
+                assert_eq!(flow.caused, expected, "seed {seed}: {node}, {at}");
+            }
+        }
     }
 }
 

@@ -240,6 +240,7 @@ fn failure_of_the_queue_pair__ends_every_request_once() {
                     assert!(failed.insert(id));
                 }
                 Event::Wake(_) | Event::Answer(..) => {}
+                Event::Culprit(_) => panic!("no memory fails"),
                 Event::Ended(_) => panic!("nobody left it"),
             }
         }
