@@ -4,9 +4,12 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::nodes::{Host, LONG, Running};
+
+/// The shortest time after which a node finds out by probes that its peer does not answer.
+const PROBES: Duration = Duration::from_secs(2);
 
 /// Descriptors, mappings and kilobytes in memory of a process.
 #[derive(Clone, Copy, Debug)]
@@ -176,6 +179,31 @@ fn killed_peer__is_an_error_for_applications_of_the_other_node() {
 #[test]
 fn killed_peer__is_an_error_for_applications_that_share_its_queue_pairs() {
     kill_peer(&Host::sharing(), ["127.0.52.7", "127.0.52.8"]);
+}
+
+/// The peer's node is started again, and nobody tells the other one that the first one was killed. It finds that out as nothing arrives, and does not wait
+/// until probes, one each two seconds, are not answered.
+#[test]
+fn killed_peer__that_is_started_again_is_noticed_without_probes() {
+    let (host, [from, to]) = (Host::sharing().over_udp(), ["127.0.52.11", "127.0.52.12"]);
+    let _near = host.node(from);
+    let mut far = host.node(to);
+    for test in ["write-bw", "send-bw", "read-bw"] {
+        let (client, server) = under_load(&host, test, from, to);
+        let began = Instant::now();
+        far.kill();
+        far = host.node(to);
+        for application in [client, server] {
+            let (status, text) = application.end();
+            assert!(
+                status.is_some() && !text.contains("panicked"),
+                "{status:?} {text}"
+            );
+        }
+        let took = began.elapsed();
+        println!("{test}: both have ended {took:?} after their peer's node");
+        assert!(took < PROBES, "{took:?}");
+    }
 }
 
 /// The files of a killed node never hinder the next one, which serves applications at once.

@@ -440,6 +440,11 @@ impl MessageConnection {
         Ok(true)
     }
 
+    /// Returns whether a probe has not been answered.
+    pub fn is_probing(&self) -> bool {
+        self.probing
+    }
+
     /// Posts an empty WRITE. A queue pair in Error flushes it, and its completion follows those of all requests that were flushed before.
     pub(crate) fn post_empty(&self, id: WorkId) -> Result<(), PostError> {
         let empty = Operation::Write {
@@ -560,11 +565,6 @@ impl MessageConnection {
 
     pub(crate) fn shares_receives(&self) -> bool {
         matches!(self.receives, Receives::Shared { .. })
-    }
-
-    #[cfg(test)]
-    pub(crate) fn is_probing(&self) -> bool {
-        self.probing
     }
 
     /// Reports to a queue, under a token, when the connection may be over ([`MessageConnection::end`]).

@@ -16,6 +16,8 @@ pub(crate) struct Host {
     pub(crate) runtime: TempDir,
     /// The key of nodes that share queue pairs; `None`: they do not.
     key: Option<String>,
+    /// What programs have in `RDMUX_SHM`.
+    shared_memory: &'static str,
 }
 
 /// A child that is killed when the value is dropped.
@@ -56,6 +58,7 @@ impl Host {
         Host {
             runtime: tempfile::tempdir().unwrap(),
             key: None,
+            shared_memory: "on",
         }
     }
 
@@ -71,12 +74,21 @@ impl Host {
         }
     }
 
+    /// Returns the same host, whose nodes reach each other as those of several hosts do.
+    pub(crate) fn over_udp(self) -> Host {
+        Host {
+            shared_memory: "off",
+            ..self
+        }
+    }
+
     pub(crate) fn rdmux(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
         command
             .args(args)
             .env("XDG_RUNTIME_DIR", self.runtime.path())
             .env_remove("RDMUX_PROVIDER")
+            .env("RDMUX_SHM", self.shared_memory)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

@@ -42,7 +42,7 @@ use shared::SharedQps;
 
 use super::worker::arm;
 
-pub(crate) use links::is_token;
+pub(crate) use links::{DOUBT_AFTER, is_token};
 pub(crate) use machine::Asked;
 pub(crate) use shared::{RECEIVE, SENDS, SLOTS, SharedQp};
 
@@ -313,6 +313,13 @@ impl Peers {
     /// Takes note that a queue pair is used by itself.
     pub(crate) fn keep_own(&mut self, now: Instant, qpn: Qpn) {
         self.machine.keep_own(now, qpn);
+        self.work(now);
+    }
+
+    /// Takes note that what was sent to a peer has not arrived for some time. If its node has ended and started again, what was agreed with it is
+    /// over at once: [`PeerEvent::Gone`] follows.
+    pub(crate) fn doubt(&mut self, now: Instant, peer: IpAddr) {
+        self.links.doubt(now, peer, &mut self.machine);
         self.work(now);
     }
 

@@ -30,7 +30,8 @@ use super::mux::{
     Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation, flushed,
 };
 use super::peer::{
-    Asked, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy, SharedId, Shares,
+    Asked, DOUBT_AFTER, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy,
+    SharedId, Shares,
 };
 use super::quarantine::Quarantine;
 use super::snapshot::{self, Route};
@@ -102,6 +103,8 @@ struct Line {
     by: SharedBy,
     /// [`Mux::activity`] as the queue pair was asked whether it can go, and how often it has stayed since it was not in use.
     seen: (u64, u32),
+    /// [`Mux::oldest`] when it was last looked at.
+    oldest: Option<u64>,
 }
 
 /// Reason why a request of a shared queue pair was not posted.
@@ -179,6 +182,8 @@ pub(super) struct Sharing {
     ending: Vec<SharedId>,
     /// Queue pairs that can go once nothing is in flight, and when they stay if something still is.
     yielding: Vec<(SharedId, Instant)>,
+    /// Time of the next look at what has not arrived.
+    stalls_at: Instant,
     quarantine: Quarantine,
     /// Applications that are quarantined, to be told to a person.
     quarantined: Vec<u32>,
@@ -260,6 +265,7 @@ impl Sharing {
             list: Vec::new(),
             ending: Vec::new(),
             yielding: Vec::new(),
+            stalls_at: Instant::now(),
             quarantine: Quarantine::default(),
             quarantined: Vec::new(),
         })
@@ -768,8 +774,24 @@ impl Sharing {
     /// Handles the control channel. Returns whether there was anything.
     pub(super) fn look(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
         let instant = Instant::now();
+        self.look_at_stalls(instant);
         let any = self.peers.look(instant);
         self.handle_events(egress, now) || any
+    }
+
+    /// Doubts the peers that have taken nothing since the last look: their nodes may have ended.
+    fn look_at_stalls(&mut self, now: Instant) {
+        if now < self.stalls_at {
+            return;
+        }
+        self.stalls_at = now + DOUBT_AFTER;
+        for line in self.lines.values_mut() {
+            let oldest = line.mux.oldest();
+            let before = std::mem::replace(&mut line.oldest, oldest);
+            if oldest.is_some() && before == oldest {
+                self.peers.doubt(now, line.peer);
+            }
+        }
     }
 
     /// Handles a token of the node's event queue.
@@ -781,7 +803,9 @@ impl Sharing {
     /// Returns when [`Sharing::look`] is to be called.
     pub(super) fn deadline(&mut self) -> Option<Instant> {
         let yielding = self.yielding.iter().map(|(_, until)| *until);
-        yielding.chain(self.peers.deadline()).min()
+        let is_busy = self.lines.values().any(|line| line.mux.oldest().is_some());
+        let stalls_at = is_busy.then_some(self.stalls_at);
+        yielding.chain(stalls_at).chain(self.peers.deadline()).min()
     }
 
     /// Prepares a sleep. Returns false if there is something to do.
@@ -1340,6 +1364,7 @@ impl Sharing {
             peer: by.peer,
             by,
             seen: (0, 0),
+            oldest: None,
         })
     }
 

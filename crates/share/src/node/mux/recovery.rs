@@ -186,6 +186,12 @@ impl Mux {
         self.is_held
     }
 
+    /// Returns the number of the oldest piece that the peer has not taken; `None` while nothing is in flight, or nothing can arrive.
+    pub(in crate::node) fn oldest(&self) -> Option<u64> {
+        let waits = !self.is_stopped && !self.is_empty();
+        waits.then(|| self.flight.completed())
+    }
+
     /// Returns whether nothing is in flight.
     pub(in crate::node) fn is_empty(&self) -> bool {
         self.flight.completed() == self.flight.end()

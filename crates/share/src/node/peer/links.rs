@@ -17,6 +17,8 @@ use super::machine::{Action, LinkId, Machine};
 
 /// A node that has answered nothing between two probes is gone.
 const KEEPALIVE: Duration = Duration::from_secs(2);
+/// Time after which a peer that has not answered a probe, or taken what was sent to it, may have ended and started again.
+pub(crate) const DOUBT_AFTER: Duration = Duration::from_millis(100);
 /// Requests of peers, and completions, that are handled in a row.
 const BATCH: usize = 64;
 
@@ -58,6 +60,8 @@ pub(super) struct Links {
     room: u32,
     events: EventQueue,
     keepalive: KeepAlive,
+    /// Time at which those that have not answered the last probe are doubted.
+    doubts_at: Option<Instant>,
     completions: VecDeque<WorkCompletion>,
     bytes: Vec<u8>,
 }
@@ -88,6 +92,7 @@ impl Links {
             room: ROOM_MIN,
             events: events.clone(),
             keepalive: KeepAlive::new(KEEPALIVE),
+            doubts_at: None,
             completions: VecDeque::new(),
             bytes: Vec::new(),
         })
@@ -254,14 +259,42 @@ impl Links {
 
     /// Returns when [`Links::probe`] has something to do.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.keepalive.next()
+        [self.keepalive.next(), self.doubts_at]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    /// Probes the peers, if it is time. A peer whose device has not answered the last probe is gone. Returns whether there is one.
-    pub(super) fn probe(&mut self, now: Instant, machine: &mut Machine) -> bool {
-        if !self.keepalive.is_due(now, !self.carriers.is_empty()) {
+    /// See [`Machine::doubt`].
+    pub(super) fn doubt(&self, now: Instant, peer: IpAddr, machine: &mut Machine) {
+        if let Ok(nonce) = random_nonce() {
+            machine.doubt(now, peer, nonce);
+        }
+    }
+
+    /// Doubts the peers that have not answered the last probe, if it is time.
+    fn doubt_silent(&mut self, now: Instant, machine: &mut Machine) -> bool {
+        if self.doubts_at.is_none_or(|at| now < at) {
             return false;
         }
+        self.doubts_at = None;
+        for carrier in self.carriers.values() {
+            if let Carrier::Made(connection) = carrier
+                && connection.is_probing()
+            {
+                self.doubt(now, connection.peer(), machine);
+            }
+        }
+        true
+    }
+
+    /// Probes the peers, if it is time. A peer whose device has not answered the last probe is gone. Returns whether there is something to do.
+    pub(super) fn probe(&mut self, now: Instant, machine: &mut Machine) -> bool {
+        let doubts = self.doubt_silent(now, machine);
+        if !self.keepalive.is_due(now, !self.carriers.is_empty()) {
+            return doubts;
+        }
+        self.doubts_at = Some(now + DOUBT_AFTER);
         let silent = |carrier: &mut Carrier| match carrier {
             Carrier::Made(connection) => !connection.probe().unwrap_or(false),
             Carrier::Attempt(_) => false,
@@ -274,6 +307,6 @@ impl Links {
         for id in &silent {
             self.lost(now, *id, machine);
         }
-        !silent.is_empty()
+        doubts || !silent.is_empty()
     }
 }

@@ -25,6 +25,10 @@ const WARNING_TIME: Duration = Duration::from_secs(60);
 const PEERS_MAX: usize = 8192;
 /// Links of nodes that have not shown yet that they have the key.
 const STRANGERS_MAX: usize = 64;
+/// Time between two links that are to show whether a peer's node is another run.
+const DOUBT_TIME: Duration = Duration::from_millis(500);
+/// Most such links at a time.
+const DOUBTS_MAX: usize = 64;
 /// Questions of one peer that wait until a queue pair is in RTR.
 const KEPT_MAX: usize = 4096;
 
@@ -146,6 +150,18 @@ struct Peer {
     way: Way,
     /// Queue pairs that wait for the agreement.
     waiting: Vec<(Qpn, u64)>,
+    /// The last link that was to show whether the agreed node is another run than the one that is known, and its time.
+    doubted: Option<(LinkId, Instant)>,
+}
+
+impl Peer {
+    fn new(way: Way, waiting: Vec<(Qpn, u64)>) -> Peer {
+        Peer {
+            way,
+            waiting,
+            doubted: None,
+        }
+    }
 }
 
 /// A queue pair of an application, as far as it concerns peers.
@@ -183,6 +199,8 @@ pub(super) struct Machine {
     identity: Identity,
     peers: HashMap<IpAddr, Peer>,
     links: BTreeMap<LinkId, Link>,
+    /// Links that are to show whether a peer's node is another run than the one that is known.
+    doubts: HashSet<LinkId>,
     /// Links whose peers may have to answer in some time.
     timed: BTreeSet<LinkId>,
     ends: HashMap<Qpn, End>,
@@ -203,6 +221,7 @@ impl Machine {
             identity,
             peers: HashMap::new(),
             links: BTreeMap::new(),
+            doubts: HashSet::new(),
             timed: BTreeSet::new(),
             ends: HashMap::new(),
             kept: BTreeMap::new(),
@@ -260,6 +279,33 @@ impl Machine {
     /// Takes note that a connection, or an attempt, has ended.
     pub(super) fn lost(&mut self, now: Instant, id: LinkId) {
         self.end_link(now, id, Why::NoNode);
+    }
+
+    /// Takes note that a peer's node does not answer as it should. Another link shows whether the node has ended and started again: then everything that
+    /// was agreed with its former run is over. A node that is the same notices nothing. `nonce` is for that link.
+    pub(super) fn doubt(&mut self, now: Instant, peer: IpAddr, nonce: [u8; 32]) {
+        let Some(Peer {
+            way: Way::Agreed { node, .. },
+            doubted,
+            ..
+        }) = self.peers.get_mut(&peer)
+        else {
+            return;
+        };
+        let is_recent = doubted.is_some_and(|(_, at)| now < at + DOUBT_TIME);
+        if is_recent || self.doubts.len() >= DOUBTS_MAX {
+            return;
+        }
+        let former = *node;
+        let id = self.add_link(Role::Connects, now, peer, nonce);
+        if let Some(link) = self.links.get_mut(&id) {
+            link.session.other_than(former);
+        }
+        if let Some(peer) = self.peers.get_mut(&peer) {
+            peer.doubted = Some((id, now));
+        }
+        self.doubts.insert(id);
+        self.actions.push_back(Action::Connect(id, peer));
     }
 
     /// Handles a message of a link.
@@ -393,6 +439,7 @@ impl Machine {
             Some(Peer {
                 way: Way::Connecting { .. },
                 waiting,
+                ..
             }) => waiting.push((qpn, serial)),
             _ => self.connect(now, peer, (qpn, serial), nonce),
         }
@@ -431,7 +478,7 @@ impl Machine {
         let link = self.add_link(Role::Connects, now, peer, nonce);
         let way = Way::Connecting { link };
         let waiting = vec![first];
-        self.peers.insert(peer, Peer { way, waiting });
+        self.peers.insert(peer, Peer::new(way, waiting));
         self.actions.push_back(Action::Connect(link, peer));
     }
 
@@ -696,6 +743,11 @@ impl Machine {
     fn agreed(&mut self, now: Instant, id: LinkId, node: NodeId) {
         let Some(link) = self.links.get(&id) else { return };
         let (peer, role) = (link.peer, link.role);
+        if self.doubts.remove(&id)
+            && let Some(peer) = self.peers.get_mut(&peer)
+        {
+            peer.doubted = None;
+        }
         // An earlier run of the peer's node is over, even if its links do not know yet. So is a link that the peer has made once more.
         let mut before = Vec::new();
         if let Some(Peer {
@@ -727,8 +779,7 @@ impl Machine {
             None => {}
         }
         let way = Way::Agreed { node, links };
-        let kept = Vec::new();
-        self.peers.insert(peer, Peer { way, waiting: kept });
+        self.peers.insert(peer, Peer::new(way, Vec::new()));
         for (qpn, serial) in waiting {
             self.ask_bind(now, qpn, serial);
         }
@@ -738,7 +789,7 @@ impl Machine {
         let why = match why {
             Broken::Key => Why::Key,
             Broken::Version => Why::Version,
-            Broken::Silent => Why::NoNode,
+            Broken::Silent | Broken::Same => Why::NoNode,
             other => Why::Protocol(other),
         };
         let mut last = Vec::new();
@@ -778,6 +829,7 @@ impl Machine {
         let Some(Link { peer, session, .. }) = self.links.remove(&id) else {
             return;
         };
+        self.doubts.remove(&id);
         for tag in session.into_unanswered() {
             if let Tag::Key { ticket } = tag {
                 self.tell(PeerEvent::Key { ticket, key: None });
@@ -814,8 +866,13 @@ impl Machine {
             until,
             why: why.clone(),
         };
-        let waiting = Vec::new();
-        let before = self.peers.insert(peer, Peer { way, waiting });
+        let before = self.peers.insert(peer, Peer::new(way, Vec::new()));
+        // Nobody asks any more whether it is another run.
+        let doubted = before.as_ref().and_then(|before| before.doubted);
+        if let Some((link, _)) = doubted.filter(|(link, _)| self.links.contains_key(link)) {
+            self.actions.push_back(Action::Close(link, Vec::new()));
+            self.end_link(now, link, why.clone());
+        }
         let was_agreed = match before.map(|before| before.way) {
             Some(Way::Agreed { links, .. }) => {
                 // One that was there before may be back at once.

@@ -53,6 +53,9 @@ pub(crate) enum Broken {
     /// The other node does not answer.
     #[error("it does not answer")]
     Silent,
+    /// It is the run that was known before ([`Session::other_than`]).
+    #[error("it is the same run of the node")]
+    Same,
     /// More questions than it may ask, or than this node wants to keep.
     #[error("there are too many questions")]
     TooMany,
@@ -140,6 +143,8 @@ pub(super) struct Session<T> {
     role: Role,
     peer: IpAddr,
     nonce: [u8; 32],
+    /// A run of the other node with which it is not to agree.
+    former: Option<NodeId>,
     stage: Stage,
     /// Time at which the handshake has failed.
     handshake: Instant,
@@ -164,6 +169,7 @@ impl<T> Session<T> {
             role,
             peer,
             nonce,
+            former: None,
             stage: Stage::Hello,
             handshake: now + ANSWER_TIME,
             out: VecDeque::new(),
@@ -182,6 +188,11 @@ impl<T> Session<T> {
             session.out.push_back((0, hello));
         }
         session
+    }
+
+    /// Has it end with [`Broken::Same`] if this run of the other node answers. This end connects.
+    pub(super) fn other_than(&mut self, former: NodeId) {
+        self.former = Some(former);
     }
 
     /// Returns whether both nodes have the same key.
@@ -356,6 +367,9 @@ impl<T> Session<T> {
                 // One that cannot prove that it has the key gets no proof of this one.
                 if !transcript.verify(&identity.key, Role::Accepts, &proof) {
                     return self.refuse(Reason::Key, Broken::Key);
+                }
+                if self.former == Some(node) {
+                    return self.fail(Broken::Same);
                 }
                 let proof = transcript.proof(&identity.key, Role::Connects);
                 self.out.push_back((0, Message::Proof { proof }));

@@ -467,6 +467,108 @@ fn lost__ends_what_was_agreed_at_both_ends_and_it_can_be_agreed_again() {
     assert_eq!(net.take(1), [bound(12, 2, 23)]);
 }
 
+/// Two nodes that have agreed on a connection of 11 and 22.
+fn agreed_pair() -> Net {
+    let mut net = Net::pair();
+    net.bind(1, 11, 2, 22);
+    net.run();
+    net.bind(2, 22, 1, 11);
+    net.run();
+    net.events.clear();
+    net
+}
+
+fn doubt(net: &mut Net, host: u8, peer: u8) {
+    let (now, nonce) = (net.now, net.nonce());
+    net.node(host).doubt(now, ip(peer), nonce);
+    net.act();
+}
+
+/// A node that is slow, and no other run, stays as it is, and is not asked all the time.
+#[test]
+fn doubt__of_the_same_run_changes_nothing() {
+    let mut net = agreed_pair();
+    doubt(&mut net, 2, 3);
+    assert!(net.attempts.is_empty(), "there is no such peer");
+    for (host, peer) in [(1, 2), (2, 1)] {
+        doubt(&mut net, host, peer);
+        doubt(&mut net, host, peer);
+        assert_eq!(net.attempts.len(), 1);
+        net.run();
+        doubt(&mut net, host, peer);
+        assert!(net.attempts.is_empty());
+    }
+    assert_eq!(net.events, []);
+    assert_eq!((net.node(1).counts(), net.node(2).counts()), ((1, 0), (1, 0)));
+    net.pass(DOUBT_TIME);
+    doubt(&mut net, 1, 2);
+    // It has the time of a handshake. What was agreed stays if it does not answer.
+    net.pass(ANSWER_TIME);
+    assert_eq!(net.node(1).counts(), (1, 0));
+    assert_eq!(net.events, []);
+    net.attempts.clear();
+    for (host, number) in [(1, 12), (2, 23)] {
+        net.node(host)
+            .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+    }
+    net.bind(1, 12, 2, 23);
+    net.bind(2, 23, 1, 12);
+    net.run();
+    assert_eq!(net.take(1), [bound(12, 2, 23)]);
+}
+
+/// The other run of a peer's node knows nothing of what was agreed with the former one.
+#[test]
+fn doubt__of_a_node_that_was_started_again_ends_what_was_agreed() {
+    let mut net = agreed_pair();
+    net.kill(2);
+    doubt(&mut net, 1, 2);
+    net.run();
+    assert_eq!(net.events, [], "nobody answers");
+    net.pass(DOUBT_TIME);
+    net.add(2, 7, 9);
+    doubt(&mut net, 1, 2);
+    net.run();
+    assert_eq!(net.take(1), [unbound(11), gone(2)]);
+    assert_eq!(net.node(1).counts(), (1, 0));
+    // The link is one like any other.
+    for (host, number) in [(1, 12), (2, 23)] {
+        net.node(host)
+            .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+    }
+    net.bind(1, 12, 2, 23);
+    net.bind(2, 23, 1, 12);
+    assert!(net.attempts.is_empty());
+    net.run();
+    assert_eq!(net.take(1), [bound(12, 2, 23)]);
+}
+
+/// The end of the former run becomes known while a link is to show it.
+#[test]
+fn doubt__that_is_settled_otherwise() {
+    for order in 0..2 {
+        let mut net = agreed_pair();
+        let link = *net.pairs.keys().find(|(at, _)| *at == ip(1)).unwrap();
+        net.kill(2);
+        doubt(&mut net, 1, 2);
+        let now = net.now;
+        net.node(1).lost(now, link.1);
+        net.add(2, 7, 9);
+        for (host, number) in [(1, 12), (2, 23)] {
+            net.node(host)
+                .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+        }
+        net.bind(1, 12, 2, 23);
+        net.bind(2, 23, 1, 12);
+        assert_eq!(net.attempts.len(), 3);
+        net.attempts.swap(0, order);
+        net.run();
+        assert_eq!(net.take(1), [unbound(11), gone(2), bound(12, 2, 23)]);
+        net.pass(ANSWER_TIME);
+        assert_eq!(net.events, [(ip(2), bound(23, 1, 12))]);
+    }
+}
+
 /// A node that was killed and started again comes before its peer knows that the first one is gone.
 #[test]
 fn agreed__a_node_that_was_started_again() {
