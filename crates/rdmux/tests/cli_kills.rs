@@ -181,18 +181,17 @@ fn killed_peer__is_an_error_for_applications_that_share_its_queue_pairs() {
     kill_peer(&Host::sharing(), ["127.0.52.7", "127.0.52.8"]);
 }
 
-/// The peer's node is started again, and nobody tells the other one that the first one was killed. It finds that out as nothing arrives, and does not wait
-/// until probes, one each two seconds, are not answered.
-#[test]
-fn killed_peer__that_is_started_again_is_noticed_without_probes() {
-    let (host, [from, to]) = (Host::sharing().over_udp(), ["127.0.52.11", "127.0.52.12"]);
+/// Nodes that have no memory in common, as those of several hosts. Nobody tells a node that its peer was killed. It finds that out as nothing arrives, and
+/// does not wait until probes, one each two seconds, are not answered.
+fn kill_peer_over_udp([from, to]: [&str; 2], is_started_at_once: bool) {
+    let host = Host::sharing().over_udp();
     let _near = host.node(from);
-    let mut far = host.node(to);
+    let mut far = Some(host.node(to));
     for test in ["write-bw", "send-bw", "read-bw"] {
         let (client, server) = under_load(&host, test, from, to);
         let began = Instant::now();
-        far.kill();
-        far = host.node(to);
+        drop(far.take());
+        far = is_started_at_once.then(|| host.node(to));
         for application in [client, server] {
             let (status, text) = application.end();
             assert!(
@@ -203,7 +202,18 @@ fn killed_peer__that_is_started_again_is_noticed_without_probes() {
         let took = began.elapsed();
         println!("{test}: both have ended {took:?} after their peer's node");
         assert!(took < PROBES, "{took:?}");
+        far = far.or_else(|| Some(host.node(to)));
     }
+}
+
+#[test]
+fn killed_peer__its_next_run_shows_that() {
+    kill_peer_over_udp(["127.0.52.11", "127.0.52.12"], true);
+}
+
+#[test]
+fn killed_peer__its_host_says_so() {
+    kill_peer_over_udp(["127.0.52.13", "127.0.52.14"], false);
 }
 
 /// The files of a killed node never hinder the next one, which serves applications at once.

@@ -16,6 +16,7 @@
 //! is one control connection.
 
 mod keys;
+mod knock;
 mod line;
 mod links;
 mod machine;
@@ -316,8 +317,8 @@ impl Peers {
         self.work(now);
     }
 
-    /// Takes note that what was sent to a peer has not arrived for some time. If its node has ended and started again, what was agreed with it is
-    /// over at once: [`PeerEvent::Gone`] follows.
+    /// Takes note that what was sent to a peer has not arrived for some time. If its node has ended, and has started again or the peer's host says so,
+    /// what was agreed with it is over at once: [`PeerEvent::Gone`] follows.
     pub(crate) fn doubt(&mut self, now: Instant, peer: IpAddr) {
         self.links.doubt(now, peer, &mut self.machine);
         self.work(now);

@@ -13,12 +13,15 @@ use rdmux_verbs::{
 use rdmux_wire::node::peer::{MESSAGE_LEN_MAX, PORT, RECEIVES, SERVICE};
 
 use super::PeersError;
+use super::knock::Knock;
 use super::machine::{Action, LinkId, Machine};
 
 /// A node that has answered nothing between two probes is gone.
 const KEEPALIVE: Duration = Duration::from_secs(2);
 /// Time after which a peer that has not answered a probe, or taken what was sent to it, may have ended and started again.
 pub(crate) const DOUBT_AFTER: Duration = Duration::from_millis(100);
+/// Peers whose hosts are asked at a time.
+const KNOCKS_MAX: usize = 64;
 /// Requests of peers, and completions, that are handled in a row.
 const BATCH: usize = 64;
 
@@ -62,6 +65,8 @@ pub(super) struct Links {
     keepalive: KeepAlive,
     /// Time at which those that have not answered the last probe are doubted.
     doubts_at: Option<Instant>,
+    /// Of peers that are doubted, at most [`KNOCKS_MAX`].
+    knocks: HashMap<IpAddr, Knock>,
     completions: VecDeque<WorkCompletion>,
     bytes: Vec<u8>,
 }
@@ -93,6 +98,7 @@ impl Links {
             events: events.clone(),
             keepalive: KeepAlive::new(KEEPALIVE),
             doubts_at: None,
+            knocks: HashMap::new(),
             completions: VecDeque::new(),
             bytes: Vec::new(),
         })
@@ -178,6 +184,7 @@ impl Links {
         // Its drop ends a connection, after what was posted before.
         if let Some(Carrier::Made(connection)) = self.carriers.remove(&id) {
             self.by_qpn.remove(&connection.qp().qpn());
+            self.knocks.remove(&connection.peer());
         }
     }
 
@@ -265,11 +272,34 @@ impl Links {
             .min()
     }
 
-    /// See [`Machine::doubt`].
-    pub(super) fn doubt(&self, now: Instant, peer: IpAddr, machine: &mut Machine) {
-        if let Ok(nonce) = random_nonce() {
+    /// Finds out whether the node of a peer has ended, for which more calls may be needed.
+    pub(super) fn doubt(&mut self, now: Instant, peer: IpAddr, machine: &mut Machine) {
+        if self.is_port_closed(peer) {
+            let is_its = |carrier: &Carrier| matches!(carrier, Carrier::Made(it) if it.peer() == peer);
+            let ids: Vec<LinkId> = self
+                .carriers
+                .iter()
+                .filter_map(|(id, carrier)| is_its(carrier).then_some(*id))
+                .collect();
+            ids.into_iter().for_each(|id| self.lost(now, id, machine));
+        } else if let Ok(nonce) = random_nonce() {
             machine.doubt(now, peer, nonce);
         }
+    }
+
+    /// Returns whether the host of a peer has said that no process has the port of the device.
+    fn is_port_closed(&mut self, peer: IpAddr) -> bool {
+        // An RNIC's port is not one of the kernel.
+        if self.extensions_of(peer).is_none() {
+            return false;
+        }
+        if !self.knocks.contains_key(&peer)
+            && self.knocks.len() < KNOCKS_MAX
+            && let Ok(knock) = Knock::new(self.pd.device().address(), peer)
+        {
+            self.knocks.insert(peer, knock);
+        }
+        self.knocks.get(&peer).is_some_and(Knock::is_refused)
     }
 
     /// Doubts the peers that have not answered the last probe, if it is time.
@@ -277,13 +307,18 @@ impl Links {
         if self.doubts_at.is_none_or(|at| now < at) {
             return false;
         }
-        self.doubts_at = None;
-        for carrier in self.carriers.values() {
-            if let Carrier::Made(connection) = carrier
-                && connection.is_probing()
-            {
-                self.doubt(now, connection.peer(), machine);
-            }
+        let silent: Vec<IpAddr> = self
+            .carriers
+            .values()
+            .filter_map(|carrier| match carrier {
+                Carrier::Made(connection) => connection.is_probing().then(|| connection.peer()),
+                Carrier::Attempt(_) => None,
+            })
+            .collect();
+        self.doubts_at = (!silent.is_empty()).then_some(now + DOUBT_AFTER);
+        self.knocks.retain(|peer, _| silent.contains(peer));
+        for peer in silent {
+            self.doubt(now, peer, machine);
         }
         true
     }

@@ -618,6 +618,24 @@ fn peers__one_that_is_killed_or_stopped_and_started_again() {
     }
 }
 
+/// A peer that is only slow is asked who it is, and whether its port is there. Nothing else happens.
+#[test]
+fn doubt__of_a_node_that_lives() {
+    let (mut a, mut b) = connected(60, 61);
+    let links = |host: &Host| host.peers.machine.counts().0;
+    let before = [links(&a), links(&b)];
+    for _ in 0..3 {
+        a.peers.doubt(Instant::now(), ip(61));
+        b.peers.doubt(Instant::now(), ip(60));
+    }
+    assert_eq!([links(&a), links(&b)], before.map(|count| count + 1));
+    run([&mut a, &mut b], |[a, b]| {
+        ([links(a), links(b)] == before).then_some(())
+    });
+    let is_over = |event: &PeerEvent| matches!(event, PeerEvent::Gone { .. } | PeerEvent::Unbound { .. });
+    assert!(![&a, &b].iter().any(|host| host.seen.iter().any(is_over)));
+}
+
 #[test]
 fn bind__to_a_peer_that_is_stopped() {
     let mut a = Host::new(19, 7);
