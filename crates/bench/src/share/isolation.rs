@@ -266,7 +266,7 @@ pub(super) fn kills() -> Suite {
 fn killed(placement: Placement, what: usize) -> Result<[f64; 2]> {
     let mut hosts = Setup::new(placement, Carrier::Udp).start()?;
     let sink = hosts.sink(1)?;
-    // A node notices after four seconds that another one does not answer.
+    // Queue pairs of their own have retried for more than three seconds before they fail.
     let time_ms = if what == PEERS_NODE { 8000 } else { 3000 };
     let args = format!("--bytes 4096 --depth 16 --time-ms {time_ms} --again");
     let source = |_| hosts.source(0, &[&sink], &args);
