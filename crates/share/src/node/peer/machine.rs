@@ -743,11 +743,9 @@ impl Machine {
     fn agreed(&mut self, now: Instant, id: LinkId, node: NodeId) {
         let Some(link) = self.links.get(&id) else { return };
         let (peer, role) = (link.peer, link.role);
-        if self.doubts.remove(&id)
-            && let Some(peer) = self.peers.get_mut(&peer)
-        {
-            peer.doubted = None;
-        }
+        self.doubts.remove(&id);
+        // One that asks who the peer is has found the same as this one, and stays as the second link.
+        let doubted = self.peers.get_mut(&peer).and_then(|peer| peer.doubted.take());
         // An earlier run of the peer's node is over, even if its links do not know yet. So is a link that the peer has made once more.
         let mut before = Vec::new();
         if let Some(Peer {
@@ -779,7 +777,11 @@ impl Machine {
             None => {}
         }
         let way = Way::Agreed { node, links };
-        self.peers.insert(peer, Peer::new(way, Vec::new()));
+        let known = Peer {
+            doubted,
+            ..Peer::new(way, Vec::new())
+        };
+        self.peers.insert(peer, known);
         for (qpn, serial) in waiting {
             self.ask_bind(now, qpn, serial);
         }

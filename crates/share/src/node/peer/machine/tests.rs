@@ -569,6 +569,53 @@ fn doubt__that_is_settled_otherwise() {
     }
 }
 
+/// The other run of a peer's node connects while a link is to show which run it is, in any order.
+#[test]
+fn doubt__while_the_next_run_connects() {
+    let mut both = 0;
+    for seed in 1..400_u64 {
+        let mut state = seed;
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as usize % below
+        };
+        let mut net = agreed_pair();
+        net.kill(2);
+        net.add(2, 7, 9);
+        for (host, number) in [(1, 12), (2, 23)] {
+            net.node(host)
+                .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+        }
+        doubt(&mut net, 1, 2);
+        net.bind(2, 23, 1, 12);
+        loop {
+            let waiting = net.carried.iter().filter(|(_, queue)| !queue.is_empty());
+            let ends: Vec<_> = waiting.map(|(end, _)| *end).collect();
+            let choices = ends.len() + net.attempts.len();
+            if choices == 0 {
+                break;
+            }
+            let choice = random(choices);
+            match ends.get(choice) {
+                Some(end) => drop(net.deliver(*end)),
+                None => {
+                    net.attempts.swap(0, choice - ends.len());
+                    net.answer_attempt();
+                }
+            }
+        }
+        assert_eq!(net.take(1), [unbound(11), gone(2)], "seed {seed}");
+        both += usize::from(net.node(1).counts().0 == 2);
+        net.bind(1, 12, 2, 23);
+        net.run();
+        net.pass(ANSWER_TIME);
+        net.run();
+        assert_eq!(net.take(1), [bound(12, 2, 23)], "seed {seed}");
+        assert_eq!(net.take(2), [bound(23, 1, 12)], "seed {seed}");
+    }
+    assert!(both > 0, "there are never two links");
+}
+
 /// A node that was killed and started again comes before its peer knows that the first one is gone.
 #[test]
 fn agreed__a_node_that_was_started_again() {
