@@ -6,6 +6,8 @@ mod common;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use common::nodes::{Host, LONG, Running};
 
 /// The shortest time after which a node finds out by probes that its peer does not answer.
@@ -61,12 +63,16 @@ fn names(host: &Host) -> BTreeSet<String> {
 
 /// Returns a client, and its server, that send over four connections: to connect takes fewer packets.
 fn under_load(host: &Host, test: &str, from: &str, to: &str) -> (Running, Running) {
+    under_load_for(host, test, [from, to], "60")
+}
+
+fn under_load_for(host: &Host, test: &str, [from, to]: [&str; 2], seconds: &str) -> (Running, Running) {
     let server = host.server(test, to);
     let deadline = Instant::now() + LONG;
     loop {
         assert!(Instant::now() < deadline, "the client does not start");
         let mut client = Running(
-            host.client(test, from, to, &["-D", "60", "-q", "4"])
+            host.client(test, from, to, &["-D", seconds, "-q", "4"])
                 .spawn()
                 .unwrap(),
         );
@@ -214,6 +220,27 @@ fn killed_peer__its_next_run_shows_that() {
 #[test]
 fn killed_peer__its_host_says_so() {
     kill_peer_over_udp(["127.0.52.13", "127.0.52.14"], false);
+}
+
+/// A node that is stopped for some time is no other one afterwards: whoever asks in the meantime ends nothing.
+#[test]
+fn stopped_peer__goes_on() {
+    let (host, [from, to]) = (Host::sharing().over_udp(), ["127.0.52.15", "127.0.52.16"]);
+    let (near, far) = (host.node(from), host.node(to));
+    let (client, server) = under_load_for(&host, "write-bw", [from, to], "3");
+    let pid = Pid::from_child(&far.0);
+    let before = Held::by(&near).descriptors;
+    kill_process(pid, Signal::STOP).unwrap();
+    // The socket that is to show whether the peer's port is there.
+    let deadline = Instant::now() + LONG;
+    while Held::by(&near).descriptors <= before {
+        assert!(Instant::now() < deadline, "nobody asks");
+    }
+    kill_process(pid, Signal::CONT).unwrap();
+    for application in [client, server] {
+        let (status, text) = application.end();
+        assert_eq!(status, Some(0), "{text}");
+    }
 }
 
 /// The files of a killed node never hinder the next one, which serves applications at once.
