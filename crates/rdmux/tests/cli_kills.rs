@@ -167,8 +167,9 @@ fn kill_peer(host: &Host, [from, to]: [&str; 2]) {
         far = host.node(to);
     }
     println!("{held:?}");
-    // Connections to a new process may have other source ports, of which there are a few, each with a socket.
-    assert!(held[3].descriptors <= held[1].descriptors + 4, "{held:?}");
+    // Connections to a new process may have other source ports, of which there are a few for each engine, each with a socket.
+    let sockets = 4 * host.engines as usize;
+    assert!(held[3].descriptors <= held[1].descriptors + sockets, "{held:?}");
     assert!(held[3].mappings <= held[1].mappings + 8, "{held:?}");
     // The peer's new node takes connections.
     let server = host.server("send-lat", to);
@@ -241,6 +242,13 @@ fn stopped_peer__goes_on() {
         let (status, text) = application.end();
         assert_eq!(status, Some(0), "{text}");
     }
+}
+
+#[test]
+fn killed_peer__is_an_error_for_applications_on_several_engines() {
+    let mut host = Host::sharing();
+    host.engines = 2;
+    kill_peer(&host, ["127.0.52.20", "127.0.52.21"]);
 }
 
 /// The files of a killed node never hinder the next one, which serves applications at once.

@@ -51,6 +51,37 @@ fn node__applications_of_two() {
     }
 }
 
+/// Two pairs of applications on different engines of nodes that share queue pairs.
+#[test]
+fn node__engines_that_share_queue_pairs() {
+    let mut host = Host::sharing();
+    host.engines = 2;
+    let [from, to] = ["127.0.51.40", "127.0.51.41"];
+    let _nodes = [from, to].map(|address| host.node(address));
+    let server = host.server("send-bw", to);
+    let forever = |from| host.client("send-bw", from, to, &["-D", "60"]).spawn();
+    let deadline = Instant::now() + LONG;
+    let mut client = Running(forever(from).unwrap());
+    while host.sending(from) == 0 {
+        assert!(Instant::now() < deadline, "the client does not send");
+        if client.0.try_wait().unwrap().is_some() {
+            client = Running(forever(from).unwrap());
+        }
+    }
+    let mut other = host.rdmux(&["perf", "write-lat", "--bind", to, "--port", "18999"]);
+    let other = Running(other.env("RDMUX_PROVIDER", "shared").spawn().unwrap());
+    let output = host.run_client("write-lat", from, to, &["-n", "100", "--port", "18999"]);
+    assert_measured("write-lat", &output);
+    assert_eq!(other.end().0, Some(0));
+    // Each pair of engines has its own, also that whose applications have ended.
+    let top = host.top(from);
+    assert_eq!(top["shared_qps"].as_array().unwrap().len(), 2, "{top}");
+    for connection in top["connections"].as_array().unwrap() {
+        assert_eq!(connection["route"], "shared", "{top}");
+    }
+    drop((client, server));
+}
+
 #[test]
 fn node__application_that_sleeps_on_events() {
     let host = Host::new();

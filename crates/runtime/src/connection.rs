@@ -279,9 +279,21 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<PendingConnection, EstablishError> {
+        MessageConnection::start_with(pd, cq, peer, params, sizes, &[])
+    }
+
+    /// Does the same, with private data for the listener.
+    pub fn start_with(
+        pd: &ProtectionDomain,
+        cq: &CompletionQueue,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        sizes: &Sizes,
+        private_data: &[u8],
+    ) -> Result<PendingConnection, EstablishError> {
         let parts = Parts::new(pd, cq, sizes, None)?;
         let pair = ConnectPair::Own(&parts.qp);
-        let connecting = pd.device().start_connect(pair, peer, params, &[])?;
+        let connecting = pd.device().start_connect(pair, peer, params, private_data)?;
         Ok(PendingConnection {
             connecting,
             parts: Some(parts),

@@ -22,6 +22,7 @@ mod quarantine;
 mod requests;
 #[cfg(test)]
 mod scale;
+mod services;
 mod sharing;
 pub mod snapshot;
 mod table;
@@ -49,9 +50,10 @@ pub(crate) use application::{ADDRESS_HANDLES_MAX, SRQS_MAX};
 use config::{Config, Resource};
 use identity::Identity;
 use peer::Shares;
+use services::Services;
 use snapshot::Viewer;
 use tenants::Tenants;
-use worker::Worker;
+use worker::{Warn, Worker};
 
 pub use peer::PeersError;
 
@@ -136,7 +138,7 @@ pub struct NodeOptions {
     pub config: Option<Config>,
     /// Has it share queue pairs with the nodes of other hosts that have the same key.
     pub key: Option<Key>,
-    /// Most queue pairs at a time that it shares with other nodes.
+    /// Most queue pairs at a time that it shares with other nodes: each engine has a part of them, one at least.
     pub shared_queue_pairs: usize,
     /// Engines of its device, each with a thread.
     pub engines: usize,
@@ -188,7 +190,8 @@ pub struct Node {
     workers: Vec<Hired>,
     /// Number of the next application.
     next_number: u64,
-    device: Device,
+    /// Those of its device.
+    engines: Vec<Device>,
     tenants: Arc<Mutex<Tenants>>,
     /// A descriptor that is given up to accept and refuse an application when there is no other left.
     spare: Option<OwnedFd>,
@@ -227,8 +230,8 @@ impl Node {
     /// Takes the place of the node of the device's address.
     ///
     /// # Errors
-    /// There is a node, the configuration needs what the system has not, the device has not as many engines, another process has the port for
-    /// nodes, or a system call failed.
+    /// There is a node, the configuration needs what the system has not, the device has not as many engines, they are too many to share queue pairs,
+    /// another process has the port for nodes, or a system call failed.
     pub fn open_with(device: Device, options: NodeOptions) -> Result<Node, NodeError> {
         let NodeOptions {
             config,
@@ -237,11 +240,6 @@ impl Node {
             engines,
             tells_executed,
         } = options;
-        let mut shares = key.map(|key| Shares {
-            key,
-            queue_pairs_max: shared_queue_pairs,
-            tells_executed,
-        });
         let address = device.address();
         let scope = config.as_ref().map_or(Scope::User, scope_of);
         if let Some(config) = &config {
@@ -255,13 +253,18 @@ impl Node {
         let (mailbox, orders) = mailbox()?;
         let spare = place.socket.try_clone().ok();
         let tenants = Arc::new(Mutex::new(Tenants::new(config, engines.max(1))));
+        let mut all = vec![device];
+        for _ in 1..engines {
+            all.push(all[0].open_engine()?);
+        }
+        let shares = key.map(|key| Shares::of_engines(&all, &key, (shared_queue_pairs, tells_executed)));
+        let mut shares = shares.transpose()?.into_iter().flatten();
+        let services = Services::default();
         let mut workers = Vec::new();
-        for number in 0..engines.max(1) {
-            let engine = match number {
-                0 => device.clone(),
-                _ => device.open_engine()?,
-            };
-            let (worker, orders) = Worker::new(number, engine, &tenants, shares.take(), mailbox.clone())?;
+        for (number, engine) in all.iter().enumerate() {
+            let engine = engine.clone();
+            let parts = (shares.next(), &services);
+            let (worker, orders) = Worker::new(number, engine, &tenants, parts, mailbox.clone())?;
             workers.push(Hired {
                 worker: Some(worker),
                 orders,
@@ -276,7 +279,7 @@ impl Node {
             ends: false,
             workers,
             next_number: 1,
-            device,
+            engines: all,
             tenants,
             spare,
             idle: None,
@@ -290,9 +293,9 @@ impl Node {
 
     /// Calls a function with what a person should know, a line of text: that a peer's node has another key, and what to do.
     pub fn warn_by(&mut self, warn: impl FnMut(&str) + Send + 'static) {
-        // The first one alone has peers.
-        if let Some(worker) = self.workers.first_mut().and_then(|hired| hired.worker.as_mut()) {
-            worker.warn_by(warn);
+        let warn = Warn::by(warn);
+        for worker in self.workers.iter_mut().filter_map(|hired| hired.worker.as_mut()) {
+            worker.warn_by(warn.clone());
         }
     }
 
@@ -304,7 +307,7 @@ impl Node {
     /// Returns what asks for the state of the node.
     pub fn viewer(&self) -> Viewer {
         let workers = self.workers.iter().map(|hired| hired.orders.clone());
-        Viewer::new(workers.collect(), self.tenants.clone(), self.device.clone())
+        Viewer::new(workers.collect(), self.tenants.clone(), self.engines.clone())
     }
 
     /// Serves until it is stopped.

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader};
 use std::net::IpAddr;
 use std::process::{Command, Stdio};
@@ -24,6 +25,21 @@ use rdmux_verbs::{
 /// Starts a node that shares queue pairs with those of the same key.
 fn serve(number: u8, key: u8) -> Served {
     Served::at([127, 0, 54, number], Some([key; 32]))
+}
+
+/// Starts such a node with so many engines, on a device with such faults.
+fn serve_with(number: u8, engines: usize, faults: Option<&str>) -> Served {
+    let options = NodeOptions {
+        key: Some(Key::new([1; 32])),
+        engines,
+        ..NodeOptions::default()
+    };
+    Served::with_options([127, 0, 54, number], options, faults)
+}
+
+/// Returns what tells the engine of a queue pair from the others of its device.
+fn engine_of(side: &Side) -> u32 {
+    side.qp.qpn().value() >> 16
 }
 
 /// Returns the number of queue pairs of the node's device.
@@ -182,6 +198,19 @@ fn post_send__each_operation() {
 fn connect__by_address_and_port() {
     let (here, there) = (serve(9, 1), serve(10, 1));
     let (client, server) = (side(&here), side(&there));
+    connect_by_address(&client, (&server, there.address));
+}
+
+/// The one that listens is on the second engine.
+#[test]
+fn connect__by_address_and_port_to_another_engine() {
+    let (here, there) = (serve_with(42, 2, None), serve_with(43, 2, None));
+    let (client, first, server) = (side(&here), side(&there), side(&there));
+    assert_ne!(engine_of(&first), engine_of(&server));
+    connect_by_address(&client, (&server, there.address));
+}
+
+fn connect_by_address(client: &Side, (server, there): (&Side, IpAddr)) {
     let listener = server.device.listen(7175).unwrap();
     let params = ConnectParams::default();
     let (connected, accepted) = std::thread::scope(|scope| {
@@ -191,12 +220,12 @@ fn connect__by_address_and_port() {
             assert!(accepted.wait_established());
             accepted
         });
-        let address = (there.address, 7175).into();
+        let address = (there, 7175).into();
         let connected = client.device.connect(&client.qp, address, &params, b"hey");
         (connected.unwrap(), accepted.join().unwrap())
     });
-    operations(&client, &server);
-    operations(&server, &client);
+    operations(client, server);
+    operations(server, client);
     assert!(format!("{:?}", client.qp.carrier()).contains("share"));
     // The end of a connection ends its queue pairs.
     server
@@ -208,7 +237,7 @@ fn connect__by_address_and_port() {
         .post_recv(RecvRequest::new(2, client.sge(0, 8)))
         .unwrap();
     drop(connected);
-    for (side, wr_id) in [(&server, 1), (&client, 2)] {
+    for (side, wr_id) in [(server, 1), (client, 2)] {
         let wc = side.next();
         assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Flushed));
     }
@@ -571,6 +600,124 @@ fn write__of_unknown_effect_is_replayed_where_that_is_allowed() {
             .status();
         assert!(child.unwrap().success());
     }
+}
+
+/// Connects four applications of each of two nodes so that each pair of their engines has one.
+fn engine_pairs(here: &Served, there: &Served) -> Vec<(Side, Side)> {
+    let [clients, servers] = [here, there].map(|node| (0..4).map(|_| side(node)).collect::<Vec<_>>());
+    let mut servers: Vec<_> = servers.into_iter().map(Some).collect();
+    let mut connected = |(client, to): (Side, usize)| {
+        let server = servers[to].take().unwrap();
+        connect((here, &client.qp), (there, &server.qp));
+        (client, server)
+    };
+    // An application goes to the engine with the fewest: to each in turn.
+    clients
+        .into_iter()
+        .zip([0, 1, 3, 2])
+        .map(&mut connected)
+        .collect()
+}
+
+/// Applications on different engines of nodes with as many engines, or with fewer: each pair of engines has shared queue pairs of its own.
+#[test]
+fn connections__of_several_engines() {
+    for (number, engines) in [(44, [2, 2]), (46, [2, 1]), (48, [1, 3])] {
+        let [here, there] = [0, 1].map(|at| serve_with(number + at as u8, engines[at], None));
+        let pairs = engine_pairs(&here, &there);
+        let lines: BTreeSet<_> = pairs.iter().map(|(a, b)| (engine_of(a), engine_of(b))).collect();
+        let clients: BTreeSet<_> = pairs.iter().map(|(client, _)| engine_of(client)).collect();
+        assert_eq!(clients.len(), engines[0]);
+        std::thread::scope(|scope| {
+            for (client, server) in &pairs {
+                scope.spawn(move || {
+                    operations(client, server);
+                    operations(server, client);
+                });
+            }
+        });
+        for (node, peer) in [(&here, &there), (&there, &here)] {
+            let snapshot = node.viewer.snapshot().unwrap();
+            let shared: BTreeSet<_> = snapshot.shared_qps.iter().map(|shared| shared.id).collect();
+            assert_eq!(
+                (shared.len(), snapshot.shared_qps.len()),
+                (lines.len(), lines.len())
+            );
+            assert!(
+                snapshot
+                    .shared_qps
+                    .iter()
+                    .all(|shared| shared.peer == peer.address)
+            );
+            let used: BTreeSet<_> = snapshot.connections.iter().map(|one| one.shared_qp).collect();
+            assert_eq!(used, shared.into_iter().map(Some).collect());
+        }
+        // One application goes: its peer sees that, and nobody else.
+        let mut pairs = pairs.into_iter();
+        let (client, server) = pairs.next().unwrap();
+        drop(client);
+        let send = SendRequest::send(server.sge(0, 8)).wr_id(3);
+        server.qp.post_send(send).unwrap();
+        let wc = server.next();
+        assert_eq!((wc.wr_id, wc.status), (3, Status::RetryExceeded));
+        for (client, server) in pairs {
+            operations(&client, &server);
+        }
+    }
+}
+
+/// Connections between applications of one node on two engines have queue pairs of their own.
+#[test]
+fn connect__between_engines_of_a_node() {
+    let node = serve_with(50, 2, None);
+    let (client, server) = (side(&node), side(&node));
+    assert_ne!(engine_of(&client), engine_of(&server));
+    connect_with_receives(&client, &server, node.address);
+    // So have those that are brought up by hand.
+    let (client, server) = pair(&node, &node);
+    assert_ne!(engine_of(&client), engine_of(&server));
+    operations(&client, &server);
+}
+
+/// Shared queue pairs of each engine fail while applications use them: none of them notices.
+#[test]
+fn shared_queue_pair__fails_under_load_on_several_engines() {
+    // Each engine counts its own packets. When all keys are known, none of them is one of a control connection, which would end all of its connections.
+    let faults = [("qp-error=1000", 51), ("qp-error=1700", 52)];
+    let [here, there] = faults.map(|(faults, number)| serve_with(number, 2, Some(faults)));
+    let pairs = engine_pairs(&here, &there);
+    let repeat = |rounds| {
+        std::thread::scope(|scope| {
+            for (client, server) in &pairs {
+                scope.spawn(move || {
+                    for _ in 0..rounds {
+                        operations(client, server);
+                        operations(server, client);
+                    }
+                });
+            }
+        });
+    };
+    repeat(1);
+    let counts = || [&here, &there].map(|node| node.device.fault_counts().unwrap().qp_errors);
+    assert_eq!(counts(), [0, 0]);
+    repeat(12);
+    assert_eq!(counts(), [1, 1]);
+}
+
+/// A port is that of one application of a node, whatever their engines.
+#[test]
+fn listen__where_another_application_does() {
+    let node = serve_with(53, 2, None);
+    let (first, second) = (side(&node), side(&node));
+    assert_ne!(engine_of(&first), engine_of(&second));
+    let listener = first.device.listen(7177).unwrap();
+    let refused = second.device.listen(7177).unwrap_err().to_string();
+    assert!(refused.contains("port 7177 is in use"), "{refused}");
+    // Nor has it the node's own.
+    assert!(second.device.listen(7173).is_err());
+    drop(listener);
+    second.device.listen(7177).unwrap();
 }
 
 /// Set for a process that is an application of a node: the node's address, and the peer's and its QPN.

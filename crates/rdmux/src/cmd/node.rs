@@ -60,8 +60,8 @@ pub(crate) struct Args {
     /// The key of those nodes, and of the page: its file. Without it, that of this user, which is made if there is none.
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
-    /// Engines of the device, each with a thread that serves a part of the applications. Sharing queue pairs needs one. An RNIC has no engines.
-    #[arg(long, value_name = "N", default_value = "1", conflicts_with = "share")]
+    /// Engines of the device, each with a thread that serves a part of the applications; with --share, at most 64. An RNIC has no engines.
+    #[arg(long, value_name = "N", default_value = "1")]
     engines: NonZeroU16,
     /// Run on this CPU.
     #[arg(long, value_name = "CPU")]

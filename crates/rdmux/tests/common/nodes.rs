@@ -18,6 +18,8 @@ pub(crate) struct Host {
     key: Option<String>,
     /// What programs have in `RDMUX_SHM`.
     shared_memory: &'static str,
+    /// Engines of a node.
+    pub(crate) engines: u32,
 }
 
 /// A child that is killed when the value is dropped.
@@ -59,6 +61,7 @@ impl Host {
             runtime: tempfile::tempdir().unwrap(),
             key: None,
             shared_memory: "on",
+            engines: 1,
         }
     }
 
@@ -101,7 +104,8 @@ impl Host {
 
     /// Starts the node of an address, and returns once it is ready.
     pub(crate) fn node(&self, address: &str) -> Running {
-        let mut command = self.rdmux(&["node", "--device", address]);
+        let engines = self.engines.to_string();
+        let mut command = self.rdmux(&["node", "--device", address, "--engines", &engines]);
         if let Some(key) = &self.key {
             command.args(["--share", "--key", key]);
         }
@@ -168,6 +172,15 @@ impl Host {
 
     /// Returns how many connections of applications of a node have sent something within 50 ms.
     pub(crate) fn sending(&self, address: &str) -> usize {
+        let frame = self.top(address);
+        let connections = frame["connections"].as_array().into_iter().flatten();
+        connections
+            .filter(|one| one["requests_per_s"].as_f64() > Some(0.0))
+            .count()
+    }
+
+    /// Returns what `rdmux top` shows of a node after 50 ms.
+    pub(crate) fn top(&self, address: &str) -> Value {
         let args = [
             "top",
             "--json",
@@ -180,11 +193,7 @@ impl Host {
         ];
         let output = self.rdmux(&args).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let frame: Value = serde_json::from_str(text.lines().last().unwrap_or_default()).unwrap_or_default();
-        let connections = frame["connections"].as_array().into_iter().flatten();
-        connections
-            .filter(|one| one["requests_per_s"].as_f64() > Some(0.0))
-            .count()
+        serde_json::from_str(text.lines().last().unwrap_or_default()).unwrap_or_default()
     }
 
     /// Waits until the device of an address has no more objects than these.

@@ -20,6 +20,7 @@ use super::config::Resource;
 use super::egress::{Egress, FlowId, GroupId};
 use super::identity::Identity;
 use super::post::Rings;
+use super::services::{Claim, Services};
 use super::sharing::Sharing;
 use super::snapshot::Counts;
 use super::table::Table;
@@ -163,6 +164,8 @@ pub(super) struct Shared {
     pub(super) egress: Egress<SendRequest>,
     /// Reports what happens to listeners, attempts and connections.
     pub(super) events: EventQueue,
+    /// Those of all applications of the node.
+    pub(super) services: Services,
 }
 
 /// An application that is attached, or about to.
@@ -181,7 +184,7 @@ pub(super) struct Application {
     // A connection ends before its queue pair, and a queue pair before its memory.
     pub(super) connections: Table<Linked>,
     pub(super) requests: Table<ConnectionRequest>,
-    pub(super) listeners: Table<Listener>,
+    pub(super) listeners: Table<(Listener, Claim)>,
     pub(super) qps: Table<Qp>,
     pub(super) by_qpn: HashMap<Qpn, u32>,
     pub(super) srqs: Table<Srq>,

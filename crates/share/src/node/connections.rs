@@ -29,7 +29,7 @@ impl Application {
 
     fn listener_has_news(&mut self, listener: u32) -> Result<bool, Detached> {
         for _ in 0..REQUESTS_PER_EVENT {
-            let Some(listening) = self.listeners.get(listener) else {
+            let Some((listening, _)) = self.listeners.get(listener) else {
                 return Ok(false);
             };
             let Some(request) = listening.accept(Duration::ZERO) else {

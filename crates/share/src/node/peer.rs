@@ -12,6 +12,9 @@
 //! - [`Peers::look`] in its loop, [`Peers::happened`] for tokens of the event queue, [`Peers::prepare_sleep`] and [`Peers::deadline`] before it sleeps,
 //!   and [`Peers::next_event`] after each of them, until there is no more.
 //!
+//! A node has a [`Peers`] for each engine of its device, with queue pairs, regions and control connections of its own; a peer ([`PeerId`]) is an engine
+//! of another node.
+//!
 //! `machine` (the peers), `pool` (which shared queue pairs there are) and `line` (how each of them begins and ends) know no device and no clock; `session`
 //! is one control connection.
 
@@ -23,6 +26,7 @@ mod machine;
 pub(in crate::node) mod pool;
 mod session;
 mod shared;
+mod warned;
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -31,13 +35,14 @@ use std::time::Instant;
 use rdmux_key::{Key, random_nonce};
 use rdmux_verbs::{
     Access, CompletionQueue, CreateError, Device, Done, EngineWatch, EventQueue, LKey, ListenError,
-    MemoryRegion, ProtectionDomain, Qpn, RKey, RegionSpec, Remains,
+    MemoryRegion, ProtectionDomain, QpOptions, Qpn, RKey, RegionSpec, Remains,
 };
-use rdmux_wire::node::peer::{Binding, NodeId, Reason, TenantName};
+use rdmux_wire::node::peer::{Binding, ENGINES_MAX, Engines, NodeId, Reason, TenantName};
 
 use keys::Keys;
 use links::Links;
 use machine::{Event, Machine};
+use pool::Pool;
 use session::{Broken, Identity};
 use shared::SharedQps;
 
@@ -46,6 +51,16 @@ use super::worker::arm;
 pub(crate) use links::{DOUBT_AFTER, is_token};
 pub(crate) use machine::Asked;
 pub(crate) use shared::{RECEIVE, SENDS, SLOTS, SharedQp};
+pub(crate) use warned::Warned;
+
+/// An engine of another node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct PeerId {
+    /// Address of the node's device.
+    pub(crate) address: IpAddr,
+    /// Number of the engine at that node.
+    pub(crate) engine: u8,
+}
 
 /// A line: a shared queue pair, and the ones after it when that has ended. A name is not used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -54,8 +69,8 @@ pub(crate) struct SharedId(pub(crate) u64);
 /// Users of a shared queue pair.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SharedBy {
-    /// The node at the other end.
-    pub(crate) peer: IpAddr,
+    /// The engine at the other end.
+    pub(crate) peer: PeerId,
     /// The tenant at this node.
     pub(crate) here: TenantName,
     /// The tenant at the other node.
@@ -111,17 +126,6 @@ pub(crate) enum Why {
     Limit,
 }
 
-/// Properties of the queue pairs that a node shares with others.
-#[derive(Debug)]
-pub(crate) struct Shares {
-    /// The key of the nodes.
-    pub(crate) key: Key,
-    /// Most queue pairs at a time.
-    pub(crate) queue_pairs_max: usize,
-    /// Set if peers are told of each packet that was executed, where the device knows.
-    pub(crate) tells_executed: bool,
-}
-
 /// News for the owner of [`Peers`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PeerEvent {
@@ -130,7 +134,7 @@ pub(crate) enum PeerEvent {
         /// The queue pair.
         qpn: Qpn,
         /// The peer.
-        peer: IpAddr,
+        peer: PeerId,
         /// The peer's queue pair.
         dest: Qpn,
         /// State of the peer's queue pair, as far as it is known.
@@ -160,7 +164,7 @@ pub(crate) enum PeerEvent {
         /// The question.
         asked: Asked,
         /// The peer.
-        peer: IpAddr,
+        peer: PeerId,
         /// The protection domain, as it was given to [`Peers::resolve_key`].
         domain: u64,
         /// The key, as it was given to [`Peers::resolve_key`].
@@ -208,16 +212,19 @@ pub(crate) enum PeerEvent {
         /// The line.
         id: SharedId,
     },
-    /// A peer's node is gone. All that was agreed with it is over; the events of its queue pairs came before.
+    /// A peer is gone. All that was agreed with it is over; the events of its queue pairs came before.
     Gone {
         /// The peer.
-        peer: IpAddr,
+        peer: PeerId,
     },
 }
 
 /// Why there is no control channel.
 #[derive(Debug, thiserror::Error)]
 pub enum PeersError {
+    /// The device has too many engines.
+    #[error("a node that shares queue pairs with others has at most {ENGINES_MAX} engines")]
+    Engines,
     /// Another process has the port.
     #[error("the port for other nodes: {0}")]
     Listen(#[from] ListenError),
@@ -229,7 +236,68 @@ pub enum PeersError {
     Io(#[from] std::io::Error),
 }
 
-/// The peers of a node.
+/// The part that an engine of a node has in sharing queue pairs with other nodes.
+#[derive(Clone, Debug)]
+pub(crate) struct Shares {
+    /// The key of the nodes.
+    key: Key,
+    /// This run of the node.
+    node: NodeId,
+    /// The engines of the node, as this one tells them.
+    engines: Engines,
+    /// The same engines.
+    devices: Arc<[Device]>,
+    /// Most queue pairs at a time of this one.
+    queue_pairs_max: usize,
+    /// Set if peers are told of each packet that was executed, where the device knows.
+    tells_executed: bool,
+    warned: Warned,
+}
+
+impl Shares {
+    /// Returns the parts of a node's engines. `queue_pairs_max`: of all of them together, but one for each at least. `tells_executed`: peers are told of
+    /// each packet that was executed, where the device knows.
+    pub(crate) fn of_engines(
+        devices: &[Device],
+        key: &Key,
+        (queue_pairs_max, tells_executed): (usize, bool),
+    ) -> Result<Vec<Shares>, PeersError> {
+        let [id @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = random_nonce()?;
+        let upper_bits = upper_bits(devices)?;
+        let warned = Warned::default();
+        let (all, count): (Arc<[Device]>, _) = (devices.into(), devices.len());
+        let part = |engine| {
+            Some(Shares {
+                key: key.clone(),
+                node: NodeId(id),
+                engines: Engines::new(u8::try_from(engine).ok()?, &upper_bits)?,
+                devices: all.clone(),
+                queue_pairs_max: queue_pairs_max / count + usize::from(engine < queue_pairs_max % count),
+                tells_executed,
+                warned: warned.clone(),
+            })
+        };
+        (0..count)
+            .map(|engine| part(engine).ok_or(PeersError::Engines))
+            .collect()
+    }
+
+    fn device(&self) -> &Device {
+        &self.devices[usize::from(self.engines.own())]
+    }
+}
+
+/// Returns the upper bits of the numbers of each engine's queue pairs.
+fn upper_bits(devices: &[Device]) -> Result<Vec<u8>, PeersError> {
+    let of_engine = |device: &Device| {
+        let cq = device.create_cq(1)?;
+        let qp = device.alloc_pd()?.create_qp(&QpOptions::new(&cq))?;
+        Ok(Engines::upper_bits(qp.qpn()))
+    };
+    devices.iter().map(of_engine).collect()
+}
+
+/// The peers of an engine of a node.
 #[derive(Debug)]
 pub(crate) struct Peers {
     machine: Machine,
@@ -243,18 +311,22 @@ pub(crate) struct Peers {
 
 impl Peers {
     /// Begins to take connections of other nodes.
-    pub(crate) fn open(device: &Device, events: &EventQueue, shares: Shares) -> Result<Peers, PeersError> {
-        let [id @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = random_nonce()?;
-        let node = NodeId(id);
+    pub(crate) fn open(events: &EventQueue, shares: Shares) -> Result<Peers, PeersError> {
+        let device = shares.device();
         let pd = device.alloc_pd()?;
+        let identity = Identity {
+            key: shares.key.clone(),
+            node: shares.node,
+            address: device.address(),
+            engines: shares.engines.clone(),
+        };
+        // A number of a line is that of no other line of the node.
+        let numbers = (u64::from(shares.engines.own()) + 1, shares.devices.len() as u64);
+        let pool = Pool::new(shares.queue_pairs_max).with_numbers(numbers);
         Ok(Peers {
-            machine: Machine::new(Identity {
-                key: shares.key,
-                node,
-                address: device.address(),
-            }),
-            shared: SharedQps::new(device, &pd, (shares.queue_pairs_max, shares.tells_executed))?,
-            links: Links::open(device, events)?,
+            machine: Machine::new(identity, shares.warned.clone()),
+            shared: SharedQps::new(device, &pd, pool, shares.tells_executed)?,
+            links: Links::open(shares, events)?,
             keys: Keys::new(pd),
             domains: 0,
             out: Default::default(),
@@ -295,13 +367,13 @@ impl Peers {
         &mut self,
         now: Instant,
         qpn: Qpn,
-        (peer, dest, class): (IpAddr, Qpn, u8),
+        (address, dest, class): (IpAddr, Qpn, u8),
         access: Access,
     ) {
         // Without one, no node will believe this one: the connection then has a queue pair of its own.
         let nonce = random_nonce().unwrap_or_default();
         self.machine
-            .bind(now, qpn, (peer, dest, class), access.bits(), nonce);
+            .bind(now, qpn, (address, dest, class), access.bits(), nonce);
         self.work(now);
     }
 
@@ -319,8 +391,8 @@ impl Peers {
 
     /// Takes note that what was sent to a peer has not arrived for some time. If its node has ended, and has started again or the peer's host says so,
     /// what was agreed with it is over at once: [`PeerEvent::Gone`] follows.
-    pub(crate) fn doubt(&mut self, now: Instant, peer: IpAddr) {
-        self.links.doubt(now, peer, &mut self.machine);
+    pub(crate) fn doubt(&mut self, now: Instant, address: IpAddr) {
+        self.links.doubt(now, address, &mut self.machine);
         self.work(now);
     }
 
@@ -355,7 +427,7 @@ impl Peers {
     pub(crate) fn resolve_key(
         &mut self,
         now: Instant,
-        peer: IpAddr,
+        peer: PeerId,
         (domain, rkey): (u64, RKey),
         ticket: u64,
     ) {
@@ -510,7 +582,7 @@ impl Peers {
                 self.out.push_back(PeerEvent::RegionGone { rkey });
             }
             other => {
-                let extensions = |peer| self.links.extensions_of(peer);
+                let extensions = |peer: PeerId| self.links.extensions_of(peer.address);
                 self.shared
                     .handle(now, &mut self.machine, extensions, other, &mut self.out);
             }

@@ -92,13 +92,14 @@ impl Application {
                     true => &[QpType::Rc, QpType::Uc],
                     false => &[QpType::Rc],
                 };
+                let claim = shared.services.claim(service)?;
                 let listener = shared.device.listen_service(service, types)?;
                 let id = self
                     .listeners
-                    .insert(listener)
+                    .insert((listener, claim))
                     .ok_or_else(|| limit("listeners"))?;
                 let token = self.token(Kind::Listener, id);
-                if let Some(listener) = self.listeners.get(id) {
+                if let Some((listener, _)) = self.listeners.get(id) {
                     listener.notify(&shared.events, token);
                 }
                 Ok(Message::Made { id })

@@ -17,7 +17,7 @@ use super::egress::{self, Egress, FlowId, GroupId, GroupOptions, Owner, PieceId}
 use super::limits;
 use super::mux::Mux;
 use super::peer::pool::{Pool, Step};
-use super::peer::{SENDS, SLOTS, SharedBy, SharedId};
+use super::peer::{PeerId, SENDS, SLOTS, SharedBy, SharedId};
 
 /// A step: the round trip of everything.
 const STEP_NS: u64 = 20_000;
@@ -148,12 +148,15 @@ fn run(settings: &Settings) -> Report {
     world.report()
 }
 
-fn address(node: u32) -> IpAddr {
-    Ipv4Addr::from(0x0a00_0000 + node).into()
+fn id_of(node: u32) -> PeerId {
+    PeerId {
+        address: Ipv4Addr::from(0x0a00_0000 + node).into(),
+        engine: 0,
+    }
 }
 
-fn number(address: IpAddr) -> u32 {
-    match address {
+fn number(peer: PeerId) -> u32 {
+    match peer.address {
         IpAddr::V4(address) => u32::from(address) - 0x0a00_0000,
         IpAddr::V6(_) => unreachable!("nodes have IPv4 addresses"),
     }
@@ -211,7 +214,7 @@ impl World {
         };
         let peer = (node + 1 + ahead as u32) % self.settings.nodes;
         let by = SharedBy {
-            peer: address(peer),
+            peer: id_of(peer),
             here: TenantName::default(),
             there: TenantName::default(),
             class: (application % self.settings.classes) as u8,
@@ -289,7 +292,7 @@ impl World {
         }
         let (peer, instant) = (number(by.peer), self.instant());
         let theirs = SharedBy {
-            peer: address(node),
+            peer: id_of(node),
             here: by.there,
             there: by.here.clone(),
             class: by.class,
@@ -306,7 +309,7 @@ impl World {
             return self.take_steps(node);
         };
         let by = SharedBy {
-            peer: address(peer),
+            peer: id_of(peer),
             here: theirs.there.clone(),
             there: theirs.here.clone(),
             class: theirs.class,

@@ -18,7 +18,7 @@ use rdmux_rnic::{
     Access, LKey, Memory, PostError, QpAttributes, QpState, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Status, Target, Time, WorkCompletion,
 };
-use rdmux_verbs::{CompletionQueue, Device, EngineWatch, EventQueue, MemoryRegion};
+use rdmux_verbs::{CompletionQueue, EngineWatch, EventQueue, MemoryRegion};
 use rdmux_wire::node::mux::{HEADER_LEN, SLOT_LEN};
 use rdmux_wire::node::peer::{Binding, TenantName};
 
@@ -30,8 +30,8 @@ use super::mux::{
     Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation, flushed,
 };
 use super::peer::{
-    Asked, DOUBT_AFTER, Ended, PeerEvent, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS, SharedBy,
-    SharedId, Shares,
+    Asked, DOUBT_AFTER, Ended, PeerEvent, PeerId, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS,
+    SharedBy, SharedId, Shares,
 };
 use super::quarantine::Quarantine;
 use super::snapshot::{self, Route};
@@ -99,7 +99,7 @@ struct Line {
     group: Option<GroupId>,
     buffers_region: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
-    peer: IpAddr,
+    peer: PeerId,
     by: SharedBy,
     /// [`Mux::activity`] as the queue pair was asked whether it can go, and how often it has stayed since it was not in use.
     seen: (u64, u32),
@@ -162,8 +162,8 @@ pub(super) struct Sharing {
     regions: OwnRegions<OwnRegion>,
     /// Keys of own regions, by those on shared queue pairs.
     by_shadow: HashMap<u32, LKey>,
-    keys: HashMap<IpAddr, PeerKeys>,
-    tickets: HashMap<u64, (IpAddr, u64, RKey)>,
+    keys: HashMap<PeerId, PeerKeys>,
+    tickets: HashMap<u64, (PeerId, u64, RKey)>,
     ticket: u64,
     /// Memory that was deregistered, kept for what is in flight.
     retired: Vec<Retired>,
@@ -238,13 +238,12 @@ macro_rules! line {
 impl Sharing {
     /// Begins to share queue pairs with nodes that have the same key.
     pub(super) fn open(
-        device: &Device,
         events: &EventQueue,
         egress: &mut Egress<SendRequest>,
         shares: Shares,
     ) -> Result<Sharing, PeersError> {
         Ok(Sharing {
-            peers: Peers::open(device, events, shares)?,
+            peers: Peers::open(events, shares)?,
             lines: HashMap::new(),
             order: Vec::new(),
             qps: HashMap::new(),
@@ -437,7 +436,7 @@ impl Sharing {
                 let (class, in_flight_bytes, window_bytes) = egress.state_of_group(now, line.group?)?;
                 Some(snapshot::SharedQp {
                     id: id.0,
-                    peer: by.peer,
+                    peer: by.peer.address,
                     tenant: by.here.to_string(),
                     peer_tenant: by.there.to_string(),
                     class: class as u8,
@@ -789,7 +788,7 @@ impl Sharing {
             let oldest = line.mux.oldest();
             let before = std::mem::replace(&mut line.oldest, oldest);
             if oldest.is_some() && before == oldest {
-                self.peers.doubt(now, line.peer);
+                self.peers.doubt(now, line.peer.address);
             }
         }
     }
@@ -1244,7 +1243,7 @@ impl Sharing {
         egress: &mut Egress<SendRequest>,
         now: Time,
         qpn: Qpn,
-        (peer, dest): (IpAddr, Qpn),
+        (peer, dest): (PeerId, Qpn),
         binding: &Binding,
     ) {
         let Some(qp) = self.qps.get_mut(&qpn) else { return };

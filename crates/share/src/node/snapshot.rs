@@ -273,7 +273,8 @@ impl Snapshot {
 pub struct Viewer {
     workers: Vec<Mailbox<Order>>,
     tenants: Arc<Mutex<Tenants>>,
-    device: Device,
+    /// The engines of the node's device.
+    engines: Vec<Device>,
 }
 
 /// The node has ended.
@@ -282,11 +283,15 @@ pub struct Viewer {
 pub struct Ended;
 
 impl Viewer {
-    pub(super) fn new(workers: Vec<Mailbox<Order>>, tenants: Arc<Mutex<Tenants>>, device: Device) -> Viewer {
+    pub(super) fn new(
+        workers: Vec<Mailbox<Order>>,
+        tenants: Arc<Mutex<Tenants>>,
+        engines: Vec<Device>,
+    ) -> Viewer {
         Viewer {
             workers,
             tenants,
-            device,
+            engines,
         }
     }
 
@@ -300,19 +305,24 @@ impl Viewer {
             worker.send(Order::Show(CONNECTIONS_MAX / self.workers.len(), answer.clone()));
         }
         drop(answer);
+        let device = &self.engines[0];
         let names = self.tenants.lock();
         let mut tenants: BTreeMap<String, (u32, Counts)> = names
             .names()
             .map(|name| (name.to_owned(), Default::default()))
             .collect();
         drop(names);
+        let retransmitted = self
+            .engines
+            .iter()
+            .map(|engine| engine.counters().retransmitted_packets);
         let mut snapshot = Snapshot {
             node: NodeState {
-                address: self.device.address(),
-                provider: self.device.provider().to_owned(),
+                address: device.address(),
+                provider: device.provider().to_owned(),
                 time_ns: 0,
                 waiting: String::new(),
-                retransmitted_packets: self.device.counters().retransmitted_packets,
+                retransmitted_packets: retransmitted.sum(),
                 is_whole: true,
             },
             tenants: Vec::new(),
@@ -345,6 +355,7 @@ impl Viewer {
                 counts,
             })
             .collect();
+        snapshot.shared_qps.sort_by_key(|shared| shared.id);
         snapshot.applications.sort_by_key(|application| application.id);
         snapshot
             .connections

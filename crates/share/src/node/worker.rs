@@ -24,13 +24,14 @@ use super::config::Resource;
 use super::egress::{Egress, Piece};
 use super::leaving::Leaving;
 use super::observe::Part;
-use super::peer::Shares;
+use super::peer::{self, Shares};
 use super::post::{self, Take};
+use super::services::Services;
 use super::sharing::{Gate, Sharing};
 use super::snapshot::Counts;
 use super::tenants::{Schedule, Tenants};
 use super::turns::{Batches, Turn, Turns};
-use super::{NodeError, limits, peer};
+use super::{NodeError, limits};
 use crate::control::convert::Refusal;
 use crate::control::{Channel, Ended, Received};
 use crate::ring::{Layout, NodeEnd, WorkBytes};
@@ -114,8 +115,17 @@ pub(super) fn arm(cq: &CompletionQueue, watch: Option<&mut EngineWatch>) {
     }
 }
 
-/// Takes what a person should know.
-struct Warn(Box<dyn FnMut(&str) + Send>);
+type WarnFn = dyn FnMut(&str) + Send;
+
+/// Takes what a person should know. Clones are one.
+#[derive(Clone)]
+pub(super) struct Warn(Arc<Mutex<WarnFn>>);
+
+impl Warn {
+    pub(super) fn by(warn: impl FnMut(&str) + Send + 'static) -> Warn {
+        Warn(Arc::new(Mutex::new(warn)))
+    }
+}
 
 impl std::fmt::Debug for Warn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -154,12 +164,13 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker on an engine of the device, and a mailbox for orders to it. `shares`: it shares queue pairs with other nodes.
+    /// Makes a worker on an engine of the device, and a mailbox for orders to it. `shares`: the engine's part, if the node shares queue pairs with others.
+    /// `services`: those of the node.
     pub(super) fn new(
         number: usize,
         device: Device,
         tenants: &Arc<Mutex<Tenants>>,
-        shares: Option<Shares>,
+        (shares, services): (Option<Shares>, &Services),
         front: Mailbox<super::Order>,
     ) -> Result<(Worker, Mailbox<Order>), NodeError> {
         let (mailbox, orders) = mailbox()?;
@@ -176,17 +187,18 @@ impl Worker {
         drop(known);
         let events = EventQueue::new()?;
         let sharing = match shares {
-            Some(shares) => Some(Sharing::open(&device, &events, &mut egress, shares)?),
+            Some(shares) => Some(Sharing::open(&events, &mut egress, shares)?),
             None => None,
         };
         let worker = Worker {
             number,
-            warn: Warn(Box::new(|_| {})),
+            warn: Warn::by(|_| {}),
             shared: Shared {
                 sharing,
                 device,
                 egress,
                 events,
+                services: services.clone(),
             },
             epoll,
             orders,
@@ -218,8 +230,8 @@ impl Worker {
     }
 
     /// Calls a function with what a person should know.
-    pub(super) fn warn_by(&mut self, warn: impl FnMut(&str) + Send + 'static) {
-        self.warn = Warn(Box::new(warn));
+    pub(super) fn warn_by(&mut self, warn: Warn) {
+        self.warn = warn;
     }
 
     /// Serves until it is stopped.
@@ -408,11 +420,11 @@ impl Worker {
         }
         if let Some(sharing) = &mut self.shared.sharing {
             for warning in sharing.take_warnings() {
-                (self.warn.0)(&warning);
+                (self.warn.0.lock())(&warning);
             }
             while let Some(slot) = sharing.next_quarantined() {
                 if let Some(Some(application)) = self.applications.get(slot as usize) {
-                    (self.warn.0)(&format!(
+                    (self.warn.0.lock())(&format!(
                         "requests of the application {} (process {}) make shared queue pairs fail: its further connections have queue pairs of their own",
                         application.name.replace(char::is_control, "?"),
                         application.belonging.identity.pid

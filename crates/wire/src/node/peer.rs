@@ -1,7 +1,9 @@
 //! Messages between the nodes of two hosts, by which they find each other and agree on what goes over queue pairs that they share.
 //!
-//! They travel as SENDs of a reliable connection to the service [`SERVICE`] of a node's device, which whoever asks establishes: a pair of nodes has up
-//! to two of them, one for the questions of each. A message is one SEND, big endian throughout, of at most [`MESSAGE_LEN_MAX`] bytes:
+//! They travel as SENDs of a reliable connection to the service [`SERVICE`] of a node's device, which whoever asks establishes. A device may have
+//! several engines, each with queue pairs of its own, and a connection is between two of them: a pair of engines has up to two connections, one for
+//! the questions of each. The request for a connection has in its private data a queue pair of the engine that is wanted ([`emit_wanted`]). A message is
+//! one SEND, big endian throughout, of at most [`MESSAGE_LEN_MAX`] bytes:
 //!
 //! ```text
 //! 0  type u16 | version u16
@@ -13,7 +15,8 @@
 //!
 //! The node that connects begins: [`Message::Hello`], [`Message::Challenge`], [`Message::Proof`], [`Message::Agreed`]. With them both nodes prove that they
 //! have the same key, over all that was said; any of them may be answered by [`Message::Refused`]. These five keep version [`VERSION_FOREVER`], so that
-//! any two versions can agree; all others have the version that was agreed. After that either node asks, with request numbers of its own, at most
+//! any two versions can agree; all others have the version that was agreed. Then each tells its engines, by [`Message::Engine`]; all messages so far
+//! have request number 0. After that either node asks, with request numbers of its own, at most
 //! [`QUESTIONS_MAX`] questions that are not answered yet. So [`RECEIVES`] receives suffice at each end: a node posts the receive of a message again before it
 //! sends another one. Who asks more, or answers what was not asked, is disconnected.
 
@@ -40,8 +43,10 @@ pub const QUESTIONS_MAX: usize = 64;
 pub const RECEIVES: usize = 2 * QUESTIONS_MAX;
 /// Requests of which [`Executed`] has the response at most: as many as a shared queue pair answers at a time.
 pub const ANSWERS_MAX: usize = 16;
+/// Engines of a node.
+pub const ENGINES_MAX: usize = 64;
 /// Version of the protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Version of the messages by which two versions agree.
 pub const VERSION_FOREVER: u16 = 1;
 
@@ -63,6 +68,81 @@ impl Field for NodeId {
     fn take(from: &mut Reader<'_>) -> Result<NodeId, Malformed> {
         Field::take(from).map(NodeId)
     }
+}
+
+/// The engines of a node's device, as one of them tells: it is in [`Engines::own`]. The upper 8 bits of a queue pair's number tell whose it is, if there
+/// is more than one. On the wire: its own number, how many there are, and those bits of each, a byte each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Engines {
+    own: u8,
+    upper_bits: Vec<u8>,
+}
+
+impl Engines {
+    /// Returns the engines with these upper 8 bits, as the one with number `own` tells them. `None`: there are none, or more than [`ENGINES_MAX`]; there
+    /// is no such engine; or two of them have the same bits.
+    pub fn new(own: u8, upper_bits: &[u8]) -> Option<Engines> {
+        let is_other = |(at, bits): (usize, &u8)| !upper_bits[..at].contains(bits);
+        let fits = upper_bits.len() <= ENGINES_MAX
+            && usize::from(own) < upper_bits.len()
+            && upper_bits.iter().enumerate().all(is_other);
+        fits.then(|| Engines {
+            own,
+            upper_bits: upper_bits.to_vec(),
+        })
+    }
+
+    /// Returns the bits of a queue pair's number that tell its engine.
+    pub const fn upper_bits(qpn: Qpn) -> u8 {
+        (qpn.value() >> 16) as u8
+    }
+
+    /// The number of the engine that tells this.
+    pub fn own(&self) -> u8 {
+        self.own
+    }
+
+    /// Returns the number of the engine that has a queue pair, or would answer that there is none.
+    pub fn of(&self, qpn: Qpn) -> u8 {
+        let bits = Engines::upper_bits(qpn);
+        let found = self.upper_bits.iter().position(|other| *other == bits);
+        found.unwrap_or(0) as u8
+    }
+
+    /// Returns a number that a queue pair of an engine may have.
+    pub fn first_qpn(&self, engine: u8) -> Qpn {
+        let bits = self.upper_bits.get(usize::from(engine));
+        Qpn::new(bits.map_or(0, |bits| u32::from(*bits) << 16))
+    }
+
+    /// Returns whether another engine of the same node can have told the other ones.
+    pub fn are_those_of(&self, other: &Engines) -> bool {
+        self.upper_bits == other.upper_bits
+    }
+}
+
+impl Field for Engines {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend([self.own, self.upper_bits.len() as u8]);
+        out.extend_from_slice(&self.upper_bits);
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Engines, Malformed> {
+        let [own, count] = Field::take(from)?;
+        let upper_bits = from.bytes(usize::from(count))?;
+        Engines::new(own, upper_bits).ok_or(undefined("number of an engine", own.into()))
+    }
+}
+
+/// Returns the private data of a request for a connection to the engine that has a queue pair: its number, 32 bits, big endian.
+pub fn emit_wanted(qpn: Qpn) -> [u8; 4] {
+    qpn.value().to_be_bytes()
+}
+
+/// Returns the queue pair in the private data of a request for a connection; 0 if there is none.
+pub fn parse_wanted(private_data: &[u8]) -> Qpn {
+    let bytes = private_data.first_chunk().copied();
+    Qpn::new(bytes.map_or(0, u32::from_be_bytes))
 }
 
 /// Name of a tenant: up to [`TenantName::LEN_MAX`] bytes of UTF-8 without control characters. The empty one is that of applications without one.
@@ -376,6 +456,11 @@ messages! {
         messages: u32,
         /// The requests that were executed; none if the sender's device does not tell.
         executed: Option<Executed>,
+    }
+    /// Both nodes, after [`Message::Agreed`] and before anything else: the engine of the connection, and the others of its device.
+    20 Engine {
+        /// The sender's engines.
+        engines: Engines,
     }
 }
 

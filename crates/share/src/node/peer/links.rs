@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use rdmux_key::random_nonce;
 use rdmux_runtime::{Completed, KeepAlive, MessageConnection, PendingConnection, SIGNAL_EVERY, Sizes};
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectParams, CreateError, Device, EventQueue, Extensions, Listener,
+    Access, CompletionQueue, ConnectParams, ConnectionRequest, CreateError, EventQueue, Extensions, Listener,
     ProtectionDomain, QpType, Qpn, WorkCompletion,
 };
-use rdmux_wire::node::peer::{MESSAGE_LEN_MAX, PORT, RECEIVES, SERVICE};
+use rdmux_wire::node::peer::{MESSAGE_LEN_MAX, PORT, RECEIVES, SERVICE, emit_wanted, parse_wanted};
 
-use super::PeersError;
 use super::knock::Knock;
 use super::machine::{Action, LinkId, Machine};
+use super::{PeersError, Shares};
 
 /// A node that has answered nothing between two probes is gone.
 const KEEPALIVE: Duration = Duration::from_secs(2);
@@ -55,7 +55,9 @@ enum Carrier {
 pub(super) struct Links {
     carriers: HashMap<LinkId, Carrier>,
     by_qpn: HashMap<Qpn, LinkId>,
+    /// The engines of the device listen together, and a request may arrive at any of them.
     listener: Listener,
+    shares: Shares,
     /// A domain of its own: who connects has shown nothing yet.
     pd: ProtectionDomain,
     cq: CompletionQueue,
@@ -85,7 +87,8 @@ fn params() -> ConnectParams {
 }
 
 impl Links {
-    pub(super) fn open(device: &Device, events: &EventQueue) -> Result<Links, PeersError> {
+    pub(super) fn open(shares: Shares, events: &EventQueue) -> Result<Links, PeersError> {
+        let device = shares.device();
         let listener = device.listen_service(SERVICE, &[QpType::Rc])?;
         listener.notify(events, LISTENER);
         Ok(Links {
@@ -101,6 +104,7 @@ impl Links {
             knocks: HashMap::new(),
             completions: VecDeque::new(),
             bytes: Vec::new(),
+            shares,
         })
     }
 
@@ -119,10 +123,10 @@ impl Links {
         Ok(())
     }
 
-    /// Returns the extensions of a peer's device, as a connection to it has shown them.
-    pub(super) fn extensions_of(&self, peer: IpAddr) -> Option<Extensions> {
+    /// Returns the extensions of the device of an address, as a connection to it has shown them.
+    pub(super) fn extensions_of(&self, address: IpAddr) -> Option<Extensions> {
         let mut made = self.carriers.values().filter_map(|carrier| match carrier {
-            Carrier::Made(connection) if connection.peer() == peer => connection.remote(),
+            Carrier::Made(connection) if connection.peer() == address => connection.remote(),
             _ => None,
         });
         made.find_map(|endpoint| endpoint.extensions)
@@ -131,8 +135,8 @@ impl Links {
     /// Does what the machine wants.
     pub(super) fn act(&mut self, now: Instant, action: Action, machine: &mut Machine) {
         match action {
-            Action::Connect(link, peer) => {
-                if !self.connect(link, peer) {
+            Action::Connect(link, address, wanted) => {
+                if !self.connect(link, address, wanted) {
                     machine.lost(now, link);
                 }
             }
@@ -150,12 +154,12 @@ impl Links {
         }
     }
 
-    fn connect(&mut self, link: LinkId, peer: IpAddr) -> bool {
+    fn connect(&mut self, link: LinkId, address: IpAddr, wanted: Qpn) -> bool {
         if self.reserve().is_err() {
             return false;
         }
-        let peer = SocketAddr::new(peer, PORT);
-        match MessageConnection::start(&self.pd, &self.cq, peer, &params(), &SIZES) {
+        let (peer, wanted) = (SocketAddr::new(address, PORT), emit_wanted(wanted));
+        match MessageConnection::start_with(&self.pd, &self.cq, peer, &params(), &SIZES, &wanted) {
             Ok(attempt) => {
                 attempt.notify(&self.events, TOKEN | link.0);
                 self.carriers.insert(link, Carrier::Attempt(attempt));
@@ -244,6 +248,9 @@ impl Links {
             let Some(request) = self.listener.accept(Duration::ZERO) else {
                 return;
             };
+            let Some(request) = self.keep_or_pass(request) else {
+                continue;
+            };
             let Ok(nonce) = random_nonce() else { continue };
             if self.reserve().is_err() {
                 continue;
@@ -262,6 +269,18 @@ impl Links {
         }
         // There may be more.
         self.listener.notify(&self.events, LISTENER);
+    }
+
+    /// Returns a request that is for this engine, and passes others on to theirs.
+    fn keep_or_pass(&self, request: ConnectionRequest) -> Option<ConnectionRequest> {
+        let Shares { engines, devices, .. } = &self.shares;
+        let engine = engines.of(parse_wanted(request.private_data()));
+        if engine == engines.own() {
+            return Some(request);
+        }
+        // One that fails is refused.
+        let _ = request.pass_to(&devices[usize::from(engine)]);
+        None
     }
 
     /// Returns when [`Links::probe`] has something to do.

@@ -4,25 +4,26 @@
 //! [`Machine::check_time`]), then does what [`Machine::next_action`] returns until there is no more, sends what [`Machine::next_message`] has for
 //! the links of [`Action::Send`], and takes the [`PeerEvent`]s.
 //!
-//! A peer is connected to when it is needed. Both nodes may connect at once: then there are two links, and each node uses either. What is agreed
-//! belongs to the pair of nodes and not to a link, and once one link is lost all that was agreed with the peer is over, at both ends.
+//! A machine is that of one engine of its node, and a *peer* is one engine of another node ([`PeerId`]). A peer is connected to when it is needed: when a
+//! queue pair is to have one of the peer's at its other end. Whose that is, the first link to its node tells; until then there is one attempt for
+//! each address. Both engines may connect at once: then there are two links, and each uses either. What is agreed
+//! belongs to the pair of engines and not to a link, and once one link is lost all that was agreed with the peer is over, at both ends.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{Qpn, RKey};
-use rdmux_wire::node::peer::{Binding, Executed, Message, NodeId, Reason, SharedEnd, TenantName};
+use rdmux_wire::node::peer::{Binding, Engines, Executed, Message, NodeId, Reason, SharedEnd, TenantName};
 
 use super::session::{Broken, Heard, Identity, Role, Session};
-use super::{PeerEvent, RemoteKey, SharedBy, SharedId, Why};
+use super::{PeerEvent, PeerId, RemoteKey, SharedBy, SharedId, Warned, Why};
 
 /// Time for which a peer that has no node, or none of the same key, is not asked again.
 const NONE_TIME: Duration = Duration::from_secs(5);
-/// Time between two warnings about one peer.
-const WARNING_TIME: Duration = Duration::from_secs(60);
-/// Peers, those without a node too.
-const PEERS_MAX: usize = 8192;
+/// Peers, and addresses that have none.
+pub(super) const PEERS_MAX: usize = 8192;
 /// Links of nodes that have not shown yet that they have the key.
 const STRANGERS_MAX: usize = 64;
 /// Time between two links that are to show whether a peer's node is another run.
@@ -39,8 +40,8 @@ pub(crate) struct LinkId(pub(super) u64);
 /// Actions for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Connect to the node of a peer.
-    Connect(LinkId, IpAddr),
+    /// Connect to the node of an address, to the engine that has a queue pair.
+    Connect(LinkId, IpAddr, Qpn),
     /// Send the messages that a link has.
     Send(LinkId),
     /// Send these last messages, and end a link.
@@ -74,15 +75,15 @@ pub(super) enum Event {
     Opened {
         id: SharedId,
         qpn: Qpn,
-        peer: IpAddr,
+        peer: PeerId,
         opened: Result<(u64, SharedEnd), Reason>,
     },
     /// A peer's end of a shared queue pair is ready.
-    ReadyTold { peer: IpAddr, id: SharedId },
+    ReadyTold { peer: PeerId, id: SharedId },
     /// A peer asks for the end of a shared queue pair.
     CloseAsked {
         asked: Asked,
-        peer: IpAddr,
+        peer: PeerId,
         id: SharedId,
         failed: bool,
     },
@@ -90,7 +91,7 @@ pub(super) enum Event {
     Closed { id: SharedId, qpn: Qpn, is_closed: bool },
     /// A peer's end of a shared queue pair has ended.
     EndTold {
-        peer: IpAddr,
+        peer: PeerId,
         id: SharedId,
         messages: u32,
         executed: Option<Executed>,
@@ -114,7 +115,7 @@ enum Tag {
     Open {
         id: SharedId,
         qpn: Qpn,
-        peer: IpAddr,
+        peer: PeerId,
     },
     Close {
         id: SharedId,
@@ -126,7 +127,9 @@ enum Tag {
 
 #[derive(Debug)]
 struct Link {
-    peer: IpAddr,
+    address: IpAddr,
+    /// Once both nodes have agreed.
+    peer: Option<PeerId>,
     role: Role,
     session: Session<Tag>,
     kept: usize,
@@ -134,34 +137,36 @@ struct Link {
     keys: HashSet<RKey>,
 }
 
-/// Knowledge about the node of a peer.
+/// An attempt to agree with the node of an address.
 #[derive(Debug)]
-enum Way {
-    /// An attempt runs.
-    Connecting { link: LinkId },
-    /// Both have the same key. At least one link is there.
-    Agreed { node: NodeId, links: Vec<LinkId> },
+enum Attempt {
+    /// It runs, for the engine that has queue pair `wanted`.
+    Runs {
+        link: LinkId,
+        wanted: Qpn,
+        waiting: Vec<Waiting>,
+    },
     /// There is none to talk to, as far as is known, until then.
-    None { until: Instant, why: Why },
+    Failed { until: Instant, why: Why },
 }
 
+/// A queue pair that waits for an agreement with its peer.
+#[derive(Debug)]
+struct Waiting {
+    qpn: Qpn,
+    serial: u64,
+    /// For a link that may have to be made.
+    nonce: [u8; 32],
+}
+
+/// A peer that has the same key. At least one link is there.
 #[derive(Debug)]
 struct Peer {
-    way: Way,
-    /// Queue pairs that wait for the agreement.
-    waiting: Vec<(Qpn, u64)>,
-    /// The last link that was to show whether the agreed node is another run than the one that is known, and its time.
+    node: NodeId,
+    engines: Engines,
+    links: Vec<LinkId>,
+    /// The last link that was to show whether the node is another run than the one that is known, and its time.
     doubted: Option<(LinkId, Instant)>,
-}
-
-impl Peer {
-    fn new(way: Way, waiting: Vec<(Qpn, u64)>) -> Peer {
-        Peer {
-            way,
-            waiting,
-            doubted: None,
-        }
-    }
 }
 
 /// A queue pair of an application, as far as it concerns peers.
@@ -188,16 +193,24 @@ enum EndState {
 /// The queue pair at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Far {
-    peer: IpAddr,
+    address: IpAddr,
     qpn: Qpn,
     class: u8,
+}
+
+impl Far {
+    /// Returns whether it is that queue pair of a peer.
+    fn is(&self, peer: PeerId, qpn: Qpn) -> bool {
+        (self.address, self.qpn) == (peer.address, qpn)
+    }
 }
 
 /// Knowledge about all peers.
 #[derive(Debug)]
 pub(super) struct Machine {
     identity: Identity,
-    peers: HashMap<IpAddr, Peer>,
+    peers: BTreeMap<PeerId, Peer>,
+    attempts: HashMap<IpAddr, Attempt>,
     links: BTreeMap<LinkId, Link>,
     /// Links that are to show whether a peer's node is another run than the one that is known.
     doubts: HashSet<LinkId>,
@@ -208,7 +221,7 @@ pub(super) struct Machine {
     kept: BTreeMap<(Qpn, LinkId, Qpn), Binding>,
     /// Keys that are going, and the links whose answers are missing.
     going: HashMap<RKey, BTreeSet<LinkId>>,
-    warned: HashMap<IpAddr, Instant>,
+    warned: Warned,
     warnings: Vec<String>,
     actions: VecDeque<Action>,
     events: VecDeque<Event>,
@@ -216,17 +229,18 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    pub(super) fn new(identity: Identity) -> Machine {
+    pub(super) fn new(identity: Identity, warned: Warned) -> Machine {
         Machine {
             identity,
-            peers: HashMap::new(),
+            peers: BTreeMap::new(),
+            attempts: HashMap::new(),
             links: BTreeMap::new(),
             doubts: HashSet::new(),
             timed: BTreeSet::new(),
             ends: HashMap::new(),
             kept: BTreeMap::new(),
             going: HashMap::new(),
-            warned: HashMap::new(),
+            warned,
             warnings: Vec::new(),
             actions: VecDeque::new(),
             events: VecDeque::new(),
@@ -246,7 +260,7 @@ impl Machine {
     // Calls of the driver.
 
     /// Takes note of a connection that a peer has made. `None`: it is to be refused.
-    pub(super) fn accepted(&mut self, now: Instant, peer: IpAddr, nonce: [u8; 32]) -> Option<LinkId> {
+    pub(super) fn accepted(&mut self, now: Instant, from: IpAddr, nonce: [u8; 32]) -> Option<LinkId> {
         let strangers = self
             .links
             .values()
@@ -254,15 +268,16 @@ impl Machine {
         if strangers.count() >= STRANGERS_MAX || self.links.len() >= 2 * PEERS_MAX {
             return None;
         }
-        Some(self.add_link(Role::Accepts, now, peer, nonce))
+        Some(self.add_link(Role::Accepts, now, from, nonce))
     }
 
-    fn add_link(&mut self, role: Role, now: Instant, peer: IpAddr, nonce: [u8; 32]) -> LinkId {
+    fn add_link(&mut self, role: Role, now: Instant, address: IpAddr, nonce: [u8; 32]) -> LinkId {
         let id = LinkId(self.number());
         let link = Link {
-            peer,
+            address,
+            peer: None,
             role,
-            session: Session::new(role, &self.identity, peer, nonce, now),
+            session: Session::new(role, &self.identity, address, nonce, now),
             kept: 0,
             keys: HashSet::new(),
         };
@@ -283,21 +298,24 @@ impl Machine {
 
     /// Takes note that a peer's node does not answer as it should. Another link shows whether the node has ended and started again: then everything that
     /// was agreed with its former run is over. A node that is the same notices nothing. `nonce` is for that link.
-    pub(super) fn doubt(&mut self, now: Instant, peer: IpAddr, nonce: [u8; 32]) {
-        let Some(Peer {
-            way: Way::Agreed { node, .. },
-            doubted,
-            ..
-        }) = self.peers.get_mut(&peer)
+    pub(super) fn doubt(&mut self, now: Instant, address: IpAddr, nonce: [u8; 32]) {
+        let is_recent = |(_, at): (LinkId, Instant)| now < at + DOUBT_TIME;
+        if self.doubts.len() >= DOUBTS_MAX
+            || self
+                .peers_at(address)
+                .any(|(_, peer)| peer.doubted.is_some_and(is_recent))
+        {
+            return;
+        }
+        // Each engine tells the run of its node.
+        let Some((peer, wanted, former)) = self
+            .peers_at(address)
+            .next()
+            .map(|(id, peer)| (*id, peer.engines.first_qpn(id.engine), peer.node))
         else {
             return;
         };
-        let is_recent = doubted.is_some_and(|(_, at)| now < at + DOUBT_TIME);
-        if is_recent || self.doubts.len() >= DOUBTS_MAX {
-            return;
-        }
-        let former = *node;
-        let id = self.add_link(Role::Connects, now, peer, nonce);
+        let id = self.add_link(Role::Connects, now, address, nonce);
         if let Some(link) = self.links.get_mut(&id) {
             link.session.other_than(former);
         }
@@ -305,7 +323,7 @@ impl Machine {
             peer.doubted = Some((id, now));
         }
         self.doubts.insert(id);
-        self.actions.push_back(Action::Connect(id, peer));
+        self.actions.push_back(Action::Connect(id, address, wanted));
     }
 
     /// Handles a message of a link.
@@ -315,7 +333,7 @@ impl Machine {
         };
         match link.session.handle(&self.identity, bytes) {
             Ok(Heard::Nothing) => {}
-            Ok(Heard::Agreed(node)) => self.agreed(now, id, node),
+            Ok(Heard::Agreed(node, engines)) => self.agreed(now, id, node, engines),
             Ok(Heard::Question { request, message }) => {
                 self.question(now, Asked { link: id, request }, message);
             }
@@ -397,7 +415,7 @@ impl Machine {
         &mut self,
         now: Instant,
         qpn: Qpn,
-        (peer, dest, class): (IpAddr, Qpn, u8),
+        (address, dest, class): (IpAddr, Qpn, u8),
         access: u32,
         nonce: [u8; 32],
     ) {
@@ -406,7 +424,7 @@ impl Machine {
         };
         let serial = end.serial;
         let far = Far {
-            peer,
+            address,
             qpn: dest,
             class,
         };
@@ -414,34 +432,15 @@ impl Machine {
         end.binding.access = access;
         // The peer may have asked first. Whoever else has, asks for another connection.
         for (link, source, binding) in self.take_kept(qpn) {
-            let from = self.links.get(&link).map(|link| link.peer);
-            let is_this = from == Some(peer) && source == dest;
-            self.settle(now, link, (qpn, source), is_this);
-            if is_this {
-                self.bound(qpn, binding);
+            let from = self.links.get(&link).and_then(|link| link.peer);
+            let from = from.filter(|from| far.is(*from, source));
+            self.settle(now, link, (qpn, source), from.is_some());
+            if let Some(peer) = from {
+                self.bound(qpn, peer, binding);
             }
         }
-        if self.state(qpn) != Some(EndState::Asking(far)) {
-            return;
-        }
-        match self.peers.get_mut(&peer) {
-            Some(Peer {
-                way: Way::None { until, why },
-                ..
-            }) if *until > now => {
-                let why = why.clone();
-                self.own(qpn, why);
-            }
-            Some(Peer {
-                way: Way::Agreed { .. },
-                ..
-            }) => self.ask_bind(now, qpn, serial),
-            Some(Peer {
-                way: Way::Connecting { .. },
-                waiting,
-                ..
-            }) => waiting.push((qpn, serial)),
-            _ => self.connect(now, peer, (qpn, serial), nonce),
+        if self.state(qpn) == Some(EndState::Asking(far)) {
+            self.ask_or_wait(now, Waiting { qpn, serial, nonce });
         }
     }
 
@@ -454,7 +453,7 @@ impl Machine {
             state: EndState::Asking(far) | EndState::Bound(far),
             ..
         }) = self.ends.remove(&qpn)
-            && let Some(link) = self.link_to(far.peer)
+            && let Some(link) = self.link_to(self.peer_of(&far))
         {
             let (source, dest) = (qpn, far.qpn);
             self.ask(now, link, Message::Unbind { source, dest }, Tag::Notice);
@@ -465,42 +464,65 @@ impl Machine {
         self.ends.get(&qpn).map(|end| end.state)
     }
 
-    fn connect(&mut self, now: Instant, peer: IpAddr, first: (Qpn, u64), nonce: [u8; 32]) {
-        if self.peers.len() >= PEERS_MAX {
-            self.peers.retain(|_, peer| match peer.way {
-                Way::None { until, .. } => until > now,
-                _ => true,
+    /// Returns the queue pair whose node a queue pair has yet to be answered by.
+    fn asking(&self, qpn: Qpn, serial: u64) -> Option<Far> {
+        let end = self.ends.get(&qpn).filter(|end| end.serial == serial)?;
+        match end.state {
+            EndState::Asking(far) => Some(far),
+            _ => None,
+        }
+    }
+
+    /// Asks the peer of a queue pair, if there is an agreement with it. If not, there will be.
+    fn ask_or_wait(&mut self, now: Instant, waiting: Waiting) {
+        let (qpn, serial) = (waiting.qpn, waiting.serial);
+        let Some(far) = self.asking(qpn, serial) else {
+            return;
+        };
+        if let Some(link) = self.link_to(self.peer_of(&far))
+            && let Some(end) = self.ends.get(&qpn)
+        {
+            let question = Message::Bind {
+                source: qpn,
+                dest: far.qpn,
+                class: far.class,
+                binding: end.binding.clone(),
+            };
+            return self.ask(now, link, question, Tag::Bind { qpn, serial });
+        }
+        match self.attempts.get_mut(&far.address) {
+            Some(Attempt::Failed { until, why }) if *until > now => {
+                let why = why.clone();
+                self.own(qpn, why);
+            }
+            Some(Attempt::Runs { waiting: queue, .. }) => queue.push(waiting),
+            _ => self.connect(now, &far, waiting),
+        }
+    }
+
+    fn connect(&mut self, now: Instant, far: &Far, first: Waiting) {
+        if self.attempts.len() >= PEERS_MAX {
+            self.attempts.retain(|_, attempt| match attempt {
+                Attempt::Failed { until, .. } => *until > now,
+                Attempt::Runs { .. } => true,
             });
         }
-        if self.peers.len() >= PEERS_MAX {
-            return self.own(first.0, Why::Limit);
+        if self.attempts.len() >= PEERS_MAX || self.peers.len() >= PEERS_MAX {
+            return self.own(first.qpn, Why::Limit);
         }
-        let link = self.add_link(Role::Connects, now, peer, nonce);
-        let way = Way::Connecting { link };
+        let (address, wanted) = (far.address, far.qpn);
+        let link = self.add_link(Role::Connects, now, address, first.nonce);
         let waiting = vec![first];
-        self.peers.insert(peer, Peer::new(way, waiting));
-        self.actions.push_back(Action::Connect(link, peer));
-    }
-
-    fn ask_bind(&mut self, now: Instant, qpn: Qpn, serial: u64) {
-        let Some(end) = self.ends.get(&qpn) else { return };
-        let EndState::Asking(far) = end.state else { return };
-        if end.serial != serial {
-            return;
-        }
-        let question = Message::Bind {
-            source: qpn,
-            dest: far.qpn,
-            class: far.class,
-            binding: end.binding.clone(),
+        let attempt = Attempt::Runs {
+            link,
+            wanted,
+            waiting,
         };
-        match self.link_to(far.peer) {
-            Some(link) => self.ask(now, link, question, Tag::Bind { qpn, serial }),
-            None => self.own(qpn, Why::NoNode),
-        }
+        self.attempts.insert(address, attempt);
+        self.actions.push_back(Action::Connect(link, address, wanted));
     }
 
-    fn bound(&mut self, qpn: Qpn, binding: Binding) {
+    fn bound(&mut self, qpn: Qpn, peer: PeerId, binding: Binding) {
         let Some(end) = self.ends.get_mut(&qpn) else {
             return;
         };
@@ -508,7 +530,7 @@ impl Machine {
         end.state = EndState::Bound(far);
         self.tell(PeerEvent::Bound {
             qpn,
-            peer: far.peer,
+            peer,
             dest: far.qpn,
             binding,
         });
@@ -575,12 +597,12 @@ impl Machine {
     pub(super) fn resolve_key(
         &mut self,
         now: Instant,
-        peer: IpAddr,
+        peer: PeerId,
         (domain, rkey): (u64, RKey),
         ticket: u64,
     ) {
         let question = Message::ResolveKey { domain, rkey };
-        match self.link_to(peer) {
+        match self.link_to(Some(peer)) {
             Some(link) => self.ask(now, link, question, Tag::Key { ticket }),
             None => self.tell(PeerEvent::Key { ticket, key: None }),
         }
@@ -653,7 +675,7 @@ impl Machine {
     }
 
     /// Tells a peer that both ends of a shared queue pair are ready.
-    pub(super) fn tell_ready(&mut self, now: Instant, (peer, line): (IpAddr, u64)) -> bool {
+    pub(super) fn tell_ready(&mut self, now: Instant, (peer, line): (PeerId, u64)) -> bool {
         self.ask_peer(now, peer, Message::QpReady { line }, Tag::Notice)
     }
 
@@ -662,7 +684,7 @@ impl Machine {
         &mut self,
         now: Instant,
         (id, qpn): (SharedId, Qpn),
-        (peer, line): (IpAddr, u64),
+        (peer, line): (PeerId, u64),
     ) -> bool {
         let failed = false;
         let tag = Tag::Close { id, qpn };
@@ -670,7 +692,7 @@ impl Machine {
     }
 
     /// Tells a peer that a line is over.
-    pub(super) fn tell_over(&mut self, now: Instant, (peer, line): (IpAddr, u64)) -> bool {
+    pub(super) fn tell_over(&mut self, now: Instant, (peer, line): (PeerId, u64)) -> bool {
         let failed = true;
         self.ask_peer(now, peer, Message::CloseQp { line, failed }, Tag::Notice)
     }
@@ -679,7 +701,7 @@ impl Machine {
     pub(super) fn tell_ended(
         &mut self,
         now: Instant,
-        (peer, line): (IpAddr, u64),
+        (peer, line): (PeerId, u64),
         messages: u32,
         executed: Option<Executed>,
     ) -> bool {
@@ -692,11 +714,9 @@ impl Machine {
     }
 
     /// Returns whether this node goes on where both nodes have asked for the same shared queue pair.
-    pub(super) fn precedes(&self, peer: IpAddr) -> bool {
-        match self.peers.get(&peer).map(|peer| &peer.way) {
-            Some(Way::Agreed { node, .. }) => self.identity.node < *node,
-            _ => false,
-        }
+    pub(super) fn precedes(&self, peer: PeerId) -> bool {
+        let peer = self.peers.get(&peer);
+        peer.is_some_and(|peer| self.identity.node < peer.node)
     }
 
     /// Answers a question of a peer.
@@ -714,8 +734,8 @@ impl Machine {
 
     // Links.
 
-    fn ask_peer(&mut self, now: Instant, peer: IpAddr, question: Message, tag: Tag) -> bool {
-        let link = self.link_to(peer);
+    fn ask_peer(&mut self, now: Instant, peer: PeerId, question: Message, tag: Tag) -> bool {
+        let link = self.link_to(Some(peer));
         if let Some(link) = link {
             self.ask(now, link, question, tag);
         }
@@ -733,57 +753,93 @@ impl Machine {
     }
 
     /// Returns a link over which a peer can be asked.
-    fn link_to(&self, peer: IpAddr) -> Option<LinkId> {
-        match &self.peers.get(&peer)?.way {
-            Way::Agreed { links, .. } => links.first().copied(),
-            _ => None,
-        }
+    fn link_to(&self, peer: Option<PeerId>) -> Option<LinkId> {
+        self.peers.get(&peer?)?.links.first().copied()
     }
 
-    fn agreed(&mut self, now: Instant, id: LinkId, node: NodeId) {
+    /// Returns the peers of an address.
+    fn peers_at(&self, address: IpAddr) -> impl Iterator<Item = (&PeerId, &Peer)> {
+        self.peers.range(peers_of(address))
+    }
+
+    /// Returns the peer that has a queue pair, if an engine of its node has told.
+    fn peer_of(&self, far: &Far) -> Option<PeerId> {
+        let (_, any) = self.peers_at(far.address).next()?;
+        Some(PeerId {
+            address: far.address,
+            engine: any.engines.of(far.qpn),
+        })
+    }
+
+    fn agreed(&mut self, now: Instant, id: LinkId, node: NodeId, engines: Engines) {
         let Some(link) = self.links.get(&id) else { return };
-        let (peer, role) = (link.peer, link.role);
+        let (address, role) = (link.address, link.role);
+        let peer = PeerId {
+            address,
+            engine: engines.own(),
+        };
         self.doubts.remove(&id);
-        // One that asks who the peer is has found the same as this one, and stays as the second link.
-        let doubted = self.peers.get_mut(&peer).and_then(|peer| peer.doubted.take());
+        // One that asks who the peer's node is has found the same as this one, and stays as the second link.
+        let mut known = self.peers.range_mut(peers_of(address));
+        let doubted = known.find_map(|(_, known)| known.doubted.take());
         // An earlier run of the peer's node is over, even if its links do not know yet. So is a link that the peer has made once more.
-        let mut before = Vec::new();
-        if let Some(Peer {
-            way: Way::Agreed { node: known, links },
-            ..
-        }) = self.peers.get(&peer)
-        {
-            let again = |other: &LinkId| self.links.get(other).is_some_and(|other| other.role == role);
-            if *known != node || links.iter().any(again) {
-                before.clone_from(links);
-            }
+        let again = |link: &LinkId| self.links.get(link).is_some_and(|link| link.role == role);
+        let is_before = |(known, other): &(&PeerId, &Peer)| {
+            other.node != node || **known == peer && other.links.iter().any(again)
+        };
+        let before: Vec<LinkId> = self
+            .peers_at(address)
+            .filter(is_before)
+            .flat_map(|(_, other)| &other.links)
+            .copied()
+            .collect();
+        let contradicts =
+            |(_, other): (_, &Peer)| other.node == node && !other.engines.are_those_of(&engines);
+        if self.peers_at(address).any(contradicts) {
+            return self.broken(now, id, Broken::Unexpected("other engines"));
         }
+        let is_attempt = match self.attempts.get(&address) {
+            Some(Attempt::Runs { link, wanted, .. }) if *link == id => {
+                if engines.of(*wanted) != peer.engine {
+                    return self.broken(
+                        now,
+                        id,
+                        Broken::Unexpected("another engine than the one that was asked"),
+                    );
+                }
+                true
+            }
+            _ => false,
+        };
         for other in before {
             self.actions.push_back(Action::Close(other, Vec::new()));
             self.end_link(now, other, Why::NoNode);
         }
-        let known = self.peers.remove(&peer);
-        if known.is_none() && self.peers.len() >= PEERS_MAX {
+        if !self.peers.contains_key(&peer) && self.peers.len() >= PEERS_MAX {
             return self.broken(now, id, Broken::TooMany);
         }
-        let mut links = vec![id];
-        let mut waiting = Vec::new();
-        match known {
-            Some(Peer {
-                way: Way::Agreed { links: others, .. },
-                ..
-            }) => links.splice(0..0, others).for_each(drop),
-            Some(Peer { waiting: queue, .. }) => waiting = queue,
-            None => {}
+        if let Some(link) = self.links.get_mut(&id) {
+            link.peer = Some(peer);
         }
-        let way = Way::Agreed { node, links };
-        let known = Peer {
-            doubted,
-            ..Peer::new(way, Vec::new())
+        let links = Vec::new();
+        let known = self.peers.entry(peer).or_insert(Peer {
+            node,
+            engines,
+            links,
+            doubted: None,
+        });
+        known.links.push(id);
+        known.doubted = doubted;
+        // An attempt for another engine goes on.
+        let waiting = match self.attempts.get_mut(&address) {
+            Some(Attempt::Runs { waiting, .. }) if !is_attempt => std::mem::take(waiting),
+            _ => match self.attempts.remove(&address) {
+                Some(Attempt::Runs { waiting, .. }) => waiting,
+                _ => Vec::new(),
+            },
         };
-        self.peers.insert(peer, known);
-        for (qpn, serial) in waiting {
-            self.ask_bind(now, qpn, serial);
+        for waiting in waiting {
+            self.ask_or_wait(now, waiting);
         }
     }
 
@@ -800,14 +856,14 @@ impl Machine {
             while link.session.next_message(now, &mut bytes) {
                 last.push(bytes.clone());
             }
-            let peer = link.peer;
-            self.warn(now, peer, &why);
+            let address = link.address;
+            self.warn(now, address, &why);
         }
         self.actions.push_back(Action::Close(id, last));
         self.end_link(now, id, why);
     }
 
-    fn warn(&mut self, now: Instant, peer: IpAddr, why: &Why) {
+    fn warn(&mut self, now: Instant, address: IpAddr, why: &Why) {
         let advice = match why {
             Why::Key => {
                 "copy the key file of one of the two nodes to the other host, and start that node again (`rdmux node --key FILE`)"
@@ -816,22 +872,26 @@ impl Machine {
             Why::Protocol(_) => "it may be another program",
             _ => return,
         };
-        self.warned.retain(|_, at| now < *at + WARNING_TIME);
-        if self.warned.len() >= PEERS_MAX || self.warned.contains_key(&peer) {
+        if !self.warned.is_due(now, address) {
             return;
         }
-        self.warned.insert(peer, now);
         self.warnings.push(format!(
-            "the node of {peer} cannot be used, so connections to it have queue pairs of their own: {why}; {advice}"
+            "the node of {address} cannot be used, so connections to it have queue pairs of their own: {why}; {advice}"
         ));
     }
 
     /// Forgets a link. Everything that was agreed with its peer is over, if the peer had agreed to anything.
     fn end_link(&mut self, now: Instant, id: LinkId, why: Why) {
-        let Some(Link { peer, session, .. }) = self.links.remove(&id) else {
+        let Some(link) = self.links.remove(&id) else {
             return;
         };
         self.doubts.remove(&id);
+        let Link {
+            address,
+            peer,
+            session,
+            ..
+        } = link;
         for tag in session.into_unanswered() {
             if let Tag::Key { ticket } = tag {
                 self.tell(PeerEvent::Key { ticket, key: None });
@@ -849,51 +909,46 @@ impl Machine {
         for rkey in released {
             self.key_released(id, rkey);
         }
-        let Some(Peer { way, .. }) = self.peers.get_mut(&peer) else {
-            return;
-        };
-        let is_over = match way {
-            Way::Connecting { link } => *link == id,
-            Way::Agreed { links, .. } => links.contains(&id),
-            Way::None { .. } => false,
-        };
-        if is_over {
-            self.peer_is_over(now, peer, why);
+        match self.attempts.get(&address) {
+            Some(Attempt::Runs { link, .. }) if *link == id => self.attempt_failed(now, address, why),
+            _ => self.peer_is_over(now, peer, why),
         }
     }
 
-    fn peer_is_over(&mut self, now: Instant, peer: IpAddr, why: Why) {
-        let until = now + NONE_TIME;
-        let way = Way::None {
-            until,
+    fn attempt_failed(&mut self, now: Instant, address: IpAddr, why: Why) {
+        let failed = Attempt::Failed {
+            until: now + NONE_TIME,
             why: why.clone(),
         };
-        let before = self.peers.insert(peer, Peer::new(way, Vec::new()));
-        // Nobody asks any more whether it is another run.
-        let doubted = before.as_ref().and_then(|before| before.doubted);
-        if let Some((link, _)) = doubted.filter(|(link, _)| self.links.contains_key(link)) {
-            self.actions.push_back(Action::Close(link, Vec::new()));
-            self.end_link(now, link, why.clone());
-        }
-        let was_agreed = match before.map(|before| before.way) {
-            Some(Way::Agreed { links, .. }) => {
-                // One that was there before may be back at once.
-                self.peers.remove(&peer);
-                for link in links {
-                    if self.links.contains_key(&link) {
-                        self.actions.push_back(Action::Close(link, Vec::new()));
-                        self.end_link(now, link, why.clone());
-                    }
-                }
-                true
-            }
-            _ => false,
+        let Some(Attempt::Runs { waiting, .. }) = self.attempts.insert(address, failed) else {
+            return;
         };
+        for Waiting { qpn, serial, .. } in waiting {
+            if self.asking(qpn, serial).is_some() {
+                self.own(qpn, why.clone());
+            }
+        }
+    }
+
+    /// Ends what was agreed with a peer, unless that is over. One that was there before may be back at once.
+    fn peer_is_over(&mut self, now: Instant, peer: Option<PeerId>, why: Why) {
+        let Some((peer, before)) = peer.and_then(|peer| Some((peer, self.peers.remove(&peer)?))) else {
+            return;
+        };
+        // Nobody asks any more whether it is another run.
+        let doubted = before.doubted.map(|(link, _)| link);
+        for link in doubted.into_iter().chain(before.links) {
+            if self.links.contains_key(&link) {
+                self.actions.push_back(Action::Close(link, Vec::new()));
+                self.end_link(now, link, why.clone());
+            }
+        }
+        let is_its = |far: &Far| far.address == peer.address && before.engines.of(far.qpn) == peer.engine;
         let qpns: Vec<Qpn> = self
             .ends
             .iter()
-            .filter(|(_, end)| match end.state {
-                EndState::Asking(far) | EndState::Bound(far) => far.peer == peer,
+            .filter(|(_, end)| match &end.state {
+                EndState::Asking(far) | EndState::Bound(far) => is_its(far),
                 _ => false,
             })
             .map(|(qpn, _)| *qpn)
@@ -902,19 +957,24 @@ impl Machine {
             self.own(qpn, why.clone());
             self.unbound(qpn);
         }
-        if was_agreed {
-            self.tell(PeerEvent::Gone { peer });
-        }
+        self.tell(PeerEvent::Gone { peer });
     }
 
     // Messages.
 
     fn question(&mut self, now: Instant, asked: Asked, message: Message) {
-        let Some(link) = self.links.get(&asked.link) else {
+        let Some(peer) = self.links.get(&asked.link).and_then(|link| link.peer) else {
             return;
         };
-        let peer = link.peer;
         let answer = match message {
+            Message::Bind { source, .. }
+            | Message::Settled { source, .. }
+            | Message::Unbind { source, .. }
+                if self.peers.get(&peer).map(|peer| peer.engines.of(source)) != Some(peer.engine) =>
+            {
+                let why = Broken::Unexpected("a queue pair of another engine");
+                return self.broken(now, asked.link, why);
+            }
             Message::Bind {
                 source,
                 dest,
@@ -927,10 +987,10 @@ impl Machine {
                 binding,
             } => {
                 if let Some(EndState::Asking(far)) = self.state(dest)
-                    && (far.peer, far.qpn) == (peer, source)
+                    && far.is(peer, source)
                 {
                     match binding {
-                        Some(binding) => self.bound(dest, binding),
+                        Some(binding) => self.bound(dest, peer, binding),
                         None => self.own(dest, Why::Refused(Reason::Own)),
                     }
                 }
@@ -943,8 +1003,8 @@ impl Machine {
                     link.kept -= 1;
                 }
                 match self.state(dest) {
-                    Some(EndState::Bound(far)) if (far.peer, far.qpn) == (peer, source) => self.unbound(dest),
-                    Some(EndState::Asking(far)) if (far.peer, far.qpn) == (peer, source) => {
+                    Some(EndState::Bound(far)) if far.is(peer, source) => self.unbound(dest),
+                    Some(EndState::Asking(far)) if far.is(peer, source) => {
                         self.own(dest, Why::Refused(Reason::Own));
                     }
                     _ => {}
@@ -1015,7 +1075,7 @@ impl Machine {
     fn bind_asked(
         &mut self,
         link: LinkId,
-        peer: IpAddr,
+        peer: PeerId,
         (source, dest): (Qpn, Qpn),
         binding: Binding,
     ) -> Message {
@@ -1024,12 +1084,12 @@ impl Machine {
         };
         match end.state {
             EndState::Own => refused(Reason::Own),
-            EndState::Asking(far) | EndState::Bound(far) if (far.peer, far.qpn) != (peer, source) => {
+            EndState::Asking(far) | EndState::Bound(far) if !far.is(peer, source) => {
                 refused(Reason::OtherPeer)
             }
             EndState::Asking(_) | EndState::Bound(_) => {
                 let answer = end.binding.clone();
-                self.bound(dest, binding);
+                self.bound(dest, peer, binding);
                 Message::Bound { binding: answer }
             }
             EndState::Open => {
@@ -1050,13 +1110,16 @@ impl Machine {
     }
 
     fn answered(&mut self, now: Instant, link: LinkId, tag: Tag, answer: &Message) {
+        let Some(from) = self.links.get(&link).and_then(|link| link.peer) else {
+            return;
+        };
         match (tag, answer) {
             (Tag::Bind { qpn, serial }, answer) => {
                 if self.ends.get(&qpn).is_none_or(|end| end.serial != serial) {
                     return;
                 }
                 match answer {
-                    Message::Bound { binding } => self.bound(qpn, binding.clone()),
+                    Message::Bound { binding } => self.bound(qpn, from, binding.clone()),
                     Message::Waits {} => {}
                     Message::Refused { reason } => self.own(qpn, Why::Refused(*reason)),
                     other => self.broken(now, link, Broken::Unexpected(other.name())),
@@ -1116,6 +1179,12 @@ impl Machine {
             (_, other) => self.broken(now, link, Broken::Unexpected(other.name())),
         }
     }
+}
+
+/// Returns all peers that an address may have.
+fn peers_of(address: IpAddr) -> RangeInclusive<PeerId> {
+    let engine = |engine| PeerId { address, engine };
+    engine(0)..=engine(u8::MAX)
 }
 
 fn refused(reason: Reason) -> Message {

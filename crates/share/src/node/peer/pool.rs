@@ -6,10 +6,9 @@
 //! any case. Its line stays, and is wanted again as it was for the first time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use super::{SharedBy, SharedId};
+use super::{PeerId, SharedBy, SharedId};
 
 /// Time after which a shared queue pair is asked whether it can go, although there is room.
 pub(in crate::node) const IDLE_TIME: Duration = Duration::from_secs(30);
@@ -63,7 +62,8 @@ pub(in crate::node) struct Pool {
     later: BTreeSet<(Instant, SharedBy)>,
     steps: VecDeque<Step>,
     closing: usize,
-    next: u64,
+    /// Number of the next line, and how far the one after it is from that.
+    numbers: (u64, u64),
 }
 
 impl Pool {
@@ -80,8 +80,13 @@ impl Pool {
             later: BTreeSet::new(),
             steps: VecDeque::new(),
             closing: 0,
-            next: 0,
+            numbers: (1, 1),
         }
+    }
+
+    /// Numbers the lines from a number on, each so far from the one before.
+    pub(super) fn with_numbers(self, numbers: (u64, u64)) -> Pool {
+        Pool { numbers, ..self }
     }
 
     /// Returns the queue pair to send on, if it is open. If not, it is opened, or waits for room.
@@ -120,7 +125,7 @@ impl Pool {
     }
 
     /// Forgets what is wanted of a peer, and returns it.
-    pub(in crate::node) fn forget(&mut self, peer: IpAddr) -> Vec<SharedBy> {
+    pub(in crate::node) fn forget(&mut self, peer: PeerId) -> Vec<SharedBy> {
         let of_peer = |by: &&SharedBy| by.peer == peer;
         let wanted: Vec<SharedBy> = self.is_wanted.iter().filter(of_peer).cloned().collect();
         wanted.iter().for_each(|by| self.unwant(by));
@@ -147,9 +152,12 @@ impl Pool {
 
     /// Begins to open the queue pair of a line, which may be a new one.
     fn open(&mut self, now: Instant, by: &SharedBy, is_asked: bool) -> SharedId {
-        let next = self.next + 1;
-        let id = *self.by.entry(by.clone()).or_insert(SharedId(next));
-        self.next = self.next.max(id.0);
+        let numbers = &mut self.numbers;
+        let id = *self.by.entry(by.clone()).or_insert_with(|| {
+            let id = SharedId(numbers.0);
+            numbers.0 += numbers.1;
+            id
+        });
         let entry = Entry {
             by: by.clone(),
             is_asked,

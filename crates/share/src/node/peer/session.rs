@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_key::Key;
 use rdmux_wire::Malformed;
-use rdmux_wire::node::peer::{Message, NodeId, QUESTIONS_MAX, Reason, VERSION};
+use rdmux_wire::node::peer::{Engines, Message, NodeId, QUESTIONS_MAX, Reason, VERSION};
 
 /// Time for the handshake, and for the answer to a question.
 pub(super) const ANSWER_TIME: Duration = Duration::from_millis(500);
@@ -24,6 +24,8 @@ pub(super) struct Identity {
     pub(super) node: NodeId,
     /// The address of its device.
     pub(super) address: IpAddr,
+    /// The engines of that.
+    pub(super) engines: Engines,
 }
 
 /// Which node has connected.
@@ -66,8 +68,8 @@ pub(crate) enum Broken {
 pub(super) enum Heard<T> {
     /// Nothing for the owner.
     Nothing,
-    /// Both nodes have the same key.
-    Agreed(NodeId),
+    /// Both nodes have the same key. The other node, with its engine.
+    Agreed(NodeId, Engines),
     /// A question, to be answered by [`Session::answer`].
     Question { request: u32, message: Message },
     /// The answer to a question of this node.
@@ -126,6 +128,8 @@ enum Stage {
     Challenged(Transcript),
     /// The one that connects has sent its proof.
     Proved(NodeId),
+    /// Both have the same key, and the other node has not told its engine.
+    Trusted(NodeId),
     Agreed,
     Over,
 }
@@ -195,7 +199,7 @@ impl<T> Session<T> {
         self.former = Some(former);
     }
 
-    /// Returns whether both nodes have the same key.
+    /// Returns whether both nodes have the same key, and know each other's engine.
     pub(super) fn is_agreed(&self) -> bool {
         matches!(self.stage, Stage::Agreed)
     }
@@ -277,6 +281,7 @@ impl<T> Session<T> {
             (Stage::Agreed, _) if message.is_question() => self.question(request, message),
             (Stage::Agreed, _) => self.answered(request, message),
             (Stage::Over, _) => self.fail(Broken::Unexpected(message.name())),
+            (Stage::Trusted(node), _) => self.introduced(*node, request, message),
             (_, Role::Connects) => self.challenged(identity, request, message),
             (_, Role::Accepts) => self.greeted(identity, request, message),
         }
@@ -330,8 +335,8 @@ impl<T> Session<T> {
                 }
                 let peer = transcript.nodes.0;
                 self.out.push_back((0, Message::Agreed {}));
-                self.stage = Stage::Agreed;
-                Ok(Heard::Agreed(peer))
+                self.introduce(identity, peer);
+                Ok(Heard::Nothing)
             }
             (_, Message::Refused { reason }) => self.refused(reason),
             (_, other) => self.fail(Broken::Unexpected(other.name())),
@@ -378,11 +383,29 @@ impl<T> Session<T> {
             }
             (Stage::Proved(node), Message::Agreed {}) if request == 0 => {
                 let node = *node;
-                self.stage = Stage::Agreed;
-                Ok(Heard::Agreed(node))
+                self.introduce(identity, node);
+                Ok(Heard::Nothing)
             }
             (_, Message::Refused { reason }) => self.refused(reason),
             (_, other) => self.fail(Broken::Unexpected(other.name())),
+        }
+    }
+
+    /// Tells a node that has the key the own engine.
+    fn introduce(&mut self, identity: &Identity, node: NodeId) {
+        let engines = identity.engines.clone();
+        self.out.push_back((0, Message::Engine { engines }));
+        self.stage = Stage::Trusted(node);
+    }
+
+    /// The end of the handshake, of both.
+    fn introduced(&mut self, node: NodeId, request: u32, message: Message) -> Result<Heard<T>, Broken> {
+        match message {
+            Message::Engine { engines } if request == 0 => {
+                self.stage = Stage::Agreed;
+                Ok(Heard::Agreed(node, engines))
+            }
+            other => self.fail(Broken::Unexpected(other.name())),
         }
     }
 

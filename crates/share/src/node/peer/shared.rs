@@ -4,7 +4,6 @@
 mod qp;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
@@ -16,7 +15,7 @@ use rdmux_wire::node::peer::{ANSWERS_MAX, Executed, Message, Outcome, Reason, Re
 use super::line::{Do, Input, Line};
 use super::machine::{Asked, Event, Machine};
 use super::pool::{Pool, Step};
-use super::{Ended, PeerEvent, SharedBy, SharedId};
+use super::{Ended, PeerEvent, PeerId, SharedBy, SharedId};
 use crate::control::convert::{outcome_of, outcome_to_wire};
 
 pub(crate) use qp::{RECEIVE, SENDS, SLOTS, SharedQp};
@@ -72,7 +71,7 @@ impl Shared {
     }
 
     /// Returns the line as the peer names it.
-    fn there(&self) -> Option<(IpAddr, u64)> {
+    fn there(&self) -> Option<(PeerId, u64)> {
         Some((self.by.peer, self.far?))
     }
 
@@ -102,17 +101,18 @@ pub(super) struct SharedQps {
 }
 
 impl SharedQps {
-    /// `max`: queue pairs at a time. `tells_executed`: see [`super::Shares::tells_executed`].
+    /// `tells_executed`: see [`super::Shares::tells_executed`].
     pub(super) fn new(
         device: &Device,
         pd: &ProtectionDomain,
-        (max, tells_executed): (usize, bool),
+        pool: Pool,
+        tells_executed: bool,
     ) -> Result<SharedQps, CreateError> {
         Ok(SharedQps {
             lines: HashMap::new(),
             by_qpn: HashMap::new(),
             timed: BTreeSet::new(),
-            pool: Pool::new(max),
+            pool,
             pd: pd.clone(),
             cq: device.create_cq(ROOM_MIN)?,
             room: ROOM_MIN,
@@ -184,8 +184,11 @@ impl SharedQps {
         }
     }
 
-    fn mtu_to(&self, peer: IpAddr) -> PathMtu {
-        self.pd.device().path_mtu_to(peer).unwrap_or(PathMtu::Bytes1024)
+    fn mtu_to(&self, peer: PeerId) -> PathMtu {
+        self.pd
+            .device()
+            .path_mtu_to(peer.address)
+            .unwrap_or(PathMtu::Bytes1024)
     }
 
     /// Makes the queue pair of a line, in place of one that is there.
@@ -369,7 +372,7 @@ impl SharedQps {
     }
 
     /// Ends the lines to a peer that is gone.
-    pub(super) fn peer_gone(&mut self, now: Instant, peer: IpAddr, out: &mut VecDeque<PeerEvent>) {
+    pub(super) fn peer_gone(&mut self, now: Instant, peer: PeerId, out: &mut VecDeque<PeerEvent>) {
         let of_peer = |(id, shared): (&SharedId, &Shared)| (shared.by.peer == peer).then_some(*id);
         let ids: Vec<SharedId> = self.lines.iter().filter_map(of_peer).collect();
         for by in self.pool.forget(peer) {
@@ -381,7 +384,7 @@ impl SharedQps {
     }
 
     /// Returns a line with a peer.
-    fn with(&self, peer: IpAddr, id: SharedId) -> Option<SharedId> {
+    fn with(&self, peer: PeerId, id: SharedId) -> Option<SharedId> {
         (self.lines.get(&id)?.by.peer == peer).then_some(id)
     }
 
@@ -390,7 +393,7 @@ impl SharedQps {
         &mut self,
         now: Instant,
         machine: &mut Machine,
-        extensions: impl Fn(IpAddr) -> Option<Extensions>,
+        extensions: impl Fn(PeerId) -> Option<Extensions>,
         event: Event,
         out: &mut VecDeque<PeerEvent>,
     ) {
@@ -453,11 +456,11 @@ impl SharedQps {
         &mut self,
         now: Instant,
         machine: &mut Machine,
-        extensions: impl Fn(IpAddr) -> Option<Extensions>,
+        extensions: impl Fn(PeerId) -> Option<Extensions>,
         (asked, by, far, end): (Asked, SharedBy, u64, SharedEnd),
         out: &mut VecDeque<PeerEvent>,
     ) {
-        if by.peer == self.pd.device().address() {
+        if by.peer.address == self.pd.device().address() {
             return machine.refuse(asked, Reason::Own);
         }
         if self.pool.asked_for(&by).is_some() && machine.precedes(by.peer) {
@@ -488,8 +491,8 @@ impl SharedQps {
         &mut self,
         now: Instant,
         machine: &mut Machine,
-        extensions: impl Fn(IpAddr) -> Option<Extensions>,
-        (id, qpn, peer): (SharedId, Qpn, IpAddr),
+        extensions: impl Fn(PeerId) -> Option<Extensions>,
+        (id, qpn, peer): (SharedId, Qpn, PeerId),
         opened: Result<(u64, SharedEnd), Reason>,
         out: &mut VecDeque<PeerEvent>,
     ) {

@@ -24,6 +24,14 @@ fn ip(host: u8) -> IpAddr {
     [127, 0, 54, host].into()
 }
 
+/// The peer that is the only engine of a host.
+fn peer_id(host: u8) -> PeerId {
+    PeerId {
+        address: ip(host),
+        engine: 0,
+    }
+}
+
 fn qpn(number: u32) -> Qpn {
     Qpn::new(number)
 }
@@ -39,14 +47,6 @@ fn device(host: u8) -> Device {
         ..Options::default()
     };
     Device::open_with(ip(host), options).unwrap()
-}
-
-fn shares(key: u8, queue_pairs_max: usize) -> Shares {
-    Shares {
-        key: Key::new([key; 32]),
-        queue_pairs_max,
-        tells_executed: true,
-    }
 }
 
 /// The part of a node that this module is.
@@ -67,16 +67,28 @@ impl Host {
 
     /// Returns a host with at most so many shared queue pairs.
     fn within(number: u8, key: u8, shared_max: usize) -> Host {
-        let (device, events) = (device(number), EventQueue::new().unwrap());
-        let peers = Peers::open(&device, &events, shares(key, shared_max)).unwrap();
-        Host {
-            number,
-            device,
-            events,
-            peers,
-            seen: Vec::new(),
-            watched: None,
+        Host::engines(number, key, shared_max, 1).remove(0)
+    }
+
+    /// Returns the engines of a host.
+    fn engines(number: u8, key: u8, shared_max: usize, count: usize) -> Vec<Host> {
+        let mut devices = vec![device(number)];
+        for _ in 1..count {
+            devices.push(devices[0].open_engine().unwrap());
         }
+        let shares = Shares::of_engines(&devices, &Key::new([key; 32]), (shared_max, true)).unwrap();
+        let host = |(device, shares)| {
+            let events = EventQueue::new().unwrap();
+            Host {
+                number,
+                device,
+                peers: Peers::open(&events, shares).unwrap(),
+                events,
+                seen: Vec::new(),
+                watched: None,
+            }
+        };
+        devices.into_iter().zip(shares).map(host).collect()
     }
 
     fn add(&mut self, number: u32) {
@@ -159,7 +171,7 @@ fn run<T, const N: usize>(
     }
 }
 
-fn bound(number: u32) -> impl FnMut(&PeerEvent) -> Option<(IpAddr, Qpn, Binding)> {
+fn bound(number: u32) -> impl FnMut(&PeerEvent) -> Option<(PeerId, Qpn, Binding)> {
     move |event| match event {
         PeerEvent::Bound {
             qpn: one,
@@ -179,7 +191,7 @@ fn own(number: u32) -> impl FnMut(&PeerEvent) -> Option<Why> {
 }
 
 fn gone(peer: u8) -> impl FnMut(&PeerEvent) -> Option<()> {
-    move |event| (*event == PeerEvent::Gone { peer: ip(peer) }).then_some(())
+    move |event| (*event == PeerEvent::Gone { peer: peer_id(peer) }).then_some(())
 }
 
 fn ready(event: &PeerEvent) -> Option<SharedId> {
@@ -210,7 +222,7 @@ fn connected_within((first, shared_max): (u8, usize), second: u8) -> (Host, Host
         access: Access::REMOTE_WRITE.bits(),
         tenant: tenant(second),
     };
-    assert_eq!(found, (ip(second), qpn(22), binding));
+    assert_eq!(found, (peer_id(second), qpn(22), binding));
     a.seen.clear();
     b.seen.clear();
     (a, b)
@@ -218,7 +230,7 @@ fn connected_within((first, shared_max): (u8, usize), second: u8) -> (Host, Host
 
 fn shared_by(peer: &Host, own: &Host) -> SharedBy {
     SharedBy {
-        peer: ip(peer.number),
+        peer: peer_id(peer.number),
         here: tenant(own.number),
         there: tenant(peer.number),
         class: 0,
@@ -245,7 +257,7 @@ fn peers__write_and_send_over_a_shared_queue_pair() {
     b.peers.add_region(1, (region.lkey(), rkey), spec);
     let now = Instant::now();
     for (domain, ticket) in [(1, 5), (2, 6)] {
-        a.peers.resolve_key(now, ip(2), (domain, rkey), ticket);
+        a.peers.resolve_key(now, peer_id(2), (domain, rkey), ticket);
     }
     let key = |wanted| {
         move |event: &PeerEvent| match event {
@@ -315,7 +327,7 @@ fn peers__write_and_send_over_a_shared_queue_pair() {
     assert_eq!(b.find(is_gone), None);
     a.peers.key_unused(Instant::now(), asked);
     run([&mut a, &mut b], |[_, b]| b.find(is_gone));
-    a.peers.resolve_key(Instant::now(), ip(2), (1, rkey), 7);
+    a.peers.resolve_key(Instant::now(), peer_id(2), (1, rkey), 7);
     assert_eq!(run([&mut a, &mut b], |[a, _]| a.find(key(7))), None);
 
     // It goes at both ends.
@@ -355,7 +367,7 @@ fn bind__a_node_is_its_own_peer() {
     a.bind(12, 7, 11);
     for number in [11, 12] {
         let (peer, ..) = run([&mut a], |[a]| a.find(bound(number)));
-        assert_eq!(peer, ip(7));
+        assert_eq!(peer, peer_id(7));
     }
     // It has nothing to share with itself.
     let by = shared_by(&a, &a);
@@ -363,6 +375,53 @@ fn bind__a_node_is_its_own_peer() {
     let refused = PeerEvent::QpRefused { by };
     run([&mut a], |[a]| a.find(|event| (*event == refused).then_some(())));
     assert_eq!(a.peers.shared_count(), 0);
+}
+
+/// Requests for control connections arrive at any engine of a node, and reach the one that is wanted.
+#[test]
+fn bind__to_each_engine_of_a_node() {
+    let mut a = Host::new(23, 7);
+    let mut engines = Host::engines(24, 7, 8, 3);
+    let mut numbers = Vec::new();
+    for host in &engines {
+        let bits = upper_bits(std::slice::from_ref(&host.device)).unwrap()[0];
+        numbers.push(u32::from(bits) << 16 | 22);
+    }
+    let wanted = [(11, 2), (12, 0), (13, 1)];
+    for (own, engine) in wanted {
+        let number = numbers[engine];
+        engines[engine].add(number);
+        engines[engine].bind(number, 23, own);
+        a.add(own);
+        a.bind(own, 24, number);
+    }
+    let [first, second, third] = &mut engines[..] else {
+        panic!("not all engines");
+    };
+    for (own, engine) in wanted {
+        let hosts = [&mut a, &mut *first, &mut *second, &mut *third];
+        let (peer, dest, _) = run(hosts, |[a, ..]| a.find(bound(own)));
+        let expected = PeerId {
+            address: ip(24),
+            engine: engine as u8,
+        };
+        assert_eq!((peer, dest), (expected, qpn(numbers[engine])));
+    }
+}
+
+#[test]
+fn of_engines__divides_the_limit_of_queue_pairs() {
+    let one = device(25);
+    let devices = [one.open_engine().unwrap(), one.open_engine().unwrap(), one];
+    let key = Key::new([7; 32]);
+    let shares = Shares::of_engines(&devices, &key, (8, true)).unwrap();
+    let parts: Vec<_> = shares.iter().map(|one| one.queue_pairs_max).collect();
+    assert_eq!(parts, [3, 3, 2]);
+    let many = vec![devices[0].clone(); ENGINES_MAX + 1];
+    assert!(matches!(
+        Shares::of_engines(&many, &key, (8, true)),
+        Err(PeersError::Engines)
+    ));
 }
 
 #[test]
@@ -409,7 +468,9 @@ fn bind__to_a_host_without_a_node() {
 #[test]
 fn open__where_another_process_has_the_port() {
     let first = Host::new(13, 7);
-    let second = Peers::open(&first.device, &first.events, shares(7, 8));
+    let again = device(13);
+    let shares = Shares::of_engines(&[again], &Key::new([7; 32]), (8, true)).unwrap();
+    let second = Peers::open(&first.events, shares.into_iter().next().unwrap());
     assert!(matches!(second, Err(PeersError::Listen(_))), "{second:?}");
 }
 
@@ -485,6 +546,10 @@ fn node__answers_for_its_applications() {
     let now = Instant::now();
     a.peers
         .bind(now, qpn(11), (served.address, dest, 0), Access::empty());
+    let node = PeerId {
+        address: served.address,
+        engine: 0,
+    };
     let mut ticket = 0;
     let there = run([&mut a], |[a]| {
         let answer = a.find(|event| match event {
@@ -493,7 +558,7 @@ fn node__answers_for_its_applications() {
         });
         if ticket == 0 || answer == Some(None) {
             ticket += 1;
-            a.peers.resolve_key(now, served.address, (1, rkey), ticket);
+            a.peers.resolve_key(now, node, (1, rkey), ticket);
         }
         answer.flatten()
     });

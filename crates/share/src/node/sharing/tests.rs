@@ -50,15 +50,12 @@ fn modify__in_quarantine() {
         provider: Some("soft"),
         ..Options::default()
     };
-    let device = Device::open_with(ADDRESS, options).unwrap();
+    let device = rdmux_verbs::Device::open_with(ADDRESS, options).unwrap();
     let events = EventQueue::new().unwrap();
     let mut egress = Egress::new(now(), limits::of_device("soft", Quanta::default(), None));
-    let shares = Shares {
-        key: Key::new([1; 32]),
-        queue_pairs_max: 8,
-        tells_executed: true,
-    };
-    let mut sharing = Sharing::open(&device, &events, &mut egress, shares).unwrap();
+    let shares = Shares::of_engines(&[device], &Key::new([1; 32]), (8, true)).unwrap();
+    let shares = shares.into_iter().next().unwrap();
+    let mut sharing = Sharing::open(&events, &mut egress, shares).unwrap();
     let first = add(&mut sharing, &mut egress, 0x101, 1);
     assert!(may_share(&mut sharing, first));
     let id = SharedId(9);

@@ -104,6 +104,9 @@ fn each() -> Vec<Message> {
                 answers: vec![response(1, Outcome::Original), response(2, Outcome::Failed)],
             }),
         },
+        Message::Engine {
+            engines: Engines::new(1, &[0x2a, 0x07, 0xff]).unwrap(),
+        },
     ]
 }
 
@@ -149,6 +152,9 @@ fn emit__the_longest_message_fits() {
                     answers: vec![response(0, Outcome::Done); ANSWERS_MAX],
                     ..executed
                 }),
+            },
+            Message::Engine { .. } => Message::Engine {
+                engines: engines(0, ENGINES_MAX).unwrap(),
             },
             other => other,
         };
@@ -224,6 +230,57 @@ fn parse__undefined_values_of_what_was_executed() {
         bytes[at] = value;
         assert!(Message::parse(&bytes).is_err(), "byte {at} is {value}");
     }
+}
+
+fn engines(own: u8, count: usize) -> Option<Engines> {
+    let bits: Vec<u8> = (0..count).map(|bits| bits as u8).collect();
+    Engines::new(own, &bits)
+}
+
+#[test]
+fn new__engines() {
+    let known = Engines::new(1, &[0x2a, 0x07]).unwrap();
+    assert_eq!(known.own(), 1);
+    let found = [0x2a_0001, 0x07_ffff, 0x08_0000].map(|number| known.of(Qpn::new(number)));
+    assert_eq!(found, [0, 1, 0], "the first one answers for what nobody has");
+    assert!(known.are_those_of(&Engines::new(0, &[0x2a, 0x07]).unwrap()));
+    assert!(!known.are_those_of(&Engines::new(1, &[0x2a, 0x08]).unwrap()));
+    assert!(engines(0, 1).is_some() && engines(63, ENGINES_MAX).is_some());
+    let refused = [engines(0, 0), engines(1, 1), engines(0, ENGINES_MAX + 1)];
+    assert_eq!(refused, [None, None, None]);
+    assert_eq!(Engines::new(0, &[1, 2, 1]), None);
+}
+
+/// A number that none of the engines has, more engines than a node can have, fewer than it says, and two that are the same.
+#[test]
+fn parse__undefined_engines() {
+    let mut bytes = Vec::new();
+    let engines = Engines::new(1, &[0x2a, 0x07]).unwrap();
+    Message::Engine { engines }.emit(0, &mut bytes);
+    assert_eq!(bytes[8..], [1, 2, 0x2a, 0x07]);
+    for (at, value) in [
+        (8, 2),
+        (8, 255),
+        (9, 0),
+        (9, 1),
+        (9, 3),
+        (9, 65),
+        (9, 255),
+        (11, 0x2a),
+    ] {
+        let mut bytes = bytes.clone();
+        bytes[at] = value;
+        assert!(Message::parse(&bytes).is_err(), "byte {at} is {value}");
+    }
+}
+
+#[test]
+fn parse__the_engine_that_is_wanted() {
+    let qpn = Qpn::new(0x2a_0102);
+    let padded = [&emit_wanted(qpn)[..], &[0; 52]].concat();
+    assert_eq!(parse_wanted(&padded), qpn);
+    assert_eq!(parse_wanted(&[0x2a, 1, 2]), Qpn::new(0));
+    assert_eq!(parse_wanted(&[0xff; 56]), Qpn::new(0xff_ffff));
 }
 
 #[test]

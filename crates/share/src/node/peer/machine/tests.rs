@@ -9,6 +9,17 @@ fn ip(host: u8) -> IpAddr {
     Ipv4Addr::new(10, 0, 0, host).into()
 }
 
+/// An engine of a host, which has the queue pairs with this number as the upper bits of theirs.
+fn engine(host: u8, engine: u8) -> PeerId {
+    let address = ip(host);
+    PeerId { address, engine }
+}
+
+/// The first engine, mostly the only one.
+fn peer_id(host: u8) -> PeerId {
+    engine(host, 0)
+}
+
 fn qpn(number: u32) -> Qpn {
     Qpn::new(number)
 }
@@ -26,13 +37,13 @@ enum Carried {
 
 /// Nodes whose links lose nothing. Each test says when what is on the way arrives.
 struct Net {
-    nodes: BTreeMap<IpAddr, Machine>,
+    nodes: BTreeMap<PeerId, Machine>,
     /// The other end of each end of a link.
-    pairs: HashMap<(IpAddr, LinkId), (IpAddr, LinkId)>,
-    carried: BTreeMap<(IpAddr, LinkId), VecDeque<Carried>>,
-    /// Attempts that nobody has answered.
-    attempts: Vec<(IpAddr, LinkId, IpAddr)>,
-    events: Vec<(IpAddr, Event)>,
+    pairs: HashMap<(PeerId, LinkId), (PeerId, LinkId)>,
+    carried: BTreeMap<(PeerId, LinkId), VecDeque<Carried>>,
+    /// Attempts that nobody has answered: from where, and the engine that is wanted.
+    attempts: Vec<(PeerId, LinkId, PeerId)>,
+    events: Vec<(PeerId, Event)>,
     now: Instant,
     nonce: u8,
 }
@@ -65,16 +76,33 @@ impl Net {
     }
 
     fn add(&mut self, host: u8, key: u8, node: u8) {
-        let identity = Identity {
-            key: Key::new([key; 32]),
-            node: NodeId([node; 16]),
-            address: ip(host),
-        };
-        self.nodes.insert(ip(host), Machine::new(identity));
+        self.add_engines(host, key, node, 1);
+    }
+
+    /// Adds a node with so many engines.
+    fn add_engines(&mut self, host: u8, key: u8, node: u8, count: u8) {
+        let upper_bits: Vec<u8> = (0..count).collect();
+        let warned = Warned::default();
+        for own in 0..count {
+            let identity = Identity {
+                key: Key::new([key; 32]),
+                node: NodeId([node; 16]),
+                address: ip(host),
+                engines: Engines::new(own, &upper_bits).unwrap(),
+            };
+            let machine = Machine::new(identity, warned.clone());
+            self.nodes.insert(engine(host, own), machine);
+        }
     }
 
     fn node(&mut self, host: u8) -> &mut Machine {
-        self.nodes.get_mut(&ip(host)).unwrap()
+        self.engine_of(host, 0)
+    }
+
+    /// Returns the engine of a host that has a queue pair.
+    fn engine_of(&mut self, host: u8, number: u32) -> &mut Machine {
+        let engine = engine(host, (number >> 16) as u8);
+        self.nodes.get_mut(&engine).unwrap()
     }
 
     fn nonce(&mut self) -> [u8; 32] {
@@ -84,7 +112,7 @@ impl Net {
 
     fn bind(&mut self, host: u8, own: u32, peer: u8, dest: u32) {
         let (now, nonce) = (self.now, self.nonce());
-        self.node(host)
+        self.engine_of(host, own)
             .bind(now, qpn(own), (ip(peer), qpn(dest), 0), own, nonce);
         self.act();
     }
@@ -92,11 +120,17 @@ impl Net {
     /// Has all nodes do what they want.
     fn act(&mut self) {
         let mut bytes = Vec::new();
-        let all: Vec<IpAddr> = self.nodes.keys().copied().collect();
+        let all: Vec<PeerId> = self.nodes.keys().copied().collect();
         for at in all {
             while let Some(action) = self.nodes.get_mut(&at).unwrap().next_action() {
                 match action {
-                    Action::Connect(link, peer) => self.attempts.push((at, link, peer)),
+                    Action::Connect(link, address, wanted) => {
+                        let peer = |engine| PeerId { address, engine };
+                        let wanted = Some(peer(Engines::upper_bits(wanted)));
+                        // As links have it: the first one has what nobody has.
+                        let found = wanted.filter(|wanted| self.nodes.contains_key(wanted));
+                        self.attempts.push((at, link, found.unwrap_or(peer(0))));
+                    }
                     Action::Send(link) | Action::Close(link, _) => {
                         let Some(other) = self.pairs.get(&(at, link)).copied() else {
                             continue;
@@ -132,7 +166,7 @@ impl Net {
         let accepted = self
             .nodes
             .get_mut(&to)
-            .and_then(|node| node.accepted(now, from, nonce));
+            .and_then(|node| node.accepted(now, from.address, nonce));
         let node = self.nodes.get_mut(&from).unwrap();
         match accepted {
             Some(other) => {
@@ -147,7 +181,7 @@ impl Net {
     }
 
     /// Has the oldest message for an end of a link arrive.
-    fn deliver(&mut self, end: (IpAddr, LinkId)) -> bool {
+    fn deliver(&mut self, end: (PeerId, LinkId)) -> bool {
         let Some(carried) = self.carried.get_mut(&end).and_then(VecDeque::pop_front) else {
             return false;
         };
@@ -191,15 +225,15 @@ impl Net {
 
     /// The node of a host is there no more. Its peers do not learn that.
     fn kill(&mut self, host: u8) {
-        self.nodes.remove(&ip(host));
+        self.nodes.retain(|at, _| at.address != ip(host));
         self.pairs
-            .retain(|(at, _), (to, _)| *at != ip(host) && *to != ip(host));
+            .retain(|(at, _), (to, _)| at.address != ip(host) && to.address != ip(host));
     }
 
     fn take(&mut self, host: u8) -> Vec<Event> {
         let (mine, others) = std::mem::take(&mut self.events)
             .into_iter()
-            .partition(|(at, _)| *at == ip(host));
+            .partition(|(at, _)| at.address == ip(host));
         self.events = others;
         mine.into_iter().map(|(_, event)| event).collect()
     }
@@ -208,7 +242,7 @@ impl Net {
 fn bound(own: u32, peer: u8, dest: u32) -> Event {
     Event::Peer(PeerEvent::Bound {
         qpn: qpn(own),
-        peer: ip(peer),
+        peer: engine(peer, (dest >> 16) as u8),
         dest: qpn(dest),
         binding: Binding {
             domain: peer.into(),
@@ -229,7 +263,7 @@ fn unbound(number: u32) -> Event {
 }
 
 fn gone(peer: u8) -> Event {
-    let peer = ip(peer);
+    let peer = peer_id(peer);
     Event::Peer(PeerEvent::Gone { peer })
 }
 
@@ -248,9 +282,15 @@ fn bind__both_ends_of_a_connection() {
     assert_eq!(net.node(2).counts(), (1, 0));
 }
 
-/// Both nodes connect and ask at once; whatever the order in which attempts and messages arrive, both ends agree.
+/// Both nodes connect and ask at once; whatever the order in which attempts and messages arrive, both ends agree, of each pair of engines.
 #[test]
 fn bind__at_once_in_any_order() {
+    for (engines, rounds) in [([1, 1], 2000), ([2, 1], 1000), ([2, 3], 1000)] {
+        bind_at_once(engines, rounds);
+    }
+}
+
+fn bind_at_once(engines: [u8; 2], rounds: u32) {
     let mut state = 0x0123_4567_89ab_cdef_u64;
     let mut random = |below: usize| {
         state ^= state << 13;
@@ -258,24 +298,30 @@ fn bind__at_once_in_any_order() {
         state ^= state << 17;
         (state % below as u64) as usize
     };
+    let connection = |n: u32| {
+        let [first, second] = engines.map(u32::from);
+        let engines = [n % first, n / first % second];
+        [
+            engines[0] << 16 | (11 + 100 * n),
+            engines[1] << 16 | (22 + 100 * n),
+        ]
+    };
+    let connections: Vec<[u32; 2]> = (0..6).map(connection).collect();
     let mut with_two_links = 0;
-    for round in 0..2000 {
-        let mut net = Net::pair();
-        for host in [1, 2] {
-            for more in [1, 2] {
-                let number = u32::from(host) * 11 + more * 100;
-                net.node(host)
-                    .add_qp(qpn(number), host.into(), tenant(&format!("t{host}")));
+    for round in 0..rounds {
+        let mut net = Net::new();
+        let mut to_bind = Vec::new();
+        for (host, count) in [1, 2].into_iter().zip(engines) {
+            net.add_engines(host, 7, host, count);
+            let (own, far) = (usize::from(host - 1), usize::from(2 - host));
+            for ends in &connections {
+                let number = ends[own];
+                let tenant = tenant(&format!("t{host}"));
+                net.engine_of(host, number)
+                    .add_qp(qpn(number), host.into(), tenant);
+                to_bind.push((host, number, 3 - host, ends[far]));
             }
         }
-        let mut to_bind = vec![
-            (1, 11, 2, 22),
-            (2, 22, 1, 11),
-            (1, 111, 2, 122),
-            (2, 122, 1, 111),
-            (2, 222, 1, 211),
-            (1, 211, 2, 222),
-        ];
         loop {
             let ends: Vec<_> = net
                 .carried
@@ -300,26 +346,171 @@ fn bind__at_once_in_any_order() {
             }
         }
         for (host, peer) in [(1, 2), (2, 1)] {
+            let (own, far) = (usize::from(host - 1), usize::from(peer - 1));
             let mut events = net.take(host);
-            events.sort_by_key(|event| match event {
-                Event::Peer(PeerEvent::Bound { qpn, .. }) => qpn.value(),
+            let order = |event: &Event| match event {
+                Event::Peer(PeerEvent::Bound { qpn, .. }) => qpn.value() & 0xffff,
                 other => panic!("round {round}: {other:?}"),
-            });
-            let (mine, far) = (u32::from(host) * 11, u32::from(peer) * 11);
-            let expected = [0, 100, 200].map(|more| bound(mine + more, peer, far + more));
-            assert_eq!(events, expected, "round {round}");
-            let (links, kept) = net.node(host).counts();
-            assert!(kept == 0 && links <= 2);
-            with_two_links += usize::from(links == 2);
+            };
+            events.sort_by_key(order);
+            let expected = connections.iter().map(|ends| bound(ends[own], peer, ends[far]));
+            assert_eq!(events, expected.collect::<Vec<_>>(), "round {round}");
+            let of_host = net.nodes.iter().filter(|(at, _)| at.address == ip(host));
+            for (links, kept) in of_host.map(|(_, machine)| machine.counts()) {
+                let peers = usize::from(engines[far]);
+                assert!(kept == 0 && (peers..=2 * peers).contains(&links), "round {round}");
+                with_two_links += usize::from(links == 2 * peers);
+            }
         }
     }
-    assert!(with_two_links > 100, "{with_two_links}");
+    assert!(with_two_links > 10, "{with_two_links}");
+}
+
+/// Adds a queue pair to each of two engines of both hosts, and connects those of the engines with the same number: 11 and 22, 0x1_000b and 0x1_0016.
+fn two_engines() -> Net {
+    let mut net = Net::new();
+    for host in [1, 2] {
+        net.add_engines(host, 7, host, 2);
+        for engine in [0, 1 << 16] {
+            let number = engine + 11 * u32::from(host);
+            let tenant = tenant(&format!("t{host}"));
+            net.engine_of(host, number)
+                .add_qp(qpn(number), host.into(), tenant);
+        }
+    }
+    for engine in [0, 1 << 16] {
+        net.bind(1, engine | 11, 2, engine | 22);
+        net.run();
+        net.bind(2, engine | 22, 1, engine | 11);
+    }
+    net.run();
+    let second = 1 << 16;
+    assert_eq!(
+        net.take(1),
+        [bound(11, 2, 22), bound(second | 11, 2, second | 22)]
+    );
+    net.events.clear();
+    net
+}
+
+#[test]
+fn lost__ends_what_was_agreed_with_one_engine_alone() {
+    let mut net = two_engines();
+    let second = engine(1, 1);
+    let end = *net.pairs.keys().find(|(at, _)| *at == second).unwrap();
+    let now = net.now;
+    net.nodes.get_mut(&second).unwrap().lost(now, end.1);
+    net.run();
+    let gone = Event::Peer(PeerEvent::Gone { peer: engine(2, 1) });
+    assert_eq!(net.take(1), [unbound(1 << 16 | 11), gone]);
+}
+
+/// It has one engine now, with other queue pairs.
+#[test]
+fn agreed__a_node_that_was_started_again_with_other_engines() {
+    let mut net = two_engines();
+    let number = 1 << 16 | 44;
+    net.engine_of(2, number).add_qp(qpn(number), 2, tenant("t2"));
+    net.node(1).add_qp(qpn(12), 1, tenant("t1"));
+    net.bind(1, 12, 2, number);
+    net.run();
+    assert_eq!(net.node(1).counts(), (2, 0));
+    net.kill(2);
+    net.events.clear();
+    net.add(2, 7, 9);
+    net.node(2).add_qp(qpn(24), 2, tenant("t2"));
+    net.node(1).add_qp(qpn(13), 1, tenant("t1"));
+    net.bind(2, 24, 1, 13);
+    net.run();
+    let events = net.take(1);
+    for peer in [0, 1] {
+        let gone = Event::Peer(PeerEvent::Gone {
+            peer: engine(2, peer),
+        });
+        assert!(events.contains(&gone), "{events:?}");
+    }
+    assert!(
+        events.contains(&unbound(11)) && events.contains(&own(12, Why::NoNode)),
+        "{events:?}"
+    );
+    net.bind(1, 13, 2, 24);
+    net.run();
+    assert_eq!(net.take(1), [bound(13, 2, 24)]);
+}
+
+/// A peer is believed what its node has told: where it answers, which engines there are, and whose queue pairs it speaks of.
+#[test]
+fn agreed__engines_that_contradict() {
+    let broken = |why| Why::Protocol(Broken::Unexpected(why));
+    let mut net = Net::new();
+    net.add(1, 7, 1);
+    net.add_engines(2, 7, 2, 2);
+    net.node(1).add_qp(qpn(11), 1, tenant(""));
+    net.bind(1, 11, 2, 22);
+    net.attempts[0].2 = engine(2, 1);
+    net.run();
+    let why = broken("another engine than the one that was asked");
+    assert_eq!(net.take(1), [own(11, why)]);
+    assert_eq!(net.node(1).counts(), (0, 0));
+
+    // The second engine tells of a third one.
+    let mut net = two_engines();
+    let identity = Identity {
+        key: Key::new([7; 32]),
+        node: NodeId([2; 16]),
+        address: ip(2),
+        engines: Engines::new(2, &[0, 1, 2]).unwrap(),
+    };
+    let third = Machine::new(identity, Warned::default());
+    net.nodes.insert(engine(2, 2), third);
+    let number = 2 << 16 | 22;
+    net.engine_of(2, number).add_qp(qpn(number), 2, tenant(""));
+    net.node(1).add_qp(qpn(12), 1, tenant(""));
+    net.bind(2, number, 1, 12);
+    net.run();
+    assert_eq!(net.node(1).counts(), (1, 0));
+    assert_eq!(net.take(1), []);
+    assert_eq!(net.take(2), [own(number, Why::NoNode), gone(1)]);
+    assert_eq!(net.node(1).take_warnings().len(), 1);
+}
+
+#[test]
+fn question__of_a_queue_pair_of_another_engine() {
+    let (source, dest) = (qpn(1 << 16 | 5), qpn(11));
+    let binding = Binding {
+        domain: 1,
+        access: 0,
+        tenant: tenant(""),
+    };
+    for message in [
+        Message::Unbind { source, dest },
+        Message::Settled {
+            source,
+            dest,
+            binding: None,
+        },
+        Message::Bind {
+            source,
+            dest,
+            class: 0,
+            binding,
+        },
+    ] {
+        let mut net = two_engines();
+        let (_, link) = *net.pairs.keys().find(|(at, _)| *at == peer_id(1)).unwrap();
+        let mut bytes = Vec::new();
+        message.emit(1000, &mut bytes);
+        let now = net.now;
+        net.node(1).heard(now, link, &bytes);
+        net.run();
+        assert_eq!(net.take(1), [unbound(11), gone(2)], "{message:?}");
+    }
 }
 
 #[test]
 fn bind__a_peer_without_a_node_is_not_asked_for_some_time() {
     let mut net = Net::pair();
-    net.nodes.remove(&ip(2));
+    net.kill(2);
     net.bind(1, 11, 2, 22);
     net.run();
     assert_eq!(net.take(1), [own(11, Why::NoNode)]);
@@ -548,7 +739,7 @@ fn doubt__of_a_node_that_was_started_again_ends_what_was_agreed() {
 fn doubt__that_is_settled_otherwise() {
     for order in 0..2 {
         let mut net = agreed_pair();
-        let link = *net.pairs.keys().find(|(at, _)| *at == ip(1)).unwrap();
+        let link = *net.pairs.keys().find(|(at, _)| *at == peer_id(1)).unwrap();
         net.kill(2);
         doubt(&mut net, 1, 2);
         let now = net.now;
@@ -565,7 +756,7 @@ fn doubt__that_is_settled_otherwise() {
         net.run();
         assert_eq!(net.take(1), [unbound(11), gone(2), bound(12, 2, 23)]);
         net.pass(ANSWER_TIME);
-        assert_eq!(net.events, [(ip(2), bound(23, 1, 12))]);
+        assert_eq!(net.events, [(peer_id(2), bound(23, 1, 12))]);
     }
 }
 
@@ -674,8 +865,8 @@ fn bind_asked__at_most_so_many_are_kept() {
     let mut net = Net::pair();
     let count = KEPT_MAX as u32 + 10;
     for number in 0..count {
-        net.node(1).add_qp(qpn(0x1_0000 + number), 1, tenant(""));
-        net.bind(1, 0x1_0000 + number, 2, 22);
+        net.node(1).add_qp(qpn(0x1000 + number), 1, tenant(""));
+        net.bind(1, 0x1000 + number, 2, 22);
     }
     net.run();
     assert_eq!(net.node(2).counts(), (1, KEPT_MAX));
@@ -699,9 +890,9 @@ fn keys__are_asked_for_and_go() {
     net.events.clear();
     let now = net.now;
     let rkey = RKey(5);
-    net.node(1).resolve_key(now, ip(2), (2, rkey), 77);
-    net.node(1).resolve_key(now, ip(2), (2, RKey(6)), 78);
-    net.node(1).resolve_key(now, ip(9), (2, RKey(6)), 79);
+    net.node(1).resolve_key(now, peer_id(2), (2, rkey), 77);
+    net.node(1).resolve_key(now, peer_id(2), (2, RKey(6)), 78);
+    net.node(1).resolve_key(now, peer_id(9), (2, RKey(6)), 79);
     net.run();
     let key = RemoteKey {
         rkey: RKey(50),
@@ -737,7 +928,7 @@ fn keys__are_asked_for_and_go() {
     let [Event::Peer(PeerEvent::KeyGone { asked, peer, .. })] = net.take(1)[..] else {
         panic!("no news of the key");
     };
-    assert_eq!(peer, ip(2));
+    assert_eq!(peer, peer_id(2));
     net.node(1).answer(asked, Message::Done {});
     net.run();
     assert_eq!(net.take(2), [Event::KeyReleased { rkey }]);
@@ -750,7 +941,7 @@ fn keys__of_a_peer_that_does_not_let_go() {
     net.bind(2, 22, 1, 11);
     net.run();
     let now = net.now;
-    net.node(1).resolve_key(now, ip(2), (2, RKey(5)), 1);
+    net.node(1).resolve_key(now, peer_id(2), (2, RKey(5)), 1);
     net.run();
     let events = net.take(2);
     let Some(Event::KeyAsked { asked, .. }) = events.last() else {
@@ -786,7 +977,7 @@ fn lost__questions_end_without_an_answer() {
     net.events.clear();
     let now = net.now;
     for ticket in 0..100 {
-        net.node(1).resolve_key(now, ip(2), (2, RKey(5)), ticket);
+        net.node(1).resolve_key(now, peer_id(2), (2, RKey(5)), ticket);
     }
     net.act();
     net.kill(2);
@@ -823,7 +1014,7 @@ fn heard__anything_from_one_that_has_the_key() {
         let mut net = Net::pair();
         net.bind(1, 11, 2, 22);
         net.run();
-        let end = *net.pairs.keys().find(|(at, _)| *at == ip(2)).unwrap();
+        let end = *net.pairs.keys().find(|(at, _)| *at == peer_id(2)).unwrap();
         net.pairs.clear();
         for _ in 0..100 {
             let mut bytes = seeds[random(seeds.len())].clone();

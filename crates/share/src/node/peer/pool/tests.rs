@@ -6,7 +6,10 @@ use super::*;
 
 fn by(peer: u32, class: u8) -> SharedBy {
     SharedBy {
-        peer: Ipv4Addr::from_bits(0x0a00_0000 + peer).into(),
+        peer: PeerId {
+            address: Ipv4Addr::from_bits(0x0a00_0000 + peer).into(),
+            engine: 0,
+        },
         here: TenantName::default(),
         there: TenantName::new("db").unwrap(),
         class,
@@ -41,6 +44,20 @@ fn want__opens_one_for_each_pair_of_tenants() {
         assert_ne!(open(&mut pool, now, &one), first);
     }
     assert_eq!((pool.len(), pool.next_step()), (4, None));
+}
+
+/// Pools of the engines of a node give no number twice.
+#[test]
+fn want__numbers_of_several_pools() {
+    let now = Instant::now();
+    let mut pools = [1, 2, 3].map(|first| Pool::new(8).with_numbers((first, 3)));
+    let mut ids = BTreeSet::new();
+    for class in 0..4 {
+        for pool in &mut pools {
+            ids.insert(open(pool, now, &by(1, class)));
+        }
+    }
+    assert_eq!(ids, (1..=12).map(SharedId).collect());
 }
 
 #[test]

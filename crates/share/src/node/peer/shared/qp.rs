@@ -102,7 +102,7 @@ impl SharedQp {
         let device = self.qp.pd().device();
         let path = Path {
             src: device.address(),
-            dst: self.by.peer,
+            dst: self.by.peer.address,
             src_port: device.source_port(far.qpn).unwrap_or(0xc000),
             traffic_class: self.by.class,
         };
