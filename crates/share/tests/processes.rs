@@ -5,53 +5,30 @@
 //! but no run exactly.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
+#[path = "common/hostile.rs"]
+mod hostile;
+#[path = "common/other.rs"]
+mod other;
+
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use rdmux_memory::mapping::Mapping;
+use hostile::{Dice, Vandal};
+use other::{Other, number};
 use rdmux_share::ring::*;
 use rdmux_verbs::provider::seqpacket::{receive_with_descriptors, send_bytes};
 use rdmux_wire::node::*;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_setfl, ftruncate};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 /// Time after which the other process counts as hung.
 const LONG: Duration = Duration::from_secs(60);
 /// A side that sleeps looks this often whether the other process is alive.
 const LOOK: Duration = Duration::from_millis(10);
-/// Role of the child.
-const ROLE: &str = "RDMUX_RING_CHILD";
-const SEED: &str = "RDMUX_RING_CHILD_SEED";
 
 const SUBMISSIONS: u32 = 3;
 
 fn layout() -> Layout {
     Layout::new(SUBMISSIONS, 64, 1, 32).unwrap()
-}
-
-fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable)
-        .ok()
-        .map(|value| value.parse().expect("a number"))
-}
-
-/// Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
 }
 
 // ---- What goes through the rings.
@@ -255,44 +232,6 @@ impl Node {
 
 // ---- The other process.
 
-/// This test binary, started again to run its test `child` alone, with a socket as its standard input.
-struct Other {
-    process: Child,
-    socket: OwnedFd,
-}
-
-impl Other {
-    fn start(role: &str, seed: u64) -> Other {
-        let kind = SocketType::SEQPACKET;
-        let (socket, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
-        let process = Command::new("/proc/self/exe")
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env(ROLE, role)
-            .env(SEED, seed.to_string())
-            .stdin(Stdio::from(theirs))
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
-        Other { process, socket }
-    }
-
-    fn is_alive(&mut self) -> bool {
-        self.process.try_wait().unwrap().is_none()
-    }
-
-    fn kill(&mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
 fn send_files(socket: BorrowedFd<'_>, files: &Files) {
     send_bytes(socket, b"rings", &files.as_fds()).unwrap();
 }
@@ -304,19 +243,11 @@ fn receive_files(socket: BorrowedFd<'_>) -> Files {
     Files::from_fds(fds.try_into().unwrap())
 }
 
-/// The other process's part; nothing in a run of the tests. It ends with the tests' process at the latest.
+/// The other process's part; nothing in a run of the tests.
 #[test]
 fn child() {
-    let (Ok(role), Some(seed)) = (std::env::var(ROLE), number(SEED)) else {
-        return;
-    };
+    let Some((role, seed)) = other::role() else { return };
     let stdin = std::io::stdin();
-    std::thread::spawn(|| {
-        // The socket hangs up with the other process.
-        let stdin = std::io::stdin();
-        let _ = poll(&mut [PollFd::new(&stdin, PollFlags::empty())], None);
-        std::process::abort();
-    });
     match role.as_str() {
         "application" => {
             let mut application = Application::new(receive_files(stdin.as_fd()), seed);
@@ -332,7 +263,14 @@ fn child() {
                 node.step();
             }
         }
-        "vandal" => vandal(receive_files(stdin.as_fd()), Dice(seed)),
+        "vandal" => {
+            let (files, mut dice) = (receive_files(stdin.as_fd()), Dice(seed));
+            let rings = layout().rings().into();
+            let mut vandal = Vandal::new(files.as_fds(), SUBMISSIONS.into(), rings);
+            loop {
+                vandal.step(&mut dice);
+            }
+        }
         other => panic!("no role {other}"),
     }
 }
@@ -399,68 +337,6 @@ fn application__a_node_is_killed_at_any_moment() {
 }
 
 // ---- An application that does everything that it can.
-
-/// Does anything that an application can do to the node by what it got, for ever.
-fn vandal(files: Files, mut dice: Dice) {
-    let [node, application, rings, is_rung] = files.as_fds();
-    let bytes = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).unwrap().st_size as usize;
-    let memory = Mapping::of_sealed_file(application, 0, bytes(application), true).unwrap();
-    let theirs = Mapping::of_sealed_file(node, 0, bytes(node), false).unwrap();
-    assert!(Mapping::of_sealed_file(node, 0, bytes(node), true).is_err());
-    // The words of both files are before the descriptors, which begin at a page: those of a ring at 256 bytes for each, in the
-    // application's file behind the sets.
-    let (page, stride, sets) = (4096, 256, 512);
-    let eights = bytes(application) as u64 / 8;
-    loop {
-        let ring = dice.below(4) as usize;
-        // Tail or head of a ring, near the other one, so that some are possible.
-        let near = theirs.load(stride * ring);
-        let near = match ring {
-            0..3 => near.wrapping_add(dice.below(20) as u32),
-            _ => near.wrapping_sub(dice.below(20) as u32),
-        };
-        match dice.below(4096) {
-            0 => {
-                let _ = ftruncate(application, dice.below(1 << 20));
-                let _ = ftruncate(node, 0);
-            }
-            1 => {
-                let holes = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                let _ = fallocate(application, holes, 0, bytes(application) as u64);
-                let _ = fallocate(node, holes, 0, bytes(node) as u64);
-                let _ = rustix::io::pwrite(node, &[0xff; 64], 0);
-            }
-            2..10 => {
-                let flags = [OFlags::empty(), OFlags::NONBLOCK][dice.below(2) as usize];
-                let _ = fcntl_setfl(rings, OFlags::NONBLOCK);
-                let _ = rustix::io::write(rings, &(u64::MAX - 1).to_ne_bytes());
-                let _ = rustix::io::read(rings, &mut [0; 8]);
-                let _ = fcntl_setfl(rings, flags);
-                let _ = fcntl_setfl(is_rung, flags);
-            }
-            10..400 => {
-                let at = 4 * dice.below(page / 4) as usize;
-                memory.word(at).store(dice.next() as u32, Ordering::Relaxed);
-            }
-            400..2000 => memory.word(sets + stride * ring).store(near, Ordering::Release),
-            2000..3800 => {
-                // A descriptor with an opcode, flags and a count that are often possible.
-                let mut first = dice.next().to_ne_bytes();
-                first[0] %= 14;
-                first[1] %= 16;
-                first[3] %= 2;
-                let line = (page + 64 * dice.below(eights / 8 - page / 64)) as usize;
-                let mut descriptor = memory.load_line(line);
-                descriptor[..8].copy_from_slice(&first);
-                memory.store_line(line, &descriptor);
-            }
-            _ => {
-                let at = 8 * dice.below(eights) as usize;
-                memory.double_word(at).store(dice.next(), Ordering::Relaxed);
-            }
-        }
-    }
-}
 
 #[test]
 fn node__an_application_that_does_everything_that_it_can() {

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::{BYTES, LONG, Served, Side, open};
+use common::{BYTES, LONG, Served, Side, connect, open};
 use rdmux_memory::AnonymousMemory;
 use rdmux_rnic::HeapMemory;
 use rdmux_share::node::snapshot::Route;
@@ -53,24 +53,7 @@ impl Served {
     fn pair_with(&self, max_send_wr: u32) -> (Side, Side) {
         let side = || self.side_with(max_send_wr);
         let (mut client, mut server) = (side(), side());
-        let listener = server.device.listen(PORT).unwrap();
-        let address = SocketAddr::new(self.address, PORT);
-        let (connected, accepted) = std::thread::scope(|scope| {
-            let accepted = scope.spawn(|| {
-                let request = listener.accept(LONG).unwrap();
-                assert_eq!(request.private_data()[..3], *b"hey");
-                let accepted = request.accept(&server.qp, &ConnectParams::default(), b"ho");
-                let accepted = accepted.unwrap();
-                assert!(accepted.wait_established());
-                accepted
-            });
-            let params = ConnectParams::default();
-            let connected = client.device.connect(&client.qp, address, &params, b"hey");
-            (connected.unwrap(), accepted.join().unwrap())
-        });
-        assert_eq!(connected.private_data()[..2], *b"ho");
-        client.connection = Some(connected);
-        server.connection = Some(accepted);
+        connect(&mut client, &mut server, PORT);
         (client, server)
     }
 

@@ -1,10 +1,14 @@
 //! A node and applications that keep to nothing.
 
+#[path = "../../tests/common/hostile.rs"]
+mod hostile;
+
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use hostile::{Corpus, Dice};
 use rdmux_memory::mapping::sealed_file;
 use rdmux_verbs::Options;
 use rdmux_wire::node::control::{Attributes, Kind, Message, QpState, QpType, VERSION};
@@ -624,30 +628,8 @@ fn anything__ends_its_sender_alone() {
     let served = Served::new(9);
     let mut other = served.attach();
     let pair = other.qp();
-    let seeds = |name: &str| -> Vec<Vec<u8>> {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
-        let files = std::fs::read_dir(folder.join(name)).unwrap();
-        files
-            .map(|file| std::fs::read(file.unwrap().path()).unwrap())
-            .collect()
-    };
-    let (messages, works) = (seeds("node_control"), seeds("node"));
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut random = |below: usize| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state % below as u64) as usize
-    };
-    let mut mutated = |seeds: &[Vec<u8>], from: usize| {
-        let mut bytes = seeds[random(seeds.len())].clone();
-        for _ in 0..random(4) {
-            let at = from + random(bytes.len() - from);
-            // Most ids and lengths are small.
-            bytes[at] = [0, 1, 2, 3, random(256) as u8][random(5)];
-        }
-        bytes
-    };
+    let (corpus, mut dice) = (Corpus::read(), Dice(1));
+    let peer = (served.address, 1).into();
     // Small ids are those of objects that it has.
     let attach = || {
         let mut raw = served.attach();
@@ -656,31 +638,11 @@ fn anything__ends_its_sender_alone() {
     };
     let mut hostile = attach();
     for round in 0..20_000 {
-        let mut bytes = mutated(&messages, if round % 8 == 0 { 0 } else { 4 });
-        if let Ok((number, message)) = Message::parse(&bytes) {
-            let message = match message {
-                // No test sends packets to whatever address.
-                Message::Connect {
-                    qp,
-                    params,
-                    private_data,
-                    ..
-                } => Message::Connect {
-                    qp,
-                    peer: (served.address, 1).into(),
-                    params,
-                    private_data,
-                },
-                other => other,
-            };
-            message.emit(number, &mut bytes);
-        }
+        let bytes = corpus.message(&mut dice, peer);
         let end = hostile.end.as_ref().unwrap();
         if round % 4 == 0 {
             let mut producer = end.submission(0);
-            let work = mutated(&works, 0);
-            let descriptors: Vec<_> = work.as_chunks().0.to_vec();
-            let _ = producer.push(&descriptors);
+            let _ = producer.push(&corpus.work(&mut dice));
             end.tell(0, producer.publish());
         }
         let sent = rdmux_verbs::provider::seqpacket::send_bytes(&hostile.channel, &bytes, &[]);
