@@ -311,6 +311,68 @@ fn modify__from_init_to_error() {
     }
 }
 
+/// Memory of receives of which the peer's node was told goes once that writes into it no more, though others' connections stay.
+#[test]
+fn deregister__memory_of_receives() {
+    const LEN: u64 = 64 << 10;
+    let (here, there) = (serve(120, 1), serve(121, 1));
+    let (client, server) = pair(&here, &there);
+    operations(&client, &server);
+    let regions = || there.device.object_counts().1;
+    let wait_until_there_are = |expected: usize| {
+        let deadline = Instant::now() + LONG;
+        while regions() != expected {
+            assert!(Instant::now() < deadline, "{} regions, not {expected}", regions());
+        }
+    };
+    let before = regions();
+    // Posts so many receives, of which one is used.
+    let receives = |client: &Side, server: &Side, count: u64| {
+        let memory = Arc::new(AnonymousMemory::shareable(LEN as usize).unwrap());
+        let mr = server.pd.reg_mr_all(memory, 0, Access::LOCAL_WRITE).unwrap();
+        for _ in 0..count {
+            let receive = RecvRequest::new(1, mr.slice(0..LEN).unwrap());
+            server.qp.post_recv(receive).unwrap();
+        }
+        let send = SendRequest::send(client.sge(0, LEN)).wr_id(1).signaled();
+        client.qp.post_send(send).unwrap();
+        client.expect(1, WcOpcode::Send);
+        server.expect(1, WcOpcode::Recv);
+        mr
+    };
+    // Its receive has come: nobody writes any more.
+    drop(receives(&client, &server, 1));
+    wait_until_there_are(before);
+    // Those that have not come, of an application that goes.
+    let (other_client, other_server) = pair(&here, &there);
+    let mr = receives(&other_client, &other_server, 4);
+    drop((mr, other_server));
+    wait_until_there_are(before);
+    operations(&client, &server);
+}
+
+/// A queue pair on a shared one is not connected a second time: neither within its node, where it would have one of its own, nor elsewhere.
+#[test]
+fn connect__a_second_time() {
+    let (here, there) = (serve(122, 1), serve(123, 1));
+    let (client, server) = pair(&here, &there);
+    operations(&client, &server);
+    for address in [here.address, there.address] {
+        let params = ConnectParams::default();
+        let again = client
+            .device
+            .connect(&client.qp, (address, 7177).into(), &params, &[]);
+        let why = again.unwrap_err().to_string();
+        assert!(why.contains("is, or was, connected"), "{why}");
+    }
+    operations(&server, &client);
+    drop((client, server));
+    let deadline = Instant::now() + LONG;
+    while here.viewer.snapshot().unwrap().shared_qps[0].connections > 0 {
+        assert!(Instant::now() < deadline, "the connection stays");
+    }
+}
+
 /// A node with another key, or none, is no peer: the connection has queue pairs of its own.
 #[test]
 fn peers__that_do_not_agree_have_queue_pairs_of_their_own() {

@@ -29,9 +29,9 @@ use rdmux_rnic::{
     Access, Operation, PostError, Qpn, RecvRequest, SendFlags, SendRequest, SgeList, Status, WcOpcode,
     WorkCompletion,
 };
-use rdmux_wire::Malformed;
 use rdmux_wire::node::CompletionStatus;
 use rdmux_wire::node::mux::{BODY_LEN_MAX, Extra, HEADER_LEN, Header, Kind, Receive};
+use rdmux_wire::{LKey, Malformed};
 
 use flight::{Flight, Piece, Progress, Request};
 use keys::Keys;
@@ -329,6 +329,22 @@ impl Mux {
         self.by_names.len()
     }
 
+    /// Returns the connections of a protection domain whose peers may yet write into the own region of a key: [`Mux::may_be_written`].
+    pub(in crate::node) fn writers(&self, domain: u64, lkey: LKey) -> impl Iterator<Item = ConnectionId> {
+        self.by_names.values().copied().filter(move |id| {
+            let connection = self.connection_of(*id);
+            connection.is_some_and(|connection| {
+                connection.bound.domain == domain && connection.may_be_written(lkey)
+            })
+        })
+    }
+
+    /// Returns whether the peer of a connection may yet write into the own region of a key, which its application has deregistered.
+    pub(in crate::node) fn may_be_written(&self, id: ConnectionId, lkey: LKey) -> bool {
+        let connection = self.connection_of(id);
+        connection.is_some_and(|connection| connection.may_be_written(lkey))
+    }
+
     /// Returns the number of the next piece. Once [`Mux::completed`] is not below it, everything that was posted before has ended.
     pub(in crate::node) fn posted(&self) -> u64 {
         self.flight.end()
@@ -337,6 +353,12 @@ impl Mux {
     /// Returns the number of the first piece that has not ended.
     pub(in crate::node) fn completed(&self) -> u64 {
         self.flight.completed()
+    }
+
+    fn connection_of(&self, id: ConnectionId) -> Option<&Connection> {
+        let entry = self.entries.get(id.index as usize)?;
+        (entry.generation == id.generation).then_some(())?;
+        entry.connection.as_ref()
     }
 
     fn connection(&mut self, id: ConnectionId) -> Option<&mut Connection> {
@@ -957,6 +979,14 @@ impl Mux {
         entry.generation = entry.generation.wrapping_add(1);
         self.free.push(id.index);
         self.events.push_back(Event::Ended(id));
+    }
+}
+
+impl Connection {
+    /// Returns whether the peer may yet write into the own region of a key: for a receive of which its node knows, if it does not know either
+    /// that the connection has failed.
+    fn may_be_written(&self, lkey: LKey) -> bool {
+        !self.peer_ended && (self.failure.is_some() || self.receiver.has_told(lkey))
     }
 }
 

@@ -113,6 +113,7 @@ impl Application {
                 if !self.connections.has_room() {
                     return Err(limit("connections"));
                 }
+                self.may_connect(shared, qp)?;
                 if peer.ip() == shared.device.address() || self.memory.is_some() {
                     let qp = self.qps.get_mut(qp).ok_or_else(|| no_object(Kind::Qp))?;
                     qp.use_own(shared);
@@ -572,6 +573,18 @@ impl Application {
         true
     }
 
+    /// Refuses to connect a queue pair that is connected already, or was, over a shared one. The device refuses it of its own ones.
+    fn may_connect(&self, shared: &Shared, qp: u32) -> Result<(), Refusal> {
+        let qpn = self.qp(qp)?.qp.qpn();
+        match shared.sharing.as_ref().is_some_and(|sharing| sharing.has(qpn)) {
+            true => {
+                let why = "the queue pair is, or was, connected: bring it to Reset first";
+                Err(Refusal::new(ErrorCode::State, why))
+            }
+            false => Ok(()),
+        }
+    }
+
     fn accept(
         &mut self,
         shared: &mut Shared,
@@ -586,6 +599,7 @@ impl Application {
         if private_data.bytes().len() > ANSWER_DATA_MAX {
             return Err(refused(ConnectError::PrivateData));
         }
+        self.may_connect(shared, qp)?;
         let pair = self.qp(qp)?.qp.clone();
         let request = self.requests.remove(request);
         let mut request = request.ok_or_else(|| no_object(Kind::Connection))?;

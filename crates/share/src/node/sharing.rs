@@ -86,8 +86,11 @@ type InFlight = Vec<(SharedId, u64)>;
 #[derive(Debug)]
 struct Retired {
     _shadow: Arc<MemoryRegion>,
+    /// The key of the application's region.
+    lkey: LKey,
     in_flight: InFlight,
-    may_be_told: bool,
+    /// Connections whose peers may write into it: they were told of receives that have it.
+    writers: Vec<(SharedId, ConnectionId)>,
 }
 
 /// A shared queue pair.
@@ -304,14 +307,21 @@ impl Sharing {
     /// Removes a region, as its application deregisters it. Returns false if peers know its key: it stays until they no longer use it
     /// ([`Sharing::next_region_gone`]).
     pub(super) fn remove_region(&mut self, now: Instant, region: MemoryRegion) -> bool {
-        if let Some(removed) = self.regions.remove(region.lkey())
+        let lkey = region.lkey();
+        if let Some((domain, removed)) = self.regions.remove(lkey)
             && let Some(shadow) = removed.shadow
         {
             self.by_shadow.remove(&shadow.lkey().0);
+            let lines = self.lines.iter().filter(|_| removed.may_be_told);
+            let writers = lines.flat_map(|(id, line)| {
+                let writers = line.mux.writers(domain, lkey);
+                writers.map(|connection| (*id, connection))
+            });
             let retired = Retired {
                 _shadow: shadow,
+                lkey,
                 in_flight: self.in_flight(|_| true),
-                may_be_told: removed.may_be_told,
+                writers: writers.collect(),
             };
             self.retired.push(retired);
         }
@@ -334,9 +344,15 @@ impl Sharing {
 
     /// Lets go of what nothing in flight needs any more.
     fn release(&mut self) {
-        let has_connections = self.lines.values().any(|line| line.mux.connections() > 0);
         let mut retired = std::mem::take(&mut self.retired);
-        retired.retain(|one| one.may_be_told && has_connections || self.is_in_flight(&one.in_flight));
+        retired.retain_mut(|one| {
+            let lkey = one.lkey;
+            one.writers.retain(|(id, connection)| {
+                let line = self.lines.get(id);
+                line.is_some_and(|line| line.mux.may_be_written(*connection, lkey))
+            });
+            !one.writers.is_empty() || self.is_in_flight(&one.in_flight)
+        });
         self.retired = retired;
         for (asked, in_flight) in std::mem::take(&mut self.going) {
             match self.is_in_flight(&in_flight) {
@@ -542,8 +558,12 @@ impl Sharing {
         }
     }
 
-    /// Has the device's queue pair be used by itself from here on. Returns the receives that it takes.
+    /// Has the device's queue pair be used by itself from here on, unless it is connected already, or about to. Returns the receives that it
+    /// takes.
     pub(super) fn make_own(&mut self, qpn: Qpn) -> Vec<RecvRequest> {
+        if self.has(qpn) {
+            return Vec::new();
+        }
         let Some((_, receives)) = self.remove_own(qpn) else {
             return Vec::new();
         };

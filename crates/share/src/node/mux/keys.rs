@@ -97,11 +97,11 @@ impl<T> OwnRegions<T> {
         Some(&self.by_lkey.get(&lkey.0)?.region)
     }
 
-    /// Removes a region.
-    pub(in crate::node) fn remove(&mut self, lkey: LKey) -> Option<T> {
+    /// Removes a region. Returns it with its protection domain.
+    pub(in crate::node) fn remove(&mut self, lkey: LKey) -> Option<(u64, T)> {
         let removed = self.by_lkey.remove(&lkey.0)?;
         self.by_rkey.remove(&removed.rkey.0);
-        Some(removed.region)
+        Some((removed.domain, removed.region))
     }
 
     /// Returns the region of a key that a domain's queue pairs may use for a range.
@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(regions.get(1, LKey(8), (0x1080, 1), rights), None);
         assert_eq!(regions.get_remote(1, RKey(8)), Some((EXTENT, &mut 'a')));
         assert_eq!(regions.get_remote(2, RKey(8)), None);
-        assert_eq!(regions.remove(LKey(7)), Some('a'));
+        assert_eq!(regions.remove(LKey(7)), Some((1, 'a')));
         assert_eq!(regions.get_remote(1, RKey(8)), None);
         assert_eq!(regions.remove(LKey(7)), None);
     }

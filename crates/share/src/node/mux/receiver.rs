@@ -67,6 +67,16 @@ impl Receiver {
         self.posted.pop_front()
     }
 
+    /// Returns whether the peer's node knows of a receive into the region of a key.
+    pub(super) fn has_told(&self, lkey: LKey) -> bool {
+        let mut elements = self
+            .posted
+            .iter()
+            .take(self.told)
+            .flat_map(|receive| receive.sges.as_slice());
+        elements.any(|sge| sge.lkey == lkey.0)
+    }
+
     /// Returns whether the peer's node should learn of more receives: not of each, but before it is out of them.
     pub(super) fn has_news(&self) -> bool {
         let untold = self.posted.len() - self.told;
