@@ -8,48 +8,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use common::nodes::{Host, LONG, Running};
+use common::nodes::{Held, Host, LONG, Running};
 
 /// The shortest time after which a node finds out by probes that its peer does not answer.
 const PROBES: Duration = Duration::from_secs(2);
-
-/// Descriptors, mappings and kilobytes in memory of a process.
-#[derive(Clone, Copy, Debug)]
-struct Held {
-    descriptors: usize,
-    mappings: usize,
-    resident_kib: usize,
-}
-
-impl Held {
-    /// Returns what a process has once it has no more descriptors than before, as far as they are a matter of time.
-    fn by_at_most(process: &Running, descriptors: usize) -> Held {
-        let deadline = Instant::now() + LONG;
-        loop {
-            let held = Held::by(process);
-            if held.descriptors <= descriptors {
-                return held;
-            }
-            assert!(
-                Instant::now() < deadline,
-                "{held:?}, {descriptors} descriptors before"
-            );
-        }
-    }
-
-    fn by(process: &Running) -> Held {
-        let folder = format!("/proc/{}", process.0.id());
-        let read = |name: &str| std::fs::read_to_string(format!("{folder}/{name}")).unwrap();
-        let status = read("status");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let kib = line.unwrap().trim().trim_end_matches(" kB");
-        Held {
-            descriptors: std::fs::read_dir(format!("{folder}/fd")).unwrap().count(),
-            mappings: read("maps").lines().count(),
-            resident_kib: kib.parse().unwrap(),
-        }
-    }
-}
 
 /// Returns the names of what the nodes of a host have in its runtime folder.
 fn names(host: &Host) -> BTreeSet<String> {

@@ -74,7 +74,7 @@ fn node__engines_that_share_queue_pairs() {
     assert_measured("write-lat", &output);
     assert_eq!(other.end().0, Some(0));
     // Each pair of engines has its own, also that whose applications have ended.
-    let top = host.top(from);
+    let top = host.frame(from, "2");
     assert_eq!(top["shared_qps"].as_array().unwrap().len(), 2, "{top}");
     for connection in top["connections"].as_array().unwrap() {
         assert_eq!(connection["route"], "shared", "{top}");

@@ -53,7 +53,7 @@ impl Served {
     fn pair_with(&self, max_send_wr: u32) -> (Side, Side) {
         let side = || self.side_with(max_send_wr);
         let (mut client, mut server) = (side(), side());
-        connect(&mut client, &mut server, PORT);
+        connect(&mut client, &mut server, PORT, &ConnectParams::default());
         (client, server)
     }
 

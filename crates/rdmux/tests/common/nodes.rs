@@ -5,7 +5,7 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -36,6 +36,11 @@ impl Running {
         let _ = self.0.wait();
     }
 
+    /// Asks the child to end.
+    pub(crate) fn stop(&self) {
+        kill_process(Pid::from_child(&self.0), Signal::TERM).unwrap();
+    }
+
     /// Waits for the end of the child; returns its status and what it printed to stderr.
     pub(crate) fn end(mut self) -> (Option<i32>, String) {
         let pidfd = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty()).unwrap();
@@ -52,6 +57,44 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.kill();
+    }
+}
+
+/// Descriptors, mappings and kilobytes in memory of a process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Held {
+    pub(crate) descriptors: usize,
+    pub(crate) mappings: usize,
+    pub(crate) resident_kib: usize,
+}
+
+impl Held {
+    /// Returns what a process has once it has no more descriptors than before, as far as they are a matter of time.
+    pub(crate) fn by_at_most(process: &Running, descriptors: usize) -> Held {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let held = Held::by(process);
+            if held.descriptors <= descriptors {
+                return held;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{held:?}, {descriptors} descriptors before"
+            );
+        }
+    }
+
+    pub(crate) fn by(process: &Running) -> Held {
+        let folder = format!("/proc/{}", process.0.id());
+        let read = |name: &str| std::fs::read_to_string(format!("{folder}/{name}")).unwrap();
+        let status = read("status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.unwrap().trim().trim_end_matches(" kB");
+        Held {
+            descriptors: std::fs::read_dir(format!("{folder}/fd")).unwrap().count(),
+            mappings: read("maps").lines().count(),
+            resident_kib: kib.parse().unwrap(),
+        }
     }
 }
 
@@ -170,22 +213,13 @@ impl Host {
         all.as_array().into_iter().flatten().filter(is_connected).count()
     }
 
-    /// Returns how many connections of applications of a node have sent something within 50 ms.
-    pub(crate) fn sending(&self, address: &str) -> usize {
-        let frame = self.top(address);
-        let connections = frame["connections"].as_array().into_iter().flatten();
-        connections
-            .filter(|one| one["requests_per_s"].as_f64() > Some(0.0))
-            .count()
-    }
-
-    /// Returns what `rdmux top` shows of a node after 50 ms.
-    pub(crate) fn top(&self, address: &str) -> Value {
+    /// Returns the last of so many frames of `rdmux top`, 50 ms apart.
+    pub(crate) fn frame(&self, address: &str, count: &str) -> Value {
         let args = [
             "top",
             "--json",
             "--count",
-            "2",
+            count,
             "--interval",
             "0.05",
             "--device",
@@ -194,6 +228,26 @@ impl Host {
         let output = self.rdmux(&args).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         serde_json::from_str(text.lines().last().unwrap_or_default()).unwrap_or_default()
+    }
+
+    /// Returns how many connections of applications of a node have sent something within 50 ms.
+    pub(crate) fn sending(&self, address: &str) -> usize {
+        let frame = self.frame(address, "2");
+        let connections = frame["connections"].as_array().into_iter().flatten();
+        connections
+            .filter(|one| one["requests_per_s"].as_f64() > Some(0.0))
+            .count()
+    }
+
+    /// Returns the numbers of the applications of a node.
+    pub(crate) fn applications(&self, address: &str) -> Vec<u64> {
+        let frame = self.frame(address, "1");
+        let applications = frame["applications"].as_array();
+        let applications = applications.unwrap_or_else(|| panic!("{frame}"));
+        applications
+            .iter()
+            .map(|one| one["id"].as_u64().unwrap_or_else(|| panic!("{frame}")))
+            .collect()
     }
 
     /// Waits until the device of an address has no more objects than these.

@@ -10,6 +10,9 @@ use rdmux_wire::node::Descriptor;
 use rdmux_wire::node::control::Message;
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_setfl, ftruncate};
 
+/// Traffic class of class 4. The other class is 0, and so is its traffic class.
+pub(crate) const CLASS_4: u8 = 0x80;
+
 /// Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
 pub(crate) struct Dice(pub(crate) u64);
 
@@ -88,13 +91,19 @@ fn mutated(from_these: &[Vec<u8>], dice: &mut Dice, from: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns a message with the peer's address in place of any other.
+/// Returns a message with the peer's address in place of any other, and of one of two classes: for each class that applications use, a node
+/// that shares queue pairs keeps one for a while.
 fn sent_to(mut message: Message, to: SocketAddr) -> Message {
     match &mut message {
-        Message::Connect { peer, .. } => *peer = to,
+        Message::Connect { peer, params, .. } => {
+            *peer = to;
+            params.traffic_class &= CLASS_4;
+        }
+        Message::Accept { params, .. } => params.traffic_class &= CLASS_4,
         Message::Modify { attributes, .. } => {
             if let Some(path) = &mut attributes.path {
                 path.dst = to.ip();
+                path.traffic_class &= CLASS_4;
             }
         }
         Message::CreateAddressHandle { address, .. } => *address = to.ip(),

@@ -1,4 +1,5 @@
 //! A test's other process.
+#![allow(dead_code, reason = "not every test needs all of it")]
 
 use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};

@@ -89,7 +89,7 @@ impl Side {
 }
 
 /// Connects the queue pairs of two of them by a port, which the server's device listens on meanwhile.
-pub(crate) fn connect(client: &mut Side, server: &mut Side, port: u16) {
+pub(crate) fn connect(client: &mut Side, server: &mut Side, port: u16, params: &ConnectParams) {
     let listener = server.device.listen(port).unwrap();
     let address = SocketAddr::new(server.device.address(), port);
     let (connected, accepted) = std::thread::scope(|scope| {
@@ -101,8 +101,7 @@ pub(crate) fn connect(client: &mut Side, server: &mut Side, port: u16) {
             assert!(accepted.wait_established());
             accepted
         });
-        let params = ConnectParams::default();
-        let connected = client.device.connect(&client.qp, address, &params, b"hey");
+        let connected = client.device.connect(&client.qp, address, params, b"hey");
         (connected.unwrap(), accepted.join().unwrap())
     });
     assert_eq!(connected.private_data()[..2], *b"ho");
