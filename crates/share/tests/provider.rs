@@ -10,6 +10,7 @@ use std::time::Instant;
 use common::{BYTES, LONG, Served, Side, connect, open};
 use rdmux_memory::AnonymousMemory;
 use rdmux_rnic::HeapMemory;
+use rdmux_share::node::NodeOptions;
 use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
     Access, Arm, AsyncEvent, CompletionQueue, ConnectError, ConnectParams, Memory, Path, PostError,
@@ -719,6 +720,25 @@ fn node__that_ends_flushes_and_wakes_everybody() {
     assert!(error.to_string().contains("the node has gone"), "{error}");
 }
 
+/// The second application is on the second engine, and sends.
+#[test]
+fn snapshot__retransmissions_of_all_engines() {
+    let options = NodeOptions {
+        engines: 2,
+        ..NodeOptions::default()
+    };
+    let served = Served::with_options([127, 0, 52, 39], options, Some("loss=5%"));
+    let (client, server) = served.pair();
+    let deadline = Instant::now() + LONG;
+    let of_first = || served.device.counters().retransmitted_packets;
+    while served.viewer.snapshot().unwrap().node.retransmitted_packets <= of_first() {
+        assert!(Instant::now() < deadline, "the second engine retransmits nothing");
+        post_writes(&server, &client, &[(true, true, 4096); 4]);
+        let expected = [0, 1, 2, 3].map(|id| (id, Status::Success));
+        assert_eq!(outcomes(&server, 4), expected);
+    }
+}
+
 #[test]
 fn snapshot__what_each_application_has_moved() {
     let served = serve(34);
@@ -763,6 +783,8 @@ fn snapshot__what_each_application_has_moved() {
             .iter()
             .all(|it| it.pid == Some(std::process::id()) && it.queue_pairs == 1)
     );
+    let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+    assert_eq!(before.applications[0].name, name.trim_end());
     let [tenant] = &before.tenants[..] else {
         panic!("{before:?}");
     };

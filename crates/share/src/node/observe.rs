@@ -13,6 +13,8 @@ use super::worker::Worker;
 pub(super) struct Part {
     pub(super) time: Time,
     pub(super) waiting: WaitMode,
+    /// Packets that its engine has retransmitted.
+    pub(super) retransmitted_packets: u64,
     /// By tenant: its name, its applications here, and what they and those before them have moved.
     pub(super) tenants: Vec<(String, u32, Counts)>,
     pub(super) applications: Vec<snapshot::Application>,
@@ -30,6 +32,7 @@ impl Worker {
         let mut part = Part {
             time,
             waiting: self.waiting.mode(),
+            retransmitted_packets: shared.device.counters().retransmitted_packets,
             tenants: past.collect(),
             applications: Vec::new(),
             connections: Vec::new(),

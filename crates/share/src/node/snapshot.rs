@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, mpsc};
 
 use rdmux_rnic::Histogram;
+use rdmux_rnic::sched::Entitlement;
 use rdmux_runtime::Mailbox;
 use rdmux_verbs::Device;
 use rdmux_verbs::sync::Mutex;
@@ -84,6 +85,15 @@ pub struct Tenant {
     pub name: String,
     /// Number of its applications.
     pub applications: u32,
+    /// Part of what guaranteed rates leave, in proportion to others; `None` without a configuration.
+    #[serde(default)]
+    pub weight: Option<u16>,
+    /// Rate in bits per second that it has before others exceed theirs.
+    #[serde(default)]
+    pub rate_bps: Option<u64>,
+    /// Rate in bits per second that it never exceeds.
+    #[serde(default)]
+    pub ceiling_bps: Option<u64>,
     /// Moved by its applications, those that have ended included.
     pub counts: Counts,
 }
@@ -220,6 +230,22 @@ impl Counts {
     }
 }
 
+impl Tenant {
+    fn new(name: &str, entitlement: Option<Entitlement>) -> Tenant {
+        Tenant {
+            name: name.to_owned(),
+            applications: 0,
+            weight: entitlement.as_ref().map(|its| its.weight.get()),
+            rate_bps: entitlement
+                .as_ref()
+                .map(|its| its.rate_bps)
+                .filter(|bps| *bps > 0),
+            ceiling_bps: entitlement.and_then(|its| its.ceiling_bps),
+            counts: Counts::default(),
+        }
+    }
+}
+
 impl Snapshot {
     /// Returns what a user may see: everything for root and for the node's own user, else the user's own applications, and tenants and shared
     /// queue pairs as far as these applications are concerned.
@@ -306,23 +332,19 @@ impl Viewer {
         }
         drop(answer);
         let device = &self.engines[0];
-        let names = self.tenants.lock();
-        let mut tenants: BTreeMap<String, (u32, Counts)> = names
+        let known = self.tenants.lock();
+        let mut tenants: BTreeMap<String, Tenant> = known
             .names()
-            .map(|name| (name.to_owned(), Default::default()))
+            .map(|name| (name.to_owned(), Tenant::new(name, known.entitlement(name))))
             .collect();
-        drop(names);
-        let retransmitted = self
-            .engines
-            .iter()
-            .map(|engine| engine.counters().retransmitted_packets);
+        drop(known);
         let mut snapshot = Snapshot {
             node: NodeState {
                 address: device.address(),
                 provider: device.provider().to_owned(),
                 time_ns: 0,
                 waiting: String::new(),
-                retransmitted_packets: retransmitted.sum(),
+                retransmitted_packets: 0,
                 is_whole: true,
             },
             tenants: Vec::new(),
@@ -336,10 +358,12 @@ impl Viewer {
             let part = answered.recv().map_err(|_| Ended)?;
             waiting = waiting.max(part.waiting);
             snapshot.node.time_ns = snapshot.node.time_ns.max(part.time.0);
+            snapshot.node.retransmitted_packets += part.retransmitted_packets;
             for (name, applications, counts) in part.tenants {
-                let tenant = tenants.entry(name).or_default();
-                tenant.0 += applications;
-                tenant.1.add(&counts);
+                let tenant = tenants.entry(name);
+                let tenant = tenant.or_insert_with_key(|name| Tenant::new(name, None));
+                tenant.applications += applications;
+                tenant.counts.add(&counts);
             }
             snapshot.applications.extend(part.applications);
             snapshot.connections.extend(part.connections);
@@ -347,14 +371,7 @@ impl Viewer {
             snapshot.shared_qps.extend(part.shared_qps);
         }
         snapshot.node.waiting = word(waiting).to_owned();
-        snapshot.tenants = tenants
-            .into_iter()
-            .map(|(name, (applications, counts))| Tenant {
-                name,
-                applications,
-                counts,
-            })
-            .collect();
+        snapshot.tenants = tenants.into_values().collect();
         snapshot.shared_qps.sort_by_key(|shared| shared.id);
         snapshot.applications.sort_by_key(|application| application.id);
         snapshot

@@ -194,6 +194,13 @@ impl Tenants {
         all.filter_map(|(name, settings)| Some((self.accounts.get(name)?, settings.entitlement)))
     }
 
+    /// Returns what a tenant of the configuration is entitled to.
+    pub(super) fn entitlement(&self, name: &str) -> Option<Entitlement> {
+        let mut all = self.entitled();
+        let found = all.find(|(account, _)| account.name() == name);
+        found.map(|(_, entitlement)| entitlement)
+    }
+
     /// Returns the names of the tenants.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.accounts.keys().map(String::as_str)

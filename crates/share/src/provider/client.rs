@@ -175,13 +175,20 @@ impl Drop for Attached {
     }
 }
 
+/// Returns the name of this program, as the kernel has it.
+fn own_name() -> String {
+    let mut name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    name.truncate(name.trim_end().len());
+    name
+}
+
 /// Exchanges the first messages.
 fn greet(channel: &mut Channel, address: IpAddr) -> Result<(Welcome, Rings), AttachError> {
     let failed = |source: io::Error| AttachError::Io { address, source };
     let attach = Message::Attach {
         version_min: VERSION,
         version_max: VERSION,
-        name: std::fs::read_to_string("/proc/self/comm").unwrap_or_default(),
+        name: own_name(),
     };
     let refused = |why: String| AttachError::Refused { address, why };
     // A node that refuses the process says so before it ends the connection, and takes no message more.

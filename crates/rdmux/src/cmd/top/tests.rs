@@ -31,6 +31,9 @@ fn snapshot(seconds: u64) -> Snapshot {
     let tenant = |name: &str, applications, counts| Tenant {
         name: name.into(),
         applications,
+        weight: Some(3),
+        rate_bps: None,
+        ceiling_bps: Some(1_000_000),
         counts,
     };
     let application = |id, pid, name: &str, tenant: &str, counts| Application {

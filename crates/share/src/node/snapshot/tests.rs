@@ -24,6 +24,9 @@ fn snapshot() -> Snapshot {
     let tenant = |name: &str, applications, counts| Tenant {
         name: name.into(),
         applications,
+        weight: Some(3),
+        rate_bps: None,
+        ceiling_bps: Some(1_000_000),
         counts,
     };
     let application = |id, uid, tenant: &str| Application {
