@@ -6,6 +6,7 @@ mod cmd;
 mod http;
 mod metrics;
 mod output;
+mod recent;
 
 use std::process::ExitCode;
 use std::sync::LazyLock;

@@ -2,6 +2,7 @@
 //! installed.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
@@ -13,6 +14,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use common::nodes::Host;
 use skip::skip;
 use tempfile::TempDir;
 
@@ -396,6 +398,51 @@ fn perf__shows_latencies_while_it_runs() {
         metrics.sum("rdmux_wr_latency_seconds_sum", "\"write\""),
     );
     assert!(seconds / n > 1e-7 && seconds / n < 1.0, "{seconds} {n}");
+}
+
+#[test]
+fn node__shows_each_tenant() {
+    const ADDRESS: &str = "127.0.20.8";
+    let host = Host::new();
+    let file = host.runtime.path().join("tenants.toml");
+    let uid = rustix::process::getuid().as_raw();
+    let text = format!("[tenant.mine]\nuid = [{uid}]\nrate = \"1Gbit\"\nceiling = \"80Gbit\"\n");
+    fs::write(&file, text).unwrap();
+    let config = file.to_str().unwrap();
+    let mut node = Measured::start(host.rdmux(&["node", "--device", ADDRESS, "--config", config]));
+    let mut line = String::new();
+    let mut out = BufReader::new(node.child.0.stdout.take().unwrap());
+    out.read_line(&mut line).unwrap();
+    assert!(line.contains("ready"), "{line}");
+    let before = node.scrape();
+    let tenant = "tenant=\"mine\"";
+    assert_eq!(before.sum("rdmux_node_tenant_applications", tenant), 0.0);
+    let server = host.server("write-lat", ADDRESS);
+    let ran = host.run_client("write-lat", ADDRESS, ADDRESS, &["-n", "1000", "-s", "64"]);
+    assert!(ran.status.success(), "{ran:?}");
+    server.end();
+    // Both sides write, and those that have ended count too. A snapshot is passed on for a while.
+    let deadline = Instant::now() + LONG;
+    let (text, after) = loop {
+        let text = node.text();
+        let after = Exposition::read(&text);
+        let moved = |name: &str| after.sum(name, tenant) - before.sum(name, tenant);
+        if moved("rdmux_node_tenant_requests_total") >= 2000.0
+            && moved("rdmux_node_tenant_bytes_total") >= 2000.0 * 64.0
+            && moved("rdmux_node_tenant_request_latency_seconds_count") > 0.0
+        {
+            break (text, after);
+        }
+        assert!(Instant::now() < deadline, "{text}");
+    };
+    for (name, value) in [
+        ("rate_bytes_per_second", 1.25e8),
+        ("ceiling_bytes_per_second", 1e10),
+        ("weight", 1.0),
+    ] {
+        assert_eq!(after.sum(&format!("rdmux_node_tenant_{name}"), tenant), value);
+    }
+    assert!(!text.contains("rdmux_node_shared"), "{text}");
 }
 
 #[test]

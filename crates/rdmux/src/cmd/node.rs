@@ -27,7 +27,8 @@ use rdmux_verbs::provider::folder::runtime_folder;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::output;
+use crate::recent::Recent;
+use crate::{metrics, output};
 
 /// Own a device and share it with the applications of this user, or of tenants.
 ///
@@ -147,13 +148,14 @@ fn serve(args: &Args) -> Result<()> {
         node.end_when_idle(Duration::from_secs(seconds));
     }
     if let (Some(address), Some(key)) = (args.web, key) {
-        let at = web::serve(address, key, node.viewer())?;
+        let at = web::serve(address, key, Recent::new(node.viewer()))?;
         // The URL has no token here, as this may go to a log.
         let _ = writeln!(
             std::io::stderr(),
             "rdmux: page at http://{at}/, rdmux node url {at} has the token"
         );
     }
+    metrics::show_node(Recent::new(node.viewer()));
     handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
     output::say(&format!(
         "node of {} ({provider}{tenants}): ready for applications",

@@ -1,6 +1,7 @@
 //! Metrics for Prometheus: `--metrics ADDR`. They hold figures only, since anybody who reaches the address can read them: no names of
-//! regions or files, no peers, no payload.
+//! regions, files or applications, no peers, no payload. Those of a node name its tenants.
 
+mod node;
 mod text;
 
 use std::net::{SocketAddr, TcpListener};
@@ -10,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rdmux_hw::metrics::{RnicMetrics, devices as rnics};
 use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
+use rdmux_share::node::snapshot::Snapshot;
 use rdmux_soft::metrics::{DeviceMetrics, devices};
 use rdmux_verbs::WcOpcode;
 
@@ -17,6 +19,7 @@ use strum::VariantArray;
 
 use self::text::{Kind, Text};
 use crate::http::{self, Answer, Request};
+use crate::recent::Recent;
 
 /// Port of the metrics where only an address is given.
 pub(crate) const PORT_DEFAULT: u16 = 9791;
@@ -26,6 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The server of this process, if it is one.
 static SERVER: OnceLock<Metrics> = OnceLock::new();
+
+/// The node of this process, if it is one.
+static NODE: OnceLock<Recent> = OnceLock::new();
 
 /// Parses `ADDR`, `ADDR:PORT` or `PORT`; port 0 stands for any free port.
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
@@ -51,9 +57,10 @@ fn answer(request: &Request<'_>) -> Answer {
     if request.path != "/metrics" {
         return Answer::text("404 Not Found", "metrics are at /metrics\n");
     }
+    let node = NODE.get().and_then(Recent::snapshot);
     Answer {
         content_type: "text/plain; version=0.0.4; charset=utf-8",
-        body: render(&devices(), &rnics(), SERVER.get()).into(),
+        body: render(&devices(), &rnics(), SERVER.get(), node.as_deref()).into(),
         ..Answer::text("200 OK", "")
     }
 }
@@ -62,6 +69,12 @@ fn answer(request: &Request<'_>) -> Answer {
 pub(crate) fn show_server(metrics: Metrics) {
     // A process has at most one server.
     let _ = SERVER.set(metrics);
+}
+
+/// Adds the figures of a node to the metrics.
+pub(crate) fn show_node(node: Recent) {
+    // A process has at most one node.
+    let _ = NODE.set(node);
 }
 
 /// Counters with the meaning of a counter of node_exporter's infiniband collector, and their names there, which the collector takes from
@@ -111,7 +124,12 @@ const OPERATIONS: [(WcOpcode, &str); 10] = [
 ];
 
 /// Returns all metrics, in the text format of Prometheus.
-fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metrics>) -> String {
+fn render(
+    devices: &[DeviceMetrics],
+    rnics: &[RnicMetrics],
+    server: Option<&Metrics>,
+    node: Option<&Snapshot>,
+) -> String {
     let mut text = Text::default();
     text.family(
         "rdmux_build_info",
@@ -128,6 +146,9 @@ fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metr
     }
     if let Some(server) = server {
         render_server(&mut text, &server.read());
+    }
+    if let Some(node) = node {
+        node::render(&mut text, node);
     }
     text.finish()
 }
@@ -468,7 +489,7 @@ mod tests {
             .filter(|one| one.address == address)
             .collect();
         let server = Metrics::default();
-        let text = render(&own, &[an_rnic()], Some(&server));
+        let text = render(&own, &[an_rnic()], Some(&server), Some(&node::tests::snapshot()));
         let families = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let shown: BTreeSet<&str> = families.map(|family| family.split(' ').next().unwrap()).collect();
         let missing: Vec<&&str> = told.difference(&shown).collect();
@@ -524,12 +545,12 @@ mod tests {
              1\n",
             env!("CARGO_PKG_VERSION")
         );
-        assert_eq!(render(&[], &[], None), expected);
+        assert_eq!(render(&[], &[], None, None), expected);
     }
 
     #[test]
     fn render__an_rnic() {
-        let text = render(&[], &[an_rnic()], None);
+        let text = render(&[], &[an_rnic()], None, None);
         for line in [
             "rdmux_hw_queue_pairs{device=\"rxe0\",port=\"1\"} 2",
             "rdmux_hw_memory_regions{device=\"rxe0\",port=\"1\"} 3",

@@ -4,15 +4,14 @@
 //! is sent, and so in no log. The page's own files have no secrets and need none.
 
 use std::borrow::Cow;
-use std::cell::RefCell;
 use std::net::{SocketAddr, TcpListener};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rdmux_push::Key;
-use rdmux_share::node::snapshot::Viewer;
 
 use crate::http::{self, Answer, Request, TEXT};
+use crate::recent::Recent;
 
 /// Port of the page where only an address is given.
 const PORT_DEFAULT: u16 = 7175;
@@ -20,8 +19,6 @@ const PORT_DEFAULT: u16 = 7175;
 const LABEL: &[u8] = b"rdmux node page, version 1";
 /// Time that a client has for sending its request and taking the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Time for which a snapshot is passed on to whoever asks, so that pages cost the node no more the more there are.
-const FRESH: Duration = Duration::from_millis(250);
 
 /// Headers of all answers. The page loads only what is here, is in no other page, and sends no form.
 const GUARDED: &str = "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
@@ -66,22 +63,11 @@ pub(super) fn url(address: SocketAddr, key: &Key) -> String {
 }
 
 /// Serves the page until the process ends; returns its address.
-pub(super) fn serve(address: SocketAddr, key: Key, viewer: Viewer) -> Result<SocketAddr> {
+pub(super) fn serve(address: SocketAddr, key: Key, recent: Recent) -> Result<SocketAddr> {
     let cannot = || format!("cannot serve the page at {address} (choose another port with --web ADDR:PORT)");
     let listener = TcpListener::bind(address).with_context(cannot)?;
     let at = listener.local_addr().with_context(cannot)?;
-    let shown = RefCell::new(None);
-    let snapshot = move || {
-        let mut shown = shown.borrow_mut();
-        if let Some((since, json)) = &*shown
-            && Instant::now().saturating_duration_since(*since) < FRESH
-        {
-            return Some(String::clone(json));
-        }
-        let json = serde_json::to_string(&viewer.snapshot().ok()?).ok()?;
-        *shown = Some((Instant::now(), json.clone()));
-        Some(json)
-    };
+    let snapshot = move || serde_json::to_string(&*recent.snapshot()?).ok();
     let handle = move |request: &Request<'_>| answer(request, &key, &snapshot);
     http::serve(listener, "rdmux-web", PATIENCE, handle).with_context(cannot)?;
     Ok(at)
