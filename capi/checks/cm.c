@@ -200,6 +200,15 @@ static void options(void)
 	FAILS(rdma_join_multicast(id, (struct sockaddr *)&group, NULL), EINVAL);
 	FAILS(rdma_leave_multicast(id, (struct sockaddr *)&group), EADDRNOTAVAIL);
 	CHECK(!rdma_destroy_id(id));
+	/* Programs that go on after an error pass ids that are none. */
+	struct rdma_cm_id *none = (struct rdma_cm_id *)((char *)&group + 1);
+	FAILS(rdma_bind_addr(none, (struct sockaddr *)&address), EINVAL);
+	FAILS(rdma_resolve_addr(none, NULL, (struct sockaddr *)&address, 100), EINVAL);
+	FAILS(rdma_resolve_route(none, 100), EINVAL);
+	FAILS(rdma_destroy_id(none), EINVAL);
+	struct rdma_event_channel *channel = rdma_create_event_channel();
+	rdma_destroy_event_channel(channel);
+	rdma_destroy_event_channel(channel);
 }
 
 static void names(void)

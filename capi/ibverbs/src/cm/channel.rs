@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use super::id::CmIdObject;
+use super::made::Made;
 use crate::events::Given;
 use crate::{abi, made, minus_one, wait};
 
@@ -260,6 +261,9 @@ pub(super) fn give(mut event: Box<CmEventObject>) -> *mut abi::CmEvent {
     Box::into_raw(event).cast()
 }
 
+/// The channels of the program, without those that ids have of their own.
+static CHANNELS: Made = Made::new();
+
 /// Object behind a program's `struct rdma_event_channel` pointer.
 #[repr(C)]
 pub(super) struct EventChannelObject {
@@ -278,13 +282,19 @@ impl EventChannelObject {
 
 #[unsafe(no_mangle)]
 extern "C" fn rdma_create_event_channel() -> *mut abi::EventChannel {
-    made(Events::new().map(|events| Box::into_raw(EventChannelObject::of(events)).cast()))
+    made(Events::new().map(|events| {
+        let channel = Box::into_raw(EventChannelObject::of(events));
+        CHANNELS.add(channel);
+        channel.cast()
+    }))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut abi::EventChannel) {
-    // SAFETY: made by a Box above, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(channel.cast::<EventChannelObject>()) });
+    if CHANNELS.remove(channel) {
+        // SAFETY: made by a Box above, and not used any more, says the caller.
+        drop(unsafe { Box::from_raw(channel.cast::<EventChannelObject>()) });
+    }
 }
 
 #[unsafe(no_mangle)]

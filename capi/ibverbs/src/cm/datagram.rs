@@ -10,6 +10,7 @@ use rdmux_verbs::{DatagramService, Device, EventQueue, QueuePair, ResolveError, 
 use super::ask::{Question, asking};
 use super::channel::CmEventObject;
 use super::id::{CmIdObject, IdShared};
+use super::listen::errno_of_io;
 use crate::address::vector_to;
 use crate::{abi, queue_pair};
 
@@ -90,7 +91,7 @@ impl Question for ServiceQuestion {
             // When the peer refuses, the status of the event is that of its answer.
             Err(ResolveError::Refused { status, .. }) => (UNREACHABLE, c_int::from(status.0)),
             Err(ResolveError::Unreachable(_)) => (UNREACHABLE, -libc::ETIMEDOUT),
-            Err(ResolveError::Io(error)) => (CONNECT_ERROR, -error.raw_os_error().unwrap_or(libc::EIO)),
+            Err(ResolveError::Io(error)) => (CONNECT_ERROR, -errno_of_io(error)),
             Err(_) => (CONNECT_ERROR, -libc::EINVAL),
         };
         shared.tell(|id, of| {

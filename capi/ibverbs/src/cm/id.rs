@@ -15,6 +15,7 @@ use super::ask::Ask;
 use super::channel::{CmEventObject, EventChannelObject, Events, Source, UserContext, take_back};
 use super::connect::source_of;
 use super::listen::{Listening, free_port, some_port};
+use super::made::Made;
 use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
 use crate::cm_thread::{Handled, Handler};
@@ -37,6 +38,9 @@ pub(super) enum Stage {
     Disconnect,
     Listen,
 }
+
+/// The ids of the program.
+static IDS: Made = Made::new();
 
 /// Object behind a program's `struct rdma_cm_id` pointer.
 #[repr(C)]
@@ -293,7 +297,23 @@ impl CmIdObject {
             process: std::process::id(),
         }));
         shared.state().id = id.cast();
+        IDS.add(id);
         id
+    }
+
+    /// Returns the object of an id.
+    ///
+    /// # Errors
+    /// EINVAL: it is none.
+    ///
+    /// # Safety
+    /// Nobody else uses the id meanwhile.
+    unsafe fn of<'a>(id: *mut abi::CmId) -> Result<&'a mut CmIdObject, c_int> {
+        match IDS.has(id) {
+            // SAFETY: made by a Box in `CmIdObject::new` and not destroyed; used by nobody else, says the caller.
+            true => Ok(unsafe { &mut *id.cast::<CmIdObject>() }),
+            false => Err(libc::EINVAL),
+        }
     }
 
     /// Reports an event that consists of its kind alone.
@@ -579,6 +599,9 @@ fn shown_channel(
 
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_destroy_id(id: *mut abi::CmId) -> c_int {
+    if !IDS.remove(id) {
+        return minus_one(Err(libc::EINVAL));
+    }
     // SAFETY: made by a Box in `CmIdObject::new`, and not used any more, says the caller.
     unsafe { Box::from_raw(id.cast::<CmIdObject>()) }.end();
     0
@@ -597,9 +620,10 @@ fn seen(address: SocketAddr) -> SocketAddr {
 
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut libc::sockaddr) -> c_int {
-    // SAFETY: an id that was made, and an address of the caller's.
-    let (own, address) = unsafe { (&mut *id.cast::<CmIdObject>(), read(address)) };
-    minus_one(address.map(seen).and_then(|address| {
+    // SAFETY: nobody else uses the id, says the caller, whose address it is.
+    let (own, address) = unsafe { (CmIdObject::of(id), read(address)) };
+    minus_one(own.and_then(|own| {
+        let address = seen(address?);
         own.advance(&[Stage::Idle], Stage::AddrBound, |own| {
             if !address.ip().is_unspecified() {
                 own.take_device(address.ip())?;
@@ -621,10 +645,10 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
     destination: *mut libc::sockaddr,
     _: c_int,
 ) -> c_int {
-    // SAFETY: an id that was made, and addresses of the caller's or none.
-    let (own, source, destination) =
-        unsafe { (&mut *id.cast::<CmIdObject>(), read(source), read(destination)) };
-    minus_one(destination.map(seen).and_then(|peer| {
+    // SAFETY: nobody else uses the id, says the caller, whose addresses they are, or there are none.
+    let (own, source, destination) = unsafe { (CmIdObject::of(id), read(source), read(destination)) };
+    minus_one(own.and_then(|own| {
+        let peer = seen(destination?);
         own.complete(abi::cm_event::ADDR_RESOLVED, |own| {
             let from = [Stage::Idle, Stage::AddrBound];
             own.advance(&from, Stage::AddrResolved, |own| {
@@ -636,9 +660,9 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
 
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_resolve_route(id: *mut abi::CmId, _: c_int) -> c_int {
-    // SAFETY: an id that was made, says the caller.
-    let own = unsafe { &mut *id.cast::<CmIdObject>() };
-    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED, CmIdObject::take_route))
+    // SAFETY: nobody else uses the id, says the caller.
+    let own = unsafe { CmIdObject::of(id) };
+    minus_one(own.and_then(|own| own.complete(abi::cm_event::ROUTE_RESOLVED, CmIdObject::take_route)))
 }
 
 #[unsafe(no_mangle)]

@@ -181,11 +181,20 @@ fn devices_at(addresses: &[IpAddr]) -> Result<Vec<(IpAddr, rdmux_verbs::Device)>
     if found.is_empty() { Err(why) } else { Ok(found) }
 }
 
+/// Returns the error number of an error of the system's or of a provider's.
+pub(super) fn errno_of_io(error: &io::Error) -> c_int {
+    let known = match error.kind() {
+        io::ErrorKind::Unsupported => libc::EOPNOTSUPP,
+        _ => libc::EIO,
+    };
+    error.raw_os_error().unwrap_or(known)
+}
+
 /// Returns the error number for a service that cannot be offered.
 fn errno_of(error: ListenError) -> c_int {
     match &error {
         ListenError::InUse(_) => libc::EADDRINUSE,
-        ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
+        ListenError::Io(error) => errno_of_io(error),
         ListenError::Provider(why) => {
             match why.source().and_then(|source| source.downcast_ref::<io::Error>()) {
                 Some(failed) => failed.raw_os_error().unwrap_or(libc::EIO),

@@ -13,6 +13,7 @@ mod datagram;
 mod endpoint;
 mod id;
 mod listen;
+mod made;
 mod multicast;
 mod socket_address;
 mod srq;
