@@ -190,8 +190,7 @@ pub struct Node {
     workers: Vec<Hired>,
     /// Number of the next application.
     next_number: u64,
-    /// Those of its device.
-    engines: Vec<Device>,
+    device: Device,
     tenants: Arc<Mutex<Tenants>>,
     /// A descriptor that is given up to accept and refuse an application when there is no other left.
     spare: Option<OwnedFd>,
@@ -279,7 +278,7 @@ impl Node {
             ends: false,
             workers,
             next_number: 1,
-            engines: all,
+            device: all.swap_remove(0),
             tenants,
             spare,
             idle: None,
@@ -307,7 +306,7 @@ impl Node {
     /// Returns what asks for the state of the node.
     pub fn viewer(&self) -> Viewer {
         let workers = self.workers.iter().map(|hired| hired.orders.clone());
-        Viewer::new(workers.collect(), self.tenants.clone(), self.engines.clone())
+        Viewer::new(workers.collect(), self.tenants.clone(), self.device.clone())
     }
 
     /// Serves until it is stopped.

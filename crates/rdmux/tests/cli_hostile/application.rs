@@ -53,7 +53,7 @@ const IOVA: u64 = 0x10_0000;
 /// Number of the requests whose answers it does not wait for.
 const NUMBER: u32 = 0xa5ed_a5ed;
 
-/// How often something has happened, by name.
+/// Counts of events, by name.
 pub(crate) type Happened = BTreeMap<String, u64>;
 
 /// Does what it likes to the nodes of both addresses, as some applications one after the other. Tells what has happened, as JSON, and then
@@ -101,7 +101,7 @@ struct Attached {
     qp: u32,
     /// Requests of peers that it may accept.
     requests: Vec<u32>,
-    /// What the node has told it.
+    /// The node's words to it.
     told: Happened,
     /// Number of its last request whose answer it waited for.
     number: u32,
@@ -109,7 +109,7 @@ struct Attached {
     is_deaf: bool,
     /// Set once the node has ended the connection.
     is_over: bool,
-    /// What it has given to the node, and spoils.
+    /// Memory and rings that it has given to the node, and spoils.
     held: Vec<OwnedFd>,
     /// Memory of its process that it has offered.
     offered: Vec<Arc<AnonymousMemory>>,
@@ -138,7 +138,7 @@ impl Hostile<'_> {
             }
         }
         for end in &mut ends {
-            // What it got stays its own after the node has detached it.
+            // Its memory stays its own after the node has detached it.
             if end.is_over {
                 self.count("detached");
                 (0..1000).for_each(|_| end.vandal.step(&mut self.dice));

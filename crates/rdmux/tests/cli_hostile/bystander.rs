@@ -34,7 +34,7 @@ pub(crate) struct Keys {
     pub(crate) rkey: u32,
 }
 
-/// What others have to know to reach the canary of an end.
+/// The address and key of the canary of an end.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Target {
     pub(crate) keys: Keys,
@@ -45,7 +45,7 @@ pub(crate) struct Target {
 /// One end of the bystander's connection.
 struct End {
     side: Side,
-    /// What its memory has to hold.
+    /// Bytes that its memory has to hold.
     expected: Vec<u8>,
     canary: Arc<AnonymousMemory>,
     canary_region: MemoryRegion,

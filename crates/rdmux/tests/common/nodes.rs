@@ -16,7 +16,7 @@ pub(crate) struct Host {
     pub(crate) runtime: TempDir,
     /// The key of nodes that share queue pairs; `None`: they do not.
     key: Option<String>,
-    /// What programs have in `RDMUX_SHM`.
+    /// The `RDMUX_SHM` of programs.
     shared_memory: &'static str,
     /// Engines of a node.
     pub(crate) engines: u32,

@@ -299,8 +299,7 @@ impl Snapshot {
 pub struct Viewer {
     workers: Vec<Mailbox<Order>>,
     tenants: Arc<Mutex<Tenants>>,
-    /// The engines of the node's device.
-    engines: Vec<Device>,
+    device: Device,
 }
 
 /// The node has ended.
@@ -309,15 +308,11 @@ pub struct Viewer {
 pub struct Ended;
 
 impl Viewer {
-    pub(super) fn new(
-        workers: Vec<Mailbox<Order>>,
-        tenants: Arc<Mutex<Tenants>>,
-        engines: Vec<Device>,
-    ) -> Viewer {
+    pub(super) fn new(workers: Vec<Mailbox<Order>>, tenants: Arc<Mutex<Tenants>>, device: Device) -> Viewer {
         Viewer {
             workers,
             tenants,
-            engines,
+            device,
         }
     }
 
@@ -331,7 +326,6 @@ impl Viewer {
             worker.send(Order::Show(CONNECTIONS_MAX / self.workers.len(), answer.clone()));
         }
         drop(answer);
-        let device = &self.engines[0];
         let known = self.tenants.lock();
         let mut tenants: BTreeMap<String, Tenant> = known
             .names()
@@ -340,8 +334,8 @@ impl Viewer {
         drop(known);
         let mut snapshot = Snapshot {
             node: NodeState {
-                address: device.address(),
-                provider: device.provider().to_owned(),
+                address: self.device.address(),
+                provider: self.device.provider().to_owned(),
                 time_ns: 0,
                 waiting: String::new(),
                 retransmitted_packets: 0,

@@ -112,7 +112,7 @@ fn sent_to(mut message: Message, to: SocketAddr) -> Message {
     message
 }
 
-/// What an application got with its rings, in the hands of one that keeps to nothing.
+/// The rings of an application, in the hands of one that keeps to nothing.
 pub(crate) struct Vandal {
     /// The node's file, the application's, the node's bell and the application's.
     files: [OwnedFd; 4],
