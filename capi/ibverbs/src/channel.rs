@@ -163,6 +163,10 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::Comp
     0
 }
 
+/// The shortest completion queue. Drivers of RNICs round up what a program asks for, and programs rely on it: `ib_send_lat -e` leaves completions of a
+/// queue for one in it where the event of another queue comes first.
+const CQE_MIN: c_int = 16;
+
 /// Makes a completion queue.
 ///
 /// # Safety
@@ -193,6 +197,7 @@ pub(crate) unsafe fn create_cq_with(
     if !(1..=CQE_MAX).contains(&cqe) {
         return Err(libc::EINVAL);
     }
+    let cqe = cqe.max(CQE_MIN);
     let vector = u32::try_from(vector).map_err(|_| libc::EINVAL)?;
     // SAFETY: an open context, says the caller.
     let device = unsafe { &ContextObject::of(context).device };

@@ -529,16 +529,15 @@ impl Worker {
                 return Ok(());
             }
         }
-        // Armed queues: a queue that reports in the engine's place has missed a wake-up.
-        let is_prepared = self.prepare_sleep(None);
-        let mut watch = self.shared.device.watch().filter(|_| is_prepared);
+        let mut watch = self.shared.device.watch();
         if let Some(watch) = &watch
             && !self.watches_engine
         {
             add(&self.epoll, watch, Source::Engine, epoll::EventFlags::IN)?;
             self.watches_engine = true;
         }
-        let sleeps = is_prepared && watch.as_mut().is_none_or(EngineWatch::prepare);
+        let is_silent = watch.as_mut().is_none_or(EngineWatch::prepare);
+        let sleeps = self.prepare_sleep(watch.as_mut()) && is_silent;
         if sleeps {
             let began = now();
             let turn = self.turns.next_time(self.shared.egress.is_beside_short(began));
