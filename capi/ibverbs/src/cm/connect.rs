@@ -16,6 +16,7 @@ use super::bring_up::{attributes, show};
 use super::channel::{CmEventObject, Happened, Source};
 use super::datagram;
 use super::id::{CmIdObject, IdShared, IncomingRequest, Stage};
+use super::listen::errno_of_io;
 use crate::queue_pair::Owner;
 use crate::{abi, channel, context, minus_one, queue_pair, warn};
 
@@ -467,11 +468,7 @@ fn refused(error: &ConnectError) -> (u32, c_int, &[u8]) {
             },
         ),
         ConnectError::Unreachable(_) => (abi::cm_event::UNREACHABLE, -libc::ETIMEDOUT, &[]),
-        ConnectError::Io(error) => (
-            abi::cm_event::CONNECT_ERROR,
-            -error.raw_os_error().unwrap_or(libc::EIO),
-            &[],
-        ),
+        ConnectError::Io(error) => (abi::cm_event::CONNECT_ERROR, -errno_of_io(error), &[]),
         _ => (abi::cm_event::CONNECT_ERROR, -libc::EINVAL, &[]),
     }
 }

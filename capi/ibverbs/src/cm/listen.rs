@@ -197,7 +197,7 @@ fn errno_of(error: ListenError) -> c_int {
         ListenError::Io(error) => errno_of_io(error),
         ListenError::Provider(why) => {
             match why.source().and_then(|source| source.downcast_ref::<io::Error>()) {
-                Some(failed) => failed.raw_os_error().unwrap_or(libc::EIO),
+                Some(failed) => errno_of_io(failed),
                 // An address has no more room.
                 None => libc::ENOBUFS,
             }

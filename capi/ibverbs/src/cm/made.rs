@@ -1,6 +1,7 @@
 //! Objects that a program has: their addresses.
 //!
 //! Some programs go on after an error, and pass what never was an object, or was one: perftest does when a service for datagrams is refused.
+//! The calls with which programs begin and end ask here. An object at the address of one that was destroyed is taken for that one.
 
 use std::collections::BTreeSet;
 
