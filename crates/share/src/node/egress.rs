@@ -533,28 +533,32 @@ impl<B> Egress<B> {
         entry.body.take()
     }
 
-    /// Takes back the piece that was taken last, since it could not be posted: its request fails with `status`, after those before it.
-    pub(super) fn refused(&mut self, now: Time, piece: &Piece, status: Status) {
-        let Some(group) = self.groups.get_mut(piece.group.0) else {
-            return;
-        };
-        let Some(posted) = group.take_back(piece.id.place) else {
-            return;
-        };
-        if let Some(in_flight) = posted.in_flight {
-            group.lost(in_flight, &mut self.device);
+    /// Takes back the pieces of a group that were taken last, in their order, since they could not be posted. The request of the first one fails with
+    /// `status`, after those before it, and its flow with it.
+    pub(super) fn refused(&mut self, now: Time, pieces: &[Piece], status: Status) {
+        // The group takes back only its last one.
+        for piece in pieces.iter().rev() {
+            let Some(group) = self.groups.get_mut(piece.group.0) else {
+                return;
+            };
+            let Some(posted) = group.take_back(piece.id.place) else {
+                return;
+            };
+            if let Some(in_flight) = posted.in_flight {
+                group.lost(in_flight, &mut self.device);
+            }
+            if posted.takes_slot {
+                let group = group.id;
+                self.hierarchy.return_slot(now, group);
+            }
+            self.reopen(now, piece.group);
+            self.came_back(piece.flow);
         }
-        if posted.takes_slot {
-            let group = group.id;
-            self.hierarchy.return_slot(now, group);
-        }
-        self.reopen(now, piece.group);
-        let Some(flow) = self.came_back(piece.flow) else {
-            return;
-        };
-        if let Some(entry) = flow.entry_mut(piece.entry) {
+        let Some(first) = pieces.first() else { return };
+        let flow = self.flows.get_mut(first.flow.0);
+        if let Some(entry) = flow.and_then(|flow| flow.entry_mut(first.entry)) {
             entry.request.refused = Some(status);
-            self.fail(now, piece.flow);
+            self.fail(now, first.flow);
         }
     }
 

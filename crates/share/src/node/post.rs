@@ -264,10 +264,7 @@ impl Application {
     pub(super) fn post_pieces(&mut self, shared: &mut Shared, now: Time, pieces: &[Piece]) {
         let egress = &mut shared.egress;
         let Some(qp) = pieces.first().and_then(|first| self.qps.get(first.owner.qp)) else {
-            for piece in pieces {
-                egress.refused(now, piece, Status::LocalQpOperation);
-            }
-            return;
+            return egress.refused(now, pieces, Status::LocalQpOperation);
         };
         let requests: Vec<SendRequest> = pieces
             .iter()
@@ -280,9 +277,7 @@ impl Application {
         };
         if posted < pieces.len() {
             let _ = qp.qp.modify(QpState::Error, &QpAttributes::default());
-        }
-        for piece in &pieces[posted..] {
-            egress.refused(now, piece, Status::LocalQpOperation);
+            egress.refused(now, &pieces[posted..], Status::LocalQpOperation);
         }
     }
 

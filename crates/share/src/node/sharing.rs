@@ -86,11 +86,9 @@ type InFlight = Vec<(SharedId, u64)>;
 #[derive(Debug)]
 struct Retired {
     _shadow: Arc<MemoryRegion>,
-    /// The key of the application's region.
-    lkey: LKey,
     in_flight: InFlight,
-    /// Connections whose peers may write into it: they were told of receives that have it.
-    writers: Vec<(SharedId, ConnectionId)>,
+    /// Connections whose peers may write into it, for receives up to a number ([`Mux::writers`]).
+    writers: Vec<(SharedId, ConnectionId, Option<u32>)>,
 }
 
 /// A shared queue pair.
@@ -185,8 +183,8 @@ pub(super) struct Sharing {
     ending: Vec<SharedId>,
     /// Queue pairs that can go once nothing is in flight, and when they stay if something still is.
     yielding: Vec<(SharedId, Instant)>,
-    /// Time of the next look at what has not arrived.
-    stalls_at: Instant,
+    /// Time of the next look at what has not arrived, while something is in flight.
+    stalls_at: Option<Instant>,
     quarantine: Quarantine,
     /// Applications that are quarantined, to be told to a person.
     quarantined: Vec<u32>,
@@ -270,7 +268,7 @@ impl Sharing {
             list: Vec::new(),
             ending: Vec::new(),
             yielding: Vec::new(),
-            stalls_at: Instant::now(),
+            stalls_at: None,
             quarantine: Quarantine::default(),
             quarantined: Vec::new(),
         })
@@ -318,11 +316,10 @@ impl Sharing {
             let lines = self.lines.iter().filter(|_| removed.may_be_told);
             let writers = lines.flat_map(|(id, line)| {
                 let writers = line.mux.writers(domain, lkey);
-                writers.map(|connection| (*id, connection))
+                writers.map(|(connection, last)| (*id, connection, last))
             });
             let retired = Retired {
                 _shadow: shadow,
-                lkey,
                 in_flight: self.in_flight(|_| true),
                 writers: writers.collect(),
             };
@@ -349,10 +346,9 @@ impl Sharing {
     fn release(&mut self) {
         let mut retired = std::mem::take(&mut self.retired);
         retired.retain_mut(|one| {
-            let lkey = one.lkey;
-            one.writers.retain(|(id, connection)| {
+            one.writers.retain(|(id, connection, last)| {
                 let line = self.lines.get(id);
-                line.is_some_and(|line| line.mux.may_be_written(*connection, lkey))
+                line.is_some_and(|line| line.mux.may_be_written(*connection, *last))
             });
             !one.writers.is_empty() || self.is_in_flight(&one.in_flight)
         });

@@ -479,11 +479,10 @@ impl Worker {
         let Some(first) = self.list.first() else { return };
         match self.applications.get_mut(first.owner.application as usize) {
             Some(Some(application)) => application.post_pieces(&mut self.shared, now, &self.list),
-            Some(None) | None => {
-                for piece in &self.list {
-                    self.shared.egress.refused(now, piece, Status::LocalQpOperation);
-                }
-            }
+            Some(None) | None => self
+                .shared
+                .egress
+                .refused(now, &self.list, Status::LocalQpOperation),
         }
         self.list.clear();
     }

@@ -360,7 +360,9 @@ fn refused__fails_in_its_place() {
     (0..4).for_each(|number| bench.submit(flow, send(number, 8)));
     let _ = bench.post_one();
     let second = bench.egress.next(bench.now, &mut Open).unwrap();
-    bench.egress.refused(bench.now, &second, Status::LocalQpOperation);
+    bench
+        .egress
+        .refused(bench.now, &[second], Status::LocalQpOperation);
     assert!(bench.done().is_empty());
     bench.complete(group);
     let expected = [
@@ -370,6 +372,32 @@ fn refused__fails_in_its_place() {
         (3, Status::Flushed, 0),
     ];
     assert_eq!(bench.done(), expected);
+}
+
+/// The device refuses one of a list: none of those behind it is posted.
+#[test]
+fn refused__a_list() {
+    let mut bench = Bench::new(2 * PIECE);
+    let (flow, group) = bench.flow();
+    bench.submit(flow, send(0, 8));
+    bench.submit(flow, write(1, PIECE + 8));
+    bench.submit(flow, send(2, 8));
+    let _ = bench.post_one();
+    let list: Vec<Piece> = std::iter::from_fn(|| bench.egress.next(bench.now, &mut Open)).collect();
+    assert_eq!(list.len(), 3);
+    bench.egress.refused(bench.now, &list, Status::LocalQpOperation);
+    assert!(bench.done().is_empty());
+    bench.complete(group);
+    let expected = [
+        (0, OK, 8),
+        (1, Status::LocalQpOperation, 0),
+        (2, Status::Flushed, 0),
+    ];
+    assert_eq!(bench.done(), expected);
+    // Nothing of them is in flight: the window takes as much as before.
+    let other = bench.flow_in(group);
+    bench.submit(other, write(3, 2 * PIECE));
+    assert_eq!(bench.post().len(), 2);
 }
 
 #[test]

@@ -20,13 +20,15 @@ impl Sharing {
         let Some((id, connection)) = self.of_flow(piece.flow) else {
             return false;
         };
+        let refused = |egress: &mut Egress<SendRequest>, status| {
+            egress.refused(now, std::slice::from_ref(piece), status);
+            true
+        };
         let Some((line, mut keys)) = line!(self, id) else {
-            egress.refused(now, piece, Status::LocalQpOperation);
-            return true;
+            return refused(egress, Status::LocalQpOperation);
         };
         let Some(request) = egress.body(piece) else {
-            egress.refused(now, piece, Status::LocalQpOperation);
-            return true;
+            return refused(egress, Status::LocalQpOperation);
         };
         let part = (piece.offset, piece.length);
         let tag = piece.id.wr_id();
@@ -43,10 +45,10 @@ impl Sharing {
                     self.list_of = Some(id);
                 }
                 self.list.extend([posts.first, posts.then].into_iter().flatten());
+                true
             }
-            Err(status) => egress.refused(now, piece, status),
+            Err(status) => refused(egress, status),
         }
-        true
     }
 
     /// Posts the requests of pieces that wait for it.
@@ -70,6 +72,7 @@ impl Sharing {
                 }
             }
         }
+        self.stalls_at.get_or_insert_with(|| Instant::now() + DOUBT_AFTER);
         let count = requests.len();
         let posted =
             self.peers
