@@ -329,20 +329,25 @@ impl Mux {
         self.by_names.len()
     }
 
-    /// Returns the connections of a protection domain whose peers may yet write into the own region of a key: [`Mux::may_be_written`].
-    pub(in crate::node) fn writers(&self, domain: u64, lkey: LKey) -> impl Iterator<Item = ConnectionId> {
-        self.by_names.values().copied().filter(move |id| {
-            let connection = self.connection_of(*id);
-            connection.is_some_and(|connection| {
-                connection.bound.domain == domain && connection.may_be_written(lkey)
-            })
+    /// Returns the connections of a protection domain whose peers may yet write into the own region of a key, which its application deregisters: for
+    /// receives of which their nodes know, the last of which [`Mux::may_be_written`] takes.
+    pub(in crate::node) fn writers(
+        &self,
+        domain: u64,
+        lkey: LKey,
+    ) -> impl Iterator<Item = (ConnectionId, Option<u32>)> {
+        self.by_names.values().filter_map(move |id| {
+            let connection = self.connection_of(*id)?;
+            let last = connection.receiver.last_told(lkey);
+            let writes = connection.bound.domain == domain && connection.may_be_written(last);
+            writes.then_some((*id, last))
         })
     }
 
-    /// Returns whether the peer of a connection may yet write into the own region of a key, which its application has deregistered.
-    pub(in crate::node) fn may_be_written(&self, id: ConnectionId, lkey: LKey) -> bool {
+    /// Returns whether the peer of a connection may yet write into an own region; see [`Mux::writers`].
+    pub(in crate::node) fn may_be_written(&self, id: ConnectionId, last: Option<u32>) -> bool {
         let connection = self.connection_of(id);
-        connection.is_some_and(|connection| connection.may_be_written(lkey))
+        connection.is_some_and(|connection| connection.may_be_written(last))
     }
 
     /// Returns the number of the next piece. Once [`Mux::completed`] is not below it, everything that was posted before has ended.
@@ -983,10 +988,11 @@ impl Mux {
 }
 
 impl Connection {
-    /// Returns whether the peer may yet write into the own region of a key: for a receive of which its node knows, if it does not know either
-    /// that the connection has failed.
-    fn may_be_written(&self, lkey: LKey) -> bool {
-        !self.peer_ended && (self.failure.is_some() || self.receiver.has_told(lkey))
+    /// Returns whether the peer may yet write for receives up to a number, of which its node knows, if it does not know either that the connection
+    /// has failed.
+    fn may_be_written(&self, last: Option<u32>) -> bool {
+        let is_open = || last.is_some_and(|last| !self.receiver.has_taken(last));
+        !self.peer_ended && (self.failure.is_some() || is_open())
     }
 }
 

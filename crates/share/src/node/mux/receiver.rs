@@ -67,14 +67,18 @@ impl Receiver {
         self.posted.pop_front()
     }
 
-    /// Returns whether the peer's node knows of a receive into the region of a key.
-    pub(super) fn has_told(&self, lkey: LKey) -> bool {
-        let mut elements = self
-            .posted
-            .iter()
-            .take(self.told)
-            .flat_map(|receive| receive.sges.as_slice());
-        elements.any(|sge| sge.lkey == lkey.0)
+    /// Returns the number of the last receive into the region of a key of which the peer's node knows.
+    pub(super) fn last_told(&self, lkey: LKey) -> Option<u32> {
+        let told = self.posted.iter().take(self.told);
+        let last = told
+            .rev()
+            .position(|receive| receive.sges.as_slice().iter().any(|sge| sge.lkey == lkey.0))?;
+        Some(self.sequence.wrapping_add((self.told - 1 - last) as u32))
+    }
+
+    /// Returns whether a message has taken the receive of a number.
+    pub(super) fn has_taken(&self, number: u32) -> bool {
+        self.sequence.wrapping_sub(number).cast_signed() > 0
     }
 
     /// Returns whether the peer's node should learn of more receives: not of each, but before it is out of them.

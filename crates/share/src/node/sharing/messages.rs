@@ -1,5 +1,7 @@
 //! Work of other nodes: completions and messages of shared queue pairs, and events of peers.
 
+use std::collections::BTreeSet;
+
 use super::*;
 
 impl Sharing {
@@ -13,16 +15,23 @@ impl Sharing {
 
     /// Doubts the peers that have taken nothing since the last look: their nodes may have ended.
     fn look_at_stalls(&mut self, now: Instant) {
-        if now < self.stalls_at {
+        if self.stalls_at.is_none_or(|at| now < at) {
             return;
         }
-        self.stalls_at = now + DOUBT_AFTER;
+        self.stalls_at = None;
+        let mut stalled = BTreeSet::new();
         for line in self.lines.values_mut() {
             let oldest = line.mux.oldest();
+            if oldest.is_some() {
+                self.stalls_at = Some(now + DOUBT_AFTER);
+            }
             let before = std::mem::replace(&mut line.oldest, oldest);
             if oldest.is_some() && before == oldest {
-                self.peers.doubt(now, line.peer.address);
+                stalled.insert(line.peer.address);
             }
+        }
+        for address in stalled {
+            self.peers.doubt(now, address);
         }
     }
 
@@ -35,9 +44,7 @@ impl Sharing {
     /// Returns when [`Sharing::look`] is to be called.
     pub(in crate::node) fn deadline(&mut self) -> Option<Instant> {
         let yielding = self.yielding.iter().map(|(_, until)| *until);
-        let is_busy = self.lines.values().any(|line| line.mux.oldest().is_some());
-        let stalls_at = is_busy.then_some(self.stalls_at);
-        yielding.chain(stalls_at).chain(self.peers.deadline()).min()
+        yielding.chain(self.stalls_at).chain(self.peers.deadline()).min()
     }
 
     /// Prepares a sleep. Returns false if there is something to do.
