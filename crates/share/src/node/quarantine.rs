@@ -1,4 +1,4 @@
-//! Applications whose requests make shared queue pairs fail, again and again: they get queue pairs of their own.
+//! Applications whose requests make shared queue pairs fail, again and again: they get queue pairs of their own for further connections.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};

@@ -5,8 +5,8 @@ use std::net::{IpAddr, UdpSocket};
 
 use rdmux_wire::roce::UDP_PORT;
 
-/// Datagrams to the port of a peer's device in software, which the device ignores. If no process has the port, the peer's kernel says so (ICMP, port
-/// unreachable): the process has ended, for its sockets are closed by its end alone.
+/// Empty datagrams to the port of a peer's device in software, which drops them as malformed. If no process has the port, the peer's kernel says so (ICMP, port
+/// unreachable): the process has ended, for its sockets are closed by its end alone. A firewall that rejects them says the same.
 #[derive(Debug)]
 pub(super) struct Knock(UdpSocket);
 

@@ -1,6 +1,6 @@
 //! The control connections of a node: what carries the messages of [`Machine`].
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -294,13 +294,9 @@ impl Links {
     /// Finds out whether the node of a peer has ended, for which more calls may be needed.
     pub(super) fn doubt(&mut self, now: Instant, peer: IpAddr, machine: &mut Machine) {
         if self.is_port_closed(peer) {
-            let is_its = |carrier: &Carrier| matches!(carrier, Carrier::Made(it) if it.peer() == peer);
-            let ids: Vec<LinkId> = self
-                .carriers
-                .iter()
-                .filter_map(|(id, carrier)| is_its(carrier).then_some(*id))
-                .collect();
-            ids.into_iter().for_each(|id| self.lost(now, id, machine));
+            for id in machine.links_to(peer) {
+                self.lost(now, id, machine);
+            }
         } else if let Ok(nonce) = random_nonce() {
             machine.doubt(now, peer, nonce);
         }
@@ -309,11 +305,9 @@ impl Links {
     /// Returns whether the host of a peer has said that no process has the port of the device.
     fn is_port_closed(&mut self, peer: IpAddr) -> bool {
         // An RNIC's port is not one of the kernel.
-        if self.extensions_of(peer).is_none() {
-            return false;
-        }
         if !self.knocks.contains_key(&peer)
             && self.knocks.len() < KNOCKS_MAX
+            && self.extensions_of(peer).is_some()
             && let Ok(knock) = Knock::new(self.pd.device().address(), peer)
         {
             self.knocks.insert(peer, knock);
@@ -321,12 +315,18 @@ impl Links {
         self.knocks.get(&peer).is_some_and(Knock::is_refused)
     }
 
+    /// Returns the number of peers whose hosts are asked.
+    #[cfg(test)]
+    pub(super) fn knocks(&self) -> usize {
+        self.knocks.len()
+    }
+
     /// Doubts the peers that have not answered the last probe, if it is time.
     fn doubt_silent(&mut self, now: Instant, machine: &mut Machine) -> bool {
         if self.doubts_at.is_none_or(|at| now < at) {
             return false;
         }
-        let silent: Vec<IpAddr> = self
+        let silent: BTreeSet<IpAddr> = self
             .carriers
             .values()
             .filter_map(|carrier| match carrier {

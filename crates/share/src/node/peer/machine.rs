@@ -5,7 +5,7 @@
 //! the links of [`Action::Send`], and takes the [`PeerEvent`]s.
 //!
 //! A machine is that of one engine of its node, and a *peer* is one engine of another node ([`PeerId`]). A peer is connected to when it is needed: when a
-//! queue pair is to have one of the peer's at its other end. Whose that is, the first link to its node tells; until then there is one attempt for
+//! queue pair is to have one of the peer's at its other end. Whose that is, the first link to its node tells; there is one attempt at a time for
 //! each address. Both engines may connect at once: then there are two links, and each uses either. What is agreed
 //! belongs to the pair of engines and not to a link, and once one link is lost all that was agreed with the peer is over, at both ends.
 
@@ -26,9 +26,10 @@ const NONE_TIME: Duration = Duration::from_secs(5);
 pub(super) const PEERS_MAX: usize = 8192;
 /// Links of nodes that have not shown yet that they have the key.
 const STRANGERS_MAX: usize = 64;
-/// Time between two links that are to show whether a peer's node is another run.
+/// Time between two questions which run a node is, if it does not answer, and if it was the same.
 const DOUBT_TIME: Duration = Duration::from_millis(500);
-/// Most such links at a time.
+const SAME_TIME: Duration = Duration::from_secs(2);
+/// Most addresses that are asked, or were within these times.
 const DOUBTS_MAX: usize = 64;
 /// Questions of one peer that wait until a queue pair is in RTR.
 const KEPT_MAX: usize = 4096;
@@ -165,8 +166,17 @@ struct Peer {
     node: NodeId,
     engines: Engines,
     links: Vec<LinkId>,
-    /// The last link that was to show whether the node is another run than the one that is known, and its time.
-    doubted: Option<(LinkId, Instant)>,
+}
+
+/// A question which run the node of an address is.
+#[derive(Debug)]
+struct Doubt {
+    /// The link that asks.
+    link: LinkId,
+    /// The run that is known.
+    former: NodeId,
+    /// Time before which nobody asks again.
+    next: Instant,
 }
 
 /// A queue pair of an application, as far as it concerns peers.
@@ -212,8 +222,8 @@ pub(super) struct Machine {
     peers: BTreeMap<PeerId, Peer>,
     attempts: HashMap<IpAddr, Attempt>,
     links: BTreeMap<LinkId, Link>,
-    /// Links that are to show whether a peer's node is another run than the one that is known.
-    doubts: HashSet<LinkId>,
+    /// At most [`DOUBTS_MAX`].
+    doubts: HashMap<IpAddr, Doubt>,
     /// Links whose peers may have to answer in some time.
     timed: BTreeSet<LinkId>,
     ends: HashMap<Qpn, End>,
@@ -235,7 +245,7 @@ impl Machine {
             peers: BTreeMap::new(),
             attempts: HashMap::new(),
             links: BTreeMap::new(),
-            doubts: HashSet::new(),
+            doubts: HashMap::new(),
             timed: BTreeSet::new(),
             ends: HashMap::new(),
             kept: BTreeMap::new(),
@@ -296,34 +306,33 @@ impl Machine {
         self.end_link(now, id, Why::NoNode);
     }
 
-    /// Takes note that a peer's node does not answer as it should. Another link shows whether the node has ended and started again: then everything that
-    /// was agreed with its former run is over. A node that is the same notices nothing. `nonce` is for that link.
+    /// Takes note that the node of an address does not answer as it should. Another link asks which run it is: if it has ended and started again,
+    /// everything that was agreed with its former run is over. A node that is the same notices nothing. `nonce` is for that link.
     pub(super) fn doubt(&mut self, now: Instant, address: IpAddr, nonce: [u8; 32]) {
-        let is_recent = |(_, at): (LinkId, Instant)| now < at + DOUBT_TIME;
-        if self.doubts.len() >= DOUBTS_MAX
-            || self
-                .peers_at(address)
-                .any(|(_, peer)| peer.doubted.is_some_and(is_recent))
-        {
+        let links = &self.links;
+        self.doubts
+            .retain(|_, doubt| now < doubt.next || links.contains_key(&doubt.link));
+        if self.doubts.len() >= DOUBTS_MAX || self.doubts.contains_key(&address) {
             return;
         }
         // Each engine tells the run of its node.
-        let Some((peer, wanted, former)) = self
-            .peers_at(address)
-            .next()
-            .map(|(id, peer)| (*id, peer.engines.first_qpn(id.engine), peer.node))
-        else {
+        let Some((id, peer)) = self.peers_at(address).next() else {
             return;
         };
-        let id = self.add_link(Role::Connects, now, address, nonce);
-        if let Some(link) = self.links.get_mut(&id) {
-            link.session.other_than(former);
+        let (wanted, former) = (peer.engines.first_qpn(id.engine), peer.node);
+        let link = self.add_link(Role::Connects, now, address, nonce);
+        if let Some(asking) = self.links.get_mut(&link) {
+            asking.session.only_asks_for(former);
         }
-        if let Some(peer) = self.peers.get_mut(&peer) {
-            peer.doubted = Some((id, now));
-        }
-        self.doubts.insert(id);
-        self.actions.push_back(Action::Connect(id, address, wanted));
+        let next = now + DOUBT_TIME;
+        self.doubts.insert(address, Doubt { link, former, next });
+        self.actions.push_back(Action::Connect(link, address, wanted));
+    }
+
+    /// Returns the links of what was agreed with the node of an address.
+    pub(super) fn links_to(&self, address: IpAddr) -> Vec<LinkId> {
+        let peers = self.peers_at(address);
+        peers.flat_map(|(_, peer)| &peer.links).copied().collect()
     }
 
     /// Handles a message of a link.
@@ -778,10 +787,6 @@ impl Machine {
             address,
             engine: engines.own(),
         };
-        self.doubts.remove(&id);
-        // One that asks who the peer's node is has found the same as this one, and stays as the second link.
-        let mut known = self.peers.range_mut(peers_of(address));
-        let doubted = known.find_map(|(_, known)| known.doubted.take());
         // An earlier run of the peer's node is over, even if its links do not know yet. So is a link that the peer has made once more.
         let again = |link: &LinkId| self.links.get(link).is_some_and(|link| link.role == role);
         let is_before = |(known, other): &(&PeerId, &Peer)| {
@@ -822,14 +827,8 @@ impl Machine {
             link.peer = Some(peer);
         }
         let links = Vec::new();
-        let known = self.peers.entry(peer).or_insert(Peer {
-            node,
-            engines,
-            links,
-            doubted: None,
-        });
+        let known = self.peers.entry(peer).or_insert(Peer { node, engines, links });
         known.links.push(id);
-        known.doubted = doubted;
         // An attempt for another engine goes on.
         let waiting = match self.attempts.get_mut(&address) {
             Some(Attempt::Runs { waiting, .. }) if !is_attempt => std::mem::take(waiting),
@@ -844,10 +843,18 @@ impl Machine {
     }
 
     fn broken(&mut self, now: Instant, id: LinkId, why: Broken) {
+        let mut over = None;
+        if let Some((address, doubt)) = self.doubts.iter_mut().find(|(_, doubt)| doubt.link == id) {
+            match why {
+                Broken::Same => doubt.next = now + SAME_TIME,
+                Broken::Other => over = Some((*address, doubt.former)),
+                _ => {}
+            }
+        }
         let why = match why {
             Broken::Key => Why::Key,
             Broken::Version => Why::Version,
-            Broken::Silent | Broken::Same => Why::NoNode,
+            Broken::Silent | Broken::Same | Broken::Other => Why::NoNode,
             other => Why::Protocol(other),
         };
         let mut last = Vec::new();
@@ -861,6 +868,18 @@ impl Machine {
         }
         self.actions.push_back(Action::Close(id, last));
         self.end_link(now, id, why);
+        if let Some((address, former)) = over {
+            self.run_is_over(now, address, former);
+        }
+    }
+
+    /// Ends what was agreed with a run of the node of an address.
+    fn run_is_over(&mut self, now: Instant, address: IpAddr, run: NodeId) {
+        let of_run = |(peer, known): (&PeerId, &Peer)| (known.node == run).then_some(*peer);
+        let peers: Vec<PeerId> = self.peers_at(address).filter_map(of_run).collect();
+        for peer in peers {
+            self.peer_is_over(now, Some(peer), Why::NoNode);
+        }
     }
 
     fn warn(&mut self, now: Instant, address: IpAddr, why: &Why) {
@@ -885,7 +904,6 @@ impl Machine {
         let Some(link) = self.links.remove(&id) else {
             return;
         };
-        self.doubts.remove(&id);
         let Link {
             address,
             peer,
@@ -916,13 +934,17 @@ impl Machine {
     }
 
     fn attempt_failed(&mut self, now: Instant, address: IpAddr, why: Why) {
-        let failed = Attempt::Failed {
-            until: now + NONE_TIME,
-            why: why.clone(),
-        };
-        let Some(Attempt::Runs { waiting, .. }) = self.attempts.insert(address, failed) else {
+        let Some(Attempt::Runs { waiting, .. }) = self.attempts.remove(&address) else {
             return;
         };
+        // A node that has agreed by another engine is there.
+        if self.peers_at(address).next().is_none() {
+            let failed = Attempt::Failed {
+                until: now + NONE_TIME,
+                why: why.clone(),
+            };
+            self.attempts.insert(address, failed);
+        }
         for Waiting { qpn, serial, .. } in waiting {
             if self.asking(qpn, serial).is_some() {
                 self.own(qpn, why.clone());
@@ -935,9 +957,12 @@ impl Machine {
         let Some((peer, before)) = peer.and_then(|peer| Some((peer, self.peers.remove(&peer)?))) else {
             return;
         };
-        // Nobody asks any more whether it is another run.
-        let doubted = before.doubted.map(|(link, _)| link);
-        for link in doubted.into_iter().chain(before.links) {
+        let mut links = before.links;
+        if self.peers_at(peer.address).next().is_none() {
+            // Nobody asks any more which run it is.
+            links.extend(self.doubts.remove(&peer.address).map(|doubt| doubt.link));
+        }
+        for link in links {
             if self.links.contains_key(&link) {
                 self.actions.push_back(Action::Close(link, Vec::new()));
                 self.end_link(now, link, why.clone());

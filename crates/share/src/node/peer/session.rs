@@ -55,9 +55,12 @@ pub(crate) enum Broken {
     /// The other node does not answer.
     #[error("it does not answer")]
     Silent,
-    /// It is the run that was known before ([`Session::other_than`]).
+    /// It is the run that was known before ([`Session::only_asks_for`]).
     #[error("it is the same run of the node")]
     Same,
+    /// It is another one.
+    #[error("it is another run of the node")]
+    Other,
     /// More questions than it may ask, or than this node wants to keep.
     #[error("there are too many questions")]
     TooMany,
@@ -147,7 +150,7 @@ pub(super) struct Session<T> {
     role: Role,
     peer: IpAddr,
     nonce: [u8; 32],
-    /// A run of the other node with which it is not to agree.
+    /// The run of the other node for which it only asks.
     former: Option<NodeId>,
     stage: Stage,
     /// Time at which the handshake has failed.
@@ -194,8 +197,9 @@ impl<T> Session<T> {
         session
     }
 
-    /// Has it end with [`Broken::Same`] if this run of the other node answers. This end connects.
-    pub(super) fn other_than(&mut self, former: NodeId) {
+    /// Has it end with [`Broken::Same`] or [`Broken::Other`] once the other node has shown that it has the key, and whether it is this run. This end
+    /// connects.
+    pub(super) fn only_asks_for(&mut self, former: NodeId) {
         self.former = Some(former);
     }
 
@@ -373,8 +377,11 @@ impl<T> Session<T> {
                 if !transcript.verify(&identity.key, Role::Accepts, &proof) {
                     return self.refuse(Reason::Key, Broken::Key);
                 }
-                if self.former == Some(node) {
-                    return self.fail(Broken::Same);
+                if let Some(former) = self.former {
+                    return self.fail(match former == node {
+                        true => Broken::Same,
+                        false => Broken::Other,
+                    });
                 }
                 let proof = transcript.proof(&identity.key, Role::Connects);
                 self.out.push_back((0, Message::Proof { proof }));
