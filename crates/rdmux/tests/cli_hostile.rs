@@ -61,8 +61,8 @@ fn told(by: &Other) -> Option<String> {
 }
 
 /// Lets applications that keep to nothing do what they like to two nodes, beside one that moves bytes between them. `processes`: of such
-/// applications, some in each, without the variable. `kept`: mappings that a node keeps.
-fn run(host: &Host, addresses: [&str; 2], processes: u64, kept: usize) {
+/// applications, some in each, without the variable. `route`: that of the other one's connections. `kept`: mappings that a node keeps.
+fn run(host: &Host, addresses: [&str; 2], processes: u64, (route, kept): (&str, usize)) {
     let mut nodes = addresses.map(|address| host.node(address));
     let start = |role: &str, seed, targets: &str| {
         Other::start_with(role, seed, |command| {
@@ -85,6 +85,11 @@ fn run(host: &Host, addresses: [&str; 2], processes: u64, kept: usize) {
     };
     // By then it has used all that it has.
     while goes_on(&bystander) < 100 {}
+    for address in addresses {
+        let frame = host.frame(address, "1");
+        let mut connections = frame["connections"].as_array().unwrap().iter();
+        assert!(connections.any(|one| one["route"] == route), "{frame}");
+    }
     let before = addresses.map(|address| host.objects(address));
     let held = [0, 1].map(|at| Held::by(&nodes[at]));
     let ours = addresses.map(|address| host.applications(address));
@@ -135,11 +140,16 @@ fn run(host: &Host, addresses: [&str; 2], processes: u64, kept: usize) {
 
 #[test]
 fn node__applications_that_keep_to_nothing() {
-    run(&Host::new(), ["127.0.68.1", "127.0.68.2"], 25, 0);
+    run(&Host::new(), ["127.0.68.1", "127.0.68.2"], 25, ("own", 0));
 }
 
 #[test]
 fn node__applications_that_keep_to_nothing_beside_one_on_the_same_shared_queue_pair() {
     // Each of two shared queue pairs keeps what it knows of the peer's last 64 regions.
-    run(&Host::sharing(), ["127.0.68.3", "127.0.68.4"], 5, 2 * 64);
+    run(
+        &Host::sharing(),
+        ["127.0.68.3", "127.0.68.4"],
+        5,
+        ("shared", 2 * 64),
+    );
 }

@@ -147,15 +147,16 @@ fn serve(args: &Args) -> Result<()> {
     if let Some(seconds) = args.until_idle {
         node.end_when_idle(Duration::from_secs(seconds));
     }
+    let recent = Arc::new(Recent::new(node.viewer()));
     if let (Some(address), Some(key)) = (args.web, key) {
-        let at = web::serve(address, key, Recent::new(node.viewer()))?;
+        let at = web::serve(address, key, recent.clone())?;
         // The URL has no token here, as this may go to a log.
         let _ = writeln!(
             std::io::stderr(),
             "rdmux: page at http://{at}/, rdmux node url {at} has the token"
         );
     }
-    metrics::show_node(Recent::new(node.viewer()));
+    metrics::show_node(recent);
     handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
     output::say(&format!(
         "node of {} ({provider}{tenants}): ready for applications",

@@ -5,7 +5,7 @@ mod node;
 mod text;
 
 use std::net::{SocketAddr, TcpListener};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 static SERVER: OnceLock<Metrics> = OnceLock::new();
 
 /// The node of this process, if it is one.
-static NODE: OnceLock<Recent> = OnceLock::new();
+static NODE: OnceLock<Arc<Recent>> = OnceLock::new();
 
 /// Parses `ADDR`, `ADDR:PORT` or `PORT`; port 0 stands for any free port.
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
@@ -57,7 +57,7 @@ fn answer(request: &Request<'_>) -> Answer {
     if request.path != "/metrics" {
         return Answer::text("404 Not Found", "metrics are at /metrics\n");
     }
-    let node = NODE.get().and_then(Recent::snapshot);
+    let node = NODE.get().and_then(|node| node.snapshot());
     Answer {
         content_type: "text/plain; version=0.0.4; charset=utf-8",
         body: render(&devices(), &rnics(), SERVER.get(), node.as_deref()).into(),
@@ -72,7 +72,7 @@ pub(crate) fn show_server(metrics: Metrics) {
 }
 
 /// Adds the figures of a node to the metrics.
-pub(crate) fn show_node(node: Recent) {
+pub(crate) fn show_node(node: Arc<Recent>) {
     // A process has at most one node.
     let _ = NODE.set(node);
 }

@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -63,7 +64,7 @@ pub(super) fn url(address: SocketAddr, key: &Key) -> String {
 }
 
 /// Serves the page until the process ends; returns its address.
-pub(super) fn serve(address: SocketAddr, key: Key, recent: Recent) -> Result<SocketAddr> {
+pub(super) fn serve(address: SocketAddr, key: Key, recent: Arc<Recent>) -> Result<SocketAddr> {
     let cannot = || format!("cannot serve the page at {address} (choose another port with --web ADDR:PORT)");
     let listener = TcpListener::bind(address).with_context(cannot)?;
     let at = listener.local_addr().with_context(cannot)?;
