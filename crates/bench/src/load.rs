@@ -26,8 +26,8 @@ use serde_json::{Value, json};
 
 /// The first argument of these programs.
 pub(super) const COMMAND: &str = "load";
-/// Bytes of a message of an elephant, and of each side's memory.
-const ELEPHANT_BYTES: u32 = 1 << 20;
+/// Bytes of each side's memory: those of the longest message.
+const MEMORY_BYTES: u32 = 16 << 20;
 /// Time for which a source posts before what counts.
 const RAMP: Duration = Duration::from_millis(200);
 /// Length of the periods for which a source tells how much completed in each.
@@ -70,9 +70,11 @@ struct SourceArgs {
     /// Messages a second on the first connection, at random times (Poisson), instead of one behind each that has completed.
     #[arg(long)]
     per_second: Option<f64>,
-    /// Messages of 1 MiB kept in flight on the first connection beside the others, of which they are no part.
+    /// Long messages kept in flight on the first connection beside the others, of which they are no part.
     #[arg(long, default_value_t = 0)]
     elephants: u32,
+    #[arg(long, default_value_t = 1 << 20)]
+    elephant_bytes: u32,
     /// Time that counts.
     #[arg(long, default_value_t = 1000)]
     time_ms: u64,
@@ -134,7 +136,7 @@ pub(super) fn child(args: &[String]) -> Result<()> {
 
 /// Registers the memory of a side.
 fn memory(pd: &ProtectionDomain) -> Result<MemoryRegion> {
-    let memory = Arc::new(AnonymousMemory::shareable(ELEPHANT_BYTES as usize)?);
+    let memory = Arc::new(AnonymousMemory::shareable(MEMORY_BYTES as usize)?);
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
     Ok(pd.reg_mr_all(memory.clone(), memory.address(), access)?)
 }
@@ -161,7 +163,7 @@ impl Request {
         let (bytes, rest) = rest.split_first_chunk()?;
         Some(Request {
             receives: u16::from_be_bytes(*receives),
-            bytes: u32::from_be_bytes(*bytes).min(ELEPHANT_BYTES),
+            bytes: u32::from_be_bytes(*bytes).min(MEMORY_BYTES),
             delay: Duration::from_millis(u16::from_be_bytes(*rest.first_chunk()?).into()),
         })
     }

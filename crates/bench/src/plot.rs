@@ -15,6 +15,8 @@ const LEFT: f64 = 20.0;
 const TOP: f64 = 24.0;
 /// Height of the longest bar.
 const HEIGHT: f64 = 180.0;
+/// Values that differ by more are drawn on a logarithmic scale: beside the longest bar, others would not be seen.
+const LINEAR_MOST: f64 = 30.0;
 const LEGEND_LINE: f64 = 16.0;
 const LEGENDS_PER_LINE: usize = 3;
 const LEGEND_WIDTH: f64 = 190.0;
@@ -68,12 +70,18 @@ fn panel(svg: &mut String, table: &Table, top: f64) -> f64 {
             Some((at, nth, colour, table.median(name, column)?))
         })
     };
-    let most = medians()
-        .map(|(.., value)| value)
-        .fold(f64::MIN_POSITIVE, f64::max);
+    let values = || medians().map(|(.., value)| value).filter(|value| *value > 0.0);
+    let most = values().fold(f64::MIN_POSITIVE, f64::max);
+    let least = values().fold(most, f64::min);
+    // The lowest bar is a tenth of a decade high.
+    let is_logarithmic = most / least > LINEAR_MOST;
+    let part = |value: f64| match is_logarithmic {
+        true => ((value.max(least) / least).log10() + 0.1) / ((most / least).log10() + 0.1),
+        false => value / most,
+    };
     let group = BAR * table.lines.len() as f64 + GAP;
     for (at, nth, colour, value) in medians() {
-        let tall = value / most * HEIGHT;
+        let tall = part(value) * HEIGHT;
         let x = LEFT + group * at as f64 + BAR * nth as f64;
         let y = foot - tall;
         let _ = writeln!(
@@ -97,9 +105,10 @@ fn panel(svg: &mut String, table: &Table, top: f64) -> f64 {
     }
     let _ = writeln!(
         svg,
-        "<text x=\"8\" y=\"{:.0}\" font-weight=\"bold\">{}</text>",
+        "<text x=\"8\" y=\"{:.0}\" font-weight=\"bold\">{}{}</text>",
         foot + 32.0,
-        text(table.title)
+        text(table.title),
+        if is_logarithmic { " (logarithmic)" } else { "" },
     );
     foot + 60.0
 }

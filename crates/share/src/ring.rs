@@ -59,7 +59,7 @@ pub const SLOTS_MIN: u32 = WORK_DESCRIPTORS_MAX.next_power_of_two() as u32;
 pub const SLOTS_MAX: u32 = 1 << 16;
 
 /// A word of a ring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Word {
     /// Position up to which the producer has put descriptors. The producer's.
     Tail,

@@ -13,7 +13,7 @@ use rdmux_verbs::{
 };
 
 use super::super::child::{say, say_ready};
-use super::{ELEPHANT_BYTES, Kind, PERIOD, Place, RAMP, Report, Request, SourceArgs, memory};
+use super::{Kind, PERIOD, Place, RAMP, Report, Request, SourceArgs, memory};
 
 /// Longest time that is measured; longer ones count as this.
 const LATENCY_NS_MAX: u64 = 60_000_000_000;
@@ -262,7 +262,7 @@ impl<'a> Pump<'a> {
         for lane in 0..self.wired.lanes.len() {
             let beside = if lane == 0 { args.elephants } else { 0 };
             self.slots
-                .extend((0..beside).map(|_| slot(lane, ELEPHANT_BYTES, false)));
+                .extend((0..beside).map(|_| slot(lane, args.elephant_bytes, false)));
             self.slots
                 .extend((0..args.depth).map(|_| slot(lane, args.bytes, true)));
         }

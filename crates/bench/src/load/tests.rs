@@ -31,7 +31,7 @@ fn request__of_more_bytes_than_a_sink_has_is_cut() {
         bytes: u32::MAX,
         delay: Duration::ZERO,
     };
-    assert_eq!(Request::parse(&request.emit()).unwrap().bytes, ELEPHANT_BYTES);
+    assert_eq!(Request::parse(&request.emit()).unwrap().bytes, MEMORY_BYTES);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use rdmux_wire::node::{QueueId, Remote, WorkData, WorkFlags, WorkOperation};
 use super::ready::{RINGS_PER_WORD, ReadyMemory};
 use super::*;
 
+mod lines;
 mod model;
 
 /// A ring's memory on the heap.
