@@ -75,6 +75,15 @@ impl<Id> Connection<Id> {
     pub(super) fn bytes(&self) -> i64 {
         self.credit + self.overdraft
     }
+
+    /// Returns whether its last burst did not fit into the advance, or this one does not.
+    pub(super) fn is_bulk(&self, quanta: &Quanta) -> bool {
+        self.bulk || self.exceeds_advance(quanta)
+    }
+
+    fn exceeds_advance(&self, quanta: &Quanta) -> bool {
+        self.burst > ADVANCES_MAX * i64::from(quanta.sparse_bytes)
+    }
 }
 
 impl<Id> Linked for Connection<Id> {
@@ -157,7 +166,7 @@ impl Group {
         self.waiting -= 1;
         let connection = &mut slab[at];
         connection.waiting = false;
-        connection.bulk = connection.burst > ADVANCES_MAX * i64::from(quanta.sparse_bytes);
+        connection.bulk = connection.exceeds_advance(quanta);
         if connection.place == Place::New {
             self.leave_new(slab, at, quanta);
         }

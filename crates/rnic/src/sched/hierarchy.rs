@@ -58,6 +58,8 @@ pub struct Turn<Id> {
     pub connection: ConnectionId,
     /// Bytes within which it may begin pieces.
     pub bytes: u32,
+    /// When another connection that may have little to send last began, if this one sends much: for [`piece_bytes`](super::piece_bytes).
+    pub sparse_seen: Option<Time>,
     tenant: u32,
     list: usize,
     class: usize,
@@ -85,8 +87,8 @@ pub struct Hierarchy<Id> {
     sharing: List<SHARING>,
     /// For each list, when tenants may come into it by themselves. Entries other than those in `Tenant::timers` are obsolete.
     timers: [BinaryHeap<Reverse<(Time, u32)>>; 2],
-    /// When a connection last began to send as a new one.
-    sparse: Option<Time>,
+    /// When a connection last began to send as a new one, and when another one did.
+    sparse: [Option<(Time, u32)>; 2],
     /// Bytes that all tenants together may send.
     rate: Option<Bucket>,
 }
@@ -106,7 +108,7 @@ impl<Id: Copy> Hierarchy<Id> {
             guaranteed: List::default(),
             sharing: List::default(),
             timers: Default::default(),
-            sparse: None,
+            sparse: [None; 2],
             rate: None,
         }
     }
@@ -224,7 +226,8 @@ impl<Id: Copy> Hierarchy<Id> {
         let group_at = woken.group;
         let group = &mut self.groups[group_at];
         if group.wake(&mut self.connections, at, &self.quanta) {
-            self.sparse = Some(now);
+            let last = self.sparse[0].filter(|(_, last)| *last != at);
+            self.sparse = [Some((now, at)), last.or(self.sparse[1])];
         }
         if group.open {
             self.add_waiting(now, group_at, 1);
@@ -263,7 +266,16 @@ impl<Id: Copy> Hierarchy<Id> {
 
     /// Returns when a connection last began to send as one that may have little to send, for [`piece_bytes`](super::piece_bytes).
     pub fn sparse_seen(&self) -> Option<Time> {
-        self.sparse
+        self.sparse[0].map(|(seen, _)| seen)
+    }
+
+    fn sparse_beside(&self, at: u32) -> Option<Time> {
+        // It sends its advance before others anyway, in pieces of any length.
+        if !self.connections[at].is_bulk(&self.quanta) {
+            return None;
+        }
+        let other = |(seen, by): (Time, u32)| (by != at).then_some(seen);
+        self.sparse.into_iter().flatten().find_map(other)
     }
 
     /// Returns the connection that sends next. Its turn ends before the next one is picked.
@@ -282,6 +294,7 @@ impl<Id: Copy> Hierarchy<Id> {
             id: connection.id,
             connection: ConnectionId(self.connections.key(at)),
             bytes: bytes.min(connection.bytes()) as u32,
+            sparse_seen: self.sparse_beside(at),
             tenant,
             list,
             class,

@@ -2,9 +2,9 @@
 
 use crate::time::Time;
 
-/// Longest piece while only long messages are sent: each piece costs a completion.
+/// Longest piece: each costs a completion, and packets that could go to the network together.
 pub const PIECE_BYTES_MAX: u32 = 64 << 10;
-/// Piece while short messages are sent, which wait for the piece that is being sent.
+/// Piece of a connection that sends much, while short messages are sent: they wait for the piece that is being sent.
 pub const PIECE_BYTES_SHARED: u32 = 16 << 10;
 /// Shortest piece.
 pub const PIECE_BYTES_MIN: u32 = 4 << 10;

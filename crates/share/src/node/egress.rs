@@ -200,6 +200,9 @@ pub(super) struct Limits {
     pub(super) windows: WindowLimits,
     /// Bytes in flight of all groups.
     pub(super) device: DeviceLimits,
+    /// Set if pieces of a flow that may have little to send are long: the device sends the packets of a piece together, in less time than
+    /// those of several. Windows that are measured need pieces of equal length.
+    pub(super) long_pieces: bool,
     /// Bytes for which a piece counts at least.
     pub(super) piece_bytes_min: u32,
 }
@@ -217,6 +220,7 @@ pub(super) struct Egress<B> {
     windows: WindowLimits,
     /// Without it, the window of each group would decide what the group gets, and not the hierarchy.
     device: DeviceWindow,
+    long_pieces: bool,
     piece_bytes_min: u32,
     done: VecDeque<Done>,
     /// Bytes of requests that are kept, for each application.
@@ -234,6 +238,7 @@ impl<B> Egress<B> {
             groups: Table::new(FLOWS_MAX),
             windows: limits.windows,
             device: DeviceWindow::new(now, limits.device),
+            long_pieces: limits.long_pieces,
             piece_bytes_min: limits.piece_bytes_min.max(CHARGE_MIN),
             done: VecDeque::new(),
             kept_bytes: Vec::new(),
@@ -474,8 +479,12 @@ impl<B> Egress<B> {
             }
             let rest = request.length - offset;
             let piece_bytes = sched::piece_bytes(now, self.hierarchy.sparse_seen(), group.path_mtu);
+            let longest = match self.long_pieces {
+                true => sched::piece_bytes(now, turn.sparse_seen, group.path_mtu),
+                false => piece_bytes,
+            };
             let length = match cuts {
-                true => rest.min(piece_bytes).min(admitted),
+                true => rest.min(longest).min(admitted),
                 false => rest,
             };
             let last = length == rest;

@@ -49,6 +49,7 @@ pub(super) fn of_device(provider: &str, quanta: Quanta, rate_bps: Option<u64>) -
         quanta,
         windows,
         device,
+        long_pieces: provider != "hw",
         piece_bytes_min: piece_bytes_min(rate_bps),
     }
 }

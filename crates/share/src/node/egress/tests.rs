@@ -239,6 +239,30 @@ fn next__pieces_in_order() {
     );
 }
 
+/// Pieces of a flow that may have little to send cost a device in software as little as requests of its own would.
+#[test]
+fn next__short_pieces_of_who_sends_much_beside_who_does_not() {
+    let mut bench = Bench::new(WIDE);
+    bench.egress.long_pieces = true;
+    let ((bulk, _), (sparse, _)) = (bench.flow(), bench.flow());
+    // Alone it has long pieces, however it began.
+    bench.submit(bulk, write(1, 1 << 20));
+    assert!(bench.post().iter().all(|piece| piece.length == PIECE_BYTES_MAX));
+    bench.submit(bulk, write(2, 1 << 20));
+    let _ = bench.post_one();
+    for number in 3..10 {
+        bench.submit(sparse, write(number, PIECE_BYTES_MAX));
+        let of_sparse = loop {
+            let piece = bench.post_one();
+            match piece.flow == sparse {
+                true => break piece,
+                false => assert_eq!(piece.length, PIECE),
+            }
+        };
+        assert_eq!(of_sparse.length, PIECE_BYTES_MAX);
+    }
+}
+
 #[test]
 fn next__long_pieces_while_nobody_has_little_to_send() {
     let mut bench = Bench::new(WIDE);
