@@ -52,7 +52,7 @@ use identity::Identity;
 use peer::Shares;
 use services::Services;
 use snapshot::Viewer;
-use tenants::Tenants;
+use tenants::{Capacity, Tenants};
 use worker::{Warn, Worker};
 
 pub use peer::PeersError;
@@ -251,7 +251,8 @@ impl Node {
         let watch_place = place.for_watchers(address).map_err(NodeError::Place)?;
         let (mailbox, orders) = mailbox()?;
         let spare = place.socket.try_clone().ok();
-        let tenants = Arc::new(Mutex::new(Tenants::new(config, engines.max(1))));
+        let capacity = Capacity::new(device.limits().queue_pairs.into());
+        let tenants = Arc::new(Mutex::new(Tenants::new(config, capacity, engines.max(1))));
         let mut all = vec![device];
         for _ in 1..engines {
             all.push(all[0].open_engine()?);

@@ -123,7 +123,7 @@ impl Resource {
     }
 }
 
-/// Limits of a tenant, for all its applications together. `None`: none but those of a single application.
+/// Limits of a tenant, for all its applications together. `None`: those of each application, and [`Config::served_tenants`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits([Option<u64>; <Resource as strum::EnumCount>::COUNT]);
 
@@ -248,6 +248,13 @@ impl Config {
     /// Returns whether tenants have control groups.
     pub fn has_cgroups(&self) -> bool {
         self.tenants.iter().any(|tenant| !tenant.cgroups.is_empty())
+    }
+
+    /// Returns the number of tenants, with the default one if it may have applications. One without a limit may have an equal part of the
+    /// node's applications, queue pairs and memory regions.
+    pub fn served_tenants(&self) -> usize {
+        let has_default = !matches!(self.others, Others::Refused);
+        self.tenants.len() + usize::from(has_default)
     }
 
     /// Returns whether a node of the user `own` serves other users too: then it is a node for the host, and not one for its user.

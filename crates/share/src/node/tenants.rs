@@ -4,6 +4,7 @@
 //! anything on an account.
 
 use std::collections::HashMap;
+use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,8 +13,10 @@ use rdmux_rnic::Time;
 use rdmux_rnic::sched::{Entitlement, TenantId};
 use rdmux_verbs::provider::folder;
 use rdmux_wire::node::control::ErrorCode;
+use rustix::process::{Resource as RlimitResource, getrlimit};
 use strum::{EnumCount, IntoEnumIterator};
 
+use super::APPLICATIONS_MAX;
 use super::config::{
     Assignment, Config, DEFAULT_TENANT, Limits, Others, Resource, STRICT_PERCENT_DEFAULT, Settings,
 };
@@ -24,6 +27,48 @@ use crate::control::convert::Refusal;
 
 /// Limit of a resource that has none.
 const UNLIMITED: u64 = u64::MAX;
+
+/// Resources of a node. A tenant without a limit may have an equal part of them, so that it does not take those of others.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Capacity {
+    pub(super) queue_pairs: u64,
+    pub(super) regions: u64,
+}
+
+impl Capacity {
+    /// Returns that of a node with a device of so many queue pairs. Each region takes a descriptor and a mapping.
+    pub(super) fn new(queue_pairs: u64) -> Capacity {
+        let descriptors = getrlimit(RlimitResource::Nofile).current.unwrap_or(u64::MAX);
+        let mappings = fs::read_to_string("/proc/sys/vm/max_map_count");
+        let mappings = mappings.ok().and_then(|text| text.trim().parse().ok());
+        let regions = descriptors.min(mappings.unwrap_or(u64::MAX));
+        Capacity {
+            queue_pairs,
+            // Sockets, doorbells, rings and the device need some.
+            regions: regions - regions / 4,
+        }
+    }
+
+    /// Returns how much of a resource there is; `None`: any number.
+    fn of(self, resource: Resource) -> Option<u64> {
+        match resource {
+            Resource::Applications => Some(APPLICATIONS_MAX as u64),
+            Resource::QueuePairs => Some(self.queue_pairs),
+            Resource::Regions => Some(self.regions),
+            Resource::Requests | Resource::Bytes => None,
+        }
+    }
+
+    /// Returns the limits of one of so many tenants.
+    fn part(self, limits: &Limits, tenants: u64) -> Limits {
+        let mut all = *limits;
+        for resource in Resource::iter() {
+            let part = self.of(resource).map(|all| (all / tenants.max(1)).max(1));
+            all.set(resource, limits.get(resource).or(part));
+        }
+        all
+    }
+}
 
 /// Resources that the applications of a tenant have, and may have.
 #[derive(Debug)]
@@ -137,16 +182,18 @@ pub(super) struct Tenants {
     own: u32,
     /// Accounts by name, the default one too.
     accounts: HashMap<String, Arc<Account>>,
+    capacity: Capacity,
     workers: usize,
 }
 
 impl Tenants {
     /// Returns the tenants of a node with so many workers.
-    pub(super) fn new(config: Option<Config>, workers: usize) -> Tenants {
+    pub(super) fn new(config: Option<Config>, capacity: Capacity, workers: usize) -> Tenants {
         let mut tenants = Tenants {
             config: None,
             own: folder::uid(),
             accounts: HashMap::new(),
+            capacity,
             workers,
         };
         match config {
@@ -163,6 +210,7 @@ impl Tenants {
     pub(super) fn set(&mut self, config: Config) {
         let mut accounts = HashMap::new();
         for (name, Settings { limits, .. }) in settings(&config) {
+            let limits = self.capacity.part(&limits, config.served_tenants() as u64);
             let account = match self.accounts.remove(name) {
                 Some(kept) => {
                     kept.set_limits(&limits);
@@ -426,12 +474,17 @@ mod tests {
 
     const NOW: Time = Time(1_000_000);
 
+    const CAPACITY: Capacity = Capacity {
+        queue_pairs: 300,
+        regions: 600,
+    };
+
     fn egress() -> Egress<()> {
         Egress::new(NOW, egress::Limits::default())
     }
 
     fn tenants(config: Option<Config>) -> Tenants {
-        Tenants::new(config, 1)
+        Tenants::new(config, CAPACITY, 1)
     }
 
     fn identity(uid: u32, cgroup: Result<&str, &'static str>) -> Identity {
@@ -469,14 +522,27 @@ mod tests {
             refusal.text,
             "the tenant a has 0 of at most 8192 bytes in memory regions: raise limits.bytes in [tenant.a] of /etc/node.toml"
         );
-        // Other resources have no limit.
-        let _regions = account.charge(Resource::Regions, u64::MAX / 2).unwrap();
+    }
+
+    #[test]
+    fn charge__an_equal_part_without_a_limit() {
+        let text = "[tenant.a]\nuid = [1]\n[tenant.b]\nuid = [2]\nlimits.regions = 90\n[default]";
+        let tenants = tenants(Some(config(text)));
+        let limits = [1, 2, 3].map(|uid| {
+            let account = tenants.account_of(&identity(uid, Err(""))).unwrap();
+            [Resource::QueuePairs, Resource::Regions, Resource::Bytes].map(|resource| account.limit(resource))
+        });
+        let part = [100, 200, UNLIMITED];
+        assert_eq!(limits, [part, [100, 90, UNLIMITED], part]);
+        let refused = self::tenants(Some(config("[tenant.a]\nuid = [1]\n[default]\nrefuse = true")));
+        let account = refused.account_of(&identity(1, Err(""))).unwrap();
+        assert_eq!(account.limit(Resource::QueuePairs), 300);
     }
 
     #[test]
     fn set__accounts_of_tenants_that_remain() {
         let both = "[tenant.a]\nuid = [1]\n[tenant.b]\nuid = [2]\n";
-        let mut tenants = Tenants::new(Some(config(both)), 1);
+        let mut tenants = Tenants::new(Some(config(both)), CAPACITY, 1);
         let [a, b] = [1, 2].map(|uid| tenants.account_of(&identity(uid, Err(""))).unwrap().clone());
         let mut charge = a.charge(Resource::Regions, 5).unwrap();
         let _other = b.charge(Resource::Regions, 1).unwrap();
@@ -534,7 +600,7 @@ mod tests {
     fn keeps__the_default_tenant_as_long_as_it_is_for_such_processes() {
         let own = folder::uid();
         let (own, other) = (identity(own, Err("")), identity(own.wrapping_add(1), Err("")));
-        let mut tenants = Tenants::new(Some(config("[default]")), 1);
+        let mut tenants = Tenants::new(Some(config("[default]")), CAPACITY, 1);
         let default = tenants.account_of(&other).unwrap().clone();
         for (text, keeps) in [
             ("[default]", [true, true]),

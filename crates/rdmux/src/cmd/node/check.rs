@@ -92,7 +92,7 @@ fn describe(config: &Config) -> String {
     columns.extend(Resource::iter().map(|resource| (resource.key(), Align::Right)));
     let rows: Vec<Vec<String>> = all_tenants(config)
         .iter()
-        .map(|tenant| row(tenant, &config.others))
+        .map(|tenant| row(tenant, config))
         .collect();
     let others = match config.others {
         Others::OwnUser => "other users are refused",
@@ -105,13 +105,13 @@ fn describe(config: &Config) -> String {
     )
 }
 
-fn row(tenant: &Tenant, others: &Others) -> Vec<String> {
+fn row(tenant: &Tenant, config: &Config) -> Vec<String> {
     let Settings { entitlement, .. } = &tenant.settings;
     let list = |texts: Vec<String>| match texts.is_empty() {
         true => "-".to_owned(),
         false => texts.join(" "),
     };
-    let users = match (tenant.name.as_str(), others) {
+    let users = match (tenant.name.as_str(), &config.others) {
         (DEFAULT_TENANT, Others::OwnUser) => "the node's".into(),
         (DEFAULT_TENANT, _) => "others".into(),
         _ => list(tenant.users.iter().map(user_text).collect()),
@@ -129,7 +129,7 @@ fn row(tenant: &Tenant, others: &Others) -> Vec<String> {
         entitlement.ceiling_bps.map_or("-".into(), rate_text),
         classes_text(&entitlement.classes),
     ];
-    row.extend(Resource::iter().map(|resource| limit_text(&tenant.settings, resource)));
+    row.extend(Resource::iter().map(|resource| limit_text(config, &tenant.settings, resource)));
     row
 }
 
@@ -164,11 +164,11 @@ fn classes_text(classes: &[Policy]) -> String {
     parts.join(" ")
 }
 
-fn limit_text(settings: &Settings, resource: Resource) -> String {
+fn limit_text(config: &Config, settings: &Settings, resource: Resource) -> String {
     match (settings.limits.get(resource), resource, resource.most_of_each()) {
         (Some(limit), Resource::Bytes, _) => output::bytes(limit),
         (Some(limit), ..) => limit.to_string(),
-        (None, Resource::Applications, _) => APPLICATIONS_MAX.to_string(),
+        (None, Resource::Applications, _) => (APPLICATIONS_MAX / config.served_tenants().max(1)).to_string(),
         (None, _, Some(most)) => format!("{most} each"),
         (None, _, None) => "-".into(),
     }
