@@ -172,6 +172,8 @@ pub(super) struct Shared {
 #[derive(Debug)]
 pub(super) struct Application {
     pub(super) channel: Channel,
+    /// Set while messages wait in the channel, and the application gets a turn once it has read some.
+    pub(super) awaits_room: bool,
     /// Its slot, which the tokens of its objects begin with.
     pub(super) slot: u32,
     pub(super) name: String,
@@ -235,6 +237,7 @@ impl Application {
         shared.egress.begin_counts(slot);
         Ok(Application {
             channel,
+            awaits_room: false,
             slot,
             name: String::new(),
             // Without a configuration applications share equally.

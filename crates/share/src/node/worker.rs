@@ -487,7 +487,7 @@ impl Worker {
         self.list.clear();
     }
 
-    /// Puts completions into the rings of applications. Returns whether there were any.
+    /// Puts completions into the rings of applications, and has messages that found no room wait for it. Returns whether there were completions.
     fn put_completions(&mut self, now: Time) -> bool {
         while let Some(done) = self.shared.egress.poll_done() {
             if let Some(Some(application)) = self.applications.get_mut(done.owner.application as usize) {
@@ -499,6 +499,10 @@ impl Worker {
             let Some(application) = &mut self.applications[slot] else {
                 continue;
             };
+            // The worker comes here after any message that it has sent, and before it sleeps.
+            if application.channel.has_waiting() && !application.awaits_room {
+                self.turns.want(Turn::Message(slot as u32));
+            }
             let put = application.put_completions();
             let told = match application.has_drained() {
                 true => application.tell_drained(&mut self.shared, now),
@@ -651,8 +655,9 @@ impl Worker {
                 let Some(Some(application)) = self.applications.get_mut(slot as usize) else {
                     return;
                 };
+                application.awaits_room = application.channel.has_waiting();
                 let mut flags = ONCE | epoll::EventFlags::RDHUP;
-                flags.set(epoll::EventFlags::OUT, application.channel.has_waiting());
+                flags.set(epoll::EventFlags::OUT, application.awaits_room);
                 let data = epoll::EventData::new_u64(Source::Control(slot).word());
                 if epoll::modify(&self.epoll, &application.channel, data, flags).is_err() {
                     // Nothing would tell of its messages.
@@ -874,3 +879,6 @@ fn add(epoll: impl AsFd, descriptor: impl AsFd, source: Source, flags: epoll::Ev
     let data = epoll::EventData::new_u64(source.word());
     Ok(epoll::add(epoll, descriptor, data, flags)?)
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,96 @@
+//! A worker whose passes the test takes, in its own thread.
+
+use rdmux_verbs::Options;
+use rdmux_wire::node::control::EventKind;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::*;
+use crate::node::identity::Identity;
+
+/// A worker with an application, and the other end of the application's channel.
+struct Driven {
+    worker: Worker,
+    application: Channel,
+    _orders: (Mailbox<Order>, Inbox<super::super::Order>),
+}
+
+fn device(number: u8) -> Device {
+    rdmux_soft::register();
+    let options = Options {
+        provider: Some("soft"),
+        ..Options::default()
+    };
+    Device::open_with([127, 0, 57, number].into(), options).unwrap()
+}
+
+impl Driven {
+    fn new(number: u8) -> Driven {
+        let device = device(number);
+        let tenants = Arc::new(Mutex::new(Tenants::new(None, 1)));
+        let (front, inbox) = mailbox().unwrap();
+        let parts = (None, &Services::default());
+        let (mut worker, orders) = Worker::new(0, device, &tenants, parts, front).unwrap();
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let identity = Identity::of(&ours).unwrap();
+        let account = tenants.lock().account_of(&identity).unwrap().clone();
+        let charge = account.charge(Resource::Applications, 1).unwrap();
+        let belonging = Belonging {
+            number: 1,
+            identity,
+            account,
+            charge,
+        };
+        worker.serve((Channel::new(ours), belonging));
+        let mut driven = Driven {
+            worker,
+            application: Channel::new(theirs),
+            _orders: (orders, inbox),
+        };
+        driven.ask(&Message::Attach {
+            version_min: VERSION,
+            version_max: VERSION,
+            name: "driven".into(),
+        });
+        driven
+    }
+
+    /// Does what the worker does before it sleeps.
+    fn work(&mut self) {
+        loop {
+            while self.worker.pass() {}
+            if !self.worker.look().unwrap() {
+                return;
+            }
+        }
+    }
+
+    fn ask(&mut self, message: &Message) -> Received {
+        self.application.send(7, message).unwrap();
+        self.work();
+        self.application.receive().unwrap().expect("an answer")
+    }
+}
+
+#[test]
+fn tell__an_application_that_only_reads_gets_every_event() {
+    const EVENTS: u32 = 1000;
+    let mut driven = Driven::new(1);
+    let event = |object| Message::Event {
+        kind: EventKind::QpFatal,
+        object,
+    };
+    let application = driven.worker.applications[0].as_mut().unwrap();
+    (0..EVENTS).for_each(|object| application.tell(&event(object)).unwrap());
+    assert!(application.channel.has_waiting());
+    let mut read = 0;
+    // Nobody reads while the worker works, so each round empties the socket and fills it again.
+    for _ in 0..EVENTS {
+        driven.work();
+        while let Some(received) = driven.application.receive().unwrap() {
+            assert_eq!(received.message, event(read));
+            read += 1;
+        }
+    }
+    assert_eq!(read, EVENTS);
+}
