@@ -20,8 +20,8 @@ use super::sharing::News;
 use super::worker::arm;
 use crate::control::convert::{completion_to_wire, event_to_wire, status_to_wire};
 use crate::ring::{
-    Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX, Tell,
-    WorkBytes,
+    BellWaiter, Consumer, Corrupt, NodeEnd, Producer, PushError, ReadyArea, ReadySet, RingArea, SLOTS_MAX,
+    Tell, WorkBytes,
 };
 
 /// Requests that are taken in a row before a message, and completions that are taken at once.
@@ -64,6 +64,11 @@ impl Rings {
             is_full: false,
             sleeps: false,
         }
+    }
+
+    /// Returns what becomes readable when the application rings.
+    pub(super) fn waiter(&self) -> &BellWaiter {
+        self.end.waiter()
     }
 
     fn tell_of_submissions(&self, tell: Tell) {

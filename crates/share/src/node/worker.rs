@@ -751,6 +751,10 @@ impl Worker {
 
     /// Has an application that has ended leave, an object in each turn.
     fn leave(&mut self, application: Application) {
+        if let Some(rings) = &application.rings {
+            // Its process has this open file too, so its bell would stay in the epoll set, and wake the worker, as long as the process runs.
+            let _ = epoll::delete(&self.epoll, rings.waiter());
+        }
         self.leaving.push_back(Leaving::new(application));
         self.turns.want(Turn::Leave);
     }
@@ -764,7 +768,7 @@ impl Worker {
             // Those with much to destroy take turns with those with little.
             Some(()) => self.leaving.push_back(leaving),
             None => {
-                // Its descriptors leave the epoll set when they are closed.
+                // Its other descriptors leave the epoll set when they are closed.
                 drop(leaving);
                 self.schedule.sweep(&mut self.shared.egress);
                 self.front.send(super::Order::Left(self.number));

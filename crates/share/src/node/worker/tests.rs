@@ -11,6 +11,8 @@ use crate::node::identity::Identity;
 struct Driven {
     worker: Worker,
     application: Channel,
+    /// Descriptors of the application's rings, in the order of [`crate::ring::Files`].
+    rings: Vec<OwnedFd>,
     _orders: (Mailbox<Order>, Inbox<super::super::Order>),
 }
 
@@ -45,13 +47,15 @@ impl Driven {
         let mut driven = Driven {
             worker,
             application: Channel::new(theirs),
+            rings: Vec::new(),
             _orders: (orders, inbox),
         };
-        driven.ask(&Message::Attach {
+        let attached = driven.ask(&Message::Attach {
             version_min: VERSION,
             version_max: VERSION,
             name: "driven".into(),
         });
+        driven.rings = attached.descriptors;
         driven
     }
 
@@ -93,4 +97,27 @@ fn tell__an_application_that_only_reads_gets_every_event() {
         }
     }
     assert_eq!(read, EVENTS);
+}
+
+/// The application keeps the descriptor, and with it the entry in the epoll set.
+#[test]
+fn detach__bell_of_an_application_that_has_gone_wakes_nobody() {
+    let mut driven = Driven::new(2);
+    let woken = |driven: &Driven| {
+        rustix::io::write(&driven.rings[2], &1_u64.to_ne_bytes()).unwrap();
+        let mut found = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 8];
+        let count = epoll::wait(&driven.worker.epoll, &mut found, Some(&Timespec::default())).unwrap();
+        let mut sources = found[..count]
+            .iter()
+            .map(|event| Source::of_word(event.data.u64()));
+        sources.any(|source| source == Some(Source::Work(0)))
+    };
+    assert!(woken(&driven));
+    driven.worker.detach(0, &Detached::Ended(Ended::Gone));
+    assert!(!woken(&driven));
+    driven.work();
+    assert!(driven.worker.leaving.is_empty() && !woken(&driven));
 }
