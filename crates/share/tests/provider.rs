@@ -150,6 +150,27 @@ fn post_send__queue_is_full_and_has_room_again() {
     assert_eq!(posted[8], Err(PostError::QueueFull));
 }
 
+/// A device of one's own takes what its queues have room for, however many completions nobody has polled.
+#[test]
+fn post_send__without_a_look_at_completions() {
+    const REQUESTS: u32 = 1 << 14;
+    let served = serve(25);
+    let (client, server) = served.pair_with(REQUESTS);
+    let write = SendRequest::write(client.sge(0, 8), server.mr.remote(..).unwrap());
+    for number in 0..REQUESTS.into() {
+        let posted = client.qp.post_send(write.clone().wr_id(number).signaled());
+        assert_eq!(posted, Ok(()), "{number}");
+    }
+    let srq = client.pd.create_srq(REQUESTS).unwrap();
+    for number in 0..REQUESTS.into() {
+        let posted = srq.post_recv(RecvRequest::new(number, client.sge(0, 8)));
+        assert_eq!(posted, Ok(()), "{number}");
+    }
+    for number in 0..REQUESTS.into() {
+        client.expect(number, WcOpcode::Write);
+    }
+}
+
 #[test]
 fn post__not_in_every_state() {
     let served = serve(4);

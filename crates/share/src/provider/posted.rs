@@ -65,9 +65,10 @@ impl<T: Copy> Posted<T> {
         Some(Place { number, asks })
     }
 
-    /// Removes the request that was added last, which did not leave.
+    /// Removes the request that was added last, which did not leave. The next one asks for a completion, in case this one was to.
     pub(super) fn take_back(&mut self) {
         self.requests.pop_back();
+        self.quiet = self.quiet.max(self.max / ASKS_PER_QUEUE);
     }
 
     /// Completes the request at a place, and with it all before it that asked for no completion. `None`: there is none.
@@ -166,6 +167,21 @@ mod tests {
                     last_asked = Some(place.number);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn take_back__of_each_that_asks() {
+        for max in [1, 2, 3, 16, 100] {
+            let mut posted = Posted::new(max);
+            let mut asks = 0;
+            while let Some(place) = posted.push(request(0, false)) {
+                if place.asks {
+                    posted.take_back();
+                    asks += u32::from(posted.push(request(0, false)).unwrap().asks);
+                }
+            }
+            assert!(asks > 0, "a queue that nothing makes room in");
         }
     }
 

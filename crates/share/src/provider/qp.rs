@@ -207,7 +207,7 @@ impl QueuePair {
         self.device.client()
     }
 
-    /// Puts a request into the ring, behind those before it. The caller publishes it.
+    /// Puts a request into the ring, behind those before it. The caller publishes it. Waits for room if there is none.
     fn push_send(&self, request: &SendRequest) -> Result<(), PostError> {
         request.check()?;
         if request.sges.as_slice().len() > self.max_sges {
@@ -233,6 +233,18 @@ impl QueuePair {
             }
             _ => return Err(PostError::Invalid),
         };
+        self.client()
+            .rings
+            .with_room(self.client(), || self.try_push_send(request, opcode, operation))
+    }
+
+    /// Puts a request of a kind into the ring; returns false if there is no room.
+    fn try_push_send(
+        &self,
+        request: &SendRequest,
+        opcode: WcOpcode,
+        operation: WorkOperation,
+    ) -> Result<bool, PostError> {
         let mut sends = self.shared.sends.lock();
         let asked = request.flags.contains(SendFlags::SIGNALED);
         let place = sends.push(Request {
@@ -246,15 +258,18 @@ impl QueuePair {
             drop(sends);
             let wc = self.shared.flushed(request.wr_id, opcode);
             self.shared.deliver(self.client(), &self.shared.send_cq, wc);
-            return Ok(());
+            return Ok(true);
         }
         let mut flags = WorkFlags::from_bits_truncate(request.flags.bits() as u8);
         flags.set(WorkFlags::SIGNALED, place.asks);
-        let sent = self.push(operation, place.number, flags, &request.sges);
-        sent.inspect_err(|_| sends.take_back())
+        let pushed = self.push(operation, place.number, flags, &request.sges);
+        if pushed != Ok(true) {
+            sends.take_back();
+        }
+        pushed
     }
 
-    /// Puts a receive into the ring.
+    /// Puts a receive into the ring. Waits for room if there is none.
     fn push_recv(&self, request: &RecvRequest) -> Result<(), PostError> {
         request.check()?;
         if request.sges.as_slice().len() > self.max_sges {
@@ -266,6 +281,12 @@ impl QueuePair {
         if self.shared.state() == QpState::Reset {
             return Err(PostError::WrongState);
         }
+        let client = self.client();
+        client.rings.with_room(client, || self.try_push_recv(request))
+    }
+
+    /// Puts a receive into the ring; returns false if there is no room.
+    fn try_push_recv(&self, request: &RecvRequest) -> Result<bool, PostError> {
         let mut receives = self.shared.receives.lock();
         let place = receives.push(Request {
             wr_id: request.wr_id,
@@ -278,11 +299,14 @@ impl QueuePair {
             drop(receives);
             let wc = self.shared.flushed(request.wr_id, WcOpcode::Recv);
             self.shared.deliver(self.client(), &self.shared.recv_cq, wc);
-            return Ok(());
+            return Ok(true);
         }
         let (number, flags) = (place.number, WorkFlags::empty());
-        let sent = self.push(WorkOperation::Recv, number, flags, &request.sges);
-        sent.inspect_err(|_| receives.take_back())
+        let pushed = self.push(WorkOperation::Recv, number, flags, &request.sges);
+        if pushed != Ok(true) {
+            receives.take_back();
+        }
+        pushed
     }
 
     fn push(
@@ -291,7 +315,7 @@ impl QueuePair {
         number: u64,
         flags: WorkFlags,
         sges: &SgeList,
-    ) -> Result<(), PostError> {
+    ) -> Result<bool, PostError> {
         push(self.client(), self.shared.id, operation, number, flags, sges)
     }
 
@@ -369,7 +393,7 @@ impl QueuePair {
     }
 }
 
-/// Puts a request for a queue into the ring.
+/// Puts a request for a queue into the ring; returns false if there is no room.
 pub(super) fn push(
     client: &Client,
     queue: u32,
@@ -377,7 +401,7 @@ pub(super) fn push(
     number: u64,
     flags: WorkFlags,
     sges: &SgeList,
-) -> Result<(), PostError> {
+) -> Result<bool, PostError> {
     const NONE: Element = Element {
         addr: 0,
         lkey: rdmux_verbs::LKey(0),
@@ -405,10 +429,7 @@ pub(super) fn push(
         operation,
         data: given,
     };
-    client
-        .rings
-        .push(client, &work, data)
-        .map_err(|_| PostError::QueueFull)
+    client.rings.push(&work, data)
 }
 
 fn element_of(sge: &Sge) -> Element {

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{ArmedQueues, Srqn};
+use rdmux_rnic::{ArmedQueues, PostError, Srqn};
 use rdmux_verbs::moderation::now;
 use rdmux_verbs::provider::conditions;
 use rdmux_verbs::sync::Mutex;
@@ -49,10 +49,6 @@ struct Taking {
     /// Set while the node announces the next completion.
     sleeps: bool,
 }
-
-/// The ring of requests has had no room for long: the node does not run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct NoRoom;
 
 impl Rings {
     pub(super) fn new(end: ApplicationEnd) -> Rings {
@@ -105,26 +101,39 @@ impl Rings {
         };
     }
 
-    /// Puts a request into the ring. [`Rings::publish`] shows it to the node. Waits for room if there is none.
-    pub(super) fn push(&self, client: &Client, work: &Work, data: Data<'_>) -> Result<(), NoRoom> {
+    /// Puts a request into the ring. [`Rings::publish`] shows it to the node. Returns false if there is no room ([`Rings::with_room`]).
+    pub(super) fn push(&self, work: &Work, data: Data<'_>) -> Result<bool, PostError> {
         let fill = |work: &Work, bytes: &mut [u8]| match data {
             Data::Elements(elements) => work.put_elements(bytes, elements),
             Data::Inline(inline) => work.put_inline(bytes, inline),
         };
+        match self.submissions.lock().push_work(work, fill) {
+            Ok(()) => Ok(true),
+            Err(PushError::Full) => Ok(false),
+            Err(PushError::Corrupt(_)) => Err(PostError::QueueFull),
+        }
+    }
+
+    /// Tries to post until there is room in the ring of requests. `post` returns false if there is none, and has its queue's lock no more: the
+    /// node takes no requests of a process that takes no completions, so these are delivered meanwhile.
+    ///
+    /// # Errors
+    /// That of `post`; [`PostError::QueueFull`]: the ring has had no room for long, since the node does not run.
+    pub(super) fn with_room(
+        &self,
+        client: &Client,
+        mut post: impl FnMut() -> Result<bool, PostError>,
+    ) -> Result<(), PostError> {
         let mut since = None;
-        loop {
-            match self.submissions.lock().push_work(work, fill) {
-                Ok(()) => return Ok(()),
-                Err(PushError::Corrupt(_)) => return Err(NoRoom),
-                Err(PushError::Full) => {}
-            }
+        while !post()? {
             self.publish();
             let since = *since.get_or_insert_with(Instant::now);
-            if since.elapsed() > ROOM_TIMEOUT || client.has_ended() {
-                return Err(NoRoom);
+            if self.take_now(client).is_err() || since.elapsed() > ROOM_TIMEOUT || client.has_ended() {
+                return Err(PostError::QueueFull);
             }
             std::thread::yield_now();
         }
+        Ok(())
     }
 
     /// Shows the node the requests that were pushed.

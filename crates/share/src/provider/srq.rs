@@ -135,16 +135,21 @@ impl provider::SharedReceiveQueue for SharedReceiveQueue {
             let mut count = self.shared.count.lock();
             count.posted = count.posted.min(known.posted as u32);
         }
-        // Held until the request is in the ring, so that the node never has more than the queue holds.
-        let mut count = self.shared.count.lock();
-        if count.posted >= count.max {
-            return Err(PostError::QueueFull);
-        }
-        let (operation, flags) = (WorkOperation::SharedRecv, WorkFlags::empty());
-        let number = count.number(request.wr_id);
-        push(client, self.shared.id, operation, number, flags, &request.sges)?;
-        count.posted += 1;
-        drop(count);
+        client.rings.with_room(client, || {
+            // Held until the request is in the ring, so that the node never has more than the queue holds.
+            let mut count = self.shared.count.lock();
+            if count.posted >= count.max {
+                return Err(PostError::QueueFull);
+            }
+            let (operation, flags) = (WorkOperation::SharedRecv, WorkFlags::empty());
+            let number = count.number(request.wr_id);
+            let pushed = push(client, self.shared.id, operation, number, flags, &request.sges);
+            match pushed {
+                Ok(true) => count.posted += 1,
+                _ => drop(count.replaced.remove(&number)),
+            }
+            pushed
+        })?;
         client.rings.publish();
         Ok(())
     }
