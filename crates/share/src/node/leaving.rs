@@ -30,15 +30,16 @@ impl Leaving {
     pub(super) fn new(application: Application) -> Leaving {
         // It learns at once that the node serves it no more.
         let _ = shutdown(&application.channel, Shutdown::Both);
-        // Queue pairs end first, by which peers learn it, and before their memory.
+        // Listeners end first: whoever takes the place of the application listens for the same. Then queue pairs, by which peers learn it, and
+        // before their memory.
         let regions = application.regions.ids().map(Object::Region);
         let srqs = application.srqs.ids().map(Object::Srq);
         let qps = application.qps.ids().map(Object::Qp);
         let requests = application.requests.ids().map(Object::Request);
         let connections = application.connections.ids().map(Object::Connection);
         let listeners = application.listeners.ids().map(Object::Listener);
-        let later = regions.chain(srqs).chain(listeners);
-        let left = later.chain(requests).chain(connections).chain(qps).collect();
+        let later = regions.chain(srqs).chain(requests).chain(connections);
+        let left = later.chain(qps).chain(listeners).collect();
         Leaving { application, left }
     }
 

@@ -1,6 +1,6 @@
 //! A worker whose passes the test takes, in its own thread.
 
-use rdmux_verbs::Options;
+use rdmux_verbs::{Options, QpType, ServiceId};
 use rdmux_wire::node::control::EventKind;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
@@ -23,6 +23,13 @@ fn device(number: u8) -> Device {
         ..Options::default()
     };
     Device::open_with([127, 0, 57, number].into(), options).unwrap()
+}
+
+fn listen(port: u16) -> Message {
+    Message::Listen {
+        service: ServiceId::tcp(port),
+        unreliable: false,
+    }
 }
 
 impl Driven {
@@ -74,6 +81,13 @@ impl Driven {
         self.work();
         self.application.receive().unwrap().expect("an answer")
     }
+
+    fn made(&mut self, message: &Message) -> u32 {
+        match self.ask(message).message {
+            Message::Made { id } | Message::QpMade { id, .. } => id,
+            other => panic!("{other:?}"),
+        }
+    }
 }
 
 #[test]
@@ -120,4 +134,20 @@ fn detach__bell_of_an_application_that_has_gone_wakes_nobody() {
     assert!(!woken(&driven));
     driven.work();
     assert!(driven.worker.leaving.is_empty() && !woken(&driven));
+}
+
+#[test]
+fn leave__others_may_listen_at_once() {
+    let mut driven = Driven::new(3);
+    let pd = driven.made(&Message::AllocPd {});
+    for _ in 0..8 {
+        driven.made(&super::super::tests::create_qp(pd));
+    }
+    driven.made(&listen(7));
+    driven.worker.detach(0, &Detached::Ended(Ended::Gone));
+    driven.worker.destroy_one(now());
+    let (shared, service) = (&driven.worker.shared, ServiceId::tcp(7));
+    assert!(!driven.worker.leaving.is_empty());
+    shared.services.claim(service).unwrap();
+    shared.device.listen_service(service, &[QpType::Rc]).unwrap();
 }
