@@ -467,6 +467,39 @@ fn datagram__with_its_header_and_only_with_the_key() {
     assert_eq!(to.query().unwrap().qkey, 0x1234);
 }
 
+/// The node keeps so many address handles of an application. Another datagram takes the place of the first one's, which is in no node so far.
+#[test]
+fn datagram__to_more_addresses_than_the_node_keeps() {
+    const HANDLES: u32 = 4096;
+    let served = serve(26);
+    let side = served.side();
+    let options = QpOptions {
+        qp_type: QpType::Ud,
+        max_send_wr: 8,
+        ..QpOptions::new(&side.cq)
+    };
+    let qp = side.pd.create_qp(&options).unwrap();
+    qp.ready_datagram(7).unwrap();
+    let send = |number: u32| {
+        let [.., high, low] = number.to_be_bytes();
+        let handle = side.device.create_ah([127, 1, high, low].into(), 0);
+        let target = handle.to(qp.qpn(), 7).unwrap();
+        let send = SendRequest::send(side.sge(0, 8)).to(target);
+        send.wr_id(number.into()).signaled()
+    };
+    let sent = |number: u32| {
+        let wc = side.next();
+        assert_eq!((wc.wr_id, wc.status), (number.into(), Status::Success));
+    };
+    for number in 1..=HANDLES {
+        qp.post_send(send(number)).unwrap();
+        sent(number);
+    }
+    qp.post_send_list(vec![send(1), send(HANDLES + 1)]).unwrap();
+    sent(1);
+    sent(HANDLES + 1);
+}
+
 #[test]
 fn connect__refused_and_to_nobody() {
     let served = serve(8);

@@ -89,9 +89,44 @@ struct Requests {
 
 /// Address handles in the node, with the oldest one first.
 #[derive(Debug, Default)]
-struct AddressHandles {
+pub(super) struct AddressHandles {
     ids: HashMap<(IpAddr, u8), u32>,
     order: VecDeque<(IpAddr, u8)>,
+}
+
+impl AddressHandles {
+    /// Returns the node's address handle for datagrams to an address. The node keeps so many of those that were used first. The caller puts
+    /// the requests that name it into the ring before another call.
+    pub(super) fn get(
+        &mut self,
+        client: &Client,
+        address: IpAddr,
+        traffic_class: u8,
+    ) -> Result<u32, Refusal> {
+        let key = (address, traffic_class);
+        if let Some(id) = self.ids.get(&key) {
+            return Ok(*id);
+        }
+        if self.order.len() >= ADDRESS_HANDLES_MAX
+            && let Some(id) = self.order.pop_front().and_then(|key| self.ids.remove(&key))
+        {
+            // The node takes the requests that name it first, if it sees them.
+            client.rings.publish();
+            client.destroy(Kind::AddressHandle, id);
+        }
+        let request = Message::CreateAddressHandle {
+            address,
+            traffic_class,
+        };
+        match client.request(&request)? {
+            Message::Made { id } => {
+                self.ids.insert(key, id);
+                self.order.push_back(key);
+                Ok(id)
+            }
+            _ => Err(Refusal::new(ErrorCode::Protocol, no_answer().to_string())),
+        }
+    }
 }
 
 /// The connection with a node. The thread and each object of the device hold it.
@@ -108,8 +143,8 @@ pub(super) struct Client {
     pub(super) async_events: Mutex<AsyncEvents>,
     pub(super) async_waker: Arc<Waker>,
     pub(super) is_active: AtomicBool,
-    /// Address handles in the node, by what they stand for.
-    handles: Mutex<AddressHandles>,
+    /// Address handles in the node, by what they stand for. Locked before a queue of a queue pair.
+    pub(super) handles: Mutex<AddressHandles>,
     /// Set once the node has the memory of this process.
     has_memory: Mutex<bool>,
     /// Number of completion queues.
@@ -337,33 +372,6 @@ impl Client {
     pub(super) fn destroy(&self, kind: Kind, id: u32) {
         // A node that has gone has destroyed everything.
         let _ = self.request(&Message::Destroy { kind, id });
-    }
-
-    /// Returns the node's address handle for datagrams to an address. The node keeps so many of those that were used first.
-    pub(super) fn address_handle(&self, address: IpAddr, traffic_class: u8) -> Result<u32, Refusal> {
-        let key = (address, traffic_class);
-        let mut handles = self.handles.lock();
-        if let Some(id) = handles.ids.get(&key) {
-            return Ok(*id);
-        }
-        if handles.order.len() >= ADDRESS_HANDLES_MAX
-            && let Some(id) = handles.order.pop_front().and_then(|key| handles.ids.remove(&key))
-        {
-            // The node takes the requests that name it first.
-            self.destroy(Kind::AddressHandle, id);
-        }
-        let request = Message::CreateAddressHandle {
-            address,
-            traffic_class,
-        };
-        match self.request(&request)? {
-            Message::Made { id } => {
-                handles.ids.insert(key, id);
-                handles.order.push_back(key);
-                Ok(id)
-            }
-            _ => Err(Refusal::new(ErrorCode::Protocol, no_answer().to_string())),
-        }
     }
 
     /// Offers the memory of this process to the node, unless it has that.

@@ -226,10 +226,14 @@ impl QueuePair {
                 if request.sges.bytes() > u64::from(self.client().welcome.active_mtu.bytes()) {
                     return Err(PostError::TooLong);
                 }
-                let handle = self.client().address_handle(path.dst, path.traffic_class);
-                let handle = handle.map_err(|refusal| PostError::Refused(refusal.number()))?;
-                let to = Destination { handle, qpn, qkey };
-                (WcOpcode::Send, WorkOperation::Datagram { to, imm })
+                return self.client().rings.with_room(self.client(), || {
+                    // Held until the request is in the ring, so that no other thread has the handle destroyed before.
+                    let mut handles = self.client().handles.lock();
+                    let handle = handles.get(self.client(), path.dst, path.traffic_class);
+                    let handle = handle.map_err(|refusal| PostError::Refused(refusal.number()))?;
+                    let to = Destination { handle, qpn, qkey };
+                    self.try_push_send(request, WcOpcode::Send, WorkOperation::Datagram { to, imm })
+                });
             }
             _ => return Err(PostError::Invalid),
         };
