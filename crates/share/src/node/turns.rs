@@ -145,7 +145,9 @@ impl Turns {
     pub(super) fn next_time(&self, is_beside_short: bool) -> Option<Time> {
         let first = *self.waiting.front()?;
         let missing_ns = self.credit_ns.min(0).unsigned_abs() + 1;
-        let by_credit = self.counted + (missing_ns * part(is_beside_short) - self.left_over);
+        // What is left over may be of a smaller part.
+        let passing_ns = missing_ns.saturating_mul(part(is_beside_short));
+        let by_credit = self.counted + passing_ns.saturating_sub(self.left_over);
         Some(match self.last_beside(first) {
             Some(last) => by_credit.min(last + FLOWING_NS),
             None => self.counted,

@@ -96,3 +96,16 @@ fn next_time__is_when_a_turn_is_due() {
         now = at;
     }
 }
+
+#[test]
+fn next_time__after_the_part_has_changed() {
+    // What is left over of a small part is more than the large part asks for.
+    let mut turns = Turns::new(Time(1));
+    turns.want(Turn::Serve);
+    turns.moved(Time(1), 0);
+    turns.credit_ns = 0;
+    let now = Time(PART_BESIDE_SHORT);
+    assert_eq!(turns.next(now, true), None);
+    assert_eq!(turns.next_time(false), Some(now));
+    assert_eq!(turns.next(now, false), Some(Turn::Serve));
+}
