@@ -508,18 +508,19 @@ impl Application {
         let (queue, before) = (srq.queue.clone(), srq.completions);
         let now = max_wr.map_or(Ok(before), completions_of_srq)?;
         let more = now.saturating_sub(before);
-        let charge = match max_wr {
-            Some(max_wr) => Some(self.belonging.account.charge(Resource::Requests, max_wr.into())?),
-            None => None,
-        };
+        let charged = srq.charge.amount();
+        let receives = max_wr.map_or(charged, u64::from);
+        let added = receives.checked_sub(charged).filter(|added| *added > 0);
+        let account = &self.belonging.account;
+        let charge = added.map(|added| account.charge(Resource::Requests, added));
+        let charge = charge.transpose()?;
         self.reserve(more)?;
         queue.modify(max_wr, limit).inspect_err(|_| self.release(more))?;
         self.release(before.saturating_sub(now));
         if let Some(srq) = self.srqs.get_mut(id) {
             srq.completions = now;
-            if let Some(charge) = charge {
-                srq.charge = charge;
-            }
+            charge.into_iter().for_each(|charge| srq.charge.add(charge));
+            srq.charge.lower_to(receives);
         }
         Ok(())
     }

@@ -165,6 +165,23 @@ impl Charge {
             ..*self
         };
     }
+
+    /// Adds another charge of the same account and resource to this one.
+    pub(super) fn add(&mut self, mut other: Charge) {
+        self.amount += std::mem::take(&mut other.amount);
+    }
+
+    /// Gives back what exceeds an amount.
+    pub(super) fn lower_to(&mut self, amount: u64) {
+        let lower = self.amount.min(amount);
+        let back = std::mem::replace(&mut self.amount, lower) - lower;
+        self.account.used[self.resource as usize].fetch_sub(back, Ordering::Relaxed);
+    }
+
+    /// Returns the amount.
+    pub(super) fn amount(&self) -> u64 {
+        self.amount
+    }
 }
 
 impl Drop for Charge {

@@ -759,6 +759,38 @@ fn limits__of_a_tenant_are_those_of_all_its_applications() {
 }
 
 #[test]
+fn modify_srq__is_charged_for_its_new_size_alone() {
+    let text = "[tenant.a]\nuid = [OWN]\nlimits.requests = 80";
+    let served = Served::with(35, Some(config(text)));
+    let mut raw = served.attach();
+    let pd = raw.made(&Message::AllocPd {});
+    let create = |max_wr| Message::CreateSrq { pd, max_wr };
+    let Message::SrqMade { id: srq, .. } = raw.ask(&create(50)) else {
+        panic!("no shared receive queue");
+    };
+    let resize = |max_wr| Message::ModifySrq {
+        srq,
+        max_wr: Some(max_wr),
+        limit: None,
+    };
+    assert_eq!(raw.ask(&resize(80)), Message::Done {});
+    assert!(why(&mut raw, &resize(81)).contains("has 80 of at most 80 requests"));
+    // A queue that the device refuses to change keeps its charge.
+    let impossible = Message::ModifySrq {
+        srq,
+        max_wr: Some(20),
+        limit: Some(21),
+    };
+    assert_eq!(raw.refused(&impossible), ErrorCode::State);
+    assert!(why(&mut raw, &create(1)).contains("has 80 of at most 80 requests"));
+    assert_eq!(raw.ask(&resize(50)), Message::Done {});
+    let Message::SrqMade { .. } = raw.ask(&create(30)) else {
+        panic!("what a queue gives back is still charged");
+    };
+    assert!(why(&mut raw, &create(1)).contains("has 80 of at most 80 requests"));
+}
+
+#[test]
 fn accept__process_that_is_refused_learns_why() {
     let served = Served::with(32, Some(config("[default]\nrefuse = true")));
     let own = folder::uid();
