@@ -69,6 +69,9 @@ pub const APPLICATIONS_MAX: usize = 1024;
 /// Applications that are accepted in a row before orders have their turn.
 const ACCEPTS_PER_TURN: usize = 64;
 
+/// Time until the node looks again at who waits to be accepted, after the system had nothing left for one more socket.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
 /// Why a node refuses a configuration.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApplyError {
@@ -194,6 +197,8 @@ pub struct Node {
     tenants: Arc<Mutex<Tenants>>,
     /// A descriptor that is given up to accept and refuse an application when there is no other left.
     spare: Option<OwnedFd>,
+    /// Until when it looks at nobody who waits to be accepted.
+    rests: Option<Instant>,
     /// The end for lack of applications, if it ends then: the time without, and when that is over.
     idle: Option<(Duration, Instant)>,
 }
@@ -282,6 +287,7 @@ impl Node {
             device: all.swap_remove(0),
             tenants,
             spare,
+            rests: None,
             idle: None,
         })
     }
@@ -355,7 +361,10 @@ impl Node {
         while !self.ends {
             let is_alone = self.workers.iter().all(|hired| hired.applications == 0);
             let deadline = self.idle.filter(|_| is_alone).map(|(_, until)| until);
-            match self.orders.sleep(&[self.place.socket.as_fd()], deadline) {
+            let rests = self.rests.filter(|until| *until > Instant::now());
+            let socket = rests.is_none().then(|| self.place.socket.as_fd());
+            let until = [deadline, rests].into_iter().flatten().min();
+            match self.orders.sleep(socket.as_slice(), until) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error.into()),
@@ -414,12 +423,12 @@ impl Node {
             let socket = match self.place.accept() {
                 Ok(Some(socket)) => socket,
                 Ok(None) => break,
-                Err(Errno::MFILE | Errno::NFILE) => {
-                    self.refuse_for_want_of_descriptors();
+                Err(Errno::MFILE | Errno::NFILE) if self.refuse_for_want_of_descriptors() => break,
+                // It waits, and the place is readable all the time.
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                    self.rests = Some(Instant::now() + ACCEPT_AGAIN);
                     break;
                 }
-                // It waits until there is room for it.
-                Err(Errno::NOBUFS | Errno::NOMEM) => break,
                 Err(error) => return Err(error.into()),
             };
             any = true;
@@ -432,14 +441,17 @@ impl Node {
         Ok(any)
     }
 
-    /// Refuses an application for which there is no descriptor. If it waited, the place would be readable all the time.
-    fn refuse_for_want_of_descriptors(&mut self) {
+    /// Refuses an application for which there is no descriptor. Returns false if there is none to do that either.
+    fn refuse_for_want_of_descriptors(&mut self) -> bool {
         self.spare = None;
-        if let Ok(Some(socket)) = self.place.accept() {
+        let accepted = self.place.accept();
+        let is_done = accepted.is_ok();
+        if let Ok(Some(socket)) = accepted {
             let why = "it has as many descriptors as the limit of open files (RLIMIT_NOFILE) allows";
             Channel::new(socket).refuse(Refusal::new(ErrorCode::Limit, why));
         }
         self.spare = self.place.socket.try_clone().ok();
+        is_done
     }
 
     /// Returns process and tenant of the other end of a channel, with a charge for an application.
