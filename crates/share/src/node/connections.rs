@@ -10,30 +10,25 @@ use super::application::{Application, Detached, Link, Linked, Shared, Token};
 use super::requests::refused;
 use crate::control::convert::{EventOf, Refusal, endpoint_to_wire, event_to_wire};
 
-/// Requests of peers that are passed on at once; the listener reports again if there are more.
+/// Requests of peers that are passed on at once.
 const REQUESTS_PER_EVENT: usize = 64;
 
 impl Application {
-    /// Looks at the object of a token. Returns whether there may be more at once.
-    pub(super) fn happened(
-        &mut self,
-        shared: &mut Shared,
-        now: Time,
-        token: Token,
-    ) -> Result<bool, Detached> {
+    /// Looks at the object of a token.
+    pub(super) fn happened(&mut self, shared: &mut Shared, now: Time, token: Token) -> Result<(), Detached> {
         match token.kind {
-            Kind::Listener => self.listener_has_news(token.id),
-            _ => self.connection_has_news(shared, now, token.id).map(|()| false),
+            Kind::Listener => self.listener_has_news(shared, token.id),
+            _ => self.connection_has_news(shared, now, token.id),
         }
     }
 
-    fn listener_has_news(&mut self, listener: u32) -> Result<bool, Detached> {
+    fn listener_has_news(&mut self, shared: &Shared, listener: u32) -> Result<(), Detached> {
         for _ in 0..REQUESTS_PER_EVENT {
             let Some((listening, _)) = self.listeners.get(listener) else {
-                return Ok(false);
+                return Ok(());
             };
             let Some(request) = listening.accept(Duration::ZERO) else {
-                return Ok(false);
+                return Ok(());
             };
             let event = |id| Message::Requested {
                 listener,
@@ -53,7 +48,11 @@ impl Application {
                 self.tell(&event)?;
             }
         }
-        Ok(true)
+        // There may be more, and peers decide how many. A listener that is registered again reports at once.
+        if let Some((listening, _)) = self.listeners.get(listener) {
+            listening.notify(&shared.events, self.token(Kind::Listener, listener));
+        }
+        Ok(())
     }
 
     fn connection_has_news(&mut self, shared: &mut Shared, now: Time, id: u32) -> Result<(), Detached> {

@@ -704,14 +704,7 @@ impl Worker {
         let Some(Some(application)) = self.applications.get_mut(token.slot as usize) else {
             return;
         };
-        let now = now();
-        let told = loop {
-            match application.happened(&mut self.shared, now, token) {
-                Ok(true) => {}
-                other => break other.map(|_| ()),
-            }
-        };
-        if let Err(why) = told {
+        if let Err(why) = application.happened(&mut self.shared, now(), token) {
             self.detach(token.slot, &why);
         }
     }

@@ -1,6 +1,8 @@
 //! A worker whose passes the test takes, in its own thread.
 
-use rdmux_verbs::{Options, QpType, ServiceId};
+use std::net::SocketAddr;
+
+use rdmux_verbs::{ConnectPair, ConnectParams, Options, QpOptions, QpType, QueuePair, ServiceId};
 use rdmux_wire::node::control::EventKind;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
@@ -150,4 +152,32 @@ fn leave__others_may_listen_at_once() {
     assert!(!driven.worker.leaving.is_empty());
     shared.services.claim(service).unwrap();
     shared.device.listen_service(service, &[QpType::Rc]).unwrap();
+}
+
+#[test]
+fn happened__more_requests_of_peers_than_are_passed_on_at_once() {
+    // As many as the device keeps.
+    const REQUESTS: usize = 128;
+    let mut driven = Driven::new(4);
+    driven.made(&listen(7));
+    let to = SocketAddr::new(driven.worker.shared.device.address(), 7);
+    let peer = device(104);
+    let (pd, cq) = (peer.alloc_pd().unwrap(), peer.create_cq(1).unwrap());
+    let qps: Vec<QueuePair> = (0..REQUESTS)
+        .map(|_| pd.create_qp(&QpOptions::new(&cq)).unwrap())
+        .collect();
+    let attempts = qps.iter().map(|qp| {
+        let attempt = peer.start_connect(ConnectPair::Own(qp), to, &ConnectParams::default(), b"");
+        attempt.unwrap()
+    });
+    let _attempts: Vec<_> = attempts.collect();
+    let mut requests = 0;
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while requests < REQUESTS {
+        assert!(Instant::now() < deadline, "{requests}");
+        driven.work();
+        while let Some(received) = driven.application.receive().unwrap() {
+            requests += usize::from(received.message.name() == "Requested");
+        }
+    }
 }
