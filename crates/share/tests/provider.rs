@@ -379,6 +379,33 @@ fn srq__receives_in_order_for_all_its_queue_pairs() {
 }
 
 #[test]
+fn srq__modified_while_receives_complete() {
+    let served = serve(27);
+    let server = served.side();
+    let srq = server.pd.create_srq(64).unwrap();
+    let pairs = sharing(&served, &server, &srq);
+    let (_, client) = &pairs[0];
+    std::thread::scope(|scope| {
+        let traffic = scope.spawn(|| {
+            for number in 0..2000 {
+                srq.post_recv(RecvRequest::new(number, server.sge(0, 8))).unwrap();
+                let send = SendRequest::send(client.sge(0, 8)).signaled();
+                client.qp.post_send(send).unwrap();
+                assert_eq!(server.next().wr_id, number);
+                client.next();
+            }
+        });
+        let sizes = (1..).map(|n| 64 + n % 64);
+        for size in sizes {
+            srq.modify(Some(size), None).unwrap();
+            if traffic.is_finished() {
+                break;
+            }
+        }
+    });
+}
+
+#[test]
 fn srq__queue_pair_that_ends_is_drained_first() {
     let served = serve(22);
     let server = served.side();

@@ -82,6 +82,8 @@ pub(super) struct SharedReceiveQueue {
     device: Device,
     srqn: Srqn,
     max_sges: usize,
+    /// Held while the node changes the size, since the count is not: the thread that receives the answer may need that before.
+    resizing: Mutex<()>,
     pub(super) shared: Arc<SrqShared>,
 }
 
@@ -104,6 +106,7 @@ impl SharedReceiveQueue {
             device: pd.device.clone(),
             srqn,
             max_sges: client.welcome.limits.sges as usize,
+            resizing: Mutex::new(()),
             shared: Arc::new(SrqShared { id, count }),
         })
     }
@@ -155,14 +158,22 @@ impl provider::SharedReceiveQueue for SharedReceiveQueue {
     }
 
     fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
-        let mut count = self.shared.count.lock();
+        let _resizing = self.resizing.lock();
+        let before = {
+            let mut count = self.shared.count.lock();
+            let before = count.max;
+            // Nothing is posted meanwhile that has room in one of the sizes alone.
+            count.max = max_wr.map_or(before, |max_wr| max_wr.min(before));
+            before
+        };
         let answer = self.client().request(&Message::ModifySrq {
             srq: self.shared.id,
             max_wr,
             limit,
         });
+        let now = max_wr.filter(|_| answer.is_ok());
+        self.shared.count.lock().max = now.unwrap_or(before);
         answer.map_err(|refusal| SrqError::Refused(refusal.number()))?;
-        count.max = max_wr.unwrap_or(count.max);
         Ok(())
     }
 
