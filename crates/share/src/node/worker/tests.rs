@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::*;
 use crate::node::identity::Identity;
+use crate::node::tenants::Capacity;
 
 /// A worker with an application, and the other end of the application's channel.
 struct Driven {
@@ -37,7 +38,8 @@ fn listen(port: u16) -> Message {
 impl Driven {
     fn new(number: u8) -> Driven {
         let device = device(number);
-        let tenants = Arc::new(Mutex::new(Tenants::new(None, 1)));
+        let capacity = Capacity::new(device.limits().queue_pairs.into());
+        let tenants = Arc::new(Mutex::new(Tenants::new(None, capacity, 1)));
         let (front, inbox) = mailbox().unwrap();
         let parts = (None, &Services::default());
         let (mut worker, orders) = Worker::new(0, device, &tenants, parts, front).unwrap();
