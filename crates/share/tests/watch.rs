@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use common::{LONG, Served, open};
+use rdmux_share::node::snapshot::Snapshot;
 use rdmux_share::watch::{INTERVAL_MIN, Watch, WatchError, Watched, watched};
 use rdmux_verbs::Device;
 use rdmux_verbs::provider::folder::own_path;
@@ -18,8 +19,12 @@ fn watched_at(address: IpAddr) -> Option<Watched> {
     watched().into_iter().find(|node| node.address == address)
 }
 
-fn next(watch: &mut Watch) -> rdmux_share::node::snapshot::Snapshot {
-    watch.next(LONG).unwrap().expect("a snapshot")
+fn next(watch: &mut Watch) -> Snapshot {
+    next_or_end(watch).unwrap()
+}
+
+fn next_or_end(watch: &mut Watch) -> Result<Snapshot, WatchError> {
+    Ok(watch.next(LONG)?.expect("a snapshot"))
 }
 
 /// Connects to the socket of a node as a program that keeps to nothing.
@@ -108,10 +113,14 @@ fn watch__programs_that_do_not_read_hold_up_nobody() {
             stream
         })
         .collect();
+    // One that is refused may notice when it asks already.
+    let come_in = || {
+        let mut watch = node.watch(Duration::ZERO)?;
+        next_or_end(&mut watch).map(|_| watch)
+    };
     // Those who only looked for the node may still be there.
     let mut watch = loop {
-        let mut watch = node.watch(Duration::ZERO).unwrap();
-        if watch.next(LONG).is_ok() {
+        if let Ok(watch) = come_in() {
             break watch;
         }
     };
@@ -119,14 +128,8 @@ fn watch__programs_that_do_not_read_hold_up_nobody() {
         next(&mut watch);
     }
     // A user has eight; the ninth is refused, and comes in once another has left.
-    let mut ninth = node.watch(Duration::ZERO).unwrap();
-    assert!(matches!(ninth.next(LONG), Err(WatchError::Ended)));
+    assert!(matches!(come_in(), Err(WatchError::Ended)));
     drop(silent);
-    // One that is refused may notice when it asks already.
-    let comes_in = || {
-        node.watch(Duration::ZERO)
-            .is_ok_and(|mut watch| matches!(watch.next(LONG), Ok(Some(_))))
-    };
-    while !comes_in() {}
+    while come_in().is_err() {}
     assert!(served.viewer.snapshot().is_ok());
 }
