@@ -478,7 +478,7 @@ impl Peers {
     }
 
     /// Answers [`PeerEvent::MayEnd`]. `may`: nothing is in flight or waits, and nothing is posted from now on. [`PeerEvent::QpEnding`] follows, or
-    /// [`PeerEvent::QpReady`] if the peer needs the queue pair.
+    /// [`PeerEvent::QpReady`] if the queue pair stays.
     pub(crate) fn may_end(&mut self, now: Instant, id: SharedId, may: bool) {
         self.shared
             .may_end(now, &mut self.machine, (id, may), &mut self.out);

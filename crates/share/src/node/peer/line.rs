@@ -154,9 +154,11 @@ fn step<A: Copy, T>(stage: Stage<A, T>, input: Input<A, T>) -> (Stage<A, T>, Vec
         }
         (Stage::Stopping(None), Input::UserSays(true)) => (Stage::Closing, vec![Do::AskPeer]),
         (Stage::Stopping(Some(asked)), Input::UserSays(true)) => stop(Some(asked), None),
-        (Stage::Stopping(None), Input::UserSays(false)) => (Stage::Ready, vec![Do::Stays]),
-        (Stage::Stopping(Some(asked)), Input::UserSays(false)) => {
-            (Stage::Ready, vec![Do::Answer(asked, false), Do::Stays])
+        // A connection may have come meanwhile, which waits for news of the queue pair.
+        (Stage::Stopping(asked), Input::UserSays(false)) => {
+            let answer = asked.map(|asked| Do::Answer(asked, false));
+            let what = answer.into_iter().chain([Do::Stays, Do::Ready]).collect();
+            (Stage::Ready, what)
         }
         (Stage::Closing, Input::PeerSays(true)) => stop(None, None),
         (Stage::Closing, Input::PeerSays(false)) => (Stage::Ready, vec![Do::Stays, Do::Ready]),

@@ -50,6 +50,14 @@ struct End {
     is_user_asked: bool,
     /// Set once the queue pair has failed.
     has_failed: bool,
+    /// Set while the pool has the queue pair put away: it may be open again.
+    is_closing: bool,
+    /// Set while the pool is to open the next queue pair.
+    is_wanted: bool,
+    /// Set while that waits until the peer may have room.
+    is_later: bool,
+    /// Set while a connection waits until it is told that a queue pair is ready.
+    waits: bool,
     left: Left,
     /// Questions that the peer has not answered.
     unanswered: u8,
@@ -74,6 +82,10 @@ impl World {
             is_stopped: true,
             is_user_asked: false,
             has_failed: false,
+            is_closing: false,
+            is_wanted: false,
+            is_later: false,
+            waits: false,
             left,
             unanswered: 0,
         };
@@ -102,7 +114,7 @@ impl World {
                     let far = end.far;
                     self.ask(at, Question::Ready(far));
                 }
-                Do::Ready => end.is_stopped = false,
+                Do::Ready => (end.is_stopped, end.waits) = (false, false),
                 Do::AskUser => end.is_user_asked = true,
                 Do::AskPeer => {
                     let (far, own) = (end.far, end.own_qp);
@@ -110,8 +122,11 @@ impl World {
                     self.ask(at, Question::Close(far, own));
                 }
                 Do::Answer(asked, yes) => self.answers[1 - at].push_back(Answer::Close(asked, yes)),
-                Do::Stays => {}
-                Do::Stop => (end.is_stopped, end.is_user_asked) = (true, false),
+                Do::Stays => (end.is_closing, end.is_wanted) = (false, false),
+                Do::Stop => {
+                    (end.is_stopped, end.is_user_asked) = (true, false);
+                    end.is_closing = true;
+                }
                 Do::Tell(_) => {
                     let (far, pair) = (end.far, (end.own_qp, end.far_qp));
                     self.ask(at, Question::Told(far, pair));
@@ -119,6 +134,7 @@ impl World {
                 Do::Away(told) => {
                     assert_eq!(told, (end.far_qp, end.own_qp), "told of another pair: {self:?}");
                     (end.own_qp, end.far_qp, end.has_failed) = (0, 0, false);
+                    end.is_closing = false;
                 }
                 Do::Over => panic!("an end has told what it must not: {self:?}"),
             }
@@ -131,11 +147,51 @@ impl World {
         if tells && far != 0 {
             self.ask(at, Question::Over(far));
         }
-        let End { left, unanswered, .. } = self.ends[at];
+        let End {
+            left,
+            unanswered,
+            is_wanted,
+            is_later,
+            waits,
+            ..
+        } = self.ends[at];
         self.ends[at] = End {
             unanswered,
+            is_wanted,
+            is_later,
+            // Who waits is told that there is none, unless the pool opens another one.
+            waits: waits && is_wanted,
             ..World::new(left).ends[0].clone()
         };
+    }
+
+    /// Begins to open a queue pair.
+    fn open(&mut self, at: usize) {
+        if self.ends[at].id == 0 {
+            self.ends[at].id = self.number();
+        }
+        let own_qp = self.number();
+        let end = &mut self.ends[at];
+        end.own_qp = own_qp;
+        (end.is_wanted, end.is_later) = (false, false);
+        let id = end.id;
+        self.ask(at, Question::Open(id, own_qp));
+        self.on(at, Input::Asks);
+    }
+
+    /// Has a connection come that needs the queue pair. Returns false if it has it at once.
+    fn want(&mut self, at: usize) -> bool {
+        let end = &mut self.ends[at];
+        let is_open = matches!(end.line.stage, Stage::Ready | Stage::Stopping(_)) && !end.is_closing;
+        if is_open {
+            return false;
+        }
+        end.waits = true;
+        end.is_wanted |= end.is_closing;
+        if end.line.is_away() && !end.is_wanted {
+            self.open(at);
+        }
+        true
     }
 
     fn is(&self, at: usize, line: u8) -> bool {
@@ -169,6 +225,7 @@ impl World {
                 let own_qp = self.number();
                 let end = &mut self.ends[at];
                 (end.far, end.own_qp, end.far_qp) = (far, own_qp, far_qp);
+                (end.is_wanted, end.is_later) = (false, false);
                 let id = end.id;
                 self.answers[1 - at].push_back(answer(Some((id, own_qp))));
                 self.on(at, Input::Accepts);
@@ -207,7 +264,9 @@ impl World {
                         }
                     }
                     None => {
-                        self.ends[at].own_qp = 0;
+                        let end = &mut self.ends[at];
+                        end.own_qp = 0;
+                        (end.is_wanted, end.is_later) = (true, true);
                         self.on(at, Input::Later);
                     }
                 }
@@ -269,18 +328,16 @@ impl World {
                     true
                 });
             }
-            if end.line.is_away() {
-                add(&mut may, &|world| {
-                    if world.ends[at].id == 0 {
-                        world.ends[at].id = world.number();
-                    }
-                    let own_qp = world.number();
-                    world.ends[at].own_qp = own_qp;
-                    let id = world.ends[at].id;
-                    world.ask(at, Question::Open(id, own_qp));
-                    world.on(at, Input::Asks);
-                    world.spend(at, |left| &mut left.wants)
+            if end.line.is_away() && end.is_wanted && !end.is_later {
+                add(&mut must, &|world| {
+                    world.open(at);
+                    true
                 });
+            }
+            add(&mut may, &|world| {
+                world.want(at) && world.spend(at, |left| &mut left.wants)
+            });
+            if end.line.is_away() {
                 add(&mut may, &|world| {
                     let is_there = world.ends[at].id != 0;
                     world.over(at, false);
@@ -288,8 +345,11 @@ impl World {
                 });
             }
             add(&mut may, &|world| {
+                let end = &mut world.ends[at];
+                let is_open = matches!(end.line.stage, Stage::Ready | Stage::Stopping(_)) && !end.is_closing;
+                end.is_closing = true;
                 world.on(at, Input::Close);
-                world.spend(at, |left| &mut left.closes)
+                is_open && world.spend(at, |left| &mut left.closes)
             });
             add(&mut may, &|world| {
                 world.ends[at].has_failed = true;
@@ -297,6 +357,16 @@ impl World {
                 let is_up = end.own_qp != 0 && !end.line.is_asked();
                 is_up && world.spend(at, |left| &mut left.failures)
             });
+        }
+        // The peer is asked again some time later, when nothing else happens any more.
+        if must.is_empty() {
+            for at in 0..2 {
+                if self.ends[at].line.is_away() && self.ends[at].is_later {
+                    let mut world = self.clone();
+                    world.open(at);
+                    must.push(world);
+                }
+            }
         }
         (must, may)
     }
@@ -309,6 +379,8 @@ impl World {
             assert_eq!(end.is_stopped, end.line.is_away(), "{self:?}");
             assert!(!end.has_failed, "nobody ends it: {self:?}");
             assert_eq!(end.unanswered, 0, "{self:?}");
+            assert!(!end.waits, "nobody tells its user of a queue pair: {self:?}");
+            assert!(!end.is_closing && !end.is_wanted, "{self:?}");
         }
         assert_eq!(a.line.stage, b.line.stage, "{self:?}");
     }
