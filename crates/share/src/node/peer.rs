@@ -202,9 +202,9 @@ pub(crate) enum PeerEvent {
         /// The requests that took effect.
         ended: Box<Ended>,
     },
-    /// A shared queue pair that was wanted is not there, and will not be.
+    /// A shared queue pair is not there. If it is not [coming](Peers::is_qp_coming) either, nothing follows for who wants it.
     QpRefused {
-        /// The user that wanted it.
+        /// The users that may want it.
         by: SharedBy,
     },
     /// A line is gone with what was in flight: the peer is gone, or it takes too long, or [`Peers::fail_qp`] was called at either end.
@@ -445,11 +445,16 @@ impl Peers {
     // Shared queue pairs.
 
     /// Returns the shared queue pair of two tenants. If there is none, or it was put away, it is opened: [`PeerEvent::QpReady`] follows, or
-    /// [`PeerEvent::QpRefused`], or [`PeerEvent::QpGone`].
+    /// [`PeerEvent::QpRefused`].
     pub(crate) fn want_qp(&mut self, now: Instant, by: &SharedBy) -> Option<SharedId> {
         let id = self.shared.want(now, by);
         self.work(now);
         id
+    }
+
+    /// Returns whether [`PeerEvent::QpReady`] or [`PeerEvent::QpRefused`] is yet to come for the shared queue pair of two tenants, or it is open.
+    pub(crate) fn is_qp_coming(&self, by: &SharedBy) -> bool {
+        self.shared.is_coming(by)
     }
 
     /// Returns a shared queue pair.

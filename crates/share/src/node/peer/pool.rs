@@ -116,6 +116,12 @@ impl Pool {
         Some((*id, self.entries.get(id)?.state))
     }
 
+    /// Returns whether its users are told of a queue pair: one that is open, that is being opened, or that waits for room or for the end of the one
+    /// before.
+    pub(in crate::node) fn is_coming(&self, by: &SharedBy) -> bool {
+        self.is_wanted.contains(by) || self.find(by).is_some_and(|(_, state)| state != State::Away)
+    }
+
     /// Forgets that a queue pair is wanted.
     pub(in crate::node) fn unwant(&mut self, by: &SharedBy) {
         if self.is_wanted.remove(by) {

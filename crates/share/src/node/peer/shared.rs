@@ -138,6 +138,10 @@ impl SharedQps {
         self.pool.want(now, by)
     }
 
+    pub(super) fn is_coming(&self, by: &SharedBy) -> bool {
+        self.pool.is_coming(by)
+    }
+
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
         self.pool.len()
@@ -363,10 +367,11 @@ impl SharedQps {
         self.destroy(id);
         self.timed.remove(&id);
         if let Some(shared) = self.lines.remove(&id) {
-            out.push_back(match shared.is_known {
-                true => PeerEvent::QpGone { id },
-                false => PeerEvent::QpRefused { by: shared.by },
-            });
+            if shared.is_known {
+                out.push_back(PeerEvent::QpGone { id });
+            }
+            // Connections may wait for its next queue pair, of which the line's user does not know.
+            out.push_back(PeerEvent::QpRefused { by: shared.by });
         }
         self.pool.ended(now, id);
     }

@@ -419,6 +419,8 @@ impl Sharing {
                 self.going.push((asked, in_flight));
             }
             PeerEvent::QpReady { id } => self.ready(egress, now, id),
+            // One that was wanted since it was refused is not.
+            PeerEvent::QpRefused { by } if self.peers.is_qp_coming(&by) => {}
             PeerEvent::QpRefused { by } => {
                 let refused = |qp: &Virtual| matches!(&qp.stage, Stage::Wanting(its, _) if *its == by);
                 let qpns: Vec<Qpn> = self

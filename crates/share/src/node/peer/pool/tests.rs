@@ -153,6 +153,29 @@ fn ended__who_wants_it_gets_another_line() {
 }
 
 #[test]
+fn is_coming__until_nobody_opens_it() {
+    let (mut pool, now) = (Pool::new(1), Instant::now());
+    let (one, other) = (by(1, 0), by(2, 0));
+    assert!(!pool.is_coming(&one));
+    let id = open(&mut pool, now, &one);
+    pool.want(now, &other);
+    assert!(pool.is_coming(&one) && pool.is_coming(&other));
+    // Its next queue pair is wanted, and then not any more.
+    pool.ends(id);
+    pool.want(now, &one);
+    pool.away(now, id);
+    assert!(pool.is_coming(&one));
+    pool.unwant(&one);
+    assert!(!pool.is_coming(&one));
+    let Some(Step::Open(id, _)) = pool.next_step() else {
+        panic!("nothing is opened");
+    };
+    assert!(pool.is_coming(&other));
+    pool.ended(now, id);
+    assert!(!pool.is_coming(&other));
+}
+
+#[test]
 fn check_time__puts_away_what_is_idle() {
     let (mut pool, now) = (Pool::new(8), Instant::now());
     let ids = [1, 2].map(|peer| open(&mut pool, now, &by(peer, 0)));

@@ -231,6 +231,36 @@ fn end_qp__at_both_ends_at_once_and_wanted_meanwhile() {
     }
 }
 
+/// A line that was put away is wanted again, and one of the devices has no room for a queue pair: who waits for it is told.
+#[test]
+fn want_qp__of_a_known_line_on_a_full_device() {
+    for full in 0..2 {
+        let (mut a, mut b) = users(45, 46);
+        let by = shared_by(&b.host, &a.host);
+        a.host.peers.want_qp(Instant::now(), &by);
+        let ids = ready_at_both(&mut a, &mut b);
+        a.host.peers.end_qp(Instant::now(), ids.0);
+        ended_at_both(&mut a, &mut b);
+        let device = [&a, &b][full].host.device.clone();
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(1).unwrap());
+        let options = QpOptions::new(&cq);
+        let others: Vec<_> = std::iter::from_fn(|| pd.create_qp(&options).ok()).collect();
+        assert_eq!(a.host.peers.want_qp(Instant::now(), &by), None);
+        let refused = |event: &PeerEvent| match event {
+            PeerEvent::QpRefused { by } => Some(by.clone()),
+            _ => None,
+        };
+        assert_eq!(run_users(&mut a, &mut b, |a, _| a.host.find(refused)), by);
+        assert!(!a.host.peers.is_qp_coming(&by));
+        // The line had connections, which end with it.
+        assert_eq!(a.host.find(is_gone), Some(ids.0));
+        drop(others);
+        a.host.peers.want_qp(Instant::now(), &by);
+        assert!(a.host.peers.is_qp_coming(&by));
+        assert_ne!(ready_at_both(&mut a, &mut b).0, ids.0, "another line");
+    }
+}
+
 #[test]
 fn fail_qp__ends_a_line_at_both_ends_at_any_stage() {
     // While it is in use, while it ends, and while it is away.
