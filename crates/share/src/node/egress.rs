@@ -346,6 +346,11 @@ impl<B> Egress<B> {
         Some(FlowId(id))
     }
 
+    /// Returns the number of flows, with those that are removed and have pieces in flight.
+    pub(super) fn flows(&self) -> usize {
+        self.flows.len()
+    }
+
     /// Removes a flow with its requests, none of which completes.
     pub(super) fn remove_flow(&mut self, now: Time, flow: FlowId) {
         self.unbind(now, flow);

@@ -502,6 +502,11 @@ impl Peers {
         self.work(now);
     }
 
+    /// Returns the most shared queue pairs at a time.
+    pub(crate) fn shared_max(&self) -> usize {
+        self.shared.limit()
+    }
+
     /// Returns the number of shared queue pairs, with those that are being opened and put away.
     #[cfg(test)]
     pub(crate) fn shared_count(&self) -> usize {

@@ -18,6 +18,7 @@ use super::application::{
 use super::application::{Going, REGIONS_MAX};
 use super::config::Resource;
 use super::egress::Owner;
+use super::sharing::Sharing;
 use crate::control::convert::{
     Refusal, attributes_of, counters_to_wire, params_of, path_to_wire, qp_type_of, state_of, state_to_wire,
 };
@@ -310,6 +311,12 @@ impl Application {
     ) -> Result<Message, Refusal> {
         if !self.qps.has_room() {
             return Err(limit("queue pairs"));
+        }
+        // Without one of the device's, connections of other applications that share queue pairs would fail.
+        let most = shared.sharing.as_ref().map(Sharing::qps_max);
+        if most.is_some_and(|most| shared.egress.flows() >= most) {
+            let text = "the node needs the device's other queue pairs for those that are shared";
+            return Err(Refusal::new(ErrorCode::Limit, text.to_owned()));
         }
         if max_send_wr > WORK_REQUESTS_MAX || max_recv_wr > WORK_REQUESTS_MAX {
             return Err(limit("requests of a queue pair"));

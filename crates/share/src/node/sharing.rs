@@ -48,6 +48,9 @@ const BATCH: usize = 64;
 /// Pieces of a shared queue pair in flight: each takes up to two requests, and messages of the nodes take some.
 const DEPTH: u32 = SENDS / 4;
 
+/// Part of the device's queue pairs that applications leave to the node at most, as a divisor.
+const OTHERS_PART: usize = 4;
+
 /// News for the application of a queue pair.
 #[derive(Debug)]
 pub(super) enum News {
@@ -160,6 +163,8 @@ pub(super) struct Sharing {
     qps: HashMap<Qpn, Virtual>,
     flows: HashMap<FlowId, Qpn>,
     connections: HashMap<(SharedId, ConnectionId), Qpn>,
+    /// Queue pairs of the device that applications can have: the others are for shared ones and control connections.
+    qps_max: usize,
     regions: OwnRegions<OwnRegion>,
     /// Keys of own regions, by those on shared queue pairs.
     by_shadow: HashMap<u32, LKey>,
@@ -246,8 +251,12 @@ impl Sharing {
         egress: &mut Egress<SendRequest>,
         shares: Shares,
     ) -> Result<Sharing, PeersError> {
+        let peers = Peers::open(events, shares)?;
+        let device_max = peers.pd().device().limits().queue_pairs as usize;
+        let others = (2 * peers.shared_max()).min(device_max / OTHERS_PART);
         Ok(Sharing {
-            peers: Peers::open(events, shares)?,
+            qps_max: device_max - others,
+            peers,
             lines: HashMap::new(),
             order: Vec::new(),
             qps: HashMap::new(),
@@ -359,6 +368,11 @@ impl Sharing {
                 false => self.peers.key_unused(Instant::now(), asked),
             }
         }
+    }
+
+    /// Returns the most queue pairs that all applications together can have: the node needs some of the device's.
+    pub(super) fn qps_max(&self) -> usize {
+        self.qps_max
     }
 
     /// Adds an RC queue pair of an application.

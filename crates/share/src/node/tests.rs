@@ -253,6 +253,43 @@ fn datagram(qp: u32) -> Work {
     work(qp, WorkOperation::Datagram { to, imm: None })
 }
 
+/// Applications together cannot take the queue pairs of the device that the node needs for those that are shared.
+#[test]
+fn create_qp__leaves_some_to_the_node() {
+    let node = Served::with_key(98, Key::new([1; 32]));
+    let (device_max, shared_max) = (
+        node.device.limits().queue_pairs as usize,
+        NodeOptions::default().shared_queue_pairs,
+    );
+    let most = device_max - 2 * shared_max;
+    let mut applications = Vec::new();
+    let refused = 'full: loop {
+        let mut raw = node.attach();
+        let pd = raw.made(&Message::AllocPd {});
+        for _ in 0..application::QPS_MAX {
+            match raw.ask(&create_qp(pd)) {
+                Message::QpMade { .. } => {}
+                Message::Error { code, text, .. } => break 'full (code, text),
+                other => panic!("{other:?}"),
+            }
+        }
+        applications.push(raw);
+        assert!(applications.len() * application::QPS_MAX <= most);
+    };
+    assert_eq!(refused.0, ErrorCode::Limit);
+    assert!(refused.1.contains("shared"), "{}", refused.1);
+    assert_eq!(applications.len(), most / application::QPS_MAX);
+    // Those of one that leaves are free again.
+    let before = node.device.object_counts().0;
+    drop(applications.pop());
+    let deadline = Instant::now() + LONG;
+    while node.device.object_counts().0 + application::QPS_MAX > before {
+        assert!(Instant::now() < deadline, "{:?}", node.device.object_counts());
+        thread::yield_now();
+    }
+    node.attach().qp();
+}
+
 #[test]
 fn control__what_is_no_message_detaches_its_sender_alone() {
     let served = Served::new(1);

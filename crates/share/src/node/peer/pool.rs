@@ -84,6 +84,11 @@ impl Pool {
         }
     }
 
+    /// Returns the most queue pairs at a time.
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+
     /// Numbers the lines from a number on, each so far from the one before.
     pub(super) fn with_numbers(self, numbers: (u64, u64)) -> Pool {
         Pool { numbers, ..self }

@@ -138,6 +138,11 @@ impl SharedQps {
         self.pool.want(now, by)
     }
 
+    /// Returns the most shared queue pairs at a time.
+    pub(super) fn limit(&self) -> usize {
+        self.pool.limit()
+    }
+
     pub(super) fn is_coming(&self, by: &SharedBy) -> bool {
         self.pool.is_coming(by)
     }
