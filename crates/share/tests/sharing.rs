@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use common::{LONG, Served, Side, open};
+use common::{LONG, Served, Side, config, open};
 use rdmux_key::Key;
 use rdmux_memory::AnonymousMemory;
 use rdmux_share::node::NodeOptions;
@@ -428,6 +428,56 @@ fn connections__share_one_queue_pair() {
         let qps = qps(served);
         assert!((66..=67).contains(&qps), "{qps}");
     }
+}
+
+/// A tenant goes from the configuration, and comes back: its applications share with those of the tenant in which they are, and with no others.
+#[test]
+fn apply__applications_that_move_to_another_tenant() {
+    let options = NodeOptions {
+        key: Some(Key::new([1; 32])),
+        config: Some(config("[tenant.a]\nuid = [OWN]")),
+        ..NodeOptions::default()
+    };
+    let here = Served::with_options([127, 0, 54, 94], options, None);
+    let there = serve(95, 1);
+    let tenants = || {
+        let snapshot = here.viewer.snapshot().unwrap();
+        let shared = snapshot.shared_qps.iter();
+        shared.map(|shared| shared.tenant.clone()).collect::<Vec<_>>()
+    };
+    let (mut client, mut server) = pair(&here, &there);
+    operations(&client, &server);
+    assert_eq!(tenants(), ["a"]);
+    for tenant in ["b", "a"] {
+        let (next, next_there) = (side(&here), side(&there));
+        here.apply(&format!("[tenant.{tenant}]\nuid = [OWN]"));
+        // Both ends of a connection learn of its end.
+        for (one, other) in [(&client, &server), (&server, &client)] {
+            let ended = std::iter::repeat_with(|| {
+                let write = SendRequest::write(one.sge(0, 8), other.mr.remote(0..8).unwrap());
+                one.qp.post_send(write.wr_id(5).signaled()).unwrap();
+                one.next().status
+            });
+            // The peer may not know yet.
+            let error = { ended }.find(|status| *status != Status::Success).unwrap();
+            assert!(
+                matches!(error, Status::Flushed | Status::RetryExceeded),
+                "{error:?}"
+            );
+        }
+        connect((&here, &next.qp), (&there, &next_there.qp));
+        operations(&next, &next_there);
+        assert!(tenants().contains(&tenant.into()), "{:?}", tenants());
+        // So do those that an application makes after it has moved.
+        let more = (new_qp(&next.pd, &next.cq), new_qp(&next_there.pd, &next_there.cq));
+        connect((&here, &more.0), (&there, &more.1));
+        let write = SendRequest::write(next.sge(0, 8), next_there.mr.remote(0..8).unwrap());
+        more.0.post_send(write.wr_id(6).signaled()).unwrap();
+        let wc = next.next();
+        assert_eq!((wc.wr_id, wc.status), (6, Status::Success));
+        (client, server) = (next, next_there);
+    }
+    assert_eq!(tenants().iter().filter(|tenant| *tenant == "a").count(), 1);
 }
 
 /// Connections of more traffic classes than the nodes may have shared queue pairs, all of them in constant use: each has its turn, and everything

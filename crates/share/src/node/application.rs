@@ -6,6 +6,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use rdmux_memory::ProcessMemory;
 use rdmux_rnic::sched::{Entitlement, TenantId};
@@ -279,7 +280,7 @@ impl Application {
         Ok([account.charge(object, 1)?, account.charge(content, amount)?])
     }
 
-    /// Moves the application with all that it has to another tenant. What is in flight stays where it is.
+    /// Moves the application with all that it has to another tenant. What is in flight stays where it is; connections on shared queue pairs end.
     pub(super) fn move_to(
         &mut self,
         shared: &mut Shared,
@@ -300,6 +301,9 @@ impl Application {
             if let Some(group) = qp.group {
                 shared.egress.move_group(now, group, qp.flow, tenant);
             }
+        }
+        if let Some(sharing) = &mut shared.sharing {
+            sharing.move_qps(Instant::now(), self.slot, (account.name(), tenant));
         }
         if std::mem::take(&mut self.is_tenant) {
             shared.egress.remove_tenant(former);

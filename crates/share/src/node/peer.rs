@@ -361,6 +361,11 @@ impl Peers {
         self.machine.add_qp(qpn, domain, tenant);
     }
 
+    /// Changes the tenant of a queue pair that is not connected.
+    pub(crate) fn set_tenant(&mut self, qpn: Qpn, tenant: TenantName) {
+        self.machine.set_tenant(qpn, tenant);
+    }
+
     /// Asks how a queue pair that goes to RTR is to be connected: [`PeerEvent::Bound`] or [`PeerEvent::Own`] answers.
     /// `access`: what the queue pair allows.
     pub(crate) fn bind(

@@ -99,8 +99,8 @@ struct Retired {
 #[derive(Debug)]
 struct Line {
     mux: Mux,
-    /// In the scheduler, once there is a connection.
-    group: Option<GroupId>,
+    /// In the scheduler, once there is a connection, and the tenant there.
+    group: Option<(GroupId, TenantId)>,
     buffers_region: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
     peer: PeerId,
@@ -385,10 +385,7 @@ impl Sharing {
         (receives_max, replays_writes): (u32, bool),
         tenant: (&str, Option<TenantId>),
     ) {
-        let (name, tenant) = match (TenantName::new(tenant.0), tenant.1) {
-            (Some(name), Some(tenant)) => (name, tenant),
-            _ => (TenantName::default(), self.tenant),
-        };
+        let (name, tenant) = self.tenant_of(tenant);
         self.peers.add_qp(qpn, domain, name.clone());
         self.flows.insert(flow, qpn);
         let added = Virtual {
@@ -405,6 +402,42 @@ impl Sharing {
             states: Vec::new(),
         };
         self.qps.insert(qpn, added);
+    }
+
+    fn tenant_of(&self, tenant: (&str, Option<TenantId>)) -> (TenantName, TenantId) {
+        match (TenantName::new(tenant.0), tenant.1) {
+            (Some(name), Some(tenant)) => (name, tenant),
+            _ => (TenantName::default(), self.tenant),
+        }
+    }
+
+    /// Moves the queue pairs of an application to another tenant. Connections on shared queue pairs end, those too that are about to come to one:
+    /// the nodes have agreed that they share it with connections of the former tenant.
+    pub(super) fn move_qps(&mut self, now: Instant, slot: u32, tenant: (&str, TenantId)) {
+        let tenant = self.tenant_of((tenant.0, Some(tenant.1)));
+        let of_slot = |(qpn, qp): (&Qpn, &Virtual)| (qp.owner.application == slot).then_some(*qpn);
+        let moved: Vec<Qpn> = self.qps.iter().filter_map(of_slot).collect();
+        for qpn in moved {
+            let Some(qp) = self.qps.get_mut(&qpn) else {
+                continue;
+            };
+            qp.tenant = tenant.clone();
+            match qp.stage {
+                Stage::Open => self.peers.set_tenant(qpn, tenant.0.clone()),
+                Stage::Asking | Stage::Wanting(..) | Stage::Shared(..) => drop(self.fail(now, qpn)),
+                Stage::Over => {}
+            }
+        }
+    }
+
+    /// Ends the lines of tenants that are gone, after their applications have [moved](Sharing::move_qps): another tenant may get the name.
+    pub(super) fn end_lines(&mut self, keeps: impl Fn(TenantId) -> bool) {
+        let goes = |(id, line): (&SharedId, &Line)| {
+            let (_, tenant) = line.group?;
+            (tenant != self.tenant && !keeps(tenant)).then_some(*id)
+        };
+        let going: Vec<SharedId> = self.lines.iter().filter_map(goes).collect();
+        going.into_iter().for_each(|id| self.fail_line(id));
     }
 
     /// Removes a queue pair.
@@ -462,7 +495,7 @@ impl Sharing {
             .iter()
             .filter_map(|(id, line)| {
                 let by = self.peers.shared_qp(*id)?.by();
-                let (class, in_flight_bytes, window_bytes) = egress.state_of_group(now, line.group?)?;
+                let (class, in_flight_bytes, window_bytes) = egress.state_of_group(now, line.group?.0)?;
                 Some(snapshot::SharedQp {
                     id: id.0,
                     peer: by.peer.address,

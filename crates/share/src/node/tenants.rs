@@ -468,6 +468,11 @@ impl Schedule {
         });
     }
 
+    /// Returns whether a tenant in the scheduler is one of the configuration.
+    pub(super) fn has(&self, tenant: TenantId) -> bool {
+        self.tenants.iter().any(|known| known.tenant == tenant)
+    }
+
     /// Returns the tenant of an account in the scheduler; `None`: each application is one of its own, as the node has no configuration.
     pub(super) fn tenant_of(&self, account: &Arc<Account>) -> Option<TenantId> {
         let mut known = self.tenants.iter();

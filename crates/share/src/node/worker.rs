@@ -333,6 +333,9 @@ impl Worker {
         }
         self.past
             .retain(|past, _| tenants.names().any(|name| name == past));
+        if let Some(sharing) = &mut self.shared.sharing {
+            sharing.end_lines(|tenant| self.schedule.has(tenant));
+        }
         self.schedule.sweep(&mut self.shared.egress);
     }
 

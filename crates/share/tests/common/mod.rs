@@ -4,9 +4,11 @@
 mod side;
 
 use std::net::IpAddr;
+use std::path::Path;
 use std::thread::JoinHandle;
 
 use rdmux_key::Key;
+use rdmux_share::node::config::Config;
 use rdmux_share::node::snapshot::Viewer;
 use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::{Device, Options};
@@ -67,6 +69,11 @@ impl Served {
         }
     }
 
+    /// Has the node go on with a configuration, a text in which OWN is the uid of this process.
+    pub(crate) fn apply(&self, text: &str) {
+        self.stopper.apply(config(text)).unwrap();
+    }
+
     pub(crate) fn stop(&mut self) {
         self.stopper.stop();
         if let Some(thread) = self.thread.take() {
@@ -79,4 +86,11 @@ impl Drop for Served {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// Returns the configuration of a text in which OWN is the uid of this process.
+pub(crate) fn config(text: &str) -> Config {
+    let text = text.replace("OWN", &rustix::process::getuid().as_raw().to_string());
+    let parsed = Config::parse(Path::new("node.toml"), &text, &|_| Ok(None));
+    parsed.unwrap().0
 }

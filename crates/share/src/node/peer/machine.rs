@@ -418,6 +418,15 @@ impl Machine {
         self.ends.insert(qpn, end);
     }
 
+    /// Changes the tenant of a queue pair that has no peer yet.
+    pub(super) fn set_tenant(&mut self, qpn: Qpn, tenant: TenantName) {
+        if let Some(end) = self.ends.get_mut(&qpn)
+            && end.state == EndState::Open
+        {
+            end.binding.tenant = tenant;
+        }
+    }
+
     /// Asks whether the connection of a queue pair that goes to RTR goes over shared queue pairs: [`PeerEvent::Bound`] or [`PeerEvent::Own`]
     /// answers, soon. `access`: what the queue pair allows. `nonce` is for a link that may have to be made.
     pub(super) fn bind(

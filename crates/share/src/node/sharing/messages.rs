@@ -177,7 +177,7 @@ impl Sharing {
     }
 
     /// Ends a shared queue pair for good, with its connections.
-    fn fail_line(&mut self, id: SharedId) {
+    pub(super) fn fail_line(&mut self, id: SharedId) {
         if let Some(line) = self.lines.get_mut(&id) {
             line.mux.close();
         }
@@ -564,7 +564,7 @@ impl Sharing {
         };
         qp.stage = Stage::Shared(id, connection);
         self.connections.insert((id, connection), qpn);
-        if let Some(group) = line.group {
+        if let Some((group, _)) = line.group {
             egress.bind(now, qp.flow, group);
         }
         while let Some((line, mut keys)) = line!(self, id) {
@@ -631,7 +631,8 @@ impl Sharing {
                 slots: Some(shared.rd_atomic().into()),
                 may_be_quiet: false,
             };
-            line.group = egress.add_group(now, tenant, &options);
+            let group = egress.add_group(now, tenant, &options);
+            line.group = group.map(|group| (group, tenant));
         }
         self.lines.get(&id).is_some_and(|line| line.group.is_some())
     }
@@ -665,7 +666,7 @@ impl Sharing {
             return;
         };
         self.order.retain(|other| *other != id);
-        if let Some(group) = line.group {
+        if let Some((group, _)) = line.group {
             egress.remove_group(group);
         }
     }
