@@ -184,6 +184,8 @@ pub(crate) enum PeerEvent {
     MayEnd {
         /// The queue pair.
         id: SharedId,
+        /// Another one is wanted in its place, or the peer asks: it has to go although it is in use, if nothing better comes along.
+        for_room: bool,
     },
     /// A shared queue pair ends, at both ends: it is in error. Once all its completions have come, [`Peers::drained`] is to be called.
     QpEnding {

@@ -280,7 +280,7 @@ impl World {
         while let Some(step) = of.pool.next_step() {
             self.asked.push(match step {
                 Step::Open(id, by) => Question::Open(node, id, by),
-                Step::Close(id) => Question::Close(node, id),
+                Step::Close { id, .. } => Question::Close(node, id),
             });
         }
     }

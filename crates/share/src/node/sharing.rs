@@ -105,7 +105,7 @@ struct Line {
     buffers: Arc<AnonymousMemory>,
     peer: PeerId,
     by: SharedBy,
-    /// [`Mux::activity`] as the queue pair was asked whether it can go, and how often it has stayed since it was not in use.
+    /// [`Mux::activity`] as the queue pair was asked whether it can go, and how often it has stayed in use although another one was wanted.
     seen: (u64, u32),
     /// [`Mux::oldest`] when it was last looked at.
     oldest: Option<u64>,

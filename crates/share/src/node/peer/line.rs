@@ -52,8 +52,8 @@ pub(super) enum Input<A, T> {
     Later,
     /// The peer is ready.
     PeerReady,
-    /// The queue pair is to be put away if nobody needs it.
-    Close,
+    /// The queue pair is to be put away if nobody needs it, or to make room for another one.
+    Close { for_room: bool },
     /// The peer asks for that.
     CloseAsked(A),
     /// The user of the line does not need it now, and has stopped; or it does.
@@ -76,7 +76,7 @@ pub(super) enum Do<A, T> {
     /// Tell the user that the queue pair can be used.
     Ready,
     /// Ask the user whether it needs the queue pair: [`Input::UserSays`].
-    AskUser,
+    AskUser { for_room: bool },
     /// Ask the peer whether it does: [`Input::PeerSays`].
     AskPeer,
     /// Answer a question of the peer.
@@ -144,8 +144,11 @@ fn step<A: Copy, T>(stage: Stage<A, T>, input: Input<A, T>) -> (Stage<A, T>, Vec
         (Stage::Answered(false), Input::PeerReady) => (Stage::Ready, vec![Do::Ready]),
         (Stage::Answered(true), Input::PeerReady) => (Stage::Ending(None), vec![Do::Ready, Do::Stop]),
         // Putting away.
-        (Stage::Ready, Input::Close) => (Stage::Stopping(None), vec![Do::AskUser]),
-        (Stage::Ready, Input::CloseAsked(asked)) => (Stage::Stopping(Some(asked)), vec![Do::AskUser]),
+        (Stage::Ready, Input::Close { for_room }) => (Stage::Stopping(None), vec![Do::AskUser { for_room }]),
+        // Its user does not need the queue pair, or has to do without it.
+        (Stage::Ready, Input::CloseAsked(asked)) => {
+            (Stage::Stopping(Some(asked)), vec![Do::AskUser { for_room: true }])
+        }
         (Stage::Stopping(None), Input::CloseAsked(asked)) => (Stage::Stopping(Some(asked)), vec![]),
         (Stage::Closing, Input::CloseAsked(asked)) => stop(Some(asked), None),
         (stage, Input::CloseAsked(asked)) => {

@@ -20,8 +20,9 @@ pub(in crate::node) const AGAIN_TIME: Duration = Duration::from_millis(20);
 pub(in crate::node) enum Step {
     /// Open a queue pair: [`Pool::opened`], [`Pool::later`] or [`Pool::ended`] follows.
     Open(SharedId, SharedBy),
-    /// Put one away, if it can go at both ends: [`Pool::away`], [`Pool::ended`] or [`Pool::stays`] follows.
-    Close(SharedId),
+    /// Put one away, if it can go at both ends: [`Pool::away`], [`Pool::ended`] or [`Pool::stays`] follows. `for_room`: another one is wanted in its
+    /// place.
+    Close { id: SharedId, for_room: bool },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,7 +208,7 @@ impl Pool {
         let due = first.filter(|(seen, _)| *seen + AGAIN_TIME <= now);
         if let Some((_, id)) = due {
             self.ends(id);
-            self.steps.push_back(Step::Close(id));
+            self.steps.push_back(Step::Close { id, for_room: true });
         }
         due.is_some()
     }
@@ -311,7 +312,7 @@ impl Pool {
             && seen + IDLE_TIME <= now
         {
             self.ends(id);
-            self.steps.push_back(Step::Close(id));
+            self.steps.push_back(Step::Close { id, for_room: false });
         }
         while let Some((at, _)) = self.later.first()
             && *at <= now

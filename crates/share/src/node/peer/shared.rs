@@ -188,7 +188,7 @@ impl SharedQps {
                         false => self.over(now, machine, id, out),
                     }
                 }
-                Step::Close(id) => self.on(now, machine, id, Input::Close, out),
+                Step::Close { id, for_room } => self.on(now, machine, id, Input::Close { for_room }, out),
             }
         }
     }
@@ -274,7 +274,7 @@ impl SharedQps {
                 self.pool.opened(now, id);
                 out.push_back(PeerEvent::QpReady { id });
             }
-            Do::AskUser => out.push_back(PeerEvent::MayEnd { id }),
+            Do::AskUser { for_room } => out.push_back(PeerEvent::MayEnd { id, for_room }),
             Do::AskPeer => {
                 let asks = shared.qpn().zip(shared.there());
                 if !asks.is_some_and(|(qpn, there)| machine.close(now, (id, qpn), there)) {

@@ -240,16 +240,16 @@ impl Sharing {
         }
     }
 
-    /// Decides whether a queue pair goes so that another one has its place. One that was used since it was asked before stays, a few times.
-    fn may_end(&mut self, id: SharedId) {
+    /// Decides whether a queue pair goes. One that was used since it was asked before stays; if another one is to have its place, only a few times.
+    pub(super) fn may_end(&mut self, id: SharedId, for_room: bool) {
         let now = Instant::now();
         let Some(line) = self.lines.get_mut(&id) else {
             return self.peers.may_end(now, id, true);
         };
         let activity = line.mux.activity();
         let (before, stayed) = line.seen;
-        if activity != before && stayed < STAYS_MAX {
-            line.seen = (activity, stayed + 1);
+        if activity != before && (!for_room || stayed < STAYS_MAX) {
+            line.seen = (activity, stayed + u32::from(for_room));
             return self.peers.may_end(now, id, false);
         }
         line.seen = (activity, 0);
@@ -456,7 +456,7 @@ impl Sharing {
                     self.fail_line(id);
                 }
             }
-            PeerEvent::MayEnd { id } => self.may_end(id),
+            PeerEvent::MayEnd { id, for_room } => self.may_end(id, for_room),
             PeerEvent::QpGone { id } => self.gone(egress, now, id),
         }
     }

@@ -3,12 +3,73 @@ use rdmux_rnic::sched::Quanta;
 use rdmux_rnic::{Path, Psn};
 use rdmux_verbs::Options;
 use rdmux_verbs::moderation::now;
+use rdmux_wire::node::mux::{Extra, Header, Kind};
 
 use super::super::limits;
 use super::*;
 
 const ADDRESS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 55, 90));
 const PEER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 55, 91));
+
+fn open(address: IpAddr) -> (Sharing, Egress<SendRequest>) {
+    rdmux_soft::register();
+    let options = Options {
+        provider: Some("soft"),
+        ..Options::default()
+    };
+    let device = rdmux_verbs::Device::open_with(address, options).unwrap();
+    let events = EventQueue::new().unwrap();
+    let mut egress = Egress::new(now(), limits::of_device("soft", Quanta::default(), None));
+    let shares = Shares::of_engines(&[device], &Key::new([1; 32]), (8, true)).unwrap();
+    let shares = shares.into_iter().next().unwrap();
+    let sharing = Sharing::open(&events, &mut egress, shares).unwrap();
+    (sharing, egress)
+}
+
+/// Adds the state machine of a line, of which the peers know nothing.
+fn add_line(sharing: &mut Sharing, id: u64) -> SharedId {
+    let buffers = Arc::new(AnonymousMemory::new(4096).unwrap());
+    let pd = sharing.peers.pd();
+    let peer = PeerId {
+        address: PEER,
+        engine: 0,
+    };
+    let line = Line {
+        mux: Mux::new(SLOTS),
+        group: None,
+        buffers_region: pd.reg_mr_all(buffers.clone(), 0, Access::empty()).unwrap(),
+        buffers,
+        peer,
+        by: SharedBy {
+            peer,
+            here: TenantName::default(),
+            there: TenantName::default(),
+            class: 0,
+        },
+        seen: (0, 0),
+        oldest: None,
+    };
+    sharing.lines.insert(SharedId(id), line);
+    SharedId(id)
+}
+
+/// Has a message of the peer's node come over a line.
+fn use_line(sharing: &mut Sharing, id: SharedId) {
+    let header = Header {
+        kind: Kind::Slots,
+        is_solicited: false,
+        destination: Qpn::new(0),
+        source: Qpn::new(0),
+        sequence: 0,
+        length: 0,
+        extra: Extra::None,
+        emptied: 0,
+    };
+    let mut bytes = [0; HEADER_LEN];
+    header.emit(&mut bytes);
+    let (line, mut keys) = line!(sharing, id).unwrap();
+    line.mux.handle_message(&bytes, &mut keys).unwrap();
+}
 
 fn owner(application: u32) -> Owner {
     Owner { application, qp: 0 }
@@ -45,17 +106,7 @@ fn may_share(sharing: &mut Sharing, qpn: Qpn) -> bool {
 /// An application whose requests make shared queue pairs fail has queue pairs of its own from some time on; others share them.
 #[test]
 fn modify__in_quarantine() {
-    rdmux_soft::register();
-    let options = Options {
-        provider: Some("soft"),
-        ..Options::default()
-    };
-    let device = rdmux_verbs::Device::open_with(ADDRESS, options).unwrap();
-    let events = EventQueue::new().unwrap();
-    let mut egress = Egress::new(now(), limits::of_device("soft", Quanta::default(), None));
-    let shares = Shares::of_engines(&[device], &Key::new([1; 32]), (8, true)).unwrap();
-    let shares = shares.into_iter().next().unwrap();
-    let mut sharing = Sharing::open(&events, &mut egress, shares).unwrap();
+    let (mut sharing, mut egress) = open(ADDRESS);
     let first = add(&mut sharing, &mut egress, 0x101, 1);
     assert!(may_share(&mut sharing, first));
     let id = SharedId(9);
@@ -87,4 +138,28 @@ fn modify__in_quarantine() {
     sharing.forget_application(1);
     let next = add(&mut sharing, &mut egress, 0x105, 1);
     assert!(may_share(&mut sharing, next));
+}
+
+/// A queue pair in use stays as long as there is room, and gives way to another one after a few times.
+#[test]
+fn may_end__in_use() {
+    let (mut sharing, _) = open([127, 0, 55, 92].into());
+    let id = add_line(&mut sharing, 9);
+    for _ in 0..10 * STAYS_MAX {
+        use_line(&mut sharing, id);
+        sharing.may_end(id, false);
+        assert!(sharing.yielding.is_empty(), "nobody lacks the room");
+    }
+    for _ in 0..STAYS_MAX {
+        use_line(&mut sharing, id);
+        sharing.may_end(id, true);
+        assert!(sharing.yielding.is_empty(), "it is in use");
+    }
+    use_line(&mut sharing, id);
+    sharing.may_end(id, true);
+    assert!(matches!(sharing.yielding[..], [(one, _)] if one == id));
+    sharing.yielding.clear();
+    // Nobody has used it since.
+    sharing.may_end(id, false);
+    assert!(matches!(sharing.yielding[..], [(one, _)] if one == id));
 }

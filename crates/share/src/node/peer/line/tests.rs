@@ -115,7 +115,7 @@ impl World {
                     self.ask(at, Question::Ready(far));
                 }
                 Do::Ready => (end.is_stopped, end.waits) = (false, false),
-                Do::AskUser => end.is_user_asked = true,
+                Do::AskUser { .. } => end.is_user_asked = true,
                 Do::AskPeer => {
                     let (far, own) = (end.far, end.own_qp);
                     end.unanswered += 1;
@@ -348,7 +348,7 @@ impl World {
                 let end = &mut world.ends[at];
                 let is_open = matches!(end.line.stage, Stage::Ready | Stage::Stopping(_)) && !end.is_closing;
                 end.is_closing = true;
-                world.on(at, Input::Close);
+                world.on(at, Input::Close { for_room: true });
                 is_open && world.spend(at, |left| &mut left.closes)
             });
             add(&mut may, &|world| {
@@ -458,7 +458,7 @@ fn on__whatever_happens_in_any_order_both_ends_agree() {
 #[test]
 fn on__both_ends_that_want_it_put_away_agree() {
     let mut line = Line::<Asked, Pair>::new();
-    for input in [Input::Accepts, Input::PeerReady, Input::Close] {
+    for input in [Input::Accepts, Input::PeerReady, Input::Close { for_room: true }] {
         line.on(input);
     }
     assert_eq!(line.on(Input::UserSays(true)), [Do::AskPeer]);

@@ -79,14 +79,26 @@ fn want__at_the_limit_puts_away_the_one_that_was_not_seen_for_longest() {
     assert_eq!(pool.next_step(), None);
     assert_eq!(pool.deadline(), Some(now + after(2) + AGAIN_TIME));
     pool.check_time(now + after(40));
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
+    assert_eq!(
+        pool.next_step(),
+        Some(Step::Close {
+            id: ids[1],
+            for_room: true
+        })
+    );
     assert_eq!(pool.next_step(), None, "there is no room yet");
     // Nobody sends on it any more, and who wants it waits until it is away, and then for room.
     assert_eq!(pool.want(now + after(41), &by(2, 0)), None);
     assert_eq!(pool.next_step(), None);
     pool.away(now + after(42), ids[1]);
     assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(4, 0)));
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[2])));
+    assert_eq!(
+        pool.next_step(),
+        Some(Step::Close {
+            id: ids[2],
+            for_room: true
+        })
+    );
     pool.away(now + after(43), ids[2]);
     assert_eq!(
         pool.next_step(),
@@ -103,7 +115,7 @@ fn stays__another_one_is_asked_and_later_this_one_again() {
     let now = now + AGAIN_TIME;
     assert_eq!(pool.want(now, &by(3, 0)), None);
     for id in ids {
-        assert_eq!(pool.next_step(), Some(Step::Close(id)));
+        assert_eq!(pool.next_step(), Some(Step::Close { id, for_room: true }));
         assert_eq!(pool.next_step(), None);
         pool.stays(now, id);
     }
@@ -112,7 +124,14 @@ fn stays__another_one_is_asked_and_later_this_one_again() {
     let again = pool.deadline().unwrap();
     assert_eq!(again, now + AGAIN_TIME);
     pool.check_time(again);
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])), "and again");
+    assert_eq!(
+        pool.next_step(),
+        Some(Step::Close {
+            id: ids[0],
+            for_room: true
+        }),
+        "and again"
+    );
     pool.away(again, ids[0]);
     assert!(matches!(pool.next_step(), Some(Step::Open(_, one)) if one == by(3, 0)));
     assert_eq!(pool.deadline(), Some(now + IDLE_TIME));
@@ -124,7 +143,7 @@ fn want__of_one_that_stays_is_over() {
     let id = open(&mut pool, now, &by(1, 0));
     let now = now + AGAIN_TIME;
     pool.want(now, &by(2, 0));
-    assert_eq!(pool.next_step(), Some(Step::Close(id)));
+    assert_eq!(pool.next_step(), Some(Step::Close { id, for_room: true }));
     assert_eq!(pool.want(now, &by(1, 0)), None);
     pool.stays(now, id);
     assert_eq!(pool.want(now, &by(1, 0)), Some(id));
@@ -184,8 +203,20 @@ fn check_time__puts_away_what_is_idle() {
     assert_eq!(pool.next_step(), None);
     let now = now + IDLE_TIME;
     pool.check_time(now);
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[0])));
-    assert_eq!(pool.next_step(), Some(Step::Close(ids[1])));
+    assert_eq!(
+        pool.next_step(),
+        Some(Step::Close {
+            id: ids[0],
+            for_room: false
+        })
+    );
+    assert_eq!(
+        pool.next_step(),
+        Some(Step::Close {
+            id: ids[1],
+            for_room: false
+        })
+    );
     assert_eq!((pool.next_step(), pool.deadline()), (None, None));
     // One of them is in use.
     pool.stays(now, ids[0]);
@@ -222,7 +253,7 @@ fn accept__what_a_peer_opens_serves_this_node_too() {
     assert_eq!(pool.next_step(), None);
     let now = now + AGAIN_TIME;
     assert_eq!(pool.accept(now, &by(2, 0)), None);
-    assert_eq!(pool.next_step(), Some(Step::Close(id)));
+    assert_eq!(pool.next_step(), Some(Step::Close { id, for_room: true }));
     pool.ended(now, id);
     assert!(pool.accept(now, &by(2, 0)).is_some());
 }
@@ -298,10 +329,12 @@ fn want__ten_thousand_connections_to_a_thousand_peers() {
             match steps.swap_remove(random(steps.len())) {
                 Step::Open(id, _) if random(10) == 0 => pool.later(now, id),
                 Step::Open(id, _) => pool.opened(now, id),
-                Step::Close(id) if random(10) == 0 || sending.iter().any(|(other, _)| *other == id) => {
+                Step::Close { id, .. }
+                    if random(10) == 0 || sending.iter().any(|(other, _)| *other == id) =>
+                {
                     pool.stays(now, id);
                 }
-                Step::Close(id) => {
+                Step::Close { id, .. } => {
                     evicted += 1;
                     pool.away(now, id);
                 }

@@ -68,7 +68,7 @@ impl User {
                     (line.is_stopped, line.is_ending) = (true, true);
                 }
                 PeerEvent::QpReady { id } => self.lines.entry(*id).or_default().is_stopped = false,
-                PeerEvent::MayEnd { id } => {
+                PeerEvent::MayEnd { id, .. } => {
                     let line = self.lines.entry(*id).or_default();
                     let may = self.may_end && line.posted == 0;
                     line.is_stopped |= may;
