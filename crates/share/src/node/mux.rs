@@ -654,6 +654,11 @@ impl Mux {
         self.handle(header, body, keys)
     }
 
+    /// Returns whether there are messages of connections that are not bound.
+    pub(in crate::node) fn has_early(&self) -> bool {
+        !self.early.is_empty()
+    }
+
     /// Answers messages of connections that are not bound, except of those whose own queue pair may yet be.
     pub(in crate::node) fn answer_strays(&mut self, may_be_bound: impl Fn(Qpn) -> bool) {
         for _ in 0..self.early.len() {

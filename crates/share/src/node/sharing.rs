@@ -7,7 +7,7 @@
 //!
 //! It waits for nothing. Its owner calls [`Sharing::look`] and [`Sharing::poll`] in its loop, and takes [`Sharing::next_news`].
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -109,6 +109,8 @@ struct Line {
     seen: (u64, u32),
     /// [`Mux::oldest`] when it was last looked at.
     oldest: Option<u64>,
+    /// Set while it is in [`Sharing::due`].
+    is_due: bool,
 }
 
 /// Reason why a request of a shared queue pair was not posted.
@@ -158,8 +160,15 @@ struct Virtual {
 pub(super) struct Sharing {
     peers: Peers,
     lines: HashMap<SharedId, Line>,
-    /// Those of `lines`, for passes over all of them.
-    order: Vec<SharedId>,
+    /// Lines to look at, each once: something has happened to their state machines.
+    due: Vec<SharedId>,
+    /// Lines with messages of connections that may yet be bound.
+    early: BTreeSet<SharedId>,
+    /// Looks at lines.
+    #[cfg(test)]
+    looks: usize,
+    /// Queue pairs whose connections may wait for a shared one.
+    waiting: HashMap<SharedBy, BTreeSet<Qpn>>,
     qps: HashMap<Qpn, Virtual>,
     flows: HashMap<FlowId, Qpn>,
     connections: HashMap<(SharedId, ConnectionId), Qpn>,
@@ -222,12 +231,15 @@ impl Keys for NodeKeys<'_> {
     }
 }
 
-/// Returns the state machine of a shared queue pair, and the keys for it.
+/// Returns the state machine of a shared queue pair, which is then looked at, and the keys for it.
 macro_rules! line {
     ($sharing:expr, $id:expr) => {{
         let sharing: &mut Sharing = $sharing;
         match sharing.lines.get_mut(&$id) {
             Some(line) => {
+                if !std::mem::replace(&mut line.is_due, true) {
+                    sharing.due.push($id);
+                }
                 let keys = NodeKeys {
                     regions: &mut sharing.regions,
                     by_shadow: &mut sharing.by_shadow,
@@ -258,7 +270,11 @@ impl Sharing {
             qps_max: device_max - others,
             peers,
             lines: HashMap::new(),
-            order: Vec::new(),
+            due: Vec::new(),
+            early: BTreeSet::new(),
+            #[cfg(test)]
+            looks: 0,
+            waiting: HashMap::new(),
             qps: HashMap::new(),
             flows: HashMap::new(),
             connections: HashMap::new(),
@@ -449,6 +465,15 @@ impl Sharing {
         self.peers.remove_qp(now, qpn);
     }
 
+    /// Returns the state machine of a shared queue pair, to which something happens: it is looked at afterwards.
+    fn touch(&mut self, id: SharedId) -> Option<&mut Mux> {
+        let line = self.lines.get_mut(&id)?;
+        if !std::mem::replace(&mut line.is_due, true) {
+            self.due.push(id);
+        }
+        Some(&mut line.mux)
+    }
+
     /// Ends the connection of a queue pair, whose application hears no more of it.
     fn leave(&mut self, qpn: Qpn) {
         let Some(left) = self.qps.get_mut(&qpn) else {
@@ -456,8 +481,8 @@ impl Sharing {
         };
         if let Stage::Shared(id, connection) = std::mem::replace(&mut left.stage, Stage::Over) {
             self.connections.remove(&(id, connection));
-            if let Some(line) = self.lines.get_mut(&id) {
-                line.mux.abandon(connection);
+            if let Some(mux) = self.touch(id) {
+                mux.abandon(connection);
             }
         }
     }
@@ -567,9 +592,10 @@ impl Sharing {
                 false
             }
             (Stage::Shared(id, connection), QpState::Error) => {
+                let (id, connection) = (*id, *connection);
                 qp.state = to;
-                if let Some(line) = self.lines.get_mut(id) {
-                    line.mux.fail(*connection);
+                if let Some(mux) = self.touch(id) {
+                    mux.fail(connection);
                 }
                 true
             }
@@ -657,8 +683,9 @@ impl Sharing {
         };
         match (&qp.stage, &mut qp.receiver) {
             (Stage::Shared(id, connection), _) => {
-                let line = self.lines.get_mut(id).ok_or(PostError::NoQp)?;
-                line.mux.post_recv(*connection, receive)?;
+                let (id, connection) = (*id, *connection);
+                let mux = self.touch(id).ok_or(PostError::NoQp)?;
+                mux.post_recv(connection, receive)?;
             }
             (_, Some(receiver)) => receiver.post(receive)?,
             (_, None) => {

@@ -97,8 +97,8 @@ impl Sharing {
                 continue;
             };
             if wc.wr_id & RECEIVE == 0 {
-                if let Some(line) = self.lines.get_mut(&id) {
-                    line.mux.handle_completion(wc.wr_id, wc.status);
+                if let Some(mux) = self.touch(id) {
+                    mux.handle_completion(wc.wr_id, wc.status);
                 }
             } else {
                 if let Some(shared) = self.peers.shared_qp(id) {
@@ -170,16 +170,16 @@ impl Sharing {
         }
         self.news.push_back((owner, News::Received(received.completion)));
         if received.completion.status != Status::Success
-            && let Some(line) = self.lines.get_mut(&id)
+            && let Some(mux) = self.touch(id)
         {
-            line.mux.fail(received.id);
+            mux.fail(received.id);
         }
     }
 
     /// Ends a shared queue pair for good, with its connections.
     pub(super) fn fail_line(&mut self, id: SharedId) {
-        if let Some(line) = self.lines.get_mut(&id) {
-            line.mux.close();
+        if let Some(mux) = self.touch(id) {
+            mux.close();
         }
         self.peers.fail_qp(Instant::now(), id);
     }
@@ -187,13 +187,16 @@ impl Sharing {
     /// Posts the messages of the nodes, and handles what has happened to connections and queue pairs.
     pub(in crate::node) fn work(&mut self, egress: &mut Egress<SendRequest>, now: Time) {
         loop {
-            for at in (0..self.order.len()).rev() {
-                self.work_on(egress, now, self.order[at]);
+            // What becomes of early messages depends on what happens to queue pairs.
+            for id in std::mem::take(&mut self.early) {
+                self.touch(id);
             }
-            self.ask_for_keys();
+            while let Some(id) = self.due.pop() {
+                self.work_on(egress, now, id);
+            }
             self.look_at_ending();
             self.look_at_yielding();
-            if !self.take_events(egress, now) {
+            if !self.take_events(egress, now) && self.due.is_empty() {
                 break;
             }
         }
@@ -203,18 +206,30 @@ impl Sharing {
     }
 
     fn work_on(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
+        #[cfg(test)]
+        {
+            self.looks += 1;
+        }
         if let Some(line) = self.lines.get_mut(&id) {
             let qps = &self.qps;
             line.mux.answer_strays(|qpn| {
                 let stage = qps.get(&qpn).map(|qp| &qp.stage);
                 matches!(stage, Some(Stage::Asking | Stage::Wanting(..)))
             });
+            if line.mux.has_early() {
+                self.early.insert(id);
+            }
         }
         while let Some((line, mut keys)) = line!(self, id) {
             let Some(post) = line.mux.poll_message(&mut keys) else {
                 break;
             };
             self.post_all(id, [post]);
+        }
+        if let Some(line) = self.lines.get_mut(&id) {
+            line.is_due = false;
+            let peer = line.peer;
+            self.ask_for_keys(peer);
         }
         while let Some(event) = self.lines.get_mut(&id).and_then(|line| line.mux.poll_event()) {
             self.connection_has_news(egress, now, id, event);
@@ -243,6 +258,7 @@ impl Sharing {
     /// Decides whether a queue pair goes. One that was used since it was asked before stays; if another one is to have its place, only a few times.
     pub(super) fn may_end(&mut self, id: SharedId, for_room: bool) {
         let now = Instant::now();
+        self.touch(id);
         let Some(line) = self.lines.get_mut(&id) else {
             return self.peers.may_end(now, id, true);
         };
@@ -271,11 +287,17 @@ impl Sharing {
             }
             let may = is_held && line.mux.is_empty();
             if is_held && !may {
-                let posts = line.mux.resume();
-                self.post_all(id, posts);
+                self.resume(id);
             }
             // One that has ended meanwhile needs no answer.
             self.peers.may_end(now, id, may);
+        }
+    }
+
+    fn resume(&mut self, id: SharedId) {
+        if let Some(mux) = self.touch(id) {
+            let posts = mux.resume();
+            self.post_all(id, posts);
         }
     }
 
@@ -313,9 +335,9 @@ impl Sharing {
             }
             Event::Answer(connection, list, original) => {
                 if !self.write_shadows(list.as_slice(), &original.to_ne_bytes())
-                    && let Some(line) = self.lines.get_mut(&id)
+                    && let Some(mux) = self.touch(id)
                 {
-                    line.mux.fail(connection);
+                    mux.fail(connection);
                 }
             }
             Event::Culprit(connection) => {
@@ -343,14 +365,8 @@ impl Sharing {
         }
     }
 
-    fn ask_for_keys(&mut self) {
-        let mut asked = Vec::new();
-        for (peer, keys) in &mut self.keys {
-            while let Some((domain, rkey)) = keys.poll_wanted() {
-                asked.push((*peer, domain, rkey));
-            }
-        }
-        for (peer, domain, rkey) in asked {
+    fn ask_for_keys(&mut self, peer: PeerId) {
+        while let Some((domain, rkey)) = self.keys.get_mut(&peer).and_then(PeerKeys::poll_wanted) {
             self.ticket += 1;
             self.tickets.insert(self.ticket, (peer, domain, rkey));
             self.peers
@@ -422,20 +438,15 @@ impl Sharing {
             // One that was wanted since it was refused is not.
             PeerEvent::QpRefused { by } if self.peers.is_qp_coming(&by) => {}
             PeerEvent::QpRefused { by } => {
-                let refused = |qp: &Virtual| matches!(&qp.stage, Stage::Wanting(its, _) if *its == by);
-                let qpns: Vec<Qpn> = self
-                    .qps
-                    .iter()
-                    .filter(|(_, qp)| refused(qp))
-                    .map(|(qpn, _)| *qpn)
-                    .collect();
-                for qpn in qpns {
+                let qpns = self.waiting_for(&by);
+                self.waiting.remove(&by);
+                for (qpn, _) in qpns {
                     self.fail_unbound(qpn, Failure::Shared);
                 }
             }
             PeerEvent::QpEnding { id } => {
-                if let Some(line) = self.lines.get_mut(&id) {
-                    line.mux.stop();
+                if let Some(mux) = self.touch(id) {
+                    mux.stop();
                 }
                 self.yielding.retain(|(other, _)| *other != id);
                 self.ending.push(id);
@@ -450,8 +461,8 @@ impl Sharing {
                     theirs,
                     messages,
                 } = *ended;
-                if let Some(line) = self.lines.get_mut(&id)
-                    && line.mux.carry_over(own, theirs, messages).is_err()
+                if let Some(mux) = self.touch(id)
+                    && mux.carry_over(own, theirs, messages).is_err()
                 {
                     self.fail_line(id);
                 }
@@ -474,8 +485,12 @@ impl Sharing {
             (key.rkey, extent)
         });
         self.keys.entry(peer).or_default().answered(domain, rkey, answer);
-        for line in self.lines.values_mut().filter(|line| line.peer == peer) {
-            line.mux.keys_answered();
+        let of_peer = |(id, line): (&SharedId, &Line)| (line.peer == peer).then_some(*id);
+        let ids: Vec<SharedId> = self.lines.iter().filter_map(of_peer).collect();
+        for id in ids {
+            if let Some(mux) = self.touch(id) {
+                mux.keys_answered();
+            }
         }
     }
 
@@ -511,6 +526,7 @@ impl Sharing {
             replays_writes: qp.replays_writes,
         };
         qp.stage = Stage::Wanting(by.clone(), bound);
+        self.waiting.entry(by.clone()).or_default().insert(qpn);
         if let Some(id) = self.peers.want_qp(Instant::now(), &by) {
             self.ready(egress, now, id);
         }
@@ -522,26 +538,29 @@ impl Sharing {
             return;
         };
         let by = shared.by().clone();
-        let waits = |qp: &Virtual| matches!(&qp.stage, Stage::Wanting(its, _) if *its == by);
-        let waiting: Vec<(Qpn, TenantId)> = self
-            .qps
-            .iter()
-            .filter(|(_, qp)| waits(qp))
-            .map(|(qpn, qp)| (*qpn, qp.tenant.1))
-            .collect();
+        let waiting = self.waiting_for(&by);
         if let Some((_, tenant)) = waiting.first().copied() {
             let has_line = self.lines.contains_key(&id) || self.add_line(id);
             if !has_line || !self.add_group(egress, now, id, tenant) {
                 return self.fail_line(id);
             }
         }
+        self.waiting.remove(&by);
         for (qpn, _) in waiting {
             self.join(egress, now, id, qpn);
         }
-        if let Some(line) = self.lines.get_mut(&id) {
-            let posts = line.mux.resume();
-            self.post_all(id, posts);
-        }
+        self.resume(id);
+    }
+
+    /// Returns the queue pairs whose connections wait for a shared one, with their tenants.
+    fn waiting_for(&self, by: &SharedBy) -> Vec<(Qpn, TenantId)> {
+        let waits = |qpn: &Qpn| {
+            let qp = self.qps.get(qpn)?;
+            // Others have been left or connected anew since.
+            matches!(&qp.stage, Stage::Wanting(its, _) if its == by).then_some((*qpn, qp.tenant.1))
+        };
+        let known = self.waiting.get(by).into_iter().flatten();
+        known.filter_map(waits).collect()
     }
 
     fn join(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId, qpn: Qpn) {
@@ -580,7 +599,6 @@ impl Sharing {
         let is_there = line.is_some();
         if let Some(line) = line {
             self.lines.insert(id, line);
-            self.order.push(id);
         }
         is_there
     }
@@ -606,6 +624,7 @@ impl Sharing {
             by,
             seen: (0, 0),
             oldest: None,
+            is_due: false,
         })
     }
 
@@ -665,7 +684,6 @@ impl Sharing {
         let Some(line) = self.lines.remove(&id) else {
             return;
         };
-        self.order.retain(|other| *other != id);
         if let Some((group, _)) = line.group {
             egress.remove_group(group);
         }

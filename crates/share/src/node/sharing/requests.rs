@@ -84,13 +84,13 @@ impl Sharing {
         let Some(not_posted) = numbers.get(posted..).filter(|rest| !rest.is_empty()) else {
             return;
         };
-        if let Some(line) = self.lines.get_mut(&id) {
+        if let Some(mux) = self.touch(id) {
             for (nth, number) in (posted..).zip(not_posted) {
                 match refused {
                     Some(NotPosted::Memory) if nth == count && posted == count => {
-                        line.mux.refused(*number, Status::LocalProtection);
+                        mux.refused(*number, Status::LocalProtection);
                     }
-                    _ => line.mux.not_posted(*number),
+                    _ => mux.not_posted(*number),
                 }
             }
         }

@@ -48,6 +48,7 @@ fn add_line(sharing: &mut Sharing, id: u64) -> SharedId {
         },
         seen: (0, 0),
         oldest: None,
+        is_due: false,
     };
     sharing.lines.insert(SharedId(id), line);
     SharedId(id)
@@ -162,4 +163,28 @@ fn may_end__in_use() {
     // Nobody has used it since.
     sharing.may_end(id, false);
     assert!(matches!(sharing.yielding[..], [(one, _)] if one == id));
+}
+
+/// A pass looks at the lines to which something has happened, and at no others.
+#[test]
+fn poll__with_many_lines_of_which_few_are_in_use() {
+    let (mut sharing, mut egress) = open([127, 0, 55, 93].into());
+    let ids: Vec<_> = (0..1000).map(|id| add_line(&mut sharing, id)).collect();
+    let mut looks = |sharing: &mut Sharing| {
+        let before = sharing.looks;
+        sharing.poll(&mut egress, now());
+        sharing.looks - before
+    };
+    assert_eq!(looks(&mut sharing), 0);
+    for in_use in [1, 10] {
+        for id in &ids[..in_use] {
+            use_line(&mut sharing, *id);
+            use_line(&mut sharing, *id);
+        }
+        assert_eq!(looks(&mut sharing), in_use);
+        assert_eq!(looks(&mut sharing), 0, "nothing has happened since");
+    }
+    // One that is asked whether it can go.
+    sharing.may_end(ids[500], true);
+    assert_eq!((looks(&mut sharing), looks(&mut sharing)), (1, 0));
 }
