@@ -17,7 +17,7 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_share::node::NodeOptions;
 use rdmux_share::node::snapshot::Route;
 use rdmux_verbs::{
-    Access, AsyncEvent, CompletionQueue, ConnectParams, Device, Options, Path, ProtectionDomain, Psn,
+    Access, AsyncEvent, CompletionQueue, ConnectParams, Device, Memory, Options, Path, ProtectionDomain, Psn,
     QpAttributes, QpOptions, QpState, Qpn, QueuePair, RKey, RecvRequest, RemoteBuffer, SendRequest, SgeList,
     Status, WcOpcode,
 };
@@ -349,6 +349,41 @@ fn deregister__memory_of_receives() {
     drop((mr, other_server));
     wait_until_there_are(before);
     operations(&client, &server);
+}
+
+/// A receive into memory that was deregistered takes no message, and nobody writes into that memory, as on a queue pair of its own.
+#[test]
+fn deregister__memory_of_a_receive_that_waits() {
+    const LEN: u64 = 64 << 10;
+    let (here, there) = (serve(124, 1), serve(125, 1));
+    let (client, server) = pair(&here, &there);
+    let (other_client, other_server) = pair(&here, &there);
+    operations(&client, &server);
+    let before = there.device.object_counts().1;
+    let memory = Arc::new(AnonymousMemory::shareable(LEN as usize).unwrap());
+    let mr = server
+        .pd
+        .reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)
+        .unwrap();
+    let receive = || RecvRequest::new(1, mr.slice(0..LEN).unwrap());
+    (0..2).for_each(|_| server.qp.post_recv(receive()).unwrap());
+    client.put(0, &[1; LEN as usize]);
+    let send = || SendRequest::send(client.sge(0, LEN)).wr_id(1).signaled();
+    // Once a message has come, the other node knows of both receives.
+    client.qp.post_send(send()).unwrap();
+    client.expect(1, WcOpcode::Send);
+    server.expect(1, WcOpcode::Recv);
+    drop(mr);
+    assert_eq!(there.device.object_counts().1, before);
+    memory.write(0, &[2; LEN as usize]).unwrap();
+    client.qp.post_send(send()).unwrap();
+    let (sent, received) = (client.next(), server.next());
+    assert_eq!((sent.wr_id, sent.status), (1, Status::RemoteOperation));
+    assert_eq!((received.wr_id, received.status), (1, Status::LocalProtection));
+    let mut bytes = [0; LEN as usize];
+    memory.read(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 2));
+    operations(&other_client, &other_server);
 }
 
 /// A queue pair on a shared one is not connected a second time: neither within its node, where it would have one of its own, nor elsewhere.

@@ -81,15 +81,6 @@ pub(super) struct Region {
     pub(super) charges: [Charge; 2],
 }
 
-/// A region that stays until other nodes no longer use it.
-#[derive(Debug)]
-pub(super) struct Going {
-    /// The request to deregister it.
-    pub(super) request: u32,
-    /// Charges of the tenant, as long as it is there.
-    pub(super) _charges: [Charge; 2],
-}
-
 impl Region {
     pub(super) fn new(region: MemoryRegion, charges: [Charge; 2]) -> Region {
         Region { region, charges }
@@ -199,8 +190,8 @@ pub(super) struct Application {
     pub(super) has_all: bool,
     pub(super) handles: Table<AddressHandle>,
     pub(super) regions: Table<Region>,
-    /// Regions that other nodes may still use, by their keys.
-    pub(super) going: HashMap<rdmux_verbs::RKey, Going>,
+    /// The requests to deregister regions that are still in use, by their keys.
+    pub(super) going: HashMap<rdmux_verbs::RKey, u32>,
     pub(super) pds: Table<ProtectionDomain>,
     /// The memory of its process, once it has offered that.
     pub(super) memory: Option<Arc<ProcessMemory>>,

@@ -631,7 +631,11 @@ impl World {
                     _ => self.egress.fail(now, flow),
                 }
             }
-            MuxEvent::Answer(..) | MuxEvent::Culprit(_) | MuxEvent::Received(..) | MuxEvent::Ended(_) => {}
+            MuxEvent::Answer(..)
+            | MuxEvent::Culprit(_)
+            | MuxEvent::Received(..)
+            | MuxEvent::Released(_)
+            | MuxEvent::Ended(_) => {}
         }
     }
 

@@ -62,7 +62,7 @@ impl Leaving {
             Some(Object::Region(id)) => {
                 if let (Some(removed), Some(sharing)) = (application.regions.remove(id), &mut shared.sharing)
                 {
-                    sharing.remove_region(Instant::now(), removed.region);
+                    sharing.remove_region(Instant::now(), removed.region, removed.charges);
                 }
             }
             None => {

@@ -12,7 +12,7 @@
 //! queue pair is gone fails at once, not after some retries.
 //!
 //! A connection ends on both sides by one [`Kind::Fail`] from each. Behind it, nothing of the connection comes from there any more: who has
-//! received it knows that the peer's requests do not reach the memory of an application any more.
+//! received it knows that the peer's requests do not reach the memory of an application any more. A region alone that goes is [withdrawn](withdrawals).
 
 pub(in crate::node) mod flight;
 pub(in crate::node) mod keys;
@@ -22,11 +22,12 @@ pub(in crate::node) mod sender;
 pub(in crate::node) mod slots;
 #[cfg(test)]
 mod tests;
+mod withdrawals;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use rdmux_rnic::{
-    Access, Operation, PostError, Qpn, RecvRequest, SendFlags, SendRequest, SgeList, Status, WcOpcode,
+    Access, Operation, PostError, Qpn, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status, WcOpcode,
     WorkCompletion,
 };
 use rdmux_wire::node::CompletionStatus;
@@ -38,6 +39,7 @@ use keys::Keys;
 use receiver::{CopyTo, Receiver};
 use sender::{Sender, Stop, Wait};
 use slots::Slots;
+use withdrawals::Withdrawals;
 
 /// Messages that are kept for connections which are not bound yet: the peer may be a little ahead.
 const EARLY_MAX: usize = 256;
@@ -151,6 +153,8 @@ pub(in crate::node) enum Event {
     Received(ConnectionId, WorkCompletion),
     /// It has failed: its requests are to be flushed once what is in flight has ended; its receives have been.
     Failed(ConnectionId, Failure),
+    /// A use of an own region has ended, after [`Mux::withdraw`].
+    Released(RKey),
     /// Both ends have ended: its QPNs may be connected anew.
     Ended(#[cfg_attr(not(test), expect(dead_code, reason = "its owner has left it"))] ConnectionId),
 }
@@ -177,12 +181,13 @@ struct Connection {
     bound: Bound,
     sender: Sender,
     receiver: Receiver,
+    withdrawals: Withdrawals,
     /// Pieces in flight.
     in_flight: u32,
     waits: Option<Wait>,
     /// The last refill of slots of which it has had one.
     had_slot: Option<u64>,
-    /// Set while it is in the queue of those that have receives to tell.
+    /// Set while it is in the queue of those that have something to tell.
     tells: bool,
     failure: Option<Failure>,
     /// Set once the peer is told, or about to be, that nothing comes from here any more.
@@ -216,12 +221,14 @@ pub(in crate::node) struct Mux {
     lack_keys: Vec<ConnectionId>,
     /// Times that connections which waited for slots have been woken.
     refill: u64,
-    /// Failures to tell, connections whose receives are to be told.
+    /// Failures to tell, connections that have receives or withdrawals to tell.
     failures: VecDeque<Header>,
     /// Messages of connections that are not bound, and those of connections that have been bound since.
     early: VecDeque<Vec<u8>>,
     due: VecDeque<Vec<u8>>,
     tellers: VecDeque<ConnectionId>,
+    /// Own regions that go once the pieces before these numbers have ended, in this order.
+    leaving: VecDeque<(u64, RKey)>,
     events: VecDeque<Event>,
     /// Set once it is over for all connections.
     has_failed: bool,
@@ -265,6 +272,7 @@ impl Mux {
             early: VecDeque::new(),
             due: VecDeque::new(),
             tellers: VecDeque::new(),
+            leaving: VecDeque::new(),
             events: VecDeque::new(),
             has_failed: false,
             is_stopped: false,
@@ -298,6 +306,7 @@ impl Mux {
             bound,
             sender: Sender::default(),
             receiver,
+            withdrawals: Withdrawals::default(),
             in_flight: 0,
             waits: None,
             had_slot: None,
@@ -312,7 +321,7 @@ impl Mux {
             generation: entry.generation,
         };
         self.by_names.insert(names, id);
-        self.has_receives(id);
+        self.has_something_to_tell(id);
         for message in std::mem::take(&mut self.early) {
             let is_its =
                 Header::parse(&message).is_ok_and(|(header, _)| (header.destination, header.source) == names);
@@ -329,25 +338,37 @@ impl Mux {
         self.by_names.len()
     }
 
-    /// Returns the connections of a protection domain whose peers may yet write into the own region of a key, which its application deregisters: for
-    /// receives of which their nodes know, the last of which [`Mux::may_be_written`] takes.
-    pub(in crate::node) fn writers(
-        &self,
+    /// Begins to end the uses of an own region, as its application deregisters it: what is in flight, and, if `is_written`, what peers may write for
+    /// receives of which their nodes know. No further use begins if [`Keys`] does not find the region any more. `own`, `shared`: its keys for
+    /// its application, and on shared queue pairs. Returns the number of uses: for each, [`Event::Released`] has its application's remote key
+    /// once it has ended.
+    pub(in crate::node) fn withdraw(
+        &mut self,
         domain: u64,
-        lkey: LKey,
-    ) -> impl Iterator<Item = (ConnectionId, Option<u32>)> {
-        self.by_names.values().filter_map(move |id| {
-            let connection = self.connection_of(*id)?;
-            let last = connection.receiver.last_told(lkey);
-            let writes = connection.bound.domain == domain && connection.may_be_written(last);
-            writes.then_some((*id, last))
-        })
-    }
-
-    /// Returns whether the peer of a connection may yet write into an own region; see [`Mux::writers`].
-    pub(in crate::node) fn may_be_written(&self, id: ConnectionId, last: Option<u32>) -> bool {
-        let connection = self.connection_of(id);
-        connection.is_some_and(|connection| connection.may_be_written(last))
+        own: (LKey, RKey),
+        shared: (LKey, RKey),
+        is_written: bool,
+    ) -> usize {
+        let mut uses = 0;
+        if self.flight.uses(shared.0) {
+            self.leaving.push_back((self.flight.end(), own.1));
+            uses += 1;
+        }
+        let ids: Vec<_> = match is_written {
+            true => self.by_names.values().copied().collect(),
+            false => Vec::new(),
+        };
+        for id in ids {
+            if let Some(connection) = self.connection(id)
+                && connection.bound.domain == domain
+                && connection.may_be_written(own.0)
+            {
+                connection.withdrawals.add(own.1, shared.1);
+                uses += 1;
+                self.has_something_to_tell(id);
+            }
+        }
+        uses
     }
 
     /// Returns the number of the next piece. Once [`Mux::completed`] is not below it, everything that was posted before has ended.
@@ -358,12 +379,6 @@ impl Mux {
     /// Returns the number of the first piece that has not ended.
     pub(in crate::node) fn completed(&self) -> u64 {
         self.flight.completed()
-    }
-
-    fn connection_of(&self, id: ConnectionId) -> Option<&Connection> {
-        let entry = self.entries.get(id.index as usize)?;
-        (entry.generation == id.generation).then_some(())?;
-        entry.connection.as_ref()
     }
 
     fn connection(&mut self, id: ConnectionId) -> Option<&mut Connection> {
@@ -386,7 +401,7 @@ impl Mux {
             return Ok(());
         }
         connection.receiver.post(receive)?;
-        self.has_receives(id);
+        self.has_something_to_tell(id);
         Ok(())
     }
 
@@ -567,22 +582,12 @@ impl Mux {
                     continue;
                 };
                 connection.tells = false;
-                let bound = connection.bound;
-                let receives = match connection.has_told || connection.peer_ended {
-                    true => Vec::new(),
-                    false => connection.receiver.tell(bound.domain, keys, BODY_LEN_MAX),
-                };
-                self.has_receives(id);
-                if receives.is_empty() {
-                    continue;
+                let is_over = connection.has_told || connection.peer_ended;
+                let message = (!is_over).then(|| connection.tell(keys)).flatten();
+                self.has_something_to_tell(id);
+                if let Some((header, body)) = message {
+                    return self.message(Piece::of_node(), header, body);
                 }
-                let mut body = Vec::new();
-                receives.iter().for_each(|receive| receive.emit(&mut body));
-                let header = Header {
-                    length: receives.len() as u32,
-                    ..header_of(Kind::Receives, &bound)
-                };
-                return self.message(Piece::of_node(), header, SgeList::inline(&body));
             }
         }
         if !self.slots.is_due() {
@@ -720,13 +725,24 @@ impl Mux {
                 self.peer_failed(id, status);
                 Ok(None)
             }
+            (Kind::Withdraw, Extra::Withdraw(key)) => {
+                connection.sender.withdraw(key);
+                connection.withdrawals.carried_out();
+                self.has_something_to_tell(id);
+                Ok(None)
+            }
+            (Kind::Withdrawn, Extra::Withdrawn(count)) => {
+                let regions = connection.withdrawals.answered(count)?;
+                self.events.extend(regions.into_iter().map(Event::Released));
+                Ok(None)
+            }
             // It has failed here; the peer does not know yet.
             _ if connection.failure.is_some() => Ok(None),
             _ => {
                 let bound = connection.bound;
                 let taken = connection.receiver.take(bound.own, &header, bound.domain, keys)?;
                 let status = taken.completion.status;
-                self.has_receives(id);
+                self.has_something_to_tell(id);
                 if status != Status::Success {
                     self.fail_with(id, Failure::Receive(status), CompletionStatus::RetryExceeded);
                 }
@@ -771,6 +787,12 @@ impl Mux {
     fn settle(&mut self) {
         while let Some((piece, status)) = self.flight.pop_over() {
             self.end_piece(piece, status);
+        }
+        while let Some((end, region)) = self.leaving.front().copied()
+            && end <= self.flight.completed()
+        {
+            self.leaving.pop_front();
+            self.events.push_back(Event::Released(region));
         }
     }
 
@@ -830,13 +852,14 @@ impl Mux {
         Some(Post { number, request })
     }
 
-    /// Has a connection wait for its turn to tell of receives, if it has any to tell.
-    fn has_receives(&mut self, id: ConnectionId) {
+    /// Has a connection wait for its turn to tell of receives and withdrawals, if it has any to tell.
+    fn has_something_to_tell(&mut self, id: ConnectionId) {
         let Some(connection) = self.connection(id) else {
             return;
         };
         let open = connection.failure.is_none() && !connection.peer_ended;
-        if open && !connection.tells && connection.receiver.has_news() {
+        let has_news = connection.receiver.has_news() || connection.withdrawals.has_news();
+        if open && !connection.tells && has_news {
             connection.tells = true;
             self.tellers.push_back(id);
         }
@@ -910,7 +933,11 @@ impl Mux {
         let Some(connection) = self.connection(id) else {
             return;
         };
-        connection.peer_ended = true;
+        let released = connection.peer_ends();
+        self.events.extend(released);
+        let Some(connection) = self.connection(id) else {
+            return;
+        };
         let has_failed = connection.failure.is_some();
         let own = connection.bound.own;
         let failure = match status {
@@ -961,11 +988,13 @@ impl Mux {
             }
             self.end_piece(piece, status);
         }
+        self.settle();
         let ids: Vec<_> = self.by_names.values().copied().collect();
         for id in ids {
             if let Some(connection) = self.connection(id) {
                 connection.has_told = true;
-                connection.peer_ended = true;
+                let released = connection.peer_ends();
+                self.events.extend(released);
             }
             self.fail_with(id, Failure::Shared, CompletionStatus::RetryExceeded);
             self.try_end(id);
@@ -993,11 +1022,34 @@ impl Mux {
 }
 
 impl Connection {
-    /// Returns whether the peer may yet write for receives up to a number, of which its node knows, if it does not know either that the connection
-    /// has failed.
-    fn may_be_written(&self, last: Option<u32>) -> bool {
-        let is_open = || last.is_some_and(|last| !self.receiver.has_taken(last));
-        !self.peer_ended && (self.failure.is_some() || is_open())
+    /// Returns whether the peer may yet write into the own region of a key. Nobody knows which receives one had that has failed.
+    fn may_be_written(&self, lkey: LKey) -> bool {
+        !self.peer_ended && (self.failure.is_some() || self.receiver.has_told(lkey))
+    }
+
+    /// Returns what is to be told next, with its body.
+    fn tell(&mut self, keys: &mut dyn Keys) -> Option<(Header, SgeList)> {
+        if let Some((kind, extra)) = self.withdrawals.tell() {
+            let header = Header {
+                extra,
+                ..header_of(kind, &self.bound)
+            };
+            return Some((header, SgeList::EMPTY));
+        }
+        let receives = self.receiver.tell(self.bound.domain, keys, BODY_LEN_MAX);
+        let mut body = Vec::new();
+        receives.iter().for_each(|receive| receive.emit(&mut body));
+        let header = Header {
+            length: receives.len() as u32,
+            ..header_of(Kind::Receives, &self.bound)
+        };
+        (!receives.is_empty()).then(|| (header, SgeList::inline(&body)))
+    }
+
+    /// Takes note that nothing comes from the peer any more. Returns the events that follow for own regions.
+    fn peer_ends(&mut self) -> impl Iterator<Item = Event> + use<> {
+        self.peer_ended = true;
+        self.withdrawals.end().into_iter().map(Event::Released)
     }
 }
 

@@ -5,7 +5,7 @@
 //! - [`Peers::add_qp`], [`Peers::bind`] and [`Peers::remove_qp`] as an application makes an RC queue pair, brings it to RTR, and destroys it. `bind` is answered by
 //!   [`PeerEvent::Bound`] or, after at most [`session::ANSWER_TIME`] if the peer does not answer at all, by [`PeerEvent::Own`]. A peer that has a node
 //!   answers only once its application has brought its own queue pair to RTR. Both ends get the same answer.
-//! - [`Peers::add_region`] and [`Peers::remove_region`] as an application registers and deregisters memory; [`Peers::shadow`] for the same memory in the
+//! - [`Peers::add_region`], [`Peers::region_goes`] and [`Peers::remove_region`] as an application registers and deregisters memory; [`Peers::shadow`] for the same memory in the
 //!   protection domain of shared queue pairs; [`Peers::resolve_key`] for a peer's key there.
 //! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::end_qp`] as it has failed, [`Peers::drained`] after [`PeerEvent::QpEnding`],
 //!   [`Peers::may_end`] after [`PeerEvent::MayEnd`],
@@ -170,8 +170,8 @@ pub(crate) enum PeerEvent {
         /// The key, as it was given to [`Peers::resolve_key`].
         rkey: RKey,
     },
-    /// A region that [`Peers::remove_region`] has kept is gone.
-    RegionGone {
+    /// No peer uses the key of a region any more, after [`Peers::region_goes`].
+    RegionReleased {
         /// Its key.
         rkey: RKey,
     },
@@ -410,19 +410,24 @@ impl Peers {
         self.keys.add(domain, keys, spec);
     }
 
-    /// Removes a region, as an application deregisters it. Returns it if no peer knows its key. Otherwise it stays until the peers no longer use it:
-    /// [`PeerEvent::RegionGone`] follows, soon.
-    pub(crate) fn remove_region(&mut self, now: Instant, region: MemoryRegion) -> Option<MemoryRegion> {
-        let Some(domain) = self.keys.domain(region.rkey()) else {
-            return Some(region);
+    /// Begins to remove a region, as an application deregisters it: nobody learns its key any more, and it stays until [`Peers::remove_region`].
+    /// Returns whether peers know its key. Then [`PeerEvent::RegionReleased`] follows, soon, once they no longer use it.
+    pub(crate) fn region_goes(&mut self, now: Instant, region: MemoryRegion) -> bool {
+        let rkey = region.rkey();
+        let Some(domain) = self.keys.domain(rkey) else {
+            return false;
         };
-        if self.machine.key_goes(now, domain, region.rkey()) {
-            self.keys.let_go(region);
+        self.keys.let_go(region);
+        let is_known = self.machine.key_goes(now, domain, rkey);
+        if is_known {
             self.work(now);
-            return None;
         }
-        self.keys.remove(region.rkey());
-        Some(region)
+        is_known
+    }
+
+    /// Removes a region that nobody uses any more.
+    pub(crate) fn remove_region(&mut self, rkey: RKey) {
+        self.keys.remove(rkey);
     }
 
     /// Returns the region with a local key, in the protection domain of shared queue pairs. Whoever keeps it keeps the memory registered.
@@ -594,10 +599,7 @@ impl Peers {
                 let key = self.keys.shadow_of_remote(domain, rkey);
                 self.machine.answer_key(asked, rkey, key);
             }
-            Event::KeyReleased { rkey } => {
-                self.keys.remove(rkey);
-                self.out.push_back(PeerEvent::RegionGone { rkey });
-            }
+            Event::KeyReleased { rkey } => self.out.push_back(PeerEvent::RegionReleased { rkey }),
             other => {
                 let extensions = |peer: PeerId| self.links.extensions_of(peer.address);
                 self.shared

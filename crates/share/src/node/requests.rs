@@ -13,9 +13,8 @@ use rdmux_verbs::{Carrier, ConnectError, ConnectPair, ExternalPair, QpOptions, Q
 use rdmux_wire::node::control::{self as wire, ErrorCode, Kind, Message, PrivateData};
 
 use super::application::{
-    Application, Link, Linked, Qp, Region, Shared, Srq, WORK_REQUESTS_MAX, limit, no_object,
+    Application, Link, Linked, Qp, REGIONS_MAX, Region, Shared, Srq, WORK_REQUESTS_MAX, limit, no_object,
 };
-use super::application::{Going, REGIONS_MAX};
 use super::config::Resource;
 use super::egress::Owner;
 use super::sharing::Sharing;
@@ -546,7 +545,8 @@ impl Application {
         true
     }
 
-    /// Deregisters a region. Returns the answer to the request, unless other nodes know the region's key: it comes once they no longer use it.
+    /// Deregisters a region. Returns the answer to the request, unless the region is in use on shared queue pairs or other nodes know its key: it comes
+    /// once nobody can access it any more.
     pub(super) fn deregister(
         &mut self,
         shared: &mut Shared,
@@ -557,10 +557,9 @@ impl Application {
         let Region { region, charges } = region.ok_or_else(|| no_object(Kind::Region))?;
         let rkey = region.rkey();
         if let Some(sharing) = &mut shared.sharing
-            && !sharing.remove_region(Instant::now(), region)
+            && !sharing.remove_region(Instant::now(), region, charges)
         {
-            let _charges = charges;
-            self.going.insert(rkey, Going { request, _charges });
+            self.going.insert(rkey, request);
             return Ok(None);
         }
         Ok(Some(Message::Done {}))

@@ -35,6 +35,7 @@ use super::peer::{
 };
 use super::quarantine::Quarantine;
 use super::snapshot::{self, Route};
+use super::tenants::Charge;
 use super::worker::arm;
 
 /// States into which an application may bring a queue pair before its peer's node has answered: RTR, RTS, SQD and RTS again.
@@ -68,7 +69,7 @@ struct OwnRegion {
     spec: RegionSpec,
     shadow: Option<Arc<MemoryRegion>>,
     /// Set once a peer's node may have been told to write into it.
-    may_be_told: bool,
+    may_be_written: bool,
 }
 
 impl OwnRegion {
@@ -85,13 +86,14 @@ impl OwnRegion {
 /// For each shared queue pair, the number of the next piece at some time: whatever was in flight then has a lower one.
 type InFlight = Vec<(SharedId, u64)>;
 
-/// The memory of a region that was deregistered, on shared queue pairs.
+/// A region that was deregistered and is still in use. [`Peers`] keeps it, so that no other region gets its keys.
+// Its charges end after it.
 #[derive(Debug)]
 struct Retired {
-    _shadow: Arc<MemoryRegion>,
-    in_flight: InFlight,
-    /// Connections whose peers may write into it, for receives up to a number ([`Mux::writers`]).
-    writers: Vec<(SharedId, ConnectionId, Option<u32>)>,
+    _shadow: Option<Arc<MemoryRegion>>,
+    _charges: [Charge; 2],
+    /// Uses that have not ended: those on shared queue pairs ([`Mux::withdraw`]), and that of peers which know its key.
+    uses: usize,
 }
 
 /// A shared queue pair.
@@ -180,11 +182,11 @@ pub(super) struct Sharing {
     keys: HashMap<PeerId, PeerKeys>,
     tickets: HashMap<u64, (PeerId, u64, RKey)>,
     ticket: u64,
-    /// Memory that was deregistered, kept for what is in flight.
-    retired: Vec<Retired>,
+    /// Regions that were deregistered and are still in use, by their keys.
+    retired: HashMap<RKey, Retired>,
     /// Peers' questions about keys that are going, and what is in flight with them.
     going: Vec<(Asked, InFlight)>,
-    /// Keys of regions that peers no longer use.
+    /// Keys of deregistered regions that nobody uses any more.
     regions_gone: Vec<RKey>,
     /// The tenant of shared queue pairs of applications without one.
     tenant: TenantId,
@@ -221,7 +223,7 @@ impl Keys for NodeKeys<'_> {
             self.by_shadow
                 .extend(shadow.map(|shadow| (shadow.lkey().0, lkey)));
         }
-        region.may_be_told |= access.contains(Access::LOCAL_WRITE);
+        region.may_be_written |= access.contains(Access::LOCAL_WRITE);
         let shadow = region.shadow.as_ref()?;
         Some((shadow.lkey(), shadow.rkey()))
     }
@@ -283,7 +285,7 @@ impl Sharing {
             keys: HashMap::new(),
             tickets: HashMap::new(),
             ticket: 0,
-            retired: Vec::new(),
+            retired: HashMap::new(),
             regions_gone: Vec::new(),
             going: Vec::new(),
             tenant: egress.add_tenant(&Entitlement::default()),
@@ -325,32 +327,52 @@ impl Sharing {
         let region = OwnRegion {
             spec,
             shadow: None,
-            may_be_told: false,
+            may_be_written: false,
         };
         self.regions.insert(domain, keys, extent, region);
     }
 
-    /// Removes a region, as its application deregisters it. Returns false if peers know its key: it stays until they no longer use it
-    /// ([`Sharing::next_region_gone`]).
-    pub(super) fn remove_region(&mut self, now: Instant, region: MemoryRegion) -> bool {
-        let lkey = region.lkey();
-        if let Some((domain, removed)) = self.regions.remove(lkey)
-            && let Some(shadow) = removed.shadow
+    /// Removes a region, as its application deregisters it. Returns false if it is in use: it stays, and is charged, until nobody can access it any
+    /// more ([`Sharing::next_region_gone`]).
+    pub(super) fn remove_region(&mut self, now: Instant, region: MemoryRegion, charges: [Charge; 2]) -> bool {
+        let own = (region.lkey(), region.rkey());
+        let (mut shadow, mut uses) = (None, 0);
+        if let Some((domain, removed)) = self.regions.remove(own.0)
+            && let Some(its) = removed.shadow
         {
-            self.by_shadow.remove(&shadow.lkey().0);
-            let lines = self.lines.iter().filter(|_| removed.may_be_told);
-            let writers = lines.flat_map(|(id, line)| {
-                let writers = line.mux.writers(domain, lkey);
-                writers.map(|(connection, last)| (*id, connection, last))
-            });
-            let retired = Retired {
-                _shadow: shadow,
-                in_flight: self.in_flight(|_| true),
-                writers: writers.collect(),
-            };
-            self.retired.push(retired);
+            let shared = (its.lkey(), its.rkey());
+            self.by_shadow.remove(&shared.0.0);
+            let is_written = removed.may_be_written;
+            let lines = self.lines.values_mut();
+            let of_lines = lines.map(|line| line.mux.withdraw(domain, own, shared, is_written));
+            uses = of_lines.sum();
+            shadow = Some(its);
         }
-        self.peers.remove_region(now, region).is_some()
+        uses += usize::from(self.peers.region_goes(now, region));
+        if uses == 0 {
+            self.peers.remove_region(own.1);
+            return true;
+        }
+        let retired = Retired {
+            _shadow: shadow,
+            _charges: charges,
+            uses,
+        };
+        self.retired.insert(own.1, retired);
+        false
+    }
+
+    /// Takes note that a use of a deregistered region has ended.
+    fn use_ended(&mut self, rkey: RKey) {
+        let Some(retired) = self.retired.get_mut(&rkey) else {
+            return;
+        };
+        retired.uses -= 1;
+        if retired.uses == 0 {
+            self.peers.remove_region(rkey);
+            self.retired.remove(&rkey);
+            self.regions_gone.push(rkey);
+        }
     }
 
     /// Returns what is in flight on shared queue pairs.
@@ -367,17 +389,8 @@ impl Sharing {
         })
     }
 
-    /// Lets go of what nothing in flight needs any more.
+    /// Answers peers whose keys nothing in flight has any more.
     fn release(&mut self) {
-        let mut retired = std::mem::take(&mut self.retired);
-        retired.retain_mut(|one| {
-            one.writers.retain(|(id, connection, last)| {
-                let line = self.lines.get(id);
-                line.is_some_and(|line| line.mux.may_be_written(*connection, *last))
-            });
-            !one.writers.is_empty() || self.is_in_flight(&one.in_flight)
-        });
-        self.retired = retired;
         for (asked, in_flight) in std::mem::take(&mut self.going) {
             match self.is_in_flight(&in_flight) {
                 true => self.going.push((asked, in_flight)),

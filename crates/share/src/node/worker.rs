@@ -438,12 +438,12 @@ impl Worker {
         any
     }
 
-    /// Answers the application that has deregistered a region which other nodes knew.
+    /// Answers the application that has deregistered a region which nobody uses any more.
     fn region_gone(&mut self, rkey: rdmux_verbs::RKey) {
         for slot in 0..self.applications.len() {
             if let Some(application) = &mut self.applications[slot]
-                && let Some(going) = application.going.remove(&rkey)
-                && let Err(why) = application.channel.send(going.request, &Message::Done {})
+                && let Some(request) = application.going.remove(&rkey)
+                && let Err(why) = application.channel.send(request, &Message::Done {})
             {
                 self.detach(slot as u32, &why.into());
             }

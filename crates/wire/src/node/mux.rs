@@ -12,7 +12,7 @@
 //! | 8..12 | QPN of the source's application |
 //! | 12..16 | sequence: number of messages before this one that took a receive of the connection, modulo 2^32 |
 //! | 16..20 | length |
-//! | 20..24 | immediate data, or the key to invalidate, or a status |
+//! | 20..24 | immediate data, or a key, or a status, or a number of withdrawals |
 //! | 24..28 | slots of the destination that the source has emptied since the queue pair began, modulo 2^32 |
 //! | 28..32 | 0 |
 //!
@@ -72,6 +72,11 @@ pub enum Kind {
     Slots = 5,
     /// The connection has failed at the source.
     Fail = 6,
+    /// Receives of the source's application that may no longer be written to: those with an element of the key, of all that were told before. They
+    /// are faulty from now on.
+    Withdraw = 7,
+    /// All [`Kind::Withdraw`] of the connection so far have been carried out: nothing is written to those receives behind this message.
+    Withdrawn = 8,
 }
 
 /// Data of a message beside its payload.
@@ -84,6 +89,10 @@ pub enum Extra {
     Imm(u32),
     /// The key that a SEND invalidates.
     Invalidate(RKey),
+    /// The key of the source's region whose receives are withdrawn.
+    Withdraw(RKey),
+    /// Withdrawals of the connection that have been carried out, modulo 2^32.
+    Withdrawn(u32),
     /// How the failure concerns the destination: the status of the receive that a message would have taken
     /// ([`CompletionStatus::LocalLength`], [`CompletionStatus::LocalProtection`]), an access to the destination's memory that is refused
     /// ([`CompletionStatus::RemoteAccess`], [`CompletionStatus::RemoteInvalidRequest`]), that the source's queue pair does not answer any
@@ -157,6 +166,8 @@ impl Header {
             Extra::None => (Flags::empty(), 0),
             Extra::Imm(imm) => (Flags::IMM, imm),
             Extra::Invalidate(key) => (Flags::INVALIDATE, key.0),
+            Extra::Withdraw(key) => (Flags::empty(), key.0),
+            Extra::Withdrawn(count) => (Flags::empty(), count),
             Extra::Status(status) => (Flags::empty(), status as u32),
         };
         flags.set(Flags::SOLICITED, self.is_solicited);
@@ -177,7 +188,7 @@ impl Header {
             Kind::Send => length <= BODY_LEN_MAX && length == body,
             Kind::Placed | Kind::WriteImm => self.length <= MESSAGE_BYTES_MAX && body == 0,
             Kind::Receives => length > 0 && (length * RECEIVE_LEN..=BODY_LEN_MAX).contains(&body),
-            Kind::Slots | Kind::Fail => length == 0 && body == 0,
+            Kind::Slots | Kind::Fail | Kind::Withdraw | Kind::Withdrawn => length == 0 && body == 0,
         }
     }
 }
@@ -194,6 +205,8 @@ fn extra_of(kind: Kind, flags: Flags, word: u32) -> Result<Extra, Malformed> {
     Ok(match (kind, imm, invalidate) {
         (Kind::Send | Kind::Placed | Kind::WriteImm, true, false) => Extra::Imm(word),
         (Kind::Send | Kind::Placed, false, true) => Extra::Invalidate(RKey(word)),
+        (Kind::Withdraw, false, false) => Extra::Withdraw(RKey(word)),
+        (Kind::Withdrawn, false, false) => Extra::Withdrawn(word),
         (Kind::Fail, false, false) => {
             let status = CompletionStatus::VARIANTS.iter().find(|it| **it as u32 == word);
             match status {

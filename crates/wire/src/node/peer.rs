@@ -46,7 +46,7 @@ pub const ANSWERS_MAX: usize = 16;
 /// Engines of a node.
 pub const ENGINES_MAX: usize = 64;
 /// Version of the protocol.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Version of the messages by which two versions agree.
 pub const VERSION_FOREVER: u16 = 1;
 

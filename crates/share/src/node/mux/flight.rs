@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use rdmux_rnic::{Operation, SgeList, Status};
+use rdmux_wire::LKey;
 use rdmux_wire::node::mux::Header;
 
 use super::ConnectionId;
@@ -88,6 +89,16 @@ impl Flight {
     /// Returns all pieces, with their numbers.
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (u64, &mut Piece)> {
         (self.completed..).zip(&mut self.pieces)
+    }
+
+    /// Returns whether a piece has an element with this key.
+    pub(super) fn uses(&self, lkey: LKey) -> bool {
+        self.pieces.iter().any(|piece| match &piece.request {
+            Request::Nothing => false,
+            Request::Direct(_, list) | Request::Message(_, _, list) => {
+                list.as_slice().iter().any(|sge| sge.lkey == lkey.0)
+            }
+        })
     }
 
     /// Takes the first piece.

@@ -67,18 +67,11 @@ impl Receiver {
         self.posted.pop_front()
     }
 
-    /// Returns the number of the last receive into the region of a key of which the peer's node knows.
-    pub(super) fn last_told(&self, lkey: LKey) -> Option<u32> {
+    /// Returns whether the peer's node knows of receives that it may write into the region of a key.
+    pub(super) fn has_told(&self, lkey: LKey) -> bool {
         let told = self.posted.iter().take(self.told);
-        let last = told
-            .rev()
-            .position(|receive| receive.sges.as_slice().iter().any(|sge| sge.lkey == lkey.0))?;
-        Some(self.sequence.wrapping_add((self.told - 1 - last) as u32))
-    }
-
-    /// Returns whether a message has taken the receive of a number.
-    pub(super) fn has_taken(&self, number: u32) -> bool {
-        self.sequence.wrapping_sub(number).cast_signed() > 0
+        let mut written = told.filter(|receive| receive.sges.bytes() > BODY_LEN_MAX as u64);
+        written.any(|receive| receive.sges.as_slice().iter().any(|sge| sge.lkey == lkey.0))
     }
 
     /// Returns whether the peer's node should learn of more receives: not of each, but before it is out of them.
@@ -127,7 +120,7 @@ impl Receiver {
         let (imm, invalidated) = match header.extra {
             Extra::Imm(imm) => (Some(imm), None),
             Extra::Invalidate(key) => (None, Some(key)),
-            Extra::None | Extra::Status(_) => (None, None),
+            _ => (None, None),
         };
         let copies = match header.kind {
             Kind::Send => copies(receive.sges.as_slice(), header.length, domain, keys),

@@ -103,12 +103,11 @@ impl Sender {
         let rest = bytes.saturating_sub(offset);
         part(bound, &request.sges, (offset, rest), own_access(operation), keys)?;
         check_remote(bound, operation, (offset, rest), keys)?;
-        let takes_receive = takes_receive(operation);
-        if takes_receive && self.taken.is_none() {
+        if takes_receive(operation) {
             self.take_receive(operation, bytes)?;
-        }
-        if takes_receive && !has_slot {
-            return Err(Stop::Wait(Wait::Slot));
+            if !has_slot {
+                return Err(Stop::Wait(Wait::Slot));
+            }
         }
         if !is_placed(operation, bytes) {
             return Ok(u32::MAX);
@@ -118,24 +117,34 @@ impl Sender {
         Ok(room)
     }
 
-    /// Takes the receive of a request.
+    /// Takes the receive of a request, unless it has that, and checks that the request fits.
     fn take_receive(&mut self, operation: &Operation, bytes: u32) -> Result<(), Stop> {
-        let Some(first) = self.receives.front() else {
-            return Err(Stop::Wait(Wait::Receive));
-        };
+        if self.taken.is_none() {
+            self.taken = self.receives.pop_front();
+        }
+        let taken = self.taken.as_ref().ok_or(Stop::Wait(Wait::Receive))?;
         if !matches!(operation, Operation::Write { .. }) {
-            if bytes > first.capacity {
+            if bytes > taken.capacity {
                 let told = CompletionStatus::LocalLength;
                 return Err(Stop::Refuse(Status::RemoteInvalidRequest, told));
             }
-            let cannot_be_written = is_placed(operation, bytes) && first.elements.is_empty();
-            if bytes > 0 && first.is_faulty || cannot_be_written {
+            let cannot_be_written = is_placed(operation, bytes) && taken.elements.is_empty();
+            if bytes > 0 && taken.is_faulty || cannot_be_written {
                 let told = CompletionStatus::LocalProtection;
                 return Err(Stop::Refuse(Status::RemoteOperation, told));
             }
         }
-        self.taken = self.receives.pop_front();
         Ok(())
+    }
+
+    /// Has no message be written into receives with an element of this key, from now on: they are faulty.
+    pub(super) fn withdraw(&mut self, key: RKey) {
+        for receive in self.receives.iter_mut().chain(&mut self.taken) {
+            if receive.elements.iter().any(|element| element.rkey == key) {
+                receive.is_faulty = true;
+                receive.elements.clear();
+            }
+        }
     }
 
     /// Cuts a piece that was admitted: `length` bytes at `offset`, the last ones if `is_last`.

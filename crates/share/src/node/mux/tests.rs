@@ -107,8 +107,22 @@ struct Flow {
     has_lost: bool,
     is_killed: bool,
     has_ended: bool,
+    /// Its memory, which its application may deregister.
+    region: Region,
     free: u64,
     counter: (u64, u64),
+}
+
+/// The memory of an end of a connection.
+#[derive(Debug, PartialEq, Eq)]
+enum Region {
+    Stays,
+    /// Its application deregisters it at any time.
+    MayGo,
+    /// Its application has deregistered it, and so many uses of it have not ended.
+    Goes(usize),
+    /// Nobody uses it any more, and it had these bytes then.
+    Gone(Vec<u8>),
 }
 
 struct Node {
@@ -165,6 +179,8 @@ struct World {
     faulty: [Option<u64>; 2],
     /// Set while nothing arrives as long as anything else can happen.
     is_stalled: bool,
+    /// Deregistered regions that were in use.
+    used: usize,
     nodes: [Node; 2],
     slots: u16,
     seed: u64,
@@ -251,6 +267,7 @@ impl World {
                     has_lost: false,
                     is_killed: false,
                     has_ended: false,
+                    region: Region::Stays,
                     free: base(at),
                     counter: (0, 0),
                 }
@@ -283,6 +300,7 @@ impl World {
             may_lose: false,
             faulty: [None; 2],
             is_stalled: false,
+            used: 0,
             nodes: [node(0), node(1)],
             slots,
             seed,
@@ -353,10 +371,15 @@ impl World {
 
     /// Adds a random request of a connection's end to what its application is to post.
     fn add_request(&mut self, node: usize, at: usize) {
+        let kind = self.dice.below(12);
+        self.add_request_of(node, at, kind);
+    }
+
+    /// Adds a request of a kind: a SEND if it is below 4.
+    fn add_request_of(&mut self, node: usize, at: usize, kind: usize) {
         let peer = 1 - node;
         let length = self.length();
         let key = rkey(at);
-        let kind = self.dice.below(12);
         let mut expected = Expected {
             is_solicited: self.dice.one_in(3),
             ..self.expects(node, at, Status::Success, WcOpcode::Send)
@@ -637,6 +660,48 @@ impl World {
         self.fails(node, at, Some(Failure::Access(Status::RemoteAccess)));
     }
 
+    /// Has the application of one end of a connection deregister its memory at any time, while the other end sends messages into it.
+    fn region_may_go(&mut self, node: usize, at: usize) {
+        let ends = [node, 1 - node].map(|node| &self.nodes[node].flows[at]);
+        assert!(ends.iter().all(|flow| flow.sends.is_empty()), "it has requests");
+        self.nodes[node].flows[at].region = Region::MayGo;
+        for _ in 0..12 {
+            let kind = self.dice.below(4);
+            self.add_request_of(1 - node, at, kind);
+            self.add_request(node, at);
+        }
+    }
+
+    /// Returns whether memory of a connection may go: then it fails at any time.
+    fn has_region_that_goes(&self, at: usize) -> bool {
+        let mut regions = self.nodes.iter().map(|it| &it.flows[at].region);
+        regions.any(|region| *region != Region::Stays)
+    }
+
+    fn deregister(&mut self, node: usize, at: usize) {
+        let it = &mut self.nodes[node];
+        let (own, domain) = ((lkey(at), rkey(at)), domain(node, at));
+        let (of, shared) = it.keys.own.remove(own.0).unwrap();
+        assert_eq!(of, domain);
+        let uses = it.mux.withdraw(domain, own, shared, true);
+        it.flows[at].region = Region::Goes(uses);
+        self.used += usize::from(uses > 0);
+        self.is_gone_if_unused(node, at);
+    }
+
+    fn is_gone_if_unused(&mut self, node: usize, at: usize) {
+        if self.nodes[node].flows[at].region == Region::Goes(0) {
+            let bytes = self.memory(node, base(at), REGION as usize).to_vec();
+            self.nodes[node].flows[at].region = Region::Gone(bytes);
+        }
+    }
+
+    /// Checks that memory is registered.
+    fn is_there(&self, node: usize, at: usize) {
+        let is_gone = matches!(self.nodes[node].flows[at].region, Region::Gone(_));
+        assert!(!is_gone, "seed {}: an access after the end", self.seed);
+    }
+
     /// Notes that a connection is to fail at this end, and then at the other one.
     fn fails(&mut self, node: usize, at: usize, failure: Option<Failure>) {
         self.nodes[node].flows[at].failure = Some(Failure::Own);
@@ -650,7 +715,7 @@ impl World {
 
     /// Lets one thing happen, chosen at random among those that can. Returns false if none can.
     fn step(&mut self) -> bool {
-        let mut choices = Vec::new();
+        let (mut choices, mut may_go) = (Vec::new(), Vec::new());
         for node in 0..2 {
             let it = &self.nodes[node];
             for (at, flow) in it.flows.iter().enumerate() {
@@ -662,6 +727,9 @@ impl World {
                 }
                 if !flow.receives.is_empty() {
                     choices.push((node, 1, at));
+                }
+                if flow.region == Region::MayGo {
+                    may_go.push((node, 10, at));
                 }
                 let next = flow.fifo.get(flow.sent).filter(|_| flow.is_awake);
                 let takes = next.is_some_and(|next| takes_slot(&next.operation));
@@ -696,6 +764,9 @@ impl World {
         let is_over = |it: &Node| it.mux.is_stopped && it.mux.is_drained() && it.inbox.is_empty();
         if self.is_ending && self.nodes.iter().all(is_over) {
             choices.push((0, 8, 0));
+        }
+        if !may_go.is_empty() && (choices.is_empty() || self.dice.one_in(20)) {
+            choices.append(&mut may_go);
         }
         if choices.is_empty() {
             return false;
@@ -737,7 +808,8 @@ impl World {
             6 => self.answer_key(node),
             7 => self.notice(node),
             8 => self.carry_over(),
-            _ => self.resume(node),
+            9 => self.resume(node),
+            _ => self.deregister(node, at),
         }
         self.drain(node);
         true
@@ -876,6 +948,7 @@ impl World {
             assert!(sge.lkey & SHADOW != 0);
             let inside = sge.addr >= base(at) && sge.addr + u64::from(sge.length) <= base(at) + REGION;
             assert!(inside, "seed {}", self.seed);
+            self.is_there(node, at);
             all.extend_from_slice(self.memory(node, sge.addr, sge.length as usize));
         }
         all
@@ -892,6 +965,7 @@ impl World {
         assert!(rkey.0 & SHADOW != 0);
         let at = (rkey.0 & !SHADOW) as usize - 0x2000;
         assert!(va >= base(at) && va + length as u64 <= base(at) + REGION);
+        self.is_there(node, at);
         self.memory(node, va, length)
     }
 
@@ -1018,12 +1092,13 @@ impl World {
         let received = it.mux.handle_message(&message, &mut it.keys);
         let Some(received) = received.unwrap() else { return };
         let body = &message[HEADER_LEN..];
+        let at = self.flow_of(node, received.id);
         for copy in &received.copies {
+            self.is_there(node, at);
             let bytes = &body[copy.from..copy.from + copy.to.length as usize];
             self.memory(node, copy.to.addr, bytes.len())
                 .copy_from_slice(bytes);
         }
-        let at = self.flow_of(node, received.id);
         self.check_receive(node, at, &received.completion, Some(received.is_solicited));
     }
 
@@ -1071,6 +1146,16 @@ impl World {
                         continue;
                     }
                     assert!(!flow.has_failed);
+                    if self.has_region_that_goes(at) {
+                        let is_expected = match failure {
+                            Failure::Own | Failure::Receive(Status::LocalProtection) => true,
+                            Failure::Shared => self.may_lose,
+                            Failure::Receive(_) | Failure::Access(_) => false,
+                        };
+                        assert!(is_expected, "seed {}: {failure:?}", self.seed);
+                        self.nodes[node].flows[at].failure = Some(failure);
+                        self.nodes[1 - node].flows[at].is_doomed = true;
+                    }
                     let flow = &mut self.nodes[node].flows[at];
                     if self.may_lose && (failure == Failure::Shared || flow.is_doomed) {
                         flow.failure = Some(failure);
@@ -1080,6 +1165,14 @@ impl World {
                     assert_eq!(flow.failure, Some(failure), "seed {}", self.seed);
                     flow.has_failed = true;
                     self.end_failed(node, at);
+                }
+                Event::Released(rkey) => {
+                    let at = (rkey.0 - 0x2000) as usize;
+                    match &mut self.nodes[node].flows[at].region {
+                        Region::Goes(uses) if *uses > 0 => *uses -= 1,
+                        other => panic!("seed {}: {other:?}", self.seed),
+                    }
+                    self.is_gone_if_unused(node, at);
                 }
                 Event::Ended(id) => {
                     let at = self.flow_of(node, id);
@@ -1102,6 +1195,15 @@ impl World {
         let expected = flow.sends[flow.done.0].clone();
         flow.done.0 += 1;
         if self.may_lose && status == Status::RetryExceeded {
+            return;
+        }
+        let fails = [
+            Status::LocalProtection,
+            Status::RemoteOperation,
+            Status::RetryExceeded,
+        ];
+        if self.has_region_that_goes(at) && fails.contains(&status) {
+            assert_eq!(wr_id, expected.wr_id, "seed {}", self.seed);
             return;
         }
         assert_eq!(
@@ -1138,12 +1240,13 @@ impl World {
         is_solicited: Option<bool>,
     ) {
         let seed = self.seed;
+        let may_fail = self.has_region_that_goes(at) || self.may_lose;
         let flow = &mut self.nodes[node].flows[at];
         if flow.is_killed {
             return;
         }
         if completion.status == Status::Flushed {
-            let may_fail = flow.failure.is_some() || flow.is_doomed || self.may_lose;
+            let may_fail = flow.failure.is_some() || flow.is_doomed || may_fail;
             assert!(may_fail, "seed {seed}: flow {at}");
             assert_eq!(completion.wr_id, 1_000_000 + flow.done.1 as u64);
             flow.done.1 += 1;
@@ -1152,6 +1255,9 @@ impl World {
         let expected = flow.recvs[flow.done.1].clone();
         flow.done.1 += 1;
         assert_eq!(completion.wr_id, expected.wr_id, "seed {seed}");
+        if self.has_region_that_goes(at) && completion.status == Status::LocalProtection {
+            return;
+        }
         assert_eq!(completion.status, expected.status, "seed {seed}");
         if completion.status != Status::Success {
             return;
@@ -1180,11 +1286,20 @@ impl World {
                 let (sends, recvs) = (flow.sends.len(), flow.recvs.len());
                 let peer = self.nodes.iter().find(|other| !std::ptr::eq(*other, node));
                 let peer = &peer.unwrap().flows[at];
+                match &flow.region {
+                    Region::Stays => {}
+                    Region::Gone(bytes) => {
+                        let from = (base(at) - START) as usize;
+                        let now = &node.memory[from..from + REGION as usize];
+                        assert!(now == bytes, "seed {}: written after its end", self.seed);
+                    }
+                    region => panic!("seed {}: {region:?}", self.seed),
+                }
                 if flow.is_killed || peer.is_killed {
                     assert!(!flow.is_killed || flow.has_ended || !peer.is_killed);
                 } else if flow.failure.is_some() || peer.failure.is_some() {
                     assert_eq!(flow.has_failed, flow.failure.is_some(), "seed {}", self.seed);
-                    let has_all = flow.done.0 == sends || self.may_lose;
+                    let has_all = flow.done.0 == sends || self.may_lose || self.has_region_that_goes(at);
                     assert!(flow.failure != Some(Failure::Own) || has_all);
                 } else {
                     assert_eq!(flow.done, (sends, recvs), "seed {}: flow {at}", self.seed);

@@ -15,7 +15,7 @@ struct Region {
     spec: RegionSpec,
     /// The memory in the protection domain of shared queue pairs, once somebody has asked for it.
     shadow: Option<Arc<MemoryRegion>>,
-    /// The region of the application, while peers that know the key may use it: no other region gets its keys.
+    /// The region of the application, once that has deregistered it, while it may still be used: no other region gets its keys.
     going: Option<MemoryRegion>,
 }
 

@@ -316,14 +316,14 @@ fn peers__write_and_send_over_a_shared_queue_pair() {
     assert_eq!(shadow.rkey(), there.rkey);
     assert!(b.peers.shadow(2, region.lkey()).is_none());
     // The region stays until the peer has let go.
-    assert!(b.peers.remove_region(Instant::now(), region).is_none());
+    assert!(b.peers.region_goes(Instant::now(), region));
     let asked = run([&mut a, &mut b], |[a, _]| {
         a.find(|event| match event {
             PeerEvent::KeyGone { asked, rkey: key, .. } if *key == rkey => Some(*asked),
             _ => None,
         })
     });
-    let is_gone = |event: &PeerEvent| (*event == PeerEvent::RegionGone { rkey }).then_some(());
+    let is_gone = |event: &PeerEvent| (*event == PeerEvent::RegionReleased { rkey }).then_some(());
     assert_eq!(b.find(is_gone), None);
     a.peers.key_unused(Instant::now(), asked);
     run([&mut a, &mut b], |[_, b]| b.find(is_gone));

@@ -59,7 +59,7 @@ impl Sharing {
         !self.handle_events(egress, now) && !self.poll(egress, now) && sleeps
     }
 
-    /// Takes the key of a region that is gone, after [`Sharing::remove_region`].
+    /// Takes the key of a region that nobody uses any more, after [`Sharing::remove_region`].
     pub(in crate::node) fn next_region_gone(&mut self) -> Option<RKey> {
         self.regions_gone.pop()
     }
@@ -200,9 +200,7 @@ impl Sharing {
                 break;
             }
         }
-        if !self.retired.is_empty() || !self.going.is_empty() {
-            self.release();
-        }
+        self.release();
     }
 
     fn work_on(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
@@ -361,6 +359,7 @@ impl Sharing {
                     self.news.push_back((owner, News::Failed(failure)));
                 }
             }
+            Event::Released(rkey) => self.use_ended(rkey),
             Event::Ended(_) => {}
         }
     }
@@ -420,7 +419,7 @@ impl Sharing {
                 self.keys.remove(&peer);
                 self.tickets.retain(|_, (of, ..)| *of != peer);
             }
-            PeerEvent::RegionGone { rkey } => self.regions_gone.push(rkey),
+            PeerEvent::RegionReleased { rkey } => self.use_ended(rkey),
             PeerEvent::Key { ticket, key } => self.key_told(ticket, key),
             PeerEvent::KeyGone {
                 asked,

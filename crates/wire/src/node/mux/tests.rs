@@ -12,6 +12,8 @@ fn message(kind: Kind) -> (Header, Vec<u8>) {
         }
         Kind::Slots => (0, Extra::None, vec![]),
         Kind::Fail => (0, Extra::Status(CompletionStatus::LocalLength), vec![]),
+        Kind::Withdraw => (0, Extra::Withdraw(RKey(0x0102_0304)), vec![]),
+        Kind::Withdrawn => (0, Extra::Withdrawn(u32::MAX), vec![]),
     };
     let header = Header {
         kind,
@@ -130,7 +132,7 @@ fn parse__refuses_what_is_not_defined() {
         let good = emitted(&message(kind));
         for (at, value) in [
             (0, 0),
-            (0, 7),
+            (0, 9),
             (1, 0b1000),
             (1, 0b11),
             (2, 1),
@@ -178,6 +180,10 @@ fn parse__refuses_what_a_kind_cannot_have() {
         (header(Kind::Slots, Extra::None, true, 0), 0),
         (header(Kind::Fail, status, false, 0), 0),
         (header(Kind::Fail, Extra::None, false, 0), 0),
+        (header(Kind::Withdraw, Extra::Withdraw(RKey(1)), false, 1), 0),
+        (header(Kind::Withdraw, Extra::Imm(1), false, 0), 0),
+        (header(Kind::Withdrawn, Extra::Withdrawn(1), false, 1), 0),
+        (header(Kind::Withdrawn, Extra::Withdrawn(1), true, 0), 0),
     ] {
         let bytes = emitted(&(header, vec![0; body]));
         assert!(Header::parse(&bytes).is_err(), "{header:?}");

@@ -86,7 +86,7 @@ impl World {
     /// Checks the failure of a request that was in flight.
     pub(super) fn lost(&mut self, node: usize, at: usize, request: &SendRequest, status: Status) {
         let is_own = self.nodes[node].flows[at].failure == Some(Failure::Own);
-        if is_own && !self.may_lose {
+        if is_own && !self.may_lose || self.has_region_that_goes(at) {
             return self.check_send(node, at, request.wr_id, status);
         }
         let seed = self.seed;
@@ -219,6 +219,41 @@ fn killed_connection__while_the_queue_pair_fails() {
         let id = world.nodes[first].flows[1].id;
         world.nodes[first].mux.abandon(id);
         world.drain(first);
+        run_with_failures(&mut world);
+        world.run_killed();
+    }
+}
+
+/// Memory is deregistered while queue pairs fail: it goes, and nobody writes to it from then on.
+#[test]
+fn deregistration__while_queue_pairs_fail() {
+    for seed in runs(120) {
+        let mut world = World::with_regions_that_go(seed);
+        let is_exact = seed % 3 > 0;
+        (world.has_ledger, world.may_lose) = (!is_exact, !is_exact);
+        run_with_failures(&mut world);
+        world.run();
+    }
+}
+
+/// An application ends with a connection and its memory while queue pairs fail.
+#[test]
+fn deregistration__of_a_killed_connection() {
+    for seed in runs(120) {
+        let mut world = World::with_regions_that_go(seed);
+        let steps = world.dice.below(600);
+        world.steps(steps);
+        let owner = usize::from(world.nodes[1].flows[1].region != Region::Stays);
+        world.nodes.iter_mut().for_each(|it| it.flows[1].is_killed = true);
+        if world.dice.one_in(2) {
+            world.fail_now();
+        }
+        let id = world.nodes[owner].flows[1].id;
+        world.nodes[owner].mux.abandon(id);
+        if world.nodes[owner].flows[1].region == Region::MayGo {
+            world.deregister(owner, 1);
+        }
+        world.drain(owner);
         run_with_failures(&mut world);
         world.run_killed();
     }

@@ -196,6 +196,76 @@ impl World {
     }
 }
 
+impl World {
+    /// Applications deregister the memory of two connections, at one end or the other. All connections have requests.
+    pub(super) fn with_regions_that_go(seed: u64) -> World {
+        let mut world = World::new(seed, 4, 16);
+        for at in [1, 2] {
+            let node = world.dice.below(2);
+            world.region_may_go(node, at);
+        }
+        for node in 0..2 {
+            for at in [0, 3] {
+                (0..10).for_each(|_| world.add_request(node, at));
+            }
+        }
+        world
+    }
+}
+
+/// The memory of a connection is deregistered while the peer sends into it and its own requests use it. Each deregistration has an end, behind which
+/// nobody accesses the memory, and no other connection notices.
+#[test]
+fn withdraw__nobody_uses_the_region_any_more() {
+    let (mut used, mut refused, mut sent) = (0, 0, 0);
+    for seed in runs(200) {
+        let mut world = World::with_regions_that_go(seed);
+        world.run();
+        for flow in world.nodes.iter().flat_map(|it| &it.flows[1..3]) {
+            refused += usize::from(flow.failure == Some(Failure::Receive(Status::LocalProtection)));
+            sent += flow.done.0;
+        }
+        used += world.used;
+    }
+    let is_alone = std::env::var("RDMUX_MUX_SEED").is_ok();
+    assert!(
+        is_alone || used > 100 && refused > 50 && sent > 1000,
+        "{used} {refused} {sent}"
+    );
+}
+
+/// The shared queue pair ends for good while a region goes: nobody uses it any more.
+#[test]
+fn close__ends_the_uses_of_regions() {
+    for seed in runs(80) {
+        let mut world = World::with_regions_that_go(seed);
+        for _ in 0..world.dice.below(500) {
+            world.step();
+        }
+        for node in 0..2 {
+            let mux = &mut world.nodes[node].mux;
+            mux.close();
+            let released = std::iter::from_fn(|| mux.poll_event());
+            let released = released.filter_map(|event| match event {
+                Event::Released(rkey) => Some(rkey),
+                _ => None,
+            });
+            let released: Vec<RKey> = released.collect();
+            for at in [1, 2] {
+                let own = (lkey(at), rkey(at));
+                let count = released.iter().filter(|other| **other == own.1).count();
+                match world.nodes[node].flows[at].region {
+                    Region::Goes(uses) => assert_eq!(uses, count, "seed {seed}"),
+                    _ => assert_eq!(count, 0, "seed {seed}"),
+                }
+                let shared = (LKey(own.0.0 | SHADOW), RKey(own.1.0 | SHADOW));
+                let mux = &mut world.nodes[node].mux;
+                assert_eq!(mux.withdraw(domain(node, at), own, shared, true), 0);
+            }
+        }
+    }
+}
+
 /// The shared queue pair fails: every request has one completion, and every connection fails.
 #[test]
 fn failure_of_the_queue_pair__ends_every_request_once() {
@@ -241,6 +311,7 @@ fn failure_of_the_queue_pair__ends_every_request_once() {
                 }
                 Event::Wake(_) | Event::Answer(..) => {}
                 Event::Culprit(_) => panic!("no memory fails"),
+                Event::Released(_) => panic!("no memory goes"),
                 Event::Ended(_) => panic!("nobody left it"),
             }
         }
@@ -283,7 +354,7 @@ fn anything__is_refused_or_ignored() {
             };
             for _ in 0..world.dice.below(4) {
                 let at = world.dice.below(message.len().min(64));
-                message[at] = [0, 1, 2, 3, 6, world.dice.next() as u8][world.dice.below(6)];
+                message[at] = [0, 1, 2, 3, 6, 7, 8, world.dice.next() as u8][world.dice.below(8)];
             }
             let number = world.dice.below(600) as u64;
             let it = &mut world.nodes[0];
