@@ -12,7 +12,8 @@
 //! queue pair is gone fails at once, not after some retries.
 //!
 //! A connection ends on both sides by one [`Kind::Fail`] from each. Behind it, nothing of the connection comes from there any more: who has
-//! received it knows that the peer's requests do not reach the memory of an application any more. A region alone that goes is [withdrawn](withdrawals).
+//! received it knows that the peer's requests do not reach the memory of an application any more. A region that goes alone is
+//! [withdrawn](withdrawals).
 
 pub(in crate::node) mod flight;
 pub(in crate::node) mod keys;
@@ -369,6 +370,22 @@ impl Mux {
             }
         }
         uses
+    }
+
+    /// Ends what waits for the uses of a region, after [`Mux::withdraw`], though they have not ended.
+    pub(in crate::node) fn release(&mut self, region: RKey) {
+        let before = self.leaving.len();
+        self.leaving.retain(|(_, leaves)| *leaves != region);
+        let mut uses = before - self.leaving.len();
+        let connections = self
+            .entries
+            .iter_mut()
+            .filter_map(|entry| entry.connection.as_mut());
+        for connection in connections {
+            uses += usize::from(connection.withdrawals.release(region));
+        }
+        self.events
+            .extend(std::iter::repeat_n(Event::Released(region), uses));
     }
 
     /// Returns the number of the next piece. Once [`Mux::completed`] is not below it, everything that was posted before has ended.

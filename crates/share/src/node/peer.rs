@@ -5,8 +5,8 @@
 //! - [`Peers::add_qp`], [`Peers::bind`] and [`Peers::remove_qp`] as an application makes an RC queue pair, brings it to RTR, and destroys it. `bind` is answered by
 //!   [`PeerEvent::Bound`] or, after at most [`session::ANSWER_TIME`] if the peer does not answer at all, by [`PeerEvent::Own`]. A peer that has a node
 //!   answers only once its application has brought its own queue pair to RTR. Both ends get the same answer.
-//! - [`Peers::add_region`], [`Peers::region_goes`] and [`Peers::remove_region`] as an application registers and deregisters memory; [`Peers::shadow`] for the same memory in the
-//!   protection domain of shared queue pairs; [`Peers::resolve_key`] for a peer's key there.
+//! - [`Peers::add_region`], [`Peers::region_goes`] and [`Peers::remove_region`] as an application registers and deregisters memory;
+//!   [`Peers::shadow`] for the same memory in the protection domain of shared queue pairs; [`Peers::resolve_key`] for a peer's key there.
 //! - [`Peers::want_qp`] for a shared queue pair to a peer, [`Peers::end_qp`] as it has failed, [`Peers::drained`] after [`PeerEvent::QpEnding`],
 //!   [`Peers::may_end`] after [`PeerEvent::MayEnd`],
 //! - [`Peers::look`] in its loop, [`Peers::happened`] for tokens of the event queue, [`Peers::prepare_sleep`] and [`Peers::deadline`] before it sleeps,
@@ -50,6 +50,7 @@ use super::worker::arm;
 
 pub(crate) use links::{DOUBT_AFTER, is_token};
 pub(crate) use machine::Asked;
+pub(crate) use session::RELEASE_TIME;
 pub(crate) use shared::{RECEIVE, SENDS, SLOTS, SharedQp};
 pub(crate) use warned::Warned;
 

@@ -545,8 +545,8 @@ impl Application {
         true
     }
 
-    /// Deregisters a region. Returns the answer to the request, unless the region is in use on shared queue pairs or other nodes know its key: it comes
-    /// once nobody can access it any more.
+    /// Deregisters a region. Returns the answer to the request, unless the region is in use on shared queue pairs or other nodes know its key: it
+    /// comes once nobody can access it any more.
     pub(super) fn deregister(
         &mut self,
         shared: &mut Shared,

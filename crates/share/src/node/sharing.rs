@@ -30,8 +30,8 @@ use super::mux::{
     Admission, Bound, ConnectionId, Event, Failure, Mux, Post, Posted, Received, Violation, flushed,
 };
 use super::peer::{
-    Asked, DOUBT_AFTER, Ended, PeerEvent, PeerId, Peers, PeersError, RECEIVE, RemoteKey, SENDS, SLOTS,
-    SharedBy, SharedId, Shares,
+    Asked, DOUBT_AFTER, Ended, PeerEvent, PeerId, Peers, PeersError, RECEIVE, RELEASE_TIME, RemoteKey, SENDS,
+    SLOTS, SharedBy, SharedId, Shares,
 };
 use super::quarantine::Quarantine;
 use super::snapshot::{self, Route};
@@ -94,6 +94,8 @@ struct Retired {
     _charges: [Charge; 2],
     /// Uses that have not ended: those on shared queue pairs ([`Mux::withdraw`]), and that of peers which know its key.
     uses: usize,
+    /// Time at which it goes although shared queue pairs still use it.
+    until: Instant,
 }
 
 /// A shared queue pair.
@@ -184,6 +186,8 @@ pub(super) struct Sharing {
     ticket: u64,
     /// Regions that were deregistered and are still in use, by their keys.
     retired: HashMap<RKey, Retired>,
+    /// The times of those, in order, and of some that are gone.
+    overdue: VecDeque<(Instant, RKey)>,
     /// Peers' questions about keys that are going, and what is in flight with them.
     going: Vec<(Asked, InFlight)>,
     /// Keys of deregistered regions that nobody uses any more.
@@ -286,6 +290,7 @@ impl Sharing {
             tickets: HashMap::new(),
             ticket: 0,
             retired: HashMap::new(),
+            overdue: VecDeque::new(),
             regions_gone: Vec::new(),
             going: Vec::new(),
             tenant: egress.add_tenant(&Entitlement::default()),
@@ -357,9 +362,26 @@ impl Sharing {
             _shadow: shadow,
             _charges: charges,
             uses,
+            until: now + RELEASE_TIME,
         };
+        self.overdue.push_back((retired.until, own.1));
         self.retired.insert(own.1, retired);
         false
+    }
+
+    /// Returns the deregistered region that is to go next, and when.
+    fn next_overdue(&mut self) -> Option<(Instant, RKey)> {
+        while let Some((until, rkey)) = self.overdue.front().copied() {
+            if self
+                .retired
+                .get(&rkey)
+                .is_some_and(|retired| retired.until == until)
+            {
+                return Some((until, rkey));
+            }
+            self.overdue.pop_front();
+        }
+        None
     }
 
     /// Takes note that a use of a deregistered region has ended.

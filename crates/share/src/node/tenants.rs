@@ -83,7 +83,7 @@ pub(super) struct Account {
 }
 
 impl Account {
-    fn new(name: &str, file: PathBuf, limits: &Limits, workers: usize) -> Arc<Account> {
+    pub(super) fn new(name: &str, file: PathBuf, limits: &Limits, workers: usize) -> Arc<Account> {
         let account = Account {
             name: name.to_owned(),
             file,

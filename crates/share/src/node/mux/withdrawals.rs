@@ -14,8 +14,9 @@ use super::Violation;
 /// The withdrawals of a connection, in both directions.
 #[derive(Debug, Default)]
 pub(super) struct Withdrawals {
-    /// Own regions whose withdrawal the peer has not answered, by the keys of their applications and those on shared queue pairs, in order.
-    open: VecDeque<(RKey, RKey)>,
+    /// Own regions whose withdrawal the peer has not answered, by the keys of their applications and those on shared queue pairs, in order. For one
+    /// without the former nobody waits any more.
+    open: VecDeque<(Option<RKey>, RKey)>,
     /// The first so many of them of which the peer knows.
     told: usize,
     /// Those that it has answered, modulo 2^32.
@@ -28,7 +29,24 @@ pub(super) struct Withdrawals {
 impl Withdrawals {
     /// Withdraws receives in a region with this key of its application, and this one on shared queue pairs.
     pub(super) fn add(&mut self, region: RKey, key: RKey) {
-        self.open.push_back((region, key));
+        self.open.push_back((Some(region), key));
+    }
+
+    /// Ends what waits for the answers of a region. Returns whether there was anything.
+    pub(super) fn release(&mut self, region: RKey) -> bool {
+        let mut told = self.open.iter_mut().take(self.told);
+        match told.find(|(open, _)| *open == Some(region)) {
+            // The answer counts it.
+            Some((open, _)) => {
+                *open = None;
+                true
+            }
+            None => {
+                let before = self.open.len();
+                self.open.retain(|(open, _)| *open != Some(region));
+                self.open.len() < before
+            }
+        }
     }
 
     /// Takes note that a withdrawal of the peer has been carried out.
@@ -52,7 +70,8 @@ impl Withdrawals {
         has_more.then_some((Kind::Withdrawn, Extra::Withdrawn(self.carried_out)))
     }
 
-    /// Handles an answer, for so many withdrawals. Returns the regions into which the peer does not write any more, by the keys of their applications.
+    /// Handles an answer, for so many withdrawals. Returns the regions into which the peer does not write any more, by the keys of their
+    /// applications.
     ///
     /// # Errors
     /// No node answers more withdrawals than it was told.
@@ -63,13 +82,13 @@ impl Withdrawals {
         }
         self.answered = count;
         self.told -= more;
-        Ok(self.open.drain(..more).map(|(region, _)| region).collect())
+        Ok(self.open.drain(..more).filter_map(|(region, _)| region).collect())
     }
 
     /// Ends them all, as nothing comes from the peer any more. Returns their regions.
     pub(super) fn end(&mut self) -> Vec<RKey> {
         self.told = 0;
-        self.open.drain(..).map(|(region, _)| region).collect()
+        self.open.drain(..).filter_map(|(region, _)| region).collect()
     }
 }
 
@@ -116,5 +135,21 @@ mod tests {
         assert_eq!(withdrawals.end(), [RKey(3)]);
         assert!(!withdrawals.has_news());
         assert!(withdrawals.answered(2).is_err());
+    }
+
+    #[test]
+    fn release__of_told_and_others() {
+        let mut withdrawals = Withdrawals::default();
+        (1..=4).for_each(|n| withdrawals.add(RKey(n), RKey(10 + n)));
+        (0..2).for_each(|_| _ = withdrawals.tell());
+        assert!(withdrawals.release(RKey(1)) && withdrawals.release(RKey(3)));
+        assert!(!withdrawals.release(RKey(1)) && !withdrawals.release(RKey(3)));
+        assert_eq!(
+            withdrawals.tell(),
+            Some((Kind::Withdraw, Extra::Withdraw(RKey(14))))
+        );
+        assert!(!withdrawals.has_news());
+        assert_eq!(withdrawals.answered(1), Ok(vec![]));
+        assert_eq!(withdrawals.answered(3), Ok(vec![RKey(2), RKey(4)]));
     }
 }

@@ -11,7 +11,7 @@ use rdmux_wire::node::peer::{Engines, Message, NodeId, QUESTIONS_MAX, Reason, VE
 /// Time for the handshake, and for the answer to a question.
 pub(super) const ANSWER_TIME: Duration = Duration::from_millis(500);
 /// Time for the answer to [`Message::KeyGone`], which waits for accesses in flight.
-const RELEASE_TIME: Duration = Duration::from_secs(5);
+pub(crate) const RELEASE_TIME: Duration = Duration::from_secs(5);
 /// Questions that wait until others are answered.
 const WAITING_MAX: usize = 1 << 16;
 

@@ -9,7 +9,7 @@ impl Sharing {
     pub(in crate::node) fn look(&mut self, egress: &mut Egress<SendRequest>, now: Time) -> bool {
         let instant = Instant::now();
         self.look_at_stalls(instant);
-        let any = self.peers.look(instant);
+        let any = self.look_at_overdue(instant) | self.peers.look(instant);
         self.handle_events(egress, now) || any
     }
 
@@ -35,6 +35,20 @@ impl Sharing {
         }
     }
 
+    /// Lets go of regions that were deregistered long ago, although the nodes of peers do not answer. A peer that still writes into one makes its
+    /// shared queue pair fail, as one does whose memory fails. Returns whether there were any.
+    pub(super) fn look_at_overdue(&mut self, now: Instant) -> bool {
+        let mut any = false;
+        while let Some((until, rkey)) = self.next_overdue()
+            && until <= now
+        {
+            self.overdue.pop_front();
+            self.lines.values_mut().for_each(|line| line.mux.release(rkey));
+            any = true;
+        }
+        any
+    }
+
     /// Handles a token of the node's event queue.
     pub(in crate::node) fn happened(&mut self, egress: &mut Egress<SendRequest>, now: Time, token: u64) {
         self.peers.happened(Instant::now(), token);
@@ -43,8 +57,13 @@ impl Sharing {
 
     /// Returns when [`Sharing::look`] is to be called.
     pub(in crate::node) fn deadline(&mut self) -> Option<Instant> {
+        let overdue = self.next_overdue().map(|(until, _)| until);
         let yielding = self.yielding.iter().map(|(_, until)| *until);
-        yielding.chain(self.stalls_at).chain(self.peers.deadline()).min()
+        let others = overdue
+            .into_iter()
+            .chain(self.stalls_at)
+            .chain(self.peers.deadline());
+        yielding.chain(others).min()
     }
 
     /// Prepares a sleep. Returns false if there is something to do.

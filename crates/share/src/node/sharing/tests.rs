@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use rdmux_key::Key;
 use rdmux_rnic::sched::Quanta;
 use rdmux_rnic::{Path, Psn};
@@ -5,13 +7,16 @@ use rdmux_verbs::Options;
 use rdmux_verbs::moderation::now;
 use rdmux_wire::node::mux::{Extra, Header, Kind};
 
+use super::super::config::{Limits, Resource};
 use super::super::limits;
+use super::super::tenants::Account;
 use super::*;
 
 const ADDRESS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 55, 90));
 const PEER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 55, 91));
 
-fn open(address: IpAddr) -> (Sharing, Egress<SendRequest>) {
+/// Opens what a node with a device at this address shares.
+fn open(address: IpAddr) -> (Sharing, Egress<SendRequest>, EventQueue) {
     rdmux_soft::register();
     let options = Options {
         provider: Some("soft"),
@@ -23,7 +28,7 @@ fn open(address: IpAddr) -> (Sharing, Egress<SendRequest>) {
     let shares = Shares::of_engines(&[device], &Key::new([1; 32]), (8, true)).unwrap();
     let shares = shares.into_iter().next().unwrap();
     let sharing = Sharing::open(&events, &mut egress, shares).unwrap();
-    (sharing, egress)
+    (sharing, egress, events)
 }
 
 /// Adds the state machine of a line, of which the peers know nothing.
@@ -107,7 +112,7 @@ fn may_share(sharing: &mut Sharing, qpn: Qpn) -> bool {
 /// An application whose requests make shared queue pairs fail has queue pairs of its own from some time on; others share them.
 #[test]
 fn modify__in_quarantine() {
-    let (mut sharing, mut egress) = open(ADDRESS);
+    let (mut sharing, mut egress, _events) = open(ADDRESS);
     let first = add(&mut sharing, &mut egress, 0x101, 1);
     assert!(may_share(&mut sharing, first));
     let id = SharedId(9);
@@ -144,7 +149,7 @@ fn modify__in_quarantine() {
 /// A queue pair in use stays as long as there is room, and gives way to another one after a few times.
 #[test]
 fn may_end__in_use() {
-    let (mut sharing, _) = open([127, 0, 55, 92].into());
+    let (mut sharing, ..) = open([127, 0, 55, 92].into());
     let id = add_line(&mut sharing, 9);
     for _ in 0..10 * STAYS_MAX {
         use_line(&mut sharing, id);
@@ -168,7 +173,7 @@ fn may_end__in_use() {
 /// A pass looks at the lines to which something has happened, and at no others.
 #[test]
 fn poll__with_many_lines_of_which_few_are_in_use() {
-    let (mut sharing, mut egress) = open([127, 0, 55, 93].into());
+    let (mut sharing, mut egress, _events) = open([127, 0, 55, 93].into());
     let ids: Vec<_> = (0..1000).map(|id| add_line(&mut sharing, id)).collect();
     let mut looks = |sharing: &mut Sharing| {
         let before = sharing.looks;
@@ -187,4 +192,73 @@ fn poll__with_many_lines_of_which_few_are_in_use() {
     // One that is asked whether it can go.
     sharing.may_end(ids[500], true);
     assert_eq!((looks(&mut sharing), looks(&mut sharing)), (1, 0));
+}
+
+/// Returns the kinds of messages that a shared queue pair takes.
+fn messages(sharing: &mut Sharing, id: SharedId) -> Vec<Kind> {
+    let mut kinds = Vec::new();
+    while let Some((line, mut keys)) = line!(sharing, id) {
+        let Some(post) = line.mux.poll_message(&mut keys) else {
+            break;
+        };
+        line.mux.handle_completion(post.number, Status::Success);
+        if let Posted::Message { header, body, .. } = post.request {
+            let bytes = [&header[..], body.as_inline().unwrap_or_default()].concat();
+            kinds.push(Header::parse(&bytes).unwrap().0.kind);
+        }
+    }
+    kinds
+}
+
+/// A region into which a peer may write stays, and is charged, until the peer answers, but not for ever.
+#[test]
+fn remove_region__of_a_peer_that_does_not_answer() {
+    let (mut sharing, mut egress, _events) = open([127, 0, 55, 94].into());
+    let domain = sharing.new_domain();
+    let bound = Bound {
+        own: Qpn::new(0x101),
+        peer: Qpn::new(0x777),
+        domain,
+        peer_domain: 1,
+        peer_access: Access::empty(),
+        replays_writes: false,
+    };
+    let id = add_line(&mut sharing, 9);
+    let connection = line!(sharing, id).unwrap().0.mux.bind(bound, Receiver::new(16)).unwrap();
+    let account = Account::new("tenant", PathBuf::new(), &Limits::default(), 1);
+    let pd = sharing.peers.pd().device().alloc_pd().unwrap();
+    let memory = Arc::new(AnonymousMemory::shareable(8192).unwrap());
+    let region = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).unwrap();
+    let rkey = region.rkey();
+    let spec = RegionSpec {
+        memory,
+        memory_offset: 0,
+        length: 8192,
+        iova: 0,
+        access: Access::LOCAL_WRITE,
+    };
+    sharing.add_region(domain, (region.lkey(), rkey), spec);
+    let receive = RecvRequest::new(1, Sge::new(0, 8192, region.lkey()));
+    line!(sharing, id).unwrap().0.mux.post_recv(connection, receive).unwrap();
+    assert_eq!(messages(&mut sharing, id), [Kind::Receives]);
+
+    let began = Instant::now();
+    let charges = [(Resource::Regions, 1), (Resource::Bytes, 8192)];
+    let charges = charges.map(|(resource, amount)| account.charge(resource, amount).unwrap());
+    assert!(!sharing.remove_region(began, region, charges));
+    assert_eq!(messages(&mut sharing, id), [Kind::Withdraw]);
+    let is_charged = || Arc::strong_count(&account) > 1;
+    for (passed, is_gone) in [
+        (RELEASE_TIME - Duration::from_millis(1), false),
+        (RELEASE_TIME, true),
+    ] {
+        assert!(is_charged());
+        assert_eq!(sharing.next_overdue(), Some((began + RELEASE_TIME, rkey)));
+        assert_eq!(sharing.look_at_overdue(began + passed), is_gone);
+        sharing.work(&mut egress, now());
+        assert_eq!(sharing.next_region_gone(), is_gone.then_some(rkey));
+        assert_eq!(is_charged(), !is_gone);
+    }
+    assert_eq!(sharing.next_overdue(), None);
+    assert_eq!(sharing.lines[&id].mux.connections(), 1);
 }

@@ -260,6 +260,8 @@ fn close__ends_the_uses_of_regions() {
                 }
                 let shared = (LKey(own.0.0 | SHADOW), RKey(own.1.0 | SHADOW));
                 let mux = &mut world.nodes[node].mux;
+                mux.release(own.1);
+                assert!(mux.poll_event().is_none());
                 assert_eq!(mux.withdraw(domain(node, at), own, shared, true), 0);
             }
         }
