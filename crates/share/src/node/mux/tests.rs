@@ -181,6 +181,8 @@ struct World {
     is_stalled: bool,
     /// Deregistered regions that were in use.
     used: usize,
+    /// Set if nodes do not wait for their peers until nobody uses a deregistered region any more.
+    is_impatient: bool,
     nodes: [Node; 2],
     slots: u16,
     seed: u64,
@@ -301,6 +303,7 @@ impl World {
             faulty: [None; 2],
             is_stalled: false,
             used: 0,
+            is_impatient: false,
             nodes: [node(0), node(1)],
             slots,
             seed,
@@ -689,11 +692,24 @@ impl World {
         self.is_gone_if_unused(node, at);
     }
 
+    /// Returns whether nobody but a peer may use a region that goes.
+    fn waits_for_peer(&self, node: usize, at: usize) -> bool {
+        let it = &self.nodes[node];
+        let goes = matches!(it.flows[at].region, Region::Goes(_));
+        goes && !it.mux.flight.uses(LKey(lkey(at).0 | SHADOW))
+    }
+
     fn is_gone_if_unused(&mut self, node: usize, at: usize) {
         if self.nodes[node].flows[at].region == Region::Goes(0) {
             let bytes = self.memory(node, base(at), REGION as usize).to_vec();
             self.nodes[node].flows[at].region = Region::Gone(bytes);
         }
+    }
+
+    /// Returns whether a node's device refuses an access, since the memory has gone without the peer's leave.
+    fn refuses(&self, node: usize, va: u64) -> bool {
+        let at = ((va - START) / REGION) as usize;
+        self.is_impatient && matches!(self.nodes[node].flows[at].region, Region::Gone(_))
     }
 
     /// Checks that memory is registered.
@@ -730,6 +746,9 @@ impl World {
                 }
                 if flow.region == Region::MayGo {
                     may_go.push((node, 10, at));
+                }
+                if self.is_impatient && self.waits_for_peer(node, at) {
+                    choices.push((node, 11, at));
                 }
                 let next = flow.fifo.get(flow.sent).filter(|_| flow.is_awake);
                 let takes = next.is_some_and(|next| takes_slot(&next.operation));
@@ -809,7 +828,8 @@ impl World {
             7 => self.notice(node),
             8 => self.carry_over(),
             9 => self.resume(node),
-            _ => self.deregister(node, at),
+            10 => self.deregister(node, at),
+            _ => self.nodes[node].mux.release(rkey(at)),
         }
         self.drain(node);
         true
@@ -879,6 +899,9 @@ impl World {
         assert_eq!(index, flow.done.0, "seed {}", self.seed);
         if status != Status::Success {
             flow.has_lost = true;
+            // The rest of the same request may have been refused.
+            let refused = flow.refused.take_if(|_| flow.sent == 0);
+            let status = refused.unwrap_or(status);
             let request = flow.fifo.pop_front().unwrap();
             flow.sent = flow.sent.saturating_sub(1);
             self.lost(node, at, &request, status);
@@ -985,7 +1008,7 @@ impl World {
         };
         if let Posted::Direct(operation, _) = &sent.post.request
             && let Operation::Write { va, .. } | Operation::Read { va, .. } = operation
-            && self.faulty[peer].is_some_and(|faulty| *va == faulty)
+            && (self.faulty[peer].is_some_and(|faulty| *va == faulty) || self.refuses(peer, *va))
         {
             self.nodes[peer].refused = Some((sent.first.plus(from), Status::RemoteAccess));
             // The peer's end may be told of the failure before the answer is here.
@@ -1150,6 +1173,7 @@ impl World {
                         let is_expected = match failure {
                             Failure::Own | Failure::Receive(Status::LocalProtection) => true,
                             Failure::Shared => self.may_lose,
+                            Failure::Access(Status::RemoteAccess) => self.is_impatient,
                             Failure::Receive(_) | Failure::Access(_) => false,
                         };
                         assert!(is_expected, "seed {}: {failure:?}", self.seed);
@@ -1197,12 +1221,12 @@ impl World {
         if self.may_lose && status == Status::RetryExceeded {
             return;
         }
-        let fails = [
-            Status::LocalProtection,
-            Status::RemoteOperation,
-            Status::RetryExceeded,
-        ];
-        if self.has_region_that_goes(at) && fails.contains(&status) {
+        let is_refused = match status {
+            Status::LocalProtection | Status::RemoteOperation | Status::RetryExceeded => true,
+            Status::RemoteAccess => self.is_impatient,
+            _ => false,
+        };
+        if self.has_region_that_goes(at) && is_refused {
             assert_eq!(wr_id, expected.wr_id, "seed {}", self.seed);
             return;
         }

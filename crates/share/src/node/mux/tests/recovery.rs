@@ -236,6 +236,22 @@ fn deregistration__while_queue_pairs_fail() {
     }
 }
 
+/// Regions go before the peer has answered. If it still writes into one, the queue pair fails, and the connection whose memory it was has the error.
+#[test]
+fn deregistration__that_does_not_wait_for_the_peer() {
+    let mut caused = 0;
+    for seed in runs(200) {
+        let mut world = World::with_regions_that_go(seed);
+        world.is_impatient = true;
+        world.run();
+        for flows in world.nodes.iter().map(|it| &it.flows) {
+            assert_eq!((flows[0].caused, flows[3].caused), (0, 0), "seed {seed}");
+            caused += flows[1].caused + flows[2].caused;
+        }
+    }
+    assert!(caused > 10 || std::env::var("RDMUX_MUX_SEED").is_ok(), "{caused}");
+}
+
 /// An application ends with a connection and its memory while queue pairs fail.
 #[test]
 fn deregistration__of_a_killed_connection() {
