@@ -348,9 +348,13 @@ impl Sharing {
             let shared = (its.lkey(), its.rkey());
             self.by_shadow.remove(&shared.0.0);
             let is_written = removed.may_be_written;
-            let lines = self.lines.values_mut();
-            let of_lines = lines.map(|line| line.mux.withdraw(domain, own, shared, is_written));
-            uses = of_lines.sum();
+            for (id, line) in &mut self.lines {
+                let of_line = line.mux.withdraw(domain, own, shared, is_written);
+                if of_line > 0 && !std::mem::replace(&mut line.is_due, true) {
+                    self.due.push(*id);
+                }
+                uses += of_line;
+            }
             shadow = Some(its);
         }
         uses += usize::from(self.peers.region_goes(now, region));

@@ -43,7 +43,12 @@ impl Sharing {
             && until <= now
         {
             self.overdue.pop_front();
-            self.lines.values_mut().for_each(|line| line.mux.release(rkey));
+            for (id, line) in &mut self.lines {
+                line.mux.release(rkey);
+                if !std::mem::replace(&mut line.is_due, true) {
+                    self.due.push(*id);
+                }
+            }
             any = true;
         }
         any

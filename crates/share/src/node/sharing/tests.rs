@@ -224,7 +224,12 @@ fn remove_region__of_a_peer_that_does_not_answer() {
         replays_writes: false,
     };
     let id = add_line(&mut sharing, 9);
-    let connection = line!(sharing, id).unwrap().0.mux.bind(bound, Receiver::new(16)).unwrap();
+    let connection = line!(&mut sharing, id)
+        .unwrap()
+        .0
+        .mux
+        .bind(bound, Receiver::new(16))
+        .unwrap();
     let account = Account::new("tenant", PathBuf::new(), &Limits::default(), 1);
     let pd = sharing.peers.pd().device().alloc_pd().unwrap();
     let memory = Arc::new(AnonymousMemory::shareable(8192).unwrap());
@@ -239,7 +244,12 @@ fn remove_region__of_a_peer_that_does_not_answer() {
     };
     sharing.add_region(domain, (region.lkey(), rkey), spec);
     let receive = RecvRequest::new(1, Sge::new(0, 8192, region.lkey()));
-    line!(sharing, id).unwrap().0.mux.post_recv(connection, receive).unwrap();
+    line!(&mut sharing, id)
+        .unwrap()
+        .0
+        .mux
+        .post_recv(connection, receive)
+        .unwrap();
     assert_eq!(messages(&mut sharing, id), [Kind::Receives]);
 
     let began = Instant::now();
