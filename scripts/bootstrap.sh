@@ -8,10 +8,11 @@ rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
 have() { command -v "$1" >/dev/null 2>&1; }
 at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$2" ]; }
 
-# A toolchain that satisfies rust-version is used as it is: the one in PATH, rustup's, or a versioned one of Ubuntu.
+# A toolchain that satisfies rust-version is used as it is: the one in PATH, rustup's, a versioned one of Ubuntu, or the distribution's, which
+# a rustup without a toolchain may hide in PATH.
 find_rust() {
   local dir version
-  for dir in "" "${CARGO_HOME:-${HOME:-/root}/.cargo}/bin" $(printf '%s\n' /usr/lib/rust-*/bin | sort -rV); do
+  for dir in "" "${CARGO_HOME:-${HOME:-/root}/.cargo}/bin" $(printf '%s\n' /usr/lib/rust-*/bin | sort -rV) /usr/bin; do
     version=$(PATH=${dir:+$dir:}$PATH; have cargo && cargo --version >/dev/null 2>&1 && rustc --version 2>/dev/null) || continue
     version=${version#rustc }
     at_least "${version%% *}" "$rust_wanted" || continue
