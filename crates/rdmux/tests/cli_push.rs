@@ -1015,6 +1015,10 @@ fn demo__of_a_file_of_one_byte_and_without_a_file() {
     assert!(err.contains("empty"), "{err}");
     let err = place.fails(&["demo", "push", &place.arg("missing")], 1);
     assert!(err.contains("missing: No such file"), "{err}");
+    let output = place.run(&["demo", "push", place.folder.path().to_str().unwrap()]);
+    let (out, err) = texts(&output);
+    assert_eq!((output.status.code(), out.as_str()), (Some(1), ""), "{err}");
+    assert!(err.ends_with(": not a regular file\n"), "{err}");
     place.fails(&["demo"], 2);
 }
 

@@ -50,10 +50,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         Some(file) => file.clone(),
         None => find_file()?,
     };
-    let length = File::open(&source)
-        .and_then(|file| file.metadata())
-        .with_context(|| source.display().to_string())?
-        .len();
+    let meta = std::fs::metadata(&source).with_context(|| source.display().to_string())?;
+    ensure!(meta.is_file(), "{}: not a regular file", source.display());
+    File::open(&source).with_context(|| source.display().to_string())?;
+    let length = meta.len();
     ensure!(length > 0, "{}: the file is empty", source.display());
     let tell = |text: &str| {
         if !args.json {
