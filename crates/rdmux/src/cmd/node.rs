@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Parser, Subcommand};
-use rdmux_push::{Key, KeyError};
+use rdmux_push::{Key, KeyError, default_key_path};
 use rdmux_share::node::config::{Config, Finding};
 use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::Device;
@@ -62,13 +62,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
     /// Engines of the device, each with a thread that serves a part of the applications; with --share, at most 64. An RNIC has no engines.
-    #[arg(long, value_name = "N", default_value = "1")]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_engines)]
     engines: NonZeroU16,
     /// Run on this CPU.
     #[arg(long, value_name = "CPU")]
     pin: Option<usize>,
     /// End by itself after so many seconds without an application.
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     until_idle: Option<u64>,
     /// Run in the background, and return once it is ready.
     #[arg(long)]
@@ -95,11 +95,34 @@ struct UrlArgs {
     key: Option<PathBuf>,
 }
 
+fn parse_engines(text: &str) -> Result<NonZeroU16, String> {
+    text.parse()
+        .map_err(|_| format!("give a number from 1 to {}", u16::MAX))
+}
+
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| "give whole seconds, such as 10".into())
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
     match &args.command {
         Some(Command::Check(args)) => check::run(args),
         Some(Command::Url(args)) => {
-            output::say(&web::url(args.address, &key_of(args.key.as_deref())?));
+            let path = args
+                .key
+                .clone()
+                .or_else(default_key_path)
+                .ok_or(KeyError::NoHome)?;
+            let key = match Key::load(&path) {
+                // A new key would be none of a node that runs.
+                Err(KeyError::Missing { path }) => bail!(
+                    "there is no key {}: `rdmux node --web` makes this user's when it starts; --key FILE names another node's",
+                    path.display()
+                ),
+                key => key?,
+            };
+            output::say(&web::url(args.address, &key));
+            web::warn_if_nobody_listens(args.address);
             Ok(())
         }
         None => serve(args),

@@ -1,11 +1,11 @@
 //! `rdmux serve`: offers files and memory to be pushed to and pulled from.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use rdmux_push::{
     DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, Sizing, Ways, parse_size, server,
     split_port,
@@ -283,7 +283,12 @@ fn reach_words(reach: Reach) -> &'static str {
 
 /// Binds this process, and threads that it starts later, to one CPU.
 pub(super) fn pin(cpu: usize) -> Result<()> {
-    rdmux_verbs::thread::pin(cpu).with_context(|| format!("cannot run on CPU {cpu}"))
+    rdmux_verbs::thread::pin(cpu).map_err(|error| match error.kind() {
+        ErrorKind::InvalidInput => {
+            anyhow!("cannot run on CPU {cpu}: the host has none, or keeps this process off it")
+        }
+        _ => anyhow!(error).context(format!("cannot run on CPU {cpu}")),
+    })
 }
 
 /// Returns the key in a file, or the user's own.

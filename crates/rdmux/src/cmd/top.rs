@@ -32,7 +32,7 @@ pub(crate) struct Args {
     #[arg(short = 'd', long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     interval: Duration,
     /// End after so many intervals.
-    #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(short = 'n', long, value_name = "COUNT", value_parser = count)]
     count: Option<u64>,
     /// Print an object a line.
     #[arg(long)]
@@ -60,6 +60,11 @@ fn interval(text: &str) -> Result<Duration, String> {
             INTERVAL_MIN.as_secs_f64()
         )),
     }
+}
+
+fn count(text: &str) -> Result<u64, String> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| "give a number from 1 on".into())
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {

@@ -4,7 +4,7 @@
 //! is sent, and so in no log. The page's own files have no secrets and need none.
 
 use std::borrow::Cow;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use rdmux_push::Key;
 
 use crate::http::{self, Answer, Request, TEXT};
+use crate::output;
 use crate::recent::Recent;
 
 /// Port of the page where only an address is given.
@@ -61,6 +62,14 @@ pub(super) fn url(address: SocketAddr, key: &Key) -> String {
     let token = key.proof(&[LABEL]);
     let hex: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("http://{address}/#{hex}")
+}
+
+/// Warns if no process has the address of a page.
+pub(super) fn warn_if_nobody_listens(address: SocketAddr) {
+    if let Err(error) = TcpStream::connect_timeout(&address, PATIENCE) {
+        let warning = format!("warning: no node has its page at {address} (`rdmux node --web {address}`)");
+        output::error(&anyhow::Error::new(error).context(warning));
+    }
 }
 
 /// Serves the page until the process ends; returns its address.
