@@ -3,10 +3,13 @@
 
 mod common;
 
+use std::io::BufRead;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::process::Output;
 use std::time::Instant;
 
 use common::nodes::{Host, LONG, Running};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::Pid;
 use serde_json::Value;
 
@@ -160,9 +163,27 @@ fn node__killed_is_an_error_for_its_applications() {
     node.kill();
     let (status, text) = clients.pop().unwrap().end();
     assert_eq!(status, Some(1), "{text}");
-    assert!(text.contains("the connection failed"), "{text}");
-    // The server learns that its connection has ended.
-    server.end();
+    assert_eq!(text, end_of_node("127.0.51.9"));
+    assert_eq!(server.end(), (Some(1), end_of_node("127.0.51.9")));
+}
+
+/// Returns the error of `rdmux perf` whose node ends.
+fn end_of_node(address: &str) -> String {
+    format!(
+        "rdmux: the node of {address} has ended: start `rdmux node --device {address}`, then this command again\n"
+    )
+}
+
+#[test]
+fn node__killed_is_an_error_for_servers_that_wait_for_clients() {
+    let host = Host::new();
+    let mut node = host.node("127.0.51.14");
+    let mut server = host.server("write-lat", "127.0.51.14");
+    // It says so once it listens.
+    let said = server.lines().lines().map(Result::unwrap);
+    assert!(said.into_iter().any(|line| line.contains("Waiting for client")));
+    node.kill();
+    assert_eq!(server.end(), (Some(1), end_of_node("127.0.51.14")));
 }
 
 #[test]
@@ -173,6 +194,13 @@ fn node__second_of_an_address_and_none() {
         .output();
     let text = String::from_utf8_lossy(&none.unwrap().stderr).into_owned();
     assert!(text.contains("no node of this user serves 127.0.51.10"), "{text}");
+    let mut unbound = host.rdmux(&["perf", "write-lat", "127.0.51.10"]);
+    let unbound = unbound.env("RDMUX_PROVIDER", "shared").output().unwrap();
+    let text = String::from_utf8_lossy(&unbound.stderr).into_owned();
+    assert!(
+        text.contains("no device at 127.0.0.1, the address used without --bind ADDRESS: no node"),
+        "{text}"
+    );
 
     let mut node = host.node("127.0.51.10");
     let second = host.rdmux(&["node", "--device", "127.0.51.10"]).output().unwrap();
@@ -188,6 +216,63 @@ fn node__second_of_an_address_and_none() {
     let mut own = host.rdmux(&["node", "--device", "127.0.51.10"]);
     let own = own.env("RDMUX_PROVIDER", "shared").output().unwrap();
     assert_eq!(own.status.code(), Some(1));
+}
+
+#[test]
+fn node__url_makes_no_key_and_says_if_nobody_listens() {
+    let host = Host::new();
+    // Nobody can listen on a port that this test holds without listening.
+    let held = socket_with(
+        AddressFamily::INET,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .unwrap();
+    bind(&held, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = SocketAddrV4::try_from(getsockname(&held).unwrap())
+        .unwrap()
+        .to_string();
+    let configuration = host.runtime.path().join("configuration");
+    let url = |more: &[&str]| {
+        let mut command = host.rdmux(&[&["node", "url", &address], more].concat());
+        let output = command.env("XDG_CONFIG_HOME", &configuration).output().unwrap();
+        let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        (output.status.code(), out, err)
+    };
+    let (status, out, err) = url(&[]);
+    assert_eq!((status, out.as_str()), (Some(1), ""), "{err}");
+    assert!(err.starts_with("rdmux: there is no key "), "{err}");
+    assert!(!configuration.exists());
+
+    let host = Host::sharing();
+    let key = host.runtime.path().join("key");
+    let (status, out, err) = url(&["--key", key.to_str().unwrap()]);
+    assert_eq!(status, Some(0), "{err}");
+    assert!(out.starts_with(&format!("http://{address}/#")), "{out}");
+    assert!(
+        err.starts_with(&format!("rdmux: warning: no node has its page at {address}")),
+        "{err}"
+    );
+}
+
+#[test]
+fn node__wrong_numbers_are_told_in_a_line() {
+    let host = Host::new();
+    for (args, line) in [
+        (["node", "--engines", "0"], "give a number from 1 to 65535"),
+        (["node", "--until-idle", "abc"], "give whole seconds, such as 10"),
+        (
+            ["node", "--pin", "1000"],
+            "cannot run on CPU 1000: the host has none",
+        ),
+        (["top", "-n", "0"], "give a number from 1 on"),
+    ] {
+        let output = host.rdmux(&args).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{args:?}");
+        assert!(text.lines().next().unwrap().contains(line), "{text}");
+    }
 }
 
 #[test]

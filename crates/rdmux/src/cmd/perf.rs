@@ -25,9 +25,9 @@ use clap::{CommandFactory, Parser, ValueEnum};
 use rdmux_memory::AnonymousMemory;
 use rdmux_push::{TargetError, is_malformed_ipv4, parse_size};
 use rdmux_verbs::{
-    Access, Carrier, CompletionQueue, ConnectError, ConnectParams, Connection, Counters, Device, Memory,
-    MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason, Selectivity,
-    SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, AsyncEvent, Carrier, CompletionQueue, ConnectError, ConnectParams, Connection, Counters, Device,
+    Memory, MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason,
+    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 use serde::Serialize;
 
@@ -475,7 +475,14 @@ fn slot_bytes(request: &Request) -> u64 {
 
 fn serve(args: &Args) -> Result<()> {
     let address = args.bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
-    let device = Device::open(address)?;
+    let device = open(args, address)?;
+    let served = serve_on(&device, args);
+    // To the connections of a test, the end of the node is like that of the client.
+    check_there(&device)?;
+    served
+}
+
+fn serve_on(device: &Device, args: &Args) -> Result<()> {
     let listener = device.listen(args.port)?;
     if !args.json {
         println!(
@@ -495,7 +502,7 @@ fn serve(args: &Args) -> Result<()> {
                 return Err(error);
             }
         };
-        let side = side(&device, &request, args.memory)?;
+        let side = side(device, &request, args.memory)?;
         let half = slot_bytes(&request) * u64::from(request.qps);
         let mut answer = [0; 16];
         answer[..8].copy_from_slice(&(side.mr.iova() + half).to_be_bytes());
@@ -533,13 +540,27 @@ fn serve(args: &Args) -> Result<()> {
                 "the client disconnected while connecting"
             );
         }
-        answer_client(&request, &device, &side, &connections, sink)?;
+        answer_client(&request, device, &side, &connections, sink)?;
         drop(connections);
         if !args.all {
             break;
         }
         next = listener.accept(Duration::from_secs(2));
     }
+    Ok(())
+}
+
+/// Fails when the device has gone, as that of a node that has ended.
+fn check_there(device: &Device) -> Result<()> {
+    let mut events = std::iter::from_fn(|| device.poll_async_event());
+    let has_gone = events.any(|event| event == AsyncEvent::DeviceFatal);
+    let address = device.address();
+    if has_gone && device.provider() == "shared" {
+        bail!(
+            "the node of {address} has ended: start `rdmux node --device {address}`, then this command again"
+        );
+    }
+    ensure!(!has_gone, "the device of {address} has gone");
     Ok(())
 }
 
@@ -756,12 +777,29 @@ fn device_towards(args: &Args, host: &str) -> Result<(Device, SocketAddr)> {
             source,
         })?,
     };
-    Ok((Device::open(address)?, peer))
+    Ok((open(args, address)?, peer))
+}
+
+/// Opens the device of an address. An error says that the user may name another one.
+fn open(args: &Args, address: IpAddr) -> Result<Device> {
+    match args.bind {
+        Some(_) => Ok(Device::open(address)?),
+        None => Device::open(address)
+            .with_context(|| format!("no device at {address}, the address used without --bind ADDRESS")),
+    }
 }
 
 /// Connects, measures every requested size, and prints the results unless JSON is requested.
 fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     let (device, peer) = device_towards(args, host)?;
+    let rows = measure_all(&device, peer, args);
+    if rows.is_err() {
+        check_there(&device)?;
+    }
+    Ok((rows?, device.counters()))
+}
+
+fn measure_all(device: &Device, peer: SocketAddr, args: &Args) -> Result<Vec<Row>> {
     let sizes: Vec<u32> = if args.all {
         (1..=ALL_SIZES_MAX.ilog2()).map(|n| 1 << n).collect()
     } else {
@@ -786,7 +824,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
             depth,
             events: args.events,
         };
-        let row = measure(&device, peer, &request, iterations, args)?;
+        let row = measure(device, peer, &request, iterations, args)?;
         if !args.json {
             print_row(&row);
         }
@@ -795,7 +833,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     if !args.json {
         println!("{:-<87}", "");
     }
-    Ok((rows, device.counters()))
+    Ok(rows)
 }
 
 fn measure(

@@ -490,6 +490,8 @@ impl Client {
 
     /// Ends the device after its node has gone: what is in flight is flushed, and whoever waits learns it.
     fn end(&self) {
+        // First: who meets a consequence of the end finds its cause.
+        self.raise(AsyncEvent::DeviceFatal);
         self.has_ended.store(true, Ordering::Release);
         // Held, so that no request begins to wait without seeing the end.
         drop(self.requests.lock());
@@ -497,7 +499,6 @@ impl Client {
         // Requests that the node has completed before count.
         let _ = self.rings.take(self);
         self.rings.flush_all(self);
-        self.raise(AsyncEvent::DeviceFatal);
         let reports = std::mem::take(&mut *self.reports.lock());
         for ((_, id), events) in reports.iter().filter(|((kind, _), _)| *kind == Kind::Connection) {
             let ended = Message::Progressed {
