@@ -68,7 +68,8 @@ pub const HOST_VARIABLE: &str = "RDMUX_HOST_FOLDER";
 
 /// Returns the path of the folder of the host's nodes, whether it exists or not.
 pub fn host_path() -> PathBuf {
-    std::env::var_os(HOST_VARIABLE).map_or_else(|| HOST_PATH.into(), PathBuf::from)
+    let set = std::env::var_os(HOST_VARIABLE).filter(|path| !path.is_empty());
+    set.map_or_else(|| HOST_PATH.into(), PathBuf::from)
 }
 
 /// Checks that root or this process's user owns the folder of the host's nodes, and that nobody else may change it: whose nodes are there, the
