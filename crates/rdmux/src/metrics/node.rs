@@ -33,7 +33,7 @@ pub(super) fn render(text: &mut Text, snapshot: &Snapshot) {
     let queue_pairs = |tenant: &Tenant| {
         let own = snapshot.applications.iter();
         let own = own.filter(|application| application.tenant == tenant.name);
-        own.map(|application| f64::from(application.queue_pairs)).sum()
+        own.map(|application| u64::from(application.queue_pairs)).sum::<u64>() as f64
     };
     let bytes_per_second = |bps: Option<u64>| bps.map(|bps| bps as f64 / 8.0);
     each(
@@ -240,6 +240,7 @@ pub(super) mod tests {
         for line in [
             "rdmux_node_tenant_applications{device=\"10.0.0.1\",tenant=\"default\"} 0",
             "rdmux_node_tenant_queue_pairs{device=\"10.0.0.1\",tenant=\"db\"} 9",
+            "rdmux_node_tenant_queue_pairs{device=\"10.0.0.1\",tenant=\"default\"} 0",
             "rdmux_node_tenant_rate_bytes_per_second{device=\"10.0.0.1\",tenant=\"db\"} 1000",
             "rdmux_node_tenant_ceiling_bytes_per_second{device=\"10.0.0.1\",tenant=\"db\"} 2000",
             "rdmux_node_tenant_bytes_total{device=\"10.0.0.1\",tenant=\"db\"} 4096",

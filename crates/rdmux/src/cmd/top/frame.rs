@@ -136,7 +136,9 @@ impl Frame {
 
     /// Returns the bytes that all tenants have moved, in a second.
     pub(super) fn bytes_per_s(&self) -> f64 {
-        self.tenants.iter().map(|tenant| tenant.rates.bytes_per_s).sum()
+        let sum: f64 = self.tenants.iter().map(|tenant| tenant.rates.bytes_per_s).sum();
+        // The sum of none is -0.
+        sum + 0.0
     }
 
     /// Returns a line about the node.

@@ -52,7 +52,11 @@ const HELP: &str = "\
  P50    half of the requests take no longer, from the node's taking
         of them to their completion; P99: 99 of 100
  DEPTH  requests that are not complete
- ROUTE  own: a queue pair of its own; shared N: the node's Nth";
+ ROUTE  own: a queue pair of its own; shared N: queue pair N of the
+        node, on which several connections go
+
+ In the heading, the node waits by sleep (blocked), by polling for
+ a moment and then sleep (interrupted), or by polling (running)";
 
 /// Rows that are shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -154,6 +154,18 @@ web                                        410 kB/s   0.2%    100  24.6 us  32.6
 }
 
 #[test]
+fn title__of_a_node_without_tenants() {
+    let none = Snapshot {
+        tenants: Vec::new(),
+        applications: Vec::new(),
+        connections: Vec::new(),
+        ..snapshot(1)
+    };
+    let title = Frame::of(&none, &none).title();
+    assert!(title.contains("0 connections, 2 shared, 0 B/s"), "{title}");
+}
+
+#[test]
 fn json__keys() {
     let value = serde_json::to_value(frame()).unwrap();
     assert_eq!(value["interval_ns"], 2_000_000_000_u64);
@@ -219,7 +231,10 @@ fn draw__whatever_the_size() {
     assert!(!text.contains("10.0.0.2") && !text.contains("LATELY"), "{text}");
     press(&mut screen, "h");
     drawn(&mut screen, 3, 2);
-    assert!(drawn(&mut screen, 80, 24).contains("this help"));
+    let help = drawn(&mut screen, 80, 24);
+    for words in ["this help", "several connections go", "by polling (running)"] {
+        assert!(help.contains(words), "{words}:\n{help}");
+    }
     press(&mut screen, "h");
     assert!(!drawn(&mut screen, 80, 24).contains("this help"));
 }
