@@ -22,6 +22,7 @@ use rdmux_verbs::{CompletionQueue, EngineWatch, EventQueue, MemoryRegion};
 use rdmux_wire::node::mux::{HEADER_LEN, SLOT_LEN};
 use rdmux_wire::node::peer::{Binding, TenantName};
 
+use super::config::DEFAULT_TENANT;
 use super::egress::{self, Egress, FlowId, GroupId, GroupOptions, Owner, PieceId};
 use super::mux::keys::{Extent, Keys, OwnRegions, PeerKey, PeerKeys};
 use super::mux::receiver::Receiver;
@@ -563,8 +564,8 @@ impl Sharing {
                 Some(snapshot::SharedQp {
                     id: id.0,
                     peer: by.peer.address,
-                    tenant: by.here.to_string(),
-                    peer_tenant: by.there.to_string(),
+                    tenant: name_of(&by.here),
+                    peer_tenant: name_of(&by.there),
                     class: class as u8,
                     connections: line.mux.connections() as u32,
                     window_bytes,
@@ -768,6 +769,14 @@ pub(super) fn admission(admitted: Admission, body: &SendRequest) -> egress::Admi
         Admission::Post(bytes) => egress::Admission::Post(bytes),
         Admission::Wait(_) => egress::Admission::Hold,
         Admission::Refuse(status) => egress::Admission::Refuse(status),
+    }
+}
+
+/// Returns the name of a tenant for people: nodes call that of processes which match no other one by the empty name.
+fn name_of(tenant: &TenantName) -> String {
+    match tenant.to_string() {
+        none if none.is_empty() => DEFAULT_TENANT.to_owned(),
+        name => name,
     }
 }
 

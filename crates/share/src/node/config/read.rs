@@ -11,6 +11,7 @@ use strum::IntoEnumIterator;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
+use super::super::APPLICATIONS_MAX;
 use super::{
     Config, ConfigError, DEFAULT_TENANT, Finding, Limits, Others, Resource, STRICT_PERCENT_DEFAULT, Settings,
     TENANTS_MAX, Tenant, User, rate_text,
@@ -374,6 +375,15 @@ impl Reader<'_> {
                 }),
             };
             limits.set(resource, limit);
+        }
+        let most = APPLICATIONS_MAX as u64;
+        if let Some(applications) = limits.get(Resource::Applications).filter(|limit| *limit > most)
+            && let Some(value) = table.get(Resource::Applications.key())
+        {
+            self.warn(
+                value.span().start,
+                format!("applications = {applications} {title}: a node has at most {most} applications"),
+            );
         }
         limits
     }

@@ -302,6 +302,10 @@ fn parse__warnings() {
         warnings("\n[tenant.a]\nweight = 3"),
         ["node.toml:2: [tenant.a] has neither uid nor cgroup: nobody is in it"]
     );
+    assert_eq!(
+        warnings("[tenant.a]\nuid = [1]\nlimits.applications = 1025\n[default]\nlimits.applications = 1024"),
+        ["node.toml:3: applications = 1025 in limits in [tenant.a]: a node has at most 1024 applications"]
+    );
     assert!(
         warnings("rate = \"12Gbit\"\n[tenant.a]\nuid = [1]\nrate = \"12Gbit\"\nceiling = \"12Gbit\"")
             .is_empty()
