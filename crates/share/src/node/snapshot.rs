@@ -72,8 +72,8 @@ pub struct Counts {
     pub waiting_requests: u64,
     /// Bytes of their messages.
     pub waiting_bytes: u64,
-    /// Times from the node's taking of a request to its successful completion, of requests that ask for one. They are times of passes of the
-    /// node over its applications.
+    /// Times from the node's taking of a request to its successful completion, of requests that ask for one. The node reads
+    /// the clock when a pass over its applications begins, and before it looks for completions.
     #[serde(with = "latency")]
     pub latency: Histogram,
 }

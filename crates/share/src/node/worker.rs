@@ -365,7 +365,7 @@ impl Worker {
         }
         self.schedule.divide(&mut self.shared.egress, now, false);
         any |= self.post(now, batches.pieces);
-        any |= self.share(now);
+        any |= self.share();
         for application in self.applications.iter_mut().flatten() {
             // The time of a piece that completes at once is that of its execution.
             any |= application.take_completions(&mut self.shared, rdmux_verbs::moderation::now);
@@ -400,9 +400,11 @@ impl Worker {
     }
 
     /// Handles what has come over shared queue pairs, and tells applications. Returns whether there was anything.
-    fn share(&mut self, now: Time) -> bool {
+    fn share(&mut self) -> bool {
         let Shared { sharing, egress, .. } = &mut self.shared;
         let Some(sharing) = sharing else { return false };
+        // The pass may have posted what has completed by now: the time of that is not the one at which the pass began.
+        let now = now();
         let any = sharing.poll(egress, now);
         self.tell_news(now) || any
     }
