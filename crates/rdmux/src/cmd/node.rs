@@ -24,6 +24,7 @@ use rdmux_share::node::config::{Config, Finding};
 use rdmux_share::node::{Node, NodeOptions, Stopper};
 use rdmux_verbs::Device;
 use rdmux_verbs::provider::folder::runtime_folder;
+use rdmux_verbs::resources::places::SLOTS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -130,6 +131,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn serve(args: &Args) -> Result<()> {
+    // Each engine has a place of its own at the device's address.
+    let (engines, places) = (usize::from(args.engines.get()), SLOTS - 1);
+    ensure!(
+        engines <= places,
+        "--engines {engines}: a device has at most {places} engines"
+    );
     if args.detach {
         let is_relative = args.config.as_deref().is_some_and(Path::is_relative);
         ensure!(
