@@ -82,6 +82,23 @@ fn node__engines_that_share_queue_pairs() {
     for connection in top["connections"].as_array().unwrap() {
         assert_eq!(connection["route"], "shared", "{top}");
     }
+    for shared in top["shared_qps"].as_array().unwrap() {
+        assert_eq!(
+            [&shared["tenant"], &shared["peer_tenant"]],
+            ["default"; 2],
+            "{top}"
+        );
+    }
+    // A SEND of 64 KiB is copied in the pass that takes it, which takes longer than this.
+    let deadline = Instant::now() + LONG;
+    let p50_ns = loop {
+        let frame = host.frame(from, "2");
+        if let Some(p50_ns) = frame["tenants"][0]["p50_ns"].as_u64() {
+            break p50_ns;
+        }
+        assert!(Instant::now() < deadline, "{frame}");
+    };
+    assert!(p50_ns >= 1000, "{p50_ns} ns");
     drop((client, server));
 }
 
@@ -284,6 +301,16 @@ fn node__memory_of_the_application_alone() {
     let output = host.run_client("write-lat", "127.0.51.11", "127.0.51.11", &private);
     assert_measured("write-lat", &output);
     drop(server);
+}
+
+#[test]
+fn node__more_engines_than_places() {
+    let host = Host::new();
+    let args = ["node", "--engines", "2000", "--device", "127.0.51.14"];
+    let refused = host.rdmux(&args).output().unwrap();
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1));
+    assert_eq!(text, "rdmux: --engines 2000: a device has at most 127 engines\n");
 }
 
 /// Returns the processes of nodes that have this runtime folder.

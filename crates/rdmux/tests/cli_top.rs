@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::{ChildStdout, Command, Stdio};
 use std::time::Instant;
 
-use common::nodes::{Host, LONG};
+use common::nodes::{Host, LONG, Running};
 use serde_json::Value;
 use skip::skip;
 
@@ -101,6 +101,67 @@ fn top__ends_with_its_node() {
     while !line(&mut frames).is_empty() {}
     let status = top.0.wait().unwrap();
     assert_eq!(status.code(), Some(1));
+}
+
+/// `rdmux run --shared` holds the node beside the program, also where the program may be the only application.
+#[test]
+fn top__program_that_holds_its_node() {
+    const ADDRESS: &str = "127.0.61.4";
+    let host = Host::new();
+    let config = host.runtime.path().join("node.toml");
+    let uid = rustix::process::geteuid().as_raw();
+    let limits = format!("[tenant.own]\nuid = [{uid}]\nlimits.applications = 1\n");
+    std::fs::write(&config, limits).unwrap();
+    let mut node = host.start(&["node", "--device", ADDRESS, "--config", config.to_str().unwrap()]);
+    assert!(line(&mut node.lines()).contains("ready"));
+    let program = [
+        env!("CARGO_BIN_EXE_rdmux"),
+        "perf",
+        "write-lat",
+        "--bind",
+        ADDRESS,
+    ];
+    let run = ["run", "--sysfs", "none", "--shared", "--device", ADDRESS, "--"];
+    // A build without the libraries for C programs, which this one does not need.
+    let build = tempfile::tempdir().unwrap();
+    let copied = Command::new("cp")
+        .args([program[0].as_ref(), build.path()])
+        .status();
+    assert!(copied.unwrap().success());
+    for name in ["libibverbs.so", "librdmux_sysfs.so"] {
+        std::fs::write(build.path().join(name), "").unwrap();
+    }
+    let start = || {
+        let mut command = Command::new(build.path().join("rdmux"));
+        command
+            .args(run)
+            .args(program)
+            .env("XDG_RUNTIME_DIR", host.runtime.path());
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        Running(command.spawn().unwrap())
+    };
+    let mut server = start();
+    let deadline = Instant::now() + LONG;
+    while host.applications(ADDRESS).is_empty() {
+        assert!(Instant::now() < deadline, "no application");
+        assert!(server.0.try_wait().unwrap().is_none(), "the program has ended");
+    }
+    let frame = host.frame(ADDRESS, "2");
+    assert_eq!(frame["applications"].as_array().unwrap().len(), 1, "{frame}");
+    assert_ne!(frame["applications"][0]["name"], "", "{frame}");
+    let tenants = frame["tenants"].as_array().unwrap();
+    let own = tenants.iter().find(|one| one["name"] == "own").unwrap();
+    assert_eq!(own["applications"], 1, "{frame}");
+    // A second one has no application, and says so.
+    let (status, text) = start().end();
+    assert_eq!(status, Some(1), "{text}");
+    assert!(
+        text.contains("the tenant own has 1 of at most 1 applications"),
+        "{text}"
+    );
 }
 
 /// In a terminal of tmux.

@@ -47,7 +47,7 @@ use rustix::io::Errno;
 
 use application::Belonging;
 pub(crate) use application::{ADDRESS_HANDLES_MAX, SRQS_MAX};
-use config::{Config, Resource};
+use config::Config;
 use identity::Identity;
 use peer::Shares;
 use services::Services;
@@ -64,7 +64,7 @@ pub use crate::place::Scope;
 use crate::start::StartLock;
 use crate::watch::Watchers;
 
-/// Applications of a node.
+/// Applications of a node, with the processes that only hold it.
 pub const APPLICATIONS_MAX: usize = 1024;
 /// Applications that are accepted in a row before orders have their turn.
 const ACCEPTS_PER_TURN: usize = 64;
@@ -292,7 +292,8 @@ impl Node {
         })
     }
 
-    /// Has the node end by itself once it has had no application for so long. A process that holds it ([`crate::Held`]) counts as one.
+    /// Has the node end by itself once it has had no application for so long. A process that holds it ([`crate::Held`]) counts as one here,
+    /// and nowhere else.
     pub fn end_when_idle(&mut self, after: Duration) {
         self.idle = Some((after, Instant::now() + after));
     }
@@ -454,19 +455,20 @@ impl Node {
         is_done
     }
 
-    /// Returns process and tenant of the other end of a channel, with a charge for an application.
+    /// Returns process and tenant of the other end of a channel, with a place among the tenant's connections.
     fn belonging_of(&mut self, channel: &Channel) -> Result<Belonging, Refusal> {
         let identity = Identity::of(channel)?;
         let account = self.tenants.lock().account_of(&identity).cloned();
         let account = account.map_err(Refusal::no_access)?;
-        let charge = account.charge(Resource::Applications, 1)?;
+        let seat = account.seat()?;
         let number = self.next_number;
         self.next_number += 1;
         Ok(Belonging {
             number,
             identity,
             account,
-            charge,
+            seat,
+            charge: None,
         })
     }
 

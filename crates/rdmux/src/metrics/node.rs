@@ -33,7 +33,8 @@ pub(super) fn render(text: &mut Text, snapshot: &Snapshot) {
     let queue_pairs = |tenant: &Tenant| {
         let own = snapshot.applications.iter();
         let own = own.filter(|application| application.tenant == tenant.name);
-        own.map(|application| u64::from(application.queue_pairs)).sum::<u64>() as f64
+        own.map(|application| u64::from(application.queue_pairs))
+            .sum::<u64>() as f64
     };
     let bytes_per_second = |bps: Option<u64>| bps.map(|bps| bps as f64 / 8.0);
     each(

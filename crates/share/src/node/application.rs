@@ -25,7 +25,7 @@ use super::services::{Claim, Services};
 use super::sharing::Sharing;
 use super::snapshot::Counts;
 use super::table::Table;
-use super::tenants::{Account, Charge};
+use super::tenants::{Account, Charge, Seat};
 use crate::control::convert::Refusal;
 use crate::control::{Channel, Ended};
 
@@ -94,8 +94,10 @@ pub(super) struct Belonging {
     pub(super) number: u64,
     pub(super) identity: Identity,
     pub(super) account: Arc<Account>,
-    /// Charge of the tenant for the application.
-    pub(super) charge: Charge,
+    /// Its place among the connections of the tenant's processes.
+    pub(super) seat: Seat,
+    /// Charge of the tenant for the application, once it is attached: a connection that only holds the node is none.
+    pub(super) charge: Option<Charge>,
 }
 
 /// A shared receive queue of an application.
@@ -281,7 +283,10 @@ impl Application {
     ) {
         self.before = shared.egress.counts_of(self.slot).moved();
         self.belonging.account = account.clone();
-        self.belonging.charge.move_to(account);
+        self.belonging.seat.move_to(account);
+        if let Some(charge) = &mut self.belonging.charge {
+            charge.move_to(account);
+        }
         let regions = self.regions.iter_mut().flat_map(|region| &mut region.charges);
         regions.for_each(|charge| charge.move_to(account));
         self.srqs.iter_mut().for_each(|srq| srq.charge.move_to(account));

@@ -26,7 +26,10 @@ pub(super) struct Part {
 impl Worker {
     /// Returns its state. The work is bounded by the numbers of applications, tenants and shared queue pairs, and by that of connections.
     pub(super) fn part(&self, connections_max: usize) -> Part {
-        let (shared, attached) = (&self.shared, || self.applications.iter().flatten());
+        let shared = &self.shared;
+        // A connection that only holds the node is no application.
+        let is_attached = |one: &&Application| one.rings.is_some();
+        let attached = || self.applications.iter().flatten().filter(is_attached);
         let past = self.past.iter().map(|(name, past)| (name.clone(), 0, *past));
         let time = now();
         let mut part = Part {

@@ -78,29 +78,39 @@ pub(super) struct Account {
     file: PathBuf,
     limits: [AtomicU64; Resource::COUNT],
     used: [AtomicU64; Resource::COUNT],
+    /// Connections of its processes, and how many they may have: those of applications, and those that only hold the node.
+    connections: AtomicU64,
+    connections_max: AtomicU64,
     /// For each worker, how many of its queue pairs there have requests that wait: the workers divide its rates by that.
     waiting: Box<[AtomicU32]>,
 }
 
 impl Account {
-    pub(super) fn new(name: &str, file: PathBuf, limits: &Limits, workers: usize) -> Arc<Account> {
+    pub(super) fn new(name: &str, file: PathBuf, limits: (&Limits, u64), workers: usize) -> Arc<Account> {
         let account = Account {
             name: name.to_owned(),
             file,
             limits: Default::default(),
             used: Default::default(),
+            connections: AtomicU64::new(0),
+            connections_max: AtomicU64::new(0),
             waiting: (0..workers).map(|_| AtomicU32::new(0)).collect(),
         };
         account.set_limits(limits);
         Arc::new(account)
     }
 
-    /// Sets limits. What the applications have stays, also beyond them.
-    fn set_limits(&self, limits: &Limits) {
+    /// Sets limits of one of so many tenants. What the applications have stays, also beyond them.
+    fn set_limits(&self, (limits, tenants): (&Limits, u64)) {
         for resource in Resource::iter() {
             let limit = limits.get(resource).unwrap_or(UNLIMITED);
             self.limits[resource as usize].store(limit, Ordering::Relaxed);
         }
+        // `rdmux run --shared` holds the node beside the program's own connection. Holds take nothing from the part of other tenants.
+        let applications = self.limit(Resource::Applications);
+        let part = APPLICATIONS_MAX as u64 / tenants.max(1);
+        let most = applications.max(applications.saturating_mul(2).min(part));
+        self.connections_max.store(most, Ordering::Relaxed);
     }
 
     /// Returns the name of the tenant.
@@ -131,6 +141,34 @@ impl Account {
             Err(used) => {
                 let exceeded = self.exceeded(resource, used, limit);
                 Err(Refusal::new(ErrorCode::Limit, exceeded))
+            }
+        }
+    }
+
+    /// Takes a place among the connections of the tenant's processes, until it is dropped.
+    ///
+    /// # Errors
+    /// The tenant has as many as it may have.
+    pub(super) fn seat(self: &Arc<Account>) -> Result<Seat, Refusal> {
+        let most = self.connections_max.load(Ordering::Relaxed);
+        let add = |used: u64| Some(used + 1).filter(|used| *used <= most);
+        match self
+            .connections
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add)
+        {
+            Ok(_) => Ok(Seat {
+                account: self.clone(),
+            }),
+            Err(_) => {
+                let used = self.used[Resource::Applications as usize].load(Ordering::Relaxed);
+                let limit = self.limit(Resource::Applications);
+                let mut text = self.exceeded(Resource::Applications, used, limit);
+                if used < limit {
+                    text = format!(
+                        "{most} processes of the tenant have or hold the node, as many as may: {text}"
+                    );
+                }
+                Err(Refusal::new(ErrorCode::Limit, text))
             }
         }
     }
@@ -190,6 +228,28 @@ impl Drop for Charge {
     }
 }
 
+/// A place among the connections of a tenant's processes.
+#[derive(Debug)]
+pub(super) struct Seat {
+    account: Arc<Account>,
+}
+
+impl Seat {
+    /// Moves the connection to another account, also beyond that one's limit.
+    pub(super) fn move_to(&mut self, account: &Arc<Account>) {
+        account.connections.fetch_add(1, Ordering::Relaxed);
+        *self = Seat {
+            account: account.clone(),
+        };
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.account.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// The tenants of a node.
 #[derive(Debug)]
 pub(super) struct Tenants {
@@ -216,7 +276,8 @@ impl Tenants {
         match config {
             Some(config) => tenants.set(config),
             None => {
-                let default = Account::new(DEFAULT_TENANT, PathBuf::new(), &Limits::default(), workers);
+                let limits = (&Limits::default(), 1);
+                let default = Account::new(DEFAULT_TENANT, PathBuf::new(), limits, workers);
                 tenants.accounts.insert(DEFAULT_TENANT.to_owned(), default);
             }
         }
@@ -227,13 +288,14 @@ impl Tenants {
     pub(super) fn set(&mut self, config: Config) {
         let mut accounts = HashMap::new();
         for (name, Settings { limits, .. }) in settings(&config) {
-            let limits = self.capacity.part(&limits, config.served_tenants() as u64);
+            let tenants = config.served_tenants() as u64;
+            let limits = self.capacity.part(&limits, tenants);
             let account = match self.accounts.remove(name) {
                 Some(kept) => {
-                    kept.set_limits(&limits);
+                    kept.set_limits((&limits, tenants));
                     kept
                 }
-                None => Account::new(name, config.file.clone(), &limits, self.workers),
+                None => Account::new(name, config.file.clone(), (&limits, tenants), self.workers),
             };
             accounts.insert(name.to_owned(), account);
         }
@@ -543,6 +605,41 @@ mod tests {
         assert_eq!(
             refusal.text,
             "the tenant a has 0 of at most 8192 bytes in memory regions: raise limits.bytes in [tenant.a] of /etc/node.toml"
+        );
+    }
+
+    #[test]
+    fn seat__of_programs_that_hold_the_node_as_well() {
+        let text = "[tenant.a]\nuid = [1]\nlimits.applications = 1\n[tenant.b]\nuid = [2]\n[tenant.c]\nuid = [3]\nlimits.applications = 0";
+        let tenants = tenants(Some(config(text)));
+        let [a, b, c] = [1, 2, 3].map(|uid| tenants.account_of(&identity(uid, Err(""))).unwrap().clone());
+        let _hold = a.seat().unwrap();
+        let mut program = a.seat().unwrap();
+        assert_eq!(
+            a.seat().unwrap_err().text,
+            "2 processes of the tenant have or hold the node, as many as may: \
+             the tenant a has 0 of at most 1 applications: raise limits.applications in [tenant.a] of /etc/node.toml"
+        );
+        let _charge = a.charge(Resource::Applications, 1).unwrap();
+        assert!(
+            a.seat()
+                .unwrap_err()
+                .text
+                .starts_with("the tenant a has 1 of at most 1")
+        );
+        program.move_to(&b);
+        assert!(a.seat().is_ok());
+        // Holds of a tenant take no more than its part.
+        let part = APPLICATIONS_MAX / 4;
+        let seats: Vec<Seat> = (1..part).map(|_| b.seat().unwrap()).collect();
+        assert!(b.seat().is_err());
+        drop(seats);
+        assert!(b.seat().is_ok());
+        assert!(
+            c.seat()
+                .unwrap_err()
+                .text
+                .starts_with("the tenant c has 0 of at most 0")
         );
     }
 

@@ -731,9 +731,10 @@ fn limits__of_a_tenant_are_those_of_all_its_applications() {
          limits = { applications = 2, queue_pairs = 2, requests = 80, regions = 2, bytes = \"8K\" }";
     let served = Served::with(31, Some(config(text)));
     let (mut one, mut other) = (served.attach(), served.attach());
-    let refused = served.connect().detached();
+    // A connection that only holds the node is no application.
+    let mut third = served.connect();
     assert_eq!(
-        refused,
+        why(&mut third, &attach(VERSION)),
         "the tenant a has 2 of at most 2 applications: raise limits.applications in [tenant.a] of node.toml"
     );
     let pds = [&mut one, &mut other].map(|raw| raw.made(&Message::AllocPd {}));

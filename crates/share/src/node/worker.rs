@@ -825,6 +825,13 @@ impl Application {
             self.channel.send(request, &refusal.clone().message())?;
             return Err(Detached::Protocol(refusal.text));
         }
+        match self.belonging.account.charge(Resource::Applications, 1) {
+            Ok(charge) => self.belonging.charge = Some(charge),
+            Err(refusal) => {
+                self.channel.send(request, &refusal.clone().message())?;
+                return Err(Detached::Protocol(refusal.text));
+            }
+        }
         self.name.clone_from(name);
         let made = Layout::new(1, SLOTS.0, 1, SLOTS.1)
             .map_err(io::Error::other)

@@ -47,12 +47,13 @@ impl Driven {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let identity = Identity::of(&ours).unwrap();
         let account = tenants.lock().account_of(&identity).unwrap().clone();
-        let charge = account.charge(Resource::Applications, 1).unwrap();
+        let seat = account.seat().unwrap();
         let belonging = Belonging {
             number: 1,
             identity,
             account,
-            charge,
+            seat,
+            charge: None,
         };
         worker.serve((Channel::new(ours), belonging));
         let mut driven = Driven {
