@@ -243,8 +243,8 @@ mod tests {
 device: 25 Gbit/s; strict classes at most 90 % of a tenant's bytes while others wait
 tenant  users          control groups            weight       rate      ceiling  classes             applications  queue_pairs      requests    regions   bytes
 db      alice(1000) 7  /system.slice/db.service       3  10 Gbit/s  12.5 Gbit/s  7-6:strict 5-1:1 0:4            10    2048 each  1048576 each  4096 each  64 GiB
-x       8              -                              1          -            -  7-0:1                         1024    2048 each  1048576 each  4096 each       -
-default  the node's    -                              1          -            -  7-0:1                         1024    2048 each  1048576 each  4096 each       -
+x       8              -                              1          -            -  7-0:1                          341    2048 each  1048576 each  4096 each       -
+default  the node's    -                              1          -            -  7-0:1                          341    2048 each  1048576 each  4096 each       -
 other users are refused";
         let plain = |text: &str| -> Vec<String> {
             let lines = text.lines();
