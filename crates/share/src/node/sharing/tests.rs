@@ -230,7 +230,7 @@ fn remove_region__of_a_peer_that_does_not_answer() {
         .mux
         .bind(bound, Receiver::new(16))
         .unwrap();
-    let account = Account::new("tenant", PathBuf::new(), &Limits::default(), 1);
+    let account = Account::new("tenant", PathBuf::new(), (&Limits::default(), 1), 1);
     let pd = sharing.peers.pd().device().alloc_pd().unwrap();
     let memory = Arc::new(AnonymousMemory::shareable(8192).unwrap());
     let region = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).unwrap();
