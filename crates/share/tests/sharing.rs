@@ -448,7 +448,7 @@ fn connections__share_one_queue_pair() {
         panic!("{snapshot:?}");
     };
     assert_eq!((shared.peer, shared.connections), (there.address, 64));
-    assert_eq!((&*shared.tenant, shared.in_flight_bytes), ("", 0));
+    assert_eq!((&*shared.tenant, shared.in_flight_bytes), ("default", 0));
     assert!(shared.window_bytes > 0);
     assert_eq!(snapshot.connections.len(), 64);
     for connection in &snapshot.connections {
