@@ -186,7 +186,12 @@ struct World {
     nodes: [Node; 2],
     slots: u16,
     seed: u64,
+    /// Steps so far.
+    steps: usize,
 }
+
+/// Most steps of a world: many times those of the longest run.
+const STEPS_MAX: usize = 100_000;
 
 const ALL: Access = Access::from_bits_truncate(0x30f);
 const RESOURCES: u32 = 3;
@@ -307,6 +312,7 @@ impl World {
             nodes: [node(0), node(1)],
             slots,
             seed,
+            steps: 0,
         }
     }
 
@@ -730,7 +736,18 @@ impl World {
     }
 
     /// Lets one thing happen, chosen at random among those that can. Returns false if none can.
+    ///
+    /// # Panics
+    /// If the world does not come to an end.
     fn step(&mut self) -> bool {
+        self.steps += 1;
+        let muxes = || self.nodes.each_ref().map(|it| &it.mux);
+        assert!(
+            self.steps <= STEPS_MAX,
+            "seed {}: no end: {:?}",
+            self.seed,
+            muxes()
+        );
         let (mut choices, mut may_go) = (Vec::new(), Vec::new());
         for node in 0..2 {
             let it = &self.nodes[node];
@@ -1336,9 +1353,22 @@ impl World {
     }
 }
 
+/// Variable with the seed of the only run, or with seeds such as `0..1500`.
+const SEEDS: &str = "RDMUX_MUX_SEED";
+
+/// Returns whether seeds were given: they need not show all that can happen.
+fn has_seeds() -> bool {
+    std::env::var(SEEDS).is_ok()
+}
+
+/// Returns the seeds that were given, or so many.
 fn runs(default: u64) -> std::ops::Range<u64> {
-    match std::env::var("RDMUX_MUX_SEED").map(|seed| seed.parse()) {
-        Ok(Ok(seed)) => seed..seed + 1,
-        _ => 0..default,
+    let Ok(given) = std::env::var(SEEDS) else {
+        return 0..default;
+    };
+    let seed = |text: &str| text.parse::<u64>().expect(SEEDS);
+    match given.split_once("..") {
+        Some((first, end)) => seed(first)..seed(end),
+        None => seed(&given)..seed(&given) + 1,
     }
 }

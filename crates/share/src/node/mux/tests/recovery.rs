@@ -141,7 +141,8 @@ fn failure_at_any_step__no_application_notices() {
 
 /// Runs with failures of the queue pair all the time.
 fn run_with_failures(world: &mut World) {
-    let longest = 1 + world.dice.below(300);
+    // If the queue pair failed after each single step, it would never be used: no end resumes, and nothing is in flight whose failures count.
+    let longest = 2 + world.dice.below(300);
     loop {
         let steps = world.dice.below(longest) + 1;
         if !world.steps(steps) {
@@ -249,7 +250,7 @@ fn deregistration__that_does_not_wait_for_the_peer() {
             caused += flows[1].caused + flows[2].caused;
         }
     }
-    assert!(caused > 10 || std::env::var("RDMUX_MUX_SEED").is_ok(), "{caused}");
+    assert!(caused > 10 || has_seeds(), "{caused}");
 }
 
 /// An application ends with a connection and its memory while queue pairs fail.
@@ -289,7 +290,7 @@ fn ledger__fails_what_may_have_happened() {
         let flows = world.nodes.iter().flat_map(|it| &it.flows);
         lost += flows.filter(|flow| flow.has_failed).count();
     }
-    assert!(lost > 0 || std::env::var("RDMUX_MUX_SEED").is_ok());
+    assert!(lost > 0 || has_seeds());
 }
 
 /// Has a connection allow that a WRITE takes effect twice, and post nothing else that must not.
@@ -356,7 +357,7 @@ fn ledger__each_connection_decides_for_itself() {
             lost += failed.iter().filter(|failed| **failed).count();
         }
     }
-    assert!(lost > 0 || std::env::var("RDMUX_MUX_SEED").is_ok());
+    assert!(lost > 0 || has_seeds());
 }
 
 /// A request whose cause nobody finds makes one queue pair after the other fail.

@@ -227,9 +227,8 @@ fn withdraw__nobody_uses_the_region_any_more() {
         }
         used += world.used;
     }
-    let is_alone = std::env::var("RDMUX_MUX_SEED").is_ok();
     assert!(
-        is_alone || used > 100 && refused > 50 && sent > 1000,
+        has_seeds() || used > 100 && refused > 50 && sent > 1000,
         "{used} {refused} {sent}"
     );
 }
@@ -371,7 +370,7 @@ fn anything__is_refused_or_ignored() {
         it.mux.close();
         assert_eq!(it.mux.posted(), it.mux.completed());
     }
-    assert!(refused > 1000);
+    assert!(has_seeds() || refused > 1000);
 }
 
 /// A connection whose peer's end is never bound ends all the same, and nobody answers an answer.
