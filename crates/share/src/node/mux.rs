@@ -681,14 +681,16 @@ impl Mux {
         !self.early.is_empty()
     }
 
-    /// Answers messages of connections that are not bound, except of those whose own queue pair may yet be.
-    pub(in crate::node) fn answer_strays(&mut self, may_be_bound: impl Fn(Qpn) -> bool) {
+    /// Answers messages of connections that are not bound, except of those that may yet be: between the own queue pair and the peer's.
+    pub(in crate::node) fn answer_strays(&mut self, may_be_bound: impl Fn(Qpn, Qpn) -> bool) {
         for _ in 0..self.early.len() {
             let Some(message) = self.early.pop_front() else {
                 return;
             };
             match Header::parse(&message) {
-                Ok((header, _)) if !may_be_bound(header.destination) => self.answer_stray(&header),
+                Ok((header, _)) if !may_be_bound(header.destination, header.source) => {
+                    self.answer_stray(&header);
+                }
                 _ => self.early.push_back(message),
             }
         }

@@ -160,6 +160,22 @@ struct Virtual {
     states: Vec<(QpState, QpAttributes)>,
 }
 
+impl Virtual {
+    /// Returns whether its connection may yet be one of a line, with this queue pair of the peer. Its application may have asked another one since it
+    /// was reset.
+    fn may_join(&self, line: &SharedBy, peer: Qpn) -> bool {
+        match &self.stage {
+            Stage::Asking => self.states.first().is_some_and(|(_, asked)| {
+                let path = asked.path.as_ref().map(|path| (path.dst, path.traffic_class));
+                let is_there = (path, asked.dest_qpn) == (Some((line.peer.address, line.class)), Some(peer));
+                is_there && self.tenant.0 == line.here
+            }),
+            Stage::Wanting(by, bound) => (by, bound.peer) == (line, peer),
+            Stage::Open | Stage::Shared(..) | Stage::Over => false,
+        }
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Sharing {

@@ -227,17 +227,16 @@ impl Sharing {
         self.release();
     }
 
-    fn work_on(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
+    pub(super) fn work_on(&mut self, egress: &mut Egress<SendRequest>, now: Time, id: SharedId) {
         #[cfg(test)]
         {
             self.looks += 1;
         }
         if let Some(line) = self.lines.get_mut(&id) {
             let qps = &self.qps;
-            line.mux.answer_strays(|qpn| {
-                let stage = qps.get(&qpn).map(|qp| &qp.stage);
-                matches!(stage, Some(Stage::Asking | Stage::Wanting(..)))
-            });
+            let by = &line.by;
+            line.mux
+                .answer_strays(|own, peer| qps.get(&own).is_some_and(|qp| qp.may_join(by, peer)));
             if line.mux.has_early() {
                 self.early.insert(id);
             }
@@ -518,7 +517,7 @@ impl Sharing {
     }
 
     /// Has a connection go over a shared queue pair.
-    fn bound(
+    pub(super) fn bound(
         &mut self,
         egress: &mut Egress<SendRequest>,
         now: Time,

@@ -15,6 +15,9 @@ use super::*;
 const ADDRESS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 55, 90));
 const PEER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 55, 91));
 
+/// A queue pair of the peer.
+const ASKED: Qpn = Qpn::new(0x777);
+
 /// Opens what a node with a device at this address shares.
 fn open(address: IpAddr) -> (Sharing, Egress<SendRequest>, EventQueue) {
     rdmux_soft::register();
@@ -33,12 +36,13 @@ fn open(address: IpAddr) -> (Sharing, Egress<SendRequest>, EventQueue) {
 
 /// Adds the state machine of a line, of which the peers know nothing.
 fn add_line(sharing: &mut Sharing, id: u64) -> SharedId {
+    add_line_to(sharing, id, PEER)
+}
+
+fn add_line_to(sharing: &mut Sharing, id: u64, address: IpAddr) -> SharedId {
     let buffers = Arc::new(AnonymousMemory::new(4096).unwrap());
     let pd = sharing.peers.pd();
-    let peer = PeerId {
-        address: PEER,
-        engine: 0,
-    };
+    let peer = PeerId { address, engine: 0 };
     let line = Line {
         mux: Mux::new(SLOTS),
         group: None,
@@ -61,11 +65,15 @@ fn add_line(sharing: &mut Sharing, id: u64) -> SharedId {
 
 /// Has a message of the peer's node come over a line.
 fn use_line(sharing: &mut Sharing, id: SharedId) {
+    receive(sharing, id, Kind::Slots, (Qpn::new(0), Qpn::new(0)));
+}
+
+fn receive(sharing: &mut Sharing, id: SharedId, kind: Kind, (source, destination): (Qpn, Qpn)) {
     let header = Header {
-        kind: Kind::Slots,
+        kind,
         is_solicited: false,
-        destination: Qpn::new(0),
-        source: Qpn::new(0),
+        destination,
+        source,
         sequence: 0,
         length: 0,
         extra: Extra::None,
@@ -94,6 +102,11 @@ fn add(sharing: &mut Sharing, egress: &mut Egress<SendRequest>, qpn: u32, applic
 
 /// Returns whether a queue pair that is connected may go over a shared one.
 fn may_share(sharing: &mut Sharing, qpn: Qpn) -> bool {
+    asks(sharing, qpn, ASKED)
+}
+
+/// Has an application connect a queue pair to this one of the peer. Returns whether the connection may go over a shared queue pair.
+fn asks(sharing: &mut Sharing, qpn: Qpn, dest: Qpn) -> bool {
     let path = Path {
         src: ADDRESS,
         dst: PEER,
@@ -102,7 +115,7 @@ fn may_share(sharing: &mut Sharing, qpn: Qpn) -> bool {
     };
     let attributes = QpAttributes {
         path: Some(path),
-        dest_qpn: Some(Qpn::new(0x777)),
+        dest_qpn: Some(dest),
         rq_psn: Some(Psn::new(0)),
         ..QpAttributes::default()
     };
@@ -118,7 +131,7 @@ fn modify__in_quarantine() {
     let id = SharedId(9);
     let bound = Bound {
         own: first,
-        peer: Qpn::new(0x777),
+        peer: ASKED,
         domain: 1,
         peer_domain: 1,
         peer_access: Access::empty(),
@@ -217,7 +230,7 @@ fn remove_region__of_a_peer_that_does_not_answer() {
     let domain = sharing.new_domain();
     let bound = Bound {
         own: Qpn::new(0x101),
-        peer: Qpn::new(0x777),
+        peer: ASKED,
         domain,
         peer_domain: 1,
         peer_access: Access::empty(),
@@ -271,4 +284,57 @@ fn remove_region__of_a_peer_that_does_not_answer() {
     }
     assert_eq!(sharing.next_overdue(), None);
     assert_eq!(sharing.lines[&id].mux.connections(), 1);
+}
+
+/// Messages wait as long as the connection of which they are may yet be bound to that line. Others are answered: their senders wait for it.
+#[test]
+fn work_on__answers_all_but_the_peer_that_is_asked() {
+    let (mut sharing, mut egress, _events) = open([127, 0, 55, 95].into());
+    let other = Qpn::new(0x778);
+    // Whether the peer's node has answered already.
+    for is_bound in [false, true] {
+        let first = 10 * u64::from(is_bound);
+        let line = add_line(&mut sharing, first);
+        let elsewhere = add_line_to(&mut sharing, first + 1, [127, 0, 55, 96].into());
+        let of_class = add_line(&mut sharing, first + 2);
+        sharing.lines.get_mut(&of_class).unwrap().by.class = 1;
+        let qpn = add(&mut sharing, &mut egress, 0x101 + u32::from(is_bound), 1);
+        assert!(asks(&mut sharing, qpn, ASKED));
+        if is_bound {
+            let peer = sharing.lines[&line].peer;
+            let binding = Binding {
+                domain: 1,
+                access: 0,
+                tenant: TenantName::default(),
+            };
+            sharing.bound(&mut egress, now(), qpn, (peer, ASKED), &binding);
+            assert!(matches!(sharing.qps[&qpn].stage, Stage::Wanting(..)));
+        }
+        for (id, source, answers, waits) in [
+            (line, other, 1, false),
+            (elsewhere, ASKED, 1, false),
+            (of_class, ASKED, 1, false),
+            (line, ASKED, 1, true),
+        ] {
+            receive(&mut sharing, id, Kind::Send, (source, qpn));
+            sharing.work_on(&mut egress, now(), id);
+            let mux = &sharing.lines[&id].mux;
+            assert_eq!(
+                (mux.posted(), mux.has_early()),
+                (answers, waits),
+                "{id:?} {source:?}"
+            );
+        }
+        // The application changes its mind.
+        for to in [QpState::Reset, QpState::Init] {
+            sharing.modify(Instant::now(), qpn, to, &QpAttributes::default());
+        }
+        assert!(asks(&mut sharing, qpn, other));
+        sharing.work_on(&mut egress, now(), line);
+        let mux = &mut sharing.lines.get_mut(&line).unwrap().mux;
+        assert!(!mux.has_early());
+        // The first answer found no queue pair.
+        assert_eq!(mux.resume().len(), 1);
+        assert_eq!(messages(&mut sharing, line), [Kind::Fail]);
+    }
 }

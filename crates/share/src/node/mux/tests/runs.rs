@@ -399,7 +399,8 @@ fn answer_strays__of_queue_pairs_that_are_never_bound() {
             it.mux.handle_message(&message, &mut it.keys).unwrap();
         }
         // As long as it may be bound, its messages wait.
-        it.mux.answer_strays(|_| turn < 2);
+        it.mux
+            .answer_strays(|own, peer| turn < 2 && (own, peer) == (names(1 - from, 0), names(from, 0)));
     }
     let end = |from, status| (from, Kind::Fail, Extra::Status(status));
     assert_eq!(
