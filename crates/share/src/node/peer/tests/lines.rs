@@ -244,7 +244,14 @@ fn want_qp__of_a_known_line_on_a_full_device() {
         let device = [&a, &b][full].host.device.clone();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(1).unwrap());
         let options = QpOptions::new(&cq);
-        let others: Vec<_> = std::iter::from_fn(|| pd.create_qp(&options).ok()).collect();
+        // Meanwhile the peers answer each other's probes.
+        let mut others = Vec::new();
+        while let Ok(qp) = pd.create_qp(&options) {
+            others.push(qp);
+            if others.len() % 256 == 0 {
+                run_users(&mut a, &mut b, |_, _| Some(()));
+            }
+        }
         assert_eq!(a.host.peers.want_qp(Instant::now(), &by), None);
         let refused = |event: &PeerEvent| match event {
             PeerEvent::QpRefused { by } => Some(by.clone()),
@@ -254,7 +261,10 @@ fn want_qp__of_a_known_line_on_a_full_device() {
         assert!(!a.host.peers.is_qp_coming(&by));
         // The line had connections, which end with it.
         assert_eq!(a.host.find(is_gone), Some(ids.0));
-        drop(others);
+        while !others.is_empty() {
+            others.truncate(others.len().saturating_sub(256));
+            run_users(&mut a, &mut b, |_, _| Some(()));
+        }
         a.host.peers.want_qp(Instant::now(), &by);
         assert!(a.host.peers.is_qp_coming(&by));
         assert_ne!(ready_at_both(&mut a, &mut b).0, ids.0, "another line");
