@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use crate::completions::Poller;
 use crate::context::ContextObject;
 use crate::events::Given;
-use crate::query::{CQE_MAX, CQE_MIN};
+use crate::query::CQE_MAX;
 use crate::uses::Uses;
 use crate::watch::Arrived;
 use crate::{abi, made, minus_one, wait, watch};
@@ -162,6 +162,10 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::Comp
     drop(unsafe { Box::from_raw(channel.cast::<CompChannelObject>()) });
     0
 }
+
+/// The shortest completion queue. Drivers of RNICs round up what a program asks for, and programs rely on it: `ib_send_lat -e` leaves completions of a
+/// queue for one in it where the event of another queue comes first.
+const CQE_MIN: c_int = 16;
 
 /// Makes a completion queue.
 ///

@@ -11,7 +11,7 @@ use rdmux_verbs::{CompletionQueue, Moderation, ModerationPolicy, ResizeError};
 
 use crate::channel::{self, CqObject};
 use crate::memory::PdObject;
-use crate::query::{CQE_MAX, CQE_MIN};
+use crate::query::CQE_MAX;
 use crate::{abi, made, status};
 
 /// The device's clock: `CLOCK_MONOTONIC`, in nanoseconds.
@@ -263,7 +263,6 @@ unsafe extern "C" fn ibv_resize_cq(queue: *mut abi::Cq, cqe: c_int) -> c_int {
     if !(1..=CQE_MAX).contains(&cqe) {
         return libc::EINVAL;
     }
-    let cqe = cqe.max(CQE_MIN);
     // SAFETY: a queue that was made, says the caller.
     let own = unsafe { CqObject::of(queue) };
     let resized = own

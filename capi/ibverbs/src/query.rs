@@ -13,9 +13,6 @@ use crate::{abi, completions, device_memory, minus_one, status};
 
 /// Maximum number of completions that a queue can have.
 pub(crate) const CQE_MAX: c_int = 1 << 20;
-/// The shortest completion queue. Drivers of RNICs round up what a program asks for, and programs rely on it: `ib_send_lat -e` leaves completions of a
-/// queue for one in it where the event of another queue comes first.
-pub(crate) const CQE_MIN: c_int = 16;
 /// Maximum number of objects of a kind that a device can have: for queue pairs by their numbers, for the others just as many.
 const OBJECTS_MAX: c_int = 1 << 16;
 /// Maximum number of objects that have a number on the wire: docs/features.md.
