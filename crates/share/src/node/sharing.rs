@@ -160,6 +160,15 @@ struct Virtual {
     states: Vec<(QpState, QpAttributes)>,
 }
 
+impl Line {
+    /// Has the next pass look at it.
+    fn touch(&mut self, id: SharedId, due: &mut Vec<SharedId>) {
+        if !std::mem::replace(&mut self.is_due, true) {
+            due.push(id);
+        }
+    }
+}
+
 impl Virtual {
     /// Returns whether its connection may yet be one of a line, with this queue pair of the peer. Its application may have asked another one since it
     /// was reset.
@@ -260,9 +269,7 @@ macro_rules! line {
         let sharing: &mut Sharing = $sharing;
         match sharing.lines.get_mut(&$id) {
             Some(line) => {
-                if !std::mem::replace(&mut line.is_due, true) {
-                    sharing.due.push($id);
-                }
+                line.touch($id, &mut sharing.due);
                 let keys = NodeKeys {
                     regions: &mut sharing.regions,
                     by_shadow: &mut sharing.by_shadow,
@@ -367,8 +374,8 @@ impl Sharing {
             let is_written = removed.may_be_written;
             for (id, line) in &mut self.lines {
                 let of_line = line.mux.withdraw(domain, own, shared, is_written);
-                if of_line > 0 && !std::mem::replace(&mut line.is_due, true) {
-                    self.due.push(*id);
+                if of_line > 0 {
+                    line.touch(*id, &mut self.due);
                 }
                 uses += of_line;
             }
@@ -524,9 +531,7 @@ impl Sharing {
     /// Returns the state machine of a shared queue pair, to which something happens: it is looked at afterwards.
     fn touch(&mut self, id: SharedId) -> Option<&mut Mux> {
         let line = self.lines.get_mut(&id)?;
-        if !std::mem::replace(&mut line.is_due, true) {
-            self.due.push(id);
-        }
+        line.touch(id, &mut self.due);
         Some(&mut line.mux)
     }
 

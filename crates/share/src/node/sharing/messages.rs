@@ -45,9 +45,7 @@ impl Sharing {
             self.overdue.pop_front();
             for (id, line) in &mut self.lines {
                 line.mux.release(rkey);
-                if !std::mem::replace(&mut line.is_due, true) {
-                    self.due.push(*id);
-                }
+                line.touch(*id, &mut self.due);
             }
             any = true;
         }
