@@ -20,7 +20,7 @@ The status is 1 if the file is wrong; each error is a line with file, line and r
 
 JSON: one object: file, errors and warnings (arrays of line, text), and unless there are errors rate_bps (or null), strict_percent, \
 others (own user, refused or default: who matches no tenant) and tenants (array of name, users (array of uid, name), cgroups, weight, \
-rate_bps, ceiling_bps, classes (eight of a weight or strict), limits (null: none)).")]
+rate_bps, ceiling_bps, classes (eight of a weight or strict), limits (null: not set)).")]
 pub(super) struct Args {
     /// The file.
     file: PathBuf,
