@@ -89,6 +89,8 @@ struct Measured {
     latencies_ns: Vec<u64>,
     bytes: u64,
     ns: u64,
+    /// Passes that have posted something: the requests of each are posted as one list to each queue pair.
+    lists: u64,
 }
 
 impl Measured {
@@ -473,7 +475,7 @@ impl World {
     fn pass(&mut self) -> bool {
         self.works(PASS_NS);
         let began = self.now();
-        let batches = Batches::of(self.egress.is_beside_short(began));
+        let batches = Batches::of(self.egress.is_beside_short(began), self.turns.are_together(began));
         let mut any = false;
         for at in 0..self.applications.len() {
             for _ in 0..batches.requests {
@@ -486,7 +488,11 @@ impl World {
                 self.works(TAKE_NS);
             }
         }
-        any |= self.post(batches.pieces);
+        let posted = self.post(batches);
+        if posted && self.now_ps >= self.measured_from_ps {
+            self.measured.lists += 1;
+        }
+        any |= posted;
         any |= self.share();
         let told = self.tell();
         let turn = self.take_turn();
@@ -512,8 +518,9 @@ impl World {
         self.egress.submit(now, of.flow, known, request).unwrap();
     }
 
-    fn post(&mut self, pieces: u32) -> bool {
-        for count in 0..pieces {
+    fn post(&mut self, mut batch: Batches) -> bool {
+        let mut any = false;
+        while batch.has_room() {
             let now = self.now();
             let mut gate = Gate {
                 lines: &mut self.lines,
@@ -522,7 +529,9 @@ impl World {
             };
             let next = self.egress.next(now, &mut gate);
             self.ask_for_keys();
-            let Some(piece) = next else { return count > 0 };
+            let Some(piece) = next else { break };
+            any = true;
+            batch.posted(piece.length);
             let (at, connection) = self.by_flow[&piece.flow];
             let line = self.applications[at].line;
             let id = self.applications[at].connections[connection].id;
@@ -539,7 +548,7 @@ impl World {
                 self.device_posts(line, post);
             }
         }
-        true
+        any
     }
 
     fn ask_for_keys(&mut self) {

@@ -11,6 +11,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use rdmux_rnic::Time;
+use rdmux_rnic::sched::PIECE_BYTES_SHARED;
 
 /// Time for which data counts as flowing after the last of it.
 const FLOWING_NS: u64 = 10_000_000;
@@ -27,23 +28,50 @@ pub(super) struct Batches {
     /// Requests of an application that are taken.
     pub(super) requests: usize,
     /// Pieces that are posted.
-    pub(super) pieces: u32,
+    pieces: u32,
+    /// Bytes within which pieces are begun.
+    bytes: u64,
 }
 
 impl Batches {
+    /// Those beside long messages alone.
+    pub(super) const LONG: Batches = Batches {
+        requests: 64,
+        pieces: 64,
+        bytes: u64::MAX,
+    };
+
     /// Returns those beside short messages, which wait for the rest of a pass, and those beside long ones alone. Completions are taken as they
     /// come: each was posted, and what waits behind it may be somebody's short message.
-    pub(super) fn of(is_beside_short: bool) -> Batches {
-        match is_beside_short {
-            true => Batches {
+    ///
+    /// `are_together`: data of several applications flows. Otherwise only connections of one application wait for each other: short pieces are
+    /// posted up to the bytes of four long ones, which a device in software sends with two system calls. With four short ones in a pass, an
+    /// application with a message on each of many connections would have a system call for every four, here and at the peer's node.
+    pub(super) fn of(is_beside_short: bool, are_together: bool) -> Batches {
+        match (is_beside_short, are_together) {
+            (true, true) => Batches {
                 requests: 4,
                 pieces: 4,
+                bytes: u64::MAX,
             },
-            false => Batches {
-                requests: 64,
-                pieces: 64,
+            (true, false) => Batches {
+                requests: 16,
+                pieces: 16,
+                bytes: 4 * PIECE_BYTES_SHARED as u64,
             },
+            (false, _) => Batches::LONG,
         }
+    }
+
+    /// Returns whether one more piece may be posted.
+    pub(super) fn has_room(&self) -> bool {
+        self.pieces > 0 && self.bytes > 0
+    }
+
+    /// Takes note that a piece is posted.
+    pub(super) fn posted(&mut self, bytes: u32) {
+        self.pieces = self.pieces.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes.into());
     }
 }
 
@@ -114,6 +142,12 @@ impl Turns {
                 *last = Some((application, now));
             }
         }
+    }
+
+    /// Returns whether data of several applications flows.
+    pub(super) fn are_together(&self, now: Time) -> bool {
+        let flows = |(_, last): &&(u32, Time)| now.since_ns(*last) < FLOWING_NS;
+        self.flowing.iter().flatten().filter(flows).count() > 1
     }
 
     /// Takes the turn that is due. [`Turns::took`] follows. `is_beside_short`: somebody sends short messages now and then.

@@ -348,7 +348,10 @@ impl Worker {
     fn move_data(&mut self) -> bool {
         let mut any = false;
         let now = now();
-        let batches = Batches::of(self.shared.egress.is_beside_short(now));
+        let batches = Batches::of(
+            self.shared.egress.is_beside_short(now),
+            self.turns.are_together(now),
+        );
         let take = Take::Turn(batches.requests);
         for slot in 0..self.applications.len() {
             let Some(application) = &mut self.applications[slot] else {
@@ -364,7 +367,7 @@ impl Worker {
             }
         }
         self.schedule.divide(&mut self.shared.egress, now, false);
-        any |= self.post(now, batches.pieces);
+        any |= self.post(now, batches);
         any |= self.share();
         for application in self.applications.iter_mut().flatten() {
             // The time of a piece that completes at once is that of its execution.
@@ -452,16 +455,17 @@ impl Worker {
         }
     }
 
-    /// Posts at most so many pieces of requests to the device: successive ones for the same queue pair as one list, so that the device sends
+    /// Posts a batch of pieces of requests to the device: successive ones for the same queue pair as one list, so that the device sends
     /// them with few system calls. Returns whether there were any.
-    fn post(&mut self, now: Time, pieces: u32) -> bool {
+    fn post(&mut self, now: Time, mut batch: Batches) -> bool {
         let mut any = false;
-        for _ in 0..pieces {
+        while batch.has_room() {
             let Shared { sharing, egress, .. } = &mut self.shared;
             let Some(piece) = egress.next(now, &mut Gate(sharing.as_mut())) else {
                 break;
             };
             any = true;
+            batch.posted(piece.length);
             if let Some(sharing) = sharing
                 && sharing.add_piece(egress, now, &piece)
             {
@@ -697,7 +701,7 @@ impl Worker {
                 break;
             }
         }
-        self.post(now, Batches::of(false).pieces);
+        self.post(now, Batches::LONG);
         if let Some(Some(application)) = self.applications.get_mut(slot as usize) {
             application.answer(&mut self.shared, now, received)?;
         }

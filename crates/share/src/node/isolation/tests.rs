@@ -121,3 +121,25 @@ fn bandwidth__at_least_its_share() {
         }
     }
 }
+
+/// Returns how many WRITEs of 4 KiB the node posts at once, 1,024 of which are in flight.
+fn posted_at_once(connections: usize, others: Option<Load>) -> f64 {
+    let load = load(Kind::Write, 4 * KIB, 1024 / connections, connections);
+    let measured = beside(load, others, true);
+    measured.latencies_ns.len() as f64 / measured.lists as f64
+}
+
+#[test]
+fn lists__of_many_connections_have_the_requests_of_many() {
+    for connections in [1, 64, 256, 1024] {
+        let requests = posted_at_once(connections, None);
+        println!("{connections} connections: {requests:.1} requests in a list");
+        assert!(requests > 12.0, "{requests:.1} of {connections} connections");
+    }
+}
+
+#[test]
+fn lists__are_short_beside_short_messages_of_others() {
+    let requests = posted_at_once(1024, Some(load(Kind::Write, 64, 1, 1)));
+    assert!(requests <= 4.0, "{requests:.1}");
+}

@@ -109,3 +109,41 @@ fn next_time__after_the_part_has_changed() {
     assert_eq!(turns.next_time(false), Some(now));
     assert_eq!(turns.next(now, false), Some(Turn::Serve));
 }
+
+/// Returns how many pieces of these lengths a batch has, and their bytes.
+fn taken(mut batch: Batches, bytes: u32) -> (u32, u64) {
+    let mut taken = (0, 0);
+    while batch.has_room() {
+        batch.posted(bytes);
+        taken = (taken.0 + 1, taken.1 + u64::from(bytes));
+    }
+    taken
+}
+
+#[test]
+fn batches__short_pieces_up_to_the_bytes_of_four_long_ones() {
+    let alone = Batches::of(true, false);
+    assert_eq!(taken(alone, 64), (16, 1 << 10));
+    assert_eq!(taken(alone, 4 << 10), (16, 64 << 10));
+    assert_eq!(taken(alone, 16 << 10), (4, 64 << 10));
+    assert_eq!(taken(alone, u32::MAX).0, 1);
+    let together = Batches::of(true, true);
+    assert_eq!(taken(together, 64).0, 4);
+    assert_eq!(taken(together, u32::MAX).0, 4);
+    assert_eq!(taken(Batches::of(false, true), u32::MAX).0, 64);
+}
+
+#[test]
+fn are_together__while_data_of_two_applications_flows() {
+    let mut turns = Turns::new(Time(1));
+    assert!(!turns.are_together(Time(1)));
+    turns.moved(Time(1), 1);
+    turns.moved(Time(2), 1);
+    assert!(!turns.are_together(Time(2)));
+    turns.moved(Time(3), 2);
+    turns.moved(Time(4), 1);
+    assert!(turns.are_together(Time(3 + FLOWING_NS - 1)));
+    assert!(!turns.are_together(Time(3 + FLOWING_NS)));
+    turns.moved(Time(3 + FLOWING_NS), 2);
+    assert!(turns.are_together(Time(3 + FLOWING_NS)));
+}
