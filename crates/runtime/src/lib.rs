@@ -37,6 +37,7 @@
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod connection;
+mod descriptors;
 mod keepalive;
 mod mailbox;
 mod pool;
@@ -50,13 +51,13 @@ mod workers;
 pub use connection::{
     Completed, EstablishError, MessageConnection, PendingConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
 };
+pub use descriptors::{DescriptorId, Interest};
 pub use keepalive::KeepAlive;
 pub use mailbox::{Inbox, Mailbox, mailbox};
 pub use pool::{Buffer, BufferError, BufferPool};
 pub use queues::Queues;
 pub use reactor::{
-    ConnectionEnd, ConnectionError, ConnectionId, DescriptorId, Limits, ListenAtError, Reactor, ReactorEvent,
-    Request,
+    ConnectionEnd, ConnectionError, ConnectionId, Limits, ListenAtError, Reactor, ReactorEvent, Request,
 };
 pub use waiting::{Waiting, set_timer_slack};
 pub use work_id::WorkId;

@@ -73,6 +73,20 @@ impl<M> Inbox<M> {
         deadline: Option<Instant>,
     ) -> io::Result<Option<Vec<usize>>> {
         let mut fds: Vec<_> = others.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        if !self.sleep_beside(&mut fds, deadline)? {
+            return Ok(None);
+        }
+        let is_ready = |at: &usize| !fds[*at].revents().is_empty();
+        Ok(Some((0..others.len()).filter(is_ready).collect()))
+    }
+
+    /// Sleeps as [`Inbox::sleep`] does, on descriptors that then tell which of them are ready; its own is added behind them. Returns false if
+    /// the deadline has ended it.
+    pub(crate) fn sleep_beside<'fd>(
+        &'fd self,
+        fds: &mut Vec<PollFd<'fd>>,
+        deadline: Option<Instant>,
+    ) -> io::Result<bool> {
         fds.push(PollFd::new(self.waker.fd(), PollFlags::IN));
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -81,19 +95,13 @@ impl<M> Inbox<M> {
                 tv_nsec: left.subsec_nanos().into(),
             }
         });
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(0) => return Ok(None),
-            Ok(_) => {}
-            Err(error) => return Err(error.into()),
+        if poll(fds, timeout.as_ref())? == 0 {
+            return Ok(false);
         }
-        let mut ready: Vec<usize> = (0..fds.len())
-            .filter(|at| !fds[*at].revents().is_empty())
-            .collect();
-        if ready.last() == Some(&others.len()) {
-            ready.pop();
+        if fds.last().is_some_and(|own| !own.revents().is_empty()) {
             self.reset();
         }
-        Ok(Some(ready))
+        Ok(true)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,10 @@ use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, EngineWatch, EventQueue, Features,
     ListenError, Listener, ModerationPolicy, OpenError, Qpn, Status, WorkCompletion,
 };
+use rustix::event::{PollFd, PollFlags};
 
 use crate::connection::{Completed, EstablishError, MessageConnection, PendingConnection, Sizes};
+use crate::descriptors::{DescriptorId, Descriptors, Interest, Report};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
 use crate::queues::{PortQueues, Queues, Seat};
@@ -29,10 +31,6 @@ const CONNECTION: u64 = 1 << 63;
 /// A connection of a reactor. Numbers begin at 1 and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ConnectionId(pub u64);
-
-/// A descriptor of the service. Numbers begin at 1 and are never used again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct DescriptorId(pub u64);
 
 /// Limits of a reactor.
 #[derive(Clone, Copy, Debug)]
@@ -62,8 +60,19 @@ pub enum ReactorEvent<M> {
     Ended(ConnectionId, ConnectionEnd),
     /// A message from another thread.
     Mail(M),
-    /// A descriptor of the service is readable ([`Reactor::add_descriptor`]).
+    /// A descriptor of the service is readable, hung up or failed ([`Reactor::add_descriptor`]).
     Readable(DescriptorId),
+    /// A descriptor of the service is writable, hung up or failed.
+    Writable(DescriptorId),
+}
+
+impl<M> From<Report> for ReactorEvent<M> {
+    fn from(report: Report) -> ReactorEvent<M> {
+        match report {
+            Report::Readable(id) => ReactorEvent::Readable(id),
+            Report::Writable(id) => ReactorEvent::Writable(id),
+        }
+    }
 }
 
 /// Why a connection is over.
@@ -189,10 +198,9 @@ pub struct Reactor<M> {
     polls: u32,
     /// Reports the ports at which requests for connections have arrived, attempts that may have a result, and connections that may be over.
     news: EventQueue,
-    descriptors: Vec<(DescriptorId, OwnedFd)>,
-    descriptors_so_far: u64,
-    /// Descriptors that were readable and are not reported.
-    readable: VecDeque<DescriptorId>,
+    descriptors: Descriptors,
+    /// Which of the sources besides completions has the next turn.
+    next_other: usize,
     /// Connections with messages that wait for slots.
     holding: Vec<ConnectionId>,
     /// Ends of connections that were noticed and not reported.
@@ -227,9 +235,8 @@ impl<M> Reactor<M> {
             probes: false,
             polls: 0,
             news: EventQueue::new()?,
-            descriptors: Vec::new(),
-            descriptors_so_far: 0,
-            readable: VecDeque::new(),
+            descriptors: Descriptors::new()?,
+            next_other: 0,
             holding: Vec::new(),
             ended: VecDeque::new(),
             // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
@@ -499,20 +506,32 @@ impl<M> Reactor<M> {
         self.connections.insert(connection, known);
     }
 
-    /// Reports from now on whenever a descriptor is readable, hung up or failed: a socket's, a timer's, an io_uring's. It must not block: a
-    /// report may come after the service has read everything.
-    pub fn add_descriptor(&mut self, descriptor: OwnedFd) -> DescriptorId {
-        self.descriptors_so_far += 1;
-        let id = DescriptorId(self.descriptors_so_far);
-        self.descriptors.push((id, descriptor));
-        id
+    /// Reports from now on whenever what `interest` asks for is so of a descriptor: a socket's, a timer's, an io_uring's. It is reported again
+    /// and again for as long as it is so. The descriptor must not block: a report may come after the service has read everything.
+    ///
+    /// # Errors
+    /// The system cannot watch it, as a file, or refuses. The descriptor is closed.
+    pub fn add_descriptor(&mut self, descriptor: OwnedFd, interest: Interest) -> io::Result<DescriptorId> {
+        self.descriptors.add(descriptor, interest)
+    }
+
+    /// Changes what is reported of a descriptor: nothing while the service takes no more from a peer, writable as well while an answer waits
+    /// for room. Without a change it costs no system call.
+    ///
+    /// # Errors
+    /// There is no such descriptor ([`io::ErrorKind::NotFound`]), or the system refuses.
+    pub fn set_interest(&mut self, id: DescriptorId, interest: Interest) -> io::Result<()> {
+        self.descriptors.set_interest(id, interest)
+    }
+
+    /// Returns a descriptor, until it is removed.
+    pub fn descriptor(&self, id: DescriptorId) -> Option<BorrowedFd<'_>> {
+        self.descriptors.get(id)
     }
 
     /// Reports a descriptor no more, and returns it.
     pub fn remove_descriptor(&mut self, id: DescriptorId) -> Option<OwnedFd> {
-        self.readable.retain(|readable| *readable != id);
-        let at = self.descriptors.iter().position(|(known, _)| *known == id)?;
-        Some(self.descriptors.swap_remove(at).1)
+        self.descriptors.remove(id)
     }
 
     /// Returns a connection, until it is closed.
@@ -596,15 +615,21 @@ impl<M> Reactor<M> {
         self.polls = self.polls.wrapping_add(1);
         let others_first = self.polls.is_multiple_of(OTHERS_EVERY);
         if others_first {
-            if !self.descriptors.is_empty() {
-                // The next sleep reports an error.
-                let _ = self.sleep(&[], Some(Instant::now()));
-            }
+            // The next sleep reports an error.
+            let _ = self.descriptors.look();
             if let Some(event) = self.poll_others() {
                 return Some(event);
             }
         }
-        self.poll_completions().or_else(|| self.poll_others())
+        if let Some(event) = self.poll_completions().or_else(|| self.poll_others()) {
+            return Some(event);
+        }
+        // A look at the descriptors costs a system call, which would delay completions if it came with each poll.
+        if others_first || !self.ports.is_empty() {
+            return None;
+        }
+        let _ = self.descriptors.look();
+        self.descriptors.report().map(ReactorEvent::from)
     }
 
     fn poll_completions(&mut self) -> Option<ReactorEvent<M>> {
@@ -659,15 +684,23 @@ impl<M> Reactor<M> {
         if let Some(event) = self.poll_held().or_else(|| self.poll_ended()) {
             return Some(event);
         }
-        if let Some(mail) = self.inbox.take() {
-            return Some(ReactorEvent::Mail(mail));
+        // Each of these may have something at all times: they take turns.
+        for _ in 0..3 {
+            let source = self.next_other;
+            self.next_other = (source + 1) % 3;
+            let event = match source {
+                0 => self.inbox.take().map(ReactorEvent::Mail),
+                1 => self.descriptors.report().map(ReactorEvent::from),
+                _ => self.poll_news().or_else(|| self.poll_requests()),
+            };
+            if event.is_some() {
+                return event;
+            }
         }
-        if let Some(id) = self.readable.pop_front() {
-            return Some(ReactorEvent::Readable(id));
-        }
-        if let Some(event) = self.poll_news() {
-            return Some(event);
-        }
+        None
+    }
+
+    fn poll_requests(&mut self) -> Option<ReactorEvent<M>> {
         let request = self.poll_passed().or_else(|| self.poll_listeners());
         request.map(ReactorEvent::Request)
     }
@@ -988,26 +1021,24 @@ impl<M> Reactor<M> {
 
     /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.
     fn sleep(&mut self, watches: &[(usize, EngineWatch)], deadline: Option<Instant>) -> io::Result<bool> {
-        let mut fds: Vec<_> = self.descriptors.iter().map(|(_, fd)| fd.as_fd()).collect();
-        fds.push(self.news.as_fd());
-        fds.extend(
-            self.ports
-                .iter()
-                .flat_map(|port| port.queues.all())
-                .map(AsFd::as_fd),
-        );
-        fds.extend(watches.iter().map(|(_, watch)| watch.as_fd()));
+        let mut fds = Vec::with_capacity(3 + self.ports.len() + watches.len());
+        fds.push(PollFd::new(&self.news, PollFlags::IN));
+        let queues = self.ports.iter().flat_map(|port| port.queues.all());
+        fds.extend(queues.map(|cq| PollFd::new(cq, PollFlags::IN)));
+        fds.extend(watches.iter().map(|(_, watch)| PollFd::new(watch, PollFlags::IN)));
+        let has_descriptors = !self.descriptors.is_empty();
+        if has_descriptors {
+            fds.push(PollFd::new(&self.descriptors, PollFlags::IN));
+        }
+        let others = fds.len();
         set_timer_slack();
-        let ready = match self.inbox.sleep(&fds, deadline) {
-            Ok(ready) => ready.unwrap_or_default(),
+        match self.inbox.sleep_beside(&mut fds, deadline) {
+            Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(false),
             Err(error) => return Err(error),
-        };
-        let readable = ready.into_iter().filter_map(|at| self.descriptors.get(at));
-        for (id, _) in readable {
-            if !self.readable.contains(id) {
-                self.readable.push_back(*id);
-            }
+        }
+        if has_descriptors && !fds[others - 1].revents().is_empty() {
+            self.descriptors.look()?;
         }
         Ok(true)
     }

@@ -342,7 +342,7 @@ impl Server {
             ReactorEvent::Ended(connection, end) => self.ended(now, connection.into(), end),
             ReactorEvent::Mail(mail) => self.mail(now, mail),
             // The server dials nobody, and has no descriptors of its own.
-            ReactorEvent::Connected(..) | ReactorEvent::Readable(_) => {}
+            ReactorEvent::Connected(..) | ReactorEvent::Readable(_) | ReactorEvent::Writable(_) => {}
         }
     }
 

@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::{OTHERS_EVERY, Stage};
 use crate::{
-    Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Limits, Mailbox,
+    Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Interest, Limits, Mailbox,
     MessageConnection, Queues, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
 };
 
@@ -174,7 +174,8 @@ fn echo<M>(reactor: &mut Reactor<M>, event: ReactorEvent<M>, ends: &mut Vec<(Con
         ReactorEvent::Completed(..)
         | ReactorEvent::Mail(_)
         | ReactorEvent::Connected(..)
-        | ReactorEvent::Readable(_) => {}
+        | ReactorEvent::Readable(_)
+        | ReactorEvent::Writable(_) => {}
     }
 }
 
@@ -869,7 +870,10 @@ fn add_descriptor__is_reported_while_it_is_readable() {
         let (mut reactor, _) = dialer("127.0.12.15", 1, waiting);
         let (silent, _silent) = UnixStream::pair().unwrap();
         let (read, mut write) = UnixStream::pair().unwrap();
-        let ids = [silent, read].map(|socket| reactor.add_descriptor(socket.into()));
+        let ids = [silent, read].map(|socket| {
+            let added = reactor.add_descriptor(socket.into(), Interest::READABLE);
+            added.unwrap()
+        });
         let writing = std::thread::spawn(move || {
             write.write_all(b"x").unwrap();
             write
@@ -924,7 +928,7 @@ fn next__a_descriptor_is_reported_beside_a_stream_of_messages() {
     let ends = &mut Vec::new();
     let (read, mut write) = UnixStream::pair().unwrap();
     write.write_all(b"x").unwrap();
-    let id = reactor.add_descriptor(read.into());
+    let id = reactor.add_descriptor(read.into(), Interest::READABLE).unwrap();
     let stopped = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let stop = stopped.clone();
     let sending = std::thread::spawn(move || {
@@ -1373,4 +1377,5 @@ fn accept__the_place_of_a_closed_connection_is_free_at_once() {
     assert_eq!(posted_receives(&both.server), 5, "none is lost");
 }
 
+mod descriptors;
 mod queues;

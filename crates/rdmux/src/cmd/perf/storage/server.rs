@@ -407,7 +407,10 @@ impl Service {
             }
             ReactorEvent::Ended(connection, end) => self.ended(connection, end),
             // The server dials nobody, and has no descriptors of its own.
-            ReactorEvent::Mail(_) | ReactorEvent::Connected(..) | ReactorEvent::Readable(_) => {}
+            ReactorEvent::Mail(_)
+            | ReactorEvent::Connected(..)
+            | ReactorEvent::Readable(_)
+            | ReactorEvent::Writable(_) => {}
         }
     }
 
