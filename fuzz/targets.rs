@@ -10,11 +10,13 @@ use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
 use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData, control, mux, peer};
+use rdmux_wire::nvme_tcp::{DataLayout, Digests, Flags};
 use rdmux_wire::push;
 use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, carried};
 use rdmux_wire::rsocket::{self, ConnData, DatagramHeader, UdpHeader};
+use rdmux_wire::{nvme, nvme_tcp};
 
 fn flow(v6: bool, forth: bool) -> Flow {
     let [a, b]: [IpAddr; 2] = if v6 {
@@ -131,6 +133,54 @@ pub(crate) fn cm(input: &[u8]) {
             assert_eq!(IpAddressing::parse(&bytes), Ok(addressing));
         }
     }
+}
+
+/// What hosts send to an NVMe target, and controllers to an initiator: what parses is emitted to the same.
+pub(crate) fn nvme(input: &[u8]) {
+    for digests in [Digests::empty(), Digests::HEADER, Digests::DATA, Digests::all()] {
+        if input.len() >= nvme_tcp::COMMON_LEN
+            && let Ok(common) = nvme_tcp::Common::parse(input, digests)
+        {
+            assert!(common.data_offset + common.data_len + common.digests.data_len() == common.pdu_len);
+            assert!(common.data_offset <= 255 && common.data_offset >= common.kind.header_len());
+            if input.len() >= common.data_offset
+                && let Ok(header) = nvme_tcp::Header::parse(common.kind, input)
+            {
+                let mut emitted = [0; 256];
+                header.emit(Flags::empty(), DataLayout::default(), &mut emitted);
+                assert_eq!(nvme_tcp::Header::parse(common.kind, &emitted), Ok(header));
+            }
+        }
+    }
+    if let Ok((transaction, message)) = nvme::AuthMessage::parse(input) {
+        let emitted = message.emit(transaction);
+        assert_eq!(nvme::AuthMessage::parse(&emitted), Ok((transaction, message)));
+    }
+    if let Ok(sqe) = nvme::Sqe::parse(input) {
+        if let Ok(sgl) = sqe.sgl() {
+            let mut emitted = [0; nvme::Sgl::LEN];
+            sgl.emit(&mut emitted);
+            assert_eq!(nvme::Sgl::parse(&emitted), Ok(sgl));
+        }
+        let _ = (
+            nvme::Rw::parse(&sqe),
+            nvme::Connect::parse(&sqe),
+            nvme::Property::parse(&sqe),
+        );
+    }
+    if let Ok(data) = nvme::ConnectData::parse(input) {
+        let mut emitted = [0; nvme::CONNECT_DATA_LEN];
+        data.emit(&mut emitted);
+        assert_eq!(nvme::ConnectData::parse(&emitted), Ok(data));
+    }
+    if let Ok(entry) = nvme::DiscoveryEntry::parse(input) {
+        let mut emitted = [0; nvme::DISCOVERY_ENTRY_LEN];
+        entry.emit(&mut emitted);
+        assert_eq!(nvme::DiscoveryEntry::parse(&emitted), Ok(entry));
+    }
+    let _ = nvme::IdentifyController::parse(input);
+    let _ = nvme::IdentifyNamespace::parse(input);
+    let _ = nvme::NamespaceIdentifiers::parse(input);
 }
 
 /// A push message: there is one way to write each, so emitting gives back the input.

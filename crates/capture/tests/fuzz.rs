@@ -25,6 +25,11 @@ fn fuzz__cm() {
 }
 
 #[test]
+fn fuzz__nvme() {
+    fuzz("nvme", targets::nvme);
+}
+
+#[test]
 fn fuzz__push() {
     fuzz("push", targets::push);
 }

@@ -17,6 +17,8 @@ pub mod bytes;
 pub mod cm;
 mod id;
 pub mod node;
+pub mod nvme;
+pub mod nvme_tcp;
 pub mod push;
 pub mod roce;
 pub mod rsocket;
