@@ -90,41 +90,12 @@ impl Key {
 
     /// Reads a key file. It must belong to the caller and be closed to everybody else.
     pub fn load(path: &Path) -> Result<Key, KeyError> {
-        let io = |source| KeyError::Io {
-            path: path.into(),
-            source,
-        };
-        let file = File::open(path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => KeyError::Missing { path: path.into() },
-            _ => io(error),
+        let malformed = || KeyError::Malformed { path: path.into() };
+        let text = read_private(path).map_err(|error| match error {
+            KeyError::Io { source, .. } if source.kind() == io::ErrorKind::InvalidData => malformed(),
+            error => error,
         })?;
-        // Checks the open file, so that nobody can exchange it between check and read.
-        let meta = file.metadata().map_err(io)?;
-        if !meta.is_file() {
-            return Err(KeyError::Malformed { path: path.into() });
-        }
-        let user = rustix::process::geteuid().as_raw();
-        if meta.uid() != user {
-            return Err(KeyError::Owner {
-                path: path.into(),
-                owner: meta.uid(),
-                user,
-            });
-        }
-        if meta.mode() & 0o077 != 0 {
-            return Err(KeyError::Open {
-                path: path.into(),
-                mode: meta.mode() & 0o777,
-            });
-        }
-        let mut text = String::new();
-        file.take(FILE_LEN_MAX)
-            .read_to_string(&mut text)
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::InvalidData => KeyError::Malformed { path: path.into() },
-                _ => io(error),
-            })?;
-        parse(text.trim_end()).ok_or_else(|| KeyError::Malformed { path: path.into() })
+        parse(text.trim_end()).ok_or_else(malformed)
     }
 
     /// Loads the user's own key file; creates it with a new key if there is none.
@@ -138,7 +109,12 @@ impl Key {
             Err(KeyError::Missing { .. }) => {}
             result => return result,
         }
-        create(path).map_err(|source| KeyError::Io {
+        let create = || {
+            let mut text: String = random_nonce()?.iter().map(|byte| format!("{byte:02x}")).collect();
+            text.push('\n');
+            create_private(path, &text)
+        };
+        create().map_err(|source| KeyError::Io {
             path: path.into(),
             source,
         })?;
@@ -159,8 +135,53 @@ impl Key {
     }
 }
 
+/// Reads a file with a secret. It must belong to the caller and be closed to everybody else.
+///
+/// # Errors
+/// It is missing, not private, or no text; an error of kind `InvalidData` says that.
+pub fn read_private(path: &Path) -> Result<String, KeyError> {
+    let io = |source| KeyError::Io {
+        path: path.into(),
+        source,
+    };
+    let file = File::open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => KeyError::Missing { path: path.into() },
+        _ => io(error),
+    })?;
+    // Checks the open file, so that nobody can exchange it between check and read.
+    let meta = file.metadata().map_err(io)?;
+    if !meta.is_file() {
+        return Err(io(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "it is not a regular file",
+        )));
+    }
+    let user = rustix::process::geteuid().as_raw();
+    if meta.uid() != user {
+        return Err(KeyError::Owner {
+            path: path.into(),
+            owner: meta.uid(),
+            user,
+        });
+    }
+    if meta.mode() & 0o077 != 0 {
+        return Err(KeyError::Open {
+            path: path.into(),
+            mode: meta.mode() & 0o777,
+        });
+    }
+    let mut text = String::new();
+    file.take(FILE_LEN_MAX).read_to_string(&mut text).map_err(io)?;
+    Ok(text)
+}
+
 /// Returns `${XDG_CONFIG_HOME:-~/.config}/rdmux/key`.
 pub fn default_path() -> Option<PathBuf> {
+    config_path("key")
+}
+
+/// Returns the path of a file in `${XDG_CONFIG_HOME:-~/.config}/rdmux`.
+pub fn config_path(name: &str) -> Option<PathBuf> {
     let set = |name| {
         std::env::var_os(name)
             .filter(|value| !value.is_empty())
@@ -169,7 +190,7 @@ pub fn default_path() -> Option<PathBuf> {
     let config = set("XDG_CONFIG_HOME")
         .filter(|path| path.is_absolute())
         .or_else(|| set("HOME").map(|home| home.join(".config")))?;
-    Some(config.join("rdmux").join("key"))
+    Some(config.join("rdmux").join(name))
 }
 
 /// Returns 32 random bytes from the operating system.
@@ -197,14 +218,16 @@ fn parse(text: &str) -> Option<Key> {
     Some(Key(key))
 }
 
-/// Creates a key file, which is complete as soon as it has its name. An existing file stays.
-fn create(path: &Path) -> io::Result<()> {
+/// Creates a file with a secret, which is complete as soon as it has its name. An existing file stays.
+///
+/// # Errors
+/// The system refuses it.
+pub fn create_private(path: &Path, text: &str) -> io::Result<()> {
     let folder = path
         .parent()
         .filter(|folder| !folder.as_os_str().is_empty())
         .unwrap_or_else(|| Path::new("."));
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    let secret = random_nonce()?;
     let temporary = {
         let name = random_nonce()?;
         folder.join(format!(
@@ -217,8 +240,6 @@ fn create(path: &Path) -> io::Result<()> {
         .create_new(true)
         .mode(0o600)
         .open(&temporary)?;
-    let mut text: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
-    text.push('\n');
     // A link, unlike a rename, fails if another process was faster; then that process's key counts.
     let result = file
         .write_all(text.as_bytes())
