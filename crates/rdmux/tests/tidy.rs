@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
-const MAY_USE: [(&str, &[&str]); 21] = [
+const MAY_USE: [(&str, &[&str]); 22] = [
     ("crates/wire", &[]),
     ("crates/capture", &["wire"]),
     ("crates/rnic", &["wire"]),
@@ -26,11 +26,13 @@ const MAY_USE: [(&str, &[&str]); 21] = [
     ),
     ("crates/push", &["key", "memory", "runtime", "verbs", "wire"]),
     ("crates/log", &["push", "runtime", "verbs"]),
+    ("crates/nvmf", &["key", "memory", "runtime", "verbs", "wire"]),
     ("crates/sim", &["log", "push", "rnic", "wire"]),
     (
         "crates/rdmux",
         &[
-            "capture", "hw", "log", "memory", "push", "runtime", "share", "sim", "soft", "verbs", "wire",
+            "capture", "hw", "key", "log", "memory", "nvmf", "push", "runtime", "share", "sim", "soft",
+            "verbs", "wire",
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),

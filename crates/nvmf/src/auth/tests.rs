@@ -1,0 +1,213 @@
+use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId, Nqn};
+
+use super::chap::{Challenge, Side};
+use super::dh::{EXPONENT_LEN, KeyPair};
+use super::*;
+
+fn nqn(name: &str) -> Nqn {
+    Nqn::new(&format!("nqn.2014-08.org.example:{name}")).unwrap()
+}
+
+fn parties(controller: Option<Secret>) -> Parties {
+    Parties {
+        host: nqn("host"),
+        subsystem: nqn("subsystem"),
+        secrets: Secrets {
+            host: Secret::new([1; 32]),
+            controller,
+        },
+    }
+}
+
+fn authenticator(controller: Option<Secret>) -> Authenticator {
+    Authenticator::new(parties(controller), || Some([7; 32]))
+}
+
+fn receive(controller: &mut Authenticator) -> AuthMessage {
+    let (transaction, message) = AuthMessage::parse(&controller.poll().unwrap()).unwrap();
+    assert_eq!(transaction, 9);
+    message
+}
+
+fn negotiate(hashes: &[HashId], groups: &[DhGroup]) -> Vec<u8> {
+    AuthMessage::Negotiate {
+        secure_channel: 0,
+        hashes: hashes.to_vec(),
+        groups: groups.to_vec(),
+    }
+    .emit(9)
+}
+
+/// Plays the host's side as far as the controller's answer to its reply. Returns that answer and the response that it should have.
+fn exchange(
+    controller: &mut Authenticator,
+    secret: &Secret,
+    own_secret: Option<&Secret>,
+    (hash, group): (HashId, DhGroup),
+) -> (AuthMessage, Option<Vec<u8>>) {
+    controller.handle(&negotiate(&[hash], &[group]));
+    let AuthMessage::Challenge {
+        hash,
+        group,
+        sequence,
+        challenge,
+        dh_value,
+    } = receive(controller)
+    else {
+        panic!("no challenge");
+    };
+    let pair = KeyPair::new(group, &[3; EXPONENT_LEN]);
+    let shared = pair.as_ref().map(|pair| pair.agree(&dh_value).unwrap());
+    let (host, subsystem) = (nqn("host"), nqn("subsystem"));
+    let of_host = Challenge {
+        hash,
+        challenge: &challenge,
+        shared: shared.as_deref(),
+        sequence,
+        transaction: 9,
+        host: &host,
+        subsystem: &subsystem,
+    };
+    let own = vec![5; hash.digest_len()];
+    let of_controller = Challenge {
+        challenge: &own,
+        sequence: 77,
+        ..of_host
+    };
+    let reply = AuthMessage::Reply {
+        sequence: 77,
+        response: of_host.response(Side::Host, &secret.transformed(&host)),
+        challenge: own_secret.map(|_| own.clone()),
+        dh_value: pair.as_ref().map_or(Vec::new(), |pair| pair.public().to_vec()),
+    };
+    controller.handle(&reply.emit(9));
+    let expected =
+        own_secret.map(|own| of_controller.response(Side::Controller, &own.transformed(&subsystem)));
+    (receive(controller), expected)
+}
+
+#[test]
+fn exchange__authenticates_with_every_hash_and_group() {
+    for hash in HashId::ALL {
+        for group in DhGroup::ALL {
+            for own in [None, Some(Secret::new([2; 32]))] {
+                let mut controller = authenticator(own.clone());
+                let (message, expected) = exchange(
+                    &mut controller,
+                    &Secret::new([1; 32]),
+                    own.as_ref(),
+                    (hash, group),
+                );
+                let success = AuthMessage::Success1 {
+                    hash,
+                    response: expected,
+                };
+                assert_eq!(message, success, "{hash:?} {group:?}");
+                assert_eq!(controller.is_authenticated(), own.is_none());
+                controller.handle(&AuthMessage::Success2.emit(9));
+                assert_eq!(controller.is_authenticated(), own.is_some(), "{hash:?} {group:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn exchange__refuses_a_wrong_secret() {
+    let mut controller = authenticator(None);
+    let wrong = Secret::new([9; 32]);
+    let (message, _) = exchange(
+        &mut controller,
+        &wrong,
+        None,
+        (HashId::Sha256, DhGroup::Ffdhe2048),
+    );
+    assert_eq!(message, AuthMessage::Failure1(AuthFailure::Failed));
+    assert!(!controller.is_authenticated());
+    // A controller without a secret of its own cannot respond.
+    let right = Secret::new([1; 32]);
+    let (message, _) = exchange(
+        &mut controller,
+        &right,
+        Some(&right),
+        (HashId::Sha256, DhGroup::Null),
+    );
+    assert_eq!(message, AuthMessage::Failure1(AuthFailure::Failed));
+    assert!(!controller.is_authenticated());
+}
+
+#[test]
+fn handle__refuses_what_it_cannot_or_does_not_expect() {
+    let refused = |bytes: &[u8], transaction: u16, failure| {
+        let mut controller = authenticator(None);
+        controller.handle(bytes);
+        let expected = AuthMessage::Failure1(failure).emit(transaction);
+        assert_eq!(controller.poll(), Some(expected), "{failure:?}");
+        assert_eq!(controller.poll(), None);
+    };
+    let null = [DhGroup::Null];
+    refused(&negotiate(&[], &null), 9, AuthFailure::Hash);
+    refused(&negotiate(&[HashId::Sha256], &[]), 9, AuthFailure::Group);
+    let mut secure = negotiate(&[HashId::Sha256], &null);
+    secure[6] = 1;
+    refused(&secure, 9, AuthFailure::Concatenation);
+    refused(&[0; 8], 0, AuthFailure::Payload);
+    refused(&[], 0, AuthFailure::Payload);
+    refused(&AuthMessage::Success2.emit(9), 9, AuthFailure::Message);
+    // A reply that is used again.
+    let mut controller = authenticator(None);
+    let secret = Secret::new([1; 32]);
+    exchange(&mut controller, &secret, None, (HashId::Sha256, DhGroup::Null));
+    assert!(controller.is_authenticated());
+    let reply = AuthMessage::Reply {
+        sequence: 0,
+        response: vec![0; 32],
+        challenge: None,
+        dh_value: Vec::new(),
+    };
+    controller.handle(&reply.emit(9));
+    assert_eq!(
+        receive(&mut controller),
+        AuthMessage::Failure1(AuthFailure::Message)
+    );
+    assert!(!controller.is_authenticated());
+}
+
+#[test]
+fn secret__has_the_form_of_nvme_cli() {
+    // Of libnvme's tests.
+    let text = "DHHC-1:00:ia6zGodOr4SEG0Zzaw398rpY0wqipUWj4jWjUh4HWUz6aQ2n:";
+    let secret = Secret::parse(text).unwrap();
+    assert_eq!(secret.text(), text);
+    assert_eq!(secret.transformed(&nqn("host")).len(), 32);
+    let own = Secret::new([4; 32]);
+    assert!(own.text().starts_with("DHHC-1:01:"));
+    assert_eq!(Secret::parse(&own.text()).unwrap(), own);
+    assert_ne!(own.transformed(&nqn("host")), own.transformed(&nqn("other")));
+    for wrong in [
+        "",
+        "DHHC-1:00:ia6zGodOr4SEG0Zzaw398rpY0wqipUWj4jWjUh4HWUz6aQ2o:",
+        "DHHC-1:04:ia6zGodOr4SEG0Zzaw398rpY0wqipUWj4jWjUh4HWUz6aQ2n:",
+        "DHHC-1:00:ia6zGodOr4SEG0Zzaw398rpY0wqipUWj4jWjUh4HWUz6aQ2n",
+        "DHHC-1:00::",
+    ] {
+        assert!(Secret::parse(wrong).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn secrets__are_made_once_in_a_private_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("secret");
+    assert!(matches!(Secrets::load(&path), Err(SecretError::File(_))));
+    let secrets = Secrets::load_or_create(&path).unwrap();
+    assert_eq!(Secrets::load_or_create(&path).unwrap(), secrets);
+    let controller = secrets.controller.unwrap();
+    assert_ne!(secrets.host, controller);
+    let one = folder.path().join("one");
+    rdmux_key::create_private(&one, &controller.text()).unwrap();
+    assert_eq!(Secrets::load(&one).unwrap().controller, None);
+    let none = folder.path().join("none");
+    rdmux_key::create_private(&none, "x\n").unwrap();
+    let error = Secrets::load(&none).unwrap_err().to_string();
+    assert!(error.contains("holds no secret"), "{error}");
+}

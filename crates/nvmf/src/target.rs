@@ -1,0 +1,14 @@
+//! The controller's side of NVMe over Fabrics, whatever the transport: subsystems, their controllers, and the queues of these.
+
+mod controller;
+mod discovery;
+mod io;
+mod queue;
+mod subsystem;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub use controller::Controller;
+pub use io::{Io, Operation};
+pub use queue::{Admitted, Port, Queue, Step};
+pub use subsystem::{Access, Listener, Namespace, NamespaceError, Subsystem, Target, TargetError};

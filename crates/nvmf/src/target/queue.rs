@@ -1,0 +1,429 @@
+//! A queue of a controller: its first command is Connect, which says which queue of which controller it is.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rdmux_wire::nvme::{
+    CONNECT_DATA_LEN, Cid, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Opcode,
+    Sqe, Status, authentication_len, is_nvme_authentication,
+};
+
+use crate::auth::Authenticator;
+
+use super::controller::Controller;
+use super::io::Io;
+use super::subsystem::{Namespaces, Session, Subsystem, Target};
+
+/// Entries of an admin queue.
+pub(super) const ADMIN_ENTRIES: u16 = 32;
+/// Maximum number of I/O queues of a controller.
+pub(super) const IO_QUEUES_MAX: u16 = 128;
+/// Time for the first command, and for authentication.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Data of an Authentication Send or Receive.
+const AUTH_DATA_MAX: u32 = 4096;
+/// Result of Connect: the host has to authenticate itself. 6.3.
+const AUTHENTICATION_REQUIRED: u64 = 1 << 17;
+
+/// What a transport tells its queues about itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// Maximum number of entries of an I/O queue.
+    pub entries_max: u16,
+    /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB.
+    pub mdts: u8,
+    /// Maximum bytes of data in the capsule of an I/O command.
+    pub in_capsule_max: u32,
+    /// What Identify says about SGLs.
+    pub sgls: u32,
+}
+
+impl Port {
+    /// Returns the maximum bytes of a command's data.
+    pub const fn data_max(&self) -> u32 {
+        4096 << self.mdts
+    }
+}
+
+/// A command that was admitted.
+#[derive(Debug)]
+pub enum Admitted {
+    /// The transport moves its data and has [`Io::execute`] carry it out, then calls [`Queue::complete`].
+    Io(Io),
+    /// The transport receives so many bytes for it, which may be none, then calls [`Queue::execute`].
+    Command {
+        /// Bytes from the host.
+        receives: u32,
+    },
+}
+
+/// What follows on a command that a queue has carried out.
+#[derive(Debug)]
+pub enum Step {
+    /// It is done.
+    Complete(Cqe),
+    /// It is done; the transport sends these data first, as many of them as the command has room for.
+    Send(Vec<u8>, Cqe),
+    /// It completes later, when an event has happened: [`Queue::poll_event`].
+    Wait,
+}
+
+/// The controller's side of a queue.
+#[derive(Debug)]
+pub struct Queue {
+    target: Arc<Target>,
+    port: Port,
+    local: IpAddr,
+    role: Role,
+    /// Set if its host has to be authenticated.
+    authenticator: Option<Authenticator>,
+    /// Entries of the submission queue.
+    entries: u16,
+    sq_head: u16,
+    has_flow_control: bool,
+    /// End of the time for the first command, and for authentication.
+    connects_until: Instant,
+}
+
+#[derive(Debug)]
+enum Role {
+    /// No command was carried out.
+    New,
+    Admin(Controller),
+    Io {
+        qid: u16,
+        subsystem: Arc<Subsystem>,
+        session: Session,
+        namespaces: Namespaces,
+        generation: u64,
+    },
+}
+
+impl Queue {
+    /// Makes a queue whose host has not sent anything.
+    ///
+    /// `local` is the address at which the host has reached the target.
+    pub fn new(target: Arc<Target>, port: Port, local: IpAddr, now: Instant) -> Queue {
+        Queue {
+            target,
+            port,
+            local,
+            role: Role::New,
+            authenticator: None,
+            entries: 2,
+            sq_head: 0,
+            has_flow_control: true,
+            connects_until: now + CONNECT_TIMEOUT,
+        }
+    }
+
+    /// Returns the number of commands that the host may have outstanding.
+    pub fn entries(&self) -> u16 {
+        self.entries
+    }
+
+    /// Returns false if the host has turned the flow control of the submission queue off.
+    pub fn has_flow_control(&self) -> bool {
+        self.has_flow_control
+    }
+
+    /// Returns true if it is the admin queue of a controller, which ends with it.
+    pub fn is_admin(&self) -> bool {
+        matches!(self.role, Role::Admin(_))
+    }
+
+    /// Returns true if it takes I/O commands.
+    pub fn is_io(&self) -> bool {
+        matches!(self.role, Role::Io { .. })
+    }
+
+    /// Returns true if its controller was reset or is over: the transport ends its connection, without completions, since the host has
+    /// to repeat its commands elsewhere.
+    pub fn is_over(&self) -> bool {
+        match &self.role {
+            Role::New => false,
+            Role::Admin(_) => false,
+            Role::Io { session, .. } => session.is_over(),
+        }
+    }
+
+    /// Checks a command of which the transport moves `data_len` bytes.
+    ///
+    /// # Errors
+    /// The completion with which it is refused. Data in its capsule are dropped.
+    pub fn admit(&mut self, sqe: &Sqe, data_len: u32, now: Instant) -> Result<Admitted, Cqe> {
+        let admitted = self.try_admit(sqe, data_len, now);
+        admitted.map_err(|status| self.complete(sqe.cid(), status, 0))
+    }
+
+    fn try_admit(&mut self, sqe: &Sqe, data_len: u32, now: Instant) -> Result<Admitted, Status> {
+        if !sqe.is_plain() {
+            return Err(Status::INVALID_FIELD.do_not_retry());
+        }
+        let of_fabrics = (sqe.opcode() == Opcode::FABRICS).then(|| FabricsType::of(sqe));
+        if let Some(kind @ (FabricsType::AUTHENTICATION_SEND | FabricsType::AUTHENTICATION_RECEIVE)) =
+            of_fabrics
+        {
+            return self.admit_authentication(sqe, kind, data_len);
+        }
+        if self.needs_authentication() {
+            return Err(Status::AUTHENTICATION_REQUIRED.do_not_retry());
+        }
+        let receives = match (&mut self.role, of_fabrics) {
+            (Role::New, Some(FabricsType::CONNECT)) => {
+                if data_len as usize != CONNECT_DATA_LEN {
+                    return Err(Status::SGL_LENGTH_INVALID.do_not_retry());
+                }
+                data_len
+            }
+            (Role::New, _) => return Err(Status::COMMAND_SEQUENCE_ERROR.do_not_retry()),
+            (_, Some(FabricsType::CONNECT)) => return Err(Status::COMMAND_SEQUENCE_ERROR.do_not_retry()),
+            (Role::Admin(controller), of_fabrics) => {
+                controller.heard(now);
+                controller.admit(sqe, of_fabrics, data_len)?
+            }
+            (Role::Io { .. }, Some(_)) => return Err(Status::INVALID_FIELD.do_not_retry()),
+            (
+                Role::Io {
+                    subsystem,
+                    session,
+                    namespaces,
+                    generation,
+                    ..
+                },
+                None,
+            ) => {
+                if *generation != subsystem.generation() {
+                    (*generation, *namespaces) = subsystem.namespaces();
+                }
+                let mut io = Io::check(namespaces, sqe, data_len, self.port.data_max())?;
+                io.session = io.may_wait().then(|| session.clone());
+                return Ok(Admitted::Io(io));
+            }
+        };
+        Ok(Admitted::Command { receives })
+    }
+
+    fn needs_authentication(&self) -> bool {
+        self.authenticator
+            .as_ref()
+            .is_some_and(|authenticator| !authenticator.is_authenticated())
+    }
+
+    fn admit_authentication(&self, sqe: &Sqe, kind: FabricsType, data_len: u32) -> Result<Admitted, Status> {
+        if self.authenticator.is_none() || !is_nvme_authentication(sqe) {
+            return Err(Status::INVALID_FIELD.do_not_retry());
+        }
+        if authentication_len(sqe) != data_len || data_len > AUTH_DATA_MAX {
+            return Err(Status::SGL_LENGTH_INVALID.do_not_retry());
+        }
+        let is_send = kind == FabricsType::AUTHENTICATION_SEND;
+        Ok(Admitted::Command {
+            receives: if is_send { data_len } else { 0 },
+        })
+    }
+
+    fn authenticate(&mut self, sqe: &Sqe, data: &[u8]) -> Result<Executed, (Status, u64)> {
+        let authenticator = self
+            .authenticator
+            .as_mut()
+            .ok_or((Status::INVALID_FIELD.do_not_retry(), 0))?;
+        if FabricsType::of(sqe) == FabricsType::AUTHENTICATION_SEND {
+            authenticator.handle(data);
+            return Ok(Executed::Done(0));
+        }
+        let message = authenticator.poll();
+        let mut message = message.ok_or((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0))?;
+        message.resize(authentication_len(sqe) as usize, 0);
+        Ok(Executed::Send(message))
+    }
+
+    /// Carries out a command other than I/O, with the data that it has received.
+    pub fn execute(&mut self, sqe: &Sqe, data: &[u8], now: Instant) -> Step {
+        let is_authentication = sqe.opcode() == Opcode::FABRICS
+            && matches!(
+                FabricsType::of(sqe),
+                FabricsType::AUTHENTICATION_SEND | FabricsType::AUTHENTICATION_RECEIVE
+            );
+        let executed = match &mut self.role {
+            _ if is_authentication => self.authenticate(sqe, data),
+            Role::New => self.connect(sqe, data, now),
+            Role::Admin(controller) => controller.execute(sqe, &self.target, self.local, now),
+            Role::Io { .. } => Err((Status::INVALID_FIELD.do_not_retry(), 0)),
+        };
+        match executed {
+            Ok(Executed::Done(result)) => Step::Complete(self.complete(sqe.cid(), Status::SUCCESS, result)),
+            Ok(Executed::Send(data)) => Step::Send(data, self.complete(sqe.cid(), Status::SUCCESS, 0)),
+            Ok(Executed::Wait) => Step::Wait,
+            Err((status, result)) => Step::Complete(self.complete(sqe.cid(), status, result)),
+        }
+    }
+
+    /// Returns the completion of a command.
+    pub fn complete(&mut self, cid: Cid, status: Status, result: u64) -> Cqe {
+        let sq_head = match self.has_flow_control {
+            true => {
+                self.sq_head = (self.sq_head + 1) % self.entries;
+                self.sq_head
+            }
+            false => u16::MAX,
+        };
+        Cqe {
+            result,
+            sq_head,
+            cid,
+            status,
+        }
+    }
+
+    fn connect(&mut self, sqe: &Sqe, data: &[u8], now: Instant) -> Result<Executed, (Status, u64)> {
+        // The result names the offset of what is invalid, with bit 16 if that is in the data.
+        let invalid = |at: u16| (Status::CONNECT_INVALID.do_not_retry(), u64::from(at));
+        let invalid_data = |at: u16| (Status::CONNECT_INVALID.do_not_retry(), u64::from(at) | 1 << 16);
+        let connect = Connect::parse(sqe);
+        if connect.record_format != 0 {
+            return Err((Status::CONNECT_INCOMPATIBLE.do_not_retry(), 0));
+        }
+        let data = ConnectData::parse(data).map_err(|(_, at)| invalid_data(at))?;
+        let subsystem = self.target.subsystem(&data.subsystem);
+        let subsystem = subsystem.ok_or(invalid_data(ConnectData::SUBSYSTEM_AT))?;
+        let entries_max = if connect.qid == 0 {
+            ADMIN_ENTRIES
+        } else {
+            self.port.entries_max
+        };
+        if connect.sq_size == 0 || connect.sq_size >= entries_max {
+            return Err(invalid(44));
+        }
+        if connect.qid > IO_QUEUES_MAX {
+            return Err(invalid(42));
+        }
+        let authenticator = subsystem.authenticator(&data.host);
+        let (cntlid, role) = match connect.qid {
+            0 => {
+                if data.cntlid != ConnectData::ANY_CONTROLLER {
+                    return Err(invalid_data(ConnectData::CNTLID_AT));
+                }
+                let kind = match data.subsystem.as_str() {
+                    DISCOVERY_NQN => ControllerKind::Discovery,
+                    _ => ControllerKind::Io,
+                };
+                let association = subsystem.associate(&data).map_err(|status| (status, 0))?;
+                let cntlid = association.cntlid;
+                let keep_alive_ms = connect.keep_alive_ms;
+                let generation = self.target.generation();
+                let controller = Controller::new(
+                    kind,
+                    subsystem,
+                    association,
+                    self.port,
+                    keep_alive_ms,
+                    generation,
+                    now,
+                );
+                (cntlid, Role::Admin(controller))
+            }
+            qid => {
+                let association = subsystem.association(data.cntlid);
+                let association =
+                    association.filter(|known| known.host == data.host && known.host_id == data.host_id);
+                let association = association.ok_or(invalid_data(ConnectData::CNTLID_AT))?;
+                if !association.is_ready.load(Ordering::Acquire) || data.subsystem.as_str() == DISCOVERY_NQN {
+                    return Err((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0));
+                }
+                let session = Session::new(association);
+                if !session.association.take(qid) {
+                    return Err((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0));
+                }
+                let (generation, namespaces) = subsystem.namespaces();
+                let role = Role::Io {
+                    qid,
+                    subsystem,
+                    session,
+                    namespaces,
+                    generation,
+                };
+                (data.cntlid, role)
+            }
+        };
+        self.role = role;
+        let requires = if authenticator.is_some() {
+            AUTHENTICATION_REQUIRED
+        } else {
+            0
+        };
+        self.authenticator = authenticator;
+        self.entries = connect.sq_size + 1;
+        self.has_flow_control = !connect.no_flow_control;
+        Ok(Executed::Done(u64::from(cntlid) | requires))
+    }
+
+    /// Returns the completion of a request for asynchronous events, once one has happened.
+    pub fn poll_event(&mut self) -> Option<Cqe> {
+        let Role::Admin(controller) = &mut self.role else {
+            return None;
+        };
+        let (cid, event) = controller.poll_event(&self.target)?;
+        Some(self.complete(cid, Status::SUCCESS, event.result().into()))
+    }
+
+    /// Returns an I/O of the controller itself, which is to be carried out; then [`Queue::flushed`] is to be called.
+    pub fn poll_flush(&mut self) -> Option<Io> {
+        match &mut self.role {
+            Role::Admin(controller) => controller.poll_flush(),
+            _ => None,
+        }
+    }
+
+    /// Takes note of the result of [`Queue::poll_flush`].
+    pub fn flushed(&mut self, status: Status) {
+        if let Role::Admin(controller) = &mut self.role {
+            controller.flushed(status);
+        }
+    }
+
+    /// Returns true once after each reset of the controller: its I/O queues are over, and may be with other threads.
+    pub fn take_reset(&mut self) -> bool {
+        match &mut self.role {
+            Role::Admin(controller) => controller.take_reset(),
+            _ => false,
+        }
+    }
+
+    /// Returns when to look at [`Queue::has_expired`].
+    pub fn deadline(&self) -> Option<Instant> {
+        match &self.role {
+            _ if self.needs_authentication() => Some(self.connects_until),
+            Role::New => Some(self.connects_until),
+            Role::Admin(controller) => controller.deadline(),
+            Role::Io { .. } => None,
+        }
+    }
+
+    /// Returns true if the host has been silent for too long: the transport ends the connection.
+    pub fn has_expired(&self, now: Instant) -> bool {
+        self.deadline().is_some_and(|deadline| deadline <= now)
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if let Role::Io { qid, session, .. } = &self.role {
+            session.association.give_back(*qid);
+        }
+    }
+}
+
+/// What an admin or fabrics command has come to.
+#[derive(Debug)]
+pub(super) enum Executed {
+    /// It is done, with this result.
+    Done(u64),
+    /// It is done, and returns these data.
+    Send(Vec<u8>),
+    /// It completes when an event has happened.
+    Wait,
+}

@@ -1,0 +1,674 @@
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_wire::nvme::*;
+
+use super::*;
+use crate::auth::{Secret, Secrets};
+use crate::backend::{FileBackend, MemoryBackend, NullBackend};
+use crate::tcp::PORT;
+
+pub(crate) const SUBSYSTEM: &str = "nqn.2014-08.org.example:test";
+const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+pub(crate) const HOST: &str = "nqn.2014-08.org.example:host";
+
+/// A target with namespace 1, of 1 MiB of memory in blocks of 512 bytes.
+pub(crate) fn target() -> (Arc<Target>, Arc<Subsystem>) {
+    let subsystem = Arc::new(Subsystem::new(
+        Nqn::new(SUBSYSTEM).unwrap(),
+        "serial",
+        Access::AnyHost,
+    ));
+    subsystem.add_namespace(memory(1, 1 << 20)).unwrap();
+    let target = Target::default();
+    target.add_subsystem(subsystem.clone()).unwrap();
+    (Arc::new(target), subsystem)
+}
+
+pub(crate) fn memory(nsid: u32, bytes: u64) -> Namespace {
+    Namespace {
+        nsid: NsId(nsid),
+        block_shift: 9,
+        uuid: [nsid as u8; 16],
+        is_protected: false,
+        backend: Box::new(MemoryBackend::new(bytes).unwrap()),
+    }
+}
+
+pub(crate) fn connect_data(subsystem: &str, cntlid: u16) -> ConnectData {
+    ConnectData {
+        host_id: HostId([1; 16]),
+        cntlid,
+        subsystem: Nqn::new(subsystem).unwrap(),
+        host: Nqn::new(HOST).unwrap(),
+    }
+}
+
+fn emitted(data: &ConnectData) -> Vec<u8> {
+    let mut bytes = vec![0; CONNECT_DATA_LEN];
+    data.emit(&mut bytes);
+    bytes
+}
+
+fn connect(qid: u16) -> Connect {
+    Connect {
+        record_format: 0,
+        qid,
+        sq_size: 31,
+        no_flow_control: false,
+        keep_alive_ms: 5000,
+    }
+}
+
+/// Runs a command that is no I/O.
+fn run(queue: &mut Queue, sqe: &Sqe, data: &[u8], now: Instant) -> Step {
+    match queue.admit(sqe, data.len() as u32, now) {
+        Ok(Admitted::Command { receives }) => {
+            assert_eq!(receives as usize, data.len());
+            queue.execute(sqe, data, now)
+        }
+        Ok(Admitted::Io(io)) => panic!("{io:?}"),
+        Err(cqe) => Step::Complete(cqe),
+    }
+}
+
+fn completed(step: Step) -> Cqe {
+    match step {
+        Step::Complete(cqe) => cqe,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn sent(step: Step) -> Vec<u8> {
+    match step {
+        Step::Send(data, cqe) => {
+            assert!(cqe.status.is_success());
+            data
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn configure(queue: &mut Queue, value: u32, now: Instant) -> Status {
+    let property = Property {
+        register: Register::CONFIGURATION,
+        is_wide: false,
+        value: value.into(),
+    };
+    let sqe = property.command(FabricsType::PROPERTY_SET, Cid(1));
+    completed(run(queue, &sqe, &[], now)).status
+}
+
+/// Returns an admin queue whose controller is ready, and the controller's id.
+fn admin(target: &Arc<Target>, subsystem: &str, now: Instant) -> (Queue, u16) {
+    let mut queue = Queue::new(target.clone(), PORT, LOCAL, now);
+    let data = emitted(&connect_data(subsystem, ConnectData::ANY_CONTROLLER));
+    let cqe = completed(run(&mut queue, &connect(0).command(Cid(0)), &data, now));
+    assert_eq!(cqe.status, Status::SUCCESS);
+    assert_eq!(
+        configure(&mut queue, Configuration::enabled().0, now),
+        Status::SUCCESS
+    );
+    (queue, cqe.result as u16)
+}
+
+fn io_queue(target: &Arc<Target>, cntlid: u16, qid: u16, now: Instant) -> (Queue, Cqe) {
+    let mut queue = Queue::new(target.clone(), PORT, LOCAL, now);
+    let data = emitted(&connect_data(SUBSYSTEM, cntlid));
+    let cqe = completed(run(&mut queue, &connect(qid).command(Cid(0)), &data, now));
+    (queue, cqe)
+}
+
+fn identify(queue: &mut Queue, cns: Cns, nsid: u32, now: Instant) -> Step {
+    let mut sqe = Sqe::new(Opcode::IDENTIFY, Cid(2), NsId(nsid));
+    sqe.set_dword(10, cns.0.into());
+    match queue.admit(&sqe, IDENTIFY_LEN as u32, now) {
+        Ok(_) => queue.execute(&sqe, &[], now),
+        Err(cqe) => Step::Complete(cqe),
+    }
+}
+
+#[test]
+fn connect__names_what_is_wrong() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let good = emitted(&connect_data(SUBSYSTEM, ConnectData::ANY_CONTROLLER));
+    let with = |change: &dyn Fn(&mut Connect), data: &[u8]| {
+        let mut queue = Queue::new(target.clone(), PORT, LOCAL, now);
+        let mut connect = connect(0);
+        change(&mut connect);
+        let cqe = completed(run(&mut queue, &connect.command(Cid(7)), data, now));
+        assert_eq!(cqe.cid, Cid(7));
+        (cqe.status.code(), cqe.result)
+    };
+    let invalid = Status::CONNECT_INVALID.code();
+    assert_eq!(
+        with(&|connect| connect.record_format = 1, &good).0,
+        Status::CONNECT_INCOMPATIBLE.code()
+    );
+    assert_eq!(with(&|connect| connect.sq_size = 0, &good), (invalid, 44));
+    assert_eq!(with(&|connect| connect.sq_size = 32, &good), (invalid, 44));
+    assert_eq!(with(&|connect| connect.qid = 129, &good), (invalid, 42));
+    let unknown = emitted(&connect_data(
+        "nqn.2014-08.org.example:none",
+        ConnectData::ANY_CONTROLLER,
+    ));
+    assert_eq!(with(&|_| {}, &unknown), (invalid, 1 << 16 | 256));
+    let fixed = emitted(&connect_data(SUBSYSTEM, 5));
+    assert_eq!(with(&|_| {}, &fixed), (invalid, 1 << 16 | 16));
+    let mut nameless = good.clone();
+    nameless[512..].fill(0);
+    assert_eq!(with(&|_| {}, &nameless), (invalid, 1 << 16 | 512));
+    assert_eq!(with(&|_| {}, &good[..512]).0, Status::SGL_LENGTH_INVALID.code());
+    assert_eq!(with(&|_| {}, &good).0, 0);
+}
+
+#[test]
+fn admin__takes_nothing_before_connect_and_enable() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let mut queue = Queue::new(target.clone(), PORT, LOCAL, now);
+    let step = identify(&mut queue, Cns::CONTROLLER, 0, now);
+    assert!(completed(step).status.is(Status::COMMAND_SEQUENCE_ERROR));
+    let data = emitted(&connect_data(SUBSYSTEM, ConnectData::ANY_CONTROLLER));
+    completed(run(&mut queue, &connect(0).command(Cid(0)), &data, now));
+    let step = identify(&mut queue, Cns::CONTROLLER, 0, now);
+    assert!(completed(step).status.is(Status::COMMAND_SEQUENCE_ERROR));
+    // Pages of 8 KiB.
+    configure(&mut queue, Configuration::enabled().0 | 1 << 7, now);
+    let step = identify(&mut queue, Cns::CONTROLLER, 0, now);
+    assert!(completed(step).status.is(Status::COMMAND_SEQUENCE_ERROR));
+    configure(&mut queue, 0, now);
+    configure(&mut queue, Configuration::enabled().0, now);
+    sent(identify(&mut queue, Cns::CONTROLLER, 0, now));
+    // A second Connect.
+    let step = run(&mut queue, &connect(0).command(Cid(0)), &data, now);
+    assert!(completed(step).status.is(Status::COMMAND_SEQUENCE_ERROR));
+}
+
+#[test]
+fn identify__says_what_linux_requires() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let bytes = sent(identify(&mut queue, Cns::CONTROLLER, 0, now));
+    let controller = IdentifyController::parse(&bytes).unwrap();
+    assert_eq!(controller.cntlid, cntlid);
+    assert_eq!(controller.kind, ControllerKind::Io);
+    assert!(controller.keep_alive > 0 && controller.capsule_bytes == 64 + 16384);
+    assert!(controller.sgls & 3 != 0);
+    let list = sent(identify(&mut queue, Cns::ACTIVE_NAMESPACES, 0, now));
+    assert_eq!(parse_namespace_list(&list).collect::<Vec<_>>(), [NsId(1)]);
+    let bytes = sent(identify(&mut queue, Cns::NAMESPACE, 1, now));
+    assert_eq!(IdentifyNamespace::parse(&bytes).unwrap().blocks, 2048);
+    let ids = NamespaceIdentifiers::parse(&sent(identify(&mut queue, Cns::NAMESPACE_IDENTIFIERS, 1, now)));
+    assert_eq!(ids.uuid, [1; 16]);
+    assert_eq!(
+        sent(identify(&mut queue, Cns::NAMESPACE, 2, now)),
+        [0; IDENTIFY_LEN]
+    );
+    for (cns, nsid) in [
+        (Cns::NAMESPACE, 0),
+        (Cns::NAMESPACE_IDENTIFIERS, 2),
+        (Cns(0x55), 0),
+    ] {
+        assert!(
+            !completed(identify(&mut queue, cns, nsid, now))
+                .status
+                .is_success(),
+            "{cns:?} {nsid}"
+        );
+    }
+}
+
+#[test]
+fn io_queue__belongs_to_a_ready_controller_of_its_host() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let (mut first, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (queue, cqe) = io_queue(&target, cntlid, 1, now);
+    assert_eq!((cqe.status, cqe.result), (Status::SUCCESS, cntlid.into()));
+    assert!(
+        io_queue(&target, cntlid, 1, now)
+            .1
+            .status
+            .is(Status::COMMAND_SEQUENCE_ERROR),
+        "a queue that exists"
+    );
+    assert!(
+        io_queue(&target, cntlid + 1, 2, now)
+            .1
+            .status
+            .is(Status::CONNECT_INVALID)
+    );
+    drop(queue);
+    assert!(
+        io_queue(&target, cntlid, 1, now).1.status.is_success(),
+        "a queue that has gone"
+    );
+    let mut other = Queue::new(target.clone(), PORT, LOCAL, now);
+    let mut data = connect_data(SUBSYSTEM, cntlid);
+    data.host = Nqn::new("nqn.2014-08.org.example:other").unwrap();
+    let cqe = completed(run(&mut other, &connect(3).command(Cid(0)), &emitted(&data), now));
+    assert!(cqe.status.is(Status::CONNECT_INVALID));
+    configure(&mut first, 0, now);
+    assert!(
+        io_queue(&target, cntlid, 4, now)
+            .1
+            .status
+            .is(Status::COMMAND_SEQUENCE_ERROR)
+    );
+}
+
+#[test]
+fn io__is_checked_before_it_runs() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let protected = Namespace {
+        is_protected: true,
+        backend: Box::new(NullBackend(1 << 40)),
+        ..memory(2, 512)
+    };
+    subsystem.add_namespace(protected).unwrap();
+    let (_admin, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (mut queue, _) = io_queue(&target, cntlid, 1, now);
+    let mut status = |opcode: Opcode, nsid: u32, slba: u64, blocks: u32, data: u32| {
+        let mut sqe = Sqe::new(opcode, Cid(1), NsId(nsid));
+        Rw {
+            slba,
+            blocks,
+            fua: false,
+        }
+        .emit(&mut sqe);
+        match queue.admit(&sqe, data, now) {
+            Ok(_) => Status::SUCCESS,
+            Err(cqe) => Status(cqe.status.code()),
+        }
+    };
+    assert_eq!(status(Opcode::READ, 1, 0, 2048, 1 << 20), Status::SUCCESS);
+    assert_eq!(
+        status(Opcode::READ, 1, 1, 2048, 1 << 20),
+        Status::LBA_OUT_OF_RANGE
+    );
+    assert_eq!(
+        status(Opcode::READ, 1, u64::MAX, 1, 512),
+        Status::LBA_OUT_OF_RANGE
+    );
+    assert_eq!(status(Opcode::READ, 1, 0, 1, 1024), Status::SGL_LENGTH_INVALID);
+    assert_eq!(status(Opcode::READ, 3, 0, 1, 512), Status::INVALID_NAMESPACE);
+    assert_eq!(
+        status(Opcode::READ, u32::MAX, 0, 1, 512),
+        Status::INVALID_NAMESPACE
+    );
+    assert_eq!(status(Opcode::WRITE, 2, 0, 1, 512), Status::WRITE_PROTECTED);
+    assert_eq!(status(Opcode::WRITE_ZEROES, 2, 0, 1, 0), Status::WRITE_PROTECTED);
+    assert_eq!(status(Opcode::READ, 2, 1 << 30, 2048, 1 << 20), Status::SUCCESS);
+    assert_eq!(
+        status(Opcode::READ, 2, 0, 2049, 2049 * 512),
+        Status::INVALID_FIELD,
+        "beyond MDTS"
+    );
+    assert_eq!(status(Opcode(0x55), 1, 0, 1, 512), Status::INVALID_OPCODE);
+}
+
+#[test]
+fn compare__finds_a_difference_in_any_part() {
+    let (_, subsystem) = target();
+    let (_, namespaces) = subsystem.namespaces();
+    let io = |operation| Io {
+        namespace: namespaces[&NsId(1)].clone(),
+        operation,
+        offset: 4096,
+        length: 200 << 10,
+        session: None,
+    };
+    let mut data: Vec<u8> = (0..200 << 10).map(|at| at as u8).collect();
+    assert_eq!(
+        io(Operation::Write { fua: true }).execute(&mut data),
+        Status::SUCCESS
+    );
+    assert_eq!(io(Operation::Compare).execute(&mut data), Status::SUCCESS);
+    data[199 << 10] ^= 1;
+    assert!(
+        io(Operation::Compare)
+            .execute(&mut data)
+            .is(Status::COMPARE_FAILURE)
+    );
+    assert_eq!(
+        io(Operation::WriteZeroes { fua: false }).execute(&mut []),
+        Status::SUCCESS
+    );
+    assert_eq!(io(Operation::Read).execute(&mut data), Status::SUCCESS);
+    assert!(data.iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn keep_alive__ends_a_silent_host_alone() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (io, _) = io_queue(&target, cntlid, 1, now);
+    let (other, _) = admin(&target, SUBSYSTEM, now + Duration::from_secs(4));
+    let later = now + Duration::from_secs(7);
+    assert!(queue.has_expired(later) && !other.has_expired(later));
+    run(
+        &mut queue,
+        &Sqe::new(Opcode::KEEP_ALIVE, Cid(1), NsId::NONE),
+        &[],
+        now + Duration::from_secs(4),
+    );
+    assert!(!queue.has_expired(later) && !io.is_over());
+    drop(queue);
+    assert!(io.is_over() && !other.is_over());
+}
+
+#[test]
+fn events__tell_of_namespaces_once_until_the_log_is_read() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let (mut queue, _) = admin(&target, SUBSYSTEM, now);
+    let mut features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
+    features.set_dword(10, 0x0b);
+    features.set_dword(11, IdentifyController::NAMESPACE_EVENTS);
+    assert!(
+        completed(run(&mut queue, &features, &[], now))
+            .status
+            .is_success()
+    );
+    for cid in 10..14 {
+        let request = Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(cid), NsId::NONE);
+        assert!(matches!(run(&mut queue, &request, &[], now), Step::Wait));
+    }
+    let beyond = Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(14), NsId::NONE);
+    assert!(
+        completed(run(&mut queue, &beyond, &[], now))
+            .status
+            .is(Status::EVENT_LIMIT)
+    );
+    assert_eq!(queue.poll_event(), None);
+    subsystem.add_namespace(memory(3, 4096)).unwrap();
+    let cqe = queue.poll_event().unwrap();
+    assert_eq!(
+        (cqe.cid, cqe.result),
+        (Cid(10), AsyncEvent::NamespacesChanged.result().into())
+    );
+    subsystem.add_namespace(memory(4, 4096)).unwrap();
+    assert_eq!(queue.poll_event(), None, "the host has not read the log");
+    let mut log = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), NsId::ALL);
+    log.set_dword(10, u32::from(LogId::CHANGED_NAMESPACES.0) | 1023 << 16);
+    queue.admit(&log, 4096, now).unwrap();
+    let changed = sent(queue.execute(&log, &[], now));
+    assert_eq!(
+        parse_namespace_list(&changed).collect::<Vec<_>>(),
+        [NsId(3), NsId(4)]
+    );
+    subsystem.add_namespace(memory(5, 4096)).unwrap();
+    assert_eq!(queue.poll_event().unwrap().cid, Cid(11));
+}
+
+#[test]
+fn discovery__reports_each_way_to_each_subsystem() {
+    let now = Instant::now();
+    let (target, _) = target();
+    for address in ["127.0.0.1:4420", "[::1]:4420"] {
+        let listener = Listener {
+            transport: TransportKind::Tcp,
+            address: address.parse().unwrap(),
+        };
+        target.add_listener(listener);
+    }
+    let (mut queue, _) = admin(&target, DISCOVERY_NQN, now);
+    let mut log = |offset: u64, bytes: u32| {
+        let mut sqe = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), NsId::NONE);
+        sqe.set_dword(10, u32::from(LogId::DISCOVERY.0) | (bytes / 4 - 1) << 16);
+        sqe.set_dword(12, offset as u32);
+        queue.admit(&sqe, bytes, now).unwrap();
+        queue.execute(&sqe, &[], now)
+    };
+    let header = DiscoveryHeader::parse(&sent(log(0, 1024))).unwrap();
+    assert_eq!(header.entries, 4);
+    let bytes = sent(log(1024, 4096));
+    let entries: Vec<_> = bytes
+        .chunks(1024)
+        .map(|bytes| DiscoveryEntry::parse(bytes).unwrap())
+        .collect();
+    let kinds = entries
+        .iter()
+        .map(|entry| (entry.kind, entry.address.is_ipv4(), entry.port));
+    let expected = [
+        (SubsystemKind::Discovery, true, 1),
+        (SubsystemKind::Nvm, true, 1),
+        (SubsystemKind::Discovery, false, 2),
+        (SubsystemKind::Nvm, false, 2),
+    ];
+    assert_eq!(kinds.collect::<Vec<_>>(), expected);
+    assert_eq!(entries[1].subsystem.as_str(), SUBSYSTEM);
+    assert!(completed(log(8192, 1024)).status.is(Status::INVALID_FIELD));
+    let (mut queue, _) = admin(&target, SUBSYSTEM, now);
+    let mut sqe = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), NsId::NONE);
+    sqe.set_dword(10, u32::from(LogId::DISCOVERY.0));
+    queue.admit(&sqe, 4, now).unwrap();
+    assert!(
+        completed(queue.execute(&sqe, &[], now))
+            .status
+            .is(Status::INVALID_LOG)
+    );
+}
+
+#[test]
+fn sq_head__advances_with_completions_unless_turned_off() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let (mut queue, _) = admin(&target, SUBSYSTEM, now);
+    // Connect and Property Set were the first two.
+    let heads: Vec<_> = (0..31)
+        .map(|_| queue.complete(Cid(0), Status::SUCCESS, 0).sq_head)
+        .collect();
+    assert_eq!((heads[0], heads[28], heads[29]), (3, 31, 0));
+    let mut quiet = Queue::new(target, PORT, LOCAL, now);
+    let mut connect = connect(0);
+    connect.no_flow_control = true;
+    let data = emitted(&connect_data(SUBSYSTEM, ConnectData::ANY_CONTROLLER));
+    assert_eq!(
+        completed(run(&mut quiet, &connect.command(Cid(0)), &data, now)).sq_head,
+        u16::MAX
+    );
+}
+
+#[test]
+fn authentication__comes_before_everything_else() {
+    let now = Instant::now();
+    let secrets = Secrets {
+        host: Secret::new([1; 32]),
+        controller: None,
+    };
+    let access = Access::Secrets {
+        secrets,
+        random: || Some([3; 32]),
+    };
+    let subsystem = Subsystem::new(Nqn::new(SUBSYSTEM).unwrap(), "serial", access);
+    let target = Target::default();
+    target.add_subsystem(Arc::new(subsystem)).unwrap();
+    let mut queue = Queue::new(Arc::new(target), PORT, LOCAL, now);
+    let data = emitted(&connect_data(SUBSYSTEM, ConnectData::ANY_CONTROLLER));
+    let cqe = completed(run(&mut queue, &connect(0).command(Cid(0)), &data, now));
+    assert_eq!((cqe.status, cqe.result >> 16), (Status::SUCCESS, 2));
+    assert!(configure(&mut queue, Configuration::enabled().0, now).is(Status::AUTHENTICATION_REQUIRED));
+    // Nothing to receive before anything was sent.
+    let receive = authentication(FabricsType::AUTHENTICATION_RECEIVE, Cid(1), 4096);
+    queue.admit(&receive, 4096, now).unwrap();
+    assert!(
+        completed(queue.execute(&receive, &[], now))
+            .status
+            .is(Status::COMMAND_SEQUENCE_ERROR)
+    );
+    let negotiate = AuthMessage::Negotiate {
+        secure_channel: 0,
+        hashes: vec![HashId::Sha256],
+        groups: vec![DhGroup::Null],
+    }
+    .emit(1);
+    let send = authentication(FabricsType::AUTHENTICATION_SEND, Cid(1), negotiate.len() as u32);
+    assert!(
+        completed(run(&mut queue, &send, &negotiate, now))
+            .status
+            .is_success()
+    );
+    queue.admit(&receive, 4096, now).unwrap();
+    let challenge = sent(queue.execute(&receive, &[], now));
+    assert_eq!(challenge.len(), 4096);
+    assert!(matches!(
+        AuthMessage::parse(&challenge),
+        Ok((1, AuthMessage::Challenge { .. }))
+    ));
+    assert!(configure(&mut queue, Configuration::enabled().0, now).is(Status::AUTHENTICATION_REQUIRED));
+    assert!(queue.has_expired(now + Duration::from_secs(10)));
+    let long = authentication(FabricsType::AUTHENTICATION_SEND, Cid(1), 8192);
+    assert!(queue.admit(&long, 8192, now).is_err());
+}
+
+#[test]
+fn discovery__tells_of_changes_and_of_loopback_to_loopback_alone() {
+    let now = Instant::now();
+    let (target, _) = target();
+    for address in ["127.0.0.1:4420", "192.0.2.1:4420"] {
+        let listener = Listener {
+            transport: TransportKind::Tcp,
+            address: address.parse().unwrap(),
+        };
+        target.add_listener(listener);
+    }
+    let entries = |local: &str| {
+        let bytes = discovery::log(&target, local.parse().unwrap());
+        DiscoveryHeader::parse(&bytes).unwrap().entries
+    };
+    assert_eq!((entries("127.0.0.1"), entries("192.0.2.1")), (4, 2));
+    let (mut queue, _) = admin(&target, DISCOVERY_NQN, now);
+    let mut features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
+    features.set_dword(10, 0x0b);
+    features.set_dword(11, 1);
+    assert!(
+        completed(run(&mut queue, &features, &[], now))
+            .status
+            .is(Status::INVALID_FIELD)
+    );
+    features.set_dword(11, IdentifyController::DISCOVERY_EVENTS);
+    assert!(
+        completed(run(&mut queue, &features, &[], now))
+            .status
+            .is_success()
+    );
+    let request = Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(9), NsId::NONE);
+    assert!(matches!(run(&mut queue, &request, &[], now), Step::Wait));
+    assert_eq!(queue.poll_event(), None, "nothing has changed");
+    let listener = Listener {
+        transport: TransportKind::Tcp,
+        address: "192.0.2.2:4420".parse().unwrap(),
+    };
+    target.add_listener(listener);
+    assert_eq!(
+        queue.poll_event().unwrap().result,
+        AsyncEvent::DiscoveryChanged.result().into()
+    );
+    // A host that does not say how long it may be silent.
+    let mut silent = Queue::new(target.clone(), PORT, LOCAL, now);
+    let mut connect = connect(0);
+    connect.keep_alive_ms = 0;
+    let data = emitted(&connect_data(DISCOVERY_NQN, ConnectData::ANY_CONTROLLER));
+    completed(run(&mut silent, &connect.command(Cid(0)), &data, now));
+    assert!(
+        silent.has_expired(now + Duration::from_secs(121))
+            && !silent.has_expired(now + Duration::from_secs(119))
+    );
+}
+
+#[test]
+fn log_page__acknowledges_only_what_it_returns() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let (mut queue, _) = admin(&target, SUBSYSTEM, now);
+    subsystem.add_namespace(memory(3, 4096)).unwrap();
+    assert_eq!(queue.poll_event(), None);
+    let mut log = |offset: u32, retains: bool| {
+        let mut sqe = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), NsId::ALL);
+        let retain = if retains { 1 << 15 } else { 0 };
+        sqe.set_dword(10, u32::from(LogId::CHANGED_NAMESPACES.0) | retain | 1023 << 16);
+        sqe.set_dword(12, offset);
+        queue.admit(&sqe, 4096, now).unwrap();
+        queue.execute(&sqe, &[], now)
+    };
+    assert!(completed(log(4100, false)).status.is(Status::INVALID_FIELD));
+    for retains in [true, false] {
+        assert_eq!(
+            parse_namespace_list(&sent(log(0, retains))).collect::<Vec<_>>(),
+            [NsId(3)]
+        );
+    }
+    assert_eq!(parse_namespace_list(&sent(log(0, false))).count(), 0);
+}
+
+fn csts(queue: &mut Queue, now: Instant) -> u64 {
+    let property = Property {
+        register: Register::STATUS,
+        is_wide: false,
+        value: 0,
+    };
+    let sqe = property.command(FabricsType::PROPERTY_GET, Cid(1));
+    completed(run(queue, &sqe, &[], now)).result
+}
+
+#[test]
+fn reset__ends_io_queues_and_waits_for_what_runs() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (io, _) = io_queue(&target, cntlid, 1, now);
+    let session = subsystem::Session::new(subsystem.association(cntlid).unwrap());
+    let running = session.enter().unwrap();
+    assert!(!queue.take_reset());
+    configure(&mut queue, 0, now);
+    assert!(queue.take_reset() && !queue.take_reset());
+    assert!(io.is_over() && session.enter().is_none());
+    configure(&mut queue, Configuration::enabled().0, now);
+    assert_eq!(csts(&mut queue, now), 0, "a write of before may still come");
+    drop(running);
+    assert_eq!(csts(&mut queue, now), 1);
+    drop(io);
+    let (io, cqe) = io_queue(&target, cntlid, 1, now);
+    assert!(cqe.status.is_success() && !io.is_over());
+    // The host's next controller waits in the same way.
+    let session = subsystem::Session::new(subsystem.association(cntlid).unwrap());
+    let running = session.enter().unwrap();
+    drop(queue);
+    let (mut next, _) = admin(&target, SUBSYSTEM, now);
+    assert_eq!(csts(&mut next, now), 0);
+    drop(running);
+    assert_eq!(csts(&mut next, now), 1);
+}
+
+#[test]
+fn shutdown__is_complete_when_all_is_flushed() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(4096).unwrap();
+    let cached = Namespace {
+        backend: Box::new(FileBackend::open(file.path(), false).unwrap()),
+        ..memory(2, 512)
+    };
+    subsystem.add_namespace(cached).unwrap();
+    let (mut queue, _) = admin(&target, SUBSYSTEM, now);
+    assert!(queue.poll_flush().is_none());
+    configure(&mut queue, Configuration::enabled().0 | 1 << 14, now);
+    assert_eq!(csts(&mut queue, now), 1 << 2, "it occurs");
+    let flush = queue.poll_flush().unwrap();
+    assert_eq!(
+        (flush.namespace.nsid, flush.operation),
+        (NsId(2), Operation::Flush)
+    );
+    assert!(queue.poll_flush().is_none());
+    assert_eq!(csts(&mut queue, now), 1 << 2);
+    queue.flushed(Status::SUCCESS);
+    assert_eq!(csts(&mut queue, now), 2 << 2);
+}

@@ -1,0 +1,729 @@
+//! NVMe/TCP: the controller's side of a connection, as a state machine without I/O.
+//!
+//! The driver receives into [`Connection::space`], and says so ([`Connection::received`]); carries out [`Connection::poll_io`], and
+//! says how that went ([`Connection::complete`]); sends [`Connection::slices`] and says how much of them ([`Connection::sent`]). Room that
+//! becomes free as bytes are sent lets further I/Os be carried out: the driver asks for both until there is neither, or the socket takes no
+//! more.
+
+mod buffers;
+mod outbox;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crc_fast::{CrcAlgorithm, Digest};
+use rdmux_wire::nvme::{Cid, Cqe, IdentifyController, NsId, Opcode, Sgl, Sqe, Status};
+use rdmux_wire::nvme_tcp::{
+    COMMON_LEN, Common, DIGEST_LEN, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer,
+};
+
+pub use self::buffers::Buffers;
+use self::outbox::Outbox;
+use crate::target::{Admitted, Io, Operation, Port, Queue, Step, Target};
+
+/// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
+const MDTS: u8 = 8;
+/// Maximum bytes of data in a capsule of an I/O queue.
+const IN_CAPSULE_MAX: u32 = 16 << 10;
+/// Maximum bytes of data in the capsule of a fabrics or admin command: NVMe/TCP 3.3.2.2.
+const ADMIN_IN_CAPSULE_MAX: u32 = 8 << 10;
+/// Bytes of an H2CData that the target takes.
+const H2C_DATA_MAX: u32 = 1 << 20;
+/// Bytes of buffers that a connection's commands have at a time, beside data in capsules. A command whose data do not fit waits.
+const BUFFERED_MAX: usize = 4 << 20;
+/// Bytes that are received at once where they are not data of a command alone.
+const RECEIVE_BYTES: usize = 32 << 10;
+/// Data that are still missing go straight into their buffer if there are so many.
+const DIRECT_MIN: usize = 4 << 10;
+/// While more responses than that many bytes wait to be sent, nothing is received.
+const UNSENT_MAX: usize = 64 << 10;
+
+/// What NVMe/TCP says about itself.
+pub const PORT: Port = Port {
+    entries_max: 128,
+    mdts: MDTS,
+    in_capsule_max: IN_CAPSULE_MAX,
+    sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_TRANSPORT,
+};
+
+/// Why a connection is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum End {
+    /// The host has violated the protocol.
+    #[error("the host sent {0}")]
+    Violation(Fatal),
+    /// The host has ended it, for this reason.
+    #[error("the host ended the connection: {0}")]
+    Terminated(Fatal),
+    /// The host was silent for its keep-alive time, or sent no command in time.
+    #[error("the host was silent for too long")]
+    Silent,
+    /// Its controller is over.
+    #[error("the controller is over")]
+    ControllerOver,
+}
+
+/// The controller's side of a connection, which is a queue.
+#[derive(Debug)]
+pub struct Connection {
+    queue: Queue,
+    is_initialized: bool,
+    digests: Digests,
+    /// Alignment of data that the host has asked for.
+    alignment: usize,
+    phase: Phase,
+    /// Bytes that were received and not looked at: `rx[rx_at..rx_end]`.
+    rx: Box<[u8]>,
+    rx_at: usize,
+    rx_end: usize,
+    slots: Vec<Slot>,
+    free: Vec<u16>,
+    /// Commands that wait for a buffer.
+    waiting: VecDeque<u16>,
+    /// Bytes of buffers in use, but for those of data in capsules.
+    buffered: usize,
+    /// I/Os to carry out.
+    ready: VecDeque<u16>,
+    outbox: Outbox,
+    end: Option<End>,
+}
+
+/// What comes next from the host.
+#[derive(Debug)]
+enum Phase {
+    Header,
+    /// Data of a command.
+    Data {
+        slot: u16,
+        missing: usize,
+        digest: Option<Digest>,
+    },
+    /// The digest of data that are there.
+    Digest {
+        slot: u16,
+        digest: Digest,
+    },
+    /// Data that nobody wants, and their digest.
+    Skip(usize),
+}
+
+/// A command that is not completed.
+#[derive(Debug)]
+struct Slot {
+    sqe: Sqe,
+    io: Option<Io>,
+    buffer: Option<Vec<u8>>,
+    /// Bytes of its data.
+    length: usize,
+    /// Bytes of them that have arrived.
+    received: usize,
+    /// The host may send its data in PDUs of their own.
+    awaits_data: bool,
+    /// Data of it had a wrong digest.
+    is_damaged: bool,
+    /// Bytes of its buffer that count among [`BUFFERED_MAX`]: 0 if its data were in the capsule.
+    counted: usize,
+}
+
+impl Slot {
+    fn new() -> Slot {
+        Slot {
+            sqe: Sqe::new(Opcode::FLUSH, Cid(0), NsId::NONE),
+            io: None,
+            buffer: None,
+            length: 0,
+            received: 0,
+            awaits_data: false,
+            is_damaged: false,
+            counted: 0,
+        }
+    }
+}
+
+impl Connection {
+    /// Makes the controller's side of a connection that a host has opened.
+    ///
+    /// `local` is the address at which the host has reached the target.
+    pub fn new(target: Arc<Target>, local: IpAddr, now: Instant) -> Connection {
+        Connection {
+            queue: Queue::new(target, PORT, local, now),
+            is_initialized: false,
+            digests: Digests::empty(),
+            alignment: 4,
+            phase: Phase::Header,
+            rx: vec![0; RECEIVE_BYTES].into_boxed_slice(),
+            rx_at: 0,
+            rx_end: 0,
+            slots: vec![Slot::new(), Slot::new()],
+            free: vec![1, 0],
+            waiting: VecDeque::new(),
+            buffered: 0,
+            ready: VecDeque::new(),
+            outbox: Outbox::default(),
+            end: None,
+        }
+    }
+
+    /// Returns true if it is the admin queue of a controller, which ends with it.
+    pub fn is_admin(&self) -> bool {
+        self.queue.is_admin()
+    }
+
+    /// Returns why the connection is over: the driver sends what is left and closes it.
+    pub fn end(&self) -> Option<End> {
+        self.end
+    }
+
+    /// Returns true once after each reset of its controller: I/O queues of it may be with other reactors.
+    pub fn take_reset(&mut self) -> bool {
+        self.queue.take_reset()
+    }
+
+    /// Returns when to call [`Connection::handle_timeout`].
+    pub fn deadline(&self) -> Option<Instant> {
+        self.queue.deadline()
+    }
+
+    /// Ends the connection if its host was silent for too long.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.queue.has_expired(now) {
+            self.end = self.end.or(Some(End::Silent));
+        }
+    }
+
+    /// Looks at what all queues share: ends the connection if its controller is over, and reports events.
+    pub fn handle_change(&mut self) {
+        if self.queue.is_over() {
+            self.end = self.end.or(Some(End::ControllerOver));
+        }
+        if let Some(cqe) = self.queue.poll_event() {
+            self.respond(cqe);
+        }
+    }
+
+    /// Returns true if the driver should receive: the host takes what was sent.
+    pub fn wants_bytes(&self) -> bool {
+        self.end.is_none() && self.outbox.unsent_bytes() < UNSENT_MAX
+    }
+
+    /// Returns the place for the next bytes from the host, which is never empty.
+    pub fn space(&mut self) -> &mut [u8] {
+        if self.rx_at == self.rx_end {
+            (self.rx_at, self.rx_end) = (0, 0);
+            if let Phase::Data { slot, missing, .. } = self.phase
+                && missing >= DIRECT_MIN
+            {
+                let slot = &mut self.slots[usize::from(slot)];
+                if let Some(buffer) = &mut slot.buffer {
+                    return &mut buffer[slot.received..slot.received + missing];
+                }
+            }
+        } else if self.rx_at > 0 {
+            // A part of a header is left.
+            self.rx.copy_within(self.rx_at..self.rx_end, 0);
+            (self.rx_at, self.rx_end) = (0, self.rx_end - self.rx_at);
+        }
+        &mut self.rx[self.rx_end..]
+    }
+
+    /// Takes note of bytes that the driver has received into [`Connection::space`].
+    pub fn received(&mut self, bytes: usize, buffers: &mut Buffers, now: Instant) {
+        match self.phase {
+            Phase::Data { slot, missing, .. } if self.rx_at == self.rx_end && missing >= DIRECT_MIN => {
+                self.data_arrived(slot, bytes);
+            }
+            _ => self.rx_end += bytes,
+        }
+        while self.end.is_none() {
+            match self.advance(buffers, now) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(fatal) => self.fail(fatal),
+            }
+        }
+    }
+
+    fn fail(&mut self, fatal: Fatal) {
+        self.end = Some(End::Violation(fatal));
+        self.outbox
+            .push(&Header::C2hTermReq(fatal), Flags::empty(), DataLayout::default());
+    }
+
+    /// Takes one step. Returns false if that needs further bytes.
+    fn advance(&mut self, buffers: &mut Buffers, now: Instant) -> Result<bool, Fatal> {
+        let available = self.rx_end - self.rx_at;
+        match &mut self.phase {
+            Phase::Header => {
+                if available < COMMON_LEN {
+                    return Ok(false);
+                }
+                let bytes = &self.rx[self.rx_at..self.rx_end];
+                let common = Common::parse(bytes, self.digests)?;
+                if available < common.data_offset {
+                    return Ok(false);
+                }
+                let header = check_header(&common, bytes)?;
+                self.rx_at += common.data_offset;
+                self.handle_header(&common, header, buffers, now)?;
+                Ok(true)
+            }
+            Phase::Data { slot, missing, .. } => {
+                let (slot, part) = (*slot, available.min(*missing));
+                if *missing > 0 {
+                    if part == 0 {
+                        return Ok(false);
+                    }
+                    let to = &mut self.slots[usize::from(slot)];
+                    if let Some(buffer) = &mut to.buffer {
+                        buffer[to.received..to.received + part]
+                            .copy_from_slice(&self.rx[self.rx_at..self.rx_at + part]);
+                    }
+                    self.rx_at += part;
+                    self.data_arrived(slot, part);
+                    return Ok(true);
+                }
+                match std::mem::replace(&mut self.phase, Phase::Header) {
+                    Phase::Data {
+                        slot,
+                        digest: Some(digest),
+                        ..
+                    } => self.phase = Phase::Digest { slot, digest },
+                    _ => self.data_complete(slot, true, buffers, now),
+                }
+                Ok(true)
+            }
+            Phase::Digest { slot, digest } => {
+                if available < DIGEST_LEN {
+                    return Ok(false);
+                }
+                let (slot, expected) = (*slot, digest.finalize() as u32);
+                let bytes = &self.rx[self.rx_at..self.rx_at + DIGEST_LEN];
+                let is_right = bytes == expected.to_le_bytes();
+                self.rx_at += DIGEST_LEN;
+                self.phase = Phase::Header;
+                self.data_complete(slot, is_right, buffers, now);
+                Ok(true)
+            }
+            Phase::Skip(left) => {
+                let part = available.min(*left);
+                self.rx_at += part;
+                *left -= part;
+                if *left == 0 {
+                    self.phase = Phase::Header;
+                }
+                Ok(part > 0)
+            }
+        }
+    }
+
+    fn handle_header(
+        &mut self,
+        common: &Common,
+        header: Header,
+        buffers: &mut Buffers,
+        now: Instant,
+    ) -> Result<(), Fatal> {
+        match header {
+            Header::IcReq(request) if !self.is_initialized => {
+                self.is_initialized = true;
+                self.alignment = request.alignment;
+                let response = Initialize {
+                    alignment: 4,
+                    digests: request.digests,
+                    limit: H2C_DATA_MAX,
+                };
+                self.outbox
+                    .push(&Header::IcResp(response), Flags::empty(), DataLayout::default());
+                self.digests = request.digests;
+                Ok(())
+            }
+            Header::CapsuleCmd(sqe) if self.is_initialized => self.handle_command(common, sqe, buffers, now),
+            Header::H2cData(transfer) if self.is_initialized => self.handle_data(common, &transfer),
+            Header::H2cTermReq(fatal) => {
+                self.end = Some(End::Terminated(fatal));
+                Ok(())
+            }
+            _ => Err(Fatal::Sequence),
+        }
+    }
+
+    fn handle_command(
+        &mut self,
+        common: &Common,
+        sqe: Sqe,
+        buffers: &mut Buffers,
+        now: Instant,
+    ) -> Result<(), Fatal> {
+        if self.queue.is_over() {
+            self.end = Some(End::ControllerOver);
+            return Ok(());
+        }
+        let in_capsule_max = match self.queue.is_io() {
+            true => IN_CAPSULE_MAX,
+            false => ADMIN_IN_CAPSULE_MAX,
+        };
+        if common.data_len > in_capsule_max as usize {
+            return Err(Fatal::Limit);
+        }
+        // Data in the capsule come next, whatever becomes of the command.
+        let behind = common.pdu_len - common.data_offset;
+        self.phase = if behind > 0 {
+            Phase::Skip(behind)
+        } else {
+            Phase::Header
+        };
+        let sgl = match sqe.sgl() {
+            Ok(sgl) => sgl,
+            Err(status) => {
+                let cqe = self.queue.complete(sqe.cid(), status, 0);
+                self.respond(cqe);
+                return Ok(());
+            }
+        };
+        let (length, is_in_capsule) = match sgl {
+            Sgl::InCapsule { offset: 0, length } if length as usize == common.data_len => {
+                (length, length > 0)
+            }
+            Sgl::Transport { length } if common.data_len == 0 => (length, false),
+            _ => {
+                let status = match sgl {
+                    Sgl::InCapsule { .. } => Status::SGL_OFFSET_INVALID,
+                    Sgl::Transport { .. } => Status::SGL_LENGTH_INVALID,
+                    Sgl::Keyed { .. } => Status::SGL_TYPE_INVALID,
+                };
+                let cqe = self.queue.complete(sqe.cid(), status.do_not_retry(), 0);
+                self.respond(cqe);
+                return Ok(());
+            }
+        };
+        let admitted = match self.queue.admit(&sqe, length, now) {
+            Ok(admitted) => admitted,
+            Err(cqe) => {
+                self.respond(cqe);
+                return Ok(());
+            }
+        };
+        // A host has no more commands outstanding than the queue has entries.
+        let at = self.free.pop().ok_or(Fatal::Limit)?;
+        let (io, receives, needs_buffer) = match admitted {
+            Admitted::Io(io) => {
+                let (has_data, receives) = (io.operation.has_data(), io.operation.is_to_controller());
+                (Some(io), receives, has_data)
+            }
+            Admitted::Command { receives } => (None, receives > 0, receives > 0),
+        };
+        let slot = &mut self.slots[usize::from(at)];
+        *slot = Slot {
+            sqe,
+            io,
+            length: length as usize,
+            ..Slot::new()
+        };
+        if receives && is_in_capsule {
+            slot.buffer = Some(buffers.take(slot.length));
+            self.phase = Phase::Data {
+                slot: at,
+                missing: slot.length,
+                digest: self.digests.contains(Digests::DATA).then(new_digest),
+            };
+        } else if is_in_capsule {
+            // The host sends data that the command does not have.
+            self.release(at, buffers);
+            let cqe = self
+                .queue
+                .complete(sqe.cid(), Status::INVALID_FIELD.do_not_retry(), 0);
+            self.respond(cqe);
+        } else if needs_buffer {
+            self.waiting.push_back(at);
+            self.grant(buffers);
+        } else {
+            self.run(at, buffers, now);
+        }
+        Ok(())
+    }
+
+    /// Gives buffers to the commands that wait for one, in their order, as far as they fit.
+    fn grant(&mut self, buffers: &mut Buffers) {
+        while let Some(&at) = self.waiting.front() {
+            let slot = &mut self.slots[usize::from(at)];
+            let size = Buffers::size(slot.length);
+            if self.buffered > 0 && self.buffered + size > BUFFERED_MAX {
+                return;
+            }
+            self.waiting.pop_front();
+            self.buffered += size;
+            slot.counted = size;
+            slot.buffer = Some(buffers.take(slot.length));
+            let receives = slot.io.as_ref().is_none_or(|io| io.operation.is_to_controller());
+            if receives {
+                slot.awaits_data = true;
+                let transfer = Transfer {
+                    cid: slot.sqe.cid(),
+                    tag: at,
+                    offset: 0,
+                    length: slot.length as u32,
+                };
+                let layout = DataLayout {
+                    digests: self.digests,
+                    ..DataLayout::default()
+                };
+                self.outbox.push(&Header::R2t(transfer), Flags::empty(), layout);
+            } else {
+                self.ready.push_back(at);
+            }
+        }
+    }
+
+    fn handle_data(&mut self, common: &Common, transfer: &Transfer) -> Result<(), Fatal> {
+        let slot = self.slots.get(usize::from(transfer.tag));
+        let slot = slot.filter(|slot| slot.awaits_data);
+        let slot = slot
+            .filter(|slot| slot.sqe.cid() == transfer.cid)
+            .ok_or(Fatal::InvalidField(10))?;
+        if transfer.length as usize != common.data_len || common.data_len == 0 {
+            return Err(Fatal::InvalidField(16));
+        }
+        if transfer.length > H2C_DATA_MAX {
+            return Err(Fatal::Limit);
+        }
+        if transfer.offset as usize != slot.received || common.data_len > slot.length - slot.received {
+            return Err(Fatal::OutOfRange);
+        }
+        self.phase = Phase::Data {
+            slot: transfer.tag,
+            missing: common.data_len,
+            digest: self.digests.contains(Digests::DATA).then(new_digest),
+        };
+        Ok(())
+    }
+
+    /// Takes note of data in a command's buffer.
+    fn data_arrived(&mut self, at: u16, bytes: usize) {
+        let slot = &mut self.slots[usize::from(at)];
+        if let Phase::Data { missing, digest, .. } = &mut self.phase {
+            *missing -= bytes;
+            if let (Some(digest), Some(buffer)) = (digest, &slot.buffer) {
+                digest.update(&buffer[slot.received..slot.received + bytes]);
+            }
+        }
+        slot.received += bytes;
+    }
+
+    /// The data of a PDU have arrived. One with a wrong digest fails its command once all data are there (NVMe/TCP 3.3.1.1.2).
+    fn data_complete(&mut self, at: u16, is_right: bool, buffers: &mut Buffers, now: Instant) {
+        let slot = &mut self.slots[usize::from(at)];
+        slot.is_damaged |= !is_right;
+        if slot.received < slot.length {
+            return;
+        }
+        slot.awaits_data = false;
+        if slot.is_damaged {
+            let cqe = self
+                .queue
+                .complete(slot.sqe.cid(), Status::TRANSIENT_TRANSPORT, 0);
+            self.respond(cqe);
+            self.release(at, buffers);
+            return;
+        }
+        self.run(at, buffers, now);
+    }
+
+    /// Carries out a command that has all that it needs, or has the driver do it.
+    fn run(&mut self, at: u16, buffers: &mut Buffers, now: Instant) {
+        let slot = &mut self.slots[usize::from(at)];
+        if slot.io.is_some() {
+            self.ready.push_back(at);
+            return;
+        }
+        let data = slot
+            .buffer
+            .as_ref()
+            .map_or(&[][..], |buffer| &buffer[..slot.length]);
+        match self.queue.execute(&slot.sqe, data, now) {
+            Step::Complete(cqe) => {
+                self.respond(cqe);
+                self.release(at, buffers);
+            }
+            Step::Send(_, cqe) if slot.length == 0 => {
+                self.respond(cqe);
+                self.release(at, buffers);
+            }
+            Step::Send(data, cqe) => {
+                slot.length = slot.length.min(data.len());
+                slot.buffer = Some(data);
+                self.send_data(at, cqe);
+            }
+            // The queue knows its id.
+            Step::Wait => self.release(at, buffers),
+        }
+        // Connect has said how many commands the host may have outstanding.
+        for at in self.slots.len()..usize::from(self.queue.entries()) {
+            self.slots.push(Slot::new());
+            self.free.push(at as u16);
+        }
+        if let Some(cqe) = self.queue.poll_event() {
+            self.respond(cqe);
+        }
+    }
+
+    /// Returns an I/O to carry out; then [`Connection::complete`] is to be called.
+    pub fn poll_io(&mut self) -> Option<Work> {
+        if let Some(io) = self.queue.poll_flush() {
+            return Some(Work {
+                slot: None,
+                io,
+                buffer: Vec::new(),
+                length: 0,
+            });
+        }
+        let at = self.ready.pop_front()?;
+        let slot = &mut self.slots[usize::from(at)];
+        let io = slot.io.take()?;
+        // A host may name data with a command that has none.
+        let length = if io.operation.has_data() { slot.length } else { 0 };
+        Some(Work {
+            slot: Some(at),
+            io,
+            buffer: slot.buffer.take().unwrap_or_default(),
+            length,
+        })
+    }
+
+    /// Takes note of the result of an I/O.
+    pub fn complete(&mut self, work: Work, status: Status, buffers: &mut Buffers) {
+        let Some(at) = work.slot else {
+            return self.queue.flushed(status);
+        };
+        let slot = &mut self.slots[usize::from(at)];
+        let cqe = self.queue.complete(slot.sqe.cid(), status, 0);
+        slot.buffer = Some(work.buffer);
+        if work.io.operation == Operation::Read && status.is_success() {
+            self.send_data(at, cqe);
+        } else {
+            self.respond(cqe);
+            self.release(at, buffers);
+        }
+    }
+
+    /// Sends a command's data and its completion.
+    fn send_data(&mut self, at: u16, cqe: Cqe) {
+        let slot = &mut self.slots[usize::from(at)];
+        // The completion of a success says no more than this flag, where the host does not need the head of the queue.
+        let is_complete = !self.queue.has_flow_control() && cqe.status == Status::SUCCESS && cqe.result == 0;
+        let transfer = Transfer {
+            cid: cqe.cid,
+            tag: 0,
+            offset: 0,
+            length: slot.length as u32,
+        };
+        let flags = if is_complete {
+            Flags::LAST | Flags::SUCCESS
+        } else {
+            Flags::LAST
+        };
+        let layout = DataLayout {
+            len: slot.length,
+            digests: self.digests,
+            alignment: self.alignment,
+        };
+        self.outbox.push(&Header::C2hData(transfer), flags, layout);
+        self.outbox.push_data(at, slot.length);
+        if self.digests.contains(Digests::DATA) {
+            let mut digest = new_digest();
+            digest.update(
+                slot.buffer
+                    .as_ref()
+                    .map_or(&[][..], |buffer| &buffer[..slot.length]),
+            );
+            self.outbox.push_bytes(&(digest.finalize() as u32).to_le_bytes());
+        }
+        if !is_complete {
+            self.respond(cqe);
+        }
+    }
+
+    fn respond(&mut self, cqe: Cqe) {
+        let layout = DataLayout {
+            digests: self.digests,
+            ..DataLayout::default()
+        };
+        self.outbox
+            .push(&Header::CapsuleResp(cqe), Flags::empty(), layout);
+    }
+
+    /// Frees a command's place.
+    fn release(&mut self, at: u16, buffers: &mut Buffers) {
+        let slot = &mut self.slots[usize::from(at)];
+        if let Some(buffer) = slot.buffer.take() {
+            buffers.give(buffer);
+        }
+        self.buffered -= slot.counted;
+        *slot = Slot::new();
+        self.free.push(at);
+        self.grant(buffers);
+    }
+
+    /// Fills in what is to be sent next, and returns the number of slices; 0 if nothing waits.
+    pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let data = |slot: u16| {
+            self.slots[usize::from(slot)]
+                .buffer
+                .as_deref()
+                .unwrap_or_default()
+        };
+        self.outbox.slices(data, slices)
+    }
+
+    /// Takes note of bytes that the driver has sent.
+    pub fn sent(&mut self, bytes: usize, buffers: &mut Buffers) {
+        let mut left = bytes;
+        while let Some(slot) = self.outbox.sent(&mut left) {
+            self.release(slot, buffers);
+        }
+    }
+}
+
+/// An I/O that the driver carries out.
+#[derive(Debug)]
+pub struct Work {
+    /// Its command; `None` if the controller itself asks for it.
+    slot: Option<u16>,
+    io: Io,
+    buffer: Vec<u8>,
+    length: usize,
+}
+
+impl Work {
+    /// Returns the I/O.
+    pub fn io(&self) -> &Io {
+        &self.io
+    }
+
+    /// Carries it out.
+    pub fn execute(&mut self) -> Status {
+        self.io.execute(&mut self.buffer[..self.length])
+    }
+}
+
+/// Checks the digest of a header, of which all bytes are there, and parses it.
+fn check_header(common: &Common, bytes: &[u8]) -> Result<Header, Fatal> {
+    let header_len = common.kind.header_len();
+    if common.digests.contains(Digests::HEADER) {
+        let mut digest = new_digest();
+        digest.update(&bytes[..header_len]);
+        if bytes[header_len..header_len + DIGEST_LEN] != (digest.finalize() as u32).to_le_bytes() {
+            return Err(Fatal::HeaderDigest);
+        }
+    }
+    Header::parse(common.kind, bytes)
+}
+
+/// CRC-32C. NVMe/TCP 3.3.1.1.
+fn new_digest() -> Digest {
+    Digest::new(CrcAlgorithm::Crc32Iscsi)
+}
