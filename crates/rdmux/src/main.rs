@@ -35,6 +35,8 @@ enum Command {
     Log(cmd::log::Args),
     /// Own a device and share it with this user's applications.
     Node(cmd::node::Args),
+    /// Serve NVMe namespaces to every NVMe host.
+    Nvme(cmd::nvme::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
     /// Run an unmodified RDMA program on a host without an RNIC.
@@ -112,6 +114,7 @@ fn main() -> ExitCode {
         Command::Pull(args) => cmd::pull::run(args),
         Command::Log(args) => cmd::log::run(args),
         Command::Node(args) => cmd::node::run(&args),
+        Command::Nvme(args) => cmd::nvme::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
         Command::Run(args) => cmd::run::run(args),
         Command::Dev(args) => cmd::dev::run_dev(&args, before),

@@ -21,7 +21,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 27] = [
+const OUTPUTS: [&str; 28] = [
     "capture",
     "capture check",
     "ddio off",
@@ -35,6 +35,7 @@ const OUTPUTS: [&str; 27] = [
     "log status",
     "log trim",
     "node check",
+    "nvme target",
     "perf push-read",
     "perf storage",
     "perf write-bw",
@@ -482,6 +483,36 @@ fn output__serve_push_and_pull() {
     both(&home, "pull", &["pull", &n, file]);
     let args = ["perf", "push-read", &m, "-n", "5"];
     both(&home, "perf push-read", &args);
+}
+
+#[test]
+fn output__nvme_target() {
+    let home = tempfile::tempdir().unwrap();
+    let namespaces = [
+        "--ns",
+        "mem:1M,uuid=01234567-89ab-8def-8123-456789abcdef",
+        "--ns",
+        "null:1G,block=4K,ro,uuid=01234567-89ab-8def-8123-456789abcdee",
+    ];
+    let target = |name: &str, last: u8, more: &[&str]| {
+        let listen = format!("tcp:{}", address(last));
+        let nqn = format!("nqn.2014-08.org.example:{name}-{}", std::process::id());
+        let args = [
+            &["nvme", "target", "--nqn", &nqn, "--listen", &listen],
+            &namespaces[..],
+            more,
+        ];
+        let last = if more.contains(&"--json") {
+            "}\n"
+        } else {
+            "listening"
+        };
+        start(&home, &args.concat(), last)
+    };
+    let (_text, said) = target("text", 14, &["--allow-any-host"]);
+    compare_text("nvme target", &home, &said);
+    let (_json, said) = target("json", 15, &["--json"]);
+    compare_json("nvme target", &home, &said);
 }
 
 #[test]

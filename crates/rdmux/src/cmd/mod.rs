@@ -11,6 +11,7 @@ pub(crate) mod generate;
 pub(crate) mod log;
 pub(crate) mod node;
 pub(crate) mod notes;
+pub(crate) mod nvme;
 pub(crate) mod objects;
 pub(crate) mod perf;
 pub(crate) mod pull;

@@ -204,14 +204,14 @@ fn key_of(file: Option<&Path>) -> Result<Key, KeyError> {
     file.map_or_else(Key::load_or_create, Key::load)
 }
 
-/// Lets this process have as many descriptors as the system allows: each application takes some.
-fn raise_descriptors() {
+/// Lets this process have as many descriptors as the system allows: each application, or connection, takes some.
+pub(super) fn raise_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     let most = Rlimit {
         current: limit.maximum,
         ..limit
     };
-    // The node serves fewer applications otherwise, and says so to those that it refuses.
+    // It serves fewer otherwise: a node says so to those that it refuses.
     let _ = setrlimit(Resource::Nofile, most);
 }
 
