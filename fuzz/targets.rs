@@ -135,7 +135,7 @@ pub(crate) fn cm(input: &[u8]) {
     }
 }
 
-/// What hosts send to an NVMe target, and controllers to an initiator: what parses is emitted to the same.
+/// PDUs, commands and data of NVMe hosts and controllers: a value that parses is emitted to the same.
 pub(crate) fn nvme(input: &[u8]) {
     for digests in [Digests::empty(), Digests::HEADER, Digests::DATA, Digests::all()] {
         if input.len() >= nvme_tcp::COMMON_LEN

@@ -1,4 +1,4 @@
-//! What namespaces store their blocks in.
+//! Storage of namespaces.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -115,7 +115,7 @@ impl Backend for NullBackend {
     }
 }
 
-/// Why a file is no backend.
+/// Reason for which a file is no backend.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// It could not be opened.

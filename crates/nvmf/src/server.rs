@@ -47,7 +47,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Settings of a server.
 #[derive(Debug)]
 pub struct Config {
-    /// What it serves.
+    /// Subsystems that it serves.
     pub target: Arc<Target>,
     /// Addresses and ports to listen on, by TCP.
     pub listen: Vec<SocketAddr>,
@@ -57,7 +57,7 @@ pub struct Config {
     pub waiting: Option<WaitMode>,
 }
 
-/// Why a server could not be made.
+/// Reason for which a server could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// An address or port is not free.
@@ -104,7 +104,7 @@ enum Mail {
     Socket(OwnedFd),
     /// An I/O of a connection is done.
     Finished(DescriptorId, Work, Status),
-    /// What all queues share has changed.
+    /// A change of a subsystem or a controller, which queues of this reactor may share.
     Changed,
     /// A connection has more to do than its last turn allowed.
     Turn(DescriptorId),
@@ -508,7 +508,7 @@ impl ServerReactor {
         let Some(served) = self.connections.remove(&id) else {
             return;
         };
-        if served.connection.is_admin() {
+        if served.connection.has_io_queues() {
             drop(served);
             self.tell_of_change();
         }

@@ -43,7 +43,7 @@ const DIRECT_MIN: usize = 4 << 10;
 /// While more responses than that many bytes wait to be sent, nothing is received.
 const UNSENT_MAX: usize = 64 << 10;
 
-/// What NVMe/TCP says about itself.
+/// Properties of NVMe/TCP.
 pub const PORT: Port = Port {
     entries_max: 128,
     mdts: MDTS,
@@ -51,7 +51,7 @@ pub const PORT: Port = Port {
     sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_TRANSPORT,
 };
 
-/// Why a connection is over.
+/// Reason for which a connection is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum End {
     /// The host has violated the protocol.
@@ -93,7 +93,7 @@ pub struct Connection {
     end: Option<End>,
 }
 
-/// What comes next from the host.
+/// The part of a PDU that the host sends next.
 #[derive(Debug)]
 enum Phase {
     Header,
@@ -169,9 +169,9 @@ impl Connection {
         }
     }
 
-    /// Returns true if it is the admin queue of a controller, which ends with it.
-    pub fn is_admin(&self) -> bool {
-        self.queue.is_admin()
+    /// Returns true if it is the admin queue of a controller that may have I/O queues, which end with it.
+    pub fn has_io_queues(&self) -> bool {
+        self.queue.has_io_queues()
     }
 
     /// Returns why the connection is over: the driver sends what is left and closes it.

@@ -199,7 +199,7 @@ pub struct Reactor<M> {
     /// Reports the ports at which requests for connections have arrived, attempts that may have a result, and connections that may be over.
     news: EventQueue,
     descriptors: Descriptors,
-    /// Which of the sources besides completions has the next turn.
+    /// The source besides completions that has the next turn.
     next_other: usize,
     /// Connections with messages that wait for slots.
     holding: Vec<ConnectionId>,

@@ -135,7 +135,7 @@ impl PduType {
     }
 }
 
-/// Why a connection ends. 3.6.2.4 and 3.6.2.5.
+/// Fatal error, which ends a connection. 3.6.2.4 and 3.6.2.5.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fatal {
     /// A field of a header, at this offset.

@@ -27,7 +27,7 @@ pub(super) fn digest(hash: HashId, bytes: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Which side responds.
+/// The side that responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     Host,

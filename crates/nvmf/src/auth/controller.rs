@@ -18,7 +18,7 @@ const GROUPS: [DhGroup; 6] = [
     DhGroup::Null,
 ];
 
-/// Who authenticate each other.
+/// The host and the controller that authenticate each other.
 #[derive(Clone, Debug)]
 pub struct Parties {
     /// The host.

@@ -10,7 +10,7 @@ use rdmux_wire::nvme::{HashId, Nqn};
 
 use super::chap::hmac;
 
-/// Why there is no secret.
+/// Reason for which there is no secret.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
     /// It does not have the form.

@@ -121,6 +121,11 @@ impl Controller {
         Some(self.heard + self.keep_alive? + KEEP_ALIVE_GRACE)
     }
 
+    /// Returns true if it may have I/O queues: discovery controllers have none.
+    pub(super) fn has_io_queues(&self) -> bool {
+        self.kind == ControllerKind::Io
+    }
+
     fn is_ready(&self) -> bool {
         self.state & status::READY != 0
     }

@@ -14,7 +14,7 @@ const INLINE_MAX: u32 = 1 << 20;
 pub struct Io {
     /// The namespace.
     pub namespace: Arc<Namespace>,
-    /// What to do.
+    /// The operation.
     pub operation: Operation,
     /// Offset in the namespace, in bytes.
     pub offset: u64,
@@ -31,7 +31,7 @@ pub enum Operation {
     Read,
     /// Writes the data.
     Write {
-        /// What is written is durable when the command is done.
+        /// The bytes are durable when the command is done.
         fua: bool,
     },
     /// Compares the data with the blocks.
@@ -40,7 +40,7 @@ pub enum Operation {
     Flush,
     /// Writes zeros.
     WriteZeroes {
-        /// What is written is durable when the command is done.
+        /// The bytes are durable when the command is done.
         fua: bool,
     },
     /// Reads, and discards what was read.

@@ -28,7 +28,7 @@ const AUTH_DATA_MAX: u32 = 4096;
 /// Result of Connect: the host has to authenticate itself. 6.3.
 const AUTHENTICATION_REQUIRED: u64 = 1 << 17;
 
-/// What a transport tells its queues about itself.
+/// Properties of a transport that its queues need to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
     /// Maximum number of entries of an I/O queue.
@@ -37,7 +37,7 @@ pub struct Port {
     pub mdts: u8,
     /// Maximum bytes of data in the capsule of an I/O command.
     pub in_capsule_max: u32,
-    /// What Identify says about SGLs.
+    /// SGLs that it takes, as Identify reports them.
     pub sgls: u32,
 }
 
@@ -60,7 +60,7 @@ pub enum Admitted {
     },
 }
 
-/// What follows on a command that a queue has carried out.
+/// Outcome of a command that a queue has carried out.
 #[derive(Debug)]
 pub enum Step {
     /// It is done.
@@ -130,9 +130,9 @@ impl Queue {
         self.has_flow_control
     }
 
-    /// Returns true if it is the admin queue of a controller, which ends with it.
-    pub fn is_admin(&self) -> bool {
-        matches!(self.role, Role::Admin(_))
+    /// Returns true if it is the admin queue of a controller that may have I/O queues, which end with it.
+    pub fn has_io_queues(&self) -> bool {
+        matches!(&self.role, Role::Admin(controller) if controller.has_io_queues())
     }
 
     /// Returns true if it takes I/O commands.
@@ -143,11 +143,7 @@ impl Queue {
     /// Returns true if its controller was reset or is over: the transport ends its connection, without completions, since the host has
     /// to repeat its commands elsewhere.
     pub fn is_over(&self) -> bool {
-        match &self.role {
-            Role::New => false,
-            Role::Admin(_) => false,
-            Role::Io { session, .. } => session.is_over(),
-        }
+        matches!(&self.role, Role::Io { session, .. } if session.is_over())
     }
 
     /// Checks a command of which the transport moves `data_len` bytes.
@@ -163,15 +159,13 @@ impl Queue {
         if !sqe.is_plain() {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
-        let of_fabrics = (sqe.opcode() == Opcode::FABRICS).then(|| FabricsType::of(sqe));
-        if let Some(kind @ (FabricsType::AUTHENTICATION_SEND | FabricsType::AUTHENTICATION_RECEIVE)) =
-            of_fabrics
-        {
-            return self.admit_authentication(sqe, kind, data_len);
+        if is_authentication(sqe) {
+            return self.admit_authentication(sqe, data_len);
         }
         if self.needs_authentication() {
             return Err(Status::AUTHENTICATION_REQUIRED.do_not_retry());
         }
+        let of_fabrics = (sqe.opcode() == Opcode::FABRICS).then(|| FabricsType::of(sqe));
         let receives = match (&mut self.role, of_fabrics) {
             (Role::New, Some(FabricsType::CONNECT)) => {
                 if data_len as usize != CONNECT_DATA_LEN {
@@ -213,16 +207,15 @@ impl Queue {
             .is_some_and(|authenticator| !authenticator.is_authenticated())
     }
 
-    fn admit_authentication(&self, sqe: &Sqe, kind: FabricsType, data_len: u32) -> Result<Admitted, Status> {
+    fn admit_authentication(&self, sqe: &Sqe, data_len: u32) -> Result<Admitted, Status> {
         if self.authenticator.is_none() || !is_nvme_authentication(sqe) {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
         if authentication_len(sqe) != data_len || data_len > AUTH_DATA_MAX {
             return Err(Status::SGL_LENGTH_INVALID.do_not_retry());
         }
-        let is_send = kind == FabricsType::AUTHENTICATION_SEND;
         Ok(Admitted::Command {
-            receives: if is_send { data_len } else { 0 },
+            receives: if sqe.is_to_controller() { data_len } else { 0 },
         })
     }
 
@@ -231,7 +224,7 @@ impl Queue {
             .authenticator
             .as_mut()
             .ok_or((Status::INVALID_FIELD.do_not_retry(), 0))?;
-        if FabricsType::of(sqe) == FabricsType::AUTHENTICATION_SEND {
+        if sqe.is_to_controller() {
             authenticator.handle(data);
             return Ok(Executed::Done(0));
         }
@@ -243,13 +236,8 @@ impl Queue {
 
     /// Carries out a command other than I/O, with the data that it has received.
     pub fn execute(&mut self, sqe: &Sqe, data: &[u8], now: Instant) -> Step {
-        let is_authentication = sqe.opcode() == Opcode::FABRICS
-            && matches!(
-                FabricsType::of(sqe),
-                FabricsType::AUTHENTICATION_SEND | FabricsType::AUTHENTICATION_RECEIVE
-            );
         let executed = match &mut self.role {
-            _ if is_authentication => self.authenticate(sqe, data),
+            _ if is_authentication(sqe) => self.authenticate(sqe, data),
             Role::New => self.connect(sqe, data, now),
             Role::Admin(controller) => controller.execute(sqe, &self.target, self.local, now),
             Role::Io { .. } => Err((Status::INVALID_FIELD.do_not_retry(), 0)),
@@ -417,7 +405,16 @@ impl Drop for Queue {
     }
 }
 
-/// What an admin or fabrics command has come to.
+fn is_authentication(sqe: &Sqe) -> bool {
+    let of_fabrics = sqe.opcode() == Opcode::FABRICS;
+    let kinds = [
+        FabricsType::AUTHENTICATION_SEND,
+        FabricsType::AUTHENTICATION_RECEIVE,
+    ];
+    of_fabrics && kinds.contains(&FabricsType::of(sqe))
+}
+
+/// Outcome of an admin or fabrics command.
 #[derive(Debug)]
 pub(super) enum Executed {
     /// It is done, with this result.

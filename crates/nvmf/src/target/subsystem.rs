@@ -30,7 +30,7 @@ pub struct Namespace {
     pub uuid: [u8; 16],
     /// It takes no writes.
     pub is_protected: bool,
-    /// Where its blocks are.
+    /// The storage of its blocks.
     pub backend: Box<dyn Backend>,
 }
 
@@ -62,7 +62,7 @@ impl Namespace {
 /// The namespaces of a subsystem at one time.
 pub(super) type Namespaces = Arc<BTreeMap<NsId, Arc<Namespace>>>;
 
-/// Why a namespace was not added.
+/// Reason for which a namespace was not added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NamespaceError {
     /// The id is invalid.
@@ -76,7 +76,7 @@ pub enum NamespaceError {
     Empty(u32),
 }
 
-/// Who may use a subsystem.
+/// Hosts that may use a subsystem.
 #[derive(Clone, Debug)]
 pub enum Access {
     /// Every host that reaches it.
@@ -314,7 +314,7 @@ pub struct Listener {
     pub address: SocketAddr,
 }
 
-/// Why a subsystem was not added.
+/// Reason for which a subsystem was not added.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TargetError {
     /// The name is taken.

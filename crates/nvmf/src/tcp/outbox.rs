@@ -1,4 +1,4 @@
-//! What a connection is to send: headers, and between them data where they are.
+//! Bytes that a connection has to send: headers, and between them data, which stay in their buffers.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;

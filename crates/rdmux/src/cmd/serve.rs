@@ -150,7 +150,8 @@ impl MemorySpec {
     }
 }
 
-fn parse_positive(text: &str) -> Result<u64, String> {
+/// Reads a size of at least a byte.
+pub(super) fn parse_positive(text: &str) -> Result<u64, String> {
     parse_size(text)
         .filter(|bytes| (1..=i64::MAX as u64).contains(bytes))
         .ok_or_else(|| {
@@ -163,6 +164,11 @@ fn parse_name(text: &str) -> Result<Name, String> {
 }
 
 fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    parse_address(text, DEFAULT_PORT)
+}
+
+/// Reads one address of this host to listen on.
+pub(super) fn parse_address(text: &str, default_port: u16) -> Result<SocketAddr, String> {
     let (host, port) = split_port(text).ok_or("give ADDR or ADDR:PORT, an IPv6 address in brackets")?;
     let host = if host == "localhost" { "127.0.0.1" } else { host };
     let address: IpAddr = host
@@ -173,7 +179,7 @@ fn parse_listen(text: &str) -> Result<SocketAddr, String> {
             "{address} is not one address: give each address to listen on with its own --listen"
         ));
     }
-    Ok(SocketAddr::new(address, port.unwrap_or(DEFAULT_PORT)))
+    Ok(SocketAddr::new(address, port.unwrap_or(default_port)))
 }
 
 fn parse_keepalive(text: &str) -> Result<Duration, String> {

@@ -101,7 +101,7 @@ impl DhGroup {
     }
 }
 
-/// Why authentication has failed: explanation of a failure, whose reason is 1. 8.13.5.8.
+/// Explanation of a failed authentication, whose reason is 1. 8.13.5.8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[repr(u8)]
 pub enum AuthFailure {

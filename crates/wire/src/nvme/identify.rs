@@ -34,7 +34,7 @@ pub enum ControllerKind {
     Discovery = 2,
 }
 
-/// What Identify says about a controller. Fields without a place here are zero.
+/// A controller, as Identify describes it. Fields without a place here are zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdentifyController {
     /// Serial number, at most 20 characters of ASCII.
@@ -216,7 +216,7 @@ fn parse_text(field: &[u8]) -> String {
     text.trim_end().to_owned()
 }
 
-/// What Identify says about a namespace. Fields without a place here are zero.
+/// A namespace, as Identify describes it. Fields without a place here are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdentifyNamespace {
     /// Size in blocks. Its capacity and use are the same.

@@ -1,7 +1,7 @@
 //! `rdmux nvme target`: exports namespaces.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,10 +11,12 @@ use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend, NullBackend};
 use rdmux_nvmf::identity;
 use rdmux_nvmf::server::{Config, Server};
 use rdmux_nvmf::target::{Access, Namespace, Subsystem, Target};
-use rdmux_push::{parse_size, split_port};
+use rdmux_push::parse_size;
 use rdmux_wire::nvme::{Nqn, NsId};
 use serde_json::json;
 
+use crate::cmd::node::raise_descriptors;
+use crate::cmd::serve::{parse_address, parse_positive};
 use crate::output::{self, Align};
 
 /// Port of NVMe/TCP, as IANA has it.
@@ -96,16 +98,10 @@ impl NamespaceSpec {
             }
             place = rest;
         }
-        let size = |text: &str| {
-            let bytes = parse_size(text).filter(|bytes| (1..=i64::MAX as u64).contains(bytes));
-            bytes.ok_or_else(|| {
-                format!("'{text}' is not a size: give bytes, at least 1, or a number with K, M, G or T")
-            })
-        };
         let place = if let Some(text) = place.strip_prefix("mem:") {
-            Place::Memory(size(text)?)
+            Place::Memory(parse_positive(text)?)
         } else if let Some(text) = place.strip_prefix("null:") {
-            Place::Null(size(text)?)
+            Place::Null(parse_positive(text)?)
         } else if place.is_empty() {
             return Err("no file given: use PATH, mem:SIZE or null:SIZE".into());
         } else {
@@ -155,18 +151,7 @@ impl NamespaceSpec {
 fn parse_listen(text: &str) -> Result<SocketAddr, String> {
     let address = text.strip_prefix("tcp:");
     let address = address.ok_or("give tcp:ADDR or tcp:ADDR:PORT, an IPv6 address in brackets")?;
-    let (host, port) =
-        split_port(address).ok_or("give tcp:ADDR or tcp:ADDR:PORT, an IPv6 address in brackets")?;
-    let host = if host == "localhost" { "127.0.0.1" } else { host };
-    let address: IpAddr = host
-        .parse()
-        .map_err(|_| format!("'{host}' is not an IP address of this host"))?;
-    if address.is_unspecified() || address.is_multicast() {
-        return Err(format!(
-            "{address} is not one address: give each address to listen on with its own --listen"
-        ));
-    }
-    Ok(SocketAddr::new(address, port.unwrap_or(DEFAULT_PORT)))
+    parse_address(address, DEFAULT_PORT)
 }
 
 fn parse_nqn(text: &str) -> Result<Nqn, String> {
@@ -233,7 +218,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         waiting: None,
     })?;
     // Hosts beyond the limit would wait to be accepted.
-    super::super::node::raise_descriptors();
+    raise_descriptors();
     let stopper = server.stopper();
     ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
     let exported = Exported {
@@ -258,7 +243,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// What a target exports, to be shown.
+/// Namespaces and listeners of a target, to be shown.
 struct Exported<'a> {
     nqn: &'a Nqn,
     serial: &'a str,

@@ -266,7 +266,7 @@ struct TcpEcho {
     listener: TcpListener,
     listens: DescriptorId,
     accepted: usize,
-    /// What waits for room.
+    /// Bytes that wait for room.
     answers: HashMap<DescriptorId, Vec<u8>>,
     /// Told of each client from which no more is taken.
     stalled: mpsc::Sender<DescriptorId>,
