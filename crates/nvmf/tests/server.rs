@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
 use rdmux_nvmf::server::{Config, Server, Stopper};
-use rdmux_nvmf::target::{Access, Namespace, Subsystem, Target};
+use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, Cid, Configuration, Connect, ConnectData, Cqe, FabricsType, HostId, Nqn, NsId, Opcode,
-    Property, Register, Rw, Sgl, Sqe, Status,
+    Property, Register, Rw, Sgl, Sqe, Status, TransportKind,
 };
 use rdmux_wire::nvme_tcp::{COMMON_LEN, Common, DataLayout, Digests, Flags, Header, Initialize};
 
@@ -41,12 +41,15 @@ impl Running {
         target.add_subsystem(Arc::new(subsystem)).unwrap();
         let server = Server::bind(Config {
             target: Arc::new(target),
-            listen: vec!["127.0.0.1:0".parse().unwrap()],
+            listen: vec![Listener {
+                transport: TransportKind::Tcp,
+                address: "127.0.0.1:0".parse().unwrap(),
+            }],
             reactors,
             waiting: None,
         })
         .unwrap();
-        let (address, stopper) = (server.addresses()[0], server.stopper());
+        let (address, stopper) = (server.listeners()[0].address, server.stopper());
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
             address,

@@ -1,7 +1,6 @@
 //! `rdmux nvme target`: exports namespaces.
 
 use std::io::ErrorKind;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,9 +9,9 @@ use rdmux_nvmf::auth::Secrets;
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend, NullBackend};
 use rdmux_nvmf::identity;
 use rdmux_nvmf::server::{Config, Server};
-use rdmux_nvmf::target::{Access, Namespace, Subsystem, Target};
+use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
 use rdmux_push::parse_size;
-use rdmux_wire::nvme::{Nqn, NsId};
+use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
 use serde_json::json;
 
 use crate::cmd::node::raise_descriptors;
@@ -41,7 +40,7 @@ pub(crate) struct Args {
     namespaces: Vec<NamespaceSpec>,
     /// Listen on an address and port; may be repeated. The default serves only this host.
     #[arg(long, value_name = "tcp:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listen)]
-    listen: Vec<SocketAddr>,
+    listen: Vec<Listener>,
     /// Name of the subsystem [default: one of this host and user, the same each time].
     #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
     nqn: Option<Nqn>,
@@ -148,10 +147,13 @@ impl NamespaceSpec {
     }
 }
 
-fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+fn parse_listen(text: &str) -> Result<Listener, String> {
     let address = text.strip_prefix("tcp:");
     let address = address.ok_or("give tcp:ADDR or tcp:ADDR:PORT, an IPv6 address in brackets")?;
-    parse_address(address, DEFAULT_PORT)
+    Ok(Listener {
+        transport: TransportKind::Tcp,
+        address: parse_address(address, DEFAULT_PORT)?,
+    })
 }
 
 fn parse_nqn(text: &str) -> Result<Nqn, String> {
@@ -226,7 +228,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         serial: &serial,
         specs: &args.namespaces,
         subsystem: &subsystem,
-        listen: server.addresses(),
+        listen: server.listeners(),
         secret_file: secret_file.as_deref(),
         has_controller_secret,
     };
@@ -249,14 +251,14 @@ struct Exported<'a> {
     serial: &'a str,
     specs: &'a [NamespaceSpec],
     subsystem: &'a Subsystem,
-    listen: &'a [SocketAddr],
+    listen: &'a [Listener],
     secret_file: Option<&'a Path>,
     has_controller_secret: bool,
 }
 
 impl Exported<'_> {
-    fn connect(&self, address: &SocketAddr) -> String {
-        let (ip, port) = (address.ip(), address.port());
+    fn connect(&self, listener: &Listener) -> String {
+        let (ip, port) = (listener.address.ip(), listener.address.port());
         let mut command = format!("nvme connect -t tcp -a {ip} -s {port} -n {}", self.nqn);
         if let Some(file) = self.secret_file {
             let lines: &[_] = match self.has_controller_secret {
@@ -292,8 +294,8 @@ impl Exported<'_> {
             ("of", Align::Left),
         ];
         let mut text = output::table(&columns, &rows);
-        for address in self.listen {
-            text += &format!("\n{}", self.connect(address));
+        for listener in self.listen {
+            text += &format!("\n{}", self.connect(listener));
         }
         text + "\nlistening; end with Ctrl-C"
     }
@@ -317,12 +319,12 @@ impl Exported<'_> {
         let listen: Vec<_> = self
             .listen
             .iter()
-            .map(|address| {
+            .map(|listener| {
                 json!({
                     "transport": "tcp",
-                    "address": address.ip().to_string(),
-                    "port": address.port(),
-                    "connect": self.connect(address),
+                    "address": listener.address.ip().to_string(),
+                    "port": listener.address.port(),
+                    "connect": self.connect(listener),
                 })
             })
             .collect();
@@ -363,11 +365,13 @@ mod tests {
 
     #[test]
     fn parse_listen__names_the_transport() {
-        assert_eq!(
-            parse_listen("tcp:127.0.0.1"),
-            Ok("127.0.0.1:4420".parse().unwrap())
-        );
-        assert_eq!(parse_listen("tcp:[::1]:5000"), Ok("[::1]:5000".parse().unwrap()));
+        let listener = |transport, address: &str| {
+            let address = address.parse().unwrap();
+            Ok(Listener { transport, address })
+        };
+        let tcp = |address| listener(TransportKind::Tcp, address);
+        assert_eq!(parse_listen("tcp:127.0.0.1"), tcp("127.0.0.1:4420"));
+        assert_eq!(parse_listen("tcp:[::1]:5000"), tcp("[::1]:5000"));
         for text in ["127.0.0.1", "tcp:0.0.0.0", "tcp:host", "tcp:127.0.0.1:x"] {
             assert!(parse_listen(text).is_err(), "{text}");
         }

@@ -1,0 +1,376 @@
+//! The connections of NVMe/TCP.
+
+use std::collections::HashMap;
+use std::io::{self, IoSlice};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rdmux_runtime::{DescriptorId, Interest};
+use rdmux_wire::nvme::Status;
+use rustix::io::Errno;
+use rustix::net::{
+    RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, getsockname, recv, sendmsg, shutdown, sockopt,
+};
+
+use super::{Core, Job, LOOK_EVERY};
+use crate::tcp::{Buffers, Connection, Work};
+
+/// Maximum number of connections of a reactor.
+const CONNECTIONS_MAX: usize = 4096;
+/// Receives from one connection before others have their turn.
+const RECEIVES_MAX: usize = 16;
+/// Bytes of I/Os and of messages of one connection before others have their turn.
+const TURN_BYTES: usize = 4 << 20;
+/// Slices of one message to a socket.
+const SLICES_MAX: usize = 64;
+/// Connections that are accepted at once.
+const ACCEPTS_MAX: usize = 64;
+/// Time for which nothing is accepted when the system has no descriptor or memory for a connection.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+/// Time for a host to take the last responses of a connection that is over, and to close it.
+const LINGER: Duration = Duration::from_secs(1);
+/// Time without a packet after which the kernel probes a host, time between probes, and their number.
+const PROBES: (Duration, Duration, u32) = (Duration::from_secs(30), Duration::from_secs(10), 3);
+
+/// A message to the connections of a reactor.
+#[derive(Debug)]
+pub(super) enum Mail {
+    /// A connection that another reactor has accepted.
+    Socket(OwnedFd),
+    /// An I/O of a connection is done.
+    Finished(DescriptorId, Work, Status),
+    /// A connection has more to do than its last turn allowed.
+    Turn(DescriptorId),
+}
+
+impl From<Mail> for super::Mail {
+    fn from(mail: Mail) -> super::Mail {
+        super::Mail::Tcp(mail)
+    }
+}
+
+/// The listeners and connections of a reactor.
+#[derive(Debug, Default)]
+pub(super) struct Tcp {
+    listeners: HashMap<DescriptorId, TcpListener>,
+    connections: HashMap<DescriptorId, Served>,
+    /// The reactor that gets the next accepted connection.
+    next_mailbox: usize,
+    buffers: Buffers,
+    /// Listeners are not looked at before this time.
+    accepts_again: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Served {
+    connection: Connection,
+    interest: Interest,
+    /// A turn of it is among this reactor's messages.
+    has_turn: bool,
+    /// Set once it is over: until then its host may take the last responses.
+    closes_at: Option<Instant>,
+}
+
+impl Tcp {
+    /// Listens on an address, and returns it with its port.
+    pub(super) fn listen(&mut self, core: &mut Core, address: SocketAddr) -> io::Result<SocketAddr> {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let descriptor = listener.try_clone()?.into();
+        let address = listener.local_addr()?;
+        let id = core.reactor.add_descriptor(descriptor, Interest::READABLE)?;
+        self.listeners.insert(id, listener);
+        Ok(address)
+    }
+
+    /// Returns when to call [`Tcp::accept_again`].
+    pub(super) fn accepts_again(&self) -> Option<Instant> {
+        self.accepts_again
+    }
+
+    /// Looks at the listeners again once the pause is over.
+    pub(super) fn accept_again(&mut self, core: &mut Core, now: Instant) -> io::Result<()> {
+        if self.accepts_again.is_none_or(|again| again > now) {
+            return Ok(());
+        }
+        self.accepts_again = None;
+        self.watch_listeners(core, Interest::READABLE)
+    }
+
+    pub(super) fn handle_readable(
+        &mut self,
+        core: &mut Core,
+        id: DescriptorId,
+        now: Instant,
+    ) -> io::Result<()> {
+        match self.listeners.contains_key(&id) {
+            true => self.accept(core, id, now)?,
+            false => self.receive(core, id, now),
+        }
+        Ok(())
+    }
+
+    pub(super) fn handle_mail(&mut self, core: &mut Core, mail: Mail, now: Instant) {
+        match mail {
+            Mail::Socket(socket) => self.begin(core, socket, now),
+            Mail::Turn(id) => {
+                if let Some(served) = self.connections.get_mut(&id) {
+                    served.has_turn = false;
+                    self.pump(core, id, now);
+                }
+            }
+            Mail::Finished(id, work, status) => {
+                if let Some(served) = self.connections.get_mut(&id) {
+                    served.connection.complete(work, status, &mut self.buffers);
+                    self.pump(core, id, now);
+                }
+            }
+        }
+    }
+
+    /// Looks at what queues share with those of other connections.
+    pub(super) fn handle_change(&mut self, core: &mut Core, now: Instant) {
+        let ids: Vec<_> = self.connections.keys().copied().collect();
+        for id in ids {
+            if let Some(served) = self.connections.get_mut(&id) {
+                served.connection.handle_change();
+            }
+            self.pump(core, id, now);
+        }
+    }
+
+    fn watch_listeners(&mut self, core: &mut Core, interest: Interest) -> io::Result<()> {
+        for id in self.listeners.keys() {
+            core.reactor.set_interest(*id, interest)?;
+        }
+        Ok(())
+    }
+
+    /// Accepts what waits at a listener, and passes it to the reactors in turn.
+    fn accept(&mut self, core: &mut Core, id: DescriptorId, now: Instant) -> io::Result<()> {
+        let Some(listener) = self.listeners.get(&id) else {
+            return Ok(());
+        };
+        for _ in 0..ACCEPTS_MAX {
+            match listener.accept() {
+                Ok((socket, _)) => {
+                    let mailbox = &core.mailboxes[self.next_mailbox % core.mailboxes.len()];
+                    self.next_mailbox += 1;
+                    mailbox.send(Mail::Socket(socket.into()).into());
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                // A host that has gone again.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(_) => {
+                    // The listener stays readable: it would wake this thread for ever.
+                    self.accepts_again = Some(now + ACCEPT_PAUSE);
+                    return self.watch_listeners(core, Interest::default());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, core: &mut Core, socket: OwnedFd, now: Instant) {
+        if self.connections.len() >= CONNECTIONS_MAX {
+            return;
+        }
+        let Ok(local) = prepare(&socket) else {
+            return;
+        };
+        let Ok(id) = core.reactor.add_descriptor(socket, Interest::READABLE) else {
+            return;
+        };
+        let served = Served {
+            connection: Connection::new(core.target.clone(), local, now),
+            interest: Interest::READABLE,
+            has_turn: false,
+            closes_at: None,
+        };
+        self.connections.insert(id, served);
+        core.look_by(now + LOOK_EVERY);
+    }
+
+    /// Receives from a connection, and does what that asks for.
+    fn receive(&mut self, core: &mut Core, id: DescriptorId, now: Instant) {
+        for _ in 0..RECEIVES_MAX {
+            let Some(served) = self.connections.get_mut(&id) else {
+                return;
+            };
+            let is_over = served.closes_at.is_some();
+            if !is_over && !served.connection.wants_bytes() {
+                break;
+            }
+            let Some(socket) = core.reactor.descriptor(id) else {
+                return;
+            };
+            let mut unwanted = [0; 4096];
+            let space = if is_over {
+                &mut unwanted[..]
+            } else {
+                served.connection.space()
+            };
+            let wanted = space.len();
+            match recv(socket, space, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return self.close(core, id),
+                Ok((bytes, _)) => {
+                    if !is_over {
+                        served.connection.received(bytes, &mut self.buffers, now);
+                    }
+                    if bytes < wanted {
+                        break;
+                    }
+                }
+                Err(Errno::AGAIN | Errno::INTR) => break,
+                Err(_) => return self.close(core, id),
+            }
+        }
+        self.pump(core, id, now);
+    }
+
+    /// Carries out the I/Os of a connection and sends what it has to send, as much as a turn allows, and closes it if it is over.
+    pub(super) fn pump(&mut self, core: &mut Core, id: DescriptorId, now: Instant) {
+        let Some(served) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let connection = &mut served.connection;
+        let Some(socket) = core.reactor.descriptor(id) else {
+            return;
+        };
+        let mut left = TURN_BYTES;
+        let is_blocked = loop {
+            let mut has_run = false;
+            while left > 0
+                && let Some(mut work) = connection.poll_io()
+            {
+                has_run = true;
+                if !work.io().may_wait() {
+                    left = left.saturating_sub(work.io().length as usize);
+                    let status = work.execute();
+                    connection.complete(work, status, &mut self.buffers);
+                    continue;
+                }
+                if let Err(Job::Tcp(_, work)) = core.media.submit(Job::Tcp(id, work)) {
+                    connection.complete(work, Status::INTERRUPTED, &mut self.buffers);
+                }
+            }
+            let mut slices = [IoSlice::new(&[]); SLICES_MAX];
+            let number = connection.slices(&mut slices);
+            if number == 0 && !has_run {
+                break false;
+            }
+            if number == 0 {
+                continue;
+            }
+            match send(socket, &slices[..number]) {
+                Ok(bytes) => {
+                    left = left.saturating_sub(bytes);
+                    connection.sent(bytes, &mut self.buffers);
+                }
+                Err(Errno::AGAIN) => break true,
+                Err(Errno::INTR) => {}
+                Err(_) => return self.close(core, id),
+            }
+            if left == 0 {
+                if !served.has_turn {
+                    served.has_turn = true;
+                    core.reactor.mailbox().send(Mail::Turn(id).into());
+                }
+                break false;
+            }
+        };
+        let has_reset = connection.take_reset();
+        let deadline = connection.deadline();
+        let is_over = connection.end().is_some();
+        if is_over && !is_blocked && !served.has_turn {
+            // A socket that is closed while bytes wait to be received loses what the host has not yet taken.
+            let _ = shutdown(socket, Shutdown::Write);
+        }
+        if is_over && served.closes_at.is_none() {
+            served.closes_at = Some(now + LINGER);
+        }
+        let interest = Interest {
+            readable: is_over || connection.wants_bytes(),
+            writable: is_blocked,
+        };
+        let closes_at = served.closes_at;
+        if served.interest != interest {
+            served.interest = interest;
+            if core.reactor.set_interest(id, interest).is_err() {
+                return self.close(core, id);
+            }
+        }
+        if let Some(deadline) = deadline.into_iter().chain(closes_at).min() {
+            core.look_by(deadline);
+        }
+        if has_reset {
+            core.tell_of_change();
+        }
+    }
+
+    fn close(&mut self, core: &mut Core, id: DescriptorId) {
+        core.reactor.remove_descriptor(id);
+        let Some(served) = self.connections.remove(&id) else {
+            return;
+        };
+        if served.connection.has_io_queues() {
+            drop(served);
+            core.tell_of_change();
+        }
+    }
+
+    pub(super) fn look_at_deadlines(&mut self, core: &mut Core, now: Instant) {
+        let is_due = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
+        let due = self
+            .connections
+            .iter()
+            .filter(|(_, served)| is_due(served.deadline()));
+        let due: Vec<_> = due.map(|(id, _)| *id).collect();
+        for id in due {
+            // This thread may have been held up: the host may have sent in time.
+            self.receive(core, id, now);
+            let Some(served) = self.connections.get_mut(&id) else {
+                continue;
+            };
+            if is_due(served.closes_at) {
+                self.close(core, id);
+                continue;
+            }
+            served.connection.handle_timeout(now);
+            self.pump(core, id, now);
+        }
+        if let Some(first) = self.connections.values().filter_map(Served::deadline).min() {
+            core.look_by(first.max(now + LOOK_EVERY));
+        }
+    }
+}
+
+impl Served {
+    fn deadline(&self) -> Option<Instant> {
+        match self.closes_at {
+            Some(closes_at) => Some(closes_at),
+            None => self.connection.deadline(),
+        }
+    }
+}
+
+/// Prepares a socket, and returns the address at which the host has reached it.
+fn prepare(socket: &OwnedFd) -> io::Result<IpAddr> {
+    rustix::io::ioctl_fionbio(socket, true)?;
+    // Responses are small and must not wait for each other.
+    sockopt::set_tcp_nodelay(socket, true)?;
+    // A host without a keep-alive timeout may vanish as well.
+    let (idle, interval, number) = PROBES;
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, idle)?;
+    sockopt::set_tcp_keepintvl(socket, interval)?;
+    sockopt::set_tcp_keepcnt(socket, number)?;
+    let local = SocketAddr::try_from(getsockname(socket)?)?;
+    Ok(local.ip().to_canonical())
+}
+
+fn send(socket: BorrowedFd<'_>, slices: &[IoSlice<'_>]) -> rustix::io::Result<usize> {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags)
+}
