@@ -57,7 +57,7 @@ const PROGRAMS: [&str; 5] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 25] = [
+const UNSAFE_FILES: [&str; 27] = [
     "crates/hw/src/cma.rs",
     "crates/hw/src/library.rs",
     "crates/hw/src/objects.rs",
@@ -73,6 +73,8 @@ const UNSAFE_FILES: [&str; 25] = [
     "crates/memory/src/lease.rs",
     "crates/memory/src/mapping.rs",
     "crates/memory/src/persist.rs",
+    "crates/runtime/src/file_ring.rs",
+    "crates/runtime/src/pages.rs",
     "crates/shm/src/gate.rs",
     "crates/shm/src/grant.rs",
     "crates/soft/src/engine/lock.rs",

@@ -33,17 +33,21 @@
 //! # #[allow(unreachable_code, reason = "the loop never ends")]
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod connection;
 mod descriptors;
+mod file_ring;
 mod keepalive;
 mod mailbox;
+mod pages;
 mod pool;
 mod queues;
 mod reactor;
 mod receives;
+#[cfg(test)]
+#[path = "../../skip.rs"]
+mod skip;
 mod waiting;
 mod work_id;
 mod workers;
@@ -52,8 +56,10 @@ pub use connection::{
     Completed, EstablishError, MessageConnection, PendingConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
 };
 pub use descriptors::{DescriptorId, Interest};
+pub use file_ring::{Direction, FileAccess, FileRing};
 pub use keepalive::KeepAlive;
 pub use mailbox::{Inbox, Mailbox, mailbox};
+pub use pages::Pages;
 pub use pool::{Buffer, BufferError, BufferPool};
 pub use queues::Queues;
 pub use reactor::{
