@@ -3,18 +3,22 @@
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_runtime::{Direction, Pages};
 use rdmux_verbs::Memory;
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::Status;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock};
 use rustix::io::Errno;
 
-/// The storage of a namespace. Ranges are in bytes and within [`Backend::bytes`]; their callers have checked that.
+/// The storage of a namespace. Ranges are in bytes, in multiples of the namespace's blocks, and within [`Backend::bytes`]; their callers have checked
+/// that. Buffers begin at a page.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Returns its size in bytes.
     fn bytes(&self) -> u64;
@@ -22,6 +26,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Returns true if a call may wait for a medium: then it must not run on a reactor's thread.
     fn may_wait(&self) -> bool {
         false
+    }
+
+    /// Returns the file by which an io_uring may move bytes, at the offsets of this backend, between it and buffers that begin at a page.
+    fn file(&self, _: Direction) -> Option<&Arc<File>> {
+        None
     }
 
     /// Returns true if what is written may be lost before [`Backend::flush`].
@@ -134,10 +143,13 @@ pub enum OpenError {
     Kind(PathBuf),
 }
 
-/// A file or a block device, opened for this process alone.
+/// A file or a block device, opened for this process alone: for direct I/O, which spares the copy by the page cache, if it takes blocks of the
+/// namespace's size.
 #[derive(Debug)]
 pub struct FileBackend {
-    file: File,
+    file: Arc<File>,
+    /// The opening that keeps others out, if it is another one.
+    _lock: Option<File>,
     bytes: u64,
     is_file: bool,
     /// A flush has failed. The kernel has dropped the pages and reports that once: nothing that is written after it would be sure.
@@ -147,11 +159,11 @@ pub struct FileBackend {
 }
 
 impl FileBackend {
-    /// Opens a file or a block device.
+    /// Opens a file or a block device, of which all accesses will be multiples of `block_bytes`.
     ///
     /// # Errors
     /// It does not open, is in use, or is something else.
-    pub fn open(path: &Path, read_only: bool) -> Result<FileBackend, OpenError> {
+    pub fn open(path: &Path, read_only: bool, block_bytes: usize) -> Result<FileBackend, OpenError> {
         let failed = |source: io::Error| match source.kind() {
             io::ErrorKind::ResourceBusy => OpenError::InUse(path.to_owned()),
             _ => OpenError::Open {
@@ -183,8 +195,14 @@ impl FileBackend {
         }
         // A device has no length of its own.
         let bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
+        let direct = open_direct(&file, read_only, block_bytes);
+        let (file, lock) = match direct {
+            Some(direct) => (direct, Some(file)),
+            None => (file, None),
+        };
         Ok(FileBackend {
-            file,
+            file: Arc::new(file),
+            _lock: lock,
             bytes,
             is_file: kind.is_file(),
             has_failed: AtomicBool::new(false),
@@ -198,6 +216,19 @@ impl FileBackend {
             false => Ok(()),
         }
     }
+}
+
+/// Opens a file once more, for direct I/O. `None` if its system has none, or none of blocks of this size.
+fn open_direct(file: &File, read_only: bool, block_bytes: usize) -> Option<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(!read_only);
+    options.custom_flags((OFlags::DIRECT | OFlags::NONBLOCK).bits() as i32);
+    // The path may name another file by now.
+    let direct = options.open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    // Most file systems refuse what is no multiple of their device's block; some carry it out without direct I/O.
+    let mut block = Pages::new(block_bytes);
+    direct.read_exact_at(&mut block, block_bytes as u64).ok()?;
+    Some(direct)
 }
 
 /// Returns the status for an error of a write.
@@ -215,6 +246,12 @@ impl Backend for FileBackend {
 
     fn may_wait(&self) -> bool {
         true
+    }
+
+    fn file(&self, direction: Direction) -> Option<&Arc<File>> {
+        // After a failed flush a write has a status that the kernel does not know.
+        let is_taken = direction == Direction::Read || self.check().is_ok();
+        is_taken.then_some(&self.file)
     }
 
     fn has_write_cache(&self) -> bool {
@@ -244,10 +281,10 @@ impl Backend for FileBackend {
             return Ok(());
         }
         // The file system has no holes.
-        static ZEROES: [u8; 65536] = [0; 65536];
-        for at in (0..length).step_by(ZEROES.len()) {
-            let part = (length - at).min(ZEROES.len() as u64) as usize;
-            self.write(offset + at, &ZEROES[..part])?;
+        let zeroes = Pages::new(length.min(64 << 10) as usize);
+        for at in (0..length).step_by(zeroes.len()) {
+            let part = (length - at).min(zeroes.len() as u64) as usize;
+            self.write(offset + at, &zeroes[..part])?;
         }
         Ok(())
     }
@@ -266,6 +303,12 @@ impl Backend for FileBackend {
 mod tests {
     use super::*;
 
+    fn pages(len: usize, byte: u8) -> Pages {
+        let mut pages = Pages::new(len);
+        pages.fill(byte);
+        pages
+    }
+
     fn file(bytes: u64) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(bytes).unwrap();
@@ -275,26 +318,42 @@ mod tests {
     #[test]
     fn file__is_for_one_target_alone() {
         let file = file(8192);
-        let backend = FileBackend::open(file.path(), false).unwrap();
+        let backend = FileBackend::open(file.path(), false, 512).unwrap();
         assert_eq!(backend.bytes(), 8192);
         assert!(matches!(
-            FileBackend::open(file.path(), true),
+            FileBackend::open(file.path(), true, 512),
             Err(OpenError::InUse(_))
         ));
         drop(backend);
-        assert!(FileBackend::open(file.path(), true).is_ok());
+        assert!(FileBackend::open(file.path(), true, 512).is_ok());
+    }
+
+    #[test]
+    fn file__is_read_directly_if_its_blocks_allow_it() {
+        let file = file(1 << 20);
+        let is_direct = |block_bytes| {
+            let backend = FileBackend::open(file.path(), false, block_bytes).unwrap();
+            rustix::fs::fcntl_getfl(&*backend.file)
+                .unwrap()
+                .contains(OFlags::DIRECT)
+        };
+        let mut direct = OpenOptions::new();
+        direct.read(true).custom_flags(OFlags::DIRECT.bits() as i32);
+        // Such as a file in memory of an older system.
+        let takes_direct = direct.open(file.path()).is_ok();
+        assert_eq!(is_direct(65536), takes_direct);
     }
 
     #[test]
     fn file__writes_zeroes_and_reads_them() {
         let file = file(1 << 20);
-        let backend = FileBackend::open(file.path(), false).unwrap();
-        backend.write(0, &[7; 1 << 20]).unwrap();
-        backend.write_zeroes(4096, 300_000).unwrap();
+        let backend = FileBackend::open(file.path(), false, 512).unwrap();
+        backend.write(0, &pages(1 << 20, 7)).unwrap();
+        backend.write_zeroes(4096, 299_520).unwrap();
         backend.flush().unwrap();
-        let mut bytes = vec![1; 1 << 20];
+        let mut bytes = pages(1 << 20, 1);
         backend.read(0, &mut bytes).unwrap();
-        let zero = |at: &usize| (4096..304_096).contains(at);
+        let zero = |at: &usize| (4096..303_616).contains(at);
         assert!(
             bytes
                 .iter()
@@ -307,13 +366,13 @@ mod tests {
     #[test]
     fn file__a_failed_flush_is_final() {
         let file = file(4096);
-        let backend = FileBackend::open(file.path(), false).unwrap();
+        let backend = FileBackend::open(file.path(), false, 512).unwrap();
         backend.has_failed.store(true, Ordering::Release);
         let failed = Err(Status::WRITE_FAULT.do_not_retry());
-        assert_eq!(backend.write(0, &[1]), failed);
+        assert_eq!(backend.write(0, &pages(512, 1)), failed);
         assert_eq!(backend.write_zeroes(0, 4096), failed);
         assert_eq!(backend.flush(), failed);
-        assert_eq!(backend.read(0, &mut [0]), Ok(()));
+        assert_eq!(backend.read(0, &mut pages(512, 0)), Ok(()));
     }
 
     #[test]
@@ -328,21 +387,24 @@ mod tests {
             0,
         )
         .unwrap();
-        assert!(matches!(FileBackend::open(&pipe, true), Err(OpenError::Kind(_))));
         assert!(matches!(
-            FileBackend::open(folder.path(), true),
+            FileBackend::open(&pipe, true, 512),
             Err(OpenError::Kind(_))
         ));
-        let missing = FileBackend::open(&folder.path().join("none"), true);
+        assert!(matches!(
+            FileBackend::open(folder.path(), true, 512),
+            Err(OpenError::Kind(_))
+        ));
+        let missing = FileBackend::open(&folder.path().join("none"), true, 512);
         assert!(matches!(missing, Err(OpenError::Open { .. })));
     }
 
     #[test]
     fn memory__writes_zeroes_of_any_length() {
         let backend = MemoryBackend::new(1 << 20).unwrap();
-        backend.write(0, &[7; 1 << 20]).unwrap();
+        backend.write(0, &pages(1 << 20, 7)).unwrap();
         backend.write_zeroes(512, 10_000).unwrap();
-        let mut bytes = vec![1; 1 << 20];
+        let mut bytes = pages(1 << 20, 1);
         backend.read(0, &mut bytes).unwrap();
         assert_eq!(bytes.iter().filter(|byte| **byte == 0).count(), 10_000);
     }

@@ -1,5 +1,6 @@
 //! Serves a [`Target`]: reactors, each with connections of its own, which stay with it.
 
+mod media;
 mod tcp;
 
 use std::io;
@@ -8,19 +9,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rdmux_runtime::{DescriptorId, Limits, Mailbox, Queues, Reactor, ReactorEvent, Run, Sizes, Workers};
+use rdmux_runtime::{Limits, Mailbox, Queues, Reactor, ReactorEvent, Sizes};
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_wire::nvme::TransportKind;
 
+use self::media::{Job, Media};
 use self::tcp::Tcp;
-use crate::target::{Io, Listener, Target};
+use crate::target::{Listener, Target};
 
 /// Maximum number of connections of a reactor.
 const CONNECTIONS_MAX: usize = 4096;
-/// Jobs of one lane that wait for a medium; those beyond fail, and their hosts repeat them.
-const JOBS_MAX: usize = 64 << 10;
-/// Lanes of a namespace whose medium may have to be waited for.
-const LANES: usize = 4;
 /// Time between two looks at the deadlines of connections.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
@@ -103,42 +101,11 @@ struct Core {
     next_look: Option<Instant>,
 }
 
-/// Threads that wait for media.
-#[derive(Debug)]
-struct Media {
-    /// By the namespace and one of its lanes.
-    workers: Workers<(usize, usize), Job, Mail>,
-    next_lane: usize,
-}
-
 /// A reactor with its connections.
 #[derive(Debug)]
 struct ServerReactor {
     core: Core,
     tcp: Tcp,
-}
-
-/// An I/O that may wait for a medium.
-#[derive(Debug)]
-enum Job {
-    Tcp(DescriptorId, crate::tcp::Work),
-}
-
-impl Job {
-    fn io(&self) -> &Io {
-        match self {
-            Job::Tcp(_, work) => work.io(),
-        }
-    }
-
-    fn execute(self) -> Mail {
-        match self {
-            Job::Tcp(id, mut work) => {
-                let status = work.execute();
-                Mail::Tcp(tcp::Mail::Finished(id, work, status))
-            }
-        }
-    }
 }
 
 impl Server {
@@ -243,17 +210,7 @@ impl Server {
 
 impl ServerReactor {
     fn new(reactor: Reactor<Mail>, target: Arc<Target>, mailboxes: Vec<Mailbox<Mail>>) -> ServerReactor {
-        let run: Run<Job, Mail> = |jobs, report| {
-            for job in jobs {
-                if !report(job.execute()) {
-                    return;
-                }
-            }
-        };
-        let media = Media {
-            workers: Workers::new("nvmf-media", JOBS_MAX, run, reactor.mailbox()),
-            next_lane: 0,
-        };
+        let media = Media::new(reactor.mailbox());
         let core = Core {
             reactor,
             target,
@@ -269,11 +226,13 @@ impl ServerReactor {
 
     fn run(&mut self) -> io::Result<()> {
         let ServerReactor { core, tcp } = self;
+        core.media.start(&mut core.reactor)?;
         loop {
             let deadline = core.next_look.into_iter().chain(tcp.accepts_again()).min();
             let event = core.reactor.next(deadline)?;
             let now = Instant::now();
             match event {
+                Some(ReactorEvent::Readable(id)) if core.media.is_ring(id) => {}
                 Some(ReactorEvent::Readable(id)) => tcp.handle_readable(core, id, now)?,
                 Some(ReactorEvent::Writable(id)) => tcp.pump(core, id, now),
                 Some(ReactorEvent::Mail(Mail::Stop)) => return Ok(()),
@@ -286,6 +245,12 @@ impl ServerReactor {
                 tcp.look_at_deadlines(core, now);
             }
             tcp.accept_again(core, now)?;
+            core.media.submit();
+            // Reads that the page cache has are done by now.
+            while let Some(Mail::Tcp(mail)) = core.media.pop() {
+                tcp.handle_mail(core, mail, now);
+            }
+            core.media.submit();
         }
     }
 }
@@ -301,15 +266,5 @@ impl Core {
         for mailbox in &self.mailboxes {
             mailbox.send(Mail::Changed);
         }
-    }
-}
-
-impl Media {
-    /// Has a thread carry out an I/O. It comes back if too many wait.
-    fn submit(&mut self, job: Job) -> Result<(), Job> {
-        self.next_lane = (self.next_lane + 1) % LANES;
-        let namespace = Arc::as_ptr(&job.io().namespace).addr();
-        let submitted = self.workers.submit((namespace, self.next_lane), job);
-        submitted.map_err(|(job, _)| job)
     }
 }

@@ -11,4 +11,5 @@ pub(crate) mod tests;
 pub use controller::Controller;
 pub use io::{Io, Operation};
 pub use queue::{Admitted, Port, Queue, Step};
+pub(crate) use subsystem::Running;
 pub use subsystem::{Access, Listener, Namespace, NamespaceError, Subsystem, Target, TargetError};

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crc_fast::{CrcAlgorithm, Digest};
+use rdmux_runtime::{FileAccess, Pages};
 use rdmux_wire::nvme::{Cid, Cqe, IdentifyController, NsId, Opcode, Sgl, Sqe, Status};
 use rdmux_wire::nvme_tcp::{
     COMMON_LEN, Common, DIGEST_LEN, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer,
@@ -24,7 +25,7 @@ use rdmux_wire::nvme_tcp::{
 
 pub use self::buffers::Buffers;
 use self::outbox::Outbox;
-use crate::target::{Admitted, Io, Operation, Port, Queue, Step, Target};
+use crate::target::{Admitted, Io, Operation, Port, Queue, Running, Step, Target};
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
 const MDTS: u8 = 8;
@@ -117,7 +118,7 @@ enum Phase {
 struct Slot {
     sqe: Sqe,
     io: Option<Io>,
-    buffer: Option<Vec<u8>>,
+    buffer: Option<Pages>,
     /// Bytes of its data.
     length: usize,
     /// Bytes of them that have arrived.
@@ -555,7 +556,9 @@ impl Connection {
             }
             Step::Send(data, cqe) => {
                 slot.length = slot.length.min(data.len());
-                slot.buffer = Some(data);
+                let mut buffer = slot.buffer.take().unwrap_or_else(|| buffers.take(slot.length));
+                buffer[..slot.length].copy_from_slice(&data[..slot.length]);
+                slot.buffer = Some(buffer);
                 self.send_data(at, cqe);
             }
             // The queue knows its id.
@@ -577,8 +580,9 @@ impl Connection {
             return Some(Work {
                 slot: None,
                 io,
-                buffer: Vec::new(),
+                buffer: Pages::default(),
                 length: 0,
+                running: None,
             });
         }
         let at = self.ready.pop_front()?;
@@ -591,6 +595,7 @@ impl Connection {
             io,
             buffer: slot.buffer.take().unwrap_or_default(),
             length,
+            running: None,
         })
     }
 
@@ -694,8 +699,10 @@ pub struct Work {
     /// Its command; `None` if the controller itself asks for it.
     slot: Option<u16>,
     io: Io,
-    buffer: Vec<u8>,
+    buffer: Pages,
     length: usize,
+    /// Set while an io_uring carries it out.
+    running: Option<Running>,
 }
 
 impl Work {
@@ -707,6 +714,31 @@ impl Work {
     /// Carries it out.
     pub fn execute(&mut self) -> Status {
         self.io.execute(&mut self.buffer[..self.length])
+    }
+
+    /// Turns it into an access of an io_uring, whose owner knows it by what `token` makes of it.
+    ///
+    /// # Errors
+    /// The work, if it takes more than an access, or must not run any more: [`Work::execute`] tells.
+    pub fn into_access<T>(mut self, token: impl FnOnce(Work) -> T) -> Result<FileAccess<T>, Work> {
+        let Some((file, direction, running)) = self.io.start() else {
+            return Err(self);
+        };
+        self.running = running;
+        Ok(FileAccess {
+            file,
+            direction,
+            offset: self.io.offset,
+            length: self.io.length,
+            buffer: std::mem::take(&mut self.buffer),
+            token: token(self),
+        })
+    }
+
+    /// Takes its buffer back from an access.
+    pub fn end_access(&mut self, buffer: Pages) {
+        self.buffer = buffer;
+        self.running = None;
     }
 }
 

@@ -247,7 +247,7 @@ fn queues__of_several_reactors_share_a_controller() {
 fn file__has_what_was_written() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
-    let server = Running::start(1, Box::new(FileBackend::open(file.path(), false).unwrap()));
+    let server = Running::start(1, Box::new(FileBackend::open(file.path(), false, 512).unwrap()));
     let (_admin, cntlid) = server.admin();
     let mut io = server.io(cntlid, 1);
     for cid in 0..16 {
@@ -276,6 +276,23 @@ fn file__has_what_was_written() {
     );
     let (cqe, data) = io.run(rw(Opcode::READ, 1, 5, 2), &[], 8192);
     assert!(cqe.status.is_success() && data[..4096] == [5; 4096] && data[4096..] == [6; 4096]);
+}
+
+#[test]
+fn file__that_has_become_shorter_fails_what_it_lost() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    let server = Running::start(1, Box::new(FileBackend::open(file.path(), false, 4096).unwrap()));
+    let (_admin, cntlid) = server.admin();
+    let mut io = server.io(cntlid, 1);
+    file.as_file().set_len(16 * 4096 + 512).unwrap();
+    for (block, status) in [
+        (15, Status::SUCCESS),
+        (16, Status::READ_ERROR),
+        (17, Status::READ_ERROR),
+    ] {
+        assert_eq!(io.run(rw(Opcode::READ, 1, block, 1), &[], 4096).0.status, status);
+    }
 }
 
 #[test]

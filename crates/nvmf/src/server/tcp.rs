@@ -251,7 +251,7 @@ impl Tcp {
                     connection.complete(work, status, &mut self.buffers);
                     continue;
                 }
-                if let Err(Job::Tcp(_, work)) = core.media.submit(Job::Tcp(id, work)) {
+                if let Err(Job::Tcp(_, work)) = core.media.begin(Job::Tcp(id, work)) {
                     connection.complete(work, Status::INTERRUPTED, &mut self.buffers);
                 }
             }

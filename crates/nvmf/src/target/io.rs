@@ -1,10 +1,12 @@
 //! An I/O command that a backend carries out.
 
+use std::fs::File;
 use std::sync::Arc;
 
+use rdmux_runtime::{Direction, Pages};
 use rdmux_wire::nvme::{NsId, Opcode, Rw, Sqe, Status};
 
-use super::subsystem::{Namespace, Namespaces, Session};
+use super::subsystem::{Namespace, Namespaces, Running, Session};
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.
 const INLINE_MAX: u32 = 1 << 20;
@@ -146,6 +148,22 @@ impl Io {
         self.namespace.backend.may_wait() || self.length > INLINE_MAX
     }
 
+    /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can. The I/O runs until the last
+    /// result is dropped.
+    pub(crate) fn start(&self) -> Option<(Arc<File>, Direction, Option<Running>)> {
+        let direction = match self.operation {
+            Operation::Read => Direction::Read,
+            Operation::Write { fua: false } => Direction::Write,
+            _ => return None,
+        };
+        let file = self.namespace.backend.file(direction)?.clone();
+        let running = match &self.session {
+            Some(session) => Some(session.enter()?),
+            None => None,
+        };
+        Some((file, direction, running))
+    }
+
     /// Carries the command out. `data` has the command's length if it has data.
     pub fn execute(&self, data: &mut [u8]) -> Status {
         match self.try_execute(data) {
@@ -186,7 +204,7 @@ impl Io {
     fn by_parts(&self, mut part: impl FnMut(usize, &[u8]) -> Result<(), Status>) -> Result<(), Status> {
         const PART: usize = 64 << 10;
         let length = self.length as usize;
-        let mut stored = vec![0; length.min(PART)];
+        let mut stored = Pages::new(length.min(PART));
         for at in (0..length).step_by(PART) {
             let stored = &mut stored[..(length - at).min(PART)];
             self.namespace.backend.read(self.offset + at as u64, stored)?;

@@ -112,7 +112,7 @@ struct State {
 
 /// A controller as all of its queues know it.
 #[derive(Debug)]
-pub(super) struct Association {
+pub(crate) struct Association {
     pub(super) cntlid: u16,
     pub(super) host: Nqn,
     pub(super) host_id: HostId,
@@ -120,7 +120,7 @@ pub(super) struct Association {
     pub(super) is_ready: AtomicBool,
     /// Number of resets: I/O queues end with the next one. Odd once the controller is over.
     epoch: AtomicU32,
-    /// I/Os that run on threads of media.
+    /// I/Os that run on media.
     running: AtomicUsize,
     queues: Mutex<BTreeSet<u16>>,
 }
@@ -165,20 +165,20 @@ impl Session {
         self.association.epoch.load(Ordering::SeqCst) != self.epoch
     }
 
-    /// Begins an I/O on a thread of a medium, which is running until the result is dropped. `None` if it must not run: its host may already have
+    /// Begins an I/O on a medium, which is running until the result is dropped. `None` if it must not run: its host may already have
     /// written the same blocks through another controller.
-    pub(super) fn enter(&self) -> Option<Running<'_>> {
+    pub(super) fn enter(&self) -> Option<Running> {
         self.association.running.fetch_add(1, Ordering::SeqCst);
-        let running = Running(&self.association);
+        let running = Running(self.association.clone());
         (!self.is_over()).then_some(running)
     }
 }
 
 /// An I/O that is running.
 #[derive(Debug)]
-pub(super) struct Running<'a>(&'a Association);
+pub(crate) struct Running(Arc<Association>);
 
-impl Drop for Running<'_> {
+impl Drop for Running {
     fn drop(&mut self) {
         self.0.running.fetch_sub(1, Ordering::SeqCst);
     }

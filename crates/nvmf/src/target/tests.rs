@@ -654,7 +654,7 @@ fn shutdown__is_complete_when_all_is_flushed() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4096).unwrap();
     let cached = Namespace {
-        backend: Box::new(FileBackend::open(file.path(), false).unwrap()),
+        backend: Box::new(FileBackend::open(file.path(), false, 512).unwrap()),
         ..memory(2, 512)
     };
     subsystem.add_namespace(cached).unwrap();

@@ -1,5 +1,7 @@
 //! Buffers for the data of commands, which all connections of a reactor share.
 
+use rdmux_runtime::Pages;
+
 /// The least size of a buffer.
 const BYTES_MIN: usize = 4096;
 /// Bytes of buffers that are kept for the next command.
@@ -9,7 +11,7 @@ const IDLE_MAX: usize = 16 << 20;
 #[derive(Debug, Default)]
 pub struct Buffers {
     /// By the power of two, less that of [`BYTES_MIN`].
-    idle: Vec<Vec<Vec<u8>>>,
+    idle: Vec<Vec<Pages>>,
     idle_bytes: usize,
 }
 
@@ -20,21 +22,21 @@ impl Buffers {
     }
 
     /// Returns a buffer of at least so many bytes, which have any values.
-    pub(super) fn take(&mut self, bytes: usize) -> Vec<u8> {
+    pub(super) fn take(&mut self, bytes: usize) -> Pages {
         let size = Buffers::size(bytes);
         match self.idle.get_mut(class(size)).and_then(Vec::pop) {
             Some(buffer) => {
                 self.idle_bytes -= size;
                 buffer
             }
-            None => vec![0; size],
+            None => Pages::new(size),
         }
     }
 
-    /// Takes a buffer back, unless enough are kept or it is not one of these.
-    pub(super) fn give(&mut self, buffer: Vec<u8>) {
+    /// Takes a buffer back, unless enough are kept.
+    pub(super) fn give(&mut self, buffer: Pages) {
         let size = buffer.len();
-        if size < BYTES_MIN || !size.is_power_of_two() || self.idle_bytes + size > IDLE_MAX {
+        if size < BYTES_MIN || self.idle_bytes + size > IDLE_MAX {
             return;
         }
         let class = class(size);
@@ -71,8 +73,8 @@ mod tests {
         let all: Vec<_> = (0..20).map(|_| buffers.take(1 << 20)).collect();
         all.into_iter().for_each(|buffer| buffers.give(buffer));
         assert_eq!(buffers.idle_bytes, IDLE_MAX);
-        // Data that an admin command has made.
-        buffers.give(vec![0; 5000]);
+        // That of a command without data.
+        buffers.give(Pages::default());
         assert_eq!(buffers.idle_bytes, IDLE_MAX);
     }
 }

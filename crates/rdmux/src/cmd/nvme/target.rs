@@ -116,7 +116,7 @@ impl NamespaceSpec {
 
     fn open(&self) -> Result<Box<dyn Backend>> {
         Ok(match &self.place {
-            Place::File(path) => Box::new(FileBackend::open(path, self.read_only)?),
+            Place::File(path) => Box::new(FileBackend::open(path, self.read_only, 1 << self.block_shift)?),
             Place::Memory(bytes) => {
                 let memory = MemoryBackend::new(*bytes);
                 Box::new(memory.with_context(|| format!("cannot have {} of memory", output::bytes(*bytes)))?)

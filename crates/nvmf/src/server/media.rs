@@ -1,0 +1,163 @@
+//! I/Os that may wait for a medium: by an io_uring, which the reactor sleeps on, or by threads.
+
+use std::io;
+use std::sync::Arc;
+
+use rdmux_runtime::{DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers};
+use rdmux_wire::nvme::Status;
+
+use super::{Mail, tcp};
+use crate::target::Io;
+
+/// Jobs of one lane that wait for a thread; those beyond fail, and their hosts repeat them.
+const JOBS_MAX: usize = 64 << 10;
+/// Threads of a namespace.
+const LANES: usize = 4;
+
+/// An I/O that may wait for a medium, and the connection that has it.
+#[derive(Debug)]
+pub(super) enum Job {
+    Tcp(DescriptorId, crate::tcp::Work),
+}
+
+impl Job {
+    fn io(&self) -> &Io {
+        match self {
+            Job::Tcp(_, work) => work.io(),
+        }
+    }
+
+    fn execute(self) -> Mail {
+        match self {
+            Job::Tcp(id, mut work) => {
+                let status = work.execute();
+                Job::Tcp(id, work).end(status)
+            }
+        }
+    }
+
+    /// Returns the message that reports its end.
+    fn end(self, status: Status) -> Mail {
+        match self {
+            Job::Tcp(id, work) => Mail::Tcp(tcp::Mail::Finished(id, work, status)),
+        }
+    }
+
+    /// Turns it into an access of an io_uring, if it can be one.
+    fn into_access(self) -> Result<FileAccess<Job>, Job> {
+        match self {
+            Job::Tcp(id, work) => work
+                .into_access(|work| Job::Tcp(id, work))
+                .map_err(|work| Job::Tcp(id, work)),
+        }
+    }
+
+    fn end_access(mut self, buffer: Pages) -> Job {
+        match &mut self {
+            Job::Tcp(_, work) => work.end_access(buffer),
+        }
+        self
+    }
+}
+
+/// The media of a reactor.
+#[derive(Debug)]
+pub(super) struct Media {
+    /// With the number by which the reactor reports it. `None` if the system allows no io_uring.
+    ring: Option<(FileRing<Job>, DescriptorId)>,
+    /// Their lanes: the namespace, and a number.
+    workers: Workers<(usize, usize), Job, Mail>,
+    next_lane: usize,
+    /// Those that neither the ring nor a thread has taken.
+    failed: Vec<Job>,
+}
+
+impl Media {
+    pub(super) fn new(mailbox: Mailbox<Mail>) -> Media {
+        let run: Run<Job, Mail> = |jobs, report| {
+            for job in jobs {
+                if !report(job.execute()) {
+                    return;
+                }
+            }
+        };
+        Media {
+            ring: None,
+            workers: Workers::new("nvmf-media", JOBS_MAX, run, mailbox),
+            next_lane: 0,
+            failed: Vec::new(),
+        }
+    }
+
+    /// Makes the io_uring, on the thread that will use it.
+    pub(super) fn start(&mut self, reactor: &mut Reactor<Mail>) -> io::Result<()> {
+        let Ok(ring) = FileRing::new() else {
+            return Ok(());
+        };
+        let id = reactor.add_descriptor(ring.descriptor()?, Interest::READABLE)?;
+        self.ring = Some((ring, id));
+        Ok(())
+    }
+
+    /// Returns true if a readable descriptor is the ring's: [`Media::pop`] is to be called then.
+    pub(super) fn is_ring(&self, id: DescriptorId) -> bool {
+        self.ring.as_ref().is_some_and(|(_, own)| *own == id)
+    }
+
+    /// Begins an I/O: by the ring, once [`Media::submit`] is called, or on a thread.
+    ///
+    /// # Errors
+    /// The I/O, if too many wait.
+    pub(super) fn begin(&mut self, job: Job) -> Result<(), Job> {
+        let Some((ring, _)) = &mut self.ring else {
+            return self.begin_on_thread(job);
+        };
+        let refused = match job.into_access() {
+            Ok(access) => match ring.add(access) {
+                Ok(()) => return Ok(()),
+                Err(access) => access.token.end_access(access.buffer),
+            },
+            Err(job) => job,
+        };
+        self.begin_on_thread(refused)
+    }
+
+    fn begin_on_thread(&mut self, job: Job) -> Result<(), Job> {
+        self.next_lane = (self.next_lane + 1) % LANES;
+        let namespace = Arc::as_ptr(&job.io().namespace).addr();
+        let submitted = self.workers.submit((namespace, self.next_lane), job);
+        submitted.map_err(|(job, _)| job)
+    }
+
+    /// Has the kernel start what was begun.
+    pub(super) fn submit(&mut self) {
+        let Some((ring, _)) = &mut self.ring else {
+            return;
+        };
+        for access in ring.submit() {
+            let job = access.token.end_access(access.buffer);
+            if let Err(job) = self.begin_on_thread(job) {
+                self.failed.push(job);
+            }
+        }
+    }
+
+    /// Returns the report of an I/O that the ring has ended. One that has moved fewer bytes, or none, is given to a thread, which repeats it and
+    /// learns why.
+    pub(super) fn pop(&mut self) -> Option<Mail> {
+        if let Some(job) = self.failed.pop() {
+            return Some(job.end(Status::INTERRUPTED));
+        }
+        loop {
+            let (access, moved) = self.ring.as_mut()?.0.pop()?;
+            let is_whole = moved.is_ok_and(|moved| moved == access.length);
+            let job = access.token.end_access(access.buffer);
+            if is_whole {
+                return Some(job.end(Status::SUCCESS));
+            }
+            if let Err(job) = self.begin_on_thread(job) {
+                return Some(job.end(Status::INTERRUPTED));
+            }
+        }
+    }
+}
