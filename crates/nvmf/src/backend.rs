@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_runtime::{Direction, Pages};
@@ -22,6 +22,14 @@ use rustix::io::Errno;
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Returns its size in bytes.
     fn bytes(&self) -> u64;
+
+    /// Takes the size that the storage has now, of which blocks have `block_bytes`.
+    ///
+    /// # Errors
+    /// It has not even one block, or does not tell its size; the size stays as it was.
+    fn measure(&self, _block_bytes: u64) -> io::Result<()> {
+        Ok(())
+    }
 
     /// Returns true if a call may wait for a medium: then it must not run on a reactor's thread.
     fn may_wait(&self) -> bool {
@@ -150,7 +158,7 @@ pub struct FileBackend {
     file: Arc<File>,
     /// The opening that keeps others out, if it is another one.
     _lock: Option<File>,
-    bytes: u64,
+    bytes: AtomicU64,
     is_file: bool,
     /// A flush has failed. The kernel has dropped the pages and reports that once: nothing that is written after it would be sure.
     has_failed: AtomicBool,
@@ -203,7 +211,7 @@ impl FileBackend {
         Ok(FileBackend {
             file: Arc::new(file),
             _lock: lock,
-            bytes,
+            bytes: AtomicU64::new(bytes),
             is_file: kind.is_file(),
             has_failed: AtomicBool::new(false),
             flushing: Mutex::new(()),
@@ -241,7 +249,18 @@ fn write_status(error: &io::Error) -> Status {
 
 impl Backend for FileBackend {
     fn bytes(&self) -> u64 {
-        self.bytes
+        self.bytes.load(Ordering::Acquire)
+    }
+
+    fn measure(&self, block_bytes: u64) -> io::Result<()> {
+        // Another thread may use the file: it has one position, but nobody uses that.
+        let bytes = (&*self.file).seek(SeekFrom::End(0))?;
+        if bytes < block_bytes {
+            let error = format!("it has {bytes} bytes now, less than a block of {block_bytes}");
+            return Err(io::Error::other(error));
+        }
+        self.bytes.store(bytes, Ordering::Release);
+        Ok(())
     }
 
     fn may_wait(&self) -> bool {

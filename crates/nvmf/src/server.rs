@@ -6,6 +6,7 @@ mod tcp;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -53,21 +54,67 @@ pub enum ServeError {
     Io(#[from] io::Error),
 }
 
-/// Ends a server from another thread.
+/// Reaches a server from other threads.
 #[derive(Clone, Debug)]
-pub struct Stopper(Vec<Mailbox<Mail>>);
+pub struct Handle(Vec<Mailbox<Mail>>);
 
-impl Stopper {
+impl Handle {
     /// Makes [`Server::run`] return.
     pub fn stop(&self) {
         for mailbox in &self.0 {
             mailbox.send(Mail::Stop);
         }
     }
+
+    /// Has all connections look at what has changed in their subsystems.
+    pub fn tell_of_change(&self) {
+        tell_of_change(&self.0);
+    }
+
+    /// Listens on another address of TCP while the server runs. Returns the listener, with the port that the system chose if it had none.
+    ///
+    /// # Errors
+    /// The address is not free, or the server is over.
+    pub fn listen(&self, listener: Listener) -> Result<Listener, ServeError> {
+        let address = listener.address;
+        let failed = |source| ServeError::Listen { address, source };
+        if listener.transport != TransportKind::Tcp {
+            let error = "a server that runs takes further listeners for TCP alone";
+            return Err(failed(io::Error::other(error)));
+        }
+        self.ask(|reply| Mail::Listen(address, reply))
+            .unwrap_or_else(|| Err(is_over()))
+            .map(|address| Listener { address, ..listener })
+            .map_err(failed)
+    }
+
+    /// Listens no more on an address of TCP. Connections that were accepted stay. Returns false if it did not listen there.
+    pub fn stop_listening(&self, listener: &Listener) -> bool {
+        listener.transport == TransportKind::Tcp
+            && self.ask(|reply| Mail::StopListening(listener.address, reply)) == Some(true)
+    }
+
+    /// Asks the first reactor, which has the listeners, and waits for its answer; `None` if the server is over.
+    fn ask<T>(&self, question: impl FnOnce(Sender<T>) -> Mail) -> Option<T> {
+        let (reply, answer) = channel();
+        self.0.first()?.send(question(reply));
+        answer.recv().ok()
+    }
+}
+
+fn is_over() -> io::Error {
+    io::Error::other("the server is over")
+}
+
+/// Has all reactors look at their connections: I/O queues of a controller may be with any of them.
+fn tell_of_change(mailboxes: &[Mailbox<Mail>]) {
+    for mailbox in mailboxes {
+        mailbox.send(Mail::Changed);
+    }
 }
 
 /// Stops a server when it is dropped.
-struct StopOnDrop(Stopper);
+struct StopOnDrop(Handle);
 
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
@@ -80,6 +127,10 @@ enum Mail {
     Stop,
     /// A change of a subsystem or a controller, which queues of this reactor may share.
     Changed,
+    /// Listen on an address of TCP, and answer with the port.
+    Listen(SocketAddr, Sender<io::Result<SocketAddr>>),
+    /// Listen no more on an address of TCP; the answer is false if it did not.
+    StopListening(SocketAddr, Sender<bool>),
     Tcp(tcp::Mail),
 }
 
@@ -159,9 +210,9 @@ impl Server {
         &self.listeners
     }
 
-    /// Returns a handle that ends it.
-    pub fn stopper(&self) -> Stopper {
-        Stopper(
+    /// Returns a handle for other threads.
+    pub fn handle(&self) -> Handle {
+        Handle(
             self.reactors
                 .iter()
                 .map(|own| own.core.reactor.mailbox())
@@ -174,13 +225,13 @@ impl Server {
     /// # Errors
     /// A system call of a reactor failed.
     pub fn run(self) -> io::Result<()> {
-        let stopper = self.stopper();
+        let handle = self.handle();
         let mut reactors = self.reactors.into_iter();
         let first = reactors.next();
         let mut threads: Vec<JoinHandle<io::Result<()>>> = Vec::new();
         let mut result = Ok(());
         for mut own in reactors {
-            let others = stopper.clone();
+            let others = handle.clone();
             let run = move || {
                 // Also if it panics: its controllers are gone then.
                 let _stop = StopOnDrop(others);
@@ -190,14 +241,14 @@ impl Server {
                 Ok(thread) => threads.push(thread),
                 Err(error) => {
                     result = Err(error);
-                    stopper.stop();
+                    handle.stop();
                 }
             }
         }
         if let Some(mut first) = first {
             result = result.and(first.run());
         }
-        stopper.stop();
+        handle.stop();
         for thread in threads {
             let ended = thread
                 .join()
@@ -238,6 +289,13 @@ impl ServerReactor {
                 Some(ReactorEvent::Mail(Mail::Stop)) => return Ok(()),
                 Some(ReactorEvent::Mail(Mail::Tcp(mail))) => tcp.handle_mail(core, mail, now),
                 Some(ReactorEvent::Mail(Mail::Changed)) => tcp.handle_change(core, now),
+                // Whoever has asked may be gone.
+                Some(ReactorEvent::Mail(Mail::Listen(address, reply))) => {
+                    let _ = reply.send(tcp.listen(core, address));
+                }
+                Some(ReactorEvent::Mail(Mail::StopListening(address, reply))) => {
+                    let _ = reply.send(tcp.stop_listening(core, address));
+                }
                 Some(_) | None => {}
             }
             if core.next_look.is_some_and(|look| look <= now) {
@@ -263,8 +321,6 @@ impl Core {
 
     /// Has all reactors look at their connections: I/O queues of a controller may be with any of them.
     fn tell_of_change(&self) {
-        for mailbox in &self.mailboxes {
-            mailbox.send(Mail::Changed);
-        }
+        tell_of_change(&self.mailboxes);
     }
 }

@@ -2,6 +2,7 @@
 
 mod controller;
 mod discovery;
+mod hosts;
 mod io;
 mod queue;
 mod subsystem;
@@ -9,7 +10,8 @@ mod subsystem;
 pub(crate) mod tests;
 
 pub use controller::Controller;
+pub use hosts::{Authentication, Hosts, Terms};
 pub use io::{Io, Operation};
 pub use queue::{Admitted, Port, Queue, Step};
 pub(crate) use subsystem::Running;
-pub use subsystem::{Access, Listener, Namespace, NamespaceError, Subsystem, Target, TargetError};
+pub use subsystem::{Listener, Namespace, NamespaceError, Subsystem, Target, TargetError};

@@ -201,7 +201,9 @@ impl Connection {
     pub fn handle_change(&mut self) {
         if self.queue.is_over() {
             self.end = self.end.or(Some(End::ControllerOver));
+            return;
         }
+        self.queue.handle_change();
         if let Some(cqe) = self.queue.poll_event() {
             self.respond(cqe);
         }

@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
-use rdmux_nvmf::server::{Config, Server, Stopper};
-use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
+use rdmux_nvmf::server::{Config, Handle, Server};
+use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, Cid, Configuration, Connect, ConnectData, Cqe, FabricsType, HostId, Nqn, NsId, Opcode,
     Property, Register, Rw, Sgl, Sqe, Status, TransportKind,
@@ -22,13 +22,13 @@ const SUBSYSTEM: &str = "nqn.2014-08.org.example:server";
 
 struct Running {
     address: SocketAddr,
-    stopper: Stopper,
+    handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Running {
-    fn start(reactors: usize, backend: Box<dyn Backend>) -> Running {
-        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Access::AnyHost);
+    fn start(reactors: usize, backend: Arc<dyn Backend>) -> Running {
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
         let namespace = Namespace {
             nsid: NsId(1),
             block_shift: 12,
@@ -49,17 +49,17 @@ impl Running {
             waiting: None,
         })
         .unwrap();
-        let (address, stopper) = (server.listeners()[0].address, server.stopper());
+        let (address, handle) = (server.listeners()[0].address, server.handle());
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
             address,
-            stopper,
+            handle,
             thread: Some(thread),
         }
     }
 
     fn memory(reactors: usize) -> Running {
-        Running::start(reactors, Box::new(MemoryBackend::new(16 << 20).unwrap()))
+        Running::start(reactors, Arc::new(MemoryBackend::new(16 << 20).unwrap()))
     }
 
     /// Returns an admin queue whose controller is ready, and the controller's id.
@@ -97,7 +97,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.stopper.stop();
+        self.handle.stop();
         let ended = self.thread.take().map(JoinHandle::join);
         assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))));
     }
@@ -247,7 +247,7 @@ fn queues__of_several_reactors_share_a_controller() {
 fn file__has_what_was_written() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
-    let server = Running::start(1, Box::new(FileBackend::open(file.path(), false, 512).unwrap()));
+    let server = Running::start(1, Arc::new(FileBackend::open(file.path(), false, 512).unwrap()));
     let (_admin, cntlid) = server.admin();
     let mut io = server.io(cntlid, 1);
     for cid in 0..16 {
@@ -282,7 +282,7 @@ fn file__has_what_was_written() {
 fn file__that_has_become_shorter_fails_what_it_lost() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1 << 20).unwrap();
-    let server = Running::start(1, Box::new(FileBackend::open(file.path(), false, 4096).unwrap()));
+    let server = Running::start(1, Arc::new(FileBackend::open(file.path(), false, 4096).unwrap()));
     let (_admin, cntlid) = server.admin();
     let mut io = server.io(cntlid, 1);
     file.as_file().set_len(16 * 4096 + 512).unwrap();
@@ -361,4 +361,41 @@ fn reset__ends_the_io_queues_and_frees_their_ids() {
     for qid in 1..=3 {
         while !Host::new(server.address).connect(qid, cntlid).status.is_success() {}
     }
+}
+
+#[test]
+fn handle__listens_elsewhere_and_no_more_without_a_host_noticing() {
+    let server = Running::memory(2);
+    let (mut admin, cntlid) = server.admin();
+    let mut io = server.io(cntlid, 1);
+    let wanted = Listener {
+        transport: TransportKind::Tcp,
+        address: "127.0.0.1:0".parse().unwrap(),
+    };
+    let other = server.handle.listen(wanted).unwrap();
+    let taken = server.handle.listen(other).unwrap_err().to_string();
+    assert!(
+        taken.contains(&format!("cannot listen on {}", other.address)),
+        "{taken}"
+    );
+    let mut second = Host::new(other.address);
+    assert_eq!(second.connect(2, cntlid).status, Status::SUCCESS);
+    let first = Listener {
+        address: server.address,
+        ..wanted
+    };
+    assert!(server.handle.stop_listening(&first));
+    assert!(!server.handle.stop_listening(&first));
+    assert!(TcpStream::connect(server.address).is_err());
+    for queue in [&mut io, &mut second] {
+        assert!(
+            queue
+                .run(rw(Opcode::READ, 1, 0, 1), &[], 4096)
+                .0
+                .status
+                .is_success()
+        );
+    }
+    let keep_alive = Sqe::new(Opcode::KEEP_ALIVE, Cid(1), NsId::NONE);
+    assert!(admin.run(keep_alive, &[], 0).0.status.is_success());
 }

@@ -84,6 +84,18 @@ impl Tcp {
         Ok(address)
     }
 
+    /// Listens no more on an address. Returns false if it did not.
+    pub(super) fn stop_listening(&mut self, core: &mut Core, address: SocketAddr) -> bool {
+        let is_there = |listener: &TcpListener| listener.local_addr().is_ok_and(|own| own == address);
+        let id = self.listeners.iter().find(|(_, listener)| is_there(listener));
+        let Some(id) = id.map(|(id, _)| *id) else {
+            return false;
+        };
+        core.reactor.remove_descriptor(id);
+        self.listeners.remove(&id);
+        true
+    }
+
     /// Returns when to call [`Tcp::accept_again`].
     pub(super) fn accepts_again(&self) -> Option<Instant> {
         self.accepts_again

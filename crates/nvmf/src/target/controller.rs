@@ -14,7 +14,7 @@ use rdmux_wire::nvme::{
 
 use super::discovery;
 use super::io::{Io, Operation, SUPPORTED};
-use super::queue::{Executed, IO_QUEUES_MAX, Port};
+use super::queue::{Executed, Port};
 use super::subsystem::{Association, NAMESPACES_MAX, Namespace, Namespaces, Subsystem, Target};
 
 /// Requests for asynchronous events at a time.
@@ -119,6 +119,11 @@ impl Controller {
 
     pub(super) fn deadline(&self) -> Option<Instant> {
         Some(self.heard + self.keep_alive? + KEEP_ALIVE_GRACE)
+    }
+
+    /// Returns true if its host may not use the subsystem any more.
+    pub(super) fn is_expelled(&self) -> bool {
+        self.association.is_expelled()
     }
 
     /// Returns true if it may have I/O queues: discovery controllers have none.
@@ -361,7 +366,9 @@ impl Controller {
         let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
         let discovery_generation = target.generation();
         let page = match (log, self.kind) {
-            (LogId::DISCOVERY, ControllerKind::Discovery) => discovery::log(target, local),
+            (LogId::DISCOVERY, ControllerKind::Discovery) => {
+                discovery::log(target, &self.association.host, local)
+            }
             (LogId::ERROR, _) => vec![0; 64],
             (LogId::HEALTH, ControllerKind::Io) => health(),
             (LogId::FIRMWARE, ControllerKind::Io) => firmware(),
@@ -401,7 +408,8 @@ impl Controller {
                 if submission == 0xffff || completion == 0xffff {
                     return Err(Status::INVALID_FIELD);
                 }
-                let queues = submission.min(completion).min(u32::from(IO_QUEUES_MAX) - 1);
+                let most = u32::from(self.association.queues_max) - 1;
+                let queues = submission.min(completion).min(most);
                 Ok(Executed::Done((queues | queues << 16).into()))
             }
             (feature::ASYNC_EVENTS, kind) => {
@@ -430,7 +438,7 @@ impl Controller {
         }
         let value = match (feature, self.kind) {
             (feature::NUMBER_OF_QUEUES, ControllerKind::Io) => {
-                let queues = u64::from(IO_QUEUES_MAX) - 1;
+                let queues = u64::from(self.association.queues_max) - 1;
                 queues | queues << 16
             }
             (feature::ASYNC_EVENTS, _) => self.events.into(),

@@ -10,12 +10,15 @@ use rdmux_wire::nvme::{
 use super::queue::ADMIN_ENTRIES;
 use super::subsystem::Target;
 
-/// Returns the log for a host that has reached the target at a local address: the discovery service itself and each subsystem, at each
-/// listener. A host that has not come by loopback would look for those of loopback on itself.
-pub(super) fn log(target: &Target, local: IpAddr) -> Vec<u8> {
+/// Returns the log for a host that has reached the target at a local address: the discovery service itself and each subsystem that the host
+/// may use, at each listener. A host that has not come by loopback would look for those of loopback on itself.
+pub(super) fn log(target: &Target, host: &Nqn, local: IpAddr) -> Vec<u8> {
     let generation = target.generation();
     let own = Nqn::new(DISCOVERY_NQN).map(|nqn| (SubsystemKind::Discovery, nqn));
-    let others = target.names().into_iter().map(|nqn| (SubsystemKind::Nvm, nqn));
+    let others = target
+        .names(host)
+        .into_iter()
+        .map(|nqn| (SubsystemKind::Nvm, nqn));
     let subsystems: Vec<_> = own.into_iter().chain(others).collect();
     let mut listeners: Vec<_> = target.listeners().into_iter().zip(1..).collect();
     listeners.retain(|(listener, _)| local.is_loopback() || !listener.address.ip().is_loopback());

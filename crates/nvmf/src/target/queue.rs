@@ -143,7 +143,25 @@ impl Queue {
     /// Returns true if its controller was reset or is over: the transport ends its connection, without completions, since the host has
     /// to repeat its commands elsewhere.
     pub fn is_over(&self) -> bool {
-        matches!(&self.role, Role::Io { session, .. } if session.is_over())
+        match &self.role {
+            Role::New => false,
+            Role::Admin(controller) => controller.is_expelled(),
+            Role::Io { session, .. } => session.is_over(),
+        }
+    }
+
+    /// Takes note of changes of its subsystem: a namespace that was removed lasts no longer than this.
+    pub fn handle_change(&mut self) {
+        if let Role::Io {
+            subsystem,
+            namespaces,
+            generation,
+            ..
+        } = &mut self.role
+            && *generation != subsystem.generation()
+        {
+            (*generation, *namespaces) = subsystem.namespaces();
+        }
     }
 
     /// Checks a command of which the transport moves `data_len` bytes.
@@ -286,10 +304,13 @@ impl Queue {
         if connect.sq_size == 0 || connect.sq_size >= entries_max {
             return Err(invalid(44));
         }
-        if connect.qid > IO_QUEUES_MAX {
+        let terms = subsystem.terms(&data.host);
+        let terms = terms.ok_or((Status::CONNECT_INVALID_HOST.do_not_retry(), 0))?;
+        let queues_max = terms.queues.unwrap_or(IO_QUEUES_MAX).clamp(1, IO_QUEUES_MAX);
+        if connect.qid > queues_max {
             return Err(invalid(42));
         }
-        let authenticator = subsystem.authenticator(&data.host);
+        let authenticator = subsystem.authenticator(&data.host, &terms);
         let (cntlid, role) = match connect.qid {
             0 => {
                 if data.cntlid != ConnectData::ANY_CONTROLLER {
@@ -299,7 +320,8 @@ impl Queue {
                     DISCOVERY_NQN => ControllerKind::Discovery,
                     _ => ControllerKind::Io,
                 };
-                let association = subsystem.associate(&data).map_err(|status| (status, 0))?;
+                let association = subsystem.associate(&data, queues_max);
+                let association = association.map_err(|status| (status, 0))?;
                 let cntlid = association.cntlid;
                 let keep_alive_ms = connect.keep_alive_ms;
                 let generation = self.target.generation();

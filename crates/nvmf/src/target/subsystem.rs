@@ -11,7 +11,8 @@ use rdmux_wire::nvme::{
     TransportKind,
 };
 
-use crate::auth::{Authenticator, Parties, Random, Secrets};
+use super::hosts::{Hosts, Terms};
+use crate::auth::{Authenticator, Parties};
 use crate::backend::Backend;
 
 /// The highest namespace id.
@@ -20,7 +21,7 @@ pub(super) const NAMESPACES_MAX: u32 = 1024;
 const CNTLID_MAX: u16 = 0xffef;
 
 /// A namespace: blocks of a backend.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Namespace {
     /// Its id in the subsystem.
     pub nsid: NsId,
@@ -31,7 +32,7 @@ pub struct Namespace {
     /// It takes no writes.
     pub is_protected: bool,
     /// The storage of its blocks.
-    pub backend: Box<dyn Backend>,
+    pub backend: Arc<dyn Backend>,
 }
 
 impl Namespace {
@@ -63,7 +64,7 @@ impl Namespace {
 pub(super) type Namespaces = Arc<BTreeMap<NsId, Arc<Namespace>>>;
 
 /// Reason for which a namespace was not added.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NamespaceError {
     /// The id is invalid.
     #[error("{0} is not a namespace id: give 1 to {NAMESPACES_MAX}")]
@@ -71,23 +72,15 @@ pub enum NamespaceError {
     /// The id is taken.
     #[error("namespace {0} exists")]
     Exists(NsId),
+    /// There is no such namespace.
+    #[error("there is no namespace {0}")]
+    Missing(NsId),
+    /// The backend does not tell its size.
+    #[error("namespace {0} cannot be resized: {1}")]
+    Backend(NsId, String),
     /// The backend is shorter than a block.
     #[error("a namespace has at least one block of {0} bytes")]
     Empty(u32),
-}
-
-/// Hosts that may use a subsystem.
-#[derive(Clone, Debug)]
-pub enum Access {
-    /// Every host that reaches it.
-    AnyHost,
-    /// Hosts that prove that they have a secret.
-    Secrets {
-        /// The secrets.
-        secrets: Secrets,
-        /// Source of challenges.
-        random: Random,
-    },
 }
 
 /// A subsystem: namespaces under one name.
@@ -95,7 +88,6 @@ pub enum Access {
 pub struct Subsystem {
     nqn: Nqn,
     serial: String,
-    access: Access,
     /// Changes with the namespaces, so that a queue knows without a lock that what it has is current.
     generation: AtomicU64,
     state: Mutex<State>,
@@ -104,6 +96,7 @@ pub struct Subsystem {
 #[derive(Debug, Default)]
 struct State {
     namespaces: Namespaces,
+    hosts: Hosts,
     controllers: BTreeMap<u16, Arc<Association>>,
     /// Controllers that are over, as long as I/Os of them run.
     ending: Vec<Arc<Association>>,
@@ -118,6 +111,10 @@ pub(crate) struct Association {
     pub(super) host_id: HostId,
     /// CSTS.RDY: I/O queues may take commands.
     pub(super) is_ready: AtomicBool,
+    /// Its host may not use the subsystem any more.
+    is_expelled: AtomicBool,
+    /// Maximum number of its I/O queues.
+    pub(super) queues_max: u16,
     /// Number of resets: I/O queues end with the next one. Odd once the controller is over.
     epoch: AtomicU32,
     /// I/Os that run on media.
@@ -139,6 +136,17 @@ impl Association {
     pub(super) fn reset(&self) {
         self.is_ready.store(false, Ordering::Release);
         self.epoch.fetch_add(2, Ordering::SeqCst);
+    }
+
+    /// Ends it, with its admin queue.
+    fn expel(&self) {
+        self.is_expelled.store(true, Ordering::Release);
+        self.reset();
+    }
+
+    /// Returns true if its host may not use the subsystem any more.
+    pub(super) fn is_expelled(&self) -> bool {
+        self.is_expelled.load(Ordering::Acquire)
     }
 
     /// Returns true if no I/O of an earlier epoch runs.
@@ -186,13 +194,15 @@ impl Drop for Running {
 
 impl Subsystem {
     /// Makes a subsystem without namespaces. `serial` has at most 20 characters of ASCII.
-    pub fn new(nqn: Nqn, serial: &str, access: Access) -> Subsystem {
+    pub fn new(nqn: Nqn, serial: &str, hosts: Hosts) -> Subsystem {
         Subsystem {
             nqn,
             serial: serial.to_owned(),
-            access,
             generation: AtomicU64::new(0),
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                hosts,
+                ..State::default()
+            }),
         }
     }
 
@@ -201,17 +211,42 @@ impl Subsystem {
         &self.nqn
     }
 
-    /// Returns what authenticates a host, if it has to be.
-    pub(super) fn authenticator(&self, host: &Nqn) -> Option<Authenticator> {
-        let Access::Secrets { secrets, random } = &self.access else {
-            return None;
-        };
+    /// Returns the terms of a host; `None`: it is refused.
+    pub(super) fn terms(&self, host: &Nqn) -> Option<Terms> {
+        self.state().hosts.terms(host).cloned()
+    }
+
+    /// Returns what authenticates a host on its terms, if they ask for it.
+    pub(super) fn authenticator(&self, host: &Nqn, terms: &Terms) -> Option<Authenticator> {
+        let authentication = terms.authentication.as_ref()?;
         let parties = Parties {
             host: host.clone(),
             subsystem: self.nqn.clone(),
-            secrets: secrets.clone(),
+            secrets: authentication.secrets.clone(),
         };
-        Some(Authenticator::new(parties, *random))
+        Some(Authenticator::new(parties, authentication.random))
+    }
+
+    /// Returns the hosts that may use it.
+    pub fn hosts(&self) -> Hosts {
+        self.state().hosts.clone()
+    }
+
+    /// Changes the hosts that may use it. Controllers of those that may no more, or that would have to prove something else, end; the
+    /// others do not notice.
+    fn set_hosts(&self, hosts: Hosts) {
+        let mut state = self.state();
+        let authentication = |hosts: &Hosts, host: &Nqn| Some(hosts.terms(host)?.authentication.clone());
+        for association in state.controllers.values() {
+            let host = &association.host;
+            let stays = authentication(&hosts, host).is_some_and(|authentication_now| {
+                Some(authentication_now) == authentication(&state.hosts, host)
+            });
+            if !stays {
+                association.expel();
+            }
+        }
+        state.hosts = hosts;
     }
 
     pub(super) fn serial(&self) -> &str {
@@ -238,11 +273,50 @@ impl Subsystem {
         if state.namespaces.contains_key(&nsid) {
             return Err(NamespaceError::Exists(nsid));
         }
+        self.put(&mut state, namespace);
+        Ok(())
+    }
+
+    fn put(&self, state: &mut State, namespace: Namespace) {
         let mut namespaces = BTreeMap::clone(&state.namespaces);
-        namespaces.insert(nsid, Arc::new(namespace));
+        namespaces.insert(namespace.nsid, Arc::new(namespace));
+        state.namespaces = Arc::new(namespaces);
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Removes a namespace. Commands of it that were admitted are carried out; then its backend is dropped.
+    ///
+    /// # Errors
+    /// There is none of that id.
+    pub fn remove_namespace(&self, nsid: NsId) -> Result<(), NamespaceError> {
+        let mut state = self.state();
+        let mut namespaces = BTreeMap::clone(&state.namespaces);
+        namespaces.remove(&nsid).ok_or(NamespaceError::Missing(nsid))?;
         state.namespaces = Arc::new(namespaces);
         self.generation.fetch_add(1, Ordering::Release);
         Ok(())
+    }
+
+    /// Has a namespace take the size that its backend has now, and tells hosts if it is another one. Returns true then.
+    ///
+    /// # Errors
+    /// There is none of that id, its backend cannot tell its size, or it has no block any more, in which case nothing changes.
+    pub fn resize_namespace(&self, nsid: NsId) -> Result<bool, NamespaceError> {
+        let mut state = self.state();
+        let namespace = state.namespaces.get(&nsid);
+        let namespace = namespace.ok_or(NamespaceError::Missing(nsid))?;
+        let blocks = namespace.blocks();
+        let resized = Namespace::clone(namespace);
+        resized
+            .backend
+            .measure(1 << resized.block_shift)
+            .map_err(|error| NamespaceError::Backend(nsid, error.to_string()))?;
+        if resized.blocks() == blocks {
+            return Ok(false);
+        }
+        // Hosts are told of a namespace that is another object.
+        self.put(&mut state, resized);
+        Ok(true)
     }
 
     /// Returns the namespaces, in the order of their ids.
@@ -262,8 +336,12 @@ impl Subsystem {
     }
 
     /// Begins a controller for a host.
-    pub(super) fn associate(&self, data: &ConnectData) -> Result<Arc<Association>, Status> {
+    pub(super) fn associate(&self, data: &ConnectData, queues_max: u16) -> Result<Arc<Association>, Status> {
         let mut state = self.state();
+        // It may have been refused since its terms were looked up.
+        if state.hosts.terms(&data.host).is_none() {
+            return Err(Status::CONNECT_INVALID_HOST.do_not_retry());
+        }
         let after = state.last_cntlid;
         let is_free = |cntlid: &u16| !state.controllers.contains_key(cntlid);
         let cntlid = (after + 1..=CNTLID_MAX).chain(1..=after).find(is_free);
@@ -273,6 +351,8 @@ impl Subsystem {
             host: data.host.clone(),
             host_id: data.host_id,
             is_ready: AtomicBool::new(false),
+            is_expelled: AtomicBool::new(false),
+            queues_max,
             epoch: AtomicU32::new(0),
             running: AtomicUsize::new(0),
             queues: Mutex::default(),
@@ -320,6 +400,9 @@ pub enum TargetError {
     /// The name is taken.
     #[error("subsystem {0} exists")]
     Exists(Nqn),
+    /// There is no such subsystem.
+    #[error("there is no subsystem {0}")]
+    Missing(Nqn),
 }
 
 /// The subsystems of a target, and the ways to them: what its discovery service reports.
@@ -338,7 +421,11 @@ impl Default for Target {
         Target {
             subsystems: Mutex::default(),
             listeners: Mutex::default(),
-            discovery: Arc::new(Subsystem::new(discovery, "discovery", Access::AnyHost)),
+            discovery: Arc::new(Subsystem::new(
+                discovery,
+                "discovery",
+                Hosts::any(Terms::default()),
+            )),
             generation: AtomicU64::new(0),
         }
     }
@@ -360,10 +447,35 @@ impl Target {
         Ok(())
     }
 
+    /// Changes the hosts that may use a subsystem. Controllers of those that may no more, or that would have to prove something else, end once
+    /// their reactors look ([`crate::server::Handle::tell_of_change`]); the others do not notice.
+    ///
+    /// # Errors
+    /// There is no such subsystem.
+    pub fn set_hosts(&self, nqn: &Nqn, hosts: Hosts) -> Result<(), TargetError> {
+        let subsystem = self.subsystems.lock().get(nqn).cloned();
+        subsystem
+            .ok_or_else(|| TargetError::Missing(nqn.clone()))?
+            .set_hosts(hosts);
+        self.generation.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
     /// Has the discovery service report a way to all subsystems.
     pub fn add_listener(&self, listener: Listener) {
         self.listeners.lock().push(listener);
         self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Has the discovery service report a way no more.
+    pub fn remove_listener(&self, listener: &Listener) {
+        self.listeners.lock().retain(|known| known != listener);
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Returns the subsystems, in the order of their names.
+    pub fn subsystems(&self) -> Vec<Arc<Subsystem>> {
+        self.subsystems.lock().values().cloned().collect()
     }
 
     pub(super) fn subsystem(&self, nqn: &Nqn) -> Option<Arc<Subsystem>> {
@@ -377,11 +489,17 @@ impl Target {
         self.generation.load(Ordering::Acquire)
     }
 
-    pub(super) fn listeners(&self) -> Vec<Listener> {
+    /// Returns the ways that the discovery service reports.
+    pub fn listeners(&self) -> Vec<Listener> {
         self.listeners.lock().clone()
     }
 
-    pub(super) fn names(&self) -> Vec<Nqn> {
-        self.subsystems.lock().keys().cloned().collect()
+    /// Returns the names of the subsystems that a host may use.
+    pub(super) fn names(&self, host: &Nqn) -> Vec<Nqn> {
+        let subsystems = self.subsystems.lock();
+        let known = subsystems
+            .iter()
+            .filter(|(_, subsystem)| subsystem.terms(host).is_some());
+        known.map(|(nqn, _)| nqn.clone()).collect()
     }
 }

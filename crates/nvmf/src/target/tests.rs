@@ -1,3 +1,5 @@
+mod changes;
+
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +20,7 @@ pub(crate) fn target() -> (Arc<Target>, Arc<Subsystem>) {
     let subsystem = Arc::new(Subsystem::new(
         Nqn::new(SUBSYSTEM).unwrap(),
         "serial",
-        Access::AnyHost,
+        Hosts::any(Terms::default()),
     ));
     subsystem.add_namespace(memory(1, 1 << 20)).unwrap();
     let target = Target::default();
@@ -32,7 +34,7 @@ pub(crate) fn memory(nsid: u32, bytes: u64) -> Namespace {
         block_shift: 9,
         uuid: [nsid as u8; 16],
         is_protected: false,
-        backend: Box::new(MemoryBackend::new(bytes).unwrap()),
+        backend: Arc::new(MemoryBackend::new(bytes).unwrap()),
     }
 }
 
@@ -267,7 +269,7 @@ fn io__is_checked_before_it_runs() {
     let (target, subsystem) = target();
     let protected = Namespace {
         is_protected: true,
-        backend: Box::new(NullBackend(1 << 40)),
+        backend: Arc::new(NullBackend(1 << 40)),
         ..memory(2, 512)
     };
     subsystem.add_namespace(protected).unwrap();
@@ -483,10 +485,14 @@ fn authentication__comes_before_everything_else() {
         host: Secret::new([1; 32]),
         controller: None,
     };
-    let access = Access::Secrets {
+    let proof = Authentication {
         secrets,
         random: || Some([3; 32]),
     };
+    let access = Hosts::any(Terms {
+        authentication: Some(proof),
+        ..Terms::default()
+    });
     let subsystem = Subsystem::new(Nqn::new(SUBSYSTEM).unwrap(), "serial", access);
     let target = Target::default();
     target.add_subsystem(Arc::new(subsystem)).unwrap();
@@ -540,7 +546,7 @@ fn discovery__tells_of_changes_and_of_loopback_to_loopback_alone() {
         target.add_listener(listener);
     }
     let entries = |local: &str| {
-        let bytes = discovery::log(&target, local.parse().unwrap());
+        let bytes = discovery::log(&target, &Nqn::new(HOST).unwrap(), local.parse().unwrap());
         DiscoveryHeader::parse(&bytes).unwrap().entries
     };
     assert_eq!((entries("127.0.0.1"), entries("192.0.2.1")), (4, 2));
@@ -654,7 +660,7 @@ fn shutdown__is_complete_when_all_is_flushed() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4096).unwrap();
     let cached = Namespace {
-        backend: Box::new(FileBackend::open(file.path(), false, 512).unwrap()),
+        backend: Arc::new(FileBackend::open(file.path(), false, 512).unwrap()),
         ..memory(2, 512)
     };
     subsystem.add_namespace(cached).unwrap();

@@ -9,7 +9,7 @@ use rdmux_nvmf::auth::Secrets;
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend, NullBackend};
 use rdmux_nvmf::identity;
 use rdmux_nvmf::server::{Config, Server};
-use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
+use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_push::parse_size;
 use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
 use serde_json::json;
@@ -114,14 +114,14 @@ impl NamespaceSpec {
         })
     }
 
-    fn open(&self) -> Result<Box<dyn Backend>> {
+    fn open(&self) -> Result<Arc<dyn Backend>> {
         Ok(match &self.place {
-            Place::File(path) => Box::new(FileBackend::open(path, self.read_only, 1 << self.block_shift)?),
+            Place::File(path) => Arc::new(FileBackend::open(path, self.read_only, 1 << self.block_shift)?),
             Place::Memory(bytes) => {
                 let memory = MemoryBackend::new(*bytes);
-                Box::new(memory.with_context(|| format!("cannot have {} of memory", output::bytes(*bytes)))?)
+                Arc::new(memory.with_context(|| format!("cannot have {} of memory", output::bytes(*bytes)))?)
             }
-            Place::Null(bytes) => Box::new(NullBackend(*bytes)),
+            Place::Null(bytes) => Arc::new(NullBackend(*bytes)),
         })
     }
 
@@ -182,13 +182,14 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let has_controller_secret = secrets
         .as_ref()
         .is_some_and(|secrets| secrets.controller.is_some());
-    let access = match secrets {
-        Some(secrets) => Access::Secrets {
-            secrets,
-            random: || rdmux_key::random_nonce().ok(),
-        },
-        None => Access::AnyHost,
-    };
+    let authentication = secrets.map(|secrets| Authentication {
+        secrets,
+        random: || rdmux_key::random_nonce().ok(),
+    });
+    let hosts = Hosts::any(Terms {
+        authentication,
+        ..Terms::default()
+    });
     let nqn = args.nqn.unwrap_or_else(identity::default_nqn);
     let _claim = identity::claim(&nqn).map_err(|error| match error.kind() {
         ErrorKind::AddrInUse => {
@@ -197,7 +198,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         _ => anyhow!(error).context(format!("cannot claim {nqn}")),
     })?;
     let serial = identity::serial(&nqn);
-    let subsystem = Arc::new(Subsystem::new(nqn.clone(), &serial, access));
+    let subsystem = Arc::new(Subsystem::new(nqn.clone(), &serial, hosts));
     for (spec, nsid) in args.namespaces.iter().zip(1..) {
         let nsid = NsId(nsid);
         let namespace = Namespace {
@@ -221,8 +222,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
     })?;
     // Hosts beyond the limit would wait to be accepted.
     raise_descriptors();
-    let stopper = server.stopper();
-    ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
+    let handle = server.handle();
+    ctrlc::set_handler(move || handle.stop()).context("cannot install signal handlers")?;
     let exported = Exported {
         nqn: &nqn,
         serial: &serial,

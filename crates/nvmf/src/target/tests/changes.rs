@@ -1,0 +1,162 @@
+//! Changes of a subsystem that hosts use.
+
+use super::*;
+
+fn status(step: Step) -> Status {
+    completed(step).status
+}
+
+fn read_block(nsid: u32, slba: u64) -> Sqe {
+    let mut sqe = Sqe::new(Opcode::READ, Cid(1), NsId(nsid));
+    let (blocks, fua) = (1, false);
+    Rw { slba, blocks, fua }.emit(&mut sqe);
+    sqe
+}
+
+/// Returns the namespaces that the controller says have changed.
+fn changed(queue: &mut Queue, now: Instant) -> Vec<u32> {
+    let mut log = Sqe::new(Opcode::GET_LOG_PAGE, Cid(3), NsId::NONE);
+    log.set_dword(10, 0x04 | 1023 << 16);
+    queue.admit(&log, 4096, now).unwrap();
+    let Step::Send(data, _) = queue.execute(&log, &[], now) else {
+        panic!("the log is sent")
+    };
+    let ids = data
+        .chunks(4)
+        .map(|id| u32::from_le_bytes(id.try_into().unwrap()));
+    ids.take_while(|id| *id != 0).collect()
+}
+
+fn asks_for_events(queue: &mut Queue, now: Instant) {
+    let mut features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
+    features.set_dword(10, 0x0b);
+    features.set_dword(11, IdentifyController::NAMESPACE_EVENTS);
+    assert!(status(run(queue, &features, &[], now)).is_success());
+    let request = Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(9), NsId::NONE);
+    assert!(matches!(run(queue, &request, &[], now), Step::Wait));
+}
+
+#[test]
+fn remove_namespace__tells_hosts_and_lets_its_storage_go() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let storage = memory(2, 1 << 20);
+    let weak = Arc::downgrade(&storage.backend);
+    subsystem.add_namespace(storage).unwrap();
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (mut io, _) = io_queue(&target, cntlid, 1, now);
+    asks_for_events(&mut queue, now);
+    let read = read_block(2, 0);
+    let admitted = io.admit(&read, 512, now).unwrap();
+    subsystem.remove_namespace(NsId(2)).unwrap();
+    assert_eq!(
+        subsystem.remove_namespace(NsId(2)),
+        Err(NamespaceError::Missing(NsId(2)))
+    );
+    // It was admitted before.
+    let Admitted::Io(work) = admitted else { panic!() };
+    assert!(work.execute(&mut [0; 512]).is_success());
+    drop(work);
+    io.handle_change();
+    assert!(queue.poll_event().is_some());
+    assert_eq!(changed(&mut queue, now), [2]);
+    assert!(weak.upgrade().is_none(), "nobody holds the storage");
+    let refused = io.admit(&read, 512, now).unwrap_err();
+    assert!(refused.status.is(Status::INVALID_NAMESPACE));
+}
+
+#[test]
+fn resize_namespace__hosts_see_the_new_size() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    let namespace = Namespace {
+        backend: Arc::new(FileBackend::open(file.path(), false, 512).unwrap()),
+        ..memory(2, 512)
+    };
+    subsystem.add_namespace(namespace).unwrap();
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (mut io, _) = io_queue(&target, cntlid, 1, now);
+    asks_for_events(&mut queue, now);
+    let last = read_block(2, 4095);
+    assert!(io.admit(&last, 512, now).is_err());
+    assert_eq!(subsystem.resize_namespace(NsId(2)), Ok(false));
+    assert_eq!(queue.poll_event(), None, "nothing has changed");
+    file.as_file().set_len(2 << 20).unwrap();
+    assert_eq!(subsystem.resize_namespace(NsId(2)), Ok(true));
+    assert!(queue.poll_event().is_some());
+    assert_eq!(changed(&mut queue, now), [2]);
+    assert!(io.admit(&last, 512, now).is_ok());
+    file.as_file().set_len(100).unwrap();
+    let error = subsystem.resize_namespace(NsId(2)).unwrap_err().to_string();
+    assert!(
+        error.contains("100 bytes now, less than a block of 512"),
+        "{error}"
+    );
+    assert_eq!(subsystem.list()[1].blocks(), 4096);
+}
+
+#[test]
+fn set_hosts__ends_controllers_of_those_that_may_no_more_and_no_other() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let (name, host) = (Nqn::new(SUBSYSTEM).unwrap(), Nqn::new(HOST).unwrap());
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let (io, _) = io_queue(&target, cntlid, 1, now);
+    let mut hosts = Hosts::default();
+    hosts.named.insert(host.clone(), Terms::default());
+    target.set_hosts(&name, hosts.clone()).unwrap();
+    assert!(
+        !queue.is_over() && !io.is_over(),
+        "it may still, on the same terms"
+    );
+    // Who has proved nothing has to begin again where a proof is asked for.
+    let proof = Authentication {
+        secrets: Secrets {
+            host: Secret::new([1; 32]),
+            controller: None,
+        },
+        random: || Some([3; 32]),
+    };
+    hosts.named.entry(host).or_default().authentication = Some(proof);
+    target.set_hosts(&name, hosts).unwrap();
+    assert!(queue.is_over() && io.is_over());
+    target.set_hosts(&name, Hosts::default()).unwrap();
+    let data = emitted(&connect_data(SUBSYSTEM, ConnectData::ANY_CONTROLLER));
+    queue = Queue::new(target.clone(), PORT, LOCAL, now);
+    assert!(
+        status(run(&mut queue, &connect(0).command(Cid(0)), &data, now)).is(Status::CONNECT_INVALID_HOST)
+    );
+    let entries = DiscoveryHeader::parse(&discovery::log(&target, &Nqn::new(HOST).unwrap(), LOCAL)).unwrap();
+    assert_eq!(entries.entries, 0);
+    assert_eq!(subsystem.hosts(), Hosts::default());
+    let missing = Nqn::new("nqn.2014-08.org.example:none").unwrap();
+    let error = target.set_hosts(&missing, Hosts::default()).unwrap_err();
+    assert_eq!(error, TargetError::Missing(missing));
+}
+
+#[test]
+fn terms__limit_the_queues_of_a_controller() {
+    let now = Instant::now();
+    let (target, _) = target();
+    let terms = Terms {
+        queues: Some(2),
+        ..Terms::default()
+    };
+    target
+        .set_hosts(&Nqn::new(SUBSYSTEM).unwrap(), Hosts::any(terms))
+        .unwrap();
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
+    let mut features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
+    features.set_dword(10, 0x07);
+    features.set_dword(11, 7 | 7 << 16);
+    let cqe = completed(run(&mut queue, &features, &[], now));
+    assert_eq!(cqe.result, 1 | 1 << 16, "two, from 0");
+    assert!(io_queue(&target, cntlid, 2, now).1.status.is_success());
+    let (_, refused) = io_queue(&target, cntlid, 3, now);
+    assert_eq!(
+        (refused.status.is(Status::CONNECT_INVALID), refused.result),
+        (true, 42)
+    );
+}
