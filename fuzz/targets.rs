@@ -16,7 +16,7 @@ use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, carried};
 use rdmux_wire::rsocket::{self, ConnData, DatagramHeader, UdpHeader};
-use rdmux_wire::{nvme, nvme_tcp};
+use rdmux_wire::{nvme, nvme_rdma, nvme_tcp};
 
 fn flow(v6: bool, forth: bool) -> Flow {
     let [a, b]: [IpAddr; 2] = if v6 {
@@ -151,6 +151,15 @@ pub(crate) fn nvme(input: &[u8]) {
                 assert_eq!(nvme_tcp::Header::parse(common.kind, &emitted), Ok(header));
             }
         }
+    }
+    if let Ok(request) = nvme_rdma::Request::parse(input) {
+        assert_eq!(nvme_rdma::Request::parse(&request.emit()), Ok(request));
+    }
+    if let Ok(accept) = nvme_rdma::Accept::parse(input) {
+        assert_eq!(nvme_rdma::Accept::parse(&accept.emit()), Ok(accept));
+    }
+    if let Ok(reject) = nvme_rdma::Reject::parse(input) {
+        assert_eq!(nvme_rdma::Reject::parse(&reject.emit()), Ok(reject));
     }
     if let Ok((transaction, message)) = nvme::AuthMessage::parse(input) {
         let emitted = message.emit(transaction);

@@ -316,6 +316,7 @@ impl Device {
         has(Features::MULTICAST, attr.max_mcast_grp > 0);
         has(Features::BY_ADDRESS, self.0.sgid_index.is_some());
         has(Features::CQ_MODERATION, self.moderates());
+        has(Features::SEND_INVALIDATE, caps & cap::MEM_MGT_EXTENSIONS != 0);
         has(Features::UC, self.makes(abi::qp_type::UC, 0));
         has(Features::UD, self.makes(abi::qp_type::UD, 0));
         let flush = caps & (cap::FLUSH_GLOBAL | cap::FLUSH_PERSISTENT) != 0;

@@ -1,6 +1,8 @@
 //! Serves a [`Target`]: reactors, each with connections of its own, which stay with it.
 
 mod media;
+mod rdma;
+mod slab;
 mod tcp;
 
 use std::io;
@@ -10,16 +12,16 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rdmux_runtime::{Limits, Mailbox, Queues, Reactor, ReactorEvent, Sizes};
+use rdmux_runtime::{Limits, ListenAtError, Mailbox, Queues, Reactor, ReactorEvent};
+use rdmux_verbs::OpenError;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_wire::nvme::TransportKind;
 
 use self::media::{Job, Media};
+use self::rdma::Rdma;
 use self::tcp::Tcp;
 use crate::target::{Listener, Target};
 
-/// Maximum number of connections of a reactor.
-const CONNECTIONS_MAX: usize = 4096;
 /// Time between two looks at the deadlines of connections.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
@@ -28,7 +30,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 pub struct Config {
     /// Subsystems that it serves.
     pub target: Arc<Target>,
-    /// Transports, addresses and ports to listen on; port 0 has the system choose one.
+    /// Transports, addresses and ports to listen on; port 0 has the system choose one for TCP.
     pub listen: Vec<Listener>,
     /// Number of reactors, each a thread.
     pub reactors: usize,
@@ -48,6 +50,24 @@ pub enum ServeError {
         address: SocketAddr,
         /// The cause.
         source: io::Error,
+    },
+    /// There is no RDMA device with an address.
+    #[error("cannot listen on {address} by RDMA: {source}")]
+    Open {
+        /// The address.
+        address: SocketAddr,
+        /// The cause.
+        source: OpenError,
+    },
+    /// A port of an RDMA device is not free, or the device lacks something.
+    #[error(
+        "cannot listen on {address} by RDMA: {source} (choose another with --listen rdma:ADDR:PORT, or end the other server)"
+    )]
+    ListenRdma {
+        /// The address.
+        address: SocketAddr,
+        /// The cause.
+        source: ListenAtError,
     },
     /// A system call failed.
     #[error(transparent)]
@@ -132,6 +152,7 @@ enum Mail {
     /// Listen no more on an address of TCP; the answer is false if it did not.
     StopListening(SocketAddr, Sender<bool>),
     Tcp(tcp::Mail),
+    Rdma(rdma::Mail),
 }
 
 /// A server that listens.
@@ -155,8 +176,10 @@ struct Core {
 /// A reactor with its connections.
 #[derive(Debug)]
 struct ServerReactor {
-    core: Core,
+    // The connections end before what they stand on.
+    rdma: Rdma,
     tcp: Tcp,
+    core: Core,
 }
 
 impl Server {
@@ -165,40 +188,40 @@ impl Server {
     /// # Errors
     /// An address is not free, or the system refuses a descriptor.
     pub fn bind(config: Config) -> Result<Server, ServeError> {
-        // The connections of RDMA have sizes; TCP's have not.
-        let sizes = Sizes {
-            message_bytes: 0,
-            receives: 0,
-            answers: 0,
-            own: 0,
-            operations: 0,
-        };
         let limits = Limits {
-            connections: CONNECTIONS_MAX,
+            connections: rdma::CONNECTIONS_MAX,
+            // Hosts have a keep-alive of their own.
             keepalive: Duration::from_secs(30),
-            shared_receives: None,
-            queues: Queues::Private,
+            shared_receives: Some(rdma::SHARED_RECEIVES),
+            queues: Queues::Pool,
         };
         let mut reactors = Vec::new();
         for _ in 0..config.reactors.max(1) {
-            reactors.push(Reactor::new(sizes, limits, config.waiting)?);
+            reactors.push(Reactor::new(rdma::SIZES_MAX, limits, config.waiting)?);
+        }
+        let mut opened = Vec::new();
+        for listener in config.listen.iter().filter(|listener| listener.transport == TransportKind::Rdma) {
+            let options = rdmux_verbs::Options {
+                waiting: config.waiting,
+                ..rdmux_verbs::Options::default()
+            };
+            rdma::listen(&mut reactors, &mut opened, listener.address, options)?;
         }
         let mailboxes: Vec<_> = reactors.iter().map(Reactor::mailbox).collect();
         let mut reactors: Vec<_> = reactors
             .into_iter()
-            .map(|reactor| ServerReactor::new(reactor, config.target.clone(), mailboxes.clone()))
+            .map(|reactor| {
+                let rdma = Rdma::new(opened.clone());
+                ServerReactor::new(reactor, rdma, config.target.clone(), mailboxes.clone())
+            })
             .collect();
         let mut listeners = Vec::new();
-        for Listener { transport, address } in config.listen {
-            let address = match transport {
-                TransportKind::Tcp => {
-                    let first = &mut reactors[0];
-                    first.tcp.listen(&mut first.core, address)
-                }
-                TransportKind::Rdma => Err(io::ErrorKind::Unsupported.into()),
+        for mut listener in config.listen {
+            if listener.transport == TransportKind::Tcp {
+                let (first, address) = (&mut reactors[0], listener.address);
+                let listened = first.tcp.listen(&mut first.core, address);
+                listener.address = listened.map_err(|source| ServeError::Listen { address, source })?;
             }
-            .map_err(|source| ServeError::Listen { address, source })?;
-            let listener = Listener { transport, address };
             config.target.add_listener(listener);
             listeners.push(listener);
         }
@@ -260,7 +283,12 @@ impl Server {
 }
 
 impl ServerReactor {
-    fn new(reactor: Reactor<Mail>, target: Arc<Target>, mailboxes: Vec<Mailbox<Mail>>) -> ServerReactor {
+    fn new(
+        reactor: Reactor<Mail>,
+        rdma: Rdma,
+        target: Arc<Target>,
+        mailboxes: Vec<Mailbox<Mail>>,
+    ) -> ServerReactor {
         let media = Media::new(reactor.mailbox());
         let core = Core {
             reactor,
@@ -270,13 +298,14 @@ impl ServerReactor {
             next_look: None,
         };
         ServerReactor {
-            core,
+            rdma,
             tcp: Tcp::default(),
+            core,
         }
     }
 
     fn run(&mut self) -> io::Result<()> {
-        let ServerReactor { core, tcp } = self;
+        let ServerReactor { core, tcp, rdma } = self;
         core.media.start(&mut core.reactor)?;
         loop {
             let deadline = core.next_look.into_iter().chain(tcp.accepts_again()).min();
@@ -288,7 +317,11 @@ impl ServerReactor {
                 Some(ReactorEvent::Writable(id)) => tcp.pump(core, id, now),
                 Some(ReactorEvent::Mail(Mail::Stop)) => return Ok(()),
                 Some(ReactorEvent::Mail(Mail::Tcp(mail))) => tcp.handle_mail(core, mail, now),
-                Some(ReactorEvent::Mail(Mail::Changed)) => tcp.handle_change(core, now),
+                Some(ReactorEvent::Mail(Mail::Rdma(mail))) => rdma.handle_mail(core, mail),
+                Some(ReactorEvent::Mail(Mail::Changed)) => {
+                    tcp.handle_change(core, now);
+                    rdma.handle_change(core);
+                }
                 // Whoever has asked may be gone.
                 Some(ReactorEvent::Mail(Mail::Listen(address, reply))) => {
                     let _ = reply.send(tcp.listen(core, address));
@@ -296,17 +329,28 @@ impl ServerReactor {
                 Some(ReactorEvent::Mail(Mail::StopListening(address, reply))) => {
                     let _ = reply.send(tcp.stop_listening(core, address));
                 }
-                Some(_) | None => {}
+                Some(ReactorEvent::Request(request)) => rdma.handle_request(core, request, now),
+                Some(ReactorEvent::Completed(id, completed)) => {
+                    rdma.handle_completed(core, id, completed, now);
+                }
+                Some(ReactorEvent::Ended(id, end)) => rdma.handle_ended(core, id, end),
+                // The target dials nobody.
+                Some(ReactorEvent::Connected(..)) | None => {}
             }
             if core.next_look.is_some_and(|look| look <= now) {
                 core.next_look = None;
                 tcp.look_at_deadlines(core, now);
+                rdma.look_at_deadlines(core, now);
             }
             tcp.accept_again(core, now)?;
             core.media.submit();
             // Reads that the page cache has are done by now.
-            while let Some(Mail::Tcp(mail)) = core.media.pop() {
-                tcp.handle_mail(core, mail, now);
+            while let Some(finished) = core.media.pop() {
+                match finished {
+                    Mail::Tcp(mail) => tcp.handle_mail(core, mail, now),
+                    Mail::Rdma(mail) => rdma.handle_mail(core, mail),
+                    _ => {}
+                }
             }
             core.media.submit();
         }

@@ -22,11 +22,16 @@ use crate::work_id::WorkId;
 /// more than there are unacknowledged messages let a connection go on as if each had a completion.
 pub const SIGNAL_EVERY: usize = 8;
 
+/// Memory of so many handled messages waits for the next ones.
+const SPARE_MAX: usize = 32;
+
 /// The sizes of a connection's queues, which must fit those that the protocol gives its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// Bytes of the longest message.
+    /// Bytes of the longest message of the peer.
     pub message_bytes: usize,
+    /// Bytes of the longest message of this side.
+    pub sent_bytes: usize,
     /// Messages of the peer that may arrive before they are handled.
     pub receives: usize,
     /// Slots for answers. Each message takes one when it arrives, and a receive is posted only if its message would get one: a peer
@@ -53,6 +58,18 @@ impl Sizes {
     /// Returns the number of completions that a connection may have at a time.
     pub const fn completions(&self) -> usize {
         self.receives + self.sends()
+    }
+
+    /// Returns sizes none of which is larger than the same of `most`.
+    pub(crate) fn within(&self, most: &Sizes) -> Sizes {
+        Sizes {
+            message_bytes: self.message_bytes.min(most.message_bytes),
+            sent_bytes: self.sent_bytes.min(most.sent_bytes),
+            receives: self.receives.min(most.receives),
+            answers: self.answers.min(most.answers),
+            own: self.own.min(most.own),
+            operations: self.operations.min(most.operations),
+        }
     }
 }
 
@@ -114,7 +131,7 @@ pub enum EstablishError {
 /// Why a message was not sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// It is longer than [`Sizes::message_bytes`].
+    /// It is longer than [`Sizes::sent_bytes`].
     #[error("the message is too long")]
     TooLong,
     /// The buffer could not be written.
@@ -161,6 +178,8 @@ pub struct MessageConnection {
     /// Messages without a completion so far, in the order in which they were posted.
     in_flight: VecDeque<Posted>,
     probing: bool,
+    /// Memory of messages that were handled.
+    spare: Vec<Vec<u8>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -193,8 +212,8 @@ impl Parts {
         options.max_recv_wr = own_receives as u32;
         options.srq = share.as_ref().map(|share| share.queue().clone());
         let qp = pd.create_qp(&options)?;
-        let buffers = own_receives + sizes.slots();
-        let buffers = Arc::new(AnonymousMemory::new(buffers * sizes.message_bytes)?);
+        let buffers_bytes = own_receives * sizes.message_bytes + sizes.slots() * sizes.sent_bytes;
+        let buffers = Arc::new(AnonymousMemory::new(buffers_bytes)?);
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
         (0..own_receives as u32)
@@ -228,6 +247,7 @@ impl Parts {
             free_own: slots(sizes.answers..sizes.slots()),
             in_flight: VecDeque::new(),
             probing: false,
+            spare: Vec::new(),
         }
     }
 }
@@ -319,20 +339,20 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        MessageConnection::accept_sharing(request, pd, cq, params, sizes, None)
+        MessageConnection::accept_sharing(request, (pd, cq), params, sizes, &[], None)
     }
 
     /// Does the same for a connection that may share its receives.
     pub(crate) fn accept_sharing(
         request: ConnectionRequest,
-        pd: &ProtectionDomain,
-        cq: &CompletionQueue,
+        (pd, cq): (&ProtectionDomain, &CompletionQueue),
         params: &ConnectParams,
         sizes: &Sizes,
+        private_data: &[u8],
         share: Option<ReceiveShare>,
     ) -> Result<MessageConnection, EstablishError> {
         let parts = Parts::new(pd, cq, sizes, share)?;
-        let connection = request.accept(&parts.qp, params, &[])?;
+        let connection = request.accept(&parts.qp, params, private_data)?;
         Ok(parts.connected(connection))
     }
 
@@ -368,14 +388,50 @@ impl MessageConnection {
 
     /// Sends a message from a slot, which becomes free once the peer's device has acknowledged it.
     pub fn send(&mut self, slot: SendSlot, message: &[u8]) -> Result<(), SendError> {
-        // Each completion wakes its thread. If slots run short, however, nothing else frees them.
+        let signaled = self.is_signaled(slot);
+        self.post_message(slot, message, signaled, false)
+    }
+
+    /// Returns whether a message is to have a completion. Each wakes its thread. If slots run short, however, nothing else frees them.
+    fn is_signaled(&self, slot: SendSlot) -> bool {
         let (left, needed) = match slot.index() < self.sizes.answers {
             true => (self.free_answers.len(), self.sizes.receives),
             false => (self.free_own.len(), 1),
         };
         let since = self.in_flight.iter().rev().take_while(|posted| !posted.signaled);
-        let signaled = left < needed || since.count() + 1 >= SIGNAL_EVERY;
-        self.post_message(slot, message, signaled, false)
+        left < needed || since.count() + 1 >= SIGNAL_EVERY
+    }
+
+    /// Sends a message as [`MessageConnection::send`] does, which also invalidates the peer's memory of this key. The device must have
+    /// [`Features::SEND_INVALIDATE`](rdmux_verbs::Features::SEND_INVALIDATE).
+    pub fn send_invalidate(&mut self, slot: SendSlot, message: &[u8], rkey: RKey) -> Result<(), SendError> {
+        let signaled = self.is_signaled(slot);
+        let request = self.message(slot, message, Operation::SendInvalidate { rkey }, signaled)?;
+        self.qp.post_send(request)?;
+        self.posted(slot, signaled, false);
+        Ok(())
+    }
+
+    /// Sends a message behind an RDMA operation, which takes effect at the peer first, as [`MessageConnection::send_reported`] does:
+    /// [`Completed::Sent`] stands for both, so that the memory of the operation is free as well. Their packets leave together.
+    /// `invalidate`: the message invalidates the peer's memory of this key ([`MessageConnection::send_invalidate`]).
+    pub fn send_behind(
+        &mut self,
+        (operation, sges): (Operation, SgeList),
+        slot: SendSlot,
+        message: &[u8],
+        invalidate: Option<RKey>,
+    ) -> Result<(), SendError> {
+        let send = match invalidate {
+            Some(rkey) => Operation::SendInvalidate { rkey },
+            None => Operation::Send { imm: None },
+        };
+        let last = self.message(slot, message, send, true)?;
+        // It has no completion of its own, unless it fails.
+        let first = SendRequest::new(operation, sges).wr_id(WorkId::Send(slot).into());
+        (self.qp.post_send_list([first, last])).map_err(|refused| refused.source)?;
+        self.posted(slot, true, true);
+        Ok(())
     }
 
     /// Sends a message from a slot, which stays the caller's: [`Completed::Sent`] reports that the peer's device has acknowledged it.
@@ -390,25 +446,48 @@ impl MessageConnection {
         signaled: bool,
         reported: bool,
     ) -> Result<(), SendError> {
-        if message.len() > self.sizes.message_bytes || slot.index() >= self.sizes.slots() {
+        let request = self.message(slot, message, Operation::Send { imm: None }, signaled)?;
+        self.qp.post_send(request)?;
+        self.posted(slot, signaled, reported);
+        Ok(())
+    }
+
+    /// Writes a message into the buffer of its slot, and returns the request that sends it.
+    fn message(
+        &self,
+        slot: SendSlot,
+        message: &[u8],
+        operation: Operation,
+        signaled: bool,
+    ) -> Result<SendRequest, SendError> {
+        if message.len() > self.sizes.sent_bytes || slot.index() >= self.sizes.slots() {
             return Err(SendError::TooLong);
         }
         let own_receives = match self.receives {
             Receives::Own { .. } => self.sizes.receives,
             Receives::Shared { .. } => 0,
         };
-        let at = ((own_receives + slot.index()) * self.sizes.message_bytes) as u64;
-        self.buffers.write(at, message)?;
-        let mut request =
-            SendRequest::send(self.buffers_mr.sge(at, message.len() as u32)).wr_id(WorkId::Send(slot).into());
+        let at = own_receives * self.sizes.message_bytes + slot.index() * self.sizes.sent_bytes;
+        self.buffers.write(at as u64, message)?;
+        let sge = self.buffers_mr.sge(at as u64, message.len() as u32);
+        let mut request = SendRequest::new(operation, sge).wr_id(WorkId::Send(slot).into());
         request.flags.set(SendFlags::SIGNALED, signaled);
-        self.qp.post_send(request)?;
+        Ok(request)
+    }
+
+    fn posted(&mut self, slot: SendSlot, signaled: bool, reported: bool) {
         self.in_flight.push_back(Posted {
             slot,
             signaled,
             reported,
         });
-        Ok(())
+    }
+
+    /// Takes the memory of a message that was handled: the next message needs none of its own.
+    pub fn reuse(&mut self, message: Vec<u8>) {
+        if self.spare.len() < SPARE_MAX && message.capacity() > 0 {
+            self.spare.push(message);
+        }
     }
 
     /// Frees a slot that was taken: by a message that gets no answer, or after [`Completed::Sent`].
@@ -494,7 +573,8 @@ impl MessageConnection {
     fn received(&mut self, index: u32, byte_len: u32) -> Result<Completed, Status> {
         match &mut self.receives {
             Receives::Own { idle } => {
-                let message = message_of(&self.buffers, self.sizes.message_bytes, index, byte_len);
+                let spare = self.spare.pop().unwrap_or_default();
+                let message = message_of(&self.buffers, self.sizes.message_bytes, index, byte_len, spare);
                 let bytes = message.map_err(|_| Status::LocalQpOperation)?;
                 let slot = self.free_answers.pop();
                 idle.push(index);
@@ -502,7 +582,8 @@ impl MessageConnection {
                 Ok(Completed::Message { slot, bytes })
             }
             Receives::Shared { share, held } => {
-                let message = share.take(index, byte_len);
+                let spare = self.spare.pop().unwrap_or_default();
+                let message = share.take(index, byte_len, spare);
                 let bytes = message.map_err(|_| Status::LocalQpOperation)?;
                 if self.sizes.answers == 0 {
                     return Ok(Completed::Message { slot: None, bytes });

@@ -8,7 +8,7 @@
 //! use rdmux_runtime::{Completed, ReactorEvent, Limits, Queues, Reactor, Sizes};
 //! use rdmux_verbs::{ConnectParams, Device};
 //!
-//! let sizes = Sizes { message_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
+//! let sizes = Sizes { message_bytes: 4096, sent_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
 //! let limits = Limits {
 //!     connections: 100,
 //!     keepalive: std::time::Duration::from_secs(20),
@@ -63,7 +63,8 @@ pub use pages::Pages;
 pub use pool::{Buffer, BufferError, BufferPool};
 pub use queues::Queues;
 pub use reactor::{
-    ConnectionEnd, ConnectionError, ConnectionId, Limits, ListenAtError, Reactor, ReactorEvent, Request,
+    AcceptOptions, ConnectionEnd, ConnectionError, ConnectionId, Limits, ListenAtError, Reactor,
+    ReactorEvent, Request,
 };
 pub use waiting::{Waiting, set_timer_slack};
 pub use work_id::WorkId;

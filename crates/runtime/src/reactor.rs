@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, EngineWatch, EventQueue, Features,
-    ListenError, Listener, ModerationPolicy, OpenError, Qpn, Status, WorkCompletion,
+    CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, Endpoint, EngineWatch, EventQueue,
+    Features, ListenError, Listener, ModerationPolicy, OpenError, ProtectionDomain, Qpn, Status,
+    WorkCompletion,
 };
 use rustix::event::{PollFd, PollFlags};
 
@@ -101,10 +102,38 @@ impl Request {
         self.request.peer()
     }
 
+    /// Returns the peer's endpoint, as it has shown it.
+    pub fn remote(&self) -> &Endpoint {
+        self.request.remote()
+    }
+
+    /// Returns the private data that the peer's user sent, padded with zeros.
+    pub fn private_data(&self) -> &[u8] {
+        self.request.private_data()
+    }
+
     /// Refuses the request, and tells the peer why.
     pub fn refuse(self, why: &str) {
         self.request.reject(why.as_bytes());
     }
+
+    /// Refuses the request, with private data as the protocol has it.
+    pub fn refuse_with(self, private_data: &[u8]) {
+        self.request.reject(private_data);
+    }
+}
+
+/// Settings of a connection that is accepted, where they are not those of its reactor.
+#[derive(Clone, Copy, Debug)]
+pub struct AcceptOptions<'a> {
+    /// Sizes of its queues. Those of the reactor are the largest that a connection can have.
+    pub sizes: Sizes,
+    /// Protection domain, of the device of the request ([`Reactor::device_of`]). Connections in one domain may use the same registered
+    /// memory. A peer that has the key of memory with remote rights reaches it through any of them, so such memory must not be there.
+    /// `None`: a domain of its own.
+    pub pd: Option<&'a ProtectionDomain>,
+    /// Private data of the answer.
+    pub private_data: &'a [u8],
 }
 
 /// Why a reactor has accepted or begun no connection.
@@ -419,17 +448,53 @@ impl<M> Reactor<M> {
         request: Request,
         params: &ConnectParams,
     ) -> Result<ConnectionId, ConnectionError> {
-        let Request { port: at, request } = request;
-        let port = &mut self.ports[at];
-        if port.connections >= self.limits.connections {
-            request.reject(ConnectionError::TooMany.to_string().as_bytes());
+        if !self.has_room(&request) {
+            request.refuse(&ConnectionError::TooMany.to_string());
             return Err(ConnectionError::TooMany);
         }
-        let pd = port.device.alloc_pd().map_err(EstablishError::Create)?;
-        let cq = port.queues.join(self.sizes.completions() as u32);
+        let options = AcceptOptions {
+            sizes: self.sizes,
+            pd: None,
+            private_data: &[],
+        };
+        self.accept_with(request, params, &options)
+    }
+
+    /// Returns the device on which a request has arrived.
+    pub fn device_of(&self, request: &Request) -> &Device {
+        &self.ports[request.port].device
+    }
+
+    /// Returns whether the listener may have another connection.
+    pub fn has_room(&self, request: &Request) -> bool {
+        self.ports[request.port].connections < self.limits.connections
+    }
+
+    /// Accepts a request as [`Reactor::accept`] does, with settings of its own. A request that finds no room is refused without private data.
+    pub fn accept_with(
+        &mut self,
+        request: Request,
+        params: &ConnectParams,
+        options: &AcceptOptions<'_>,
+    ) -> Result<ConnectionId, ConnectionError> {
+        let has_room = self.has_room(&request);
+        let Request { port: at, request } = request;
+        let port = &mut self.ports[at];
+        if !has_room {
+            return Err(ConnectionError::TooMany);
+        }
+        let sizes = options.sizes.within(&self.sizes);
+        let pd = match options.pd {
+            Some(pd) => pd.clone(),
+            None => port.device.alloc_pd().map_err(EstablishError::Create)?,
+        };
+        let cq = port.queues.join(sizes.completions() as u32);
         let cq = cq.map_err(EstablishError::from)?;
         let share = port.receives.as_ref().map(ReceiveShare::new).transpose();
-        let accept = |share| MessageConnection::accept_sharing(request, &pd, &cq, params, &self.sizes, share);
+        let private_data = options.private_data;
+        let accept = |share| {
+            MessageConnection::accept_sharing(request, (&pd, &cq), params, &sizes, private_data, share)
+        };
         let link = match share.map_err(EstablishError::Post).and_then(accept) {
             Ok(link) => link,
             Err(error) => {

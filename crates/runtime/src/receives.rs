@@ -18,14 +18,15 @@ pub(crate) fn receive_request(buffers: &MemoryRegion, message_bytes: usize, inde
     }
 }
 
-/// Returns the message that a receive has taken.
+/// Returns the message that a receive has taken, in `bytes`, whatever these were.
 pub(crate) fn message_of(
     buffers: &AnonymousMemory,
     message_bytes: usize,
     index: u32,
     byte_len: u32,
+    mut bytes: Vec<u8>,
 ) -> Result<Vec<u8>, Fault> {
-    let mut bytes = vec![0; (byte_len as usize).min(message_bytes)];
+    bytes.resize((byte_len as usize).min(message_bytes), 0);
     buffers.read(u64::from(index) * message_bytes as u64, &mut bytes)?;
     Ok(bytes)
 }
@@ -128,8 +129,8 @@ impl ReceiveShare {
     }
 
     /// Takes the message of a receive, which is posted again.
-    pub(crate) fn take(&self, index: u32, byte_len: u32) -> Result<Vec<u8>, Fault> {
-        let message = message_of(&self.0.memory, self.0.message_bytes, index, byte_len);
+    pub(crate) fn take(&self, index: u32, byte_len: u32, bytes: Vec<u8>) -> Result<Vec<u8>, Fault> {
+        let message = message_of(&self.0.memory, self.0.message_bytes, index, byte_len, bytes);
         self.0.repost(index);
         message
     }

@@ -14,6 +14,7 @@ const FEW: usize = 4;
 const LONG: Duration = Duration::from_secs(60);
 const SIZES: Sizes = Sizes {
     message_bytes: 64,
+    sent_bytes: 64,
     receives: 1,
     answers: 0,
     own: 1,

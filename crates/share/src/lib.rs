@@ -32,4 +32,5 @@ const FEATURES: Features = Features::UC
     .union(Features::FLUSH_PERSISTENT)
     .union(Features::ATOMIC_WRITE)
     .union(Features::CONNECT_ANY)
-    .union(Features::BY_ADDRESS);
+    .union(Features::BY_ADDRESS)
+    .union(Features::SEND_INVALIDATE);

@@ -46,11 +46,14 @@ bitflags! {
         /// (rxe checks them against that of the queue pair), and a connection reports that its queue pair has failed
         /// ([`Connection::notify`](crate::Connection::notify)), which no flushed receive tells.
         const SHARED_RECEIVES = 1 << 17;
+        /// SEND with invalidate. A device may declare it and still fail such a request when it executes it (bnxt_re does): a service that can
+        /// do without it goes on with SEND.
+        const SEND_INVALIDATE = 1 << 18;
     }
 }
 
 /// Each feature with its name, as users read it.
-const NAMES: [(Features, &str); 18] = [
+const NAMES: [(Features, &str); 19] = [
     (Features::UC, "UC"),
     (Features::UD, "UD"),
     (Features::XRC, "XRC"),
@@ -69,6 +72,7 @@ const NAMES: [(Features, &str); 18] = [
     (Features::CQ_MODERATION, "moderation of completion queues"),
     (Features::CQ_TIMES, "times of completions"),
     (Features::SHARED_RECEIVES, "receives shared by protection domains"),
+    (Features::SEND_INVALIDATE, "SEND with invalidate"),
 ];
 
 impl Features {

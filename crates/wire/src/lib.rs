@@ -18,6 +18,7 @@ pub mod cm;
 mod id;
 pub mod node;
 pub mod nvme;
+pub mod nvme_rdma;
 pub mod nvme_tcp;
 pub mod push;
 pub mod roce;

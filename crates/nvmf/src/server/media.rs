@@ -3,10 +3,10 @@
 use std::io;
 use std::sync::Arc;
 
-use rdmux_runtime::{DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers};
+use rdmux_runtime::{ConnectionId, DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers};
 use rdmux_wire::nvme::Status;
 
-use super::{Mail, tcp};
+use super::{Mail, rdma, tcp};
 use crate::target::Io;
 
 /// Jobs of one lane that wait for a thread; those beyond fail, and their hosts repeat them.
@@ -18,12 +18,14 @@ const LANES: usize = 4;
 #[derive(Debug)]
 pub(super) enum Job {
     Tcp(DescriptorId, crate::tcp::Work),
+    Rdma(ConnectionId, crate::rdma::Work),
 }
 
 impl Job {
     fn io(&self) -> &Io {
         match self {
             Job::Tcp(_, work) => work.io(),
+            Job::Rdma(_, work) => work.io(),
         }
     }
 
@@ -33,6 +35,10 @@ impl Job {
                 let status = work.execute();
                 Job::Tcp(id, work).end(status)
             }
+            Job::Rdma(id, mut work) => {
+                let status = work.execute();
+                Job::Rdma(id, work).end(status)
+            }
         }
     }
 
@@ -40,6 +46,7 @@ impl Job {
     fn end(self, status: Status) -> Mail {
         match self {
             Job::Tcp(id, work) => Mail::Tcp(tcp::Mail::Finished(id, work, status)),
+            Job::Rdma(id, work) => Mail::Rdma(rdma::Mail::Finished(id, work, status)),
         }
     }
 
@@ -49,12 +56,16 @@ impl Job {
             Job::Tcp(id, work) => work
                 .into_access(|work| Job::Tcp(id, work))
                 .map_err(|work| Job::Tcp(id, work)),
+            Job::Rdma(id, work) => work
+                .into_access(|work| Job::Rdma(id, work))
+                .map_err(|work| Job::Rdma(id, work)),
         }
     }
 
     fn end_access(mut self, buffer: Pages) -> Job {
         match &mut self {
             Job::Tcp(_, work) => work.end_access(buffer),
+            Job::Rdma(_, work) => work.end_access(buffer),
         }
         self
     }

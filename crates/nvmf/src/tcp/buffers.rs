@@ -17,12 +17,12 @@ pub struct Buffers {
 
 impl Buffers {
     /// Returns the size of a buffer for so many bytes.
-    pub(super) fn size(bytes: usize) -> usize {
+    pub(crate) fn size(bytes: usize) -> usize {
         bytes.next_power_of_two().max(BYTES_MIN)
     }
 
     /// Returns a buffer of at least so many bytes, which have any values.
-    pub(super) fn take(&mut self, bytes: usize) -> Pages {
+    pub(crate) fn take(&mut self, bytes: usize) -> Pages {
         let size = Buffers::size(bytes);
         match self.idle.get_mut(class(size)).and_then(Vec::pop) {
             Some(buffer) => {
@@ -34,7 +34,7 @@ impl Buffers {
     }
 
     /// Takes a buffer back, unless enough are kept.
-    pub(super) fn give(&mut self, buffer: Pages) {
+    pub(crate) fn give(&mut self, buffer: Pages) {
         let size = buffer.len();
         if size < BYTES_MIN || self.idle_bytes + size > IDLE_MAX {
             return;

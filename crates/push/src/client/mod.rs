@@ -42,6 +42,7 @@ use rdmux_key::Key;
 const MESSAGES_MAX: usize = 14;
 const SIZES: Sizes = Sizes {
     message_bytes: MESSAGE_LEN_MAX,
+    sent_bytes: MESSAGE_LEN_MAX,
     // One for each answer, and one for a notice.
     receives: MESSAGES_MAX + 1,
     answers: 0,

@@ -64,6 +64,7 @@ const SLOTS: usize = 3 * RECEIVES + SIGNAL_EVERY;
 /// A client's connection. The slot that is no answer's is for notices.
 const SIZES: Sizes = Sizes {
     message_bytes: MESSAGE_LEN_MAX,
+    sent_bytes: MESSAGE_LEN_MAX,
     receives: RECEIVES,
     answers: SLOTS,
     own: 1,

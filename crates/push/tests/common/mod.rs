@@ -141,6 +141,7 @@ pub(crate) struct Silent {
 impl Silent {
     const SIZES: Sizes = Sizes {
         message_bytes: MESSAGE_LEN_MAX,
+        sent_bytes: MESSAGE_LEN_MAX,
         receives: 4,
         answers: 0,
         own: 1,

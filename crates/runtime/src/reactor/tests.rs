@@ -28,6 +28,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 const SIZES: Sizes = Sizes {
     message_bytes: 64,
+    sent_bytes: 64,
     receives: 4,
     answers: 12,
     own: 0,
@@ -35,6 +36,7 @@ const SIZES: Sizes = Sizes {
 };
 const PEER_SIZES: Sizes = Sizes {
     message_bytes: 64,
+    sent_bytes: 64,
     receives: 8,
     answers: 0,
     own: 8,
@@ -1312,6 +1314,7 @@ fn next__peers_that_never_finish_a_message_keep_no_receive_of_the_others() {
     const FIRST_BYTES: u32 = 32 << 10;
     let sizes = Sizes {
         message_bytes: 2 * (FIRST_BYTES as usize),
+        sent_bytes: 2 * (FIRST_BYTES as usize),
         ..SIZES
     };
     let mut both = Both::new("127.0.12.27:7174", sizes, 0);

@@ -177,7 +177,7 @@ impl DiscoveryEntry {
         field(&mut bytes[512..768], &self.address.ip().to_string());
         match self.transport {
             // Reliable connected, RoCEv2, RDMA_CM.
-            TransportKind::Rdma => put(bytes, 768, &[1, 5, 1]),
+            TransportKind::Rdma => put(bytes, 768, &[1, 4, 1]),
             TransportKind::Tcp => bytes[768] = u8::from(self.is_secure) * 2,
         }
     }

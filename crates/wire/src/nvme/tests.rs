@@ -235,6 +235,10 @@ fn discovery_entry__survives_the_wire() {
         let mut bytes = vec![0xff; DISCOVERY_ENTRY_LEN];
         entry.emit(&mut bytes);
         assert_eq!(DiscoveryEntry::parse(&bytes), Ok(entry));
+        if transport == TransportKind::Rdma {
+            // Reliable connected, RoCEv2, RDMA_CM.
+            assert_eq!(bytes[768..772], [1, 4, 1, 0]);
+        }
         // Other targets pad with spaces.
         bytes[512..768]
             .iter_mut()

@@ -28,6 +28,7 @@ const BATCH: usize = 64;
 /// The sizes of a connection: there are at most [`RECEIVES`] messages of each end on the way.
 const SIZES: Sizes = Sizes {
     message_bytes: MESSAGE_LEN_MAX,
+    sent_bytes: MESSAGE_LEN_MAX,
     receives: RECEIVES,
     answers: 0,
     own: RECEIVES + SIGNAL_EVERY,

@@ -485,6 +485,7 @@ fn accept__anything_from_strangers() {
     let (pd, cq) = (other.alloc_pd().unwrap(), other.create_cq(8192).unwrap());
     let sizes = Sizes {
         message_bytes: 2 * MESSAGE_LEN_MAX,
+        sent_bytes: 2 * MESSAGE_LEN_MAX,
         receives: 8,
         answers: 0,
         own: 8,

@@ -173,6 +173,7 @@ impl Worker {
     ) -> Result<Worker> {
         let sizes = Sizes {
             message_bytes: MESSAGE_LEN_MAX,
+            sent_bytes: MESSAGE_LEN_MAX,
             receives: iodepth + 1,
             answers: 0,
             own: 2 * iodepth + SIGNAL_EVERY,

@@ -34,6 +34,7 @@ const CONNECTIONS_MAX: usize = 256;
 const SLOTS: usize = 3 * QUEUE_MAX + SIGNAL_EVERY;
 const SIZES: Sizes = Sizes {
     message_bytes: MESSAGE_LEN_MAX,
+    sent_bytes: MESSAGE_LEN_MAX,
     receives: QUEUE_MAX,
     answers: SLOTS,
     own: 0,

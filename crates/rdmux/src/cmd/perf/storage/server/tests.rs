@@ -65,6 +65,7 @@ impl Peer {
         let device = Device::open(IpAddr::from([127, 0, 4, last])).unwrap();
         let sizes = Sizes {
             message_bytes: MESSAGE_LEN_MAX,
+            sent_bytes: MESSAGE_LEN_MAX,
             receives: QUEUE_MAX,
             answers: 0,
             own: QUEUE_MAX + SIGNAL_EVERY,

@@ -1,0 +1,539 @@
+//! NVMe/RDMA: the controller's side of a connection, as a state machine without I/O.
+//!
+//! Each command has a place, that of its response, which the driver chooses: it passes a capsule with a free place
+//! ([`Connection::handle_capsule`]), and the place is the command's until the driver has got its [`Response`], or [`Action::Release`]. It
+//! carries out what [`Connection::poll`] returns, and says how that went ([`Connection::fetched`], [`Connection::complete`]). Commands with
+//! data wait for buffers, which the driver gives in their order ([`Connection::wants_buffer`], [`Connection::granted`]). The driver asks for all
+//! of these until there is none.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rdmux_wire::RKey;
+use rdmux_wire::nvme::{
+    Cid, Connect, Cqe, FabricsType, IdentifyController, NsId, Opcode, SQE_LEN, Sgl, Sqe, Status,
+};
+use rdmux_wire::nvme_rdma::{Reject, Request};
+
+use crate::target::{Admitted, Io, Operation, Port, Queue, Step, Target};
+
+/// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
+const MDTS: u8 = 8;
+/// Entries of an admin queue.
+const ADMIN_ENTRIES: u16 = 32;
+/// The highest id of a queue.
+const QID_MAX: u16 = 128;
+
+/// Returns the properties of NVMe/RDMA with so many bytes of data in the capsule of an I/O command, a multiple of 16.
+pub const fn port(in_capsule_max: u32) -> Port {
+    Port {
+        entries_max: 128,
+        mdts: MDTS,
+        in_capsule_max,
+        sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_KEYED,
+    }
+}
+
+/// Checks a host's request for a queue. `answers_reads`: its device answers RDMA READs.
+///
+/// # Errors
+/// The status with which it is rejected.
+pub fn check(request: &Request, answers_reads: bool, port: &Port) -> Result<(), Reject> {
+    let entries_max = match request.qid {
+        0 => ADMIN_ENTRIES,
+        _ => port.entries_max,
+    };
+    if request.qid > QID_MAX {
+        return Err(Reject::Qid);
+    }
+    // Its size is less 1.
+    if request.sends == 0 || request.sends >= entries_max {
+        return Err(Reject::Sends);
+    }
+    if request.receives == 0 {
+        return Err(Reject::Receives);
+    }
+    // Data of commands are fetched so.
+    if !answers_reads {
+        return Err(Reject::ResponderResources);
+    }
+    Ok(())
+}
+
+/// Reason for which a connection is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum End {
+    /// The host has violated the protocol.
+    #[error("the host sent {0}")]
+    Violation(&'static str),
+    /// The host was silent for its keep-alive time, or sent no command in time.
+    #[error("the host was silent for too long")]
+    Silent,
+    /// Its controller is over.
+    #[error("the controller is over")]
+    ControllerOver,
+}
+
+/// Data in the host's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remote {
+    /// Address at the host.
+    pub address: u64,
+    /// Key at the host.
+    pub rkey: RKey,
+}
+
+/// Memory of a command, which the driver takes back.
+#[derive(Debug, Default)]
+pub enum Memory {
+    /// None.
+    #[default]
+    None,
+    /// The capsule.
+    Capsule(Vec<u8>),
+    /// The buffer of [`Connection::granted`].
+    Buffer(Vec<u8>),
+}
+
+/// A response to be sent. The driver reposts the receive of its command before.
+#[derive(Debug)]
+pub struct Response {
+    /// The place of its command. `None`: any that is free, since the command's was released.
+    pub place: Option<u16>,
+    /// The response.
+    pub cqe: Cqe,
+    /// So many bytes of the buffer, from its start, are written to the host first.
+    pub write: Option<(Remote, u32)>,
+    /// The host wants this key of its memory to be invalidated with the response.
+    pub invalidate: Option<RKey>,
+    /// The memory of the command, which it needs no more.
+    pub memory: Memory,
+}
+
+/// What the driver is to do.
+#[derive(Debug)]
+pub enum Action {
+    /// Read data of a command from the host, then call [`Connection::fetched`].
+    Fetch {
+        /// The command's place.
+        place: u16,
+        /// Where the data are.
+        from: Remote,
+        /// Bytes of them.
+        length: u32,
+    },
+    /// Carry out an I/O, then call [`Connection::complete`].
+    Run(Work),
+    /// Send a response.
+    Respond(Response),
+    /// The command completes later, from another place: this one is free.
+    Release(u16),
+}
+
+/// The controller's side of a connection, which is a queue.
+#[derive(Debug)]
+pub struct Connection {
+    queue: Queue,
+    port: Port,
+    request: Request,
+    slots: Vec<Slot>,
+    /// Commands that are not completed, but for requests for events.
+    outstanding: u16,
+    /// Commands that wait for a buffer.
+    waiting: VecDeque<u16>,
+    actions: VecDeque<Action>,
+    end: Option<End>,
+}
+
+/// The data of a command.
+#[derive(Debug, Default)]
+enum Data {
+    #[default]
+    None,
+    /// In the capsule.
+    InCapsule,
+    /// To be fetched into a buffer.
+    Fetched(Remote),
+    /// A buffer, which will be written to the host.
+    Written(Remote),
+    /// Data that the controller has made, and their response; they need a buffer to be sent from.
+    Made(Remote, Vec<u8>, Cqe),
+}
+
+/// A command that is not completed.
+#[derive(Debug)]
+struct Slot {
+    is_used: bool,
+    sqe: Sqe,
+    io: Option<Io>,
+    data: Data,
+    /// Bytes of them.
+    length: u32,
+    invalidate: Option<RKey>,
+    memory: Memory,
+}
+
+impl Default for Slot {
+    fn default() -> Slot {
+        Slot {
+            is_used: false,
+            sqe: Sqe::new(Opcode::FLUSH, Cid(0), NsId::NONE),
+            io: None,
+            data: Data::None,
+            length: 0,
+            invalidate: None,
+            memory: Memory::None,
+        }
+    }
+}
+
+impl Connection {
+    /// Makes the controller's side of a connection that a host has opened, with so many places for commands.
+    ///
+    /// `request` has passed [`check`]; `local` is the address at which the host has reached the target.
+    pub fn new(
+        target: Arc<Target>,
+        port: Port,
+        request: Request,
+        places: usize,
+        local: IpAddr,
+        now: Instant,
+    ) -> Connection {
+        Connection {
+            queue: Queue::new(target, port, local, now),
+            port,
+            request,
+            slots: (0..places).map(|_| Slot::default()).collect(),
+            outstanding: 0,
+            waiting: VecDeque::new(),
+            actions: VecDeque::new(),
+            end: None,
+        }
+    }
+
+    /// Returns true if it is the admin queue of a controller that may have I/O queues, which end with it.
+    pub fn has_io_queues(&self) -> bool {
+        self.queue.has_io_queues()
+    }
+
+    /// Returns why the connection is over: the driver closes it.
+    pub fn end(&self) -> Option<End> {
+        self.end
+    }
+
+    /// Returns true once after each reset of its controller: I/O queues of it may be with other reactors.
+    pub fn take_reset(&mut self) -> bool {
+        self.queue.take_reset()
+    }
+
+    /// Returns when to call [`Connection::handle_timeout`].
+    pub fn deadline(&self) -> Option<Instant> {
+        self.queue.deadline()
+    }
+
+    /// Ends the connection if its host was silent for too long.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.queue.has_expired(now) {
+            self.end = self.end.or(Some(End::Silent));
+        }
+    }
+
+    /// Looks at what all queues share: ends the connection if its controller is over, and reports events.
+    pub fn handle_change(&mut self) {
+        if self.queue.is_over() {
+            self.end = self.end.or(Some(End::ControllerOver));
+        }
+        self.poll_event();
+    }
+
+    /// Takes a capsule, and with it a free place for its command. Its memory is taken if the command's data are there.
+    pub fn handle_capsule(&mut self, place: u16, capsule: &mut Vec<u8>, now: Instant) {
+        if self.end.is_some() {
+            return;
+        }
+        if self.queue.is_over() {
+            self.end = Some(End::ControllerOver);
+            return;
+        }
+        let Some(slot) = self.slots.get_mut(usize::from(place)) else {
+            self.end = Some(End::Violation("more commands than its queue has entries"));
+            return;
+        };
+        debug_assert!(!slot.is_used, "place {place} is in use");
+        let Ok(sqe) = Sqe::parse(capsule) else {
+            self.end = Some(End::Violation("a capsule that is shorter than a command"));
+            return;
+        };
+        if self.outstanding >= self.queue.entries() {
+            self.end = Some(End::Violation("more commands than its queue has entries"));
+            return;
+        }
+        self.outstanding += 1;
+        *slot = Slot {
+            is_used: true,
+            sqe,
+            ..Slot::default()
+        };
+        if let Err((status, result)) = self.begin(place, &sqe, capsule, now) {
+            let cqe = self.queue.complete(sqe.cid(), status, result);
+            self.respond(place, cqe);
+        }
+    }
+
+    /// Admits a command, and takes its first step.
+    fn begin(
+        &mut self,
+        place: u16,
+        sqe: &Sqe,
+        capsule: &mut Vec<u8>,
+        now: Instant,
+    ) -> Result<(), (Status, u64)> {
+        let in_capsule = (capsule.len() - SQE_LEN) as u32;
+        let refused = |status: Status| (status.do_not_retry(), 0);
+        let sgl = sqe.sgl().map_err(|status| (status, 0))?;
+        let remote = match sgl {
+            Sgl::InCapsule { offset: 0, length }
+                if length <= in_capsule && length <= self.port.in_capsule_max =>
+            {
+                None
+            }
+            Sgl::InCapsule { .. } => return Err(refused(Status::SGL_OFFSET_INVALID)),
+            Sgl::Transport { .. } => return Err(refused(Status::SGL_TYPE_INVALID)),
+            Sgl::Keyed {
+                address,
+                rkey,
+                invalidate,
+                length,
+            } => {
+                // Without data there is nothing to invalidate.
+                let invalidate = (invalidate && length > 0).then_some(rkey);
+                self.slots[usize::from(place)].invalidate = invalidate;
+                Some(Remote { address, rkey })
+            }
+        };
+        let length = sgl.length();
+        self.check_connect(sqe)?;
+        let admitted = match self.queue.admit(sqe, length, now) {
+            Ok(admitted) => admitted,
+            Err(cqe) => {
+                self.respond(place, cqe);
+                return Ok(());
+            }
+        };
+        let (io, receives, has_data) = match admitted {
+            Admitted::Io(io) => {
+                let (has_data, receives) = (io.operation.has_data(), io.operation.is_to_controller());
+                (Some(io), receives, has_data)
+            }
+            Admitted::Command { receives } => (None, receives > 0, receives > 0),
+        };
+        let slot = &mut self.slots[usize::from(place)];
+        slot.length = length;
+        slot.io = io;
+        slot.data = match remote {
+            // The host sends data that the command does not have.
+            None if length > 0 && !receives => return Err(refused(Status::INVALID_FIELD)),
+            None if length > 0 => {
+                slot.memory = Memory::Capsule(std::mem::take(capsule));
+                Data::InCapsule
+            }
+            None => Data::None,
+            Some(remote) if receives => Data::Fetched(remote),
+            // Of a command other than I/O its execution says whether there are data.
+            Some(remote) => Data::Written(remote),
+        };
+        match has_data && matches!(slot.data, Data::Fetched(_) | Data::Written(_)) {
+            true => self.waiting.push_back(place),
+            false => self.run(place, now),
+        }
+        Ok(())
+    }
+
+    /// Checks that a Connect asks for the queue that the request of the connection has asked for.
+    fn check_connect(&self, sqe: &Sqe) -> Result<(), (Status, u64)> {
+        if sqe.opcode() != Opcode::FABRICS || FabricsType::of(sqe) != FabricsType::CONNECT {
+            return Ok(());
+        }
+        let connect = Connect::parse(sqe);
+        // The result names the offset of what is invalid.
+        let invalid = |at: u64| Err((Status::CONNECT_INVALID.do_not_retry(), at));
+        match connect {
+            _ if connect.qid != self.request.qid => invalid(42),
+            _ if connect.sq_size > self.request.sends => invalid(44),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the bytes of the buffer that the next command needs.
+    pub fn wants_buffer(&self) -> Option<usize> {
+        if self.end.is_some() {
+            return None;
+        }
+        let slot = &self.slots[usize::from(*self.waiting.front()?)];
+        Some(slot.length as usize)
+    }
+
+    /// Gives that command a buffer of at least so many bytes. Returns its place.
+    pub fn granted(&mut self, mut buffer: Vec<u8>) -> Option<u16> {
+        let place = self.waiting.pop_front()?;
+        let slot = &mut self.slots[usize::from(place)];
+        let length = slot.length;
+        if let Data::Made(_, bytes, _) = &slot.data {
+            buffer[..length as usize].copy_from_slice(&bytes[..length as usize]);
+        }
+        slot.memory = Memory::Buffer(buffer);
+        match slot.data {
+            Data::Fetched(from) => {
+                self.actions.push_back(Action::Fetch { place, from, length });
+            }
+            Data::Made(to, _, cqe) => self.finish(place, cqe, Some(to)),
+            _ => self.push_work(place),
+        }
+        Some(place)
+    }
+
+    fn push_work(&mut self, place: u16) {
+        let slot = &mut self.slots[usize::from(place)];
+        let Some(io) = slot.io.take() else {
+            return;
+        };
+        // A host may name data with a command that has none.
+        let length = if io.operation.has_data() { slot.length } else { 0 };
+        let work = Work {
+            place: Some(place),
+            io,
+            memory: std::mem::take(&mut slot.memory),
+            length: length as usize,
+        };
+        self.actions.push_back(Action::Run(work));
+    }
+
+    /// Takes the data of a command that were fetched: `copy` copies them into a buffer.
+    pub fn fetched(&mut self, place: u16, copy: impl FnOnce(&mut [u8]), now: Instant) {
+        let slot = &mut self.slots[usize::from(place)];
+        if let Memory::Buffer(buffer) = &mut slot.memory {
+            copy(&mut buffer[..slot.length as usize]);
+            self.run(place, now);
+        }
+    }
+
+    /// Carries out a command that has all that it needs, or has the driver do it.
+    fn run(&mut self, place: u16, now: Instant) {
+        let slot = &mut self.slots[usize::from(place)];
+        if slot.io.is_some() {
+            return self.push_work(place);
+        }
+        let length = slot.length as usize;
+        let data = match (&slot.data, &slot.memory) {
+            (Data::InCapsule, Memory::Capsule(capsule)) => &capsule[SQE_LEN..SQE_LEN + length],
+            (_, Memory::Buffer(buffer)) => &buffer[..length],
+            _ => &[],
+        };
+        match self.queue.execute(&slot.sqe, data, now) {
+            Step::Complete(cqe) => self.respond(place, cqe),
+            Step::Send(bytes, cqe) => match slot.data {
+                Data::Written(remote) if length > 0 && !bytes.is_empty() => {
+                    slot.length = length.min(bytes.len()) as u32;
+                    slot.data = Data::Made(remote, bytes, cqe);
+                    self.waiting.push_back(place);
+                }
+                _ => self.respond(place, cqe),
+            },
+            // The queue knows its id.
+            Step::Wait => {
+                *slot = Slot::default();
+                self.outstanding -= 1;
+                self.actions.push_back(Action::Release(place));
+            }
+        }
+        self.poll_event();
+    }
+
+    fn poll_event(&mut self) {
+        if let Some(cqe) = self.queue.poll_event() {
+            self.actions.push_back(Action::Respond(Response {
+                place: None,
+                cqe,
+                write: None,
+                invalidate: None,
+                memory: Memory::None,
+            }));
+        }
+    }
+
+    /// Returns what the driver is to do next.
+    pub fn poll(&mut self) -> Option<Action> {
+        if let Some(io) = self.queue.poll_flush() {
+            return Some(Action::Run(Work {
+                place: None,
+                io,
+                memory: Memory::None,
+                length: 0,
+            }));
+        }
+        self.actions.pop_front()
+    }
+
+    /// Takes note of the result of an I/O.
+    pub fn complete(&mut self, work: Work, status: Status) {
+        let Some(place) = work.place else {
+            return self.queue.flushed(status);
+        };
+        let slot = &mut self.slots[usize::from(place)];
+        slot.memory = work.memory;
+        let to = match slot.data {
+            Data::Written(to) if work.io.operation == Operation::Read && status.is_success() => Some(to),
+            _ => None,
+        };
+        let cqe = self.queue.complete(slot.sqe.cid(), status, 0);
+        self.finish(place, cqe, to);
+    }
+
+    fn respond(&mut self, place: u16, cqe: Cqe) {
+        self.finish(place, cqe, None);
+    }
+
+    /// Sends a command's data and its response.
+    fn finish(&mut self, place: u16, cqe: Cqe, to: Option<Remote>) {
+        let slot = std::mem::take(&mut self.slots[usize::from(place)]);
+        self.outstanding -= 1;
+        self.actions.push_back(Action::Respond(Response {
+            place: Some(place),
+            cqe,
+            write: to.filter(|_| slot.length > 0).map(|to| (to, slot.length)),
+            invalidate: slot.invalidate,
+            memory: slot.memory,
+        }));
+    }
+}
+
+/// An I/O that the driver carries out.
+#[derive(Debug)]
+pub struct Work {
+    /// Its command's place; `None` if the controller itself asks for it.
+    place: Option<u16>,
+    io: Io,
+    memory: Memory,
+    length: usize,
+}
+
+impl Work {
+    /// Returns the I/O.
+    pub fn io(&self) -> &Io {
+        &self.io
+    }
+
+    /// Carries it out.
+    pub fn execute(&mut self) -> Status {
+        self.io.execute(match &mut self.memory {
+            Memory::Capsule(capsule) if self.length > 0 => &mut capsule[SQE_LEN..SQE_LEN + self.length],
+            Memory::Buffer(buffer) => &mut buffer[..self.length],
+            _ => &mut [],
+        })
+    }
+}

@@ -1,0 +1,605 @@
+//! The connections of NVMe/RDMA.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use rdmux_runtime::{
+    AcceptOptions, Buffer, Completed, ConnectionEnd, ConnectionId, MessageConnection, Reactor, Request,
+    SIGNAL_EVERY, SendSlot, Sizes,
+};
+use rdmux_verbs::{Access, ConnectParams, Device, Features, Memory as _, Operation, Status as WorkStatus};
+use rdmux_wire::nvme::{CQE_LEN, Cqe, SQE_LEN, Status};
+use rdmux_wire::nvme_rdma::{self, Accept, Reject};
+
+use super::slab::Slab;
+use super::{Core, Job, LOOK_EVERY, Media, ServeError};
+use crate::rdma::{self, Action, Connection, Memory, Response, Work};
+use crate::target::Port;
+use crate::tcp::Buffers;
+
+/// Bytes of data in the capsule of an I/O command.
+const IN_CAPSULE_MAX: u32 = 4 << 10;
+/// Properties of the listeners.
+const PORT: Port = rdma::port(IN_CAPSULE_MAX);
+/// Commands of a queue: as many as its entries.
+const RECEIVES_MAX: usize = PORT.entries_max as usize;
+/// Maximum number of connections of a reactor at each listener.
+pub(super) const CONNECTIONS_MAX: usize = 1024;
+/// Receives that the connections of a listener share, where the device can do that.
+pub(super) const SHARED_RECEIVES: usize = 8 * RECEIVES_MAX;
+/// Requests for events that a controller holds: their responses take slots of their own.
+const EVENTS: usize = 4;
+/// Sizes of the largest queue.
+pub(super) const SIZES_MAX: Sizes = sizes(RECEIVES_MAX, SQE_LEN + IN_CAPSULE_MAX as usize);
+/// RDMA READs of one connection in flight.
+const READS_MAX: u8 = 64;
+/// Bytes of buffers that all commands of a reactor have at a time. Commands whose data do not fit wait, and their connections take turns.
+const BUFFERED_MAX: usize = 64 << 20;
+/// Those of one connection.
+const CONNECTION_BUFFERED_MAX: usize = 4 << 20;
+/// Bytes of I/Os of one connection before others have their turn.
+const TURN_BYTES: usize = 4 << 20;
+
+/// Returns the sizes of a queue of so many entries. A host that goes on as soon as it sees a response may acknowledge many together, so there are
+/// more slots than commands (IBTA Vol 1, 9.7.5.1.2).
+const fn sizes(entries: usize, capsule_bytes: usize) -> Sizes {
+    let answers = 2 * entries + SIGNAL_EVERY;
+    Sizes {
+        message_bytes: capsule_bytes,
+        sent_bytes: CQE_LEN,
+        receives: entries,
+        answers,
+        own: EVENTS,
+        // A READ before a response, or a WRITE that keeps its place in the send queue until the response behind it is acknowledged.
+        operations: answers,
+    }
+}
+
+/// A message to the connections of a reactor.
+#[derive(Debug)]
+pub(super) enum Mail {
+    /// An I/O of a connection is done.
+    Finished(ConnectionId, Work, Status),
+    /// A connection has more to do than its last turn allowed.
+    Turn(ConnectionId),
+}
+
+impl From<Mail> for super::Mail {
+    fn from(mail: Mail) -> super::Mail {
+        super::Mail::Rdma(mail)
+    }
+}
+
+/// A device, and what the connections of a reactor have there in common.
+#[derive(Debug)]
+struct RdmaPort {
+    device: Device,
+    slab: Slab,
+    invalidates: Arc<Invalidates>,
+}
+
+/// SEND with invalidate, at one device: whether it declares that, and has not failed it yet.
+#[derive(Debug)]
+pub(super) struct Invalidates(AtomicBool);
+
+impl Invalidates {
+    fn get(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A device that is listened on.
+#[derive(Clone, Debug)]
+pub(super) struct Opened {
+    device: Device,
+    invalidates: Arc<Invalidates>,
+}
+
+/// Listens on an address with all reactors.
+pub(super) fn listen(
+    reactors: &mut [Reactor<super::Mail>],
+    opened: &mut Vec<Opened>,
+    address: SocketAddr,
+    options: rdmux_verbs::Options,
+) -> Result<(), ServeError> {
+    let known = opened.iter().find(|known| known.device.address() == address.ip());
+    let device = match known {
+        Some(known) => known.device.clone(),
+        None => {
+            let device = Device::open_with(address.ip(), options);
+            let device = device.map_err(|source| ServeError::Open { address, source })?;
+            let invalidates = device.features().contains(Features::SEND_INVALIDATE);
+            opened.push(Opened {
+                device: device.clone(),
+                invalidates: Arc::new(Invalidates(AtomicBool::new(invalidates))),
+            });
+            device
+        }
+    };
+    let listened = Reactor::listen_together(reactors, &device, address.port());
+    listened.map_err(|source| ServeError::ListenRdma { address, source })
+}
+
+/// The connections of a reactor.
+#[derive(Debug)]
+pub(super) struct Rdma {
+    opened: Vec<Opened>,
+    connections: HashMap<ConnectionId, Served>,
+    ports: Vec<RdmaPort>,
+    buffers: Buffers,
+    budget: Budget,
+}
+
+/// Bytes of buffers that commands may have.
+#[derive(Debug)]
+struct Budget {
+    left: usize,
+    /// Connections that wait for some, in their order.
+    waiting: VecDeque<ConnectionId>,
+}
+
+#[derive(Debug)]
+struct Served {
+    connection: Connection,
+    port: usize,
+    /// By the slot of the response.
+    places: Vec<Place>,
+    /// Bytes of buffers of its commands.
+    buffered: usize,
+    /// It is among those that wait for buffers.
+    is_waiting: bool,
+    /// A turn of it is among this reactor's messages.
+    has_turn: bool,
+    /// It has sent a response that invalidates a key.
+    has_invalidated: bool,
+    /// Responses to requests for events that wait for a slot.
+    events: VecDeque<Cqe>,
+}
+
+/// What the driver has of a command.
+#[derive(Debug, Default)]
+struct Place {
+    /// A buffer that an RDMA operation uses.
+    registered: Option<Buffer>,
+    /// Bytes that count among those of buffers.
+    counted: usize,
+}
+
+/// The connection accepts nothing more, or there is no memory for it.
+struct Broken;
+
+impl Rdma {
+    pub(super) fn new(opened: Vec<Opened>) -> Rdma {
+        Rdma {
+            opened,
+            connections: HashMap::new(),
+            ports: Vec::new(),
+            buffers: Buffers::default(),
+            budget: Budget {
+                left: BUFFERED_MAX,
+                waiting: VecDeque::new(),
+            },
+        }
+    }
+
+    /// Accepts a host's request for a queue, or rejects it with the reason.
+    pub(super) fn handle_request(&mut self, core: &mut Core, request: Request, now: Instant) {
+        let checked = nvme_rdma::Request::parse(request.private_data()).and_then(|asked| {
+            rdma::check(&asked, request.remote().responder_resources > 0, &PORT)?;
+            match core.reactor.has_room(&request) {
+                true => Ok(asked),
+                false => Err(Reject::Resources),
+            }
+        });
+        let asked = match checked {
+            Ok(asked) => asked,
+            Err(reject) => return request.refuse_with(&reject.emit()),
+        };
+        let Some(port) = self.port_of(core.reactor.device_of(&request)) else {
+            return request.refuse_with(&Reject::Resources.emit());
+        };
+        let entries = asked.sends + 1;
+        let in_capsule = if asked.qid == 0 { 0 } else { IN_CAPSULE_MAX };
+        let sizes = sizes(entries.into(), SQE_LEN + in_capsule as usize);
+        let device = &self.ports[port].device;
+        let params = ConnectParams {
+            // The host reaches nothing of the target: the target reaches its memory.
+            access: Access::LOCAL_WRITE,
+            initiator_depth: READS_MAX,
+            responder_resources: 0,
+            rnr_retry: 7,
+            ..ConnectParams::default()
+        };
+        let options = AcceptOptions {
+            sizes,
+            pd: Some(self.ports[port].slab.pd()),
+            private_data: &Accept { receives: entries }.emit(),
+        };
+        let local = device.address();
+        let Ok(id) = core.reactor.accept_with(request, &params, &options) else {
+            return;
+        };
+        let places = sizes.answers;
+        let served = Served {
+            connection: Connection::new(core.target.clone(), PORT, asked, places, local, now),
+            port,
+            places: (0..places).map(|_| Place::default()).collect(),
+            buffered: 0,
+            is_waiting: false,
+            has_turn: false,
+            has_invalidated: false,
+            events: VecDeque::new(),
+        };
+        self.connections.insert(id, served);
+        core.look_by(now + LOOK_EVERY);
+    }
+
+    /// Returns the number of the port of a device: each engine of it is one of its own.
+    fn port_of(&mut self, device: &Device) -> Option<usize> {
+        if let Some(known) = self.ports.iter().position(|port| port.device.is(device)) {
+            return Some(known);
+        }
+        let pd = device.alloc_pd().ok()?;
+        let opened = &self.opened;
+        let opened = opened
+            .iter()
+            .find(|opened| opened.device.address() == device.address());
+        self.ports.push(RdmaPort {
+            device: device.clone(),
+            slab: Slab::new(pd),
+            invalidates: opened?.invalidates.clone(),
+        });
+        Some(self.ports.len() - 1)
+    }
+
+    pub(super) fn handle_completed(
+        &mut self,
+        core: &mut Core,
+        id: ConnectionId,
+        completed: Completed,
+        now: Instant,
+    ) {
+        let Some(served) = self.connections.get_mut(&id) else {
+            return;
+        };
+        match completed {
+            Completed::Message {
+                slot: Some(slot),
+                mut bytes,
+            } => {
+                served
+                    .connection
+                    .handle_capsule(slot.index() as u16, &mut bytes, now);
+                if let Some(link) = core.reactor.connection(id) {
+                    link.reuse(bytes);
+                }
+            }
+            Completed::Operation(place) => {
+                let Some(registered) = served.places[place as usize].registered.take() else {
+                    return;
+                };
+                let copy = |bytes: &mut [u8]| {
+                    // It is this process's own memory, and as long.
+                    let _ = registered.memory().read(0, bytes);
+                };
+                served.connection.fetched(place as u16, copy, now);
+                self.ports[served.port].slab.give(registered);
+            }
+            Completed::Sent(slot) => {
+                if let Some(place) = served.places.get_mut(slot.index()) {
+                    if let Some(registered) = place.registered.take() {
+                        self.ports[served.port].slab.give(registered);
+                    }
+                    let counted = std::mem::take(&mut place.counted);
+                    served.buffered -= counted;
+                    self.budget.left += counted;
+                }
+                if let Some(link) = core.reactor.connection(id) {
+                    link.give_back(slot);
+                }
+            }
+            Completed::Message { slot: None, .. } | Completed::Nothing => return,
+        }
+        self.pump(core, id);
+        self.feed(core);
+    }
+
+    pub(super) fn handle_mail(&mut self, core: &mut Core, mail: Mail) {
+        let id = match mail {
+            Mail::Turn(id) => {
+                let Some(served) = self.connections.get_mut(&id) else {
+                    return;
+                };
+                served.has_turn = false;
+                id
+            }
+            Mail::Finished(id, work, status) => {
+                let Some(served) = self.connections.get_mut(&id) else {
+                    return;
+                };
+                served.connection.complete(work, status);
+                id
+            }
+        };
+        self.pump(core, id);
+        self.feed(core);
+    }
+
+    /// A connection is over.
+    pub(super) fn handle_ended(&mut self, core: &mut Core, id: ConnectionId, end: ConnectionEnd) {
+        if let Some(served) = self.connections.get(&id)
+            && served.has_invalidated
+            && end == ConnectionEnd::Failed(WorkStatus::LocalQpOperation)
+        {
+            // The device has declared more than it can do. The host connects again, and gets plain SENDs.
+            self.ports[served.port]
+                .invalidates
+                .0
+                .store(false, Ordering::Relaxed);
+        }
+        self.close(core, id);
+        self.feed(core);
+    }
+
+    /// Looks at what queues share with those of other connections.
+    pub(super) fn handle_change(&mut self, core: &mut Core) {
+        let ids: Vec<_> = self.connections.keys().copied().collect();
+        for id in ids {
+            if let Some(served) = self.connections.get_mut(&id) {
+                served.connection.handle_change();
+            }
+            self.pump(core, id);
+        }
+        self.feed(core);
+    }
+
+    pub(super) fn look_at_deadlines(&mut self, core: &mut Core, now: Instant) {
+        let is_due = |served: &Served| {
+            served
+                .connection
+                .deadline()
+                .is_some_and(|deadline| deadline <= now)
+        };
+        let due = self.connections.iter().filter(|(_, served)| is_due(served));
+        let due: Vec<_> = due.map(|(id, _)| *id).collect();
+        for id in due {
+            if let Some(served) = self.connections.get_mut(&id) {
+                served.connection.handle_timeout(now);
+            }
+            self.pump(core, id);
+        }
+        self.feed(core);
+        let deadlines = self.connections.values();
+        let first = deadlines.filter_map(|served| served.connection.deadline()).min();
+        if let Some(first) = first {
+            core.look_by(first.max(now + LOOK_EVERY));
+        }
+    }
+
+    /// Gives buffers to connections that wait for them, in their order, one for each turn.
+    fn feed(&mut self, core: &mut Core) {
+        while let Some(&id) = self.budget.waiting.front() {
+            let served = self.connections.get_mut(&id);
+            let wanted = served
+                .as_ref()
+                .and_then(|served| served.connection.wants_buffer());
+            let Some(bytes) = wanted else {
+                self.budget.waiting.pop_front();
+                served.into_iter().for_each(|served| served.is_waiting = false);
+                continue;
+            };
+            if self.budget.left < Buffers::size(bytes) {
+                return;
+            }
+            self.budget.waiting.pop_front();
+            if let Some(served) = served {
+                served.is_waiting = false;
+                served.grant(&mut self.budget, &mut self.buffers, bytes);
+            }
+            self.pump(core, id);
+        }
+    }
+
+    /// Does what a connection has to do, as much as a turn allows, and closes it if it is over.
+    fn pump(&mut self, core: &mut Core, id: ConnectionId) {
+        let Some(served) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let (port, buffers) = (&mut self.ports[served.port], &mut self.buffers);
+        let mut left = TURN_BYTES;
+        let mut is_broken = false;
+        loop {
+            served.take_buffers(id, &mut self.budget, buffers);
+            if left == 0 {
+                if !served.has_turn {
+                    served.has_turn = true;
+                    core.reactor.mailbox().send(Mail::Turn(id).into());
+                }
+                break;
+            }
+            let Some(link) = core.reactor.connection(id) else {
+                break;
+            };
+            let done = match served.connection.poll() {
+                Some(Action::Run(work)) => {
+                    left = left.saturating_sub(served.run(id, work, &mut core.media));
+                    Ok(())
+                }
+                Some(Action::Fetch { place, from, length }) => served.fetch(link, port, place, from, length),
+                Some(Action::Respond(response)) => {
+                    served.respond(link, port, response, buffers, &mut self.budget)
+                }
+                Some(Action::Release(place)) => {
+                    link.give_back(SendSlot::new(place.into()));
+                    Ok(())
+                }
+                None => match served.send_event(link) {
+                    Ok(true) => Ok(()),
+                    Ok(false) => break,
+                    Err(broken) => Err(broken),
+                },
+            };
+            if let Err(Broken) = done {
+                is_broken = true;
+                break;
+            }
+        }
+        let has_reset = served.connection.take_reset();
+        if let Some(deadline) = served.connection.deadline() {
+            core.look_by(deadline);
+        }
+        if has_reset {
+            core.tell_of_change();
+        }
+        if is_broken || served.connection.end().is_some() {
+            self.close(core, id);
+        }
+    }
+
+    fn close(&mut self, core: &mut Core, id: ConnectionId) {
+        core.reactor.close(id, None);
+        let Some(served) = self.connections.remove(&id) else {
+            return;
+        };
+        // Buffers of operations that have not completed are not used again: they end here.
+        self.budget.left += served.buffered;
+        if served.connection.has_io_queues() {
+            drop(served);
+            core.tell_of_change();
+        }
+    }
+}
+
+impl Served {
+    /// Takes buffers for the next commands, as far as they fit and no other connection waits.
+    fn take_buffers(&mut self, id: ConnectionId, budget: &mut Budget, buffers: &mut Buffers) {
+        while !self.is_waiting
+            && let Some(bytes) = self.connection.wants_buffer()
+        {
+            let size = Buffers::size(bytes);
+            if self.buffered > 0 && self.buffered + size > CONNECTION_BUFFERED_MAX {
+                // Its own commands free them.
+                return;
+            }
+            if !budget.waiting.is_empty() || budget.left < size {
+                self.is_waiting = true;
+                budget.waiting.push_back(id);
+                return;
+            }
+            self.grant(budget, buffers, bytes);
+        }
+    }
+
+    fn grant(&mut self, budget: &mut Budget, buffers: &mut Buffers, bytes: usize) {
+        let size = Buffers::size(bytes);
+        budget.left -= size;
+        self.buffered += size;
+        if let Some(place) = self.connection.granted(buffers.take(bytes)) {
+            self.places[usize::from(place)].counted = size;
+        }
+    }
+
+    /// Carries out an I/O, or has a thread do it. Returns the bytes that it took of the turn.
+    fn run(&mut self, id: ConnectionId, mut work: Work, media: &mut Media) -> usize {
+        if !work.io().may_wait() {
+            let bytes = work.io().length as usize;
+            let status = work.execute();
+            self.connection.complete(work, status);
+            return bytes;
+        }
+        if let Err(Job::Rdma(_, work)) = media.submit(Job::Rdma(id, work)) {
+            self.connection.complete(work, Status::INTERRUPTED);
+        }
+        0
+    }
+
+    fn fetch(
+        &mut self,
+        link: &mut MessageConnection,
+        port: &mut RdmaPort,
+        place: u16,
+        from: rdma::Remote,
+        length: u32,
+    ) -> Result<(), Broken> {
+        let registered = port.slab.take(length as usize).map_err(|_| Broken)?;
+        let read = Operation::Read {
+            va: from.address,
+            rkey: from.rkey,
+        };
+        let sge = registered.sge(0, length);
+        link.post(place.into(), read, sge.into()).map_err(|_| Broken)?;
+        self.places[usize::from(place)].registered = Some(registered);
+        Ok(())
+    }
+
+    fn respond(
+        &mut self,
+        link: &mut MessageConnection,
+        port: &mut RdmaPort,
+        response: Response,
+        buffers: &mut Buffers,
+        budget: &mut Budget,
+    ) -> Result<(), Broken> {
+        let Some(at) = response.place else {
+            self.events.push_back(response.cqe);
+            return Ok(());
+        };
+        let slot = SendSlot::new(at.into());
+        let place = &mut self.places[usize::from(at)];
+        let mut message = [0; CQE_LEN];
+        response.cqe.emit(&mut message);
+        let invalidate = response.invalidate.filter(|_| port.invalidates.get());
+        self.has_invalidated |= invalidate.is_some();
+        match (response.write, &response.memory) {
+            (Some((to, length)), Memory::Buffer(bytes)) => {
+                let registered = port.slab.take(length as usize).map_err(|_| Broken)?;
+                let bytes = &bytes[..length as usize];
+                let copied = registered.memory().write_in_any_order(0, bytes);
+                copied.map_err(|_| Broken)?;
+                let write = Operation::Write {
+                    va: to.address,
+                    rkey: to.rkey,
+                    imm: None,
+                };
+                let sge = registered.sge(0, length);
+                let sent = link.send_behind((write, sge.into()), slot, &message, invalidate);
+                sent.map_err(|_| Broken)?;
+                place.registered = Some(registered);
+            }
+            _ => {
+                let sent = match invalidate {
+                    Some(rkey) => link.send_invalidate(slot, &message, rkey),
+                    None => link.send(slot, &message),
+                };
+                sent.map_err(|_| Broken)?;
+                let counted = std::mem::take(&mut place.counted);
+                self.buffered -= counted;
+                budget.left += counted;
+            }
+        }
+        match response.memory {
+            Memory::Capsule(capsule) => link.reuse(capsule),
+            Memory::Buffer(buffer) => buffers.give(buffer),
+            Memory::None => {}
+        }
+        Ok(())
+    }
+
+    /// Sends the response to a request for events. Returns false if there is none, or no slot is free: then one becomes free later.
+    fn send_event(&mut self, link: &mut MessageConnection) -> Result<bool, Broken> {
+        let Some(cqe) = self.events.front() else {
+            return Ok(false);
+        };
+        let Some(slot) = link.take_slot() else {
+            return Ok(false);
+        };
+        let mut message = [0; CQE_LEN];
+        cqe.emit(&mut message);
+        link.send(slot, &message).map_err(|_| Broken)?;
+        self.events.pop_front();
+        Ok(true)
+    }
+}
