@@ -1,0 +1,805 @@
+//! The server over RDMA: a host that is a few lines of this file, on plain verbs.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_memory::AnonymousMemory;
+use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
+use rdmux_nvmf::server::{Config, Server, Stopper};
+use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
+use rdmux_verbs::{
+    Access as Rights, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory, MemoryRegion,
+    Operation, QpOptions, QueuePair, RKey, RecvRequest, RegionSpec, Registration, SendRequest, SgeList,
+    Status as WorkStatus,
+};
+use rdmux_wire::nvme::{
+    CONNECT_DATA_LEN, CQE_LEN, Cid, Cns, Configuration, Connect, ConnectData, Cqe, DISCOVERY_NQN,
+    DiscoveryEntry, FabricsType, HostId, IDENTIFY_LEN, IdentifyController, Nqn, NsId, Opcode, Property,
+    Register, Rw, SQE_LEN, Sgl, Sqe, Status, TransportKind,
+};
+use rdmux_wire::nvme_rdma::{Accept, Reject, Request};
+
+/// No answer takes so long.
+const LONG: Duration = Duration::from_secs(60);
+const SUBSYSTEM: &str = "nqn.2014-08.org.example:server";
+const PORT: u16 = 4420;
+/// Commands that the host has outstanding at most, and their places in its memory.
+const ENTRIES: usize = 32;
+const ROOM: u64 = 1 << 20;
+/// The host's memory: data of commands, behind them capsules, behind them responses.
+const CAPSULES: u64 = ENTRIES as u64 * ROOM;
+const CAPSULE_LEN: u64 = SQE_LEN as u64 + 4096;
+const RESPONSES: u64 = CAPSULES + ENTRIES as u64 * CAPSULE_LEN;
+const HOST_BYTES: u64 = RESPONSES + (ENTRIES * CQE_LEN) as u64;
+/// Work requests that are receives of responses.
+const RECEIVE: u64 = 1 << 32;
+
+struct Running {
+    address: SocketAddr,
+    stopper: Stopper,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Returns an address of loopback that no other test of this file uses.
+fn address() -> std::net::IpAddr {
+    static NEXT: AtomicU8 = AtomicU8::new(1);
+    [127, 0, 31, NEXT.fetch_add(1, Ordering::Relaxed)].into()
+}
+
+fn nqn(name: &str) -> Nqn {
+    Nqn::new(name).unwrap()
+}
+
+impl Running {
+    fn start(reactors: usize, backend: Box<dyn Backend>) -> Running {
+        rdmux_soft::register();
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Access::AnyHost);
+        let namespace = Namespace {
+            nsid: NsId(1),
+            block_shift: 12,
+            uuid: [1; 16],
+            is_protected: false,
+            backend,
+        };
+        subsystem.add_namespace(namespace).unwrap();
+        let target = Target::default();
+        target.add_subsystem(Arc::new(subsystem)).unwrap();
+        let address = SocketAddr::new(address(), PORT);
+        let server = Server::bind(Config {
+            target: Arc::new(target),
+            listen: vec![Listener {
+                transport: TransportKind::Rdma,
+                address,
+            }],
+            reactors,
+            waiting: None,
+        })
+        .unwrap();
+        let stopper = server.stopper();
+        let thread = std::thread::spawn(move || server.run().unwrap());
+        Running {
+            address,
+            stopper,
+            thread: Some(thread),
+        }
+    }
+
+    fn memory(reactors: usize) -> Running {
+        Running::start(reactors, Box::new(MemoryBackend::new(16 << 20).unwrap()))
+    }
+
+    fn stop(&mut self) {
+        self.stopper.stop();
+        let ended = self.thread.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, None | Some(Ok(()))));
+    }
+
+    /// Returns an admin queue whose controller is ready, and the controller's id.
+    fn admin(&self, device: &Device) -> (Host, u16) {
+        let mut host = Host::open(device, self.address, 0);
+        let connected = host.connect(0, ConnectData::ANY_CONTROLLER, SUBSYSTEM, 0);
+        assert_eq!(connected.status, Status::SUCCESS);
+        host.enable();
+        (host, connected.result as u16)
+    }
+
+    fn io(&self, device: &Device, cntlid: u16, qid: u16) -> Host {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let mut host = Host::open(device, self.address, qid);
+            let status = host.connect(qid, cntlid, SUBSYSTEM, 0).status;
+            if status.is_success() {
+                return host;
+            }
+            // The target may not have noticed yet that the last queue of this id is over.
+            assert_eq!(status, Status::COMMAND_SEQUENCE_ERROR.do_not_retry());
+            assert!(Instant::now() < deadline, "queue {qid} is never free");
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// A host's side of a queue.
+// The fields are in the order in which they must be dropped.
+struct Host {
+    connection: Connection,
+    qp: QueuePair,
+    cq: CompletionQueue,
+    mr: MemoryRegion,
+    memory: Arc<AnonymousMemory>,
+    /// Responses that came before their commands' results were asked for.
+    done: HashMap<Cid, (Cqe, Option<RKey>)>,
+}
+
+fn device() -> Device {
+    rdmux_soft::register();
+    Device::open(address()).unwrap()
+}
+
+impl Host {
+    fn open(device: &Device, to: SocketAddr, qid: u16) -> Host {
+        let request = Request {
+            qid,
+            receives: ENTRIES as u16,
+            sends: ENTRIES as u16 - 1,
+            cntlid: 0,
+        };
+        Host::try_open(device, to, &request.emit(), &ConnectParams::default()).unwrap()
+    }
+
+    fn try_open(
+        device: &Device,
+        to: SocketAddr,
+        private_data: &[u8],
+        params: &ConnectParams,
+    ) -> Result<Host, ConnectError> {
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(1024).unwrap();
+        let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
+        let memory = Arc::new(AnonymousMemory::new(HOST_BYTES as usize).unwrap());
+        let rights = Rights::LOCAL_WRITE | Rights::REMOTE_READ | Rights::REMOTE_WRITE;
+        let mr = pd.reg_mr_all(memory.clone(), 0, rights).unwrap();
+        qp.init().unwrap();
+        for at in 0..ENTRIES as u64 {
+            qp.post_recv(receive(&mr, at)).unwrap();
+        }
+        let connection = device.connect(&qp, to, params, private_data)?;
+        Ok(Host {
+            connection,
+            qp,
+            cq,
+            mr,
+            memory,
+            done: HashMap::new(),
+        })
+    }
+
+    /// The data of a command in the host's memory.
+    fn room(cid: Cid) -> u64 {
+        u64::from(cid.0) % ENTRIES as u64 * ROOM
+    }
+
+    fn keyed(&self, cid: Cid, length: u32) -> Sgl {
+        Sgl::Keyed {
+            address: Host::room(cid),
+            length,
+            rkey: self.mr.rkey(),
+            invalidate: false,
+        }
+    }
+
+    /// Sends a capsule.
+    fn send(&self, sqe: &Sqe, data: &[u8]) {
+        let at = CAPSULES + u64::from(sqe.cid().0) % ENTRIES as u64 * CAPSULE_LEN;
+        self.memory.write(at, sqe.as_bytes()).unwrap();
+        self.memory.write(at + SQE_LEN as u64, data).unwrap();
+        let sge = self.mr.sge(at, (SQE_LEN + data.len()) as u32);
+        self.qp
+            .post_send(SendRequest::send(sge).wr_id(0).signaled())
+            .unwrap();
+    }
+
+    /// Sends a command with data of the host's memory: those given, or room for so many.
+    fn command(&self, mut sqe: Sqe, data: &[u8], room: u32) {
+        let cid = sqe.cid();
+        self.memory.write(Host::room(cid), data).unwrap();
+        sqe.set_sgl(self.keyed(cid, room.max(data.len() as u32)));
+        self.send(&sqe, &[]);
+    }
+
+    fn in_capsule(&self, mut sqe: Sqe, data: &[u8]) {
+        sqe.set_sgl(Sgl::InCapsule {
+            offset: 0,
+            length: data.len() as u32,
+        });
+        self.send(&sqe, data);
+    }
+
+    /// Waits for the response to a command. An error is that of the first request that has failed.
+    fn try_completion(&mut self, cid: Cid) -> Result<(Cqe, Option<RKey>), WorkStatus> {
+        let deadline = Instant::now() + LONG;
+        loop {
+            if let Some(done) = self.done.remove(&cid) {
+                return Ok(done);
+            }
+            assert!(Instant::now() < deadline, "no response to command {}", cid.0);
+            let Some(wc) = self.cq.wait(Duration::from_millis(100)).unwrap() else {
+                if self.connection.is_ended() {
+                    return Err(WorkStatus::Flushed);
+                }
+                continue;
+            };
+            if wc.status != WorkStatus::Success {
+                return Err(self.qp.error().unwrap_or(wc.status));
+            }
+            if wc.wr_id & RECEIVE == 0 {
+                continue;
+            }
+            assert_eq!(wc.byte_len as usize, CQE_LEN);
+            let at = wc.wr_id & (RECEIVE - 1);
+            let mut bytes = [0; CQE_LEN];
+            self.memory
+                .read(RESPONSES + at * CQE_LEN as u64, &mut bytes)
+                .unwrap();
+            let cqe = Cqe::parse(&bytes).unwrap();
+            self.done.insert(cqe.cid, (cqe, wc.invalidated));
+            self.qp.post_recv(receive(&self.mr, at)).unwrap();
+        }
+    }
+
+    fn completion(&mut self, cid: Cid) -> Cqe {
+        self.try_completion(cid).unwrap().0
+    }
+
+    fn data(&self, cid: Cid, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        self.memory.read(Host::room(cid), &mut bytes).unwrap();
+        bytes
+    }
+
+    fn run(&mut self, sqe: Sqe, data: &[u8], room: u32) -> (Cqe, Vec<u8>) {
+        self.command(sqe, data, room);
+        let cqe = self.completion(sqe.cid());
+        (cqe, self.data(sqe.cid(), room as usize))
+    }
+
+    fn connect(&mut self, qid: u16, cntlid: u16, subsystem: &str, keep_alive_ms: u32) -> Cqe {
+        let connect = Connect {
+            record_format: 0,
+            qid,
+            sq_size: ENTRIES as u16 - 1,
+            no_flow_control: false,
+            keep_alive_ms,
+        };
+        let data = ConnectData {
+            host_id: HostId([1; 16]),
+            cntlid,
+            subsystem: nqn(subsystem),
+            host: nqn("nqn.2014-08.org.example:host"),
+        };
+        let mut bytes = vec![0; CONNECT_DATA_LEN];
+        data.emit(&mut bytes);
+        self.run(connect.command(Cid(0)), &bytes, 0).0
+    }
+
+    fn set_configuration(&mut self, configuration: u32) {
+        let property = Property {
+            register: Register::CONFIGURATION,
+            is_wide: false,
+            value: configuration.into(),
+        };
+        let set = property.command(FabricsType::PROPERTY_SET, Cid(1));
+        assert_eq!(self.run(set, &[], 0).0.status, Status::SUCCESS);
+    }
+
+    fn enable(&mut self) {
+        self.set_configuration(Configuration::enabled().0);
+        let property = Property {
+            register: Register::STATUS,
+            is_wide: false,
+            value: 0,
+        };
+        let get = property.command(FabricsType::PROPERTY_GET, Cid(1));
+        while self.run(get, &[], 0).0.result & 1 == 0 {}
+    }
+
+    /// Waits until the target has ended the connection.
+    fn ends(&mut self) {
+        assert!(self.connection.wait_ended(LONG));
+    }
+}
+
+fn receive(mr: &MemoryRegion, at: u64) -> RecvRequest {
+    RecvRequest {
+        wr_id: RECEIVE | at,
+        sges: mr.sge(RESPONSES + at * CQE_LEN as u64, CQE_LEN as u32).into(),
+    }
+}
+
+fn rw(opcode: Opcode, cid: u16, slba: u64, blocks: u32) -> Sqe {
+    let mut sqe = Sqe::new(opcode, Cid(cid), NsId(1));
+    Rw {
+        slba,
+        blocks,
+        fua: false,
+    }
+    .emit(&mut sqe);
+    sqe
+}
+
+fn is_written(io: &mut Host, slba: u64, block: &[u8; 4096]) -> bool {
+    let (cqe, data) = io.run(rw(Opcode::READ, 9, slba, 1), &[], 4096);
+    assert_eq!(cqe.status, Status::SUCCESS);
+    data == block
+}
+
+#[test]
+fn connect__identifies_reads_and_writes() {
+    let (server, device) = (Running::memory(1), device());
+    let (mut admin, cntlid) = server.admin(&device);
+    let accept = Accept::parse(admin.connection.private_data()).unwrap();
+    assert_eq!(accept.receives, ENTRIES as u16);
+    let mut identify = Sqe::new(Opcode::IDENTIFY, Cid(2), NsId::NONE);
+    identify.set_dword(10, u32::from(Cns::CONTROLLER.0));
+    let (cqe, data) = admin.run(identify, &[], IDENTIFY_LEN as u32);
+    assert_eq!(cqe.status, Status::SUCCESS);
+    let identified = IdentifyController::parse(&data).unwrap();
+    assert_eq!(identified.cntlid, cntlid);
+    assert_eq!(identified.capsule_bytes, 64 + 4096);
+    assert!(identified.sgls & IdentifyController::SGLS_KEYED != 0);
+    let mut io = server.io(&device, cntlid, 1);
+    let (cqe, _) = io.run(rw(Opcode::WRITE, 1, 3, 1), &[7; 4096], 0);
+    assert_eq!(cqe.status, Status::SUCCESS);
+    io.in_capsule(rw(Opcode::WRITE, 2, 4, 1), &[8; 4096]);
+    assert_eq!(io.completion(Cid(2)).status, Status::SUCCESS);
+    let (cqe, data) = io.run(rw(Opcode::READ, 3, 2, 3), &[], 3 * 4096);
+    assert_eq!(cqe.status, Status::SUCCESS);
+    assert!(data[..4096] == [0; 4096] && data[4096..8192] == [7; 4096] && data[8192..] == [8; 4096]);
+    // The largest command, and one without data.
+    let large: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 4096) as u8).collect();
+    assert_eq!(
+        io.run(rw(Opcode::WRITE, 4, 0, 256), &large, 0).0.status,
+        Status::SUCCESS
+    );
+    assert!(io.run(rw(Opcode::READ, 5, 0, 256), &[], 1 << 20).1 == large);
+    let flushed = io.run(Sqe::new(Opcode::FLUSH, Cid(6), NsId(1)), &[], 0).0;
+    assert_eq!(flushed.status, Status::SUCCESS);
+}
+
+#[test]
+fn queue__of_many_commands_answers_all() {
+    let (server, device) = (Running::memory(2), device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut queues: Vec<_> = (1..=3).map(|qid| server.io(&device, cntlid, qid)).collect();
+    for round in 0..50u64 {
+        for (io, base) in queues.iter().zip([0u64, 1000, 2000]) {
+            for cid in 0..30u16 {
+                let value = [(round + u64::from(cid)) as u8; 4096];
+                let sqe = rw(Opcode::WRITE, cid, base + u64::from(cid), 1);
+                match cid % 2 {
+                    0 => io.command(sqe, &value, 0),
+                    _ => io.in_capsule(sqe, &value),
+                }
+            }
+        }
+        for io in &mut queues {
+            for cid in 0..30 {
+                assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
+            }
+        }
+        for (io, base) in queues.iter().zip([0u64, 1000, 2000]) {
+            (0..30u16).for_each(|cid| io.command(rw(Opcode::READ, cid, base + u64::from(cid), 1), &[], 4096));
+        }
+        for io in &mut queues {
+            for cid in 0..30u16 {
+                assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
+                assert!(io.data(Cid(cid), 4096) == [(round + u64::from(cid)) as u8; 4096]);
+            }
+        }
+    }
+}
+
+#[test]
+fn file__is_read_and_written_by_threads() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(16 << 20).unwrap();
+    let (server, device) = (
+        Running::start(1, Box::new(FileBackend::open(file.path(), false).unwrap())),
+        device(),
+    );
+    let (_admin, cntlid) = server.admin(&device);
+    let mut io = server.io(&device, cntlid, 1);
+    // More than the buffers of a connection, so that commands wait for them.
+    for cid in 0..15u16 {
+        io.command(
+            rw(Opcode::WRITE, cid, u64::from(cid) * 256, 256),
+            &[cid as u8 + 1; 1 << 20],
+            0,
+        );
+    }
+    for cid in 0..15 {
+        assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
+    }
+    let bytes = std::fs::read(file.path()).unwrap();
+    assert!(
+        bytes
+            .chunks(1 << 20)
+            .take(15)
+            .zip(1..)
+            .all(|(part, value)| part.iter().all(|byte| *byte == value))
+    );
+    for cid in 0..15u16 {
+        io.command(rw(Opcode::READ, cid, u64::from(cid) * 256, 256), &[], 1 << 20);
+    }
+    for cid in 0..15u16 {
+        assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
+        assert!(
+            io.data(Cid(cid), 1 << 20)
+                .iter()
+                .all(|byte| *byte == cid as u8 + 1)
+        );
+    }
+}
+
+#[test]
+fn response__invalidates_the_key_that_the_host_names() {
+    let (server, device) = (Running::memory(1), device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut io = server.io(&device, cntlid, 1);
+    let region = io.qp.pd().alloc_mr(1 << 20).unwrap();
+    let mut key = region.rkey();
+    for round in 0..20u16 {
+        key = key.next();
+        let spec = RegionSpec {
+            memory: io.memory.clone(),
+            memory_offset: Host::room(Cid(round)),
+            length: 8192,
+            iova: 0x7000_0000,
+            access: Rights::LOCAL_WRITE | Rights::REMOTE_READ | Rights::REMOTE_WRITE,
+        };
+        let register = Operation::Register(Box::new(Registration { key, spec }));
+        io.qp
+            .post_send(SendRequest::new(register, SgeList::EMPTY))
+            .unwrap();
+        let opcode = if round % 2 == 0 {
+            Opcode::WRITE
+        } else {
+            Opcode::READ
+        };
+        let mut sqe = rw(opcode, round, 5, 2);
+        if opcode == Opcode::WRITE {
+            io.memory
+                .write(Host::room(Cid(round)), &[round as u8 + 1; 8192])
+                .unwrap();
+        }
+        sqe.set_sgl(Sgl::Keyed {
+            address: 0x7000_0000,
+            length: 8192,
+            rkey: key,
+            invalidate: true,
+        });
+        io.send(&sqe, &[]);
+        let (cqe, invalidated) = io.try_completion(Cid(round)).unwrap();
+        assert_eq!((cqe.status, invalidated), (Status::SUCCESS, Some(key)));
+        if opcode == Opcode::READ {
+            assert!(io.data(Cid(round), 8192) == [round as u8; 8192]);
+        }
+    }
+    // A command that is refused gives the key back as well.
+    key = key.next();
+    let spec = RegionSpec {
+        memory: io.memory.clone(),
+        memory_offset: 0,
+        length: 4096,
+        iova: 0,
+        access: Rights::LOCAL_WRITE,
+    };
+    let register = Operation::Register(Box::new(Registration { key, spec }));
+    io.qp
+        .post_send(SendRequest::new(register, SgeList::EMPTY))
+        .unwrap();
+    let mut sqe = rw(Opcode::READ, 3, u64::MAX, 1);
+    sqe.set_sgl(Sgl::Keyed {
+        address: 0,
+        length: 4096,
+        rkey: key,
+        invalidate: true,
+    });
+    io.send(&sqe, &[]);
+    let (cqe, invalidated) = io.try_completion(Cid(3)).unwrap();
+    assert_eq!(cqe.status, Status::LBA_OUT_OF_RANGE.do_not_retry());
+    assert_eq!(invalidated, Some(key));
+}
+
+#[test]
+fn key__that_is_wrong_ends_that_queue_alone() {
+    let (server, device) = (Running::memory(1), device());
+    let (mut admin, cntlid) = server.admin(&device);
+    let mut good = server.io(&device, cntlid, 1);
+    for (opcode, change) in [
+        (Opcode::READ, 1),
+        (Opcode::WRITE, 1),
+        (Opcode::READ, 0),
+        (Opcode::WRITE, 0),
+    ] {
+        let mut bad = server.io(&device, cntlid, 2);
+        let mut sqe = rw(opcode, 1, 0, 1);
+        sqe.set_sgl(Sgl::Keyed {
+            // With the right key, beyond the end of the memory.
+            address: HOST_BYTES - 100,
+            length: 4096,
+            rkey: RKey(bad.mr.rkey().0 ^ change << 9),
+            invalidate: false,
+        });
+        bad.send(&sqe, &[]);
+        assert!(bad.try_completion(Cid(1)).is_err());
+        bad.ends();
+        assert!(is_written(&mut good, 0, &[0; 4096]));
+    }
+    let keep_alive = Sqe::new(Opcode::KEEP_ALIVE, Cid(1), NsId::NONE);
+    assert_eq!(admin.run(keep_alive, &[], 0).0.status, Status::SUCCESS);
+}
+
+#[test]
+fn request__is_rejected_with_the_specified_status() {
+    let (server, device) = (Running::memory(1), device());
+    let good = Request {
+        qid: 1,
+        receives: 32,
+        sends: 31,
+        cntlid: 1,
+    };
+    let mut unknown = good.emit();
+    unknown[0] = 1;
+    let no_reads = ConnectParams {
+        responder_resources: 0,
+        ..ConnectParams::default()
+    };
+    let params = ConnectParams::default();
+    let request = |change: fn(&mut Request)| {
+        let mut request = good;
+        change(&mut request);
+        request.emit()
+    };
+    for (private_data, params, expected) in [
+        (unknown, &params, Reject::RecordFormat),
+        (request(|request| request.qid = 129), &params, Reject::Qid),
+        (request(|request| request.sends = 0), &params, Reject::Sends),
+        (request(|request| request.sends = 128), &params, Reject::Sends),
+        (
+            request(|request| (request.qid, request.sends) = (0, 32)),
+            &params,
+            Reject::Sends,
+        ),
+        (request(|request| request.receives = 0), &params, Reject::Receives),
+        (good.emit(), &no_reads, Reject::ResponderResources),
+    ] {
+        match Host::try_open(&device, server.address, &private_data, params) {
+            Err(ConnectError::Rejected { private_data, .. }) => {
+                assert_eq!(Reject::parse(&private_data), Ok(expected));
+            }
+            other => panic!("{expected}: {:?}", other.err()),
+        }
+    }
+    assert!(Host::try_open(&device, server.address, &good.emit(), &params).is_ok());
+}
+
+#[test]
+fn connect__asks_for_the_queue_of_its_connection() {
+    let (server, device) = (Running::memory(1), device());
+    let mut host = Host::open(&device, server.address, 0);
+    let cqe = host.connect(1, 1, SUBSYSTEM, 0);
+    assert_eq!(
+        (cqe.status, cqe.result),
+        (Status::CONNECT_INVALID.do_not_retry(), 42)
+    );
+    let mut host = Host::open(&device, server.address, 0);
+    let cqe = host.connect(0, ConnectData::ANY_CONTROLLER, "nqn.2014-08.org.example:other", 0);
+    assert_eq!(
+        (cqe.status, cqe.result),
+        (Status::CONNECT_INVALID.do_not_retry(), 256 | 1 << 16)
+    );
+    // Before Connect there is nothing else.
+    let mut host = Host::open(&device, server.address, 0);
+    let identify = Sqe::new(Opcode::IDENTIFY, Cid(1), NsId::NONE);
+    assert_eq!(
+        host.run(identify, &[], 4096).0.status,
+        Status::COMMAND_SEQUENCE_ERROR.do_not_retry()
+    );
+}
+
+#[test]
+fn sgl__that_is_none_of_rdma_is_refused() {
+    let (server, device) = (Running::memory(1), device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut io = server.io(&device, cntlid, 1);
+    for (sgl, data, expected) in [
+        (Sgl::Transport { length: 4096 }, 0, Status::SGL_TYPE_INVALID),
+        (
+            Sgl::InCapsule {
+                offset: 0,
+                length: 4096,
+            },
+            0,
+            Status::SGL_OFFSET_INVALID,
+        ),
+        (
+            Sgl::InCapsule {
+                offset: 0,
+                length: 4096,
+            },
+            4095,
+            Status::SGL_OFFSET_INVALID,
+        ),
+        (
+            Sgl::InCapsule {
+                offset: 4096,
+                length: 4096,
+            },
+            4096,
+            Status::SGL_OFFSET_INVALID,
+        ),
+        (
+            Sgl::InCapsule {
+                offset: 0,
+                length: 512,
+            },
+            512,
+            Status::SGL_LENGTH_INVALID,
+        ),
+        (io.keyed(Cid(1), 8192), 0, Status::SGL_LENGTH_INVALID),
+        (io.keyed(Cid(1), 0), 0, Status::SGL_LENGTH_INVALID),
+    ] {
+        let mut sqe = rw(Opcode::WRITE, 1, 0, 1);
+        sqe.set_sgl(sgl);
+        io.send(&sqe, &vec![1; data]);
+        assert_eq!(io.completion(Cid(1)).status, expected.do_not_retry(), "{sgl:?}");
+    }
+    // Data in the capsule of a command that returns data.
+    io.in_capsule(rw(Opcode::READ, 1, 0, 1), &[1; 4096]);
+    assert_eq!(io.completion(Cid(1)).status, Status::INVALID_FIELD.do_not_retry());
+    assert!(is_written(&mut io, 0, &[0; 4096]));
+}
+
+#[test]
+fn capsule__that_is_none_ends_the_connection() {
+    let (server, device) = (Running::memory(1), device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut good = server.io(&device, cntlid, 1);
+    // Shorter than a command, and longer than a capsule.
+    for bytes in [0, 63, CAPSULE_LEN as u32 + 1] {
+        let mut bad = server.io(&device, cntlid, 2);
+        let sge = bad.mr.sge(0, bytes);
+        bad.qp
+            .post_send(SendRequest::send(sge).wr_id(0).signaled())
+            .unwrap();
+        bad.ends();
+        assert!(is_written(&mut good, 0, &[0; 4096]));
+    }
+}
+
+#[test]
+fn admin_queue__ends_its_controller() {
+    let (server, device) = (Running::memory(2), device());
+    let (admin, cntlid) = server.admin(&device);
+    let mut queues: Vec<_> = (1..=4).map(|qid| server.io(&device, cntlid, qid)).collect();
+    drop(admin);
+    queues.iter_mut().for_each(Host::ends);
+    let (mut admin, cntlid) = server.admin(&device);
+    let mut queues: Vec<_> = (1..=4).map(|qid| server.io(&device, cntlid, qid)).collect();
+    admin.set_configuration(0);
+    queues.iter_mut().for_each(Host::ends);
+    admin.enable();
+    server.io(&device, cntlid, 1);
+}
+
+#[test]
+fn keep_alive__ends_a_silent_host() {
+    let (server, device) = (Running::memory(1), device());
+    let mut host = Host::open(&device, server.address, 0);
+    let connected = host.connect(0, ConnectData::ANY_CONTROLLER, SUBSYSTEM, 100);
+    assert_eq!(connected.status, Status::SUCCESS);
+    host.ends();
+}
+
+#[test]
+fn host__that_vanishes_leaves_nothing_behind() {
+    let (mut server, device) = (Running::memory(1), device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut good = server.io(&device, cntlid, 1);
+    for round in 0..10 {
+        let other = self::device();
+        let (admin, cntlid) = server.admin(&other);
+        let io = server.io(&other, cntlid, 1);
+        (0..20).for_each(|cid| io.command(rw(Opcode::READ, cid, 0, 256), &[], 1 << 20));
+        match round % 2 {
+            0 => drop((io, admin)),
+            _ => drop((admin, io)),
+        }
+        assert!(is_written(&mut good, 0, &[0; 4096]));
+    }
+    // A target that ends takes its hosts' connections along.
+    server.stop();
+    good.ends();
+}
+
+#[test]
+fn hosts__at_once() {
+    let server = Running::memory(2);
+    let address = server.address;
+    let hosts = (0..8).map(|_| {
+        std::thread::spawn(move || {
+            let device = device();
+            for _ in 0..4 {
+                let mut admin = Host::open(&device, address, 0);
+                let connected = admin.connect(0, ConnectData::ANY_CONTROLLER, SUBSYSTEM, 0);
+                assert_eq!(connected.status, Status::SUCCESS);
+                admin.enable();
+                for qid in 1..=4 {
+                    let mut io = Host::open(&device, address, qid);
+                    let connected = io.connect(qid, connected.result as u16, SUBSYSTEM, 0);
+                    assert_eq!(connected.status, Status::SUCCESS);
+                    assert!(is_written(&mut io, 1, &[0; 4096]));
+                }
+            }
+        })
+    });
+    let hosts: Vec<_> = hosts.collect();
+    for host in hosts {
+        host.join().unwrap();
+    }
+}
+
+#[test]
+fn events__are_answered_after_other_commands() {
+    let (server, device) = (Running::memory(1), device());
+    let (mut admin, _) = server.admin(&device);
+    // They keep no places: the queue goes on for longer than it has entries.
+    for cid in 100..104 {
+        admin.command(
+            Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(cid), NsId::NONE),
+            &[],
+            0,
+        );
+    }
+    for cid in 0..200 {
+        let keep_alive = Sqe::new(Opcode::KEEP_ALIVE, Cid(cid % 30), NsId::NONE);
+        assert_eq!(admin.run(keep_alive, &[], 0).0.status, Status::SUCCESS);
+    }
+    let over = Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(9), NsId::NONE);
+    assert_eq!(
+        admin.run(over, &[], 0).0.status,
+        Status::EVENT_LIMIT.do_not_retry()
+    );
+}
+
+#[test]
+fn discovery__names_the_listener() {
+    let (server, device) = (Running::memory(1), device());
+    let mut host = Host::open(&device, server.address, 0);
+    let connected = host.connect(0, ConnectData::ANY_CONTROLLER, DISCOVERY_NQN, 0);
+    assert_eq!(connected.status, Status::SUCCESS);
+    host.enable();
+    let mut log = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), NsId::NONE);
+    log.set_dword(10, 0x70 | (3 * 1024 / 4 - 1) << 16);
+    let (cqe, data) = host.run(log, &[], 3 * 1024);
+    assert_eq!(cqe.status, Status::SUCCESS);
+    for (entry, name) in data[1024..].chunks(1024).zip([DISCOVERY_NQN, SUBSYSTEM]) {
+        let entry = DiscoveryEntry::parse(entry).unwrap();
+        assert_eq!(
+            (entry.transport, entry.address),
+            (TransportKind::Rdma, server.address)
+        );
+        assert_eq!(entry.subsystem, nqn(name));
+    }
+}
