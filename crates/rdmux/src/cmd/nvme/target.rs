@@ -14,11 +14,12 @@ use rdmux_push::parse_size;
 use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
 use serde_json::json;
 
+use crate::cmd::device::DeviceArgs;
 use crate::cmd::node::raise_descriptors;
 use crate::cmd::serve::{parse_address, parse_positive};
 use crate::output::{self, Align};
 
-/// Port of NVMe/TCP, as IANA has it.
+/// Port of NVMe/TCP and NVMe/RDMA, as IANA has it.
 const DEFAULT_PORT: u16 = 4420;
 
 /// Export files, block devices and memory as NVMe namespaces, until Ctrl-C.
@@ -38,8 +39,8 @@ pub(crate) struct Args {
         value_parser = NamespaceSpec::parse
     )]
     namespaces: Vec<NamespaceSpec>,
-    /// Listen on an address and port; may be repeated. The default serves only this host.
-    #[arg(long, value_name = "tcp:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listen)]
+    /// Listen on an address and port, by TCP or by RDMA; may be repeated. The default serves only this host.
+    #[arg(long, value_name = "tcp|rdma:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listen)]
     listen: Vec<Listener>,
     /// Name of the subsystem [default: one of this host and user, the same each time].
     #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
@@ -56,6 +57,8 @@ pub(crate) struct Args {
     /// Describe the target in JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,12 +151,23 @@ impl NamespaceSpec {
 }
 
 fn parse_listen(text: &str) -> Result<Listener, String> {
-    let address = text.strip_prefix("tcp:");
-    let address = address.ok_or("give tcp:ADDR or tcp:ADDR:PORT, an IPv6 address in brackets")?;
+    let (transport, address) = match text.split_once(':') {
+        Some(("tcp", address)) => (TransportKind::Tcp, address),
+        Some(("rdma", address)) => (TransportKind::Rdma, address),
+        _ => return Err("give tcp:ADDR[:PORT] or rdma:ADDR[:PORT], an IPv6 address in brackets".into()),
+    };
     Ok(Listener {
-        transport: TransportKind::Tcp,
+        transport,
         address: parse_address(address, DEFAULT_PORT)?,
     })
+}
+
+/// Returns the name of a transport, as `nvme connect` takes it.
+const fn transport_name(transport: TransportKind) -> &'static str {
+    match transport {
+        TransportKind::Rdma => "rdma",
+        TransportKind::Tcp => "tcp",
+    }
 }
 
 fn parse_nqn(text: &str) -> Result<Nqn, String> {
@@ -168,6 +182,7 @@ fn parse_nqn(text: &str) -> Result<Nqn, String> {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
+    args.device.apply()?;
     let (secrets, secret_file) = match (args.allow_any_host, args.secret) {
         (true, _) => (None, None),
         (false, Some(path)) => (Some(Secrets::load(&path)?), Some(path)),
@@ -260,7 +275,8 @@ struct Exported<'a> {
 impl Exported<'_> {
     fn connect(&self, listener: &Listener) -> String {
         let (ip, port) = (listener.address.ip(), listener.address.port());
-        let mut command = format!("nvme connect -t tcp -a {ip} -s {port} -n {}", self.nqn);
+        let transport = transport_name(listener.transport);
+        let mut command = format!("nvme connect -t {transport} -a {ip} -s {port} -n {}", self.nqn);
         if let Some(file) = self.secret_file {
             let lines: &[_] = match self.has_controller_secret {
                 true => &[("--dhchap-secret", 1), ("--dhchap-ctrl-secret", 2)],
@@ -322,7 +338,7 @@ impl Exported<'_> {
             .iter()
             .map(|listener| {
                 json!({
-                    "transport": "tcp",
+                    "transport": transport_name(listener.transport),
                     "address": listener.address.ip().to_string(),
                     "port": listener.address.port(),
                     "connect": self.connect(listener),
@@ -373,7 +389,16 @@ mod tests {
         let tcp = |address| listener(TransportKind::Tcp, address);
         assert_eq!(parse_listen("tcp:127.0.0.1"), tcp("127.0.0.1:4420"));
         assert_eq!(parse_listen("tcp:[::1]:5000"), tcp("[::1]:5000"));
-        for text in ["127.0.0.1", "tcp:0.0.0.0", "tcp:host", "tcp:127.0.0.1:x"] {
+        let rdma = |address| listener(TransportKind::Rdma, address);
+        assert_eq!(parse_listen("rdma:10.1.2.3"), rdma("10.1.2.3:4420"));
+        for text in [
+            "127.0.0.1",
+            "tcp:0.0.0.0",
+            "tcp:host",
+            "tcp:127.0.0.1:x",
+            "rdma:",
+            "udp:127.0.0.1",
+        ] {
             assert!(parse_listen(text).is_err(), "{text}");
         }
         assert!(parse_nqn("x").is_err() && parse_nqn("nqn.2014-08.org.example:a").is_ok());
