@@ -466,8 +466,11 @@ impl Connection {
         }
     }
 
-    /// Returns what the driver is to do next.
+    /// Returns what the driver is to do next: nothing once the connection is over.
     pub fn poll(&mut self) -> Option<Action> {
+        if self.end.is_some() {
+            return None;
+        }
         if let Some(io) = self.queue.poll_flush() {
             return Some(Action::Run(Work {
                 place: None,
