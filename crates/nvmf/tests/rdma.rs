@@ -14,8 +14,8 @@ use rdmux_nvmf::server::{Config, Server, Stopper};
 use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
 use rdmux_verbs::{
     Access as Rights, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory, MemoryRegion,
-    Operation, QpOptions, QueuePair, RKey, RecvRequest, RegionSpec, Registration, SendRequest, SgeList,
-    Status as WorkStatus,
+    Operation, Options, QpOptions, QueuePair, RKey, RecvRequest, RegionSpec, Registration, SendRequest,
+    SgeList, Status as WorkStatus,
 };
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, CQE_LEN, Cid, Cns, Configuration, Connect, ConnectData, Cqe, DISCOVERY_NQN,
@@ -802,4 +802,66 @@ fn discovery__names_the_listener() {
         );
         assert_eq!(entry.subsystem, nqn(name));
     }
+}
+
+/// Returns a device whose packets are lost, and which reaches others by packets alone.
+fn faulty_device() -> Device {
+    rdmux_soft::register();
+    let options = Options {
+        faults: Some("loss=2%,dup=1%,reorder=2%,seed=5".parse().unwrap()),
+        ..Options::default()
+    };
+    Device::open_with(address(), options).unwrap()
+}
+
+#[test]
+fn queue__over_a_link_that_loses_packets() {
+    let (server, device) = (Running::memory(1), faulty_device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut io = server.io(&device, cntlid, 1);
+    for round in 0..10u8 {
+        for cid in 0..20u16 {
+            io.command(
+                rw(Opcode::WRITE, cid, u64::from(cid) * 16, 16),
+                &[round + cid as u8; 65536],
+                0,
+            );
+        }
+        for cid in 0..20 {
+            assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
+        }
+        for cid in 0..20u16 {
+            io.command(rw(Opcode::READ, cid, u64::from(cid) * 16, 16), &[], 65536);
+        }
+        for cid in 0..20u16 {
+            assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
+            assert!(io.data(Cid(cid), 65536) == [round + cid as u8; 65536]);
+        }
+    }
+}
+
+/// Returns the number of this process's descriptors, and its resident memory in pages.
+fn usage() -> (usize, usize) {
+    let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let resident = statm.split(' ').nth(1).unwrap().parse().unwrap();
+    (descriptors, resident)
+}
+
+#[test]
+fn connect__a_thousand_times_leaves_nothing_behind() {
+    let (server, device) = (Running::memory(1), device());
+    let connect = || {
+        let mut host = Host::open(&device, server.address, 0);
+        let connected = host.connect(0, ConnectData::ANY_CONTROLLER, SUBSYSTEM, 0);
+        assert_eq!(connected.status, Status::SUCCESS);
+    };
+    (0..100).for_each(|_| connect());
+    let before = usage();
+    (0..1000).for_each(|_| connect());
+    let after = usage();
+    println!("before {before:?}, after {after:?}: descriptors and pages");
+    // Other tests of the process run at the same time, and a queue has 100 KiB.
+    assert!(after.0 <= before.0 + 200, "{before:?} {after:?}");
+    assert!(after.1 <= before.1 + 25_000, "{before:?} {after:?}");
 }

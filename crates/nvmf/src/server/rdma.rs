@@ -153,6 +153,8 @@ struct Served {
     is_waiting: bool,
     /// A turn of it is among this reactor's messages.
     has_turn: bool,
+    /// Its deadline had passed when it was looked at last. This thread may have been held up then, with messages of the host to be looked at.
+    is_late: bool,
     /// It has sent a response that invalidates a key.
     has_invalidated: bool,
     /// Responses to requests for events that wait for a slot.
@@ -230,6 +232,7 @@ impl Rdma {
             buffered: 0,
             is_waiting: false,
             has_turn: false,
+            is_late: false,
             has_invalidated: false,
             events: VecDeque::new(),
         };
@@ -357,15 +360,18 @@ impl Rdma {
     }
 
     pub(super) fn look_at_deadlines(&mut self, core: &mut Core, now: Instant) {
-        let is_due = |served: &Served| {
-            served
+        let mut over = Vec::new();
+        for (id, served) in &mut self.connections {
+            let is_due = served
                 .connection
                 .deadline()
-                .is_some_and(|deadline| deadline <= now)
-        };
-        let due = self.connections.iter().filter(|(_, served)| is_due(served));
-        let due: Vec<_> = due.map(|(id, _)| *id).collect();
-        for id in due {
+                .is_some_and(|deadline| deadline <= now);
+            let was_late = std::mem::replace(&mut served.is_late, is_due);
+            if is_due && was_late {
+                over.push(*id);
+            }
+        }
+        for id in over {
             if let Some(served) = self.connections.get_mut(&id) {
                 served.connection.handle_timeout(now);
             }
