@@ -14,13 +14,14 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rdmux_runtime::{FileAccess, Pages};
 use rdmux_wire::RKey;
 use rdmux_wire::nvme::{
     Cid, Connect, Cqe, FabricsType, IdentifyController, NsId, Opcode, SQE_LEN, Sgl, Sqe, Status,
 };
 use rdmux_wire::nvme_rdma::{Reject, Request};
 
-use crate::target::{Admitted, Io, Operation, Port, Queue, Step, Target};
+use crate::target::{Admitted, Io, Operation, Port, Queue, Running, Step, Target};
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
 const MDTS: u8 = 8;
@@ -97,7 +98,7 @@ pub enum Memory {
     /// The capsule.
     Capsule(Vec<u8>),
     /// The buffer of [`Connection::granted`].
-    Buffer(Vec<u8>),
+    Buffer(Pages),
 }
 
 /// A response to be sent. The driver reposts the receive of its command before.
@@ -247,7 +248,9 @@ impl Connection {
     pub fn handle_change(&mut self) {
         if self.queue.is_over() {
             self.end = self.end.or(Some(End::ControllerOver));
+            return;
         }
+        self.queue.handle_change();
         self.poll_event();
     }
 
@@ -379,7 +382,7 @@ impl Connection {
     }
 
     /// Gives that command a buffer of at least so many bytes. Returns its place.
-    pub fn granted(&mut self, mut buffer: Vec<u8>) -> Option<u16> {
+    pub fn granted(&mut self, mut buffer: Pages) -> Option<u16> {
         let place = self.waiting.pop_front()?;
         let slot = &mut self.slots[usize::from(place)];
         let length = slot.length;
@@ -409,6 +412,7 @@ impl Connection {
             io,
             memory: std::mem::take(&mut slot.memory),
             length: length as usize,
+            running: None,
         };
         self.actions.push_back(Action::Run(work));
     }
@@ -477,6 +481,7 @@ impl Connection {
                 io,
                 memory: Memory::None,
                 length: 0,
+                running: None,
             }));
         }
         self.actions.pop_front()
@@ -523,6 +528,8 @@ pub struct Work {
     io: Io,
     memory: Memory,
     length: usize,
+    /// Set while an io_uring carries it out.
+    running: Option<Running>,
 }
 
 impl Work {
@@ -538,5 +545,55 @@ impl Work {
             Memory::Buffer(buffer) => &mut buffer[..self.length],
             _ => &mut [],
         })
+    }
+
+    /// Returns the bytes of its data in the capsule, 0 if they are elsewhere.
+    pub fn in_capsule(&self) -> usize {
+        match self.memory {
+            Memory::Capsule(_) => self.length,
+            _ => 0,
+        }
+    }
+
+    /// Copies data in the capsule into a buffer, by which an io_uring can move them. Returns the capsule.
+    pub fn leave_capsule(&mut self, mut buffer: Pages) -> Option<Vec<u8>> {
+        let Memory::Capsule(capsule) = &mut self.memory else {
+            return None;
+        };
+        buffer[..self.length].copy_from_slice(&capsule[SQE_LEN..SQE_LEN + self.length]);
+        let capsule = std::mem::take(capsule);
+        self.memory = Memory::Buffer(buffer);
+        Some(capsule)
+    }
+
+    /// Turns it into an access of an io_uring, whose owner knows it by what `token` makes of it.
+    ///
+    /// # Errors
+    /// The work, if it takes more than an access, or must not run any more: [`Work::execute`] tells.
+    pub fn into_access<T>(mut self, token: impl FnOnce(Work) -> T) -> Result<FileAccess<T>, Work> {
+        if !matches!(self.memory, Memory::Buffer(_)) {
+            return Err(self);
+        }
+        let Some((file, direction, running)) = self.io.start() else {
+            return Err(self);
+        };
+        let Memory::Buffer(buffer) = std::mem::take(&mut self.memory) else {
+            return Err(self);
+        };
+        self.running = running;
+        Ok(FileAccess {
+            file,
+            direction,
+            offset: self.io.offset,
+            length: self.io.length,
+            buffer,
+            token: token(self),
+        })
+    }
+
+    /// Takes its buffer back from an access.
+    pub fn end_access(&mut self, buffer: Pages) {
+        self.memory = Memory::Buffer(buffer);
+        self.running = None;
     }
 }

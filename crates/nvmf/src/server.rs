@@ -200,7 +200,11 @@ impl Server {
             reactors.push(Reactor::new(rdma::SIZES_MAX, limits, config.waiting)?);
         }
         let mut opened = Vec::new();
-        for listener in config.listen.iter().filter(|listener| listener.transport == TransportKind::Rdma) {
+        for listener in config
+            .listen
+            .iter()
+            .filter(|listener| listener.transport == TransportKind::Rdma)
+        {
             let options = rdmux_verbs::Options {
                 waiting: config.waiting,
                 ..rdmux_verbs::Options::default()

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
-use rdmux_nvmf::server::{Config, Server, Stopper};
-use rdmux_nvmf::target::{Access, Listener, Namespace, Subsystem, Target};
+use rdmux_nvmf::server::{Config, Handle, Server};
+use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_verbs::{
     Access as Rights, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory, MemoryRegion,
     Operation, Options, QpOptions, QueuePair, RKey, RecvRequest, RegionSpec, Registration, SendRequest,
@@ -41,7 +41,7 @@ const RECEIVE: u64 = 1 << 32;
 
 struct Running {
     address: SocketAddr,
-    stopper: Stopper,
+    handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -56,9 +56,9 @@ fn nqn(name: &str) -> Nqn {
 }
 
 impl Running {
-    fn start(reactors: usize, backend: Box<dyn Backend>) -> Running {
+    fn start(reactors: usize, backend: Arc<dyn Backend>) -> Running {
         rdmux_soft::register();
-        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Access::AnyHost);
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
         let namespace = Namespace {
             nsid: NsId(1),
             block_shift: 12,
@@ -80,21 +80,21 @@ impl Running {
             waiting: None,
         })
         .unwrap();
-        let stopper = server.stopper();
+        let handle = server.handle();
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
             address,
-            stopper,
+            handle,
             thread: Some(thread),
         }
     }
 
     fn memory(reactors: usize) -> Running {
-        Running::start(reactors, Box::new(MemoryBackend::new(16 << 20).unwrap()))
+        Running::start(reactors, Arc::new(MemoryBackend::new(16 << 20).unwrap()))
     }
 
     fn stop(&mut self) {
-        self.stopper.stop();
+        self.handle.stop();
         let ended = self.thread.take().map(JoinHandle::join);
         assert!(std::thread::panicking() || matches!(ended, None | Some(Ok(()))));
     }
@@ -414,7 +414,7 @@ fn file__is_read_and_written_by_threads() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(16 << 20).unwrap();
     let (server, device) = (
-        Running::start(1, Box::new(FileBackend::open(file.path(), false).unwrap())),
+        Running::start(1, Arc::new(FileBackend::open(file.path(), false, 4096).unwrap())),
         device(),
     );
     let (_admin, cntlid) = server.admin(&device);

@@ -3,7 +3,9 @@
 use std::io;
 use std::sync::Arc;
 
-use rdmux_runtime::{ConnectionId, DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers};
+use rdmux_runtime::{
+    ConnectionId, DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers,
+};
 use rdmux_wire::nvme::Status;
 
 use super::{Mail, rdma, tcp};

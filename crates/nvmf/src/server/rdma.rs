@@ -14,8 +14,9 @@ use rdmux_verbs::{Access, ConnectParams, Device, Features, Memory as _, Operatio
 use rdmux_wire::nvme::{CQE_LEN, Cqe, SQE_LEN, Status};
 use rdmux_wire::nvme_rdma::{self, Accept, Reject};
 
+use super::media::{Job, Media};
 use super::slab::Slab;
-use super::{Core, Job, LOOK_EVERY, Media, ServeError};
+use super::{Core, LOOK_EVERY, ServeError};
 use crate::rdma::{self, Action, Connection, Memory, Response, Work};
 use crate::target::Port;
 use crate::tcp::Buffers;
@@ -431,7 +432,7 @@ impl Rdma {
             };
             let done = match served.connection.poll() {
                 Some(Action::Run(work)) => {
-                    left = left.saturating_sub(served.run(id, work, &mut core.media));
+                    left = left.saturating_sub(served.run(id, work, link, buffers, &mut core.media));
                     Ok(())
                 }
                 Some(Action::Fetch { place, from, length }) => served.fetch(link, port, place, from, length),
@@ -509,14 +510,27 @@ impl Served {
     }
 
     /// Carries out an I/O, or has a thread do it. Returns the bytes that it took of the turn.
-    fn run(&mut self, id: ConnectionId, mut work: Work, media: &mut Media) -> usize {
+    fn run(
+        &mut self,
+        id: ConnectionId,
+        mut work: Work,
+        link: &mut MessageConnection,
+        buffers: &mut Buffers,
+        media: &mut Media,
+    ) -> usize {
         if !work.io().may_wait() {
             let bytes = work.io().length as usize;
             let status = work.execute();
             self.connection.complete(work, status);
             return bytes;
         }
-        if let Err(Job::Rdma(_, work)) = media.submit(Job::Rdma(id, work)) {
+        // At most as much as its receives may carry.
+        if work.in_capsule() > 0
+            && let Some(capsule) = work.leave_capsule(buffers.take(work.in_capsule()))
+        {
+            link.reuse(capsule);
+        }
+        if let Err(Job::Rdma(_, work)) = media.begin(Job::Rdma(id, work)) {
             self.connection.complete(work, Status::INTERRUPTED);
         }
         0
