@@ -142,7 +142,9 @@ pub struct Connection {
     queue: Queue,
     port: Port,
     request: Request,
+    /// By place, as far as places were used.
     slots: Vec<Slot>,
+    places: usize,
     /// Commands that are not completed, but for requests for events.
     outstanding: u16,
     /// Commands that wait for a buffer.
@@ -209,7 +211,8 @@ impl Connection {
             queue: Queue::new(target, port, local, now),
             port,
             request,
-            slots: (0..places).map(|_| Slot::default()).collect(),
+            slots: Vec::new(),
+            places,
             outstanding: 0,
             waiting: VecDeque::new(),
             actions: VecDeque::new(),
@@ -263,11 +266,13 @@ impl Connection {
             self.end = Some(End::ControllerOver);
             return;
         }
-        let Some(slot) = self.slots.get_mut(usize::from(place)) else {
-            self.end = Some(End::Violation("more commands than its queue has entries"));
-            return;
-        };
-        debug_assert!(!slot.is_used, "place {place} is in use");
+        let at = usize::from(place);
+        assert!(at < self.places, "there is no place {place}");
+        if at >= self.slots.len() {
+            self.slots.resize_with(at + 1, Slot::default);
+        }
+        let slot = &mut self.slots[at];
+        assert!(!slot.is_used, "place {place} is in use");
         let Ok(sqe) = Sqe::parse(capsule) else {
             self.end = Some(End::Violation("a capsule that is shorter than a command"));
             return;

@@ -146,7 +146,7 @@ struct Budget {
 struct Served {
     connection: Connection,
     port: usize,
-    /// By the slot of the response.
+    /// By the slot of the response, as far as slots were used.
     places: Vec<Place>,
     /// Bytes of buffers of its commands.
     buffered: usize,
@@ -229,7 +229,7 @@ impl Rdma {
         let served = Served {
             connection: Connection::new(core.target.clone(), PORT, asked, places, local, now),
             port,
-            places: (0..places).map(|_| Place::default()).collect(),
+            places: Vec::new(),
             buffered: 0,
             is_waiting: false,
             has_turn: false,
@@ -274,6 +274,9 @@ impl Rdma {
                 slot: Some(slot),
                 mut bytes,
             } => {
+                if slot.index() >= served.places.len() {
+                    served.places.resize_with(slot.index() + 1, Place::default);
+                }
                 served
                     .connection
                     .handle_capsule(slot.index() as u16, &mut bytes, now);
