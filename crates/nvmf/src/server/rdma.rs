@@ -626,3 +626,64 @@ impl Served {
         Ok(true)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rdmux_runtime::{Limits, Queues};
+
+    use super::super::ServerReactor;
+    use super::*;
+    use crate::target::Target;
+
+    #[test]
+    fn handle_ended__a_device_that_fails_what_it_declares_gets_send() {
+        rdmux_soft::register();
+        let limits = Limits {
+            connections: 1,
+            keepalive: Duration::from_secs(60),
+            shared_receives: None,
+            queues: Queues::Pool,
+        };
+        let mut reactor = Reactor::new(SIZES_MAX, limits, None).unwrap();
+        let mut opened = Vec::new();
+        let address = "127.0.32.1:4420".parse().unwrap();
+        let options = rdmux_verbs::Options::default();
+        listen(std::slice::from_mut(&mut reactor), &mut opened, address, options).unwrap();
+        let target = Arc::new(Target::default());
+        let rdma = Rdma::new(opened.clone());
+        let mailboxes = vec![reactor.mailbox()];
+        let mut own = ServerReactor::new(reactor, rdma, target.clone(), mailboxes);
+        let port = own.rdma.port_of(&opened[0].device).unwrap();
+        let mut end = |has_invalidated, end| {
+            let asked = nvme_rdma::Request {
+                qid: 0,
+                receives: 32,
+                sends: 31,
+                cntlid: 0,
+            };
+            let id = ConnectionId(1);
+            let now = Instant::now();
+            let served = Served {
+                connection: Connection::new(target.clone(), PORT, asked, 1, address.ip(), now),
+                port,
+                places: Vec::new(),
+                buffered: 0,
+                is_waiting: false,
+                has_turn: false,
+                is_late: false,
+                has_invalidated,
+                events: VecDeque::new(),
+            };
+            own.rdma.connections.insert(id, served);
+            own.rdma
+                .handle_ended(&mut own.core, id, ConnectionEnd::Failed(end));
+            assert!(own.rdma.connections.is_empty());
+            own.rdma.ports[port].invalidates.get()
+        };
+        assert!(end(true, WorkStatus::RetryExceeded));
+        assert!(end(false, WorkStatus::LocalQpOperation));
+        assert!(!end(true, WorkStatus::LocalQpOperation));
+    }
+}
