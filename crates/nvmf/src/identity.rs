@@ -28,13 +28,18 @@ pub fn namespace_uuid(subsystem: &Nqn, nsid: NsId, storage: &[u8]) -> [u8; 16] {
     uuid(&[b"namespace", nqn, &nsid.0.to_le_bytes(), storage])
 }
 
+/// Returns a name of a subsystem that fits into those of sockets: a UUID.
+pub fn short_name(subsystem: &Nqn) -> String {
+    uuid_text(&uuid(&[b"claim", subsystem.as_str().as_bytes()]))
+}
+
 /// Claims the name of a subsystem for this process. Controllers of two processes would have the same ids, which hosts refuse.
 ///
 /// # Errors
 /// Another process of this host, or of this network namespace, has claimed it ([`io::ErrorKind::AddrInUse`]).
 pub fn claim(subsystem: &Nqn) -> io::Result<OwnedFd> {
-    let name = uuid_text(&uuid(&[b"claim", subsystem.as_str().as_bytes()]));
-    let address = SocketAddrUnix::new_abstract_name(format!("rdmux-nvme-{name}").as_bytes())?;
+    let name = format!("rdmux-nvme-{}", short_name(subsystem));
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
     let socket = socket_with(
         AddressFamily::UNIX,
         SocketType::STREAM,

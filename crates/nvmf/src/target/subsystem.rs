@@ -1,6 +1,7 @@
 //! Subsystems and their namespaces, which the queues of all reactors share.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -39,6 +40,20 @@ impl Namespace {
     /// Returns the number of its blocks.
     pub fn blocks(&self) -> u64 {
         self.backend.bytes() >> self.block_shift
+    }
+
+    /// Checks that it can be in a subsystem.
+    ///
+    /// # Errors
+    /// Its id is invalid, or it has no block.
+    pub(crate) fn check(&self) -> Result<(), NamespaceError> {
+        if !(1..=NAMESPACES_MAX).contains(&self.nsid.0) {
+            return Err(NamespaceError::Id(self.nsid));
+        }
+        match self.blocks() {
+            0 => Err(NamespaceError::Empty(1 << self.block_shift)),
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn identify(&self) -> IdentifyNamespace {
@@ -249,7 +264,8 @@ impl Subsystem {
         state.hosts = hosts;
     }
 
-    pub(super) fn serial(&self) -> &str {
+    /// Returns its serial number.
+    pub fn serial(&self) -> &str {
         &self.serial
     }
 
@@ -257,21 +273,26 @@ impl Subsystem {
         self.state.lock()
     }
 
+    /// Checks that no namespace has an id.
+    ///
+    /// # Errors
+    /// One has.
+    pub fn check_free(&self, nsid: NsId) -> Result<(), NamespaceError> {
+        match self.state().namespaces.contains_key(&nsid) {
+            true => Err(NamespaceError::Exists(nsid)),
+            false => Ok(()),
+        }
+    }
+
     /// Adds a namespace.
     ///
     /// # Errors
     /// Its id is invalid or taken, or it has no block.
     pub fn add_namespace(&self, namespace: Namespace) -> Result<(), NamespaceError> {
-        let nsid = namespace.nsid;
-        if !(1..=NAMESPACES_MAX).contains(&nsid.0) {
-            return Err(NamespaceError::Id(nsid));
-        }
-        if namespace.blocks() == 0 {
-            return Err(NamespaceError::Empty(1 << namespace.block_shift));
-        }
+        namespace.check()?;
         let mut state = self.state();
-        if state.namespaces.contains_key(&nsid) {
-            return Err(NamespaceError::Exists(nsid));
+        if state.namespaces.contains_key(&namespace.nsid) {
+            return Err(NamespaceError::Exists(namespace.nsid));
         }
         self.put(&mut state, namespace);
         Ok(())
@@ -385,6 +406,16 @@ impl Subsystem {
     }
 }
 
+impl fmt::Display for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let transport = match self.transport {
+            TransportKind::Tcp => "tcp",
+            TransportKind::Rdma => "rdma",
+        };
+        write!(f, "{transport}:{}", self.address)
+    }
+}
+
 /// A way to a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listener {
@@ -443,6 +474,19 @@ impl Target {
             return Err(TargetError::Exists(nqn));
         }
         subsystems.insert(nqn, subsystem);
+        self.generation.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Removes a subsystem: its controllers end.
+    ///
+    /// # Errors
+    /// There is no such subsystem.
+    pub fn remove_subsystem(&self, nqn: &Nqn) -> Result<(), TargetError> {
+        let removed = self.subsystems.lock().remove(nqn);
+        removed
+            .ok_or_else(|| TargetError::Missing(nqn.clone()))?
+            .set_hosts(Hosts::default());
         self.generation.fetch_add(1, Ordering::Release);
         Ok(())
     }

@@ -575,7 +575,7 @@ fn discovery__tells_of_changes_and_of_loopback_to_loopback_alone() {
     target.add_listener(listener);
     assert_eq!(
         queue.poll_event().unwrap().result,
-        AsyncEvent::DiscoveryChanged.result().into()
+        u64::from(AsyncEvent::DiscoveryChanged.result())
     );
     // A host that does not say how long it may be silent.
     let mut silent = Queue::new(target.clone(), PORT, LOCAL, now);

@@ -1,0 +1,521 @@
+//! Description of a target by its user: in a file (TOML), on a command line, or in a request (JSON).
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use rdmux_verbs::parse_size;
+use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
+use serde::de::{self, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Value, json};
+
+use crate::identity;
+use crate::target::Listener;
+
+/// Port of NVMe/TCP and NVMe/RDMA, as IANA has it.
+pub const DEFAULT_PORT: u16 = 4420;
+/// Most reactors of a target.
+pub const REACTORS_MAX: u16 = 64;
+
+/// A target.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TargetConfig {
+    /// Ways to it.
+    #[serde(default = "loopback", deserialize_with = "listeners")]
+    pub listen: Vec<Listener>,
+    /// Threads that serve connections.
+    #[serde(default = "one_reactor", deserialize_with = "reactors")]
+    pub reactors: u16,
+    /// Its subsystems.
+    #[serde(rename = "subsystem")]
+    pub subsystems: Vec<SubsystemConfig>,
+}
+
+/// A subsystem.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SubsystemConfig {
+    /// Its name; `None`: one of this host and user.
+    #[serde(default, deserialize_with = "optional_nqn")]
+    pub nqn: Option<Nqn>,
+    /// Every host may use it, without a secret.
+    #[serde(default)]
+    pub allow_any_host: bool,
+    /// Every host may use it that has the secret in this file.
+    pub secret: Option<PathBuf>,
+    /// Hosts on terms of their own. If there are some, and neither of the two above, no other host may use it. If there is none of
+    /// the three, the secret is the user's own.
+    #[serde(default, rename = "host")]
+    pub hosts: Vec<HostConfig>,
+    /// Its namespaces.
+    #[serde(default, rename = "namespace")]
+    pub namespaces: Vec<NamespaceConfig>,
+}
+
+/// A host that may use a subsystem.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HostConfig {
+    /// Its name.
+    #[serde(deserialize_with = "nqn")]
+    pub nqn: Nqn,
+    /// File with its secret; `None`: that of the subsystem, if it has one.
+    pub secret: Option<PathBuf>,
+    /// Maximum number of I/O queues of each of its controllers.
+    pub queues: Option<u16>,
+}
+
+/// The storage of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Storage {
+    /// A file or a block device.
+    File(PathBuf),
+    /// So many bytes of memory of the target.
+    Memory(u64),
+    /// So many bytes that are not stored.
+    Null(u64),
+}
+
+impl fmt::Display for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Storage::File(path) => path.display().fmt(f),
+            Storage::Memory(_) => f.write_str("memory"),
+            Storage::Null(_) => f.write_str("null"),
+        }
+    }
+}
+
+/// A namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "NamespaceTable")]
+pub struct NamespaceConfig {
+    /// Its id; `None`: the lowest that is free.
+    pub nsid: Option<NsId>,
+    /// The storage of its blocks.
+    pub storage: Storage,
+    /// Bytes of a block, as a power of two.
+    pub block_shift: u8,
+    /// It takes no writes.
+    pub read_only: bool,
+    /// Its UUID; `None`: one that follows from its name and its storage.
+    pub uuid: Option<[u8; 16]>,
+}
+
+/// A namespace as a file or a request has it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NamespaceTable {
+    nsid: Option<u32>,
+    path: Option<PathBuf>,
+    memory: Option<Size>,
+    null: Option<Size>,
+    block: Option<Size>,
+    #[serde(default)]
+    read_only: bool,
+    uuid: Option<String>,
+}
+
+impl TryFrom<NamespaceTable> for NamespaceConfig {
+    type Error = String;
+
+    fn try_from(table: NamespaceTable) -> Result<NamespaceConfig, String> {
+        let storage = match (table.path, table.memory, table.null) {
+            (Some(path), None, None) => Storage::File(path),
+            (None, Some(Size(bytes)), None) => Storage::Memory(bytes),
+            (None, None, Some(Size(bytes))) => Storage::Null(bytes),
+            _ => return Err("a namespace has one of path, memory and null".into()),
+        };
+        Ok(NamespaceConfig {
+            nsid: table.nsid.map(NsId),
+            storage,
+            block_shift: table.block.map_or(Ok(9), |Size(bytes)| block_shift(bytes))?,
+            read_only: table.read_only,
+            uuid: table.uuid.as_deref().map(uuid).transpose()?,
+        })
+    }
+}
+
+impl NamespaceConfig {
+    /// Returns the form that a request has.
+    pub fn to_json(&self) -> Value {
+        let mut table = json!({ "block": 1u64 << self.block_shift, "read_only": self.read_only });
+        match &self.storage {
+            Storage::File(path) => table["path"] = json!(path),
+            Storage::Memory(bytes) => table["memory"] = (*bytes).into(),
+            Storage::Null(bytes) => table["null"] = (*bytes).into(),
+        }
+        if let Some(nsid) = self.nsid {
+            table["nsid"] = nsid.0.into();
+        }
+        if let Some(uuid) = &self.uuid {
+            table["uuid"] = identity::uuid_text(uuid).into();
+        }
+        table
+    }
+}
+
+impl FromStr for NamespaceConfig {
+    type Err = String;
+
+    /// Parses the form of a command line: `PATH`, `mem:SIZE` or `null:SIZE`, and behind it `,block=N`, `,ro` and `,uuid=UUID`.
+    fn from_str(text: &str) -> Result<NamespaceConfig, String> {
+        let mut config = NamespaceConfig {
+            nsid: None,
+            storage: Storage::Null(0),
+            block_shift: 9,
+            read_only: false,
+            uuid: None,
+        };
+        let mut place = text;
+        // Options are taken off the end, so that a path may hold commas.
+        while let Some((rest, option)) = place.rsplit_once(',') {
+            if let Some(value) = option.strip_prefix("block=") {
+                let bytes = parse_size(value).ok_or_else(|| no_block(value))?;
+                config.block_shift = block_shift(bytes)?;
+            } else if let Some(value) = option.strip_prefix("uuid=") {
+                config.uuid = Some(uuid(value)?);
+            } else if option == "ro" {
+                config.read_only = true;
+            } else if place.starts_with("mem:") || place.starts_with("null:") {
+                return Err(format!("'{option}' is none of block=N, ro and uuid=UUID"));
+            } else {
+                break;
+            }
+            place = rest;
+        }
+        config.storage = if let Some(text) = place.strip_prefix("mem:") {
+            Storage::Memory(positive_size(text)?)
+        } else if let Some(text) = place.strip_prefix("null:") {
+            Storage::Null(positive_size(text)?)
+        } else if place.is_empty() {
+            return Err("no file given: use PATH, mem:SIZE or null:SIZE".into());
+        } else {
+            Storage::File(place.into())
+        };
+        Ok(config)
+    }
+}
+
+fn block_shift(bytes: u64) -> Result<u8, String> {
+    let is_valid = bytes.is_power_of_two() && (512..=65536).contains(&bytes);
+    is_valid
+        .then(|| bytes.ilog2() as u8)
+        .ok_or_else(|| no_block(&bytes.to_string()))
+}
+
+fn no_block(text: &str) -> String {
+    format!("'{text}' is no size of a block: give a power of two, 512 to 65536")
+}
+
+fn positive_size(text: &str) -> Result<u64, String> {
+    parse_size(text).filter(|bytes| *bytes > 0).ok_or_else(|| {
+        format!("'{text}' is not a size: give bytes, at least 1, or a number with K, M, G or T")
+    })
+}
+
+fn uuid(text: &str) -> Result<[u8; 16], String> {
+    identity::parse_uuid(text).ok_or_else(|| format!("'{text}' is no UUID"))
+}
+
+/// Parses the name of a subsystem or a host.
+///
+/// # Errors
+/// One line that says what an NQN is.
+pub fn parse_nqn(text: &str) -> Result<Nqn, String> {
+    Nqn::new(text)
+        .filter(|nqn| nqn.as_str().starts_with("nqn."))
+        .ok_or_else(|| {
+            format!(
+                "'{text}' is no NQN: give nqn.YYYY-MM.DOMAIN:NAME, at most {} characters",
+                Nqn::LEN_MAX
+            )
+        })
+}
+
+/// Parses a way to a target: `tcp:ADDR[:PORT]` or `rdma:ADDR[:PORT]`.
+///
+/// # Errors
+/// One line that says what is wrong.
+pub fn parse_listener(text: &str) -> Result<Listener, String> {
+    let form = "give tcp:ADDR[:PORT] or rdma:ADDR[:PORT], an IPv6 address with a port in brackets";
+    let (transport, address) = text.split_once(':').ok_or(form)?;
+    let transport = match transport {
+        "tcp" => TransportKind::Tcp,
+        "rdma" => TransportKind::Rdma,
+        _ => return Err(form.into()),
+    };
+    let bare = address.strip_prefix('[').and_then(|text| text.strip_suffix(']'));
+    let address = match bare.unwrap_or(address).parse::<IpAddr>() {
+        Ok(ip) => SocketAddr::new(ip, DEFAULT_PORT),
+        Err(_) => address
+            .parse()
+            .map_err(|_| format!("'{address}' is not an address of this host: {form}"))?,
+    };
+    if address.ip().is_unspecified() || address.ip().is_multicast() {
+        let ip = address.ip();
+        return Err(format!(
+            "{ip} is not one address: listen on each address by itself"
+        ));
+    }
+    Ok(Listener { transport, address })
+}
+
+/// Bytes, as a number or with a unit.
+struct Size(u64);
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Size, D::Error> {
+        struct Sizes;
+
+        impl Visitor<'_> for Sizes {
+            type Value = u64;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("bytes, or a size such as \"64M\"")
+            }
+
+            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<u64, E> {
+                positive_size(&bytes.to_string()).map_err(E::custom)
+            }
+
+            fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<u64, E> {
+                positive_size(&bytes.to_string()).map_err(E::custom)
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<u64, E> {
+                positive_size(text).map_err(E::custom)
+            }
+        }
+
+        deserializer.deserialize_any(Sizes).map(Size)
+    }
+}
+
+fn loopback() -> Vec<Listener> {
+    vec![Listener {
+        transport: TransportKind::Tcp,
+        address: SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)),
+    }]
+}
+
+fn one_reactor() -> u16 {
+    1
+}
+
+fn reactors<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error> {
+    let number = u16::deserialize(deserializer)?;
+    if !(1..=REACTORS_MAX).contains(&number) {
+        let error = format!("{number} is no number of reactors: give 1 to {REACTORS_MAX}");
+        return Err(de::Error::custom(error));
+    }
+    Ok(number)
+}
+
+pub(super) fn listeners<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Listener>, D::Error> {
+    let texts = Vec::<String>::deserialize(deserializer)?;
+    let parsed = texts.iter().map(|text| parse_listener(text));
+    parsed.collect::<Result<_, _>>().map_err(de::Error::custom)
+}
+
+pub(super) fn nqn<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Nqn, D::Error> {
+    parse_nqn(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+}
+
+fn optional_nqn<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Nqn>, D::Error> {
+    nqn(deserializer).map(Some)
+}
+
+/// Reason for which a file describes no target.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// It says something that is wrong.
+    #[error("{}:{line}: {what}", path.display())]
+    Wrong {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The error.
+        what: String,
+    },
+}
+
+impl TargetConfig {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// It is not there, or is wrong.
+    pub fn load(path: &Path) -> Result<TargetConfig, ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        TargetConfig::parse(&text).map_err(|(line, what)| ConfigError::Wrong {
+            path: path.to_owned(),
+            line,
+            what,
+        })
+    }
+
+    /// Parses the text of a file.
+    ///
+    /// # Errors
+    /// The line, from 1, and what is wrong with it.
+    pub fn parse(text: &str) -> Result<TargetConfig, (usize, String)> {
+        toml::from_str(text).map_err(|error| {
+            let at = error.span().map_or(0, |span| span.start.min(text.len()));
+            let line = text.as_bytes()[..at]
+                .iter()
+                .filter(|byte| **byte == b'\n')
+                .count()
+                + 1;
+            (line, error.message().replace('\n', " "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parse__reads_all_keys() {
+        let config = TargetConfig::parse(
+            r#"
+            listen = ["tcp:127.0.0.1", "rdma:[::1]:5000"]
+            reactors = 2
+
+            [[subsystem]]
+            nqn = "nqn.2014-08.org.example:disks"
+            secret = "/etc/rdmux/secret"
+            [[subsystem.namespace]]
+            path = "/srv/a,b"
+            block = 4096
+            read_only = true
+            nsid = 7
+            uuid = "00010203-0405-8607-8809-0a0b0c0d0e0f"
+            [[subsystem.namespace]]
+            memory = "64M"
+            [[subsystem.host]]
+            nqn = "nqn.2014-08.org.example:host"
+            secret = "/etc/rdmux/host"
+            queues = 4
+
+            [[subsystem]]
+            allow_any_host = true
+            [[subsystem.namespace]]
+            null = 1048576
+            "#,
+        );
+        let config = config.unwrap();
+        assert_eq!(config.listen[1].transport, TransportKind::Rdma);
+        assert_eq!(config.listen[1].address, "[::1]:5000".parse().unwrap());
+        let [disks, null] = &config.subsystems[..] else {
+            panic!("two subsystems")
+        };
+        assert_eq!(disks.namespaces[0].nsid, Some(NsId(7)));
+        assert_eq!(disks.namespaces[0].storage, Storage::File("/srv/a,b".into()));
+        assert_eq!(disks.namespaces[0].block_shift, 12);
+        assert_eq!(disks.namespaces[0].uuid.unwrap()[15], 15);
+        assert_eq!(disks.namespaces[1].storage, Storage::Memory(64 << 20));
+        assert_eq!(disks.hosts[0].queues, Some(4));
+        assert!(null.allow_any_host && null.nqn.is_none());
+        assert_eq!(null.namespaces[0].storage, Storage::Null(1 << 20));
+    }
+
+    #[test]
+    fn parse__says_the_line_and_what_is_wrong() {
+        let subsystem = "[[subsystem]]\n";
+        let namespace = "[[subsystem]]\n[[subsystem.namespace]]\n";
+        for (text, line, part) in [
+            ("lisen = []", 1, "unknown field `lisen`"),
+            ("listen = [\"tcp:0.0.0.0\"]", 1, "is not one address"),
+            ("reactors = 65\n", 1, "give 1 to 64"),
+            ("", 1, "missing field `subsystem`"),
+            (&format!("{subsystem}nqn = \"x\""), 2, "'x' is no NQN"),
+            (
+                &format!("{namespace}memory = \"1G\"\nnull = 1"),
+                2,
+                "one of path, memory and null",
+            ),
+            (&format!("{namespace}memory = 0"), 3, "'0' is not a size"),
+            (
+                &format!("{namespace}memory = 4096\nblock = 1000"),
+                2,
+                "'1000' is no size of a block",
+            ),
+            (&format!("{namespace}memory = 1G"), 3, ""),
+        ] {
+            let (at, what) = TargetConfig::parse(text).unwrap_err();
+            assert!(
+                at == line && what.contains(part) && !what.contains('\n'),
+                "{text}: {at}: {what}"
+            );
+        }
+    }
+
+    #[test]
+    fn namespace__takes_options_off_the_end() {
+        let parse = |text: &str| text.parse::<NamespaceConfig>();
+        let config = |text| parse(text).unwrap();
+        assert_eq!(config("mem:1G,block=4096,ro").storage, Storage::Memory(1 << 30));
+        assert_eq!(
+            (
+                config("null:1T,block=4K").block_shift,
+                config("/a,b,ro").read_only
+            ),
+            (12, true)
+        );
+        assert_eq!(config("/a,b,ro").storage, Storage::File("/a,b".into()));
+        let uuid = "00010203-0405-8607-8809-0a0b0c0d0e0f";
+        for text in ["mem:1G,ro", "null:1M", &format!("/a,b,block=4096,uuid={uuid}")] {
+            let again = NamespaceConfig::deserialize(config(text).to_json()).unwrap();
+            assert_eq!(again, config(text), "as a request");
+        }
+        for (text, part) in [
+            ("mem:x", "'x' is not a size"),
+            ("mem:0", "'0' is not a size"),
+            ("mem:1G,block=1000", "'1000' is no size of a block"),
+            ("null:1G,rw", "'rw' is none of"),
+            (",ro", "no file given"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn parse_listener__names_the_transport() {
+        let tcp = |address: &str| {
+            Ok(Listener {
+                transport: TransportKind::Tcp,
+                address: address.parse().unwrap(),
+            })
+        };
+        assert_eq!(parse_listener("tcp:127.0.0.1"), tcp("127.0.0.1:4420"));
+        assert_eq!(parse_listener("tcp:[::1]:5000"), tcp("[::1]:5000"));
+        assert_eq!(parse_listener("tcp:::1"), tcp("[::1]:4420"));
+        for text in [
+            "127.0.0.1",
+            "tcp:0.0.0.0",
+            "tcp:host",
+            "tcp:127.0.0.1:x",
+            "udp:127.0.0.1",
+        ] {
+            assert!(parse_listener(text).is_err(), "{text}");
+        }
+        assert!(parse_nqn("x").is_err() && parse_nqn("nqn.2014-08.org.example:a").is_ok());
+    }
+}

@@ -1,0 +1,541 @@
+//! Requests of other processes: JSON-RPC 2.0 on a Unix socket, as SPDK has it, with its names of methods where they fit. docs/nvmf.md lists them.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rdmux_verbs::provider::folder::runtime_folder;
+use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
+use rustix::fs::{Mode, fchmod};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with, sockopt,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
+use serde_json::{Value, json};
+
+use super::config::{DEFAULT_PORT, HostConfig, NamespaceConfig, nqn};
+use super::{Control, ControlError, NamespaceInfo, SubsystemInfo};
+use crate::identity;
+use crate::target::Listener;
+
+/// Bytes of a request at most.
+const REQUEST_MAX: usize = 1 << 20;
+/// Connections at a time.
+const CONNECTIONS_MAX: usize = 16;
+/// Time in which a connection's next request, or the next part of it, has to come.
+const IDLE: Duration = Duration::from_secs(60);
+/// Time in which a client takes a response, and a target gives one: opening a device may take a while.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// Error codes of JSON-RPC 2.0, 5.1.
+mod code {
+    pub(super) const PARSE: i32 = -32700;
+    pub(super) const INVALID_REQUEST: i32 = -32600;
+    pub(super) const NO_METHOD: i32 = -32601;
+    pub(super) const INVALID_PARAMS: i32 = -32602;
+    /// The target refuses.
+    pub(super) const REFUSED: i32 = -32000;
+}
+
+type Failure = (i32, String);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    jsonrpc: String,
+    /// Missing from a request that wants no response.
+    #[serde(default, deserialize_with = "present")]
+    id: Option<Value>,
+    method: String,
+    #[serde(default)]
+    params: Option<Value>,
+}
+
+/// Keeps an id of null apart from none.
+fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Value>, D::Error> {
+    Value::deserialize(deserializer).map(Some)
+}
+
+/// Name of a subsystem; `None`: the only one.
+#[derive(Default)]
+struct Name(Option<Nqn>);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Name, D::Error> {
+        nqn(deserializer).map(|nqn| Name(Some(nqn)))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NoParams {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AddNamespace {
+    #[serde(default)]
+    nqn: Name,
+    namespace: NamespaceConfig,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OneNamespace {
+    #[serde(default)]
+    nqn: Name,
+    nsid: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AddHost {
+    #[serde(default)]
+    nqn: Name,
+    #[serde(deserialize_with = "nqn")]
+    host: Nqn,
+    secret: Option<PathBuf>,
+    queues: Option<u16>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OneHost {
+    #[serde(default)]
+    nqn: Name,
+    #[serde(deserialize_with = "nqn")]
+    host: Nqn,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AllowAnyHost {
+    #[serde(default)]
+    nqn: Name,
+    allow_any_host: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OneListener {
+    listen_address: ListenAddress,
+}
+
+/// An address in SPDK's form.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ListenAddress {
+    trtype: String,
+    traddr: IpAddr,
+    trsvcid: Option<String>,
+    /// The address says it as well.
+    #[serde(rename = "adrfam")]
+    _adrfam: Option<String>,
+}
+
+impl ListenAddress {
+    fn listener(&self) -> Result<Listener, Failure> {
+        let transport = match self.trtype.to_ascii_lowercase().as_str() {
+            "tcp" => TransportKind::Tcp,
+            "rdma" => TransportKind::Rdma,
+            other => return Err((code::INVALID_PARAMS, format!("'{other}' is neither tcp nor rdma"))),
+        };
+        let port = match &self.trsvcid {
+            None => DEFAULT_PORT,
+            Some(port) => port
+                .parse()
+                .map_err(|_| (code::INVALID_PARAMS, format!("'{port}' is no port")))?,
+        };
+        let address = SocketAddr::new(self.traddr, port);
+        Ok(Listener { transport, address })
+    }
+}
+
+/// The methods.
+const METHODS: [&str; 11] = [
+    "nvmf_get_subsystems",
+    "nvmf_subsystem_add_host",
+    "nvmf_subsystem_add_ns",
+    "nvmf_subsystem_allow_any_host",
+    "nvmf_subsystem_remove_host",
+    "nvmf_subsystem_remove_ns",
+    "nvmf_subsystem_resize_ns",
+    "nvmf_target_add_listener",
+    "nvmf_target_get_listeners",
+    "nvmf_target_remove_listener",
+    "rpc_get_methods",
+];
+
+/// Returns the response to a request; `None` if it wants none.
+pub fn respond(control: &Control, request: &Value) -> Option<Value> {
+    let request = match Request::deserialize(request) {
+        Ok(request) if request.jsonrpc == "2.0" => request,
+        Ok(_) => {
+            return Some(failed(
+                &Value::Null,
+                (code::INVALID_REQUEST, "'jsonrpc' is not \"2.0\"".into()),
+            ));
+        }
+        Err(error) => return Some(failed(&Value::Null, (code::INVALID_REQUEST, error.to_string()))),
+    };
+    let result = carry_out(control, &request.method, request.params);
+    let id = request.id?;
+    Some(match result {
+        Ok(result) => json!({ "jsonrpc": "2.0", "id": id, "result": result }),
+        Err(failure) => failed(&id, failure),
+    })
+}
+
+fn failed(id: &Value, (code, message): Failure) -> Value {
+    json!({ "jsonrpc": "2.0", "id": id, "error": { "code": code, "message": message } })
+}
+
+fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<Value, Failure> {
+    let refused = |error: ControlError| (code::REFUSED, error.to_string());
+    match method {
+        "nvmf_get_subsystems" => {
+            parse::<NoParams>(params)?;
+            let listeners = control.listeners();
+            let subsystems = control.subsystems();
+            let subsystems = subsystems.iter().map(|info| subsystem_json(info, &listeners));
+            Ok(subsystems.collect())
+        }
+        "nvmf_subsystem_add_ns" => {
+            let AddNamespace { nqn, namespace } = parse(params)?;
+            let nsid = control
+                .add_namespace(nqn.0.as_ref(), namespace)
+                .map_err(refused)?;
+            Ok(nsid.0.into())
+        }
+        "nvmf_subsystem_remove_ns" => {
+            let OneNamespace { nqn, nsid } = parse(params)?;
+            control
+                .remove_namespace(nqn.0.as_ref(), NsId(nsid))
+                .map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_subsystem_resize_ns" => {
+            let OneNamespace { nqn, nsid } = parse(params)?;
+            let is_resized = control.resize_namespace(nqn.0.as_ref(), NsId(nsid));
+            Ok(is_resized.map_err(refused)?.into())
+        }
+        "nvmf_subsystem_add_host" => {
+            let AddHost {
+                nqn,
+                host,
+                secret,
+                queues,
+            } = parse(params)?;
+            let host = HostConfig {
+                nqn: host,
+                secret,
+                queues,
+            };
+            control.add_host(nqn.0.as_ref(), host).map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_subsystem_remove_host" => {
+            let OneHost { nqn, host } = parse(params)?;
+            control.remove_host(nqn.0.as_ref(), &host).map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_subsystem_allow_any_host" => {
+            let AllowAnyHost { nqn, allow_any_host } = parse(params)?;
+            control
+                .allow_any_host(nqn.0.as_ref(), allow_any_host)
+                .map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_target_add_listener" => {
+            let OneListener { listen_address } = parse(params)?;
+            let listener = control
+                .add_listener(listen_address.listener()?)
+                .map_err(refused)?;
+            Ok(listener_json(&listener))
+        }
+        "nvmf_target_remove_listener" => {
+            let OneListener { listen_address } = parse(params)?;
+            control
+                .remove_listener(&listen_address.listener()?)
+                .map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_target_get_listeners" => {
+            parse::<NoParams>(params)?;
+            Ok(control.listeners().iter().map(listener_json).collect())
+        }
+        "rpc_get_methods" => {
+            parse::<NoParams>(params)?;
+            Ok(json!(METHODS))
+        }
+        _ => Err((
+            code::NO_METHOD,
+            format!("no method {method}: rpc_get_methods lists them"),
+        )),
+    }
+}
+
+fn parse<T: DeserializeOwned>(params: Option<Value>) -> Result<T, Failure> {
+    let params = params.unwrap_or_else(|| json!({}));
+    T::deserialize(params).map_err(|error| (code::INVALID_PARAMS, error.to_string()))
+}
+
+fn listener_json(listener: &Listener) -> Value {
+    let transport = match listener.transport {
+        TransportKind::Tcp => "TCP",
+        TransportKind::Rdma => "RDMA",
+    };
+    json!({
+        "trtype": transport,
+        "adrfam": if listener.address.is_ipv4() { "IPv4" } else { "IPv6" },
+        "traddr": listener.address.ip().to_string(),
+        "trsvcid": listener.address.port().to_string(),
+    })
+}
+
+fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
+    let hosts = info.hosts.iter().map(|host| {
+        json!({
+            "nqn": host.nqn.as_str(),
+            "secret": host.secret,
+            "queues": host.queues,
+        })
+    });
+    json!({
+        "nqn": info.nqn.as_str(),
+        "subtype": "NVMe",
+        "listen_addresses": listeners.iter().map(listener_json).collect::<Vec<_>>(),
+        "allow_any_host": info.allows_any_host,
+        "secret": info.secret_file,
+        "hosts": hosts.collect::<Vec<_>>(),
+        "serial_number": info.serial,
+        "namespaces": info.namespaces.iter().map(namespace_json).collect::<Vec<_>>(),
+    })
+}
+
+fn namespace_json(info: &NamespaceInfo) -> Value {
+    json!({
+        "nsid": info.nsid.0,
+        "name": info.storage.to_string(),
+        "uuid": identity::uuid_text(&info.uuid),
+        "bytes": info.bytes,
+        "block_bytes": info.block_bytes,
+        "read_only": info.read_only,
+    })
+}
+
+/// A socket for requests, as long as this lives.
+#[derive(Debug)]
+pub struct RpcSocket {
+    path: PathBuf,
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl RpcSocket {
+    /// Returns the path of the socket of a target that serves a subsystem, unless its user chooses another one: in the user's folder for what runs.
+    ///
+    /// # Errors
+    /// There is no such folder.
+    pub fn default_path(nqn: &Nqn) -> io::Result<PathBuf> {
+        // The name of a subsystem may have slashes, and is too long for a socket's.
+        let name = identity::short_name(nqn);
+        Ok(runtime_folder()?.join(format!("{PREFIX}{name}{SUFFIX}")))
+    }
+
+    /// Listens at a path, which its user alone may reach, and serves requests on threads.
+    ///
+    /// # Errors
+    /// The path is no place for a socket, or another process listens there ([`io::ErrorKind::AddrInUse`]).
+    pub fn listen(path: &Path, control: Arc<Control>) -> io::Result<RpcSocket> {
+        let address = SocketAddrUnix::new(path)?;
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        // A socket has its mode from the beginning: nobody else connects in between.
+        fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+        if bind(&socket, &address).is_err() {
+            match UnixStream::connect(path) {
+                Ok(_) => return Err(io::ErrorKind::AddrInUse.into()),
+                // Left by a process that was killed.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path)?,
+                Err(_) => {}
+            }
+            bind(&socket, &address)?;
+        }
+        listen(&socket, CONNECTIONS_MAX as i32)?;
+        let (listener, ends) = (UnixListener::from(socket), Arc::new(AtomicBool::new(false)));
+        let is_over = ends.clone();
+        let thread = rdmux_verbs::thread::spawn("nvmf-rpc", move || serve(&listener, &control, &is_over))?;
+        Ok(RpcSocket {
+            path: path.to_owned(),
+            ends,
+            thread: Some(thread),
+        })
+    }
+
+    /// Returns its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for RpcSocket {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Release);
+        // Ends the thread's wait.
+        let woken = UnixStream::connect(&self.path);
+        let _ = std::fs::remove_file(&self.path);
+        if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
+            let _ = thread.join();
+        }
+    }
+}
+
+const PREFIX: &str = "nvme-";
+const SUFFIX: &str = ".sock";
+
+/// Returns the sockets of targets of this user that run.
+///
+/// # Errors
+/// There is no folder for them.
+pub fn sockets() -> io::Result<Vec<PathBuf>> {
+    let folder = runtime_folder()?;
+    let entries = std::fs::read_dir(&folder)?.flatten();
+    let is_socket = |name: &str| name.starts_with(PREFIX) && name.ends_with(SUFFIX);
+    let named = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_socket));
+    let mut found: Vec<_> = named.map(|entry| entry.path()).collect();
+    found.retain(|path| UnixStream::connect(path).is_ok());
+    found.sort();
+    Ok(found)
+}
+
+fn serve(listener: &UnixListener, control: &Arc<Control>, ends: &AtomicBool) {
+    let open = Arc::new(AtomicUsize::new(0));
+    for stream in listener.incoming() {
+        if ends.load(Ordering::Acquire) {
+            return;
+        }
+        let Ok(stream) = stream else {
+            // No descriptor is left: others may be closed in a while.
+            std::thread::sleep(Duration::from_millis(100));
+            continue;
+        };
+        if !is_trusted(&stream) || open.load(Ordering::Acquire) >= CONNECTIONS_MAX {
+            continue;
+        }
+        open.fetch_add(1, Ordering::AcqRel);
+        let (control, counted) = (control.clone(), open.clone());
+        let served = rdmux_verbs::thread::spawn("nvmf-rpc", move || {
+            let _ = serve_one(stream, &control);
+            counted.fetch_sub(1, Ordering::AcqRel);
+        });
+        if served.is_err() {
+            open.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// Returns true if the peer is of this process's user, or root.
+fn is_trusted(stream: &UnixStream) -> bool {
+    let own = rustix::process::geteuid();
+    sockopt::socket_peercred(stream).is_ok_and(|peer| peer.uid == own || peer.uid.is_root())
+}
+
+fn serve_one(mut stream: UnixStream, control: &Control) -> io::Result<()> {
+    stream.set_read_timeout(Some(IDLE))?;
+    stream.set_write_timeout(Some(ANSWER))?;
+    let mut received = Vec::new();
+    loop {
+        let request = match receive(&mut stream, &mut received) {
+            Ok(Some(request)) => request,
+            Ok(None) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let response = failed(&Value::Null, (code::PARSE, error.to_string()));
+                return stream.write_all(format!("{response}\n").as_bytes());
+            }
+            Err(error) => return Err(error),
+        };
+        if let Some(response) = respond(control, &request) {
+            stream.write_all(format!("{response}\n").as_bytes())?;
+        }
+    }
+}
+
+/// Receives a value of JSON; `None` at the end of the stream.
+fn receive(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Option<Value>> {
+    let mut part = [0; 4096];
+    loop {
+        let mut values = serde_json::Deserializer::from_slice(received).into_iter::<Value>();
+        match values.next() {
+            Some(Ok(value)) => {
+                let end = values.byte_offset();
+                received.drain(..end);
+                return Ok(Some(value));
+            }
+            Some(Err(error)) if !error.is_eof() => return Err(io::ErrorKind::InvalidData.into()),
+            _ if received.len() >= REQUEST_MAX => return Err(io::ErrorKind::InvalidData.into()),
+            Some(Err(_)) | None => {}
+        }
+        let bytes = stream.read(&mut part)?;
+        if bytes == 0 {
+            return Ok(None);
+        }
+        received.extend_from_slice(&part[..bytes]);
+    }
+}
+
+/// Reason for which a request has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum RpcError {
+    /// There is no target at the socket.
+    #[error("no target at {}: {source} (start one with rdmux nvme target, or give its socket with --socket PATH)", path.display())]
+    NoTarget {
+        /// The socket.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The target did not answer.
+    #[error("the target did not answer: {0}")]
+    Io(#[from] io::Error),
+    /// The target refuses.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// Has the target at a socket carry a method out, and returns the result.
+///
+/// # Errors
+/// There is no target, or it refuses.
+pub fn call(path: &Path, method: &str, params: Value) -> Result<Value, RpcError> {
+    let mut stream = UnixStream::connect(path).map_err(|source| RpcError::NoTarget {
+        path: path.to_owned(),
+        source,
+    })?;
+    stream.set_read_timeout(Some(ANSWER))?;
+    stream.set_write_timeout(Some(ANSWER))?;
+    let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+    stream.write_all(request.to_string().as_bytes())?;
+    let response = receive(&mut stream, &mut Vec::new())?;
+    let mut response = response
+        .ok_or(io::ErrorKind::UnexpectedEof)
+        .map_err(io::Error::from)?;
+    match response.get_mut("result").map(Value::take) {
+        Some(result) => Ok(result),
+        None => {
+            let message = response["error"]["message"]
+                .as_str()
+                .unwrap_or("it gives no reason");
+            Err(RpcError::Refused(message.to_owned()))
+        }
+    }
+}

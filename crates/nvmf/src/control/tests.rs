@@ -1,0 +1,337 @@
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::thread::JoinHandle;
+
+use rdmux_wire::nvme::TransportKind;
+use serde_json::{Value, json};
+
+use super::rpc::{RpcError, RpcSocket, call, respond};
+use super::*;
+
+/// A target that runs.
+struct Running {
+    control: Arc<Control>,
+    server: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    fn new(config: &str) -> Running {
+        let config = TargetConfig::parse(config).unwrap();
+        let (control, server) = Control::start(config).unwrap();
+        Running {
+            control: Arc::new(control),
+            server: Some(std::thread::spawn(move || server.run().unwrap())),
+        }
+    }
+
+    /// Carries a request out, and returns its result, or its error's code and message.
+    fn ask(&self, method: &str, params: Value) -> Result<Value, (i64, String)> {
+        let request = json!({ "jsonrpc": "2.0", "id": "a", "method": method, "params": params });
+        let response = respond(&self.control, &request).unwrap();
+        assert_eq!(
+            (&response["jsonrpc"], &response["id"]),
+            (&json!("2.0"), &json!("a"))
+        );
+        let error = &response["error"];
+        match error.is_null() {
+            true => Ok(response["result"].clone()),
+            false => {
+                let message = error["message"].as_str().unwrap().to_owned();
+                assert!(!message.contains('\n'), "{message}");
+                Err((error["code"].as_i64().unwrap(), message))
+            }
+        }
+    }
+
+    /// Returns the ids and storages of the namespaces of a subsystem.
+    fn namespaces(&self, subsystem: usize) -> Vec<(u32, String)> {
+        let info = self.control.subsystems().swap_remove(subsystem);
+        let namespaces = info.namespaces.into_iter();
+        namespaces
+            .map(|info| (info.nsid.0, info.storage.to_string()))
+            .collect()
+    }
+
+    fn reload(&self, config: &str) -> Result<(), String> {
+        let config = TargetConfig::parse(config).unwrap();
+        self.control.reload(config).map_err(|error| error.to_string())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.control.handle.stop();
+        let ended = self.server.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))));
+    }
+}
+
+/// Returns a description with one subsystem, which every host may use, and namespaces.
+fn description(name: &str, namespaces: &str) -> String {
+    format!(
+        "listen = [\"tcp:127.0.0.1:0\"]\n[[subsystem]]\nnqn = \"nqn.2014-08.org.example:{name}\"\nallow_any_host = true\n{}",
+        namespaces
+            .split_terminator(';')
+            .map(|namespace| format!("[[subsystem.namespace]]\n{namespace}\n"))
+            .collect::<String>()
+    )
+}
+
+#[test]
+fn requests__change_namespaces() {
+    let running = Running::new(&description("requests-ns", "null = \"1M\";"));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    let add = |namespace: Value| running.ask("nvmf_subsystem_add_ns", json!({ "namespace": namespace }));
+    assert_eq!(add(json!({ "path": file.path(), "block": "4K" })), Ok(json!(2)));
+    assert_eq!(add(json!({ "memory": 65536, "nsid": 9 })), Ok(json!(9)));
+    for (namespace, code, part) in [
+        (
+            json!({ "memory": 65536, "nsid": 9 }),
+            -32000,
+            "namespace 9 exists",
+        ),
+        (
+            json!({ "memory": 65536, "nsid": 5000 }),
+            -32000,
+            "5000 is not a namespace id",
+        ),
+        (json!({ "path": file.path() }), -32000, "in use"),
+        (
+            json!({ "path": "/nonexistent" }),
+            -32000,
+            "cannot open /nonexistent",
+        ),
+        (
+            json!({ "path": "/a", "null": 1 }),
+            -32602,
+            "one of path, memory and null",
+        ),
+        (
+            json!({ "null": 512, "blok": 512 }),
+            -32602,
+            "unknown field `blok`",
+        ),
+    ] {
+        let (got, message) = add(namespace).unwrap_err();
+        assert!(got == code && message.contains(part), "{got} {message}");
+    }
+    file.as_file().set_len(2 << 20).unwrap();
+    let resize = || running.ask("nvmf_subsystem_resize_ns", json!({ "nsid": 2 }));
+    assert_eq!((resize(), resize()), (Ok(json!(true)), Ok(json!(false))));
+    let subsystems = running.ask("nvmf_get_subsystems", json!({})).unwrap();
+    assert_eq!(subsystems[0]["namespaces"][1]["bytes"], 2 << 20);
+    assert_eq!(subsystems[0]["namespaces"][2]["name"], "memory");
+    let remove = |nsid| running.ask("nvmf_subsystem_remove_ns", json!({ "nsid": nsid }));
+    assert_eq!(remove(2), Ok(json!(true)));
+    assert_eq!(remove(2), Err((-32000, "there is no namespace 2".into())));
+    assert_eq!(running.namespaces(0), [(1, "null".into()), (9, "memory".into())]);
+    // It is nobody's any more.
+    assert_eq!(add(json!({ "path": file.path() })), Ok(json!(2)));
+}
+
+#[test]
+fn requests__change_hosts_and_listeners() {
+    let running = Running::new(&description("requests-hosts", "null = 4096;"));
+    let host = "nqn.2014-08.org.example:host";
+    let secret = tempfile::NamedTempFile::new().unwrap();
+    let text = crate::auth::Secret::new([1; 32]).text();
+    std::fs::write(secret.path(), format!("{text}\n")).unwrap();
+    std::fs::set_permissions(secret.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let add = json!({ "host": host, "secret": secret.path(), "queues": 2 });
+    assert_eq!(
+        running.ask("nvmf_subsystem_add_host", add.clone()),
+        Ok(json!(true))
+    );
+    let allow = |allows| {
+        running.ask(
+            "nvmf_subsystem_allow_any_host",
+            json!({ "allow_any_host": allows }),
+        )
+    };
+    assert_eq!(allow(false), Ok(json!(true)));
+    let info = running.control.subsystems().swap_remove(0);
+    assert!(!info.allows_any_host && info.hosts[0].queues == Some(2) && info.secret_file.is_none());
+    // Taking the last one off would let in who has the user's own secret; the list says who that is.
+    assert_eq!(allow(true), Ok(json!(true)));
+    let remove = || running.ask("nvmf_subsystem_remove_host", json!({ "host": host }));
+    assert_eq!(remove(), Ok(json!(true)));
+    assert!(remove().unwrap_err().1.contains("has no host"));
+    let missing = json!({ "host": host, "secret": "/nonexistent" });
+    assert!(running.ask("nvmf_subsystem_add_host", missing).is_err());
+    assert!(
+        running.control.subsystems()[0].hosts.is_empty(),
+        "nothing half done"
+    );
+
+    let address =
+        |port: &str| json!({ "listen_address": { "trtype": "TCP", "traddr": "127.0.0.1", "trsvcid": port } });
+    let added = running.ask("nvmf_target_add_listener", address("0")).unwrap();
+    let port = added["trsvcid"].as_str().unwrap();
+    assert!(std::net::TcpStream::connect(("127.0.0.1", port.parse().unwrap())).is_ok());
+    let (code, message) = running
+        .ask("nvmf_target_add_listener", address(port))
+        .unwrap_err();
+    assert!(
+        code == -32000 && message.contains("cannot listen on 127.0.0.1"),
+        "{message}"
+    );
+    assert_eq!(
+        running.ask("nvmf_target_remove_listener", address(port)),
+        Ok(json!(true))
+    );
+    let (_, message) = running
+        .ask("nvmf_target_remove_listener", address(port))
+        .unwrap_err();
+    assert_eq!(
+        message,
+        format!("the target does not listen on tcp:127.0.0.1:{port}")
+    );
+    let listeners = running.ask("nvmf_target_get_listeners", json!({})).unwrap();
+    assert_eq!(listeners.as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn respond__names_what_is_wrong_with_a_request() {
+    let running = Running::new(&description("respond", "null = 4096;"));
+    let respond = |request: Value| respond(&running.control, &request);
+    let code = |request: Value| respond(request).unwrap()["error"]["code"].as_i64();
+    assert_eq!(code(json!([1])), Some(-32600));
+    assert_eq!(
+        code(json!({ "jsonrpc": "1.0", "id": 1, "method": "x" })),
+        Some(-32600)
+    );
+    assert_eq!(code(json!({ "jsonrpc": "2.0", "id": 1 })), Some(-32600));
+    assert_eq!(
+        code(json!({ "jsonrpc": "2.0", "id": 1, "method": "x" })),
+        Some(-32601)
+    );
+    let unknown = json!({ "jsonrpc": "2.0", "id": 1, "method": "rpc_get_methods", "params": { "a": 1 } });
+    assert_eq!(code(unknown), Some(-32602));
+    let unasked = json!({ "jsonrpc": "2.0", "method": "rpc_get_methods" });
+    assert_eq!(respond(unasked), None);
+    let name = json!({ "nqn": "nqn.2014-08.org.example:none", "nsid": 1 });
+    let (_, message) = running.ask("nvmf_subsystem_remove_ns", name).unwrap_err();
+    assert_eq!(message, "there is no subsystem nqn.2014-08.org.example:none");
+    for method in running
+        .ask("rpc_get_methods", json!({}))
+        .unwrap()
+        .as_array()
+        .unwrap()
+    {
+        let answered = running.ask(method.as_str().unwrap(), json!({}));
+        assert!(
+            answered.is_ok() || answered.is_err_and(|(code, _)| code == -32602),
+            "{method}"
+        );
+    }
+}
+
+#[test]
+fn reload__changes_what_is_other_and_nothing_if_it_fails() {
+    let files: Vec<_> = (0..2).map(|_| tempfile::NamedTempFile::new().unwrap()).collect();
+    let paths: Vec<_> = files
+        .iter()
+        .map(|file| file.path().display().to_string())
+        .collect();
+    files
+        .iter()
+        .for_each(|file| file.as_file().set_len(1 << 20).unwrap());
+    let first = format!("path = \"{}\";memory = 65536;null = 4096;", paths[0]);
+    let running = Running::new(&description("reload", &first));
+    let before = running.control.subsystems()[0].namespaces[1].uuid;
+    let wrong = format!(
+        "path = \"{}\";path = \"{}\";path = \"/nonexistent\";",
+        paths[0], paths[1]
+    );
+    let error = running.reload(&description("reload", &wrong)).unwrap_err();
+    assert!(error.contains("cannot open /nonexistent"), "{error}");
+    let all = [(1, paths[0].clone()), (2, "memory".into()), (3, "null".into())];
+    assert_eq!(running.namespaces(0), all);
+    files[0].as_file().set_len(3 << 20).unwrap();
+    let next = format!("path = \"{}\";memory = 65536;path = \"{}\";", paths[0], paths[1]);
+    running.reload(&description("reload", &next)).unwrap();
+    let info = running.control.subsystems().swap_remove(0);
+    assert_eq!(info.namespaces[0].bytes, 3 << 20);
+    assert_eq!(info.namespaces[1].uuid, before, "the memory is the same");
+    assert_eq!(info.namespaces[2].storage.to_string(), paths[1]);
+    // The same file in other blocks.
+    let blocks = format!("path = \"{}\"\nblock = 4096;", paths[0]);
+    let error = running.reload(&description("reload", &blocks)).unwrap_err();
+    assert!(error.contains("changes its blocks: remove it first"), "{error}");
+    let reactors = format!("reactors = 2\n{}", description("reload", &next));
+    assert!(running.reload(&reactors).unwrap_err().contains("restart"));
+    let twice = description("reload", "") + description("reload", "").split_once('\n').unwrap().1;
+    assert!(
+        running
+            .reload(&twice)
+            .unwrap_err()
+            .contains("two subsystems have the name")
+    );
+    // Another subsystem comes, and this one goes.
+    let other = description("reload-other", "null = 4096;");
+    running.reload(&other).unwrap();
+    let names: Vec<_> = running
+        .control
+        .subsystems()
+        .into_iter()
+        .map(|info| info.nqn)
+        .collect();
+    assert_eq!(names, [Nqn::new("nqn.2014-08.org.example:reload-other").unwrap()]);
+    // Its name and files are free.
+    drop(identity::claim(&Nqn::new("nqn.2014-08.org.example:reload").unwrap()).unwrap());
+    drop(FileBackend::open(files[0].path(), false, 512).unwrap());
+}
+
+#[test]
+fn socket__serves_its_user_alone() {
+    let running = Running::new(&description("socket", "null = 4096;"));
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    // One that was left behind.
+    drop(UnixListener::bind(&path).unwrap());
+    let socket = RpcSocket::listen(&path, running.control.clone()).unwrap();
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let second = RpcSocket::listen(&path, running.control.clone());
+    assert_eq!(second.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+    let listeners = call(&path, "nvmf_target_get_listeners", json!({})).unwrap();
+    assert_eq!(listeners[0]["trtype"], "TCP");
+    let refused = call(&path, "nvmf_subsystem_remove_ns", json!({ "nsid": 7 })).unwrap_err();
+    assert_eq!(refused.to_string(), "there is no namespace 7");
+    // Two requests in parts, and what is none.
+    let mut stream = UnixStream::connect(&path).unwrap();
+    let request = json!({ "jsonrpc": "2.0", "id": 1, "method": "rpc_get_methods" }).to_string();
+    let twice = format!("{request}{request}");
+    for part in twice.as_bytes().chunks(7) {
+        stream.write_all(part).unwrap();
+    }
+    stream.write_all(b"}").unwrap();
+    let mut all = String::new();
+    stream.read_to_string(&mut all).unwrap();
+    let codes: Vec<_> = all
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["error"]["code"].as_i64())
+        .collect();
+    assert_eq!(codes, [None, None, Some(-32700)]);
+    drop(socket);
+    assert!(!path.exists());
+    assert!(matches!(
+        call(&path, "rpc_get_methods", json!({})),
+        Err(RpcError::NoTarget { .. })
+    ));
+}
+
+#[test]
+fn start__refuses_a_name_that_another_target_has() {
+    let running = Running::new(&description("start", "null = 4096;"));
+    let second = Control::start(TargetConfig::parse(&description("start", "null = 4096;")).unwrap());
+    let error = second.err().map(|error| error.to_string());
+    assert!(error.is_some_and(|error| error.contains("another target of this host serves")));
+    let wanted = running.control.listeners()[0];
+    assert_eq!(wanted.transport, TransportKind::Tcp);
+    let text = description("start-other", "null = 4096;").replace("127.0.0.1:0", &wanted.address.to_string());
+    let taken = Control::start(TargetConfig::parse(&text).unwrap()).err();
+    assert!(taken.is_some_and(|error| error.to_string().contains("cannot listen on")));
+}
