@@ -7,6 +7,7 @@ mod http;
 mod metrics;
 mod output;
 mod recent;
+mod signals;
 
 use std::process::ExitCode;
 use std::sync::LazyLock;

@@ -21,7 +21,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 28] = [
+const OUTPUTS: [&str; 31] = [
     "capture",
     "capture check",
     "ddio off",
@@ -35,6 +35,9 @@ const OUTPUTS: [&str; 28] = [
     "log status",
     "log trim",
     "node check",
+    "nvme host list",
+    "nvme listener list",
+    "nvme ns list",
     "nvme target",
     "perf push-read",
     "perf storage",
@@ -52,8 +55,10 @@ const OUTPUTS: [&str; 28] = [
     "stat show",
 ];
 
+const CHANGES: &str = "it reports one value; cli_nvme_change looks at what it changes";
+
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 9] = [
+const WITHOUT: [(&str, &str); 17] = [
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
@@ -71,6 +76,14 @@ const WITHOUT: [(&str, &str); 9] = [
         "node url",
         "it prints a key's token; cli_web opens it in a browser",
     ),
+    ("nvme host add", CHANGES),
+    ("nvme host allow-any", CHANGES),
+    ("nvme host remove", CHANGES),
+    ("nvme listener add", CHANGES),
+    ("nvme listener remove", CHANGES),
+    ("nvme ns add", CHANGES),
+    ("nvme ns remove", CHANGES),
+    ("nvme ns resize", CHANGES),
     (
         "run",
         "what it prints is another program's; cargo xtask programs runs them",
@@ -494,11 +507,14 @@ fn output__nvme_target() {
         "--ns",
         "null:1G,block=4K,ro,uuid=01234567-89ab-8def-8123-456789abcdee",
     ];
+    let socket = home.path().join("socket").display().to_string();
     let target = |name: &str, last: u8, more: &[&str]| {
         let listen = format!("tcp:{}", address(last));
         let nqn = format!("nqn.2014-08.org.example:{name}-{}", std::process::id());
         let args = [
-            &["nvme", "target", "--nqn", &nqn, "--listen", &listen],
+            &[
+                "nvme", "target", "--nqn", &nqn, "--listen", &listen, "--socket", &socket,
+            ],
             &namespaces[..],
             more,
         ];
@@ -509,8 +525,32 @@ fn output__nvme_target() {
         };
         start(&home, &args.concat(), last)
     };
-    let (_text, said) = target("text", 14, &["--allow-any-host"]);
+    let (text, said) = target("text", 14, &["--allow-any-host"]);
     compare_text("nvme target", &home, &said);
+    let at = ["--socket", &socket];
+    run(
+        &home,
+        &[
+            &[
+                "nvme",
+                "host",
+                "add",
+                "nqn.2014-08.org.example:host",
+                "--queues",
+                "2",
+            ][..],
+            &at,
+        ]
+        .concat(),
+    );
+    for list in ["ns", "host", "listener"] {
+        both(
+            &home,
+            &format!("nvme {list} list"),
+            &[&["nvme", list, "list"][..], &at].concat(),
+        );
+    }
+    drop(text);
     let (_json, said) = target("json", 15, &["--json"]);
     compare_json("nvme target", &home, &said);
 }

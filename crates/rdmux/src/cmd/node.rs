@@ -5,16 +5,14 @@ mod web;
 
 use std::env::{args_os, current_exe};
 use std::fs::{OpenOptions, read_to_string};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU16;
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{self, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -26,10 +24,9 @@ use rdmux_verbs::Device;
 use rdmux_verbs::provider::folder::runtime_folder;
 use rdmux_verbs::resources::places::SLOTS;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::recent::Recent;
-use crate::{metrics, output};
+use crate::{metrics, output, signals};
 
 /// Own a device and share it with the applications of this user, or of tenants.
 ///
@@ -187,7 +184,9 @@ fn serve(args: &Args) -> Result<()> {
         );
     }
     metrics::show_node(recent);
-    handle_signals(node.stopper(), args.config.clone()).context("cannot install signal handlers")?;
+    let (stopper, reloads) = (node.stopper(), node.stopper());
+    let reload = args.config.clone().map(|file| move || reload(&reloads, &file));
+    signals::handle(move || stopper.stop(), reload)?;
     output::say(&format!(
         "node of {} ({provider}{tenants}): ready for applications",
         args.address
@@ -233,34 +232,6 @@ fn tenants_of(config: &Config) -> String {
         1 => ", 1 tenant".into(),
         count => format!(", {count} tenants"),
     }
-}
-
-/// Starts a thread that ends the node on SIGINT and SIGTERM, and on SIGHUP has it read its configuration again, or end if it has none.
-fn handle_signals(stopper: Stopper, config: Option<PathBuf>) -> std::io::Result<()> {
-    let (mut woken, wakes) = UnixStream::pair()?;
-    let [ends, reads] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
-    let hangup = if config.is_some() { &reads } else { &ends };
-    for (signal, flag) in [(SIGINT, &ends), (SIGTERM, &ends), (SIGHUP, hangup)] {
-        // The flag is set before the thread is woken: handlers run in the order of their registration.
-        signal_hook::flag::register(signal, flag.clone())?;
-        signal_hook::low_level::pipe::register(signal, wakes.try_clone()?)?;
-    }
-    let handle = move || {
-        while matches!(woken.read(&mut [0; 64]), Ok(1..)) {
-            if ends.load(Ordering::SeqCst) {
-                return stopper.stop();
-            }
-            if reads.swap(false, Ordering::SeqCst)
-                && let Some(file) = &config
-            {
-                reload(&stopper, file);
-            }
-        }
-    };
-    std::thread::Builder::new()
-        .name("rdmux-signals".into())
-        .spawn(handle)
-        .map(|_| ())
 }
 
 /// Has the node go on with what its file says now. A wrong file changes nothing.

@@ -1,0 +1,413 @@
+//! `rdmux nvme ns`, `host` and `listener`: show and change a target that runs, by requests to its socket.
+
+use std::path::{Path, PathBuf, absolute};
+
+use anyhow::{Context, Result, bail};
+use clap::{ArgAction, Subcommand};
+use rdmux_nvmf::control::config::{NamespaceConfig, Storage, parse_listener, parse_nqn};
+use rdmux_nvmf::control::rpc::{call, sockets};
+use rdmux_nvmf::target::Listener;
+use rdmux_wire::nvme::{Nqn, TransportKind};
+use serde_json::{Value, json};
+
+use crate::output::{self, Align};
+
+/// The target and its subsystem.
+#[derive(clap::Args, Debug)]
+pub(crate) struct At {
+    /// Socket of the target [default: that of the one target of this user that runs].
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Subsystem of the target [default: its only one].
+    #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
+    nqn: Option<Nqn>,
+    /// Print the result in JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Show and change the namespaces of a target that runs.
+#[derive(clap::Args, Debug)]
+pub(crate) struct NamespaceArgs {
+    #[command(subcommand)]
+    command: NamespaceCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum NamespaceCommand {
+    /// List the namespaces.
+    #[command(
+        after_help = "JSON: an array of nqn, namespaces (array of nsid, name: memory, null or the path, uuid, bytes, block_bytes, read_only)."
+    )]
+    List(At),
+    /// Export another file or block device, or memory. Hosts are told.
+    #[command(after_help = "JSON: result (the id of the namespace).")]
+    Add {
+        /// The storage, as for `rdmux nvme target --ns`.
+        #[arg(value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID]")]
+        namespace: NamespaceConfig,
+        /// Id of the namespace [default: the lowest that is free].
+        #[arg(long, value_name = "N")]
+        nsid: Option<u32>,
+        #[command(flatten)]
+        at: At,
+    },
+    /// Export a namespace no more. Commands that the target has begun are carried out; hosts are told.
+    #[command(after_help = "JSON: result (true).")]
+    Remove {
+        /// Id of the namespace.
+        nsid: u32,
+        #[command(flatten)]
+        at: At,
+    },
+    /// Take the size that the file has now. Hosts are told.
+    #[command(after_help = "JSON: result (true if it is another one).")]
+    Resize {
+        /// Id of the namespace.
+        nsid: u32,
+        #[command(flatten)]
+        at: At,
+    },
+}
+
+/// Show and change who may use a target that runs.
+#[derive(clap::Args, Debug)]
+pub(crate) struct HostArgs {
+    #[command(subcommand)]
+    command: HostCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum HostCommand {
+    /// List the hosts that have terms of their own.
+    #[command(
+        after_help = "JSON: an array of nqn, hosts (array of nqn, secret: its file or null, queues or null)."
+    )]
+    List(At),
+    /// Let a host in, or change its terms.
+    #[command(after_help = "JSON: result (true).")]
+    Add {
+        /// Name of the host.
+        #[arg(value_name = "HOSTNQN", value_parser = parse_nqn)]
+        host: Nqn,
+        /// File with its secret [default: the subsystem's].
+        #[arg(long, value_name = "FILE")]
+        secret: Option<PathBuf>,
+        /// Maximum number of I/O queues of each of its controllers [default: the target's].
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+        queues: Option<u16>,
+        #[command(flatten)]
+        at: At,
+    },
+    /// Take a host off the list; its controllers end unless all hosts may use the subsystem.
+    #[command(after_help = "JSON: result (true).")]
+    Remove {
+        /// Name of the host.
+        #[arg(value_name = "HOSTNQN", value_parser = parse_nqn)]
+        host: Nqn,
+        #[command(flatten)]
+        at: At,
+    },
+    /// Let every host in without a secret, or no more.
+    #[command(after_help = "JSON: result (true).")]
+    AllowAny {
+        /// Allow it or not.
+        #[arg(value_name = "yes|no", value_parser = parse_yes, action = ArgAction::Set)]
+        allows: bool,
+        #[command(flatten)]
+        at: At,
+    },
+}
+
+/// Show and change the addresses on which a target listens.
+#[derive(clap::Args, Debug)]
+pub(crate) struct ListenerArgs {
+    #[command(subcommand)]
+    command: ListenerCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum ListenerCommand {
+    /// List the addresses.
+    #[command(after_help = "JSON: an array of trtype, adrfam, traddr, trsvcid.")]
+    List(At),
+    /// Listen on another address of TCP.
+    #[command(after_help = "JSON: result (trtype, adrfam, traddr, trsvcid).")]
+    Add {
+        /// The address.
+        #[arg(value_name = "tcp:ADDR[:PORT]", value_parser = parse_listener)]
+        listener: Listener,
+        #[command(flatten)]
+        at: At,
+    },
+    /// Listen no more on an address of TCP. Hosts that have come by it stay.
+    #[command(after_help = "JSON: result (true).")]
+    Remove {
+        /// The address.
+        #[arg(value_name = "tcp:ADDR[:PORT]", value_parser = parse_listener)]
+        listener: Listener,
+        #[command(flatten)]
+        at: At,
+    },
+}
+
+fn parse_yes(text: &str) -> Result<bool, String> {
+    match text {
+        "yes" => Ok(true),
+        "no" => Ok(false),
+        _ => Err("give yes or no".into()),
+    }
+}
+
+impl At {
+    /// Returns the socket of the target.
+    fn socket(&self) -> Result<PathBuf> {
+        if let Some(path) = &self.socket {
+            return Ok(path.clone());
+        }
+        let found =
+            sockets().context("no folder with the sockets of targets: give one with --socket PATH")?;
+        match &found[..] {
+            [only] => Ok(only.clone()),
+            [] => bail!(
+                "no target of this user runs: start one with rdmux nvme target, or give its socket with --socket PATH"
+            ),
+            several => {
+                let paths: Vec<_> = several.iter().map(|path| path.display().to_string()).collect();
+                bail!(
+                    "several targets run: choose one with --socket: {}",
+                    paths.join(", ")
+                )
+            }
+        }
+    }
+
+    fn call(&self, method: &str, mut params: Value) -> Result<Value> {
+        if method.starts_with("nvmf_target") && self.nqn.is_some() {
+            bail!("a target listens for all of its subsystems: leave --nqn out");
+        }
+        if let Some(nqn) = &self.nqn {
+            params["nqn"] = nqn.as_str().into();
+        }
+        Ok(call(&self.socket()?, method, params)?)
+    }
+
+    /// Carries a change out, and says what was done.
+    fn change(&self, method: &str, params: Value, words: impl FnOnce(&Value) -> String) -> Result<()> {
+        let result = self.call(method, params)?;
+        output::say(&if self.json {
+            json!({ "result": result }).to_string()
+        } else {
+            words(&result)
+        });
+        Ok(())
+    }
+
+    /// Returns the subsystems, or the one that was named.
+    fn subsystems(&self) -> Result<Vec<Value>> {
+        let listed = call(&self.socket()?, "nvmf_get_subsystems", json!({}))?;
+        let Value::Array(mut listed) = listed else {
+            bail!("the target gives no list of subsystems");
+        };
+        if let Some(nqn) = &self.nqn {
+            listed.retain(|subsystem| subsystem["nqn"] == nqn.as_str());
+            if listed.is_empty() {
+                bail!("there is no subsystem {nqn}");
+            }
+        }
+        Ok(listed)
+    }
+
+    /// Shows a part of each subsystem.
+    fn list(&self, part: &str, table: impl Fn(&[Value]) -> String) -> Result<()> {
+        let subsystems = self.subsystems()?;
+        if self.json {
+            let parts = subsystems
+                .iter()
+                .map(|subsystem| json!({ "nqn": subsystem["nqn"], part: subsystem[part] }));
+            output::say(&parts.collect::<Value>().to_string());
+            return Ok(());
+        }
+        for subsystem in &subsystems {
+            if subsystems.len() > 1 {
+                output::say(&format!("{}:", text(&subsystem["nqn"])));
+            }
+            output::say(&table(subsystem[part].as_array().map_or(&[], |array| array)));
+        }
+        Ok(())
+    }
+}
+
+fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Null => "-".into(),
+        other => other.to_string(),
+    }
+}
+
+fn bytes(value: &Value) -> String {
+    value.as_u64().map_or_else(|| "-".into(), output::bytes)
+}
+
+pub(crate) fn namespaces(args: &NamespaceArgs) -> Result<()> {
+    match &args.command {
+        NamespaceCommand::List(at) => at.list("namespaces", |namespaces| {
+            let rows: Vec<_> = namespaces
+                .iter()
+                .map(|namespace| {
+                    let is_read_only = namespace["read_only"] == true;
+                    let access = if is_read_only { ", read-only" } else { "" };
+                    vec![
+                        text(&namespace["nsid"]),
+                        bytes(&namespace["bytes"]),
+                        bytes(&namespace["block_bytes"]),
+                        text(&namespace["uuid"]),
+                        format!("{}{access}", text(&namespace["name"])),
+                    ]
+                })
+                .collect();
+            let columns = [
+                ("namespace", Align::Right),
+                ("size", Align::Right),
+                ("block", Align::Right),
+                ("uuid", Align::Left),
+                ("of", Align::Left),
+            ];
+            output::table(&columns, &rows)
+        }),
+        NamespaceCommand::Add { namespace, nsid, at } => {
+            let mut namespace = namespace.clone();
+            // The target may run in another folder.
+            if let Storage::File(path) = &mut namespace.storage {
+                *path = resolve(path)?;
+            }
+            let mut params = namespace.to_json();
+            if let Some(nsid) = nsid {
+                params["nsid"] = (*nsid).into();
+            }
+            at.change("nvmf_subsystem_add_ns", json!({ "namespace": params }), |nsid| {
+                format!("namespace {nsid} is exported")
+            })
+        }
+        NamespaceCommand::Remove { nsid, at } => {
+            at.change("nvmf_subsystem_remove_ns", json!({ "nsid": nsid }), |_| {
+                format!("namespace {nsid} is exported no more")
+            })
+        }
+        NamespaceCommand::Resize { nsid, at } => at.change(
+            "nvmf_subsystem_resize_ns",
+            json!({ "nsid": nsid }),
+            |is_resized| match is_resized.as_bool() {
+                Some(true) => format!("namespace {nsid} has the size of its file"),
+                _ => format!("namespace {nsid} had the size of its file"),
+            },
+        ),
+    }
+}
+
+pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
+    match &args.command {
+        HostCommand::List(at) => at.list("hosts", |hosts| {
+            let rows: Vec<_> = hosts
+                .iter()
+                .map(|host| vec![text(&host["nqn"]), text(&host["queues"]), text(&host["secret"])])
+                .collect();
+            let columns = [
+                ("host", Align::Left),
+                ("queues", Align::Right),
+                ("secret", Align::Left),
+            ];
+            output::table(&columns, &rows)
+        }),
+        HostCommand::Add {
+            host,
+            secret,
+            queues,
+            at,
+        } => {
+            let secret = secret.as_deref().map(resolve).transpose()?;
+            let params = json!({ "host": host.as_str(), "secret": secret, "queues": queues });
+            at.change("nvmf_subsystem_add_host", params, |_| {
+                format!("{host} may use it")
+            })
+        }
+        HostCommand::Remove { host, at } => at.change(
+            "nvmf_subsystem_remove_host",
+            json!({ "host": host.as_str() }),
+            |_| format!("{host} is off the list"),
+        ),
+        HostCommand::AllowAny { allows, at } => at.change(
+            "nvmf_subsystem_allow_any_host",
+            json!({ "allow_any_host": allows }),
+            |_| {
+                let may = if *allows {
+                    "may use it without a secret"
+                } else {
+                    "needs a secret"
+                };
+                format!("a host that is not in the list {may}")
+            },
+        ),
+    }
+}
+
+pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
+    match &args.command {
+        ListenerCommand::List(at) => {
+            let listed = at.call("nvmf_target_get_listeners", json!({}))?;
+            if at.json {
+                output::say(&listed.to_string());
+                return Ok(());
+            }
+            let columns = [
+                ("transport", Align::Left),
+                ("address", Align::Left),
+                ("port", Align::Right),
+            ];
+            let rows: Vec<_> = listed
+                .as_array()
+                .map_or(&[][..], |array| array)
+                .iter()
+                .map(|listener| {
+                    let transport = text(&listener["trtype"]).to_lowercase();
+                    vec![transport, text(&listener["traddr"]), text(&listener["trsvcid"])]
+                })
+                .collect();
+            output::say(&output::table(&columns, &rows));
+            Ok(())
+        }
+        ListenerCommand::Add { listener, at } => {
+            let params = json!({ "listen_address": listen_address(listener) });
+            at.change("nvmf_target_add_listener", params, |added| {
+                format!(
+                    "listening on {} port {}",
+                    text(&added["traddr"]),
+                    text(&added["trsvcid"])
+                )
+            })
+        }
+        ListenerCommand::Remove { listener, at } => {
+            let params = json!({ "listen_address": listen_address(listener) });
+            at.change("nvmf_target_remove_listener", params, |_| {
+                format!("listening no more on {listener}")
+            })
+        }
+    }
+}
+
+fn listen_address(listener: &Listener) -> Value {
+    let transport = match listener.transport {
+        TransportKind::Tcp => "TCP",
+        TransportKind::Rdma => "RDMA",
+    };
+    json!({
+        "trtype": transport,
+        "traddr": listener.address.ip().to_string(),
+        "trsvcid": listener.address.port().to_string(),
+    })
+}
+
+fn resolve(path: &Path) -> Result<PathBuf> {
+    absolute(path).with_context(|| format!("no path of {}", path.display()))
+}
