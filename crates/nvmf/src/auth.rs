@@ -3,11 +3,13 @@
 mod chap;
 mod controller;
 mod dh;
+mod host;
 mod secret;
 #[cfg(test)]
 mod tests;
 
 pub use controller::{Authenticator, Parties};
+pub use host::{AuthError, HostAuthenticator, HostStep, Offer};
 pub use secret::{Secret, SecretError, Secrets};
 
 /// Returns 32 random bytes; `None` if the system has none.

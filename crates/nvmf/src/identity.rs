@@ -3,17 +3,31 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use rdmux_wire::nvme::{Nqn, NsId};
+use rdmux_wire::nvme::{HostId, Nqn, NsId};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use sha2::{Digest, Sha256};
 
 /// Returns the name of this host's subsystem: the form for who owns no domain (NVMe Base 2.0, 4.5), from what identifies the machine.
 pub fn default_nqn() -> Nqn {
-    let machine = std::fs::read("/etc/machine-id").ok().filter(|id| id.len() >= 32);
-    let machine = machine.unwrap_or_else(|| rustix::system::uname().nodename().to_bytes().to_vec());
-    let user = rustix::process::getuid().as_raw().to_le_bytes();
-    let uuid = uuid_text(&uuid(&[b"subsystem", &machine, &user]));
+    let uuid = uuid_text(&uuid(&[b"subsystem", &machine(), &user()]));
     Nqn::new(&format!("nqn.2014-08.org.nvmexpress:uuid:{uuid}")).expect("a UUID is a valid name")
+}
+
+/// Returns the name and the identifier of this host and user, for controllers that they connect to. They hold the same UUID, as hosts of Linux have it.
+pub fn default_host() -> (Nqn, HostId) {
+    let uuid = uuid(&[b"host", &machine(), &user()]);
+    let nqn = format!("nqn.2014-08.org.nvmexpress:uuid:{}", uuid_text(&uuid));
+    (Nqn::new(&nqn).expect("a UUID is a valid name"), HostId(uuid))
+}
+
+/// Returns what identifies the machine.
+fn machine() -> Vec<u8> {
+    let machine = std::fs::read("/etc/machine-id").ok().filter(|id| id.len() >= 32);
+    machine.unwrap_or_else(|| rustix::system::uname().nodename().to_bytes().to_vec())
+}
+
+fn user() -> [u8; 4] {
+    rustix::process::getuid().as_raw().to_le_bytes()
 }
 
 /// Returns the serial number of a subsystem: 20 characters.
@@ -89,6 +103,8 @@ mod tests {
         let [a, b] =
             ["nqn.2014-08.org.example:a", "nqn.2014-08.org.example:b"].map(|nqn| Nqn::new(nqn).unwrap());
         assert_eq!(default_nqn(), default_nqn());
+        assert_eq!(default_host(), default_host());
+        assert_ne!(default_host().0, default_nqn());
         assert_eq!(serial(&a), serial(&a));
         assert_eq!(serial(&a).len(), 20);
         assert_ne!(serial(&a), serial(&b));

@@ -9,6 +9,7 @@
 pub mod auth;
 pub mod backend;
 pub mod control;
+pub mod host;
 pub mod identity;
 pub mod rdma;
 pub mod server;

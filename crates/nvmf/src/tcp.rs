@@ -6,7 +6,7 @@
 //! more.
 
 mod buffers;
-mod outbox;
+pub(crate) mod outbox;
 #[cfg(test)]
 mod tests;
 
@@ -639,7 +639,7 @@ impl Connection {
             alignment: self.alignment,
         };
         self.outbox.push(&Header::C2hData(transfer), flags, layout);
-        self.outbox.push_data(at, slot.length);
+        self.outbox.push_data(at, 0..slot.length);
         if self.digests.contains(Digests::DATA) {
             let mut digest = new_digest();
             digest.update(
@@ -745,7 +745,7 @@ impl Work {
 }
 
 /// Checks the digest of a header, of which all bytes are there, and parses it.
-fn check_header(common: &Common, bytes: &[u8]) -> Result<Header, Fatal> {
+pub(crate) fn check_header(common: &Common, bytes: &[u8]) -> Result<Header, Fatal> {
     let header_len = common.kind.header_len();
     if common.digests.contains(Digests::HEADER) {
         let mut digest = new_digest();
@@ -758,6 +758,6 @@ fn check_header(common: &Common, bytes: &[u8]) -> Result<Header, Fatal> {
 }
 
 /// CRC-32C. NVMe/TCP 3.3.1.1.
-fn new_digest() -> Digest {
+pub(crate) fn new_digest() -> Digest {
     Digest::new(CrcAlgorithm::Crc32Iscsi)
 }

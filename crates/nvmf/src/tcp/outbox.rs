@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
+use std::ops::Range;
 
 use crc_fast::{CrcAlgorithm, checksum};
 use rdmux_wire::nvme_tcp::{DIGEST_LEN, DataLayout, Flags, HEADER_LEN_MAX, Header};
@@ -11,7 +12,7 @@ const SENT_MAX: usize = 64 << 10;
 
 /// Bytes to be sent, in their order.
 #[derive(Debug, Default)]
-pub(super) struct Outbox {
+pub(crate) struct Outbox {
     /// Headers and digests; those before `at` are sent.
     bytes: Vec<u8>,
     at: usize,
@@ -28,7 +29,7 @@ enum Part {
 
 impl Outbox {
     /// Appends the header of a PDU, with its digest and the padding before data.
-    pub(super) fn push(&mut self, header: &Header, flags: Flags, layout: DataLayout) {
+    pub(crate) fn push(&mut self, header: &Header, flags: Flags, layout: DataLayout) {
         let mut bytes = [0; 2 * HEADER_LEN_MAX + DIGEST_LEN];
         let common = header.emit(flags, layout, &mut bytes);
         let end = common.kind.header_len();
@@ -40,7 +41,7 @@ impl Outbox {
     }
 
     /// Appends bytes.
-    pub(super) fn push_bytes(&mut self, bytes: &[u8]) {
+    pub(crate) fn push_bytes(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
         match self.parts.back_mut() {
             Some(Part::Bytes(len)) => *len += bytes.len(),
@@ -48,22 +49,22 @@ impl Outbox {
         }
     }
 
-    /// Appends the data of a slot.
-    pub(super) fn push_data(&mut self, slot: u16, len: usize) {
+    /// Appends a range of the data of a slot.
+    pub(crate) fn push_data(&mut self, slot: u16, range: Range<usize>) {
         self.parts.push_back(Part::Data {
             slot,
-            at: 0,
-            end: len,
+            at: range.start,
+            end: range.end,
         });
     }
 
     /// Returns the bytes of headers that wait.
-    pub(super) fn unsent_bytes(&self) -> usize {
+    pub(crate) fn unsent_bytes(&self) -> usize {
         self.bytes.len() - self.at
     }
 
     /// Fills in what is to be sent next, and returns the number of slices. `data` returns the data of a slot.
-    pub(super) fn slices<'a>(&'a self, data: impl Fn(u16) -> &'a [u8], slices: &mut [IoSlice<'a>]) -> usize {
+    pub(crate) fn slices<'a>(&'a self, data: impl Fn(u16) -> &'a [u8], slices: &mut [IoSlice<'a>]) -> usize {
         let mut bytes = &self.bytes[self.at..];
         for (slice, part) in slices.iter_mut().zip(&self.parts) {
             *slice = IoSlice::new(match *part {
@@ -78,8 +79,8 @@ impl Outbox {
         slices.len().min(self.parts.len())
     }
 
-    /// Takes note of `left` bytes that were sent, until the data of a slot are: then it returns that slot, and is to be called again.
-    pub(super) fn sent(&mut self, left: &mut usize) -> Option<u16> {
+    /// Takes note of `left` bytes that were sent, until a range of the data of a slot is: then it returns that slot, and is to be called again.
+    pub(crate) fn sent(&mut self, left: &mut usize) -> Option<u16> {
         loop {
             match self.parts.front_mut()? {
                 Part::Bytes(len) => {

@@ -161,6 +161,11 @@ impl Sqe {
         Cid(le16(&self.0, 2))
     }
 
+    /// Changes the command id.
+    pub fn set_cid(&mut self, cid: Cid) {
+        put(&mut self.0, 2, &cid.0.to_le_bytes());
+    }
+
     /// Returns the namespace.
     pub fn nsid(&self) -> NsId {
         NsId(le32(&self.0, 4))

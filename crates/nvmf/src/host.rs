@@ -1,0 +1,191 @@
+//! The host's side: an initiator for every NVMe target.
+//!
+//! Without I/O and clock are [`queue`] (commands in flight), [`setup`] (all that makes a connected queue ready: Connect, authentication,
+//! the controller's registers) and [`tcp`] (a connection). [`Controller`] and [`Session`] drive them on sockets: a controller is one
+//! association, a session makes a new one when it is lost and repeats what was not done. A thread for each [`IoQueue`] is all
+//! that an application needs; nothing is allocated and no lock is taken for an I/O.
+
+pub mod command;
+mod controller;
+mod link;
+pub mod queue;
+mod session;
+pub mod setup;
+pub mod tcp;
+#[cfg(test)]
+mod tests;
+mod url;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdmux_wire::Malformed;
+use rdmux_wire::nvme::{DISCOVERY_NQN, HostId, Nqn, Status};
+use rdmux_wire::nvme_tcp::Digests;
+
+use crate::auth::{AuthError, Offer, Random, Secrets};
+pub use controller::{Controller, DiscoveryLog, Event, NamespaceInfo};
+pub use session::{IoQueue, Session};
+pub use setup::ControllerInfo;
+pub use url::{Transport, Url, UrlError};
+
+/// Settings of a host towards one subsystem.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Addresses at which the subsystem may be reached, tried in this order.
+    pub addresses: Vec<SocketAddr>,
+    /// The subsystem.
+    pub subsystem: Nqn,
+    /// This host.
+    pub host: Nqn,
+    /// This host's identifier.
+    pub host_id: HostId,
+    /// Secrets for targets that ask for them.
+    pub secrets: Option<Secrets>,
+    /// A target that does not ask for the secret is refused: another one may answer in its place.
+    pub requires_authentication: bool,
+    /// Hash functions and DH groups that are offered.
+    pub offer: Offer,
+    /// Returns random bytes.
+    pub random: Random,
+    /// Digests of the connections.
+    pub digests: Digests,
+    /// The flow control of I/O submission queues stays on: the target then sends a completion after the data of each read.
+    pub flow_control: bool,
+    /// Keep-alive time; zero is none.
+    pub keep_alive: Duration,
+    /// Time to connect.
+    pub connect_timeout: Duration,
+    /// Time for an admin command.
+    pub admin_timeout: Duration,
+    /// Time for an I/O.
+    pub io_timeout: Duration,
+    /// Time for which a session tries to connect again to a controller that it has lost.
+    pub loss_timeout: Duration,
+}
+
+impl Options {
+    /// Returns the settings that fit most uses: no digests, no secrets, keep-alive of 5 s (a discovery service:
+    /// none), 10 s for a command, 30 s for an I/O, 60 s to connect again.
+    pub fn new(addresses: Vec<SocketAddr>, subsystem: Nqn) -> Options {
+        let (host, host_id) = crate::identity::default_host();
+        let is_discovery = subsystem.as_str() == DISCOVERY_NQN;
+        Options {
+            addresses,
+            subsystem,
+            host,
+            host_id,
+            secrets: None,
+            requires_authentication: false,
+            offer: Offer::default(),
+            random: || rdmux_key::random_nonce().ok(),
+            digests: Digests::empty(),
+            flow_control: false,
+            keep_alive: Duration::from_secs(if is_discovery { 0 } else { 5 }),
+            connect_timeout: Duration::from_secs(10),
+            admin_timeout: Duration::from_secs(10),
+            io_timeout: Duration::from_secs(30),
+            loss_timeout: Duration::from_secs(60),
+        }
+    }
+
+    /// Returns true if the subsystem is a discovery service.
+    pub fn is_discovery(&self) -> bool {
+        self.subsystem.as_str() == DISCOVERY_NQN
+    }
+}
+
+/// Reason for which a host has not got what it wanted.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum HostError {
+    /// The address does not answer.
+    #[error("cannot connect to {address}: {source}: does a target listen there?")]
+    Connect {
+        /// The address.
+        address: SocketAddr,
+        /// The cause.
+        source: Arc<io::Error>,
+    },
+    /// A system call on a connection failed.
+    #[error("the connection failed: {0}")]
+    Io(Arc<io::Error>),
+    /// The target has closed the connection.
+    #[error("the target closed the connection{}", .0.map_or(String::new(), |what| format!(" at {what}")))]
+    Closed(Option<&'static str>),
+    /// The connection is over.
+    #[error(transparent)]
+    Ended(#[from] tcp::End),
+    /// The target did not answer in time.
+    #[error("the target did not answer {what} within {} s", .within.as_secs_f64())]
+    TimedOut {
+        /// The command.
+        what: &'static str,
+        /// The time that it had.
+        within: Duration,
+    },
+    /// The target has refused a command.
+    #[error("the target refused {what}: {status}{hint}")]
+    Refused {
+        /// The command.
+        what: &'static str,
+        /// The status.
+        status: Status,
+        /// What to do about it; may be empty.
+        hint: &'static str,
+    },
+    /// Host and target did not authenticate each other.
+    #[error("authentication failed: {0}")]
+    Authentication(#[from] AuthError),
+    /// The target asks for a secret, and there is none.
+    #[error("the target asks for a secret: give the file that has it with --secret FILE")]
+    NoSecret,
+    /// The target does not ask for the secret that was given.
+    #[error("the target does not ask for the secret: it may be another one; leave --secret out to trust it")]
+    NotAuthenticated,
+    /// The target says something that cannot be.
+    #[error("the target's {what} {why}")]
+    Inconsistent {
+        /// What it sent.
+        what: &'static str,
+        /// The error in it.
+        why: String,
+    },
+    /// A structure of the target is malformed.
+    #[error("the target sent a malformed structure: {0}")]
+    Malformed(#[from] Malformed),
+    /// The controller is gone, as its keep-alive or another queue has found.
+    #[error("the controller is lost: {0}")]
+    Lost(Arc<HostError>),
+    /// The time to connect again is over.
+    #[error("the connection was lost, and could not be made again within {} s: {cause}", .within.as_secs())]
+    GaveUp {
+        /// The time.
+        within: Duration,
+        /// The last failure.
+        cause: Arc<HostError>,
+    },
+}
+
+impl From<io::Error> for HostError {
+    fn from(error: io::Error) -> HostError {
+        HostError::Io(Arc::new(error))
+    }
+}
+
+impl HostError {
+    /// Returns true if another connection may help: the path or the controller has failed, not the request.
+    pub fn is_of_path(&self) -> bool {
+        match self {
+            HostError::Connect { .. }
+            | HostError::Io(_)
+            | HostError::Closed(_)
+            | HostError::Ended(_)
+            | HostError::TimedOut { .. }
+            | HostError::Lost(_) => true,
+            HostError::Refused { status, .. } => !status.is_final(),
+            _ => false,
+        }
+    }
+}

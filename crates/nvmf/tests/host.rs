@@ -1,0 +1,440 @@
+//! The host against our server on loopback, and against targets that misbehave.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_nvmf::auth::{Offer, Secret, Secrets};
+use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
+use rdmux_nvmf::host::command::{flush, read, write};
+use rdmux_nvmf::host::{Controller, HostError, Options, Session};
+use rdmux_nvmf::server::{Config, Server, Stopper};
+use rdmux_nvmf::target::{Access, Namespace, Subsystem, Target};
+use rdmux_wire::nvme::{Cns, DISCOVERY_NQN, DhGroup, HashId, Nqn, NsId, SubsystemKind};
+use rdmux_wire::nvme_tcp::Digests;
+
+const SUBSYSTEM: &str = "nqn.2014-08.org.example:host";
+const BLOCK: u32 = 4096;
+/// Longer than any answer takes.
+const LONG: Duration = Duration::from_secs(60);
+
+struct Running {
+    address: SocketAddr,
+    stopper: Stopper,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn nqn(name: &str) -> Nqn {
+    Nqn::new(name).unwrap()
+}
+
+impl Running {
+    fn start(listen: SocketAddr, access: Access, backend: Box<dyn Backend>, uuid: u8) -> Running {
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", access);
+        let namespace = Namespace {
+            nsid: NsId(1),
+            block_shift: 12,
+            uuid: [uuid; 16],
+            is_protected: false,
+            backend,
+        };
+        subsystem.add_namespace(namespace).unwrap();
+        let target = Target::default();
+        target.add_subsystem(Arc::new(subsystem)).unwrap();
+        let server = Server::bind(Config {
+            target: Arc::new(target),
+            listen: vec![listen],
+            reactors: 1,
+            waiting: None,
+        })
+        .unwrap();
+        let (address, stopper) = (server.addresses()[0], server.stopper());
+        let thread = std::thread::spawn(move || server.run().unwrap());
+        Running {
+            address,
+            stopper,
+            thread: Some(thread),
+        }
+    }
+
+    fn memory(access: Access) -> Running {
+        let any = "127.0.0.1:0".parse().unwrap();
+        Running::start(any, access, Box::new(MemoryBackend::new(16 << 20).unwrap()), 1)
+    }
+
+    fn options(&self) -> Options {
+        Options::new(vec![self.address], nqn(SUBSYSTEM))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        let ended = self.thread.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))));
+    }
+}
+
+/// Returns bytes that differ from block to block.
+fn pattern(first: u64, blocks: u32) -> Vec<u8> {
+    let block = |number: u64| (0..BLOCK as u64 / 8).flat_map(move |word| (number << 20 | word).to_le_bytes());
+    (first..first + u64::from(blocks)).flat_map(block).collect()
+}
+
+#[test]
+fn discovery__lists_the_subsystem_and_the_service() {
+    let server = Running::memory(Access::AnyHost);
+    let options = Options::new(vec![server.address], nqn(DISCOVERY_NQN));
+    let controller = Controller::connect(&Arc::new(options), 0).unwrap();
+    let log = controller.discovery_log().unwrap();
+    let entries: Vec<_> = log.entries.into_iter().map(Result::unwrap).collect();
+    let kinds: Vec<_> = entries.iter().map(|entry| entry.kind).collect();
+    assert_eq!(kinds, [SubsystemKind::Discovery, SubsystemKind::Nvm]);
+    assert_eq!(entries[1].address, server.address);
+    assert_eq!(entries[1].subsystem, nqn(SUBSYSTEM));
+}
+
+#[test]
+fn namespace__is_described() {
+    let server = Running::memory(Access::AnyHost);
+    let controller = Controller::connect(&Arc::new(server.options()), 0).unwrap();
+    assert_eq!(controller.info().identify.subsystem, nqn(SUBSYSTEM));
+    assert_eq!(controller.namespaces().unwrap(), [NsId(1)]);
+    let namespace = controller.namespace(NsId(1)).unwrap();
+    assert_eq!((namespace.bytes(), namespace.block_bytes()), (16 << 20, 4096));
+    assert_eq!(namespace.ids.uuid, [1; 16]);
+    let error = controller.namespace(NsId(7)).unwrap_err().to_string();
+    assert!(error.contains("no namespace 7"), "{error}");
+    // A refused command leaves the controller as it was.
+    assert!(controller.identify(Cns(0xff), NsId::NONE).is_err());
+    assert_eq!(
+        controller.identify(Cns::CONTROLLER, NsId::NONE).unwrap().len(),
+        4096
+    );
+    controller.close();
+}
+
+#[test]
+fn connect__says_what_is_wrong() {
+    let server = Running::memory(Access::AnyHost);
+    let fails = |options: Options, part: &str| {
+        let error = Controller::connect(&Arc::new(options), 0)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    let mut options = server.options();
+    options.subsystem = nqn("nqn.2014-08.org.example:other");
+    fails(options, "no subsystem of this name");
+    let mut options = server.options();
+    options.requires_authentication = true;
+    fails(options, "does not ask for the secret");
+    let mut options = server.options();
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    options.addresses = vec![nobody];
+    fails(options.clone(), "does a target listen there?");
+    // The next address is tried.
+    options.addresses.push(server.address);
+    assert_eq!(
+        Controller::connect(&Arc::new(options), 0).unwrap().address(),
+        server.address
+    );
+}
+
+#[test]
+fn io__of_every_size_with_every_digest_and_flow_control() {
+    let server = Running::memory(Access::AnyHost);
+    for bits in 0..4 {
+        for flow_control in [false, true] {
+            let mut options = server.options();
+            options.digests = Digests::from_bits(bits).unwrap();
+            options.flow_control = flow_control;
+            let session = Session::connect(options, 1).unwrap();
+            let mut queue = session.queue(1, 8).unwrap();
+            // In the capsule, at its limit, above it by R2T, and the largest.
+            for (at, blocks) in [(0, 1), (1, 4), (5, 5), (10, 256)] {
+                let bytes = pattern(at + u64::from(bits), blocks);
+                let len = blocks * BLOCK;
+                queue
+                    .run("Write", write(NsId(1), at, blocks, len, bytes.clone()))
+                    .unwrap();
+                let done = queue.run("Read", read(NsId(1), at, blocks, len, vec![0; len as usize]));
+                assert_eq!(done.unwrap().bytes(), bytes, "{bits} {blocks}");
+            }
+            queue.run("Flush", flush(NsId(1))).unwrap();
+            let beyond = queue
+                .run("Read", read(NsId(1), 4096, 1, BLOCK, vec![0; 4096]))
+                .unwrap_err();
+            assert!(beyond.to_string().contains("LBA out of range"), "{beyond}");
+        }
+    }
+}
+
+#[test]
+fn io__of_several_queues_keeps_its_depth() {
+    let server = Running::memory(Access::AnyHost);
+    let session = Session::connect(server.options(), 4).unwrap();
+    std::thread::scope(|scope| {
+        for qid in 1..=4u16 {
+            let session = &session;
+            scope.spawn(move || {
+                let mut queue = session.queue(qid, 32).unwrap();
+                let base = u64::from(qid - 1) * 1024;
+                for at in 0..32 {
+                    let bytes = pattern(base + at, 1);
+                    queue.submit(write(NsId(1), base + at, 1, BLOCK, bytes));
+                }
+                assert_eq!((queue.room(), queue.in_flight()), (0, 32));
+                let (mut written, mut checked) = (0, 0);
+                while checked < 2_000 {
+                    queue.wait().unwrap();
+                    while let Some(done) = queue.poll() {
+                        assert!(done.status.is_success(), "{:?}", done.status);
+                        let at = (written + checked) % 32;
+                        if written < 32 {
+                            written += 1;
+                        } else {
+                            let number = done.command.token;
+                            assert_eq!(done.bytes(), pattern(base + number, 1), "{number}");
+                            checked += 1;
+                        }
+                        if written == 32 {
+                            let mut next = read(NsId(1), base + at, 1, BLOCK, vec![0; 4096]);
+                            next.token = at;
+                            queue.submit(next);
+                        }
+                    }
+                }
+            });
+        }
+    });
+}
+
+fn secrets(controller: Option<u8>) -> Secrets {
+    Secrets {
+        host: Secret::new([1; 32]),
+        controller: controller.map(|byte| Secret::new([byte; 32])),
+    }
+}
+
+fn with_secrets(controller: Option<u8>) -> Access {
+    Access::Secrets {
+        secrets: secrets(controller),
+        random: || rdmux_key::random_nonce().ok(),
+    }
+}
+
+#[test]
+fn authentication__by_every_hash_and_group_in_one_and_both_directions() {
+    let server = Running::memory(with_secrets(Some(2)));
+    for hash in HashId::ALL {
+        for group in DhGroup::ALL {
+            // The largest groups take long: once is enough.
+            if group > DhGroup::Ffdhe3072 && hash != HashId::Sha256 {
+                continue;
+            }
+            for controller in [None, Some(2)] {
+                let mut options = server.options();
+                options.secrets = Some(secrets(controller));
+                options.requires_authentication = true;
+                options.offer = Offer {
+                    hashes: vec![hash],
+                    groups: vec![group],
+                };
+                let session = Session::connect(options, 1).unwrap();
+                let mut queue = session.queue(1, 1).unwrap();
+                let done = queue.run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]));
+                assert!(done.is_ok(), "{hash:?} {group:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn authentication__fails_on_either_side() {
+    let server = Running::memory(with_secrets(Some(2)));
+    let mut options = server.options();
+    let fails = |options: &Options, part: &str| {
+        let error = Controller::connect(&Arc::new(options.clone()), 0).unwrap_err();
+        assert!(error.to_string().contains(part), "{error}");
+        assert!(!error.is_of_path());
+    };
+    fails(&options, "give the file that has it");
+    options.secrets = Some(Secrets {
+        host: Secret::new([9; 32]),
+        controller: None,
+    });
+    fails(&options, "wrong secret");
+    options.secrets = Some(secrets(Some(3)));
+    fails(&options, "did not prove that it has its secret");
+    options.secrets = Some(secrets(Some(2)));
+    Controller::connect(&Arc::new(options.clone()), 0).unwrap();
+    // A target without a secret of its own cannot prove that it has one.
+    let server = Running::memory(with_secrets(None));
+    options.addresses = vec![server.address];
+    fails(&options, "wrong secret");
+}
+
+/// Starts a server on a file, always with the same port, in place of one that has ended.
+fn restart(address: SocketAddr, file: &std::path::Path, uuid: u8) -> Running {
+    let backend = Box::new(FileBackend::open(file, false).unwrap());
+    Running::start(address, Access::AnyHost, backend, uuid)
+}
+
+#[test]
+fn session__survives_a_server_that_is_replaced() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(16 << 20).unwrap();
+    let mut server = Some(restart("127.0.0.1:0".parse().unwrap(), file.path(), 1));
+    let address = server.as_ref().unwrap().address;
+    let session = Session::connect(server.as_ref().unwrap().options(), 1).unwrap();
+    let namespace = session.open_namespace(NsId(1)).unwrap();
+    let mut queue = session.queue(1, 8).unwrap();
+    let (mut begun, mut done) = (0, 0);
+    while done < 512 {
+        while queue.room() > 0 && begun < 512 {
+            queue.submit(write(NsId(1), begun, 1, BLOCK, pattern(begun, 1)));
+            begun += 1;
+        }
+        if matches!(done, 100..108 | 300..308) && queue.in_flight() == 8 {
+            server.take();
+            server = Some(restart(address, file.path(), 1));
+        }
+        queue.wait().unwrap();
+        while let Some(completion) = queue.poll() {
+            assert!(completion.status.is_success(), "{:?}", completion.status);
+            done += 1;
+        }
+    }
+    assert!(session.generation() >= 2, "no controller was lost");
+    let mut at = 0;
+    while at < 512 {
+        let bytes = 256 * BLOCK;
+        let all = queue.run("Read", read(NsId(1), at, 256, bytes, vec![0; bytes as usize]));
+        assert!(all.unwrap().bytes() == pattern(at, 256), "{at}");
+        at += 256;
+    }
+    // A namespace with other blocks is not the one that was written.
+    server.take();
+    let _other = restart(address, file.path(), 2);
+    let error = queue
+        .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
+        .unwrap_err();
+    assert!(error.to_string().contains("its blocks are gone"), "{error}");
+    assert_eq!(namespace.blocks, 4096);
+}
+
+#[test]
+fn session__gives_up_after_its_time() {
+    let server = Running::memory(Access::AnyHost);
+    let mut options = server.options();
+    options.loss_timeout = Duration::from_millis(300);
+    let session = Session::connect(options, 1).unwrap();
+    let mut queue = session.queue(1, 1).unwrap();
+    drop(server);
+    let error = queue
+        .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
+        .unwrap_err();
+    assert!(matches!(error, HostError::GaveUp { .. }), "{error}");
+    assert!(error.to_string().contains("cannot connect to"), "{error}");
+}
+
+/// A target whose bytes pass through this, until it is told to hold them back.
+fn relay(to: SocketAddr, stalls: Arc<std::sync::atomic::AtomicBool>) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let pump = move |mut from: TcpStream, mut to: TcpStream, stalls: Arc<std::sync::atomic::AtomicBool>| {
+        let mut bytes = [0; 4096];
+        while let Ok(len) = from.read(&mut bytes) {
+            if stalls.load(std::sync::atomic::Ordering::SeqCst) {
+                // As a host that has gone: the connection stays, and nothing comes.
+                std::thread::park();
+            }
+            if len == 0 || to.write_all(&bytes[..len]).is_err() {
+                break;
+            }
+        }
+        let _ = to.shutdown(std::net::Shutdown::Both);
+    };
+    std::thread::spawn(move || {
+        while let Ok((host, _)) = listener.accept() {
+            let target = TcpStream::connect(to).unwrap();
+            let (a, b) = (host.try_clone().unwrap(), target.try_clone().unwrap());
+            let (one, two) = (stalls.clone(), stalls.clone());
+            std::thread::spawn(move || pump(a, target, one));
+            std::thread::spawn(move || pump(b, host, two));
+        }
+    });
+    address
+}
+
+#[test]
+fn keep_alive__finds_a_target_that_stalls() {
+    let server = Running::memory(Access::AnyHost);
+    let stalls = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let mut options = server.options();
+    options.addresses = vec![relay(server.address, stalls.clone())];
+    options.keep_alive = Duration::from_millis(200);
+    options.connect_timeout = Duration::from_millis(300);
+    options.loss_timeout = Duration::from_millis(500);
+    let session = Session::connect(options, 1).unwrap();
+    let mut queue = session.queue(1, 4).unwrap();
+    queue
+        .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
+        .unwrap();
+    stalls.store(true, std::sync::atomic::Ordering::SeqCst);
+    let began = Instant::now();
+    let error = queue
+        .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
+        .unwrap_err();
+    assert!(error.to_string().contains("did not answer"), "{error}");
+    assert!(began.elapsed() < LONG);
+}
+
+#[test]
+fn io_timeout__is_a_loss_of_the_controller() {
+    let server = Running::memory(Access::AnyHost);
+    let stalls = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let mut options = server.options();
+    // Without a keep-alive nothing but the I/O's own time ends it.
+    options.addresses = vec![relay(server.address, stalls.clone()), server.address];
+    options.keep_alive = Duration::ZERO;
+    options.io_timeout = Duration::from_millis(200);
+    options.connect_timeout = Duration::from_millis(200);
+    options.loss_timeout = Duration::from_millis(600);
+    let session = Session::connect(options, 1).unwrap();
+    let mut queue = session.queue(1, 4).unwrap();
+    stalls.store(true, std::sync::atomic::Ordering::SeqCst);
+    let error = queue
+        .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
+        .unwrap_err();
+    assert!(matches!(error, HostError::GaveUp { .. }), "{error}");
+}
+
+#[test]
+fn stranger__is_no_target() {
+    // A server that says something else, and one that says nothing.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut options = Options::new(vec![listener.local_addr().unwrap()], nqn(SUBSYSTEM));
+    options.connect_timeout = Duration::from_millis(300);
+    let options = Arc::new(options);
+    let answers = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        let silent = listener.accept().unwrap();
+        let (closes, _) = listener.accept().unwrap();
+        drop(closes);
+        (socket, silent)
+    });
+    let error = |options| Controller::connect(options, 0).unwrap_err().to_string();
+    let first = error(&options);
+    assert!(first.contains("a PDU with an invalid header"), "{first}");
+    let second = error(&options);
+    assert!(second.contains("ICReq"), "{second}");
+    let third = error(&options);
+    assert!(third.contains("closed the connection at"), "{third}");
+    answers.join().unwrap();
+}
