@@ -1,12 +1,18 @@
 //! `rdmux nvme`: NVMe over Fabrics.
 
 mod change;
+mod copy;
+mod discover;
+mod host;
+mod identify;
+mod list;
+mod perf;
 mod target;
 
 use anyhow::Result;
 use clap::Subcommand;
 
-/// Serve NVMe namespaces to every NVMe host.
+/// Serve NVMe namespaces to every NVMe host, and use those of every NVMe target.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -23,6 +29,20 @@ enum Command {
     Host(change::HostArgs),
     /// Show and change the addresses on which a target listens.
     Listener(change::ListenerArgs),
+    /// List the subsystems that a target offers.
+    Discover(discover::Args),
+    /// List the namespaces of a subsystem.
+    List(list::Args),
+    /// Show what a controller says of itself, in nvme-cli's words.
+    IdCtrl(identify::ControllerArgs),
+    /// Show what a controller says of a namespace, in nvme-cli's words.
+    IdNs(identify::NamespaceArgs),
+    /// Read bytes of a namespace.
+    Read(copy::ReadArgs),
+    /// Write bytes into a namespace, and make them durable there.
+    Write(copy::WriteArgs),
+    /// Measure a namespace: IOPS, bandwidth, latency and processor time.
+    Perf(perf::Args),
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
@@ -31,5 +51,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Command::Ns(args) => change::namespaces(&args),
         Command::Host(args) => change::hosts(&args),
         Command::Listener(args) => change::listeners(&args),
+        Command::Discover(args) => discover::run(&args),
+        Command::List(args) => list::run(&args),
+        Command::IdCtrl(args) => identify::controller(&args),
+        Command::IdNs(args) => identify::namespace(&args),
+        Command::Read(args) => copy::read(&args),
+        Command::Write(args) => copy::write(&args),
+        Command::Perf(args) => perf::run(&args),
     }
 }

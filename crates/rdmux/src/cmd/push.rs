@@ -154,7 +154,12 @@ pub(super) fn map(mut client: Client, region: &Name, request: &MapRequest) -> Re
 
 /// Returns a bar on a terminal, a hidden one elsewhere.
 pub(super) fn progress_bar(bytes: u64, common: &Common) -> ProgressBar {
-    if common.quiet || common.json || !std::io::stderr().is_terminal() {
+    bar(bytes, common.quiet || common.json)
+}
+
+/// Returns a bar on a terminal unless it is to be hidden.
+pub(super) fn bar(bytes: u64, is_hidden: bool) -> ProgressBar {
+    if is_hidden || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(10));

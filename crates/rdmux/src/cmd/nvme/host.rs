@@ -1,0 +1,127 @@
+//! What the commands of the initiator have in common: where the target is, and who asks.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rdmux_key::KeyError;
+use rdmux_nvmf::auth::{SecretError, Secrets};
+use rdmux_nvmf::host::{Controller, NamespaceInfo, Options, Session, Transport, Url};
+use rdmux_nvmf::identity;
+use rdmux_wire::nvme::{HostId, Nqn, NsId};
+use rdmux_wire::nvme_tcp::Digests;
+
+use super::target::parse_nqn;
+
+/// Options of each command.
+#[derive(clap::Args, Debug)]
+pub(super) struct HostArgs {
+    /// File with the secret that the target asks for, and in its second line the one that the target has to prove [default: your own, which
+    /// `rdmux nvme target` has made, if the target asks for one].
+    #[arg(long, value_name = "FILE")]
+    secret: Option<PathBuf>,
+    /// Protect the headers of what is sent by CRC-32C.
+    #[arg(long)]
+    header_digest: bool,
+    /// Protect the data by CRC-32C.
+    #[arg(long)]
+    data_digest: bool,
+    /// Name of this host [default: one of this host and user, the same each time].
+    #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
+    hostnqn: Option<Nqn>,
+    /// Identifier of this host [default: that of the default name].
+    #[arg(long, value_name = "UUID", value_parser = parse_hostid)]
+    hostid: Option<HostId>,
+}
+
+/// Options of the commands that read and write.
+#[derive(clap::Args, Debug)]
+pub(super) struct IoArgs {
+    #[command(flatten)]
+    host: HostArgs,
+    /// Number of the namespace.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_nsid)]
+    pub(super) nsid: NsId,
+    /// When the target is lost, try for so many seconds to connect again; what was not done is repeated.
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = clap::value_parser!(u32).range(0..=86400))]
+    ctrl_loss_tmo: u32,
+}
+
+fn parse_hostid(text: &str) -> Result<HostId, String> {
+    let uuid = identity::parse_uuid(text).filter(|uuid| *uuid != [0; 16]);
+    uuid.map(HostId).ok_or_else(|| format!("'{text}' is no UUID"))
+}
+
+pub(super) fn parse_nsid(text: &str) -> Result<NsId, String> {
+    let nsid = text.parse().ok().filter(|nsid| (1..u32::MAX - 1).contains(nsid));
+    nsid.map(NsId)
+        .ok_or_else(|| format!("'{text}' is no number of a namespace: they begin at 1"))
+}
+
+impl HostArgs {
+    /// Returns the settings towards a subsystem of a target.
+    pub(super) fn options(&self, url: &Url, subsystem: &Nqn) -> Result<Options> {
+        if url.transport == Transport::Rdma {
+            bail!(
+                "{url}: this host does not speak NVMe/RDMA yet: use nvme+tcp://, if the target listens there"
+            );
+        }
+        let addresses = url.resolve().with_context(|| url.host.clone())?;
+        let mut options = Options::new(addresses, subsystem.clone());
+        if let Some(nqn) = &self.hostnqn {
+            options.host = nqn.clone();
+        }
+        options.host_id = self.hostid.unwrap_or(options.host_id);
+        options.digests.set(Digests::HEADER, self.header_digest);
+        options.digests.set(Digests::DATA, self.data_digest);
+        (options.secrets, options.requires_authentication) = match &self.secret {
+            Some(path) => (Some(Secrets::load(path)?), true),
+            None => (own_secrets()?, false),
+        };
+        Ok(options)
+    }
+
+    /// Returns the settings towards the subsystem that a URL names.
+    pub(super) fn options_of(&self, url: &Url) -> Result<Options> {
+        let subsystem = url.subsystem.as_ref().with_context(|| {
+            format!(
+                "{url} names no subsystem: add /NQN; `rdmux nvme discover {url}` lists those that there are"
+            )
+        })?;
+        self.options(url, subsystem)
+    }
+
+    /// Connects to a controller that is only asked.
+    pub(super) fn ask(&self, url: &Url) -> Result<Controller> {
+        Ok(Controller::connect(&Arc::new(self.options_of(url)?), 0)?)
+    }
+}
+
+/// Returns the secrets that targets of this user have, if there are any.
+fn own_secrets() -> Result<Option<Secrets>> {
+    let Some(path) = rdmux_key::config_path("nvme-secret") else {
+        return Ok(None);
+    };
+    match Secrets::load(&path) {
+        Ok(secrets) => Ok(Some(secrets)),
+        Err(SecretError::File(KeyError::Missing { .. })) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl IoArgs {
+    /// Returns true for headers, and for data, if they have digests.
+    pub(super) fn digests(&self) -> (bool, bool) {
+        (self.host.header_digest, self.host.data_digest)
+    }
+
+    /// Connects to a subsystem, for so many I/O queues, and looks the namespace up.
+    pub(super) fn session(&self, url: &Url, queues: u16) -> Result<(Arc<Session>, NamespaceInfo)> {
+        let mut options = self.host.options_of(url)?;
+        options.loss_timeout = Duration::from_secs(self.ctrl_loss_tmo.into());
+        let session = Session::connect(options, queues)?;
+        let namespace = session.open_namespace(self.nsid)?;
+        Ok((session, namespace))
+    }
+}
