@@ -21,9 +21,9 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 31] = [
-    "capture",
+const OUTPUTS: [&str; 38] = [
     "capture check",
+    "capture",
     "ddio off",
     "ddio on",
     "dev show",
@@ -35,23 +35,30 @@ const OUTPUTS: [&str; 31] = [
     "log status",
     "log trim",
     "node check",
+    "nvme discover",
     "nvme host list",
+    "nvme id-ctrl",
+    "nvme id-ns",
+    "nvme list",
     "nvme listener list",
     "nvme ns list",
+    "nvme perf",
+    "nvme read",
     "nvme target",
+    "nvme write",
     "perf push-read",
     "perf storage",
     "perf write-bw",
     "perf write-lat",
     "pull",
     "push",
-    "res show",
     "res show cm_id",
     "res show qp",
+    "res show",
     "serve",
-    "sim",
     "sim leases",
     "sim power",
+    "sim",
     "stat show",
 ];
 
@@ -550,6 +557,20 @@ fn output__nvme_target() {
             &[&["nvme", list, "list"][..], &at].concat(),
         );
     }
+    let url = format!("nvme+tcp://{}", address(14));
+    both(&home, "nvme discover", &["nvme", "discover", &url]);
+    let url = &format!("{url}/nqn.2014-08.org.example:text-{}", std::process::id());
+    for command in ["list", "id-ctrl", "id-ns"] {
+        both(&home, &format!("nvme {command}"), &["nvme", command, url]);
+    }
+    let file = home.path().join("file");
+    fs::write(&file, [7; 8192]).unwrap();
+    let file = file.to_str().unwrap();
+    both(&home, "nvme write", &["nvme", "write", url, file]);
+    let read = ["nvme", "read", url, "--length", "8192", "--output", file];
+    both(&home, "nvme read", &read);
+    let perf = ["nvme", "perf", url, "--time", "0.1", "--warmup", "0"];
+    both(&home, "nvme perf", &perf);
     drop(text);
     let (_json, said) = target("json", 15, &["--json"]);
     compare_json("nvme target", &home, &said);

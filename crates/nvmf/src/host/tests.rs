@@ -541,11 +541,11 @@ fn options() -> Options {
     Options::new(Vec::new(), nqn)
 }
 
+/// Status, result and data of a controller's answer.
+type Answer = (Status, u64, Vec<u8>);
+
 /// Plays a controller of which each answer is a function of the command, and returns how the setup ends.
-fn set_up(
-    options: &Options,
-    answer: &mut dyn FnMut(&Sqe) -> (Status, u64, Vec<u8>),
-) -> Result<u32, HostError> {
+fn set_up(options: &Options, answer: &mut dyn FnMut(&Sqe) -> Answer) -> Result<u32, HostError> {
     let mut setup = Setup::admin(options, 2);
     let mut waited = Duration::ZERO;
     for _ in 0..10_000 {
@@ -577,7 +577,7 @@ fn set_up(
 }
 
 /// Answers as a controller does, with the bytes of Identify changed.
-fn controller(sqe: &Sqe, change: &dyn Fn(&mut [u8])) -> (Status, u64, Vec<u8>) {
+fn controller(sqe: &Sqe, change: &dyn Fn(&mut [u8])) -> Answer {
     let result = match (sqe.opcode(), FabricsType::of(sqe)) {
         (Opcode::FABRICS, FabricsType::CONNECT) => {
             assert_eq!(Connect::parse(sqe).qid, 0);

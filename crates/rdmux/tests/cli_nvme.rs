@@ -1,0 +1,333 @@
+//! `rdmux nvme`: the initiator's commands against `rdmux nvme target`.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn rdmux(home: &TempDir, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    command
+        .args(args)
+        .env("XDG_CONFIG_HOME", home.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn output(home: &TempDir, args: &[&str], input: &[u8]) -> Output {
+    let mut child = rdmux(home, args).stdin(Stdio::piped()).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_vec();
+    let writer = std::thread::spawn(move || {
+        let _ = stdin.write_all(&input);
+    });
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap();
+    output
+}
+
+/// Returns what a command prints, which must succeed.
+fn run(home: &TempDir, args: &[&str], input: &[u8]) -> Vec<u8> {
+    let output = output(home, args, input);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {errors}");
+    output.stdout
+}
+
+fn json(home: &TempDir, args: &[&str]) -> Value {
+    serde_json::from_slice(&run(home, args, &[])).unwrap()
+}
+
+/// Returns the one line that a command which fails writes to stderr.
+fn error(home: &TempDir, args: &[&str], input: &[u8]) -> String {
+    let output = output(home, args, input);
+    assert!(!output.status.success(), "{args:?}");
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(errors.lines().count(), 1, "{args:?}: {errors}");
+    errors
+}
+
+/// A target of this run's own, which is killed when the value is dropped.
+struct Target {
+    child: Child,
+    address: String,
+    url: String,
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Target {
+    fn start(home: &TempDir, last: u8, more: &[&str]) -> Target {
+        let [low, high, ..] = std::process::id().to_le_bytes();
+        let address = format!("127.{}.{low}.{last}:4420", high | 0x80);
+        let nqn = format!("nqn.2014-08.org.example:cli-{}-{last}", std::process::id());
+        let listen = format!("tcp:{address}");
+        let args = ["nvme", "target", "--json", "--nqn", &nqn, "--listen", &listen];
+        let mut child = rdmux(home, &[&args, more].concat())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        out.read_line(&mut line).unwrap();
+        let target = Target {
+            child,
+            url: format!("nvme+tcp://{address}/{nqn}"),
+            address,
+        };
+        assert!(line.contains(&nqn), "{more:?}: {line}");
+        target
+    }
+}
+
+/// Returns bytes that no block has twice.
+fn pattern(len: usize, salt: u64) -> Vec<u8> {
+    let words =
+        (0..len as u64 / 8).flat_map(|word| (word.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ salt).to_le_bytes());
+    words.collect()
+}
+
+#[test]
+fn commands__use_the_own_secret_and_both_digests() {
+    let home = tempfile::tempdir().unwrap();
+    let target = Target::start(&home, 1, &["--ns", "mem:16M,block=4096", "--ns", "null:1G,ro"]);
+    let url = target.url.as_str();
+    let found = json(
+        &home,
+        &[
+            "nvme",
+            "discover",
+            &format!("nvme+tcp://{}", target.address),
+            "--json",
+        ],
+    );
+    assert_eq!(found["entries"][1]["kind"], "subsystem");
+    assert!(url.ends_with(found["entries"][1]["subsystem"].as_str().unwrap()));
+    let listed = json(&home, &["nvme", "list", url, "--json"]);
+    assert_eq!(listed["namespaces"][0]["bytes"], 16 << 20);
+    assert_eq!(listed["namespaces"][1]["read_only"], true);
+    let controller = json(&home, &["nvme", "id-ctrl", url, "--json"]);
+    assert_eq!(
+        (&controller["mdts"], &controller["ioccsz"]),
+        (&8.into(), &((64 + 16384) / 16).into())
+    );
+    let namespace = json(&home, &["nvme", "id-ns", url, "--json", "--nsid", "1"]);
+    assert_eq!(
+        (&namespace["nsze"], &namespace["lbafs"][0]["lbads"]),
+        (&4096.into(), &12.into())
+    );
+
+    let bytes = pattern(5 << 20, 1);
+    let file = home.path().join("file");
+    fs::write(&file, &bytes).unwrap();
+    let digests = ["--header-digest", "--data-digest"];
+    let write = ["nvme", "write", url, file.to_str().unwrap(), "--offset", "4K"];
+    let said = run(&home, &[&write[..], &digests].concat(), &[]);
+    assert!(String::from_utf8_lossy(&said).starts_with("wrote 5242880 bytes"));
+    let read = ["nvme", "read", url, "--offset", "4K", "--length", "5M"];
+    assert!(run(&home, &[&read[..], &digests].concat(), &[]) == bytes);
+    // From a pipe, and into a file.
+    let bytes = pattern(1 << 20, 2);
+    run(
+        &home,
+        &["nvme", "write", url, "--offset", "8M", "--quiet"],
+        &bytes,
+    );
+    let copy = home.path().join("copy");
+    let into = [
+        "nvme",
+        "read",
+        url,
+        "--offset",
+        "8M",
+        "--length",
+        "1M",
+        "--output",
+        copy.to_str().unwrap(),
+        "--json",
+    ];
+    assert_eq!(json(&home, &into)["bytes"], 1 << 20);
+    assert!(fs::read(copy).unwrap() == bytes);
+    for rw in ["randread", "randwrite", "read", "write", "randrw"] {
+        let perf = [
+            "nvme", "perf", url, "--rw", rw, "--depth", "8", "--queues", "2", "--time", "0.2", "--warmup",
+            "0", "--json",
+        ];
+        let measured = json(&home, &perf);
+        let (reads, writes) = (
+            measured["reads"].as_u64().unwrap(),
+            measured["writes"].as_u64().unwrap(),
+        );
+        assert_eq!(
+            (reads > 0, writes > 0),
+            (
+                rw != "randwrite" && rw != "write",
+                rw.ends_with("write") || rw == "randrw"
+            )
+        );
+        assert!(measured["cpu_us_per_io"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn errors__are_one_line_that_says_what_and_where() {
+    let home = tempfile::tempdir().unwrap();
+    let target = Target::start(&home, 2, &["--ns", "mem:1M,block=4096", "--ns", "null:1M,ro"]);
+    let url = target.url.as_str();
+    let stranger = tempfile::tempdir().unwrap();
+    let fails = |home: &TempDir, args: &[&str], input: &[u8], part: &str| {
+        let error = error(home, args, input);
+        assert!(error.contains(part), "{args:?}: {error}");
+    };
+    let list = ["nvme", "list", url];
+    fails(&stranger, &list, &[], "--secret FILE");
+    // Its own secret, which the target does not know.
+    Target::start(&stranger, 3, &["--ns", "null:1M"]);
+    fails(&stranger, &list, &[], "wrong secret");
+    let rdma = url.replace("nvme+tcp", "nvme+rdma");
+    fails(
+        &home,
+        &["nvme", "list", &rdma],
+        &[],
+        "does not speak NVMe/RDMA yet",
+    );
+    fails(
+        &home,
+        &["nvme", "list", &format!("{url}x")],
+        &[],
+        "no subsystem of this name",
+    );
+    fails(
+        &home,
+        &["nvme", "list", &format!("nvme+tcp://{}", target.address)],
+        &[],
+        "names no subsystem",
+    );
+    fails(&home, &["nvme", "discover", url], &[], "without a subsystem");
+    let (port, _) = url.split_once(":4420").unwrap();
+    fails(
+        &home,
+        &["nvme", "discover", &format!("{port}:4421")],
+        &[],
+        "does a target listen there?",
+    );
+    let read = ["nvme", "read", url];
+    for (more, part) in [
+        (["--offset", "1"], "no multiple of the blocks"),
+        (["--length", "100"], "no multiple of the blocks"),
+        (["--offset", "1M"], "ends at byte 1048576"),
+        (["--length", "2M"], "ends at byte 1048576"),
+        (["--nsid", "9"], "no namespace 9"),
+    ] {
+        fails(&home, &[&read[..], &more].concat(), &[], part);
+    }
+    let write = ["nvme", "write", url];
+    fails(
+        &home,
+        &[&write[..], &["--nsid", "2"]].concat(),
+        &[0; 512],
+        "read-only",
+    );
+    fails(&home, &write, &[0; 5000], "in the middle of a block");
+    fails(
+        &home,
+        &write,
+        &vec![0; (1 << 20) + 4096],
+        "more bytes than namespace 1",
+    );
+    fails(
+        &home,
+        &[&write[..], &["--length", "8K"]].concat(),
+        &[0; 4096],
+        "too early",
+    );
+    fails(&home, &[&write[..], &["/nowhere"]].concat(), &[], "/nowhere");
+    fails(&home, &["nvme", "perf", url, "--bs", "512"], &[], "--bs 512");
+    fails(
+        &home,
+        &["nvme", "perf", url, "--depth", "500"],
+        &[],
+        "commands of a queue at a time",
+    );
+    fails(
+        &home,
+        &["nvme", "perf", url, "--nsid", "2", "--rw", "randwrite"],
+        &[],
+        "read-only",
+    );
+}
+
+fn disk(home: &TempDir) -> String {
+    let path = home.path().join("disk");
+    fs::File::create(&path).unwrap().set_len(64 << 20).unwrap();
+    format!("{},block=4096", path.display())
+}
+
+/// Returns the number of bytes of a file that hold something.
+fn written(path: &Path) -> usize {
+    fs::read(path)
+        .unwrap()
+        .chunks(4096)
+        .filter(|block| block.iter().any(|byte| *byte != 0))
+        .count()
+        * 4096
+}
+
+#[test]
+fn write__survives_a_target_that_is_killed() {
+    let home = tempfile::tempdir().unwrap();
+    let namespace = disk(&home);
+    let disk = home.path().join("disk");
+    let mut target = Some(Target::start(&home, 4, &["--ns", &namespace]));
+    let url = target.as_ref().unwrap().url.clone();
+    let bytes = pattern(48 << 20, 3);
+    let file = home.path().join("file");
+    fs::write(&file, &bytes).unwrap();
+    let args = ["nvme", "write", &url, file.to_str().unwrap(), "--json"];
+    let writer = rdmux(&home, &args).spawn().unwrap();
+    while written(&disk) < 1 << 20 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(target.take());
+    let _again = Target::start(&home, 4, &["--ns", &namespace]);
+    let output = writer.wait_with_output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    println!("{report}");
+    assert_eq!(report["bytes"], 48 << 20);
+    assert!(fs::read(&disk).unwrap()[..48 << 20] == bytes);
+}
+
+#[test]
+fn read__ends_when_the_target_does_not_come_back() {
+    let home = tempfile::tempdir().unwrap();
+    let target = Target::start(&home, 5, &["--ns", "null:1T"]);
+    let url = target.url.clone();
+    let args = ["nvme", "perf", &url, "--time", "60", "--ctrl-loss-tmo", "1"];
+    let mut reader = rdmux(&home, &args).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(reader.try_wait().unwrap().is_none());
+    drop(target);
+    let output = reader.wait_with_output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !output.status.success() && errors.contains("could not be made again within 1 s"),
+        "{errors}"
+    );
+}
