@@ -211,3 +211,118 @@ fn secrets__are_made_once_in_a_private_file() {
     let error = Secrets::load(&none).unwrap_err().to_string();
     assert!(error.contains("holds no secret"), "{error}");
 }
+
+fn host(controller: Option<Secret>, offer: Offer) -> HostAuthenticator {
+    HostAuthenticator::new(parties(controller), offer, || Some([3; 32]), 9)
+}
+
+/// Has host and controller talk until the host is done; returns the messages that it has sent.
+fn converse(host: &mut HostAuthenticator, controller: &mut Authenticator) -> (Result<(), AuthError>, usize) {
+    for sent in 0..10 {
+        match host.next() {
+            Ok(HostStep::Send(bytes)) => controller.handle(&bytes),
+            Ok(HostStep::Receive) => {
+                // As it comes: with room behind it.
+                let mut bytes = controller.poll().unwrap();
+                bytes.resize(4096, 0);
+                if let Err(error) = host.handle(&bytes) {
+                    return (Err(error), sent);
+                }
+            }
+            Ok(HostStep::Done) => return (Ok(()), sent),
+            Err(error) => return (Err(error), sent),
+        }
+    }
+    panic!("the exchange has no end");
+}
+
+#[test]
+fn host__agrees_with_the_controller_by_every_hash_and_group() {
+    for hash in HashId::ALL {
+        for group in DhGroup::ALL {
+            for own in [None, Some(Secret::new([2; 32]))] {
+                let mut controller = authenticator(Some(Secret::new([2; 32])));
+                let offer = Offer {
+                    hashes: vec![hash],
+                    groups: vec![group],
+                };
+                let (result, messages) = converse(&mut host(own.clone(), offer), &mut controller);
+                assert_eq!(result, Ok(()), "{hash:?} {group:?}");
+                // Negotiate, challenge, reply, success, and who was challenged hears that it has succeeded.
+                assert_eq!(messages, 4 + usize::from(own.is_some()));
+                assert!(controller.is_authenticated());
+            }
+        }
+    }
+}
+
+#[test]
+fn host__takes_no_wrong_proof_and_tells_the_controller() {
+    let mut controller = authenticator(Some(Secret::new([2; 32])));
+    let mut mistaken = host(Some(Secret::new([9; 32])), Offer::default());
+    let (result, messages) = converse(&mut mistaken, &mut controller);
+    assert_eq!((result, messages), (Err(AuthError::ControllerFailed), 5));
+    assert!(!controller.is_authenticated());
+    // The error stays.
+    assert_eq!(mistaken.next(), Err(AuthError::ControllerFailed));
+    // A controller that says nothing about its secret.
+    let mut controller = authenticator(None);
+    let mut asking = host(Some(Secret::new([2; 32])), Offer::default());
+    let (result, _) = converse(&mut asking, &mut controller);
+    assert_eq!(result, Err(AuthError::Refused(AuthFailure::Failed)));
+}
+
+#[test]
+fn host__refuses_what_it_did_not_offer() {
+    let challenge = |hash: HashId, group: DhGroup, value: Vec<u8>| AuthMessage::Challenge {
+        hash,
+        group,
+        sequence: 1,
+        challenge: vec![5; hash.digest_len()],
+        dh_value: value,
+    };
+    let only = || Offer {
+        hashes: vec![HashId::Sha256],
+        groups: vec![DhGroup::Ffdhe2048],
+    };
+    let answered = |message: AuthMessage, transaction: u16| {
+        let mut host = host(None, only());
+        assert!(matches!(host.next(), Ok(HostStep::Send(_))));
+        assert_eq!(host.next(), Ok(HostStep::Receive));
+        host.handle(&message.emit(transaction))
+    };
+    let value = KeyPair::new(DhGroup::Ffdhe2048, &[3; EXPONENT_LEN])
+        .unwrap()
+        .public()
+        .to_vec();
+    assert_eq!(
+        answered(challenge(HashId::Sha256, DhGroup::Ffdhe2048, value.clone()), 9),
+        Ok(())
+    );
+    // A weaker group, another function, and a value of which everybody knows the powers.
+    let mut one = vec![0; 256];
+    one[255] = 1;
+    for message in [
+        challenge(HashId::Sha256, DhGroup::Null, Vec::new()),
+        challenge(HashId::Sha512, DhGroup::Ffdhe2048, value.clone()),
+        challenge(HashId::Sha256, DhGroup::Ffdhe2048, one),
+    ] {
+        assert_eq!(answered(message, 9), Err(AuthError::NotOffered));
+    }
+    let own = challenge(HashId::Sha256, DhGroup::Ffdhe2048, value);
+    for (message, transaction) in [
+        (own, 8),
+        // Success before any proof.
+        (
+            AuthMessage::Success1 {
+                hash: HashId::Sha256,
+                response: None,
+            },
+            9,
+        ),
+        (AuthMessage::Success2, 9),
+    ] {
+        assert_eq!(answered(message, transaction), Err(AuthError::Message));
+    }
+    assert_eq!(host(None, only()).handle(&[]), Err(AuthError::Message));
+}

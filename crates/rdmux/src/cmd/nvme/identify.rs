@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use rdmux_nvmf::host::Url;
+use rdmux_nvmf::identity::uuid_text;
 use rdmux_wire::nvme::NsId;
 use serde_json::{Map, Value, json};
 
@@ -50,27 +51,34 @@ enum Form {
     Text,
     /// An identifier: its bytes in their order.
     Bytes,
+    /// The same, in parts.
+    Uuid,
+    /// An organization's identifier, the lowest byte first.
+    Oui,
 }
 
 /// Name, offset, bytes, form.
 type Field = (&'static str, usize, usize, Form);
 
 #[rustfmt::skip]
-const CONTROLLER: [Field; 77] = [
+const CONTROLLER: [Field; 85] = [
     ("vid", 0, 2, Form::Hex), ("ssvid", 2, 2, Form::Hex), ("sn", 4, 20, Form::Text), ("mn", 24, 40, Form::Text), ("fr", 64, 8, Form::Text),
-    ("rab", 72, 1, Form::Decimal), ("ieee", 73, 3, Form::Hex), ("cmic", 76, 1, Form::Hex), ("mdts", 77, 1, Form::Decimal),
+    ("rab", 72, 1, Form::Decimal), ("ieee", 73, 3, Form::Oui), ("cmic", 76, 1, Form::Hex), ("mdts", 77, 1, Form::Decimal),
     ("cntlid", 78, 2, Form::Hex), ("ver", 80, 4, Form::Hex), ("rtd3r", 84, 4, Form::Hex), ("rtd3e", 88, 4, Form::Hex),
     ("oaes", 92, 4, Form::Hex), ("ctratt", 96, 4, Form::Hex), ("rrls", 100, 2, Form::Hex), ("cntrltype", 111, 1, Form::Decimal),
-    ("fguid", 112, 16, Form::Bytes), ("crdt1", 128, 2, Form::Decimal), ("crdt2", 130, 2, Form::Decimal), ("crdt3", 132, 2, Form::Decimal),
+    ("fguid", 112, 16, Form::Uuid), ("crdt1", 128, 2, Form::Decimal), ("crdt2", 130, 2, Form::Decimal), ("crdt3", 132, 2, Form::Decimal),
+    ("nvmsr", 253, 1, Form::Decimal), ("vwci", 254, 1, Form::Decimal), ("mec", 255, 1, Form::Decimal),
     ("oacs", 256, 2, Form::Hex), ("acl", 258, 1, Form::Decimal), ("aerl", 259, 1, Form::Decimal), ("frmw", 260, 1, Form::Hex),
     ("lpa", 261, 1, Form::Hex), ("elpe", 262, 1, Form::Decimal), ("npss", 263, 1, Form::Decimal), ("avscc", 264, 1, Form::Hex),
     ("apsta", 265, 1, Form::Hex), ("wctemp", 266, 2, Form::Decimal), ("cctemp", 268, 2, Form::Decimal), ("mtfa", 270, 2, Form::Decimal),
     ("hmpre", 272, 4, Form::Decimal), ("hmmin", 276, 4, Form::Decimal), ("tnvmcap", 280, 16, Form::Decimal),
     ("unvmcap", 296, 16, Form::Decimal), ("rpmbs", 312, 4, Form::Hex), ("edstt", 316, 2, Form::Decimal), ("dsto", 318, 1, Form::Decimal),
     ("fwug", 319, 1, Form::Decimal), ("kas", 320, 2, Form::Decimal), ("hctma", 322, 2, Form::Hex), ("mntmt", 324, 2, Form::Decimal),
-    ("mxtmt", 326, 2, Form::Decimal), ("sanicap", 328, 4, Form::Hex), ("anatt", 342, 1, Form::Decimal), ("anacap", 343, 1, Form::Decimal),
+    ("mxtmt", 326, 2, Form::Decimal), ("sanicap", 328, 4, Form::Hex),
+    ("hmminds", 332, 4, Form::Decimal), ("hmmaxd", 336, 2, Form::Decimal), ("nsetidmax", 338, 2, Form::Decimal), ("endgidmax", 340, 2, Form::Decimal),
+    ("anatt", 342, 1, Form::Decimal), ("anacap", 343, 1, Form::Decimal),
     ("anagrpmax", 344, 4, Form::Decimal), ("nanagrpid", 348, 4, Form::Decimal), ("pels", 352, 4, Form::Decimal),
-    ("domainid", 356, 2, Form::Decimal), ("sqes", 512, 1, Form::Hex), ("cqes", 513, 1, Form::Hex), ("maxcmd", 514, 2, Form::Decimal),
+    ("domainid", 356, 2, Form::Decimal), ("megcap", 368, 16, Form::Decimal), ("sqes", 512, 1, Form::Hex), ("cqes", 513, 1, Form::Hex), ("maxcmd", 514, 2, Form::Decimal),
     ("nn", 516, 4, Form::Decimal), ("oncs", 520, 2, Form::Hex), ("fuses", 522, 2, Form::Hex), ("fna", 524, 1, Form::Hex),
     ("vwc", 525, 1, Form::Hex), ("awun", 526, 2, Form::Decimal), ("awupf", 528, 2, Form::Decimal), ("icsvscc", 530, 1, Form::Decimal),
     ("nwpc", 531, 1, Form::Decimal), ("acwu", 532, 2, Form::Decimal), ("ocfs", 534, 2, Form::Hex), ("sgls", 536, 4, Form::Hex),
@@ -120,16 +128,23 @@ fn hex(field: &[u8]) -> String {
     field.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Returns a hexadecimal number, of which 0 has no prefix, as C prints it.
+fn prefixed(number: u128) -> String {
+    match number {
+        0 => "0".to_owned(),
+        _ => format!("{number:#x}"),
+    }
+}
+
 fn shown((_, at, len, form): &Field, bytes: &[u8]) -> String {
     let field = &bytes[*at..*at + *len];
     match form {
         Form::Decimal => number(field).to_string(),
-        Form::Hex => match number(field) {
-            0 => "0".to_owned(),
-            number => format!("{number:#x}"),
-        },
+        Form::Hex => prefixed(number(field)),
         Form::Text => text(field),
         Form::Bytes => hex(field),
+        Form::Uuid => field.try_into().map_or_else(|_| hex(field), uuid_text),
+        Form::Oui => format!("{:06x}", number(field)),
     }
 }
 
@@ -141,9 +156,9 @@ fn value(field: &Field, bytes: &[u8]) -> Value {
     }
 }
 
-fn lines(title: &str, fields: &[Field], bytes: &[u8]) -> String {
+fn lines(title: &str, width: usize, fields: &[Field], bytes: &[u8]) -> String {
     let lines = fields.iter().map(|field| {
-        let line = format!("{:<10}: {}", field.0, shown(field, bytes));
+        let line = format!("{:<width$}: {}", field.0, shown(field, bytes));
         line.trim_end().to_owned()
     });
     std::iter::once(title.to_owned())
@@ -164,7 +179,7 @@ pub(super) fn controller(args: &ControllerArgs) -> Result<()> {
     let bytes = &controller.info().identify_bytes;
     output::say(&match args.json {
         true => format!("{:#}", Value::from(object(&CONTROLLER, bytes))),
-        false => lines("NVME Identify Controller:", &CONTROLLER, bytes),
+        false => lines("NVME Identify Controller:", 10, &CONTROLLER, bytes),
     });
     controller.close();
     Ok(())
@@ -187,10 +202,18 @@ pub(super) fn namespace(args: &NamespaceArgs) -> Result<()> {
         output::say(&format!("{:#}", Value::from(all)));
     } else {
         let title = format!("NVME Identify Namespace {}:", args.nsid);
-        let mut all = lines(&title, &NAMESPACE, bytes);
+        // Bit 4 of NSFEAT: these fields have a meaning.
+        let is_optimal = |name: &str| matches!(name, "npwg" | "npwa" | "npdg" | "npda" | "nows");
+        let has_optimal = bytes[24] & 1 << 4 != 0;
+        let fields: Vec<_> = NAMESPACE
+            .into_iter()
+            .filter(|field| has_optimal || !is_optimal(field.0))
+            .collect();
+        let mut all = lines(&title, 8, &fields, bytes);
         for (at, (ms, lbads, rp)) in formats.enumerate() {
             let in_use = if at == used { " (in use)" } else { "" };
-            all += &format!("\nlbaf {at:>2}   : ms:{ms:<3} lbads:{lbads:<2} rp:{rp:#x}{in_use}");
+            let rp = prefixed(rp.into());
+            all += &format!("\nlbaf {at:>2} : ms:{ms:<3} lbads:{lbads:<2} rp:{rp}{in_use}");
         }
         output::say(&all);
     }
@@ -219,7 +242,7 @@ mod tests {
         let mut bytes = vec![0; 4096];
         bytes[..4].copy_from_slice(&[0xf4, 0x1a, 0, 0]);
         bytes[4..8].copy_from_slice(b"ab\x1b ");
-        let text = lines("t", &CONTROLLER[..3], &bytes);
+        let text = lines("t", 10, &CONTROLLER[..3], &bytes);
         assert_eq!(text, "t\nvid       : 0x1af4\nssvid     : 0\nsn        : ab?");
         bytes[280..296].fill(0xff);
         let all = object(&CONTROLLER, &bytes);
