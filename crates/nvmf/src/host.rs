@@ -112,7 +112,7 @@ pub enum HostError {
     #[error("the connection failed: {0}")]
     Io(Arc<io::Error>),
     /// The target has closed the connection.
-    #[error("the target closed the connection{}", .0.map_or(String::new(), |what| format!(" at {what}")))]
+    #[error("the target closed the connection{}", closed_at(*.0))]
     Closed(Option<&'static str>),
     /// The connection is over.
     #[error(transparent)]
@@ -166,6 +166,16 @@ pub enum HostError {
         /// The last failure.
         cause: Arc<HostError>,
     },
+}
+
+/// Returns when a connection was closed, and what that may mean.
+fn closed_at(what: Option<&'static str>) -> String {
+    match what {
+        // Linux's target may do so before what it says of a wrong secret has left it.
+        Some(what) if what.starts_with("Authentication") => format!(" at {what}: is the secret right?"),
+        Some(what) => format!(" at {what}"),
+        None => String::new(),
+    }
 }
 
 impl From<io::Error> for HostError {

@@ -168,7 +168,8 @@ impl Link {
         loop {
             match setup.next()? {
                 Step::Submit(what, command) => {
-                    let completion = self.run(what, *command, timeout)?;
+                    let completion = self.run(what, *command, timeout);
+                    let completion = completion.map_err(|error| setup.failed(error))?;
                     setup.handle(what, &completion)?;
                 }
                 Step::Post(command) => self.post(*command),

@@ -255,15 +255,12 @@ impl<'a> Setup<'a> {
             return Ok(());
         }
         if !completion.status.is_success() {
-            // A controller that is told that its proof is wrong may refuse to hear it.
-            if let (State::Authenticate, Some(authentication)) = (self.state, &mut self.authentication) {
-                authentication.next()?;
-            }
-            return Err(HostError::Refused {
+            let refused = HostError::Refused {
                 what,
                 status: completion.status,
                 hint: hint(completion.status, result),
-            });
+            };
+            return Err(self.failed(refused));
         }
         match self.state {
             State::Connect => self.handle_connect(result)?,
@@ -331,6 +328,18 @@ impl<'a> Setup<'a> {
             State::RequestEvent | State::Done => {}
         }
         Ok(())
+    }
+
+    /// Returns why the setup has failed, when a command has: a controller that is told that its proof is wrong may refuse to hear it, or close the
+    /// connection.
+    pub fn failed(&mut self, error: HostError) -> HostError {
+        match (self.state, &mut self.authentication) {
+            (State::Authenticate, Some(authentication)) => match authentication.next() {
+                Err(why) => why.into(),
+                Ok(_) => error,
+            },
+            _ => error,
+        }
     }
 
     fn handle_connect(&mut self, result: u64) -> Result<(), HostError> {

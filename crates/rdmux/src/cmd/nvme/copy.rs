@@ -25,9 +25,7 @@ const DEPTH: u16 = 8;
 
 /// Read bytes of a namespace.
 #[derive(clap::Args, Debug)]
-#[command(
-    after_help = "JSON, of --output alone: one object: bytes, seconds, gigabytes_per_second, reconnects."
-)]
+#[command(after_help = "JSON: with --output one object: bytes, seconds, gigabytes_per_second, reconnects.")]
 pub(crate) struct ReadArgs {
     /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
