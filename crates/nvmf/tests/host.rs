@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rdmux_nvmf::auth::{Offer, Secret, Secrets};
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
 use rdmux_nvmf::host::command::{flush, read, write};
-use rdmux_nvmf::host::{Controller, HostError, Options, Session};
+use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session};
 use rdmux_nvmf::server::{Config, Server, Stopper};
 use rdmux_nvmf::target::{Access, Namespace, Subsystem, Target};
 use rdmux_wire::nvme::{Cns, DISCOVERY_NQN, DhGroup, HashId, Nqn, NsId, SubsystemKind};
@@ -22,6 +22,7 @@ const BLOCK: u32 = 4096;
 const LONG: Duration = Duration::from_secs(60);
 
 struct Running {
+    subsystem: Arc<Subsystem>,
     address: SocketAddr,
     stopper: Stopper,
     thread: Option<JoinHandle<()>>,
@@ -43,7 +44,8 @@ impl Running {
         };
         subsystem.add_namespace(namespace).unwrap();
         let target = Target::default();
-        target.add_subsystem(Arc::new(subsystem)).unwrap();
+        let subsystem = Arc::new(subsystem);
+        target.add_subsystem(subsystem.clone()).unwrap();
         let server = Server::bind(Config {
             target: Arc::new(target),
             listen: vec![listen],
@@ -54,6 +56,7 @@ impl Running {
         let (address, stopper) = (server.addresses()[0], server.stopper());
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
+            subsystem,
             address,
             stopper,
             thread: Some(thread),
@@ -328,6 +331,47 @@ fn session__survives_a_server_that_is_replaced() {
 }
 
 #[test]
+fn session__of_several_queues_has_one_new_controller_for_all() {
+    const QUEUES: u16 = 3;
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(16 << 20).unwrap();
+    let mut server = Some(restart("127.0.0.1:0".parse().unwrap(), file.path(), 1));
+    let address = server.as_ref().unwrap().address;
+    let session = Session::connect(server.as_ref().unwrap().options(), QUEUES).unwrap();
+    session.open_namespace(NsId(1)).unwrap();
+    let (sender, ready) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let mut resumes = Vec::new();
+        for qid in 1..=QUEUES {
+            let (resume, wait) = std::sync::mpsc::channel::<()>();
+            resumes.push(resume);
+            let (session, sender) = (&session, sender.clone());
+            scope.spawn(move || {
+                let mut queue = session.queue(qid, 4).unwrap();
+                let first = u64::from(qid) * 512;
+                for at in first..first + 256 {
+                    if at == first + 128 {
+                        sender.send(()).unwrap();
+                        wait.recv().unwrap();
+                    }
+                    let bytes = write(NsId(1), at, 1, BLOCK, pattern(at, 1));
+                    queue.run("Write", bytes).unwrap();
+                }
+                let bytes = 256 * BLOCK;
+                let all = read(NsId(1), first, 256, bytes, vec![0; bytes as usize]);
+                assert!(queue.run("Read", all).unwrap().bytes() == pattern(first, 256));
+            });
+        }
+        // All are in the middle: the server is another one then.
+        (0..QUEUES).for_each(|_| ready.recv_timeout(LONG).unwrap());
+        server.take();
+        server = Some(restart(address, file.path(), 1));
+        resumes.iter().for_each(|resume| resume.send(()).unwrap());
+    });
+    assert_eq!(session.generation(), 2);
+}
+
+#[test]
 fn session__gives_up_after_its_time() {
     let server = Running::memory(Access::AnyHost);
     let mut options = server.options();
@@ -412,6 +456,31 @@ fn io_timeout__is_a_loss_of_the_controller() {
         .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
         .unwrap_err();
     assert!(matches!(error, HostError::GaveUp { .. }), "{error}");
+}
+
+#[test]
+fn events__come_again_after_each_change() {
+    let server = Running::memory(Access::AnyHost);
+    let mut options = server.options();
+    options.keep_alive = Duration::from_millis(200);
+    let controller = Controller::connect(&Arc::new(options), 1).unwrap();
+    for nsid in [2, 3] {
+        let namespace = Namespace {
+            nsid: NsId(nsid),
+            block_shift: 12,
+            uuid: [nsid as u8; 16],
+            is_protected: false,
+            backend: Box::new(MemoryBackend::new(1 << 20).unwrap()),
+        };
+        server.subsystem.add_namespace(namespace).unwrap();
+        let began = Instant::now();
+        // They come with the keep-alives.
+        while controller.take_events() != [Event::NamespacesChanged] {
+            assert!(began.elapsed() < LONG && controller.lost().is_none(), "{nsid}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    assert_eq!(controller.namespaces().unwrap(), [1, 2, 3].map(NsId));
 }
 
 #[test]

@@ -70,6 +70,8 @@ pub struct NamespaceInfo {
     pub used_blocks: u64,
     /// Bytes of a block as a power of two.
     pub block_shift: u8,
+    /// Bytes of metadata of a block: with some, [`Session`](super::Session) does not use it.
+    pub metadata_bytes: u16,
     /// It takes no writes.
     pub is_protected: bool,
     /// Its identifiers; zero where it has none.
@@ -90,10 +92,6 @@ impl NamespaceInfo {
     }
 
     fn parse(nsid: NsId, bytes: &[u8], ids: NamespaceIdentifiers) -> Result<NamespaceInfo, HostError> {
-        let inconsistent = |why: String| HostError::Inconsistent {
-            what: "Identify Namespace",
-            why,
-        };
         // An inactive namespace is all zeros (NVM 4.1.5.1).
         if bytes.iter().all(|byte| *byte == 0) {
             return Err(HostError::Inconsistent {
@@ -104,11 +102,6 @@ impl NamespaceInfo {
         let namespace = IdentifyNamespace::parse(bytes)?;
         let format = 128 + 4 * usize::from(bytes[26] & 0xf);
         let metadata = u16::from_le_bytes([bytes[format], bytes[format + 1]]);
-        if metadata > 0 {
-            return Err(inconsistent(format!(
-                "says that blocks of namespace {nsid} have {metadata} bytes of metadata, which this host does not support"
-            )));
-        }
         let mut used = [0; 8];
         used.copy_from_slice(&bytes[16..24]);
         Ok(NamespaceInfo {
@@ -116,6 +109,7 @@ impl NamespaceInfo {
             blocks: namespace.blocks,
             used_blocks: u64::from_le_bytes(used),
             block_shift: namespace.block_shift,
+            metadata_bytes: metadata,
             is_protected: namespace.is_protected,
             ids,
             identify_bytes: bytes.to_vec(),

@@ -78,10 +78,19 @@ impl Session {
     /// Looks a namespace up for use: a later controller has to have the same.
     ///
     /// # Errors
-    /// As [`Controller::namespace`].
+    /// As [`Controller::namespace`], or its blocks have metadata.
     pub fn open_namespace(&self, nsid: NsId) -> Result<NamespaceInfo, HostError> {
         let mut state = self.state();
         let namespace = state.controller.namespace(nsid)?;
+        if namespace.metadata_bytes > 0 {
+            return Err(HostError::Inconsistent {
+                what: "namespace",
+                why: format!(
+                    "{nsid} has {} bytes of metadata with each block, which this host does not support",
+                    namespace.metadata_bytes
+                ),
+            });
+        }
         state.namespaces.push(namespace.clone());
         Ok(namespace)
     }
@@ -340,7 +349,13 @@ impl IoQueue {
             self.repeated.push(completion);
         }
         let commands = self.link.connection.take_commands();
+        let (began, within) = (Instant::now(), self.session.options.loss_timeout);
         loop {
+            // Other queues may do well on controllers that refuse this one.
+            if began.elapsed() > within {
+                let cause = Arc::new(cause);
+                return Err(HostError::GaveUp { within, cause });
+            }
             let (generation, controller) = self.session.renew(self.generation, cause)?;
             (self.generation, self.controller) = (generation, controller);
             match open_queue(&self.controller, self.qid, self.depth) {
