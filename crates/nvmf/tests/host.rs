@@ -11,9 +11,9 @@ use rdmux_nvmf::auth::{Offer, Secret, Secrets};
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
 use rdmux_nvmf::host::command::{flush, read, write};
 use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session};
-use rdmux_nvmf::server::{Config, Server, Stopper};
-use rdmux_nvmf::target::{Access, Namespace, Subsystem, Target};
-use rdmux_wire::nvme::{Cns, DISCOVERY_NQN, DhGroup, HashId, Nqn, NsId, SubsystemKind};
+use rdmux_nvmf::server::{Config, Handle, Server};
+use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_wire::nvme::{Cns, DISCOVERY_NQN, DhGroup, HashId, Nqn, NsId, SubsystemKind, TransportKind};
 use rdmux_wire::nvme_tcp::Digests;
 
 const SUBSYSTEM: &str = "nqn.2014-08.org.example:host";
@@ -24,7 +24,7 @@ const LONG: Duration = Duration::from_secs(60);
 struct Running {
     subsystem: Arc<Subsystem>,
     address: SocketAddr,
-    stopper: Stopper,
+    handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -33,8 +33,8 @@ fn nqn(name: &str) -> Nqn {
 }
 
 impl Running {
-    fn start(listen: SocketAddr, access: Access, backend: Box<dyn Backend>, uuid: u8) -> Running {
-        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", access);
+    fn start(listen: SocketAddr, hosts: Hosts, backend: Arc<dyn Backend>, uuid: u8) -> Running {
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", hosts);
         let namespace = Namespace {
             nsid: NsId(1),
             block_shift: 12,
@@ -48,24 +48,27 @@ impl Running {
         target.add_subsystem(subsystem.clone()).unwrap();
         let server = Server::bind(Config {
             target: Arc::new(target),
-            listen: vec![listen],
+            listen: vec![Listener {
+                transport: TransportKind::Tcp,
+                address: listen,
+            }],
             reactors: 1,
             waiting: None,
         })
         .unwrap();
-        let (address, stopper) = (server.addresses()[0], server.stopper());
+        let (address, handle) = (server.listeners()[0].address, server.handle());
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
             subsystem,
             address,
-            stopper,
+            handle,
             thread: Some(thread),
         }
     }
 
-    fn memory(access: Access) -> Running {
+    fn memory(hosts: Hosts) -> Running {
         let any = "127.0.0.1:0".parse().unwrap();
-        Running::start(any, access, Box::new(MemoryBackend::new(16 << 20).unwrap()), 1)
+        Running::start(any, hosts, Arc::new(MemoryBackend::new(16 << 20).unwrap()), 1)
     }
 
     fn options(&self) -> Options {
@@ -75,7 +78,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.stopper.stop();
+        self.handle.stop();
         let ended = self.thread.take().map(JoinHandle::join);
         assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))));
     }
@@ -89,7 +92,7 @@ fn pattern(first: u64, blocks: u32) -> Vec<u8> {
 
 #[test]
 fn discovery__lists_the_subsystem_and_the_service() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let options = Options::new(vec![server.address], nqn(DISCOVERY_NQN));
     let controller = Controller::connect(&Arc::new(options), 0).unwrap();
     let log = controller.discovery_log().unwrap();
@@ -102,7 +105,7 @@ fn discovery__lists_the_subsystem_and_the_service() {
 
 #[test]
 fn namespace__is_described() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let controller = Controller::connect(&Arc::new(server.options()), 0).unwrap();
     assert_eq!(controller.info().identify.subsystem, nqn(SUBSYSTEM));
     assert_eq!(controller.namespaces().unwrap(), [NsId(1)]);
@@ -122,7 +125,7 @@ fn namespace__is_described() {
 
 #[test]
 fn connect__says_what_is_wrong() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let fails = |options: Options, part: &str| {
         let error = Controller::connect(&Arc::new(options), 0)
             .unwrap_err()
@@ -149,7 +152,7 @@ fn connect__says_what_is_wrong() {
 
 #[test]
 fn io__of_every_size_with_every_digest_and_flow_control() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     for bits in 0..4 {
         for flow_control in [false, true] {
             let mut options = server.options();
@@ -178,7 +181,7 @@ fn io__of_every_size_with_every_digest_and_flow_control() {
 
 #[test]
 fn io__of_several_queues_keeps_its_depth() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let session = Session::connect(server.options(), 4).unwrap();
     std::thread::scope(|scope| {
         for qid in 1..=4u16 {
@@ -223,11 +226,18 @@ fn secrets(controller: Option<u8>) -> Secrets {
     }
 }
 
-fn with_secrets(controller: Option<u8>) -> Access {
-    Access::Secrets {
-        secrets: secrets(controller),
-        random: || rdmux_key::random_nonce().ok(),
-    }
+fn with_secrets(controller: Option<u8>) -> Hosts {
+    Hosts::any(Terms {
+        authentication: Some(Authentication {
+            secrets: secrets(controller),
+            random: || rdmux_key::random_nonce().ok(),
+        }),
+        ..Terms::default()
+    })
+}
+
+fn any_host() -> Hosts {
+    Hosts::any(Terms::default())
 }
 
 #[test]
@@ -283,8 +293,16 @@ fn authentication__fails_on_either_side() {
 
 /// Starts a server on a file, always with the same port, in place of one that has ended.
 fn restart(address: SocketAddr, file: &std::path::Path, uuid: u8) -> Running {
-    let backend = Box::new(FileBackend::open(file, false).unwrap());
-    Running::start(address, Access::AnyHost, backend, uuid)
+    // The last one keeps the file locked until its I/Os are done.
+    let began = Instant::now();
+    let backend = loop {
+        match FileBackend::open(file, false, 4096) {
+            Ok(backend) => break Arc::new(backend),
+            Err(error) => assert!(began.elapsed() < LONG, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    Running::start(address, any_host(), backend, uuid)
 }
 
 #[test]
@@ -373,7 +391,7 @@ fn session__of_several_queues_has_one_new_controller_for_all() {
 
 #[test]
 fn session__gives_up_after_its_time() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let mut options = server.options();
     options.loss_timeout = Duration::from_millis(300);
     let session = Session::connect(options, 1).unwrap();
@@ -417,7 +435,7 @@ fn relay(to: SocketAddr, stalls: Arc<std::sync::atomic::AtomicBool>) -> SocketAd
 
 #[test]
 fn keep_alive__finds_a_target_that_stalls() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let stalls = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let mut options = server.options();
     options.addresses = vec![relay(server.address, stalls.clone())];
@@ -440,7 +458,7 @@ fn keep_alive__finds_a_target_that_stalls() {
 
 #[test]
 fn io_timeout__is_a_loss_of_the_controller() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let stalls = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let mut options = server.options();
     // Without a keep-alive nothing but the I/O's own time ends it.
@@ -460,7 +478,7 @@ fn io_timeout__is_a_loss_of_the_controller() {
 
 #[test]
 fn events__come_again_after_each_change() {
-    let server = Running::memory(Access::AnyHost);
+    let server = Running::memory(any_host());
     let mut options = server.options();
     options.keep_alive = Duration::from_millis(200);
     let controller = Controller::connect(&Arc::new(options), 1).unwrap();
@@ -470,7 +488,7 @@ fn events__come_again_after_each_change() {
             block_shift: 12,
             uuid: [nsid as u8; 16],
             is_protected: false,
-            backend: Box::new(MemoryBackend::new(1 << 20).unwrap()),
+            backend: Arc::new(MemoryBackend::new(1 << 20).unwrap()),
         };
         server.subsystem.add_namespace(namespace).unwrap();
         let began = Instant::now();
