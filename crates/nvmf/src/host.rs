@@ -4,6 +4,32 @@
 //! the controller's registers) and [`tcp`] (a connection). [`Controller`] and [`Session`] drive them on sockets: a controller is one
 //! association, a session makes a new one when it is lost and repeats what was not done. A thread for each [`IoQueue`] is all
 //! that an application needs; nothing is allocated and no lock is taken for an I/O.
+//!
+//! ```no_run
+//! use rdmux_nvmf::host::{HostError, Options, Session, command};
+//! use rdmux_wire::nvme::{Nqn, NsId};
+//!
+//! # fn main() -> Result<(), HostError> {
+//! let addresses = vec!["127.0.0.1:4420".parse().expect("an address")];
+//! let subsystem = Nqn::new("nqn.2014-08.org.example:disk").expect("a name");
+//! let session = Session::connect(Options::new(addresses, subsystem), 1)?;
+//! let namespace = session.open_namespace(NsId(1))?;
+//! let mut queue = session.queue(1, 32)?;
+//! for block in 0..32 {
+//!     let len = namespace.block_bytes() as u32;
+//!     let mut read = command::read(namespace.nsid, block, 1, len, vec![0; len as usize]);
+//!     read.token = block;
+//!     queue.submit(read);
+//! }
+//! while queue.in_flight() > 0 {
+//!     queue.wait()?;
+//!     while let Some(done) = queue.poll() {
+//!         println!("block {}: {}, {:?}", done.command.token, done.status, done.bytes().first());
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod command;
 mod controller;

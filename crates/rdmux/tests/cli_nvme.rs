@@ -115,6 +115,16 @@ fn commands__use_the_own_secret_and_both_digests() {
     );
     assert_eq!(found["entries"][1]["kind"], "subsystem");
     assert!(url.ends_with(found["entries"][1]["subsystem"].as_str().unwrap()));
+    // The secret is for the subsystem: the discovery service asks for none.
+    let secret = home.path().join("rdmux/nvme-secret");
+    let given = ["--secret", secret.to_str().unwrap()];
+    let discover = format!("nvme+tcp://{}", target.address);
+    run(
+        &home,
+        &[&["nvme", "discover", &discover], &given[..]].concat(),
+        &[],
+    );
+    run(&home, &[&["nvme", "list", url], &given[..]].concat(), &[]);
     let listed = json(&home, &["nvme", "list", url, "--json"]);
     assert_eq!(listed["namespaces"][0]["bytes"], 16 << 20);
     assert_eq!(listed["namespaces"][1]["read_only"], true);

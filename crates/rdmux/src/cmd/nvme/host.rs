@@ -76,7 +76,8 @@ impl HostArgs {
         options.digests.set(Digests::HEADER, self.header_digest);
         options.digests.set(Digests::DATA, self.data_digest);
         (options.secrets, options.requires_authentication) = match &self.secret {
-            Some(path) => (Some(Secrets::load(path)?), true),
+            // Discovery services tell everybody what they have.
+            Some(path) => (Some(Secrets::load(path)?), !options.is_discovery()),
             None => (own_secrets()?, false),
         };
         Ok(options)
