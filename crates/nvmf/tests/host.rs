@@ -13,8 +13,11 @@ use rdmux_nvmf::host::command::{flush, read, write};
 use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session};
 use rdmux_nvmf::server::{Config, Handle, Server};
 use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
-use rdmux_wire::nvme::{Cns, DISCOVERY_NQN, DhGroup, HashId, Nqn, NsId, SubsystemKind, TransportKind};
-use rdmux_wire::nvme_tcp::Digests;
+use rdmux_wire::nvme::{
+    Cns, Cqe, DISCOVERY_NQN, DhGroup, FabricsType, HashId, Nqn, NsId, Opcode, Property, Register, Status,
+    SubsystemKind, TransportKind,
+};
+use rdmux_wire::nvme_tcp::{COMMON_LEN, Common, DataLayout, Digests, Flags, Header, Initialize, Transfer};
 
 const SUBSYSTEM: &str = "nqn.2014-08.org.example:host";
 const BLOCK: u32 = 4096;
@@ -499,6 +502,134 @@ fn events__come_again_after_each_change() {
         }
     }
     assert_eq!(controller.namespaces().unwrap(), [1, 2, 3].map(NsId));
+}
+
+/// A target of one namespace whose answers to reads are the test's, without digests.
+fn scripted(answer: impl Fn(u32) -> Status + Clone + Send + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        while let Ok((socket, _)) = listener.accept() {
+            let answer = answer.clone();
+            std::thread::spawn(move || serve(socket, answer));
+        }
+    });
+    address
+}
+
+fn serve(mut socket: TcpStream, answer: impl Fn(u32) -> Status) -> Option<()> {
+    let mut reads = 0;
+    loop {
+        let mut bytes = vec![0; COMMON_LEN];
+        socket.read_exact(&mut bytes).ok()?;
+        let common = Common::parse(&bytes, Digests::empty()).ok()?;
+        bytes.resize(common.pdu_len, 0);
+        socket.read_exact(&mut bytes[COMMON_LEN..]).ok()?;
+        let mut say = |header: Header, flags, data: &[u8]| {
+            let layout = DataLayout {
+                len: data.len(),
+                ..DataLayout::default()
+            };
+            let mut bytes = vec![0; 256];
+            let len = header.emit(flags, layout, &mut bytes).data_offset;
+            socket.write_all(&[&bytes[..len], data].concat()).ok()
+        };
+        let sqe = match Header::parse(common.kind, &bytes).ok()? {
+            Header::IcReq(request) => {
+                let limit = 4096;
+                say(
+                    Header::IcResp(Initialize { limit, ..request }),
+                    Flags::empty(),
+                    &[],
+                )?;
+                continue;
+            }
+            Header::CapsuleCmd(sqe) => sqe,
+            _ => return None,
+        };
+        let (mut result, mut status, mut data) = (0, Status::SUCCESS, Vec::new());
+        match (sqe.opcode(), FabricsType::of(&sqe)) {
+            (Opcode::FABRICS, FabricsType::CONNECT) => result = 1,
+            (Opcode::FABRICS, FabricsType::PROPERTY_GET) => {
+                result = match Property::parse(&sqe).register {
+                    Register::CAPABILITIES => 127 | 1 << 24,
+                    Register::STATUS => 1,
+                    _ => 0,
+                }
+            }
+            (Opcode::IDENTIFY, _) => {
+                data = vec![0; 4096];
+                if sqe.dword(10) == 1 {
+                    (data[78], data[111], data[320], data[536]) = (1, 1, 10, 1);
+                    data[768..772].copy_from_slice(b"nqn.");
+                    data[1792] = 4;
+                } else {
+                    (data[0], data[130]) = (64, 12);
+                }
+            }
+            // The same number as an admin command of logs.
+            (Opcode::READ, _) => {
+                reads += 1;
+                status = answer(reads);
+                if status.is_success() {
+                    data = vec![reads as u8; BLOCK as usize];
+                }
+            }
+            _ => {}
+        }
+        let cid = sqe.cid();
+        if !data.is_empty() {
+            let transfer = Transfer {
+                cid,
+                tag: 0,
+                offset: 0,
+                length: data.len() as u32,
+            };
+            say(Header::C2hData(transfer), Flags::LAST, &data)?;
+        }
+        let cqe = Cqe {
+            result,
+            sq_head: 0,
+            cid,
+            status,
+        };
+        say(Header::CapsuleResp(cqe), Flags::empty(), &[])?;
+    }
+}
+
+/// Returns the first byte of a block that is read from such a target.
+fn read_from(answer: impl Fn(u32) -> Status + Clone + Send + 'static) -> Result<u8, String> {
+    let options = Options::new(vec![scripted(answer)], nqn(SUBSYSTEM));
+    let session = Session::connect(options, 1).unwrap();
+    session.open_namespace(NsId(1)).unwrap();
+    let mut queue = session.queue(1, 2).unwrap();
+    let done = queue.run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]));
+    done.map(|done| done.bytes()[0])
+        .map_err(|error| error.to_string())
+}
+
+#[test]
+fn status__that_asks_for_another_try_gets_it() {
+    let until = |last: u32, status: Status| {
+        move |reads| match reads > last {
+            true => Status::SUCCESS,
+            false => status,
+        }
+    };
+    assert_eq!(read_from(until(2, Status::INTERRUPTED)), Ok(3));
+    // Not for ever, and not where the target calls it final, or says that the medium is at fault.
+    let never = read_from(until(u32::MAX, Status::INTERRUPTED)).unwrap_err();
+    assert!(never.contains("refused Read: command interrupted"), "{never}");
+    for status in [Status::INTERRUPTED.do_not_retry(), Status::READ_ERROR] {
+        assert!(read_from(until(1, status)).is_err(), "{status:?}");
+    }
+}
+
+#[test]
+fn queues__beyond_those_allowed_are_refused() {
+    let options = Options::new(vec![scripted(|_| Status::SUCCESS)], nqn(SUBSYSTEM));
+    let error = Session::connect(options, 2).unwrap_err().to_string();
+    assert!(error.contains("allows 1 I/O queues, not 2"), "{error}");
 }
 
 #[test]

@@ -16,11 +16,9 @@ use super::command::{event_request, identify, keep_alive, log_page, property_get
 use super::link::{Link, TICK};
 use super::queue::{Command, Completion};
 use super::setup::{ADMIN_ENTRIES, ControllerInfo, Setup};
-use super::tcp::Config;
+use super::tcp::{Config, FABRICS_IN_CAPSULE_MAX};
 use super::{HostError, Options};
 
-/// Maximum bytes of data in the capsule of a fabrics or admin command: NVMe/TCP 3.3.2.2.
-const ADMIN_IN_CAPSULE_MAX: u32 = 8 << 10;
 /// Entries of a discovery log, and namespaces of a controller, beyond which a host does not believe them.
 const LIST_MAX: usize = 64 << 10;
 /// Entries of the discovery log that are read at once.
@@ -176,7 +174,7 @@ impl Controller {
         let config = Config {
             digests: options.digests,
             entries: ADMIN_ENTRIES,
-            in_capsule_max: ADMIN_IN_CAPSULE_MAX,
+            in_capsule_max: FABRICS_IN_CAPSULE_MAX,
             is_io: false,
         };
         let mut link = Link::open(address, config, options.connect_timeout)?;

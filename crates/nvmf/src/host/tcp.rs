@@ -10,7 +10,7 @@ use std::io::IoSlice;
 use std::time::Instant;
 
 use crc_fast::Digest;
-use rdmux_wire::nvme::{Cqe, Sgl, Status};
+use rdmux_wire::nvme::{Cqe, Opcode, Sgl, Status};
 use rdmux_wire::nvme_tcp::{
     COMMON_LEN, Common, DIGEST_LEN, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer,
 };
@@ -24,6 +24,9 @@ const RECEIVE_BYTES: usize = 128 << 10;
 /// Data that are still missing go straight into their buffer if there are so many.
 const DIRECT_MIN: usize = 16 << 10;
 
+/// Maximum bytes of data in the capsule of a fabrics or admin command, on every queue: NVMe/TCP 3.3.2.2.
+pub(super) const FABRICS_IN_CAPSULE_MAX: u32 = 8 << 10;
+
 /// Properties of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -31,7 +34,7 @@ pub struct Config {
     pub digests: Digests,
     /// Entries of the queue.
     pub entries: u16,
-    /// Maximum bytes of data in the capsule of a command.
+    /// Maximum bytes of data in the capsule of a command that is none of fabrics.
     pub in_capsule_max: u32,
     /// It is an I/O queue: a command that succeeds has all its data.
     pub is_io: bool,
@@ -183,8 +186,11 @@ impl Connection {
     pub fn submit(&mut self, mut command: Command, deadline: Option<Instant>) {
         assert!(self.room() > 0, "the caller has looked at the room");
         let length = command.data.len() as u32;
-        let is_in_capsule =
-            matches!(command.data, Data::Out(_)) && length > 0 && length <= self.config.in_capsule_max;
+        let in_capsule_max = match command.sqe.opcode() {
+            Opcode::FABRICS => FABRICS_IN_CAPSULE_MAX,
+            _ => self.config.in_capsule_max,
+        };
+        let is_in_capsule = matches!(command.data, Data::Out(_)) && (1..=in_capsule_max).contains(&length);
         command.sqe.set_sgl(match is_in_capsule {
             true => Sgl::InCapsule { offset: 0, length },
             false => Sgl::Transport { length },
