@@ -22,8 +22,8 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
 const OUTPUTS: [&str; 38] = [
-    "capture check",
     "capture",
+    "capture check",
     "ddio off",
     "ddio on",
     "dev show",
@@ -52,13 +52,13 @@ const OUTPUTS: [&str; 38] = [
     "perf write-lat",
     "pull",
     "push",
+    "res show",
     "res show cm_id",
     "res show qp",
-    "res show",
     "serve",
+    "sim",
     "sim leases",
     "sim power",
-    "sim",
     "stat show",
 ];
 

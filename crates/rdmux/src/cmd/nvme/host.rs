@@ -7,12 +7,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rdmux_key::KeyError;
 use rdmux_nvmf::auth::{SecretError, Secrets};
+use rdmux_nvmf::control::config::parse_nqn;
 use rdmux_nvmf::host::{Controller, NamespaceInfo, Options, Session, Transport, Url};
 use rdmux_nvmf::identity;
 use rdmux_wire::nvme::{HostId, Nqn, NsId};
 use rdmux_wire::nvme_tcp::Digests;
-
-use super::target::parse_nqn;
 
 /// Options of each command.
 #[derive(clap::Args, Debug)]
