@@ -1081,7 +1081,8 @@ impl<M> Reactor<M> {
                 }
             }
         }
-        Ok(self.poll_others())
+        // The last news may tell of an end that no completion will report.
+        Ok(self.poll_others().or_else(|| self.poll_ended()))
     }
 
     /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.

@@ -17,7 +17,7 @@ use rdmux_verbs::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{OTHERS_EVERY, Stage};
+use super::{OTHERS_EVERY, PortQueues, Stage};
 use crate::{
     Completed, ConnectionEnd, ConnectionError, ConnectionId, EstablishError, Interest, Limits, Mailbox,
     MessageConnection, Queues, Reactor, ReactorEvent, SendSlot, Sizes, WorkId,
@@ -1382,3 +1382,29 @@ fn accept__the_place_of_a_closed_connection_is_free_at_once() {
 
 mod descriptors;
 mod queues;
+
+#[test]
+fn poll_armed__an_end_that_no_completion_will_tell_is_returned_before_a_sleep() {
+    let mut both = Both::new("127.0.12.46:7174", SIZES, 4);
+    both.server.limits.queues = Queues::Private;
+    let device = both.server.ports[0].device.clone();
+    both.server.ports[0].queues = PortQueues::private(&device, 0);
+    let [there, here] = both.connect();
+    // The next messages overrun it.
+    both.server.connections[&there].cq.resize(1).unwrap();
+    for message in [b"1", b"2"] {
+        let link = both.client.connection(here).unwrap();
+        let slot = link.take_slot().unwrap();
+        link.send(slot, message).unwrap();
+    }
+    let began = Instant::now();
+    loop {
+        match both.server.poll_armed(&mut Vec::new()).unwrap() {
+            Some(ReactorEvent::Ended(of, _)) if of == there => return,
+            Some(_) => {}
+            // The thread may sleep now.
+            None => assert_eq!(both.server.connections[&there].stage, Stage::Open),
+        }
+        assert!(began.elapsed() < LONG, "the queue is not overrun");
+    }
+}
