@@ -540,3 +540,23 @@ fn connect__a_thousand_times_leaves_nothing_behind() {
     assert!(after.0 <= before.0 + 200, "{before:?} {after:?}");
     assert!(after.1 <= before.1 + 25_000, "{before:?} {after:?}");
 }
+
+#[test]
+fn hosts__by_the_hundred_each_have_their_data() {
+    let (server, device) = (Running::memory(2), device());
+    let connect = || {
+        let (admin, cntlid) = server.admin(&device);
+        let io = server.io(&device, cntlid, 1);
+        (admin, io)
+    };
+    let mut hosts: Vec<_> = (0..256).map(|_| connect()).collect();
+    for (at, (_, io)) in (0u16..).zip(&hosts) {
+        io.command(rw(Opcode::WRITE, 1, at.into(), 1), &[at as u8; 4096], 0);
+    }
+    for (at, (admin, io)) in (0u16..).zip(&mut hosts) {
+        assert_eq!(io.completion(Cid(1)).status, Status::SUCCESS);
+        assert!(is_written(io, at.into(), &[at as u8; 4096]));
+        let keep_alive = Sqe::new(Opcode::KEEP_ALIVE, Cid(1), NsId::NONE);
+        assert_eq!(admin.run(keep_alive, &[], 0).0.status, Status::SUCCESS);
+    }
+}
