@@ -515,32 +515,6 @@ fn queue__over_a_link_that_loses_packets() {
     }
 }
 
-/// Returns the number of this process's descriptors, and its resident memory in pages.
-fn usage() -> (usize, usize) {
-    let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    let resident = statm.split(' ').nth(1).unwrap().parse().unwrap();
-    (descriptors, resident)
-}
-
-#[test]
-fn connect__a_thousand_times_leaves_nothing_behind() {
-    let (server, device) = (Running::memory(1), device());
-    let connect = || {
-        let mut host = Host::open(&device, server.address, 0);
-        let connected = host.connect(0, ConnectData::ANY_CONTROLLER, SUBSYSTEM, 0);
-        assert_eq!(connected.status, Status::SUCCESS);
-    };
-    (0..100).for_each(|_| connect());
-    let before = usage();
-    (0..1000).for_each(|_| connect());
-    let after = usage();
-    println!("before {before:?}, after {after:?}: descriptors and pages");
-    // Other tests of the process run at the same time, and a queue has 100 KiB.
-    assert!(after.0 <= before.0 + 200, "{before:?} {after:?}");
-    assert!(after.1 <= before.1 + 25_000, "{before:?} {after:?}");
-}
-
 #[test]
 fn hosts__by_the_hundred_each_have_their_data() {
     let (server, device) = (Running::memory(2), device());

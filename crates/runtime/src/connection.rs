@@ -152,7 +152,8 @@ pub enum Completed {
         /// The message.
         bytes: Vec<u8>,
     },
-    /// The peer's device has acknowledged a message that was sent by [`MessageConnection::send_reported`]. Its slot is the caller's.
+    /// The peer's device has acknowledged a message that was sent by [`MessageConnection::send_reported`], or by
+    /// [`MessageConnection::send_behind`], which may be the first of several ([`MessageConnection::poll_sent`]). Its slot is the caller's.
     Sent(SendSlot),
     /// The RDMA operation with this number is done.
     Operation(u64),
@@ -178,6 +179,8 @@ pub struct MessageConnection {
     /// Messages without a completion so far, in the order in which they were posted.
     in_flight: VecDeque<Posted>,
     probing: bool,
+    /// Reported messages that are acknowledged, of which the caller does not know yet.
+    acknowledged: VecDeque<SendSlot>,
     /// Memory of messages that were handled.
     spare: Vec<Vec<u8>>,
 }
@@ -248,6 +251,7 @@ impl Parts {
             free_own: slots(sizes.answers..sizes.slots()),
             in_flight: VecDeque::new(),
             probing: false,
+            acknowledged: VecDeque::new(),
             spare: Vec::new(),
         }
     }
@@ -413,8 +417,9 @@ impl MessageConnection {
         Ok(())
     }
 
-    /// Sends a message behind an RDMA operation, which takes effect at the peer first, as [`MessageConnection::send_reported`] does:
-    /// [`Completed::Sent`] stands for both, so that the memory of the operation is free as well. Their packets leave together.
+    /// Sends a message behind an RDMA operation, which takes effect at the peer first. Its slot stays the caller's:
+    /// [`Completed::Sent`] stands for both, so that the memory of the operation is free as well. It comes as soon as the peer's device has acknowledged
+    /// them, or if not `soon`, with the completion of a later message, which saves this thread a wake-up. Their packets leave together.
     /// `invalidate`: the message invalidates the peer's memory of this key ([`MessageConnection::send_invalidate`]).
     pub fn send_behind(
         &mut self,
@@ -422,17 +427,24 @@ impl MessageConnection {
         slot: SendSlot,
         message: &[u8],
         invalidate: Option<RKey>,
+        soon: bool,
     ) -> Result<(), SendError> {
+        let signaled = soon || self.is_signaled(slot);
         let send = match invalidate {
             Some(rkey) => Operation::SendInvalidate { rkey },
             None => Operation::Send { imm: None },
         };
-        let last = self.message(slot, message, send, true)?;
+        let last = self.message(slot, message, send, signaled)?;
         // It has no completion of its own, unless it fails.
         let first = SendRequest::new(operation, sges).wr_id(WorkId::Send(slot).into());
         (self.qp.post_send_list([first, last])).map_err(|refused| refused.source)?;
-        self.posted(slot, true, true);
+        self.posted(slot, signaled, true);
         Ok(())
+    }
+
+    /// Returns the slot of another message for which the last [`Completed::Sent`] stands, until there is none.
+    pub fn poll_sent(&mut self) -> Option<SendSlot> {
+        self.acknowledged.pop_front()
     }
 
     /// Sends a message from a slot, which stays the caller's: [`Completed::Sent`] reports that the peer's device has acknowledged it.
@@ -620,15 +632,15 @@ impl MessageConnection {
     /// Frees the slots of the messages up to the first with a completion, which this is: completions come in order.
     fn sent(&mut self) -> Completed {
         while let Some(posted) = self.in_flight.pop_front() {
-            if posted.reported {
-                return Completed::Sent(posted.slot);
+            match posted.reported {
+                true => self.acknowledged.push_back(posted.slot),
+                false => self.give_back(posted.slot),
             }
-            self.give_back(posted.slot);
             if posted.signaled {
                 break;
             }
         }
-        Completed::Nothing
+        self.poll_sent().map_or(Completed::Nothing, Completed::Sent)
     }
 
     /// Posts receives as long as there is a slot for the answer of each. One that is refused is of a connection that is over, as its

@@ -215,7 +215,13 @@ fn send_behind__the_peer_has_the_data_with_the_message() {
             let server = reactor.connection(id).unwrap();
             let invalidate = (round % 2 == 0).then_some(rkey);
             server
-                .send_behind((write, buffer.sge(0, 4096).into()), slot, &[round], invalidate)
+                .send_behind(
+                    (write, buffer.sge(0, 4096).into()),
+                    slot,
+                    &[round],
+                    invalidate,
+                    true,
+                )
                 .unwrap();
             let invalidated = loop {
                 let wc = cq.wait(LONG).unwrap().unwrap();
@@ -271,4 +277,61 @@ fn send_invalidate__a_message_alone_takes_the_key() {
             return;
         }
     }
+}
+
+#[test]
+fn poll_sent__one_completion_stands_for_several_messages() {
+    let address = "127.0.12.100:7174".parse().unwrap();
+    let mut reactor = reactor(address);
+    let peer = Peer::start("127.0.12.101", address, b"ask");
+    let id = accept(&mut reactor, SIZES, None);
+    let mut link = peer.pending.wait().unwrap();
+    let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
+    let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let region = peer.pd.reg_mr_all(memory.clone(), 0, rights).unwrap();
+    let pd = reactor.connection(id).unwrap().pd().clone();
+    let buffer = Buffer::new(&pd, 4096).unwrap();
+    let mut waiting = Vec::new();
+    let mut reports = 0;
+    for round in 0..100u8 {
+        let slot = loop {
+            if let Some(slot) = link.take_slot() {
+                break slot;
+            }
+            let wc = peer.cq.wait(LONG).unwrap().unwrap();
+            link.handle(&wc).unwrap();
+        };
+        link.send(slot, &[round]).unwrap();
+        let slot = loop {
+            match completed(&mut reactor, id) {
+                Completed::Message { slot, bytes } => {
+                    assert_eq!(bytes, [round]);
+                    break slot.unwrap();
+                }
+                Completed::Sent(first) => {
+                    reports += 1;
+                    let server = reactor.connection(id).unwrap();
+                    let mut sent = Some(first);
+                    while let Some(slot) = sent {
+                        // In the order in which they were sent.
+                        assert_eq!(waiting.remove(0), slot);
+                        server.give_back(slot);
+                        sent = server.poll_sent();
+                    }
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        let write = Operation::Write {
+            va: 0,
+            rkey: region.rkey(),
+            imm: None,
+        };
+        let write = (write, buffer.sge(0, 64).into());
+        let server = reactor.connection(id).unwrap();
+        server.send_behind(write, slot, &[round], None, false).unwrap();
+        waiting.push(slot);
+    }
+    assert!((1..=100 / 8).contains(&reports), "{reports}");
+    assert!(waiting.len() <= 8, "{waiting:?}");
 }

@@ -41,6 +41,9 @@ const READS_MAX: u8 = 64;
 const BUFFERED_MAX: usize = 64 << 20;
 /// Those of one connection.
 const CONNECTION_BUFFERED_MAX: usize = 4 << 20;
+/// Bytes of a buffer that may be free later than when its command is done, and of a connection's buffers while that is so.
+const LATER_MAX: usize = 16 << 10;
+const CONNECTION_LATER_MAX: usize = 256 << 10;
 /// Bytes of I/Os of one connection before others have their turn.
 const TURN_BYTES: usize = 4 << 20;
 
@@ -296,16 +299,14 @@ impl Rdma {
                 self.ports[served.port].slab.give(registered);
             }
             Completed::Sent(slot) => {
-                if let Some(place) = served.places.get_mut(slot.index()) {
-                    if let Some(registered) = place.registered.take() {
-                        self.ports[served.port].slab.give(registered);
-                    }
-                    let counted = std::mem::take(&mut place.counted);
-                    served.buffered -= counted;
-                    self.budget.left += counted;
-                }
-                if let Some(link) = core.reactor.connection(id) {
+                let Some(link) = core.reactor.connection(id) else {
+                    return;
+                };
+                let mut sent = Some(slot);
+                while let Some(slot) = sent {
+                    served.free(slot, &mut self.ports[served.port], &mut self.budget);
                     link.give_back(slot);
+                    sent = link.poll_sent();
                 }
             }
             Completed::Message { slot: None, .. } | Completed::Nothing => return,
@@ -512,6 +513,19 @@ impl Served {
         }
     }
 
+    /// The response from a slot is acknowledged: the memory of its command is free.
+    fn free(&mut self, slot: SendSlot, port: &mut RdmaPort, budget: &mut Budget) {
+        let Some(place) = self.places.get_mut(slot.index()) else {
+            return;
+        };
+        if let Some(registered) = place.registered.take() {
+            port.slab.give(registered);
+        }
+        let counted = std::mem::take(&mut place.counted);
+        self.buffered -= counted;
+        budget.left += counted;
+    }
+
     /// Carries out an I/O, or has a thread do it. Returns the bytes that it took of the turn.
     fn run(
         &mut self,
@@ -587,8 +601,12 @@ impl Served {
                     rkey: to.rkey,
                     imm: None,
                 };
-                let sge = registered.sge(0, length);
-                let sent = link.send_behind((write, sge.into()), slot, &message, invalidate);
+                let write = (write, registered.sge(0, length).into());
+                // Small buffers may be free later, which saves a wake-up, unless they are short.
+                let soon = length as usize > LATER_MAX
+                    || self.buffered > CONNECTION_LATER_MAX
+                    || budget.left < BUFFERED_MAX / 2;
+                let sent = link.send_behind(write, slot, &message, invalidate, soon);
                 sent.map_err(|_| Broken)?;
                 place.registered = Some(registered);
             }
