@@ -9,6 +9,7 @@ mod drop_in;
 mod floor;
 mod interrupts;
 mod load;
+mod nvme;
 mod pair;
 mod plot;
 mod scale;
@@ -77,6 +78,8 @@ enum Which {
     Reactors,
     /// Queue pairs with several users.
     Share,
+    /// NVMe over Fabrics beside bare sockets, and files beside fio.
+    Nvme,
     /// The first four. The others take as long again.
     All,
 }
@@ -98,6 +101,7 @@ fn main() -> Result<()> {
     match own.split_first().map(|(first, rest)| (first.as_str(), rest)) {
         Some((scale::COMMAND, args)) => return scale::child(args),
         Some((load::COMMAND, args)) => return load::child(args),
+        Some((nvme::COMMAND, args)) => return nvme::child(args),
         _ => (),
     }
     let args = Args::parse();
@@ -124,6 +128,9 @@ fn main() -> Result<()> {
     }
     if args.table == Which::Reactors {
         suites.push(interrupts::suite_on_cores());
+    }
+    if args.table == Which::Nvme {
+        suites.push(nvme::suite());
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));

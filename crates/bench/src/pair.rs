@@ -48,6 +48,11 @@ impl Server {
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::INT);
     }
 
+    /// Returns the number of its process.
+    pub(super) fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
     /// Ends it by a signal that no process can handle.
     pub(super) fn kill(&mut self) {
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);

@@ -36,7 +36,7 @@ const MAY_USE: [(&str, &[&str]); 22] = [
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
-    ("crates/bench", &["memory", "share", "soft", "verbs"]),
+    ("crates/bench", &["memory", "runtime", "share", "soft", "verbs"]),
     (
         "capi/ibverbs",
         &["hw", "memory", "share", "soft", "verbs", "wire"],

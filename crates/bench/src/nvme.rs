@@ -1,0 +1,513 @@
+//! `rdmux nvme target` over TCP, beside a bare pair of processes that exchanges the same bytes and waits in the same way, and beside fio on the
+//! same file.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::rc::Rc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rdmux_runtime::Waiting;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::Value;
+
+use super::child::Side;
+use super::pair::{Server, free_port};
+use super::table::{Column, Line, Ratio, Suite, Table};
+use super::{LOOPBACK, rdmux};
+
+/// First argument of this program as a side of the bare pair.
+pub(super) const COMMAND: &str = "nvme-bare";
+/// Seconds of a run.
+const SECONDS: u64 = 1;
+/// Added to a number of commands in flight, for each queue.
+const QUEUE: usize = 1000;
+/// Bytes of a block, and of the PDUs of NVMe/TCP without digests: a command, a response, and the header of data.
+const BLOCK: usize = 4096;
+const COMMAND_PDU: usize = 72;
+const RESPONSE_PDU: usize = 24;
+const DATA_PDU: usize = 24;
+/// The namespaces by their ids.
+const NULL: &str = "1";
+const MEMORY: &str = "2";
+const FILE: &str = "3";
+const FILE_BYTES: u64 = 256 << 20;
+
+const LOADS: [Column; 5] = [
+    (QUEUE + 1, "1 in flight"),
+    (QUEUE + 8, "8"),
+    (QUEUE + 32, "32"),
+    (2 * QUEUE + 32, "2 queues of 32"),
+    (4 * QUEUE + 32, "4 queues of 32"),
+];
+
+const BARE: &str = "bare pair";
+const NULL_ROW: &str = "null namespace";
+const MEMORY_ROW: &str = "memory namespace";
+const FILE_ROW: &str = "file namespace";
+const FIO: &str = "fio, io_uring, direct";
+const READ_IOPS: &str = "read_thousand_iops";
+const WRITE_IOPS: &str = "write_thousand_iops";
+const FILE_IOPS: &str = "file_thousand_iops";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Read,
+    Write,
+}
+
+impl Direction {
+    const ALL: [Direction; 2] = [Direction::Read, Direction::Write];
+
+    /// Returns fio's word.
+    fn name(self) -> &'static str {
+        match self {
+            Direction::Read => "randread",
+            Direction::Write => "randwrite",
+        }
+    }
+
+    fn parse(text: &str) -> Result<Direction> {
+        let found = Direction::ALL.into_iter().find(|way| way.name() == text);
+        found.with_context(|| format!("no direction {text}"))
+    }
+
+    /// Returns the bytes of a request, and of its answer.
+    fn bytes(self) -> (usize, usize) {
+        match self {
+            Direction::Read => (COMMAND_PDU, DATA_PDU + BLOCK + RESPONSE_PDU),
+            Direction::Write => (COMMAND_PDU + BLOCK, RESPONSE_PDU),
+        }
+    }
+}
+
+/// Figures of a run: thousands of I/Os a second, and CPU seconds of the serving process for a million of them.
+type Run = (f64, f64);
+
+pub(super) fn suite() -> Suite {
+    let target = Rc::new(RefCell::new(None));
+    let mut tables = Vec::new();
+    for way in Direction::ALL {
+        let [iops, cpu] = match way {
+            Direction::Read => [READ_IOPS, "read_cpu_s_per_million"],
+            Direction::Write => [WRITE_IOPS, "write_cpu_s_per_million"],
+        };
+        let [title, cpu_title] = match way {
+            Direction::Read => ["random reads: 1000 IOPS", "reads: CPU s/million IOs"],
+            Direction::Write => ["random writes: 1000 IOPS", "writes: CPU s/million IOs"],
+        };
+        let rows = [
+            rows(BARE, move |load| bare(way, load)),
+            rows(NULL_ROW, perf(&target, way, NULL)),
+            rows(MEMORY_ROW, perf(&target, way, MEMORY)),
+        ];
+        let mut lines: [Vec<Line>; 2] = Default::default();
+        for [first, second] in rows {
+            lines[0].push(first);
+            lines[1].push(second);
+        }
+        let [measured, derived] = lines;
+        let table = |key, title, digits, lines, compares| Table {
+            key,
+            title,
+            digits,
+            columns: LOADS.to_vec(),
+            lines,
+            compares,
+        };
+        tables.push(table(iops, title, 1, measured, true));
+        tables.push(table(cpu, cpu_title, 2, derived, true));
+    }
+    let both: Vec<Column> = vec![(QUEUE + 32, "reads"), (QUEUE + 33, "writes")];
+    let columns: Vec<usize> = both.iter().map(|(column, _)| *column).collect();
+    let way = |column: usize| Direction::ALL[column - QUEUE - 32];
+    let on = |namespace: &'static str| {
+        let target = target.clone();
+        move |column: usize| Ok(perf(&target, way(column), namespace)(QUEUE + 32)?.0)
+    };
+    let lines = vec![
+        Line::new(FIO, &columns, {
+            let target = target.clone();
+            move |column| fio(&target, way(column))
+        }),
+        Line::new(MEMORY_ROW, &columns, on(MEMORY)),
+        Line::new(FILE_ROW, &columns, on(FILE)),
+    ];
+    tables.push(Table {
+        key: FILE_IOPS,
+        title: "a file, 32 in flight: 1000 IOPS",
+        digits: 1,
+        columns: both,
+        lines,
+        compares: true,
+    });
+    Suite {
+        key: "nvme",
+        conditions: "rdmux nvme target with one reactor and rdmux nvme perf, TCP over loopback, 4 KiB, without digests and secrets, 1 s each; the bare \
+                     pair exchanges the same bytes, its server waits as a reactor and its clients as perf; all where the scheduler puts them",
+        claim: None,
+        tables,
+        ratios,
+    }
+}
+
+fn ratios(tables: &[Table]) -> Vec<Ratio> {
+    let table = |key| tables.iter().find(|table| table.key == key);
+    let of = |key, row, column| table(key).map_or(Vec::new(), |table| table.rounds(row, column));
+    let mut ratios = Vec::new();
+    for (key, words) in [
+        (READ_IOPS, ["reads of null / bare, 1 in flight", "8", "32"]),
+        (WRITE_IOPS, ["writes of null / bare, 1 in flight", "8", "32"]),
+    ] {
+        for ((column, _), name) in LOADS.into_iter().zip(words) {
+            let (null, bare) = (of(key, NULL_ROW, column), of(key, BARE, column));
+            ratios.push(Ratio::new(name, "at least 0.8", &null, &bare));
+        }
+    }
+    for (column, name) in [
+        (QUEUE + 32, "file / the lower of fio and memory, reads"),
+        (QUEUE + 33, "writes"),
+    ] {
+        let fio = of(FILE_IOPS, FIO, column);
+        let memory = of(FILE_IOPS, MEMORY_ROW, column);
+        let lower: Vec<f64> = fio.iter().zip(&memory).map(|(a, b)| a.min(*b)).collect();
+        let file = of(FILE_IOPS, FILE_ROW, column);
+        ratios.push(Ratio::new(name, "at least 0.8", &file, &lower));
+    }
+    ratios
+}
+
+/// Returns a row of the table of IOPS, which measures, and one of that of CPU time, which has its figures.
+fn rows(name: &'static str, mut measure: impl FnMut(usize) -> Result<Run> + 'static) -> [Line; 2] {
+    let columns = LOADS.map(|(column, _)| column);
+    let kept = Rc::new(RefCell::new(BTreeMap::new()));
+    let runs = kept.clone();
+    [
+        Line::new(name, &columns, move |column| {
+            let run = measure(column)?;
+            runs.borrow_mut().insert(column, run.1);
+            Ok(run.0)
+        }),
+        Line::new(name, &columns, move |column| {
+            kept.borrow().get(&column).copied().context("see above")
+        }),
+    ]
+}
+
+/// A target that runs as long as this.
+struct Target {
+    server: Server,
+    url: String,
+    file: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Target {
+    fn start() -> Result<Target> {
+        // Beside the programs: a folder of the system may be in memory.
+        let beside = rdmux()?;
+        let folder = tempfile::tempdir_in(beside.parent().context("no folder")?)?;
+        let file = folder.path().join("disk");
+        std::fs::write(&file, vec![1; FILE_BYTES as usize])?;
+        let port = free_port()?;
+        let nqn = format!("nqn.2014-08.org.example:bench-{}", std::process::id());
+        let mut command = Command::new(beside);
+        command
+            .args([
+                "nvme",
+                "target",
+                "--allow-any-host",
+                "--ns",
+                "null:1G",
+                "--ns",
+                "mem:256M",
+                "--ns",
+            ])
+            .arg(&file)
+            .args(["--nqn", &nqn, "--listen", &format!("tcp:{LOOPBACK}:{port}")])
+            .arg("--socket")
+            .arg(folder.path().join("socket"));
+        let server = Server::start_until(&mut command, "listening")?;
+        Ok(Target {
+            server,
+            url: format!("nvme+tcp://{LOOPBACK}:{port}/{nqn}"),
+            file,
+            _folder: folder,
+        })
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        self.server.kill();
+    }
+}
+
+type Shared = Rc<RefCell<Option<Target>>>;
+
+fn perf(
+    target: &Shared,
+    way: Direction,
+    namespace: &'static str,
+) -> impl FnMut(usize) -> Result<Run> + use<> {
+    let target = target.clone();
+    move |load| {
+        let mut target = target.borrow_mut();
+        if target.is_none() {
+            *target = Some(Target::start()?);
+        }
+        let target = target.as_ref().context("no target")?;
+        let before = cpu_ns(target.server.pid())?;
+        let output = Command::new(rdmux()?)
+            .args([
+                "nvme",
+                "perf",
+                &target.url,
+                "--json",
+                "--warmup",
+                "0",
+                "--nsid",
+                namespace,
+            ])
+            .args(["--rw", way.name(), "--time", &SECONDS.to_string()])
+            .args(["--queues", &(load / QUEUE).to_string()])
+            .args(["--depth", &(load % QUEUE).to_string()])
+            .stdin(Stdio::null())
+            .output()?;
+        let why = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "perf: {}", why.trim());
+        let cpu = cpu_ns(target.server.pid())? - before;
+        let report: Value = serde_json::from_slice(&output.stdout)?;
+        let ios = report["ios"].as_f64().context("perf reports no ios")?;
+        let iops = report["iops"].as_f64().context("perf reports no iops")?;
+        Ok((iops / 1e3, cpu as f64 / 1e9 / (ios / 1e6)))
+    }
+}
+
+/// Returns the time that the threads of a process have had a CPU.
+fn cpu_ns(pid: u32) -> Result<u64> {
+    let mut ns = 0;
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let text = std::fs::read_to_string(task?.path().join("schedstat"))?;
+        let first = text.split_whitespace().next();
+        ns += first.and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
+    }
+    Ok(ns)
+}
+
+fn fio(target: &Shared, way: Direction) -> Result<f64> {
+    let mut target = target.borrow_mut();
+    if target.is_none() {
+        *target = Some(Target::start()?);
+    }
+    let target = target.as_ref().context("no target")?;
+    // Another file: the target has its own for itself alone.
+    let file = target.file.with_extension("fio");
+    if !file.exists() {
+        std::fs::write(&file, vec![1; FILE_BYTES as usize])?;
+    }
+    let output = Command::new("fio")
+        .args([
+            "--name=bare",
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--bs=4k",
+            "--iodepth=32",
+        ])
+        .args([
+            "--time_based",
+            "--output-format=json",
+            &format!("--runtime={SECONDS}"),
+        ])
+        .args([
+            &format!("--rw={}", way.name()),
+            &format!("--filename={}", file.display()),
+        ])
+        .stdin(Stdio::null())
+        .output()
+        .context("fio is not installed")?;
+    ensure!(
+        output.status.success(),
+        "fio: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    let report: Value = serde_json::from_slice(&output.stdout)?;
+    let job = &report["jobs"][0];
+    let iops = |kind: &str| job[kind]["iops"].as_f64().unwrap_or(0.0);
+    Ok((iops("read") + iops("write")) / 1e3)
+}
+
+fn bare(way: Direction, load: usize) -> Result<Run> {
+    let port = free_port()?;
+    let (queues, depth) = ((load / QUEUE).to_string(), (load % QUEUE).to_string());
+    let start = |side: &str| {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args([COMMAND, side, way.name(), &port.to_string(), &queues, &depth]);
+        Side::start(&mut command)
+    };
+    let mut server = start("server")?;
+    let mut client = start("client")?;
+    client.begin();
+    let ios: f64 = client.result()?.parse()?;
+    let cpu: f64 = server.result()?.parse()?;
+    client.end()?;
+    server.end()?;
+    Ok((ios / SECONDS as f64 / 1e3, cpu / 1e9 / (ios / 1e6)))
+}
+
+/// Runs as a side of the bare pair.
+pub(super) fn child(args: &[String]) -> Result<()> {
+    let [side, way, port, queues, depth] = args else {
+        bail!("give the side, the direction, a port, a number of queues and one in flight");
+    };
+    let (way, port, queues, depth) = (
+        Direction::parse(way)?,
+        port.parse()?,
+        queues.parse()?,
+        depth.parse()?,
+    );
+    let result = match side.as_str() {
+        "server" => serve(way, port, queues)?,
+        _ => request(way, port, queues, depth)?,
+    };
+    writeln!(std::io::stdout(), "{result}")?;
+    Ok(())
+}
+
+fn say_ready() -> Result<()> {
+    let mut out = std::io::stdout();
+    writeln!(out, "ready")?;
+    Ok(out.flush()?)
+}
+
+/// Answers the requests of so many connections until they end, in one thread that waits as a reactor does. Returns its CPU time in nanoseconds.
+fn serve(way: Direction, port: u16, queues: usize) -> Result<u64> {
+    let listener = TcpListener::bind((LOOPBACK, port))?;
+    say_ready()?;
+    let (request_len, answer_len) = way.bytes();
+    let answer = vec![1; answer_len];
+    let mut sockets: Vec<(TcpStream, usize)> = Vec::new();
+    for _ in 0..queues {
+        let (socket, _) = listener.accept()?;
+        socket.set_nodelay(true)?;
+        socket.set_nonblocking(true)?;
+        sockets.push((socket, 0));
+    }
+    let mut buffer = vec![0; 64 << 10];
+    let mut waiting = Waiting::new(None);
+    let mut began = None;
+    while !sockets.is_empty() {
+        let mut has_come = false;
+        let mut has_ended = None;
+        for (number, (socket, received)) in sockets.iter_mut().enumerate() {
+            match socket.read(&mut buffer) {
+                Ok(0) => has_ended = Some(number),
+                Ok(bytes) => {
+                    has_come = true;
+                    *received += bytes;
+                    let answers = *received / request_len;
+                    *received %= request_len;
+                    send(socket, &answer, answers)?;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if let Some(number) = has_ended {
+            sockets.swap_remove(number);
+            continue;
+        }
+        if has_come {
+            if let Some(began) = began.take() {
+                waiting.came(began);
+            }
+            continue;
+        }
+        let since = *began.get_or_insert_with(Instant::now);
+        if !waiting.pause(since) {
+            wait(sockets.iter().map(|(socket, _)| socket))?;
+            waiting.slept(since, true);
+            began = None;
+        }
+    }
+    let cpu = clock_gettime(ClockId::ProcessCPUTime);
+    Ok(cpu.tv_sec as u64 * 1_000_000_000 + cpu.tv_nsec as u64)
+}
+
+fn wait<'a>(sockets: impl Iterator<Item = &'a TcpStream>) -> Result<()> {
+    let mut all: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+    let long = Timespec {
+        tv_sec: 10,
+        tv_nsec: 0,
+    };
+    ensure!(poll(&mut all, Some(&long))? > 0, "the other side has stopped");
+    Ok(())
+}
+
+/// Sends the same bytes several times, as few calls as it takes.
+fn send(socket: &mut TcpStream, bytes: &[u8], times: usize) -> Result<()> {
+    let mut left = bytes.len() * times;
+    while left > 0 {
+        let first = left % bytes.len();
+        let first = if first == 0 { bytes.len() } else { first };
+        let mut slices = [IoSlice::new(&[]); 64];
+        slices[0] = IoSlice::new(&bytes[bytes.len() - first..]);
+        let number = (left - first).div_ceil(bytes.len()).min(slices.len() - 1);
+        slices[1..=number].fill(IoSlice::new(bytes));
+        match socket.write_vectored(&slices[..=number]) {
+            Ok(sent) => left -= sent,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                let mut all = [PollFd::new(&*socket, PollFlags::OUT)];
+                poll(&mut all, None)?;
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Keeps so many requests in flight on each of some connections, each with a thread that sleeps until answers come. Returns the answers that came in
+/// time.
+fn request(way: Direction, port: u16, queues: usize, depth: usize) -> Result<u64> {
+    let connect = |_| TcpStream::connect((LOOPBACK, port));
+    let sockets: Vec<_> = (0..queues).map(connect).collect::<Result<_, _>>()?;
+    say_ready()?;
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    let end = Instant::now() + Duration::from_secs(SECONDS);
+    let threads: Vec<_> = sockets
+        .into_iter()
+        .map(|socket| thread::spawn(move || keep_full(socket, way, depth, end)))
+        .collect();
+    let mut all = 0;
+    for thread in threads {
+        all += thread
+            .join()
+            .map_err(|_| anyhow::anyhow!("a client has panicked"))??;
+    }
+    Ok(all)
+}
+
+fn keep_full(mut socket: TcpStream, way: Direction, depth: usize, end: Instant) -> Result<u64> {
+    socket.set_nodelay(true)?;
+    let (request_len, answer_len) = way.bytes();
+    let bytes = vec![1; request_len];
+    let mut buffer = vec![0; 256 << 10];
+    send(&mut socket, &bytes, depth)?;
+    let (mut answers, mut received) = (0, 0);
+    loop {
+        received += socket.read(&mut buffer)?;
+        let come = received / answer_len;
+        received %= answer_len;
+        answers += come as u64;
+        if Instant::now() >= end {
+            return Ok(answers);
+        }
+        send(&mut socket, &bytes, come)?;
+    }
+}
