@@ -1,0 +1,240 @@
+//! Changes of `rdmux nvme target` while it runs: by requests, and by its file.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A user with a folder of their own.
+struct User(TempDir);
+
+impl User {
+    fn new() -> User {
+        User(tempfile::tempdir().unwrap())
+    }
+
+    fn rdmux(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+        command
+            .args(args)
+            .env("XDG_CONFIG_HOME", self.0.path())
+            .env("XDG_RUNTIME_DIR", self.0.path())
+            .current_dir(self.0.path())
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn output(&self, args: &[&str]) -> Output {
+        self.rdmux(args).output().unwrap()
+    }
+
+    /// Returns what a command prints, which must succeed.
+    fn run(&self, args: &[&str]) -> String {
+        let output = self.output(args);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{args:?}: {errors}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn json(&self, args: &[&str]) -> Value {
+        serde_json::from_str(&self.run(args)).unwrap()
+    }
+
+    /// Returns the one line with which a command fails.
+    fn error(&self, args: &[&str]) -> String {
+        let output = self.output(args);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            output.status.code() == Some(1) && errors.lines().count() == 1,
+            "{args:?}: {errors}"
+        );
+        errors
+    }
+
+    fn file(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// Starts a target, and returns it with the description that it prints.
+    fn target(&self, args: &[&str]) -> (Target, Value) {
+        let mut command = self.rdmux(&[&["nvme", "target", "--json"], args].concat());
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let mut target = Target { child, out };
+        let said = target.line();
+        let described = serde_json::from_str(&said).unwrap_or_else(|_| panic!("{args:?}: {said}"));
+        (target, described)
+    }
+}
+
+/// A target, which is killed when this is dropped.
+struct Target {
+    child: Child,
+    out: BufReader<ChildStdout>,
+}
+
+impl Target {
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.out.read_line(&mut line).unwrap();
+        line
+    }
+
+    fn reload(&self) {
+        kill_process(Pid::from_child(&self.child), Signal::HUP).unwrap();
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Returns a listener and a name that no other test has.
+fn place(last: u8) -> (String, String) {
+    let [low, high, ..] = std::process::id().to_le_bytes();
+    let listen = format!("tcp:127.{}.{low}.{last}:4420", high | 0x80);
+    let nqn = format!("nqn.2014-08.org.example:change-{}-{last}", std::process::id());
+    (listen, nqn)
+}
+
+#[test]
+fn requests__are_seen_by_hosts() {
+    let user = User::new();
+    let (listen, nqn) = place(1);
+    let (_target, described) = user.target(&["--ns", "mem:1M", "--listen", &listen, "--nqn", &nqn]);
+    let socket = described["socket"].as_str().unwrap();
+    assert!(fs::exists(socket).unwrap());
+    let url = format!("nvme+{}/{nqn}", listen.replace("tcp:", "tcp://"));
+    let disk = user.file("disk", "");
+    fs::File::options()
+        .write(true)
+        .open(&disk)
+        .unwrap()
+        .set_len(1 << 20)
+        .unwrap();
+    assert_eq!(
+        user.json(&["nvme", "ns", "add", "disk,block=4096", "--json"])["result"],
+        2
+    );
+    fs::File::options()
+        .write(true)
+        .open(&disk)
+        .unwrap()
+        .set_len(2 << 20)
+        .unwrap();
+    assert_eq!(
+        user.json(&["nvme", "ns", "resize", "2", "--json"])["result"],
+        true
+    );
+    let namespaces = user.json(&["nvme", "ns", "list", "--json"])[0]["namespaces"].clone();
+    assert_eq!(namespaces[1]["name"], disk.to_str().unwrap());
+    assert_eq!(namespaces[1]["bytes"], 2 << 20);
+    // A host finds the same.
+    let listed = user.json(&["nvme", "list", &url, "--json"]).to_string();
+    assert!(
+        listed.contains(namespaces[1]["uuid"].as_str().unwrap()),
+        "{listed}"
+    );
+    user.run(&["nvme", "ns", "remove", "2"]);
+    let error = user.error(&["nvme", "ns", "remove", "2"]);
+    assert!(error.contains("there is no namespace 2"), "{error}");
+    let error = user.error(&["nvme", "ns", "add", "nothing"]);
+    assert!(
+        error.contains("cannot open") && error.contains("/nothing"),
+        "{error}"
+    );
+
+    let (other, _) = place(2);
+    user.run(&["nvme", "listener", "add", &other]);
+    let elsewhere = url.replace(&listen[4..], &other[4..]);
+    assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
+    user.run(&["nvme", "listener", "remove", &listen]);
+    assert!(!user.output(&["nvme", "list", &url]).status.success());
+    // A list of hosts without this one.
+    user.run(&[
+        "nvme",
+        "host",
+        "add",
+        "nqn.2014-08.org.example:other",
+        "--queues",
+        "2",
+    ]);
+    let hosts = user.json(&["nvme", "host", "list", "--json"]);
+    assert_eq!(hosts[0]["hosts"][0]["queues"], 2);
+    assert!(!user.output(&["nvme", "list", &elsewhere]).status.success());
+    user.run(&["nvme", "host", "allow-any", "yes"]);
+    assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
+}
+
+#[test]
+fn requests__need_a_target() {
+    let user = User::new();
+    let error = user.error(&["nvme", "ns", "list"]);
+    assert!(error.contains("no target of this user runs"), "{error}");
+    let error = user.error(&["nvme", "ns", "list", "--socket", "/nonexistent"]);
+    assert!(error.contains("no target at /nonexistent"), "{error}");
+    let ((listen, nqn), (other, second)) = (place(3), place(4));
+    let _one = user.target(&["--ns", "null:1M", "--listen", &listen, "--nqn", &nqn]);
+    let (two, described) = user.target(&["--ns", "null:2M", "--listen", &other, "--nqn", &second]);
+    let error = user.error(&["nvme", "ns", "list"]);
+    assert!(error.contains("several targets run"), "{error}");
+    let socket = described["socket"].as_str().unwrap();
+    assert!(
+        user.run(&["nvme", "ns", "list", "--socket", socket])
+            .contains("2 MiB")
+    );
+    // The socket that a killed one has left is nobody's.
+    drop(two);
+    assert!(user.run(&["nvme", "ns", "list"]).contains("1 MiB"));
+}
+
+#[test]
+fn config__is_read_again() {
+    let user = User::new();
+    let (listen, nqn) = place(5);
+    let text = format!(
+        "listen = [\"{listen}\"]\n[[subsystem]]\nnqn = \"{nqn}\"\n[[subsystem.namespace]]\nmemory = \"1M\"\n"
+    );
+    let file = user.file("target.toml", &text);
+    let path = file.to_str().unwrap();
+    let (mut target, described) = user.target(&["--config", path]);
+    assert_eq!(described["subsystems"][0]["nqn"], nqn.as_str());
+    user.file("target.toml", &format!("{text}size = 1\n"));
+    target.reload();
+    let mut errors = BufReader::new(target.child.stderr.take().unwrap());
+    let mut error = String::new();
+    errors.read_line(&mut error).unwrap();
+    let expected = format!("{path}:6: unknown field `size`");
+    assert!(
+        error.contains("stays as it was") && error.contains(&expected),
+        "{error}"
+    );
+    user.file(
+        "target.toml",
+        &format!("{text}[[subsystem.namespace]]\nnull = \"3M\"\n"),
+    );
+    target.reload();
+    assert_eq!(target.line(), format!("{path} is in force\n"));
+    assert!(user.run(&["nvme", "ns", "list"]).contains("3 MiB"));
+
+    let wrong = user.file("wrong.toml", "reactors = 0\n");
+    let error = user.error(&["nvme", "target", "--config", wrong.to_str().unwrap()]);
+    assert!(
+        error.contains("wrong.toml:1: 0 is no number of reactors"),
+        "{error}"
+    );
+}
