@@ -9,7 +9,9 @@ mod fabrics;
 mod identify;
 mod log;
 mod nqn;
+mod ranges;
 mod register;
+mod reservation;
 mod sgl;
 mod status;
 #[cfg(test)]
@@ -22,14 +24,20 @@ pub use auth::{
 pub use command::{CQE_LEN, Cid, Cqe, Fuse, NsId, Opcode, Rw, SQE_LEN, Sqe};
 pub use fabrics::{CONNECT_DATA_LEN, Connect, ConnectData, FabricsType, HostId, Property};
 pub use identify::{
-    Cns, ControllerKind, IDENTIFY_LEN, IdentifyController, IdentifyNamespace, NamespaceIdentifiers,
-    emit_namespace_list, parse_namespace_list,
+    AnaLimits, Cns, ControllerKind, IDENTIFY_LEN, IdentifyController, IdentifyNamespace,
+    IndependentNamespace, NamespaceIdentifiers, emit_namespace_list, parse_namespace_list,
 };
 pub use log::{
-    AsyncEvent, DISCOVERY_ENTRY_LEN, DISCOVERY_HEADER_LEN, DiscoveryEntry, DiscoveryHeader, EffectsLog,
-    LogId, SubsystemKind, TransportKind,
+    AnaGroup, AnaLog, AnaState, AsyncEvent, DISCOVERY_ENTRY_LEN, DISCOVERY_HEADER_LEN, DiscoveryEntry,
+    DiscoveryHeader, EffectsLog, FeatureEffects, HealthLog, LogId, ReservationNotification, SubsystemKind,
+    TransportKind, feature_effects, supported_logs,
 };
 pub use nqn::{DISCOVERY_NQN, Nqn};
-pub use register::{Capabilities, Configuration, Register, VERSION_1_4};
+pub use ranges::{Copy, CopyFormat, CopyRange, DatasetRange};
+pub use register::{Capabilities, Configuration, Register, VERSION_1_4, VERSION_2_0};
+pub use reservation::{
+    ReservationAction, ReservationCommand, ReservationController, ReservationKeys, ReservationNotice,
+    ReservationReport, ReservationType,
+};
 pub use sgl::Sgl;
 pub use status::Status;

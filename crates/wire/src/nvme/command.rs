@@ -51,6 +51,16 @@ impl Opcode {
     pub const DATASET_MANAGEMENT: Opcode = Opcode(0x09);
     /// I/O: NVM 3.2.5.
     pub const VERIFY: Opcode = Opcode(0x0c);
+    /// I/O: Reservation Register. 7.3.
+    pub const RESERVATION_REGISTER: Opcode = Opcode(0x0d);
+    /// I/O: Reservation Report. 7.5.
+    pub const RESERVATION_REPORT: Opcode = Opcode(0x0e);
+    /// I/O: Reservation Acquire. 7.2.
+    pub const RESERVATION_ACQUIRE: Opcode = Opcode(0x11);
+    /// I/O: Reservation Release. 7.4.
+    pub const RESERVATION_RELEASE: Opcode = Opcode(0x15);
+    /// I/O: NVM 3.2.2 (1.0c) and TP4130.
+    pub const COPY: Opcode = Opcode(0x19);
     /// Admin: 5.16.
     pub const GET_LOG_PAGE: Opcode = Opcode(0x02);
     /// Admin: 5.17.

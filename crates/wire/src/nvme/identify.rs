@@ -22,6 +22,16 @@ impl Cns {
     pub const ACTIVE_NAMESPACES: Cns = Cns(0x02);
     /// Identifiers of a namespace. 5.17.2.3.
     pub const NAMESPACE_IDENTIFIERS: Cns = Cns(0x03);
+    /// What a namespace has by its command set. 5.17.2.5.
+    pub const COMMAND_SET_NAMESPACE: Cns = Cns(0x05);
+    /// What the controller has by a command set. 5.17.2.6.
+    pub const COMMAND_SET_CONTROLLER: Cns = Cns(0x06);
+    /// Active namespaces of a command set. 5.17.2.7.
+    pub const COMMAND_SET_ACTIVE: Cns = Cns(0x07);
+    /// What a namespace has whatever its command set. 5.17.2.8.
+    pub const INDEPENDENT_NAMESPACE: Cns = Cns(0x08);
+    /// Combinations of command sets. 5.17.2.21.
+    pub const COMMAND_SETS: Cns = Cns(0x1c);
 }
 
 /// Kind of a controller. 5.17.2.1, CNTRLTYPE.
@@ -32,6 +42,26 @@ pub enum ControllerKind {
     Io = 1,
     /// It has the discovery log.
     Discovery = 2,
+}
+
+/// Limits of asymmetric access to namespaces (ANA). 5.17.2.1 and 8.1.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AnaLimits {
+    /// Longest time that a change of state takes, in seconds (ANATT).
+    pub transition_s: u8,
+    /// States that are reported (ANACAP).
+    pub capabilities: u8,
+    /// Highest group id (ANAGRPMAX).
+    pub group_max: u32,
+    /// Number of groups (NANAGRPID).
+    pub groups: u32,
+    /// Most namespaces at a time (MNAN): hosts make room for the log by it.
+    pub namespaces: u32,
+}
+
+impl AnaLimits {
+    /// ANACAP: all five states are reported.
+    pub const ALL_STATES: u8 = 0x1f;
 }
 
 /// A controller, as Identify describes it. Fields without a place here are zero.
@@ -75,8 +105,12 @@ pub struct IdentifyController {
     pub fused: u16,
     /// There is a volatile write cache, which Flush makes durable (VWC).
     pub has_write_cache: bool,
+    /// Formats of Copy (OCFS), a bit each.
+    pub copy_formats: u16,
     /// SGLs that it takes (SGLS).
     pub sgls: u32,
+    /// Asymmetric access; hosts look at it if [`IdentifyController::ASYMMETRIC_ACCESS`] is set.
+    pub ana: AnaLimits,
     /// The subsystem's name.
     pub subsystem: Nqn,
     /// Bytes of a command with the data in its capsule.
@@ -98,20 +132,34 @@ impl IdentifyController {
     pub const DATASET_MANAGEMENT: u16 = 1 << 2;
     /// ONCS: Write Zeroes.
     pub const WRITE_ZEROES: u16 = 1 << 3;
+    /// ONCS: reservations.
+    pub const RESERVATIONS: u16 = 1 << 5;
+    /// ONCS: the timestamp feature.
+    pub const TIMESTAMP: u16 = 1 << 6;
     /// ONCS: Verify.
     pub const VERIFY: u16 = 1 << 7;
+    /// ONCS: Copy.
+    pub const COPY: u16 = 1 << 8;
+    /// FUSES: Compare and Write.
+    pub const COMPARE_AND_WRITE: u16 = 1;
     /// CMIC: several ports.
     pub const MULTIPLE_PORTS: u8 = 1;
     /// CMIC: several controllers.
     pub const MULTIPLE_CONTROLLERS: u8 = 1 << 1;
+    /// CMIC: the access to namespaces differs between controllers.
+    pub const ASYMMETRIC_ACCESS: u8 = 1 << 3;
     /// OAES: the namespaces' attributes have changed.
     pub const NAMESPACE_EVENTS: u32 = 1 << 8;
+    /// OAES: the access to namespaces has changed.
+    pub const ANA_EVENTS: u32 = 1 << 11;
     /// OAES: the discovery log has changed.
     pub const DISCOVERY_EVENTS: u32 = 1 << 31;
     /// LPA: Commands Supported and Effects.
     pub const EFFECTS_LOG: u8 = 1 << 1;
     /// LPA: offsets of log pages.
     pub const EXTENDED_LOGS: u8 = 1 << 2;
+    /// LPA: the logs of supported log pages and features, and the scope of commands.
+    pub const SUPPORTED_LOGS: u8 = 1 << 5;
     /// CTRATT: host identifiers of 16 bytes.
     pub const WIDE_HOST_ID: u32 = 1;
 
@@ -145,7 +193,13 @@ impl IdentifyController {
         put(bytes, 522, &self.fused.to_le_bytes());
         // A Flush of all namespaces is refused.
         bytes[525] = if self.has_write_cache { 1 | 2 << 1 } else { 0 };
+        put(bytes, 534, &self.copy_formats.to_le_bytes());
         put(bytes, 536, &self.sgls.to_le_bytes());
+        bytes[342] = self.ana.transition_s;
+        bytes[343] = self.ana.capabilities;
+        put(bytes, 344, &self.ana.group_max.to_le_bytes());
+        put(bytes, 348, &self.ana.groups.to_le_bytes());
+        put(bytes, 540, &self.ana.namespaces.to_le_bytes());
         self.subsystem.emit(&mut bytes[768..]);
         // In 16 bytes.
         put(bytes, 1792, &(self.capsule_bytes / 16).to_le_bytes());
@@ -189,7 +243,15 @@ impl IdentifyController {
             optional_commands: le16(bytes, 520),
             fused: le16(bytes, 522),
             has_write_cache: bytes[525] & 1 != 0,
+            copy_formats: le16(bytes, 534),
             sgls: le32(bytes, 536),
+            ana: AnaLimits {
+                transition_s: bytes[342],
+                capabilities: bytes[343],
+                group_max: le32(bytes, 344),
+                groups: le32(bytes, 348),
+                namespaces: le32(bytes, 540),
+            },
             subsystem: Nqn::parse("name of a subsystem", &bytes[768..])?,
             capsule_bytes: le32(bytes, 1792).saturating_mul(16),
         })
@@ -229,18 +291,45 @@ pub struct IdentifyNamespace {
     pub is_shared: bool,
     /// It takes no writes (NSATTR).
     pub is_protected: bool,
+    /// Reservations (RESCAP): bit 0 persists through a loss of power, bits 6:1 the types, bit 7 keys are ignored as of version 1.3.
+    pub reservations: u8,
+    /// Group of namespaces that share a state of access; 0 is none (ANAGRPID).
+    pub ana_group: u32,
+    /// Most blocks of a source range of Copy (MSSRL), and of all ranges (MCL).
+    pub copy_blocks: (u16, u32),
+    /// Most source ranges of Copy, 1 to 256 (MSRC).
+    pub copy_ranges: u16,
+    /// Blocks that a fused Compare and Write changes at once, 1 to 65,536 (NACWU).
+    pub fused_blocks: u32,
     /// Globally unique identifier (NGUID).
     pub nguid: [u8; 16],
 }
 
 impl IdentifyNamespace {
+    /// NSFEAT: NACWU and its likes count, not the controller's.
+    const OWN_ATOMIC_UNITS: u8 = 1 << 1;
+    /// RESCAP: all types, and keys that are ignored as of version 1.3.
+    pub const RESERVATION_TYPES: u8 = 0xfe;
+
     /// Writes [`IDENTIFY_LEN`] bytes.
     pub fn emit(&self, bytes: &mut [u8]) {
         bytes[..IDENTIFY_LEN].fill(0);
         for at in [0, 8, 16] {
             put(bytes, at, &self.blocks.to_le_bytes());
         }
+        bytes[24] = IdentifyNamespace::OWN_ATOMIC_UNITS;
         bytes[30] = self.is_shared.into();
+        bytes[31] = self.reservations;
+        // NACWU is 0-based, as MSRC is.
+        put(
+            bytes,
+            38,
+            &(self.fused_blocks.saturating_sub(1) as u16).to_le_bytes(),
+        );
+        put(bytes, 74, &self.copy_blocks.0.to_le_bytes());
+        put(bytes, 76, &self.copy_blocks.1.to_le_bytes());
+        bytes[80] = self.copy_ranges.saturating_sub(1) as u8;
+        put(bytes, 92, &self.ana_group.to_le_bytes());
         // Reads of them return zeros, and Write Zeroes may deallocate.
         bytes[33] = if self.zeroes { 1 | 1 << 3 } else { 0 };
         bytes[99] = self.is_protected.into();
@@ -269,6 +358,14 @@ impl IdentifyNamespace {
             zeroes: bytes[33] & 7 == 1,
             is_shared: bytes[30] & 1 != 0,
             is_protected: bytes[99] & 1 != 0,
+            reservations: bytes[31],
+            ana_group: le32(bytes, 92),
+            copy_blocks: (le16(bytes, 74), le32(bytes, 76)),
+            copy_ranges: u16::from(bytes[80]) + 1,
+            fused_blocks: match bytes[24] & IdentifyNamespace::OWN_ATOMIC_UNITS {
+                0 => 1,
+                _ => u32::from(le16(bytes, 38)) + 1,
+            },
             nguid,
         })
     }
@@ -286,6 +383,8 @@ pub struct NamespaceIdentifiers {
 impl NamespaceIdentifiers {
     const NGUID: u8 = 2;
     const UUID: u8 = 3;
+    /// The namespace's command set, 1 byte: hosts that enable all command sets want it. 0 is the NVM command set.
+    const COMMAND_SET: u8 = 4;
 
     /// Writes [`IDENTIFY_LEN`] bytes: a descriptor for each identifier.
     pub fn emit(&self, bytes: &mut [u8]) {
@@ -298,6 +397,7 @@ impl NamespaceIdentifiers {
             put(descriptor, 0, &[kind, 16]);
             put(descriptor, 4, &id);
         }
+        put(bytes, 40, &[NamespaceIdentifiers::COMMAND_SET, 1, 0, 0, 0]);
     }
 
     /// Parses the descriptors; an identifier that is missing is zero.
@@ -321,6 +421,48 @@ impl NamespaceIdentifiers {
             bytes = rest;
         }
         ids
+    }
+}
+
+/// A namespace whatever its command set, as Identify describes it ([`Cns::INDEPENDENT_NAMESPACE`]). Fields without a place here are zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndependentNamespace {
+    /// Several controllers may have it at a time (NMIC).
+    pub is_shared: bool,
+    /// As [`IdentifyNamespace::reservations`].
+    pub reservations: u8,
+    /// As [`IdentifyNamespace::ana_group`].
+    pub ana_group: u32,
+    /// It takes no writes (NSATTR).
+    pub is_protected: bool,
+    /// It is ready (NSTAT).
+    pub is_ready: bool,
+}
+
+impl IndependentNamespace {
+    /// Writes [`IDENTIFY_LEN`] bytes.
+    pub fn emit(&self, bytes: &mut [u8]) {
+        bytes[..IDENTIFY_LEN].fill(0);
+        bytes[1] = self.is_shared.into();
+        bytes[2] = self.reservations;
+        put(bytes, 4, &self.ana_group.to_le_bytes());
+        bytes[8] = self.is_protected.into();
+        bytes[14] = self.is_ready.into();
+    }
+
+    /// Parses what Identify has returned.
+    ///
+    /// # Errors
+    /// There are fewer than [`IDENTIFY_LEN`] bytes.
+    pub fn parse(bytes: &[u8]) -> Result<IndependentNamespace, Malformed> {
+        need("Identify Namespace", bytes, IDENTIFY_LEN)?;
+        Ok(IndependentNamespace {
+            is_shared: bytes[1] & 1 != 0,
+            reservations: bytes[2],
+            ana_group: le32(bytes, 4),
+            is_protected: bytes[8] & 1 != 0,
+            is_ready: bytes[14] & 1 != 0,
+        })
     }
 }
 

@@ -13,10 +13,14 @@ impl Register {
     pub const CONFIGURATION: Register = Register(0x14);
     /// Controller Status, 4 bytes.
     pub const STATUS: Register = Register(0x1c);
+    /// Controller Ready Timeouts, 4 bytes.
+    pub const READY_TIMEOUTS: Register = Register(0x68);
 }
 
 /// Version 1.4 of the specification, as register and Identify have it.
 pub const VERSION_1_4: u32 = 0x1_0400;
+/// Version 2.0.
+pub const VERSION_2_0: u32 = 0x2_0000;
 
 /// Controller Capabilities. 3.1.3.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,13 +34,19 @@ pub struct Capabilities {
 impl Capabilities {
     const CONTIGUOUS: u64 = 1 << 16;
     const NVM_COMMAND_SET: u64 = 1 << 37;
+    /// Hosts may enable all command sets (CSS 6), and find out which there are.
+    const ALL_COMMAND_SETS: u64 = 1 << 43;
+    /// The controller is ready with its media (CRMS), in the time of [`Register::READY_TIMEOUTS`].
+    const READY_WITH_MEDIA: u64 = 1 << 59;
 
-    /// Returns the register: contiguous queues, the NVM command set, pages of 4 KiB.
+    /// Returns the register: contiguous queues, the NVM command set, pages of 4 KiB, ready with its media.
     pub const fn register(&self) -> u64 {
         (self.queue_entries as u64 - 1) & 0xffff
             | Capabilities::CONTIGUOUS
             | (self.timeout as u64) << 24
             | Capabilities::NVM_COMMAND_SET
+            | Capabilities::ALL_COMMAND_SETS
+            | Capabilities::READY_WITH_MEDIA
     }
 
     /// Reads the register.

@@ -48,6 +48,8 @@ statuses! {
     INVALID_NAMESPACE = 0x00b, "invalid namespace or format";
     /// The command is not allowed at this time.
     COMMAND_SEQUENCE_ERROR = 0x00c, "command sequence error";
+    /// More blocks than the controller writes at once.
+    ATOMIC_UNIT_EXCEEDED = 0x014, "atomic write unit exceeded";
     /// A length of the SGL is not what the command needs.
     SGL_LENGTH_INVALID = 0x00f, "data SGL length invalid";
     /// A descriptor of the SGL has a type that the controller does not take.
@@ -82,6 +84,12 @@ statuses! {
     FEATURE_NOT_SAVEABLE = 0x10d, "feature identifier not saveable";
     /// The feature's value cannot be changed.
     FEATURE_NOT_CHANGEABLE = 0x10e, "feature not changeable";
+    /// Copy: the namespaces have different blocks.
+    COPY_INCOMPATIBLE = 0x185, "incompatible namespace or format";
+    /// Copy: it would not be fast, which the host has asked for.
+    COPY_NOT_FAST = 0x186, "fast copy not possible";
+    /// Copy: source and destination overlap.
+    COPY_OVERLAPS = 0x187, "overlapping I/O range";
     /// Connect: the record format is unknown.
     CONNECT_INCOMPATIBLE = 0x180, "connect incompatible format";
     /// Connect: the controller has a host, or there is no further one.
@@ -117,6 +125,9 @@ statuses! {
 impl Status {
     /// The host must not try the same command again.
     const DNR: u16 = 1 << 14;
+
+    /// Copy: more blocks or ranges than the namespace allows. Connect has another meaning for the number.
+    pub const COPY_TOO_LONG: Status = Status(0x183);
 
     /// Returns the status with Do Not Retry.
     #[must_use]

@@ -119,7 +119,7 @@ fn property__of_eight_bytes_says_so() {
         queue_entries: 1024,
         timeout: 15,
     };
-    assert_eq!(capabilities.register(), 0x20_0f01_03ff);
+    assert_eq!(capabilities.register(), 0x0800_0820_0f01_03ff);
     assert_eq!(Capabilities::parse(capabilities.register()), capabilities);
 }
 
@@ -156,7 +156,15 @@ fn identify_controller__survives_the_wire() {
         optional_commands: IdentifyController::WRITE_ZEROES,
         fused: 0,
         has_write_cache: true,
+        copy_formats: CopyFormat::Same.bit() | CopyFormat::Any.bit(),
         sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET,
+        ana: AnaLimits {
+            transition_s: 10,
+            capabilities: AnaLimits::ALL_STATES,
+            group_max: 128,
+            groups: 64,
+            namespaces: 1024,
+        },
         subsystem: Nqn::new("nqn.2014-08.org.example:subsystem").unwrap(),
         capsule_bytes: 64 + 16384,
     };
@@ -180,6 +188,11 @@ fn identify_namespace__survives_the_wire() {
         zeroes: true,
         is_shared: true,
         is_protected: true,
+        reservations: IdentifyNamespace::RESERVATION_TYPES | 1,
+        ana_group: 3,
+        copy_blocks: (2048, 4096),
+        copy_ranges: 128,
+        fused_blocks: 8,
         nguid: [9; 16],
     };
     let mut bytes = vec![0xff; IDENTIFY_LEN];
@@ -199,6 +212,8 @@ fn namespace_identifiers__end_at_a_wrong_length() {
     ids.emit(&mut bytes);
     assert_eq!(bytes[..4], [2, 16, 0, 0]);
     assert_eq!(bytes[20..24], [3, 16, 0, 0]);
+    // The NVM command set, then the end.
+    assert_eq!(bytes[40..46], [4, 1, 0, 0, 0, 0]);
     assert_eq!(NamespaceIdentifiers::parse(&bytes), ids);
     bytes[1] = 0;
     assert_eq!(NamespaceIdentifiers::parse(&bytes).uuid, [0; 16]);
@@ -258,9 +273,10 @@ fn effects_log__has_an_entry_for_each_command() {
         io: &[(Opcode::READ, false), (Opcode::WRITE, true)],
     };
     log.emit(&mut bytes);
-    assert_eq!(bytes[4 * 6], 1);
-    assert_eq!((bytes[1024 + 4], bytes[1024 + 8]), (3, 1));
-    assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 3);
+    // Bits 31:20: the scope is the controller, or a namespace.
+    assert_eq!(bytes[4 * 6..4 * 7], [1, 0, 0x20, 0]);
+    assert_eq!(bytes[1024 + 4..1024 + 12], [3, 0, 0x10, 0, 1, 0, 0x10, 0]);
+    assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 6);
     assert_eq!(AsyncEvent::DiscoveryChanged.result(), 0x0070_f002);
     assert_eq!(AsyncEvent::NamespacesChanged.result(), 0x0004_0002);
 }
@@ -335,4 +351,137 @@ fn auth_negotiate__as_linux_sends_it() {
     let sqe = authentication(FabricsType::AUTHENTICATION_SEND, Cid(1), 72);
     assert_eq!(sqe.as_bytes()[40..48], [0, 1, 1, 0xe9, 72, 0, 0, 0]);
     assert!(is_nvme_authentication(&sqe) && authentication_len(&sqe) == 72);
+}
+
+#[test]
+fn ranges__survive_the_wire() {
+    let range = DatasetRange {
+        slba: 1 << 40,
+        blocks: 7,
+    };
+    let mut bytes = [0xff; 40];
+    range.emit(&mut bytes);
+    range.emit(&mut bytes[16..]);
+    assert_eq!(
+        DatasetRange::parse(&bytes).collect::<Vec<_>>(),
+        [range; 2],
+        "a part is none"
+    );
+    let range = CopyRange {
+        nsid: NsId(3),
+        slba: 9,
+        blocks: 1 << 16,
+        fast_only: true,
+    };
+    let mut bytes = [0xff; 32];
+    range.emit(&mut bytes);
+    assert_eq!((bytes[0], bytes[8], bytes[16], bytes[17]), (3, 9, 0xff, 0xff));
+    assert_eq!(CopyRange::parse(&bytes).collect::<Vec<_>>(), [range]);
+    let copy = Copy {
+        slba: 1 << 33,
+        ranges: 128,
+        format: CopyFormat::Any as u8,
+        fua: true,
+    };
+    let mut sqe = Sqe::new(Opcode::COPY, Cid(1), NsId(1));
+    copy.emit(&mut sqe);
+    assert_eq!(sqe.dword(12), 0x4000_027f);
+    assert_eq!(Copy::parse(&sqe), copy);
+}
+
+#[test]
+fn reservation_commands__survive_the_wire() {
+    let with = |action, ignores_key, persists| ReservationCommand {
+        action,
+        ignores_key,
+        persists,
+    };
+    for action in [
+        ReservationAction::Register,
+        ReservationAction::Unregister,
+        ReservationAction::Replace,
+    ] {
+        for (ignores_key, persists) in [(false, None), (true, Some(true)), (false, Some(false))] {
+            let command = with(action, ignores_key, persists);
+            let mut sqe = Sqe::new(Opcode::RESERVATION_REGISTER, Cid(1), NsId(1));
+            sqe.set_dword(10, command.dword());
+            assert_eq!(ReservationCommand::register(&sqe), Some(command));
+        }
+    }
+    for kind in ReservationType::ALL {
+        for action in [
+            ReservationAction::Acquire(kind),
+            ReservationAction::Preempt { kind, aborts: false },
+            ReservationAction::Preempt { kind, aborts: true },
+        ] {
+            let command = with(action, false, None);
+            let mut sqe = Sqe::new(Opcode::RESERVATION_ACQUIRE, Cid(1), NsId(1));
+            sqe.set_dword(10, command.dword());
+            assert_eq!(ReservationCommand::acquire(&sqe), Some(command));
+            sqe.set_dword(10, command.dword() | 1 << 3);
+            assert_eq!(
+                ReservationCommand::acquire(&sqe),
+                None,
+                "the key is always checked"
+            );
+        }
+    }
+    let mut sqe = Sqe::new(Opcode::RESERVATION_RELEASE, Cid(1), NsId(1));
+    sqe.set_dword(10, 0x0301);
+    assert_eq!(
+        ReservationCommand::release(&sqe),
+        Some(with(ReservationAction::Clear, false, None))
+    );
+    sqe.set_dword(10, 0x0700);
+    assert_eq!(ReservationCommand::release(&sqe), None, "there are six types");
+    let keys = ReservationKeys {
+        current: 1,
+        other: u64::MAX,
+    };
+    assert_eq!(ReservationKeys::parse(&keys.emit()), keys);
+    assert_eq!(ReservationKeys::parse(&keys.emit()[..8]).other, 0);
+    let report = ReservationReport {
+        generation: 7,
+        kind: Some(ReservationType::ExclusiveAccessAll),
+        persists: true,
+        controllers: vec![
+            ReservationController {
+                cntlid: 5,
+                is_holder: true,
+                key: 9,
+                host: HostId([3; 16]),
+            };
+            2
+        ],
+    };
+    assert_eq!(ReservationReport::parse(&report.emit()), Some(report));
+}
+
+#[test]
+fn ana_log__survives_the_wire_and_any_bytes() {
+    let log = AnaLog {
+        changes: 3,
+        groups: vec![
+            AnaGroup {
+                id: 1,
+                changes: 2,
+                state: AnaState::Optimized,
+                namespaces: vec![NsId(1), NsId(9)],
+            },
+            AnaGroup {
+                id: 4,
+                changes: 3,
+                state: AnaState::Inaccessible,
+                namespaces: vec![],
+            },
+        ],
+    };
+    let bytes = log.emit(false);
+    assert_eq!(AnaLog::parse(&bytes), Ok(log.clone()));
+    for len in 0..bytes.len() {
+        assert!(AnaLog::parse(&bytes[..len]).is_err(), "{len}");
+    }
+    assert_eq!(log.emit(true).len(), 16 + 2 * 32);
+    assert_eq!(AsyncEvent::AnaChanged.result(), 0x0c_0302);
+    assert_eq!(AsyncEvent::ReservationChanged.result(), 0x80_0006);
 }
