@@ -12,6 +12,7 @@ pub mod control;
 pub mod host;
 pub mod identity;
 pub mod rdma;
+pub mod reservations;
 pub mod server;
 pub mod target;
 pub mod tcp;

@@ -37,6 +37,8 @@ pub const fn port(in_capsule_max: u32) -> Port {
         mdts: MDTS,
         in_capsule_max,
         sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_KEYED,
+        // The buffer of a command that waits would have to go back first.
+        has_fused: false,
     }
 }
 
@@ -179,6 +181,8 @@ struct Slot {
     length: u32,
     invalidate: Option<RKey>,
     memory: Memory,
+    /// It must not be carried out.
+    is_aborted: bool,
 }
 
 impl Default for Slot {
@@ -191,6 +195,7 @@ impl Default for Slot {
             length: 0,
             invalidate: None,
             memory: Memory::None,
+            is_aborted: false,
         }
     }
 }
@@ -254,7 +259,34 @@ impl Connection {
             return;
         }
         self.queue.handle_change();
+        while let Some(cid) = self.queue.poll_abort() {
+            self.abort(cid);
+        }
         self.poll_event();
+    }
+
+    /// Has a command completed without being carried out, if it has not begun. One whose data are on their way completes when they are there.
+    fn abort(&mut self, cid: Cid) {
+        let found = self.slots.iter().zip(0..);
+        let found = found.filter(|(slot, _)| slot.is_used && slot.sqe.cid() == cid);
+        let Some(place) = found.map(|(_, place)| place).next() else {
+            return self.queue.abort_missed(cid);
+        };
+        let slot = &mut self.slots[usize::from(place)];
+        // One that a thread of a medium has may find out by itself that it is to be aborted; others are done soon.
+        slot.is_aborted = slot.io.is_some();
+        if slot.is_aborted
+            && let Some(at) = self.waiting.iter().position(|waiting| *waiting == place)
+        {
+            self.waiting.remove(at);
+            self.complete_aborted(place);
+        }
+    }
+
+    fn complete_aborted(&mut self, place: u16) {
+        let cid = self.slots[usize::from(place)].sqe.cid();
+        let cqe = self.queue.complete(cid, Status::ABORT_REQUESTED, 0);
+        self.respond(place, cqe);
     }
 
     /// Takes a capsule, and with it a free place for its command. Its memory is taken if the command's data are there.
@@ -434,6 +466,9 @@ impl Connection {
     /// Carries out a command that has all that it needs, or has the driver do it.
     fn run(&mut self, place: u16, now: Instant) {
         let slot = &mut self.slots[usize::from(place)];
+        if slot.is_aborted {
+            return self.complete_aborted(place);
+        }
         if slot.io.is_some() {
             return self.push_work(place);
         }
@@ -464,7 +499,7 @@ impl Connection {
     }
 
     fn poll_event(&mut self) {
-        if let Some(cqe) = self.queue.poll_event() {
+        while let Some(cqe) = self.queue.poll_event() {
             self.actions.push_back(Action::Respond(Response {
                 place: None,
                 cqe,
@@ -495,7 +530,8 @@ impl Connection {
     /// Takes note of the result of an I/O.
     pub fn complete(&mut self, work: Work, status: Status) {
         let Some(place) = work.place else {
-            return self.queue.flushed(status);
+            self.queue.flushed(status);
+            return self.poll_event();
         };
         let slot = &mut self.slots[usize::from(place)];
         slot.memory = work.memory;

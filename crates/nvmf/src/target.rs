@@ -1,17 +1,25 @@
 //! The controller's side of NVMe over Fabrics, whatever the transport: subsystems, their controllers, and the queues of these.
 
+mod association;
 mod controller;
 mod discovery;
+mod fence;
+mod fused;
 mod hosts;
 mod io;
+mod namespace;
 mod queue;
+mod reservation;
 mod subsystem;
 #[cfg(test)]
 pub(crate) mod tests;
+mod view;
 
 pub use controller::Controller;
 pub use hosts::{Authentication, Hosts, Terms};
+pub(crate) use io::Running;
 pub use io::{Io, Operation};
+pub use namespace::{Namespace, Seat, SharedNamespace};
 pub use queue::{Admitted, Port, Queue, Step};
-pub(crate) use subsystem::Running;
-pub use subsystem::{Listener, Namespace, NamespaceError, Subsystem, Target, TargetError};
+pub use reservation::{ReservationState, ReservationStore};
+pub use subsystem::{Listener, NamespaceError, Subsystem, Target, TargetError};

@@ -50,6 +50,7 @@ pub const PORT: Port = Port {
     mdts: MDTS,
     in_capsule_max: IN_CAPSULE_MAX,
     sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_TRANSPORT,
+    has_fused: true,
 };
 
 /// Reason for which a connection is over.
@@ -116,6 +117,7 @@ enum Phase {
 /// A command that is not completed.
 #[derive(Debug)]
 struct Slot {
+    is_used: bool,
     sqe: Sqe,
     io: Option<Io>,
     buffer: Option<Pages>,
@@ -127,6 +129,8 @@ struct Slot {
     awaits_data: bool,
     /// Data of it had a wrong digest.
     is_damaged: bool,
+    /// It must not be carried out.
+    is_aborted: bool,
     /// Bytes of its buffer that count among [`BUFFERED_MAX`]: 0 if its data were in the capsule.
     counted: usize,
 }
@@ -134,6 +138,7 @@ struct Slot {
 impl Slot {
     fn new() -> Slot {
         Slot {
+            is_used: false,
             sqe: Sqe::new(Opcode::FLUSH, Cid(0), NsId::NONE),
             io: None,
             buffer: None,
@@ -141,6 +146,7 @@ impl Slot {
             received: 0,
             awaits_data: false,
             is_damaged: false,
+            is_aborted: false,
             counted: 0,
         }
     }
@@ -197,15 +203,44 @@ impl Connection {
         }
     }
 
-    /// Looks at what all queues share: ends the connection if its controller is over, and reports events.
+    /// Looks at what all queues share: ends the connection if its controller is over, aborts commands, and reports events.
     pub fn handle_change(&mut self) {
         if self.queue.is_over() {
             self.end = self.end.or(Some(End::ControllerOver));
             return;
         }
         self.queue.handle_change();
-        if let Some(cqe) = self.queue.poll_event() {
+        while let Some(cid) = self.queue.poll_abort() {
+            self.abort(cid);
+        }
+        self.respond_events();
+    }
+
+    fn respond_events(&mut self) {
+        while let Some(cqe) = self.queue.poll_event() {
             self.respond(cqe);
+        }
+    }
+
+    /// Has a command completed without being carried out, if it has not begun. One whose data are on their way completes when they are there: the
+    /// host may not forget it before.
+    fn abort(&mut self, cid: Cid) {
+        let at = self
+            .slots
+            .iter()
+            .position(|slot| slot.is_used && slot.sqe.cid() == cid);
+        let Some(at) = at else {
+            return self.queue.abort_missed(cid);
+        };
+        let slot = &mut self.slots[at];
+        // One that a thread of a medium has may find out by itself that it is to be aborted; others are done soon.
+        slot.is_aborted = slot.io.is_some();
+        let at = at as u16;
+        if slot.is_aborted
+            && let Some(place) = self.waiting.iter().position(|waiting| *waiting == at)
+        {
+            self.waiting.remove(place);
+            self.ready.push_back(at);
         }
     }
 
@@ -422,6 +457,7 @@ impl Connection {
         };
         let slot = &mut self.slots[usize::from(at)];
         *slot = Slot {
+            is_used: true,
             sqe,
             io,
             length: length as usize,
@@ -571,9 +607,7 @@ impl Connection {
             self.slots.push(Slot::new());
             self.free.push(at as u16);
         }
-        if let Some(cqe) = self.queue.poll_event() {
-            self.respond(cqe);
-        }
+        self.respond_events();
     }
 
     /// Returns an I/O to carry out; then [`Connection::complete`] is to be called.
@@ -585,6 +619,7 @@ impl Connection {
                 buffer: Pages::default(),
                 length: 0,
                 running: None,
+                is_aborted: false,
             });
         }
         let at = self.ready.pop_front()?;
@@ -598,13 +633,15 @@ impl Connection {
             buffer: slot.buffer.take().unwrap_or_default(),
             length,
             running: None,
+            is_aborted: slot.is_aborted,
         })
     }
 
     /// Takes note of the result of an I/O.
     pub fn complete(&mut self, work: Work, status: Status, buffers: &mut Buffers) {
         let Some(at) = work.slot else {
-            return self.queue.flushed(status);
+            self.queue.flushed(status);
+            return self.respond_events();
         };
         let slot = &mut self.slots[usize::from(at)];
         let cqe = self.queue.complete(slot.sqe.cid(), status, 0);
@@ -705,6 +742,7 @@ pub struct Work {
     length: usize,
     /// Set while an io_uring carries it out.
     running: Option<Running>,
+    is_aborted: bool,
 }
 
 impl Work {
@@ -715,6 +753,9 @@ impl Work {
 
     /// Carries it out.
     pub fn execute(&mut self) -> Status {
+        if self.is_aborted {
+            return Status::ABORT_REQUESTED;
+        }
         self.io.execute(&mut self.buffer[..self.length])
     }
 

@@ -1,7 +1,6 @@
 //! I/Os that may wait for a medium: by an io_uring, which the reactor sleeps on, or by threads.
 
 use std::io;
-use std::sync::Arc;
 
 use rdmux_runtime::{
     ConnectionId, DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers,
@@ -137,7 +136,7 @@ impl Media {
 
     fn begin_on_thread(&mut self, job: Job) -> Result<(), Job> {
         self.next_lane = (self.next_lane + 1) % LANES;
-        let namespace = Arc::as_ptr(&job.io().namespace).addr();
+        let namespace = job.io().namespace.key();
         let submitted = self.workers.submit((namespace, self.next_lane), job);
         submitted.map_err(|(job, _)| job)
     }

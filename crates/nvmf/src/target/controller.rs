@@ -1,5 +1,8 @@
 //! A controller: registers, admin commands, keep-alive and events. Its admin queue owns it.
 
+mod features;
+mod logs;
+
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -7,20 +10,25 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rdmux_wire::nvme::{
-    AsyncEvent, Capabilities, Cid, Cns, Configuration, ControllerKind, EffectsLog, FabricsType, IDENTIFY_LEN,
-    IdentifyController, LogId, NsId, Opcode, Property, Register, SQE_LEN, Sqe, Status, VERSION_1_4,
+    AnaLimits, AsyncEvent, Capabilities, Cid, Cns, Configuration, ControllerKind, FabricsType, IDENTIFY_LEN,
+    IdentifyController, NsId, Opcode, Property, Register, SQE_LEN, Sqe, Status, VERSION_2_0,
     emit_namespace_list,
 };
 
-use super::discovery;
-use super::io::{Io, Operation, SUPPORTED};
+use self::features::Features;
+use super::association::{ABORTS_MAX, Association};
+use super::fused::Own;
+use super::io::{Io, Operation};
+use super::namespace::{COPY_FORMATS, Seat, SharedNamespace};
 use super::queue::{Executed, Port};
-use super::subsystem::{Association, NAMESPACES_MAX, Namespace, Namespaces, Subsystem, Target};
+use super::subsystem::{ANA_GROUP_MAX, NAMESPACES_MAX, Namespaces, Subsystem, Target};
 
 /// Requests for asynchronous events at a time.
 const EVENT_REQUESTS_MAX: usize = 4;
 /// Longest time to become ready, in 500 ms: hosts wait so long for CSTS.RDY.
 const READY_TIMEOUT: u8 = 15;
+/// Longest time that a change of the access to namespaces takes, in seconds.
+const ANA_TRANSITION_S: u8 = 10;
 /// Granularity of the keep-alive timer.
 const KEEP_ALIVE_UNIT: Duration = Duration::from_millis(100);
 /// A host's timeout begins when it sends: the controller waits this much longer.
@@ -29,14 +37,6 @@ const KEEP_ALIVE_GRACE: Duration = Duration::from_secs(1);
 const DISCOVERY_KEEP_ALIVE: Duration = Duration::from_secs(120);
 /// Data that an admin command takes at most.
 const ADMIN_DATA_MAX: u32 = 128 << 10;
-
-/// Features. 5.27.1.
-mod feature {
-    pub(super) const NUMBER_OF_QUEUES: u8 = 0x07;
-    pub(super) const ASYNC_EVENTS: u8 = 0x0b;
-    pub(super) const KEEP_ALIVE: u8 = 0x0f;
-    pub(super) const HOST_ID: u8 = 0x81;
-}
 
 /// Controller status. 3.1.3.6.
 mod status {
@@ -53,6 +53,9 @@ pub struct Controller {
     subsystem: Arc<Subsystem>,
     association: Arc<Association>,
     port: Port,
+    /// The address at which the host has reached the target.
+    local: IpAddr,
+    began: Instant,
     configuration: Configuration,
     /// CSTS.
     state: u64,
@@ -61,21 +64,26 @@ pub struct Controller {
     /// Its I/O queues are over, which the transport has not been told.
     was_reset: bool,
     /// Namespaces to be flushed before a shutdown is complete.
-    to_flush: Vec<Arc<Namespace>>,
+    to_flush: Vec<Arc<SharedNamespace>>,
     /// Flushes that run.
     flushing: usize,
     keep_alive: Option<Duration>,
     heard: Instant,
     /// Requests for asynchronous events.
     requests: VecDeque<Cid>,
-    /// Events that the host wants to hear about.
-    events: u32,
+    /// Completions of commands that have waited: command, status and result.
+    done: VecDeque<(Cid, Status, u64)>,
+    /// Commands that wait for an I/O that they have asked for, and whether that has begun.
+    own: Vec<(Cid, Arc<Own>, Option<Io>)>,
+    features: Features,
     /// The namespaces of which the host knows, and their generation.
     known: (u64, Namespaces),
     /// Namespaces that have changed since the host has read the log of them.
     changed: Vec<NsId>,
-    /// The host has not been told of an event, or has not read the log of the last one.
-    is_event_masked: bool,
+    /// Number of changes of the access to namespaces of which the host knows.
+    ana_changes: u64,
+    /// Events of which the host has been told, and whose logs it has not read.
+    masked: Vec<AsyncEvent>,
     discovery_generation: u64,
 }
 
@@ -84,17 +92,20 @@ impl Controller {
         kind: ControllerKind,
         subsystem: Arc<Subsystem>,
         association: Arc<Association>,
-        port: Port,
+        (port, local): (Port, IpAddr),
         keep_alive_ms: u32,
         discovery_generation: u64,
         now: Instant,
     ) -> Controller {
         let known = subsystem.namespaces();
+        let ana_changes = subsystem.ana_changes();
         Controller {
             kind,
             subsystem,
             association,
             port,
+            local,
+            began: now,
             configuration: Configuration::default(),
             state: 0,
             is_enabling: false,
@@ -104,10 +115,13 @@ impl Controller {
             keep_alive: timeout(kind, keep_alive_ms),
             heard: now,
             requests: VecDeque::new(),
-            events: 0,
+            done: VecDeque::new(),
+            own: Vec::new(),
+            features: Features::default(),
             known,
             changed: Vec::new(),
-            is_event_masked: false,
+            ana_changes,
+            masked: Vec::new(),
             discovery_generation,
         }
     }
@@ -146,7 +160,6 @@ impl Controller {
             return Err(Status::COMMAND_SEQUENCE_ERROR.do_not_retry());
         }
         match sqe.is_to_controller() {
-            // Set Features takes no data but for features that are not supported, so they are dropped.
             true if data_len <= ADMIN_DATA_MAX => Ok(data_len),
             true => Err(Status::SGL_LENGTH_INVALID.do_not_retry()),
             false => Ok(0),
@@ -156,6 +169,7 @@ impl Controller {
     pub(super) fn execute(
         &mut self,
         sqe: &Sqe,
+        data: &[u8],
         target: &Target,
         local: IpAddr,
         now: Instant,
@@ -168,9 +182,9 @@ impl Controller {
             },
             Opcode::KEEP_ALIVE => Ok(Executed::Done(0)),
             Opcode::IDENTIFY => self.identify(sqe),
-            Opcode::GET_LOG_PAGE => self.log_page(sqe, target, local),
-            Opcode::SET_FEATURES => self.set_features(sqe, now),
-            Opcode::GET_FEATURES => self.get_features(sqe),
+            Opcode::GET_LOG_PAGE => self.log_page(sqe, target, local, now),
+            Opcode::SET_FEATURES => self.set_features(sqe, data, now),
+            Opcode::GET_FEATURES => self.get_features(sqe, now),
             Opcode::ASYNC_EVENT_REQUEST => match self.requests.len() < EVENT_REQUESTS_MAX {
                 true => {
                     self.requests.push_back(sqe.cid());
@@ -178,11 +192,31 @@ impl Controller {
                 }
                 false => Err(Status::EVENT_LIMIT),
             },
-            // Bit 0: the command was not aborted. It runs on another queue, or is done soon.
-            Opcode::ABORT => Ok(Executed::Done(1)),
+            Opcode::ABORT => self.abort(sqe),
             _ => Err(Status::INVALID_OPCODE),
         };
         executed.map_err(|status| (status.do_not_retry(), 0))
+    }
+
+    fn abort(&mut self, sqe: &Sqe) -> Result<Executed, Status> {
+        /// Bit 0 of the result: the command was not aborted.
+        const NOT_ABORTED: u64 = 1;
+        let (qid, cid) = (sqe.dword(10) as u16, Cid((sqe.dword(10) >> 16) as u16));
+        if qid == 0 {
+            // Commands of this queue are done at once, but for requests for events.
+            let Some(at) = self.requests.iter().position(|request| *request == cid) else {
+                return Ok(Executed::Done(NOT_ABORTED));
+            };
+            self.requests.remove(at);
+            self.done.push_back((cid, Status::ABORT_REQUESTED, 0));
+            self.done.push_back((sqe.cid(), Status::SUCCESS, 0));
+            return Ok(Executed::Wait);
+        }
+        if !self.association.abort(qid, cid, sqe.cid())? {
+            return Ok(Executed::Done(NOT_ABORTED));
+        }
+        self.was_reset = true;
+        Ok(Executed::Wait)
     }
 
     fn property_get(&mut self, property: Property) -> Result<Executed, Status> {
@@ -193,7 +227,9 @@ impl Controller {
                 timeout: READY_TIMEOUT,
             }
             .register(),
-            (Register::VERSION, false) => VERSION_1_4.into(),
+            (Register::VERSION, false) => VERSION_2_0.into(),
+            // In the same unit.
+            (Register::READY_TIMEOUTS, false) => READY_TIMEOUT.into(),
             (Register::CONFIGURATION, false) => self.configuration.0.into(),
             (Register::STATUS, false) => self.state,
             _ => return Err(Status::INVALID_FIELD),
@@ -232,16 +268,18 @@ impl Controller {
     fn reset(&mut self) {
         self.state = 0;
         self.is_enabling = false;
-        self.events = 0;
         self.requests.clear();
+        self.done.clear();
+        self.own.clear();
+        self.features = Features::default();
         self.changed.clear();
-        self.is_event_masked = false;
+        self.masked.clear();
         self.association.reset();
         self.was_reset = true;
     }
 
     pub(super) fn take_reset(&mut self) -> bool {
-        std::mem::take(&mut self.was_reset)
+        std::mem::take(&mut self.was_reset) | self.association.take_tells()
     }
 
     fn look_at_readiness(&mut self) {
@@ -254,15 +292,13 @@ impl Controller {
     }
 
     pub(super) fn poll_flush(&mut self) -> Option<Io> {
+        if let Some(io) = self.own.iter_mut().find_map(|(_, _, io)| io.take()) {
+            self.flushing += 1;
+            return Some(io);
+        }
         let namespace = self.to_flush.pop()?;
         self.flushing += 1;
-        Some(Io {
-            namespace,
-            operation: Operation::Flush,
-            offset: 0,
-            length: 0,
-            session: None,
-        })
+        Some(own_io(namespace, Operation::Flush, None))
     }
 
     pub(super) fn flushed(&mut self, flushed: Status) {
@@ -286,6 +322,8 @@ impl Controller {
         let nsid = sqe.nsid();
         self.look_at_namespaces();
         let (_, namespaces) = &self.known;
+        // The NVM command set alone.
+        let command_set = sqe.dword(11) >> 24;
         match (cns, self.kind) {
             (Cns::CONTROLLER, _) => self.identify_controller().emit(&mut bytes),
             (Cns::NAMESPACE, ControllerKind::Io) => match namespaces.get(&nsid) {
@@ -294,7 +332,31 @@ impl Controller {
                 None if (1..=NAMESPACES_MAX).contains(&nsid.0) => {}
                 None => return Err(Status::INVALID_NAMESPACE),
             },
-            (Cns::ACTIVE_NAMESPACES, ControllerKind::Io) => {
+            (
+                Cns::COMMAND_SET_NAMESPACE | Cns::COMMAND_SET_CONTROLLER | Cns::COMMAND_SET_ACTIVE,
+                ControllerKind::Io,
+            ) if command_set != 0 => return Err(Status::INVALID_FIELD),
+            // Nothing that it describes is there: protection information, and limits of commands.
+            (Cns::COMMAND_SET_NAMESPACE, ControllerKind::Io) => {
+                if !(1..=NAMESPACES_MAX).contains(&nsid.0) {
+                    return Err(Status::INVALID_NAMESPACE);
+                }
+            }
+            (Cns::COMMAND_SET_CONTROLLER, ControllerKind::Io) => {}
+            (Cns::INDEPENDENT_NAMESPACE, ControllerKind::Io) => match namespaces.get(&nsid) {
+                Some(namespace) => namespace.identify_independent().emit(&mut bytes),
+                None if (1..=NAMESPACES_MAX).contains(&nsid.0) => {}
+                None => return Err(Status::INVALID_NAMESPACE),
+            },
+            // The first combination: bit 0, the NVM command set. The controller named is this one.
+            (Cns::COMMAND_SETS, ControllerKind::Io) => {
+                let cntlid = (sqe.dword(10) >> 16) as u16;
+                if cntlid != u16::MAX && cntlid != self.association.cntlid {
+                    return Err(Status::INVALID_FIELD);
+                }
+                bytes[0] = 1;
+            }
+            (Cns::ACTIVE_NAMESPACES | Cns::COMMAND_SET_ACTIVE, ControllerKind::Io) => {
                 if nsid.0 >= NsId::ALL.0 - 1 {
                     return Err(Status::INVALID_NAMESPACE);
                 }
@@ -319,20 +381,28 @@ impl Controller {
             model: "rdmux".to_owned(),
             firmware: env!("CARGO_PKG_VERSION").to_owned(),
             multipath: match is_io {
-                true => IdentifyController::MULTIPLE_PORTS | IdentifyController::MULTIPLE_CONTROLLERS,
+                true => {
+                    IdentifyController::MULTIPLE_PORTS
+                        | IdentifyController::MULTIPLE_CONTROLLERS
+                        | IdentifyController::ASYMMETRIC_ACCESS
+                }
                 false => 0,
             },
             mdts: self.port.mdts,
             cntlid: self.association.cntlid,
-            version: VERSION_1_4,
+            version: VERSION_2_0,
             events: events(self.kind),
             attributes: IdentifyController::WIDE_HOST_ID,
             kind: self.kind,
-            aborts: 4,
+            aborts: ABORTS_MAX,
             event_requests: EVENT_REQUESTS_MAX as u8,
             log_attributes: match is_io {
-                true => IdentifyController::EFFECTS_LOG | IdentifyController::EXTENDED_LOGS,
-                false => IdentifyController::EXTENDED_LOGS,
+                true => {
+                    IdentifyController::EFFECTS_LOG
+                        | IdentifyController::EXTENDED_LOGS
+                        | IdentifyController::SUPPORTED_LOGS
+                }
+                false => IdentifyController::EXTENDED_LOGS | IdentifyController::SUPPORTED_LOGS,
             },
             keep_alive: (KEEP_ALIVE_UNIT.as_millis() / 100) as u16,
             commands: self.port.entries_max,
@@ -340,135 +410,101 @@ impl Controller {
             optional_commands: match is_io {
                 true => {
                     IdentifyController::COMPARE
+                        | IdentifyController::DATASET_MANAGEMENT
                         | IdentifyController::WRITE_ZEROES
+                        | IdentifyController::RESERVATIONS
+                        | IdentifyController::TIMESTAMP
                         | IdentifyController::VERIFY
+                        | IdentifyController::COPY
                 }
                 false => 0,
             },
-            fused: 0,
-            has_write_cache: self
-                .known
-                .1
-                .values()
-                .any(|namespace| namespace.backend.has_write_cache()),
+            fused: match is_io && self.port.has_fused {
+                true => IdentifyController::COMPARE_AND_WRITE,
+                false => 0,
+            },
+            has_write_cache: self.has_write_cache(),
+            copy_formats: if is_io { COPY_FORMATS } else { 0 },
             sgls: self.port.sgls,
+            ana: match is_io {
+                true => AnaLimits {
+                    transition_s: ANA_TRANSITION_S,
+                    capabilities: AnaLimits::ALL_STATES,
+                    group_max: ANA_GROUP_MAX,
+                    groups: ANA_GROUP_MAX,
+                    namespaces: NAMESPACES_MAX,
+                },
+                false => AnaLimits::default(),
+            },
             subsystem: self.subsystem.nqn().clone(),
             capsule_bytes: SQE_LEN as u32 + if is_io { self.port.in_capsule_max } else { 0 },
         }
     }
 
-    fn log_page(&mut self, sqe: &Sqe, target: &Target, local: IpAddr) -> Result<Executed, Status> {
-        let log = LogId(sqe.dword(10) as u8);
-        // Retain Asynchronous Event.
-        let retains = sqe.dword(10) & 1 << 15 != 0;
-        let dwords = u64::from(sqe.dword(10) >> 16) | u64::from(sqe.dword(11) & 0xffff) << 16;
-        let length = (dwords + 1) * 4;
-        let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
-        let discovery_generation = target.generation();
-        let page = match (log, self.kind) {
-            (LogId::DISCOVERY, ControllerKind::Discovery) => {
-                discovery::log(target, &self.association.host, local)
-            }
-            (LogId::ERROR, _) => vec![0; 64],
-            (LogId::HEALTH, ControllerKind::Io) => health(),
-            (LogId::FIRMWARE, ControllerKind::Io) => firmware(),
-            (LogId::EFFECTS, ControllerKind::Io) => effects(),
-            (LogId::CHANGED_NAMESPACES, ControllerKind::Io) => {
-                let mut bytes = vec![0; IDENTIFY_LEN];
-                emit_namespace_list(self.changed.iter().copied(), &mut bytes);
-                bytes
-            }
-            _ => return Err(Status::INVALID_LOG),
-        };
-        if length > self.port.data_max().into() || offset % 4 != 0 || offset > page.len() as u64 {
-            return Err(Status::INVALID_FIELD);
+    /// Returns the completion of a command that has waited.
+    pub(super) fn poll_event(&mut self, target: &Target) -> Option<(Cid, Status, u64)> {
+        if let Some(done) = self.done.pop_front() {
+            return Some(done);
         }
-        if !retains {
-            match log {
-                LogId::DISCOVERY => self.discovery_generation = discovery_generation,
-                LogId::CHANGED_NAMESPACES => self.changed.clear(),
-                _ => {}
-            }
-            self.is_event_masked &= !matches!(log, LogId::DISCOVERY | LogId::CHANGED_NAMESPACES);
+        if let Some((cid, was_aborted)) = self.association.poll_aborted() {
+            return Some((cid, Status::SUCCESS, u64::from(!was_aborted)));
         }
-        let mut part = page[offset as usize..].to_vec();
-        part.resize(length as usize, 0);
-        Ok(Executed::Send(part))
-    }
-
-    fn set_features(&mut self, sqe: &Sqe, now: Instant) -> Result<Executed, Status> {
-        let (feature, saves) = (sqe.dword(10) as u8, sqe.dword(10) >> 31 != 0);
-        if saves {
-            return Err(Status::FEATURE_NOT_SAVEABLE);
+        if let Some(done) = self.poll_own() {
+            return Some(done);
         }
-        let value = sqe.dword(11);
-        match (feature, self.kind) {
-            (feature::NUMBER_OF_QUEUES, ControllerKind::Io) => {
-                let (submission, completion) = (value & 0xffff, value >> 16);
-                if submission == 0xffff || completion == 0xffff {
-                    return Err(Status::INVALID_FIELD);
-                }
-                let most = u32::from(self.association.queues_max) - 1;
-                let queues = submission.min(completion).min(most);
-                Ok(Executed::Done((queues | queues << 16).into()))
-            }
-            (feature::ASYNC_EVENTS, kind) => {
-                if value & !events(kind) != 0 {
-                    return Err(Status::INVALID_FIELD);
-                }
-                self.events = value;
-                Ok(Executed::Done(0))
-            }
-            (feature::KEEP_ALIVE, _) => {
-                self.keep_alive = timeout(self.kind, value);
-                self.heard = now;
-                Ok(Executed::Done(0))
-            }
-            // It is Connect's.
-            (feature::HOST_ID, _) => Err(Status::COMMAND_SEQUENCE_ERROR),
-            _ => Err(Status::INVALID_FIELD),
-        }
-    }
-
-    fn get_features(&self, sqe: &Sqe) -> Result<Executed, Status> {
-        let (feature, select) = (sqe.dword(10) as u8, sqe.dword(10) >> 8 & 7);
-        // The current value only: nothing is saved.
-        if select != 0 {
-            return Err(Status::INVALID_FIELD);
-        }
-        let value = match (feature, self.kind) {
-            (feature::NUMBER_OF_QUEUES, ControllerKind::Io) => {
-                let queues = u64::from(self.association.queues_max) - 1;
-                queues | queues << 16
-            }
-            (feature::ASYNC_EVENTS, _) => self.events.into(),
-            (feature::KEEP_ALIVE, _) => self.keep_alive.map_or(0, |time| time.as_millis() as u64),
-            (feature::HOST_ID, _) => return Ok(Executed::Send(self.association.host_id.0.to_vec())),
-            _ => return Err(Status::INVALID_FIELD),
-        };
-        Ok(Executed::Done(value))
-    }
-
-    /// Returns the request that an event completes, and the event.
-    pub(super) fn poll_event(&mut self, target: &Target) -> Option<(Cid, AsyncEvent)> {
-        if !self.is_ready() {
-            return None;
-        }
-        let event = match self.kind {
-            ControllerKind::Io => {
-                self.look_at_namespaces();
-                (!self.changed.is_empty()).then_some(AsyncEvent::NamespacesChanged)
-            }
-            ControllerKind::Discovery => {
-                (self.discovery_generation != target.generation()).then_some(AsyncEvent::DiscoveryChanged)
-            }
-        }?;
-        if self.is_event_masked || self.events & events(self.kind) == 0 {
-            return None;
-        }
+        let event = self.event(target)?;
         let cid = self.requests.pop_front()?;
-        self.is_event_masked = true;
-        Some((cid, event))
+        self.masked.push(event);
+        Some((cid, Status::SUCCESS, event.result().into()))
+    }
+
+    /// Returns the completion of a command whose I/O is done.
+    fn poll_own(&mut self) -> Option<(Cid, Status, u64)> {
+        let done = |own: &Own| match own {
+            Own::Persist { status, .. } => *status.lock(),
+            Own::Pair { .. } => None,
+        };
+        let (at, status) = self
+            .own
+            .iter()
+            .enumerate()
+            .find_map(|(at, (_, own, _))| done(own).map(|status| (at, status)))?;
+        let (cid, ..) = self.own.remove(at);
+        Some((cid, status, 0))
+    }
+
+    /// Returns an event of which the host has to be told.
+    fn event(&mut self, target: &Target) -> Option<AsyncEvent> {
+        if !self.is_ready() || self.requests.is_empty() {
+            return None;
+        }
+        self.look_at_namespaces();
+        let wants = |of: u32| self.features.events & of != 0;
+        let happened = match self.kind {
+            ControllerKind::Io => [
+                (
+                    AsyncEvent::NamespacesChanged,
+                    wants(IdentifyController::NAMESPACE_EVENTS) && !self.changed.is_empty(),
+                ),
+                (
+                    AsyncEvent::AnaChanged,
+                    wants(IdentifyController::ANA_EVENTS) && self.ana_changes != self.subsystem.ana_changes(),
+                ),
+                // Feature 82h decides about these.
+                (AsyncEvent::ReservationChanged, self.association.has_notices()),
+            ],
+            ControllerKind::Discovery => {
+                [(
+                    AsyncEvent::DiscoveryChanged,
+                    wants(IdentifyController::DISCOVERY_EVENTS)
+                        && self.discovery_generation != target.generation(),
+                ); 3]
+            }
+        };
+        let event = happened
+            .into_iter()
+            .find(|(event, happened)| *happened && !self.masked.contains(event));
+        event.map(|(event, _)| event)
     }
 
     /// Takes note of namespaces that have changed.
@@ -509,45 +545,19 @@ fn timeout(kind: ControllerKind, ms: u32) -> Option<Duration> {
 /// Returns the events that a controller reports (OAES).
 const fn events(kind: ControllerKind) -> u32 {
     match kind {
-        ControllerKind::Io => IdentifyController::NAMESPACE_EVENTS,
+        ControllerKind::Io => IdentifyController::NAMESPACE_EVENTS | IdentifyController::ANA_EVENTS,
         ControllerKind::Discovery => IdentifyController::DISCOVERY_EVENTS,
     }
 }
 
-/// SMART and health: nothing is wrong, and nothing is measured.
-fn health() -> Vec<u8> {
-    let mut bytes = vec![0; 512];
-    // Available spare in percent, and its threshold.
-    bytes[3] = 100;
-    bytes[4] = 10;
-    bytes
-}
-
-/// Firmware slots: the first runs.
-fn firmware() -> Vec<u8> {
-    let mut bytes = vec![0; 512];
-    bytes[0] = 1;
-    let revision = env!("CARGO_PKG_VERSION").as_bytes();
-    let len = revision.len().min(8);
-    bytes[8..16].fill(b' ');
-    bytes[8..8 + len].copy_from_slice(&revision[..len]);
-    bytes
-}
-
-fn effects() -> Vec<u8> {
-    let mut bytes = vec![0; 4096];
-    EffectsLog {
-        admin: &[
-            Opcode::GET_LOG_PAGE,
-            Opcode::IDENTIFY,
-            Opcode::ABORT,
-            Opcode::SET_FEATURES,
-            Opcode::GET_FEATURES,
-            Opcode::ASYNC_EVENT_REQUEST,
-            Opcode::KEEP_ALIVE,
-        ],
-        io: &SUPPORTED,
+/// Returns an I/O that the controller itself asks for.
+fn own_io(namespace: Arc<SharedNamespace>, operation: Operation, own: Option<Arc<Own>>) -> Io {
+    Io {
+        namespace: Arc::new(Seat::new(namespace, None)),
+        operation,
+        offset: 0,
+        length: 0,
+        cid: Cid(0),
+        own,
     }
-    .emit(&mut bytes);
-    bytes
 }

@@ -4,26 +4,39 @@ use std::fs::File;
 use std::sync::Arc;
 
 use rdmux_runtime::{Direction, Pages};
-use rdmux_wire::nvme::{NsId, Opcode, Rw, Sqe, Status};
+use rdmux_wire::nvme::{
+    Cid, Copy, CopyFormat, CopyRange, DatasetRange, NsId, Opcode, ReservationCommand, ReservationKeys, Rw,
+    Sqe, Status,
+};
 
-use super::subsystem::{Namespace, Namespaces, Running, Session};
+use super::association;
+use super::fused::Own;
+use super::namespace::{COPY_RANGES_MAX, Seat};
+use super::view::View;
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.
 const INLINE_MAX: u32 = 1 << 20;
+/// Bytes that are read, compared or copied at once.
+const PART: usize = 64 << 10;
+/// Bytes of zeros that are written at once where that does not wait for a medium: what wants to be alone waits no longer.
+const ZEROES_PART: u64 = 1 << 20;
+/// As [`ZEROES_PART`], for backends that may wait.
+const ZEROES_PART_WAITING: u64 = 256 << 20;
 
 /// An I/O command that was checked: its blocks are in its namespace, and its data are as long as they.
 #[derive(Clone, Debug)]
 pub struct Io {
     /// The namespace.
-    pub namespace: Arc<Namespace>,
+    pub namespace: Arc<Seat>,
     /// The operation.
     pub operation: Operation,
     /// Offset in the namespace, in bytes.
     pub offset: u64,
-    /// Length in bytes.
+    /// Length in bytes; 0 if the operation has no one range.
     pub length: u32,
-    /// It runs only while this lasts.
-    pub(super) session: Option<Session>,
+    pub(super) cid: Cid,
+    /// Set if the controller or the queue itself asks for it.
+    pub(super) own: Option<Arc<Own>>,
 }
 
 /// An operation of the NVM command set. NVM 3.2.
@@ -47,47 +60,112 @@ pub enum Operation {
     },
     /// Reads, and discards what was read.
     Verify,
+    /// The host tells about ranges of blocks, which are the data.
+    DatasetManagement {
+        /// Number of ranges.
+        ranges: u16,
+        /// The host needs the blocks no more.
+        deallocates: bool,
+    },
+    /// Copies from ranges of blocks, which are the data, to the offset.
+    Copy {
+        /// Number of ranges.
+        ranges: u16,
+        /// Their format.
+        format: CopyFormat,
+        /// The bytes are durable when the command is done.
+        fua: bool,
+    },
+    /// Changes reservations; the data are keys.
+    Reserve(ReservationCommand),
+    /// Something that the queue itself asks for; it has no data.
+    Own,
 }
 
 impl Operation {
     /// Returns true if the host sends the data.
     pub const fn is_to_controller(self) -> bool {
-        matches!(self, Operation::Write { .. } | Operation::Compare)
+        self.has_data() && !matches!(self, Operation::Read)
     }
 
     /// Returns true if the command has data.
     pub const fn has_data(self) -> bool {
-        matches!(
+        !matches!(
             self,
-            Operation::Read | Operation::Write { .. } | Operation::Compare
+            Operation::Flush | Operation::WriteZeroes { .. } | Operation::Verify | Operation::Own
         )
     }
 
     const fn changes(self) -> bool {
-        matches!(self, Operation::Write { .. } | Operation::WriteZeroes { .. })
+        match self {
+            Operation::Write { .. } | Operation::WriteZeroes { .. } | Operation::Copy { .. } => true,
+            Operation::DatasetManagement { deallocates, .. } => deallocates,
+            _ => false,
+        }
+    }
+
+    /// Returns whether reservations have to let the host write, or read; `None` if they do not count. NVMe Base 2.0, 8.19.7 and NVM 5.10.
+    const fn needs(self) -> Option<bool> {
+        match self {
+            Operation::Read | Operation::Compare | Operation::Verify => Some(false),
+            Operation::Write { .. }
+            | Operation::WriteZeroes { .. }
+            | Operation::Copy { .. }
+            | Operation::DatasetManagement { .. }
+            | Operation::Flush => Some(true),
+            Operation::Reserve(_) | Operation::Own => None,
+        }
     }
 }
 
 /// The I/O commands that there are, and whether each changes blocks.
-pub(super) const SUPPORTED: [(Opcode, bool); 6] = [
+pub(super) const SUPPORTED: [(Opcode, bool); 12] = [
     (Opcode::FLUSH, false),
     (Opcode::WRITE, true),
     (Opcode::READ, false),
     (Opcode::COMPARE, false),
     (Opcode::WRITE_ZEROES, true),
+    (Opcode::DATASET_MANAGEMENT, true),
     (Opcode::VERIFY, false),
+    (Opcode::RESERVATION_REGISTER, false),
+    (Opcode::RESERVATION_REPORT, false),
+    (Opcode::RESERVATION_ACQUIRE, false),
+    (Opcode::RESERVATION_RELEASE, false),
+    (Opcode::COPY, true),
 ];
 
+/// An I/O that an io_uring carries out: it runs until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Running {
+    seat: Arc<Seat>,
+    writes: bool,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.writes {
+            self.seat.fence().leave(self.seat.stripe());
+        }
+        if let Some(user) = self.seat.user() {
+            user.session.leave();
+        }
+    }
+}
+
 impl Io {
-    /// Checks a command of which the transport moves `data_len` bytes, `data_max` at most.
+    /// Checks a command of which the transport moves `data_len` bytes, `data_max` at most. `copy_formats` are those that the host has enabled.
     pub(super) fn check(
-        namespaces: &Namespaces,
+        view: &View,
         sqe: &Sqe,
         data_len: u32,
         data_max: u32,
+        copy_formats: u16,
     ) -> Result<Io, Status> {
-        let rw = Rw::parse(sqe);
-        let fua = rw.fua;
+        let fua = Rw::parse(sqe).fua;
+        let reserve = |command: Option<ReservationCommand>| match command {
+            Some(command) => Ok(Operation::Reserve(command)),
+            None => Err(Status::INVALID_FIELD.do_not_retry()),
+        };
         let operation = match sqe.opcode() {
             Opcode::READ => Operation::Read,
             Opcode::WRITE => Operation::Write { fua },
@@ -95,34 +173,69 @@ impl Io {
             Opcode::COMPARE => Operation::Compare,
             Opcode::WRITE_ZEROES => Operation::WriteZeroes { fua },
             Opcode::VERIFY => Operation::Verify,
+            Opcode::DATASET_MANAGEMENT => Operation::DatasetManagement {
+                ranges: DatasetRange::count(sqe),
+                deallocates: sqe.dword(11) & DatasetRange::DEALLOCATE != 0,
+            },
+            Opcode::COPY => {
+                let copy = Copy::parse(sqe);
+                let formats = [CopyFormat::Same, CopyFormat::Any].into_iter();
+                let mut enabled =
+                    formats.filter(|format| *format == CopyFormat::Same || copy_formats & format.bit() != 0);
+                let format = enabled.find(|format| *format as u8 == copy.format);
+                Operation::Copy {
+                    ranges: copy.ranges,
+                    format: format.ok_or(Status::INVALID_FIELD.do_not_retry())?,
+                    fua: copy.fua,
+                }
+            }
+            Opcode::RESERVATION_REGISTER => reserve(ReservationCommand::register(sqe))?,
+            Opcode::RESERVATION_ACQUIRE => reserve(ReservationCommand::acquire(sqe))?,
+            Opcode::RESERVATION_RELEASE => reserve(ReservationCommand::release(sqe))?,
             _ => return Err(Status::INVALID_OPCODE.do_not_retry()),
         };
-        let nsid = sqe.nsid();
-        if nsid == NsId::ALL {
-            return Err(Status::INVALID_NAMESPACE.do_not_retry());
+        let namespace = view.seat(sqe.nsid())?.clone();
+        let mut io = Io {
+            namespace,
+            operation,
+            offset: 0,
+            length: 0,
+            cid: sqe.cid(),
+            own: None,
+        };
+        if let Some(writes) = operation.needs() {
+            io.namespace.check_reservation(writes)?;
         }
-        let namespace = namespaces.get(&nsid);
-        let namespace = namespace.ok_or(Status::INVALID_NAMESPACE.do_not_retry())?.clone();
-        if operation == Operation::Flush {
-            let (offset, length) = (0, 0);
-            return Ok(Io {
-                namespace,
-                operation,
-                offset,
-                length,
-                session: None,
-            });
-        }
-        if operation.changes() && namespace.is_protected {
+        if operation.changes() && io.namespace.is_protected {
             return Err(Status::WRITE_PROTECTED.do_not_retry());
         }
-        let end = rw.slba.checked_add(rw.blocks.into());
-        if end.is_none_or(|end| end > namespace.blocks()) {
-            return Err(Status::LBA_OUT_OF_RANGE.do_not_retry());
+        // A list of ranges may come in a longer buffer.
+        let list = match operation {
+            Operation::Flush => return Ok(io),
+            Operation::DatasetManagement { ranges, .. } => Some((DatasetRange::LEN, ranges)),
+            Operation::Copy { ranges, .. } if ranges > COPY_RANGES_MAX => {
+                return Err(Status::COPY_TOO_LONG.do_not_retry());
+            }
+            Operation::Copy { ranges, .. } => Some((CopyRange::LEN, ranges)),
+            Operation::Reserve(_) if sqe.opcode() == Opcode::RESERVATION_RELEASE => {
+                Some((ReservationKeys::RELEASE_LEN, 1))
+            }
+            Operation::Reserve(_) => Some((ReservationKeys::LEN, 1)),
+            _ => None,
+        };
+        if let Some((bytes, number)) = list {
+            let bytes = (bytes * usize::from(number)) as u32;
+            if data_len < bytes || data_len > data_max.min(8192) {
+                return Err(Status::SGL_LENGTH_INVALID.do_not_retry());
+            }
+            if let Operation::Copy { .. } = operation {
+                (io.offset, _) = io.namespace.range(Copy::parse(sqe).slba, 1)?;
+            }
+            return Ok(io);
         }
-        let offset = rw.slba << namespace.block_shift;
-        // At most 2^16 blocks of 2^16 bytes, less 1: not more than 2^32.
-        let length = u64::from(rw.blocks) << namespace.block_shift;
+        let rw = Rw::parse(sqe);
+        // At most 2^16 blocks of 2^16 bytes.
+        let (offset, length) = io.namespace.range(rw.slba, rw.blocks)?;
         let Ok(length) = u32::try_from(length) else {
             return Err(Status::INVALID_FIELD.do_not_retry());
         };
@@ -134,34 +247,48 @@ impl Io {
                 return Err(Status::SGL_LENGTH_INVALID.do_not_retry());
             }
         }
-        Ok(Io {
-            namespace,
-            operation,
-            offset,
-            length,
-            session: None,
-        })
+        (io.offset, io.length) = (offset, length);
+        Ok(io)
     }
 
     /// Returns true if [`Io::execute`] may take long: then it must not run on a reactor's thread.
     pub fn may_wait(&self) -> bool {
-        self.namespace.backend.may_wait() || self.length > INLINE_MAX
+        let is_long = match self.operation {
+            // They wait until they are alone, or have many blocks.
+            Operation::Reserve(_)
+            | Operation::Own
+            | Operation::Copy { .. }
+            | Operation::DatasetManagement { .. } => true,
+            _ => self.length > INLINE_MAX,
+        };
+        is_long || self.namespace.backend.may_wait()
     }
 
-    /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can. The I/O runs until the last
-    /// result is dropped.
+    /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can: otherwise [`Io::execute`] carries
+    /// it out, or tells why it must not run, on a thread that may wait. The I/O runs until the last result is dropped.
     pub(crate) fn start(&self) -> Option<(Arc<File>, Direction, Option<Running>)> {
         let direction = match self.operation {
             Operation::Read => Direction::Read,
             Operation::Write { fua: false } => Direction::Write,
             _ => return None,
         };
+        let writes = direction == Direction::Write;
         let file = self.namespace.backend.file(direction)?.clone();
-        let running = match &self.session {
-            Some(session) => Some(session.enter()?),
-            None => None,
-        };
-        Some((file, direction, running))
+        let seat = self.namespace.clone();
+        // Somebody may want to be alone with the namespace.
+        if writes && !seat.fence().try_enter(seat.stripe()) {
+            return None;
+        }
+        if let Some(user) = seat.user() {
+            user.session.begin();
+        }
+        // From here on its drop undoes that.
+        let running = Running { seat, writes };
+        let seat = &running.seat;
+        let is_over = seat.user().is_some_and(|user| user.session.is_over());
+        let may_run =
+            !is_over && seat.check_wanted(self.cid).is_ok() && seat.check_reservation(writes).is_ok();
+        may_run.then_some((file, direction, Some(running)))
     }
 
     /// Carries the command out. `data` has the command's length if it has data.
@@ -172,43 +299,197 @@ impl Io {
         }
     }
 
+    /// Begins something on a thread of a medium.
+    pub(super) fn enter(&self) -> Result<Option<association::Running<'_>>, Status> {
+        let Some(user) = self.namespace.user().filter(|_| self.may_wait()) else {
+            return Ok(None);
+        };
+        let running = user.session.enter().ok_or(Status::SQ_DELETED)?;
+        self.namespace.check_wanted(self.cid)?;
+        Ok(Some(running))
+    }
+
     fn try_execute(&self, data: &mut [u8]) -> Result<(), Status> {
         let backend = &self.namespace.backend;
-        let running = self.session.as_ref().map(Session::enter);
-        if let Some(None) = running {
-            return Err(Status::SQ_DELETED);
+        if let Some(own) = &self.own {
+            own.execute(self);
+            return Ok(());
         }
+        let _running = self.enter()?;
         match self.operation {
-            Operation::Read => backend.read(self.offset, data),
+            Operation::Read => {
+                self.namespace.check_reservation(false)?;
+                backend.read(self.offset, data)
+            }
             Operation::Write { fua } => {
-                backend.write(self.offset, data)?;
+                self.write(|| backend.write(self.offset, data))?;
                 if fua { backend.flush() } else { Ok(()) }
             }
             Operation::WriteZeroes { fua } => {
-                backend.write_zeroes(self.offset, self.length.into())?;
+                self.zeroes(self.offset, self.length.into(), |offset, length| {
+                    backend.write_zeroes(offset, length)
+                })?;
                 if fua { backend.flush() } else { Ok(()) }
             }
-            Operation::Flush => backend.flush(),
-            Operation::Compare => self.by_parts(|at, stored| {
-                let given = data.get(at..at + stored.len());
-                match given == Some(stored) {
-                    true => Ok(()),
-                    false => Err(Status::COMPARE_FAILURE.do_not_retry()),
-                }
-            }),
-            Operation::Verify => self.by_parts(|_, _| Ok(())),
+            Operation::Flush => {
+                self.namespace.check_reservation(true)?;
+                backend.flush()
+            }
+            Operation::Compare => {
+                self.namespace.check_reservation(false)?;
+                self.compare(data)
+            }
+            Operation::Verify => {
+                self.namespace.check_reservation(false)?;
+                self.by_parts(|_, _| Ok(()))
+            }
+            Operation::DatasetManagement { ranges, deallocates } => self.manage(ranges, deallocates, data),
+            Operation::Copy { ranges, format, fua } => {
+                self.copy(ranges, format, data)?;
+                if fua { backend.flush() } else { Ok(()) }
+            }
+            Operation::Reserve(command) => self.reserve(&command, data),
+            Operation::Own => Ok(()),
         }
+    }
+
+    /// Runs one write of the backend, if reservations let the host write.
+    fn write(&self, write: impl FnOnce() -> Result<(), Status>) -> Result<(), Status> {
+        let _writing = self.namespace.fence().write(self.namespace.stripe());
+        self.namespace.check_reservation(true)?;
+        write()
+    }
+
+    /// Writes zeros in parts, or deallocates in parts.
+    fn zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        zeroes: impl Fn(u64, u64) -> Result<(), Status>,
+    ) -> Result<(), Status> {
+        let part_max = match self.namespace.backend.may_wait() {
+            true => ZEROES_PART_WAITING,
+            false => ZEROES_PART,
+        };
+        let mut at = 0;
+        while at < length {
+            let part = (length - at).min(part_max);
+            self.write(|| zeroes(offset + at, part))?;
+            at += part;
+        }
+        Ok(())
+    }
+
+    pub(super) fn compare(&self, data: &[u8]) -> Result<(), Status> {
+        self.by_parts(|at, stored| {
+            let given = data.get(at..at + stored.len());
+            match given == Some(stored) {
+                true => Ok(()),
+                false => Err(Status::COMPARE_FAILURE.do_not_retry()),
+            }
+        })
     }
 
     /// Reads the blocks in parts.
     fn by_parts(&self, mut part: impl FnMut(usize, &[u8]) -> Result<(), Status>) -> Result<(), Status> {
-        const PART: usize = 64 << 10;
         let length = self.length as usize;
         let mut stored = Pages::new(length.min(PART));
         for at in (0..length).step_by(PART) {
             let stored = &mut stored[..(length - at).min(PART)];
             self.namespace.backend.read(self.offset + at as u64, stored)?;
             part(at, stored)?;
+        }
+        Ok(())
+    }
+
+    fn manage(&self, ranges: u16, deallocates: bool, data: &[u8]) -> Result<(), Status> {
+        let ranges = DatasetRange::parse(data).take(ranges.into());
+        // All of them are checked before blocks of the first are gone.
+        for range in ranges.clone() {
+            self.namespace.range(range.slba, range.blocks)?;
+        }
+        if !deallocates {
+            return Ok(());
+        }
+        for range in ranges {
+            let (offset, length) = self.namespace.range(range.slba, range.blocks)?;
+            self.zeroes(offset, length, |offset, length| {
+                self.namespace.backend.deallocate(offset, length)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Copies. All ranges are checked before the first is copied, so one that is refused has changed nothing.
+    fn copy(&self, ranges: u16, format: CopyFormat, data: &[u8]) -> Result<(), Status> {
+        let to = &*self.namespace;
+        let ranges = CopyRange::parse(data).take(ranges.into());
+        let mut sources = Vec::with_capacity(ranges.clone().count());
+        let mut total = 0;
+        for range in ranges {
+            let from = match format {
+                CopyFormat::Same => self.namespace.clone(),
+                CopyFormat::Any => self.source(range.nsid)?,
+            };
+            if from.block_shift != to.block_shift {
+                return Err(Status::COPY_INCOMPATIBLE.do_not_retry());
+            }
+            if range.fast_only && format == CopyFormat::Any {
+                return Err(Status::COPY_NOT_FAST.do_not_retry());
+            }
+            from.check_reservation(false)?;
+            total += u64::from(range.blocks);
+            if total > to.copy_blocks_max().into() {
+                return Err(Status::COPY_TOO_LONG.do_not_retry());
+            }
+            let (offset, length) = from.range(range.slba, range.blocks)?;
+            sources.push((from, offset, length));
+        }
+        // At most the blocks of one Copy.
+        let (offset, length) = to.range(self.offset >> to.block_shift, total as u32)?;
+        let overlaps = sources
+            .iter()
+            .any(|(from, at, long)| from.nsid == to.nsid && *at < offset + length && offset < at + long);
+        if overlaps {
+            return Err(Status::COPY_OVERLAPS.do_not_retry());
+        }
+        let mut buffer = Pages::new(PART.min(length as usize));
+        let mut to_offset = offset;
+        for (from, offset, length) in &sources {
+            let mut at = 0;
+            while at < *length {
+                let part = (length - at).min(PART as u64) as usize;
+                from.backend.read(offset + at, &mut buffer[..part])?;
+                self.write(|| to.backend.write(to_offset, &buffer[..part]))?;
+                at += part as u64;
+                to_offset += part as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns a namespace of the same subsystem.
+    fn source(&self, nsid: NsId) -> Result<Arc<Seat>, Status> {
+        if nsid == self.namespace.nsid {
+            return Ok(self.namespace.clone());
+        }
+        let user = self.namespace.user().ok_or(Status::INVALID_NAMESPACE)?;
+        let shared = user.subsystem.reach(nsid, user.local)?;
+        Ok(Arc::new(Seat::new(shared, Some(user.clone()))))
+    }
+
+    fn reserve(&self, command: &ReservationCommand, data: &[u8]) -> Result<(), Status> {
+        let user = self.namespace.user().ok_or(Status::INTERNAL_ERROR)?;
+        let association = &user.session.association;
+        let keys = ReservationKeys::parse(data);
+        let reservations = self.namespace.reservations();
+        let notices = self
+            .namespace
+            .fence()
+            .alone(|| reservations.apply(&association.host_id, command, &keys))?;
+        if !notices.is_empty() {
+            user.subsystem.notify(self.namespace.nsid, &notices);
+            association.tell();
         }
         Ok(())
     }

@@ -6,15 +6,19 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rdmux_wire::nvme::{
-    CONNECT_DATA_LEN, Cid, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Opcode,
-    Sqe, Status, authentication_len, is_nvme_authentication,
+    CONNECT_DATA_LEN, Cid, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Fuse,
+    Opcode, Sqe, Status, authentication_len, is_nvme_authentication,
 };
 
 use crate::auth::Authenticator;
 
+use super::association::{Counters, Session};
 use super::controller::Controller;
-use super::io::Io;
-use super::subsystem::{Namespaces, Session, Subsystem, Target};
+use super::fused::Pairs;
+use super::io::{Io, Operation};
+use super::namespace::User;
+use super::subsystem::Target;
+use super::view::View;
 
 /// Entries of an admin queue.
 pub(super) const ADMIN_ENTRIES: u16 = 32;
@@ -39,6 +43,8 @@ pub struct Port {
     pub in_capsule_max: u32,
     /// SGLs that it takes, as Identify reports them.
     pub sgls: u32,
+    /// It takes fused commands: it asks [`Queue::poll_flush`] and [`Queue::poll_event`] of I/O queues too.
+    pub has_fused: bool,
 }
 
 impl Port {
@@ -92,13 +98,11 @@ pub struct Queue {
 enum Role {
     /// No command was carried out.
     New,
-    Admin(Controller),
+    Admin(Box<Controller>),
     Io {
-        qid: u16,
-        subsystem: Arc<Subsystem>,
-        session: Session,
-        namespaces: Namespaces,
-        generation: u64,
+        view: View,
+        counters: Arc<Counters>,
+        pairs: Pairs,
     },
 }
 
@@ -130,9 +134,15 @@ impl Queue {
         self.has_flow_control
     }
 
-    /// Returns true if it is the admin queue of a controller that may have I/O queues, which end with it.
+    /// Returns true if other queues have to look at what they share when this one ends ([`Queue::is_over`], [`Queue::poll_event`]): it is the admin
+    /// queue of a controller that may have I/O queues, or an I/O queue of which commands were to be aborted.
     pub fn has_io_queues(&self) -> bool {
-        matches!(&self.role, Role::Admin(controller) if controller.has_io_queues())
+        match &self.role {
+            Role::New => false,
+            Role::Admin(controller) => controller.has_io_queues(),
+            // The admin queue learns that commands which are to be aborted are no more.
+            Role::Io { view, .. } => view.user().session.association.has_aborts(),
+        }
     }
 
     /// Returns true if it takes I/O commands.
@@ -146,21 +156,14 @@ impl Queue {
         match &self.role {
             Role::New => false,
             Role::Admin(controller) => controller.is_expelled(),
-            Role::Io { session, .. } => session.is_over(),
+            Role::Io { view, .. } => view.user().session.is_over(),
         }
     }
 
     /// Takes note of changes of its subsystem: a namespace that was removed lasts no longer than this.
     pub fn handle_change(&mut self) {
-        if let Role::Io {
-            subsystem,
-            namespaces,
-            generation,
-            ..
-        } = &mut self.role
-            && *generation != subsystem.generation()
-        {
-            (*generation, *namespaces) = subsystem.namespaces();
+        if let Role::Io { view, .. } = &mut self.role {
+            view.update();
         }
     }
 
@@ -174,7 +177,7 @@ impl Queue {
     }
 
     fn try_admit(&mut self, sqe: &Sqe, data_len: u32, now: Instant) -> Result<Admitted, Status> {
-        if !sqe.is_plain() {
+        if !sqe.has_sgl() || (!self.takes_fused() && sqe.fuse() != Fuse::None) {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
         if is_authentication(sqe) {
@@ -200,23 +203,46 @@ impl Queue {
             (Role::Io { .. }, Some(_)) => return Err(Status::INVALID_FIELD.do_not_retry()),
             (
                 Role::Io {
-                    subsystem,
-                    session,
-                    namespaces,
-                    generation,
-                    ..
+                    view,
+                    counters,
+                    pairs,
                 },
                 None,
             ) => {
-                if *generation != subsystem.generation() {
-                    (*generation, *namespaces) = subsystem.namespaces();
+                view.update();
+                let association = &view.user().session.association;
+                if sqe.opcode() == Opcode::RESERVATION_REPORT && sqe.fuse() == Fuse::None {
+                    pairs.admit(sqe, Err(Status::INVALID_FIELD), 0)?;
+                    view.seat(sqe.nsid())?;
+                    return Ok(Admitted::Command { receives: 0 });
                 }
-                let mut io = Io::check(namespaces, sqe, data_len, self.port.data_max())?;
-                io.session = io.may_wait().then(|| session.clone());
+                let copy_formats = match sqe.opcode() {
+                    Opcode::COPY => association.copy_formats.load(Ordering::Acquire),
+                    _ => 0,
+                };
+                let checked = Io::check(view, sqe, data_len, self.port.data_max(), copy_formats);
+                if let Ok(io) = &checked {
+                    match io.operation {
+                        Operation::Read | Operation::Compare | Operation::Verify => counters.read(io.length),
+                        Operation::Write { .. } => counters.wrote(io.length),
+                        _ => {}
+                    }
+                }
+                if sqe.fuse() != Fuse::None || !pairs.is_empty() {
+                    let receives = pairs.admit(sqe, checked.clone(), data_len)?;
+                    if let Some(receives) = receives {
+                        return Ok(Admitted::Command { receives });
+                    }
+                }
+                let io = checked?;
                 return Ok(Admitted::Io(io));
             }
         };
         Ok(Admitted::Command { receives })
+    }
+
+    fn takes_fused(&self) -> bool {
+        self.port.has_fused && self.is_io()
     }
 
     fn needs_authentication(&self) -> bool {
@@ -257,8 +283,12 @@ impl Queue {
         let executed = match &mut self.role {
             _ if is_authentication(sqe) => self.authenticate(sqe, data),
             Role::New => self.connect(sqe, data, now),
-            Role::Admin(controller) => controller.execute(sqe, &self.target, self.local, now),
-            Role::Io { .. } => Err((Status::INVALID_FIELD.do_not_retry(), 0)),
+            Role::Admin(controller) => controller.execute(sqe, data, &self.target, self.local, now),
+            Role::Io { view, .. } if sqe.opcode() == Opcode::RESERVATION_REPORT => report(view, sqe),
+            Role::Io { pairs, .. } => match pairs.received(sqe.cid(), data) {
+                None => Ok(Executed::Wait),
+                Some(status) => Err((status, 0)),
+            },
         };
         match executed {
             Ok(Executed::Done(result)) => Step::Complete(self.complete(sqe.cid(), Status::SUCCESS, result)),
@@ -268,8 +298,26 @@ impl Queue {
         }
     }
 
-    /// Returns the completion of a command.
+    /// Returns the completion of a command, which may have failed at the transport.
     pub fn complete(&mut self, cid: Cid, status: Status, result: u64) -> Cqe {
+        if let Role::Io {
+            view,
+            counters,
+            pairs,
+        } = &mut self.role
+        {
+            let user = view.user();
+            if user.session.association.has_aborts() {
+                let was_aborted = status.is(Status::ABORT_REQUESTED);
+                user.session.association.ended(user.qid, cid, was_aborted);
+            }
+            if !status.is_success() {
+                if matches!(status.code(), 0x280..=0x284) {
+                    counters.media_error();
+                }
+                pairs.failed(cid);
+            }
+        }
         let sq_head = match self.has_flow_control {
             true => {
                 self.sq_head = (self.sq_head + 1) % self.entries;
@@ -329,12 +377,12 @@ impl Queue {
                     kind,
                     subsystem,
                     association,
-                    self.port,
+                    (self.port, self.local),
                     keep_alive_ms,
                     generation,
                     now,
                 );
-                (cntlid, Role::Admin(controller))
+                (cntlid, Role::Admin(Box::new(controller)))
             }
             qid => {
                 let association = subsystem.association(data.cntlid);
@@ -345,16 +393,18 @@ impl Queue {
                     return Err((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0));
                 }
                 let session = Session::new(association);
-                if !session.association.take(qid) {
-                    return Err((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0));
-                }
-                let (generation, namespaces) = subsystem.namespaces();
-                let role = Role::Io {
-                    qid,
+                let counters = session.association.take(qid);
+                let counters = counters.ok_or((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0))?;
+                let user = User {
                     subsystem,
                     session,
-                    namespaces,
-                    generation,
+                    qid,
+                    local: self.local,
+                };
+                let role = Role::Io {
+                    view: View::new(user),
+                    counters,
+                    pairs: Pairs::default(),
                 };
                 (data.cntlid, role)
             }
@@ -371,20 +421,44 @@ impl Queue {
         Ok(Executed::Done(u64::from(cntlid) | requires))
     }
 
-    /// Returns the completion of a request for asynchronous events, once one has happened.
+    /// Returns the completion of a command that has waited: a request for asynchronous events once one has happened, an Abort, or one of a fused pair.
+    /// The transport asks until there is none: after each command, after [`Queue::flushed`], and when a driver tells of a change.
     pub fn poll_event(&mut self) -> Option<Cqe> {
-        let Role::Admin(controller) = &mut self.role else {
-            return None;
+        let (cid, status, result) = match &mut self.role {
+            Role::New => return None,
+            Role::Admin(controller) => controller.poll_event(&self.target)?,
+            Role::Io { pairs, .. } => {
+                let (cid, status) = pairs.poll_done()?;
+                (cid, status, 0)
+            }
         };
-        let (cid, event) = controller.poll_event(&self.target)?;
-        Some(self.complete(cid, Status::SUCCESS, event.result().into()))
+        Some(self.complete(cid, status, result))
     }
 
-    /// Returns an I/O of the controller itself, which is to be carried out; then [`Queue::flushed`] is to be called.
+    /// Returns an I/O that the queue itself asks for, without data, which is to be carried out; then [`Queue::flushed`] is to be called.
     pub fn poll_flush(&mut self) -> Option<Io> {
         match &mut self.role {
+            Role::New => None,
             Role::Admin(controller) => controller.poll_flush(),
-            _ => None,
+            Role::Io { pairs, .. } => pairs.poll(),
+        }
+    }
+
+    /// Returns a command that is to be aborted: the transport completes it with [`Status::ABORT_REQUESTED`] instead of carrying it out, if it has not begun.
+    /// If there is no such command, it calls [`Queue::abort_missed`]. Asked for when a driver tells of a change.
+    pub fn poll_abort(&mut self) -> Option<Cid> {
+        let Role::Io { view, .. } = &self.role else {
+            return None;
+        };
+        let user = view.user();
+        user.session.association.poll_abort(user.qid)
+    }
+
+    /// There is no command that is to be aborted.
+    pub fn abort_missed(&mut self, cid: Cid) {
+        if let Role::Io { view, .. } = &self.role {
+            let user = view.user();
+            user.session.association.ended(user.qid, cid, false);
         }
     }
 
@@ -395,11 +469,13 @@ impl Queue {
         }
     }
 
-    /// Returns true once after each reset of the controller: its I/O queues are over, and may be with other threads.
+    /// Returns true once after something has happened that queues with other threads have to look at: a reset of the controller, whose I/O queues are
+    /// over, an Abort and its end, or a change of a reservation of which other hosts want to hear.
     pub fn take_reset(&mut self) -> bool {
         match &mut self.role {
+            Role::New => false,
             Role::Admin(controller) => controller.take_reset(),
-            _ => false,
+            Role::Io { view, .. } => view.user().session.association.take_tells(),
         }
     }
 
@@ -421,10 +497,25 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if let Role::Io { qid, session, .. } = &self.role {
-            session.association.give_back(*qid);
+        if let Role::Io { view, counters, .. } = &self.role {
+            let user = view.user();
+            user.session.association.give_back(user.qid, counters);
         }
     }
+}
+
+/// Carries Reservation Report out.
+fn report(view: &View, sqe: &Sqe) -> Result<Executed, (Status, u64)> {
+    const EXTENDED: u32 = 1;
+    // All hosts have identifiers of 16 bytes over fabrics.
+    if sqe.dword(11) & EXTENDED == 0 {
+        return Err((Status::HOST_ID_FORMAT.do_not_retry(), 0));
+    }
+    let seat = view.seat(sqe.nsid()).map_err(|status| (status, 0))?;
+    let mut bytes = view.user().subsystem.report(seat).emit();
+    let length = (u64::from(sqe.dword(10)) + 1) * 4;
+    bytes.truncate(usize::try_from(length).unwrap_or(usize::MAX));
+    Ok(Executed::Send(bytes))
 }
 
 fn is_authentication(sqe: &Sqe) -> bool {

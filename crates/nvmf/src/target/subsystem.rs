@@ -1,84 +1,35 @@
 //! Subsystems and their namespaces, which the queues of all reactors share.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{
-    ConnectData, DISCOVERY_NQN, HostId, IdentifyNamespace, NamespaceIdentifiers, Nqn, NsId, Status,
-    TransportKind,
+    AnaGroup, AnaLog, AnaState, ConnectData, DISCOVERY_NQN, HostId, Nqn, NsId, ReservationController,
+    ReservationNotice, ReservationReport, Status, TransportKind,
 };
 
+use super::association::Association;
 use super::hosts::{Hosts, Terms};
+use super::namespace::{Namespace, SharedNamespace};
+use super::reservation::{ReservationStore, Reservations};
 use crate::auth::{Authenticator, Parties};
-use crate::backend::Backend;
 
 /// The highest namespace id.
 pub(super) const NAMESPACES_MAX: u32 = 1024;
 /// The highest controller id. 0xfff0 and above are reserved (NVMe Base 2.0, 3.1.2).
 const CNTLID_MAX: u16 = 0xffef;
-
-/// A namespace: blocks of a backend.
-#[derive(Clone, Debug)]
-pub struct Namespace {
-    /// Its id in the subsystem.
-    pub nsid: NsId,
-    /// Bytes of a block as a power of two, 9 to 16.
-    pub block_shift: u8,
-    /// By which hosts know it over controllers and restarts.
-    pub uuid: [u8; 16],
-    /// It takes no writes.
-    pub is_protected: bool,
-    /// The storage of its blocks.
-    pub backend: Arc<dyn Backend>,
-}
-
-impl Namespace {
-    /// Returns the number of its blocks.
-    pub fn blocks(&self) -> u64 {
-        self.backend.bytes() >> self.block_shift
-    }
-
-    /// Checks that it can be in a subsystem.
-    ///
-    /// # Errors
-    /// Its id is invalid, or it has no block.
-    pub(crate) fn check(&self) -> Result<(), NamespaceError> {
-        if !(1..=NAMESPACES_MAX).contains(&self.nsid.0) {
-            return Err(NamespaceError::Id(self.nsid));
-        }
-        match self.blocks() {
-            0 => Err(NamespaceError::Empty(1 << self.block_shift)),
-            _ => Ok(()),
-        }
-    }
-
-    pub(super) fn identify(&self) -> IdentifyNamespace {
-        IdentifyNamespace {
-            blocks: self.blocks(),
-            block_shift: self.block_shift,
-            zeroes: true,
-            is_shared: true,
-            is_protected: self.is_protected,
-            nguid: self.uuid,
-        }
-    }
-
-    pub(super) fn identifiers(&self) -> NamespaceIdentifiers {
-        NamespaceIdentifiers {
-            nguid: self.uuid,
-            uuid: self.uuid,
-        }
-    }
-}
+/// The highest id of a group of namespaces that share a state of access.
+pub(super) const ANA_GROUP_MAX: u32 = 128;
 
 /// The namespaces of a subsystem at one time.
-pub(super) type Namespaces = Arc<BTreeMap<NsId, Arc<Namespace>>>;
+pub(super) type Namespaces = Arc<BTreeMap<NsId, Arc<SharedNamespace>>>;
 
-/// Reason for which a namespace was not added.
+/// Reason for which a namespace was not added or changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NamespaceError {
     /// The id is invalid.
@@ -96,6 +47,12 @@ pub enum NamespaceError {
     /// The backend is shorter than a block.
     #[error("a namespace has at least one block of {0} bytes")]
     Empty(u32),
+    /// The group is invalid.
+    #[error("{0} is not a group of namespaces: give 1 to {ANA_GROUP_MAX}")]
+    Group(u32),
+    /// Its reservations cannot be read.
+    #[error("cannot read the reservations of namespace {0}: {1}")]
+    Reservations(NsId, String),
 }
 
 /// A subsystem: namespaces under one name.
@@ -105,6 +62,8 @@ pub struct Subsystem {
     serial: String,
     /// Changes with the namespaces, so that a queue knows without a lock that what it has is current.
     generation: AtomicU64,
+    cntlids: RangeInclusive<u16>,
+    reservations: Option<Arc<dyn ReservationStore>>,
     state: Mutex<State>,
 }
 
@@ -112,98 +71,30 @@ pub struct Subsystem {
 struct State {
     namespaces: Namespaces,
     hosts: Hosts,
+    /// States of access by group, and by the address at which a host reaches the target if that matters. Groups without one are optimized.
+    ana: BTreeMap<(u32, Option<IpAddr>), AnaChange>,
+    /// Number of changes of `ana`, and of the groups of namespaces.
+    ana_changes: u64,
     controllers: BTreeMap<u16, Arc<Association>>,
     /// Controllers that are over, as long as I/Os of them run.
     ending: Vec<Arc<Association>>,
     last_cntlid: u16,
 }
 
-/// A controller as all of its queues know it.
-#[derive(Debug)]
-pub(crate) struct Association {
-    pub(super) cntlid: u16,
-    pub(super) host: Nqn,
-    pub(super) host_id: HostId,
-    /// CSTS.RDY: I/O queues may take commands.
-    pub(super) is_ready: AtomicBool,
-    /// Its host may not use the subsystem any more.
-    is_expelled: AtomicBool,
-    /// Maximum number of its I/O queues.
-    pub(super) queues_max: u16,
-    /// Number of resets: I/O queues end with the next one. Odd once the controller is over.
-    epoch: AtomicU32,
-    /// I/Os that run on media.
-    running: AtomicUsize,
-    queues: Mutex<BTreeSet<u16>>,
+/// State of access to a group.
+#[derive(Clone, Copy, Debug, Default)]
+struct AnaChange {
+    state: AnaState,
+    /// Number of changes when it changed; 0 if it never did.
+    changes: u64,
 }
 
-impl Association {
-    /// Takes an I/O queue's id. Returns false if it is taken.
-    pub(super) fn take(&self, qid: u16) -> bool {
-        self.queues.lock().insert(qid)
-    }
-
-    pub(super) fn give_back(&self, qid: u16) {
-        self.queues.lock().remove(&qid);
-    }
-
-    /// Ends all I/O queues, whose I/Os that have not begun never run.
-    pub(super) fn reset(&self) {
-        self.is_ready.store(false, Ordering::Release);
-        self.epoch.fetch_add(2, Ordering::SeqCst);
-    }
-
-    /// Ends it, with its admin queue.
-    fn expel(&self) {
-        self.is_expelled.store(true, Ordering::Release);
-        self.reset();
-    }
-
-    /// Returns true if its host may not use the subsystem any more.
-    pub(super) fn is_expelled(&self) -> bool {
-        self.is_expelled.load(Ordering::Acquire)
-    }
-
-    /// Returns true if no I/O of an earlier epoch runs.
-    pub(super) fn is_quiet(&self) -> bool {
-        self.running.load(Ordering::SeqCst) == 0
-    }
-}
-
-/// The time of a controller from one reset to the next.
-#[derive(Clone, Debug)]
-pub(super) struct Session {
-    pub(super) association: Arc<Association>,
-    epoch: u32,
-}
-
-impl Session {
-    pub(super) fn new(association: Arc<Association>) -> Session {
-        let epoch = association.epoch.load(Ordering::SeqCst);
-        Session { association, epoch }
-    }
-
-    /// Returns true once the controller was reset or is over.
-    pub(super) fn is_over(&self) -> bool {
-        self.association.epoch.load(Ordering::SeqCst) != self.epoch
-    }
-
-    /// Begins an I/O on a medium, which is running until the result is dropped. `None` if it must not run: its host may already have
-    /// written the same blocks through another controller.
-    pub(super) fn enter(&self) -> Option<Running> {
-        self.association.running.fetch_add(1, Ordering::SeqCst);
-        let running = Running(self.association.clone());
-        (!self.is_over()).then_some(running)
-    }
-}
-
-/// An I/O that is running.
-#[derive(Debug)]
-pub(crate) struct Running(Arc<Association>);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.0.running.fetch_sub(1, Ordering::SeqCst);
+impl State {
+    /// Returns the state of access to a group for hosts that reach the target at an address.
+    fn ana_at(&self, group: u32, local: IpAddr) -> AnaChange {
+        let of_address = self.ana.get(&(group, Some(local)));
+        let change = of_address.or_else(|| self.ana.get(&(group, None)));
+        change.copied().unwrap_or_default()
     }
 }
 
@@ -214,11 +105,32 @@ impl Subsystem {
             nqn,
             serial: serial.to_owned(),
             generation: AtomicU64::new(0),
+            cntlids: 1..=CNTLID_MAX,
+            reservations: None,
             state: Mutex::new(State {
                 hosts,
                 ..State::default()
             }),
         }
+    }
+
+    /// Limits the ids of its controllers. Nodes that serve one name need ranges of their own: hosts refuse two controllers of one id.
+    ///
+    /// # Panics
+    /// The range is empty, or not within 1 to 0xffef.
+    #[must_use]
+    pub fn with_cntlids(mut self, cntlids: RangeInclusive<u16>) -> Subsystem {
+        let (first, last) = (*cntlids.start(), *cntlids.end());
+        assert!(1 <= first && first <= last && last <= CNTLID_MAX, "{cntlids:?}");
+        self.cntlids = cntlids;
+        self
+    }
+
+    /// Keeps reservations over restarts, for hosts that ask for it. Namespaces that are added after this find again what was kept.
+    #[must_use]
+    pub fn with_reservations(mut self, store: Arc<dyn ReservationStore>) -> Subsystem {
+        self.reservations = Some(store);
+        self
     }
 
     /// Returns its name.
@@ -294,11 +206,17 @@ impl Subsystem {
         if state.namespaces.contains_key(&namespace.nsid) {
             return Err(NamespaceError::Exists(namespace.nsid));
         }
-        self.put(&mut state, namespace);
+        let nsid = namespace.nsid;
+        let reservations = match &self.reservations {
+            Some(store) => Reservations::load(store.clone(), namespace.uuid)
+                .map_err(|error| NamespaceError::Reservations(nsid, error.to_string()))?,
+            None => Reservations::default(),
+        };
+        self.put(&mut state, SharedNamespace::new(namespace, reservations));
         Ok(())
     }
 
-    fn put(&self, state: &mut State, namespace: Namespace) {
+    fn put(&self, state: &mut State, namespace: SharedNamespace) {
         let mut namespaces = BTreeMap::clone(&state.namespaces);
         namespaces.insert(namespace.nsid, Arc::new(namespace));
         state.namespaces = Arc::new(namespaces);
@@ -327,7 +245,7 @@ impl Subsystem {
         let namespace = state.namespaces.get(&nsid);
         let namespace = namespace.ok_or(NamespaceError::Missing(nsid))?;
         let blocks = namespace.blocks();
-        let resized = Namespace::clone(namespace);
+        let resized = namespace.again();
         resized
             .backend
             .measure(1 << resized.block_shift)
@@ -341,11 +259,144 @@ impl Subsystem {
     }
 
     /// Returns the namespaces, in the order of their ids.
-    pub fn list(&self) -> Vec<Arc<Namespace>> {
+    pub fn list(&self) -> Vec<Arc<SharedNamespace>> {
         self.state().namespaces.values().cloned().collect()
     }
 
-    /// Returns a number that changes with the namespaces.
+    /// Puts a namespace into a group whose state of access it has; at first it is in group 1.
+    ///
+    /// # Errors
+    /// There is no such namespace, or the group is invalid.
+    pub fn set_ana_group(&self, nsid: NsId, group: u32) -> Result<(), NamespaceError> {
+        if !(1..=ANA_GROUP_MAX).contains(&group) {
+            return Err(NamespaceError::Group(group));
+        }
+        let mut state = self.state();
+        let namespace = state.namespaces.get(&nsid).ok_or(NamespaceError::Missing(nsid))?;
+        namespace.set_ana_group(group);
+        state.ana_changes += 1;
+        self.generation.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Changes the state of access to a group: for hosts that reach the target at an address, or for all. What is set for an address
+    /// stays when all are set later. Queues see it with their next command; whoever calls this has the driver tell of the change, so that hosts get
+    /// their event.
+    ///
+    /// # Errors
+    /// The group is invalid.
+    pub fn set_ana_state(
+        &self,
+        group: u32,
+        at: Option<IpAddr>,
+        state: AnaState,
+    ) -> Result<(), NamespaceError> {
+        if !(1..=ANA_GROUP_MAX).contains(&group) {
+            return Err(NamespaceError::Group(group));
+        }
+        let mut all = self.state();
+        all.ana_changes += 1;
+        let change = AnaChange {
+            state,
+            changes: all.ana_changes,
+        };
+        all.ana.insert((group, at), change);
+        self.generation.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Returns the log of access to the namespaces for hosts that reach the target at an address.
+    pub(super) fn ana_log(&self, local: IpAddr) -> AnaLog {
+        let state = self.state();
+        let mut groups: BTreeMap<u32, Vec<NsId>> = BTreeMap::new();
+        for (group, _) in state.ana.keys() {
+            groups.entry(*group).or_default();
+        }
+        for (nsid, namespace) in state.namespaces.iter() {
+            groups.entry(namespace.ana_group()).or_default().push(*nsid);
+        }
+        let groups = groups.into_iter().map(|(id, namespaces)| {
+            let change = state.ana_at(id, local);
+            AnaGroup {
+                id,
+                changes: change.changes,
+                state: change.state,
+                namespaces,
+            }
+        });
+        AnaLog {
+            changes: state.ana_changes,
+            groups: groups.collect(),
+        }
+    }
+
+    /// Returns the number of changes of the access to namespaces.
+    pub(super) fn ana_changes(&self) -> u64 {
+        self.state().ana_changes
+    }
+
+    /// Returns generation, namespaces, and the states of their groups for hosts that reach the target at an address.
+    pub(super) fn snapshot(&self, local: IpAddr) -> (u64, Namespaces, BTreeMap<u32, AnaState>) {
+        let state = self.state();
+        let groups = state.ana.keys().map(|(group, _)| *group);
+        let states = groups.map(|group| (group, state.ana_at(group, local).state));
+        (self.generation(), state.namespaces.clone(), states.collect())
+    }
+
+    /// Returns a namespace if hosts that reach the target at an address have access to it.
+    pub(super) fn reach(&self, nsid: NsId, local: IpAddr) -> Result<Arc<SharedNamespace>, Status> {
+        let state = self.state();
+        let namespace = state.namespaces.get(&nsid);
+        let namespace = namespace.ok_or(Status::INVALID_NAMESPACE.do_not_retry())?;
+        match state.ana_at(namespace.ana_group(), local).state.refusal() {
+            Some(status) => Err(status),
+            None => Ok(namespace.clone()),
+        }
+    }
+
+    /// Notifies the controllers of hosts of changes of a namespace's reservations.
+    pub(super) fn notify(&self, nsid: NsId, notices: &[(HostId, ReservationNotice)]) {
+        let state = self.state();
+        for (host, notice) in notices {
+            let controllers = state.controllers.values();
+            for controller in controllers.filter(|controller| controller.host_id == *host) {
+                controller.notify(nsid, *notice);
+            }
+        }
+    }
+
+    /// Returns what Reservation Report tells of a namespace.
+    pub(super) fn report(&self, namespace: &SharedNamespace) -> ReservationReport {
+        let (reservations, persists) = namespace.reservations().state();
+        let state = self.state();
+        let mut controllers = Vec::new();
+        for (host, key) in &reservations.registrants {
+            let host = HostId(*host);
+            let entry = |cntlid| ReservationController {
+                cntlid,
+                is_holder: reservations.holds(&host),
+                key: *key,
+                host,
+            };
+            let of_host = state
+                .controllers
+                .values()
+                .filter(|controller| controller.host_id == host);
+            let before = controllers.len();
+            controllers.extend(of_host.map(|controller| entry(controller.cntlid)));
+            if controllers.len() == before {
+                controllers.push(entry(u16::MAX));
+            }
+        }
+        ReservationReport {
+            generation: reservations.generation,
+            kind: reservations.holder.map(|(_, kind)| kind),
+            persists,
+            controllers,
+        }
+    }
+
+    /// Returns a number that changes with the namespaces, and the access to them.
     pub(super) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
@@ -365,19 +416,11 @@ impl Subsystem {
         }
         let after = state.last_cntlid;
         let is_free = |cntlid: &u16| !state.controllers.contains_key(cntlid);
-        let cntlid = (after + 1..=CNTLID_MAX).chain(1..=after).find(is_free);
+        let after = after.max(self.cntlids.start() - 1);
+        let later = after + 1..=*self.cntlids.end();
+        let cntlid = later.chain(*self.cntlids.start()..=after).find(is_free);
         let cntlid = cntlid.ok_or(Status::CONNECT_BUSY)?;
-        let association = Arc::new(Association {
-            cntlid,
-            host: data.host.clone(),
-            host_id: data.host_id,
-            is_ready: AtomicBool::new(false),
-            is_expelled: AtomicBool::new(false),
-            queues_max,
-            epoch: AtomicU32::new(0),
-            running: AtomicUsize::new(0),
-            queues: Mutex::default(),
-        });
+        let association = Arc::new(Association::new(cntlid, data, queues_max));
         state.last_cntlid = cntlid;
         state.controllers.insert(cntlid, association.clone());
         Ok(association)
@@ -389,8 +432,7 @@ impl Subsystem {
 
     /// Ends a controller.
     pub(super) fn dissociate(&self, association: &Arc<Association>) {
-        association.is_ready.store(false, Ordering::Release);
-        association.epoch.fetch_add(1, Ordering::SeqCst);
+        association.end();
         let mut state = self.state();
         state.controllers.remove(&association.cntlid);
         state.ending.push(association.clone());

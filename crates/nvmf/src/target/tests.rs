@@ -4,7 +4,12 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_runtime::Pages;
 use rdmux_wire::nvme::*;
+
+mod commands;
+mod fused;
+mod reservations;
 
 use super::*;
 use crate::auth::{Secret, Secrets};
@@ -35,6 +40,19 @@ pub(crate) fn memory(nsid: u32, bytes: u64) -> Namespace {
         uuid: [nsid as u8; 16],
         is_protected: false,
         backend: Arc::new(MemoryBackend::new(bytes).unwrap()),
+    }
+}
+
+/// Returns an I/O of no queue.
+pub(crate) fn io_of(subsystem: &Subsystem, nsid: u32, operation: Operation, offset: u64, length: u32) -> Io {
+    let (_, namespaces) = subsystem.namespaces();
+    Io {
+        namespace: Arc::new(Seat::new(namespaces[&NsId(nsid)].clone(), None)),
+        operation,
+        offset,
+        length,
+        cid: Cid(0),
+        own: None,
     }
 }
 
@@ -120,6 +138,118 @@ fn io_queue(target: &Arc<Target>, cntlid: u16, qid: u16, now: Instant) -> (Queue
     let data = emitted(&connect_data(SUBSYSTEM, cntlid));
     let cqe = completed(run(&mut queue, &connect(qid).command(Cid(0)), &data, now));
     (queue, cqe)
+}
+
+/// A host with queues of its own, by its identifier.
+struct Host {
+    id: u8,
+    admin: Queue,
+    io: Queue,
+    cntlid: u16,
+}
+
+impl Host {
+    fn new(target: &Arc<Target>, id: u8, now: Instant) -> Host {
+        Host::at(target, id, LOCAL, now)
+    }
+
+    fn at(target: &Arc<Target>, id: u8, local: IpAddr, now: Instant) -> Host {
+        let data = |cntlid| {
+            emitted(&ConnectData {
+                host_id: HostId([id; 16]),
+                ..connect_data(SUBSYSTEM, cntlid)
+            })
+        };
+        let mut admin = Queue::new(target.clone(), PORT, local, now);
+        let any = data(ConnectData::ANY_CONTROLLER);
+        let cqe = completed(run(&mut admin, &connect(0).command(Cid(0)), &any, now));
+        let cntlid = cqe.result as u16;
+        configure(&mut admin, Configuration::enabled().0, now);
+        let mut io = Queue::new(target.clone(), PORT, local, now);
+        let cqe = completed(run(&mut io, &connect(1).command(Cid(0)), &data(cntlid), now));
+        assert!(cqe.status.is_success());
+        Host {
+            id,
+            admin,
+            io,
+            cntlid,
+        }
+    }
+
+    /// Runs an I/O command from its begin to its end. Data that the command returns take the place of `data`.
+    fn run(&mut self, sqe: &Sqe, data: &mut Vec<u8>) -> Status {
+        match self.io.admit(sqe, data.len() as u32, Instant::now()) {
+            Ok(Admitted::Io(io)) => {
+                let mut pages = Pages::new(data.len());
+                pages.copy_from_slice(data);
+                let status = io.execute(&mut pages);
+                data.copy_from_slice(&pages);
+                self.io.complete(sqe.cid(), status, 0).status
+            }
+            Ok(Admitted::Command { receives }) => {
+                let received = data[..receives as usize].to_vec();
+                match self.io.execute(sqe, &received, Instant::now()) {
+                    Step::Complete(cqe) => cqe.status,
+                    Step::Send(sent, cqe) => {
+                        *data = sent;
+                        cqe.status
+                    }
+                    Step::Wait => panic!("{sqe:?} waits"),
+                }
+            }
+            Err(cqe) => cqe.status,
+        }
+    }
+
+    /// Reads or writes blocks of 512 bytes.
+    fn blocks(&mut self, opcode: Opcode, nsid: u32, slba: u64, data: &mut Vec<u8>) -> Status {
+        self.run(&blocks(opcode, nsid, slba, (data.len() / 512) as u32), data)
+    }
+
+    fn read(&mut self, nsid: u32, slba: u64, number: usize) -> Vec<u8> {
+        let mut data = vec![0xee; number * 512];
+        assert_eq!(self.blocks(Opcode::READ, nsid, slba, &mut data), Status::SUCCESS);
+        data
+    }
+
+    fn log(&mut self, log: LogId, nsid: NsId, bytes: u32) -> Vec<u8> {
+        let mut sqe = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), nsid);
+        sqe.set_dword(10, u32::from(log.0) | (bytes / 4 - 1) << 16);
+        self.admin.admit(&sqe, bytes, Instant::now()).unwrap();
+        sent(self.admin.execute(&sqe, &[], Instant::now()))
+    }
+
+    fn set_features(&mut self, feature: u8, nsid: NsId, value: u32, data: &[u8]) -> Step {
+        let mut sqe = Sqe::new(Opcode::SET_FEATURES, Cid(3), nsid);
+        sqe.set_dword(10, feature.into());
+        sqe.set_dword(11, value);
+        run(&mut self.admin, &sqe, data, Instant::now())
+    }
+
+    fn get_features(&mut self, feature: u8, nsid: NsId, value: u32) -> Step {
+        let mut sqe = Sqe::new(Opcode::GET_FEATURES, Cid(3), nsid);
+        sqe.set_dword(10, feature.into());
+        sqe.set_dword(11, value);
+        match self.admin.admit(&sqe, 4096, Instant::now()) {
+            Ok(_) => self.admin.execute(&sqe, &[], Instant::now()),
+            Err(cqe) => Step::Complete(cqe),
+        }
+    }
+
+    fn request_event(&mut self, cid: u16) {
+        let request = Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(cid), NsId::NONE);
+        assert!(matches!(
+            run(&mut self.admin, &request, &[], Instant::now()),
+            Step::Wait
+        ));
+    }
+}
+
+fn blocks(opcode: Opcode, nsid: u32, slba: u64, blocks: u32) -> Sqe {
+    let mut sqe = Sqe::new(opcode, Cid(7), NsId(nsid));
+    let fua = false;
+    Rw { slba, blocks, fua }.emit(&mut sqe);
+    sqe
 }
 
 fn identify(queue: &mut Queue, cns: Cns, nsid: u32, now: Instant) -> Step {
@@ -317,14 +447,7 @@ fn io__is_checked_before_it_runs() {
 #[test]
 fn compare__finds_a_difference_in_any_part() {
     let (_, subsystem) = target();
-    let (_, namespaces) = subsystem.namespaces();
-    let io = |operation| Io {
-        namespace: namespaces[&NsId(1)].clone(),
-        operation,
-        offset: 4096,
-        length: 200 << 10,
-        session: None,
-    };
+    let io = |operation| io_of(&subsystem, 1, operation, 4096, 200 << 10);
     let mut data: Vec<u8> = (0..200 << 10).map(|at| at as u8).collect();
     assert_eq!(
         io(Operation::Write { fua: true }).execute(&mut data),
@@ -630,7 +753,7 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     let (target, subsystem) = target();
     let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
     let (io, _) = io_queue(&target, cntlid, 1, now);
-    let session = subsystem::Session::new(subsystem.association(cntlid).unwrap());
+    let session = association::Session::new(subsystem.association(cntlid).unwrap());
     let running = session.enter().unwrap();
     assert!(!queue.take_reset());
     configure(&mut queue, 0, now);
@@ -644,7 +767,7 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     let (io, cqe) = io_queue(&target, cntlid, 1, now);
     assert!(cqe.status.is_success() && !io.is_over());
     // The host's next controller waits in the same way.
-    let session = subsystem::Session::new(subsystem.association(cntlid).unwrap());
+    let session = association::Session::new(subsystem.association(cntlid).unwrap());
     let running = session.enter().unwrap();
     drop(queue);
     let (mut next, _) = admin(&target, SUBSYSTEM, now);

@@ -1,0 +1,372 @@
+//! A controller as all of its queues know it, whatever reactors they are with.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use rdmux_verbs::sync::Mutex;
+use rdmux_wire::nvme::{
+    Cid, ConnectData, HealthLog, HostId, Nqn, NsId, ReservationNotice, ReservationNotification, Status,
+};
+
+/// Aborts at a time.
+pub(super) const ABORTS_MAX: u8 = 4;
+/// Notifications of reservations that wait to be read.
+const NOTICES_MAX: usize = 255;
+
+/// A controller as all of its queues know it.
+#[derive(Debug)]
+pub(super) struct Association {
+    pub(super) cntlid: u16,
+    pub(super) host: Nqn,
+    pub(super) host_id: HostId,
+    /// CSTS.RDY: I/O queues may take commands.
+    pub(super) is_ready: AtomicBool,
+    /// Its host may not use the subsystem any more.
+    is_expelled: AtomicBool,
+    /// Maximum number of its I/O queues.
+    pub(super) queues_max: u16,
+    /// Number of resets: I/O queues end with the next one. Odd once the controller is over.
+    epoch: AtomicU32,
+    /// I/Os that run on media.
+    running: AtomicUsize,
+    queues: Mutex<BTreeSet<u16>>,
+    /// Formats of Copy that the host has enabled (CDFE of feature 16h).
+    pub(super) copy_formats: AtomicU16,
+    /// Something has happened that queues with other reactors have to look at.
+    tells: AtomicBool,
+    /// Number of `aborts`, so that queues need no lock to know that there are none.
+    aborts_asked: AtomicUsize,
+    aborts: Mutex<Vec<Abort>>,
+    /// Counters of the queues that there are, and the sum of those that were.
+    counters: Mutex<(HealthLog, Vec<Arc<Counters>>)>,
+    has_notices: AtomicBool,
+    notices: Mutex<Notices>,
+}
+
+/// An Abort of a command of an I/O queue.
+#[derive(Clone, Copy, Debug)]
+struct Abort {
+    qid: u16,
+    cid: Cid,
+    /// The Abort command.
+    request: Cid,
+    /// The queue knows of it.
+    is_seen: bool,
+    was_aborted: Option<bool>,
+}
+
+#[derive(Debug, Default)]
+struct Notices {
+    /// Notifications that the host does not want, by namespace (feature 82h).
+    masks: BTreeMap<NsId, u32>,
+    waiting: VecDeque<(u64, ReservationNotice, NsId)>,
+    /// Number of notifications that there were.
+    count: u64,
+}
+
+/// What a queue has carried out. Only the queue's thread changes it.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    reads: AtomicU64,
+    read_bytes: AtomicU64,
+    writes: AtomicU64,
+    written_bytes: AtomicU64,
+    media_errors: AtomicU64,
+}
+
+impl Counters {
+    fn add(counter: &AtomicU64, value: u64) {
+        // One thread writes it: no atomic addition is needed.
+        counter.store(counter.load(Ordering::Relaxed) + value, Ordering::Relaxed);
+    }
+
+    pub(super) fn read(&self, bytes: u32) {
+        Counters::add(&self.reads, 1);
+        Counters::add(&self.read_bytes, bytes.into());
+    }
+
+    pub(super) fn wrote(&self, bytes: u32) {
+        Counters::add(&self.writes, 1);
+        Counters::add(&self.written_bytes, bytes.into());
+    }
+
+    pub(super) fn media_error(&self) {
+        Counters::add(&self.media_errors, 1);
+    }
+
+    fn add_to(&self, sum: &mut HealthLog) {
+        let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        sum.reads += value(&self.reads);
+        sum.read_bytes += value(&self.read_bytes);
+        sum.writes += value(&self.writes);
+        sum.written_bytes += value(&self.written_bytes);
+        sum.media_errors += value(&self.media_errors);
+    }
+}
+
+impl Association {
+    pub(super) fn new(cntlid: u16, data: &ConnectData, queues_max: u16) -> Association {
+        Association {
+            cntlid,
+            host: data.host.clone(),
+            host_id: data.host_id,
+            is_ready: AtomicBool::new(false),
+            is_expelled: AtomicBool::new(false),
+            queues_max,
+            epoch: AtomicU32::new(0),
+            running: AtomicUsize::new(0),
+            queues: Mutex::default(),
+            copy_formats: AtomicU16::new(0),
+            tells: AtomicBool::new(false),
+            aborts_asked: AtomicUsize::new(0),
+            aborts: Mutex::default(),
+            counters: Mutex::default(),
+            has_notices: AtomicBool::new(false),
+            notices: Mutex::default(),
+        }
+    }
+
+    /// Takes an I/O queue's id, and returns the counters of the queue. `None` if it is taken.
+    pub(super) fn take(&self, qid: u16) -> Option<Arc<Counters>> {
+        if !self.queues.lock().insert(qid) {
+            return None;
+        }
+        let counters = Arc::new(Counters::default());
+        self.counters.lock().1.push(counters.clone());
+        Some(counters)
+    }
+
+    pub(super) fn give_back(&self, qid: u16, counters: &Arc<Counters>) {
+        self.queues.lock().remove(&qid);
+        {
+            let mut all = self.counters.lock();
+            let (sum, queues) = &mut *all;
+            counters.add_to(sum);
+            queues.retain(|queue| !Arc::ptr_eq(queue, counters));
+        }
+        let mut aborts = self.aborts.lock();
+        for abort in aborts.iter_mut().filter(|abort| abort.qid == qid) {
+            abort.was_aborted.get_or_insert(false);
+        }
+    }
+
+    /// Returns what its queues have carried out.
+    pub(super) fn health(&self) -> HealthLog {
+        let all = self.counters.lock();
+        let (mut sum, queues) = (all.0, &all.1);
+        queues.iter().for_each(|queue| queue.add_to(&mut sum));
+        sum
+    }
+
+    /// Ends all I/O queues, whose I/Os that have not begun never run.
+    pub(super) fn reset(&self) {
+        self.is_ready.store(false, Ordering::Release);
+        self.epoch.fetch_add(2, Ordering::SeqCst);
+        self.aborts.lock().clear();
+        self.aborts_asked.store(0, Ordering::Release);
+        self.copy_formats.store(0, Ordering::Release);
+    }
+
+    /// Ends it, with its admin queue.
+    pub(super) fn expel(&self) {
+        self.is_expelled.store(true, Ordering::Release);
+        self.reset();
+    }
+
+    /// Returns true if its host may not use the subsystem any more.
+    pub(super) fn is_expelled(&self) -> bool {
+        self.is_expelled.load(Ordering::Acquire)
+    }
+
+    /// Ends it for ever.
+    pub(super) fn end(&self) {
+        self.is_ready.store(false, Ordering::Release);
+        self.epoch.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Returns true if no I/O of an earlier epoch runs.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.running.load(Ordering::SeqCst) == 0
+    }
+
+    /// Has queues with other reactors look at what they share.
+    pub(super) fn tell(&self) {
+        self.tells.store(true, Ordering::Release);
+    }
+
+    pub(super) fn take_tells(&self) -> bool {
+        self.tells.load(Ordering::Relaxed) && self.tells.swap(false, Ordering::AcqRel)
+    }
+
+    /// Asks for a command of an I/O queue to be aborted. Returns false if there is no such queue.
+    pub(super) fn abort(&self, qid: u16, cid: Cid, request: Cid) -> Result<bool, Status> {
+        let mut aborts = self.aborts.lock();
+        if aborts.len() >= usize::from(ABORTS_MAX) {
+            return Err(Status::ABORT_LIMIT);
+        }
+        if !self.queues.lock().contains(&qid) {
+            return Ok(false);
+        }
+        aborts.push(Abort {
+            qid,
+            cid,
+            request,
+            is_seen: false,
+            was_aborted: None,
+        });
+        self.aborts_asked.store(aborts.len(), Ordering::Release);
+        Ok(true)
+    }
+
+    pub(super) fn has_aborts(&self) -> bool {
+        self.aborts_asked.load(Ordering::Acquire) > 0
+    }
+
+    /// Returns a command that a queue is to abort, once.
+    pub(super) fn poll_abort(&self, qid: u16) -> Option<Cid> {
+        if !self.has_aborts() {
+            return None;
+        }
+        let mut aborts = self.aborts.lock();
+        let asked = aborts
+            .iter_mut()
+            .find(|abort| abort.qid == qid && !abort.is_seen)?;
+        asked.is_seen = true;
+        Some(asked.cid)
+    }
+
+    /// Returns true if a command that has not begun must not.
+    pub(super) fn is_to_be_aborted(&self, qid: u16, cid: Cid) -> bool {
+        self.has_aborts()
+            && self
+                .aborts
+                .lock()
+                .iter()
+                .any(|abort| (abort.qid, abort.cid, abort.was_aborted) == (qid, cid, None))
+    }
+
+    /// A command that may have been asked to be aborted is over.
+    pub(super) fn ended(&self, qid: u16, cid: Cid, was_aborted: bool) {
+        let mut aborts = self.aborts.lock();
+        for abort in aborts
+            .iter_mut()
+            .filter(|abort| (abort.qid, abort.cid) == (qid, cid))
+        {
+            abort.was_aborted.get_or_insert(was_aborted);
+            self.tell();
+        }
+    }
+
+    /// Returns an Abort that is done, and whether it has aborted its command.
+    pub(super) fn poll_aborted(&self) -> Option<(Cid, bool)> {
+        if !self.has_aborts() {
+            return None;
+        }
+        let mut aborts = self.aborts.lock();
+        let at = aborts.iter().position(|abort| abort.was_aborted.is_some())?;
+        let abort = aborts.remove(at);
+        self.aborts_asked.store(aborts.len(), Ordering::Release);
+        Some((abort.request, abort.was_aborted == Some(true)))
+    }
+
+    /// Notifies the host of a change of a reservation, unless it does not want that.
+    pub(super) fn notify(&self, nsid: NsId, notice: ReservationNotice) {
+        let mut notices = self.notices.lock();
+        let mask = notices.masks.get(&nsid).copied().unwrap_or(0);
+        if mask & notice.mask() != 0 {
+            return;
+        }
+        notices.count += 1;
+        // The host sees by the number that it has missed some.
+        if notices.waiting.len() < NOTICES_MAX {
+            let count = notices.count;
+            notices.waiting.push_back((count, notice, nsid));
+        }
+        self.has_notices.store(true, Ordering::Release);
+    }
+
+    pub(super) fn has_notices(&self) -> bool {
+        self.has_notices.load(Ordering::Acquire)
+    }
+
+    /// Returns the oldest notification, or the empty one; removes it if the host asks so.
+    pub(super) fn notice(&self, removes: bool) -> ReservationNotification {
+        let mut notices = self.notices.lock();
+        let Some((count, notice, nsid)) = notices.waiting.front().copied() else {
+            self.has_notices.store(false, Ordering::Release);
+            return ReservationNotification {
+                count: 0,
+                notice: None,
+                available: 0,
+                nsid: NsId::NONE,
+            };
+        };
+        let available = (notices.waiting.len() - 1) as u8;
+        if removes {
+            notices.waiting.pop_front();
+            self.has_notices
+                .store(!notices.waiting.is_empty(), Ordering::Release);
+        }
+        ReservationNotification {
+            count,
+            notice: Some(notice),
+            available,
+            nsid,
+        }
+    }
+
+    pub(super) fn notice_mask(&self, nsid: NsId) -> u32 {
+        self.notices.lock().masks.get(&nsid).copied().unwrap_or(0)
+    }
+
+    pub(super) fn set_notice_mask(&self, nsid: NsId, mask: u32) {
+        self.notices.lock().masks.insert(nsid, mask);
+    }
+}
+
+/// The time of a controller from one reset to the next.
+#[derive(Clone, Debug)]
+pub(super) struct Session {
+    pub(super) association: Arc<Association>,
+    epoch: u32,
+}
+
+impl Session {
+    pub(super) fn new(association: Arc<Association>) -> Session {
+        let epoch = association.epoch.load(Ordering::SeqCst);
+        Session { association, epoch }
+    }
+
+    /// Returns true once the controller was reset or is over.
+    pub(super) fn is_over(&self) -> bool {
+        self.association.epoch.load(Ordering::SeqCst) != self.epoch
+    }
+
+    /// Begins an I/O on a medium, which is running until the result is dropped. `None` if it must not run: its host may already have
+    /// written the same blocks through another controller.
+    pub(super) fn enter(&self) -> Option<Running<'_>> {
+        self.begin();
+        let running = Running(&self.association);
+        (!self.is_over()).then_some(running)
+    }
+
+    /// Counts an I/O as running, until [`Session::leave`].
+    pub(super) fn begin(&self) {
+        self.association.running.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(super) fn leave(&self) {
+        self.association.running.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// An I/O that is running.
+#[derive(Debug)]
+pub(super) struct Running<'a>(&'a Association);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::SeqCst);
+    }
+}

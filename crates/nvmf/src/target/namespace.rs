@@ -1,0 +1,259 @@
+//! A namespace: what it stores, what all queues share of it, and how one queue uses it.
+
+use std::net::IpAddr;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rdmux_wire::nvme::{
+    Cid, CopyFormat, IdentifyNamespace, IndependentNamespace, NamespaceIdentifiers, NsId, Status,
+};
+
+use super::association::Session;
+use super::fence::Fence;
+use super::reservation::{Reservations, Verdict};
+use super::subsystem::{NAMESPACES_MAX, NamespaceError, Subsystem};
+use crate::backend::Backend;
+
+/// Bytes that one Copy moves at most: it holds up what waits for the same medium no longer than that.
+const COPY_BYTES_MAX: u64 = 8 << 20;
+/// Source ranges of one Copy.
+pub(super) const COPY_RANGES_MAX: u16 = 128;
+/// Bytes of a fused pair, unless one block has more: a pair keeps its data while it waits for the other command.
+const FUSED_BYTES_MAX: u32 = 4096;
+/// Formats of Copy's source ranges.
+pub(super) const COPY_FORMATS: u16 = CopyFormat::Same.bit() | CopyFormat::Any.bit();
+
+/// A namespace: blocks of a backend.
+#[derive(Clone, Debug)]
+pub struct Namespace {
+    /// Its id in the subsystem.
+    pub nsid: NsId,
+    /// Bytes of a block as a power of two, 9 to 16.
+    pub block_shift: u8,
+    /// By which hosts know it over controllers and restarts.
+    pub uuid: [u8; 16],
+    /// It takes no writes.
+    pub is_protected: bool,
+    /// The storage of its blocks.
+    pub backend: Arc<dyn Backend>,
+}
+
+impl Namespace {
+    /// Returns the number of its blocks.
+    pub fn blocks(&self) -> u64 {
+        self.backend.bytes() >> self.block_shift
+    }
+
+    /// Checks that it can be in a subsystem.
+    ///
+    /// # Errors
+    /// Its id is invalid, or it has no block.
+    pub(crate) fn check(&self) -> Result<(), NamespaceError> {
+        if !(1..=NAMESPACES_MAX).contains(&self.nsid.0) {
+            return Err(NamespaceError::Id(self.nsid));
+        }
+        match self.blocks() {
+            0 => Err(NamespaceError::Empty(1 << self.block_shift)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the offset in bytes of a range of blocks, which lies within the namespace, and its length.
+    pub(super) fn range(&self, slba: u64, blocks: u32) -> Result<(u64, u64), Status> {
+        let end = slba.checked_add(blocks.into());
+        if end.is_none_or(|end| end > self.blocks()) {
+            return Err(Status::LBA_OUT_OF_RANGE.do_not_retry());
+        }
+        Ok((slba << self.block_shift, u64::from(blocks) << self.block_shift))
+    }
+
+    /// Returns the most blocks of one Copy.
+    pub(super) fn copy_blocks_max(&self) -> u32 {
+        (COPY_BYTES_MAX >> self.block_shift) as u32
+    }
+
+    /// Returns the most bytes of a fused pair.
+    pub(super) fn fused_bytes_max(&self) -> u32 {
+        FUSED_BYTES_MAX.max(1 << self.block_shift)
+    }
+
+    pub(super) fn identifiers(&self) -> NamespaceIdentifiers {
+        NamespaceIdentifiers {
+            nguid: self.uuid,
+            uuid: self.uuid,
+        }
+    }
+}
+
+/// A namespace, and what the queues of all reactors share of it.
+#[derive(Debug)]
+pub struct SharedNamespace {
+    namespace: Namespace,
+    state: Arc<State>,
+}
+
+/// What stays when a namespace changes its size, which makes it another object.
+#[derive(Debug)]
+struct State {
+    /// Group whose state of access it has.
+    ana_group: AtomicU32,
+    fence: Fence,
+    reservations: Reservations,
+}
+
+impl Deref for SharedNamespace {
+    type Target = Namespace;
+
+    fn deref(&self) -> &Namespace {
+        &self.namespace
+    }
+}
+
+impl SharedNamespace {
+    pub(super) fn new(namespace: Namespace, reservations: Reservations) -> SharedNamespace {
+        SharedNamespace {
+            namespace,
+            state: Arc::new(State {
+                ana_group: AtomicU32::new(1),
+                fence: Fence::default(),
+                reservations,
+            }),
+        }
+    }
+
+    /// Returns the same namespace as another object.
+    pub(super) fn again(&self) -> SharedNamespace {
+        SharedNamespace {
+            namespace: self.namespace.clone(),
+            state: self.state.clone(),
+        }
+    }
+
+    /// Returns what keeps writes apart from what must not be interrupted.
+    pub(super) fn fence(&self) -> &Fence {
+        &self.state.fence
+    }
+
+    pub(super) fn reservations(&self) -> &Reservations {
+        &self.state.reservations
+    }
+
+    /// Returns a number that no other namespace of this process has at the same time.
+    pub fn key(&self) -> usize {
+        Arc::as_ptr(&self.state).addr()
+    }
+
+    /// Returns the group whose state of access it has.
+    pub fn ana_group(&self) -> u32 {
+        self.state.ana_group.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_ana_group(&self, group: u32) {
+        self.state.ana_group.store(group, Ordering::Relaxed);
+    }
+
+    pub(super) fn identify(&self) -> IdentifyNamespace {
+        let copy_blocks = self.copy_blocks_max();
+        IdentifyNamespace {
+            blocks: self.blocks(),
+            block_shift: self.block_shift,
+            zeroes: true,
+            is_shared: true,
+            is_protected: self.is_protected,
+            reservations: self.reservations().capabilities(),
+            ana_group: self.ana_group(),
+            copy_blocks: (u16::try_from(copy_blocks).unwrap_or(u16::MAX), copy_blocks),
+            copy_ranges: COPY_RANGES_MAX,
+            fused_blocks: self.fused_bytes_max() >> self.block_shift,
+            nguid: self.uuid,
+        }
+    }
+
+    pub(super) fn identify_independent(&self) -> IndependentNamespace {
+        IndependentNamespace {
+            is_shared: true,
+            reservations: self.reservations().capabilities(),
+            ana_group: self.ana_group(),
+            is_protected: self.is_protected,
+            is_ready: true,
+        }
+    }
+}
+
+/// A namespace as one queue uses it. Each I/O refers to it, so its count of references stays with the queue's processor.
+#[derive(Debug)]
+pub struct Seat {
+    shared: Arc<SharedNamespace>,
+    /// The queue; `None` if the controller itself asks for an I/O.
+    user: Option<User>,
+    /// What reservations let the host do, as it was looked up last.
+    verdict: Verdict,
+}
+
+/// A queue that uses a namespace.
+#[derive(Clone, Debug)]
+pub(super) struct User {
+    pub(super) subsystem: Arc<Subsystem>,
+    pub(super) session: Session,
+    pub(super) qid: u16,
+    /// The address at which the host has reached the target.
+    pub(super) local: IpAddr,
+}
+
+impl Deref for Seat {
+    type Target = SharedNamespace;
+
+    fn deref(&self) -> &SharedNamespace {
+        &self.shared
+    }
+}
+
+impl Seat {
+    pub(super) fn new(shared: Arc<SharedNamespace>, user: Option<User>) -> Seat {
+        Seat {
+            shared,
+            user,
+            verdict: Verdict::default(),
+        }
+    }
+
+    pub(super) fn is_of(&self, shared: &Arc<SharedNamespace>) -> bool {
+        Arc::ptr_eq(&self.shared, shared)
+    }
+
+    pub(super) fn user(&self) -> Option<&User> {
+        self.user.as_ref()
+    }
+
+    /// Returns the place of its writes in the namespace's fence.
+    pub(super) fn stripe(&self) -> usize {
+        let user = self.user.as_ref();
+        user.map_or(0, |user| {
+            usize::from(user.session.association.cntlid) + usize::from(user.qid)
+        })
+    }
+
+    /// Checks that reservations let the host read or write.
+    pub(super) fn check_reservation(&self, writes: bool) -> Result<(), Status> {
+        let Some(user) = &self.user else {
+            return Ok(());
+        };
+        let host = &user.session.association.host_id;
+        match self.verdict.lets(self.shared.reservations(), host, writes) {
+            true => Ok(()),
+            false => Err(Status::RESERVATION_CONFLICT.do_not_retry()),
+        }
+    }
+
+    /// Checks that the controller is not over and that nobody has asked for a command to be aborted, on a thread of a medium.
+    pub(super) fn check_wanted(&self, cid: Cid) -> Result<(), Status> {
+        let Some(user) = &self.user else {
+            return Ok(());
+        };
+        match user.session.association.is_to_be_aborted(user.qid, cid) {
+            true => Err(Status::ABORT_REQUESTED),
+            false => Ok(()),
+        }
+    }
+}
