@@ -516,7 +516,9 @@ fn hostile_bytes__end_in_a_status_or_an_end() {
         // The admin queue must outlive the other.
         let (mut host, _other) = if seed % 3 == 0 { (admin, io) } else { (io, admin) };
         for _ in 0..20 {
-            let opcodes = [0x00, 0x01, 0x02, 0x05, 0x06, 0x08, 0x09, 0x0a, 0x0c, 0x7f];
+            let opcodes = [
+                0x00, 0x01, 0x02, 0x05, 0x06, 0x08, 0x09, 0x0a, 0x0c, 0x0d, 0x0e, 0x11, 0x15, 0x19, 0x7f,
+            ];
             let opcode = opcodes[dice.next_u32() as usize % opcodes.len()];
             let header = match dice.next_u32() % 8 {
                 0 => Header::H2cData(transfer),
@@ -558,4 +560,86 @@ fn hostile_bytes__end_in_a_status_or_an_end() {
         }
     }
     assert!(ended > 1000 && completed > 1000, "{ended} {completed}");
+}
+
+#[test]
+fn fused_pair__completes_twice() {
+    for is_in_capsule in [true, false] {
+        let (_admin, mut io) = hosts(Digests::all(), false, 11);
+        let with_fuse = |sqe: Sqe, fuse: u8| {
+            let mut bytes = *sqe.as_bytes();
+            bytes[1] |= fuse;
+            Sqe::parse(&bytes).unwrap()
+        };
+        let send = |io: &mut Host, mut sqe: Sqe, data: &[u8]| {
+            let length = data.len() as u32;
+            match is_in_capsule {
+                true => {
+                    sqe.set_sgl(Sgl::InCapsule { offset: 0, length });
+                    io.send(&Header::CapsuleCmd(sqe), data);
+                }
+                false => {
+                    sqe.set_sgl(Sgl::Transport { length });
+                    io.send(&Header::CapsuleCmd(sqe), &[]);
+                }
+            }
+        };
+        let (old, new) = ([0; 4096], [9; 4096]);
+        send(&mut io, with_fuse(rw(Opcode::COMPARE, 1, 8, 8), 1), &old);
+        send(&mut io, with_fuse(rw(Opcode::WRITE, 2, 8, 8), 2), &new);
+        // The data of the second come first.
+        for request in std::mem::take(&mut io.requests).into_iter().rev() {
+            assert!(!io.responses.contains_key(&Cid(2)));
+            let data = if request.cid == Cid(1) { old } else { new };
+            io.send(&Header::H2cData(request), &data);
+        }
+        assert_eq!(io.responses[&Cid(1)].status, Status::SUCCESS);
+        assert_eq!(io.responses[&Cid(2)].status, Status::SUCCESS);
+        let (_, data) = io.run(rw(Opcode::READ, 3, 8, 8), &[], 4096, false);
+        assert_eq!(data, new);
+        assert_eq!(io.connection.free.len(), io.connection.slots.len());
+    }
+}
+
+#[test]
+fn abort__reaches_commands_that_wait() {
+    let (mut admin, mut io) = hosts(Digests::empty(), false, 12);
+    // Four have all the buffers, and the fifth waits for one.
+    for cid in 1..=5 {
+        let mut sqe = rw(Opcode::WRITE, cid, 0, 2048);
+        sqe.set_sgl(Sgl::Transport { length: 1 << 20 });
+        io.send(&Header::CapsuleCmd(sqe), &[]);
+    }
+    assert_eq!(io.requests.len(), 4);
+    let abort = |admin: &mut Host, cid: u32, own: u16| {
+        let mut sqe = Sqe::new(Opcode::ABORT, Cid(own), NsId::NONE);
+        sqe.set_dword(10, 1 | cid << 16);
+        admin.send(&Header::CapsuleCmd(sqe), &[]);
+        assert!(admin.connection.take_reset());
+    };
+    // What the driver does when it is told of a change.
+    let tell = |host: &mut Host| {
+        host.connection.handle_change();
+        host.receive();
+    };
+    abort(&mut admin, 5, 50);
+    abort(&mut admin, 2, 51);
+    abort(&mut admin, 9, 52);
+    tell(&mut io);
+    tell(&mut admin);
+    assert_eq!(io.responses[&Cid(5)].status, Status::ABORT_REQUESTED);
+    assert!(!io.responses.contains_key(&Cid(2)), "its data are on their way");
+    assert_eq!(admin.responses[&Cid(50)].result, 0);
+    assert_eq!(admin.responses[&Cid(52)].result, 1, "there is no such command");
+    assert!(!admin.responses.contains_key(&Cid(51)));
+    for request in std::mem::take(&mut io.requests) {
+        io.send(&Header::H2cData(request), &vec![request.cid.0 as u8; 1 << 20]);
+    }
+    assert_eq!(io.responses[&Cid(2)].status, Status::ABORT_REQUESTED);
+    assert_eq!(io.responses[&Cid(4)].status, Status::SUCCESS);
+    assert!(io.connection.take_reset(), "the admin queue has to hear of it");
+    tell(&mut admin);
+    assert_eq!(admin.responses[&Cid(51)].result, 0);
+    assert_eq!(io.connection.free.len(), io.connection.slots.len());
+    assert_eq!(io.connection.buffered, 0);
 }
