@@ -81,11 +81,13 @@ impl Counters {
         counter.store(counter.load(Ordering::Relaxed) + value, Ordering::Relaxed);
     }
 
+    /// Counts a command that was admitted.
     pub(super) fn read(&self, bytes: u32) {
         Counters::add(&self.reads, 1);
         Counters::add(&self.read_bytes, bytes.into());
     }
 
+    /// As [`Counters::read`].
     pub(super) fn wrote(&self, bytes: u32) {
         Counters::add(&self.writes, 1);
         Counters::add(&self.written_bytes, bytes.into());

@@ -200,7 +200,7 @@ impl Pairs {
                 let matched = checked.and_then(|io| {
                     let is_same = io.offset == pair.io.offset
                         && io.length == pair.io.length
-                        && Arc::ptr_eq(&io.namespace, &pair.io.namespace);
+                        && io.namespace.key() == pair.io.namespace.key();
                     if is_write && is_same { Ok(io) } else { Err(INVALID) }
                 });
                 match matched {

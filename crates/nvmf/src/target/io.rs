@@ -483,10 +483,8 @@ impl Io {
         let association = &user.session.association;
         let keys = ReservationKeys::parse(data);
         let reservations = self.namespace.reservations();
-        let notices = self
-            .namespace
-            .fence()
-            .alone(|| reservations.apply(&association.host_id, command, &keys))?;
+        let fence = self.namespace.fence();
+        let notices = reservations.apply(fence, &association.host_id, command, &keys)?;
         if !notices.is_empty() {
             user.subsystem.notify(self.namespace.nsid, &notices);
             association.tell();

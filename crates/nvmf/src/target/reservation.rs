@@ -15,6 +15,8 @@ use rdmux_wire::nvme::{
     ReservationType, Status,
 };
 
+use super::fence::Fence;
+
 /// Hosts that may register with a namespace.
 const REGISTRANTS_MAX: usize = 1024;
 
@@ -234,6 +236,8 @@ pub(super) struct Reservations {
     /// Changes with what hosts may do.
     generation: AtomicU64,
     state: Mutex<(ReservationState, bool)>,
+    /// Held during a change, which may wait for a medium; `state` is not, since reactors look at it.
+    changing: Mutex<()>,
     /// Where they are kept, and under which name.
     store: Option<(Arc<dyn ReservationStore>, [u8; 16])>,
 }
@@ -246,6 +250,7 @@ impl Reservations {
         Ok(Reservations {
             generation: AtomicU64::new(0),
             state: Mutex::new((state.unwrap_or_default(), persists)),
+            changing: Mutex::default(),
             store: Some((store, namespace)),
         })
     }
@@ -260,47 +265,53 @@ impl Reservations {
         self.state.lock().clone()
     }
 
-    /// Carries a command out, and returns the hosts to be told. The caller is alone.
+    /// Carries a command out, and returns the hosts to be told. When it returns, no write runs that had been let in before. The caller may wait.
     pub(super) fn apply(
         &self,
+        fence: &Fence,
         host: &HostId,
         command: &ReservationCommand,
         keys: &ReservationKeys,
     ) -> Result<Vec<(HostId, ReservationNotice)>, Status> {
-        let mut current = self.state.lock();
-        let mut state = current.0.clone();
-        let persists = command.persists.unwrap_or(current.1);
+        let _changing = self.changing.lock();
+        let (mut state, persisted) = self.state();
         let notices = state.apply(host, command, keys)?;
-        self.change(&mut current, (state, persists))?;
+        let persists = command.persists.unwrap_or(persisted);
+        self.save(&state, persists)?;
+        fence.alone(|| self.set(state, persists));
         Ok(notices)
     }
 
-    /// Has the state persist, or no more.
+    /// Has the state persist, or no more. The caller may wait.
     pub(super) fn set_persists(&self, persists: bool) -> Result<(), Status> {
-        let mut current = self.state.lock();
-        let state = current.0.clone();
-        self.change(&mut current, (state, persists))
+        let _changing = self.changing.lock();
+        let (state, _) = self.state();
+        self.save(&state, persists)?;
+        self.set(state, persists);
+        Ok(())
     }
 
-    fn change(
-        &self,
-        current: &mut (ReservationState, bool),
-        new: (ReservationState, bool),
-    ) -> Result<(), Status> {
-        if new.1 && self.store.is_none() {
+    /// Keeps a state that will be set. Nobody waits for the medium meanwhile but who changes reservations.
+    fn save(&self, state: &ReservationState, persists: bool) -> Result<(), Status> {
+        if persists && self.store.is_none() {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
+        let (old, persisted) = self.state();
         if let Some((store, namespace)) = &self.store
-            && (new.1 || current.1)
-            && *current != new
+            && (persists || persisted)
+            && (persists != persisted || *state != old)
         {
-            let saved = store.save(namespace, new.1.then_some(&new.0));
+            let saved = store.save(namespace, persists.then_some(state));
             saved.map_err(|_| Status::INTERNAL_ERROR)?;
         }
-        *current = new;
+        Ok(())
+    }
+
+    fn set(&self, state: ReservationState, persists: bool) {
+        let mut current = self.state.lock();
+        *current = (state, persists);
         // With the lock: who looks the rights up by this generation finds this state.
         self.generation.fetch_add(1, Ordering::SeqCst);
-        Ok(())
     }
 }
 

@@ -57,7 +57,7 @@ impl Controller {
             LogId::SUPPORTED => supported_logs(logs),
             LogId::ERROR => vec![0; 64],
             // There is none for a namespace of its own.
-            LogId::HEALTH if !is_all => return Err(Status::INVALID_NAMESPACE),
+            LogId::HEALTH if !is_all => return Err(Status::INVALID_FIELD),
             LogId::HEALTH => self.health(now).emit(),
             LogId::FIRMWARE => firmware(),
             LogId::EFFECTS => effects(),
