@@ -22,6 +22,7 @@ use self::config::{HostConfig, NamespaceConfig, Storage, SubsystemConfig, Target
 use crate::auth::{SecretError, Secrets};
 use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
+use crate::reservations::ReservationFolder;
 use crate::server::{Config, Handle, ServeError, Server};
 use crate::target::{
     Authentication, Hosts, Listener, Namespace, NamespaceError, Subsystem, Target, TargetError, Terms,
@@ -392,7 +393,11 @@ impl Exported {
             _ => ControlError::Claim(nqn.clone(), error),
         })?;
         let (hosts, secret_file) = hosts(&config, &nqn)?;
-        let subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
+        let mut subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
+        // Without a folder hosts are told that reservations end with the target.
+        if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
+            subsystem = subsystem.with_reservations(Arc::new(ReservationFolder::new(folder)));
+        }
         let namespaces = std::mem::take(&mut config.namespaces);
         let mut exported = Exported {
             subsystem: Arc::new(subsystem),
