@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use hmac::{Hmac, Mac};
 use rand_core::{OsRng, TryRngCore};
+use rustix::fs::OFlags;
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
@@ -144,7 +145,10 @@ pub fn read_private(path: &Path) -> Result<String, KeyError> {
         path: path.into(),
         source,
     };
-    let file = File::open(path).map_err(|error| match error.kind() {
+    // A pipe would have the open wait for its other end.
+    let mut options = File::options();
+    options.read(true).custom_flags(OFlags::NONBLOCK.bits() as i32);
+    let file = options.open(path).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => KeyError::Missing { path: path.into() },
         _ => io(error),
     })?;

@@ -14,7 +14,7 @@ use rdmux_runtime::{Direction, Pages};
 use rdmux_verbs::Memory;
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::Status;
-use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock};
+use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, fcntl_getfl, fcntl_setfl, flock};
 use rustix::io::Errno;
 
 /// The storage of a namespace. Ranges are in bytes, in multiples of the namespace's blocks, and within [`Backend::bytes`]; their callers have checked
@@ -149,7 +149,7 @@ pub enum OpenError {
         source: io::Error,
     },
     /// Somebody else uses it.
-    #[error("{} is in use by another process: end that, or export another file", .0.display())]
+    #[error("{} is in use: end what uses it, or export another file", .0.display())]
     InUse(PathBuf),
     /// It is neither a file nor a block device.
     #[error("{} is neither a regular file nor a block device", .0.display())]
@@ -206,6 +206,9 @@ impl FileBackend {
         } else {
             return Err(OpenError::Kind(path.to_owned()));
         }
+        // An io_uring carries out what is open so on this thread, even where the file system would block it.
+        let flags = fcntl_getfl(&file).map_err(|error| failed(error.into()))?;
+        fcntl_setfl(&file, flags.difference(OFlags::NONBLOCK)).map_err(|error| failed(error.into()))?;
         // A device has no length of its own.
         let bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
         let direct = open_direct(&file, read_only, block_bytes);
@@ -235,7 +238,7 @@ impl FileBackend {
 fn open_direct(file: &File, read_only: bool, block_bytes: usize) -> Option<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(!read_only);
-    options.custom_flags((OFlags::DIRECT | OFlags::NONBLOCK).bits() as i32);
+    options.custom_flags(OFlags::DIRECT.bits() as i32);
     // The path may name another file by now.
     let direct = options.open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     // Most file systems refuse what is no multiple of their device's block; some carry it out without direct I/O.
@@ -357,9 +360,7 @@ mod tests {
         let file = file(1 << 20);
         let is_direct = |block_bytes| {
             let backend = FileBackend::open(file.path(), false, block_bytes).unwrap();
-            rustix::fs::fcntl_getfl(&*backend.file)
-                .unwrap()
-                .contains(OFlags::DIRECT)
+            fcntl_getfl(&*backend.file).unwrap().contains(OFlags::DIRECT)
         };
         let mut direct = OpenOptions::new();
         direct.read(true).custom_flags(OFlags::DIRECT.bits() as i32);

@@ -16,16 +16,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
-use rdmux_wire::nvme::{Nqn, NsId};
+use rdmux_wire::nvme::{DISCOVERY_NQN, Nqn, NsId, TransportKind};
 
-use self::config::{HostConfig, NamespaceConfig, Storage, SubsystemConfig, TargetConfig};
+use self::config::{HostConfig, NamespaceConfig, OtherHosts, Storage, SubsystemConfig, TargetConfig};
 use crate::auth::{SecretError, Secrets};
 use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
 use crate::reservations::ReservationFolder;
 use crate::server::{Config, Handle, ServeError, Server};
 use crate::target::{
-    Authentication, Hosts, Listener, Namespace, NamespaceError, Subsystem, Target, TargetError, Terms,
+    Authentication, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Subsystem, Target,
+    TargetError, Terms,
 };
 
 /// Reason for which a target was not started or changed.
@@ -64,9 +65,6 @@ pub enum ControlError {
     /// There is no folder for the user's own secret.
     #[error("no folder for the secret: set HOME or XDG_CONFIG_HOME, or name a file with a secret")]
     NoFolder,
-    /// A subsystem has a secret for every host, and lets every host in without one.
-    #[error("{0} has a secret and lets any host in without it: give one of both")]
-    Contradiction(Nqn),
     /// Two subsystems have the same name.
     #[error("two subsystems have the name {0}")]
     Twice(Nqn),
@@ -82,6 +80,15 @@ pub enum ControlError {
     /// A number that only a start sets.
     #[error("the number of reactors changes only with a restart")]
     Reactors,
+    /// An address that only a start sets.
+    #[error("{0} comes and goes only with a restart: addresses of RDMA do not change while the target runs")]
+    RdmaListener(Listener),
+    /// Two namespaces have the same id.
+    #[error("two namespaces of {1} have the id {0}")]
+    SameId(NsId, Nqn),
+    /// The name is not free for a user's subsystem.
+    #[error("{0} is the name of the discovery service: choose another one")]
+    Discovery(Nqn),
     /// The system has no random bytes.
     #[error("no random bytes: {0}")]
     Random(io::Error),
@@ -93,6 +100,8 @@ pub struct Control {
     target: Arc<Target>,
     handle: Handle,
     reactors: u16,
+    /// The listeners as they were asked for, and with the port that they got.
+    listeners: Mutex<Vec<(Listener, Listener)>>,
     subsystems: Mutex<BTreeMap<Nqn, Exported>>,
 }
 
@@ -101,10 +110,19 @@ pub struct Control {
 struct Exported {
     subsystem: Arc<Subsystem>,
     config: SubsystemConfig,
-    secret_file: Option<PathBuf>,
+    common: Option<CommonSecret>,
     namespaces: BTreeMap<NsId, NamespaceConfig>,
+    /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
+    highest: NsId,
     /// Keeps the name from other targets.
     _claim: OwnedFd,
+}
+
+/// The secret of hosts that have none of their own.
+#[derive(Clone, Debug)]
+struct CommonSecret {
+    file: PathBuf,
+    authentication: Authentication,
 }
 
 /// A subsystem, to be shown.
@@ -114,8 +132,8 @@ pub struct SubsystemInfo {
     pub nqn: Nqn,
     /// Its serial number.
     pub serial: String,
-    /// Every host may use it, without a secret.
-    pub allows_any_host: bool,
+    /// Hosts that are not among [`SubsystemInfo::hosts`].
+    pub other_hosts: OtherHosts,
     /// The file with the secret of hosts that have none of their own.
     pub secret_file: Option<PathBuf>,
     /// That file has a secret of the target too.
@@ -158,7 +176,7 @@ impl Control {
         }
         let server = Server::bind(Config {
             target: target.clone(),
-            listen: config.listen,
+            listen: config.listen.clone(),
             reactors: config.reactors.into(),
             waiting: None,
         })?;
@@ -166,6 +184,13 @@ impl Control {
             target,
             handle: server.handle(),
             reactors: config.reactors,
+            listeners: Mutex::new(
+                config
+                    .listen
+                    .into_iter()
+                    .zip(server.listeners().iter().copied())
+                    .collect(),
+            ),
             subsystems: Mutex::new(subsystems),
         };
         Ok((control, server))
@@ -230,7 +255,7 @@ impl Control {
         })
     }
 
-    /// Takes a host off the list. Its controllers end, unless every host may use the subsystem on the same terms.
+    /// Takes a host off the list. Its controllers end, unless other hosts may use the subsystem on the same terms.
     ///
     /// # Errors
     /// There is no such subsystem, or the host is not in its list.
@@ -245,13 +270,13 @@ impl Control {
         })
     }
 
-    /// Lets every host in without a secret, or no more.
+    /// Changes the treatment of hosts that are not in the list.
     ///
     /// # Errors
-    /// There is no such subsystem.
-    pub fn allow_any_host(&self, nqn: Option<&Nqn>, allows: bool) -> Result<(), ControlError> {
+    /// There is no such subsystem, or the secret cannot be read.
+    pub fn set_other_hosts(&self, nqn: Option<&Nqn>, others: OtherHosts) -> Result<(), ControlError> {
         self.change_hosts(nqn, |config, _| {
-            config.allow_any_host = allows;
+            config.other_hosts = others;
             Ok(())
         })
     }
@@ -266,9 +291,9 @@ impl Control {
         let nqn = exported.subsystem.nqn().clone();
         let mut config = exported.config.clone();
         change(&mut config, &nqn)?;
-        let (hosts, secret_file) = hosts(&config, &nqn)?;
+        let (hosts, common) = hosts(&config)?;
         self.target.set_hosts(&nqn, hosts)?;
-        (exported.config, exported.secret_file) = (config, secret_file);
+        (exported.config, exported.common) = (config, common);
         self.handle.tell_of_change();
         Ok(())
     }
@@ -278,10 +303,15 @@ impl Control {
     /// # Errors
     /// The address is not free, or the transport is another one.
     pub fn add_listener(&self, listener: Listener) -> Result<Listener, ControlError> {
-        let listener = self.handle.listen(listener)?;
-        self.target.add_listener(listener);
+        if listener.transport == TransportKind::Rdma {
+            return Err(ControlError::RdmaListener(listener));
+        }
+        let mut listeners = self.listeners.lock();
+        let actual = self.handle.listen(listener)?;
+        listeners.push((listener, actual));
+        self.target.add_listener(actual);
         self.handle.tell_of_change();
-        Ok(listener)
+        Ok(actual)
     }
 
     /// Listens no more on an address of TCP. Hosts that have come by it stay.
@@ -289,9 +319,15 @@ impl Control {
     /// # Errors
     /// The target does not listen there.
     pub fn remove_listener(&self, listener: &Listener) -> Result<(), ControlError> {
-        if !self.handle.stop_listening(listener) {
+        let mut listeners = self.listeners.lock();
+        if !listeners.iter().any(|(_, actual)| actual == listener) {
             return Err(ControlError::Listener(*listener));
         }
+        if listener.transport == TransportKind::Rdma {
+            return Err(ControlError::RdmaListener(*listener));
+        }
+        self.handle.stop_listening(listener);
+        listeners.retain(|(_, actual)| actual != listener);
         self.target.remove_listener(listener);
         self.handle.tell_of_change();
         Ok(())
@@ -316,14 +352,30 @@ impl Control {
                 None => Change::Add(Exported::new(config)?),
             });
         }
-        let known = self.target.listeners();
+        let mut listeners = self.listeners.lock();
+        let is_new = |wanted: &Listener| !listeners.iter().any(|(asked, _)| asked == wanted);
+        let new: Vec<Listener> = config
+            .listen
+            .iter()
+            .filter(|wanted| is_new(wanted))
+            .copied()
+            .collect();
+        let is_gone = |asked: &Listener| !config.listen.contains(asked);
+        let gone = listeners
+            .iter()
+            .map(|(asked, _)| asked)
+            .filter(|asked| is_gone(asked));
+        let is_rdma = |listener: &&Listener| listener.transport == TransportKind::Rdma;
+        if let Some(listener) = gone.chain(&new).find(is_rdma) {
+            return Err(ControlError::RdmaListener(*listener));
+        }
         let mut added = Vec::new();
-        for listener in config.listen.iter().filter(|listener| !known.contains(listener)) {
-            match self.handle.listen(*listener) {
-                Ok(listener) => added.push(listener),
+        for asked in new {
+            match self.handle.listen(asked) {
+                Ok(actual) => added.push((asked, actual)),
                 Err(error) => {
-                    for listener in &added {
-                        self.handle.stop_listening(listener);
+                    for (_, actual) in &added {
+                        self.handle.stop_listening(actual);
                     }
                     return Err(error.into());
                 }
@@ -355,14 +407,18 @@ impl Control {
             self.target.remove_subsystem(&nqn)?;
             subsystems.remove(&nqn);
         }
-        for listener in &added {
-            self.target.add_listener(*listener);
-        }
-        for listener in known.iter().filter(|listener| !config.listen.contains(listener)) {
-            if self.handle.stop_listening(listener) {
-                self.target.remove_listener(listener);
+        listeners.retain(|(asked, actual)| {
+            let stays = config.listen.contains(asked);
+            if !stays {
+                self.handle.stop_listening(actual);
+                self.target.remove_listener(actual);
             }
+            stays
+        });
+        for (_, actual) in &added {
+            self.target.add_listener(*actual);
         }
+        listeners.extend(added);
         self.handle.tell_of_change();
         Ok(())
     }
@@ -378,8 +434,8 @@ enum Change {
 struct Update {
     config: SubsystemConfig,
     hosts: Hosts,
-    secret_file: Option<PathBuf>,
-    /// Namespaces that are new or have another storage.
+    common: Option<CommonSecret>,
+    /// Namespaces that are new.
     opened: Vec<(Namespace, NamespaceConfig)>,
     /// Those that stay.
     kept: Vec<NsId>,
@@ -392,7 +448,7 @@ impl Exported {
             io::ErrorKind::AddrInUse => ControlError::Claimed(nqn.clone()),
             _ => ControlError::Claim(nqn.clone(), error),
         })?;
-        let (hosts, secret_file) = hosts(&config, &nqn)?;
+        let (hosts, common) = hosts(&config)?;
         let mut subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
         // Without a folder hosts are told that reservations end with the target.
         if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
@@ -402,11 +458,12 @@ impl Exported {
         let mut exported = Exported {
             subsystem: Arc::new(subsystem),
             config,
-            secret_file,
+            common,
             namespaces: BTreeMap::new(),
+            highest: NsId(0),
             _claim: claim,
         };
-        for (nsid, namespace) in numbered(namespaces) {
+        for (nsid, namespace) in numbered(namespaces, &BTreeMap::new()) {
             exported.add_namespace(nsid, namespace)?;
         }
         Ok((nqn, exported))
@@ -422,32 +479,38 @@ impl Exported {
             .add_namespace(namespace)
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
         self.namespaces.insert(nsid, config);
+        self.highest = self.highest.max(nsid);
         Ok(())
     }
 
-    /// Returns the id that a description names, or else the lowest that is free.
+    /// Returns the id that a description names, or else the next that no namespace has had; when there is none, the lowest that is free.
     fn free_id(&self, config: &NamespaceConfig) -> NsId {
-        let mut free = (1..).map(NsId).filter(|nsid| !self.namespaces.contains_key(nsid));
+        let ids = (self.highest.0 + 1..=NAMESPACES_MAX).chain(1..).map(NsId);
+        let mut free = ids.filter(|nsid| !self.namespaces.contains_key(nsid));
         config.nsid.or_else(|| free.next()).unwrap_or(NsId(1))
     }
 
     /// Opens all that another description of it needs.
     fn prepare(&self, mut config: SubsystemConfig) -> Result<Update, ControlError> {
         let nqn = self.subsystem.nqn();
-        let (hosts, secret_file) = hosts(&config, nqn)?;
+        let (hosts, common) = hosts(&config)?;
         let (mut opened, mut kept) = (Vec::new(), Vec::new());
-        for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces)) {
+        for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces), &self.namespaces) {
             match self.namespaces.get(&nsid) {
                 Some(known) if known.is_same(&namespace) => kept.push(nsid),
-                Some(known) if known.storage == namespace.storage => {
-                    let what = match known.block_shift == namespace.block_shift {
-                        true if known.uuid == namespace.uuid => "whether it takes writes",
-                        true => "its UUID",
-                        false => "its blocks",
+                Some(known) => {
+                    let what = if known.storage != namespace.storage {
+                        "its storage"
+                    } else if known.block_shift != namespace.block_shift {
+                        "its blocks"
+                    } else if known.uuid != namespace.uuid {
+                        "its UUID"
+                    } else {
+                        "whether it takes writes"
                     };
                     return Err(ControlError::Changes(nsid, nqn.clone(), what));
                 }
-                _ => {
+                None => {
                     let failed = |error| ControlError::Namespace(namespace.storage.to_string(), error);
                     let backend = open(nqn, nsid, &namespace)?;
                     backend.check().map_err(failed)?;
@@ -458,7 +521,7 @@ impl Exported {
         Ok(Update {
             config,
             hosts,
-            secret_file,
+            common,
             opened,
             kept,
         })
@@ -484,9 +547,10 @@ impl Exported {
             let nsid = namespace.nsid;
             self.subsystem.add_namespace(namespace)?;
             self.namespaces.insert(nsid, config);
+            self.highest = self.highest.max(nsid);
         }
         target.set_hosts(self.subsystem.nqn(), update.hosts)?;
-        (self.config, self.secret_file) = (update.config, update.secret_file);
+        (self.config, self.common) = (update.config, update.common);
         Ok(())
     }
 
@@ -503,16 +567,14 @@ impl Exported {
                 storage: config.storage.clone(),
             })
         });
-        let hosts = self.subsystem.hosts();
-        let authentications = hosts.others.iter().chain(hosts.named.values());
+        let common = self.common.as_ref();
         SubsystemInfo {
             nqn: self.subsystem.nqn().clone(),
             serial: self.subsystem.serial().to_owned(),
-            allows_any_host: self.config.allow_any_host,
-            secret_file: self.secret_file.clone(),
-            has_controller_secret: authentications
-                .filter_map(|terms| terms.authentication.as_ref())
-                .any(|authentication| authentication.secrets.controller.is_some()),
+            other_hosts: self.config.other_hosts,
+            secret_file: common.map(|common| common.file.clone()),
+            has_controller_secret: common
+                .is_some_and(|common| common.authentication.secrets.controller.is_some()),
             hosts: self.config.hosts.clone(),
             namespaces: described.collect(),
         }
@@ -530,23 +592,51 @@ impl NamespaceConfig {
     }
 }
 
-/// Gives ids to those that have none: the lowest that are free, in their order. Of two with the same id the last one is refused when it is added.
-fn numbered(namespaces: Vec<NamespaceConfig>) -> Vec<(NsId, NamespaceConfig)> {
-    let taken: Vec<NsId> = namespaces.iter().filter_map(|namespace| namespace.nsid).collect();
-    let mut free = (1..).map(NsId).filter(|nsid| !taken.contains(nsid));
-    namespaces
-        .into_iter()
-        .filter_map(|namespace| Some((namespace.nsid.or_else(|| free.next())?, namespace)))
+/// Gives ids to those that have none: that of a known namespace which is described in the same way, or else the lowest that is free.
+fn numbered(
+    namespaces: Vec<NamespaceConfig>,
+    known: &BTreeMap<NsId, NamespaceConfig>,
+) -> Vec<(NsId, NamespaceConfig)> {
+    let mut taken: Vec<NsId> = namespaces.iter().filter_map(|namespace| namespace.nsid).collect();
+    let same = |namespace: &NamespaceConfig, taken: &[NsId]| {
+        let mut same = known.iter().filter(|(_, known)| known.is_same(namespace));
+        same.find(|(nsid, _)| !taken.contains(nsid))
+            .map(|(nsid, _)| *nsid)
+    };
+    let mut ids = Vec::new();
+    for namespace in &namespaces {
+        let nsid = namespace.nsid.or_else(|| same(namespace, &taken));
+        taken.extend(nsid);
+        ids.push(nsid);
+    }
+    let mut free = (1..)
+        .map(NsId)
+        .filter(|nsid| !taken.contains(nsid) && !known.contains_key(nsid));
+    let numbered = ids.into_iter().zip(namespaces);
+    numbered
+        .filter_map(|(nsid, namespace)| Some((nsid.or_else(|| free.next())?, namespace)))
         .collect()
 }
 
-/// Checks that no two subsystems have one name.
+/// Checks that no two subsystems have one name, and no two namespaces of one an id.
 fn named(subsystems: Vec<SubsystemConfig>) -> Result<Vec<SubsystemConfig>, ControlError> {
     let mut names: Vec<Nqn> = Vec::new();
     for subsystem in &subsystems {
         let nqn = subsystem.nqn.clone().unwrap_or_else(identity::default_nqn);
         if names.contains(&nqn) {
             return Err(ControlError::Twice(nqn));
+        }
+        if nqn.as_str() == DISCOVERY_NQN {
+            return Err(ControlError::Discovery(nqn));
+        }
+        let mut ids: Vec<NsId> = subsystem
+            .namespaces
+            .iter()
+            .filter_map(|namespace| namespace.nsid)
+            .collect();
+        ids.sort_unstable();
+        if let Some(same) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(ControlError::SameId(same[0], nqn));
         }
         names.push(nqn);
     }
@@ -572,37 +662,51 @@ fn find<'a>(
     }
 }
 
-/// Returns the hosts of a description, and the file of the secret of those that have none of their own.
-fn hosts(config: &SubsystemConfig, nqn: &Nqn) -> Result<(Hosts, Option<PathBuf>), ControlError> {
+/// Returns the hosts of a description, and the secret of those that have none of their own, if there are such.
+fn hosts(config: &SubsystemConfig) -> Result<(Hosts, Option<CommonSecret>), ControlError> {
     let authentication = |secrets| Authentication {
         secrets,
         random: || rdmux_key::random_nonce().ok(),
     };
     let load = |path: &Path| Ok::<_, ControlError>(authentication(Secrets::load(path)?));
-    let (common, file) = match (&config.secret, config.allow_any_host) {
-        (Some(_), true) => return Err(ControlError::Contradiction(nqn.clone())),
-        (None, true) => (None, None),
-        (Some(path), false) => (Some(load(path)?), Some(path.clone())),
-        (None, false) if config.hosts.iter().any(|host| host.secret.is_none()) || config.hosts.is_empty() => {
-            let path = rdmux_key::config_path("nvme-secret").ok_or(ControlError::NoFolder)?;
-            (Some(authentication(Secrets::load_or_create(&path)?)), Some(path))
+    let needs_own = match config.other_hosts {
+        OtherHosts::Secret => true,
+        OtherHosts::Any => false,
+        OtherHosts::None => config.hosts.iter().any(|host| host.secret.is_none()),
+    };
+    let common = match &config.secret {
+        Some(path) => Some(CommonSecret {
+            file: path.clone(),
+            authentication: load(path)?,
+        }),
+        None if needs_own => {
+            let file = rdmux_key::config_path("nvme-secret").ok_or(ControlError::NoFolder)?;
+            Some(CommonSecret {
+                authentication: authentication(Secrets::load_or_create(&file)?),
+                file,
+            })
         }
-        (None, false) => (None, None),
+        None => None,
     };
-    let terms = |authentication, queues| Terms {
-        authentication,
-        queues,
+    let with_secret = Terms {
+        authentication: common.as_ref().map(|common| common.authentication.clone()),
+        queues: None,
     };
-    let mut hosts = Hosts::default();
-    if config.allow_any_host || config.secret.is_some() || config.hosts.is_empty() {
-        hosts.others = Some(terms(common.clone(), None));
-    }
+    let mut named = BTreeMap::new();
     for host in &config.hosts {
         let own = host.secret.as_deref().map(load).transpose()?;
-        let terms = terms(own.or_else(|| common.clone()), host.queues);
-        hosts.named.insert(host.nqn.clone(), terms);
+        let terms = Terms {
+            authentication: own.or_else(|| with_secret.authentication.clone()),
+            queues: host.queues,
+        };
+        named.insert(host.nqn.clone(), terms);
     }
-    Ok((hosts, file))
+    let others = match config.other_hosts {
+        OtherHosts::Secret => Some(with_secret),
+        OtherHosts::Any => Some(Terms::default()),
+        OtherHosts::None => None,
+    };
+    Ok((Hosts { others, named }, common))
 }
 
 fn open(nqn: &Nqn, nsid: NsId, config: &NamespaceConfig) -> Result<Namespace, ControlError> {

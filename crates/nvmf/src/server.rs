@@ -325,6 +325,7 @@ impl ServerReactor {
                 Some(ReactorEvent::Mail(Mail::Changed)) => {
                     tcp.handle_change(core, now);
                     rdma.handle_change(core);
+                    core.media.handle_change(&core.target);
                 }
                 // Whoever has asked may be gone.
                 Some(ReactorEvent::Mail(Mail::Listen(address, reply))) => {

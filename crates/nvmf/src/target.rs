@@ -22,4 +22,5 @@ pub use io::{Io, Operation};
 pub use namespace::{Namespace, Seat, SharedNamespace};
 pub use queue::{Admitted, Port, Queue, Step};
 pub use reservation::{ReservationState, ReservationStore};
+pub(crate) use subsystem::NAMESPACES_MAX;
 pub use subsystem::{Listener, NamespaceError, Subsystem, Target, TargetError};

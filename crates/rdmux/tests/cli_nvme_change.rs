@@ -164,7 +164,7 @@ fn requests__are_seen_by_hosts() {
     assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
     user.run(&["nvme", "listener", "remove", &listen]);
     assert!(!user.output(&["nvme", "list", &url]).status.success());
-    // A list of hosts without this one.
+    // One more host may use it, and this one as before.
     user.run(&[
         "nvme",
         "host",
@@ -175,8 +175,10 @@ fn requests__are_seen_by_hosts() {
     ]);
     let hosts = user.json(&["nvme", "host", "list", "--json"]);
     assert_eq!(hosts[0]["hosts"][0]["queues"], 2);
+    assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
+    user.run(&["nvme", "host", "others", "none"]);
     assert!(!user.output(&["nvme", "list", &elsewhere]).status.success());
-    user.run(&["nvme", "host", "allow-any", "yes"]);
+    user.run(&["nvme", "host", "others", "any"]);
     assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
 }
 

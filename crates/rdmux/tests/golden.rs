@@ -84,7 +84,7 @@ const WITHOUT: [(&str, &str); 17] = [
         "it prints a key's token; cli_web opens it in a browser",
     ),
     ("nvme host add", CHANGES),
-    ("nvme host allow-any", CHANGES),
+    ("nvme host others", CHANGES),
     ("nvme host remove", CHANGES),
     ("nvme listener add", CHANGES),
     ("nvme listener remove", CHANGES),

@@ -45,7 +45,10 @@ struct Lane<J> {
 #[derive(Debug)]
 struct Queue<J> {
     waiting: Vec<J>,
+    /// Jobs that have not begun are dropped.
     is_over: bool,
+    /// No jobs come any more; those that are there are carried out.
+    is_retired: bool,
 }
 
 impl<J> Lane<J> {
@@ -55,9 +58,10 @@ impl<J> Lane<J> {
 
     /// Waits for jobs. Returns `None` when the lane is over.
     fn take(&self) -> Option<Vec<J>> {
-        let idle = |queue: &mut Queue<J>| queue.waiting.is_empty() && !queue.is_over;
+        let idle = |queue: &mut Queue<J>| queue.waiting.is_empty() && !queue.is_over && !queue.is_retired;
         let mut queue = self.changed.wait_while(self.lock(), idle);
-        (!queue.is_over).then(|| std::mem::take(&mut queue.waiting))
+        let has_jobs = !queue.is_over && !queue.waiting.is_empty();
+        has_jobs.then(|| std::mem::take(&mut queue.waiting))
     }
 }
 
@@ -72,6 +76,18 @@ impl<L: Eq + Hash, J: Send + 'static, M: Send + 'static> Workers<L, J, M> {
             mailbox,
             lanes: HashMap::new(),
         }
+    }
+
+    /// Ends the threads of lanes that are not to be kept, each after its jobs.
+    pub fn retain(&mut self, keep: impl Fn(&L) -> bool) {
+        self.lanes.retain(|id, lane| {
+            let keeps = keep(id);
+            if !keeps {
+                lane.lock().is_retired = true;
+                lane.changed.notify_one();
+            }
+            keeps
+        });
     }
 
     /// Accepts a job, or returns it with the reason.
@@ -102,6 +118,7 @@ fn start<J: Send + 'static, M: Send + 'static>(
     let queue = Queue {
         waiting: Vec::new(),
         is_over: false,
+        is_retired: false,
     };
     let lane = Arc::new(Lane {
         queue: Mutex::new(queue),
@@ -223,6 +240,26 @@ mod tests {
         assert_eq!([bench.result(), bench.result(), bench.result()], [1, 2, 3]);
         drop(bench.submit("a", 5).unwrap());
         assert_eq!(bench.result(), 5);
+    }
+
+    #[test]
+    fn retain__lanes_end_after_their_jobs() {
+        let mut bench = Bench::new(8);
+        let first = bench.submit("a", 1).unwrap();
+        assert_eq!(bench.begun.recv(), Ok(1));
+        drop(bench.submit("a", 2).unwrap());
+        drop(bench.submit("b", 3).unwrap());
+        assert_eq!((bench.begun.recv(), bench.result()), (Ok(3), 3));
+        bench.workers.retain(|lane| *lane == "b");
+        // Another thread: that of the old lane waits for its first job.
+        drop(bench.submit("a", 4).unwrap());
+        assert_eq!((bench.begun.recv(), bench.result()), (Ok(4), 4));
+        drop(first);
+        assert_eq!([bench.result(), bench.result()], [1, 2]);
+        bench.workers.retain(|_| false);
+        drop(bench.begun_tx);
+        assert_eq!(bench.begun.recv(), Ok(2));
+        assert_eq!(bench.begun.recv(), Err(mpsc::RecvError), "the threads have ended");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use rdmux_verbs::parse_size;
 use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
 use serde::de::{self, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
 use crate::identity;
@@ -41,18 +41,30 @@ pub struct SubsystemConfig {
     /// Its name; `None`: one of this host and user.
     #[serde(default, deserialize_with = "optional_nqn")]
     pub nqn: Option<Nqn>,
-    /// Every host may use it, without a secret.
-    #[serde(default)]
-    pub allow_any_host: bool,
-    /// Every host may use it that has the secret in this file.
+    /// File with the secret of hosts that have none of their own; `None`: the user's own.
     pub secret: Option<PathBuf>,
-    /// Hosts on terms of their own. If there are some, and neither of the two above, no other host may use it. If there is none of
-    /// the three, the secret is the user's own.
+    /// Hosts that are not among [`SubsystemConfig::hosts`].
+    #[serde(default)]
+    pub other_hosts: OtherHosts,
+    /// Hosts on terms of their own.
     #[serde(default, rename = "host")]
     pub hosts: Vec<HostConfig>,
     /// Its namespaces.
     #[serde(default, rename = "namespace")]
     pub namespaces: Vec<NamespaceConfig>,
+}
+
+/// Treatment of hosts that are not named.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OtherHosts {
+    /// They may use the subsystem with its secret.
+    #[default]
+    Secret,
+    /// They may use it without a secret.
+    Any,
+    /// They are refused.
+    None,
 }
 
 /// A host that may use a subsystem.
@@ -64,7 +76,8 @@ pub struct HostConfig {
     pub nqn: Nqn,
     /// File with its secret; `None`: that of the subsystem, if it has one.
     pub secret: Option<PathBuf>,
-    /// Maximum number of I/O queues of each of its controllers.
+    /// Maximum number of I/O queues of each of its controllers, at least 1.
+    #[serde(default, deserialize_with = "queues")]
     pub queues: Option<u16>,
 }
 
@@ -255,13 +268,20 @@ pub fn parse_listener(text: &str) -> Result<Listener, String> {
             .parse()
             .map_err(|_| format!("'{address}' is not an address of this host: {form}"))?,
     };
-    if address.ip().is_unspecified() || address.ip().is_multicast() {
-        let ip = address.ip();
+    let listener = Listener { transport, address };
+    check_listener(&listener)?;
+    Ok(listener)
+}
+
+/// Checks that a host could be told the address.
+pub(super) fn check_listener(listener: &Listener) -> Result<(), String> {
+    let ip = listener.address.ip();
+    if ip.is_unspecified() || ip.is_multicast() {
         return Err(format!(
             "{ip} is not one address: listen on each address by itself"
         ));
     }
-    Ok(Listener { transport, address })
+    Ok(())
 }
 
 /// Bytes, as a number or with a unit.
@@ -313,6 +333,13 @@ fn reactors<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error>
         return Err(de::Error::custom(error));
     }
     Ok(number)
+}
+
+pub(super) fn queues<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u16>, D::Error> {
+    match Option::<u16>::deserialize(deserializer)? {
+        Some(0) => Err(de::Error::custom("0 is no number of queues: give at least 1")),
+        number => Ok(number),
+    }
 }
 
 pub(super) fn listeners<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Listener>, D::Error> {
@@ -414,7 +441,7 @@ mod tests {
             queues = 4
 
             [[subsystem]]
-            allow_any_host = true
+            other_hosts = "any"
             [[subsystem.namespace]]
             null = 1048576
             "#,
@@ -431,7 +458,7 @@ mod tests {
         assert_eq!(disks.namespaces[0].uuid.unwrap()[15], 15);
         assert_eq!(disks.namespaces[1].storage, Storage::Memory(64 << 20));
         assert_eq!(disks.hosts[0].queues, Some(4));
-        assert!(null.allow_any_host && null.nqn.is_none());
+        assert!(null.other_hosts == OtherHosts::Any && null.nqn.is_none());
         assert_eq!(null.namespaces[0].storage, Storage::Null(1 << 20));
     }
 
@@ -445,6 +472,16 @@ mod tests {
             ("reactors = 65\n", 1, "give 1 to 64"),
             ("", 1, "missing field `subsystem`"),
             (&format!("{subsystem}nqn = \"x\""), 2, "'x' is no NQN"),
+            (
+                &format!("{subsystem}other_hosts = \"all\""),
+                2,
+                "unknown variant `all`",
+            ),
+            (
+                &format!("{subsystem}[[subsystem.host]]\nnqn = \"nqn.2014-08.org.example:a\"\nqueues = 0"),
+                4,
+                "0 is no number of queues",
+            ),
             (
                 &format!("{namespace}memory = \"1G\"\nnull = 1"),
                 2,

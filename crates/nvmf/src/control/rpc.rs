@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
-use super::config::{DEFAULT_PORT, HostConfig, NamespaceConfig, nqn};
+use super::config::{DEFAULT_PORT, HostConfig, NamespaceConfig, OtherHosts, check_listener, nqn, queues};
 use super::{Control, ControlError, NamespaceInfo, SubsystemInfo};
 use crate::identity;
 use crate::target::Listener;
@@ -100,6 +101,7 @@ struct AddHost {
     #[serde(deserialize_with = "nqn")]
     host: Nqn,
     secret: Option<PathBuf>,
+    #[serde(default, deserialize_with = "queues")]
     queues: Option<u16>,
 }
 
@@ -114,10 +116,10 @@ struct OneHost {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct AllowAnyHost {
+struct SetOtherHosts {
     #[serde(default)]
     nqn: Name,
-    allow_any_host: bool,
+    other_hosts: OtherHosts,
 }
 
 #[derive(Deserialize)]
@@ -152,7 +154,9 @@ impl ListenAddress {
                 .map_err(|_| (code::INVALID_PARAMS, format!("'{port}' is no port")))?,
         };
         let address = SocketAddr::new(self.traddr, port);
-        Ok(Listener { transport, address })
+        let listener = Listener { transport, address };
+        check_listener(&listener).map_err(|why| (code::INVALID_PARAMS, why))?;
+        Ok(listener)
     }
 }
 
@@ -161,10 +165,10 @@ const METHODS: [&str; 11] = [
     "nvmf_get_subsystems",
     "nvmf_subsystem_add_host",
     "nvmf_subsystem_add_ns",
-    "nvmf_subsystem_allow_any_host",
     "nvmf_subsystem_remove_host",
     "nvmf_subsystem_remove_ns",
     "nvmf_subsystem_resize_ns",
+    "nvmf_subsystem_set_other_hosts",
     "nvmf_target_add_listener",
     "nvmf_target_get_listeners",
     "nvmf_target_remove_listener",
@@ -244,10 +248,10 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
             control.remove_host(nqn.0.as_ref(), &host).map_err(refused)?;
             Ok(true.into())
         }
-        "nvmf_subsystem_allow_any_host" => {
-            let AllowAnyHost { nqn, allow_any_host } = parse(params)?;
+        "nvmf_subsystem_set_other_hosts" => {
+            let SetOtherHosts { nqn, other_hosts } = parse(params)?;
             control
-                .allow_any_host(nqn.0.as_ref(), allow_any_host)
+                .set_other_hosts(nqn.0.as_ref(), other_hosts)
                 .map_err(refused)?;
             Ok(true.into())
         }
@@ -310,7 +314,8 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
         "nqn": info.nqn.as_str(),
         "subtype": "NVMe",
         "listen_addresses": listeners.iter().map(listener_json).collect::<Vec<_>>(),
-        "allow_any_host": info.allows_any_host,
+        "allow_any_host": info.other_hosts == OtherHosts::Any,
+        "other_hosts": info.other_hosts,
         "secret": info.secret_file,
         "hosts": hosts.collect::<Vec<_>>(),
         "serial_number": info.serial,
@@ -365,8 +370,13 @@ impl RpcSocket {
         if bind(&socket, &address).is_err() {
             match UnixStream::connect(path) {
                 Ok(_) => return Err(io::ErrorKind::AddrInUse.into()),
-                // Left by a process that was killed.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path)?,
+                // Left by a process that was killed. What is no socket refuses connections too.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    if !path.symlink_metadata()?.file_type().is_socket() {
+                        return Err(io::Error::other("it is there, and is no socket"));
+                    }
+                    std::fs::remove_file(path)?;
+                }
                 Err(_) => {}
             }
             bind(&socket, &address)?;

@@ -70,7 +70,7 @@ impl Drop for Running {
 /// Returns a description with one subsystem, which every host may use, and namespaces.
 fn description(name: &str, namespaces: &str) -> String {
     format!(
-        "listen = [\"tcp:127.0.0.1:0\"]\n[[subsystem]]\nnqn = \"nqn.2014-08.org.example:{name}\"\nallow_any_host = true\n{}",
+        "listen = [\"tcp:127.0.0.1:0\"]\n[[subsystem]]\nnqn = \"nqn.2014-08.org.example:{name}\"\nother_hosts = \"any\"\n{}",
         namespaces
             .split_terminator(';')
             .map(|namespace| format!("[[subsystem.namespace]]\n{namespace}\n"))
@@ -127,8 +127,8 @@ fn requests__change_namespaces() {
     assert_eq!(remove(2), Ok(json!(true)));
     assert_eq!(remove(2), Err((-32000, "there is no namespace 2".into())));
     assert_eq!(running.namespaces(0), [(1, "null".into()), (9, "memory".into())]);
-    // It is nobody's any more.
-    assert_eq!(add(json!({ "path": file.path() })), Ok(json!(2)));
+    // The file is nobody's any more; hosts may still know the id.
+    assert_eq!(add(json!({ "path": file.path() })), Ok(json!(10)));
 }
 
 #[test]
@@ -144,20 +144,34 @@ fn requests__change_hosts_and_listeners() {
         running.ask("nvmf_subsystem_add_host", add.clone()),
         Ok(json!(true))
     );
-    let allow = |allows| {
-        running.ask(
-            "nvmf_subsystem_allow_any_host",
-            json!({ "allow_any_host": allows }),
-        )
-    };
-    assert_eq!(allow(false), Ok(json!(true)));
+    let others = |others| running.ask("nvmf_subsystem_set_other_hosts", json!({ "other_hosts": others }));
+    assert_eq!(others("none"), Ok(json!(true)));
     let info = running.control.subsystems().swap_remove(0);
-    assert!(!info.allows_any_host && info.hosts[0].queues == Some(2) && info.secret_file.is_none());
-    // Taking the last one off would let in who has the user's own secret; the list says who that is.
-    assert_eq!(allow(true), Ok(json!(true)));
+    assert!(info.other_hosts == OtherHosts::None && info.hosts[0].queues == Some(2));
+    assert!(info.secret_file.is_none(), "its own is enough");
+    let zero = json!({ "host": host, "queues": 0 });
+    assert_eq!(
+        running.ask("nvmf_subsystem_add_host", zero).unwrap_err().0,
+        -32602
+    );
     let remove = || running.ask("nvmf_subsystem_remove_host", json!({ "host": host }));
     assert_eq!(remove(), Ok(json!(true)));
+    let subsystem = running
+        .control
+        .subsystems
+        .lock()
+        .values()
+        .next()
+        .unwrap()
+        .subsystem
+        .clone();
+    assert_eq!(
+        subsystem.hosts(),
+        Hosts::default(),
+        "an empty list lets nobody in"
+    );
     assert!(remove().unwrap_err().1.contains("has no host"));
+    assert_eq!(others("any"), Ok(json!(true)));
     let missing = json!({ "host": host, "secret": "/nonexistent" });
     assert!(running.ask("nvmf_subsystem_add_host", missing).is_err());
     assert!(
@@ -190,6 +204,14 @@ fn requests__change_hosts_and_listeners() {
     );
     let listeners = running.ask("nvmf_target_get_listeners", json!({})).unwrap();
     assert_eq!(listeners.as_array().unwrap().len(), 1);
+    let all = json!({ "listen_address": { "trtype": "TCP", "traddr": "0.0.0.0" } });
+    assert_eq!(
+        running.ask("nvmf_target_add_listener", all).unwrap_err().0,
+        -32602
+    );
+    let rdma = json!({ "listen_address": { "trtype": "RDMA", "traddr": "127.0.0.1" } });
+    let (_, message) = running.ask("nvmf_target_add_listener", rdma).unwrap_err();
+    assert!(message.contains("only with a restart"), "{message}");
 }
 
 #[test]
@@ -250,14 +272,37 @@ fn reload__changes_what_is_other_and_nothing_if_it_fails() {
     let all = [(1, paths[0].clone()), (2, "memory".into()), (3, "null".into())];
     assert_eq!(running.namespaces(0), all);
     files[0].as_file().set_len(3 << 20).unwrap();
-    let next = format!("path = \"{}\";memory = 65536;path = \"{}\";", paths[0], paths[1]);
+    let next = format!("memory = 65536;path = \"{}\";path = \"{}\";", paths[0], paths[1]);
     running.reload(&description("reload", &next)).unwrap();
     let info = running.control.subsystems().swap_remove(0);
     assert_eq!(info.namespaces[0].bytes, 3 << 20);
     assert_eq!(info.namespaces[1].uuid, before, "the memory is the same");
-    assert_eq!(info.namespaces[2].storage.to_string(), paths[1]);
+    // Hosts may still know what was namespace 3.
+    let ids: Vec<_> = info.namespaces.iter().map(|info| info.nsid.0).collect();
+    assert_eq!(ids, [1, 2, 4]);
+    let listeners = running.control.listeners();
+    let other_storage = format!("nsid = 1\npath = \"{}\";", paths[1]);
+    let error = running
+        .reload(&description("reload", &other_storage))
+        .unwrap_err();
+    assert!(error.contains("changes its storage: remove it first"), "{error}");
+    let same_id = description("reload", "nsid = 7\nnull = 4096;nsid = 7\nnull = 8192;");
+    let error = running.reload(&same_id).unwrap_err();
+    assert!(
+        error.contains("two namespaces of nqn.2014-08.org.example:reload have the id 7"),
+        "{error}"
+    );
+    let error = running
+        .reload(&description("reload", &next).replace("nqn.2014-08.org.example:reload", DISCOVERY_NQN))
+        .unwrap_err();
+    assert!(error.contains("name of the discovery service"), "{error}");
+    let rdma =
+        description("reload", &next).replace("tcp:127.0.0.1:0\"", "tcp:127.0.0.1:0\", \"rdma:127.0.0.1\"");
+    assert!(running.reload(&rdma).unwrap_err().contains("only with a restart"));
+    assert_eq!(running.control.listeners(), listeners, "the same ports");
+    assert_eq!(running.control.subsystems()[0].namespaces.len(), 3);
     // The same file in other blocks.
-    let blocks = format!("path = \"{}\"\nblock = 4096;", paths[0]);
+    let blocks = format!("nsid = 1\npath = \"{}\"\nblock = 4096;", paths[0]);
     let error = running.reload(&description("reload", &blocks)).unwrap_err();
     assert!(error.contains("changes its blocks: remove it first"), "{error}");
     let reactors = format!("reactors = 2\n{}", description("reload", &next));
@@ -289,6 +334,10 @@ fn socket__serves_its_user_alone() {
     let running = Running::new(&description("socket", "null = 4096;"));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "data").unwrap();
+    let error = RpcSocket::listen(&file, running.control.clone()).unwrap_err();
+    assert!(error.to_string().contains("no socket") && std::fs::read(&file).unwrap() == b"data");
     // One that was left behind.
     drop(UnixListener::bind(&path).unwrap());
     let socket = RpcSocket::listen(&path, running.control.clone()).unwrap();

@@ -1,5 +1,6 @@
 //! I/Os that may wait for a medium: by an io_uring, which the reactor sleeps on, or by threads.
 
+use std::collections::{HashMap, HashSet};
 use std::io;
 
 use rdmux_runtime::{
@@ -8,12 +9,14 @@ use rdmux_runtime::{
 use rdmux_wire::nvme::Status;
 
 use super::{Mail, rdma, tcp};
-use crate::target::Io;
+use crate::target::{Io, Target};
 
 /// Jobs of one lane that wait for a thread; those beyond fail, and their hosts repeat them.
 const JOBS_MAX: usize = 64 << 10;
 /// Threads of a namespace.
 const LANES: usize = 4;
+/// I/Os of a namespace that the ring has at a time: one whose medium hangs leaves room for others.
+const IN_RING_MAX: u32 = 512;
 
 /// An I/O that may wait for a medium, and the connection that has it.
 #[derive(Debug)]
@@ -80,6 +83,8 @@ pub(super) struct Media {
     /// Their lanes: the namespace, and a number.
     workers: Workers<(usize, usize), Job, Mail>,
     next_lane: usize,
+    /// Number of I/Os of each namespace that the ring has.
+    in_ring: HashMap<usize, u32>,
     /// Those that neither the ring nor a thread has taken.
     failed: Vec<Job>,
 }
@@ -97,6 +102,7 @@ impl Media {
             ring: None,
             workers: Workers::new("nvmf-media", JOBS_MAX, run, mailbox),
             next_lane: 0,
+            in_ring: HashMap::new(),
             failed: Vec::new(),
         }
     }
@@ -124,9 +130,16 @@ impl Media {
         let Some((ring, _)) = &mut self.ring else {
             return self.begin_on_thread(job);
         };
+        let in_ring = self.in_ring.entry(job.io().namespace.key()).or_default();
+        if *in_ring >= IN_RING_MAX {
+            return self.begin_on_thread(job);
+        }
         let refused = match job.into_access() {
             Ok(access) => match ring.add(access) {
-                Ok(()) => return Ok(()),
+                Ok(()) => {
+                    *in_ring += 1;
+                    return Ok(());
+                }
                 Err(access) => access.token.end_access(access.buffer),
             },
             Err(job) => job,
@@ -147,11 +160,29 @@ impl Media {
             return;
         };
         for access in ring.submit() {
-            let job = access.token.end_access(access.buffer);
+            let job = self.left_ring(access);
             if let Err(job) = self.begin_on_thread(job) {
                 self.failed.push(job);
             }
         }
+    }
+
+    fn left_ring(&mut self, access: FileAccess<Job>) -> Job {
+        let job = access.token.end_access(access.buffer);
+        if let Some(number) = self.in_ring.get_mut(&job.io().namespace.key()) {
+            *number -= 1;
+        }
+        job
+    }
+
+    /// Ends the threads of namespaces that are no more.
+    pub(super) fn handle_change(&mut self, target: &Target) {
+        let subsystems = target.subsystems();
+        let namespaces = subsystems.iter().flat_map(|subsystem| subsystem.list());
+        let keys: HashSet<usize> = namespaces.map(|namespace| namespace.key()).collect();
+        self.workers.retain(|(namespace, _)| keys.contains(namespace));
+        self.in_ring
+            .retain(|namespace, number| *number > 0 || keys.contains(namespace));
     }
 
     /// Returns the report of an I/O that the ring has ended. One that has moved fewer bytes, or none, is given to a thread, which repeats it and
@@ -163,7 +194,7 @@ impl Media {
         loop {
             let (access, moved) = self.ring.as_mut()?.0.pop()?;
             let is_whole = moved.is_ok_and(|moved| moved == access.length);
-            let job = access.token.end_access(access.buffer);
+            let job = self.left_ring(access);
             if is_whole {
                 return Some(job.end(Status::SUCCESS));
             }

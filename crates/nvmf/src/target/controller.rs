@@ -423,7 +423,8 @@ impl Controller {
                 true => IdentifyController::COMPARE_AND_WRITE,
                 false => 0,
             },
-            has_write_cache: self.has_write_cache(),
+            // Whatever the namespaces are now: hosts take the answer for those that come later too, and would never flush them.
+            has_write_cache: is_io,
             copy_formats: if is_io { COPY_FORMATS } else { 0 },
             sgls: self.port.sgls,
             ana: match is_io {
@@ -508,7 +509,7 @@ impl Controller {
     }
 
     /// Takes note of namespaces that have changed.
-    fn look_at_namespaces(&mut self) {
+    pub(super) fn look_at_namespaces(&mut self) {
         if self.known.0 == self.subsystem.generation() {
             return;
         }

@@ -162,8 +162,10 @@ impl Queue {
 
     /// Takes note of changes of its subsystem: a namespace that was removed lasts no longer than this.
     pub fn handle_change(&mut self) {
-        if let Role::Io { view, .. } = &mut self.role {
-            view.update();
+        match &mut self.role {
+            Role::New => {}
+            Role::Admin(controller) => controller.look_at_namespaces(),
+            Role::Io { view, .. } => view.update(),
         }
     }
 
@@ -368,7 +370,7 @@ impl Queue {
                     DISCOVERY_NQN => ControllerKind::Discovery,
                     _ => ControllerKind::Io,
                 };
-                let association = subsystem.associate(&data, queues_max);
+                let association = subsystem.associate(&data, &terms, queues_max);
                 let association = association.map_err(|status| (status, 0))?;
                 let cntlid = association.cntlid;
                 let keep_alive_ms = connect.keep_alive_ms;
@@ -389,10 +391,12 @@ impl Queue {
                 let association =
                     association.filter(|known| known.host == data.host && known.host_id == data.host_id);
                 let association = association.ok_or(invalid_data(ConnectData::CNTLID_AT))?;
-                if !association.is_ready.load(Ordering::Acquire) || data.subsystem.as_str() == DISCOVERY_NQN {
+                // Begun first, so that a reset after the look at readiness ends it.
+                let session = Session::new(association);
+                let is_ready = session.association.is_ready.load(Ordering::Acquire);
+                if !is_ready || data.subsystem.as_str() == DISCOVERY_NQN {
                     return Err((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0));
                 }
-                let session = Session::new(association);
                 let counters = session.association.take(qid);
                 let counters = counters.ok_or((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0))?;
                 let user = User {

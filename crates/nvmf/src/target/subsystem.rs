@@ -20,7 +20,7 @@ use super::reservation::{ReservationStore, Reservations};
 use crate::auth::{Authenticator, Parties};
 
 /// The highest namespace id.
-pub(super) const NAMESPACES_MAX: u32 = 1024;
+pub(crate) const NAMESPACES_MAX: u32 = 1024;
 /// The highest controller id. 0xfff0 and above are reserved (NVMe Base 2.0, 3.1.2).
 const CNTLID_MAX: u16 = 0xffef;
 /// The highest id of a group of namespaces that share a state of access.
@@ -241,19 +241,22 @@ impl Subsystem {
     /// # Errors
     /// There is none of that id, its backend cannot tell its size, or it has no block any more, in which case nothing changes.
     pub fn resize_namespace(&self, nsid: NsId) -> Result<bool, NamespaceError> {
-        let mut state = self.state();
-        let namespace = state.namespaces.get(&nsid);
-        let namespace = namespace.ok_or(NamespaceError::Missing(nsid))?;
+        let missing = NamespaceError::Missing(nsid);
+        let namespace = self.state().namespaces.get(&nsid).cloned();
+        let namespace = namespace.ok_or(missing.clone())?;
         let blocks = namespace.blocks();
-        let resized = namespace.again();
-        resized
+        // Without the lock: a file system that hangs holds up no host.
+        namespace
             .backend
-            .measure(1 << resized.block_shift)
+            .measure(1 << namespace.block_shift)
             .map_err(|error| NamespaceError::Backend(nsid, error.to_string()))?;
-        if resized.blocks() == blocks {
+        let mut state = self.state();
+        let now = state.namespaces.get(&nsid).ok_or(missing)?;
+        if now.blocks() == blocks {
             return Ok(false);
         }
         // Hosts are told of a namespace that is another object.
+        let resized = now.again();
         self.put(&mut state, resized);
         Ok(true)
     }
@@ -408,11 +411,16 @@ impl Subsystem {
     }
 
     /// Begins a controller for a host.
-    pub(super) fn associate(&self, data: &ConnectData, queues_max: u16) -> Result<Arc<Association>, Status> {
+    pub(super) fn associate(
+        &self,
+        data: &ConnectData,
+        terms: &Terms,
+        queues_max: u16,
+    ) -> Result<Arc<Association>, Status> {
         let mut state = self.state();
-        // It may have been refused since its terms were looked up.
-        if state.hosts.terms(&data.host).is_none() {
-            return Err(Status::CONNECT_INVALID_HOST.do_not_retry());
+        // They may have changed since they were looked up: the host tries again, on those of now.
+        if state.hosts.terms(&data.host) != Some(terms) {
+            return Err(Status::CONNECT_BUSY);
         }
         let after = state.last_cntlid;
         let is_free = |cntlid: &u16| !state.controllers.contains_key(cntlid);

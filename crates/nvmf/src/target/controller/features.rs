@@ -138,9 +138,7 @@ impl Controller {
             ERROR_RECOVERY if value & 1 << 16 != 0 => return Err(Status::INVALID_FIELD),
             ERROR_RECOVERY => self.features.error_recovery = value & 0xffff,
             // The cache is the kernel's: hosts make it durable, they do not turn it off.
-            WRITE_CACHE if value & 1 == 0 || !self.has_write_cache() => {
-                return Err(Status::FEATURE_NOT_CHANGEABLE);
-            }
+            WRITE_CACHE if value & 1 == 0 => return Err(Status::FEATURE_NOT_CHANGEABLE),
             WRITE_CACHE => {}
             NUMBER_OF_QUEUES => {
                 let (submission, completion) = (value & 0xffff, value >> 16);
@@ -229,7 +227,6 @@ impl Controller {
             POWER_MANAGEMENT => 0,
             TEMPERATURE_THRESHOLD => features.temperatures[threshold(sqe.dword(11))?].into(),
             ERROR_RECOVERY => features.error_recovery,
-            WRITE_CACHE if !self.has_write_cache() => return Err(Status::INVALID_FIELD),
             WRITE_CACHE => 1,
             NUMBER_OF_QUEUES => {
                 let queues = u32::from(self.association.queues_max) - 1;
@@ -267,10 +264,5 @@ impl Controller {
     fn of_namespace(&self, nsid: NsId) -> Result<bool, Status> {
         let namespace = self.known.1.get(&nsid).ok_or(Status::INVALID_NAMESPACE)?;
         Ok(namespace.reservations().state().1)
-    }
-
-    pub(super) fn has_write_cache(&self) -> bool {
-        let mut all = self.known.1.values();
-        all.any(|namespace| namespace.backend.has_write_cache())
     }
 }

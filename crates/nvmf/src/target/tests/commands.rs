@@ -225,8 +225,7 @@ fn features__are_those_that_their_log_names() {
             Step::Complete(cqe) => cqe.status.is_success(),
             _ => true,
         };
-        // The namespace has no write cache.
-        let expected = named[4 * usize::from(feature)] & 1 == 1 && feature != 0x06;
+        let expected = named[4 * usize::from(feature)] & 1 == 1;
         assert_eq!(is_there, expected, "{feature:#x}");
     }
     let mut value = |feature, value| completed(host.get_features(feature, NsId::NONE, value)).result;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf, absolute};
 
 use anyhow::{Context, Result, bail};
-use clap::{ArgAction, Subcommand};
+use clap::Subcommand;
 use rdmux_nvmf::control::config::{NamespaceConfig, Storage, parse_listener, parse_nqn};
 use rdmux_nvmf::control::rpc::{call, sockets};
 use rdmux_nvmf::target::Listener;
@@ -99,7 +99,7 @@ enum HostCommand {
         #[command(flatten)]
         at: At,
     },
-    /// Take a host off the list; its controllers end unless all hosts may use the subsystem.
+    /// Take a host off the list; its controllers end, unless other hosts may use the subsystem on the same terms.
     #[command(after_help = "JSON: result (true).")]
     Remove {
         /// Name of the host.
@@ -108,12 +108,12 @@ enum HostCommand {
         #[command(flatten)]
         at: At,
     },
-    /// Let every host in without a secret, or no more.
+    /// Change how hosts are treated that are not in the list. Controllers of those that may no more end.
     #[command(after_help = "JSON: result (true).")]
-    AllowAny {
-        /// Allow it or not.
-        #[arg(value_name = "yes|no", value_parser = parse_yes, action = ArgAction::Set)]
-        allows: bool,
+    Others {
+        /// They need the secret of the subsystem, need none, or are refused.
+        #[arg(value_name = "secret|any|none", value_parser = ["secret", "any", "none"])]
+        others: String,
         #[command(flatten)]
         at: At,
     },
@@ -149,14 +149,6 @@ enum ListenerCommand {
         #[command(flatten)]
         at: At,
     },
-}
-
-fn parse_yes(text: &str) -> Result<bool, String> {
-    match text {
-        "yes" => Ok(true),
-        "no" => Ok(false),
-        _ => Err("give yes or no".into()),
-    }
 }
 
 impl At {
@@ -337,18 +329,17 @@ pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
             json!({ "host": host.as_str() }),
             |_| format!("{host} is off the list"),
         ),
-        HostCommand::AllowAny { allows, at } => at.change(
-            "nvmf_subsystem_allow_any_host",
-            json!({ "allow_any_host": allows }),
-            |_| {
-                let may = if *allows {
-                    "may use it without a secret"
-                } else {
-                    "needs a secret"
+        HostCommand::Others { others, at } => {
+            let params = json!({ "other_hosts": others });
+            at.change("nvmf_subsystem_set_other_hosts", params, |_| {
+                let may = match others.as_str() {
+                    "secret" => "needs the secret",
+                    "any" => "may use it without a secret",
+                    _ => "is refused",
                 };
                 format!("a host that is not in the list {may}")
-            },
-        ),
+            })
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use rdmux_nvmf::control::config::{
-    NamespaceConfig, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_listener, parse_nqn,
+    NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_listener, parse_nqn,
 };
 use rdmux_nvmf::control::rpc::RpcSocket;
 use rdmux_nvmf::control::{Control, SubsystemInfo};
@@ -25,8 +25,8 @@ use crate::signals;
 /// again, hosts stay connected, and a wrong file changes nothing.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object when the target listens: listen (array of transport, address, port), subsystems (array of nqn, serial, secret_file (null: any host, or each its
-own), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
+JSON: one object when the target listens: listen (array of transport, address, port), subsystems (array of nqn, serial, secret_file (null: no host needs the common
+one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
 socket (of requests that change it, or null).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
@@ -75,7 +75,10 @@ impl Args {
         }
         let subsystem = SubsystemConfig {
             nqn: self.nqn.clone(),
-            allow_any_host: self.allow_any_host,
+            other_hosts: match self.allow_any_host {
+                true => OtherHosts::Any,
+                false => OtherHosts::Secret,
+            },
             secret: self.secret.clone(),
             hosts: Vec::new(),
             namespaces: self.namespaces.clone(),
