@@ -585,6 +585,7 @@ fn bring_up(
     let (mut rts, mask) = id.qp_attributes(QpState::Rts).map_err(io_error)?;
     rts.max_rd_atomic = depth;
     rts.timeout = ack_timeout.unwrap_or(rts.timeout);
+    rts.rnr_retry = rts.rnr_retry.min(params.rnr_retry_max);
     object.modify(rts, mask).map_err(io_error)?;
     Ok((rtr, rts))
 }

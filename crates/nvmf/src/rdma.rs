@@ -166,8 +166,6 @@ enum Data {
     Fetched(Remote),
     /// A buffer, which will be written to the host.
     Written(Remote),
-    /// Data that the controller has made, and their response; they need a buffer to be sent from.
-    Made(Remote, Vec<u8>, Cqe),
 }
 
 /// A command that is not completed.
@@ -370,10 +368,15 @@ impl Connection {
                 let (has_data, receives) = (io.operation.has_data(), io.operation.is_to_controller());
                 (Some(io), receives, has_data)
             }
-            Admitted::Command { receives } => (None, receives > 0, receives > 0),
+            // One that sends data makes them once there is a counted buffer for them.
+            Admitted::Command { receives } => {
+                let sends = length > 0 && sqe.is_to_host();
+                (None, receives > 0, receives > 0 || sends)
+            }
         };
         let slot = &mut self.slots[usize::from(place)];
-        slot.length = length;
+        // No command has more data: a host may have room for more than the controller makes.
+        slot.length = length.min(self.port.data_max());
         slot.io = io;
         slot.data = match remote {
             // The host sends data that the command does not have.
@@ -384,7 +387,6 @@ impl Connection {
             }
             None => Data::None,
             Some(remote) if receives => Data::Fetched(remote),
-            // Of a command other than I/O its execution says whether there are data.
             Some(remote) => Data::Written(remote),
         };
         match has_data && matches!(slot.data, Data::Fetched(_) | Data::Written(_)) {
@@ -419,20 +421,16 @@ impl Connection {
     }
 
     /// Gives that command a buffer of at least so many bytes. Returns its place.
-    pub fn granted(&mut self, mut buffer: Pages) -> Option<u16> {
+    pub fn granted(&mut self, buffer: Pages, now: Instant) -> Option<u16> {
         let place = self.waiting.pop_front()?;
         let slot = &mut self.slots[usize::from(place)];
         let length = slot.length;
-        if let Data::Made(_, bytes, _) = &slot.data {
-            buffer[..length as usize].copy_from_slice(&bytes[..length as usize]);
-        }
         slot.memory = Memory::Buffer(buffer);
         match slot.data {
             Data::Fetched(from) => {
                 self.actions.push_back(Action::Fetch { place, from, length });
             }
-            Data::Made(to, _, cqe) => self.finish(place, cqe, Some(to)),
-            _ => self.push_work(place),
+            _ => self.run(place, now),
         }
         Some(place)
     }
@@ -475,16 +473,17 @@ impl Connection {
         let length = slot.length as usize;
         let data = match (&slot.data, &slot.memory) {
             (Data::InCapsule, Memory::Capsule(capsule)) => &capsule[SQE_LEN..SQE_LEN + length],
-            (_, Memory::Buffer(buffer)) => &buffer[..length],
+            (Data::Fetched(_), Memory::Buffer(buffer)) => &buffer[..length],
             _ => &[],
         };
         match self.queue.execute(&slot.sqe, data, now) {
             Step::Complete(cqe) => self.respond(place, cqe),
-            Step::Send(bytes, cqe) => match slot.data {
-                Data::Written(remote) if length > 0 && !bytes.is_empty() => {
-                    slot.length = length.min(bytes.len()) as u32;
-                    slot.data = Data::Made(remote, bytes, cqe);
-                    self.waiting.push_back(place);
+            Step::Send(bytes, cqe) => match (&slot.data, &mut slot.memory) {
+                (Data::Written(remote), Memory::Buffer(buffer)) => {
+                    let (remote, length) = (*remote, length.min(bytes.len()));
+                    buffer[..length].copy_from_slice(&bytes[..length]);
+                    slot.length = length as u32;
+                    self.finish(place, cqe, Some(remote));
                 }
                 _ => self.respond(place, cqe),
             },

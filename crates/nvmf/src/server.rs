@@ -321,10 +321,10 @@ impl ServerReactor {
                 Some(ReactorEvent::Writable(id)) => tcp.pump(core, id, now),
                 Some(ReactorEvent::Mail(Mail::Stop)) => return Ok(()),
                 Some(ReactorEvent::Mail(Mail::Tcp(mail))) => tcp.handle_mail(core, mail, now),
-                Some(ReactorEvent::Mail(Mail::Rdma(mail))) => rdma.handle_mail(core, mail),
+                Some(ReactorEvent::Mail(Mail::Rdma(mail))) => rdma.handle_mail(core, mail, now),
                 Some(ReactorEvent::Mail(Mail::Changed)) => {
                     tcp.handle_change(core, now);
-                    rdma.handle_change(core);
+                    rdma.handle_change(core, now);
                     core.media.handle_change(&core.target);
                 }
                 // Whoever has asked may be gone.
@@ -338,7 +338,7 @@ impl ServerReactor {
                 Some(ReactorEvent::Completed(id, completed)) => {
                     rdma.handle_completed(core, id, completed, now);
                 }
-                Some(ReactorEvent::Ended(id, end)) => rdma.handle_ended(core, id, end),
+                Some(ReactorEvent::Ended(id, end)) => rdma.handle_ended(core, id, end, now),
                 // The target dials nobody.
                 Some(ReactorEvent::Connected(..)) | None => {}
             }
@@ -353,7 +353,7 @@ impl ServerReactor {
             while let Some(finished) = core.media.pop() {
                 match finished {
                     Mail::Tcp(mail) => tcp.handle_mail(core, mail, now),
-                    Mail::Rdma(mail) => rdma.handle_mail(core, mail),
+                    Mail::Rdma(mail) => rdma.handle_mail(core, mail, now),
                     _ => {}
                 }
             }

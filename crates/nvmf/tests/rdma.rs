@@ -409,6 +409,41 @@ fn host__that_vanishes_leaves_nothing_behind() {
 }
 
 #[test]
+fn hosts__without_receives_do_not_stop_others() {
+    let (server, device) = (Running::memory(1), device());
+    let (_admin, cntlid) = server.admin(&device);
+    let mut good = server.io(&device, cntlid, 1);
+    // Together they want all buffers of the reactor.
+    let mut bad: Vec<_> = (0..16)
+        .map(|_| {
+            let mut host = Host::open(&device, server.address, 0);
+            let connected = host.connect(0, ConnectData::ANY_CONTROLLER, DISCOVERY_NQN, 0);
+            assert_eq!(connected.status, Status::SUCCESS);
+            host.enable();
+            for _ in 0..ENTRIES {
+                host.command(Sqe::new(Opcode::KEEP_ALIVE, Cid(1), NsId::NONE), &[], 0);
+                while host.cq.wait(LONG).unwrap().unwrap().wr_id & RECEIVE == 0 {}
+            }
+            host
+        })
+        .collect();
+    for host in &bad {
+        for cid in 0..ENTRIES as u16 - 1 {
+            let mut log = Sqe::new(Opcode::GET_LOG_PAGE, Cid(cid), NsId::NONE);
+            let dwords = (1u32 << 20) / 4 - 1;
+            log.set_dword(10, 0x70 | dwords << 16);
+            log.set_dword(11, dwords >> 16);
+            host.command(log, &[], 1 << 20);
+        }
+    }
+    for _ in 0..10 {
+        assert!(is_written(&mut good, 0, &[0; 4096]));
+    }
+    bad.iter_mut().for_each(Host::ends);
+    assert!(is_written(&mut good, 0, &[0; 4096]));
+}
+
+#[test]
 fn hosts__at_once() {
     let server = Running::memory(2);
     let address = server.address;

@@ -363,7 +363,7 @@ impl Agreed {
             sq_psn: Some(self.remote.starting_psn),
             timeout: reliable.then_some(ack_timeout),
             retry_count: asks.then_some(retry_count),
-            rnr_retry: asks.then_some(self.remote.rnr_retry_count.min(7)),
+            rnr_retry: asks.then_some(self.remote.rnr_retry_count.min(self.params.rnr_retry_max).min(7)),
             max_rd_atomic: asks.then_some(depth),
             ..Default::default()
         }

@@ -40,6 +40,8 @@ pub struct ConnectParams {
     pub retry_count: u8,
     /// Retries on RNR NAK; 7: without limit.
     pub rnr_retry: u8,
+    /// Maximum retries of this side on RNR NAK, of those that the peer asks for; 7: without limit. Provider `share` does not limit them.
+    pub rnr_retry_max: u8,
     /// RNR timer code that the peer is asked to wait.
     pub min_rnr_timer: u8,
     /// Largest path MTU to use; the link may allow less.
@@ -69,6 +71,7 @@ impl Default for ConnectParams {
             ack_timeout: None,
             retry_count: 7,
             rnr_retry: 7,
+            rnr_retry_max: 7,
             min_rnr_timer: 12,
             path_mtu_max: PathMtu::Bytes4096,
             traffic_class: 0,

@@ -76,7 +76,7 @@ impl Host {
                 && let Some(bytes) = self.connection.wants_buffer()
             {
                 self.buffers += 1;
-                assert!(self.connection.granted(Pages::new(bytes)).is_some());
+                assert!(self.connection.granted(Pages::new(bytes), self.now).is_some());
             }
             match self.connection.poll() {
                 Some(Action::Fetch { place, from, length }) => {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rdmux_runtime::{
     AcceptOptions, Buffer, Completed, ConnectionEnd, ConnectionId, MessageConnection, Reactor, Request,
@@ -44,6 +44,10 @@ const CONNECTION_BUFFERED_MAX: usize = 4 << 20;
 /// Bytes of a buffer that may be free later than when its command is done, and of a connection's buffers while that is so.
 const LATER_MAX: usize = 16 << 10;
 const CONNECTION_LATER_MAX: usize = 256 << 10;
+/// Retries of a response for which the host has no receive.
+const RNR_RETRY_MAX: u8 = 6;
+/// A connection is over if none of its RDMA operations has completed for so long while some have buffers: other connections wait for these.
+const STALL_MAX: Duration = Duration::from_secs(10);
 /// Bytes of I/Os of one connection before others have their turn.
 const TURN_BYTES: usize = 4 << 20;
 
@@ -155,6 +159,10 @@ struct Served {
     buffered: usize,
     /// It is among those that wait for buffers.
     is_waiting: bool,
+    /// RDMA operations whose completions come as soon as the host has acknowledged them.
+    operations: usize,
+    /// When the first of them began, or the last one completed.
+    moved_at: Instant,
     /// A turn of it is among this reactor's messages.
     has_turn: bool,
     /// Its deadline had passed when it was looked at last. This thread may have been held up then, with messages of the host to be looked at.
@@ -170,6 +178,8 @@ struct Served {
 struct Place {
     /// A buffer that an RDMA operation uses.
     registered: Option<Buffer>,
+    /// Its completion comes as soon as the host has acknowledged it.
+    is_soon: bool,
     /// Bytes that count among those of buffers.
     counted: usize,
 }
@@ -217,6 +227,8 @@ impl Rdma {
             initiator_depth: READS_MAX,
             responder_resources: 0,
             rnr_retry: 7,
+            // A host has a receive posted for each response: one that has none must not hold buffers for ever.
+            rnr_retry_max: RNR_RETRY_MAX,
             ..ConnectParams::default()
         };
         let options = AcceptOptions {
@@ -229,17 +241,8 @@ impl Rdma {
             return;
         };
         let places = sizes.answers;
-        let served = Served {
-            connection: Connection::new(core.target.clone(), PORT, asked, places, local, now),
-            port,
-            places: Vec::new(),
-            buffered: 0,
-            is_waiting: false,
-            has_turn: false,
-            is_late: false,
-            has_invalidated: false,
-            events: VecDeque::new(),
-        };
+        let connection = Connection::new(core.target.clone(), PORT, asked, places, local, now);
+        let served = Served::new(connection, port, now);
         self.connections.insert(id, served);
         core.look_by(now + LOOK_EVERY);
     }
@@ -291,6 +294,7 @@ impl Rdma {
                 let Some(registered) = served.places[place as usize].registered.take() else {
                     return;
                 };
+                served.moved(now);
                 let copy = |bytes: &mut [u8]| {
                     // It is this process's own memory, and as long.
                     let _ = registered.memory().read(0, bytes);
@@ -304,18 +308,18 @@ impl Rdma {
                 };
                 let mut sent = Some(slot);
                 while let Some(slot) = sent {
-                    served.free(slot, &mut self.ports[served.port], &mut self.budget);
+                    served.free(slot, &mut self.ports[served.port], &mut self.budget, now);
                     link.give_back(slot);
                     sent = link.poll_sent();
                 }
             }
             Completed::Message { slot: None, .. } | Completed::Nothing => return,
         }
-        self.pump(core, id);
-        self.feed(core);
+        self.pump(core, id, now);
+        self.feed(core, now);
     }
 
-    pub(super) fn handle_mail(&mut self, core: &mut Core, mail: Mail) {
+    pub(super) fn handle_mail(&mut self, core: &mut Core, mail: Mail, now: Instant) {
         let id = match mail {
             Mail::Turn(id) => {
                 let Some(served) = self.connections.get_mut(&id) else {
@@ -332,12 +336,18 @@ impl Rdma {
                 id
             }
         };
-        self.pump(core, id);
-        self.feed(core);
+        self.pump(core, id, now);
+        self.feed(core, now);
     }
 
     /// A connection is over.
-    pub(super) fn handle_ended(&mut self, core: &mut Core, id: ConnectionId, end: ConnectionEnd) {
+    pub(super) fn handle_ended(
+        &mut self,
+        core: &mut Core,
+        id: ConnectionId,
+        end: ConnectionEnd,
+        now: Instant,
+    ) {
         if let Some(served) = self.connections.get(&id)
             && served.has_invalidated
             && end == ConnectionEnd::Failed(WorkStatus::LocalQpOperation)
@@ -349,49 +359,50 @@ impl Rdma {
                 .store(false, Ordering::Relaxed);
         }
         self.close(core, id);
-        self.feed(core);
+        self.feed(core, now);
     }
 
     /// Looks at what queues share with those of other connections.
-    pub(super) fn handle_change(&mut self, core: &mut Core) {
+    pub(super) fn handle_change(&mut self, core: &mut Core, now: Instant) {
         let ids: Vec<_> = self.connections.keys().copied().collect();
         for id in ids {
             if let Some(served) = self.connections.get_mut(&id) {
                 served.connection.handle_change();
             }
-            self.pump(core, id);
+            self.pump(core, id, now);
         }
-        self.feed(core);
+        self.feed(core, now);
     }
 
     pub(super) fn look_at_deadlines(&mut self, core: &mut Core, now: Instant) {
         let mut over = Vec::new();
         for (id, served) in &mut self.connections {
-            let is_due = served
-                .connection
-                .deadline()
-                .is_some_and(|deadline| deadline <= now);
+            let is_due = served.deadline().is_some_and(|deadline| deadline <= now);
             let was_late = std::mem::replace(&mut served.is_late, is_due);
             if is_due && was_late {
                 over.push(*id);
             }
         }
         for id in over {
-            if let Some(served) = self.connections.get_mut(&id) {
-                served.connection.handle_timeout(now);
+            let Some(served) = self.connections.get_mut(&id) else {
+                continue;
+            };
+            if served.stalls_at().is_some_and(|stalls| stalls <= now) {
+                self.close(core, id);
+                continue;
             }
-            self.pump(core, id);
+            served.connection.handle_timeout(now);
+            self.pump(core, id, now);
         }
-        self.feed(core);
-        let deadlines = self.connections.values();
-        let first = deadlines.filter_map(|served| served.connection.deadline()).min();
+        self.feed(core, now);
+        let first = self.connections.values().filter_map(Served::deadline).min();
         if let Some(first) = first {
             core.look_by(first.max(now + LOOK_EVERY));
         }
     }
 
     /// Gives buffers to connections that wait for them, in their order, one for each turn.
-    fn feed(&mut self, core: &mut Core) {
+    fn feed(&mut self, core: &mut Core, now: Instant) {
         while let Some(&id) = self.budget.waiting.front() {
             let served = self.connections.get_mut(&id);
             let wanted = served
@@ -408,14 +419,14 @@ impl Rdma {
             self.budget.waiting.pop_front();
             if let Some(served) = served {
                 served.is_waiting = false;
-                served.grant(&mut self.budget, &mut self.buffers, bytes);
+                served.grant(&mut self.budget, &mut self.buffers, bytes, now);
             }
-            self.pump(core, id);
+            self.pump(core, id, now);
         }
     }
 
     /// Does what a connection has to do, as much as a turn allows, and closes it if it is over.
-    fn pump(&mut self, core: &mut Core, id: ConnectionId) {
+    fn pump(&mut self, core: &mut Core, id: ConnectionId, now: Instant) {
         let Some(served) = self.connections.get_mut(&id) else {
             return;
         };
@@ -423,7 +434,7 @@ impl Rdma {
         let mut left = TURN_BYTES;
         let mut is_broken = false;
         loop {
-            served.take_buffers(id, &mut self.budget, buffers);
+            served.take_buffers(id, &mut self.budget, buffers, now);
             if left == 0 {
                 if !served.has_turn {
                     served.has_turn = true;
@@ -439,12 +450,16 @@ impl Rdma {
                     left = left.saturating_sub(served.run(id, work, link, buffers, &mut core.media));
                     Ok(())
                 }
-                Some(Action::Fetch { place, from, length }) => served.fetch(link, port, place, from, length),
+                Some(Action::Fetch { place, from, length }) => {
+                    served.fetch(link, port, (place, from, length), now)
+                }
                 Some(Action::Respond(response)) => {
-                    served.respond(link, port, response, buffers, &mut self.budget)
+                    served.respond(link, port, response, buffers, &mut self.budget, now)
                 }
                 Some(Action::Release(place)) => {
-                    link.give_back(SendSlot::new(place.into()));
+                    let slot = SendSlot::new(place.into());
+                    served.free(slot, port, &mut self.budget, now);
+                    link.give_back(slot);
                     Ok(())
                 }
                 None => match served.send_event(link) {
@@ -459,7 +474,7 @@ impl Rdma {
             }
         }
         let has_reset = served.connection.take_reset();
-        if let Some(deadline) = served.connection.deadline() {
+        if let Some(deadline) = served.deadline() {
             core.look_by(deadline);
         }
         if has_reset {
@@ -485,8 +500,24 @@ impl Rdma {
 }
 
 impl Served {
+    fn new(connection: Connection, port: usize, now: Instant) -> Served {
+        Served {
+            connection,
+            port,
+            places: Vec::new(),
+            buffered: 0,
+            is_waiting: false,
+            operations: 0,
+            moved_at: now,
+            has_turn: false,
+            is_late: false,
+            has_invalidated: false,
+            events: VecDeque::new(),
+        }
+    }
+
     /// Takes buffers for the next commands, as far as they fit and no other connection waits.
-    fn take_buffers(&mut self, id: ConnectionId, budget: &mut Budget, buffers: &mut Buffers) {
+    fn take_buffers(&mut self, id: ConnectionId, budget: &mut Budget, buffers: &mut Buffers, now: Instant) {
         while !self.is_waiting
             && let Some(bytes) = self.connection.wants_buffer()
         {
@@ -500,30 +531,61 @@ impl Served {
                 budget.waiting.push_back(id);
                 return;
             }
-            self.grant(budget, buffers, bytes);
+            self.grant(budget, buffers, bytes, now);
         }
     }
 
-    fn grant(&mut self, budget: &mut Budget, buffers: &mut Buffers, bytes: usize) {
+    fn grant(&mut self, budget: &mut Budget, buffers: &mut Buffers, bytes: usize, now: Instant) {
         let size = Buffers::size(bytes);
         budget.left -= size;
         self.buffered += size;
-        if let Some(place) = self.connection.granted(buffers.take(bytes)) {
+        if let Some(place) = self.connection.granted(buffers.take(bytes), now) {
             self.places[usize::from(place)].counted = size;
         }
     }
 
     /// The response from a slot is acknowledged: the memory of its command is free.
-    fn free(&mut self, slot: SendSlot, port: &mut RdmaPort, budget: &mut Budget) {
+    fn free(&mut self, slot: SendSlot, port: &mut RdmaPort, budget: &mut Budget, now: Instant) {
         let Some(place) = self.places.get_mut(slot.index()) else {
             return;
         };
+        let was_soon = std::mem::take(&mut place.is_soon);
         if let Some(registered) = place.registered.take() {
             port.slab.give(registered);
         }
         let counted = std::mem::take(&mut place.counted);
         self.buffered -= counted;
         budget.left += counted;
+        if was_soon {
+            self.moved(now);
+        }
+    }
+
+    /// An RDMA operation begins.
+    fn begins(&mut self, now: Instant) {
+        if self.operations == 0 {
+            self.moved_at = now;
+        }
+        self.operations += 1;
+    }
+
+    /// An RDMA operation has completed.
+    fn moved(&mut self, now: Instant) {
+        self.operations -= 1;
+        self.moved_at = now;
+    }
+
+    /// Returns the time at which the connection is over unless its RDMA operations move on.
+    fn stalls_at(&self) -> Option<Instant> {
+        (self.operations > 0).then(|| self.moved_at + STALL_MAX)
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        self.connection
+            .deadline()
+            .into_iter()
+            .chain(self.stalls_at())
+            .min()
     }
 
     /// Carries out an I/O, or has a thread do it. Returns the bytes that it took of the turn.
@@ -557,9 +619,8 @@ impl Served {
         &mut self,
         link: &mut MessageConnection,
         port: &mut RdmaPort,
-        place: u16,
-        from: rdma::Remote,
-        length: u32,
+        (place, from, length): (u16, rdma::Remote, u32),
+        now: Instant,
     ) -> Result<(), Broken> {
         let registered = port.slab.take(length as usize).map_err(|_| Broken)?;
         let read = Operation::Read {
@@ -569,6 +630,7 @@ impl Served {
         let sge = registered.sge(0, length);
         link.post(place.into(), read, sge.into()).map_err(|_| Broken)?;
         self.places[usize::from(place)].registered = Some(registered);
+        self.begins(now);
         Ok(())
     }
 
@@ -579,6 +641,7 @@ impl Served {
         response: Response,
         buffers: &mut Buffers,
         budget: &mut Budget,
+        now: Instant,
     ) -> Result<(), Broken> {
         let Some(at) = response.place else {
             self.events.push_back(response.cqe);
@@ -609,6 +672,10 @@ impl Served {
                 let sent = link.send_behind(write, slot, &message, invalidate, soon);
                 sent.map_err(|_| Broken)?;
                 place.registered = Some(registered);
+                place.is_soon = soon;
+                if soon {
+                    self.begins(now);
+                }
             }
             _ => {
                 let sent = match invalidate {
@@ -655,8 +722,10 @@ mod tests {
     use super::*;
     use crate::target::Target;
 
-    #[test]
-    fn handle_ended__a_device_that_fails_what_it_declares_gets_send() {
+    const ADDRESS: &str = "127.0.32.1:4420";
+
+    /// Returns a reactor that listens on a device, and the port of that.
+    fn listening(address: &str) -> (ServerReactor, usize) {
         rdmux_soft::register();
         let limits = Limits {
             connections: 1,
@@ -666,42 +735,67 @@ mod tests {
         };
         let mut reactor = Reactor::new(SIZES_MAX, limits, None).unwrap();
         let mut opened = Vec::new();
-        let address = "127.0.32.1:4420".parse().unwrap();
+        let address = address.parse().unwrap();
         let options = rdmux_verbs::Options::default();
         listen(std::slice::from_mut(&mut reactor), &mut opened, address, options).unwrap();
         let target = Arc::new(Target::default());
         let rdma = Rdma::new(opened.clone());
         let mailboxes = vec![reactor.mailbox()];
-        let mut own = ServerReactor::new(reactor, rdma, target.clone(), mailboxes);
+        let mut own = ServerReactor::new(reactor, rdma, target, mailboxes);
         let port = own.rdma.port_of(&opened[0].device).unwrap();
+        (own, port)
+    }
+
+    /// Has a reactor serve a connection.
+    fn serve(own: &mut ServerReactor, port: usize, now: Instant) -> (ConnectionId, &mut Served) {
+        let asked = nvme_rdma::Request {
+            qid: 0,
+            receives: 32,
+            sends: 31,
+            cntlid: 0,
+        };
+        let id = ConnectionId(1);
+        let local = own.rdma.ports[port].device.address();
+        let connection = Connection::new(own.core.target.clone(), PORT, asked, 1, local, now);
+        let served = Served::new(connection, port, now);
+        (id, own.rdma.connections.entry(id).insert_entry(served).into_mut())
+    }
+
+    #[test]
+    fn handle_ended__a_device_that_fails_what_it_declares_gets_send() {
+        let (mut own, port) = listening(ADDRESS);
         let mut end = |has_invalidated, end| {
-            let asked = nvme_rdma::Request {
-                qid: 0,
-                receives: 32,
-                sends: 31,
-                cntlid: 0,
-            };
-            let id = ConnectionId(1);
             let now = Instant::now();
-            let served = Served {
-                connection: Connection::new(target.clone(), PORT, asked, 1, address.ip(), now),
-                port,
-                places: Vec::new(),
-                buffered: 0,
-                is_waiting: false,
-                has_turn: false,
-                is_late: false,
-                has_invalidated,
-                events: VecDeque::new(),
-            };
-            own.rdma.connections.insert(id, served);
+            let (id, served) = serve(&mut own, port, now);
+            served.has_invalidated = has_invalidated;
             own.rdma
-                .handle_ended(&mut own.core, id, ConnectionEnd::Failed(end));
+                .handle_ended(&mut own.core, id, ConnectionEnd::Failed(end), now);
             assert!(own.rdma.connections.is_empty());
             own.rdma.ports[port].invalidates.get()
         };
         assert!(end(true, WorkStatus::RetryExceeded));
         assert!(end(false, WorkStatus::LocalQpOperation));
         assert!(!end(true, WorkStatus::LocalQpOperation));
+    }
+
+    #[test]
+    fn look_at_deadlines__a_host_that_acknowledges_nothing_keeps_no_buffers() {
+        let (mut own, port) = listening("127.0.32.2:4420");
+        let began = Instant::now();
+        // The time for its Connect is far away.
+        let (_, served) = serve(&mut own, port, began + 10 * STALL_MAX);
+        served.begins(began);
+        served.begins(began);
+        served.moved(began + STALL_MAX / 2);
+        served.buffered = 1 << 20;
+        own.rdma.budget.left -= 1 << 20;
+        let mut look = |now| {
+            own.rdma.look_at_deadlines(&mut own.core, now);
+            own.rdma.connections.len()
+        };
+        let stalls = began + STALL_MAX / 2 + STALL_MAX;
+        assert_eq!(look(stalls - LOOK_EVERY), 1);
+        assert_eq!((look(stalls), look(stalls + LOOK_EVERY)), (1, 0));
+        assert_eq!(own.rdma.budget.left, BUFFERED_MAX);
     }
 }

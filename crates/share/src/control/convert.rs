@@ -337,6 +337,7 @@ pub(crate) fn params_of(params: &node::ConnectParams) -> ConnectParams {
         ack_timeout: params.ack_timeout.map(|code| code.min(31)),
         retry_count: params.retry_count.min(7),
         rnr_retry: params.rnr_retry.min(7),
+        rnr_retry_max: 7,
         min_rnr_timer: params.min_rnr_timer.min(31),
         path_mtu_max: params.path_mtu_max,
         traffic_class: params.traffic_class,

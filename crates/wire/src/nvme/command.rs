@@ -218,6 +218,14 @@ impl Sqe {
         }
     }
 
+    /// Returns true if the controller sends data with the command: bit 1 of the opcode, of a fabrics command that of its type. 3.3.3.1 and 6.
+    pub fn is_to_host(&self) -> bool {
+        match self.opcode() {
+            Opcode::FABRICS => self.0[4] & 2 != 0,
+            opcode => opcode.0 & 2 != 0,
+        }
+    }
+
     pub(super) fn byte(&self, at: usize) -> u8 {
         self.0[at]
     }
