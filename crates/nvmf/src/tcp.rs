@@ -453,14 +453,19 @@ impl Connection {
                 let (has_data, receives) = (io.operation.has_data(), io.operation.is_to_controller());
                 (Some(io), receives, has_data)
             }
-            Admitted::Command { receives } => (None, receives > 0, receives > 0),
+            // One that sends data makes them once there is a counted buffer for them.
+            Admitted::Command { receives } => {
+                let sends = length > 0 && sqe.is_to_host();
+                (None, receives > 0, receives > 0 || sends)
+            }
         };
         let slot = &mut self.slots[usize::from(at)];
         *slot = Slot {
             is_used: true,
             sqe,
             io,
-            length: length as usize,
+            // No command has more data: a host may have room for more than the controller makes.
+            length: length.min(PORT.data_max()) as usize,
             ..Slot::new()
         };
         if receives && is_in_capsule {
@@ -498,7 +503,10 @@ impl Connection {
             self.buffered += size;
             slot.counted = size;
             slot.buffer = Some(buffers.take(slot.length));
-            let receives = slot.io.as_ref().is_none_or(|io| io.operation.is_to_controller());
+            let receives = match &slot.io {
+                Some(io) => io.operation.is_to_controller(),
+                None => slot.sqe.is_to_controller(),
+            };
             if receives {
                 slot.awaits_data = true;
                 let transfer = Transfer {
@@ -579,26 +587,27 @@ impl Connection {
             self.ready.push_back(at);
             return;
         }
-        let data = slot
-            .buffer
-            .as_ref()
-            .map_or(&[][..], |buffer| &buffer[..slot.length]);
+        // The buffer of a command that sends data has any bytes.
+        let data = match &slot.buffer {
+            Some(buffer) if slot.sqe.is_to_controller() => &buffer[..slot.length],
+            _ => &[],
+        };
         match self.queue.execute(&slot.sqe, data, now) {
             Step::Complete(cqe) => {
                 self.respond(cqe);
                 self.release(at, buffers);
             }
-            Step::Send(_, cqe) if slot.length == 0 => {
-                self.respond(cqe);
-                self.release(at, buffers);
-            }
-            Step::Send(data, cqe) => {
-                slot.length = slot.length.min(data.len());
-                let mut buffer = slot.buffer.take().unwrap_or_else(|| buffers.take(slot.length));
-                buffer[..slot.length].copy_from_slice(&data[..slot.length]);
-                slot.buffer = Some(buffer);
-                self.send_data(at, cqe);
-            }
+            Step::Send(data, cqe) => match &mut slot.buffer {
+                Some(buffer) => {
+                    slot.length = slot.length.min(data.len());
+                    buffer[..slot.length].copy_from_slice(&data[..slot.length]);
+                    self.send_data(at, cqe);
+                }
+                None => {
+                    self.respond(cqe);
+                    self.release(at, buffers);
+                }
+            },
             // The queue knows its id.
             Step::Wait => self.release(at, buffers),
         }
@@ -610,8 +619,8 @@ impl Connection {
         self.respond_events();
     }
 
-    /// Returns an I/O to carry out; then [`Connection::complete`] is to be called.
-    pub fn poll_io(&mut self) -> Option<Work> {
+    /// Returns an I/O to carry out; then [`Connection::complete`] is to be called. Carries out other commands that have waited for a buffer.
+    pub fn poll_io(&mut self, buffers: &mut Buffers, now: Instant) -> Option<Work> {
         if let Some(io) = self.queue.poll_flush() {
             return Some(Work {
                 slot: None,
@@ -622,7 +631,13 @@ impl Connection {
                 is_aborted: false,
             });
         }
-        let at = self.ready.pop_front()?;
+        let at = loop {
+            let at = self.ready.pop_front()?;
+            match self.slots[usize::from(at)].io {
+                Some(_) => break at,
+                None => self.run(at, buffers, now),
+            }
+        };
         let slot = &mut self.slots[usize::from(at)];
         let io = slot.io.take()?;
         // A host may name data with a command that has none.

@@ -254,7 +254,7 @@ impl Tcp {
         let is_blocked = loop {
             let mut has_run = false;
             while left > 0
-                && let Some(mut work) = connection.poll_io()
+                && let Some(mut work) = connection.poll_io(&mut self.buffers, now)
             {
                 has_run = true;
                 if !work.io().may_wait() {

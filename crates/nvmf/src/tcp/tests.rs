@@ -94,7 +94,7 @@ impl Host {
     /// Carries out I/Os and takes what is sent, until there is neither.
     fn receive(&mut self) {
         loop {
-            while let Some(mut work) = self.connection.poll_io() {
+            while let Some(mut work) = self.connection.poll_io(&mut self.buffers, self.now) {
                 let status = work.execute();
                 self.connection.complete(work, status, &mut self.buffers);
             }
