@@ -7,7 +7,7 @@
 //! of these until there is none.
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -21,14 +21,12 @@ use rdmux_wire::nvme::{
 };
 use rdmux_wire::nvme_rdma::{Reject, Request};
 
-use crate::target::{Admitted, Io, Operation, Port, Queue, Running, Step, Target};
+use crate::target::{
+    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Operation, Port, Queue, Running, Step, Target,
+};
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
 const MDTS: u8 = 8;
-/// Entries of an admin queue.
-const ADMIN_ENTRIES: u16 = 32;
-/// The highest id of a queue.
-const QID_MAX: u16 = 128;
 
 /// Returns the properties of NVMe/RDMA with so many bytes of data in the capsule of an I/O command, a multiple of 16.
 pub const fn port(in_capsule_max: u32) -> Port {
@@ -51,7 +49,7 @@ pub fn check(request: &Request, answers_reads: bool, port: &Port) -> Result<(), 
         0 => ADMIN_ENTRIES,
         _ => port.entries_max,
     };
-    if request.qid > QID_MAX {
+    if request.qid > IO_QUEUES_MAX {
         return Err(Reject::Qid);
     }
     // Its size is less 1.
@@ -442,10 +440,16 @@ impl Connection {
         };
         // A host may name data with a command that has none.
         let length = if io.operation.has_data() { slot.length } else { 0 };
+        let memory = std::mem::take(&mut slot.memory);
+        let counted = match &memory {
+            Memory::Buffer(buffer) => buffer.len(),
+            _ => 0,
+        };
         let work = Work {
             place: Some(place),
             io,
-            memory: std::mem::take(&mut slot.memory),
+            memory,
+            counted,
             length: length as usize,
             running: None,
         };
@@ -519,6 +523,7 @@ impl Connection {
                 place: None,
                 io,
                 memory: Memory::None,
+                counted: 0,
                 length: 0,
                 running: None,
             }));
@@ -567,6 +572,8 @@ pub struct Work {
     place: Option<u16>,
     io: Io,
     memory: Memory,
+    /// Bytes of the buffer of [`Connection::granted`] that it has.
+    counted: usize,
     length: usize,
     /// Set while an io_uring carries it out.
     running: Option<Running>,
@@ -585,6 +592,11 @@ impl Work {
             Memory::Buffer(buffer) => &mut buffer[..self.length],
             _ => &mut [],
         })
+    }
+
+    /// Returns the bytes of the buffer of [`Connection::granted`] that it has: they are in use until it is dropped, also if the connection is over.
+    pub fn counted(&self) -> usize {
+        self.counted
     }
 
     /// Returns the bytes of its data in the capsule, 0 if they are elsewhere.

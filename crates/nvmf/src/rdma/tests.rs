@@ -490,3 +490,65 @@ fn handle_capsule__survives_any_bytes() {
         }
     }
 }
+
+/// Returns an I/O that has a buffer.
+pub(crate) fn read_into_a_buffer() -> Work {
+    let (target, _) = target();
+    let (_admin, cntlid) = Host::admin(&target);
+    let mut io = Host::io(&target, cntlid);
+    let mut sqe = rw(Opcode::READ, 1, 0, 8);
+    sqe.set_sgl(keyed(4096));
+    io.send(&sqe, &[], &[]);
+    io.take();
+    io.running.pop().unwrap()
+}
+
+#[test]
+fn write__that_begins_after_a_reset_changes_nothing() {
+    let (target, _) = target();
+    let (mut admin, cntlid) = Host::admin(&target);
+    let mut io = Host::io(&target, cntlid);
+    let mut sqe = rw(Opcode::WRITE, 1, 0, 8);
+    sqe.set_sgl(keyed(4096));
+    io.send(&sqe, &[], &[7; 4096]);
+    io.take();
+    io.fetched(0);
+    io.take();
+    let property = Property {
+        register: Register::CONFIGURATION,
+        is_wide: false,
+        value: 0,
+    };
+    let set = property.command(FabricsType::PROPERTY_SET, Cid(1));
+    assert_eq!(admin.run(set, &[], 0).status, Status::SUCCESS);
+    let mut late = io.running.pop().unwrap();
+    assert!(!late.io().may_wait());
+    assert_eq!(late.execute(), Status::SQ_DELETED);
+    let (_admin, cntlid) = Host::admin(&target);
+    let mut io = Host::io(&target, cntlid);
+    assert_eq!(
+        io.run(rw(Opcode::READ, 1, 0, 8), &[], 4096).status,
+        Status::SUCCESS
+    );
+    assert_eq!(io.written[&Cid(1)], [0; 4096]);
+}
+
+#[test]
+fn data_of_admin_commands__are_made_in_a_buffer_that_was_given() {
+    let (target, _) = target();
+    let (mut admin, _) = Host::admin(&target);
+    admin.buffers_max = 0;
+    let mut identify = Sqe::new(Opcode::IDENTIFY, Cid(1), NsId::NONE);
+    identify.set_dword(10, u32::from(Cns::CONTROLLER.0));
+    // Room for more than any command has.
+    identify.set_sgl(keyed(u32::MAX >> 8));
+    admin.send(&identify, &[], &[]);
+    admin.settle();
+    assert_eq!(admin.connection.wants_buffer(), Some(1 << 20));
+    assert!(admin.responses.is_empty());
+    admin.buffers_max = 1;
+    admin.settle();
+    assert_eq!(admin.responses[&Cid(1)].cqe.status, Status::SUCCESS);
+    assert_eq!(admin.written[&Cid(1)].len(), IDENTIFY_LEN);
+    assert_eq!(admin.buffers, 0);
+}

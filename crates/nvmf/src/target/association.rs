@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use super::fence::{STRIPES, Stripe};
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::{
     Cid, ConnectData, HealthLog, HostId, Nqn, NsId, ReservationNotice, ReservationNotification, Status,
@@ -28,8 +29,8 @@ pub(super) struct Association {
     pub(super) queues_max: u16,
     /// Number of resets: I/O queues end with the next one. Odd once the controller is over.
     epoch: AtomicU32,
-    /// I/Os that run on media.
-    running: AtomicUsize,
+    /// I/Os that run on media or change blocks, by queue: queues with different reactors share no counter, as long as they are few.
+    running: [Stripe; STRIPES],
     queues: Mutex<BTreeSet<u16>>,
     /// Formats of Copy that the host has enabled (CDFE of feature 16h).
     pub(super) copy_formats: AtomicU16,
@@ -117,7 +118,7 @@ impl Association {
             is_expelled: AtomicBool::new(false),
             queues_max,
             epoch: AtomicU32::new(0),
-            running: AtomicUsize::new(0),
+            running: Default::default(),
             queues: Mutex::default(),
             copy_formats: AtomicU16::new(0),
             tells: AtomicBool::new(false),
@@ -189,7 +190,8 @@ impl Association {
 
     /// Returns true if no I/O of an earlier epoch runs.
     pub(super) fn is_quiet(&self) -> bool {
-        self.running.load(Ordering::SeqCst) == 0
+        let mut running = self.running.iter();
+        running.all(|Stripe(running)| running.load(Ordering::SeqCst) == 0)
     }
 
     /// Has queues with other reactors look at what they share.
@@ -332,12 +334,23 @@ impl Association {
 pub(super) struct Session {
     pub(super) association: Arc<Association>,
     epoch: u32,
+    /// Its counter of I/Os.
+    stripe: usize,
 }
 
 impl Session {
-    pub(super) fn new(association: Arc<Association>) -> Session {
+    /// Makes the session of an I/O queue, as it is now.
+    pub(super) fn new(association: Arc<Association>, qid: u16) -> Session {
         let epoch = association.epoch.load(Ordering::SeqCst);
-        Session { association, epoch }
+        Session {
+            association,
+            epoch,
+            stripe: usize::from(qid) % STRIPES,
+        }
+    }
+
+    fn running(&self) -> &AtomicU32 {
+        &self.association.running[self.stripe].0
     }
 
     /// Returns true once the controller was reset or is over.
@@ -345,30 +358,30 @@ impl Session {
         self.association.epoch.load(Ordering::SeqCst) != self.epoch
     }
 
-    /// Begins an I/O on a medium, which is running until the result is dropped. `None` if it must not run: its host may already have
+    /// Begins an I/O on a medium, or one that changes blocks, which is running until the result is dropped. `None` if it must not run: its host may already have
     /// written the same blocks through another controller.
     pub(super) fn enter(&self) -> Option<Running<'_>> {
         self.begin();
-        let running = Running(&self.association);
+        let running = Running(self.running());
         (!self.is_over()).then_some(running)
     }
 
     /// Counts an I/O as running, until [`Session::leave`].
     pub(super) fn begin(&self) {
-        self.association.running.fetch_add(1, Ordering::SeqCst);
+        self.running().fetch_add(1, Ordering::SeqCst);
     }
 
     pub(super) fn leave(&self) {
-        self.association.running.fetch_sub(1, Ordering::SeqCst);
+        self.running().fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 /// An I/O that is running.
 #[derive(Debug)]
-pub(super) struct Running<'a>(&'a Association);
+pub(super) struct Running<'a>(&'a AtomicU32);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.running.fetch_sub(1, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 
-const STRIPES: usize = 8;
+pub(super) const STRIPES: usize = 8;
 /// Looks at the counters before the thread sleeps between two of them.
 const SPINS: u32 = 200;
 /// Sleep between two looks.
@@ -31,7 +31,7 @@ pub(super) struct Fence {
 /// A counter, on cache lines of its own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Stripe(AtomicU32);
+pub(super) struct Stripe(pub(super) AtomicU32);
 
 /// A write that runs, until it is dropped.
 #[derive(Debug)]

@@ -299,9 +299,11 @@ impl Io {
         }
     }
 
-    /// Begins something on a thread of a medium.
+    /// Begins something on a thread of a medium, or a change of blocks.
     pub(super) fn enter(&self) -> Result<Option<association::Running<'_>>, Status> {
-        let Some(user) = self.namespace.user().filter(|_| self.may_wait()) else {
+        // A reset, after which the host may write the same blocks by another reactor, waits for both.
+        let is_counted = self.operation.changes() || self.may_wait();
+        let Some(user) = self.namespace.user().filter(|_| is_counted) else {
             return Ok(None);
         };
         let running = user.session.enter().ok_or(Status::SQ_DELETED)?;

@@ -21,9 +21,9 @@ use super::subsystem::Target;
 use super::view::View;
 
 /// Entries of an admin queue.
-pub(super) const ADMIN_ENTRIES: u16 = 32;
+pub(crate) const ADMIN_ENTRIES: u16 = 32;
 /// Maximum number of I/O queues of a controller.
-pub(super) const IO_QUEUES_MAX: u16 = 128;
+pub(crate) const IO_QUEUES_MAX: u16 = 128;
 /// Time for the first command, and for authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -392,7 +392,7 @@ impl Queue {
                     association.filter(|known| known.host == data.host && known.host_id == data.host_id);
                 let association = association.ok_or(invalid_data(ConnectData::CNTLID_AT))?;
                 // Begun first, so that a reset after the look at readiness ends it.
-                let session = Session::new(association);
+                let session = Session::new(association, qid);
                 let is_ready = session.association.is_ready.load(Ordering::Acquire);
                 if !is_ready || data.subsystem.as_str() == DISCOVERY_NQN {
                     return Err((Status::COMMAND_SEQUENCE_ERROR.do_not_retry(), 0));

@@ -753,7 +753,7 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     let (target, subsystem) = target();
     let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
     let (io, _) = io_queue(&target, cntlid, 1, now);
-    let session = association::Session::new(subsystem.association(cntlid).unwrap());
+    let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
     let running = session.enter().unwrap();
     assert!(!queue.take_reset());
     configure(&mut queue, 0, now);
@@ -767,7 +767,7 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     let (io, cqe) = io_queue(&target, cntlid, 1, now);
     assert!(cqe.status.is_success() && !io.is_over());
     // The host's next controller waits in the same way.
-    let session = association::Session::new(subsystem.association(cntlid).unwrap());
+    let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
     let running = session.enter().unwrap();
     drop(queue);
     let (mut next, _) = admin(&target, SUBSYSTEM, now);
