@@ -24,6 +24,7 @@ use rdmux_wire::nvme_tcp::{
 };
 
 pub use self::buffers::Buffers;
+pub(crate) use self::buffers::Idle;
 use self::outbox::Outbox;
 use crate::target::{Admitted, Io, Operation, Port, Queue, Running, Step, Target};
 

@@ -85,7 +85,7 @@ fn queue__of_many_commands_answers_all() {
 }
 
 #[test]
-fn file__is_read_and_written_by_threads() {
+fn file__is_read_and_written() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(16 << 20).unwrap();
     let (server, device) = (
@@ -392,7 +392,8 @@ fn host__that_vanishes_leaves_nothing_behind() {
     let (mut server, device) = (Running::memory(1), device());
     let (_admin, cntlid) = server.admin(&device);
     let mut good = server.io(&device, cntlid, 1);
-    for round in 0..10 {
+    // More than the buffers of a reactor.
+    for round in 0..20 {
         let other = self::device();
         let (admin, cntlid) = server.admin(&other);
         let io = server.io(&other, cntlid, 1);

@@ -344,19 +344,26 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        MessageConnection::accept_sharing(request, (pd, cq), params, sizes, &[], None)
+        MessageConnection::accept_sharing(request, (pd, cq), params, sizes, (&[], &[]), None)
     }
 
-    /// Does the same for a connection that may share its receives.
+    /// Does the same for a connection that may share its receives. Private data are those of the answer, and those of the rejection if its objects
+    /// cannot be made.
     pub(crate) fn accept_sharing(
         request: ConnectionRequest,
         (pd, cq): (&ProtectionDomain, &CompletionQueue),
         params: &ConnectParams,
         sizes: &Sizes,
-        private_data: &[u8],
+        (private_data, refusal): (&[u8], &[u8]),
         share: Option<ReceiveShare>,
     ) -> Result<MessageConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes, share)?;
+        let parts = match Parts::new(pd, cq, sizes, share) {
+            Ok(parts) => parts,
+            Err(error) => {
+                request.reject(refusal);
+                return Err(error);
+            }
+        };
         let connection = request.accept(&parts.qp, params, private_data)?;
         Ok(parts.connected(connection))
     }

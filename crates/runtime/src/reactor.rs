@@ -134,6 +134,8 @@ pub struct AcceptOptions<'a> {
     pub pd: Option<&'a ProtectionDomain>,
     /// Private data of the answer.
     pub private_data: &'a [u8],
+    /// Private data of the rejection, if the connection cannot be made.
+    pub refusal: &'a [u8],
 }
 
 /// Why a reactor has accepted or begun no connection.
@@ -456,6 +458,7 @@ impl<M> Reactor<M> {
             sizes: self.sizes,
             pd: None,
             private_data: &[],
+            refusal: &[],
         };
         self.accept_with(request, params, &options)
     }
@@ -481,21 +484,34 @@ impl<M> Reactor<M> {
         let Request { port: at, request } = request;
         let port = &mut self.ports[at];
         if !has_room {
+            request.reject(options.refusal);
             return Err(ConnectionError::TooMany);
         }
         let sizes = options.sizes.within(&self.sizes);
         let pd = match options.pd {
-            Some(pd) => pd.clone(),
-            None => port.device.alloc_pd().map_err(EstablishError::Create)?,
+            Some(pd) => Ok(pd.clone()),
+            None => port.device.alloc_pd().map_err(EstablishError::Create),
         };
-        let cq = port.queues.join(sizes.completions() as u32);
-        let cq = cq.map_err(EstablishError::from)?;
+        let joined = pd.and_then(|pd| Ok((pd, port.queues.join(sizes.completions() as u32)?)));
+        let (pd, cq) = match joined {
+            Ok(joined) => joined,
+            Err(error) => {
+                request.reject(options.refusal);
+                return Err(error.into());
+            }
+        };
         let share = port.receives.as_ref().map(ReceiveShare::new).transpose();
-        let private_data = options.private_data;
-        let accept = |share| {
-            MessageConnection::accept_sharing(request, (&pd, &cq), params, &sizes, private_data, share)
+        let link = match share {
+            Ok(share) => {
+                let answers = (options.private_data, options.refusal);
+                MessageConnection::accept_sharing(request, (&pd, &cq), params, &sizes, answers, share)
+            }
+            Err(error) => {
+                request.reject(options.refusal);
+                Err(EstablishError::Post(error))
+            }
         };
-        let link = match share.map_err(EstablishError::Post).and_then(accept) {
+        let link = match link {
             Ok(link) => link,
             Err(error) => {
                 port.left(&cq);

@@ -92,6 +92,7 @@ fn accept(reactor: &mut Reactor<()>, sizes: Sizes, pd: Option<&ProtectionDomain>
                 sizes,
                 pd,
                 private_data: b"answer",
+                refusal: &[],
             };
             let params = ConnectParams::default();
             Some(reactor.accept_with(request, &params, &options).unwrap())
@@ -115,6 +116,34 @@ fn refuse_with__the_peer_gets_the_private_data() {
     next(&mut reactor, |_, event| match event {
         ReactorEvent::Request(request) => {
             request.refuse_with(&[0, 0, 6, 0]);
+            Some(())
+        }
+        _ => None,
+    });
+    match peer.pending.wait() {
+        Err(EstablishError::Connect(ConnectError::Rejected { private_data, .. })) => {
+            assert_eq!(private_data[..4], [0, 0, 6, 0]);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn accept_with__a_connection_that_cannot_be_made_is_refused() {
+    let address = "127.0.12.88:7174".parse().unwrap();
+    let mut reactor = reactor(address);
+    let peer = Peer::start("127.0.12.89", address, b"ask");
+    next(&mut reactor, |reactor, event| match event {
+        ReactorEvent::Request(request) => {
+            let options = AcceptOptions {
+                sizes: SIZES,
+                // Of another device.
+                pd: Some(&peer.pd),
+                private_data: &[],
+                refusal: &[0, 0, 6, 0],
+            };
+            let accepted = reactor.accept_with(request, &ConnectParams::default(), &options);
+            assert!(accepted.is_err());
             Some(())
         }
         _ => None,

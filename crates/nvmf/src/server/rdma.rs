@@ -157,12 +157,16 @@ struct Served {
     places: Vec<Place>,
     /// Bytes of buffers of its commands.
     buffered: usize,
+    /// Those of them that I/Os have which a medium carries out.
+    at_media: usize,
     /// It is among those that wait for buffers.
     is_waiting: bool,
     /// RDMA operations whose completions come as soon as the host has acknowledged them.
     operations: usize,
     /// When the first of them began, or the last one completed.
     moved_at: Instant,
+    /// The reactor probes its host.
+    is_watched: bool,
     /// A turn of it is among this reactor's messages.
     has_turn: bool,
     /// Its deadline had passed when it was looked at last. This thread may have been held up then, with messages of the host to be looked at.
@@ -235,6 +239,7 @@ impl Rdma {
             sizes,
             pd: Some(self.ports[port].slab.pd()),
             private_data: &Accept { receives: entries }.emit(),
+            refusal: &Reject::Resources.emit(),
         };
         let local = device.address();
         let Ok(id) = core.reactor.accept_with(request, &params, &options) else {
@@ -330,8 +335,12 @@ impl Rdma {
             }
             Mail::Finished(id, work, status) => {
                 let Some(served) = self.connections.get_mut(&id) else {
-                    return;
+                    // Its connection is over.
+                    self.budget.left += work.counted();
+                    drop(work);
+                    return self.feed(core, now);
                 };
+                served.at_media -= work.counted();
                 served.connection.complete(work, status);
                 id
             }
@@ -477,6 +486,11 @@ impl Rdma {
         if let Some(deadline) = served.deadline() {
             core.look_by(deadline);
         }
+        // An I/O queue, or the admin queue of a controller without keep-alive: nothing else shows that their host is gone.
+        if served.connection.deadline().is_none() && !served.is_watched {
+            served.is_watched = true;
+            core.reactor.watch(id);
+        }
         if has_reset {
             core.tell_of_change();
         }
@@ -490,8 +504,8 @@ impl Rdma {
         let Some(served) = self.connections.remove(&id) else {
             return;
         };
-        // Buffers of operations that have not completed are not used again: they end here.
-        self.budget.left += served.buffered;
+        // Buffers of operations that have not completed are not used again: they end here. Those of I/Os end when these do.
+        self.budget.left += served.buffered - served.at_media;
         if served.connection.has_io_queues() {
             drop(served);
             core.tell_of_change();
@@ -506,9 +520,11 @@ impl Served {
             port,
             places: Vec::new(),
             buffered: 0,
+            at_media: 0,
             is_waiting: false,
             operations: 0,
             moved_at: now,
+            is_watched: false,
             has_turn: false,
             is_late: false,
             has_invalidated: false,
@@ -609,7 +625,9 @@ impl Served {
         {
             link.reuse(capsule);
         }
+        self.at_media += work.counted();
         if let Err(Job::Rdma(_, work)) = media.begin(Job::Rdma(id, work)) {
+            self.at_media -= work.counted();
             self.connection.complete(work, Status::INTERRUPTED);
         }
         0
@@ -796,6 +814,22 @@ mod tests {
         let stalls = began + STALL_MAX / 2 + STALL_MAX;
         assert_eq!(look(stalls - LOOK_EVERY), 1);
         assert_eq!((look(stalls), look(stalls + LOOK_EVERY)), (1, 0));
+        assert_eq!(own.rdma.budget.left, BUFFERED_MAX);
+    }
+
+    #[test]
+    fn close__buffers_of_ios_that_run_count_until_these_end() {
+        let (mut own, port) = listening("127.0.32.3:4420");
+        let now = Instant::now();
+        let work = rdma::tests::read_into_a_buffer();
+        let bytes = work.counted();
+        let (id, served) = serve(&mut own, port, now);
+        (served.buffered, served.at_media) = (2 * bytes, bytes);
+        own.rdma.budget.left -= 2 * bytes;
+        own.rdma.handle_ended(&mut own.core, id, ConnectionEnd::Lost, now);
+        assert_eq!(own.rdma.budget.left, BUFFERED_MAX - bytes);
+        let finished = Mail::Finished(id, work, Status::SUCCESS);
+        own.rdma.handle_mail(&mut own.core, finished, now);
         assert_eq!(own.rdma.budget.left, BUFFERED_MAX);
     }
 }

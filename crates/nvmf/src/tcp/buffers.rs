@@ -7,13 +7,48 @@ const BYTES_MIN: usize = 4096;
 /// Bytes of buffers that are kept for the next command.
 const IDLE_MAX: usize = 16 << 20;
 
-/// Buffers by size: powers of two.
-#[derive(Debug, Default)]
-pub struct Buffers {
+/// Buffers that wait for the next command, by size: powers of two.
+#[derive(Debug)]
+pub(crate) struct Idle<T> {
     /// By the power of two, less that of [`BYTES_MIN`].
-    idle: Vec<Vec<Pages>>,
-    idle_bytes: usize,
+    classes: Vec<Vec<T>>,
+    bytes: usize,
 }
+
+impl<T> Default for Idle<T> {
+    fn default() -> Idle<T> {
+        Idle {
+            classes: Vec::new(),
+            bytes: 0,
+        }
+    }
+}
+
+impl<T> Idle<T> {
+    /// Returns one of a size that [`Buffers::size`] has returned.
+    pub(crate) fn take(&mut self, size: usize) -> Option<T> {
+        let buffer = self.classes.get_mut(class(size))?.pop()?;
+        self.bytes -= size;
+        Some(buffer)
+    }
+
+    /// Keeps one of such a size, unless enough are kept.
+    pub(crate) fn give(&mut self, size: usize, buffer: T) {
+        if self.bytes + size > IDLE_MAX {
+            return;
+        }
+        let class = class(size);
+        if self.classes.len() <= class {
+            self.classes.resize_with(class + 1, Vec::new);
+        }
+        self.bytes += size;
+        self.classes[class].push(buffer);
+    }
+}
+
+/// Buffers of memory.
+#[derive(Debug, Default)]
+pub struct Buffers(Idle<Pages>);
 
 impl Buffers {
     /// Returns the size of a buffer for so many bytes.
@@ -24,27 +59,15 @@ impl Buffers {
     /// Returns a buffer of at least so many bytes, which have any values.
     pub(crate) fn take(&mut self, bytes: usize) -> Pages {
         let size = Buffers::size(bytes);
-        match self.idle.get_mut(class(size)).and_then(Vec::pop) {
-            Some(buffer) => {
-                self.idle_bytes -= size;
-                buffer
-            }
-            None => Pages::new(size),
-        }
+        self.0.take(size).unwrap_or_else(|| Pages::new(size))
     }
 
     /// Takes a buffer back, unless enough are kept.
     pub(crate) fn give(&mut self, buffer: Pages) {
         let size = buffer.len();
-        if size < BYTES_MIN || self.idle_bytes + size > IDLE_MAX {
-            return;
+        if size >= BYTES_MIN {
+            self.0.give(size, buffer);
         }
-        let class = class(size);
-        if self.idle.len() <= class {
-            self.idle.resize_with(class + 1, Vec::new);
-        }
-        self.idle_bytes += size;
-        self.idle[class].push(buffer);
     }
 }
 
@@ -72,9 +95,9 @@ mod tests {
         let mut buffers = Buffers::default();
         let all: Vec<_> = (0..20).map(|_| buffers.take(1 << 20)).collect();
         all.into_iter().for_each(|buffer| buffers.give(buffer));
-        assert_eq!(buffers.idle_bytes, IDLE_MAX);
+        assert_eq!(buffers.0.bytes, IDLE_MAX);
         // That of a command without data.
         buffers.give(Pages::default());
-        assert_eq!(buffers.idle_bytes, IDLE_MAX);
+        assert_eq!(buffers.0.bytes, IDLE_MAX);
     }
 }

@@ -643,3 +643,27 @@ fn abort__reaches_commands_that_wait() {
     assert_eq!(io.connection.free.len(), io.connection.slots.len());
     assert_eq!(io.connection.buffered, 0);
 }
+
+#[test]
+fn data_of_admin_commands__wait_for_room() {
+    let (mut admin, _io) = hosts(Digests::empty(), false, 91);
+    for cid in 1..=8 {
+        let mut sqe = Sqe::new(Opcode::IDENTIFY, Cid(cid), NsId::NONE);
+        sqe.set_dword(10, u32::from(Cns::CONTROLLER.0));
+        sqe.set_sgl(Sgl::Transport { length: 1 << 20 });
+        let bytes = admin.pdu(&Header::CapsuleCmd(sqe), &[]);
+        admin.connection.space()[..bytes.len()].copy_from_slice(&bytes);
+        admin
+            .connection
+            .received(bytes.len(), &mut admin.buffers, admin.now);
+    }
+    assert!(admin.connection.poll_io(&mut admin.buffers, admin.now).is_none());
+    let slots = admin.connection.slots.iter();
+    assert_eq!(slots.filter(|slot| slot.buffer.is_some()).count(), 4);
+    assert_eq!(admin.connection.buffered, BUFFERED_MAX);
+    admin.responses.clear();
+    admin.receive();
+    assert!((1..=8).all(|cid| admin.responses[&Cid(cid)].status == Status::SUCCESS));
+    assert!((1..=8).all(|cid| admin.data[&Cid(cid)].len() == IDENTIFY_LEN));
+    assert_eq!(admin.connection.buffered, 0);
+}
