@@ -55,6 +55,8 @@ impl From<Mail> for super::Mail {
 pub(super) struct Tcp {
     listeners: HashMap<DescriptorId, TcpListener>,
     connections: HashMap<DescriptorId, Served>,
+    /// Connections that are over, with the number of I/Os that media have: these have buffers until they end.
+    ending: HashMap<DescriptorId, usize>,
     /// The reactor that gets the next accepted connection.
     next_mailbox: usize,
     buffers: Buffers,
@@ -66,6 +68,8 @@ pub(super) struct Tcp {
 struct Served {
     connection: Connection,
     interest: Interest,
+    /// I/Os that media have.
+    at_media: usize,
     /// A turn of it is among this reactor's messages.
     has_turn: bool,
     /// Set once it is over: until then its host may take the last responses.
@@ -133,10 +137,12 @@ impl Tcp {
                 }
             }
             Mail::Finished(id, work, status) => {
-                if let Some(served) = self.connections.get_mut(&id) {
-                    served.connection.complete(work, status, &mut self.buffers);
-                    self.pump(core, id, now);
-                }
+                let Some(served) = self.connections.get_mut(&id) else {
+                    return self.ended(id);
+                };
+                served.at_media -= 1;
+                served.connection.complete(work, status, &mut self.buffers);
+                self.pump(core, id, now);
             }
         }
     }
@@ -185,7 +191,8 @@ impl Tcp {
     }
 
     fn begin(&mut self, core: &mut Core, socket: OwnedFd, now: Instant) {
-        if self.connections.len() >= CONNECTIONS_MAX {
+        // One whose I/Os have not ended still has their buffers.
+        if self.connections.len() + self.ending.len() >= CONNECTIONS_MAX {
             return;
         }
         let Ok(local) = prepare(&socket) else {
@@ -197,6 +204,7 @@ impl Tcp {
         let served = Served {
             connection: Connection::new(core.target.clone(), local, now),
             interest: Interest::READABLE,
+            at_media: 0,
             has_turn: false,
             closes_at: None,
         };
@@ -263,7 +271,9 @@ impl Tcp {
                     connection.complete(work, status, &mut self.buffers);
                     continue;
                 }
+                served.at_media += 1;
                 if let Err(Job::Tcp(_, work)) = core.media.begin(Job::Tcp(id, work)) {
+                    served.at_media -= 1;
                     connection.complete(work, Status::INTERRUPTED, &mut self.buffers);
                 }
             }
@@ -326,9 +336,22 @@ impl Tcp {
         let Some(served) = self.connections.remove(&id) else {
             return;
         };
+        if served.at_media > 0 {
+            self.ending.insert(id, served.at_media);
+        }
         if served.connection.has_io_queues() {
             drop(served);
             core.tell_of_change();
+        }
+    }
+
+    /// An I/O of a connection that is over has ended.
+    fn ended(&mut self, id: DescriptorId) {
+        if let Some(left) = self.ending.get_mut(&id) {
+            *left -= 1;
+            if *left == 0 {
+                self.ending.remove(&id);
+            }
         }
     }
 
