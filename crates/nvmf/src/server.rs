@@ -190,7 +190,7 @@ impl Server {
     pub fn bind(config: Config) -> Result<Server, ServeError> {
         let limits = Limits {
             connections: rdma::CONNECTIONS_MAX,
-            // Hosts have a keep-alive of their own.
+            // Of hosts without a keep-alive of their own, and of I/O queues.
             keepalive: Duration::from_secs(30),
             shared_receives: Some(rdma::SHARED_RECEIVES),
             queues: Queues::Pool,

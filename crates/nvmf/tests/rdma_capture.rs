@@ -83,7 +83,8 @@ fn exchange__is_what_wireshark_takes_it_for() {
     assert_eq!(rejects.unwrap(), ["0x0004"]);
     let lines = tshark(&file, "nvme-rdma.cmd.qid == 1", &["_ws.col.Info"]).unwrap();
     let known = lines.iter().filter_map(|line| Some(line.split_once(" | ")?.1));
-    let known: Vec<_> = known.collect();
+    // A host that is gone acknowledges nothing: the last packets may come again.
+    let known: Vec<_> = known.take(14).collect();
     // A capsule of two packets it takes for none.
     assert_eq!(
         known,
