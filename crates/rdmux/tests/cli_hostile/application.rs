@@ -757,7 +757,6 @@ fn params(dice: &mut Dice) -> ConnectParams {
         ack_timeout: None,
         retry_count: 7,
         rnr_retry: *dice.pick(&[0, 7]),
-        rnr_retry_max: 7,
         min_rnr_timer: 12,
         path_mtu_max: PathMtu::Bytes4096,
         traffic_class: *dice.pick(&[0, CLASS_4]),
