@@ -234,12 +234,20 @@ impl Target {
             .arg("--socket")
             .arg(folder.path().join("socket"));
         let server = Server::start_until(&mut command, "listening")?;
-        Ok(Target {
+        let target = Target {
             server,
             url: format!("nvme+tcp://{LOOPBACK}:{port}/{nqn}"),
             file,
             _folder: folder,
-        })
+        };
+        // Memory that nobody has written is made at the first access, which takes longer than the access.
+        let mut fill = Command::new(rdmux()?);
+        fill.args(["nvme", "write", &target.url, "--nsid", MEMORY])
+            .arg(&target.file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        ensure!(fill.status()?.success(), "the memory namespace is not written");
+        Ok(target)
     }
 }
 
@@ -413,10 +421,13 @@ fn serve(way: Direction, port: u16, queues: usize) -> Result<u64> {
                     *received += bytes;
                     let answers = *received / request_len;
                     *received %= request_len;
-                    send(socket, &answer, answers)?;
+                    // A client that ends leaves answers behind.
+                    if send(socket, &answer, answers).is_err() {
+                        has_ended = Some(number);
+                    }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error.into()),
+                Err(_) => has_ended = Some(number),
             }
         }
         if let Some(number) = has_ended {
