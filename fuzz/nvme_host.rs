@@ -1,4 +1,4 @@
-//! What a target of NVMe/TCP may send to our host, as a fuzz target.
+//! Bytes of an NVMe/TCP target for our host, as a fuzz target.
 //!
 //! Two programs share this file, as they do `targets.rs`: `fuzz_targets/nvme_host.rs`, and `crates/nvmf/tests/fuzz.rs`.
 

@@ -157,7 +157,7 @@ pub struct NamespaceInfo {
     pub uuid: [u8; 16],
     /// It takes no writes.
     pub read_only: bool,
-    /// What stores its blocks.
+    /// The storage of its blocks.
     pub storage: Storage,
 }
 

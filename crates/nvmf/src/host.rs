@@ -158,7 +158,7 @@ pub enum HostError {
         what: &'static str,
         /// The status.
         status: Status,
-        /// What to do about it; may be empty.
+        /// Advice for the user; may be empty.
         hint: &'static str,
     },
     /// Host and target did not authenticate each other.
@@ -173,7 +173,7 @@ pub enum HostError {
     /// The target says something that cannot be.
     #[error("the target's {what} {why}")]
     Inconsistent {
-        /// What it sent.
+        /// The bytes or fields that it sent.
         what: &'static str,
         /// The error in it.
         why: String,

@@ -116,14 +116,14 @@ pub struct Response {
     pub memory: Memory,
 }
 
-/// What the driver is to do.
+/// A task of the driver.
 #[derive(Debug)]
 pub enum Action {
     /// Read data of a command from the host, then call [`Connection::fetched`].
     Fetch {
         /// The command's place.
         place: u16,
-        /// Where the data are.
+        /// The place of the data.
         from: Remote,
         /// Bytes of them.
         length: u32,

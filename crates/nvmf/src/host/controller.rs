@@ -131,7 +131,7 @@ struct Admin {
     events: Vec<Event>,
 }
 
-/// What the thread that keeps the controller alive shares.
+/// State shared with the thread that keeps the controller alive.
 #[derive(Debug)]
 struct Shared {
     admin: Mutex<Admin>,
@@ -419,7 +419,7 @@ impl Shared {
             return Err(HostError::Lost(why.clone()));
         }
         let completion = admin.link.run(what, command, timeout).inspect_err(|error| {
-            // What the controller does later with a command that nobody waits for is unknown.
+            // Nobody learns how the controller ends a command that is not waited for.
             let _ = self.lost.set(Arc::new(error.clone()));
             let _ = self.socket.shutdown(Shutdown::Both);
         })?;

@@ -1,4 +1,4 @@
-//! What makes a connected queue ready, without I/O and clock: Connect, authentication, and of an admin queue the controller's registers and what
+//! The steps that make a connected queue ready, without I/O and clock: Connect, authentication, and of an admin queue the controller's registers and what
 //! Identify says of it. NVMe Base 2.0, 3.5.
 
 use std::time::Duration;
@@ -44,7 +44,7 @@ pub struct ControllerInfo {
     pub queue_entries: u32,
     /// Version, as the register has it.
     pub version: u32,
-    /// What Identify says.
+    /// The answer to Identify.
     pub identify: IdentifyController,
     /// The same, as it was received.
     pub identify_bytes: Vec<u8>,

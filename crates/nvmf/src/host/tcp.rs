@@ -46,7 +46,7 @@ pub enum End {
     /// The target has violated the protocol.
     #[error("the target sent {what} ({fatal}): the connection is over")]
     Violation {
-        /// What it sent.
+        /// The PDU or field that it sent.
         what: &'static str,
         /// The code that it is told.
         fatal: Fatal,
@@ -56,7 +56,7 @@ pub enum End {
     Terminated(Fatal),
 }
 
-/// What the connection knows about a command in flight.
+/// State of a command in flight.
 #[derive(Debug, Default)]
 struct State {
     /// Bytes of data that have arrived.

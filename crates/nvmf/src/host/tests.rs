@@ -27,7 +27,7 @@ const BLOCK: usize = 4096;
 struct Peer {
     host: Connection,
     digests: Digests,
-    /// What the host has sent and the peer has not looked at.
+    /// Bytes that the host has sent and the peer has not looked at.
     heard: Vec<u8>,
     /// Bytes that the host gets at a time.
     step: usize,

@@ -1,4 +1,4 @@
-//! Where a subsystem is: `nvme+tcp://HOST[:PORT]/NQN`.
+//! The place of a subsystem: `nvme+tcp://HOST[:PORT]/NQN`.
 
 use std::fmt;
 use std::io;

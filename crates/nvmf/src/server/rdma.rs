@@ -163,7 +163,7 @@ struct Served {
     is_waiting: bool,
     /// RDMA operations whose completions come as soon as the host has acknowledged them.
     operations: usize,
-    /// When the first of them began, or the last one completed.
+    /// Time at which the first of them began, or the last one completed.
     moved_at: Instant,
     /// The reactor probes its host.
     is_watched: bool,
@@ -177,7 +177,7 @@ struct Served {
     events: VecDeque<Cqe>,
 }
 
-/// What the driver has of a command.
+/// The driver's part of a command.
 #[derive(Debug, Default)]
 struct Place {
     /// A buffer that an RDMA operation uses.

@@ -66,7 +66,7 @@ struct Notices {
     count: u64,
 }
 
-/// What a queue has carried out. Only the queue's thread changes it.
+/// Counters of the commands that a queue has carried out. Only the queue's thread changes them.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     reads: AtomicU64,

@@ -1,6 +1,6 @@
 //! Keeps the writes of a namespace apart from what must not be interrupted: fused pairs, and changes of a reservation.
 //!
-//! Who writes announces itself at a counter, of which there are several so that queues of different processors do not share one, and looks
+//! A write announces itself at a counter, of which there are several so that queues of different processors do not share one, and looks
 //! at a flag: two operations on memory that is its own in the common case. Who needs to be alone takes a lock, raises the flag, and
 //! waits until all counters are 0. A write that finds the flag raised withdraws and takes the lock too: it runs while it has it, so that
 //! no number of fused pairs keeps it from running. Each write announces itself before it looks at the flag, and the flag is raised before the

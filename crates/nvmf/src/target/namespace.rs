@@ -93,7 +93,7 @@ pub struct SharedNamespace {
     state: Arc<State>,
 }
 
-/// What stays when a namespace changes its size, which makes it another object.
+/// The part that stays when a namespace changes its size, which makes it another object.
 #[derive(Debug)]
 struct State {
     /// Group whose state of access it has.
@@ -187,7 +187,7 @@ pub struct Seat {
     shared: Arc<SharedNamespace>,
     /// The queue; `None` if the controller itself asks for an I/O.
     user: Option<User>,
-    /// What reservations let the host do, as it was looked up last.
+    /// The host's rights by reservations, as they were looked up last.
     verdict: Verdict,
 }
 

@@ -46,7 +46,7 @@ pub struct ReservationState {
     pub holder: Option<([u8; 16], ReservationType)>,
 }
 
-/// What a host may do.
+/// The rights of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rights {
     pub(super) reads: bool,
@@ -238,7 +238,7 @@ pub(super) struct Reservations {
     state: Mutex<(ReservationState, bool)>,
     /// Held during a change, which may wait for a medium; `state` is not, since reactors look at it.
     changing: Mutex<()>,
-    /// Where they are kept, and under which name.
+    /// The store that keeps them, and their name there.
     store: Option<(Arc<dyn ReservationStore>, [u8; 16])>,
 }
 
@@ -315,7 +315,7 @@ impl Reservations {
     }
 }
 
-/// What a host may do, as it was looked up last: the generation, and a bit each for reads and writes.
+/// The rights of a host, as they were looked up last: the generation, and a bit each for reads and writes.
 #[derive(Debug)]
 pub(super) struct Verdict(AtomicU64);
 

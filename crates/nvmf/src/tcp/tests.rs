@@ -617,7 +617,7 @@ fn abort__reaches_commands_that_wait() {
         admin.send(&Header::CapsuleCmd(sqe), &[]);
         assert!(admin.connection.take_reset());
     };
-    // What the driver does when it is told of a change.
+    // As the driver does when it is told of a change.
     let tell = |host: &mut Host| {
         host.connection.handle_change();
         host.receive();

@@ -22,13 +22,13 @@ impl Cns {
     pub const ACTIVE_NAMESPACES: Cns = Cns(0x02);
     /// Identifiers of a namespace. 5.17.2.3.
     pub const NAMESPACE_IDENTIFIERS: Cns = Cns(0x03);
-    /// What a namespace has by its command set. 5.17.2.5.
+    /// Properties of a namespace by its command set. 5.17.2.5.
     pub const COMMAND_SET_NAMESPACE: Cns = Cns(0x05);
-    /// What the controller has by a command set. 5.17.2.6.
+    /// Properties of a controller by a command set. 5.17.2.6.
     pub const COMMAND_SET_CONTROLLER: Cns = Cns(0x06);
     /// Active namespaces of a command set. 5.17.2.7.
     pub const COMMAND_SET_ACTIVE: Cns = Cns(0x07);
-    /// What a namespace has whatever its command set. 5.17.2.8.
+    /// Properties of a namespace whatever its command set. 5.17.2.8.
     pub const INDEPENDENT_NAMESPACE: Cns = Cns(0x08);
     /// Combinations of command sets. 5.17.2.21.
     pub const COMMAND_SETS: Cns = Cns(0x1c);

@@ -85,7 +85,7 @@ impl Controller {
             self.masked.retain(|event| event.log() != log);
         }
         if log == LogId::RESERVATIONS {
-            // What was read is gone, whatever becomes of the event.
+            // The notices that were read are gone, whatever becomes of the event.
             self.association.notice(true);
         }
         let mut part = page[offset as usize..].to_vec();

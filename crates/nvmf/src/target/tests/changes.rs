@@ -111,7 +111,7 @@ fn set_hosts__ends_controllers_of_those_that_may_no_more_and_no_other() {
         !queue.is_over() && !io.is_over(),
         "it may still, on the same terms"
     );
-    // Who has proved nothing has to begin again where a proof is asked for.
+    // A host that has proved nothing has to begin again where a proof is asked for.
     let proof = Authentication {
         secrets: Secrets {
             host: Secret::new([1; 32]),

@@ -193,7 +193,7 @@ pub(super) fn read(args: &ReadArgs) -> Result<()> {
     let result = receive(&mut queue, &range, &mut out, &bar);
     bar.finish_and_clear();
     match result {
-        // Who reads a pipe may have enough.
+        // The reader of a pipe may have enough.
         Err(error) if args.output.is_none() && is_broken_pipe(&error) => return Ok(()),
         result => result.with_context(|| name.clone())?,
     }
@@ -305,7 +305,7 @@ pub(super) fn write(args: &WriteArgs) -> Result<()> {
         if session.generation() == generation || !has_cache(&session) {
             break bytes;
         }
-        // What the lost controller had not flushed may be lost with it.
+        // Writes that the lost controller had not flushed may be lost with it.
         match &mut file {
             Some(file) if known.is_some() => {
                 file.seek(SeekFrom::Start(0)).with_context(|| name.clone())?;

@@ -1,4 +1,4 @@
-//! What the commands of the initiator have in common: where the target is, and who asks.
+//! The options that the commands of the initiator have in common: the target's place, and the host's name and secret.
 
 use std::path::PathBuf;
 use std::sync::Arc;

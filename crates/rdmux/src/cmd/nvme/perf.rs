@@ -109,7 +109,7 @@ fn parse_pause(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "give seconds up to 86400, such as 5 or 0.5s".into())
 }
 
-/// What all queues do.
+/// The task of all queues.
 #[derive(Debug)]
 struct Job {
     namespace: NamespaceInfo,
@@ -124,7 +124,7 @@ struct Job {
     until: Instant,
 }
 
-/// What a queue has measured.
+/// The measurements of a queue.
 #[derive(Debug)]
 struct Measured {
     latency: Histogram<u64>,
