@@ -303,6 +303,7 @@ fn restart(address: SocketAddr, file: &std::path::Path, uuid: u8) -> Running {
             Ok(backend) => break Arc::new(backend),
             Err(error) => assert!(began.elapsed() < LONG, "{error}"),
         }
+        // A lock of a file tells nobody that it is free, unless who asks blocks.
         std::thread::sleep(Duration::from_millis(1));
     };
     Running::start(address, any_host(), backend, uuid)
@@ -498,6 +499,7 @@ fn events__come_again_after_each_change() {
         // They come with the keep-alives.
         while controller.take_events() != [Event::NamespacesChanged] {
             assert!(began.elapsed() < LONG && controller.lost().is_none(), "{nsid}");
+            // The library is asked for events: it has no wait for one.
             std::thread::sleep(Duration::from_millis(10));
         }
     }

@@ -308,6 +308,7 @@ fn write__survives_a_target_that_is_killed() {
     let args = ["nvme", "write", &url, file.to_str().unwrap(), "--json"];
     let writer = rdmux(&home, &args).spawn().unwrap();
     while written(&disk) < 1 << 20 {
+        // Blocks of a file come without an event.
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(target.take());

@@ -435,7 +435,7 @@ fn serve(listener: &UnixListener, control: &Arc<Control>, ends: &AtomicBool) {
             return;
         }
         let Ok(stream) = stream else {
-            // No descriptor is left: others may be closed in a while.
+            // No descriptor is left, and nothing tells when one is: without a pause the listener would be asked without end.
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };

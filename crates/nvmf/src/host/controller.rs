@@ -381,6 +381,7 @@ impl Controller {
             && completion.result >> 2 & 3 != SHUTDOWN_COMPLETE
             && Instant::now() < deadline
         {
+            // NVMe has no event for a change of CSTS: hosts ask for it in intervals.
             std::thread::sleep(Duration::from_millis(1));
         }
     }

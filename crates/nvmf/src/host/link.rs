@@ -173,6 +173,7 @@ impl Link {
                     setup.handle(what, &completion)?;
                 }
                 Step::Post(command) => self.post(*command),
+                // Between two looks at CSTS, of whose change no event tells.
                 Step::Wait(time) => std::thread::sleep(time),
                 Step::Done => return Ok(()),
             }

@@ -145,6 +145,7 @@ impl Session {
                 state.failed = Some(failed.clone());
                 return Err(failed);
             }
+            // Time is meant: the backoff, which spares a target that comes up.
             std::thread::sleep(state.pause.min(within.saturating_sub(since.elapsed())));
             state.pause = (state.pause * 2).clamp(PAUSE.0, PAUSE.1);
             let connected = connect(&self.options, self.queues).and_then(|controller| {

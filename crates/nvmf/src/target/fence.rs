@@ -90,6 +90,7 @@ impl Fence {
             looks += 1;
             match looks < SPINS {
                 true => std::thread::yield_now(),
+                // A write does not look for waiters, which would cost each write a system call for a rare pair.
                 false => std::thread::sleep(PAUSE),
             }
         }

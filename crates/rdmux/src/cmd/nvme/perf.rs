@@ -278,6 +278,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             let thread = std::thread::Builder::new().name("nvme-queue".into());
             threads.push(thread.spawn_scoped(scope, move || drive(&mut queue, job, order))?);
         }
+        // Time is meant: the warm-up, and then the measurement.
         std::thread::sleep(job.from.saturating_duration_since(Instant::now()));
         let before = process_cpu();
         // A queue that has failed ends early.
