@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
@@ -326,16 +327,22 @@ fn write__survives_a_target_that_is_killed() {
 }
 
 #[test]
-fn read__ends_when_the_target_does_not_come_back() {
+fn perf__ends_when_the_target_does_not_come_back() {
     let home = tempfile::tempdir().unwrap();
-    let target = Target::start(&home, 5, &["--ns", "null:1T"]);
+    let disk = home.path().join("disk");
+    fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let target = Target::start(&home, 5, &["--ns", disk.to_str().unwrap()]);
     let url = target.url.clone();
-    let args = ["nvme", "perf", &url, "--time", "60", "--ctrl-loss-tmo", "1"];
-    let mut reader = rdmux(&home, &args).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(300));
-    assert!(reader.try_wait().unwrap().is_none());
+    let load = ["--rw", "randwrite", "--time", "60", "--ctrl-loss-tmo", "1"];
+    let args = [&["nvme", "perf", &url][..], &load].concat();
+    let mut writer = rdmux(&home, &args).spawn().unwrap();
+    while fs::metadata(&disk).unwrap().blocks() == 0 {
+        assert!(writer.try_wait().unwrap().is_none(), "it ended early");
+        // Blocks of a file come without an event.
+        std::thread::sleep(Duration::from_millis(1));
+    }
     drop(target);
-    let output = reader.wait_with_output().unwrap();
+    let output = writer.wait_with_output().unwrap();
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(
         !output.status.success() && errors.contains("could not be made again within 1 s"),
