@@ -25,7 +25,7 @@ use crate::identity;
 use crate::reservations::ReservationFolder;
 use crate::server::{Config, Handle, ServeError, Server};
 use crate::target::{
-    Authentication, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Subsystem, Target,
+    Authentication, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates, Subsystem, Target,
     TargetError, Terms,
 };
 
@@ -690,7 +690,7 @@ fn hosts(config: &SubsystemConfig) -> Result<(Hosts, Option<CommonSecret>), Cont
     };
     let with_secret = Terms {
         authentication: common.as_ref().map(|common| common.authentication.clone()),
-        queues: None,
+        ..Terms::default()
     };
     let mut named = BTreeMap::new();
     for host in &config.hosts {
@@ -698,6 +698,10 @@ fn hosts(config: &SubsystemConfig) -> Result<(Hosts, Option<CommonSecret>), Cont
         let terms = Terms {
             authentication: own.or_else(|| with_secret.authentication.clone()),
             queues: host.queues,
+            rates: Rates {
+                ios: host.iops,
+                bytes: host.bandwidth,
+            },
         };
         named.insert(host.nqn.clone(), terms);
     }

@@ -149,6 +149,9 @@ pub struct Connection {
     outstanding: u16,
     /// Commands that wait for a buffer.
     waiting: VecDeque<u16>,
+    /// Commands, with their capsules, that the host's limits hold up, and until when.
+    held: VecDeque<u16>,
+    held_until: Option<Instant>,
     actions: VecDeque<Action>,
     end: Option<End>,
 }
@@ -216,6 +219,8 @@ impl Connection {
             places,
             outstanding: 0,
             waiting: VecDeque::new(),
+            held: VecDeque::new(),
+            held_until: None,
             actions: VecDeque::new(),
             end: None,
         }
@@ -238,7 +243,7 @@ impl Connection {
 
     /// Returns when to call [`Connection::handle_timeout`].
     pub fn deadline(&self) -> Option<Instant> {
-        self.queue.deadline()
+        self.queue.deadline().into_iter().chain(self.held_until).min()
     }
 
     /// Ends the connection if its host was silent for too long.
@@ -275,6 +280,9 @@ impl Connection {
             && let Some(at) = self.waiting.iter().position(|waiting| *waiting == place)
         {
             self.waiting.remove(at);
+            self.complete_aborted(place);
+        } else if let Some(at) = self.held.iter().position(|held| *held == place) {
+            self.held.remove(at);
             self.complete_aborted(place);
         }
     }
@@ -315,14 +323,44 @@ impl Connection {
             sqe,
             ..Slot::default()
         };
-        if let Err((status, result)) = self.begin(place, &sqe, capsule, now) {
+        let until = self.queue.held_until(now).or(self.held_until);
+        if until.is_some() {
+            slot.memory = Memory::Capsule(std::mem::take(capsule));
+            self.held_until = until;
+            self.held.push_back(place);
+            return;
+        }
+        self.begin(place, capsule, now);
+    }
+
+    /// Takes commands that the host's limits have held up, once they allow it.
+    pub fn resume(&mut self, now: Instant) {
+        if self.held_until.is_none_or(|until| until > now) {
+            return;
+        }
+        self.held_until = None;
+        while let Some(&place) = self.held.front() {
+            self.held_until = self.queue.held_until(now);
+            if self.held_until.is_some() || self.end.is_some() {
+                return;
+            }
+            self.held.pop_front();
+            if let Memory::Capsule(mut capsule) = std::mem::take(&mut self.slots[usize::from(place)].memory) {
+                self.begin(place, &mut capsule, now);
+            }
+        }
+    }
+
+    fn begin(&mut self, place: u16, capsule: &mut Vec<u8>, now: Instant) {
+        let sqe = self.slots[usize::from(place)].sqe;
+        if let Err((status, result)) = self.try_begin(place, &sqe, capsule, now) {
             let cqe = self.queue.complete(sqe.cid(), status, result);
             self.respond(place, cqe);
         }
     }
 
     /// Admits a command, and takes its first step.
-    fn begin(
+    fn try_begin(
         &mut self,
         place: u16,
         sqe: &Sqe,

@@ -93,6 +93,8 @@ pub struct Connection {
     /// I/Os to carry out.
     ready: VecDeque<u16>,
     outbox: Outbox,
+    /// Until then the host's limits have no further command taken.
+    held_until: Option<Instant>,
     end: Option<End>,
 }
 
@@ -173,6 +175,7 @@ impl Connection {
             buffered: 0,
             ready: VecDeque::new(),
             outbox: Outbox::default(),
+            held_until: None,
             end: None,
         }
     }
@@ -194,7 +197,7 @@ impl Connection {
 
     /// Returns when to call [`Connection::handle_timeout`].
     pub fn deadline(&self) -> Option<Instant> {
-        self.queue.deadline()
+        self.queue.deadline().into_iter().chain(self.held_until).min()
     }
 
     /// Ends the connection if its host was silent for too long.
@@ -247,7 +250,7 @@ impl Connection {
 
     /// Returns true if the driver should receive: the host takes what was sent.
     pub fn wants_bytes(&self) -> bool {
-        self.end.is_none() && self.outbox.unsent_bytes() < UNSENT_MAX
+        self.end.is_none() && self.held_until.is_none() && self.outbox.unsent_bytes() < UNSENT_MAX
     }
 
     /// Returns the place for the next bytes from the host, which is never empty.
@@ -278,6 +281,11 @@ impl Connection {
             }
             _ => self.rx_end += bytes,
         }
+        self.look(buffers, now);
+    }
+
+    /// Looks at what was received.
+    fn look(&mut self, buffers: &mut Buffers, now: Instant) {
         while self.end.is_none() {
             match self.advance(buffers, now) {
                 Ok(true) => {}
@@ -299,6 +307,11 @@ impl Connection {
         match &mut self.phase {
             Phase::Header => {
                 if available < COMMON_LEN {
+                    return Ok(false);
+                }
+                // What is not taken stays with the host, so that others have the target's buffers.
+                self.held_until = self.queue.held_until(now);
+                if self.held_until.is_some() {
                     return Ok(false);
                 }
                 let bytes = &self.rx[self.rx_at..self.rx_end];
@@ -620,8 +633,13 @@ impl Connection {
         self.respond_events();
     }
 
-    /// Returns an I/O to carry out; then [`Connection::complete`] is to be called. Carries out other commands that have waited for a buffer.
+    /// Returns an I/O to carry out; then [`Connection::complete`] is to be called. Carries out other commands that have waited for a buffer,
+    /// and takes commands that the host's limits have held up.
     pub fn poll_io(&mut self, buffers: &mut Buffers, now: Instant) -> Option<Work> {
+        if self.held_until.is_some_and(|until| until <= now) {
+            self.held_until = None;
+            self.look(buffers, now);
+        }
         if let Some(io) = self.queue.poll_flush() {
             return Some(Work {
                 slot: None,

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -12,7 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
 use crate::identity;
-use crate::target::Listener;
+use crate::target::{Listener, Rates};
 
 /// Port of NVMe/TCP and NVMe/RDMA, as IANA has it.
 pub const DEFAULT_PORT: u16 = 4420;
@@ -79,6 +80,12 @@ pub struct HostConfig {
     /// Maximum number of I/O queues of each of its controllers, at least 1.
     #[serde(default, deserialize_with = "queues")]
     pub queues: Option<u16>,
+    /// I/O commands a second, at least [`Rates::IOS_MIN`].
+    #[serde(default, deserialize_with = "iops")]
+    pub iops: Option<NonZeroU64>,
+    /// Bytes a second, at least [`Rates::BYTES_MIN`].
+    #[serde(default, deserialize_with = "bandwidth")]
+    pub bandwidth: Option<NonZeroU64>,
 }
 
 /// The storage of a namespace.
@@ -342,6 +349,27 @@ pub(super) fn queues<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Optio
     }
 }
 
+pub(super) fn iops<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<NonZeroU64>, D::Error> {
+    let number = Option::<u64>::deserialize(deserializer)?;
+    if let Some(number) = number.filter(|number| *number < Rates::IOS_MIN) {
+        let error = format!(
+            "{number} I/Os a second are too few: give at least {}",
+            Rates::IOS_MIN
+        );
+        return Err(de::Error::custom(error));
+    }
+    Ok(number.and_then(NonZeroU64::new))
+}
+
+pub(super) fn bandwidth<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<NonZeroU64>, D::Error> {
+    let bytes = Option::<Size>::deserialize(deserializer)?.map(|size| size.0);
+    if let Some(bytes) = bytes.filter(|bytes| *bytes < Rates::BYTES_MIN) {
+        let error = format!("{bytes} bytes a second are too few: give at least 1M");
+        return Err(de::Error::custom(error));
+    }
+    Ok(bytes.and_then(NonZeroU64::new))
+}
+
 pub(super) fn listeners<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Listener>, D::Error> {
     let texts = Vec::<String>::deserialize(deserializer)?;
     let parsed = texts.iter().map(|text| parse_listener(text));
@@ -439,6 +467,8 @@ mod tests {
             nqn = "nqn.2014-08.org.example:host"
             secret = "/etc/rdmux/host"
             queues = 4
+            iops = 20000
+            bandwidth = "100M"
 
             [[subsystem]]
             other_hosts = "any"
@@ -458,6 +488,8 @@ mod tests {
         assert_eq!(disks.namespaces[0].uuid.unwrap()[15], 15);
         assert_eq!(disks.namespaces[1].storage, Storage::Memory(64 << 20));
         assert_eq!(disks.hosts[0].queues, Some(4));
+        assert_eq!(disks.hosts[0].iops.unwrap().get(), 20_000);
+        assert_eq!(disks.hosts[0].bandwidth.unwrap().get(), 100 << 20);
         assert!(null.other_hosts == OtherHosts::Any && null.nqn.is_none());
         assert_eq!(null.namespaces[0].storage, Storage::Null(1 << 20));
     }
@@ -481,6 +513,18 @@ mod tests {
                 &format!("{subsystem}[[subsystem.host]]\nnqn = \"nqn.2014-08.org.example:a\"\nqueues = 0"),
                 4,
                 "0 is no number of queues",
+            ),
+            (
+                &format!("{subsystem}[[subsystem.host]]\nnqn = \"nqn.2014-08.org.example:a\"\niops = 99"),
+                4,
+                "99 I/Os a second are too few",
+            ),
+            (
+                &format!(
+                    "{subsystem}[[subsystem.host]]\nnqn = \"nqn.2014-08.org.example:a\"\nbandwidth = \"1K\""
+                ),
+                4,
+                "1024 bytes a second are too few",
             ),
             (
                 &format!("{namespace}memory = \"1G\"\nnull = 1"),

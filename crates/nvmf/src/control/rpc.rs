@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU64;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
-use super::config::{DEFAULT_PORT, HostConfig, NamespaceConfig, OtherHosts, check_listener, nqn, queues};
+use super::config::{
+    DEFAULT_PORT, HostConfig, NamespaceConfig, OtherHosts, bandwidth, check_listener, iops, nqn, queues,
+};
 use super::{Control, ControlError, NamespaceInfo, SubsystemInfo};
 use crate::identity;
 use crate::target::Listener;
@@ -103,6 +106,10 @@ struct AddHost {
     secret: Option<PathBuf>,
     #[serde(default, deserialize_with = "queues")]
     queues: Option<u16>,
+    #[serde(default, deserialize_with = "iops")]
+    iops: Option<NonZeroU64>,
+    #[serde(default, deserialize_with = "bandwidth")]
+    bandwidth: Option<NonZeroU64>,
 }
 
 #[derive(Deserialize)]
@@ -234,11 +241,15 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
                 host,
                 secret,
                 queues,
+                iops,
+                bandwidth,
             } = parse(params)?;
             let host = HostConfig {
                 nqn: host,
                 secret,
                 queues,
+                iops,
+                bandwidth,
             };
             control.add_host(nqn.0.as_ref(), host).map_err(refused)?;
             Ok(true.into())
@@ -308,6 +319,8 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
             "nqn": host.nqn.as_str(),
             "secret": host.secret,
             "queues": host.queues,
+            "iops": host.iops,
+            "bandwidth": host.bandwidth,
         })
     });
     json!({

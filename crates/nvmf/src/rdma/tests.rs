@@ -8,6 +8,7 @@ use rdmux_wire::nvme::*;
 
 use super::*;
 use crate::target::tests::{SUBSYSTEM, connect_data, target};
+use crate::target::{Hosts, Rates, Terms};
 
 const PORT: Port = port(4096);
 const PLACES: usize = 40;
@@ -551,4 +552,49 @@ fn data_of_admin_commands__are_made_in_a_buffer_that_was_given() {
     assert_eq!(admin.responses[&Cid(1)].cqe.status, Status::SUCCESS);
     assert_eq!(admin.written[&Cid(1)].len(), IDENTIFY_LEN);
     assert_eq!(admin.buffers, 0);
+}
+
+#[test]
+fn limit__holds_commands_up_without_buffers() {
+    let (target, subsystem) = target();
+    let (_admin, cntlid) = Host::admin(&target);
+    let mut io = Host::io(&target, cntlid);
+    let ios = std::num::NonZeroU64::new(1000);
+    let terms = Terms {
+        rates: Rates { ios, bytes: None },
+        ..Terms::default()
+    };
+    target.set_hosts(subsystem.nqn(), Hosts::any(terms)).unwrap();
+    for cid in 1..=10 {
+        let mut sqe = rw(Opcode::WRITE, cid, cid.into(), 1);
+        if cid % 2 == 0 {
+            sqe.set_sgl(Sgl::InCapsule {
+                offset: 0,
+                length: 512,
+            });
+            io.send(&sqe, &[cid as u8; 512], &[]);
+        } else {
+            sqe.set_sgl(keyed(512));
+            io.send(&sqe, &[], &[cid as u8; 512]);
+        }
+    }
+    io.settle();
+    assert_eq!((io.responses.len(), io.buffers), (1, 0));
+    assert!(io.connection.wants_buffer().is_none());
+    for done in 2..=10 {
+        let until = io.connection.deadline().unwrap();
+        assert!(until > io.now && until <= io.now + Duration::from_millis(1));
+        io.now += Duration::from_millis(1);
+        io.connection.resume(io.now);
+        io.settle();
+        assert_eq!(io.responses.len(), done);
+    }
+    assert!(io.connection.deadline().is_none());
+    io.now += Duration::from_secs(1);
+    assert_eq!(
+        io.run(rw(Opcode::READ, 20, 1, 10), &[], 5120).status,
+        Status::SUCCESS
+    );
+    let expected: Vec<u8> = (1..=10).flat_map(|cid| [cid; 512]).collect();
+    assert!(io.written[&Cid(20)] == expected);
 }

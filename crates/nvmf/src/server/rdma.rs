@@ -440,6 +440,7 @@ impl Rdma {
             return;
         };
         let (port, buffers) = (&mut self.ports[served.port], &mut self.buffers);
+        served.connection.resume(now);
         let mut left = TURN_BYTES;
         let mut is_broken = false;
         loop {

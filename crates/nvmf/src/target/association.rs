@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use super::fence::{STRIPES, Stripe};
+use super::limit::Limit;
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::{
     Cid, ConnectData, HealthLog, HostId, Nqn, NsId, ReservationNotice, ReservationNotification, Status,
@@ -27,6 +28,8 @@ pub(super) struct Association {
     is_expelled: AtomicBool,
     /// Maximum number of its I/O queues.
     pub(super) queues_max: u16,
+    /// Limits of its host, for all of its controllers.
+    pub(super) limit: Arc<Limit>,
     /// Number of resets: I/O queues end with the next one. Odd once the controller is over.
     epoch: AtomicU32,
     /// I/Os that run on media or change blocks, by queue: queues with different reactors share no counter, as long as they are few.
@@ -109,7 +112,7 @@ impl Counters {
 }
 
 impl Association {
-    pub(super) fn new(cntlid: u16, data: &ConnectData, queues_max: u16) -> Association {
+    pub(super) fn new(cntlid: u16, data: &ConnectData, queues_max: u16, limit: Arc<Limit>) -> Association {
         Association {
             cntlid,
             host: data.host.clone(),
@@ -117,6 +120,7 @@ impl Association {
             is_ready: AtomicBool::new(false),
             is_expelled: AtomicBool::new(false),
             queues_max,
+            limit,
             epoch: AtomicU32::new(0),
             running: Default::default(),
             queues: Mutex::default(),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use rdmux_wire::nvme::Nqn;
 
+use super::limit::Rates;
 use crate::auth::{Random, Secrets};
 
 /// Hosts that may use a subsystem. By default none.
@@ -37,6 +38,8 @@ pub struct Terms {
     pub authentication: Option<Authentication>,
     /// Maximum number of I/O queues of each of its controllers; `None`: the target's.
     pub queues: Option<u16>,
+    /// Limits of its I/Os.
+    pub rates: Rates,
 }
 
 /// Authentication by DH-HMAC-CHAP.

@@ -455,6 +455,9 @@ impl Io {
         if overlaps {
             return Err(Status::COPY_OVERLAPS.do_not_retry());
         }
+        if let Some(user) = to.user() {
+            user.session.association.limit.spend_more(length);
+        }
         let mut buffer = Pages::new(PART.min(length as usize));
         let mut to_offset = offset;
         for (from, offset, length) in &sources {

@@ -169,6 +169,14 @@ impl Queue {
         }
     }
 
+    /// Returns until when the transport takes no further I/O command, if its host has used up what its limits allow.
+    pub fn held_until(&self, now: Instant) -> Option<Instant> {
+        match &self.role {
+            Role::Io { view, .. } => view.user().session.association.limit.held_until(now),
+            Role::New | Role::Admin(_) => None,
+        }
+    }
+
     /// Checks a command of which the transport moves `data_len` bytes.
     ///
     /// # Errors
@@ -223,6 +231,7 @@ impl Queue {
                     _ => 0,
                 };
                 let checked = Io::check(view, sqe, data_len, self.port.data_max(), copy_formats);
+                association.limit.spend(data_len, now);
                 if let Ok(io) = &checked {
                     match io.operation {
                         Operation::Read | Operation::Compare | Operation::Verify => counters.read(io.length),
@@ -370,7 +379,7 @@ impl Queue {
                     DISCOVERY_NQN => ControllerKind::Discovery,
                     _ => ControllerKind::Io,
                 };
-                let association = subsystem.associate(&data, &terms, queues_max);
+                let association = subsystem.associate(&data, &terms, queues_max, now);
                 let association = association.map_err(|status| (status, 0))?;
                 let cntlid = association.cntlid;
                 let keep_alive_ms = connect.keep_alive_ms;

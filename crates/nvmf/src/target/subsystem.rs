@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{
@@ -15,6 +16,7 @@ use rdmux_wire::nvme::{
 
 use super::association::Association;
 use super::hosts::{Hosts, Terms};
+use super::limit::Limit;
 use super::namespace::{Namespace, SharedNamespace};
 use super::reservation::{ReservationStore, Reservations};
 use crate::auth::{Authenticator, Parties};
@@ -171,6 +173,9 @@ impl Subsystem {
             });
             if !stays {
                 association.expel();
+            }
+            if let Some(terms) = hosts.terms(host) {
+                association.limit.set(&terms.rates);
             }
         }
         state.hosts = hosts;
@@ -416,6 +421,7 @@ impl Subsystem {
         data: &ConnectData,
         terms: &Terms,
         queues_max: u16,
+        now: Instant,
     ) -> Result<Arc<Association>, Status> {
         let mut state = self.state();
         // They may have changed since they were looked up: the host tries again, on those of now.
@@ -428,7 +434,13 @@ impl Subsystem {
         let later = after + 1..=*self.cntlids.end();
         let cntlid = later.chain(*self.cntlids.start()..=after).find(is_free);
         let cntlid = cntlid.ok_or(Status::CONNECT_BUSY)?;
-        let association = Arc::new(Association::new(cntlid, data, queues_max));
+        let mut others = state.controllers.values();
+        let other = others.find(|other| other.host == data.host);
+        let limit = match other {
+            Some(other) => other.limit.clone(),
+            None => Arc::new(Limit::new(&terms.rates, now)),
+        };
+        let association = Arc::new(Association::new(cntlid, data, queues_max, limit));
         state.last_cntlid = cntlid;
         state.controllers.insert(cntlid, association.clone());
         Ok(association)

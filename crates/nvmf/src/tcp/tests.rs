@@ -1,4 +1,5 @@
 use std::collections::HashMap;
+use std::time::Duration;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -7,6 +8,7 @@ use rdmux_wire::nvme_tcp::PduType;
 
 use super::*;
 use crate::target::tests::{SUBSYSTEM, connect_data, target};
+use crate::target::{Hosts, Rates, Terms};
 
 /// A host's side that sends any PDU, and keeps what the controller answers.
 struct Host {
@@ -212,7 +214,10 @@ impl Host {
 
 /// Returns a host's admin queue and an I/O queue of a controller that is ready.
 fn hosts(digests: Digests, no_flow_control: bool, seed: u64) -> (Host, Host) {
-    let (target, _) = target();
+    hosts_of(&target().0, digests, no_flow_control, seed)
+}
+
+fn hosts_of(target: &Arc<Target>, digests: Digests, no_flow_control: bool, seed: u64) -> (Host, Host) {
     let mut admin = Host::new(target.clone(), digests, seed);
     let cntlid = admin.connect(0, ConnectData::ANY_CONTROLLER, false).result as u16;
     let property = Property {
@@ -222,7 +227,7 @@ fn hosts(digests: Digests, no_flow_control: bool, seed: u64) -> (Host, Host) {
     };
     let (cqe, _) = admin.run(property.command(FabricsType::PROPERTY_SET, Cid(1)), &[], 0, false);
     assert_eq!(cqe.status, Status::SUCCESS);
-    let mut io = Host::new(target, digests, seed + 1);
+    let mut io = Host::new(target.clone(), digests, seed + 1);
     assert_eq!(io.connect(1, cntlid, no_flow_control).status, Status::SUCCESS);
     (admin, io)
 }
@@ -666,4 +671,46 @@ fn data_of_admin_commands__wait_for_room() {
     assert!((1..=8).all(|cid| admin.responses[&Cid(cid)].status == Status::SUCCESS));
     assert!((1..=8).all(|cid| admin.data[&Cid(cid)].len() == IDENTIFY_LEN));
     assert_eq!(admin.connection.buffered, 0);
+}
+
+#[test]
+fn limit__leaves_commands_with_the_host_until_it_allows_them() {
+    let (target, subsystem) = target();
+    let hosts = |ios| {
+        let ios = std::num::NonZeroU64::new(ios);
+        Hosts::any(Terms {
+            rates: Rates { ios, bytes: None },
+            ..Terms::default()
+        })
+    };
+    let (mut admin, mut io) = hosts_of(&target, Digests::empty(), true, 7);
+    target.set_hosts(subsystem.nqn(), hosts(1000)).unwrap();
+    io.responses.clear();
+    for cid in 0..20 {
+        let mut sqe = rw(Opcode::WRITE, cid, cid.into(), 1);
+        sqe.set_sgl(Sgl::InCapsule {
+            offset: 0,
+            length: 512,
+        });
+        io.send(&Header::CapsuleCmd(sqe), &[cid as u8; 512]);
+    }
+    assert_eq!(io.responses.len(), 1);
+    assert!(!io.connection.wants_bytes());
+    let deadline = io.connection.deadline().unwrap();
+    assert!(deadline > io.now && deadline <= io.now + Duration::from_millis(1));
+    // The admin queue has no limit.
+    let (cqe, _) = admin.run(Sqe::new(Opcode::KEEP_ALIVE, Cid(5), NsId::NONE), &[], 0, false);
+    assert_eq!(cqe.status, Status::SUCCESS);
+    for done in 2..=11 {
+        io.now += Duration::from_millis(1);
+        io.receive();
+        assert_eq!(io.responses.len(), done);
+    }
+    target.set_hosts(subsystem.nqn(), hosts(0)).unwrap();
+    io.now += Duration::from_millis(1);
+    io.receive();
+    assert_eq!(io.responses.len(), 20);
+    assert!(io.connection.wants_bytes() && io.connection.deadline().is_none());
+    let (_, data) = io.run(rw(Opcode::READ, 1, 19, 1), &[], 512, false);
+    assert_eq!(data, [19; 512]);
 }

@@ -6,7 +6,8 @@ use anyhow::{Context, Result, bail};
 use clap::Subcommand;
 use rdmux_nvmf::control::config::{NamespaceConfig, Storage, parse_listener, parse_nqn};
 use rdmux_nvmf::control::rpc::{call, sockets};
-use rdmux_nvmf::target::Listener;
+use rdmux_nvmf::target::{Listener, Rates};
+use rdmux_push::parse_size;
 use rdmux_wire::nvme::{Nqn, TransportKind};
 use serde_json::{Value, json};
 
@@ -81,7 +82,7 @@ pub(crate) struct HostArgs {
 enum HostCommand {
     /// List the hosts that have terms of their own.
     #[command(
-        after_help = "JSON: an array of nqn, hosts (array of nqn, secret: its file or null, queues or null)."
+        after_help = "JSON: an array of nqn, hosts (array of nqn, secret: its file or null, queues, iops and bandwidth: numbers or null)."
     )]
     List(At),
     /// Let a host in, or change its terms.
@@ -96,6 +97,12 @@ enum HostCommand {
         /// Maximum number of I/O queues of each of its controllers [default: the target's].
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
         queues: Option<u16>,
+        /// I/O commands a second, at least 100, over all of its controllers [default: any number].
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(Rates::IOS_MIN..))]
+        iops: Option<u64>,
+        /// Bytes a second, at least 1M, over all of its controllers [default: any number].
+        #[arg(long, value_name = "BYTES", value_parser = parse_bandwidth)]
+        bandwidth: Option<u64>,
         #[command(flatten)]
         at: At,
     },
@@ -298,16 +305,27 @@ pub(crate) fn namespaces(args: &NamespaceArgs) -> Result<()> {
     }
 }
 
+fn parse_bandwidth(text: &str) -> Result<u64, String> {
+    let bytes = parse_size(text).filter(|bytes| *bytes >= Rates::BYTES_MIN);
+    bytes.ok_or_else(|| "give bytes a second, at least 1M, with or without K, M or G".into())
+}
+
 pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
     match &args.command {
         HostCommand::List(at) => at.list("hosts", |hosts| {
             let rows: Vec<_> = hosts
                 .iter()
-                .map(|host| vec![text(&host["nqn"]), text(&host["queues"]), text(&host["secret"])])
+                .map(|host| {
+                    ["nqn", "queues", "iops", "bandwidth", "secret"]
+                        .map(|key| text(&host[key]))
+                        .into()
+                })
                 .collect();
             let columns = [
                 ("host", Align::Left),
                 ("queues", Align::Right),
+                ("IOPS", Align::Right),
+                ("bytes/s", Align::Right),
                 ("secret", Align::Left),
             ];
             output::table(&columns, &rows)
@@ -316,10 +334,18 @@ pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
             host,
             secret,
             queues,
+            iops,
+            bandwidth,
             at,
         } => {
             let secret = secret.as_deref().map(resolve).transpose()?;
-            let params = json!({ "host": host.as_str(), "secret": secret, "queues": queues });
+            let params = json!({
+                "host": host.as_str(),
+                "secret": secret,
+                "queues": queues,
+                "iops": iops,
+                "bandwidth": bandwidth,
+            });
             at.change("nvmf_subsystem_add_host", params, |_| {
                 format!("{host} may use it")
             })
