@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
-use rdmux_wire::nvme::{DISCOVERY_NQN, Nqn, NsId, TransportKind};
+use rdmux_wire::nvme::{DISCOVERY_NQN, HealthLog, Nqn, NsId, TransportKind};
 
 use self::config::{HostConfig, NamespaceConfig, OtherHosts, Storage, SubsystemConfig, TargetConfig};
 use crate::auth::{SecretError, Secrets};
@@ -25,8 +25,8 @@ use crate::identity;
 use crate::reservations::ReservationFolder;
 use crate::server::{Config, Handle, ServeError, Server};
 use crate::target::{
-    Authentication, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates, Subsystem, Target,
-    TargetError, Terms,
+    Authentication, ControllerInfo, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates,
+    Subsystem, Target, TargetError, Terms,
 };
 
 /// Reason for which a target was not started or changed.
@@ -142,6 +142,8 @@ pub struct SubsystemInfo {
     pub hosts: Vec<HostConfig>,
     /// Its namespaces, in the order of their ids.
     pub namespaces: Vec<NamespaceInfo>,
+    /// Number and bytes of what all controllers have carried out, also those that are over.
+    pub counts: HealthLog,
 }
 
 /// A namespace, to be shown.
@@ -204,6 +206,15 @@ impl Control {
     /// Returns its subsystems, in the order of their names.
     pub fn subsystems(&self) -> Vec<SubsystemInfo> {
         self.subsystems.lock().values().map(Exported::info).collect()
+    }
+
+    /// Returns the controllers of a subsystem. A target with one subsystem needs no name.
+    ///
+    /// # Errors
+    /// There is no such subsystem.
+    pub fn controllers(&self, nqn: Option<&Nqn>) -> Result<Vec<ControllerInfo>, ControlError> {
+        let mut subsystems = self.subsystems.lock();
+        Ok(find(&mut subsystems, nqn)?.subsystem.controllers())
     }
 
     /// Adds a namespace to a subsystem, and returns its id. A target with one subsystem needs no name.
@@ -577,6 +588,7 @@ impl Exported {
                 .is_some_and(|common| common.authentication.secrets.controller.is_some()),
             hosts: self.config.hosts.clone(),
             namespaces: described.collect(),
+            counts: self.subsystem.counts(),
         }
     }
 }

@@ -12,6 +12,7 @@ mod namespace;
 mod queue;
 mod reservation;
 mod subsystem;
+mod tally;
 #[cfg(test)]
 pub(crate) mod tests;
 mod view;
@@ -26,4 +27,4 @@ pub(crate) use queue::{ADMIN_ENTRIES, IO_QUEUES_MAX};
 pub use queue::{Admitted, Port, Queue, Step};
 pub use reservation::{ReservationState, ReservationStore};
 pub(crate) use subsystem::NAMESPACES_MAX;
-pub use subsystem::{Listener, NamespaceError, Subsystem, Target, TargetError};
+pub use subsystem::{ControllerInfo, Listener, NamespaceError, Subsystem, Target, TargetError};

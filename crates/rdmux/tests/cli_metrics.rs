@@ -446,6 +446,45 @@ fn node__shows_each_tenant() {
 }
 
 #[test]
+fn nvme_target__counts_what_hosts_do() {
+    let home = tempfile::tempdir().unwrap();
+    let nqn = "nqn.2014-08.org.example:secret";
+    let target = [
+        "nvme",
+        "target",
+        "--ns",
+        "mem:1M",
+        "--nqn",
+        nqn,
+        "--listen",
+        "tcp:127.0.20.7",
+        "--allow-any-host",
+        "--json",
+    ];
+    let mut serving = Measured::start(rdmux(&home, &target));
+    let mut out = BufReader::new(serving.child.0.stdout.take().unwrap());
+    out.read_line(&mut String::new()).unwrap();
+    let url = format!("nvme+tcp://127.0.20.7/{nqn}");
+    let file = home.path().join("data");
+    fs::write(&file, [7; 8192]).unwrap();
+    ok(&home, &["nvme", "write", &url, file.to_str().unwrap()]);
+    ok(&home, &["nvme", "read", &url, "--length", "4096"]);
+    let text = serving.text();
+    let metrics = Exposition::read(&text);
+    assert_eq!(
+        metrics.sum("rdmux_nvme_bytes_total", "operation=\"write\""),
+        8192.0
+    );
+    assert_eq!(
+        metrics.sum("rdmux_nvme_bytes_total", "operation=\"read\""),
+        4096.0
+    );
+    assert!(metrics.sum("rdmux_nvme_commands_total", "") >= 2.0);
+    assert_eq!(metrics.sum("rdmux_nvme_namespaces", ""), 1.0);
+    assert!(!text.contains("secret"), "{text}");
+}
+
+#[test]
 fn log__shows_what_its_writer_does() {
     let home = tempfile::tempdir().unwrap();
     let _serving = Measured::serve(&home, &["--listen", "127.0.20.8", "--mem", "l,size=1M"]);

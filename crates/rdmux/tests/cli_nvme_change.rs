@@ -183,6 +183,60 @@ fn requests__are_seen_by_hosts() {
 }
 
 #[test]
+fn limits__hold_a_host_to_its_rate_and_no_other() {
+    let user = User::new();
+    let (listen, nqn) = place(7);
+    let (_target, _) = user.target(&[
+        "--ns",
+        "null:1G",
+        "--listen",
+        &listen,
+        "--nqn",
+        &nqn,
+        "--allow-any-host",
+    ]);
+    let url = format!("nvme+{}/{nqn}", listen.replace("tcp:", "tcp://"));
+    let (slow, free) = ("nqn.2014-08.org.example:slow", "nqn.2014-08.org.example:free");
+    let perf = |host: &str| {
+        let args = [
+            "nvme",
+            "perf",
+            &url,
+            "--hostnqn",
+            host,
+            "--time",
+            "1",
+            "--warmup",
+            "0",
+            "--queues",
+            "2",
+            "--json",
+        ];
+        user.json(&args)["ios"].as_u64().unwrap()
+    };
+    user.run(&["nvme", "host", "add", slow, "--iops", "1000"]);
+    // A limit is a time to wait: a slow machine does not go beyond it. The end of the run takes some time as well.
+    let done = perf(slow);
+    assert!((100..1100).contains(&done), "{done}");
+    let free_done = perf(free);
+    assert!(free_done > 2 * done, "{free_done} beside {done}");
+    user.run(&["nvme", "host", "add", slow, "--bandwidth", "2M"]);
+    let done = perf(slow);
+    assert!((50..600).contains(&done), "{done}");
+    let stat = user.json(&["nvme", "stat", "--json"]);
+    assert!(
+        stat[0]["counts"]["reads"].as_u64().unwrap() >= free_done,
+        "{stat}"
+    );
+    assert_eq!(stat[0]["controllers"].as_array().unwrap().len(), 0);
+    assert!(user.run(&["nvme", "stat"]).contains("all"));
+    let error = user.output(&["nvme", "host", "add", slow, "--iops", "99"]);
+    assert!(!error.status.success());
+    let hosts = user.json(&["nvme", "host", "list", "--json"]);
+    assert_eq!(hosts[0]["hosts"][0]["bandwidth"], 2 << 20);
+}
+
+#[test]
 fn requests__need_a_target() {
     let user = User::new();
     let error = user.error(&["nvme", "ns", "list"]);

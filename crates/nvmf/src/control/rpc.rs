@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rdmux_verbs::provider::folder::runtime_folder;
-use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
+use rdmux_wire::nvme::{HealthLog, Nqn, NsId, TransportKind};
 use rustix::fs::{Mode, fchmod};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with, sockopt,
@@ -26,7 +26,7 @@ use super::config::{
 };
 use super::{Control, ControlError, NamespaceInfo, SubsystemInfo};
 use crate::identity;
-use crate::target::Listener;
+use crate::target::{ControllerInfo, Listener};
 
 /// Bytes of a request at most.
 const REQUEST_MAX: usize = 1 << 20;
@@ -114,6 +114,13 @@ struct AddHost {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct OneSubsystem {
+    #[serde(default)]
+    nqn: Name,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct OneHost {
     #[serde(default)]
     nqn: Name,
@@ -168,10 +175,11 @@ impl ListenAddress {
 }
 
 /// The methods.
-const METHODS: [&str; 11] = [
+const METHODS: [&str; 12] = [
     "nvmf_get_subsystems",
     "nvmf_subsystem_add_host",
     "nvmf_subsystem_add_ns",
+    "nvmf_subsystem_get_controllers",
     "nvmf_subsystem_remove_host",
     "nvmf_subsystem_remove_ns",
     "nvmf_subsystem_resize_ns",
@@ -234,6 +242,11 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
             let OneNamespace { nqn, nsid } = parse(params)?;
             let is_resized = control.resize_namespace(nqn.0.as_ref(), NsId(nsid));
             Ok(is_resized.map_err(refused)?.into())
+        }
+        "nvmf_subsystem_get_controllers" => {
+            let OneSubsystem { nqn } = parse(params)?;
+            let controllers = control.controllers(nqn.0.as_ref()).map_err(refused)?;
+            Ok(controllers.iter().map(controller_json).collect())
         }
         "nvmf_subsystem_add_host" => {
             let AddHost {
@@ -332,8 +345,28 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
         "secret": info.secret_file,
         "hosts": hosts.collect::<Vec<_>>(),
         "serial_number": info.serial,
+        "counts": counts_json(&info.counts),
         "namespaces": info.namespaces.iter().map(namespace_json).collect::<Vec<_>>(),
     })
+}
+
+fn counts_json(counts: &HealthLog) -> Value {
+    json!({
+        "reads": counts.reads,
+        "read_bytes": counts.read_bytes,
+        "writes": counts.writes,
+        "written_bytes": counts.written_bytes,
+        "media_errors": counts.media_errors,
+    })
+}
+
+fn controller_json(info: &ControllerInfo) -> Value {
+    let mut json = counts_json(&info.counts);
+    json["cntlid"] = info.cntlid.into();
+    json["hostnqn"] = info.host.as_str().into();
+    json["hostid"] = identity::uuid_text(&info.host_id.0).into();
+    json["num_io_qpairs"] = info.queues.into();
+    json
 }
 
 fn namespace_json(info: &NamespaceInfo) -> Value {

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicUsize, Ordering};
 
 use super::fence::{STRIPES, Stripe};
 use super::limit::Limit;
+use super::tally::{Counters, Tally};
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::{
     Cid, ConnectData, HealthLog, HostId, Nqn, NsId, ReservationNotice, ReservationNotification, Status,
@@ -42,8 +43,9 @@ pub(super) struct Association {
     /// Number of `aborts`, so that queues need no lock to know that there are none.
     aborts_asked: AtomicUsize,
     aborts: Mutex<Vec<Abort>>,
-    /// Counters of the queues that there are, and the sum of those that were.
-    counters: Mutex<(HealthLog, Vec<Arc<Counters>>)>,
+    tally: Tally,
+    /// That of all controllers of the subsystem.
+    subsystem_tally: Arc<Tally>,
     has_notices: AtomicBool,
     notices: Mutex<Notices>,
 }
@@ -69,50 +71,14 @@ struct Notices {
     count: u64,
 }
 
-/// Counters of the commands that a queue has carried out. Only the queue's thread changes them.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    reads: AtomicU64,
-    read_bytes: AtomicU64,
-    writes: AtomicU64,
-    written_bytes: AtomicU64,
-    media_errors: AtomicU64,
-}
-
-impl Counters {
-    fn add(counter: &AtomicU64, value: u64) {
-        // One thread writes it: no atomic addition is needed.
-        counter.store(counter.load(Ordering::Relaxed) + value, Ordering::Relaxed);
-    }
-
-    /// Counts a command that was admitted.
-    pub(super) fn read(&self, bytes: u32) {
-        Counters::add(&self.reads, 1);
-        Counters::add(&self.read_bytes, bytes.into());
-    }
-
-    /// As [`Counters::read`].
-    pub(super) fn wrote(&self, bytes: u32) {
-        Counters::add(&self.writes, 1);
-        Counters::add(&self.written_bytes, bytes.into());
-    }
-
-    pub(super) fn media_error(&self) {
-        Counters::add(&self.media_errors, 1);
-    }
-
-    fn add_to(&self, sum: &mut HealthLog) {
-        let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        sum.reads += value(&self.reads);
-        sum.read_bytes += value(&self.read_bytes);
-        sum.writes += value(&self.writes);
-        sum.written_bytes += value(&self.written_bytes);
-        sum.media_errors += value(&self.media_errors);
-    }
-}
-
 impl Association {
-    pub(super) fn new(cntlid: u16, data: &ConnectData, queues_max: u16, limit: Arc<Limit>) -> Association {
+    pub(super) fn new(
+        cntlid: u16,
+        data: &ConnectData,
+        queues_max: u16,
+        limit: Arc<Limit>,
+        subsystem_tally: Arc<Tally>,
+    ) -> Association {
         Association {
             cntlid,
             host: data.host.clone(),
@@ -128,7 +94,8 @@ impl Association {
             tells: AtomicBool::new(false),
             aborts_asked: AtomicUsize::new(0),
             aborts: Mutex::default(),
-            counters: Mutex::default(),
+            tally: Tally::default(),
+            subsystem_tally,
             has_notices: AtomicBool::new(false),
             notices: Mutex::default(),
         }
@@ -140,18 +107,15 @@ impl Association {
             return None;
         }
         let counters = Arc::new(Counters::default());
-        self.counters.lock().1.push(counters.clone());
+        self.tally.begin(counters.clone());
+        self.subsystem_tally.begin(counters.clone());
         Some(counters)
     }
 
     pub(super) fn give_back(&self, qid: u16, counters: &Arc<Counters>) {
         self.queues.lock().remove(&qid);
-        {
-            let mut all = self.counters.lock();
-            let (sum, queues) = &mut *all;
-            counters.add_to(sum);
-            queues.retain(|queue| !Arc::ptr_eq(queue, counters));
-        }
+        self.tally.end(counters);
+        self.subsystem_tally.end(counters);
         let mut aborts = self.aborts.lock();
         for abort in aborts.iter_mut().filter(|abort| abort.qid == qid) {
             abort.was_aborted.get_or_insert(false);
@@ -160,10 +124,12 @@ impl Association {
 
     /// Returns what its queues have carried out.
     pub(super) fn health(&self) -> HealthLog {
-        let all = self.counters.lock();
-        let (mut sum, queues) = (all.0, &all.1);
-        queues.iter().for_each(|queue| queue.add_to(&mut sum));
-        sum
+        self.tally.sum()
+    }
+
+    /// Returns the number of its I/O queues.
+    pub(super) fn queues(&self) -> usize {
+        self.queues.lock().len()
     }
 
     /// Ends all I/O queues, whose I/Os that have not begun never run.

@@ -12,12 +12,13 @@ use rdmux_wire::nvme::{
 
 use crate::auth::Authenticator;
 
-use super::association::{Counters, Session};
+use super::association::Session;
 use super::controller::Controller;
 use super::fused::Pairs;
 use super::io::{Io, Operation};
 use super::namespace::User;
 use super::subsystem::Target;
+use super::tally::Counters;
 use super::view::View;
 
 /// Entries of an admin queue.

@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{
-    AnaGroup, AnaLog, AnaState, ConnectData, DISCOVERY_NQN, HostId, Nqn, NsId, ReservationController,
-    ReservationNotice, ReservationReport, Status, TransportKind,
+    AnaGroup, AnaLog, AnaState, ConnectData, DISCOVERY_NQN, HealthLog, HostId, Nqn, NsId,
+    ReservationController, ReservationNotice, ReservationReport, Status, TransportKind,
 };
 
 use super::association::Association;
@@ -19,6 +19,7 @@ use super::hosts::{Hosts, Terms};
 use super::limit::Limit;
 use super::namespace::{Namespace, SharedNamespace};
 use super::reservation::{ReservationStore, Reservations};
+use super::tally::Tally;
 use crate::auth::{Authenticator, Parties};
 
 /// The highest namespace id.
@@ -66,7 +67,23 @@ pub struct Subsystem {
     generation: AtomicU64,
     cntlids: RangeInclusive<u16>,
     reservations: Option<Arc<dyn ReservationStore>>,
+    tally: Arc<Tally>,
     state: Mutex<State>,
+}
+
+/// A controller, to be shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ControllerInfo {
+    /// Its id.
+    pub cntlid: u16,
+    /// Name of its host.
+    pub host: Nqn,
+    /// Id of its host.
+    pub host_id: HostId,
+    /// Number of its I/O queues.
+    pub queues: usize,
+    /// Number and bytes of what these have carried out.
+    pub counts: HealthLog,
 }
 
 #[derive(Debug, Default)]
@@ -109,6 +126,7 @@ impl Subsystem {
             generation: AtomicU64::new(0),
             cntlids: 1..=CNTLID_MAX,
             reservations: None,
+            tally: Arc::default(),
             state: Mutex::new(State {
                 hosts,
                 ..State::default()
@@ -179,6 +197,24 @@ impl Subsystem {
             }
         }
         state.hosts = hosts;
+    }
+
+    /// Returns its controllers, in the order of their ids.
+    pub fn controllers(&self) -> Vec<ControllerInfo> {
+        let controllers: Vec<_> = self.state().controllers.values().cloned().collect();
+        let info = |controller: Arc<Association>| ControllerInfo {
+            cntlid: controller.cntlid,
+            host: controller.host.clone(),
+            host_id: controller.host_id,
+            queues: controller.queues(),
+            counts: controller.health(),
+        };
+        controllers.into_iter().map(info).collect()
+    }
+
+    /// Returns number and bytes of what all controllers have carried out, also those that are over.
+    pub fn counts(&self) -> HealthLog {
+        self.tally.sum()
     }
 
     /// Returns its serial number.
@@ -440,7 +476,13 @@ impl Subsystem {
             Some(other) => other.limit.clone(),
             None => Arc::new(Limit::new(&terms.rates, now)),
         };
-        let association = Arc::new(Association::new(cntlid, data, queues_max, limit));
+        let association = Arc::new(Association::new(
+            cntlid,
+            data,
+            queues_max,
+            limit,
+            self.tally.clone(),
+        ));
         state.last_cntlid = cntlid;
         state.controllers.insert(cntlid, association.clone());
         Ok(association)

@@ -7,6 +7,7 @@ mod host;
 mod identify;
 mod list;
 mod perf;
+mod stat;
 mod target;
 
 use anyhow::Result;
@@ -29,6 +30,8 @@ enum Command {
     Host(change::HostArgs),
     /// Show and change the addresses on which a target listens.
     Listener(change::ListenerArgs),
+    /// Show what the hosts of a target that runs have read and written.
+    Stat(stat::Args),
     /// List the subsystems that a target offers.
     Discover(discover::Args),
     /// List the namespaces of a subsystem.
@@ -51,6 +54,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Command::Ns(args) => change::namespaces(&args),
         Command::Host(args) => change::hosts(&args),
         Command::Listener(args) => change::listeners(&args),
+        Command::Stat(args) => stat::run(&args),
         Command::Discover(args) => discover::run(&args),
         Command::List(args) => list::run(&args),
         Command::IdCtrl(args) => identify::controller(&args),

@@ -2,6 +2,7 @@
 //! regions, files or applications, no peers, no payload. Those of a node name its tenants.
 
 mod node;
+mod nvme;
 mod text;
 
 use std::net::{SocketAddr, TcpListener};
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rdmux_hw::metrics::{RnicMetrics, devices as rnics};
+use rdmux_nvmf::control::Control;
 use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
 use rdmux_share::node::snapshot::Snapshot;
 use rdmux_soft::metrics::{DeviceMetrics, devices};
@@ -29,6 +31,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The server of this process, if it is one.
 static SERVER: OnceLock<Metrics> = OnceLock::new();
+
+/// The NVMe target of this process, if it is one.
+static TARGET: OnceLock<Arc<Control>> = OnceLock::new();
 
 /// The node of this process, if it is one.
 static NODE: OnceLock<Arc<Recent>> = OnceLock::new();
@@ -58,9 +63,17 @@ fn answer(request: &Request<'_>) -> Answer {
         return Answer::text("404 Not Found", "metrics are at /metrics\n");
     }
     let node = NODE.get().and_then(|node| node.snapshot());
+    let target = TARGET.get().map(|target| nvme::Figures::of(target));
     Answer {
         content_type: "text/plain; version=0.0.4; charset=utf-8",
-        body: render(&devices(), &rnics(), SERVER.get(), node.as_deref()).into(),
+        body: render(
+            &devices(),
+            &rnics(),
+            SERVER.get(),
+            node.as_deref(),
+            target.as_ref(),
+        )
+        .into(),
         ..Answer::text("200 OK", "")
     }
 }
@@ -69,6 +82,12 @@ fn answer(request: &Request<'_>) -> Answer {
 pub(crate) fn show_server(metrics: Metrics) {
     // A process has at most one server.
     let _ = SERVER.set(metrics);
+}
+
+/// Adds the figures of an NVMe target to the metrics.
+pub(crate) fn show_target(target: Arc<Control>) {
+    // A process has at most one target.
+    let _ = TARGET.set(target);
 }
 
 /// Adds the figures of a node to the metrics.
@@ -129,6 +148,7 @@ fn render(
     rnics: &[RnicMetrics],
     server: Option<&Metrics>,
     node: Option<&Snapshot>,
+    target: Option<&nvme::Figures>,
 ) -> String {
     let mut text = Text::default();
     text.family(
@@ -149,6 +169,9 @@ fn render(
     }
     if let Some(node) = node {
         node::render(&mut text, node);
+    }
+    if let Some(target) = target {
+        target.render(&mut text);
     }
     text.finish()
 }
@@ -489,7 +512,13 @@ mod tests {
             .filter(|one| one.address == address)
             .collect();
         let server = Metrics::default();
-        let text = render(&own, &[an_rnic()], Some(&server), Some(&node::tests::snapshot()));
+        let text = render(
+            &own,
+            &[an_rnic()],
+            Some(&server),
+            Some(&node::tests::snapshot()),
+            Some(&nvme::Figures::default()),
+        );
         let families = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let shown: BTreeSet<&str> = families.map(|family| family.split(' ').next().unwrap()).collect();
         let missing: Vec<&&str> = told.difference(&shown).collect();
@@ -545,12 +574,12 @@ mod tests {
              1\n",
             env!("CARGO_PKG_VERSION")
         );
-        assert_eq!(render(&[], &[], None, None), expected);
+        assert_eq!(render(&[], &[], None, None, None), expected);
     }
 
     #[test]
     fn render__an_rnic() {
-        let text = render(&[], &[an_rnic()], None, None);
+        let text = render(&[], &[an_rnic()], None, None, None);
         for line in [
             "rdmux_hw_queue_pairs{device=\"rxe0\",port=\"1\"} 2",
             "rdmux_hw_memory_regions{device=\"rxe0\",port=\"1\"} 3",

@@ -24,7 +24,7 @@ pub(crate) struct At {
     nqn: Option<Nqn>,
     /// Print the result in JSON.
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 /// Show and change the namespaces of a target that runs.
@@ -181,7 +181,7 @@ impl At {
         }
     }
 
-    fn call(&self, method: &str, mut params: Value) -> Result<Value> {
+    pub(super) fn call(&self, method: &str, mut params: Value) -> Result<Value> {
         if method.starts_with("nvmf_target") && self.nqn.is_some() {
             bail!("a target listens for all of its subsystems: leave --nqn out");
         }
@@ -203,7 +203,7 @@ impl At {
     }
 
     /// Returns the subsystems, or the one that was named.
-    fn subsystems(&self) -> Result<Vec<Value>> {
+    pub(super) fn subsystems(&self) -> Result<Vec<Value>> {
         let listed = call(&self.socket()?, "nvmf_get_subsystems", json!({}))?;
         let Value::Array(mut listed) = listed else {
             bail!("the target gives no list of subsystems");

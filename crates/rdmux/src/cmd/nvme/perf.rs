@@ -94,7 +94,7 @@ fn parse_bs(text: &str) -> Result<u32, String> {
         .ok_or_else(|| "give 512 bytes to 1M, as a number with or without K or M".into())
 }
 
-fn parse_seconds(text: &str) -> Result<Duration, String> {
+pub(super) fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = parse_pause(text)?;
     (!seconds.is_zero())
         .then_some(seconds)

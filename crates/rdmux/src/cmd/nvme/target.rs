@@ -17,11 +17,11 @@ use serde_json::{Value, json};
 use crate::cmd::device::DeviceArgs;
 use crate::cmd::node::raise_descriptors;
 use crate::output::{self, Align};
-use crate::signals;
+use crate::{metrics, signals};
 
 /// Export files, block devices and memory as NVMe namespaces, until Ctrl-C.
 ///
-/// `rdmux nvme ns`, `host` and `listener` change a target that runs. With --config it exports what a file describes; SIGHUP has it read the file
+/// `rdmux nvme ns`, `host` and `listener` change a target that runs, and `stat` shows what its hosts do. With --config it exports what a file describes; SIGHUP has it read the file
 /// again, hosts stay connected, and a wrong file changes nothing.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -95,6 +95,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     args.device.apply()?;
     let (control, server) = Control::start(args.description()?)?;
     let control = Arc::new(control);
+    metrics::show_target(control.clone());
     // Hosts beyond the limit would wait to be accepted.
     raise_descriptors();
     let handle = server.handle();
