@@ -178,12 +178,17 @@ impl Host {
     }
 
     fn connect(&mut self, qid: u16, cntlid: u16) -> Cqe {
+        self.connect_for(qid, cntlid, 0)
+    }
+
+    /// Connects with a time for which the host may be silent.
+    fn connect_for(&mut self, qid: u16, cntlid: u16, keep_alive_ms: u32) -> Cqe {
         let connect = Connect {
             record_format: 0,
             qid,
             sq_size: 31,
             no_flow_control: false,
-            keep_alive_ms: 0,
+            keep_alive_ms,
         };
         let data = ConnectData {
             host_id: HostId([1; 16]),
@@ -333,6 +338,21 @@ fn violation__is_answered_before_the_end() {
     drop(io);
     let mut io = server.io(cntlid, 3);
     assert!(io.run(rw(Opcode::READ, 1, 0, 1), &[], 4096).0.status.is_success());
+}
+
+#[test]
+fn keep_alive__ends_a_silent_host_alone() {
+    let server = Running::memory(2);
+    let (mut other, cntlid) = server.admin();
+    let mut io = server.io(cntlid, 1);
+    let mut silent = Host::new(server.address);
+    let connected = silent.connect_for(0, ConnectData::ANY_CONTROLLER, 300);
+    assert_eq!(connected.status, Status::SUCCESS);
+    assert_eq!(silent.ends(), None);
+    let keep_alive = Sqe::new(Opcode::KEEP_ALIVE, Cid(7), NsId::NONE);
+    assert_eq!(other.run(keep_alive, &[], 0).0.status, Status::SUCCESS);
+    let (cqe, _) = io.run(rw(Opcode::READ, 8, 0, 1), &[], 4096);
+    assert_eq!(cqe.status, Status::SUCCESS);
 }
 
 #[test]
