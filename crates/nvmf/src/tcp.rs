@@ -6,6 +6,7 @@
 //! more.
 
 mod buffers;
+pub(crate) mod inbox;
 pub(crate) mod outbox;
 #[cfg(test)]
 mod tests;
@@ -19,12 +20,11 @@ use std::time::Instant;
 use crc_fast::{CrcAlgorithm, Digest};
 use rdmux_runtime::{FileAccess, Pages};
 use rdmux_wire::nvme::{Cid, Cqe, IdentifyController, NsId, Opcode, Sgl, Sqe, Status};
-use rdmux_wire::nvme_tcp::{
-    COMMON_LEN, Common, DIGEST_LEN, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer,
-};
+use rdmux_wire::nvme_tcp::{Common, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer};
 
 pub use self::buffers::Buffers;
 pub(crate) use self::buffers::Idle;
+use self::inbox::Inbox;
 use self::outbox::Outbox;
 use crate::target::{Admitted, Io, Operation, Port, Queue, Running, Step, Target};
 
@@ -80,10 +80,7 @@ pub struct Connection {
     /// Alignment of data that the host has asked for.
     alignment: usize,
     phase: Phase,
-    /// Bytes that were received and not looked at: `rx[rx_at..rx_end]`.
-    rx: Box<[u8]>,
-    rx_at: usize,
-    rx_end: usize,
+    inbox: Inbox,
     slots: Vec<Slot>,
     free: Vec<u16>,
     /// Commands that wait for a buffer.
@@ -166,9 +163,7 @@ impl Connection {
             digests: Digests::empty(),
             alignment: 4,
             phase: Phase::Header,
-            rx: vec![0; RECEIVE_BYTES].into_boxed_slice(),
-            rx_at: 0,
-            rx_end: 0,
+            inbox: Inbox::new(RECEIVE_BYTES),
             slots: vec![Slot::new(), Slot::new()],
             free: vec![1, 0],
             waiting: VecDeque::new(),
@@ -255,31 +250,25 @@ impl Connection {
 
     /// Returns the place for the next bytes from the host, which is never empty.
     pub fn space(&mut self) -> &mut [u8] {
-        if self.rx_at == self.rx_end {
-            (self.rx_at, self.rx_end) = (0, 0);
-            if let Phase::Data { slot, missing, .. } = self.phase
-                && missing >= DIRECT_MIN
-            {
-                let slot = &mut self.slots[usize::from(slot)];
-                if let Some(buffer) = &mut slot.buffer {
-                    return &mut buffer[slot.received..slot.received + missing];
-                }
+        if let Phase::Data { slot, missing, .. } = self.phase
+            && self.inbox.is_empty()
+            && missing >= DIRECT_MIN
+        {
+            let slot = &mut self.slots[usize::from(slot)];
+            if let Some(buffer) = &mut slot.buffer {
+                return &mut buffer[slot.received..slot.received + missing];
             }
-        } else if self.rx_at > 0 {
-            // A part of a header is left.
-            self.rx.copy_within(self.rx_at..self.rx_end, 0);
-            (self.rx_at, self.rx_end) = (0, self.rx_end - self.rx_at);
         }
-        &mut self.rx[self.rx_end..]
+        self.inbox.space()
     }
 
     /// Takes note of bytes that the driver has received into [`Connection::space`].
     pub fn received(&mut self, bytes: usize, buffers: &mut Buffers, now: Instant) {
         match self.phase {
-            Phase::Data { slot, missing, .. } if self.rx_at == self.rx_end && missing >= DIRECT_MIN => {
+            Phase::Data { slot, missing, .. } if self.inbox.is_empty() && missing >= DIRECT_MIN => {
                 self.data_arrived(slot, bytes);
             }
-            _ => self.rx_end += bytes,
+            _ => self.inbox.received(bytes),
         }
         self.look(buffers, now);
     }
@@ -303,10 +292,9 @@ impl Connection {
 
     /// Takes one step. Returns false if that needs further bytes.
     fn advance(&mut self, buffers: &mut Buffers, now: Instant) -> Result<bool, Fatal> {
-        let available = self.rx_end - self.rx_at;
         match &mut self.phase {
             Phase::Header => {
-                if available < COMMON_LEN {
+                if self.inbox.is_empty() {
                     return Ok(false);
                 }
                 // What is not taken stays with the host, so that others have the target's buffers.
@@ -314,30 +302,22 @@ impl Connection {
                 if self.held_until.is_some() {
                     return Ok(false);
                 }
-                let bytes = &self.rx[self.rx_at..self.rx_end];
-                let common = Common::parse(bytes, self.digests)?;
-                if available < common.data_offset {
+                let Some((common, header)) = self.inbox.take_header(self.digests)? else {
                     return Ok(false);
-                }
-                let header = check_header(&common, bytes)?;
-                self.rx_at += common.data_offset;
+                };
                 self.handle_header(&common, header, buffers, now)?;
                 Ok(true)
             }
             Phase::Data { slot, missing, .. } => {
-                let (slot, part) = (*slot, available.min(*missing));
+                let slot = *slot;
                 if *missing > 0 {
-                    if part == 0 {
-                        return Ok(false);
-                    }
-                    let to = &mut self.slots[usize::from(slot)];
+                    let part = self.inbox.take(*missing);
+                    let (to, bytes) = (&mut self.slots[usize::from(slot)], part.len());
                     if let Some(buffer) = &mut to.buffer {
-                        buffer[to.received..to.received + part]
-                            .copy_from_slice(&self.rx[self.rx_at..self.rx_at + part]);
+                        buffer[to.received..to.received + bytes].copy_from_slice(part);
                     }
-                    self.rx_at += part;
-                    self.data_arrived(slot, part);
-                    return Ok(true);
+                    self.data_arrived(slot, bytes);
+                    return Ok(bytes > 0);
                 }
                 match std::mem::replace(&mut self.phase, Phase::Header) {
                     Phase::Data {
@@ -350,20 +330,16 @@ impl Connection {
                 Ok(true)
             }
             Phase::Digest { slot, digest } => {
-                if available < DIGEST_LEN {
+                let Some(is_right) = self.inbox.take_digest(digest) else {
                     return Ok(false);
-                }
-                let (slot, expected) = (*slot, digest.finalize() as u32);
-                let bytes = &self.rx[self.rx_at..self.rx_at + DIGEST_LEN];
-                let is_right = bytes == expected.to_le_bytes();
-                self.rx_at += DIGEST_LEN;
+                };
+                let slot = *slot;
                 self.phase = Phase::Header;
                 self.data_complete(slot, is_right, buffers, now);
                 Ok(true)
             }
             Phase::Skip(left) => {
-                let part = available.min(*left);
-                self.rx_at += part;
+                let part = self.inbox.take(*left).len();
                 *left -= part;
                 if *left == 0 {
                     self.phase = Phase::Header;
@@ -817,19 +793,6 @@ impl Work {
         self.buffer = buffer;
         self.running = None;
     }
-}
-
-/// Checks the digest of a header, of which all bytes are there, and parses it.
-pub(crate) fn check_header(common: &Common, bytes: &[u8]) -> Result<Header, Fatal> {
-    let header_len = common.kind.header_len();
-    if common.digests.contains(Digests::HEADER) {
-        let mut digest = new_digest();
-        digest.update(&bytes[..header_len]);
-        if bytes[header_len..header_len + DIGEST_LEN] != (digest.finalize() as u32).to_le_bytes() {
-            return Err(Fatal::HeaderDigest);
-        }
-    }
-    Header::parse(common.kind, bytes)
 }
 
 /// CRC-32C. NVMe/TCP 3.3.1.1.

@@ -11,13 +11,12 @@ use std::time::Instant;
 
 use crc_fast::Digest;
 use rdmux_wire::nvme::{Cqe, Opcode, Sgl, Status};
-use rdmux_wire::nvme_tcp::{
-    COMMON_LEN, Common, DIGEST_LEN, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer,
-};
+use rdmux_wire::nvme_tcp::{Common, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer};
 
 use super::queue::{Command, Completion, Data, Queue};
+use crate::tcp::inbox::Inbox;
+use crate::tcp::new_digest;
 use crate::tcp::outbox::Outbox;
-use crate::tcp::{check_header, new_digest};
 
 /// Bytes that are received at once where they are not data of a command alone.
 const RECEIVE_BYTES: usize = 128 << 10;
@@ -105,10 +104,7 @@ pub struct Connection {
     /// Bytes of an H2CData that the target takes.
     h2c_data_max: usize,
     phase: Phase,
-    /// Bytes that were received and not looked at: `rx[rx_at..rx_end]`.
-    rx: Box<[u8]>,
-    rx_at: usize,
-    rx_end: usize,
+    inbox: Inbox,
     outbox: Outbox,
     done: VecDeque<Completion>,
     end: Option<End>,
@@ -135,9 +131,7 @@ impl Connection {
             alignment: 4,
             h2c_data_max: 0,
             phase: Phase::Header,
-            rx: vec![0; RECEIVE_BYTES].into_boxed_slice(),
-            rx_at: 0,
-            rx_end: 0,
+            inbox: Inbox::new(RECEIVE_BYTES),
             outbox,
             done: VecDeque::with_capacity(config.entries.into()),
             end: None,
@@ -238,30 +232,24 @@ impl Connection {
 
     /// Returns the place for the next bytes from the target, which is never empty.
     pub fn space(&mut self) -> &mut [u8] {
-        if self.rx_at == self.rx_end {
-            (self.rx_at, self.rx_end) = (0, 0);
-            if let Phase::Data { slot, missing, .. } = self.phase
-                && missing >= DIRECT_MIN
-                && let Some(in_flight) = self.queue.get_mut(slot)
-            {
-                let at = in_flight.transport.received;
-                return &mut in_flight.command.buffer[at..at + missing];
-            }
-        } else if self.rx_at > 0 {
-            // A part of a header is left.
-            self.rx.copy_within(self.rx_at..self.rx_end, 0);
-            (self.rx_at, self.rx_end) = (0, self.rx_end - self.rx_at);
+        if let Phase::Data { slot, missing, .. } = self.phase
+            && self.inbox.is_empty()
+            && missing >= DIRECT_MIN
+            && let Some(in_flight) = self.queue.get_mut(slot)
+        {
+            let at = in_flight.transport.received;
+            return &mut in_flight.command.buffer[at..at + missing];
         }
-        &mut self.rx[self.rx_end..]
+        self.inbox.space()
     }
 
     /// Takes note of bytes that the driver has received into [`Connection::space`].
     pub fn received(&mut self, bytes: usize) {
         match self.phase {
-            Phase::Data { slot, missing, .. } if self.rx_at == self.rx_end && missing >= DIRECT_MIN => {
+            Phase::Data { slot, missing, .. } if self.inbox.is_empty() && missing >= DIRECT_MIN => {
                 self.data_arrived(slot, bytes);
             }
-            _ => self.rx_end += bytes,
+            _ => self.inbox.received(bytes),
         }
         while self.end.is_none() {
             match self.advance() {
@@ -282,37 +270,27 @@ impl Connection {
 
     /// Takes one step. Returns false if that needs further bytes.
     fn advance(&mut self) -> Checked<bool> {
-        let available = self.rx_end - self.rx_at;
         match &mut self.phase {
             Phase::Header => {
-                if available < COMMON_LEN {
+                let taken = self.inbox.take_header(self.digests);
+                let taken = taken.map_err(|fatal| ("a PDU with an invalid header", fatal))?;
+                let Some((common, header)) = taken else {
                     return Ok(false);
-                }
-                let bytes = &self.rx[self.rx_at..self.rx_end];
-                let invalid = |fatal| ("a PDU with an invalid header", fatal);
-                let common = Common::parse(bytes, self.digests).map_err(invalid)?;
-                if available < common.data_offset {
-                    return Ok(false);
-                }
-                let header = check_header(&common, bytes).map_err(invalid)?;
-                self.rx_at += common.data_offset;
+                };
                 self.handle_header(&common, header)?;
                 Ok(true)
             }
             Phase::Data { slot, missing, .. } => {
-                let (slot, part) = (*slot, available.min(*missing));
+                let slot = *slot;
                 if *missing > 0 {
-                    if part == 0 {
-                        return Ok(false);
-                    }
+                    let part = self.inbox.take(*missing);
+                    let bytes = part.len();
                     if let Some(to) = self.queue.get_mut(slot) {
                         let at = to.transport.received;
-                        to.command.buffer[at..at + part]
-                            .copy_from_slice(&self.rx[self.rx_at..self.rx_at + part]);
+                        to.command.buffer[at..at + bytes].copy_from_slice(part);
                     }
-                    self.rx_at += part;
-                    self.data_arrived(slot, part);
-                    return Ok(true);
+                    self.data_arrived(slot, bytes);
+                    return Ok(bytes > 0);
                 }
                 match std::mem::replace(&mut self.phase, Phase::Header) {
                     Phase::Data {
@@ -336,13 +314,10 @@ impl Connection {
                 digest,
                 completes,
             } => {
-                if available < DIGEST_LEN {
+                let Some(is_right) = self.inbox.take_digest(digest) else {
                     return Ok(false);
-                }
+                };
                 let (slot, completes) = (*slot, *completes);
-                let expected = (digest.finalize() as u32).to_le_bytes();
-                let is_right = self.rx[self.rx_at..self.rx_at + DIGEST_LEN] == expected;
-                self.rx_at += DIGEST_LEN;
                 self.phase = Phase::Header;
                 if let Some(in_flight) = self.queue.get_mut(slot) {
                     in_flight.transport.is_damaged |= !is_right;

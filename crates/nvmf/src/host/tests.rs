@@ -18,8 +18,9 @@ use super::queue::{Command, Completion, Data};
 use super::setup::{Setup, Step};
 use super::tcp::{Config, Connection, End};
 use super::{HostError, Options};
+use crate::tcp::inbox::check_header;
+use crate::tcp::new_digest;
 use crate::tcp::outbox::Outbox;
-use crate::tcp::{check_header, new_digest};
 
 const BLOCK: usize = 4096;
 

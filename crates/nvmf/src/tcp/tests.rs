@@ -4,8 +4,9 @@ use std::time::Duration;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rdmux_wire::nvme::*;
-use rdmux_wire::nvme_tcp::PduType;
+use rdmux_wire::nvme_tcp::{COMMON_LEN, PduType};
 
+use super::inbox::check_header;
 use super::*;
 use crate::target::tests::{SUBSYSTEM, connect_data, target};
 use crate::target::{Hosts, Rates, Terms};
