@@ -35,8 +35,6 @@ pub const fn port(in_capsule_max: u32) -> Port {
         mdts: MDTS,
         in_capsule_max,
         sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_KEYED,
-        // The buffer of a command that waits would have to go back first.
-        has_fused: false,
     }
 }
 

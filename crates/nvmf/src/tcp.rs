@@ -51,7 +51,6 @@ pub const PORT: Port = Port {
     mdts: MDTS,
     in_capsule_max: IN_CAPSULE_MAX,
     sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_TRANSPORT,
-    has_fused: true,
 };
 
 /// Reason for which a connection is over.

@@ -598,3 +598,60 @@ fn limit__holds_commands_up_without_buffers() {
     let expected: Vec<u8> = (1..=10).flat_map(|cid| [cid; 512]).collect();
     assert!(io.written[&Cid(20)] == expected);
 }
+
+#[test]
+fn fused_pair__completes_twice_and_keeps_no_buffer() {
+    for is_in_capsule in [true, false] {
+        let (target, _) = target();
+        let (_admin, cntlid) = Host::admin(&target);
+        let mut io = Host::io(&target, cntlid);
+        let send = |io: &mut Host, sqe: Sqe, fuse: u8, data: [u8; 4096]| {
+            let mut bytes = *sqe.as_bytes();
+            bytes[1] |= fuse;
+            let mut sqe = Sqe::parse(&bytes).unwrap();
+            sqe.set_sgl(match is_in_capsule {
+                true => Sgl::InCapsule {
+                    offset: 0,
+                    length: 4096,
+                },
+                false => keyed(4096),
+            });
+            match is_in_capsule {
+                true => io.send(&sqe, &data, &[]),
+                false => io.send(&sqe, &[], &data),
+            }
+        };
+        for (old, statuses) in [
+            (0, [Status::SUCCESS, Status::SUCCESS]),
+            (0, [Status::COMPARE_FAILURE, Status::FAILED_FUSED]),
+        ] {
+            send(&mut io, rw(Opcode::COMPARE, 1, 8, 8), 1, [old; 4096]);
+            send(&mut io, rw(Opcode::WRITE, 2, 8, 8), 2, [9; 4096]);
+            io.take();
+            if !is_in_capsule {
+                // The data of the second come first.
+                io.fetched(1);
+                io.take();
+                assert!(io.events.is_empty());
+            }
+            // Buffers of commands that wait are not those of the driver.
+            io.buffers = 0;
+            io.settle();
+            let events: Vec<_> = io.events.drain(..).collect();
+            assert_eq!(events.len(), 2);
+            assert!(
+                events
+                    .iter()
+                    .zip(statuses)
+                    .all(|(cqe, status)| cqe.status.is(status))
+            );
+        }
+        assert_eq!(io.free.len(), PLACES);
+        io.buffers = 0;
+        assert_eq!(
+            io.run(rw(Opcode::READ, 3, 8, 8), &[], 4096).status,
+            Status::SUCCESS
+        );
+        assert_eq!(io.written[&Cid(3)], [9; 4096]);
+    }
+}

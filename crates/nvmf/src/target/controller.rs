@@ -419,7 +419,7 @@ impl Controller {
                 }
                 false => 0,
             },
-            fused: match is_io && self.port.has_fused {
+            fused: match is_io {
                 true => IdentifyController::COMPARE_AND_WRITE,
                 false => 0,
             },

@@ -44,8 +44,6 @@ pub struct Port {
     pub in_capsule_max: u32,
     /// SGLs that it takes, as Identify reports them.
     pub sgls: u32,
-    /// It takes fused commands: it asks [`Queue::poll_flush`] and [`Queue::poll_event`] of I/O queues too.
-    pub has_fused: bool,
 }
 
 impl Port {
@@ -188,7 +186,7 @@ impl Queue {
     }
 
     fn try_admit(&mut self, sqe: &Sqe, data_len: u32, now: Instant) -> Result<Admitted, Status> {
-        if !sqe.has_sgl() || (!self.takes_fused() && sqe.fuse() != Fuse::None) {
+        if !sqe.has_sgl() || (!self.is_io() && sqe.fuse() != Fuse::None) {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
         if is_authentication(sqe) {
@@ -251,10 +249,6 @@ impl Queue {
             }
         };
         Ok(Admitted::Command { receives })
-    }
-
-    fn takes_fused(&self) -> bool {
-        self.port.has_fused && self.is_io()
     }
 
     fn needs_authentication(&self) -> bool {
