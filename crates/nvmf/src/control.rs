@@ -11,12 +11,13 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
-use rdmux_wire::nvme::{DISCOVERY_NQN, HealthLog, Nqn, NsId, TransportKind};
+use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId, TransportKind};
 
 use self::config::{HostConfig, NamespaceConfig, OtherHosts, Storage, SubsystemConfig, TargetConfig};
 use crate::auth::{SecretError, Secrets};
@@ -25,8 +26,8 @@ use crate::identity;
 use crate::reservations::ReservationFolder;
 use crate::server::{Config, Handle, ServeError, Server};
 use crate::target::{
-    Authentication, ControllerInfo, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates,
-    Subsystem, Target, TargetError, Terms,
+    AnaRule, Authentication, CNTLID_MAX, ControllerInfo, Hosts, Listener, NAMESPACES_MAX, Namespace,
+    NamespaceError, Rates, Subsystem, Target, TargetError, Terms,
 };
 
 /// Reason for which a target was not started or changed.
@@ -39,8 +40,13 @@ pub enum ControlError {
     #[error("the target has several subsystems: name one of {0}")]
     Several(String),
     /// Another target of this host has that name.
-    #[error("another target of this host serves {0}: end it, or choose another name")]
+    #[error(
+        "another target of this host serves {0}: end it, choose another name, or split the ids of controllers (--cntlids)"
+    )]
     Claimed(Nqn),
+    /// The ids that only a start sets.
+    #[error("the ids of controllers of {0} change only with a restart")]
+    Cntlids(Nqn),
     /// The name could not be claimed.
     #[error("cannot claim {0}: {1}")]
     Claim(Nqn, io::Error),
@@ -132,6 +138,8 @@ pub struct SubsystemInfo {
     pub nqn: Nqn,
     /// Its serial number.
     pub serial: String,
+    /// Ids of its controllers.
+    pub cntlids: RangeInclusive<u16>,
     /// Hosts that are not among [`SubsystemInfo::hosts`].
     pub other_hosts: OtherHosts,
     /// The file with the secret of hosts that have none of their own.
@@ -159,8 +167,19 @@ pub struct NamespaceInfo {
     pub uuid: [u8; 16],
     /// It takes no writes.
     pub read_only: bool,
+    /// Its group of those that share a state of access.
+    pub ana_group: u32,
     /// The storage of its blocks.
     pub storage: Storage,
+}
+
+/// A listener as the hosts of a subsystem see it.
+#[derive(Clone, Debug)]
+pub struct ListenerInfo {
+    /// The listener.
+    pub listener: Listener,
+    /// The states of access to its groups of namespaces.
+    pub groups: Vec<AnaGroup>,
 }
 
 impl Control {
@@ -171,7 +190,7 @@ impl Control {
     pub fn start(config: TargetConfig) -> Result<(Control, Server), ControlError> {
         let target = Arc::new(Target::default());
         let mut subsystems = BTreeMap::new();
-        for subsystem in named(config.subsystems)? {
+        for subsystem in named(config.subsystems, &config.listen)? {
             let (nqn, exported) = Exported::new(subsystem)?;
             target.add_subsystem(exported.subsystem.clone())?;
             subsystems.insert(nqn, exported);
@@ -182,17 +201,17 @@ impl Control {
             reactors: config.reactors.into(),
             waiting: None,
         })?;
+        let actual = server.listeners().iter().copied();
+        let listeners: Vec<_> = config.listen.into_iter().zip(actual).collect();
+        // Connections are not served before the server runs.
+        for exported in subsystems.values() {
+            exported.set_ana_rules(&listeners)?;
+        }
         let control = Control {
             target,
             handle: server.handle(),
             reactors: config.reactors,
-            listeners: Mutex::new(
-                config
-                    .listen
-                    .into_iter()
-                    .zip(server.listeners().iter().copied())
-                    .collect(),
-            ),
+            listeners: Mutex::new(listeners),
             subsystems: Mutex::new(subsystems),
         };
         Ok((control, server))
@@ -309,6 +328,50 @@ impl Control {
         Ok(())
     }
 
+    /// Changes the state of access to namespaces, for hosts that have come by a listener or by any. Returns false if it was so.
+    ///
+    /// # Errors
+    /// There is no such subsystem, it does not listen there, or the group is invalid.
+    pub fn set_ana_state(&self, nqn: Option<&Nqn>, rule: AnaRule) -> Result<bool, ControlError> {
+        let mut subsystems = self.subsystems.lock();
+        let exported = find(&mut subsystems, nqn)?;
+        if let Some(listener) = rule.at {
+            let listeners = self.listeners.lock();
+            if !listeners.iter().any(|(_, actual)| *actual == listener) {
+                return Err(ControlError::Listener(listener));
+            }
+        }
+        let is_other = exported.subsystem.set_ana_state(rule)?;
+        self.handle.tell_of_change();
+        Ok(is_other)
+    }
+
+    /// Puts a namespace into another group of those that share a state of access. Returns false if it was in it.
+    ///
+    /// # Errors
+    /// There is no such subsystem or namespace, or the group is invalid.
+    pub fn set_ana_group(&self, nqn: Option<&Nqn>, nsid: NsId, group: u32) -> Result<bool, ControlError> {
+        let mut subsystems = self.subsystems.lock();
+        let is_other = find(&mut subsystems, nqn)?.subsystem.set_ana_group(nsid, group)?;
+        self.handle.tell_of_change();
+        Ok(is_other)
+    }
+
+    /// Returns the listeners with the states of access to the namespaces of a subsystem.
+    ///
+    /// # Errors
+    /// There is no such subsystem.
+    pub fn ana(&self, nqn: Option<&Nqn>) -> Result<Vec<ListenerInfo>, ControlError> {
+        let mut subsystems = self.subsystems.lock();
+        let subsystem = &find(&mut subsystems, nqn)?.subsystem;
+        let listeners = self.listeners().into_iter();
+        let described = listeners.map(|listener| ListenerInfo {
+            listener,
+            groups: subsystem.ana_log(listener).groups,
+        });
+        Ok(described.collect())
+    }
+
     /// Listens on another address of TCP. Returns the listener, with its port.
     ///
     /// # Errors
@@ -325,7 +388,8 @@ impl Control {
         Ok(actual)
     }
 
-    /// Listens no more on an address of TCP. Hosts that have come by it stay.
+    /// Listens no more on an address of TCP. Hosts that have come by it stay, and find the states of access that were set for it; so do those that
+    /// come by it when it is added again.
     ///
     /// # Errors
     /// The target does not listen there.
@@ -354,7 +418,7 @@ impl Control {
             return Err(ControlError::Reactors);
         }
         let mut subsystems = self.subsystems.lock();
-        let described = named(config.subsystems)?;
+        let described = named(config.subsystems, &config.listen)?;
         let mut prepared = Vec::new();
         for config in described {
             let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
@@ -393,17 +457,19 @@ impl Control {
             }
         }
         // Nothing fails from here on.
+        listeners.extend(&added);
         let mut stays: Vec<Nqn> = Vec::new();
         for change in prepared {
             match change {
                 Change::Add((nqn, exported)) => {
+                    exported.set_ana_rules(&listeners)?;
                     self.target.add_subsystem(exported.subsystem.clone())?;
                     stays.push(nqn.clone());
                     subsystems.insert(nqn, exported);
                 }
                 Change::Update(nqn, update) => {
                     if let Some(exported) = subsystems.get_mut(&nqn) {
-                        exported.apply(update, &self.target)?;
+                        exported.apply(update, &self.target, &listeners)?;
                     }
                     stays.push(nqn);
                 }
@@ -429,7 +495,6 @@ impl Control {
         for (_, actual) in &added {
             self.target.add_listener(*actual);
         }
-        listeners.extend(added);
         self.handle.tell_of_change();
         Ok(())
     }
@@ -448,19 +513,21 @@ struct Update {
     common: Option<CommonSecret>,
     /// Namespaces that are new.
     opened: Vec<(Namespace, NamespaceConfig)>,
-    /// Those that stay.
-    kept: Vec<NsId>,
+    /// Those that stay, with their groups.
+    kept: Vec<(NsId, u32)>,
 }
 
 impl Exported {
     fn new(mut config: SubsystemConfig) -> Result<(Nqn, Exported), ControlError> {
         let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
-        let claim = identity::claim(&nqn).map_err(|error| match error.kind() {
+        let cntlids = config.cntlids.clone().unwrap_or(1..=CNTLID_MAX);
+        let claim = identity::claim(&nqn, &cntlids).map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => ControlError::Claimed(nqn.clone()),
             _ => ControlError::Claim(nqn.clone(), error),
         })?;
         let (hosts, common) = hosts(&config)?;
-        let mut subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
+        let subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
+        let mut subsystem = subsystem.with_cntlids(cntlids);
         // Without a folder hosts are told that reservations end with the target.
         if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
             subsystem = subsystem.with_reservations(Arc::new(ReservationFolder::new(folder)));
@@ -487,10 +554,24 @@ impl Exported {
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
         let namespace = open(self.subsystem.nqn(), nsid, &config)?;
         self.subsystem
-            .add_namespace(namespace)
+            .add_namespace_in(namespace, config.ana_group)
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
         self.namespaces.insert(nsid, config);
         self.highest = self.highest.max(nsid);
+        Ok(())
+    }
+
+    /// Sets the states of access that its description has, for the listeners with the ports that they got.
+    fn set_ana_rules(&self, listeners: &[(Listener, Listener)]) -> Result<(), NamespaceError> {
+        let actual = |asked| {
+            let known = listeners.iter().find(|(known, _)| *known == asked);
+            known.map_or(asked, |(_, actual)| *actual)
+        };
+        let rules = self.config.ana.iter().map(|rule| AnaRule {
+            at: rule.at.map(actual),
+            ..*rule
+        });
+        self.subsystem.set_ana_rules(&rules.collect::<Vec<_>>())?;
         Ok(())
     }
 
@@ -504,11 +585,14 @@ impl Exported {
     /// Opens all that another description of it needs.
     fn prepare(&self, mut config: SubsystemConfig) -> Result<Update, ControlError> {
         let nqn = self.subsystem.nqn();
+        if config.cntlids != self.config.cntlids {
+            return Err(ControlError::Cntlids(nqn.clone()));
+        }
         let (hosts, common) = hosts(&config)?;
         let (mut opened, mut kept) = (Vec::new(), Vec::new());
         for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces), &self.namespaces) {
             match self.namespaces.get(&nsid) {
-                Some(known) if known.is_same(&namespace) => kept.push(nsid),
+                Some(known) if known.is_same(&namespace) => kept.push((nsid, namespace.ana_group)),
                 Some(known) => {
                     let what = if known.storage != namespace.storage {
                         "its storage"
@@ -538,8 +622,16 @@ impl Exported {
         })
     }
 
-    fn apply(&mut self, update: Update, target: &Target) -> Result<(), ControlError> {
-        let is_kept = |nsid: &NsId| update.kept.contains(nsid);
+    fn apply(
+        &mut self,
+        update: Update,
+        target: &Target,
+        listeners: &[(Listener, Listener)],
+    ) -> Result<(), ControlError> {
+        (self.config, self.common) = (update.config, update.common);
+        // Before namespaces come into their groups.
+        self.set_ana_rules(listeners)?;
+        let is_kept = |nsid: &NsId| update.kept.iter().any(|(kept, _)| kept == nsid);
         let gone: Vec<NsId> = self
             .namespaces
             .keys()
@@ -550,18 +642,18 @@ impl Exported {
             self.subsystem.remove_namespace(nsid)?;
             self.namespaces.remove(&nsid);
         }
-        for nsid in update.kept {
+        for (nsid, group) in update.kept {
+            self.subsystem.set_ana_group(nsid, group)?;
             // A file that is too short now keeps the size that hosts know: their reads of what is lost fail.
             let _ = self.subsystem.resize_namespace(nsid);
         }
         for (namespace, config) in update.opened {
             let nsid = namespace.nsid;
-            self.subsystem.add_namespace(namespace)?;
+            self.subsystem.add_namespace_in(namespace, config.ana_group)?;
             self.namespaces.insert(nsid, config);
             self.highest = self.highest.max(nsid);
         }
         target.set_hosts(self.subsystem.nqn(), update.hosts)?;
-        (self.config, self.common) = (update.config, update.common);
         Ok(())
     }
 
@@ -575,6 +667,7 @@ impl Exported {
                 block_bytes: 1 << namespace.block_shift,
                 uuid: namespace.uuid,
                 read_only: namespace.is_protected,
+                ana_group: namespace.ana_group(),
                 storage: config.storage.clone(),
             })
         });
@@ -582,6 +675,7 @@ impl Exported {
         SubsystemInfo {
             nqn: self.subsystem.nqn().clone(),
             serial: self.subsystem.serial().to_owned(),
+            cntlids: self.subsystem.cntlids(),
             other_hosts: self.config.other_hosts,
             secret_file: common.map(|common| common.file.clone()),
             has_controller_secret: common
@@ -594,10 +688,11 @@ impl Exported {
 }
 
 impl NamespaceConfig {
-    /// Returns true if it describes the same namespace, whatever its id.
+    /// Returns true if it describes the same namespace, whatever its id and its group.
     fn is_same(&self, other: &NamespaceConfig) -> bool {
         let without_id = |config: &NamespaceConfig| NamespaceConfig {
             nsid: None,
+            ana_group: 1,
             ..config.clone()
         };
         without_id(self) == without_id(other)
@@ -630,8 +725,11 @@ fn numbered(
         .collect()
 }
 
-/// Checks that no two subsystems have one name, and no two namespaces of one an id.
-fn named(subsystems: Vec<SubsystemConfig>) -> Result<Vec<SubsystemConfig>, ControlError> {
+/// Checks that no two subsystems have one name, no two namespaces of one an id, and that states of access are for addresses on which the target listens.
+fn named(
+    subsystems: Vec<SubsystemConfig>,
+    listeners: &[Listener],
+) -> Result<Vec<SubsystemConfig>, ControlError> {
     let mut names: Vec<Nqn> = Vec::new();
     for subsystem in &subsystems {
         let nqn = subsystem.nqn.clone().unwrap_or_else(identity::default_nqn);
@@ -649,6 +747,10 @@ fn named(subsystems: Vec<SubsystemConfig>) -> Result<Vec<SubsystemConfig>, Contr
         ids.sort_unstable();
         if let Some(same) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(ControlError::SameId(same[0], nqn));
+        }
+        let ways = subsystem.ana.iter().filter_map(|rule| rule.at);
+        if let Some(other) = ways.into_iter().find(|at| !listeners.contains(at)) {
+            return Err(ControlError::Listener(other));
         }
         names.push(nqn);
     }

@@ -1,6 +1,7 @@
 //! Names and identifiers that stay the same over restarts, so that hosts find again what they have used.
 
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 
 use rdmux_wire::nvme::{HostId, Nqn, NsId};
@@ -47,12 +48,14 @@ pub fn short_name(subsystem: &Nqn) -> String {
     uuid_text(&uuid(&[b"claim", subsystem.as_str().as_bytes()]))
 }
 
-/// Claims the name of a subsystem for this process. Controllers of two processes would have the same ids, which hosts refuse.
+/// Claims the ids of controllers of a subsystem for this process: hosts refuse two controllers of one id.
 ///
 /// # Errors
-/// Another process of this host, or of this network namespace, has claimed it ([`io::ErrorKind::AddrInUse`]).
-pub fn claim(subsystem: &Nqn) -> io::Result<OwnedFd> {
-    let name = format!("rdmux-nvme-{}", short_name(subsystem));
+/// Another process of this host, or of this network namespace, has claimed some of them ([`io::ErrorKind::AddrInUse`]).
+pub fn claim(subsystem: &Nqn, cntlids: &RangeInclusive<u16>) -> io::Result<OwnedFd> {
+    let all = format!("rdmux-nvme-{}-", short_name(subsystem));
+    let own = format!("{}-{}", cntlids.start(), cntlids.end());
+    let name = format!("{all}{own}");
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
     let socket = socket_with(
         AddressFamily::UNIX,
@@ -61,6 +64,19 @@ pub fn claim(subsystem: &Nqn) -> io::Result<OwnedFd> {
         None,
     )?;
     bind(&socket, &address)?;
+    // Of two that claim at the same time, at least one finds the other.
+    for line in std::fs::read_to_string("/proc/net/unix")?.lines() {
+        let claimed = line
+            .rsplit_once('@')
+            .and_then(|(_, name)| name.strip_prefix(&all));
+        if let Some((first, last)) = claimed.and_then(|range| range.split_once('-'))
+            && claimed != Some(&own)
+            && first.parse().is_ok_and(|first: u16| first <= *cntlids.end())
+            && last.parse().is_ok_and(|last: u16| last >= *cntlids.start())
+        {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+    }
     Ok(socket)
 }
 
@@ -121,11 +137,20 @@ mod tests {
 
     #[test]
     fn claim__is_of_one_process_at_a_time() {
-        let name = Nqn::new("nqn.2014-08.org.example:claimed").unwrap();
-        let claimed = claim(&name).unwrap();
-        assert_eq!(claim(&name).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        let [name, other] = ["claimed", "claimed-too"]
+            .map(|name| Nqn::new(&format!("nqn.2014-08.org.example:{name}-{}", std::process::id())).unwrap());
+        let claimed = claim(&name, &(100..=200)).unwrap();
+        for range in [100..=200, 1..=100, 200..=200, 150..=160, 1..=0xffef] {
+            let error = claim(&name, &range).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AddrInUse, "{range:?}");
+        }
+        // Nodes split the ids; other names have nothing to do with it.
+        let beside = [(&name, 1..=99), (&name, 201..=300), (&other, 100..=200)];
+        let beside = beside.map(|(name, range)| claim(name, &range).unwrap());
         drop(claimed);
-        assert!(claim(&name).is_ok());
+        assert!(claim(&name, &(100..=200)).is_ok());
+        drop(beside);
+        assert!(claim(&name, &(1..=0xffef)).is_ok());
     }
 
     #[test]

@@ -10,7 +10,7 @@
 pub(crate) mod tests;
 
 use std::collections::VecDeque;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -18,11 +18,12 @@ use rdmux_runtime::{FileAccess, Pages};
 use rdmux_wire::RKey;
 use rdmux_wire::nvme::{
     Cid, Connect, Cqe, FabricsType, IdentifyController, NsId, Opcode, SQE_LEN, Sgl, Sqe, Status,
+    TransportKind,
 };
 use rdmux_wire::nvme_rdma::{Reject, Request};
 
 use crate::target::{
-    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Operation, Port, Queue, Running, Step, Target,
+    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Listener, Operation, Port, Queue, Running, Step, Target,
 };
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
@@ -209,8 +210,12 @@ impl Connection {
         local: IpAddr,
         now: Instant,
     ) -> Connection {
+        let listener = Listener {
+            transport: TransportKind::Rdma,
+            address: SocketAddr::new(local, 0),
+        };
         Connection {
-            queue: Queue::new(target, port, local, now),
+            queue: Queue::new(target, port, listener, now),
             port,
             request,
             slots: Vec::new(),

@@ -1,5 +1,6 @@
 //! The controller's side of NVMe over Fabrics, whatever the transport: subsystems, their controllers, and the queues of these.
 
+mod ana;
 mod association;
 mod controller;
 mod discovery;
@@ -17,6 +18,8 @@ mod tally;
 pub(crate) mod tests;
 mod view;
 
+pub(crate) use ana::ANA_GROUP_MAX;
+pub use ana::AnaRule;
 pub use controller::Controller;
 pub use hosts::{Authentication, Hosts, Terms};
 pub(crate) use io::Running;
@@ -26,5 +29,5 @@ pub use namespace::{Namespace, Seat, SharedNamespace};
 pub(crate) use queue::{ADMIN_ENTRIES, IO_QUEUES_MAX};
 pub use queue::{Admitted, Port, Queue, Step};
 pub use reservation::{ReservationState, ReservationStore};
-pub(crate) use subsystem::NAMESPACES_MAX;
+pub(crate) use subsystem::{CNTLID_MAX, NAMESPACES_MAX};
 pub use subsystem::{ControllerInfo, Listener, NamespaceError, Subsystem, Target, TargetError};

@@ -13,20 +13,20 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crc_fast::{CrcAlgorithm, Digest};
 use rdmux_runtime::{FileAccess, Pages};
-use rdmux_wire::nvme::{Cid, Cqe, IdentifyController, NsId, Opcode, Sgl, Sqe, Status};
+use rdmux_wire::nvme::{Cid, Cqe, IdentifyController, NsId, Opcode, Sgl, Sqe, Status, TransportKind};
 use rdmux_wire::nvme_tcp::{Common, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer};
 
 pub use self::buffers::Buffers;
 pub(crate) use self::buffers::Idle;
 use self::inbox::Inbox;
 use self::outbox::Outbox;
-use crate::target::{Admitted, Io, Operation, Port, Queue, Running, Step, Target};
+use crate::target::{Admitted, Io, Listener, Operation, Port, Queue, Running, Step, Target};
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
 const MDTS: u8 = 8;
@@ -155,9 +155,13 @@ impl Connection {
     /// Makes the controller's side of a connection that a host has opened.
     ///
     /// `local` is the address at which the host has reached the target.
-    pub fn new(target: Arc<Target>, local: IpAddr, now: Instant) -> Connection {
+    pub fn new(target: Arc<Target>, local: SocketAddr, now: Instant) -> Connection {
+        let listener = Listener {
+            transport: TransportKind::Tcp,
+            address: local,
+        };
         Connection {
-            queue: Queue::new(target, PORT, local, now),
+            queue: Queue::new(target, PORT, listener, now),
             is_initialized: false,
             digests: Digests::empty(),
             alignment: 4,

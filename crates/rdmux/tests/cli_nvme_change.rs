@@ -259,6 +259,132 @@ fn requests__need_a_target() {
 }
 
 #[test]
+fn ana__decides_by_which_ways_hosts_reach_namespaces() {
+    let user = User::new();
+    let ((listen, nqn), (other, _)) = (place(16), place(17));
+    let text = format!(
+        "listen = [\"{listen}\", \"{other}\"]\n[[subsystem]]\nnqn = \"{nqn}\"\nother_hosts = \"any\"\n\
+         [[subsystem.namespace]]\nmemory = \"1M\"\n[[subsystem.namespace]]\nmemory = \"1M\"\nana_group = 2\n\
+         [[subsystem.ana]]\nlistener = \"{other}\"\nstate = \"inaccessible\"\n"
+    );
+    let file = user.file("target.toml", &text);
+    let (mut target, _) = user.target(&["--config", file.to_str().unwrap()]);
+    let url = |listen: &str| format!("nvme+{}/{nqn}", listen.replace("tcp:", "tcp://"));
+    let (here, there) = (url(&listen), url(&other));
+    let read = |url: &str, nsid: &str| {
+        let args = [
+            "nvme", "read", url, "--nsid", nsid, "--length", "512", "--output", "read",
+        ];
+        user.output(&[&args[..], &["--ctrl-loss-tmo", "0"]].concat())
+            .status
+            .success()
+    };
+    assert!(read(&here, "1") && read(&here, "2"));
+    assert!(!read(&there, "1") && !read(&there, "2"));
+    let listed = user.run(&["nvme", "ana", "list"]);
+    let row = |last: &str| listed.lines().filter(|line| line.ends_with(last)).count();
+    assert_eq!(
+        (row("optimized     1"), row("inaccessible  2")),
+        (1, 1),
+        "{listed}"
+    );
+
+    let set = ["nvme", "ana", "set", "--listener", &other, "non-optimized"];
+    let said = user.run(&[&set[..], &["--group", "2"]].concat());
+    assert_eq!(said, format!("group 2 by {other}: non-optimized\n"));
+    assert!(!read(&there, "1") && read(&there, "2"));
+    user.run(&["nvme", "ana", "group", "1", "2"]);
+    assert!(read(&there, "1"));
+    assert_eq!(
+        user.json(&["nvme", "ana", "set", "persistent-loss", "--group", "2", "--json"])["result"],
+        true
+    );
+    assert!(!read(&here, "1") && !read(&there, "2"));
+    let listed = user.json(&["nvme", "ana", "list", "--json"]);
+    assert_eq!(listed[0]["nqn"], nqn.as_str());
+    let states = &listed[0]["listeners"][1]["ana_states"];
+    assert_eq!(states.as_array().unwrap().len(), 1, "group 1 is empty");
+    assert_eq!(states[0]["ana_state"], "persistent_loss");
+    assert_eq!(states[0]["namespaces"].as_array().unwrap().len(), 2);
+    for (args, part) in [
+        (
+            &["set", "change", "--group", "129"][..],
+            "'129' is no group of namespaces",
+        ),
+        (&["group", "7", "1"], "there is no namespace 7"),
+        (
+            &["set", "change", "--listener", "tcp:127.0.0.99"],
+            "the target does not listen on tcp:127.0.0.99:4420",
+        ),
+    ] {
+        let error = user.error(&[&["nvme", "ana"], args].concat());
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(
+        user.json(&["nvme", "ana", "list", "--json"]),
+        listed,
+        "nothing half done"
+    );
+    // The file is in force again.
+    user.file("target.toml", &text.replace("inaccessible", "optimized"));
+    target.reload();
+    assert!(target.line().ends_with("is in force\n"));
+    assert!(read(&here, "1") && read(&there, "2"));
+}
+
+#[test]
+fn cntlids__let_two_targets_serve_one_name() {
+    let user = User::new();
+    let ((listen, nqn), (other, _)) = (place(18), place(19));
+    let namespace = "null:1M,uuid=01234567-89ab-8def-8123-456789abcdef";
+    let sockets = [user.0.path().join("one"), user.0.path().join("two")];
+    let sockets = sockets.map(|path| path.display().to_string());
+    let node = |listen, cntlids, socket| {
+        let first = [
+            "--allow-any-host",
+            "--ns",
+            namespace,
+            "--nqn",
+            &nqn,
+            "--listen",
+            listen,
+        ];
+        [&first[..], &["--cntlids", cntlids, "--socket", socket]].concat()
+    };
+    let _one = user.target(&node(&listen, "1-127", &sockets[0]));
+    let overlaps = [&["nvme", "target"], &node(&other, "127-255", &sockets[1])[..]].concat();
+    let error = user.error(&overlaps);
+    assert!(
+        error.contains(&format!("another target of this host serves {nqn}")) && error.contains("--cntlids"),
+        "{error}"
+    );
+    let _two = user.target(&node(&other, "128-255", &sockets[1]));
+    let controller = |listen: &str| {
+        let url = format!("nvme+{}/{nqn}", listen.replace("tcp:", "tcp://"));
+        let listed = user.json(&["nvme", "list", &url, "--json"]);
+        let id = user.json(&["nvme", "id-ctrl", &url, "--json"]);
+        (
+            id["cntlid"].as_u64().unwrap(),
+            id["sn"].clone(),
+            listed["namespaces"].clone(),
+        )
+    };
+    let (one, two) = (controller(&listen), controller(&other));
+    assert!(
+        (1..=127).contains(&one.0) && (128..=255).contains(&two.0),
+        "{one:?} {two:?}"
+    );
+    // Hosts take the controllers for ways to the same.
+    assert_eq!((one.1, one.2), (two.1, two.2));
+    let error = user.output(&["nvme", "target", "--ns", "null:1M", "--cntlids", "0-5"]);
+    let error = String::from_utf8(error.stderr).unwrap();
+    assert!(
+        error.contains("'0-5' is no range of controller ids: give FIRST-LAST"),
+        "{error}"
+    );
+}
+
+#[test]
 fn config__is_read_again() {
     let user = User::new();
     let (listen, nqn) = place(5);

@@ -21,7 +21,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 39] = [
+const OUTPUTS: [&str; 40] = [
     "capture",
     "capture check",
     "ddio off",
@@ -35,6 +35,7 @@ const OUTPUTS: [&str; 39] = [
     "log status",
     "log trim",
     "node check",
+    "nvme ana list",
     "nvme discover",
     "nvme host list",
     "nvme id-ctrl",
@@ -66,7 +67,7 @@ const OUTPUTS: [&str; 39] = [
 const CHANGES: &str = "it reports one value; cli_nvme_change looks at what it changes";
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 17] = [
+const WITHOUT: [(&str, &str); 19] = [
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
@@ -84,6 +85,8 @@ const WITHOUT: [(&str, &str); 17] = [
         "node url",
         "it prints a key's token; cli_web opens it in a browser",
     ),
+    ("nvme ana group", CHANGES),
+    ("nvme ana set", CHANGES),
     ("nvme host add", CHANGES),
     ("nvme host others", CHANGES),
     ("nvme host remove", CHANGES),
@@ -553,7 +556,7 @@ fn output__nvme_target() {
         ]
         .concat(),
     );
-    for list in ["ns", "host", "listener"] {
+    for list in ["ana", "ns", "host", "listener"] {
         both(
             &home,
             &format!("nvme {list} list"),

@@ -3,17 +3,18 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use rdmux_verbs::parse_size;
-use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
+use rdmux_wire::nvme::{AnaState, Nqn, NsId, TransportKind};
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
 use crate::identity;
-use crate::target::{Listener, Rates};
+use crate::target::{ANA_GROUP_MAX, AnaRule, CNTLID_MAX, Listener, Rates};
 
 /// Port of NVMe/TCP and NVMe/RDMA, as IANA has it.
 pub const DEFAULT_PORT: u16 = 4420;
@@ -47,12 +48,18 @@ pub struct SubsystemConfig {
     /// Hosts that are not among [`SubsystemConfig::hosts`].
     #[serde(default)]
     pub other_hosts: OtherHosts,
+    /// Ids of its controllers, within 1 to 0xffef; `None`: all. Nodes that serve one name need ranges of their own.
+    #[serde(default, deserialize_with = "cntlids")]
+    pub cntlids: Option<RangeInclusive<u16>>,
     /// Hosts on terms of their own.
     #[serde(default, rename = "host")]
     pub hosts: Vec<HostConfig>,
     /// Its namespaces.
     #[serde(default, rename = "namespace")]
     pub namespaces: Vec<NamespaceConfig>,
+    /// States of access to the namespaces, one set after the other. Their listeners are among [`TargetConfig::listen`].
+    #[serde(default, rename = "ana", deserialize_with = "ana_rules")]
+    pub ana: Vec<AnaRule>,
 }
 
 /// Treatment of hosts that are not named.
@@ -123,6 +130,8 @@ pub struct NamespaceConfig {
     pub read_only: bool,
     /// Its UUID; `None`: one that follows from its name and its storage.
     pub uuid: Option<[u8; 16]>,
+    /// Its group of those that share a state of access (ANA).
+    pub ana_group: u32,
 }
 
 /// A namespace as a file or a request has it.
@@ -137,6 +146,8 @@ struct NamespaceTable {
     #[serde(default)]
     read_only: bool,
     uuid: Option<String>,
+    #[serde(default = "first_group", deserialize_with = "group")]
+    ana_group: u32,
 }
 
 impl TryFrom<NamespaceTable> for NamespaceConfig {
@@ -155,6 +166,7 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
             block_shift: table.block.map_or(Ok(9), |Size(bytes)| block_shift(bytes))?,
             read_only: table.read_only,
             uuid: table.uuid.as_deref().map(uuid).transpose()?,
+            ana_group: table.ana_group,
         })
     }
 }
@@ -162,7 +174,11 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
 impl NamespaceConfig {
     /// Returns the form that a request has.
     pub fn to_json(&self) -> Value {
-        let mut table = json!({ "block": 1u64 << self.block_shift, "read_only": self.read_only });
+        let mut table = json!({
+            "block": 1u64 << self.block_shift,
+            "read_only": self.read_only,
+            "ana_group": self.ana_group,
+        });
         match &self.storage {
             Storage::File(path) => table["path"] = json!(path),
             Storage::Memory(bytes) => table["memory"] = (*bytes).into(),
@@ -181,7 +197,8 @@ impl NamespaceConfig {
 impl FromStr for NamespaceConfig {
     type Err = String;
 
-    /// Parses the form of a command line: `PATH`, `mem:SIZE` or `null:SIZE`, and behind it `,block=N`, `,ro` and `,uuid=UUID`.
+    /// Parses the form of a command line: `PATH`, `mem:SIZE` or `null:SIZE`, and behind it `,block=N`, `,ro`, `,uuid=UUID` and
+    /// `,ana=GROUP`.
     fn from_str(text: &str) -> Result<NamespaceConfig, String> {
         let mut config = NamespaceConfig {
             nsid: None,
@@ -189,6 +206,7 @@ impl FromStr for NamespaceConfig {
             block_shift: 9,
             read_only: false,
             uuid: None,
+            ana_group: first_group(),
         };
         let mut place = text;
         // Options are taken off the end, so that a path may hold commas.
@@ -198,10 +216,15 @@ impl FromStr for NamespaceConfig {
                 config.block_shift = block_shift(bytes)?;
             } else if let Some(value) = option.strip_prefix("uuid=") {
                 config.uuid = Some(uuid(value)?);
+            } else if let Some(value) = option.strip_prefix("ana=") {
+                let group = value.parse().map_err(|_| no_group(value))?;
+                config.ana_group = check_group(group)?;
             } else if option == "ro" {
                 config.read_only = true;
             } else if place.starts_with("mem:") || place.starts_with("null:") {
-                return Err(format!("'{option}' is none of block=N, ro and uuid=UUID"));
+                return Err(format!(
+                    "'{option}' is none of block=N, ro, uuid=UUID and ana=GROUP"
+                ));
             } else {
                 break;
             }
@@ -239,6 +262,63 @@ fn positive_size(text: &str) -> Result<u64, String> {
 
 fn uuid(text: &str) -> Result<[u8; 16], String> {
     identity::parse_uuid(text).ok_or_else(|| format!("'{text}' is no UUID"))
+}
+
+const fn first_group() -> u32 {
+    1
+}
+
+fn check_group(group: u32) -> Result<u32, String> {
+    let is_valid = (1..=ANA_GROUP_MAX).contains(&group);
+    is_valid
+        .then_some(group)
+        .ok_or_else(|| no_group(&group.to_string()))
+}
+
+fn no_group(text: &str) -> String {
+    format!("'{text}' is no group of namespaces: give 1 to {ANA_GROUP_MAX}")
+}
+
+/// The states of access, by the names that Linux has for them. SPDK's have another hyphen.
+const ANA_STATES: [(&str, AnaState); 5] = [
+    ("optimized", AnaState::Optimized),
+    ("non-optimized", AnaState::NonOptimized),
+    ("inaccessible", AnaState::Inaccessible),
+    ("persistent-loss", AnaState::PersistentLoss),
+    ("change", AnaState::Change),
+];
+
+/// Returns the name of a state of access.
+pub fn ana_state_name(state: AnaState) -> &'static str {
+    let known = ANA_STATES.iter().find(|(_, known)| *known == state);
+    known.map_or("unknown", |(name, _)| name)
+}
+
+/// Parses the name of a state of access (ANA), in the form of Linux or of SPDK.
+///
+/// # Errors
+/// One line that lists the states.
+pub fn parse_ana_state(text: &str) -> Result<AnaState, String> {
+    let name = text.replace('_', "-");
+    let known = ANA_STATES.iter().find(|(known, _)| *known == name);
+    known.map(|(_, state)| *state).ok_or_else(|| {
+        let names = ANA_STATES.map(|(name, _)| name).join(", ");
+        format!("'{text}' is no state of access: give one of {names}")
+    })
+}
+
+/// Parses a range of ids of controllers: `FIRST-LAST`.
+///
+/// # Errors
+/// One line that says what a range is.
+pub fn parse_cntlids(text: &str) -> Result<RangeInclusive<u16>, String> {
+    let range = text.split_once('-').and_then(|(first, last)| {
+        let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        (1 <= first && first <= last && last <= CNTLID_MAX).then_some(first..=last)
+    });
+    range.ok_or_else(|| {
+        format!("'{text}' is no range of controller ids: give FIRST-LAST within 1 to {CNTLID_MAX}")
+    })
 }
 
 /// Parses the name of a subsystem or a host.
@@ -376,6 +456,50 @@ pub(super) fn listeners<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Ve
     parsed.collect::<Result<_, _>>().map_err(de::Error::custom)
 }
 
+fn cntlids<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RangeInclusive<u16>>, D::Error> {
+    let range = parse_cntlids(&String::deserialize(deserializer)?);
+    range.map(Some).map_err(de::Error::custom)
+}
+
+pub(super) fn group<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    check_group(u32::deserialize(deserializer)?).map_err(de::Error::custom)
+}
+
+pub(super) fn optional_group<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    group(deserializer).map(Some)
+}
+
+pub(super) fn ana_state<'de, D: Deserializer<'de>>(deserializer: D) -> Result<AnaState, D::Error> {
+    parse_ana_state(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+}
+
+/// A state of access as a file has it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AnaTable {
+    #[serde(default, deserialize_with = "optional_group")]
+    group: Option<u32>,
+    #[serde(default, deserialize_with = "optional_listener")]
+    listener: Option<Listener>,
+    #[serde(deserialize_with = "ana_state")]
+    state: AnaState,
+}
+
+fn ana_rules<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<AnaRule>, D::Error> {
+    let tables = Vec::<AnaTable>::deserialize(deserializer)?;
+    let rules = tables.into_iter().map(|table| AnaRule {
+        group: table.group,
+        at: table.listener,
+        state: table.state,
+    });
+    Ok(rules.collect())
+}
+
+fn optional_listener<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Listener>, D::Error> {
+    let parsed = parse_listener(&String::deserialize(deserializer)?);
+    parsed.map(Some).map_err(de::Error::custom)
+}
+
 pub(super) fn nqn<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Nqn, D::Error> {
     parse_nqn(&String::deserialize(deserializer)?).map_err(de::Error::custom)
 }
@@ -455,12 +579,14 @@ mod tests {
             [[subsystem]]
             nqn = "nqn.2014-08.org.example:disks"
             secret = "/etc/rdmux/secret"
+            cntlids = "1-127"
             [[subsystem.namespace]]
             path = "/srv/a,b"
             block = 4096
             read_only = true
             nsid = 7
             uuid = "00010203-0405-8607-8809-0a0b0c0d0e0f"
+            ana_group = 2
             [[subsystem.namespace]]
             memory = "64M"
             [[subsystem.host]]
@@ -469,6 +595,12 @@ mod tests {
             queues = 4
             iops = 20000
             bandwidth = "100M"
+            [[subsystem.ana]]
+            listener = "tcp:127.0.0.1"
+            state = "non-optimized"
+            [[subsystem.ana]]
+            group = 2
+            state = "inaccessible"
 
             [[subsystem]]
             other_hosts = "any"
@@ -490,6 +622,15 @@ mod tests {
         assert_eq!(disks.hosts[0].queues, Some(4));
         assert_eq!(disks.hosts[0].iops.unwrap().get(), 20_000);
         assert_eq!(disks.hosts[0].bandwidth.unwrap().get(), 100 << 20);
+        assert_eq!((&disks.cntlids, &null.cntlids), (&Some(1..=127), &None));
+        let groups = disks.namespaces.iter().map(|namespace| namespace.ana_group);
+        assert_eq!(groups.collect::<Vec<_>>(), [2, 1]);
+        let rule = |group, at, state| AnaRule { group, at, state };
+        let rules = [
+            rule(None, Some(config.listen[0]), AnaState::NonOptimized),
+            rule(Some(2), None, AnaState::Inaccessible),
+        ];
+        assert_eq!(disks.ana, rules);
         assert!(null.other_hosts == OtherHosts::Any && null.nqn.is_none());
         assert_eq!(null.namespaces[0].storage, Storage::Null(1 << 20));
     }
@@ -538,6 +679,31 @@ mod tests {
                 "'1000' is no size of a block",
             ),
             (&format!("{namespace}memory = 1G"), 3, ""),
+            (
+                &format!("{namespace}null = 512\nana_group = 129"),
+                4,
+                "'129' is no group of namespaces: give 1 to 128",
+            ),
+            (
+                &format!("{subsystem}cntlids = \"0-9\""),
+                2,
+                "'0-9' is no range of controller ids",
+            ),
+            (
+                &format!("{subsystem}[[subsystem.ana]]\ngroup = 1\nstate = \"fast\""),
+                4,
+                "'fast' is no state of access: give one of optimized, non-optimized,",
+            ),
+            (
+                &format!("{subsystem}[[subsystem.ana]]\ngroup = 1"),
+                2,
+                "missing field `state`",
+            ),
+            (
+                &format!("{subsystem}[[subsystem.ana]]\nlistener = \"tcp:x\"\nstate = \"change\""),
+                3,
+                "'x' is not an address",
+            ),
         ] {
             let (at, what) = TargetConfig::parse(text).unwrap_err();
             assert!(
@@ -561,7 +727,12 @@ mod tests {
         );
         assert_eq!(config("/a,b,ro").storage, Storage::File("/a,b".into()));
         let uuid = "00010203-0405-8607-8809-0a0b0c0d0e0f";
-        for text in ["mem:1G,ro", "null:1M", &format!("/a,b,block=4096,uuid={uuid}")] {
+        assert_eq!(config("/a,b,ana=7").ana_group, 7);
+        for text in [
+            "mem:1G,ro,ana=2",
+            "null:1M",
+            &format!("/a,b,block=4096,uuid={uuid}"),
+        ] {
             let again = NamespaceConfig::deserialize(config(text).to_json()).unwrap();
             assert_eq!(again, config(text), "as a request");
         }
@@ -571,9 +742,31 @@ mod tests {
             ("mem:1G,block=1000", "'1000' is no size of a block"),
             ("null:1G,rw", "'rw' is none of"),
             (",ro", "no file given"),
+            ("null:1G,ana=0", "'0' is no group of namespaces"),
+            ("null:1G,ana=x", "'x' is no group of namespaces"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn parse_ana_state__knows_the_names_of_linux_and_spdk() {
+        for (name, state) in ANA_STATES {
+            assert_eq!(ana_state_name(state), name);
+            assert_eq!(parse_ana_state(name), Ok(state));
+            assert_eq!(parse_ana_state(&name.replace('-', "_")), Ok(state));
+        }
+        assert!(parse_ana_state("").is_err());
+    }
+
+    #[test]
+    fn parse_cntlids__is_within_the_ids_that_there_are() {
+        assert_eq!(parse_cntlids("1-65519"), Ok(1..=65519));
+        assert_eq!(parse_cntlids("128-128"), Ok(128..=128));
+        for text in ["", "1", "0-1", "2-1", "1-65520", "1-70000", "-1-2", "a-b"] {
+            let error = parse_cntlids(text).unwrap_err();
+            assert!(error.contains("give FIRST-LAST within 1 to 65519"), "{error}");
         }
     }
 

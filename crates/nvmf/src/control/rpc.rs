@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rdmux_verbs::provider::folder::runtime_folder;
-use rdmux_wire::nvme::{HealthLog, Nqn, NsId, TransportKind};
+use rdmux_wire::nvme::{AnaState, HealthLog, Nqn, NsId, TransportKind};
 use rustix::fs::{Mode, fchmod};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with, sockopt,
@@ -22,11 +22,12 @@ use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
 use super::config::{
-    DEFAULT_PORT, HostConfig, NamespaceConfig, OtherHosts, bandwidth, check_listener, iops, nqn, queues,
+    DEFAULT_PORT, HostConfig, NamespaceConfig, OtherHosts, ana_state, ana_state_name, bandwidth,
+    check_listener, group, iops, nqn, optional_group, queues,
 };
-use super::{Control, ControlError, NamespaceInfo, SubsystemInfo};
+use super::{Control, ControlError, ListenerInfo, NamespaceInfo, SubsystemInfo};
 use crate::identity;
-use crate::target::{ControllerInfo, Listener};
+use crate::target::{AnaRule, ControllerInfo, Listener};
 
 /// Bytes of a request at most.
 const REQUEST_MAX: usize = 1 << 20;
@@ -142,6 +143,28 @@ struct OneListener {
     listen_address: ListenAddress,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SetAnaState {
+    #[serde(default)]
+    nqn: Name,
+    listen_address: Option<ListenAddress>,
+    #[serde(deserialize_with = "ana_state")]
+    ana_state: AnaState,
+    #[serde(default, deserialize_with = "optional_group")]
+    anagrpid: Option<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SetAnaGroup {
+    #[serde(default)]
+    nqn: Name,
+    nsid: u32,
+    #[serde(deserialize_with = "group")]
+    anagrpid: u32,
+}
+
 /// An address in SPDK's form.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -175,14 +198,17 @@ impl ListenAddress {
 }
 
 /// The methods.
-const METHODS: [&str; 12] = [
+const METHODS: [&str; 15] = [
     "nvmf_get_subsystems",
     "nvmf_subsystem_add_host",
     "nvmf_subsystem_add_ns",
     "nvmf_subsystem_get_controllers",
+    "nvmf_subsystem_get_listeners",
+    "nvmf_subsystem_listener_set_ana_state",
     "nvmf_subsystem_remove_host",
     "nvmf_subsystem_remove_ns",
     "nvmf_subsystem_resize_ns",
+    "nvmf_subsystem_set_ns_ana_group",
     "nvmf_subsystem_set_other_hosts",
     "nvmf_target_add_listener",
     "nvmf_target_get_listeners",
@@ -279,6 +305,34 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
                 .map_err(refused)?;
             Ok(true.into())
         }
+        "nvmf_subsystem_get_listeners" => {
+            let OneSubsystem { nqn } = parse(params)?;
+            let listeners = control.ana(nqn.0.as_ref()).map_err(refused)?;
+            Ok(listeners.iter().map(ana_json).collect())
+        }
+        "nvmf_subsystem_listener_set_ana_state" => {
+            let SetAnaState {
+                nqn,
+                listen_address,
+                ana_state,
+                anagrpid,
+            } = parse(params)?;
+            let at = listen_address.map(|address| address.listener()).transpose()?;
+            let rule = AnaRule {
+                group: anagrpid,
+                at,
+                state: ana_state,
+            };
+            control.set_ana_state(nqn.0.as_ref(), rule).map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_subsystem_set_ns_ana_group" => {
+            let SetAnaGroup { nqn, nsid, anagrpid } = parse(params)?;
+            control
+                .set_ana_group(nqn.0.as_ref(), NsId(nsid), anagrpid)
+                .map_err(refused)?;
+            Ok(true.into())
+        }
         "nvmf_target_add_listener" => {
             let OneListener { listen_address } = parse(params)?;
             let listener = control
@@ -326,6 +380,18 @@ fn listener_json(listener: &Listener) -> Value {
     })
 }
 
+fn ana_json(info: &ListenerInfo) -> Value {
+    let groups = info.groups.iter().map(|group| {
+        let namespaces = group.namespaces.iter().map(|nsid| nsid.0);
+        json!({
+            "ana_group": group.id,
+            "ana_state": ana_state_name(group.state).replace('-', "_"),
+            "namespaces": namespaces.collect::<Vec<_>>(),
+        })
+    });
+    json!({ "address": listener_json(&info.listener), "ana_states": groups.collect::<Vec<_>>() })
+}
+
 fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
     let hosts = info.hosts.iter().map(|host| {
         json!({
@@ -346,6 +412,8 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
         "hosts": hosts.collect::<Vec<_>>(),
         "serial_number": info.serial,
         "counts": counts_json(&info.counts),
+        "min_cntlid": info.cntlids.start(),
+        "max_cntlid": info.cntlids.end(),
         "namespaces": info.namespaces.iter().map(namespace_json).collect::<Vec<_>>(),
     })
 }
@@ -377,6 +445,7 @@ fn namespace_json(info: &NamespaceInfo) -> Value {
         "bytes": info.bytes,
         "block_bytes": info.block_bytes,
         "read_only": info.read_only,
+        "ana_group": info.ana_group,
     })
 }
 

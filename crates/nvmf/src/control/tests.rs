@@ -214,6 +214,113 @@ fn requests__change_hosts_and_listeners() {
     assert!(message.contains("only with a restart"), "{message}");
 }
 
+/// Returns the states of access, by listener.
+fn ana(running: &Running) -> Vec<Vec<(u64, String, Vec<u64>)>> {
+    let listed = running.ask("nvmf_subsystem_get_listeners", json!({})).unwrap();
+    let array = |value: &Value| value.as_array().unwrap().clone();
+    let group = |group: &Value| {
+        let namespaces = array(&group["namespaces"]);
+        (
+            group["ana_group"].as_u64().unwrap(),
+            group["ana_state"].as_str().unwrap().to_owned(),
+            namespaces.iter().map(|nsid| nsid.as_u64().unwrap()).collect(),
+        )
+    };
+    let listeners = array(&listed);
+    let states = listeners.iter().map(|listener| array(&listener["ana_states"]));
+    states.map(|groups| groups.iter().map(group).collect()).collect()
+}
+
+#[test]
+fn requests__change_the_access_to_namespaces() {
+    let two = description("requests-ana", "null = 4096;null = 8192\nana_group = 3;")
+        .replace("\"tcp:127.0.0.1:0\"", "\"tcp:127.0.0.1:0\", \"tcp:127.0.0.2:0\"");
+    let two = two.replace("other_hosts", "cntlids = \"5-9\"\nother_hosts");
+    let described =
+        format!("{two}[[subsystem.ana]]\nlistener = \"tcp:127.0.0.2:0\"\nstate = \"non-optimized\"\n");
+    let running = Running::new(&described);
+    let state = |group, state: &str, nsid| (group, state.to_owned(), vec![nsid]);
+    let first = || vec![state(1, "optimized", 1), state(3, "optimized", 2)];
+    let second = vec![state(1, "non_optimized", 1), state(3, "non_optimized", 2)];
+    assert_eq!(ana(&running), [first(), second]);
+    let subsystems = running.ask("nvmf_get_subsystems", json!({})).unwrap();
+    assert_eq!(
+        (&subsystems[0]["min_cntlid"], &subsystems[0]["max_cntlid"]),
+        (&json!(5), &json!(9))
+    );
+    assert_eq!(subsystems[0]["namespaces"][1]["ana_group"], 3);
+
+    let address = subsystems[0]["listen_addresses"][1].clone();
+    let set = |params: Value| running.ask("nvmf_subsystem_listener_set_ana_state", params);
+    let change = json!({ "listen_address": address, "ana_state": "inaccessible", "anagrpid": 3 });
+    assert_eq!(set(change), Ok(json!(true)));
+    let changed = vec![state(1, "non_optimized", 1), state(3, "inaccessible", 2)];
+    assert_eq!(ana(&running), [first(), changed.clone()]);
+    let elsewhere = json!({ "trtype": "TCP", "traddr": "127.0.0.3" });
+    for (params, code, part) in [
+        (json!({}), -32602, "missing field `ana_state`"),
+        (
+            json!({ "ana_state": "fast" }),
+            -32602,
+            "'fast' is no state of access",
+        ),
+        (
+            json!({ "ana_state": "change", "anagrpid": 0 }),
+            -32602,
+            "'0' is no group of namespaces",
+        ),
+        (
+            json!({ "ana_state": "change", "listen_address": elsewhere }),
+            -32000,
+            "the target does not listen on tcp:127.0.0.3:4420",
+        ),
+        (
+            json!({ "ana_state": "change", "nqn": "nqn.2014-08.org.example:none" }),
+            -32000,
+            "there is no subsystem",
+        ),
+    ] {
+        let (got, message) = set(params).unwrap_err();
+        assert!(got == code && message.contains(part), "{got} {message}");
+    }
+    let group = |nsid, group| {
+        let params = json!({ "nsid": nsid, "anagrpid": group });
+        running.ask("nvmf_subsystem_set_ns_ana_group", params)
+    };
+    assert!(group(7, 1).unwrap_err().1.contains("there is no namespace 7"));
+    assert_eq!(group(1, 129).unwrap_err().0, -32602);
+    assert_eq!(ana(&running), [first(), changed], "nothing half done");
+    assert_eq!(group(1, 3), Ok(json!(true)));
+    let moved = |state: &str| vec![(3, state.to_owned(), vec![1, 2])];
+    assert_eq!(ana(&running), [moved("optimized"), moved("inaccessible")]);
+    // By all ways, whatever was set before.
+    assert_eq!(set(json!({ "ana_state": "persistent_loss" })), Ok(json!(true)));
+    assert_eq!(
+        ana(&running),
+        [moved("persistent_loss"), moved("persistent_loss")]
+    );
+    // The file is in force again; what it says wrongly changes nothing.
+    let elsewhere = described.replace("listener = \"tcp:127.0.0.2:0\"", "listener = \"tcp:127.0.0.3\"");
+    let error = running.reload(&elsewhere).unwrap_err();
+    assert_eq!(error, "the target does not listen on tcp:127.0.0.3:4420");
+    let other_ids = described.replace("5-9", "5-10");
+    let error = running.reload(&other_ids).unwrap_err();
+    assert!(error.contains("ids of controllers of nqn.2014-08.org.example:requests-ana change only"));
+    assert_eq!(
+        ana(&running),
+        [moved("persistent_loss"), moved("persistent_loss")]
+    );
+    let other_groups = described
+        .replace("ana_group = 3", "ana_group = 4")
+        .replace("state = \"non-", "state = \"");
+    running.reload(&other_groups).unwrap();
+    let groups = vec![state(1, "optimized", 1), state(4, "optimized", 2)];
+    assert_eq!(ana(&running), [groups.clone(), groups]);
+    running.reload(&described).unwrap();
+    let second = vec![state(1, "non_optimized", 1), state(3, "non_optimized", 2)];
+    assert_eq!(ana(&running), [first(), second]);
+}
+
 #[test]
 fn respond__names_what_is_wrong_with_a_request() {
     let running = Running::new(&description("respond", "null = 4096;"));
@@ -325,7 +432,8 @@ fn reload__changes_what_is_other_and_nothing_if_it_fails() {
         .collect();
     assert_eq!(names, [Nqn::new("nqn.2014-08.org.example:reload-other").unwrap()]);
     // Its name and files are free.
-    drop(identity::claim(&Nqn::new("nqn.2014-08.org.example:reload").unwrap()).unwrap());
+    let name = Nqn::new("nqn.2014-08.org.example:reload").unwrap();
+    drop(identity::claim(&name, &(1..=CNTLID_MAX)).unwrap());
     drop(FileBackend::open(files[0].path(), false, 512).unwrap());
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -391,7 +391,7 @@ impl Served {
 }
 
 /// Prepares a socket, and returns the address at which the host has reached it.
-fn prepare(socket: &OwnedFd) -> io::Result<IpAddr> {
+fn prepare(socket: &OwnedFd) -> io::Result<SocketAddr> {
     rustix::io::ioctl_fionbio(socket, true)?;
     // Responses are small and must not wait for each other.
     sockopt::set_tcp_nodelay(socket, true)?;
@@ -402,7 +402,7 @@ fn prepare(socket: &OwnedFd) -> io::Result<IpAddr> {
     sockopt::set_tcp_keepintvl(socket, interval)?;
     sockopt::set_tcp_keepcnt(socket, number)?;
     let local = SocketAddr::try_from(getsockname(socket)?)?;
-    Ok(local.ip().to_canonical())
+    Ok(SocketAddr::new(local.ip().to_canonical(), local.port()))
 }
 
 fn send(socket: BorrowedFd<'_>, slices: &[IoSlice<'_>]) -> rustix::io::Result<usize> {

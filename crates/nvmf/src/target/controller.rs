@@ -4,7 +4,6 @@ mod features;
 mod logs;
 
 use std::collections::VecDeque;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -16,12 +15,13 @@ use rdmux_wire::nvme::{
 };
 
 use self::features::Features;
+use super::ana::ANA_GROUP_MAX;
 use super::association::{ABORTS_MAX, Association};
 use super::fused::Own;
 use super::io::{Io, Operation};
 use super::namespace::{COPY_FORMATS, Seat, SharedNamespace};
 use super::queue::{Executed, Port};
-use super::subsystem::{ANA_GROUP_MAX, NAMESPACES_MAX, Namespaces, Subsystem, Target};
+use super::subsystem::{Listener, NAMESPACES_MAX, Namespaces, Subsystem, Target};
 
 /// Requests for asynchronous events at a time.
 const EVENT_REQUESTS_MAX: usize = 4;
@@ -53,8 +53,8 @@ pub struct Controller {
     subsystem: Arc<Subsystem>,
     association: Arc<Association>,
     port: Port,
-    /// The address at which the host has reached the target.
-    local: IpAddr,
+    /// The listener by which the host has come.
+    local: Listener,
     began: Instant,
     configuration: Configuration,
     /// CSTS.
@@ -92,7 +92,7 @@ impl Controller {
         kind: ControllerKind,
         subsystem: Arc<Subsystem>,
         association: Arc<Association>,
-        (port, local): (Port, IpAddr),
+        (port, local): (Port, Listener),
         keep_alive_ms: u32,
         discovery_generation: u64,
         now: Instant,
@@ -171,7 +171,6 @@ impl Controller {
         sqe: &Sqe,
         data: &[u8],
         target: &Target,
-        local: IpAddr,
         now: Instant,
     ) -> Result<Executed, (Status, u64)> {
         let executed = match sqe.opcode() {
@@ -182,7 +181,7 @@ impl Controller {
             },
             Opcode::KEEP_ALIVE => Ok(Executed::Done(0)),
             Opcode::IDENTIFY => self.identify(sqe),
-            Opcode::GET_LOG_PAGE => self.log_page(sqe, target, local, now),
+            Opcode::GET_LOG_PAGE => self.log_page(sqe, target, now),
             Opcode::SET_FEATURES => self.set_features(sqe, data, now),
             Opcode::GET_FEATURES => self.get_features(sqe, now),
             Opcode::ASYNC_EVENT_REQUEST => match self.requests.len() < EVENT_REQUESTS_MAX {

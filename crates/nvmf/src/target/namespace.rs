@@ -1,6 +1,5 @@
 //! A namespace: what it stores, what all queues share of it, and how one queue uses it.
 
-use std::net::IpAddr;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +11,7 @@ use rdmux_wire::nvme::{
 use super::association::Session;
 use super::fence::Fence;
 use super::reservation::{Reservations, Verdict};
-use super::subsystem::{NAMESPACES_MAX, NamespaceError, Subsystem};
+use super::subsystem::{Listener, NAMESPACES_MAX, NamespaceError, Subsystem};
 use crate::backend::Backend;
 
 /// Bytes that one Copy moves at most: it holds up what waits for the same medium no longer than that.
@@ -111,11 +110,11 @@ impl Deref for SharedNamespace {
 }
 
 impl SharedNamespace {
-    pub(super) fn new(namespace: Namespace, reservations: Reservations) -> SharedNamespace {
+    pub(super) fn new(namespace: Namespace, reservations: Reservations, ana_group: u32) -> SharedNamespace {
         SharedNamespace {
             namespace,
             state: Arc::new(State {
-                ana_group: AtomicU32::new(1),
+                ana_group: AtomicU32::new(ana_group),
                 fence: Fence::default(),
                 reservations,
             }),
@@ -197,8 +196,8 @@ pub(super) struct User {
     pub(super) subsystem: Arc<Subsystem>,
     pub(super) session: Session,
     pub(super) qid: u16,
-    /// The address at which the host has reached the target.
-    pub(super) local: IpAddr,
+    /// The listener by which the host has come.
+    pub(super) local: Listener,
 }
 
 impl Deref for Seat {

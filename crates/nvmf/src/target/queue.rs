@@ -1,6 +1,5 @@
 //! A queue of a controller: its first command is Connect, which says which queue of which controller it is.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -17,7 +16,7 @@ use super::controller::Controller;
 use super::fused::Pairs;
 use super::io::{Io, Operation};
 use super::namespace::User;
-use super::subsystem::Target;
+use super::subsystem::{Listener, Target};
 use super::tally::Counters;
 use super::view::View;
 
@@ -81,7 +80,7 @@ pub enum Step {
 pub struct Queue {
     target: Arc<Target>,
     port: Port,
-    local: IpAddr,
+    local: Listener,
     role: Role,
     /// Set if its host has to be authenticated.
     authenticator: Option<Authenticator>,
@@ -108,8 +107,8 @@ enum Role {
 impl Queue {
     /// Makes a queue whose host has not sent anything.
     ///
-    /// `local` is the address at which the host has reached the target.
-    pub fn new(target: Arc<Target>, port: Port, local: IpAddr, now: Instant) -> Queue {
+    /// `local` is the listener by which the host has come; the port counts for TCP alone.
+    pub fn new(target: Arc<Target>, port: Port, local: Listener, now: Instant) -> Queue {
         Queue {
             target,
             port,
@@ -289,7 +288,7 @@ impl Queue {
         let executed = match &mut self.role {
             _ if is_authentication(sqe) => self.authenticate(sqe, data),
             Role::New => self.connect(sqe, data, now),
-            Role::Admin(controller) => controller.execute(sqe, data, &self.target, self.local, now),
+            Role::Admin(controller) => controller.execute(sqe, data, &self.target, now),
             Role::Io { view, .. } if sqe.opcode() == Opcode::RESERVATION_REPORT => report(view, sqe),
             Role::Io { pairs, .. } => match pairs.received(sqe.cid(), data) {
                 None => Ok(Executed::Wait),

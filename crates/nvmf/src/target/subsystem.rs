@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,10 +10,11 @@ use std::time::Instant;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{
-    AnaGroup, AnaLog, AnaState, ConnectData, DISCOVERY_NQN, HealthLog, HostId, Nqn, NsId,
-    ReservationController, ReservationNotice, ReservationReport, Status, TransportKind,
+    AnaLog, AnaState, ConnectData, DISCOVERY_NQN, HealthLog, HostId, Nqn, NsId, ReservationController,
+    ReservationNotice, ReservationReport, Status, TransportKind,
 };
 
+use super::ana::{ANA_GROUP_MAX, AnaRule, AnaStates, check_group};
 use super::association::Association;
 use super::hosts::{Hosts, Terms};
 use super::limit::Limit;
@@ -25,9 +26,7 @@ use crate::auth::{Authenticator, Parties};
 /// The highest namespace id.
 pub(crate) const NAMESPACES_MAX: u32 = 1024;
 /// The highest controller id. 0xfff0 and above are reserved (NVMe Base 2.0, 3.1.2).
-const CNTLID_MAX: u16 = 0xffef;
-/// The highest id of a group of namespaces that share a state of access.
-pub(super) const ANA_GROUP_MAX: u32 = 128;
+pub(crate) const CNTLID_MAX: u16 = 0xffef;
 
 /// The namespaces of a subsystem at one time.
 pub(super) type Namespaces = Arc<BTreeMap<NsId, Arc<SharedNamespace>>>;
@@ -90,31 +89,11 @@ pub struct ControllerInfo {
 struct State {
     namespaces: Namespaces,
     hosts: Hosts,
-    /// States of access by group, and by the address at which a host reaches the target if that matters. Groups without one are optimized.
-    ana: BTreeMap<(u32, Option<IpAddr>), AnaChange>,
-    /// Number of changes of `ana`, and of the groups of namespaces.
-    ana_changes: u64,
+    ana: AnaStates,
     controllers: BTreeMap<u16, Arc<Association>>,
     /// Controllers that are over, as long as I/Os of them run.
     ending: Vec<Arc<Association>>,
     last_cntlid: u16,
-}
-
-/// State of access to a group.
-#[derive(Clone, Copy, Debug, Default)]
-struct AnaChange {
-    state: AnaState,
-    /// Number of changes when it changed; 0 if it never did.
-    changes: u64,
-}
-
-impl State {
-    /// Returns the state of access to a group for hosts that reach the target at an address.
-    fn ana_at(&self, group: u32, local: IpAddr) -> AnaChange {
-        let of_address = self.ana.get(&(group, Some(local)));
-        let change = of_address.or_else(|| self.ana.get(&(group, None)));
-        change.copied().unwrap_or_default()
-    }
 }
 
 impl Subsystem {
@@ -156,6 +135,11 @@ impl Subsystem {
     /// Returns its name.
     pub fn nqn(&self) -> &Nqn {
         &self.nqn
+    }
+
+    /// Returns the range of its controllers' ids.
+    pub fn cntlids(&self) -> RangeInclusive<u16> {
+        self.cntlids.clone()
     }
 
     /// Returns the terms of a host; `None`: it is refused.
@@ -237,12 +221,21 @@ impl Subsystem {
         }
     }
 
-    /// Adds a namespace.
+    /// Adds a namespace, to group 1 of those that share a state of access.
     ///
     /// # Errors
     /// Its id is invalid or taken, or it has no block.
     pub fn add_namespace(&self, namespace: Namespace) -> Result<(), NamespaceError> {
+        self.add_namespace_in(namespace, 1)
+    }
+
+    /// Adds a namespace, to a group of those that share a state of access.
+    ///
+    /// # Errors
+    /// As [`Subsystem::add_namespace`], or the group is invalid.
+    pub fn add_namespace_in(&self, namespace: Namespace, group: u32) -> Result<(), NamespaceError> {
         namespace.check()?;
+        check_group(group)?;
         let mut state = self.state();
         if state.namespaces.contains_key(&namespace.nsid) {
             return Err(NamespaceError::Exists(namespace.nsid));
@@ -253,7 +246,7 @@ impl Subsystem {
                 .map_err(|error| NamespaceError::Reservations(nsid, error.to_string()))?,
             None => Reservations::default(),
         };
-        self.put(&mut state, SharedNamespace::new(namespace, reservations));
+        self.put(&mut state, SharedNamespace::new(namespace, reservations, group));
         Ok(())
     }
 
@@ -307,92 +300,79 @@ impl Subsystem {
         self.state().namespaces.values().cloned().collect()
     }
 
-    /// Puts a namespace into a group whose state of access it has; at first it is in group 1.
+    /// Puts a namespace into a group whose state of access it has. Returns true if it is another one.
     ///
     /// # Errors
     /// There is no such namespace, or the group is invalid.
-    pub fn set_ana_group(&self, nsid: NsId, group: u32) -> Result<(), NamespaceError> {
-        if !(1..=ANA_GROUP_MAX).contains(&group) {
-            return Err(NamespaceError::Group(group));
-        }
+    pub fn set_ana_group(&self, nsid: NsId, group: u32) -> Result<bool, NamespaceError> {
+        check_group(group)?;
         let mut state = self.state();
         let namespace = state.namespaces.get(&nsid).ok_or(NamespaceError::Missing(nsid))?;
+        if namespace.ana_group() == group {
+            return Ok(false);
+        }
         namespace.set_ana_group(group);
-        state.ana_changes += 1;
+        state.ana.moved();
         self.generation.fetch_add(1, Ordering::Release);
-        Ok(())
+        Ok(true)
     }
 
-    /// Changes the state of access to a group: for hosts that reach the target at an address, or for all. What is set for an address
-    /// stays when all are set later. Queues see it with their next command; whoever calls this has the driver tell of the change, so that hosts get
-    /// their event.
+    /// Changes the state of access to a group, or to all, for hosts that have come by a listener, or by any: it holds wherever the rule applies, whatever
+    /// was set before. Returns false if nothing is different. Queues see it with their next command; whoever calls this has the driver tell of the
+    /// change, so that hosts get their event.
     ///
     /// # Errors
     /// The group is invalid.
-    pub fn set_ana_state(
-        &self,
-        group: u32,
-        at: Option<IpAddr>,
-        state: AnaState,
-    ) -> Result<(), NamespaceError> {
-        if !(1..=ANA_GROUP_MAX).contains(&group) {
-            return Err(NamespaceError::Group(group));
-        }
-        let mut all = self.state();
-        all.ana_changes += 1;
-        let change = AnaChange {
-            state,
-            changes: all.ana_changes,
-        };
-        all.ana.insert((group, at), change);
-        self.generation.fetch_add(1, Ordering::Release);
-        Ok(())
+    pub fn set_ana_state(&self, rule: AnaRule) -> Result<bool, NamespaceError> {
+        self.change_ana(|ana| ana.set(rule))
     }
 
-    /// Returns the log of access to the namespaces for hosts that reach the target at an address.
-    pub(super) fn ana_log(&self, local: IpAddr) -> AnaLog {
+    /// Forgets all states of access that were set, and sets others, one after the other. Returns false if nothing is different.
+    ///
+    /// # Errors
+    /// A group is invalid; then nothing has changed.
+    pub fn set_ana_rules(&self, rules: &[AnaRule]) -> Result<bool, NamespaceError> {
+        self.change_ana(|ana| ana.replace(rules))
+    }
+
+    fn change_ana(
+        &self,
+        change: impl FnOnce(&mut AnaStates) -> Result<bool, NamespaceError>,
+    ) -> Result<bool, NamespaceError> {
+        let is_other = change(&mut self.state().ana)?;
+        if is_other {
+            self.generation.fetch_add(1, Ordering::Release);
+        }
+        Ok(is_other)
+    }
+
+    /// Returns the log of access to the namespaces for hosts that have come by a listener.
+    pub fn ana_log(&self, listener: Listener) -> AnaLog {
         let state = self.state();
-        let mut groups: BTreeMap<u32, Vec<NsId>> = BTreeMap::new();
-        for (group, _) in state.ana.keys() {
-            groups.entry(*group).or_default();
-        }
-        for (nsid, namespace) in state.namespaces.iter() {
-            groups.entry(namespace.ana_group()).or_default().push(*nsid);
-        }
-        let groups = groups.into_iter().map(|(id, namespaces)| {
-            let change = state.ana_at(id, local);
-            AnaGroup {
-                id,
-                changes: change.changes,
-                state: change.state,
-                namespaces,
-            }
-        });
-        AnaLog {
-            changes: state.ana_changes,
-            groups: groups.collect(),
-        }
+        let namespaces = state.namespaces.values();
+        let namespaces = namespaces.map(|namespace| (namespace.nsid, namespace.ana_group()));
+        state.ana.log(namespaces, listener)
     }
 
     /// Returns the number of changes of the access to namespaces.
     pub(super) fn ana_changes(&self) -> u64 {
-        self.state().ana_changes
+        self.state().ana.changes()
     }
 
-    /// Returns generation, namespaces, and the states of their groups for hosts that reach the target at an address.
-    pub(super) fn snapshot(&self, local: IpAddr) -> (u64, Namespaces, BTreeMap<u32, AnaState>) {
+    /// Returns generation, namespaces, and the states of their groups for hosts that have come by a listener.
+    pub(super) fn snapshot(&self, listener: Listener) -> (u64, Namespaces, BTreeMap<u32, AnaState>) {
         let state = self.state();
-        let groups = state.ana.keys().map(|(group, _)| *group);
-        let states = groups.map(|group| (group, state.ana_at(group, local).state));
+        let groups = state.namespaces.values().map(|namespace| namespace.ana_group());
+        let states = groups.map(|group| (group, state.ana.state(group, listener)));
         (self.generation(), state.namespaces.clone(), states.collect())
     }
 
-    /// Returns a namespace if hosts that reach the target at an address have access to it.
-    pub(super) fn reach(&self, nsid: NsId, local: IpAddr) -> Result<Arc<SharedNamespace>, Status> {
+    /// Returns a namespace if hosts that have come by a listener have access to it.
+    pub(super) fn reach(&self, nsid: NsId, listener: Listener) -> Result<Arc<SharedNamespace>, Status> {
         let state = self.state();
         let namespace = state.namespaces.get(&nsid);
         let namespace = namespace.ok_or(Status::INVALID_NAMESPACE.do_not_retry())?;
-        match state.ana_at(namespace.ana_group(), local).state.refusal() {
+        match state.ana.state(namespace.ana_group(), listener).refusal() {
             Some(status) => Err(status),
             None => Ok(namespace.clone()),
         }

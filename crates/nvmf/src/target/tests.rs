@@ -1,6 +1,6 @@
 mod changes;
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,10 @@ use crate::backend::{FileBackend, MemoryBackend, NullBackend};
 use crate::tcp::PORT;
 
 pub(crate) const SUBSYSTEM: &str = "nqn.2014-08.org.example:test";
-const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+const LOCAL: Listener = Listener {
+    transport: TransportKind::Tcp,
+    address: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 4420),
+};
 pub(crate) const HOST: &str = "nqn.2014-08.org.example:host";
 
 /// A target with namespace 1, of 1 MiB of memory in blocks of 512 bytes.
@@ -153,7 +156,7 @@ impl Host {
         Host::at(target, id, LOCAL, now)
     }
 
-    fn at(target: &Arc<Target>, id: u8, local: IpAddr, now: Instant) -> Host {
+    fn at(target: &Arc<Target>, id: u8, local: Listener, now: Instant) -> Host {
         let data = |cntlid| {
             emitted(&ConnectData {
                 host_id: HostId([id; 16]),

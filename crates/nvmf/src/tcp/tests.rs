@@ -30,7 +30,7 @@ impl Host {
     fn new(target: Arc<Target>, digests: Digests, seed: u64) -> Host {
         let now = Instant::now();
         let mut host = Host {
-            connection: Connection::new(target, std::net::Ipv4Addr::LOCALHOST.into(), now),
+            connection: Connection::new(target, (std::net::Ipv4Addr::LOCALHOST, 4420).into(), now),
             buffers: Buffers::default(),
             digests: Digests::empty(),
             now,

@@ -1,5 +1,6 @@
 //! `rdmux nvme`: NVMe over Fabrics.
 
+mod ana;
 mod change;
 mod copy;
 mod discover;
@@ -32,6 +33,8 @@ enum Command {
     Listener(change::ListenerArgs),
     /// Show what the hosts of a target that runs have read and written.
     Stat(stat::Args),
+    /// Show and change by which ways hosts reach the namespaces of a target that runs.
+    Ana(ana::Args),
     /// List the subsystems that a target offers.
     Discover(discover::Args),
     /// List the namespaces of a subsystem.
@@ -55,6 +58,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Command::Host(args) => change::hosts(&args),
         Command::Listener(args) => change::listeners(&args),
         Command::Stat(args) => stat::run(&args),
+        Command::Ana(args) => ana::run(&args),
         Command::Discover(args) => discover::run(&args),
         Command::List(args) => list::run(&args),
         Command::IdCtrl(args) => identify::controller(&args),

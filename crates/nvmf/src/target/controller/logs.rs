@@ -1,6 +1,5 @@
 //! Get Log Page.
 
-use std::net::IpAddr;
 use std::time::Instant;
 
 use rdmux_wire::nvme::{
@@ -28,13 +27,7 @@ const IO_LOGS: [LogId; 9] = [
 const DISCOVERY_LOGS: [LogId; 4] = [LogId::SUPPORTED, LogId::ERROR, LogId::FEATURES, LogId::DISCOVERY];
 
 impl Controller {
-    pub(super) fn log_page(
-        &mut self,
-        sqe: &Sqe,
-        target: &Target,
-        local: IpAddr,
-        now: Instant,
-    ) -> Result<Executed, Status> {
+    pub(super) fn log_page(&mut self, sqe: &Sqe, target: &Target, now: Instant) -> Result<Executed, Status> {
         let log = LogId(sqe.dword(10) as u8);
         let logs = match self.kind {
             ControllerKind::Io => &IO_LOGS[..],
@@ -70,7 +63,7 @@ impl Controller {
             // Bit 0: groups only.
             LogId::ANA => self.subsystem.ana_log(self.local).emit(specific & 1 != 0),
             LogId::RESERVATIONS => self.association.notice(false).emit(),
-            _ => discovery::log(target, &self.association.host, local),
+            _ => discovery::log(target, &self.association.host, self.local.address.ip()),
         };
         if length > self.port.data_max().into() || offset % 4 != 0 || offset > page.len() as u64 {
             return Err(Status::INVALID_FIELD);

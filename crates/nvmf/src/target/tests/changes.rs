@@ -128,7 +128,12 @@ fn set_hosts__ends_controllers_of_those_that_may_no_more_and_no_other() {
     assert!(
         status(run(&mut queue, &connect(0).command(Cid(0)), &data, now)).is(Status::CONNECT_INVALID_HOST)
     );
-    let entries = DiscoveryHeader::parse(&discovery::log(&target, &Nqn::new(HOST).unwrap(), LOCAL)).unwrap();
+    let entries = DiscoveryHeader::parse(&discovery::log(
+        &target,
+        &Nqn::new(HOST).unwrap(),
+        LOCAL.address.ip(),
+    ))
+    .unwrap();
     assert_eq!(entries.entries, 0);
     assert_eq!(subsystem.hosts(), Hosts::default());
     let missing = Nqn::new("nqn.2014-08.org.example:none").unwrap();

@@ -345,7 +345,15 @@ fn ana__states_decide_who_reaches_a_group() {
     let (target, subsystem) = target();
     subsystem.add_namespace(memory(2, 4096)).unwrap();
     subsystem.set_ana_group(NsId(2), 5).unwrap();
-    let other: IpAddr = "127.0.0.2".parse().unwrap();
+    let other = Listener {
+        address: "127.0.0.1:4421".parse().unwrap(),
+        ..LOCAL
+    };
+    let rule = |at, state| AnaRule {
+        group: Some(5),
+        at,
+        state,
+    };
     let (mut here, mut there) = (Host::new(&target, 1, now), Host::at(&target, 1, other, now));
     for host in [&mut here, &mut there] {
         let value = IdentifyController::ANA_EVENTS;
@@ -365,7 +373,7 @@ fn ana__states_decide_who_reaches_a_group() {
         (AnaState::PersistentLoss, Status::ANA_PERSISTENT_LOSS),
     ];
     for (state, expected) in states {
-        subsystem.set_ana_state(5, Some(LOCAL), state).unwrap();
+        assert_eq!(subsystem.set_ana_state(rule(Some(LOCAL), state)), Ok(true));
         let mut data = vec![0; 512];
         assert_eq!(here.blocks(Opcode::READ, 2, 0, &mut data), expected);
         assert_eq!(here.blocks(Opcode::READ, 1, 0, &mut data), Status::SUCCESS);
@@ -388,13 +396,29 @@ fn ana__states_decide_who_reaches_a_group() {
         here.request_event(9);
         assert_eq!(here.admin.poll_event(), None);
     }
-    subsystem.set_ana_state(5, None, AnaState::Inaccessible).unwrap();
+    let all = rule(None, AnaState::Inaccessible);
+    subsystem.set_ana_state(all).unwrap();
     let mut data = vec![0; 512];
     assert_eq!(
         there.blocks(Opcode::READ, 2, 0, &mut data),
         Status::ANA_INACCESSIBLE
     );
-    assert!(subsystem.set_ana_state(129, None, AnaState::Change).is_err());
+    // Nobody is told of what is as it was.
+    assert!(here.admin.poll_event().is_some());
+    here.log(LogId::ANA, NsId::NONE, 128);
+    here.request_event(9);
+    assert_eq!(subsystem.set_ana_state(all), Ok(false));
+    assert_eq!(subsystem.set_ana_group(NsId(2), 5), Ok(false));
+    assert_eq!(here.admin.poll_event(), None);
+    // A namespace takes the state of the group to which it moves.
+    assert_eq!(subsystem.set_ana_group(NsId(2), 6), Ok(true));
+    assert!(here.admin.poll_event().is_some());
+    assert_eq!(here.blocks(Opcode::READ, 2, 0, &mut data), Status::SUCCESS);
+    let wrong = AnaRule {
+        group: Some(129),
+        ..all
+    };
+    assert!(subsystem.set_ana_state(wrong).is_err());
     assert!(subsystem.set_ana_group(NsId(7), 1).is_err());
 }
 

@@ -38,14 +38,14 @@ pub(crate) struct NamespaceArgs {
 enum NamespaceCommand {
     /// List the namespaces.
     #[command(
-        after_help = "JSON: an array of nqn, namespaces (array of nsid, name: memory, null or the path, uuid, bytes, block_bytes, read_only)."
+        after_help = "JSON: an array of nqn, namespaces (array of nsid, name: memory, null or the path, uuid, bytes, block_bytes, read_only, ana_group)."
     )]
     List(At),
     /// Export another file or block device, or memory. Hosts are told.
     #[command(after_help = "JSON: result (the id of the namespace).")]
     Add {
         /// The storage, as for `rdmux nvme target --ns`.
-        #[arg(value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID]")]
+        #[arg(value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID][,ana=GROUP]")]
         namespace: NamespaceConfig,
         /// Id of the namespace [default: the lowest that is free].
         #[arg(long, value_name = "N")]
@@ -192,7 +192,12 @@ impl At {
     }
 
     /// Carries a change out, and says what was done.
-    fn change(&self, method: &str, params: Value, words: impl FnOnce(&Value) -> String) -> Result<()> {
+    pub(super) fn change(
+        &self,
+        method: &str,
+        params: Value,
+        words: impl FnOnce(&Value) -> String,
+    ) -> Result<()> {
         let result = self.call(method, params)?;
         output::say(&if self.json {
             json!({ "result": result }).to_string()
@@ -237,7 +242,7 @@ impl At {
     }
 }
 
-fn text(value: &Value) -> String {
+pub(super) fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Null => "-".into(),
@@ -413,7 +418,7 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
     }
 }
 
-fn listen_address(listener: &Listener) -> Value {
+pub(super) fn listen_address(listener: &Listener) -> Value {
     let transport = match listener.transport {
         TransportKind::Tcp => "TCP",
         TransportKind::Rdma => "RDMA",

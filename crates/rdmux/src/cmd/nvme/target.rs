@@ -1,11 +1,13 @@
 //! `rdmux nvme target`: exports namespaces.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use rdmux_nvmf::control::config::{
-    NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_listener, parse_nqn,
+    NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_cntlids, parse_listener,
+    parse_nqn,
 };
 use rdmux_nvmf::control::rpc::RpcSocket;
 use rdmux_nvmf::control::{Control, SubsystemInfo};
@@ -21,7 +23,7 @@ use crate::{metrics, signals};
 
 /// Export files, block devices and memory as NVMe namespaces, until Ctrl-C.
 ///
-/// `rdmux nvme ns`, `host` and `listener` change a target that runs, and `stat` shows what its hosts do. With --config it exports what a file describes; SIGHUP has it read the file
+/// `rdmux nvme ns`, `host`, `listener` and `ana` change a target that runs, and `stat` shows what its hosts do. With --config it exports what a file describes; SIGHUP has it read the file
 /// again, hosts stay connected, and a wrong file changes nothing.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -31,16 +33,16 @@ socket (of requests that change it, or null).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
     /// may be repeated. The namespaces are numbered from 1. `block=4096` sets the bytes of a block, `ro` refuses writes, `uuid=` replaces the
-    /// namespace's UUID, by which hosts know it again.
+    /// namespace's UUID, by which hosts know it again, `ana=` its group of those that share a state of access (1).
     #[arg(
         long = "ns",
         id = "namespaces",
-        value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID]",
+        value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID][,ana=GROUP]",
         required_unless_present = "config"
     )]
     namespaces: Vec<NamespaceConfig>,
     /// Export what a file describes (docs/nvmf.md); SIGHUP has it read again.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "listen", "nqn", "reactors", "secret", "allow_any_host"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "listen", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
     config: Option<PathBuf>,
     /// Listen on an address and port, by TCP or by RDMA; may be repeated. The default serves only this host.
     #[arg(long, value_name = "tcp|rdma:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listener)]
@@ -48,6 +50,9 @@ pub(crate) struct Args {
     /// Name of the subsystem [default: one of this host and user, the same each time].
     #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
     nqn: Option<Nqn>,
+    /// Ids of controllers. Each node that serves the same name needs a range of its own: hosts refuse two controllers of one id [default: all].
+    #[arg(long, value_name = "FIRST-LAST", value_parser = parse_cntlids)]
+    cntlids: Option<RangeInclusive<u16>>,
     /// Threads that serve connections.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=i64::from(REACTORS_MAX)))]
     reactors: u16,
@@ -57,7 +62,7 @@ pub(crate) struct Args {
     /// Let every host that reaches the address read and write, without a secret.
     #[arg(long)]
     allow_any_host: bool,
-    /// Socket for the requests of `rdmux nvme ns`, `host` and `listener` [default: one in your folder for what runs].
+    /// Socket for the requests of `rdmux nvme ns`, `host`, `listener` and `ana` [default: one in your folder for what runs].
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Describe the target in JSON.
@@ -80,8 +85,10 @@ impl Args {
                 false => OtherHosts::Secret,
             },
             secret: self.secret.clone(),
+            cntlids: self.cntlids.clone(),
             hosts: Vec::new(),
             namespaces: self.namespaces.clone(),
+            ana: Vec::new(),
         };
         Ok(TargetConfig {
             listen: self.listen.clone(),
