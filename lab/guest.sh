@@ -13,6 +13,14 @@ retry() {
   done
 }
 
+# Ends the script if a command succeeds: `! COMMAND` does not, since `set -e` leaves it out.
+fails() {
+  if "$@"; then
+    echo "it succeeds: $*"
+    return 1
+  fi
+}
+
 # Starts a program in the background and returns when it has printed a line with the given word.
 #   start NAME WORD COMMAND...     finish NAME: its exit status, once it has ended, and its output
 declare -A started
