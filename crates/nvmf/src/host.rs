@@ -1,8 +1,8 @@
 //! The host's side: an initiator for every NVMe target.
 //!
 //! Without I/O and clock are [`queue`] (commands in flight), [`setup`] (all that makes a connected queue ready: Connect, authentication,
-//! the controller's registers) and [`tcp`] (a connection). [`Controller`] and [`Session`] drive them on sockets: a controller is one
-//! association, a session makes a new one when it is lost and repeats what was not done. A thread for each [`IoQueue`] is all
+//! the controller's registers), and [`tcp`] and [`rdma`] (connections). [`Controller`] and [`Session`] drive them on sockets and queue pairs: a
+//! controller is one association, a session makes a new one when it is lost and repeats what was not done. A thread for each [`IoQueue`] is all
 //! that an application needs; nothing is allocated and no lock is taken for an I/O.
 //!
 //! ```no_run
@@ -35,6 +35,7 @@ pub mod command;
 mod controller;
 mod link;
 pub mod queue;
+pub mod rdma;
 mod session;
 pub mod setup;
 pub mod tcp;
@@ -42,13 +43,16 @@ pub mod tcp;
 mod tests;
 mod url;
 
+use std::error::Error;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rdmux_verbs::Device;
 use rdmux_wire::Malformed;
 use rdmux_wire::nvme::{DISCOVERY_NQN, HostId, Nqn, Status};
+use rdmux_wire::nvme_rdma::Reject;
 use rdmux_wire::nvme_tcp::Digests;
 
 use crate::auth::{AuthError, Offer, Random, Secrets};
@@ -60,6 +64,12 @@ pub use url::{Transport, Url, UrlError};
 /// Settings of a host towards one subsystem.
 #[derive(Clone, Debug)]
 pub struct Options {
+    /// The transport.
+    pub transport: Transport,
+    /// The local address of RDMA; `None`: that from which the route leads to the target.
+    pub from: Option<IpAddr>,
+    /// The device of RDMA, in place of that of the local address, which each controller opens.
+    pub device: Option<Device>,
     /// Addresses at which the subsystem may be reached, tried in this order.
     pub addresses: Vec<SocketAddr>,
     /// The subsystem.
@@ -76,9 +86,10 @@ pub struct Options {
     pub offer: Offer,
     /// Returns random bytes.
     pub random: Random,
-    /// Digests of the connections.
+    /// Digests of connections of TCP.
     pub digests: Digests,
-    /// The flow control of I/O submission queues stays on: the target then sends a completion after the data of each read.
+    /// The flow control of I/O submission queues stays on: by TCP the target then sends a completion after the data of each read. By RDMA
+    /// it is always on, since that costs nothing.
     pub flow_control: bool,
     /// Keep-alive time; zero is none.
     pub keep_alive: Duration,
@@ -93,12 +104,15 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns the settings that fit most uses: no digests, no secrets, keep-alive of 5 s (a discovery service:
+    /// Returns the settings that fit most uses: TCP, no digests, no secrets, keep-alive of 5 s (a discovery service:
     /// none), 10 s for a command, 30 s for an I/O, 60 s to connect again.
     pub fn new(addresses: Vec<SocketAddr>, subsystem: Nqn) -> Options {
         let (host, host_id) = crate::identity::default_host();
         let is_discovery = subsystem.as_str() == DISCOVERY_NQN;
         Options {
+            transport: Transport::Tcp,
+            from: None,
+            device: None,
             addresses,
             subsystem,
             host,
@@ -115,6 +129,11 @@ impl Options {
             io_timeout: Duration::from_secs(30),
             loss_timeout: Duration::from_secs(60),
         }
+    }
+
+    /// Returns true if the flow control of I/O submission queues is on.
+    fn controls_flow(&self) -> bool {
+        self.flow_control || self.transport == Transport::Rdma
     }
 
     /// Returns true if the subsystem is a discovery service.
@@ -134,7 +153,34 @@ pub enum HostError {
         /// The cause.
         source: Arc<io::Error>,
     },
-    /// A system call on a connection failed.
+    /// There is no device by which the target is reached.
+    #[error("cannot reach {target} by RDMA: {source}")]
+    Device {
+        /// The target's address.
+        target: SocketAddr,
+        /// The cause.
+        source: Arc<dyn Error + Send + Sync>,
+    },
+    /// The target makes no such queue.
+    #[error("the target at {address} refused a queue: {reject}")]
+    Rejected {
+        /// Its address.
+        address: SocketAddr,
+        /// The reason.
+        reject: Reject,
+    },
+    /// Something else than an NVMe target has refused the connection.
+    #[error(
+        "what listens at {address} refused the connection, not in the way of NVMe/RDMA: does a target listen there?"
+    )]
+    NoTarget {
+        /// The address.
+        address: SocketAddr,
+    },
+    /// There is no registered memory for a command.
+    #[error("no memory for the data of a command: {0}")]
+    Memory(Arc<io::Error>),
+    /// A system call, or a request to a device, failed.
     #[error("the connection failed: {0}")]
     Io(Arc<io::Error>),
     /// The target has closed the connection.
@@ -143,6 +189,9 @@ pub enum HostError {
     /// The connection is over.
     #[error(transparent)]
     Ended(#[from] tcp::End),
+    /// The target has violated the protocol of NVMe/RDMA.
+    #[error(transparent)]
+    EndedRdma(#[from] rdma::End),
     /// The target did not answer in time.
     #[error("the target did not answer {what} within {} s", .within.as_secs_f64())]
     TimedOut {
@@ -218,9 +267,12 @@ impl HostError {
             | HostError::Io(_)
             | HostError::Closed(_)
             | HostError::Ended(_)
+            | HostError::EndedRdma(_)
             | HostError::TimedOut { .. }
             | HostError::Lost(_) => true,
             HostError::Refused { status, .. } => !status.is_final(),
+            // Those of the last connection may not be free yet.
+            HostError::Rejected { reject, .. } => *reject == Reject::Resources,
             _ => false,
         }
     }

@@ -14,5 +14,6 @@ pub mod identity;
 pub mod rdma;
 pub mod reservations;
 pub mod server;
+mod slab;
 pub mod target;
 pub mod tcp;

@@ -2,7 +2,6 @@
 
 mod media;
 mod rdma;
-mod slab;
 mod tcp;
 
 use std::io;

@@ -1,16 +1,17 @@
-//! The host against our server on loopback, and against targets that misbehave.
+//! The host against our server on loopback, by each transport, and against targets that misbehave.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_nvmf::auth::{Offer, Secret, Secrets};
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
 use rdmux_nvmf::host::command::{flush, read, write};
-use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session};
+use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session, Transport};
 use rdmux_nvmf::server::{Config, Handle, Server};
 use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_wire::nvme::{
@@ -24,11 +25,48 @@ const BLOCK: u32 = 4096;
 /// Longer than any answer takes.
 const LONG: Duration = Duration::from_secs(60);
 
+/// Has each of these tests run by each transport.
+macro_rules! by_each_transport {
+    ($($name:ident)*) => {
+        mod by_tcp {
+            $(#[test] fn $name() { super::$name(super::Transport::Tcp); })*
+        }
+
+        mod by_rdma {
+            $(#[test] fn $name() { super::$name(super::Transport::Rdma); })*
+        }
+    };
+}
+
+by_each_transport! {
+    discovery__lists_the_subsystem_and_the_service
+    namespace__is_described
+    connect__says_what_is_wrong
+    io__of_every_size_with_every_digest_and_flow_control
+    io__of_several_queues_keeps_its_depth
+    authentication__by_every_hash_and_group_in_one_and_both_directions
+    authentication__fails_on_either_side
+    session__survives_a_server_that_is_replaced
+    session__of_several_queues_has_one_new_controller_for_all
+    session__gives_up_after_its_time
+    events__come_again_after_each_change
+}
+
 struct Running {
     subsystem: Arc<Subsystem>,
+    transport: Transport,
     address: SocketAddr,
     handle: Handle,
     thread: Option<JoinHandle<()>>,
+}
+
+/// Returns an address to listen on that no other test has.
+fn any_address(transport: Transport) -> SocketAddr {
+    static NEXT: AtomicU8 = AtomicU8::new(1);
+    match transport {
+        Transport::Tcp => "127.0.0.1:0".parse().unwrap(),
+        Transport::Rdma => ([127, 0, 33, NEXT.fetch_add(1, Ordering::SeqCst)], 4420).into(),
+    }
 }
 
 fn nqn(name: &str) -> Nqn {
@@ -36,7 +74,13 @@ fn nqn(name: &str) -> Nqn {
 }
 
 impl Running {
-    fn start(listen: SocketAddr, hosts: Hosts, backend: Arc<dyn Backend>, uuid: u8) -> Running {
+    fn start(
+        (transport, listen): (Transport, SocketAddr),
+        hosts: Hosts,
+        backend: Arc<dyn Backend>,
+        uuid: u8,
+    ) -> Running {
+        rdmux_soft::register();
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", hosts);
         let namespace = Namespace {
             nsid: NsId(1),
@@ -52,7 +96,10 @@ impl Running {
         let server = Server::bind(Config {
             target: Arc::new(target),
             listen: vec![Listener {
-                transport: TransportKind::Tcp,
+                transport: match transport {
+                    Transport::Tcp => TransportKind::Tcp,
+                    Transport::Rdma => TransportKind::Rdma,
+                },
                 address: listen,
             }],
             reactors: 1,
@@ -63,19 +110,27 @@ impl Running {
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
             subsystem,
+            transport,
             address,
             handle,
             thread: Some(thread),
         }
     }
 
-    fn memory(hosts: Hosts) -> Running {
-        let any = "127.0.0.1:0".parse().unwrap();
-        Running::start(any, hosts, Arc::new(MemoryBackend::new(16 << 20).unwrap()), 1)
+    fn memory(transport: Transport, hosts: Hosts) -> Running {
+        let backend = Arc::new(MemoryBackend::new(16 << 20).unwrap());
+        Running::start((transport, any_address(transport)), hosts, backend, 1)
     }
 
     fn options(&self) -> Options {
-        Options::new(vec![self.address], nqn(SUBSYSTEM))
+        self.options_of(SUBSYSTEM)
+    }
+
+    fn options_of(&self, subsystem: &str) -> Options {
+        Options {
+            transport: self.transport,
+            ..Options::new(vec![self.address], nqn(subsystem))
+        }
     }
 }
 
@@ -93,10 +148,9 @@ fn pattern(first: u64, blocks: u32) -> Vec<u8> {
     (first..first + u64::from(blocks)).flat_map(block).collect()
 }
 
-#[test]
-fn discovery__lists_the_subsystem_and_the_service() {
-    let server = Running::memory(any_host());
-    let options = Options::new(vec![server.address], nqn(DISCOVERY_NQN));
+fn discovery__lists_the_subsystem_and_the_service(transport: Transport) {
+    let server = Running::memory(transport, any_host());
+    let options = server.options_of(DISCOVERY_NQN);
     let controller = Controller::connect(&Arc::new(options), 0).unwrap();
     let log = controller.discovery_log().unwrap();
     let entries: Vec<_> = log.entries.into_iter().map(Result::unwrap).collect();
@@ -106,9 +160,8 @@ fn discovery__lists_the_subsystem_and_the_service() {
     assert_eq!(entries[1].subsystem, nqn(SUBSYSTEM));
 }
 
-#[test]
-fn namespace__is_described() {
-    let server = Running::memory(any_host());
+fn namespace__is_described(transport: Transport) {
+    let server = Running::memory(transport, any_host());
     let controller = Controller::connect(&Arc::new(server.options()), 0).unwrap();
     assert_eq!(controller.info().identify.subsystem, nqn(SUBSYSTEM));
     assert_eq!(controller.namespaces().unwrap(), [NsId(1)]);
@@ -126,9 +179,8 @@ fn namespace__is_described() {
     controller.close();
 }
 
-#[test]
-fn connect__says_what_is_wrong() {
-    let server = Running::memory(any_host());
+fn connect__says_what_is_wrong(transport: Transport) {
+    let server = Running::memory(transport, any_host());
     let fails = |options: Options, part: &str| {
         let error = Controller::connect(&Arc::new(options), 0)
             .unwrap_err()
@@ -142,7 +194,10 @@ fn connect__says_what_is_wrong() {
     options.requires_authentication = true;
     fails(options, "does not ask for the secret");
     let mut options = server.options();
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = match transport {
+        Transport::Tcp => TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap(),
+        Transport::Rdma => SocketAddr::new(server.address.ip(), 4421),
+    };
     options.addresses = vec![nobody];
     fails(options.clone(), "does a target listen there?");
     // The next address is tried.
@@ -153,10 +208,10 @@ fn connect__says_what_is_wrong() {
     );
 }
 
-#[test]
-fn io__of_every_size_with_every_digest_and_flow_control() {
-    let server = Running::memory(any_host());
-    for bits in 0..4 {
+fn io__of_every_size_with_every_digest_and_flow_control(transport: Transport) {
+    let server = Running::memory(transport, any_host());
+    // Digests are for TCP.
+    for bits in 0..if transport == Transport::Tcp { 4 } else { 1 } {
         for flow_control in [false, true] {
             let mut options = server.options();
             options.digests = Digests::from_bits(bits).unwrap();
@@ -182,9 +237,8 @@ fn io__of_every_size_with_every_digest_and_flow_control() {
     }
 }
 
-#[test]
-fn io__of_several_queues_keeps_its_depth() {
-    let server = Running::memory(any_host());
+fn io__of_several_queues_keeps_its_depth(transport: Transport) {
+    let server = Running::memory(transport, any_host());
     let session = Session::connect(server.options(), 4).unwrap();
     std::thread::scope(|scope| {
         for qid in 1..=4u16 {
@@ -243,9 +297,8 @@ fn any_host() -> Hosts {
     Hosts::any(Terms::default())
 }
 
-#[test]
-fn authentication__by_every_hash_and_group_in_one_and_both_directions() {
-    let server = Running::memory(with_secrets(Some(2)));
+fn authentication__by_every_hash_and_group_in_one_and_both_directions(transport: Transport) {
+    let server = Running::memory(transport, with_secrets(Some(2)));
     for hash in HashId::ALL {
         for group in DhGroup::ALL {
             // The largest groups take long: once is enough.
@@ -269,9 +322,8 @@ fn authentication__by_every_hash_and_group_in_one_and_both_directions() {
     }
 }
 
-#[test]
-fn authentication__fails_on_either_side() {
-    let server = Running::memory(with_secrets(Some(2)));
+fn authentication__fails_on_either_side(transport: Transport) {
+    let server = Running::memory(transport, with_secrets(Some(2)));
     let mut options = server.options();
     let fails = |options: &Options, part: &str| {
         let error = Controller::connect(&Arc::new(options.clone()), 0).unwrap_err();
@@ -289,13 +341,13 @@ fn authentication__fails_on_either_side() {
     options.secrets = Some(secrets(Some(2)));
     Controller::connect(&Arc::new(options.clone()), 0).unwrap();
     // A target without a secret of its own cannot prove that it has one.
-    let server = Running::memory(with_secrets(None));
+    let server = Running::memory(transport, with_secrets(None));
     options.addresses = vec![server.address];
     fails(&options, "wrong secret");
 }
 
 /// Starts a server on a file, always with the same port, in place of one that has ended.
-fn restart(address: SocketAddr, file: &std::path::Path, uuid: u8) -> Running {
+fn restart(address: (Transport, SocketAddr), file: &std::path::Path, uuid: u8) -> Running {
     // The last one keeps the file locked until its I/Os are done.
     let began = Instant::now();
     let backend = loop {
@@ -309,12 +361,11 @@ fn restart(address: SocketAddr, file: &std::path::Path, uuid: u8) -> Running {
     Running::start(address, any_host(), backend, uuid)
 }
 
-#[test]
-fn session__survives_a_server_that_is_replaced() {
+fn session__survives_a_server_that_is_replaced(transport: Transport) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(16 << 20).unwrap();
-    let mut server = Some(restart("127.0.0.1:0".parse().unwrap(), file.path(), 1));
-    let address = server.as_ref().unwrap().address;
+    let mut server = Some(restart((transport, any_address(transport)), file.path(), 1));
+    let address = (transport, server.as_ref().unwrap().address);
     let session = Session::connect(server.as_ref().unwrap().options(), 1).unwrap();
     let namespace = session.open_namespace(NsId(1)).unwrap();
     let mut queue = session.queue(1, 8).unwrap();
@@ -352,13 +403,12 @@ fn session__survives_a_server_that_is_replaced() {
     assert_eq!(namespace.blocks, 4096);
 }
 
-#[test]
-fn session__of_several_queues_has_one_new_controller_for_all() {
+fn session__of_several_queues_has_one_new_controller_for_all(transport: Transport) {
     const QUEUES: u16 = 3;
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(16 << 20).unwrap();
-    let mut server = Some(restart("127.0.0.1:0".parse().unwrap(), file.path(), 1));
-    let address = server.as_ref().unwrap().address;
+    let mut server = Some(restart((transport, any_address(transport)), file.path(), 1));
+    let address = (transport, server.as_ref().unwrap().address);
     let session = Session::connect(server.as_ref().unwrap().options(), QUEUES).unwrap();
     session.open_namespace(NsId(1)).unwrap();
     let (sender, ready) = std::sync::mpsc::channel();
@@ -393,9 +443,8 @@ fn session__of_several_queues_has_one_new_controller_for_all() {
     assert_eq!(session.generation(), 2);
 }
 
-#[test]
-fn session__gives_up_after_its_time() {
-    let server = Running::memory(any_host());
+fn session__gives_up_after_its_time(transport: Transport) {
+    let server = Running::memory(transport, any_host());
     let mut options = server.options();
     options.loss_timeout = Duration::from_millis(300);
     let session = Session::connect(options, 1).unwrap();
@@ -415,7 +464,7 @@ fn relay(to: SocketAddr, stalls: Arc<std::sync::atomic::AtomicBool>) -> SocketAd
     let pump = move |mut from: TcpStream, mut to: TcpStream, stalls: Arc<std::sync::atomic::AtomicBool>| {
         let mut bytes = [0; 4096];
         while let Ok(len) = from.read(&mut bytes) {
-            if stalls.load(std::sync::atomic::Ordering::SeqCst) {
+            if stalls.load(Ordering::SeqCst) {
                 // As a host that has gone: the connection stays, and nothing comes.
                 std::thread::park();
             }
@@ -439,7 +488,7 @@ fn relay(to: SocketAddr, stalls: Arc<std::sync::atomic::AtomicBool>) -> SocketAd
 
 #[test]
 fn keep_alive__finds_a_target_that_stalls() {
-    let server = Running::memory(any_host());
+    let server = Running::memory(Transport::Tcp, any_host());
     let stalls = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let mut options = server.options();
     options.addresses = vec![relay(server.address, stalls.clone())];
@@ -451,7 +500,7 @@ fn keep_alive__finds_a_target_that_stalls() {
     queue
         .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
         .unwrap();
-    stalls.store(true, std::sync::atomic::Ordering::SeqCst);
+    stalls.store(true, Ordering::SeqCst);
     let began = Instant::now();
     let error = queue
         .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
@@ -462,7 +511,7 @@ fn keep_alive__finds_a_target_that_stalls() {
 
 #[test]
 fn io_timeout__is_a_loss_of_the_controller() {
-    let server = Running::memory(any_host());
+    let server = Running::memory(Transport::Tcp, any_host());
     let stalls = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let mut options = server.options();
     // Without a keep-alive nothing but the I/O's own time ends it.
@@ -473,16 +522,15 @@ fn io_timeout__is_a_loss_of_the_controller() {
     options.loss_timeout = Duration::from_millis(600);
     let session = Session::connect(options, 1).unwrap();
     let mut queue = session.queue(1, 4).unwrap();
-    stalls.store(true, std::sync::atomic::Ordering::SeqCst);
+    stalls.store(true, Ordering::SeqCst);
     let error = queue
         .run("Read", read(NsId(1), 0, 1, BLOCK, vec![0; 4096]))
         .unwrap_err();
     assert!(matches!(error, HostError::GaveUp { .. }), "{error}");
 }
 
-#[test]
-fn events__come_again_after_each_change() {
-    let server = Running::memory(any_host());
+fn events__come_again_after_each_change(transport: Transport) {
+    let server = Running::memory(transport, any_host());
     let mut options = server.options();
     options.keep_alive = Duration::from_millis(200);
     let controller = Controller::connect(&Arc::new(options), 1).unwrap();

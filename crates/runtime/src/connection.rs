@@ -388,6 +388,11 @@ impl MessageConnection {
         self.connection.remote()
     }
 
+    /// Returns the private data that the peer's user sent with its request or its answer, padded with zeros.
+    pub fn private_data(&self) -> &[u8] {
+        self.connection.private_data()
+    }
+
     /// Takes a slot for a message that is no answer.
     pub fn take_slot(&mut self) -> Option<SendSlot> {
         self.free_own.pop()
@@ -400,8 +405,13 @@ impl MessageConnection {
 
     /// Sends a message from a slot, which becomes free once the peer's device has acknowledged it.
     pub fn send(&mut self, slot: SendSlot, message: &[u8]) -> Result<(), SendError> {
+        self.send_parts(slot, &[message])
+    }
+
+    /// Does the same with a message that is in parts.
+    pub fn send_parts(&mut self, slot: SendSlot, parts: &[&[u8]]) -> Result<(), SendError> {
         let signaled = self.is_signaled(slot);
-        self.post_message(slot, message, signaled, false)
+        self.post_message(slot, parts, signaled, false)
     }
 
     /// Returns whether a message is to have a completion. Each wakes its thread. If slots run short, however, nothing else frees them.
@@ -418,7 +428,7 @@ impl MessageConnection {
     /// [`Features::SEND_INVALIDATE`](rdmux_verbs::Features::SEND_INVALIDATE).
     pub fn send_invalidate(&mut self, slot: SendSlot, message: &[u8], rkey: RKey) -> Result<(), SendError> {
         let signaled = self.is_signaled(slot);
-        let request = self.message(slot, message, Operation::SendInvalidate { rkey }, signaled)?;
+        let request = self.message(slot, &[message], Operation::SendInvalidate { rkey }, signaled)?;
         self.qp.post_send(request)?;
         self.posted(slot, signaled, false);
         Ok(())
@@ -441,7 +451,7 @@ impl MessageConnection {
             Some(rkey) => Operation::SendInvalidate { rkey },
             None => Operation::Send { imm: None },
         };
-        let last = self.message(slot, message, send, signaled)?;
+        let last = self.message(slot, &[message], send, signaled)?;
         // It has no completion of its own, unless it fails.
         let first = SendRequest::new(operation, sges).wr_id(WorkId::Send(slot).into());
         (self.qp.post_send_list([first, last])).map_err(|refused| refused.source)?;
@@ -456,17 +466,17 @@ impl MessageConnection {
 
     /// Sends a message from a slot, which stays the caller's: [`Completed::Sent`] reports that the peer's device has acknowledged it.
     pub fn send_reported(&mut self, slot: SendSlot, message: &[u8]) -> Result<(), SendError> {
-        self.post_message(slot, message, true, true)
+        self.post_message(slot, &[message], true, true)
     }
 
     fn post_message(
         &mut self,
         slot: SendSlot,
-        message: &[u8],
+        parts: &[&[u8]],
         signaled: bool,
         reported: bool,
     ) -> Result<(), SendError> {
-        let request = self.message(slot, message, Operation::Send { imm: None }, signaled)?;
+        let request = self.message(slot, parts, Operation::Send { imm: None }, signaled)?;
         self.qp.post_send(request)?;
         self.posted(slot, signaled, reported);
         Ok(())
@@ -476,11 +486,12 @@ impl MessageConnection {
     fn message(
         &self,
         slot: SendSlot,
-        message: &[u8],
+        parts: &[&[u8]],
         operation: Operation,
         signaled: bool,
     ) -> Result<SendRequest, SendError> {
-        if message.len() > self.sizes.sent_bytes || slot.index() >= self.sizes.slots() {
+        let length: usize = parts.iter().map(|part| part.len()).sum();
+        if length > self.sizes.sent_bytes || slot.index() >= self.sizes.slots() {
             return Err(SendError::TooLong);
         }
         let own_receives = match self.receives {
@@ -488,8 +499,12 @@ impl MessageConnection {
             Receives::Shared { .. } => 0,
         };
         let at = own_receives * self.sizes.message_bytes + slot.index() * self.sizes.sent_bytes;
-        self.buffers.write(at as u64, message)?;
-        let sge = self.buffers_mr.sge(at as u64, message.len() as u32);
+        let mut end = at as u64;
+        for part in parts {
+            self.buffers.write_in_any_order(end, part)?;
+            end += part.len() as u64;
+        }
+        let sge = self.buffers_mr.sge(at as u64, length as u32);
         let mut request = SendRequest::new(operation, sge).wr_id(WorkId::Send(slot).into());
         request.flags.set(SendFlags::SIGNALED, signaled);
         Ok(request)
@@ -695,7 +710,7 @@ impl MessageConnection {
     }
 
     /// Ends the connection. When this returns, no access of the peer runs. Completions of requests may follow.
-    pub(crate) fn disconnect(&self) {
+    pub fn disconnect(&self) {
         self.connection.disconnect();
         let _ = self.qp.modify(QpState::Error, &QpAttributes::default());
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::sync::{Mutex, MutexGuard};
-use rdmux_verbs::{Access, MemoryRegion, ProtectionDomain, RegisterError, Sge};
+use rdmux_verbs::{Access, MemoryRegion, ProtectionDomain, RKey, RegisterError, Sge};
 
 /// The least size of a buffer of the pool.
 const BYTES_MIN: usize = 4096;
@@ -55,9 +55,9 @@ pub struct Buffer {
 }
 
 impl Registered {
-    fn new(pd: &ProtectionDomain, bytes: usize) -> Result<Arc<Registered>, BufferError> {
+    fn new(pd: &ProtectionDomain, bytes: usize, access: Access) -> Result<Arc<Registered>, BufferError> {
         let memory = Arc::new(AnonymousMemory::new(bytes)?);
-        let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?;
+        let mr = pd.reg_mr_all(memory.clone(), 0, access)?;
         Ok(Arc::new(Registered { mr, memory }))
     }
 }
@@ -91,7 +91,7 @@ impl BufferPool {
         drop(idle);
         let registered = match known {
             Some(registered) => registered,
-            None => Registered::new(&self.0.pd, size)?,
+            None => Registered::new(&self.0.pd, size, Access::LOCAL_WRITE)?,
         };
         let home = Some((self.clone(), size));
         Ok(Buffer { registered, home })
@@ -101,7 +101,12 @@ impl BufferPool {
 impl Buffer {
     /// Makes a buffer of exactly so many bytes, all zero, that belongs to no pool.
     pub fn new(pd: &ProtectionDomain, bytes: usize) -> Result<Buffer, BufferError> {
-        let registered = Registered::new(pd, bytes)?;
+        Buffer::with_access(pd, bytes, Access::LOCAL_WRITE)
+    }
+
+    /// Makes such a buffer with these rights, which may be those of peers ([`Buffer::rkey`]).
+    pub fn with_access(pd: &ProtectionDomain, bytes: usize, access: Access) -> Result<Buffer, BufferError> {
+        let registered = Registered::new(pd, bytes, access)?;
         let home = None;
         Ok(Buffer { registered, home })
     }
@@ -109,6 +114,11 @@ impl Buffer {
     /// Returns the memory.
     pub fn memory(&self) -> &AnonymousMemory {
         &self.registered.memory
+    }
+
+    /// Returns the key by which peers reach it, if it was made with rights for them: from address 0 on.
+    pub fn rkey(&self) -> RKey {
+        self.registered.mr.rkey()
     }
 
     /// Returns a piece of it, for a request.

@@ -1,6 +1,6 @@
 //! A controller: one association with its admin queue, whose keep-alive a thread sees to.
 
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -13,11 +13,10 @@ use rdmux_wire::nvme::{
 };
 
 use super::command::{event_request, identify, keep_alive, log_page, property_get, property_set};
-use super::link::{Link, TICK};
+use super::link::{Breaker, Link, QueueParams, Route, TICK, open_device};
 use super::queue::{Command, Completion};
 use super::setup::{ADMIN_ENTRIES, ControllerInfo, Setup};
-use super::tcp::{Config, FABRICS_IN_CAPSULE_MAX};
-use super::{HostError, Options};
+use super::{HostError, Options, Transport};
 
 /// Entries of a discovery log, and namespaces of a controller, beyond which a host does not believe them.
 const LIST_MAX: usize = 64 << 10;
@@ -135,8 +134,8 @@ struct Admin {
 #[derive(Debug)]
 struct Shared {
     admin: Mutex<Admin>,
-    /// Ends the admin queue from outside.
-    socket: TcpStream,
+    /// Ends the waits of who has the admin queue.
+    breaker: Box<dyn Breaker>,
     lost: OnceLock<Arc<HostError>>,
     is_over: AtomicBool,
     admin_timeout: Duration,
@@ -147,7 +146,7 @@ struct Shared {
 pub struct Controller {
     shared: Arc<Shared>,
     options: Arc<Options>,
-    address: SocketAddr,
+    route: Route,
     info: ControllerInfo,
     keeper: Option<JoinHandle<()>>,
 }
@@ -171,20 +170,27 @@ impl Controller {
     }
 
     fn connect_at(options: &Arc<Options>, address: SocketAddr, queues: u16) -> Result<Controller, HostError> {
-        let config = Config {
-            digests: options.digests,
-            entries: ADMIN_ENTRIES,
-            in_capsule_max: FABRICS_IN_CAPSULE_MAX,
-            is_io: false,
+        let route = Route {
+            address,
+            device: match options.transport {
+                Transport::Tcp => None,
+                Transport::Rdma => Some(open_device(options, address)?),
+            },
         };
-        let mut link = Link::open(address, config, options.connect_timeout)?;
+        let admin = QueueParams {
+            qid: 0,
+            entries: ADMIN_ENTRIES,
+            cntlid: 0,
+            in_capsule_max: 0,
+        };
+        let mut link = Link::open(options, &route, &admin)?;
         let mut setup = Setup::admin(options, queues);
         link.set_up(&mut setup, options.admin_timeout)?;
         let info = setup
             .controller()
             .ok_or(HostError::Closed(Some("Identify Controller")))?;
         let shared = Arc::new(Shared {
-            socket: link.socket()?,
+            breaker: link.connection().breaker()?,
             admin: Mutex::new(Admin {
                 link,
                 events: Vec::new(),
@@ -202,7 +208,7 @@ impl Controller {
         Ok(Controller {
             shared,
             options: options.clone(),
-            address,
+            route,
             info,
             keeper,
         })
@@ -215,7 +221,7 @@ impl Controller {
 
     /// Returns the address at which it answers.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.route.address
     }
 
     /// Returns why it is lost, if it is.
@@ -349,13 +355,13 @@ impl Controller {
     /// Connects an I/O queue of so many entries.
     pub(super) fn io_queue(&self, qid: u16, entries: u16) -> Result<Link, HostError> {
         let options = &self.options;
-        let config = Config {
-            digests: options.digests,
+        let queue = QueueParams {
+            qid,
             entries,
+            cntlid: self.info.cntlid,
             in_capsule_max: self.info.in_capsule_max,
-            is_io: true,
         };
-        let mut link = Link::open(self.address, config, options.connect_timeout)?;
+        let mut link = Link::open(options, &self.route, &queue)?;
         let mut setup = Setup::io(options, qid, entries, self.info.cntlid);
         link.set_up(&mut setup, options.admin_timeout)?;
         Ok(link)
@@ -365,7 +371,9 @@ impl Controller {
     pub(super) fn abandon(&self, why: &Arc<HostError>) {
         let _ = self.shared.lost.set(why.clone());
         self.shared.is_over.store(true, Ordering::Release);
-        let _ = self.shared.socket.shutdown(Shutdown::Both);
+        // Who has the admin queue does not keep it for long then.
+        self.shared.breaker.break_off();
+        self.shared.admin().link.connection_mut().end();
     }
 
     /// Shuts the controller down, so that it makes durable what it has, and waits for that. A controller that is lost is left alone.
@@ -422,8 +430,11 @@ impl Shared {
         let completion = admin.link.run(what, command, timeout).inspect_err(|error| {
             // Nobody learns how the controller ends a command that is not waited for.
             let _ = self.lost.set(Arc::new(error.clone()));
-            let _ = self.socket.shutdown(Shutdown::Both);
-        })?;
+        });
+        if completion.is_err() {
+            admin.link.connection_mut().end();
+        }
+        let completion = completion?;
         match completion.status.is_success() {
             true => Ok(completion),
             false => Err(HostError::Refused {

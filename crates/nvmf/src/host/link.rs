@@ -1,137 +1,110 @@
-//! A connection of NVMe/TCP on a socket: sends what waits, and sleeps once for all that comes.
+//! A connected queue, whatever its transport: runs commands, one at a time or many.
 
-use std::io::{self, IoSlice};
-use std::net::{SocketAddr, TcpStream};
+mod rdma;
+mod tcp;
+
+use std::fmt;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+use rdmux_verbs::Device;
 
-use super::HostError;
 use super::queue::{Command, Completion};
 use super::setup::{Setup, Step};
-use super::tcp::{Config, Connection};
+use super::{HostError, Options, Transport};
+pub(super) use rdma::open_device;
 
 /// Longest sleep before deadlines are looked at.
 pub(super) const TICK: Duration = Duration::from_millis(100);
-/// Slices of one message to a socket.
-const SLICES_MAX: usize = 128;
 /// Token of requests for events, which complete at any time.
 pub(super) const EVENT_TOKEN: u64 = u64::MAX;
+
+/// Way to a target.
+#[derive(Clone, Debug)]
+pub(super) struct Route {
+    pub(super) address: SocketAddr,
+    /// The device, for RDMA.
+    pub(super) device: Option<Device>,
+}
+
+/// A queue that is to be connected.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QueueParams {
+    pub(super) qid: u16,
+    pub(super) entries: u16,
+    /// Its controller; of an admin queue 0.
+    pub(super) cntlid: u16,
+    /// Maximum bytes of data in the capsule of an I/O command.
+    pub(super) in_capsule_max: u32,
+}
+
+/// A connection of some transport, with its commands.
+pub(super) trait Connection: fmt::Debug + Send {
+    /// Returns the number of commands that may be submitted now.
+    fn room(&self) -> usize;
+
+    /// Returns the number of commands in flight.
+    fn in_flight(&self) -> usize;
+
+    /// Returns true if a command was to be done before now.
+    fn has_expired(&self, now: Instant) -> bool;
+
+    /// Takes the commands that are not done, when the connection is over.
+    fn take_commands(&mut self) -> Vec<Command>;
+
+    /// Takes a command, which the next wait sends. It is to be done before the deadline, if there is one.
+    fn submit(&mut self, command: Command, deadline: Option<Instant>);
+
+    /// Returns true if a command is done.
+    fn has_completions(&self) -> bool;
+
+    /// Returns a command that is done.
+    fn poll(&mut self) -> Option<Completion>;
+
+    /// Sends what was submitted, and sleeps until the target has sent something or a tick has passed.
+    fn wait(&mut self) -> Result<(), HostError>;
+
+    /// Ends the connection: the target learns that at once.
+    fn end(&mut self);
+
+    /// Returns a handle by which another thread ends the waits on this connection.
+    fn breaker(&self) -> Result<Box<dyn Breaker>, HostError>;
+}
+
+/// Ends the waits on a connection, which fail then.
+pub(super) trait Breaker: fmt::Debug + Send + Sync {
+    fn break_off(&self);
+}
 
 /// A connection, which is a queue.
 #[derive(Debug)]
 pub(super) struct Link {
-    socket: TcpStream,
-    pub(super) connection: Connection,
+    connection: Box<dyn Connection>,
     /// Completions of requests for events.
     pub(super) events: Vec<Completion>,
 }
 
 impl Link {
-    /// Connects, and has the target agree to the parameters of the connection.
-    pub(super) fn open(address: SocketAddr, config: Config, timeout: Duration) -> Result<Link, HostError> {
-        let failed = |source| HostError::Connect {
-            address,
-            source: std::sync::Arc::new(source),
+    /// Connects.
+    pub(super) fn open(options: &Options, route: &Route, queue: &QueueParams) -> Result<Link, HostError> {
+        let connection: Box<dyn Connection> = match options.transport {
+            Transport::Tcp => Box::new(tcp::Link::open(options, route.address, queue)?),
+            Transport::Rdma => Box::new(rdma::Link::open(options, route, queue)?),
         };
-        let socket = TcpStream::connect_timeout(&address, timeout).map_err(failed)?;
-        // Commands are small and must not wait for each other.
-        socket.set_nodelay(true).map_err(failed)?;
-        socket.set_read_timeout(Some(TICK)).map_err(failed)?;
-        let mut link = Link {
-            socket,
-            connection: Connection::new(config),
+        Ok(Link {
+            connection,
             events: Vec::new(),
-        };
-        let deadline = Instant::now() + timeout;
-        while !link.connection.is_ready() {
-            link.wait()
-                .map_err(|error| at(error, "the beginning of the connection"))?;
-            if Instant::now() >= deadline && !link.connection.is_ready() {
-                return Err(HostError::TimedOut {
-                    what: "the beginning of the connection (ICReq)",
-                    within: timeout,
-                });
-            }
-        }
-        Ok(link)
+        })
     }
 
-    /// Returns a handle by which another thread can end the connection.
-    pub(super) fn socket(&self) -> io::Result<TcpStream> {
-        self.socket.try_clone()
+    /// Returns the connection.
+    pub(super) fn connection(&self) -> &dyn Connection {
+        &*self.connection
     }
 
-    /// Sends what waits. Returns true if the socket takes no more.
-    fn send(&mut self) -> Result<bool, HostError> {
-        loop {
-            let mut slices = [IoSlice::new(&[]); SLICES_MAX];
-            let number = self.connection.slices(&mut slices);
-            if number == 0 {
-                return Ok(false);
-            }
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            let sent = sendmsg(
-                &self.socket,
-                &slices[..number],
-                &mut SendAncillaryBuffer::default(),
-                flags,
-            );
-            match sent {
-                Ok(bytes) => self.connection.sent(bytes),
-                Err(Errno::AGAIN) => return Ok(true),
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(lost(error)),
-            }
-        }
-    }
-
-    /// Receives what is there. `flags` says whether to sleep for it.
-    fn receive(&mut self, mut flags: RecvFlags) -> Result<(), HostError> {
-        loop {
-            let space = self.connection.space();
-            let wanted = space.len();
-            match recv(&self.socket, space, flags) {
-                Ok((0, _)) => return Err(HostError::Closed(None)),
-                Ok((bytes, _)) => {
-                    self.connection.received(bytes);
-                    if bytes < wanted || self.connection.end().is_some() {
-                        return Ok(());
-                    }
-                    flags = RecvFlags::DONTWAIT;
-                }
-                Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
-                Err(error) => return Err(lost(error)),
-            }
-        }
-    }
-
-    /// Sends what waits, and sleeps until the target has sent something or a tick has passed.
-    pub(super) fn wait(&mut self) -> Result<(), HostError> {
-        let is_blocked = self.send()?;
-        if self.connection.has_completions() {
-            return Ok(());
-        }
-        let received = if is_blocked {
-            let tick = Timespec::try_from(TICK).unwrap_or_default();
-            let mut polled = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::OUT)];
-            match poll(&mut polled, Some(&tick)) {
-                Ok(_) | Err(Errno::INTR) => self.receive(RecvFlags::DONTWAIT),
-                Err(error) => Err(io::Error::from(error).into()),
-            }
-        } else {
-            self.receive(RecvFlags::empty())
-        };
-        // Requests for data are answered at once. The reason for an end is told, if the target still takes it.
-        let sent = self.send();
-        if let Some(end) = self.connection.end() {
-            return Err(end.into());
-        }
-        received?;
-        sent?;
-        Ok(())
+    /// Returns the connection.
+    pub(super) fn connection_mut(&mut self) -> &mut dyn Connection {
+        &mut *self.connection
     }
 
     /// Runs one command.
@@ -147,7 +120,7 @@ impl Link {
         let deadline = Instant::now() + timeout;
         self.connection.submit(command, Some(deadline));
         loop {
-            self.wait().map_err(|error| at(error, what))?;
+            self.connection.wait().map_err(|error| at(error, what))?;
             while let Some(completion) = self.connection.poll() {
                 match completion.command.token {
                     EVENT_TOKEN => self.events.push(completion),
@@ -186,14 +159,6 @@ impl Link {
         if self.connection.room() > 0 {
             self.connection.submit(command, None);
         }
-    }
-}
-
-/// Returns the error of a connection that the peer, or another thread here, has ended.
-fn lost(error: Errno) -> HostError {
-    match error {
-        Errno::CONNRESET | Errno::PIPE => HostError::Closed(None),
-        error => io::Error::from(error).into(),
     }
 }
 

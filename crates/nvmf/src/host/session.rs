@@ -237,12 +237,12 @@ pub struct IoQueue {
 impl IoQueue {
     /// Returns the number of commands that may be submitted now.
     pub fn room(&self) -> usize {
-        self.link.connection.room()
+        self.link.connection().room()
     }
 
     /// Returns the number of commands in flight.
     pub fn in_flight(&self) -> usize {
-        self.link.connection.in_flight()
+        self.link.connection().in_flight()
     }
 
     /// Submits an I/O, which [`IoQueue::wait`] sends. It has to be one that may be repeated.
@@ -251,7 +251,7 @@ impl IoQueue {
     /// There is no [room](IoQueue::room), or the buffer is shorter than the data.
     pub fn submit(&mut self, command: Command) {
         let deadline = Instant::now() + self.session.options.io_timeout;
-        self.link.connection.submit(command, Some(deadline));
+        self.link.connection_mut().submit(command, Some(deadline));
     }
 
     /// Sends what was submitted, and sleeps until a command is done. With none in flight it returns at once.
@@ -260,11 +260,11 @@ impl IoQueue {
     /// The controller is lost, and no other one took over in time.
     pub fn wait(&mut self) -> Result<(), HostError> {
         while self.in_flight() > 0 && self.repeated.is_empty() {
-            if let Err(error) = self.link.wait().and_then(|()| self.look()) {
+            if let Err(error) = self.link.connection_mut().wait().and_then(|()| self.look()) {
                 self.recover(error)?;
                 continue;
             }
-            if self.link.connection.has_completions() {
+            if self.link.connection().has_completions() {
                 if self.is_recovering {
                     self.is_recovering = false;
                     self.session.recovered();
@@ -281,7 +281,7 @@ impl IoQueue {
             return Some(completion);
         }
         loop {
-            let completion = self.link.connection.poll()?;
+            let completion = self.link.connection_mut().poll()?;
             let again = may_repeat(completion.status) && completion.command.tries < TRIES_MAX;
             if !again || self.room() == 0 {
                 return Some(completion);
@@ -332,7 +332,7 @@ impl IoQueue {
             return Ok(());
         }
         self.looks_at = now + TICK;
-        match self.link.connection.has_expired(now) {
+        match self.link.connection().has_expired(now) {
             true => Err(HostError::TimedOut {
                 what: "an I/O",
                 within: self.session.options.io_timeout,
@@ -346,10 +346,10 @@ impl IoQueue {
         if !cause.is_of_path() {
             return Err(cause);
         }
-        while let Some(completion) = self.link.connection.poll() {
+        while let Some(completion) = self.link.connection_mut().poll() {
             self.repeated.push(completion);
         }
-        let commands = self.link.connection.take_commands();
+        let commands = self.link.connection_mut().take_commands();
         let (began, within) = (Instant::now(), self.session.options.loss_timeout);
         loop {
             // Other queues may do well on controllers that refuse this one.

@@ -12,7 +12,7 @@ use super::command::{
     ANY, event_request, identify, property_get, property_set, queues_of, set_events, set_queues,
 };
 use super::queue::{Command, Completion};
-use super::{HostError, Options};
+use super::{HostError, Options, Transport};
 use crate::auth::{HostAuthenticator, HostStep, Parties};
 
 /// Entries of the admin queue.
@@ -191,7 +191,7 @@ impl<'a> Setup<'a> {
             record_format: 0,
             qid: self.qid,
             sq_size: self.sq_size,
-            no_flow_control: self.qid > 0 && !options.flow_control,
+            no_flow_control: self.qid > 0 && !options.controls_flow(),
             keep_alive_ms: match self.qid {
                 0 => u32::try_from(options.keep_alive.as_millis()).unwrap_or(u32::MAX),
                 _ => 0,
@@ -430,6 +430,9 @@ impl<'a> Setup<'a> {
         if identify.sgls & 3 == 0 {
             return Err(wrong("says that it takes no SGLs".to_owned()));
         }
+        if self.options.transport == Transport::Rdma && identify.sgls & IdentifyController::SGLS_KEYED == 0 {
+            return Err(wrong("says that it takes no keyed SGLs".to_owned()));
+        }
         if identify.keep_alive == 0 && !self.options.keep_alive.is_zero() {
             return Err(wrong("says that it has no keep-alive timer".to_owned()));
         }
@@ -455,8 +458,12 @@ impl<'a> Setup<'a> {
         };
         // Data that do not begin right behind the command are not sent in capsules.
         let offset = u16::from_le_bytes([identify_bytes[1800], identify_bytes[1801]]);
+        let takes_offset = match self.options.transport {
+            Transport::Tcp => true,
+            Transport::Rdma => identify.sgls & IdentifyController::SGLS_OFFSET != 0,
+        };
         let in_capsule_max = match offset {
-            0 => identify
+            0 if takes_offset => identify
                 .capsule_bytes
                 .saturating_sub(SQE_LEN as u32)
                 .min(TRANSFER_MAX),

@@ -15,9 +15,9 @@ use rdmux_wire::nvme::{CQE_LEN, Cqe, SQE_LEN, Status};
 use rdmux_wire::nvme_rdma::{self, Accept, Reject};
 
 use super::media::{Job, Media};
-use super::slab::Slab;
 use super::{Core, LOOK_EVERY, ServeError};
 use crate::rdma::{self, Action, Connection, Memory, Response, Work};
+use crate::slab::Slab;
 use crate::target::Port;
 use crate::tcp::Buffers;
 
@@ -264,7 +264,8 @@ impl Rdma {
             .find(|opened| opened.device.address() == device.address());
         self.ports.push(RdmaPort {
             device: device.clone(),
-            slab: Slab::new(pd),
+            // The host reaches nothing of the target.
+            slab: Slab::new(pd, Access::LOCAL_WRITE),
             invalidates: opened?.invalidates.clone(),
         });
         Some(self.ports.len() - 1)
