@@ -70,11 +70,11 @@ impl Drop for Target {
 }
 
 impl Target {
-    fn start(home: &TempDir, last: u8, more: &[&str]) -> Target {
+    fn start(home: &TempDir, transport: &str, last: u8, more: &[&str]) -> Target {
         let [low, high, ..] = std::process::id().to_le_bytes();
         let address = format!("127.{}.{low}.{last}:4420", high | 0x80);
         let nqn = format!("nqn.2014-08.org.example:cli-{}-{last}", std::process::id());
-        let listen = format!("tcp:{address}");
+        let listen = format!("{transport}:{address}");
         let args = ["nvme", "target", "--json", "--nqn", &nqn, "--listen", &listen];
         let mut child = rdmux(home, &[&args, more].concat())
             .stderr(Stdio::inherit())
@@ -85,7 +85,7 @@ impl Target {
         out.read_line(&mut line).unwrap();
         let target = Target {
             child,
-            url: format!("nvme+tcp://{address}/{nqn}"),
+            url: format!("nvme+{transport}://{address}/{nqn}"),
             address,
         };
         assert!(line.contains(&nqn), "{more:?}: {line}");
@@ -102,24 +102,32 @@ fn pattern(len: usize, salt: u64) -> Vec<u8> {
 
 #[test]
 fn commands__use_the_own_secret_and_both_digests() {
+    commands("tcp", 1, &["--header-digest", "--data-digest"]);
+}
+
+#[test]
+fn commands__by_rdma() {
+    commands("rdma", 6, &[]);
+}
+
+/// Runs each command against a target, with options that change nothing.
+fn commands(transport: &str, last: u8, more: &[&str]) {
     let home = tempfile::tempdir().unwrap();
-    let target = Target::start(&home, 1, &["--ns", "mem:16M,block=4096", "--ns", "null:1G,ro"]);
-    let url = target.url.as_str();
-    let found = json(
+    let target = Target::start(
         &home,
-        &[
-            "nvme",
-            "discover",
-            &format!("nvme+tcp://{}", target.address),
-            "--json",
-        ],
+        transport,
+        last,
+        &["--ns", "mem:16M,block=4096", "--ns", "null:1G,ro"],
     );
+    let url = target.url.as_str();
+    let discover = format!("nvme+{transport}://{}", target.address);
+    let found = json(&home, &["nvme", "discover", &discover, "--json"]);
+    assert_eq!(found["entries"][1]["transport"], transport);
     assert_eq!(found["entries"][1]["kind"], "subsystem");
     assert!(url.ends_with(found["entries"][1]["subsystem"].as_str().unwrap()));
     // The secret is for the subsystem: the discovery service asks for none.
     let secret = home.path().join("rdmux/nvme-secret");
     let given = ["--secret", secret.to_str().unwrap()];
-    let discover = format!("nvme+tcp://{}", target.address);
     run(
         &home,
         &[&["nvme", "discover", &discover], &given[..]].concat(),
@@ -129,10 +137,14 @@ fn commands__use_the_own_secret_and_both_digests() {
     let listed = json(&home, &["nvme", "list", url, "--json"]);
     assert_eq!(listed["namespaces"][0]["bytes"], 16 << 20);
     assert_eq!(listed["namespaces"][1]["read_only"], true);
+    let ioccsz = match transport {
+        "tcp" => (64 + 16384) / 16,
+        _ => (64 + 4096) / 16,
+    };
     let controller = json(&home, &["nvme", "id-ctrl", url, "--json"]);
     assert_eq!(
         (&controller["mdts"], &controller["ioccsz"]),
-        (&8.into(), &((64 + 16384) / 16).into())
+        (&8.into(), &ioccsz.into())
     );
     let namespace = json(&home, &["nvme", "id-ns", url, "--json", "--nsid", "1"]);
     assert_eq!(
@@ -143,12 +155,11 @@ fn commands__use_the_own_secret_and_both_digests() {
     let bytes = pattern(5 << 20, 1);
     let file = home.path().join("file");
     fs::write(&file, &bytes).unwrap();
-    let digests = ["--header-digest", "--data-digest"];
     let write = ["nvme", "write", url, file.to_str().unwrap(), "--offset", "4K"];
-    let said = run(&home, &[&write[..], &digests].concat(), &[]);
+    let said = run(&home, &[&write[..], more].concat(), &[]);
     assert!(String::from_utf8_lossy(&said).starts_with("wrote 5242880 bytes"));
     let read = ["nvme", "read", url, "--offset", "4K", "--length", "5M"];
-    assert!(run(&home, &[&read[..], &digests].concat(), &[]) == bytes);
+    assert!(run(&home, &[&read[..], more].concat(), &[]) == bytes);
     // From a pipe, and into a file.
     let bytes = pattern(1 << 20, 2);
     run(
@@ -195,7 +206,12 @@ fn commands__use_the_own_secret_and_both_digests() {
 #[test]
 fn errors__are_one_line_that_says_what_and_where() {
     let home = tempfile::tempdir().unwrap();
-    let target = Target::start(&home, 2, &["--ns", "mem:1M,block=4096", "--ns", "null:1M,ro"]);
+    let target = Target::start(
+        &home,
+        "tcp",
+        2,
+        &["--ns", "mem:1M,block=4096", "--ns", "null:1M,ro"],
+    );
     let url = target.url.as_str();
     let stranger = tempfile::tempdir().unwrap();
     let fails = |home: &TempDir, args: &[&str], input: &[u8], part: &str| {
@@ -205,15 +221,17 @@ fn errors__are_one_line_that_says_what_and_where() {
     let list = ["nvme", "list", url];
     fails(&stranger, &list, &[], "--secret FILE");
     // Its own secret, which the target does not know.
-    Target::start(&stranger, 3, &["--ns", "null:1M"]);
+    Target::start(&stranger, "tcp", 3, &["--ns", "null:1M"]);
     fails(&stranger, &list, &[], "wrong secret");
+    // Nothing listens there by RDMA.
     let rdma = url.replace("nvme+tcp", "nvme+rdma");
-    fails(
-        &home,
-        &["nvme", "list", &rdma],
-        &[],
-        "does not speak NVMe/RDMA yet",
-    );
+    fails(&home, &["nvme", "list", &rdma], &[], "cannot connect to");
+    let digest = ["nvme", "list", &rdma, "--data-digest"];
+    fails(&home, &digest, &[], "digests are for nvme+tcp://");
+    let from = ["nvme", "list", url, "--from", "127.0.0.1"];
+    fails(&home, &from, &[], "--from is for nvme+rdma://");
+    let from = ["nvme", "list", &rdma, "--from", "192.0.2.1"];
+    fails(&home, &from, &[], "192.0.2.1");
     fails(
         &home,
         &["nvme", "list", &format!("{url}x")],
@@ -298,10 +316,19 @@ fn written(path: &Path) -> usize {
 
 #[test]
 fn write__survives_a_target_that_is_killed() {
+    write_over_a_kill("tcp", 4);
+}
+
+#[test]
+fn write__survives_a_target_that_is_killed_by_rdma() {
+    write_over_a_kill("rdma", 7);
+}
+
+fn write_over_a_kill(transport: &str, last: u8) {
     let home = tempfile::tempdir().unwrap();
     let namespace = disk(&home);
     let disk = home.path().join("disk");
-    let mut target = Some(Target::start(&home, 4, &["--ns", &namespace]));
+    let mut target = Some(Target::start(&home, transport, last, &["--ns", &namespace]));
     let url = target.as_ref().unwrap().url.clone();
     let bytes = pattern(48 << 20, 3);
     let file = home.path().join("file");
@@ -313,7 +340,7 @@ fn write__survives_a_target_that_is_killed() {
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(target.take());
-    let _again = Target::start(&home, 4, &["--ns", &namespace]);
+    let _again = Target::start(&home, transport, last, &["--ns", &namespace]);
     let output = writer.wait_with_output().unwrap();
     assert!(
         output.status.success(),
@@ -331,7 +358,7 @@ fn perf__ends_when_the_target_does_not_come_back() {
     let home = tempfile::tempdir().unwrap();
     let disk = home.path().join("disk");
     fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
-    let target = Target::start(&home, 5, &["--ns", disk.to_str().unwrap()]);
+    let target = Target::start(&home, "tcp", 5, &["--ns", disk.to_str().unwrap()]);
     let url = target.url.clone();
     let load = ["--rw", "randwrite", "--time", "60", "--ctrl-loss-tmo", "1"];
     let args = [&["nvme", "perf", &url][..], &load].concat();

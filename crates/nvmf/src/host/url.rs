@@ -1,4 +1,4 @@
-//! The place of a subsystem: `nvme+tcp://HOST[:PORT]/NQN`.
+//! The place of a subsystem: `nvme+tcp://HOST[:PORT]/NQN` or `nvme+rdma://HOST[:PORT]/NQN`.
 
 use std::fmt;
 use std::io;
@@ -34,7 +34,7 @@ pub struct Url {
 
 /// Reason for which a text is no [`Url`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is not of the form nvme+tcp://HOST[:PORT]/NQN: {why}")]
+#[error("'{text}' is not of the form nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://...: {why}")]
 pub struct UrlError {
     text: String,
     why: &'static str,

@@ -27,7 +27,7 @@ const DEPTH: u16 = 8;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "JSON: with --output one object: bytes, seconds, gigabytes_per_second, reconnects.")]
 pub(crate) struct ReadArgs {
-    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
+    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
     /// File to write; it is replaced [default: standard output].
@@ -53,7 +53,7 @@ pub(crate) struct ReadArgs {
 #[derive(clap::Args, Debug)]
 #[command(after_help = "JSON: one object: bytes, seconds, gigabytes_per_second, reconnects.")]
 pub(crate) struct WriteArgs {
-    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
+    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
     /// File to read [default: standard input].

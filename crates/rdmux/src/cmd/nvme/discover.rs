@@ -17,7 +17,7 @@ use crate::output::{self, Align};
 #[command(after_help = "\
 JSON: one object: generation, entries (array of kind: subsystem, discovery or referral; transport, address, port, subsystem, secure_channel; or of unreadable: the reason).")]
 pub(crate) struct Args {
-    /// The target: nvme+tcp://HOST[:PORT].
+    /// The target: nvme+tcp://HOST[:PORT] or nvme+rdma://HOST[:PORT].
     #[arg(value_name = "URL")]
     url: Url,
     #[command(flatten)]
@@ -49,7 +49,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             .subsystem
             .as_ref()
             .is_none_or(|given| *given == discovery),
-        "{}: give nvme+tcp://HOST[:PORT], without a subsystem: `rdmux nvme list` shows what is in one",
+        "{}: give nvme+tcp://HOST[:PORT] or nvme+rdma://HOST[:PORT], without a subsystem: `rdmux nvme list` shows what is in one",
         args.url
     );
     let options = args.host.options(&args.url, &discovery)?;

@@ -1,5 +1,6 @@
 //! The options that the commands of the initiator have in common: the target's place, and the host's name and secret.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +14,8 @@ use rdmux_nvmf::identity;
 use rdmux_wire::nvme::{HostId, Nqn, NsId};
 use rdmux_wire::nvme_tcp::Digests;
 
+use crate::cmd::device::DeviceArgs;
+
 /// Options of each command.
 #[derive(clap::Args, Debug)]
 pub(super) struct HostArgs {
@@ -20,10 +23,10 @@ pub(super) struct HostArgs {
     /// `rdmux nvme target` has made, if the target asks for one].
     #[arg(long, value_name = "FILE")]
     secret: Option<PathBuf>,
-    /// Protect the headers of what is sent by CRC-32C.
+    /// Protect the headers of what is sent by TCP with CRC-32C.
     #[arg(long)]
     header_digest: bool,
-    /// Protect the data by CRC-32C.
+    /// Protect the data by TCP with CRC-32C.
     #[arg(long)]
     data_digest: bool,
     /// Name of this host [default: one of this host and user, the same each time].
@@ -32,6 +35,11 @@ pub(super) struct HostArgs {
     /// Identifier of this host [default: that of the default name].
     #[arg(long, value_name = "UUID", value_parser = parse_hostid)]
     hostid: Option<HostId>,
+    /// Local address of RDMA [default: the source address of the route to the target].
+    #[arg(long, value_name = "ADDR")]
+    from: Option<IpAddr>,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
 /// Options of the commands that read and write.
@@ -61,13 +69,17 @@ pub(super) fn parse_nsid(text: &str) -> Result<NsId, String> {
 impl HostArgs {
     /// Returns the settings towards a subsystem of a target.
     pub(super) fn options(&self, url: &Url, subsystem: &Nqn) -> Result<Options> {
-        if url.transport == Transport::Rdma {
-            bail!(
-                "{url}: this host does not speak NVMe/RDMA yet: use nvme+tcp://, if the target listens there"
-            );
+        let rdma = url.transport == Transport::Rdma;
+        if rdma && (self.header_digest || self.data_digest) {
+            bail!("{url}: digests are for nvme+tcp://: RDMA checks each packet itself");
         }
+        if !rdma && self.from.is_some() {
+            bail!("{url}: --from is for nvme+rdma://");
+        }
+        self.device.apply()?;
         let addresses = url.resolve().with_context(|| url.host.clone())?;
         let mut options = Options::new(addresses, subsystem.clone());
+        (options.transport, options.from) = (url.transport, self.from);
         if let Some(nqn) = &self.hostnqn {
             options.host = nqn.clone();
         }

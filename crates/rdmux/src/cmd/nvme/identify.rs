@@ -15,7 +15,7 @@ use crate::output;
     after_help = "JSON: one object with the names of the text; a number above 64 bits and an identifier are text."
 )]
 pub(crate) struct ControllerArgs {
-    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
+    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
     #[command(flatten)]
@@ -29,7 +29,7 @@ pub(crate) struct ControllerArgs {
 #[derive(clap::Args, Debug)]
 #[command(after_help = "JSON: one object with the names of the text, and lbafs (array of ms, lbads, rp).")]
 pub(crate) struct NamespaceArgs {
-    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
+    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
     /// Number of the namespace.

@@ -13,7 +13,7 @@ use crate::output::{self, Align};
 #[command(after_help = "\
 JSON: one object: subsystem, address, cntlid, model, serial, firmware, namespaces (array of nsid, bytes, used_bytes, block_bytes, uuid (null if it has none), nguid (the same), read_only).")]
 pub(crate) struct Args {
-    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
+    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
     #[command(flatten)]

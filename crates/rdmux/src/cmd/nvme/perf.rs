@@ -29,7 +29,7 @@ const PERCENTILES: [f64; 17] = [
 JSON: one object: url, nsid, rw, bs, depth, queues, header_digest and data_digest, runtime_s, ios, reads, writes, iops, mib_per_s, latency_us (object: min, mean, stdev, max, percentiles: object of
 fio's), cpu_us_per_io (processor time of this process), reconnects.")]
 pub(crate) struct Args {
-    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN.
+    /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
     /// Order and kind of the commands, in fio's words.
