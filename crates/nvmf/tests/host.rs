@@ -14,10 +14,12 @@ use rdmux_nvmf::host::command::{flush, read, write};
 use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session, Transport};
 use rdmux_nvmf::server::{Config, Handle, Server};
 use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_verbs::{ConnectParams, ConnectionRequest, Device, QpOptions};
 use rdmux_wire::nvme::{
     Cns, Cqe, DISCOVERY_NQN, DhGroup, FabricsType, HashId, Nqn, NsId, Opcode, Property, Register, Status,
     SubsystemKind, TransportKind,
 };
+use rdmux_wire::nvme_rdma::{Accept, Reject};
 use rdmux_wire::nvme_tcp::{COMMON_LEN, Common, DataLayout, Digests, Flags, Header, Initialize, Transfer};
 
 const SUBSYSTEM: &str = "nqn.2014-08.org.example:host";
@@ -156,7 +158,12 @@ fn discovery__lists_the_subsystem_and_the_service(transport: Transport) {
     let entries: Vec<_> = log.entries.into_iter().map(Result::unwrap).collect();
     let kinds: Vec<_> = entries.iter().map(|entry| entry.kind).collect();
     assert_eq!(kinds, [SubsystemKind::Discovery, SubsystemKind::Nvm]);
-    assert_eq!(entries[1].address, server.address);
+    let kind = match transport {
+        Transport::Tcp => TransportKind::Tcp,
+        Transport::Rdma => TransportKind::Rdma,
+    };
+    let place = entries.iter().map(|entry| (entry.transport, entry.address));
+    assert_eq!(place.collect::<Vec<_>>(), [(kind, server.address); 2]);
     assert_eq!(entries[1].subsystem, nqn(SUBSYSTEM));
 }
 
@@ -680,6 +687,81 @@ fn queues__beyond_those_allowed_are_refused() {
     let options = Options::new(vec![scripted(|_| Status::SUCCESS)], nqn(SUBSYSTEM));
     let error = Session::connect(options, 2).unwrap_err().to_string();
     assert!(error.contains("allows 1 I/O queues, not 2"), "{error}");
+}
+
+#[test]
+fn queue__that_a_target_rejects_by_rdma() {
+    let server = Running::memory(Transport::Rdma, any_host());
+    let session = Session::connect(server.options(), 1).unwrap();
+    let error = session.queue(129, 4).unwrap_err();
+    let part = "refused a queue: the queue's id is invalid";
+    assert!(error.to_string().contains(part), "{error}");
+    assert!(!error.is_of_path());
+}
+
+#[test]
+fn stranger__is_no_target_by_rdma() {
+    rdmux_soft::register();
+    let address = any_address(Transport::Rdma);
+    let device = Device::open(address.ip()).unwrap();
+    let listener = device.listen(address.port()).unwrap();
+    let mut options = Options::new(vec![address], nqn(SUBSYSTEM));
+    options.transport = Transport::Rdma;
+    options.connect_timeout = Duration::from_millis(500);
+    options.admin_timeout = Duration::from_millis(300);
+    let options = Arc::new(options);
+    let answers: [(fn(ConnectionRequest), &str, bool); 3] = [
+        (
+            |request| request.reject(b""),
+            "does a target listen there?",
+            false,
+        ),
+        (
+            |request| request.reject(&Reject::Resources.emit()),
+            "no room for the queue",
+            true,
+        ),
+        (drop, "does a target listen there?", false),
+    ];
+    let accept = |request: ConnectionRequest, receives| {
+        let cq = device.create_cq(64).unwrap();
+        let pd = device.alloc_pd().unwrap();
+        let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
+        let data = Accept { receives }.emit();
+        request.accept(&qp, &ConnectParams::default(), &data).unwrap()
+    };
+    let next = || listener.accept(LONG).unwrap();
+    let error = || Controller::connect(&options, 0).unwrap_err();
+    std::thread::scope(|scope| {
+        for (answer, part, is_of_path) in answers {
+            let next = &next;
+            let thread = scope.spawn(move || answer(next()));
+            let error = error();
+            assert!(error.to_string().contains(part), "{error}");
+            assert_eq!(error.is_of_path(), is_of_path, "{error}");
+            thread.join().unwrap();
+        }
+        // One that takes fewer commands than the queue has, one that is silent, and one that ends the connection.
+        for (receives, ends, part) in [
+            (4, false, "4 receives for 31 commands"),
+            (32, false, "did not answer Connect"),
+            (32, true, "closed the connection at Connect"),
+        ] {
+            let (next, accept) = (&next, &accept);
+            let (over, is_over) = std::sync::mpsc::channel::<()>();
+            let thread = scope.spawn(move || {
+                let accepted = accept(next(), receives);
+                if !ends {
+                    let _ = is_over.recv_timeout(LONG);
+                }
+                drop(accepted);
+            });
+            let error = error();
+            assert!(error.to_string().contains(part), "{error}");
+            drop(over);
+            thread.join().unwrap();
+        }
+    });
 }
 
 #[test]

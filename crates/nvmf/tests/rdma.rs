@@ -1,4 +1,4 @@
-//! The server over RDMA, with a host that is a few lines.
+//! The server over RDMA, with our host, and with one that does what no host does.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod rdma_host;
@@ -6,123 +6,86 @@ mod rdma_host;
 use std::sync::Arc;
 
 use rdmux_nvmf::backend::FileBackend;
+use rdmux_nvmf::host::command;
 use rdmux_verbs::{
     Access as Rights, ConnectError, ConnectParams, Device, Memory, Operation, Options, RKey, RegionSpec,
     Registration, SendRequest, SgeList,
 };
-use rdmux_wire::nvme::{
-    Cid, Cns, ConnectData, DISCOVERY_NQN, DiscoveryEntry, IDENTIFY_LEN, IdentifyController, NsId, Opcode,
-    Sgl, Sqe, Status, TransportKind,
-};
+use rdmux_wire::nvme::{Cid, ConnectData, DISCOVERY_NQN, NsId, Opcode, Sgl, Sqe, Status};
 use rdmux_wire::nvme_rdma::{Accept, Reject, Request};
 
 use rdma_host::*;
 
 #[test]
-fn connect__identifies_reads_and_writes() {
+fn connect__has_as_many_receives_as_the_queue_has_entries() {
     let (server, device) = (Running::memory(1), device());
-    let (mut admin, cntlid) = server.admin(&device);
-    let accept = Accept::parse(admin.connection.private_data()).unwrap();
+    let host = Host::open(&device, server.address, 0);
+    let accept = Accept::parse(host.connection.private_data()).unwrap();
     assert_eq!(accept.receives, ENTRIES as u16);
-    let mut identify = Sqe::new(Opcode::IDENTIFY, Cid(2), NsId::NONE);
-    identify.set_dword(10, u32::from(Cns::CONTROLLER.0));
-    let (cqe, data) = admin.run(identify, &[], IDENTIFY_LEN as u32);
-    assert_eq!(cqe.status, Status::SUCCESS);
-    let identified = IdentifyController::parse(&data).unwrap();
-    assert_eq!(identified.cntlid, cntlid);
-    assert_eq!(identified.capsule_bytes, 64 + 4096);
-    assert!(identified.sgls & IdentifyController::SGLS_KEYED != 0);
-    let mut io = server.io(&device, cntlid, 1);
-    let (cqe, _) = io.run(rw(Opcode::WRITE, 1, 3, 1), &[7; 4096], 0);
-    assert_eq!(cqe.status, Status::SUCCESS);
-    io.in_capsule(rw(Opcode::WRITE, 2, 4, 1), &[8; 4096]);
-    assert_eq!(io.completion(Cid(2)).status, Status::SUCCESS);
-    let (cqe, data) = io.run(rw(Opcode::READ, 3, 2, 3), &[], 3 * 4096);
-    assert_eq!(cqe.status, Status::SUCCESS);
-    assert!(data[..4096] == [0; 4096] && data[4096..8192] == [7; 4096] && data[8192..] == [8; 4096]);
-    // The largest command, and one without data.
-    let large: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 4096) as u8).collect();
-    assert_eq!(
-        io.run(rw(Opcode::WRITE, 4, 0, 256), &large, 0).0.status,
-        Status::SUCCESS
-    );
-    assert!(io.run(rw(Opcode::READ, 5, 0, 256), &[], 1 << 20).1 == large);
-    let flushed = io.run(Sqe::new(Opcode::FLUSH, Cid(6), NsId(1)), &[], 0).0;
-    assert_eq!(flushed.status, Status::SUCCESS);
 }
 
 #[test]
 fn queue__of_many_commands_answers_all() {
+    const COMMANDS: u64 = 30;
     let (server, device) = (Running::memory(2), device());
-    let (_admin, cntlid) = server.admin(&device);
-    let mut queues: Vec<_> = (1..=3).map(|qid| server.io(&device, cntlid, qid)).collect();
-    for round in 0..50u64 {
-        for (io, base) in queues.iter().zip([0u64, 1000, 2000]) {
-            for cid in 0..30u16 {
-                let value = [(round + u64::from(cid)) as u8; 4096];
-                let sqe = rw(Opcode::WRITE, cid, base + u64::from(cid), 1);
-                match cid % 2 {
-                    0 => io.command(sqe, &value, 0),
-                    _ => io.in_capsule(sqe, &value),
+    let session = server.session(&device, 3);
+    std::thread::scope(|scope| {
+        for qid in 1..=3 {
+            let session = &session;
+            scope.spawn(move || {
+                let mut queue = session.queue(qid, COMMANDS as u16).unwrap();
+                let base = u64::from(qid) * 1000;
+                for round in 0..50 {
+                    let blocks = |at: u64| at as u32 % 3 + 1;
+                    let value = |at: u64| (round + at) as u8;
+                    // Those of one block are in the capsule.
+                    let write = |at| {
+                        let bytes = blocks(at) * 4096;
+                        let data = vec![value(at); bytes as usize];
+                        command::write(NsId(1), base + at * 3, blocks(at), bytes, data)
+                    };
+                    run_all(&mut queue, (0..COMMANDS).map(write));
+                    let read = |at| {
+                        let bytes = blocks(at) * 4096;
+                        command::read(NsId(1), base + at * 3, blocks(at), bytes, vec![0; bytes as usize])
+                    };
+                    for (done, at) in run_all(&mut queue, (0..COMMANDS).map(read)).iter().zip(0..) {
+                        assert!(done.bytes().iter().all(|byte| *byte == value(at)), "{at}");
+                    }
                 }
-            }
+            });
         }
-        for io in &mut queues {
-            for cid in 0..30 {
-                assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
-            }
-        }
-        for (io, base) in queues.iter().zip([0u64, 1000, 2000]) {
-            (0..30u16).for_each(|cid| io.command(rw(Opcode::READ, cid, base + u64::from(cid), 1), &[], 4096));
-        }
-        for io in &mut queues {
-            for cid in 0..30u16 {
-                assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
-                assert!(io.data(Cid(cid), 4096) == [(round + u64::from(cid)) as u8; 4096]);
-            }
-        }
-    }
+    });
 }
 
 #[test]
 fn file__is_read_and_written() {
+    const BYTES: u32 = 1 << 20;
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(16 << 20).unwrap();
     let (server, device) = (
         Running::start(1, Arc::new(FileBackend::open(file.path(), false, 4096).unwrap())),
         device(),
     );
-    let (_admin, cntlid) = server.admin(&device);
-    let mut io = server.io(&device, cntlid, 1);
+    let session = server.session(&device, 1);
+    let mut queue = session.queue(1, 15).unwrap();
     // More than the buffers of a connection, so that commands wait for them.
-    for cid in 0..15u16 {
-        io.command(
-            rw(Opcode::WRITE, cid, u64::from(cid) * 256, 256),
-            &[cid as u8 + 1; 1 << 20],
-            0,
-        );
-    }
-    for cid in 0..15 {
-        assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
-    }
+    let data = |at: u64| vec![at as u8 + 1; BYTES as usize];
+    run_all(
+        &mut queue,
+        (0..15).map(|at| command::write(NsId(1), at * 256, 256, BYTES, data(at))),
+    );
     let bytes = std::fs::read(file.path()).unwrap();
     assert!(
         bytes
             .chunks(1 << 20)
             .take(15)
-            .zip(1..)
-            .all(|(part, value)| part.iter().all(|byte| *byte == value))
+            .zip(0..)
+            .all(|(part, at)| part == data(at))
     );
-    for cid in 0..15u16 {
-        io.command(rw(Opcode::READ, cid, u64::from(cid) * 256, 256), &[], 1 << 20);
-    }
-    for cid in 0..15u16 {
-        assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
-        assert!(
-            io.data(Cid(cid), 1 << 20)
-                .iter()
-                .all(|byte| *byte == cid as u8 + 1)
-        );
+    let reads = (0..15).map(|at| command::read(NsId(1), at * 256, 256, BYTES, vec![0; BYTES as usize]));
+    for (done, at) in run_all(&mut queue, reads).iter().zip(0..) {
+        assert!(done.bytes() == data(at));
     }
 }
 
@@ -447,28 +410,22 @@ fn hosts__without_receives_do_not_stop_others() {
 #[test]
 fn hosts__at_once() {
     let server = Running::memory(2);
-    let address = server.address;
-    let hosts = (0..8).map(|_| {
-        std::thread::spawn(move || {
-            let device = device();
-            for _ in 0..4 {
-                let mut admin = Host::open(&device, address, 0);
-                let connected = admin.connect(0, ConnectData::ANY_CONTROLLER, SUBSYSTEM, 0);
-                assert_eq!(connected.status, Status::SUCCESS);
-                admin.enable();
-                for qid in 1..=4 {
-                    let mut io = Host::open(&device, address, qid);
-                    let connected = io.connect(qid, connected.result as u16, SUBSYSTEM, 0);
-                    assert_eq!(connected.status, Status::SUCCESS);
-                    assert!(is_written(&mut io, 1, &[0; 4096]));
+    let server = &server;
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(move || {
+                let device = device();
+                for _ in 0..4 {
+                    let session = server.session(&device, 4);
+                    for qid in 1..=4 {
+                        let mut queue = session.queue(qid, 31).unwrap();
+                        let read = command::read(NsId(1), 1, 1, 4096, vec![1; 4096]);
+                        assert_eq!(run_all(&mut queue, [read])[0].bytes(), [0; 4096]);
+                    }
                 }
-            }
-        })
+            });
+        }
     });
-    let hosts: Vec<_> = hosts.collect();
-    for host in hosts {
-        host.join().unwrap();
-    }
 }
 
 #[test]
@@ -494,27 +451,6 @@ fn events__are_answered_after_other_commands() {
     );
 }
 
-#[test]
-fn discovery__names_the_listener() {
-    let (server, device) = (Running::memory(1), device());
-    let mut host = Host::open(&device, server.address, 0);
-    let connected = host.connect(0, ConnectData::ANY_CONTROLLER, DISCOVERY_NQN, 0);
-    assert_eq!(connected.status, Status::SUCCESS);
-    host.enable();
-    let mut log = Sqe::new(Opcode::GET_LOG_PAGE, Cid(2), NsId::NONE);
-    log.set_dword(10, 0x70 | (3 * 1024 / 4 - 1) << 16);
-    let (cqe, data) = host.run(log, &[], 3 * 1024);
-    assert_eq!(cqe.status, Status::SUCCESS);
-    for (entry, name) in data[1024..].chunks(1024).zip([DISCOVERY_NQN, SUBSYSTEM]) {
-        let entry = DiscoveryEntry::parse(entry).unwrap();
-        assert_eq!(
-            (entry.transport, entry.address),
-            (TransportKind::Rdma, server.address)
-        );
-        assert_eq!(entry.subsystem, nqn(name));
-    }
-}
-
 /// Returns a device whose packets are lost, and which reaches others by packets alone.
 fn faulty_device() -> Device {
     rdmux_soft::register();
@@ -527,26 +463,19 @@ fn faulty_device() -> Device {
 
 #[test]
 fn queue__over_a_link_that_loses_packets() {
+    const BYTES: u32 = 64 << 10;
     let (server, device) = (Running::memory(1), faulty_device());
-    let (_admin, cntlid) = server.admin(&device);
-    let mut io = server.io(&device, cntlid, 1);
-    for round in 0..10u8 {
-        for cid in 0..20u16 {
-            io.command(
-                rw(Opcode::WRITE, cid, u64::from(cid) * 16, 16),
-                &[round + cid as u8; 65536],
-                0,
-            );
-        }
-        for cid in 0..20 {
-            assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
-        }
-        for cid in 0..20u16 {
-            io.command(rw(Opcode::READ, cid, u64::from(cid) * 16, 16), &[], 65536);
-        }
-        for cid in 0..20u16 {
-            assert_eq!(io.completion(Cid(cid)).status, Status::SUCCESS);
-            assert!(io.data(Cid(cid), 65536) == [round + cid as u8; 65536]);
+    let session = server.session(&device, 1);
+    let mut queue = session.queue(1, 20).unwrap();
+    for round in 0..10 {
+        let data = |at: u64| vec![(round + at) as u8; BYTES as usize];
+        run_all(
+            &mut queue,
+            (0..20).map(|at| command::write(NsId(1), at * 16, 16, BYTES, data(at))),
+        );
+        let reads = (0..20).map(|at| command::read(NsId(1), at * 16, 16, BYTES, vec![0; BYTES as usize]));
+        for (done, at) in run_all(&mut queue, reads).iter().zip(0..) {
+            assert!(done.bytes() == data(at), "{round} {at}");
         }
     }
 }

@@ -241,3 +241,174 @@ impl Connection {
         !self.done.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rand_chacha::ChaCha8Rng;
+    use rand_chacha::rand_core::{RngCore, SeedableRng};
+    use rdmux_wire::nvme::{Cid, NsId, Sqe, Status};
+
+    use super::super::command::{flush, identify, read, write};
+    use super::*;
+
+    const KEY: Remote = Remote {
+        address: 0x1000,
+        rkey: RKey(7),
+    };
+
+    fn host(is_io: bool) -> Connection {
+        Connection::new(Config {
+            entries: 5,
+            in_capsule_max: if is_io { 8192 } else { 0 },
+            is_io,
+        })
+    }
+
+    fn response(cid: Cid, status: Status) -> [u8; CQE_LEN] {
+        let mut bytes = [0; CQE_LEN];
+        let cqe = Cqe {
+            result: 0,
+            sq_head: 1,
+            cid,
+            status,
+        };
+        cqe.emit(&mut bytes);
+        bytes
+    }
+
+    /// Returns the next command that is sent, and the data in its capsule.
+    fn sent(host: &mut Connection) -> (Sqe, Vec<u8>) {
+        let [sqe, data] = host.next_capsule().unwrap();
+        (Sqe::parse(sqe).unwrap(), data.to_vec())
+    }
+
+    fn submit(host: &mut Connection, command: Command) -> u16 {
+        let memory = (host.needs_memory(&command) > 0).then_some(KEY);
+        host.submit(command, None, memory)
+    }
+
+    #[test]
+    fn submit__puts_data_in_the_capsule_or_names_their_memory() {
+        let mut host = host(true);
+        submit(&mut host, write(NsId(1), 0, 2, 8192, vec![3; 8192]));
+        let (sqe, data) = sent(&mut host);
+        let in_capsule = Sgl::InCapsule {
+            offset: 0,
+            length: 8192,
+        };
+        assert_eq!((sqe.sgl(), data), (Ok(in_capsule), vec![3; 8192]));
+        let keyed = |length| Sgl::Keyed {
+            address: KEY.address,
+            length,
+            rkey: KEY.rkey,
+            invalidate: false,
+        };
+        for command in [
+            write(NsId(1), 0, 3, 12288, vec![3; 12288]),
+            read(NsId(1), 0, 3, 12288, vec![0; 12288]),
+        ] {
+            assert_eq!(host.needs_memory(&command), 12288);
+            submit(&mut host, command);
+            let (sqe, data) = sent(&mut host);
+            assert_eq!((sqe.sgl(), data), (Ok(keyed(12288)), Vec::new()));
+        }
+        submit(&mut host, flush(NsId(1)));
+        let (sqe, data) = sent(&mut host);
+        assert_eq!(sqe.sgl().map(|sgl| sgl.length()), Ok(0));
+        assert!(data.is_empty() && host.room() == 0 && !host.has_capsule());
+        // No capsule of an admin queue has data.
+        let mut admin = self::host(false);
+        let send = Command::sending(Sqe::new(Opcode::FABRICS, Cid(0), NsId::NONE), vec![1; 64]);
+        assert_eq!(admin.needs_memory(&send), 64);
+        submit(&mut admin, send);
+        assert!(sent(&mut admin).1.is_empty());
+    }
+
+    #[test]
+    fn response__brings_the_data_of_a_command_that_has_succeeded() {
+        let mut host = host(true);
+        for status in [Status::SUCCESS, Status::LBA_OUT_OF_RANGE] {
+            let at = submit(&mut host, read(NsId(1), 0, 1, 4096, vec![0; 4096]));
+            let (sqe, _) = sent(&mut host);
+            let mut copied = false;
+            let done = host.handle_response(&response(sqe.cid(), status), |place, data| {
+                assert_eq!(place, at);
+                data.fill(9);
+                copied = true;
+            });
+            assert_eq!((done, copied), (Some(at), status.is_success()));
+            let completion = host.poll().unwrap();
+            let expected = if status.is_success() { 4096 } else { 0 };
+            assert_eq!((completion.status, completion.received), (status, expected));
+            assert!(completion.bytes().iter().all(|byte| *byte == 9));
+        }
+        assert!(host.end().is_none() && host.room() == 4);
+    }
+
+    #[test]
+    fn response__that_does_not_fit_ends_the_connection() {
+        let ends = |bytes: &[u8], part: &str| {
+            let mut host = host(true);
+            submit(&mut host, read(NsId(1), 0, 1, 4096, vec![0; 4096]));
+            sent(&mut host);
+            // This one is not on its way.
+            submit(&mut host, flush(NsId(1)));
+            assert_eq!(host.handle_response(bytes, |_, _| panic!("copies")), None);
+            let end = host.end().unwrap().to_string();
+            assert!(end.contains(part), "{end}");
+            assert_eq!((host.room(), host.poll().is_none()), (0, true));
+            assert_eq!(host.take_commands().len(), 2);
+            assert!(host.next_capsule().is_none());
+        };
+        let good = response(Cid(0), Status::SUCCESS);
+        ends(&good[..15], "16 bytes");
+        ends(&[], "16 bytes");
+        for cid in [1, 2, 1024, 0xffff] {
+            ends(&response(Cid(cid), Status::SUCCESS), "no command in flight");
+        }
+        let mut beyond = good;
+        beyond[8..10].copy_from_slice(&5u16.to_le_bytes());
+        ends(&beyond, "SQHD");
+    }
+
+    #[test]
+    fn response__of_any_bytes_does_a_command_once_or_ends_the_connection() {
+        let seed = 5;
+        println!("seed {seed}");
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let (mut done, mut ended) = (0, 0);
+        for _ in 0..2000 {
+            let mut host = host(true);
+            let mut in_flight = Vec::new();
+            while host.end().is_none() {
+                while host.room() > 0 {
+                    submit(&mut host, identify(rdmux_wire::nvme::Cns::CONTROLLER, NsId::NONE));
+                    in_flight.push(sent(&mut host).0.cid());
+                }
+                let mut bytes = response(in_flight[random.next_u32() as usize % 4], Status::SUCCESS);
+                if random.next_u32().is_multiple_of(8) {
+                    bytes[random.next_u32() as usize % CQE_LEN] = random.next_u32() as u8;
+                }
+                host.handle_response(&bytes, |_, _| {});
+                while let Some(completion) = host.poll() {
+                    let cid = completion.command.sqe.cid();
+                    let at = in_flight.iter().position(|known| *known == cid);
+                    in_flight.swap_remove(at.expect("it is done once"));
+                    done += 1;
+                }
+            }
+            assert_eq!(host.take_commands().len(), in_flight.len());
+            ended += 1;
+        }
+        assert!(done > 2000 && ended == 2000, "{done} {ended}");
+    }
+
+    #[test]
+    fn deadline__of_a_command_that_is_not_answered() {
+        let (mut host, now) = (host(true), Instant::now());
+        host.submit(flush(NsId(1)), Some(now + Duration::from_secs(1)), None);
+        assert!(!host.has_expired(now) && host.has_expired(now + Duration::from_secs(1)));
+    }
+}

@@ -349,6 +349,8 @@ impl IoQueue {
         while let Some(completion) = self.link.connection_mut().poll() {
             self.repeated.push(completion);
         }
+        // What a target still does with the commands must not reach into the time of the next controller.
+        self.link.connection_mut().end();
         let commands = self.link.connection_mut().take_commands();
         let (began, within) = (Instant::now(), self.session.options.loss_timeout);
         loop {

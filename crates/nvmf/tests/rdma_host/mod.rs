@@ -1,4 +1,4 @@
-//! A host of NVMe/RDMA on plain verbs, and a server for it.
+//! A server of NVMe/RDMA, and two hosts for it: ours, and one on plain verbs, which may do what no host does.
 #![allow(dead_code, reason = "not every test uses all of it")]
 
 use std::collections::HashMap;
@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_nvmf::backend::{Backend, MemoryBackend};
+use rdmux_nvmf::host::queue::{Command, Completion};
+use rdmux_nvmf::host::{IoQueue, Options, Session, Transport};
 use rdmux_nvmf::server::{Config, Handle, Server};
 use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_verbs::{
@@ -91,6 +93,16 @@ impl Running {
         Running::start(reactors, Arc::new(MemoryBackend::new(16 << 20).unwrap()))
     }
 
+    /// Returns a session of our host with so many I/O queues.
+    pub(crate) fn session(&self, device: &Device, queues: u16) -> Arc<Session> {
+        let options = Options {
+            transport: Transport::Rdma,
+            device: Some(device.clone()),
+            ..Options::new(vec![self.address], nqn(SUBSYSTEM))
+        };
+        Session::connect(options, queues).unwrap()
+    }
+
     pub(crate) fn stop(&mut self) {
         self.handle.stop();
         let ended = self.thread.take().map(JoinHandle::join);
@@ -125,6 +137,25 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// Runs commands at once, which must succeed, and returns their completions in this order.
+pub(crate) fn run_all(queue: &mut IoQueue, commands: impl IntoIterator<Item = Command>) -> Vec<Completion> {
+    for (token, mut command) in (0..).zip(commands) {
+        command.token = token;
+        queue.submit(command);
+    }
+    let mut all = Vec::new();
+    loop {
+        all.extend(std::iter::from_fn(|| queue.poll()));
+        if queue.in_flight() == 0 {
+            break;
+        }
+        queue.wait().unwrap();
+    }
+    assert!(all.iter().all(|done| done.status.is_success()), "{all:?}");
+    all.sort_by_key(|done| done.command.token);
+    all
 }
 
 /// A host's side of a queue.
