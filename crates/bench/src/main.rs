@@ -130,7 +130,7 @@ fn main() -> Result<()> {
         suites.push(interrupts::suite_on_cores());
     }
     if args.table == Which::Nvme {
-        suites.push(nvme::suite());
+        suites.extend(nvme::suites());
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));

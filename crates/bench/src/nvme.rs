@@ -1,5 +1,7 @@
 //! `rdmux nvme target` over TCP, beside a bare pair of processes that exchanges the same bytes and waits in the same way, and beside fio on the
-//! same file.
+//! same file; and over RDMA, beside a bare pair on verbs.
+
+mod rdma;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
-use super::child::Side;
+use super::child::{Side, say_ready};
 use super::pair::{Server, free_port};
 use super::table::{Column, Line, Ratio, Suite, Table};
 use super::{LOOPBACK, rdmux};
@@ -47,7 +49,11 @@ const LOADS: [Column; 5] = [
     (4 * QUEUE + 32, "4 queues of 32"),
 ];
 
+/// Those of RDMA.
+const RDMA_LOADS: [Column; 3] = [(QUEUE + 1, "1 in flight"), (QUEUE + 8, "8"), (QUEUE + 32, "32")];
+
 const BARE: &str = "bare pair";
+const VERBS: &str = "bare verbs";
 const NULL_ROW: &str = "null namespace";
 const MEMORY_ROW: &str = "memory namespace";
 const FILE_ROW: &str = "file namespace";
@@ -55,6 +61,15 @@ const FIO: &str = "fio, io_uring, direct";
 const READ_IOPS: &str = "read_thousand_iops";
 const WRITE_IOPS: &str = "write_thousand_iops";
 const FILE_IOPS: &str = "file_thousand_iops";
+const RDMA_READ_IOPS: &str = "rdma_read_thousand_iops";
+const RDMA_WRITE_IOPS: &str = "rdma_write_thousand_iops";
+
+/// Transport of a measurement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Transport {
+    Tcp,
+    Rdma,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
@@ -90,22 +105,28 @@ impl Direction {
 /// Figures of a run: thousands of I/Os a second, and CPU seconds of the serving process for a million of them.
 type Run = (f64, f64);
 
-pub(super) fn suite() -> Suite {
-    let target = Rc::new(RefCell::new(None));
+/// Returns the tables of IOPS and of CPU time in both directions.
+fn tables(target: &Shared, transport: Transport) -> Vec<Table> {
     let mut tables = Vec::new();
     for way in Direction::ALL {
-        let [iops, cpu] = match way {
-            Direction::Read => [READ_IOPS, "read_cpu_s_per_million"],
-            Direction::Write => [WRITE_IOPS, "write_cpu_s_per_million"],
+        let [iops, cpu] = match (transport, way) {
+            (Transport::Tcp, Direction::Read) => [READ_IOPS, "read_cpu_s_per_million"],
+            (Transport::Tcp, Direction::Write) => [WRITE_IOPS, "write_cpu_s_per_million"],
+            (Transport::Rdma, Direction::Read) => [RDMA_READ_IOPS, "rdma_read_cpu_s_per_million"],
+            (Transport::Rdma, Direction::Write) => [RDMA_WRITE_IOPS, "rdma_write_cpu_s_per_million"],
         };
         let [title, cpu_title] = match way {
             Direction::Read => ["random reads: 1000 IOPS", "reads: CPU s/million IOs"],
             Direction::Write => ["random writes: 1000 IOPS", "writes: CPU s/million IOs"],
         };
+        let (name, loads): (_, &[Column]) = match transport {
+            Transport::Tcp => (BARE, &LOADS),
+            Transport::Rdma => (VERBS, &RDMA_LOADS),
+        };
         let rows = [
-            rows(BARE, move |load| bare(way, load)),
-            rows(NULL_ROW, perf(&target, way, NULL)),
-            rows(MEMORY_ROW, perf(&target, way, MEMORY)),
+            rows(name, loads, move |load| bare(transport, way, load)),
+            rows(NULL_ROW, loads, perf(target, transport, way, NULL)),
+            rows(MEMORY_ROW, loads, perf(target, transport, way, MEMORY)),
         ];
         let mut lines: [Vec<Line>; 2] = Default::default();
         for [first, second] in rows {
@@ -117,19 +138,64 @@ pub(super) fn suite() -> Suite {
             key,
             title,
             digits,
-            columns: LOADS.to_vec(),
+            columns: loads.to_vec(),
             lines,
             compares,
         };
         tables.push(table(iops, title, 1, measured, true));
         tables.push(table(cpu, cpu_title, 2, derived, true));
     }
+    tables
+}
+
+/// Returns what `--table nvme` measures.
+pub(super) fn suites() -> [Suite; 2] {
+    let target = Shared::default();
+    let rdma = Suite {
+        key: "nvme_rdma",
+        conditions: "the same by RDMA between soft devices of one host, which share memory; the bare pair does on verbs what NVMe/RDMA asks for: SEND of 64 bytes, \
+                     RDMA WRITE or READ of 4 KiB, SEND of 16 bytes; a write of rdmux has its 4 KiB in the SEND",
+        claim: None,
+        tables: tables(&target, Transport::Rdma),
+        ratios: rdma_ratios,
+    };
+    [tcp(&target), rdma]
+}
+
+fn rdma_ratios(tables: &[Table]) -> Vec<Ratio> {
+    let mut ratios = Vec::new();
+    for (key, words) in [
+        (
+            RDMA_READ_IOPS,
+            ["reads of null / bare verbs, 1 in flight", "8", "32"],
+        ),
+        (
+            RDMA_WRITE_IOPS,
+            ["writes of null / bare verbs, 1 in flight", "8", "32"],
+        ),
+    ] {
+        for ((column, _), name) in RDMA_LOADS.into_iter().zip(words) {
+            let (null, bare) = (of(tables, key, NULL_ROW, column), of(tables, key, VERBS, column));
+            ratios.push(Ratio::new(name, "at least 0.85", &null, &bare));
+        }
+    }
+    ratios
+}
+
+/// Returns the figures of a row in a column.
+fn of(tables: &[Table], key: &str, row: &str, column: usize) -> Vec<f64> {
+    let table = tables.iter().find(|table| table.key == key);
+    table.map_or(Vec::new(), |table| table.rounds(row, column))
+}
+
+fn tcp(target: &Shared) -> Suite {
+    let mut tables = tables(target, Transport::Tcp);
     let both: Vec<Column> = vec![(QUEUE + 32, "reads"), (QUEUE + 33, "writes")];
     let columns: Vec<usize> = both.iter().map(|(column, _)| *column).collect();
     let way = |column: usize| Direction::ALL[column - QUEUE - 32];
     let on = |namespace: &'static str| {
         let target = target.clone();
-        move |column: usize| Ok(perf(&target, way(column), namespace)(QUEUE + 32)?.0)
+        move |column: usize| Ok(perf(&target, Transport::Tcp, way(column), namespace)(QUEUE + 32)?.0)
     };
     let lines = vec![
         Line::new(FIO, &columns, {
@@ -158,8 +224,7 @@ pub(super) fn suite() -> Suite {
 }
 
 fn ratios(tables: &[Table]) -> Vec<Ratio> {
-    let table = |key| tables.iter().find(|table| table.key == key);
-    let of = |key, row, column| table(key).map_or(Vec::new(), |table| table.rounds(row, column));
+    let of = |key, row, column| of(tables, key, row, column);
     let mut ratios = Vec::new();
     for (key, words) in [
         (READ_IOPS, ["reads of null / bare, 1 in flight", "8", "32"]),
@@ -184,8 +249,12 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
 }
 
 /// Returns a row of the table of IOPS, which measures, and one of that of CPU time, which has its figures.
-fn rows(name: &'static str, mut measure: impl FnMut(usize) -> Result<Run> + 'static) -> [Line; 2] {
-    let columns = LOADS.map(|(column, _)| column);
+fn rows(
+    name: &'static str,
+    loads: &[Column],
+    mut measure: impl FnMut(usize) -> Result<Run> + 'static,
+) -> [Line; 2] {
+    let columns: Vec<usize> = loads.iter().map(|(column, _)| *column).collect();
     let kept = Rc::new(RefCell::new(BTreeMap::new()));
     let runs = kept.clone();
     [
@@ -203,7 +272,8 @@ fn rows(name: &'static str, mut measure: impl FnMut(usize) -> Result<Run> + 'sta
 /// A target that runs as long as this.
 struct Target {
     server: Server,
-    url: String,
+    tcp: String,
+    rdma: String,
     file: PathBuf,
     _folder: tempfile::TempDir,
 }
@@ -231,18 +301,20 @@ impl Target {
             ])
             .arg(&file)
             .args(["--nqn", &nqn, "--listen", &format!("tcp:{LOOPBACK}:{port}")])
+            .args(["--listen", &format!("rdma:{LOOPBACK}:{port}")])
             .arg("--socket")
             .arg(folder.path().join("socket"));
         let server = Server::start_until(&mut command, "listening")?;
         let target = Target {
             server,
-            url: format!("nvme+tcp://{LOOPBACK}:{port}/{nqn}"),
+            tcp: format!("nvme+tcp://{LOOPBACK}:{port}/{nqn}"),
+            rdma: format!("nvme+rdma://{LOOPBACK}:{port}/{nqn}"),
             file,
             _folder: folder,
         };
         // Memory that nobody has written is made at the first access, which takes longer than the access.
         let mut fill = Command::new(rdmux()?);
-        fill.args(["nvme", "write", &target.url, "--nsid", MEMORY])
+        fill.args(["nvme", "write", &target.tcp, "--nsid", MEMORY])
             .arg(&target.file)
             .stdin(Stdio::null())
             .stdout(Stdio::null());
@@ -261,6 +333,7 @@ type Shared = Rc<RefCell<Option<Target>>>;
 
 fn perf(
     target: &Shared,
+    transport: Transport,
     way: Direction,
     namespace: &'static str,
 ) -> impl FnMut(usize) -> Result<Run> + use<> {
@@ -276,7 +349,10 @@ fn perf(
             .args([
                 "nvme",
                 "perf",
-                &target.url,
+                match transport {
+                    Transport::Tcp => &target.tcp,
+                    Transport::Rdma => &target.rdma,
+                },
                 "--json",
                 "--warmup",
                 "0",
@@ -351,12 +427,24 @@ fn fio(target: &Shared, way: Direction) -> Result<f64> {
     Ok((iops("read") + iops("write")) / 1e3)
 }
 
-fn bare(way: Direction, load: usize) -> Result<Run> {
+fn bare(transport: Transport, way: Direction, load: usize) -> Result<Run> {
     let port = free_port()?;
     let (queues, depth) = ((load / QUEUE).to_string(), (load % QUEUE).to_string());
     let start = |side: &str| {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args([COMMAND, side, way.name(), &port.to_string(), &queues, &depth]);
+        let over = match transport {
+            Transport::Tcp => "tcp",
+            Transport::Rdma => "rdma",
+        };
+        command.args([
+            COMMAND,
+            over,
+            side,
+            way.name(),
+            &port.to_string(),
+            &queues,
+            &depth,
+        ]);
         Side::start(&mut command)
     };
     let mut server = start("server")?;
@@ -371,8 +459,8 @@ fn bare(way: Direction, load: usize) -> Result<Run> {
 
 /// Runs as a side of the bare pair.
 pub(super) fn child(args: &[String]) -> Result<()> {
-    let [side, way, port, queues, depth] = args else {
-        bail!("give the side, the direction, a port, a number of queues and one in flight");
+    let [transport, side, way, port, queues, depth] = args else {
+        bail!("give the transport, the side, the direction, a port, a number of queues and one in flight");
     };
     let (way, port, queues, depth) = (
         Direction::parse(way)?,
@@ -380,18 +468,14 @@ pub(super) fn child(args: &[String]) -> Result<()> {
         queues.parse()?,
         depth.parse()?,
     );
-    let result = match side.as_str() {
-        "server" => serve(way, port, queues)?,
+    let result = match (transport.as_str(), side.as_str()) {
+        ("rdma", "server") => rdma::serve(way, port, depth)?,
+        ("rdma", _) => rdma::request(port, depth)?,
+        (_, "server") => serve(way, port, queues)?,
         _ => request(way, port, queues, depth)?,
     };
     writeln!(std::io::stdout(), "{result}")?;
     Ok(())
-}
-
-fn say_ready() -> Result<()> {
-    let mut out = std::io::stdout();
-    writeln!(out, "ready")?;
-    Ok(out.flush()?)
 }
 
 /// Answers the requests of so many connections until they end, in one thread that waits as a reactor does. Returns its CPU time in nanoseconds.
