@@ -39,14 +39,14 @@ pub(crate) struct ReadArgs {
     /// Number of bytes to read, a multiple of the namespace's block [default: to the end].
     #[arg(long, value_name = "BYTES", value_parser = parse_positive)]
     length: Option<u64>,
-    #[command(flatten)]
-    io: IoArgs,
     /// Report in JSON.
     #[arg(long, requires = "output")]
     json: bool,
     /// Report nothing but errors.
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    io: IoArgs,
 }
 
 /// Write bytes into a namespace, and make them durable there.
@@ -64,14 +64,14 @@ pub(crate) struct WriteArgs {
     /// Number of bytes to write, a multiple of the namespace's block [default: all that the input has].
     #[arg(long, value_name = "BYTES", value_parser = parse_positive)]
     length: Option<u64>,
-    #[command(flatten)]
-    io: IoArgs,
     /// Report in JSON.
     #[arg(long)]
     json: bool,
     /// Report nothing but errors.
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    io: IoArgs,
 }
 
 fn parse_offset(text: &str) -> Result<u64, String> {

@@ -20,11 +20,11 @@ pub(crate) struct Args {
     /// The target: nvme+tcp://HOST[:PORT] or nvme+rdma://HOST[:PORT].
     #[arg(value_name = "URL")]
     url: Url,
-    #[command(flatten)]
-    host: HostArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    host: HostArgs,
 }
 
 fn kind(entry: &DiscoveryEntry) -> &'static str {

@@ -45,14 +45,14 @@ pub(super) struct HostArgs {
 /// Options of the commands that read and write.
 #[derive(clap::Args, Debug)]
 pub(super) struct IoArgs {
-    #[command(flatten)]
-    host: HostArgs,
     /// Number of the namespace.
     #[arg(long, value_name = "N", default_value = "1", value_parser = parse_nsid)]
     pub(super) nsid: NsId,
     /// When the target is lost, try for so many seconds to connect again; what was not done is repeated.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = clap::value_parser!(u32).range(0..=86400))]
     ctrl_loss_tmo: u32,
+    #[command(flatten)]
+    host: HostArgs,
 }
 
 fn parse_hostid(text: &str) -> Result<HostId, String> {

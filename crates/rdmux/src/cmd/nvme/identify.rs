@@ -18,11 +18,11 @@ pub(crate) struct ControllerArgs {
     /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
-    #[command(flatten)]
-    host: HostArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    host: HostArgs,
 }
 
 /// Show what a controller says of a namespace, in nvme-cli's words.
@@ -35,11 +35,11 @@ pub(crate) struct NamespaceArgs {
     /// Number of the namespace.
     #[arg(long, value_name = "N", default_value = "1", value_parser = parse_nsid)]
     nsid: NsId,
-    #[command(flatten)]
-    host: HostArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    host: HostArgs,
 }
 
 /// Form of a field.

@@ -16,11 +16,11 @@ pub(crate) struct Args {
     /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
     #[arg(value_name = "URL")]
     url: Url,
-    #[command(flatten)]
-    host: HostArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    host: HostArgs,
 }
 
 fn id(id: &[u8; 16]) -> Option<String> {

@@ -50,11 +50,11 @@ pub(crate) struct Args {
     /// Seconds that go before, and do not count.
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_pause)]
     warmup: Duration,
-    #[command(flatten)]
-    io: IoArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    io: IoArgs,
 }
 
 /// Order and kind of commands.
