@@ -264,6 +264,9 @@ impl HostError {
     pub fn is_of_path(&self) -> bool {
         match self {
             HostError::Connect { .. }
+            | HostError::Device { .. }
+            // A target that ends refuses requests so.
+            | HostError::NoTarget { .. }
             | HostError::Io(_)
             | HostError::Closed(_)
             | HostError::Ended(_)

@@ -22,6 +22,8 @@ const COMMAND: usize = 64;
 const RESPONSE: usize = 16;
 /// One SEND of so many has a completion, as in a connection of the runtime.
 const SIGNAL_EVERY: u64 = 8;
+/// Requests of a send queue. A side that goes on as soon as it sees a message may acknowledge many together.
+const REQUESTS_MAX: u32 = 4096;
 /// Kinds of work requests, above the number of the I/O's place.
 const RECEIVE: u64 = 1 << 32;
 const READ: u64 = 2 << 32;
@@ -43,10 +45,10 @@ struct End {
 
 impl End {
     fn new(device: &Device, depth: u64, send_len: usize, receive_len: usize) -> Result<End> {
-        let cq = device.create_cq(8 * depth as u32 + 16)?;
+        let cq = device.create_cq(REQUESTS_MAX + depth as u32)?;
         let pd = device.alloc_pd()?;
         let mut options = QpOptions::new(&cq);
-        (options.max_send_wr, options.max_recv_wr) = (4 * depth as u32 + 16, depth as u32);
+        (options.max_send_wr, options.max_recv_wr) = (REQUESTS_MAX, depth as u32);
         let qp = pd.create_qp(&options)?;
         let bytes = depth as usize * (BLOCK + send_len + receive_len);
         let access = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;

@@ -162,7 +162,11 @@ impl Controller {
             match Controller::connect_at(options, *address, queues) {
                 Ok(controller) => return Ok(controller),
                 // The target may listen on another of its addresses.
-                Err(error @ HostError::Connect { .. }) => last = error,
+                Err(
+                    error @ (HostError::Connect { .. }
+                    | HostError::Device { .. }
+                    | HostError::NoTarget { .. }),
+                ) => last = error,
                 Err(error) => return Err(error),
             }
         }
@@ -371,7 +375,7 @@ impl Controller {
     pub(super) fn abandon(&self, why: &Arc<HostError>) {
         let _ = self.shared.lost.set(why.clone());
         self.shared.is_over.store(true, Ordering::Release);
-        // Who has the admin queue does not keep it for long then.
+        // The holder of the admin queue gives it back then.
         self.shared.breaker.break_off();
         self.shared.admin().link.connection_mut().end();
     }

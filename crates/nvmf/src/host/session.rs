@@ -349,7 +349,7 @@ impl IoQueue {
         while let Some(completion) = self.link.connection_mut().poll() {
             self.repeated.push(completion);
         }
-        // What a target still does with the commands must not reach into the time of the next controller.
+        // The target's work on these commands must not go on beside that on their repetitions.
         self.link.connection_mut().end();
         let commands = self.link.connection_mut().take_commands();
         let (began, within) = (Instant::now(), self.session.options.loss_timeout);
