@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_runtime::{Direction, Pages};
@@ -16,6 +17,9 @@ use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::Status;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, fcntl_getfl, fcntl_setfl, flock};
 use rustix::io::Errno;
+
+/// Sleep between two looks at writes of others.
+const PAUSE: Duration = Duration::from_micros(50);
 
 /// The storage of a namespace. Ranges are in bytes, in multiples of the namespace's blocks, and within [`Backend::bytes`]; their callers have checked
 /// that. Buffers begin at a page.
@@ -62,6 +66,46 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Makes durable what was written before.
     fn flush(&self) -> Result<(), Status>;
+
+    /// Waits a moment for writes of others, whose end is not told: the caller wants to be alone with the namespace.
+    fn pause(&self) {
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Flushes of a storage, of which a failed one is final: the system reports the failure once, and forgets what it has not written. Nothing that is
+/// written after it would be sure.
+#[derive(Debug, Default)]
+pub struct Flushes {
+    has_failed: AtomicBool,
+    /// The kernel reports a failure to one of several flushes at a time: the others must not succeed before that is known.
+    flushing: Mutex<()>,
+}
+
+impl Flushes {
+    /// Checks that none has failed.
+    ///
+    /// # Errors
+    /// One has.
+    pub fn check(&self) -> Result<(), Status> {
+        match self.has_failed.load(Ordering::Acquire) {
+            true => Err(Status::WRITE_FAULT.do_not_retry()),
+            false => Ok(()),
+        }
+    }
+
+    /// Runs one.
+    ///
+    /// # Errors
+    /// It has failed, or one before it.
+    pub fn run(&self, sync: impl FnOnce() -> io::Result<()>) -> Result<(), Status> {
+        let _alone = self.flushing.lock();
+        self.check()?;
+        sync().map_err(|_| {
+            self.has_failed.store(true, Ordering::Release);
+            Status::WRITE_FAULT.do_not_retry()
+        })
+    }
 }
 
 /// Memory of this process, which ends with it.
@@ -165,10 +209,7 @@ pub struct FileBackend {
     _lock: Option<File>,
     bytes: AtomicU64,
     is_file: bool,
-    /// A flush has failed. The kernel has dropped the pages and reports that once: nothing that is written after it would be sure.
-    has_failed: AtomicBool,
-    /// The kernel reports a failure to one of several flushes at a time: the others must not succeed before that is known.
-    flushing: Mutex<()>,
+    flushes: Flushes,
 }
 
 impl FileBackend {
@@ -221,16 +262,8 @@ impl FileBackend {
             _lock: lock,
             bytes: AtomicU64::new(bytes),
             is_file: kind.is_file(),
-            has_failed: AtomicBool::new(false),
-            flushing: Mutex::new(()),
+            flushes: Flushes::default(),
         })
-    }
-
-    fn check(&self) -> Result<(), Status> {
-        match self.has_failed.load(Ordering::Acquire) {
-            true => Err(Status::WRITE_FAULT.do_not_retry()),
-            false => Ok(()),
-        }
     }
 }
 
@@ -277,7 +310,7 @@ impl Backend for FileBackend {
 
     fn file(&self, direction: Direction) -> Option<&Arc<File>> {
         // After a failed flush a write has a status that the kernel does not know.
-        let is_taken = direction == Direction::Read || self.check().is_ok();
+        let is_taken = direction == Direction::Read || self.flushes.check().is_ok();
         is_taken.then_some(&self.file)
     }
 
@@ -292,14 +325,14 @@ impl Backend for FileBackend {
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Status> {
-        self.check()?;
+        self.flushes.check()?;
         self.file
             .write_all_at(bytes, offset)
             .map_err(|error| write_status(&error))
     }
 
     fn write_zeroes(&self, offset: u64, length: u64) -> Result<(), Status> {
-        self.check()?;
+        self.flushes.check()?;
         let mode = match self.is_file {
             true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
             false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
@@ -317,12 +350,7 @@ impl Backend for FileBackend {
     }
 
     fn flush(&self) -> Result<(), Status> {
-        let _alone = self.flushing.lock();
-        self.check()?;
-        self.file.sync_data().map_err(|_| {
-            self.has_failed.store(true, Ordering::Release);
-            Status::WRITE_FAULT.do_not_retry()
-        })
+        self.flushes.run(|| self.file.sync_data())
     }
 }
 
@@ -392,8 +420,9 @@ mod tests {
     fn file__a_failed_flush_is_final() {
         let file = file(4096);
         let backend = FileBackend::open(file.path(), false, 512).unwrap();
-        backend.has_failed.store(true, Ordering::Release);
         let failed = Err(Status::WRITE_FAULT.do_not_retry());
+        let sync = || Err(io::Error::from(io::ErrorKind::StorageFull));
+        assert_eq!(backend.flushes.run(sync), failed);
         assert_eq!(backend.write(0, &pages(512, 1)), failed);
         assert_eq!(backend.write_zeroes(0, 4096), failed);
         assert_eq!(backend.flush(), failed);

@@ -57,7 +57,7 @@ use rdmux_wire::nvme_tcp::Digests;
 
 use crate::auth::{AuthError, Offer, Random, Secrets};
 pub use controller::{Controller, DiscoveryLog, Event, NamespaceInfo};
-pub use session::{IoQueue, Session};
+pub use session::{IoQueue, Session, may_repeat};
 pub use setup::ControllerInfo;
 pub use url::{Transport, Url, UrlError};
 

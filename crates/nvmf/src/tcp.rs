@@ -178,6 +178,12 @@ impl Connection {
         }
     }
 
+    /// Returns true if no command is in its hands, with a buffer of its own: those that wait for events are the queue's.
+    pub fn is_idle(&self) -> bool {
+        let is_empty = self.waiting.is_empty() && self.ready.is_empty() && self.buffered == 0;
+        is_empty && self.free.len() == self.slots.len()
+    }
+
     /// Returns true if it is the admin queue of a controller that may have I/O queues, which end with it.
     pub fn has_io_queues(&self) -> bool {
         self.queue.has_io_queues()

@@ -377,7 +377,7 @@ impl IoQueue {
 }
 
 /// Returns true if a controller asks for a command again: it does not know what has become of it, or could not carry it out at this time.
-fn may_repeat(status: Status) -> bool {
+pub fn may_repeat(status: Status) -> bool {
     let passing = [
         Status::ABORT_REQUESTED,
         Status::SQ_DELETED,

@@ -10,15 +10,12 @@
 //! a backend that does not wait for a medium.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Duration;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 
 pub(super) const STRIPES: usize = 8;
 /// Looks at the counters before the thread sleeps between two of them.
 const SPINS: u32 = 200;
-/// Sleep between two looks.
-const PAUSE: Duration = Duration::from_micros(50);
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -75,8 +72,8 @@ impl Fence {
         }
     }
 
-    /// Runs something while no write of the namespace does.
-    pub(super) fn alone<T>(&self, run: impl FnOnce() -> T) -> T {
+    /// Runs something while no write of the namespace does. `pause` waits a moment for writes that run.
+    pub(super) fn alone<T>(&self, pause: impl Fn(), run: impl FnOnce() -> T) -> T {
         let _alone = self.alone.lock();
         self.is_raised.store(true, Ordering::SeqCst);
         // Also if it panics: writes would wait for the lock for ever.
@@ -91,7 +88,7 @@ impl Fence {
             match looks < SPINS {
                 true => std::thread::yield_now(),
                 // A write does not look for waiters, which would cost each write a system call for a rare pair.
-                false => std::thread::sleep(PAUSE),
+                false => pause(),
             }
         }
         run()
@@ -127,7 +124,7 @@ mod tests {
                 });
                 scope.spawn(move || {
                     for _ in 0..ROUNDS / 10 {
-                        fence.alone(|| {
+                        fence.alone(std::thread::yield_now, || {
                             left.fetch_add(1, Ordering::SeqCst);
                             std::thread::yield_now();
                             right.fetch_add(1, Ordering::SeqCst);

@@ -488,8 +488,8 @@ impl Io {
         let association = &user.session.association;
         let keys = ReservationKeys::parse(data);
         let reservations = self.namespace.reservations();
-        let fence = self.namespace.fence();
-        let notices = reservations.apply(fence, &association.host_id, command, &keys)?;
+        let alone = |set: &mut dyn FnMut()| self.namespace.alone(set);
+        let notices = reservations.apply(alone, &association.host_id, command, &keys)?;
         if !notices.is_empty() {
             user.subsystem.notify(self.namespace.nsid, &notices);
             association.tell();

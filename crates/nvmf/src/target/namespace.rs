@@ -134,6 +134,11 @@ impl SharedNamespace {
         &self.state.fence
     }
 
+    /// Runs something while no write of it does.
+    pub(super) fn alone<T>(&self, run: impl FnOnce() -> T) -> T {
+        self.fence().alone(|| self.backend.pause(), run)
+    }
+
     pub(super) fn reservations(&self) -> &Reservations {
         &self.state.reservations
     }

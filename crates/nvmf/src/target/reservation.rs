@@ -15,8 +15,6 @@ use rdmux_wire::nvme::{
     ReservationType, Status,
 };
 
-use super::fence::Fence;
-
 /// Hosts that may register with a namespace.
 const REGISTRANTS_MAX: usize = 1024;
 
@@ -265,10 +263,11 @@ impl Reservations {
         self.state.lock().clone()
     }
 
-    /// Carries a command out, and returns the hosts to be told. When it returns, no write runs that had been let in before. The caller may wait.
+    /// Carries a command out, and returns the hosts to be told. `alone` runs what it is given while no write of the namespace does: when this
+    /// returns, none runs that had been let in before. The caller may wait.
     pub(super) fn apply(
         &self,
-        fence: &Fence,
+        alone: impl FnOnce(&mut dyn FnMut()),
         host: &HostId,
         command: &ReservationCommand,
         keys: &ReservationKeys,
@@ -278,7 +277,7 @@ impl Reservations {
         let notices = state.apply(host, command, keys)?;
         let persists = command.persists.unwrap_or(persisted);
         self.save(&state, persists)?;
-        fence.alone(|| self.set(state, persists));
+        alone(&mut || self.set(std::mem::take(&mut state), persists));
         Ok(notices)
     }
 
