@@ -61,6 +61,8 @@ pub struct Controller {
     state: u64,
     /// It is ready once no I/O runs that was sent before.
     is_enabling: bool,
+    /// It was reset, which is over once no I/O runs that was sent before: until then the host sees it ready.
+    is_stopping: bool,
     /// Its I/O queues are over, which the transport has not been told.
     was_reset: bool,
     /// Namespaces to be flushed before a shutdown is complete.
@@ -109,6 +111,7 @@ impl Controller {
             configuration: Configuration::default(),
             state: 0,
             is_enabling: false,
+            is_stopping: false,
             was_reset: false,
             to_flush: Vec::new(),
             flushing: 0,
@@ -230,6 +233,7 @@ impl Controller {
             // In the same unit.
             (Register::READY_TIMEOUTS, false) => READY_TIMEOUT.into(),
             (Register::CONFIGURATION, false) => self.configuration.0.into(),
+            (Register::STATUS, false) if self.is_stopping => self.state | status::READY,
             (Register::STATUS, false) => self.state,
             _ => return Err(Status::INVALID_FIELD),
         };
@@ -246,9 +250,11 @@ impl Controller {
             // Discovery controllers have no I/O queues, whose entries it says nothing about.
             let is_supported = new.is_supported() || self.kind == ControllerKind::Discovery;
             self.is_enabling = is_supported;
+            self.is_stopping = false;
             self.state = if is_supported { 0 } else { status::FATAL };
         }
         if !new.is_enabled() && old.is_enabled() {
+            self.is_stopping = self.is_ready();
             self.reset();
         }
         if new.is_shutting_down() && !old.is_shutting_down() {
@@ -258,7 +264,6 @@ impl Controller {
             self.to_flush = all
                 .filter(|namespace| namespace.backend.has_write_cache())
                 .collect();
-            self.look_at_shutdown();
         }
         self.look_at_readiness();
         Ok(Executed::Done(0))
@@ -282,6 +287,8 @@ impl Controller {
     }
 
     fn look_at_readiness(&mut self) {
+        self.is_stopping &= !self.association.is_quiet();
+        self.look_at_shutdown();
         let is_quiet = || self.association.is_quiet() && self.subsystem.is_quiet(&self.association.host_id);
         if self.is_enabling && is_quiet() {
             self.is_enabling = false;
@@ -294,6 +301,10 @@ impl Controller {
         if let Some(io) = self.own.iter_mut().find_map(|(_, _, io)| io.take()) {
             self.flushing += 1;
             return Some(io);
+        }
+        // What runs yet may write.
+        if !self.association.is_quiet() {
+            return None;
         }
         let namespace = self.to_flush.pop()?;
         self.flushing += 1;
@@ -310,7 +321,8 @@ impl Controller {
 
     fn look_at_shutdown(&mut self) {
         let is_occurring = self.state & status::SHUTDOWN_OCCURRING != 0;
-        if is_occurring && self.to_flush.is_empty() && self.flushing == 0 {
+        let is_flushed = self.to_flush.is_empty() && self.flushing == 0;
+        if is_occurring && is_flushed && self.association.is_quiet() {
             self.state ^= status::SHUTDOWN_OCCURRING | status::SHUTDOWN_COMPLETE;
         }
     }

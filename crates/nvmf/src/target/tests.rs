@@ -762,11 +762,20 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     configure(&mut queue, 0, now);
     assert!(queue.take_reset() && !queue.take_reset());
     assert!(io.is_over() && session.enter().is_none());
+    assert_eq!(csts(&mut queue, now), 1, "a write of before may still come");
     configure(&mut queue, Configuration::enabled().0, now);
-    assert_eq!(csts(&mut queue, now), 0, "a write of before may still come");
+    assert_eq!(csts(&mut queue, now), 0, "nor is it ready again");
     drop(running);
     assert_eq!(csts(&mut queue, now), 1);
     drop(io);
+    let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
+    let running = session.enter().unwrap();
+    configure(&mut queue, 0, now);
+    assert_eq!(csts(&mut queue, now), 1);
+    drop(running);
+    assert_eq!(csts(&mut queue, now), 0, "the reset is over");
+    configure(&mut queue, Configuration::enabled().0, now);
+    assert_eq!(csts(&mut queue, now), 1);
     let (io, cqe) = io_queue(&target, cntlid, 1, now);
     assert!(cqe.status.is_success() && !io.is_over());
     // The host's next controller waits in the same way.
@@ -790,10 +799,15 @@ fn shutdown__is_complete_when_all_is_flushed() {
         ..memory(2, 512)
     };
     subsystem.add_namespace(cached).unwrap();
-    let (mut queue, _) = admin(&target, SUBSYSTEM, now);
+    let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
     assert!(queue.poll_flush().is_none());
+    let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
+    let running = session.enter().unwrap();
     configure(&mut queue, Configuration::enabled().0 | 1 << 14, now);
     assert_eq!(csts(&mut queue, now), 1 << 2, "it occurs");
+    assert!(queue.poll_flush().is_none(), "a write of before may still come");
+    drop(running);
+    assert_eq!(csts(&mut queue, now), 1 << 2);
     let flush = queue.poll_flush().unwrap();
     assert_eq!(
         (flush.namespace.nsid, flush.operation),
