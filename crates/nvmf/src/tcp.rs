@@ -379,7 +379,12 @@ impl Connection {
                 self.digests = request.digests;
                 Ok(())
             }
-            Header::CapsuleCmd(sqe) if self.is_initialized => self.handle_command(common, sqe, buffers, now),
+            Header::CapsuleCmd(sqe) if self.is_initialized => {
+                self.handle_command(common, sqe, buffers, now)?;
+                // It may have failed the other command of its pair, whatever has become of itself.
+                self.respond_events();
+                Ok(())
+            }
             Header::H2cData(transfer) if self.is_initialized => self.handle_data(common, &transfer),
             Header::H2cTermReq(fatal) => {
                 self.end = Some(End::Terminated(fatal));
@@ -574,7 +579,7 @@ impl Connection {
                 .complete(slot.sqe.cid(), Status::TRANSIENT_TRANSPORT, 0);
             self.respond(cqe);
             self.release(at, buffers);
-            return;
+            return self.respond_events();
         }
         self.run(at, buffers, now);
     }

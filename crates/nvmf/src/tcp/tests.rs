@@ -607,6 +607,32 @@ fn fused_pair__completes_twice() {
     }
 }
 
+/// Nothing comes after the second command that would have the first one's completion sent with it.
+#[test]
+fn fused_pair__completes_its_first_command_when_the_second_fails() {
+    let with_fuse = |sqe: Sqe, fuse: u8| {
+        let mut bytes = *sqe.as_bytes();
+        bytes[1] |= fuse;
+        let mut sqe = Sqe::parse(&bytes).unwrap();
+        let (offset, length) = (0, 4096);
+        sqe.set_sgl(Sgl::InCapsule { offset, length });
+        Header::CapsuleCmd(sqe)
+    };
+    let other_range = with_fuse(rw(Opcode::WRITE, 2, 16, 8), 2);
+    let no_second = with_fuse(rw(Opcode::WRITE, 2, 8, 8), 0);
+    for (second, first_status) in [
+        (other_range, Status::FAILED_FUSED),
+        (no_second, Status::MISSING_FUSED),
+    ] {
+        let (_admin, mut io) = hosts(Digests::empty(), false, 14);
+        io.send(&with_fuse(rw(Opcode::COMPARE, 1, 8, 8), 1), &[0; 4096]);
+        assert!(!io.responses.contains_key(&Cid(1)));
+        io.send(&second, &[9; 4096]);
+        assert_eq!(io.responses[&Cid(1)].status, first_status);
+        assert!(io.responses.contains_key(&Cid(2)));
+    }
+}
+
 #[test]
 fn abort__reaches_commands_that_wait() {
     let (mut admin, mut io) = hosts(Digests::empty(), false, 12);
