@@ -360,6 +360,8 @@ impl Connection {
             let cqe = self.queue.complete(sqe.cid(), status, result);
             self.respond(place, cqe);
         }
+        // It may have failed the other command of its pair, whatever has become of itself.
+        self.poll_event();
     }
 
     /// Admits a command, and takes its first step.

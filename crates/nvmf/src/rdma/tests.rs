@@ -655,3 +655,25 @@ fn fused_pair__completes_twice_and_keeps_no_buffer() {
         assert_eq!(io.written[&Cid(3)], [9; 4096]);
     }
 }
+
+/// Nothing comes after the second command that would have the first one's completion sent with it.
+#[test]
+fn fused_pair__completes_its_first_command_when_the_second_fails() {
+    let (target, _) = target();
+    let (_admin, cntlid) = Host::admin(&target);
+    let mut io = Host::io(&target, cntlid);
+    let send = |io: &mut Host, sqe: Sqe, fuse: u8| {
+        let mut bytes = *sqe.as_bytes();
+        bytes[1] |= fuse;
+        let mut sqe = Sqe::parse(&bytes).unwrap();
+        let (offset, length) = (0, 4096);
+        sqe.set_sgl(Sgl::InCapsule { offset, length });
+        io.send(&sqe, &[0; 4096], &[]);
+        io.take();
+    };
+    send(&mut io, rw(Opcode::COMPARE, 1, 8, 8), 1);
+    assert!(io.events.is_empty());
+    send(&mut io, rw(Opcode::WRITE, 2, 16, 8), 2);
+    let first = io.events.pop().unwrap();
+    assert_eq!((first.cid, first.status), (Cid(1), Status::FAILED_FUSED));
+}
