@@ -102,7 +102,8 @@ impl Flushes {
         let _alone = self.flushing.lock();
         self.check()?;
         sync().map_err(|_| {
-            self.has_failed.store(true, Ordering::Release);
+            self.has_failed
+                .store(!mutant!(FailedFlushForgotten), Ordering::Release);
             Status::WRITE_FAULT.do_not_retry()
         })
     }

@@ -6,6 +6,9 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+#[macro_use]
+pub mod mutant;
+
 pub mod auth;
 pub mod backend;
 pub mod control;

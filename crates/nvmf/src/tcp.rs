@@ -382,7 +382,9 @@ impl Connection {
             Header::CapsuleCmd(sqe) if self.is_initialized => {
                 self.handle_command(common, sqe, buffers, now)?;
                 // It may have failed the other command of its pair, whatever has become of itself.
-                self.respond_events();
+                if !mutant!(PairHalfForgotten) {
+                    self.respond_events();
+                }
                 Ok(())
             }
             Header::H2cData(transfer) if self.is_initialized => self.handle_data(common, &transfer),
@@ -613,6 +615,7 @@ impl Connection {
                 }
             },
             // The queue knows its id.
+            Step::Wait if mutant!(PlaceKept) => {}
             Step::Wait => self.release(at, buffers),
         }
         // Connect has said how many commands the host may have outstanding.

@@ -333,7 +333,7 @@ impl Session {
     pub(super) fn enter(&self) -> Option<Running<'_>> {
         self.begin();
         let running = Running(self.running());
-        (!self.is_over()).then_some(running)
+        (!self.is_over() || mutant!(LateBegins)).then_some(running)
     }
 
     /// Counts an I/O as running, until [`Session::leave`].

@@ -135,7 +135,8 @@ impl Controller {
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        Some(self.heard + self.keep_alive? + KEEP_ALIVE_GRACE)
+        let keep_alive = self.keep_alive.filter(|_| !mutant!(KeepAliveEndless))?;
+        Some(self.heard + keep_alive + KEEP_ALIVE_GRACE)
     }
 
     /// Returns true if its host may not use the subsystem any more.
@@ -254,7 +255,7 @@ impl Controller {
             self.state = if is_supported { 0 } else { status::FATAL };
         }
         if !new.is_enabled() && old.is_enabled() {
-            self.is_stopping = self.is_ready();
+            self.is_stopping = self.is_ready() && !mutant!(ResetTooEarly);
             self.reset();
         }
         if new.is_shutting_down() && !old.is_shutting_down() {
@@ -262,7 +263,7 @@ impl Controller {
             self.state = status::SHUTDOWN_OCCURRING;
             let all = self.subsystem.list().into_iter();
             self.to_flush = all
-                .filter(|namespace| namespace.backend.has_write_cache())
+                .filter(|namespace| namespace.backend.has_write_cache() && !mutant!(ShutdownNotFlushed))
                 .collect();
         }
         self.look_at_readiness();
@@ -290,7 +291,7 @@ impl Controller {
         self.is_stopping &= !self.association.is_quiet();
         self.look_at_shutdown();
         let is_quiet = || self.association.is_quiet() && self.subsystem.is_quiet(&self.association.host_id);
-        if self.is_enabling && is_quiet() {
+        if self.is_enabling && (is_quiet() || mutant!(ReadyTooEarly)) {
             self.is_enabling = false;
             self.state = status::READY;
             self.association.is_ready.store(true, Ordering::Release);

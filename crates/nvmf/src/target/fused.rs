@@ -60,11 +60,17 @@ fn run_pair(io: &Io, compare: &[u8], write: &[u8], fua: bool) -> (Status, Status
         let first = |status| (status, Status::FAILED_FUSED);
         let second = |status| (Status::SUCCESS, status);
         let _running = io.enter().map_err(|status| (status, status))?;
-        namespace.alone(|| {
+        let run = || {
             namespace.check_reservation(true).map_err(first)?;
-            io.compare(compare).map_err(first)?;
+            if !mutant!(PairNotCompared) {
+                io.compare(compare).map_err(first)?;
+            }
             namespace.backend.write(io.offset, write).map_err(second)
-        })?;
+        };
+        match mutant!(PairNotAlone) {
+            true => run()?,
+            false => namespace.alone(run)?,
+        }
         match fua {
             true => namespace.backend.flush().map_err(second),
             false => Ok(()),

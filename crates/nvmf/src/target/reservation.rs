@@ -205,7 +205,9 @@ impl ReservationState {
         // A host that preempts itself changes the type, and stays.
         gone.retain(|other| *other != host.0 || !takes);
         for other in &gone {
-            self.registrants.remove(other);
+            if !mutant!(PreemptedStay) {
+                self.registrants.remove(other);
+            }
             if *other != host.0 {
                 notices.push((HostId(*other), ReservationNotice::RegistrationPreempted));
             }
@@ -277,6 +279,10 @@ impl Reservations {
         let notices = state.apply(host, command, keys)?;
         let persists = command.persists.unwrap_or(persisted);
         self.save(&state, persists)?;
+        if mutant!(ReservationNotAwaited) {
+            self.set(state, persists);
+            return Ok(notices);
+        }
         alone(&mut || self.set(std::mem::take(&mut state), persists));
         Ok(notices)
     }
@@ -299,6 +305,7 @@ impl Reservations {
         if let Some((store, namespace)) = &self.store
             && (persists || persisted)
             && (persists != persisted || *state != old)
+            && !mutant!(ReservationsNotKept)
         {
             let saved = store.save(namespace, persists.then_some(state));
             saved.map_err(|_| Status::INTERNAL_ERROR)?;
