@@ -27,7 +27,7 @@ const MAY_USE: [(&str, &[&str]); 22] = [
     ("crates/push", &["key", "memory", "runtime", "verbs", "wire"]),
     ("crates/log", &["push", "runtime", "verbs"]),
     ("crates/nvmf", &["key", "memory", "runtime", "verbs", "wire"]),
-    ("crates/sim", &["log", "push", "rnic", "wire"]),
+    ("crates/sim", &["log", "nvmf", "push", "rnic", "runtime", "wire"]),
     (
         "crates/rdmux",
         &[

@@ -3,7 +3,7 @@
 //! reads a clock or the system's random numbers, and no packet leaves the process.
 //!
 //! Begin with [`Settings`] and [`run`], which gives a [`Report`]. [`power`] cuts the power of a server, [`leases`] runs the push
-//! service's state machines.
+//! service's state machines, [`nvme`] those of NVMe over Fabrics.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
@@ -15,6 +15,7 @@ pub mod leases;
 mod machine;
 mod memory;
 mod network;
+pub mod nvme;
 mod pair;
 pub mod power;
 mod report;

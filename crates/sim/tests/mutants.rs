@@ -7,10 +7,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rdmux_rnic::mutant::{self, Mutant};
 use rdmux_sim::goodput::{LinkProperties, Streams, measure};
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
-use rdmux_sim::{leases, power};
+use rdmux_sim::{leases, nvme, power};
 
 /// Number of seeds tried for each defect.
 const SEEDS: u64 = 1200;
+/// As [`SEEDS`], for runs of NVMe over Fabrics: some defects need two rare events.
+const NVME_SEEDS: u64 = 5000;
 /// Seeds after which goodput is measured too: a defect that harms only goodput shows in no other way.
 const GOODPUT_AFTER: u64 = 30;
 
@@ -168,4 +170,32 @@ fn leases_catch_what_concerns_them() {
             leases::run(&leases::Settings::drawn(seed)).violation
         });
     }
+}
+
+/// Checks that runs of NVMe over Fabrics show each defect of the target.
+#[test]
+fn nvme_catches_every_defect_of_the_target() {
+    use rdmux_nvmf::mutant::{Mutant, set};
+
+    assert!(Mutant::ALL.len() >= 16, "there are only {}", Mutant::ALL.len());
+    let missed = Mutant::ALL.iter().filter(|mutant| {
+        set(Some(**mutant));
+        let found = (0..NVME_SEEDS).find_map(|seed| {
+            let run = || nvme::run(&nvme::Settings::drawn(seed)).violation;
+            let what = catch_unwind(run).unwrap_or_else(|_| Some("panic".to_owned()))?;
+            Some(format!("seed {seed:>4}: {what}"))
+        });
+        set(None);
+        println!(
+            "{:<26} {}",
+            format!("{mutant:?}"),
+            found.as_deref().unwrap_or("not caught")
+        );
+        found.is_none()
+    });
+    let missed: Vec<_> = missed.collect();
+    assert!(
+        missed.is_empty(),
+        "not caught within {NVME_SEEDS} seeds: {missed:?}"
+    );
 }

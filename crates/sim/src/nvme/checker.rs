@@ -1,0 +1,274 @@
+//! What hosts have written and been told, and whether what they read agrees with that.
+//!
+//! A block is a register. A write is open from its submission until nothing of it can act any more: its completion, or the end
+//! of the controller that had it. It is certain from its acknowledgement on, or since somebody has read it; a power cut makes those uncertain that were not
+//! durable. A read may return a write that began before the read ended, unless a write that was certain when the read
+//! began began after that one was over.
+
+use std::collections::BTreeMap;
+
+use super::disk::Value;
+
+/// A block: its namespace, and its number.
+pub(super) type Place = (u32, u64);
+
+/// A write of one block: its place, and its position among those there.
+pub(super) type WriteId = (Place, usize);
+
+const NEVER: u64 = u64::MAX;
+
+#[derive(Clone, Copy, Debug)]
+struct Write {
+    host: usize,
+    value: Value,
+    begin: u64,
+    /// Nothing of it acts after this.
+    end: u64,
+    /// It is done for certain by this time.
+    certain: u64,
+    is_durable: bool,
+    /// It was refused: it must not act.
+    is_refused: bool,
+}
+
+/// A fused pair that was acknowledged.
+#[derive(Clone, Copy, Debug)]
+struct Pair {
+    host: usize,
+    new: Value,
+    write: WriteId,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Checker {
+    places: BTreeMap<Place, Vec<Write>>,
+    /// By place, and the value that a pair has replaced.
+    pairs: BTreeMap<(Place, Value), Pair>,
+    /// By value that a pair has written or tried to: the value that it replaces.
+    before: BTreeMap<Value, Value>,
+    last_value: Value,
+    /// Time of the last power cut.
+    cut: u64,
+    pub(super) reads_checked: u64,
+    pub(super) lost_writes: u64,
+}
+
+impl Checker {
+    fn at(&mut self, place: Place) -> &mut Vec<Write> {
+        let zeros = Write {
+            host: usize::MAX,
+            value: 0,
+            begin: 0,
+            end: 0,
+            certain: 0,
+            is_durable: true,
+            is_refused: false,
+        };
+        self.places.entry(place).or_insert_with(|| vec![zeros])
+    }
+
+    /// Returns a value that no write has.
+    pub(super) fn value(&mut self) -> Value {
+        self.last_value += 1;
+        self.last_value
+    }
+
+    pub(super) fn begin(&mut self, host: usize, place: Place, value: Value, now: u64) -> WriteId {
+        let writes = self.at(place);
+        writes.push(Write {
+            host,
+            value,
+            begin: now,
+            end: NEVER,
+            certain: NEVER,
+            is_durable: false,
+            is_refused: false,
+        });
+        (place, writes.len() - 1)
+    }
+
+    fn get(&mut self, (place, at): WriteId) -> &mut Write {
+        &mut self.at(place)[at]
+    }
+
+    /// It is acknowledged, as it was sent last at a time.
+    pub(super) fn done(&mut self, write: WriteId, is_durable: bool, sent: u64, now: u64) {
+        // The power may have been cut while the acknowledgement was on its way.
+        let is_certain = is_durable || sent > self.cut;
+        let write = self.get(write);
+        write.end = write.end.min(now);
+        write.is_durable |= is_durable;
+        if is_certain {
+            write.certain = write.certain.min(now);
+        }
+    }
+
+    /// Nothing of it acts any more. It may have acted.
+    pub(super) fn close(&mut self, write: WriteId, now: u64) {
+        let write = self.get(write);
+        write.end = write.end.min(now);
+    }
+
+    /// It is sent again, and may act once more.
+    pub(super) fn reopen(&mut self, write: WriteId) {
+        self.get(write).end = NEVER;
+    }
+
+    /// It was refused, and never acts.
+    pub(super) fn refused(&mut self, write: WriteId, now: u64) -> Option<String> {
+        let write = self.get(write);
+        write.end = write.end.min(now);
+        write.is_refused = true;
+        (write.certain != NEVER).then(|| {
+            format!(
+                "the write {} of host {} was refused, and was read before",
+                write.value, write.host
+            )
+        })
+    }
+
+    /// A flush that began at a time was acknowledged: what was certain then is durable.
+    pub(super) fn flushed(&mut self, nsid: u32, begin: u64, not_before: u64) {
+        let places = self.places.range_mut((nsid, 0)..=(nsid, u64::MAX));
+        for write in places.flat_map(|(_, writes)| writes) {
+            write.is_durable |= write.certain <= begin && write.begin >= not_before;
+        }
+    }
+
+    /// The target dies: nothing that it was asked for acts any more. With a power cut, what is not durable may be gone.
+    pub(super) fn target_died(&mut self, with_power_cut: bool, now: u64) {
+        for write in self.places.values_mut().flatten() {
+            write.end = write.end.min(now);
+            if with_power_cut && !write.is_durable && write.certain != NEVER {
+                write.certain = NEVER;
+                self.lost_writes += 1;
+            }
+        }
+        if with_power_cut {
+            self.cut = now;
+            let places = &self.places;
+            self.pairs
+                .retain(|_, pair| places[&pair.write.0][pair.write.1].certain != NEVER);
+        }
+    }
+
+    fn is_stale(writes: &[Write], write: &Write, begin: u64) -> Option<Write> {
+        let mut later = writes
+            .iter()
+            .filter(|other| other.certain < begin && other.begin > write.end);
+        later.next().copied()
+    }
+
+    /// Checks what a read between two times has returned.
+    pub(super) fn read(&mut self, place: Place, value: Value, begin: u64, end: u64) -> Result<(), String> {
+        self.reads_checked += 1;
+        let cut = self.cut;
+        let found_by_pair = self.before.get(&value).copied();
+        let writes = self.at(place);
+        let mut why = None;
+        let mut found = None;
+        let all = writes.iter().enumerate();
+        let candidates = all.filter(|(_, write)| write.value == value && write.begin < end);
+        for (at, write) in candidates {
+            if write.is_refused {
+                why = Some(format!("host {} was refused that write", write.host));
+            } else if let Some(later) = Checker::is_stale(writes, write, begin) {
+                why = Some(format!(
+                    "host {} wrote it ({} to {}), and host {} wrote {} later ({} to {})",
+                    write.host, write.begin, write.end, later.host, later.value, later.begin, later.certain
+                ));
+            } else {
+                found = Some(at);
+                break;
+            }
+        }
+        let Some(at) = found else {
+            let why = why.unwrap_or_else(|| "nobody wrote that there".to_owned());
+            let (nsid, block) = place;
+            return Err(format!(
+                "block {block} of namespace {nsid} holds {value} ({begin} to {end}): {why}"
+            ));
+        };
+        if let Some(old) = found_by_pair.filter(|old| *old != 0)
+            && let Some(between) = Checker::came_between(writes, old, value, begin)
+        {
+            return Err(format!(
+                "block {} of namespace {} holds {value}, by a fused pair that found {old}, and host {} wrote {} between both ({} to {})",
+                place.1, place.0, between.host, between.value, between.begin, between.certain
+            ));
+        }
+        // Zeros may be those of several writes.
+        if value != 0 && begin > cut {
+            let write = &mut writes[at];
+            write.certain = write.certain.min(end);
+        }
+        Ok(())
+    }
+
+    /// Returns a write that is certain at a time when a pair's value is read, and began after the value was written that the pair has found: if it was done before the pair,
+    /// the pair has not found that value, and if after it, its own is gone.
+    fn came_between(writes: &[Write], old: Value, new: Value, begin: u64) -> Option<Write> {
+        let found = writes.iter().find(|write| write.value == old)?;
+        let mut others = writes.iter().filter(|write| write.value != new);
+        others
+            .find(|write| write.certain < begin && write.begin > found.end)
+            .copied()
+    }
+
+    /// Returns true if a block may have held another value at some time between two.
+    pub(super) fn may_differ(&mut self, place: Place, value: Value, begin: u64, end: u64) -> bool {
+        let writes = self.at(place);
+        writes.iter().any(|write| {
+            let may_act = write.value != value && write.begin < end && !write.is_refused;
+            may_act && Checker::is_stale(writes, write, begin).is_none()
+        })
+    }
+
+    /// A pair is sent that replaces a value.
+    pub(super) fn pair_begins(&mut self, old: Value, new: Value) {
+        self.before.insert(new, old);
+    }
+
+    /// A pair is acknowledged: no other one has replaced the same value.
+    pub(super) fn pair_done(
+        &mut self,
+        host: usize,
+        (place, old): (Place, Value),
+        new: Value,
+        write: WriteId,
+    ) -> Result<(), String> {
+        if self.get(write).certain == NEVER {
+            return Ok(());
+        }
+        let pair = Pair { host, new, write };
+        match self.pairs.insert((place, old), pair) {
+            Some(other) => Err(format!(
+                "block {} of namespace {} went from {old} to {} by host {} and to {new} by host {host}: a fused pair was interrupted",
+                place.1, place.0, other.new, other.host
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks at the end that all acknowledged pairs of a block led to what it holds. Returns their number.
+    pub(super) fn check_pairs(&self, place: Place, last: Value) -> Result<u64, String> {
+        let mut chain = Vec::new();
+        let mut value = last;
+        while let Some(old) = self.before.get(&value) {
+            chain.push((*old, value));
+            value = *old;
+        }
+        let of_place = self.pairs.iter().filter(|((at, _), _)| *at == place);
+        let mut number = 0;
+        for ((_, old), pair) in of_place {
+            number += 1;
+            if !chain.contains(&(*old, pair.new)) {
+                return Err(format!(
+                    "the pair of host {} that made {} of {old} in block {} of namespace {} is lost: it holds {last}",
+                    pair.host, pair.new, place.1, place.0
+                ));
+            }
+        }
+        Ok(number)
+    }
+}
