@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_nvmf::auth::Offer;
-use rdmux_nvmf::host::Options;
+use rdmux_nvmf::host::{Options, Transport};
 use rdmux_nvmf::target::{Hosts, Subsystem, Terms};
 use rdmux_wire::nvme::{AnaState, HostId, Nqn, ReservationKeys, Status};
 use rdmux_wire::nvme_tcp::Digests;
@@ -152,6 +152,9 @@ pub(super) fn run(settings: &Settings) -> Report {
 fn options(host: usize, dice: &mut Dice) -> Options {
     let digests = [Digests::empty(), Digests::HEADER, Digests::DATA, Digests::all()];
     Options {
+        transport: Transport::Tcp,
+        from: None,
+        device: None,
         addresses: Vec::new(),
         subsystem: Nqn::new(NQN).expect("a name"),
         host: nqn_of(host),
@@ -485,7 +488,7 @@ impl<'a> Run<'a> {
     }
 
     /// Returns whether namespaces were accessible at an address at some time between two, and at all of it.
-    pub(super) fn was_accessible(&self, local: IpAddr, begin: u64, end: u64) -> (bool, bool) {
+    pub(super) fn was_accessible(&self, local: SocketAddr, begin: u64, end: u64) -> (bool, bool) {
         let at = (0..self.access.len()).find(|at| address(*at) == local);
         over(&self.access[at.unwrap_or(0)], begin, end)
     }

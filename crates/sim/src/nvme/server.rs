@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::IoSlice;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
-use rdmux_nvmf::target::{Hosts, Namespace, Operation, Subsystem, Target, Terms};
+use rdmux_nvmf::target::{AnaRule, Hosts, Listener, Namespace, Operation, Subsystem, Target, Terms};
 use rdmux_nvmf::tcp::{Buffers, Connection, End};
-use rdmux_wire::nvme::{AnaState, Nqn, NsId, ReservationCommand, Status};
+use rdmux_wire::nvme::{AnaState, Nqn, NsId, ReservationCommand, Status, TransportKind};
 
 use super::disk::SimBackend;
 use super::media::{Jobs, Stage};
@@ -54,8 +54,8 @@ struct Served {
 }
 
 /// Returns an address at which hosts reach the target.
-pub(super) fn address(nr: usize) -> IpAddr {
-    IpAddr::V4(Ipv4Addr::new(10, 0, 0, nr as u8 + 1))
+pub(super) fn address(nr: usize) -> SocketAddr {
+    SocketAddr::from(([10, 0, 0, nr as u8 + 1], 4420))
 }
 
 pub(super) fn nqn_of(host: usize) -> Nqn {
@@ -111,8 +111,15 @@ impl Server {
     }
 
     pub(super) fn set_access(&self, at: usize, state: AnaState) {
-        let set = self.subsystem.set_ana_state(GROUP, Some(address(at)), state);
-        set.expect("the group is valid");
+        let rule = AnaRule {
+            group: Some(GROUP),
+            at: Some(Listener {
+                transport: TransportKind::Tcp,
+                address: address(at),
+            }),
+            state,
+        };
+        self.subsystem.set_ana_state(rule).expect("the group is valid");
     }
 
     pub(super) fn remove(&self, nsid: u32) {
@@ -170,7 +177,7 @@ impl Run<'_> {
     }
 
     /// Accepts a connection. Returns false if no target is there.
-    pub(super) fn accept(&mut self, id: LinkId, local: IpAddr) -> Option<u64> {
+    pub(super) fn accept(&mut self, id: LinkId, local: SocketAddr) -> Option<u64> {
         let now = self.instant();
         let server = self.server.as_mut()?;
         let served = Served {

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
-use std::net::IpAddr;
+use std::net::SocketAddr;
 
 use super::{MS, SLACK_NS};
 use crate::dice::Dice;
@@ -138,14 +138,14 @@ pub(super) struct Link {
     /// Life of the target to which it leads.
     pub(super) life: u64,
     /// Address at which the host reaches the target.
-    pub(super) local: IpAddr,
+    pub(super) local: SocketAddr,
     pub(super) to_target: Pipe,
     pub(super) to_host: Pipe,
     latency_ns: u64,
 }
 
 impl Link {
-    pub(super) fn new(host: usize, admin: LinkId, life: u64, local: IpAddr, dice: &mut Dice) -> Link {
+    pub(super) fn new(host: usize, admin: LinkId, life: u64, local: SocketAddr, dice: &mut Dice) -> Link {
         Link {
             host,
             admin,
