@@ -486,7 +486,9 @@ impl Run<'_> {
                 !self.was_there(operation.nsid, operation.sent, end).1
             }
             _ if status.is(Status::LBA_OUT_OF_RANGE) => {
-                operation.block + u64::from(operation.blocks) > BLOCKS
+                // The second command of a broken pair names the next block too.
+                let is_broken = matches!(operation.kind, Kind::Pair { is_broken: true, .. });
+                operation.block + u64::from(operation.blocks) + u64::from(is_broken) > BLOCKS
             }
             _ if status.is(Status::WRITE_FAULT) => {
                 let (flushes, writes) = disk.failures();
