@@ -65,7 +65,8 @@ pub fn claim(subsystem: &Nqn, cntlids: &RangeInclusive<u16>) -> io::Result<Owned
     )?;
     bind(&socket, &address)?;
     // Of two that claim at the same time, at least one finds the other.
-    for line in std::fs::read_to_string("/proc/net/unix")?.lines() {
+    // Names of other programs' sockets are any bytes.
+    for line in String::from_utf8_lossy(&std::fs::read("/proc/net/unix")?).lines() {
         let claimed = line
             .rsplit_once('@')
             .and_then(|(_, name)| name.strip_prefix(&all));

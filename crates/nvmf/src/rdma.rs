@@ -148,9 +148,8 @@ pub struct Connection {
     outstanding: u16,
     /// Commands that wait for a buffer.
     waiting: VecDeque<u16>,
-    /// Commands, with their capsules, that the host's limits hold up, and until when.
+    /// Commands, with their capsules, that the host's limits hold up.
     held: VecDeque<u16>,
-    held_until: Option<Instant>,
     actions: VecDeque<Action>,
     end: Option<End>,
 }
@@ -223,7 +222,6 @@ impl Connection {
             outstanding: 0,
             waiting: VecDeque::new(),
             held: VecDeque::new(),
-            held_until: None,
             actions: VecDeque::new(),
             end: None,
         }
@@ -246,7 +244,7 @@ impl Connection {
 
     /// Returns when to call [`Connection::handle_timeout`].
     pub fn deadline(&self) -> Option<Instant> {
-        self.queue.deadline().into_iter().chain(self.held_until).min()
+        self.queue.deadline()
     }
 
     /// Ends the connection if its host was silent for too long.
@@ -326,10 +324,8 @@ impl Connection {
             sqe,
             ..Slot::default()
         };
-        let until = self.queue.held_until(now).or(self.held_until);
-        if until.is_some() {
+        if !self.held.is_empty() || self.queue.held_until(now).is_some() {
             slot.memory = Memory::Capsule(std::mem::take(capsule));
-            self.held_until = until;
             self.held.push_back(place);
             return;
         }
@@ -338,20 +334,24 @@ impl Connection {
 
     /// Takes commands that the host's limits have held up, once they allow it.
     pub fn resume(&mut self, now: Instant) {
-        if self.held_until.is_none_or(|until| until > now) {
-            return;
-        }
-        self.held_until = None;
-        while let Some(&place) = self.held.front() {
-            self.held_until = self.queue.held_until(now);
-            if self.held_until.is_some() || self.end.is_some() {
-                return;
-            }
-            self.held.pop_front();
+        while self.end.is_none()
+            && self.queue.held_until(now).is_none()
+            && let Some(place) = self.held.pop_front()
+        {
             if let Memory::Capsule(mut capsule) = std::mem::take(&mut self.slots[usize::from(place)].memory) {
                 self.begin(place, &mut capsule, now);
             }
         }
+    }
+
+    /// Returns true if the host's limits hold commands up, which [`Connection::resume`] takes from the time of [`Connection::held_until`] on.
+    pub fn is_held(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Returns when that may be, if it is not now.
+    pub fn held_until(&self, now: Instant) -> Option<Instant> {
+        self.queue.held_until(now).filter(|_| self.is_held())
     }
 
     fn begin(&mut self, place: u16, capsule: &mut Vec<u8>, now: Instant) {

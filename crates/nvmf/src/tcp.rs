@@ -20,7 +20,9 @@ use std::time::Instant;
 use crc_fast::{CrcAlgorithm, Digest};
 use rdmux_runtime::{FileAccess, Pages};
 use rdmux_wire::nvme::{Cid, Cqe, IdentifyController, NsId, Opcode, Sgl, Sqe, Status, TransportKind};
-use rdmux_wire::nvme_tcp::{Common, DataLayout, Digests, Fatal, Flags, Header, Initialize, Transfer};
+use rdmux_wire::nvme_tcp::{
+    Common, DataLayout, Digests, Fatal, Flags, Header, Initialize, PduType, Transfer,
+};
 
 pub use self::buffers::Buffers;
 pub(crate) use self::buffers::Idle;
@@ -89,8 +91,8 @@ pub struct Connection {
     /// I/Os to carry out.
     ready: VecDeque<u16>,
     outbox: Outbox,
-    /// Until then the host's limits have no further command taken.
-    held_until: Option<Instant>,
+    /// The host's limits have no further command taken.
+    is_held: bool,
     end: Option<End>,
 }
 
@@ -173,7 +175,7 @@ impl Connection {
             buffered: 0,
             ready: VecDeque::new(),
             outbox: Outbox::default(),
-            held_until: None,
+            is_held: false,
             end: None,
         }
     }
@@ -201,7 +203,17 @@ impl Connection {
 
     /// Returns when to call [`Connection::handle_timeout`].
     pub fn deadline(&self) -> Option<Instant> {
-        self.queue.deadline().into_iter().chain(self.held_until).min()
+        self.queue.deadline()
+    }
+
+    /// Returns true if the host's limits hold a command up, which [`Connection::poll_io`] takes at the time of [`Connection::held_until`].
+    pub fn is_held(&self) -> bool {
+        self.is_held
+    }
+
+    /// Returns when that may be, if it is not now.
+    pub fn held_until(&self, now: Instant) -> Option<Instant> {
+        self.queue.held_until(now).filter(|_| self.is_held)
     }
 
     /// Ends the connection if its host was silent for too long.
@@ -254,7 +266,7 @@ impl Connection {
 
     /// Returns true if the driver should receive: the host takes what was sent.
     pub fn wants_bytes(&self) -> bool {
-        self.end.is_none() && self.held_until.is_none() && self.outbox.unsent_bytes() < UNSENT_MAX
+        self.end.is_none() && !self.is_held && self.outbox.unsent_bytes() < UNSENT_MAX
     }
 
     /// Returns the place for the next bytes from the host, which is never empty.
@@ -306,9 +318,10 @@ impl Connection {
                 if self.inbox.is_empty() {
                     return Ok(false);
                 }
-                // What is not taken stays with the host, so that others have the target's buffers.
-                self.held_until = self.queue.held_until(now);
-                if self.held_until.is_some() {
+                // A command that is not taken stays in the socket: others have the target's buffers.
+                self.is_held =
+                    self.inbox.begins_with(PduType::CapsuleCmd) && self.queue.held_until(now).is_some();
+                if self.is_held {
                     return Ok(false);
                 }
                 let Some((common, header)) = self.inbox.take_header(self.digests)? else {
@@ -629,8 +642,7 @@ impl Connection {
     /// Returns an I/O to carry out; then [`Connection::complete`] is to be called. Carries out other commands that have waited for a buffer,
     /// and takes commands that the host's limits have held up.
     pub fn poll_io(&mut self, buffers: &mut Buffers, now: Instant) -> Option<Work> {
-        if self.held_until.is_some_and(|until| until <= now) {
-            self.held_until = None;
+        if self.is_held && self.queue.held_until(now).is_none() {
             self.look(buffers, now);
         }
         if let Some(io) = self.queue.poll_flush() {

@@ -707,7 +707,8 @@ fn stranger__is_no_target_by_rdma() {
     let listener = device.listen(address.port()).unwrap();
     let mut options = Options::new(vec![address], nqn(SUBSYSTEM));
     options.transport = Transport::Rdma;
-    options.connect_timeout = Duration::from_millis(500);
+    options.connect_timeout = LONG;
+    // For the one that is silent.
     options.admin_timeout = Duration::from_millis(300);
     let options = Arc::new(options);
     let full = Reject::Resources.emit();
@@ -765,9 +766,14 @@ fn stranger__is_no_target_by_rdma() {
 fn stranger__is_no_target() {
     // A server that says something else, and one that says nothing.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut options = Options::new(vec![listener.local_addr().unwrap()], nqn(SUBSYSTEM));
-    options.connect_timeout = Duration::from_millis(300);
-    let options = Arc::new(options);
+    let options = |connect_timeout| {
+        let options = Options::new(vec![listener.local_addr().unwrap()], nqn(SUBSYSTEM));
+        Arc::new(Options {
+            connect_timeout,
+            ..options
+        })
+    };
+    let (patient, impatient) = (options(LONG), options(Duration::from_millis(300)));
     let answers = std::thread::spawn(move || {
         let (mut socket, _) = listener.accept().unwrap();
         socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
@@ -777,11 +783,11 @@ fn stranger__is_no_target() {
         (socket, silent)
     });
     let error = |options| Controller::connect(options, 0).unwrap_err().to_string();
-    let first = error(&options);
+    let first = error(&patient);
     assert!(first.contains("a PDU with an invalid header"), "{first}");
-    let second = error(&options);
+    let second = error(&impatient);
     assert!(second.contains("ICReq"), "{second}");
-    let third = error(&options);
+    let third = error(&patient);
     assert!(third.contains("closed the connection at"), "{third}");
     answers.join().unwrap();
 }

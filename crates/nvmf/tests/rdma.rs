@@ -59,6 +59,33 @@ fn queue__of_many_commands_answers_all() {
 }
 
 #[test]
+fn fused_pairs__of_a_full_queue_are_all_answered() {
+    const PAIRS: u64 = 12;
+    let (server, device) = (Running::memory(1), device());
+    let session = server.session(&device, 1);
+    let mut queue = session.queue(1, 2 * PAIRS as u16).unwrap();
+    let half = |opcode: Opcode, fuse: u8, slba: u64, value: u8| {
+        let mut command = command::write(NsId(1), slba, 1, 4096, vec![value; 4096]);
+        let mut bytes = *command.sqe.as_bytes();
+        bytes[0] = opcode.0;
+        bytes[1] |= fuse;
+        command.sqe = Sqe::parse(&bytes).unwrap();
+        command
+    };
+    // More completions at a time than a connection has slots of its own for them.
+    for round in 0..20 {
+        let pair = |at: u64| {
+            [
+                half(Opcode::COMPARE, 1, at, round),
+                half(Opcode::WRITE, 2, at, round + 1),
+            ]
+        };
+        let done = run_all(&mut queue, (0..PAIRS).flat_map(pair));
+        assert_eq!(done.len() as u64, 2 * PAIRS);
+    }
+}
+
+#[test]
 fn file__is_read_and_written() {
     const BYTES: u32 = 1 << 20;
     let file = tempfile::NamedTempFile::new().unwrap();

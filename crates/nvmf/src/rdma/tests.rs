@@ -557,8 +557,10 @@ fn data_of_admin_commands__are_made_in_a_buffer_that_was_given() {
 #[test]
 fn limit__holds_commands_up_without_buffers() {
     let (target, subsystem) = target();
-    let (_admin, cntlid) = Host::admin(&target);
+    let (admin, cntlid) = Host::admin(&target);
     let mut io = Host::io(&target, cntlid);
+    // Times are counted from when the controller began.
+    io.now = admin.now;
     let ios = std::num::NonZeroU64::new(1000);
     let terms = Terms {
         rates: Rates { ios, bytes: None },
@@ -579,17 +581,21 @@ fn limit__holds_commands_up_without_buffers() {
         }
     }
     io.settle();
-    assert_eq!((io.responses.len(), io.buffers), (1, 0));
-    assert!(io.connection.wants_buffer().is_none());
-    for done in 2..=10 {
-        let until = io.connection.deadline().unwrap();
-        assert!(until > io.now && until <= io.now + Duration::from_millis(1));
-        io.now += Duration::from_millis(1);
+    assert_eq!((io.responses.len(), io.buffers), (2, 0));
+    assert!(io.connection.is_held() && io.connection.wants_buffer().is_none());
+    for done in 3..=10 {
+        let until = io.connection.held_until(io.now).unwrap();
+        assert_eq!(until, io.now + Duration::from_millis(1));
+        io.now += Duration::from_micros(500);
+        io.connection.resume(io.now);
+        io.settle();
+        assert!(io.responses.len() < done);
+        io.now = until;
         io.connection.resume(io.now);
         io.settle();
         assert_eq!(io.responses.len(), done);
     }
-    assert!(io.connection.deadline().is_none());
+    assert!(!io.connection.is_held());
     io.now += Duration::from_secs(1);
     assert_eq!(
         io.run(rw(Opcode::READ, 20, 1, 10), &[], 5120).status,

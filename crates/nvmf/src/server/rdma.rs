@@ -385,6 +385,15 @@ impl Rdma {
     }
 
     pub(super) fn look_at_deadlines(&mut self, core: &mut Core, now: Instant) {
+        let held = self
+            .connections
+            .iter()
+            .filter(|(_, served)| served.connection.is_held());
+        let held: Vec<_> = held.map(|(id, _)| *id).collect();
+        for id in held {
+            // Has the next look be at the right time, if it is not yet time.
+            self.pump(core, id, now);
+        }
         let mut over = Vec::new();
         for (id, served) in &mut self.connections {
             let is_due = served.deadline().is_some_and(|deadline| deadline <= now);
@@ -483,6 +492,9 @@ impl Rdma {
                 is_broken = true;
                 break;
             }
+        }
+        if let Some(until) = served.connection.held_until(now) {
+            core.look_by(until);
         }
         let has_reset = served.connection.take_reset();
         if let Some(deadline) = served.deadline() {
@@ -726,7 +738,8 @@ impl Served {
         };
         let mut message = [0; CQE_LEN];
         cqe.emit(&mut message);
-        link.send(slot, &message).map_err(|_| Broken)?;
+        // The report has this connection's turn come again, for responses that wait for a slot.
+        link.send_reported(slot, &message).map_err(|_| Broken)?;
         self.events.pop_front();
         Ok(true)
     }

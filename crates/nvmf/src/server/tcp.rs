@@ -302,6 +302,7 @@ impl Tcp {
                 break false;
             }
         };
+        let held_until = connection.held_until(now);
         let has_reset = connection.take_reset();
         let deadline = connection.deadline();
         let is_over = connection.end().is_some();
@@ -323,7 +324,7 @@ impl Tcp {
                 return self.close(core, id);
             }
         }
-        if let Some(deadline) = deadline.into_iter().chain(closes_at).min() {
+        if let Some(deadline) = deadline.into_iter().chain(closes_at).chain(held_until).min() {
             core.look_by(deadline);
         }
         if has_reset {
@@ -356,6 +357,15 @@ impl Tcp {
     }
 
     pub(super) fn look_at_deadlines(&mut self, core: &mut Core, now: Instant) {
+        let held = self
+            .connections
+            .iter()
+            .filter(|(_, served)| served.connection.is_held());
+        let held: Vec<_> = held.map(|(id, _)| *id).collect();
+        for id in held {
+            // Has the next look be at the right time, if it is not yet time.
+            self.pump(core, id, now);
+        }
         let is_due = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
         let due = self
             .connections

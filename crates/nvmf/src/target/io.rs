@@ -11,7 +11,7 @@ use rdmux_wire::nvme::{
 
 use super::association;
 use super::fused::Own;
-use super::namespace::{COPY_RANGES_MAX, Seat};
+use super::namespace::{COPY_BYTES_MAX, COPY_RANGES_MAX, Seat};
 use super::view::View;
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.
@@ -133,6 +133,9 @@ pub(super) const SUPPORTED: [(Opcode, bool); 12] = [
     (Opcode::RESERVATION_RELEASE, false),
     (Opcode::COPY, true),
 ];
+
+/// Ranges of namespaces: offset and length in bytes.
+type Sources = Vec<(Arc<Seat>, u64, u64)>;
 
 /// An I/O that an io_uring carries out: it runs until this is dropped.
 #[derive(Debug)]
@@ -428,8 +431,47 @@ impl Io {
         Ok(())
     }
 
+    /// Returns the bytes that count for the limit of its host: for a Copy, whose ranges are not there yet, the most that it may have.
+    pub(super) fn moves(&self) -> u64 {
+        match self.operation {
+            Operation::Read | Operation::Write { .. } | Operation::Compare | Operation::Verify => {
+                self.length.into()
+            }
+            Operation::Copy { .. } => COPY_BYTES_MAX,
+            _ => 0,
+        }
+    }
+
     /// Copies. All ranges are checked before the first is copied, so one that is refused has changed nothing.
     fn copy(&self, ranges: u16, format: CopyFormat, data: &[u8]) -> Result<(), Status> {
+        let checked = self.copy_ranges(ranges, format, data);
+        let bytes = checked.as_ref().map_or(0, |(.., length)| *length);
+        if let Some(user) = self.namespace.user() {
+            user.session.association.limit.give_back(COPY_BYTES_MAX - bytes);
+        }
+        let (sources, mut to_offset, length) = checked?;
+        let to = &*self.namespace;
+        let mut buffer = Pages::new(PART.min(length as usize));
+        for (from, offset, length) in &sources {
+            let mut at = 0;
+            while at < *length {
+                let part = (length - at).min(PART as u64) as usize;
+                from.backend.read(offset + at, &mut buffer[..part])?;
+                self.write(|| to.backend.write(to_offset, &buffer[..part]))?;
+                at += part as u64;
+                to_offset += part as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the ranges of a Copy, with their offsets and lengths in bytes, and the offset and length of what they become.
+    fn copy_ranges(
+        &self,
+        ranges: u16,
+        format: CopyFormat,
+        data: &[u8],
+    ) -> Result<(Sources, u64, u64), Status> {
         let to = &*self.namespace;
         let ranges = CopyRange::parse(data).take(ranges.into());
         let mut sources = Vec::with_capacity(ranges.clone().count());
@@ -461,22 +503,7 @@ impl Io {
         if overlaps {
             return Err(Status::COPY_OVERLAPS.do_not_retry());
         }
-        if let Some(user) = to.user() {
-            user.session.association.limit.spend_more(length);
-        }
-        let mut buffer = Pages::new(PART.min(length as usize));
-        let mut to_offset = offset;
-        for (from, offset, length) in &sources {
-            let mut at = 0;
-            while at < *length {
-                let part = (length - at).min(PART as u64) as usize;
-                from.backend.read(offset + at, &mut buffer[..part])?;
-                self.write(|| to.backend.write(to_offset, &buffer[..part]))?;
-                at += part as u64;
-                to_offset += part as u64;
-            }
-        }
-        Ok(())
+        Ok((sources, offset, length))
     }
 
     /// Returns a namespace of the same subsystem.

@@ -1,16 +1,16 @@
 //! Limits of a host's I/Os, which all of its queues share, whatever reactors they are with: no lock, and no timer of their own.
 //!
-//! A limit is the time at which the next I/O may begin. Each I/O moves that time on by its cost, so the last of a burst may go beyond the limit,
-//! and those after it wait until the time has caught up.
+//! A limit is a time that I/Os use up. A queue books a part of it ([`QUANTUM`]) when it has none left, and goes on when that part begins: so queues
+//! have their parts in the order in which they ask. The I/O for which a queue books runs at once, and the one behind it waits.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What a host has not used within this time it cannot use later.
+/// Time for which a host may save what it has not used.
 const BURST: Duration = Duration::from_millis(10);
-/// Least time for which a queue is held up: a reactor that wakes for each I/O would spend more on waking than on I/Os.
-const PAUSE: Duration = Duration::from_millis(1);
+/// Time that a queue books, unless one I/O takes longer: a reactor that wakes for each I/O would spend more on waking than on I/Os.
+const QUANTUM: Duration = Duration::from_millis(1);
 
 /// Limits of the I/Os of a host, over all of its controllers of a subsystem.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,9 +22,9 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// The least number of I/Os a second: a host gives a command up that takes half a minute, and a queue has up to 127 of them.
+    /// The least number of I/Os a second, of which a queue may have 127 in flight: hosts give a command up after half a minute.
     pub const IOS_MIN: u64 = 100;
-    /// The least number of bytes a second, those of the largest command, for the same reason.
+    /// The least number of bytes a second: the largest command takes a second.
     pub const BYTES_MIN: u64 = 1 << 20;
 }
 
@@ -33,8 +33,22 @@ impl Rates {
 pub(super) struct Limit {
     ios: Pace,
     bytes: Pace,
+    /// Number of changes of the rates: what was booked before does not count any more.
+    changes: AtomicU64,
     /// Times are counted from here.
     origin: Instant,
+}
+
+/// The part of a queue.
+#[derive(Debug, Default)]
+pub(super) struct Share {
+    /// Time that it has booked and not used, in nanoseconds.
+    ios: u64,
+    bytes: u64,
+    /// The time begins then, if that was later than when it was booked.
+    begins: Option<Instant>,
+    /// Changes of the limit when it was booked.
+    changes: u64,
 }
 
 /// One limit.
@@ -42,7 +56,7 @@ pub(super) struct Limit {
 struct Pace {
     /// Units a second; 0: any number.
     rate: AtomicU64,
-    /// The next I/O may begin then, in nanoseconds.
+    /// Begin of the time that is free, in nanoseconds.
     next: AtomicU64,
 }
 
@@ -55,56 +69,98 @@ impl Limit {
         let limit = Limit {
             ios: pace(),
             bytes: pace(),
+            changes: AtomicU64::new(0),
             origin: now,
         };
         limit.set(rates);
         limit
     }
 
-    /// Changes the rates. What was used before counts at the rates of before.
+    /// Changes the rates, if they are other ones. They hold from the next I/O on, whatever was booked before.
     pub(super) fn set(&self, rates: &Rates) {
-        let rate = |rate: Option<NonZeroU64>| rate.map_or(0, NonZeroU64::get);
-        self.ios.rate.store(rate(rates.ios), Ordering::Relaxed);
-        self.bytes.rate.store(rate(rates.bytes), Ordering::Relaxed);
+        let both = [(&self.ios, rates.ios), (&self.bytes, rates.bytes)];
+        let mut is_other = false;
+        for (pace, rate) in both {
+            let rate = rate.map_or(0, NonZeroU64::get);
+            if pace.rate.swap(rate, Ordering::Relaxed) != rate {
+                pace.next.store(0, Ordering::Relaxed);
+                is_other = true;
+            }
+        }
+        if is_other {
+            self.changes.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
-    /// Returns when the next I/O may begin; `None`: now.
-    pub(super) fn held_until(&self, now: Instant) -> Option<Instant> {
-        let next = self.ios.next().max(self.bytes.next())?;
-        let next = self.origin + Duration::from_nanos(next);
-        (next > now).then(|| next.max(now + PAUSE))
+    /// Uses up what an I/O of so many bytes costs a queue, and books more if it has not enough.
+    pub(super) fn spend(&self, share: &mut Share, bytes: u64, now: Instant) {
+        let changes = self.changes.load(Ordering::Relaxed);
+        if share.changes != changes {
+            *share = Share {
+                changes,
+                ..Share::default()
+            };
+        }
+        let since = now.saturating_duration_since(self.origin).as_nanos() as u64;
+        let begins = [
+            self.ios.spend(&mut share.ios, 1, since),
+            self.bytes.spend(&mut share.bytes, bytes, since),
+        ];
+        let begins = begins.into_iter().flatten().max();
+        if let Some(begins) = begins.filter(|begins| *begins > since) {
+            share.begins = Some(self.origin + Duration::from_nanos(begins));
+        }
     }
 
-    /// Counts an I/O that begins.
-    pub(super) fn spend(&self, bytes: u32, now: Instant) {
-        let now = now.saturating_duration_since(self.origin).as_nanos() as u64;
-        self.ios.spend(1, now);
-        self.bytes.spend(bytes.into(), now);
+    /// Takes bytes back that were spent and not moved.
+    pub(super) fn give_back(&self, bytes: u64) {
+        if let Some(cost) = self.bytes.cost(bytes) {
+            let moved = |next: u64| Some(next.saturating_sub(cost));
+            let _ = self
+                .bytes
+                .next
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, moved);
+        }
     }
 
-    /// Counts bytes of an I/O that has begun.
-    pub(super) fn spend_more(&self, bytes: u64) {
-        self.bytes.spend(bytes, 0);
+    /// Returns when a queue may go on, if it is not now.
+    pub(super) fn held_until(&self, share: &Share, now: Instant) -> Option<Instant> {
+        let begins = share.begins.filter(|begins| *begins > now)?;
+        (share.changes == self.changes.load(Ordering::Relaxed)).then_some(begins)
+    }
+
+    /// Returns true if all time that was booked is over.
+    pub(super) fn is_idle(&self, now: Instant) -> bool {
+        let since = now.saturating_duration_since(self.origin).as_nanos() as u64;
+        [&self.ios, &self.bytes]
+            .iter()
+            .all(|pace| pace.next.load(Ordering::Relaxed) <= since)
     }
 }
 
 impl Pace {
-    fn next(&self) -> Option<u64> {
-        (self.rate.load(Ordering::Relaxed) > 0).then(|| self.next.load(Ordering::Relaxed))
+    /// Returns the cost of units in nanoseconds; `None`: there is no limit.
+    fn cost(&self, units: u64) -> Option<u64> {
+        let rate = NonZeroU64::new(self.rate.load(Ordering::Relaxed))?;
+        let cost = (u128::from(units) * 1_000_000_000).div_ceil(rate.get().into());
+        Some(u64::try_from(cost).unwrap_or(u64::MAX))
     }
 
-    fn spend(&self, units: u64, now: u64) {
-        let rate = self.rate.load(Ordering::Relaxed);
-        if rate == 0 || units == 0 {
-            return;
+    /// Takes the cost of units off the time that a queue has. Returns the begin of the time that it had to book for that.
+    fn spend(&self, left: &mut u64, units: u64, now: u64) -> Option<u64> {
+        let cost = self.cost(units)?;
+        if let Some(rest) = left.checked_sub(cost) {
+            *left = rest;
+            return None;
         }
-        let cost = (u128::from(units) * 1_000_000_000).div_ceil(rate.into());
-        let cost = u64::try_from(cost).unwrap_or(u64::MAX);
+        let booked = (cost - *left).max(QUANTUM.as_nanos() as u64);
         let earliest = now.saturating_sub(BURST.as_nanos() as u64);
-        let moved = |next: u64| Some(next.max(earliest).saturating_add(cost));
-        let _ = self
+        let moved = |next: u64| Some(next.max(earliest).saturating_add(booked));
+        let before = self
             .next
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, moved);
+        *left = left.saturating_add(booked).saturating_sub(cost);
+        Some(before.unwrap_or_else(|next| next).max(earliest))
     }
 }
 
@@ -112,19 +168,27 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// Returns the I/Os that a host has done after so many seconds, of those that it always has ready.
-    fn run(limit: &Limit, from: Instant, seconds: u32, bytes: u32) -> u64 {
-        let (mut now, mut done) = (from, 0);
-        while now < from + Duration::from_secs(seconds.into()) {
-            match limit.held_until(now) {
-                Some(until) => now = until,
-                None => {
-                    limit.spend(bytes, now);
-                    done += 1;
+    /// Returns the I/Os that queues have done after so many seconds, of those that they always have ready. The queues are asked in the same order each time.
+    fn run(limit: &Limit, queues: usize, from: Instant, seconds: u32, bytes: u64) -> Vec<u64> {
+        let end = from + Duration::from_secs(seconds.into());
+        let (mut now, mut done) = (from, vec![0; queues]);
+        let mut shares: Vec<_> = (0..queues).map(|_| Share::default()).collect();
+        while now < end {
+            let mut first: Option<Instant> = None;
+            for (done, share) in done.iter_mut().zip(&mut shares) {
+                // As much at a time as it may.
+                while now < end {
+                    if let Some(until) = limit.held_until(share, now) {
+                        first = first.into_iter().chain([until]).min();
+                        break;
+                    }
+                    limit.spend(share, bytes, now);
+                    *done += 1;
                     // It takes some time as well.
                     now += Duration::from_nanos(700);
                 }
             }
+            now = now.max(first.unwrap_or(now));
         }
         done
     }
@@ -138,56 +202,69 @@ mod tests {
 
     /// Checks that so many I/Os were done as the rate allows, and a burst more at most.
     #[track_caller]
-    fn assert_about(done: u64, rate: u64, seconds: u64) {
-        let most = rate * seconds + rate / 100 + 1;
-        assert!((rate * seconds * 99 / 100..=most).contains(&done), "{done}");
+    fn assert_about(done: &[u64], rate: u64, seconds: u64) {
+        let sum: u64 = done.iter().sum();
+        let most = rate * seconds + rate / 50 + 2 * done.len() as u64;
+        assert!((rate * seconds * 99 / 100..=most).contains(&sum), "{done:?}");
     }
 
     #[test]
-    fn held_until__keeps_a_host_to_the_lower_of_its_rates() {
+    fn spend__keeps_a_host_to_the_lower_of_its_rates() {
         let from = Instant::now();
-        assert_about(run(&Limit::new(&rates(1000, 0), from), from, 3, 4096), 1000, 3);
-        assert_about(
-            run(&Limit::new(&rates(100_000, 0), from), from, 3, 4096),
-            100_000,
-            3,
-        );
-        assert_about(
-            run(&Limit::new(&rates(100_000, 40_960_000), from), from, 3, 4096),
-            10_000,
-            3,
-        );
+        let run = |rates, queues| run(&Limit::new(&rates, from), queues, from, 3, 4096);
+        assert_about(&run(rates(1000, 0), 1), 1000, 3);
+        assert_about(&run(rates(100_000, 0), 1), 100_000, 3);
+        assert_about(&run(rates(100_000, 40_960_000), 1), 10_000, 3);
     }
 
     #[test]
-    fn held_until__gives_nothing_for_time_unused() {
+    fn spend__gives_each_queue_its_part() {
+        let from = Instant::now();
+        for rates in [rates(1000, 0), rates(100_000, 0), rates(0, 4_096_000)] {
+            let done = run(&Limit::new(&rates, from), 4, from, 3, 4096);
+            let (least, most) = (done.iter().min().unwrap(), done.iter().max().unwrap());
+            assert!(*least * 10 >= *most * 9, "{done:?}");
+        }
+    }
+
+    #[test]
+    fn spend__gives_nothing_for_time_unused() {
         let from = Instant::now();
         let limit = Limit::new(&rates(1000, 0), from);
-        run(&limit, from, 1, 4096);
+        run(&limit, 1, from, 1, 4096);
         let later = from + Duration::from_secs(3600);
-        assert_about(run(&limit, later, 1, 4096), 1000, 1);
+        assert!(limit.is_idle(later));
+        assert_about(&run(&limit, 1, later, 1, 4096), 1000, 1);
     }
 
     #[test]
     fn set__holds_from_then_on() {
         let from = Instant::now();
         let limit = Limit::new(&Rates::default(), from);
-        assert!(run(&limit, from, 1, 4096) > 1_000_000);
-        limit.set(&rates(1000, 0));
+        assert!(run(&limit, 1, from, 1, 4096)[0] > 1_000_000);
+        limit.set(&rates(100, 0));
         let from = from + Duration::from_secs(1);
-        assert_about(run(&limit, from, 1, 4096), 1000, 1);
+        assert_about(&run(&limit, 1, from, 1, 4096), 100, 1);
+        let (mut share, now) = (Share::default(), from + Duration::from_secs(1));
+        (0..10).for_each(|_| limit.spend(&mut share, 0, now));
+        limit.set(&rates(100, 0));
+        assert!(limit.held_until(&share, now).is_some(), "nothing has changed");
         limit.set(&Rates::default());
-        assert_eq!(limit.held_until(from), None);
+        assert!(limit.held_until(&share, now).is_none());
+        limit.spend(&mut share, 1 << 30, now);
+        assert!(limit.held_until(&share, now).is_none());
     }
 
     #[test]
-    fn spend_more__counts_what_a_copy_moves() {
+    fn give_back__takes_off_what_was_not_moved() {
         let from = Instant::now();
         let limit = Limit::new(&rates(0, 1 << 20), from);
-        limit.spend(32, from);
-        assert_eq!(limit.held_until(from + Duration::from_millis(1)), None);
-        limit.spend_more(2 << 20);
-        assert!(limit.held_until(from + Duration::from_millis(1900)).is_some());
-        assert_eq!(limit.held_until(from + Duration::from_millis(2100)), None);
+        let mut share = Share::default();
+        limit.spend(&mut share, 8 << 20, from);
+        assert!(limit.held_until(&share, from).is_none());
+        limit.give_back(7 << 20);
+        limit.spend(&mut share, 4096, from);
+        let until = limit.held_until(&share, from).unwrap();
+        assert_eq!(until, from + Duration::from_secs(1));
     }
 }

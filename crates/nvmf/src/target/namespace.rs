@@ -15,7 +15,7 @@ use super::subsystem::{Listener, NAMESPACES_MAX, NamespaceError, Subsystem};
 use crate::backend::Backend;
 
 /// Bytes that one Copy moves at most: it holds up what waits for the same medium no longer than that.
-const COPY_BYTES_MAX: u64 = 8 << 20;
+pub(super) const COPY_BYTES_MAX: u64 = 8 << 20;
 /// Source ranges of one Copy.
 pub(super) const COPY_RANGES_MAX: u16 = 128;
 /// Bytes of a fused pair, unless one block has more: a pair keeps its data while it waits for the other command.

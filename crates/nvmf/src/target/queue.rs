@@ -15,6 +15,7 @@ use super::association::Session;
 use super::controller::Controller;
 use super::fused::Pairs;
 use super::io::{Io, Operation};
+use super::limit::Share;
 use super::namespace::User;
 use super::subsystem::{Listener, Target};
 use super::tally::Counters;
@@ -88,6 +89,8 @@ pub struct Queue {
     entries: u16,
     sq_head: u16,
     has_flow_control: bool,
+    /// The part of an I/O queue of what its host's limits allow.
+    share: Share,
     /// End of the time for the first command, and for authentication.
     connects_until: Instant,
 }
@@ -118,6 +121,7 @@ impl Queue {
             entries: 2,
             sq_head: 0,
             has_flow_control: true,
+            share: Share::default(),
             connects_until: now + CONNECT_TIMEOUT,
         }
     }
@@ -167,11 +171,11 @@ impl Queue {
         }
     }
 
-    /// Returns until when the transport takes no further I/O command, if its host has used up what its limits allow.
+    /// Returns until when the transport takes no further I/O command: those before have used what the host's limits allow.
     pub fn held_until(&self, now: Instant) -> Option<Instant> {
         match &self.role {
-            Role::Io { view, .. } => view.user().session.association.limit.held_until(now),
-            Role::New | Role::Admin(_) => None,
+            Role::Io { view, .. } => view.user().session.association.limit.held_until(&self.share, now),
+            _ => None,
         }
     }
 
@@ -229,7 +233,8 @@ impl Queue {
                     _ => 0,
                 };
                 let checked = Io::check(view, sqe, data_len, self.port.data_max(), copy_formats);
-                association.limit.spend(data_len, now);
+                let bytes = checked.as_ref().map_or(0, Io::moves);
+                association.limit.spend(&mut self.share, bytes, now);
                 if let Ok(io) = &checked {
                     match io.operation {
                         Operation::Read | Operation::Compare | Operation::Verify => counters.read(io.length),
@@ -309,6 +314,7 @@ impl Queue {
             view,
             counters,
             pairs,
+            ..
         } = &mut self.role
         {
             let user = view.user();

@@ -91,6 +91,8 @@ struct State {
     hosts: Hosts,
     ana: AnaStates,
     controllers: BTreeMap<u16, Arc<Association>>,
+    /// Limits of the hosts of controllers, and of those whose turns have not come.
+    limits: BTreeMap<Nqn, Arc<Limit>>,
     /// Controllers that are over, as long as I/Os of them run.
     ending: Vec<Arc<Association>>,
     last_cntlid: u16,
@@ -176,8 +178,10 @@ impl Subsystem {
             if !stays {
                 association.expel();
             }
+        }
+        for (host, limit) in &state.limits {
             if let Some(terms) = hosts.terms(host) {
-                association.limit.set(&terms.rates);
+                limit.set(&terms.rates);
             }
         }
         state.hosts = hosts;
@@ -450,12 +454,14 @@ impl Subsystem {
         let later = after + 1..=*self.cntlids.end();
         let cntlid = later.chain(*self.cntlids.start()..=after).find(is_free);
         let cntlid = cntlid.ok_or(Status::CONNECT_BUSY)?;
-        let mut others = state.controllers.values();
-        let other = others.find(|other| other.host == data.host);
-        let limit = match other {
-            Some(other) => other.limit.clone(),
-            None => Arc::new(Limit::new(&terms.rates, now)),
-        };
+        // A host that connects again finds what it has booked.
+        state
+            .limits
+            .retain(|_, limit| Arc::strong_count(limit) > 1 || !limit.is_idle(now));
+        let limit = state.limits.entry(data.host.clone());
+        let limit = limit
+            .or_insert_with(|| Arc::new(Limit::new(&terms.rates, now)))
+            .clone();
         let association = Arc::new(Association::new(
             cntlid,
             data,

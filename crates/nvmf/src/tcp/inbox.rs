@@ -1,7 +1,7 @@
 //! Bytes that a connection has received and not looked at: headers and digests, and data that do not go straight into their buffers.
 
 use crc_fast::Digest;
-use rdmux_wire::nvme_tcp::{COMMON_LEN, Common, DIGEST_LEN, Digests, Fatal, Header};
+use rdmux_wire::nvme_tcp::{COMMON_LEN, Common, DIGEST_LEN, Digests, Fatal, Header, PduType};
 
 use super::new_digest;
 
@@ -46,6 +46,11 @@ impl Inbox {
     /// Takes note of bytes in [`Inbox::space`].
     pub(crate) fn received(&mut self, bytes: usize) {
         self.end += bytes;
+    }
+
+    /// Returns true if the next header, of which a byte is there, is one of this kind.
+    pub(crate) fn begins_with(&self, kind: PduType) -> bool {
+        self.bytes[self.at..self.end].first() == Some(&(kind as u8))
     }
 
     /// Takes a header, with its digest and the padding behind it. `None` if it is not there as a whole.
