@@ -69,6 +69,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Waits a moment for writes of others, whose end is not told: the caller wants to be alone with the namespace.
     fn pause(&self) {
+        // Time is meant: a write does not look for who waits, which would cost each write a system call.
         std::thread::sleep(PAUSE);
     }
 }

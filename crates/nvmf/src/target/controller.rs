@@ -303,7 +303,7 @@ impl Controller {
             self.flushing += 1;
             return Some(io);
         }
-        // What runs yet may write.
+        // I/Os that run yet may write.
         if !self.association.is_quiet() {
             return None;
         }

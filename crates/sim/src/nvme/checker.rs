@@ -1,4 +1,4 @@
-//! What hosts have written and been told, and whether what they read agrees with that.
+//! Compares the blocks that hosts read with those that they have written, and with the answers that they got.
 //!
 //! A block is a register. A write is open from its submission until nothing of it can act any more: its completion, or the end
 //! of the controller that had it. It is certain from its acknowledgement on, or since somebody has read it; a power cut makes those uncertain that were not

@@ -61,7 +61,7 @@ pub(super) struct Shape {
     pub(super) nsid: u32,
     /// Commands run where they may wait.
     pub(super) may_wait: bool,
-    /// What is written may be lost before a flush.
+    /// A write may be lost before a flush.
     pub(super) has_cache: bool,
     /// Reads and writes may be started and end later, as those of an io_uring.
     pub(super) has_file: bool,
@@ -251,7 +251,7 @@ impl Disk {
             ..
         } = &mut *state;
         if fails.flush > 0 && dice.one_in(fails.flush) {
-            // What was not written is taken for written from now on.
+            // Blocks that were not written are taken for written from now on.
             for (block, values) in std::mem::take(dirty) {
                 match dice.one_in(2) {
                     true => media[block] = cached[block],
@@ -296,7 +296,7 @@ impl State {
         self.cached[block] = value;
         match has_cache {
             true => {
-                // What was forgotten is written with what is written over it.
+                // A forgotten block is written with the next one at its place.
                 self.forgotten.remove(&block);
                 self.dirty.entry(block).or_default().push(value);
             }

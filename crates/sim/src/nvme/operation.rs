@@ -25,7 +25,7 @@ pub(super) struct Operation {
     blocks: u32,
     /// Writes of its blocks.
     pub(super) writes: Vec<WriteId>,
-    /// When it was sent at first, and last, and how.
+    /// Times of its first and its last sending, and the way of it.
     begin: u64,
     sent: u64,
     link: LinkId,

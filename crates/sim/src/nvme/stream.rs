@@ -34,7 +34,7 @@ pub(super) struct Pipe {
     piece_max: usize,
     /// The end, once the sender has closed it or it was cut, and the time at which the receiver learns of it at the latest.
     end: Option<(Eof, u64)>,
-    /// What is sent does not arrive.
+    /// Bytes that are sent do not arrive.
     pub(super) is_cut: bool,
     /// The receiver takes no more.
     pub(super) is_over: bool,
@@ -123,7 +123,7 @@ impl Pipe {
         }
     }
 
-    /// What is on its way is lost.
+    /// Loses the bytes that are on their way.
     pub(super) fn drop_bytes(&mut self) {
         self.bytes.clear();
     }
