@@ -451,7 +451,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The result of a write is not known.
+    /// Leaves writes open whose results are not known.
     pub(super) fn leave_open(&mut self, nr: usize, writes: &[WriteId]) {
         self.hosts[nr].unknown.extend_from_slice(writes);
     }
