@@ -41,7 +41,7 @@ const H2C_DATA_MAX: u32 = 1 << 20;
 /// Bytes of buffers that a connection's commands have at a time, beside data in capsules. A command whose data do not fit waits.
 const BUFFERED_MAX: usize = 4 << 20;
 /// Bytes that are received at once where they are not data of a command alone.
-const RECEIVE_BYTES: usize = 32 << 10;
+const RECEIVE_BYTES: usize = 64 << 10;
 /// Data that are still missing go straight into their buffer if there are so many.
 const DIRECT_MIN: usize = 4 << 10;
 /// While more responses than that many bytes wait to be sent, nothing is received.

@@ -18,8 +18,8 @@ use crate::tcp::inbox::Inbox;
 use crate::tcp::new_digest;
 use crate::tcp::outbox::Outbox;
 
-/// Bytes that are received at once where they are not data of a command alone.
-const RECEIVE_BYTES: usize = 128 << 10;
+/// Bytes that are received at once where they are not data of a command alone: the answers to 32 reads of 4 KiB and more.
+const RECEIVE_BYTES: usize = 256 << 10;
 /// Data that are still missing go straight into their buffer if there are so many.
 const DIRECT_MIN: usize = 16 << 10;
 

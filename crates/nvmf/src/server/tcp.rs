@@ -22,8 +22,8 @@ const CONNECTIONS_MAX: usize = 4096;
 const RECEIVES_MAX: usize = 16;
 /// Bytes of I/Os and of messages of one connection before others have their turn.
 const TURN_BYTES: usize = 4 << 20;
-/// Slices of one message to a socket.
-const SLICES_MAX: usize = 64;
+/// Slices of one message to a socket: the answers to 32 reads and more, so that a host with so many in flight is woken once.
+const SLICES_MAX: usize = 128;
 /// Connections that are accepted at once.
 const ACCEPTS_MAX: usize = 64;
 /// Time for which nothing is accepted when the system has no descriptor or memory for a connection.
