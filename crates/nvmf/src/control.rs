@@ -24,10 +24,10 @@ use crate::auth::{SecretError, Secrets};
 use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
 use crate::reservations::ReservationFolder;
-use crate::server::{Config, Handle, ServeError, Server};
+use crate::server::{Config, Handle, Listen, ServeError, Server};
 use crate::target::{
     AnaRule, Authentication, CNTLID_MAX, ControllerInfo, Hosts, Listener, NAMESPACES_MAX, Namespace,
-    NamespaceError, Rates, Subsystem, Target, TargetError, Terms,
+    NamespaceError, Rates, Referral, Subsystem, Target, TargetError, Terms,
 };
 
 /// Reason for which a target was not started or changed.
@@ -89,6 +89,20 @@ pub enum ControlError {
     /// An address that only a start sets.
     #[error("{0} comes and goes only with a restart: addresses of RDMA do not change while the target runs")]
     RdmaListener(Listener),
+    /// Settings of an address that do not change.
+    #[error("the settings of {0} change only with a restart, or once it has been removed")]
+    Settings(Listener),
+    /// Two addresses that are one device have settings of their own.
+    #[error(
+        "listeners for RDMA of one address take data in capsules of the same size: {0} differs from another one"
+    )]
+    InCapsuleDiffers(Listener),
+    /// Hosts are not referred there.
+    #[error("the target refers no host to {0}")]
+    NoReferral(Referral),
+    /// Two referrals are to the same service.
+    #[error("two referrals are to {0}")]
+    ReferralTwice(Referral),
     /// Two namespaces have the same id.
     #[error("two namespaces of {1} have the id {0}")]
     SameId(NsId, Nqn),
@@ -107,7 +121,7 @@ pub struct Control {
     handle: Handle,
     reactors: u16,
     /// The listeners as they were asked for, and with the port that they got.
-    listeners: Mutex<Vec<(Listener, Listener)>>,
+    listeners: Mutex<Vec<(Listen, Listener)>>,
     subsystems: Mutex<BTreeMap<Nqn, Exported>>,
 }
 
@@ -190,7 +204,9 @@ impl Control {
     pub fn start(config: TargetConfig) -> Result<(Control, Server), ControlError> {
         let target = Arc::new(Target::default());
         let mut subsystems = BTreeMap::new();
-        for subsystem in named(config.subsystems, &config.listen)? {
+        check(&config)?;
+        target.set_referrals(config.referrals);
+        for subsystem in config.subsystems {
             let (nqn, exported) = Exported::new(subsystem)?;
             target.add_subsystem(exported.subsystem.clone())?;
             subsystems.insert(nqn, exported);
@@ -220,6 +236,16 @@ impl Control {
     /// Returns the ways to it.
     pub fn listeners(&self) -> Vec<Listener> {
         self.target.listeners()
+    }
+
+    /// Returns the ways to it, with their settings.
+    pub fn listening(&self) -> Vec<Listen> {
+        let listeners = self.listeners.lock();
+        let actual = listeners.iter().map(|(asked, listener)| Listen {
+            listener: *listener,
+            ..*asked
+        });
+        actual.collect()
     }
 
     /// Returns its subsystems, in the order of their names.
@@ -376,13 +402,13 @@ impl Control {
     ///
     /// # Errors
     /// The address is not free, or the transport is another one.
-    pub fn add_listener(&self, listener: Listener) -> Result<Listener, ControlError> {
-        if listener.transport == TransportKind::Rdma {
-            return Err(ControlError::RdmaListener(listener));
+    pub fn add_listener(&self, listen: Listen) -> Result<Listener, ControlError> {
+        if listen.listener.transport == TransportKind::Rdma {
+            return Err(ControlError::RdmaListener(listen.listener));
         }
         let mut listeners = self.listeners.lock();
-        let actual = self.handle.listen(listener)?;
-        listeners.push((listener, actual));
+        let actual = self.handle.listen(listen)?;
+        listeners.push((listen, actual));
         self.target.add_listener(actual);
         self.handle.tell_of_change();
         Ok(actual)
@@ -408,6 +434,29 @@ impl Control {
         Ok(())
     }
 
+    /// Refers hosts to another discovery service, or on other terms than before. Hosts that have asked for it are told.
+    pub fn add_referral(&self, referral: Referral) {
+        self.target.add_referral(referral);
+        self.handle.tell_of_change();
+    }
+
+    /// Refers hosts no more to a discovery service, whatever its terms are.
+    ///
+    /// # Errors
+    /// They are not referred there.
+    pub fn remove_referral(&self, referral: Referral) -> Result<(), ControlError> {
+        if !self.target.remove_referral(&referral) {
+            return Err(ControlError::NoReferral(referral));
+        }
+        self.handle.tell_of_change();
+        Ok(())
+    }
+
+    /// Returns the discovery services to which hosts are referred.
+    pub fn referrals(&self) -> Vec<Referral> {
+        self.target.referrals()
+    }
+
     /// Follows another description: what is the same stays as it is, files are measured again. What was changed by single requests since the start
     /// is given up.
     ///
@@ -418,9 +467,9 @@ impl Control {
             return Err(ControlError::Reactors);
         }
         let mut subsystems = self.subsystems.lock();
-        let described = named(config.subsystems, &config.listen)?;
+        check(&config)?;
         let mut prepared = Vec::new();
-        for config in described {
+        for config in config.subsystems {
             let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
             prepared.push(match subsystems.get(&nqn) {
                 Some(exported) => Change::Update(nqn, exported.prepare(config)?),
@@ -428,21 +477,20 @@ impl Control {
             });
         }
         let mut listeners = self.listeners.lock();
-        let is_new = |wanted: &Listener| !listeners.iter().any(|(asked, _)| asked == wanted);
-        let new: Vec<Listener> = config
-            .listen
-            .iter()
-            .filter(|wanted| is_new(wanted))
-            .copied()
-            .collect();
-        let is_gone = |asked: &Listener| !config.listen.contains(asked);
-        let gone = listeners
-            .iter()
-            .map(|(asked, _)| asked)
-            .filter(|asked| is_gone(asked));
-        let is_rdma = |listener: &&Listener| listener.transport == TransportKind::Rdma;
-        if let Some(listener) = gone.chain(&new).find(is_rdma) {
-            return Err(ControlError::RdmaListener(*listener));
+        let mut new: Vec<Listen> = Vec::new();
+        for wanted in &config.listen {
+            let known = listeners.iter().map(|(asked, _)| asked);
+            match known.clone().find(|known| known.listener == wanted.listener) {
+                Some(known) if known != wanted => return Err(ControlError::Settings(known.listener)),
+                Some(_) => {}
+                None => new.push(*wanted),
+            }
+        }
+        let gone = listeners.iter().map(|(asked, _)| asked);
+        let gone = gone.filter(|asked| !config.listen.contains(asked));
+        let is_rdma = |listen: &&Listen| listen.listener.transport == TransportKind::Rdma;
+        if let Some(listen) = gone.chain(&new).find(is_rdma) {
+            return Err(ControlError::RdmaListener(listen.listener));
         }
         let mut added = Vec::new();
         for asked in new {
@@ -495,6 +543,7 @@ impl Control {
         for (_, actual) in &added {
             self.target.add_listener(*actual);
         }
+        self.target.set_referrals(config.referrals);
         self.handle.tell_of_change();
         Ok(())
     }
@@ -562,9 +611,9 @@ impl Exported {
     }
 
     /// Sets the states of access that its description has, for the listeners with the ports that they got.
-    fn set_ana_rules(&self, listeners: &[(Listener, Listener)]) -> Result<(), NamespaceError> {
+    fn set_ana_rules(&self, listeners: &[(Listen, Listener)]) -> Result<(), NamespaceError> {
         let actual = |asked| {
-            let known = listeners.iter().find(|(known, _)| *known == asked);
+            let known = listeners.iter().find(|(known, _)| known.listener == asked);
             known.map_or(asked, |(_, actual)| *actual)
         };
         let rules = self.config.ana.iter().map(|rule| AnaRule {
@@ -626,7 +675,7 @@ impl Exported {
         &mut self,
         update: Update,
         target: &Target,
-        listeners: &[(Listener, Listener)],
+        listeners: &[(Listen, Listener)],
     ) -> Result<(), ControlError> {
         (self.config, self.common) = (update.config, update.common);
         // Before namespaces come into their groups.
@@ -725,13 +774,11 @@ fn numbered(
         .collect()
 }
 
-/// Checks that no two subsystems have one name, no two namespaces of one an id, and that states of access are for addresses on which the target listens.
-fn named(
-    subsystems: Vec<SubsystemConfig>,
-    listeners: &[Listener],
-) -> Result<Vec<SubsystemConfig>, ControlError> {
+/// Checks that no two subsystems have one name, no two namespaces of one an id, that states of access are for addresses on which the target listens,
+/// that listeners which are one device have the same settings, and that no two referrals are to one service.
+fn check(config: &TargetConfig) -> Result<(), ControlError> {
     let mut names: Vec<Nqn> = Vec::new();
-    for subsystem in &subsystems {
+    for subsystem in &config.subsystems {
         let nqn = subsystem.nqn.clone().unwrap_or_else(identity::default_nqn);
         if names.contains(&nqn) {
             return Err(ControlError::Twice(nqn));
@@ -748,13 +795,31 @@ fn named(
         if let Some(same) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(ControlError::SameId(same[0], nqn));
         }
-        let ways = subsystem.ana.iter().filter_map(|rule| rule.at);
-        if let Some(other) = ways.into_iter().find(|at| !listeners.contains(at)) {
+        let mut ways = subsystem.ana.iter().filter_map(|rule| rule.at);
+        let is_there = |at: &Listener| config.listen.iter().any(|listen| listen.listener == *at);
+        if let Some(other) = ways.find(|at| !is_there(at)) {
             return Err(ControlError::Listener(other));
         }
         names.push(nqn);
     }
-    Ok(subsystems)
+    for (at, listen) in config.listen.iter().enumerate() {
+        let Listen { listener, .. } = listen;
+        let differs = |before: &Listen| {
+            let is_same_device = listener.transport == TransportKind::Rdma
+                && before.listener.transport == TransportKind::Rdma
+                && before.listener.address.ip() == listener.address.ip();
+            is_same_device && before.in_capsule_bytes != listen.in_capsule_bytes
+        };
+        if config.listen[..at].iter().any(differs) {
+            return Err(ControlError::InCapsuleDiffers(*listener));
+        }
+    }
+    for (at, referral) in config.referrals.iter().enumerate() {
+        if config.referrals[..at].iter().any(|before| before.is_to(referral)) {
+            return Err(ControlError::ReferralTwice(referral.clone()));
+        }
+    }
+    Ok(())
 }
 
 fn find<'a>(

@@ -30,11 +30,38 @@ pub struct Config {
     /// Subsystems that it serves.
     pub target: Arc<Target>,
     /// Transports, addresses and ports to listen on; port 0 has the system choose one for TCP.
-    pub listen: Vec<Listener>,
+    pub listen: Vec<Listen>,
     /// Number of reactors, each a thread.
     pub reactors: usize,
     /// Pins how reactors wait.
     pub waiting: Option<WaitMode>,
+}
+
+/// Most bytes of data that the capsule of an I/O command may have.
+pub const IN_CAPSULE_BYTES_MAX: u32 = 16 << 10;
+
+/// A listener, with its settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listen {
+    /// Transport, address and port.
+    pub listener: Listener,
+    /// Bytes of data that the capsule of an I/O command may have: a multiple of 16, at most [`IN_CAPSULE_BYTES_MAX`]. Listeners for RDMA of one
+    /// address have the same. With 0 the data of each write are fetched, into memory that the target chooses.
+    pub in_capsule_bytes: u32,
+}
+
+impl From<Listener> for Listen {
+    /// Returns a listener with the settings that fit most uses.
+    fn from(listener: Listener) -> Listen {
+        let in_capsule_bytes = match listener.transport {
+            TransportKind::Tcp => IN_CAPSULE_BYTES_MAX,
+            TransportKind::Rdma => rdma::IN_CAPSULE_DEFAULT,
+        };
+        Listen {
+            listener,
+            in_capsule_bytes,
+        }
+    }
 }
 
 /// Reason for which a server could not be made.
@@ -94,14 +121,15 @@ impl Handle {
     ///
     /// # Errors
     /// The address is not free, or the server is over.
-    pub fn listen(&self, listener: Listener) -> Result<Listener, ServeError> {
+    pub fn listen(&self, listen: Listen) -> Result<Listener, ServeError> {
+        let listener = listen.listener;
         let address = listener.address;
         let failed = |source| ServeError::Listen { address, source };
         if listener.transport != TransportKind::Tcp {
             let error = "a server that runs takes further listeners for TCP alone";
             return Err(failed(io::Error::other(error)));
         }
-        self.ask(|reply| Mail::Listen(address, reply))
+        self.ask(|reply| Mail::Listen(listen, reply))
             .unwrap_or_else(|| Err(is_over()))
             .map(|address| Listener { address, ..listener })
             .map_err(failed)
@@ -147,7 +175,7 @@ enum Mail {
     /// A change of a subsystem or a controller, which queues of this reactor may share.
     Changed,
     /// Listen on an address of TCP, and answer with the port.
-    Listen(SocketAddr, Sender<io::Result<SocketAddr>>),
+    Listen(Listen, Sender<io::Result<SocketAddr>>),
     /// Listen no more on an address of TCP; the answer is false if it did not.
     StopListening(SocketAddr, Sender<bool>),
     Tcp(tcp::Mail),
@@ -194,21 +222,21 @@ impl Server {
             shared_receives: Some(rdma::SHARED_RECEIVES),
             queues: Queues::Pool,
         };
+        let of_rdma = config.listen.iter();
+        let of_rdma = of_rdma.filter(|listen| listen.listener.transport == TransportKind::Rdma);
+        let in_capsule_max = of_rdma.clone().map(|listen| listen.in_capsule_bytes).max();
+        let sizes_max = rdma::sizes_max(in_capsule_max.unwrap_or(0));
         let mut reactors = Vec::new();
         for _ in 0..config.reactors.max(1) {
-            reactors.push(Reactor::new(rdma::SIZES_MAX, limits, config.waiting)?);
+            reactors.push(Reactor::new(sizes_max, limits, config.waiting)?);
         }
         let mut opened = Vec::new();
-        for listener in config
-            .listen
-            .iter()
-            .filter(|listener| listener.transport == TransportKind::Rdma)
-        {
+        for listen in of_rdma {
             let options = rdmux_verbs::Options {
                 waiting: config.waiting,
                 ..rdmux_verbs::Options::default()
             };
-            rdma::listen(&mut reactors, &mut opened, listener.address, options)?;
+            rdma::listen(&mut reactors, &mut opened, listen, options)?;
         }
         let mailboxes: Vec<_> = reactors.iter().map(Reactor::mailbox).collect();
         let mut reactors: Vec<_> = reactors
@@ -219,10 +247,11 @@ impl Server {
             })
             .collect();
         let mut listeners = Vec::new();
-        for mut listener in config.listen {
+        for listen in config.listen {
+            let mut listener = listen.listener;
             if listener.transport == TransportKind::Tcp {
                 let (first, address) = (&mut reactors[0], listener.address);
-                let listened = first.tcp.listen(&mut first.core, address);
+                let listened = first.tcp.listen(&mut first.core, &listen);
                 listener.address = listened.map_err(|source| ServeError::Listen { address, source })?;
             }
             config.target.add_listener(listener);
@@ -327,8 +356,8 @@ impl ServerReactor {
                     core.media.handle_change(&core.target);
                 }
                 // Whoever has asked may be gone.
-                Some(ReactorEvent::Mail(Mail::Listen(address, reply))) => {
-                    let _ = reply.send(tcp.listen(core, address));
+                Some(ReactorEvent::Mail(Mail::Listen(listen, reply))) => {
+                    let _ = reply.send(tcp.listen(core, &listen));
                 }
                 Some(ReactorEvent::Mail(Mail::StopListening(address, reply))) => {
                     let _ = reply.send(tcp.stop_listening(core, address));

@@ -21,6 +21,7 @@ mod view;
 pub(crate) use ana::ANA_GROUP_MAX;
 pub use ana::AnaRule;
 pub use controller::Controller;
+pub use discovery::Referral;
 pub use hosts::{Authentication, Hosts, Terms};
 pub(crate) use io::Running;
 pub use io::{Io, Operation};

@@ -32,8 +32,6 @@ use crate::target::{Admitted, Io, Listener, Operation, Port, Queue, Running, Ste
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
 const MDTS: u8 = 8;
-/// Maximum bytes of data in a capsule of an I/O queue.
-const IN_CAPSULE_MAX: u32 = 16 << 10;
 /// Maximum bytes of data in the capsule of a fabrics or admin command: NVMe/TCP 3.3.2.2.
 const ADMIN_IN_CAPSULE_MAX: u32 = 8 << 10;
 /// Bytes of an H2CData that the target takes.
@@ -47,13 +45,15 @@ const DIRECT_MIN: usize = 4 << 10;
 /// While more responses than that many bytes wait to be sent, nothing is received.
 const UNSENT_MAX: usize = 64 << 10;
 
-/// Properties of NVMe/TCP.
-pub const PORT: Port = Port {
-    entries_max: 128,
-    mdts: MDTS,
-    in_capsule_max: IN_CAPSULE_MAX,
-    sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_TRANSPORT,
-};
+/// Returns the properties of NVMe/TCP with so many bytes of data in the capsule of an I/O command, a multiple of 16.
+pub const fn port(in_capsule_max: u32) -> Port {
+    Port {
+        entries_max: 128,
+        mdts: MDTS,
+        in_capsule_max,
+        sgls: IdentifyController::SGLS | IdentifyController::SGLS_OFFSET | IdentifyController::SGLS_TRANSPORT,
+    }
+}
 
 /// Reason for which a connection is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,6 +76,7 @@ pub enum End {
 #[derive(Debug)]
 pub struct Connection {
     queue: Queue,
+    port: Port,
     is_initialized: bool,
     digests: Digests,
     /// Alignment of data that the host has asked for.
@@ -156,14 +157,15 @@ impl Slot {
 impl Connection {
     /// Makes the controller's side of a connection that a host has opened.
     ///
-    /// `local` is the address at which the host has reached the target.
-    pub fn new(target: Arc<Target>, local: SocketAddr, now: Instant) -> Connection {
+    /// `port` is [`port`], `local` the address at which the host has reached the target.
+    pub fn new(target: Arc<Target>, port: Port, local: SocketAddr, now: Instant) -> Connection {
         let listener = Listener {
             transport: TransportKind::Tcp,
             address: local,
         };
         Connection {
-            queue: Queue::new(target, PORT, listener, now),
+            queue: Queue::new(target, port, listener, now),
+            port,
             is_initialized: false,
             digests: Digests::empty(),
             alignment: 4,
@@ -421,7 +423,7 @@ impl Connection {
             return Ok(());
         }
         let in_capsule_max = match self.queue.is_io() {
-            true => IN_CAPSULE_MAX,
+            true => self.port.in_capsule_max,
             false => ADMIN_IN_CAPSULE_MAX,
         };
         if common.data_len > in_capsule_max as usize {
@@ -484,7 +486,7 @@ impl Connection {
             sqe,
             io,
             // No command has more data: a host may have room for more than the controller makes.
-            length: length.min(PORT.data_max()) as usize,
+            length: length.min(self.port.data_max()) as usize,
             ..Slot::new()
         };
         if receives && is_in_capsule {

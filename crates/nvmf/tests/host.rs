@@ -97,13 +97,16 @@ impl Running {
         target.add_subsystem(subsystem.clone()).unwrap();
         let server = Server::bind(Config {
             target: Arc::new(target),
-            listen: vec![Listener {
-                transport: match transport {
-                    Transport::Tcp => TransportKind::Tcp,
-                    Transport::Rdma => TransportKind::Rdma,
-                },
-                address: listen,
-            }],
+            listen: vec![
+                Listener {
+                    transport: match transport {
+                        Transport::Tcp => TransportKind::Tcp,
+                        Transport::Rdma => TransportKind::Rdma,
+                    },
+                    address: listen,
+                }
+                .into(),
+            ],
             reactors: 1,
             waiting: None,
         })

@@ -41,10 +41,13 @@ impl Running {
         target.add_subsystem(Arc::new(subsystem)).unwrap();
         let server = Server::bind(Config {
             target: Arc::new(target),
-            listen: vec![Listener {
-                transport: TransportKind::Tcp,
-                address: "127.0.0.1:0".parse().unwrap(),
-            }],
+            listen: vec![
+                Listener {
+                    transport: TransportKind::Tcp,
+                    address: "127.0.0.1:0".parse().unwrap(),
+                }
+                .into(),
+            ],
             reactors,
             waiting: None,
         })
@@ -392,8 +395,8 @@ fn handle__listens_elsewhere_and_no_more_without_a_host_noticing() {
         transport: TransportKind::Tcp,
         address: "127.0.0.1:0".parse().unwrap(),
     };
-    let other = server.handle.listen(wanted).unwrap();
-    let taken = server.handle.listen(other).unwrap_err().to_string();
+    let other = server.handle.listen(wanted.into()).unwrap();
+    let taken = server.handle.listen(other.into()).unwrap_err().to_string();
     assert!(
         taken.contains(&format!("cannot listen on {}", other.address)),
         "{taken}"

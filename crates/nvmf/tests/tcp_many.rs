@@ -58,10 +58,13 @@ fn hosts__by_the_hundred_and_by_the_thousand_leave_nothing_behind() {
     target.add_subsystem(subsystem.clone()).unwrap();
     let server = Server::bind(Config {
         target,
-        listen: vec![Listener {
-            transport: TransportKind::Tcp,
-            address: "127.0.0.1:0".parse().unwrap(),
-        }],
+        listen: vec![
+            Listener {
+                transport: TransportKind::Tcp,
+                address: "127.0.0.1:0".parse().unwrap(),
+            }
+            .into(),
+        ],
         reactors: 2,
         waiting: None,
     })

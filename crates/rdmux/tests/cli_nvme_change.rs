@@ -159,7 +159,15 @@ fn requests__are_seen_by_hosts() {
     );
 
     let (other, _) = place(2);
-    user.run(&["nvme", "listener", "add", &other]);
+    let error = user.output(&["nvme", "listener", "add", &other, "--in-capsule-bytes", "100"]);
+    let error = String::from_utf8(error.stderr).unwrap();
+    assert!(
+        error.contains("'100' is no size of data in capsules: give a multiple of 16"),
+        "{error}"
+    );
+    user.run(&["nvme", "listener", "add", &other, "--in-capsule-bytes", "4K"]);
+    let listed = user.json(&["nvme", "listener", "list", "--json"]);
+    assert_eq!(listed[1]["in_capsule_data_size"], 4096);
     let elsewhere = url.replace(&listen[4..], &other[4..]);
     assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
     user.run(&["nvme", "listener", "remove", &listen]);
@@ -180,6 +188,66 @@ fn requests__are_seen_by_hosts() {
     assert!(!user.output(&["nvme", "list", &elsewhere]).status.success());
     user.run(&["nvme", "host", "others", "any"]);
     assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
+}
+
+#[test]
+fn referrals__lead_to_other_targets() {
+    let user = User::new();
+    let ((listen, nqn), (other, second)) = (place(20), place(21));
+    let (_one, described) = user.target(&["--ns", "null:1M", "--listen", &listen, "--nqn", &nqn]);
+    let _two = user.target(&["--ns", "null:2M", "--listen", &other, "--nqn", &second]);
+    let socket = described["socket"].as_str().unwrap();
+    let referral = |args: &[&str]| {
+        let args = [&["nvme", "referral"], args, &["--socket", socket]].concat();
+        user.run(&args)
+    };
+    assert_eq!(
+        referral(&["add", &other]),
+        format!("hosts are referred to {other}\n")
+    );
+    // One that is not there, and the asked one itself.
+    let nobody = place(22).0;
+    referral(&[
+        "add",
+        &nobody,
+        "--subnqn",
+        "nqn.2014-08.org.example:theirs",
+        "--secure",
+    ]);
+    referral(&["add", &listen]);
+    let listed: Value = serde_json::from_str(&referral(&["list", "--json"])).unwrap();
+    assert_eq!(listed[0]["secure_channel"], false);
+    assert_eq!(listed[1]["subnqn"], "nqn.2014-08.org.example:theirs");
+    assert_eq!(listed[1]["secure_channel"], true);
+    assert_eq!(referral(&["list"]).lines().count(), 4);
+
+    let url = format!("nvme+{}", listen.replace("tcp:", "tcp://"));
+    let said = user.run(&["nvme", "discover", &url]);
+    let referrals = said.lines().filter(|line| line.starts_with("referral"));
+    assert_eq!(referrals.count(), 3, "{said}");
+    assert!(!said.contains(&second));
+    let said = user.run(&["nvme", "discover", &url, "--follow"]);
+    assert!(said.contains(&second), "{said}");
+    let found = user.json(&["nvme", "discover", &url, "--follow", "--json"]);
+    let referred = found["referred"].as_array().unwrap();
+    assert_eq!(referred.len(), 2, "not the asked one: {found}");
+    assert_eq!(
+        referred[0]["url"],
+        format!("nvme+{}", other.replace("tcp:", "tcp://"))
+    );
+    assert_eq!(referred[0]["entries"][1]["subsystem"], second.as_str());
+    let why = referred[1]["unreachable"].as_str().unwrap();
+    assert!(!why.contains('\n') && referred[1]["entries"].is_null(), "{why}");
+
+    referral(&["remove", &nobody, "--subnqn", "nqn.2014-08.org.example:theirs"]);
+    let remove = ["nvme", "referral", "remove", &nobody, "--socket", socket];
+    let error = user.error(&remove);
+    assert!(
+        error.contains(&format!("the target refers no host to {nobody}")),
+        "{error}"
+    );
+    let error = user.error(&[&remove[..], &["--nqn", &nqn]].concat());
+    assert!(error.contains("leave --nqn out"), "{error}");
 }
 
 #[test]

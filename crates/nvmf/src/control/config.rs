@@ -8,13 +8,15 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use rdmux_verbs::parse_size;
-use rdmux_wire::nvme::{AnaState, Nqn, NsId, TransportKind};
-use serde::de::{self, Visitor};
+use rdmux_wire::nvme::{AnaState, DISCOVERY_NQN, Nqn, NsId, TransportKind};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
 use crate::identity;
-use crate::target::{ANA_GROUP_MAX, AnaRule, CNTLID_MAX, Listener, Rates};
+use crate::server::{IN_CAPSULE_BYTES_MAX, Listen};
+use crate::target::{ANA_GROUP_MAX, AnaRule, CNTLID_MAX, Listener, Rates, Referral};
 
 /// Port of NVMe/TCP and NVMe/RDMA, as IANA has it.
 pub const DEFAULT_PORT: u16 = 4420;
@@ -26,11 +28,14 @@ pub const REACTORS_MAX: u16 = 64;
 #[serde(deny_unknown_fields)]
 pub struct TargetConfig {
     /// Ways to it.
-    #[serde(default = "loopback", deserialize_with = "listeners")]
-    pub listen: Vec<Listener>,
+    #[serde(default = "loopback")]
+    pub listen: Vec<Listen>,
     /// Threads that serve connections.
     #[serde(default = "one_reactor", deserialize_with = "reactors")]
     pub reactors: u16,
+    /// Other discovery services, to which it refers hosts.
+    #[serde(default, rename = "referral", deserialize_with = "referrals")]
+    pub referrals: Vec<Referral>,
     /// Its subsystems.
     #[serde(rename = "subsystem")]
     pub subsystems: Vec<SubsystemConfig>,
@@ -360,6 +365,19 @@ pub fn parse_listener(text: &str) -> Result<Listener, String> {
     Ok(listener)
 }
 
+/// Parses the most bytes of data in the capsule of an I/O command.
+///
+/// # Errors
+/// One line that says which there are.
+pub fn parse_in_capsule(text: &str) -> Result<u32, String> {
+    let bytes = parse_size(text).and_then(|bytes| u32::try_from(bytes).ok());
+    // Identify counts units of 16 bytes (IOCCSZ): NVMe Base 2.0, 5.17.2.1.
+    let is_valid = |bytes: &u32| *bytes <= IN_CAPSULE_BYTES_MAX && bytes.is_multiple_of(16);
+    bytes.filter(is_valid).ok_or_else(|| {
+        format!("'{text}' is no size of data in capsules: give a multiple of 16, from 0 to 16K")
+    })
+}
+
 /// Checks that a host could be told the address.
 pub(super) fn check_listener(listener: &Listener) -> Result<(), String> {
     let ip = listener.address.ip();
@@ -376,37 +394,126 @@ struct Size(u64);
 
 impl<'de> Deserialize<'de> for Size {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Size, D::Error> {
-        struct Sizes;
-
-        impl Visitor<'_> for Sizes {
-            type Value = u64;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("bytes, or a size such as \"64M\"")
-            }
-
-            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<u64, E> {
-                positive_size(&bytes.to_string()).map_err(E::custom)
-            }
-
-            fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<u64, E> {
-                positive_size(&bytes.to_string()).map_err(E::custom)
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<u64, E> {
-                positive_size(text).map_err(E::custom)
-            }
-        }
-
-        deserializer.deserialize_any(Sizes).map(Size)
+        deserializer.deserialize_any(Sizes(positive_size)).map(Size)
     }
 }
 
-fn loopback() -> Vec<Listener> {
-    vec![Listener {
+/// Takes a size in each form that has one.
+struct Sizes<T>(fn(&str) -> Result<T, String>);
+
+impl<T> Visitor<'_> for Sizes<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("bytes, or a size such as \"64M\"")
+    }
+
+    fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<T, E> {
+        self.visit_str(&bytes.to_string())
+    }
+
+    fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<T, E> {
+        self.visit_str(&bytes.to_string())
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
+        (self.0)(text).map_err(E::custom)
+    }
+}
+
+pub(super) fn in_capsule<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    deserializer.deserialize_any(Sizes(parse_in_capsule)).map(Some)
+}
+
+/// A listener as a file has it, if it is more than its address.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ListenTable {
+    #[serde(deserialize_with = "listener")]
+    address: Listener,
+    #[serde(default, deserialize_with = "in_capsule")]
+    in_capsule_bytes: Option<u32>,
+}
+
+impl<'de> Deserialize<'de> for Listen {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Listen, D::Error> {
+        struct Listens;
+
+        impl<'de> Visitor<'de> for Listens {
+            type Value = Listen;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an address such as \"tcp:192.0.2.1\", or a table with one")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Listen, E> {
+                let parsed = parse_listener(text).map_err(E::custom)?;
+                Ok(parsed.into())
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Listen, A::Error> {
+                let table = ListenTable::deserialize(MapAccessDeserializer::new(map))?;
+                let listen = Listen::from(table.address);
+                Ok(Listen {
+                    in_capsule_bytes: table.in_capsule_bytes.unwrap_or(listen.in_capsule_bytes),
+                    ..listen
+                })
+            }
+        }
+
+        deserializer.deserialize_any(Listens)
+    }
+}
+
+/// A referral as a file has it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ReferralTable {
+    #[serde(deserialize_with = "place")]
+    address: Listener,
+    #[serde(default = "discovery", deserialize_with = "nqn")]
+    subnqn: Nqn,
+    #[serde(default)]
+    secure: bool,
+}
+
+fn referrals<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Referral>, D::Error> {
+    let tables = Vec::<ReferralTable>::deserialize(deserializer)?;
+    let referrals = tables.into_iter().map(|table| Referral {
+        at: table.address,
+        nqn: table.subnqn,
+        is_secure: table.secure,
+    });
+    Ok(referrals.collect())
+}
+
+fn place<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Listener, D::Error> {
+    let listener = listener(deserializer)?;
+    check_place(&listener).map_err(de::Error::custom)?;
+    Ok(listener)
+}
+
+/// Checks that a host could connect there.
+pub(super) fn check_place(listener: &Listener) -> Result<(), String> {
+    match listener.address.port() {
+        0 => Err(format!(
+            "{listener} has no port: give that of the discovery service"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the name that discovery services have unless they have one of their own.
+pub(super) fn discovery() -> Nqn {
+    Nqn::new(DISCOVERY_NQN).expect("the name is valid")
+}
+
+fn loopback() -> Vec<Listen> {
+    let listener = Listener {
         transport: TransportKind::Tcp,
         address: SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)),
-    }]
+    };
+    vec![listener.into()]
 }
 
 fn one_reactor() -> u16 {
@@ -450,12 +557,6 @@ pub(super) fn bandwidth<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Op
     Ok(bytes.and_then(NonZeroU64::new))
 }
 
-pub(super) fn listeners<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Listener>, D::Error> {
-    let texts = Vec::<String>::deserialize(deserializer)?;
-    let parsed = texts.iter().map(|text| parse_listener(text));
-    parsed.collect::<Result<_, _>>().map_err(de::Error::custom)
-}
-
 fn cntlids<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RangeInclusive<u16>>, D::Error> {
     let range = parse_cntlids(&String::deserialize(deserializer)?);
     range.map(Some).map_err(de::Error::custom)
@@ -495,9 +596,12 @@ fn ana_rules<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<AnaRule>,
     Ok(rules.collect())
 }
 
+fn listener<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Listener, D::Error> {
+    parse_listener(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+}
+
 fn optional_listener<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Listener>, D::Error> {
-    let parsed = parse_listener(&String::deserialize(deserializer)?);
-    parsed.map(Some).map_err(de::Error::custom)
+    listener(deserializer).map(Some)
 }
 
 pub(super) fn nqn<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Nqn, D::Error> {
@@ -573,8 +677,15 @@ mod tests {
     fn parse__reads_all_keys() {
         let config = TargetConfig::parse(
             r#"
-            listen = ["tcp:127.0.0.1", "rdma:[::1]:5000"]
+            listen = ["tcp:127.0.0.1", "rdma:[::1]:5000", { address = "tcp:127.0.0.2", in_capsule_bytes = "8K" }]
             reactors = 2
+
+            [[referral]]
+            address = "tcp:192.0.2.1:8009"
+            [[referral]]
+            address = "rdma:192.0.2.2"
+            subnqn = "nqn.2014-08.org.example:discovery"
+            secure = true
 
             [[subsystem]]
             nqn = "nqn.2014-08.org.example:disks"
@@ -609,8 +720,26 @@ mod tests {
             "#,
         );
         let config = config.unwrap();
-        assert_eq!(config.listen[1].transport, TransportKind::Rdma);
-        assert_eq!(config.listen[1].address, "[::1]:5000".parse().unwrap());
+        let listen = |text: &str, in_capsule_bytes| Listen {
+            listener: parse_listener(text).unwrap(),
+            in_capsule_bytes,
+        };
+        let expected = [
+            listen("tcp:127.0.0.1:4420", 16 << 10),
+            listen("rdma:[::1]:5000", 4 << 10),
+            listen("tcp:127.0.0.2", 8 << 10),
+        ];
+        assert_eq!(config.listen, expected);
+        let referral = |at: &str, nqn: &str, is_secure| Referral {
+            at: parse_listener(at).unwrap(),
+            nqn: Nqn::new(nqn).unwrap(),
+            is_secure,
+        };
+        let expected = [
+            referral("tcp:192.0.2.1:8009", DISCOVERY_NQN, false),
+            referral("rdma:192.0.2.2:4420", "nqn.2014-08.org.example:discovery", true),
+        ];
+        assert_eq!(config.referrals, expected);
         let [disks, null] = &config.subsystems[..] else {
             panic!("two subsystems")
         };
@@ -627,7 +756,7 @@ mod tests {
         assert_eq!(groups.collect::<Vec<_>>(), [2, 1]);
         let rule = |group, at, state| AnaRule { group, at, state };
         let rules = [
-            rule(None, Some(config.listen[0]), AnaState::NonOptimized),
+            rule(None, Some(config.listen[0].listener), AnaState::NonOptimized),
             rule(Some(2), None, AnaState::Inaccessible),
         ];
         assert_eq!(disks.ana, rules);
@@ -643,6 +772,24 @@ mod tests {
             ("lisen = []", 1, "unknown field `lisen`"),
             ("listen = [\"tcp:0.0.0.0\"]", 1, "is not one address"),
             ("reactors = 65\n", 1, "give 1 to 64"),
+            ("listen = [7]", 1, "expected an address such as"),
+            (
+                "[[listen]]\naddress = \"tcp:127.0.0.1\"\nin_capsule_bytes = 16400",
+                3,
+                "'16400' is no size of data in capsules: give a multiple of 16, from 0 to 16K",
+            ),
+            (
+                "[[listen]]\naddress = \"tcp:127.0.0.1\"\nin_capsule_bytes = \"24\"",
+                3,
+                "'24' is no size of data in capsules",
+            ),
+            ("[[listen]]\nin_capsule_bytes = 0", 1, "missing field `address`"),
+            ("[[referral]]\naddress = \"tcp:127.0.0.1:0\"", 2, "has no port"),
+            (
+                "[[referral]]\naddress = \"tcp:192.0.2.1\"\nsubnqn = \"x\"",
+                3,
+                "'x' is no NQN",
+            ),
             ("", 1, "missing field `subsystem`"),
             (&format!("{subsystem}nqn = \"x\""), 2, "'x' is no NQN"),
             (

@@ -23,11 +23,12 @@ use serde_json::{Value, json};
 
 use super::config::{
     DEFAULT_PORT, HostConfig, NamespaceConfig, OtherHosts, ana_state, ana_state_name, bandwidth,
-    check_listener, group, iops, nqn, optional_group, queues,
+    check_listener, check_place, discovery, group, in_capsule, iops, nqn, optional_group, queues,
 };
 use super::{Control, ControlError, ListenerInfo, NamespaceInfo, SubsystemInfo};
 use crate::identity;
-use crate::target::{AnaRule, ControllerInfo, Listener};
+use crate::server::Listen;
+use crate::target::{AnaRule, ControllerInfo, Listener, Referral};
 
 /// Bytes of a request at most.
 const REQUEST_MAX: usize = 1 << 20;
@@ -145,6 +146,36 @@ struct OneListener {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct AddListener {
+    listen_address: ListenAddress,
+    #[serde(default, deserialize_with = "in_capsule")]
+    in_capsule_data_size: Option<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OneReferral {
+    address: ListenAddress,
+    #[serde(default = "discovery", deserialize_with = "nqn")]
+    subnqn: Nqn,
+    #[serde(default)]
+    secure_channel: bool,
+}
+
+impl OneReferral {
+    fn referral(self) -> Result<Referral, Failure> {
+        let at = self.address.listener()?;
+        check_place(&at).map_err(|why| (code::INVALID_PARAMS, why))?;
+        Ok(Referral {
+            at,
+            nqn: self.subnqn,
+            is_secure: self.secure_channel,
+        })
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct SetAnaState {
     #[serde(default)]
     nqn: Name,
@@ -198,7 +229,10 @@ impl ListenAddress {
 }
 
 /// The methods.
-const METHODS: [&str; 15] = [
+const METHODS: [&str; 18] = [
+    "nvmf_discovery_add_referral",
+    "nvmf_discovery_get_referrals",
+    "nvmf_discovery_remove_referral",
     "nvmf_get_subsystems",
     "nvmf_subsystem_add_host",
     "nvmf_subsystem_add_ns",
@@ -334,10 +368,16 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
             Ok(true.into())
         }
         "nvmf_target_add_listener" => {
-            let OneListener { listen_address } = parse(params)?;
-            let listener = control
-                .add_listener(listen_address.listener()?)
-                .map_err(refused)?;
+            let AddListener {
+                listen_address,
+                in_capsule_data_size,
+            } = parse(params)?;
+            let listen = Listen::from(listen_address.listener()?);
+            let listen = Listen {
+                in_capsule_bytes: in_capsule_data_size.unwrap_or(listen.in_capsule_bytes),
+                ..listen
+            };
+            let listener = control.add_listener(listen).map_err(refused)?;
             Ok(listener_json(&listener))
         }
         "nvmf_target_remove_listener" => {
@@ -349,7 +389,20 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
         }
         "nvmf_target_get_listeners" => {
             parse::<NoParams>(params)?;
-            Ok(control.listeners().iter().map(listener_json).collect())
+            Ok(control.listening().iter().map(listen_json).collect())
+        }
+        "nvmf_discovery_add_referral" => {
+            control.add_referral(parse::<OneReferral>(params)?.referral()?);
+            Ok(true.into())
+        }
+        "nvmf_discovery_remove_referral" => {
+            let referral = parse::<OneReferral>(params)?.referral()?;
+            control.remove_referral(referral).map_err(refused)?;
+            Ok(true.into())
+        }
+        "nvmf_discovery_get_referrals" => {
+            parse::<NoParams>(params)?;
+            Ok(control.referrals().iter().map(referral_json).collect())
         }
         "rpc_get_methods" => {
             parse::<NoParams>(params)?;
@@ -377,6 +430,20 @@ fn listener_json(listener: &Listener) -> Value {
         "adrfam": if listener.address.is_ipv4() { "IPv4" } else { "IPv6" },
         "traddr": listener.address.ip().to_string(),
         "trsvcid": listener.address.port().to_string(),
+    })
+}
+
+fn listen_json(listen: &Listen) -> Value {
+    let mut json = listener_json(&listen.listener);
+    json["in_capsule_data_size"] = listen.in_capsule_bytes.into();
+    json
+}
+
+fn referral_json(referral: &Referral) -> Value {
+    json!({
+        "address": listener_json(&referral.at),
+        "subnqn": referral.nqn.as_str(),
+        "secure_channel": referral.is_secure,
     })
 }
 

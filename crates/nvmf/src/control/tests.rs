@@ -358,6 +358,55 @@ fn respond__names_what_is_wrong_with_a_request() {
 }
 
 #[test]
+fn requests__that_are_wrong_change_no_referral_and_no_listener() {
+    let described = description("referrals", "null = 4096;");
+    let running = Running::new(&described);
+    let at = |port: &str| json!({ "trtype": "tcp", "traddr": "192.0.2.1", "trsvcid": port });
+    let (add, remove) = ("nvmf_discovery_add_referral", "nvmf_discovery_remove_referral");
+    running.ask(add, json!({ "address": at("8009") })).unwrap();
+    let listeners = running.control.listening();
+    for (method, params, code, part) in [
+        (add, json!({ "address": at("0") }), -32602, "has no port"),
+        (
+            add,
+            json!({ "address": at("8009"), "subnqn": "x" }),
+            -32602,
+            "'x' is no NQN",
+        ),
+        (
+            add,
+            json!({ "address": at("8009"), "secure": true }),
+            -32602,
+            "unknown field `secure`",
+        ),
+        (
+            remove,
+            json!({ "address": at("8009"), "subnqn": "nqn.2014-08.org.example:other" }),
+            -32000,
+            "refers no host to nqn.2014-08.org.example:other at tcp:192.0.2.1:8009",
+        ),
+        (
+            "nvmf_target_add_listener",
+            json!({ "listen_address": at("4420"), "in_capsule_data_size": 17 }),
+            -32602,
+            "'17' is no size of data in capsules",
+        ),
+    ] {
+        let (got, message) = running.ask(method, params).unwrap_err();
+        assert!(got == code && message.contains(part), "{got} {message}");
+    }
+    let referral = "[[referral]]\naddress = \"rdma:192.0.2.2\"\n";
+    let error = running
+        .reload(&format!("{described}{referral}{referral}"))
+        .unwrap_err();
+    assert_eq!(error, "two referrals are to rdma:192.0.2.2:4420");
+    assert_eq!(running.control.listening(), listeners);
+    let listed = running.ask("nvmf_discovery_get_referrals", json!({})).unwrap();
+    assert_eq!(listed.as_array().unwrap().len(), 1);
+    assert_eq!(listed[0]["address"]["trsvcid"], "8009");
+}
+
+#[test]
 fn reload__changes_what_is_other_and_nothing_if_it_fails() {
     let files: Vec<_> = (0..2).map(|_| tempfile::NamedTempFile::new().unwrap()).collect();
     let paths: Vec<_> = files

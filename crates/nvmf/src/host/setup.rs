@@ -310,16 +310,17 @@ impl<'a> Setup<'a> {
                 self.check(&identify)?;
                 self.identify = Some((identify, bytes.to_vec()));
                 self.state = match self.queues {
+                    // A connection to a discovery service that stays is for its events.
+                    0 if self.options.is_discovery() && !self.options.keep_alive.is_zero() => {
+                        self.to_events()
+                    }
                     0 => State::Done,
                     _ => State::SetQueues,
                 };
             }
             State::SetQueues => {
                 self.allowed = queues_of(result);
-                self.state = match self.events() {
-                    0 => State::Done,
-                    _ => State::SetEvents,
-                };
+                self.state = self.to_events();
             }
             State::SetEvents => {
                 self.has_events = true;
@@ -445,6 +446,14 @@ impl<'a> Setup<'a> {
         self.identify
             .as_ref()
             .map_or(0, |(identify, _)| identify.events & known)
+    }
+
+    /// Returns the state in which the host asks for the events that it reads, if there are some.
+    fn to_events(&self) -> State {
+        match self.events() {
+            0 => State::Done,
+            _ => State::SetEvents,
+        }
     }
 
     /// Returns the controller of an admin queue that is ready.

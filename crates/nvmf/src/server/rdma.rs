@@ -1,7 +1,6 @@
 //! The connections of NVMe/RDMA.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,26 +14,22 @@ use rdmux_wire::nvme::{CQE_LEN, Cqe, SQE_LEN, Status};
 use rdmux_wire::nvme_rdma::{self, Accept, Reject};
 
 use super::media::{Job, Media};
-use super::{Core, LOOK_EVERY, ServeError};
+use super::{Core, LOOK_EVERY, Listen, ServeError};
 use crate::rdma::{self, Action, Connection, Memory, Response, Work};
 use crate::slab::Slab;
 use crate::target::Port;
 use crate::tcp::Buffers;
 
-/// Bytes of data in the capsule of an I/O command.
-const IN_CAPSULE_MAX: u32 = 4 << 10;
-/// Properties of the listeners.
-const PORT: Port = rdma::port(IN_CAPSULE_MAX);
+/// Bytes of data in the capsule of an I/O command, unless a listener says something else.
+pub(super) const IN_CAPSULE_DEFAULT: u32 = 4 << 10;
 /// Commands of a queue: as many as its entries.
-const RECEIVES_MAX: usize = PORT.entries_max as usize;
+const RECEIVES_MAX: usize = rdma::port(0).entries_max as usize;
 /// Maximum number of connections of a reactor at each listener.
 pub(super) const CONNECTIONS_MAX: usize = 1024;
 /// Receives that the connections of a listener share, where the device can do that.
 pub(super) const SHARED_RECEIVES: usize = 8 * RECEIVES_MAX;
 /// Requests for events that a controller holds: their responses take slots of their own.
 const EVENTS: usize = 4;
-/// Sizes of the largest queue.
-pub(super) const SIZES_MAX: Sizes = sizes(RECEIVES_MAX, SQE_LEN + IN_CAPSULE_MAX as usize);
 /// RDMA READs of one connection in flight.
 const READS_MAX: u8 = 64;
 /// Bytes of buffers that all commands of a reactor have at a time. Commands whose data do not fit wait, and their connections take turns.
@@ -66,6 +61,11 @@ const fn sizes(entries: usize, capsule_bytes: usize) -> Sizes {
     }
 }
 
+/// Returns the sizes of the largest queue, where capsules may have so many bytes of data.
+pub(super) const fn sizes_max(in_capsule: u32) -> Sizes {
+    sizes(RECEIVES_MAX, SQE_LEN + in_capsule as usize)
+}
+
 /// A message to the connections of a reactor.
 #[derive(Debug)]
 pub(super) enum Mail {
@@ -87,6 +87,7 @@ struct RdmaPort {
     device: Device,
     slab: Slab,
     invalidates: Arc<Invalidates>,
+    properties: Port,
 }
 
 /// SEND with invalidate, at one device: whether it declares that, and has not failed it yet.
@@ -104,15 +105,17 @@ impl Invalidates {
 pub(super) struct Opened {
     device: Device,
     invalidates: Arc<Invalidates>,
+    properties: Port,
 }
 
 /// Listens on an address with all reactors.
 pub(super) fn listen(
     reactors: &mut [Reactor<super::Mail>],
     opened: &mut Vec<Opened>,
-    address: SocketAddr,
+    listen: &Listen,
     options: rdmux_verbs::Options,
 ) -> Result<(), ServeError> {
+    let address = listen.listener.address;
     let known = opened.iter().find(|known| known.device.address() == address.ip());
     let device = match known {
         Some(known) => known.device.clone(),
@@ -123,6 +126,7 @@ pub(super) fn listen(
             opened.push(Opened {
                 device: device.clone(),
                 invalidates: Arc::new(Invalidates(AtomicBool::new(invalidates))),
+                properties: rdma::port(listen.in_capsule_bytes),
             });
             device
         }
@@ -207,8 +211,12 @@ impl Rdma {
 
     /// Accepts a host's request for a queue, or rejects it with the reason.
     pub(super) fn handle_request(&mut self, core: &mut Core, request: Request, now: Instant) {
+        let Some(port) = self.port_of(core.reactor.device_of(&request)) else {
+            return request.refuse_with(&Reject::Resources.emit());
+        };
+        let properties = self.ports[port].properties;
         let checked = nvme_rdma::Request::parse(request.private_data()).and_then(|asked| {
-            rdma::check(&asked, request.remote().responder_resources > 0, &PORT)?;
+            rdma::check(&asked, request.remote().responder_resources > 0, &properties)?;
             match core.reactor.has_room(&request) {
                 true => Ok(asked),
                 false => Err(Reject::Resources),
@@ -218,11 +226,12 @@ impl Rdma {
             Ok(asked) => asked,
             Err(reject) => return request.refuse_with(&reject.emit()),
         };
-        let Some(port) = self.port_of(core.reactor.device_of(&request)) else {
-            return request.refuse_with(&Reject::Resources.emit());
-        };
         let entries = asked.sends + 1;
-        let in_capsule = if asked.qid == 0 { 0 } else { IN_CAPSULE_MAX };
+        let in_capsule = if asked.qid == 0 {
+            0
+        } else {
+            properties.in_capsule_max
+        };
         let sizes = sizes(entries.into(), SQE_LEN + in_capsule as usize);
         let device = &self.ports[port].device;
         let params = ConnectParams {
@@ -246,7 +255,7 @@ impl Rdma {
             return;
         };
         let places = sizes.answers;
-        let connection = Connection::new(core.target.clone(), PORT, asked, places, local, now);
+        let connection = Connection::new(core.target.clone(), properties, asked, places, local, now);
         let served = Served::new(connection, port, now);
         self.connections.insert(id, served);
         core.look_by(now + LOOK_EVERY);
@@ -261,12 +270,13 @@ impl Rdma {
         let opened = &self.opened;
         let opened = opened
             .iter()
-            .find(|opened| opened.device.address() == device.address());
+            .find(|opened| opened.device.address() == device.address())?;
         self.ports.push(RdmaPort {
             device: device.clone(),
             // The host reaches nothing of the target.
             slab: Slab::new(pd, Access::LOCAL_WRITE),
-            invalidates: opened?.invalidates.clone(),
+            invalidates: opened.invalidates.clone(),
+            properties: opened.properties,
         });
         Some(self.ports.len() - 1)
     }
@@ -750,10 +760,11 @@ mod tests {
     use std::time::Duration;
 
     use rdmux_runtime::{Limits, Queues};
+    use rdmux_wire::nvme::TransportKind;
 
     use super::super::ServerReactor;
     use super::*;
-    use crate::target::Target;
+    use crate::target::{Listener, Target};
 
     const ADDRESS: &str = "127.0.32.1:4420";
 
@@ -766,11 +777,16 @@ mod tests {
             shared_receives: None,
             queues: Queues::Pool,
         };
-        let mut reactor = Reactor::new(SIZES_MAX, limits, None).unwrap();
+        let sizes = sizes_max(IN_CAPSULE_DEFAULT);
+        let mut reactor = Reactor::new(sizes, limits, None).unwrap();
         let mut opened = Vec::new();
-        let address = address.parse().unwrap();
+        let listener = Listener {
+            transport: TransportKind::Rdma,
+            address: address.parse().unwrap(),
+        };
         let options = rdmux_verbs::Options::default();
-        listen(std::slice::from_mut(&mut reactor), &mut opened, address, options).unwrap();
+        let reactors = std::slice::from_mut(&mut reactor);
+        listen(reactors, &mut opened, &listener.into(), options).unwrap();
         let target = Arc::new(Target::default());
         let rdma = Rdma::new(opened.clone());
         let mailboxes = vec![reactor.mailbox()];
@@ -789,7 +805,7 @@ mod tests {
         };
         let id = ConnectionId(1);
         let local = own.rdma.ports[port].device.address();
-        let connection = Connection::new(own.core.target.clone(), PORT, asked, 1, local, now);
+        let connection = Connection::new(own.core.target.clone(), rdma::port(0), asked, 1, local, now);
         let served = Served::new(connection, port, now);
         (id, own.rdma.connections.entry(id).insert_entry(served).into_mut())
     }

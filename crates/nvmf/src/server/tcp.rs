@@ -13,8 +13,8 @@ use rustix::net::{
     RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, getsockname, recv, sendmsg, shutdown, sockopt,
 };
 
-use super::{Core, Job, LOOK_EVERY};
-use crate::tcp::{Buffers, Connection, Work};
+use super::{Core, Job, LOOK_EVERY, Listen};
+use crate::tcp::{self, Buffers, Connection, Work};
 
 /// Maximum number of connections of a reactor.
 const CONNECTIONS_MAX: usize = 4096;
@@ -36,8 +36,8 @@ const PROBES: (Duration, Duration, u32) = (Duration::from_secs(30), Duration::fr
 /// A message to the connections of a reactor.
 #[derive(Debug)]
 pub(super) enum Mail {
-    /// A connection that another reactor has accepted.
-    Socket(OwnedFd),
+    /// A connection that another reactor has accepted, and the bytes of data that capsules may have at its listener.
+    Socket(OwnedFd, u32),
     /// An I/O of a connection is done.
     Finished(DescriptorId, Work, Status),
     /// A connection has more to do than its last turn allowed.
@@ -53,7 +53,8 @@ impl From<Mail> for super::Mail {
 /// The listeners and connections of a reactor.
 #[derive(Debug, Default)]
 pub(super) struct Tcp {
-    listeners: HashMap<DescriptorId, TcpListener>,
+    /// With each the bytes of data that capsules may have.
+    listeners: HashMap<DescriptorId, (TcpListener, u32)>,
     connections: HashMap<DescriptorId, Served>,
     /// Connections that are over, with the number of I/Os that media have: these have buffers until they end.
     ending: HashMap<DescriptorId, usize>,
@@ -78,20 +79,23 @@ struct Served {
 
 impl Tcp {
     /// Listens on an address, and returns it with its port.
-    pub(super) fn listen(&mut self, core: &mut Core, address: SocketAddr) -> io::Result<SocketAddr> {
-        let listener = TcpListener::bind(address)?;
+    pub(super) fn listen(&mut self, core: &mut Core, listen: &Listen) -> io::Result<SocketAddr> {
+        let listener = TcpListener::bind(listen.listener.address)?;
         listener.set_nonblocking(true)?;
         let descriptor = listener.try_clone()?.into();
         let address = listener.local_addr()?;
         let id = core.reactor.add_descriptor(descriptor, Interest::READABLE)?;
-        self.listeners.insert(id, listener);
+        self.listeners.insert(id, (listener, listen.in_capsule_bytes));
         Ok(address)
     }
 
     /// Listens no more on an address. Returns false if it did not.
     pub(super) fn stop_listening(&mut self, core: &mut Core, address: SocketAddr) -> bool {
         let is_there = |listener: &TcpListener| listener.local_addr().is_ok_and(|own| own == address);
-        let id = self.listeners.iter().find(|(_, listener)| is_there(listener));
+        let id = self
+            .listeners
+            .iter()
+            .find(|(_, (listener, _))| is_there(listener));
         let Some(id) = id.map(|(id, _)| *id) else {
             return false;
         };
@@ -129,7 +133,7 @@ impl Tcp {
 
     pub(super) fn handle_mail(&mut self, core: &mut Core, mail: Mail, now: Instant) {
         match mail {
-            Mail::Socket(socket) => self.begin(core, socket, now),
+            Mail::Socket(socket, in_capsule) => self.begin(core, socket, in_capsule, now),
             Mail::Turn(id) => {
                 if let Some(served) = self.connections.get_mut(&id) {
                     served.has_turn = false;
@@ -167,7 +171,7 @@ impl Tcp {
 
     /// Accepts what waits at a listener, and passes it to the reactors in turn.
     fn accept(&mut self, core: &mut Core, id: DescriptorId, now: Instant) -> io::Result<()> {
-        let Some(listener) = self.listeners.get(&id) else {
+        let Some((listener, in_capsule)) = self.listeners.get(&id) else {
             return Ok(());
         };
         for _ in 0..ACCEPTS_MAX {
@@ -175,7 +179,7 @@ impl Tcp {
                 Ok((socket, _)) => {
                     let mailbox = &core.mailboxes[self.next_mailbox % core.mailboxes.len()];
                     self.next_mailbox += 1;
-                    mailbox.send(Mail::Socket(socket.into()).into());
+                    mailbox.send(Mail::Socket(socket.into(), *in_capsule).into());
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 // A host that has gone again.
@@ -190,7 +194,7 @@ impl Tcp {
         Ok(())
     }
 
-    fn begin(&mut self, core: &mut Core, socket: OwnedFd, now: Instant) {
+    fn begin(&mut self, core: &mut Core, socket: OwnedFd, in_capsule: u32, now: Instant) {
         // One whose I/Os have not ended still has their buffers.
         if self.connections.len() + self.ending.len() >= CONNECTIONS_MAX {
             return;
@@ -202,7 +206,7 @@ impl Tcp {
             return;
         };
         let served = Served {
-            connection: Connection::new(core.target.clone(), local, now),
+            connection: Connection::new(core.target.clone(), tcp::port(in_capsule), local, now),
             interest: Interest::READABLE,
             at_media: 0,
             has_turn: false,

@@ -1,5 +1,6 @@
 //! The discovery log: which subsystems there are, and where.
 
+use std::fmt;
 use std::net::IpAddr;
 
 use rdmux_wire::nvme::{
@@ -8,12 +9,40 @@ use rdmux_wire::nvme::{
 };
 
 use super::queue::ADMIN_ENTRIES;
-use super::subsystem::Target;
+use super::subsystem::{Listener, Target};
+
+/// Another discovery service, to which hosts are referred.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Referral {
+    /// The way to it.
+    pub at: Listener,
+    /// Its name.
+    pub nqn: Nqn,
+    /// Connections to it need TLS or another secure channel.
+    pub is_secure: bool,
+}
+
+impl Referral {
+    /// Returns true if it is to the same service, at the same place.
+    pub fn is_to(&self, other: &Referral) -> bool {
+        (self.at, &self.nqn) == (other.at, &other.nqn)
+    }
+}
+
+impl fmt::Display for Referral {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.nqn.as_str() {
+            DISCOVERY_NQN => self.at.fmt(f),
+            other => write!(f, "{other} at {}", self.at),
+        }
+    }
+}
 
 /// Returns the log for a host that has reached the target at a local address: the discovery service itself and each subsystem that the host
-/// may use, at each listener. A host that has not come by loopback would look for those of loopback on itself.
+/// may use, at each listener, and other discovery services. A host that has not come by loopback would look for those of loopback on itself.
 pub(super) fn log(target: &Target, host: &Nqn, local: IpAddr) -> Vec<u8> {
     let generation = target.generation();
+    let is_within_reach = |at: &Listener| local.is_loopback() || !at.address.ip().is_loopback();
     let own = Nqn::new(DISCOVERY_NQN).map(|nqn| (SubsystemKind::Discovery, nqn));
     let others = target
         .names(host)
@@ -21,19 +50,36 @@ pub(super) fn log(target: &Target, host: &Nqn, local: IpAddr) -> Vec<u8> {
         .map(|nqn| (SubsystemKind::Nvm, nqn));
     let subsystems: Vec<_> = own.into_iter().chain(others).collect();
     let mut listeners: Vec<_> = target.listeners().into_iter().zip(1..).collect();
-    listeners.retain(|(listener, _)| local.is_loopback() || !listener.address.ip().is_loopback());
-    let entries = listeners.iter().flat_map(|(listener, port)| {
-        subsystems.iter().map(move |(kind, subsystem)| DiscoveryEntry {
-            transport: listener.transport,
-            kind: *kind,
-            is_secure: false,
-            port: *port,
-            admin_queue_entries: ADMIN_ENTRIES,
-            address: listener.address,
-            subsystem: subsystem.clone(),
-        })
-    });
-    let entries: Vec<_> = entries.collect();
+    listeners.retain(|(listener, _)| is_within_reach(listener));
+    let entry = |at: &Listener, port, kind, subsystem: &Nqn| DiscoveryEntry {
+        transport: at.transport,
+        kind,
+        is_secure: false,
+        flags: match kind {
+            // What a host is told of depends on whether it comes by loopback.
+            SubsystemKind::Discovery if at.address.ip().is_loopback() == local.is_loopback() => {
+                DiscoveryEntry::SAME_LOG | DiscoveryEntry::PERSISTENT
+            }
+            SubsystemKind::Discovery => DiscoveryEntry::PERSISTENT,
+            SubsystemKind::Nvm | SubsystemKind::Referral => 0,
+        },
+        port,
+        admin_queue_entries: ADMIN_ENTRIES,
+        address: at.address,
+        subsystem: subsystem.clone(),
+    };
+    let mut entries = Vec::new();
+    for (listener, port) in &listeners {
+        let here = subsystems.iter();
+        entries.extend(here.map(|(kind, subsystem)| entry(listener, *port, *kind, subsystem)));
+    }
+    let referrals = target.referrals();
+    for referral in referrals.iter().filter(|referral| is_within_reach(&referral.at)) {
+        entries.push(DiscoveryEntry {
+            is_secure: referral.is_secure,
+            ..entry(&referral.at, 0, SubsystemKind::Referral, &referral.nqn)
+        });
+    }
     let mut bytes = vec![0; DISCOVERY_HEADER_LEN + entries.len() * DISCOVERY_ENTRY_LEN];
     let header = DiscoveryHeader {
         generation,

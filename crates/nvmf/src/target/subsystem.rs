@@ -16,6 +16,7 @@ use rdmux_wire::nvme::{
 
 use super::ana::{ANA_GROUP_MAX, AnaRule, AnaStates, check_group};
 use super::association::Association;
+use super::discovery::Referral;
 use super::hosts::{Hosts, Terms};
 use super::limit::Limit;
 use super::namespace::{Namespace, SharedNamespace};
@@ -531,6 +532,7 @@ pub enum TargetError {
 pub struct Target {
     subsystems: Mutex<BTreeMap<Nqn, Arc<Subsystem>>>,
     listeners: Mutex<Vec<Listener>>,
+    referrals: Mutex<Vec<Referral>>,
     /// Discovery controllers need ids as well.
     discovery: Arc<Subsystem>,
     generation: AtomicU64,
@@ -542,6 +544,7 @@ impl Default for Target {
         Target {
             subsystems: Mutex::default(),
             listeners: Mutex::default(),
+            referrals: Mutex::default(),
             discovery: Arc::new(Subsystem::new(
                 discovery,
                 "discovery",
@@ -605,6 +608,43 @@ impl Target {
     pub fn remove_listener(&self, listener: &Listener) {
         self.listeners.lock().retain(|known| known != listener);
         self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Has the discovery service refer hosts to these others, and to no more.
+    pub fn set_referrals(&self, referrals: Vec<Referral>) {
+        self.change_referrals(|known| *known = referrals);
+    }
+
+    /// Has the discovery service refer hosts to another, or on other terms than before.
+    pub fn add_referral(&self, referral: Referral) {
+        self.change_referrals(
+            |known| match known.iter_mut().find(|known| known.is_to(&referral)) {
+                Some(known) => *known = referral,
+                None => known.push(referral),
+            },
+        );
+    }
+
+    /// Has the discovery service refer hosts to another no more, whatever its terms are. Returns false if it did not.
+    pub fn remove_referral(&self, referral: &Referral) -> bool {
+        self.change_referrals(|known| known.retain(|known| !known.is_to(referral)))
+    }
+
+    /// Returns true if they are other ones then: hosts are told of no other changes.
+    fn change_referrals(&self, change: impl FnOnce(&mut Vec<Referral>)) -> bool {
+        let mut known = self.referrals.lock();
+        let before = known.clone();
+        change(&mut known);
+        let is_other = *known != before;
+        if is_other {
+            self.generation.fetch_add(1, Ordering::Release);
+        }
+        is_other
+    }
+
+    /// Returns the discovery services to which hosts are referred.
+    pub fn referrals(&self) -> Vec<Referral> {
+        self.referrals.lock().clone()
     }
 
     /// Returns the subsystems, in the order of their names.

@@ -14,9 +14,9 @@ mod reservations;
 use super::*;
 use crate::auth::{Secret, Secrets};
 use crate::backend::{FileBackend, MemoryBackend, NullBackend};
-use crate::tcp::PORT;
 
 pub(crate) const SUBSYSTEM: &str = "nqn.2014-08.org.example:test";
+pub(crate) const PORT: Port = crate::tcp::port(16 << 10);
 const LOCAL: Listener = Listener {
     transport: TransportKind::Tcp,
     address: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 4420),
@@ -676,6 +676,40 @@ fn discovery__tells_of_changes_and_of_loopback_to_loopback_alone() {
         DiscoveryHeader::parse(&bytes).unwrap().entries
     };
     assert_eq!((entries("127.0.0.1"), entries("192.0.2.1")), (4, 2));
+    let log = |local: &str| {
+        let bytes = discovery::log(&target, &Nqn::new(HOST).unwrap(), local.parse().unwrap());
+        let entries = bytes[DISCOVERY_HEADER_LEN..].chunks(DISCOVERY_ENTRY_LEN);
+        entries
+            .map(|entry| DiscoveryEntry::parse(entry).unwrap())
+            .collect::<Vec<_>>()
+    };
+    let flags = |local: &str| {
+        let all = log(local).into_iter();
+        let own = all.filter(|entry| entry.kind == SubsystemKind::Discovery);
+        own.map(|entry| entry.flags).collect::<Vec<_>>()
+    };
+    let (same, stays) = (DiscoveryEntry::SAME_LOG, DiscoveryEntry::PERSISTENT);
+    assert_eq!(
+        flags("127.0.0.1"),
+        [same | stays, stays],
+        "the other way tells less"
+    );
+    assert_eq!(flags("192.0.2.1"), [same | stays]);
+    for at in ["127.0.0.1:8009", "192.0.2.9:8009"] {
+        target.add_referral(Referral {
+            at: Listener {
+                transport: TransportKind::Tcp,
+                address: at.parse().unwrap(),
+            },
+            nqn: Nqn::new(DISCOVERY_NQN).unwrap(),
+            is_secure: false,
+        });
+    }
+    let referrals = |local: &str| {
+        let all = log(local).into_iter();
+        all.filter(|entry| entry.kind == SubsystemKind::Referral).count()
+    };
+    assert_eq!((referrals("127.0.0.1"), referrals("192.0.2.1")), (2, 1));
     let (mut queue, _) = admin(&target, DISCOVERY_NQN, now);
     let mut features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
     features.set_dword(10, 0x0b);

@@ -8,7 +8,7 @@ use rdmux_wire::nvme_tcp::{COMMON_LEN, PduType};
 
 use super::inbox::check_header;
 use super::*;
-use crate::target::tests::{SUBSYSTEM, connect_data, target};
+use crate::target::tests::{PORT, SUBSYSTEM, connect_data, target};
 use crate::target::{Hosts, Rates, Terms};
 
 /// A host's side that sends any PDU, and keeps what the controller answers.
@@ -30,7 +30,7 @@ impl Host {
     fn new(target: Arc<Target>, digests: Digests, seed: u64) -> Host {
         let now = Instant::now();
         let mut host = Host {
-            connection: Connection::new(target, (std::net::Ipv4Addr::LOCALHOST, 4420).into(), now),
+            connection: Connection::new(target, PORT, (std::net::Ipv4Addr::LOCALHOST, 4420).into(), now),
             buffers: Buffers::default(),
             digests: Digests::empty(),
             now,
@@ -263,6 +263,22 @@ fn io__returns_what_was_written() {
                 assert!(read == data, "{digests:?} {blocks}");
             }
         }
+    }
+}
+
+#[test]
+fn capsule__has_no_more_data_than_its_listener_takes() {
+    for (limit, bytes, is_fatal) in [(512, 512, false), (512, 1024, true), (0, 512, true)] {
+        let (_admin, mut io) = hosts(Digests::empty(), false, 3);
+        io.connection.port = port(limit);
+        let mut sqe = rw(Opcode::WRITE, 1, 0, bytes / 512);
+        sqe.set_sgl(Sgl::InCapsule {
+            offset: 0,
+            length: bytes,
+        });
+        io.send(&Header::CapsuleCmd(sqe), &vec![7; bytes as usize]);
+        assert_eq!(io.ended, is_fatal.then_some(Fatal::Limit), "{limit} {bytes}");
+        assert_eq!(io.responses.contains_key(&Cid(1)), !is_fatal);
     }
 }
 

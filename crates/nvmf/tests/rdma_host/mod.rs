@@ -72,10 +72,13 @@ impl Running {
         let address = SocketAddr::new(address(), PORT);
         let server = Server::bind(Config {
             target: Arc::new(target),
-            listen: vec![Listener {
-                transport: TransportKind::Rdma,
-                address,
-            }],
+            listen: vec![
+                Listener {
+                    transport: TransportKind::Rdma,
+                    address,
+                }
+                .into(),
+            ],
             reactors,
             waiting: None,
         })

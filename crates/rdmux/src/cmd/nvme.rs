@@ -31,6 +31,8 @@ enum Command {
     Host(change::HostArgs),
     /// Show and change the addresses on which a target listens.
     Listener(change::ListenerArgs),
+    /// Show and change the other discovery services to which a target refers hosts.
+    Referral(change::ReferralArgs),
     /// Show what the hosts of a target that runs have read and written.
     Stat(stat::Args),
     /// Show and change by which ways hosts reach the namespaces of a target that runs.
@@ -57,6 +59,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Command::Ns(args) => change::namespaces(&args),
         Command::Host(args) => change::hosts(&args),
         Command::Listener(args) => change::listeners(&args),
+        Command::Referral(args) => change::referrals(&args),
         Command::Stat(args) => stat::run(&args),
         Command::Ana(args) => ana::run(&args),
         Command::Discover(args) => discover::run(&args),

@@ -6,8 +6,8 @@ use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
-use rdmux_nvmf::target::{AnaRule, Hosts, Listener, Namespace, Operation, Subsystem, Target, Terms};
-use rdmux_nvmf::tcp::{Buffers, Connection, End};
+use rdmux_nvmf::target::{AnaRule, Hosts, Listener, Namespace, Operation, Port, Subsystem, Target, Terms};
+use rdmux_nvmf::tcp::{self, Buffers, Connection, End};
 use rdmux_wire::nvme::{AnaState, Nqn, NsId, ReservationCommand, Status, TransportKind};
 
 use super::disk::SimBackend;
@@ -16,6 +16,8 @@ use super::run::{Event, Run};
 use super::stream::{LinkId, Side};
 use super::{KEEP_ALIVE_NS, MS, SECOND};
 
+/// Data of up to 16 KiB come in capsules.
+const PORT: Port = tcp::port(16 << 10);
 pub(super) const NQN: &str = "nqn.2014-08.org.example:simulated";
 /// The group of all namespaces.
 const GROUP: u32 = 1;
@@ -181,7 +183,7 @@ impl Run<'_> {
         let now = self.instant();
         let server = self.server.as_mut()?;
         let served = Served {
-            connection: Connection::new(server.target.clone(), local, now),
+            connection: Connection::new(server.target.clone(), PORT, local, now),
             closes_at: None,
             heard: self.now,
         };

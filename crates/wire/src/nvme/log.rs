@@ -394,6 +394,8 @@ pub struct DiscoveryEntry {
     pub kind: SubsystemKind,
     /// Connections need TLS or another secure channel (TREQ).
     pub is_secure: bool,
+    /// Its properties (EFLAGS): [`DiscoveryEntry::SAME_LOG`], [`DiscoveryEntry::PERSISTENT`].
+    pub flags: u16,
     /// The port's number in the subsystem.
     pub port: u16,
     /// Entries of an admin submission queue.
@@ -405,9 +407,11 @@ pub struct DiscoveryEntry {
 }
 
 impl DiscoveryEntry {
+    /// Whoever asks there gets the same log as by all other entries with this flag (DUPRETINFO).
+    pub const SAME_LOG: u16 = 1 << 0;
+    /// Connections to the discovery service may stay: their hosts are told of changes (EPCSD).
+    pub const PERSISTENT: u16 = 1 << 1;
     const ANY_CONTROLLER: u16 = 0xffff;
-    /// Its connections may stay: their hosts are told of changes.
-    const PERSISTENT: u16 = 1 << 1;
 
     /// Writes [`DISCOVERY_ENTRY_LEN`] bytes.
     pub fn emit(&self, bytes: &mut [u8]) {
@@ -423,9 +427,7 @@ impl DiscoveryEntry {
         put(bytes, 4, &self.port.to_le_bytes());
         put(bytes, 6, &DiscoveryEntry::ANY_CONTROLLER.to_le_bytes());
         put(bytes, 8, &self.admin_queue_entries.to_le_bytes());
-        if self.kind == SubsystemKind::Discovery {
-            put(bytes, 10, &DiscoveryEntry::PERSISTENT.to_le_bytes());
-        }
+        put(bytes, 10, &self.flags.to_le_bytes());
         field(&mut bytes[32..64], &self.address.port().to_string());
         self.subsystem.emit(&mut bytes[256..]);
         field(&mut bytes[512..768], &self.address.ip().to_string());
@@ -468,6 +470,7 @@ impl DiscoveryEntry {
                 other => return Err(undefined("kind of subsystem", other)),
             },
             is_secure: bytes[3] & 3 == 1,
+            flags: le16(bytes, 10),
             port: le16(bytes, 4),
             admin_queue_entries: le16(bytes, 8),
             address: SocketAddr::new(ip, port),

@@ -242,6 +242,10 @@ fn discovery_entry__survives_the_wire() {
             transport,
             kind,
             is_secure: transport == TransportKind::Tcp,
+            flags: match kind {
+                SubsystemKind::Discovery => DiscoveryEntry::SAME_LOG | DiscoveryEntry::PERSISTENT,
+                _ => 0,
+            },
             port: 1,
             admin_queue_entries: 32,
             address: address.parse().unwrap(),
@@ -250,6 +254,10 @@ fn discovery_entry__survives_the_wire() {
         let mut bytes = vec![0xff; DISCOVERY_ENTRY_LEN];
         entry.emit(&mut bytes);
         assert_eq!(DiscoveryEntry::parse(&bytes), Ok(entry));
+        assert_eq!(
+            bytes[10..12],
+            [if kind == SubsystemKind::Discovery { 3 } else { 0 }, 0]
+        );
         if transport == TransportKind::Rdma {
             // Reliable connected, RoCEv2, RDMA_CM.
             assert_eq!(bytes[768..772], [1, 4, 1, 0]);

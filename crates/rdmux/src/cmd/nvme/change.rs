@@ -1,10 +1,10 @@
-//! `rdmux nvme ns`, `host` and `listener`: show and change a target that runs, by requests to its socket.
+//! `rdmux nvme ns`, `host`, `listener` and `referral`: show and change a target that runs, by requests to its socket.
 
 use std::path::{Path, PathBuf, absolute};
 
 use anyhow::{Context, Result, bail};
 use clap::Subcommand;
-use rdmux_nvmf::control::config::{NamespaceConfig, Storage, parse_listener, parse_nqn};
+use rdmux_nvmf::control::config::{NamespaceConfig, Storage, parse_in_capsule, parse_listener, parse_nqn};
 use rdmux_nvmf::control::rpc::{call, sockets};
 use rdmux_nvmf::target::{Listener, Rates};
 use rdmux_push::parse_size;
@@ -136,7 +136,9 @@ pub(crate) struct ListenerArgs {
 #[derive(Subcommand, Debug)]
 enum ListenerCommand {
     /// List the addresses.
-    #[command(after_help = "JSON: an array of trtype, adrfam, traddr, trsvcid.")]
+    #[command(
+        after_help = "JSON: an array of trtype, adrfam, traddr, trsvcid, in_capsule_data_size (bytes)."
+    )]
     List(At),
     /// Listen on another address of TCP.
     #[command(after_help = "JSON: result (trtype, adrfam, traddr, trsvcid).")]
@@ -144,6 +146,9 @@ enum ListenerCommand {
         /// The address.
         #[arg(value_name = "tcp:ADDR[:PORT]", value_parser = parse_listener)]
         listener: Listener,
+        /// Bytes of data that come with a write, in its capsule, before they are asked for: a multiple of 16, at most 16K [default: 16K].
+        #[arg(long, value_name = "BYTES", value_parser = parse_in_capsule)]
+        in_capsule_bytes: Option<u32>,
         #[command(flatten)]
         at: At,
     },
@@ -156,6 +161,62 @@ enum ListenerCommand {
         #[command(flatten)]
         at: At,
     },
+}
+
+/// Show and change the other discovery services to which a target refers hosts.
+#[derive(clap::Args, Debug)]
+pub(crate) struct ReferralArgs {
+    #[command(subcommand)]
+    command: ReferralCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum ReferralCommand {
+    /// List the referrals.
+    #[command(
+        after_help = "JSON: an array of address (trtype, adrfam, traddr, trsvcid), subnqn, secure_channel."
+    )]
+    List(At),
+    /// Refer hosts to another discovery service, or on other terms than before. Hosts that have asked for it are told.
+    #[command(after_help = "JSON: result (true).")]
+    Add {
+        #[command(flatten)]
+        to: Referred,
+        /// Connections to it need TLS.
+        #[arg(long)]
+        secure: bool,
+        #[command(flatten)]
+        at: At,
+    },
+    /// Refer hosts there no more. Hosts that have asked for it are told.
+    #[command(after_help = "JSON: result (true).")]
+    Remove {
+        #[command(flatten)]
+        to: Referred,
+        #[command(flatten)]
+        at: At,
+    },
+}
+
+/// Another discovery service.
+#[derive(clap::Args, Debug)]
+struct Referred {
+    /// Its address.
+    #[arg(value_name = "tcp|rdma:ADDR[:PORT]", value_parser = parse_listener)]
+    address: Listener,
+    /// Its name, if it has one of its own [default: the name that discovery services have].
+    #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
+    subnqn: Option<Nqn>,
+}
+
+impl Referred {
+    fn params(&self) -> Value {
+        let mut params = json!({ "address": listen_address(&self.address) });
+        if let Some(nqn) = &self.subnqn {
+            params["subnqn"] = nqn.as_str().into();
+        }
+        params
+    }
 }
 
 impl At {
@@ -182,8 +243,9 @@ impl At {
     }
 
     pub(super) fn call(&self, method: &str, mut params: Value) -> Result<Value> {
-        if method.starts_with("nvmf_target") && self.nqn.is_some() {
-            bail!("a target listens for all of its subsystems: leave --nqn out");
+        let is_of_target = method.starts_with("nvmf_target") || method.starts_with("nvmf_discovery");
+        if is_of_target && self.nqn.is_some() {
+            bail!("that is for all subsystems of the target: leave --nqn out");
         }
         if let Some(nqn) = &self.nqn {
             params["nqn"] = nqn.as_str().into();
@@ -386,21 +448,30 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
                 ("transport", Align::Left),
                 ("address", Align::Left),
                 ("port", Align::Right),
+                ("in capsule", Align::Right),
             ];
             let rows: Vec<_> = listed
                 .as_array()
                 .map_or(&[][..], |array| array)
                 .iter()
                 .map(|listener| {
-                    let transport = text(&listener["trtype"]).to_lowercase();
-                    vec![transport, text(&listener["traddr"]), text(&listener["trsvcid"])]
+                    let mut row = address(listener);
+                    row.push(bytes(&listener["in_capsule_data_size"]));
+                    row
                 })
                 .collect();
             output::say(&output::table(&columns, &rows));
             Ok(())
         }
-        ListenerCommand::Add { listener, at } => {
-            let params = json!({ "listen_address": listen_address(listener) });
+        ListenerCommand::Add {
+            listener,
+            in_capsule_bytes,
+            at,
+        } => {
+            let mut params = json!({ "listen_address": listen_address(listener) });
+            if let Some(bytes) = in_capsule_bytes {
+                params["in_capsule_data_size"] = (*bytes).into();
+            }
             at.change("nvmf_target_add_listener", params, |added| {
                 format!(
                     "listening on {} port {}",
@@ -416,6 +487,57 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
             })
         }
     }
+}
+
+pub(crate) fn referrals(args: &ReferralArgs) -> Result<()> {
+    match &args.command {
+        ReferralCommand::List(at) => {
+            let listed = at.call("nvmf_discovery_get_referrals", json!({}))?;
+            if at.json {
+                output::say(&listed.to_string());
+                return Ok(());
+            }
+            let columns = [
+                ("transport", Align::Left),
+                ("address", Align::Left),
+                ("port", Align::Right),
+                ("channel", Align::Left),
+                ("name", Align::Left),
+            ];
+            let rows: Vec<_> = listed
+                .as_array()
+                .map_or(&[][..], |array| array)
+                .iter()
+                .map(|referral| {
+                    let mut row = address(&referral["address"]);
+                    let is_secure = referral["secure_channel"] == true;
+                    row.push(if is_secure { "TLS" } else { "-" }.to_owned());
+                    row.push(text(&referral["subnqn"]));
+                    row
+                })
+                .collect();
+            output::say(&output::table(&columns, &rows));
+            Ok(())
+        }
+        ReferralCommand::Add { to, secure, at } => {
+            let mut params = to.params();
+            params["secure_channel"] = (*secure).into();
+            at.change("nvmf_discovery_add_referral", params, |_| {
+                format!("hosts are referred to {}", to.address)
+            })
+        }
+        ReferralCommand::Remove { to, at } => {
+            at.change("nvmf_discovery_remove_referral", to.params(), |_| {
+                format!("hosts are referred no more to {}", to.address)
+            })
+        }
+    }
+}
+
+/// Returns transport, address and port for a table.
+fn address(listed: &Value) -> Vec<String> {
+    let transport = text(&listed["trtype"]).to_lowercase();
+    vec![transport, text(&listed["traddr"]), text(&listed["trsvcid"])]
 }
 
 pub(super) fn listen_address(listener: &Listener) -> Value {

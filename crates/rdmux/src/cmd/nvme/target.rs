@@ -23,7 +23,7 @@ use crate::{metrics, signals};
 
 /// Export files, block devices and memory as NVMe namespaces, until Ctrl-C.
 ///
-/// `rdmux nvme ns`, `host`, `listener` and `ana` change a target that runs, and `stat` shows what its hosts do. With --config it exports what a file describes; SIGHUP has it read the file
+/// `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` change a target that runs, and `stat` shows what its hosts do. With --config it exports what a file describes; SIGHUP has it read the file
 /// again, hosts stay connected, and a wrong file changes nothing.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -62,7 +62,7 @@ pub(crate) struct Args {
     /// Let every host that reaches the address read and write, without a secret.
     #[arg(long)]
     allow_any_host: bool,
-    /// Socket for the requests of `rdmux nvme ns`, `host`, `listener` and `ana` [default: one in your folder for what runs].
+    /// Socket for the requests of `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` [default: one in your folder for what runs].
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Describe the target in JSON.
@@ -91,8 +91,9 @@ impl Args {
             ana: Vec::new(),
         };
         Ok(TargetConfig {
-            listen: self.listen.clone(),
+            listen: self.listen.iter().map(|listener| (*listener).into()).collect(),
             reactors: self.reactors,
+            referrals: Vec::new(),
             subsystems: vec![subsystem],
         })
     }
