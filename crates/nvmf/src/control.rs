@@ -20,6 +20,7 @@ use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId, TransportKind};
 
 use self::config::{HostConfig, NamespaceConfig, OtherHosts, Storage, SubsystemConfig, TargetConfig};
+use crate::announce::{Announcer, is_announced};
 use crate::auth::{SecretError, Secrets};
 use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
@@ -109,6 +110,9 @@ pub enum ControlError {
     /// The name is not free for a user's subsystem.
     #[error("{0} is the name of the discovery service: choose another one")]
     Discovery(Nqn),
+    /// Its discovery service cannot be announced.
+    #[error("cannot announce the target by mDNS: {0}")]
+    Announce(#[from] mdns_sd::Error),
     /// The system has no random bytes.
     #[error("no random bytes: {0}")]
     Random(io::Error),
@@ -123,6 +127,8 @@ pub struct Control {
     /// The listeners as they were asked for, and with the port that they got.
     listeners: Mutex<Vec<(Listen, Listener)>>,
     subsystems: Mutex<BTreeMap<Nqn, Exported>>,
+    /// Announces listeners by mDNS, where that is asked for.
+    announcer: Mutex<Option<Announcer>>,
 }
 
 /// A subsystem, with the description that it follows.
@@ -223,12 +229,17 @@ impl Control {
         for exported in subsystems.values() {
             exported.set_ana_rules(&listeners)?;
         }
+        let mut announcer = config.mdns.then(Announcer::new).transpose()?;
+        if let Some(announcer) = &mut announcer {
+            announcer.set(&target.listeners())?;
+        }
         let control = Control {
             target,
             handle: server.handle(),
             reactors: config.reactors,
             listeners: Mutex::new(listeners),
             subsystems: Mutex::new(subsystems),
+            announcer: Mutex::new(announcer),
         };
         Ok((control, server))
     }
@@ -411,6 +422,7 @@ impl Control {
         listeners.push((listen, actual));
         self.target.add_listener(actual);
         self.handle.tell_of_change();
+        self.announce();
         Ok(actual)
     }
 
@@ -431,7 +443,27 @@ impl Control {
         listeners.retain(|(_, actual)| actual != listener);
         self.target.remove_listener(listener);
         self.handle.tell_of_change();
+        self.announce();
         Ok(())
+    }
+
+    /// Has mDNS announce what the target listens on, if that is asked for.
+    fn announce(&self) {
+        if let Some(announcer) = &mut *self.announcer.lock() {
+            // Fails where the thread is too busy for more, which the next change makes up for: the listeners work without.
+            let _ = announcer.set(&self.target.listeners());
+        }
+    }
+
+    /// Returns the listeners that mDNS announces: those of TCP that other hosts can reach. `None`: it is not asked for.
+    pub fn announced(&self) -> Option<Vec<Listener>> {
+        let is_asked_for = self.announcer.lock().is_some();
+        is_asked_for.then(|| self.listeners().into_iter().filter(is_announced).collect())
+    }
+
+    /// Withdraws what mDNS has announced, before the target ends.
+    pub fn withdraw(&self) {
+        self.announcer.lock().take();
     }
 
     /// Refers hosts to another discovery service, or on other terms than before. Hosts that have asked for it are told.
@@ -492,6 +524,11 @@ impl Control {
         if let Some(listen) = gone.chain(&new).find(is_rdma) {
             return Err(ControlError::RdmaListener(listen.listener));
         }
+        let mut announcer = self.announcer.lock();
+        let new_announcer = match (&*announcer, config.mdns) {
+            (None, true) => Some(Announcer::new()?),
+            _ => None,
+        };
         let mut added = Vec::new();
         for asked in new {
             match self.handle.listen(asked) {
@@ -545,6 +582,9 @@ impl Control {
         }
         self.target.set_referrals(config.referrals);
         self.handle.tell_of_change();
+        *announcer = announcer.take().or(new_announcer).filter(|_| config.mdns);
+        drop(announcer);
+        self.announce();
         Ok(())
     }
 }

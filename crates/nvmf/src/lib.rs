@@ -9,6 +9,7 @@
 #[macro_use]
 pub mod mutant;
 
+mod announce;
 pub mod auth;
 pub mod backend;
 pub mod control;

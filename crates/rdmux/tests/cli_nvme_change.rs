@@ -251,6 +251,28 @@ fn referrals__lead_to_other_targets() {
 }
 
 #[test]
+fn mdns__says_what_is_announced() {
+    let user = User::new();
+    let (listen, nqn) = place(23);
+    let mut args = vec!["nvme", "target", "--mdns", "--ns", "null:1M", "--nqn", &nqn];
+    args.extend(["--listen", &listen]);
+    let mut command = user.rdmux(&args);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let out = BufReader::new(child.stdout.take().unwrap());
+    let mut target = Target { child, out };
+    let mut said = Vec::new();
+    while said
+        .last()
+        .is_none_or(|line: &String| !line.starts_with("listening"))
+    {
+        said.push(target.line());
+        assert!(said.len() < 20, "{said:?}");
+    }
+    let nothing = "mDNS announces nothing: listen on an address of TCP that other hosts reach\n";
+    assert_eq!(said.iter().filter(|line| *line == nothing).count(), 1, "{said:?}");
+}
+
+#[test]
 fn limits__hold_a_host_to_its_rate_and_no_other() {
     let user = User::new();
     let (listen, nqn) = place(7);

@@ -33,6 +33,9 @@ pub struct TargetConfig {
     /// Threads that serve connections.
     #[serde(default = "one_reactor", deserialize_with = "reactors")]
     pub reactors: u16,
+    /// Its discovery service is announced by mDNS.
+    #[serde(default)]
+    pub mdns: bool,
     /// Other discovery services, to which it refers hosts.
     #[serde(default, rename = "referral", deserialize_with = "referrals")]
     pub referrals: Vec<Referral>,
@@ -679,6 +682,7 @@ mod tests {
             r#"
             listen = ["tcp:127.0.0.1", "rdma:[::1]:5000", { address = "tcp:127.0.0.2", in_capsule_bytes = "8K" }]
             reactors = 2
+            mdns = true
 
             [[referral]]
             address = "tcp:192.0.2.1:8009"
@@ -730,6 +734,7 @@ mod tests {
             listen("tcp:127.0.0.2", 8 << 10),
         ];
         assert_eq!(config.listen, expected);
+        assert!(config.mdns);
         let referral = |at: &str, nqn: &str, is_secure| Referral {
             at: parse_listener(at).unwrap(),
             nqn: Nqn::new(nqn).unwrap(),

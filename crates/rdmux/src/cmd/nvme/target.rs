@@ -29,7 +29,7 @@ use crate::{metrics, signals};
 #[command(after_help = "\
 JSON: one object when the target listens: listen (array of transport, address, port), subsystems (array of nqn, serial, secret_file (null: no host needs the common
 one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
-socket (of requests that change it, or null).")]
+mdns (array of the listeners that it announces: tcp:ADDR:PORT; or null), socket (of requests that change it, or null).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
     /// may be repeated. The namespaces are numbered from 1. `block=4096` sets the bytes of a block, `ro` refuses writes, `uuid=` replaces the
@@ -62,6 +62,9 @@ pub(crate) struct Args {
     /// Let every host that reaches the address read and write, without a secret.
     #[arg(long)]
     allow_any_host: bool,
+    /// Announce the discovery service by mDNS on the networks of the listeners of TCP, so that hosts find it. Those on loopback are not announced.
+    #[arg(long, conflicts_with = "config")]
+    mdns: bool,
     /// Socket for the requests of `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` [default: one in your folder for what runs].
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -93,6 +96,7 @@ impl Args {
         Ok(TargetConfig {
             listen: self.listen.iter().map(|listener| (*listener).into()).collect(),
             reactors: self.reactors,
+            mdns: self.mdns,
             referrals: Vec::new(),
             subsystems: vec![subsystem],
         })
@@ -116,6 +120,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let exported = Exported {
         subsystems: control.subsystems(),
         listeners: control.listeners(),
+        announced: control.announced(),
         socket: socket.as_ref().map(RpcSocket::path),
     };
     output::say(&if args.json {
@@ -127,8 +132,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
         output::error(&anyhow::Error::new(error).context("cannot notify systemd that the target listens"));
     }
-    server.run()?;
-    Ok(())
+    let ended = server.run();
+    control.withdraw();
+    Ok(ended?)
 }
 
 /// Has the target go on with what its file says now. A wrong file changes nothing.
@@ -173,6 +179,8 @@ fn listen(chosen: Option<&Path>, control: &Arc<Control>) -> Result<Option<RpcSoc
 struct Exported<'a> {
     subsystems: Vec<SubsystemInfo>,
     listeners: Vec<Listener>,
+    /// Those that mDNS announces; `None`: it is not asked for.
+    announced: Option<Vec<Listener>>,
     socket: Option<&'a Path>,
 }
 
@@ -217,6 +225,17 @@ impl Exported<'_> {
             }
             text += "\n";
         }
+        if let Some(announced) = &self.announced {
+            text += &match &announced[..] {
+                [] => {
+                    "mDNS announces nothing: listen on an address of TCP that other hosts reach\n".to_owned()
+                }
+                listeners => {
+                    let listeners = listeners.iter().map(Listener::to_string);
+                    format!("mDNS announces {}\n", listeners.collect::<Vec<_>>().join(", "))
+                }
+            };
+        }
         text + "listening; end with Ctrl-C"
     }
 
@@ -246,7 +265,16 @@ impl Exported<'_> {
                 })
             })
             .collect();
-        json!({ "listen": listen, "subsystems": subsystems, "socket": self.socket })
+        let announced = self.announced.as_ref().map(|announced| {
+            let listeners = announced.iter().map(Listener::to_string);
+            listeners.collect::<Vec<_>>()
+        });
+        json!({
+            "listen": listen,
+            "subsystems": subsystems,
+            "mdns": announced,
+            "socket": self.socket,
+        })
     }
 }
 
