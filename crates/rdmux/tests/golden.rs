@@ -21,7 +21,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 40] = [
+const OUTPUTS: [&str; 41] = [
     "capture",
     "capture check",
     "ddio off",
@@ -45,6 +45,7 @@ const OUTPUTS: [&str; 40] = [
     "nvme ns list",
     "nvme perf",
     "nvme read",
+    "nvme referral list",
     "nvme stat",
     "nvme target",
     "nvme write",
@@ -67,7 +68,7 @@ const OUTPUTS: [&str; 40] = [
 const CHANGES: &str = "it reports one value; cli_nvme_change looks at what it changes";
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 19] = [
+const WITHOUT: [(&str, &str); 21] = [
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
@@ -95,6 +96,8 @@ const WITHOUT: [(&str, &str); 19] = [
     ("nvme ns add", CHANGES),
     ("nvme ns remove", CHANGES),
     ("nvme ns resize", CHANGES),
+    ("nvme referral add", CHANGES),
+    ("nvme referral remove", CHANGES),
     (
         "run",
         "what it prints is another program's; cargo xtask programs runs them",
@@ -556,7 +559,9 @@ fn output__nvme_target() {
         ]
         .concat(),
     );
-    for list in ["ana", "ns", "host", "listener"] {
+    let referral = ["nvme", "referral", "add", "tcp:192.0.2.9:8009"];
+    run(&home, &[&referral[..], &at].concat());
+    for list in ["ana", "ns", "host", "listener", "referral"] {
         both(
             &home,
             &format!("nvme {list} list"),
