@@ -57,6 +57,14 @@ pub(crate) fn nqn(name: &str) -> Nqn {
 
 impl Running {
     pub(crate) fn start(reactors: usize, backend: Arc<dyn Backend>) -> Running {
+        let listener = Listener {
+            transport: TransportKind::Rdma,
+            address: SocketAddr::new(address(), PORT),
+        };
+        Running::start_at(listener, reactors, backend)
+    }
+
+    pub(crate) fn start_at(listener: Listener, reactors: usize, backend: Arc<dyn Backend>) -> Running {
         rdmux_soft::register();
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
         let namespace = Namespace {
@@ -69,21 +77,14 @@ impl Running {
         subsystem.add_namespace(namespace).unwrap();
         let target = Target::default();
         target.add_subsystem(Arc::new(subsystem)).unwrap();
-        let address = SocketAddr::new(address(), PORT);
         let server = Server::bind(Config {
             target: Arc::new(target),
-            listen: vec![
-                Listener {
-                    transport: TransportKind::Rdma,
-                    address,
-                }
-                .into(),
-            ],
+            listen: vec![listener.into()],
             reactors,
             waiting: None,
         })
         .unwrap();
-        let handle = server.handle();
+        let (address, handle) = (server.listeners()[0].address, server.handle());
         let thread = std::thread::spawn(move || server.run().unwrap());
         Running {
             address,

@@ -1,7 +1,8 @@
-//! Wireshark's dissectors judge a real exchange of NVMe/RDMA.
+//! Wireshark's dissectors judge real exchanges of NVMe/TCP and NVMe/RDMA.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod rdma_host;
+mod recorder;
 #[path = "../../skip.rs"]
 mod skip;
 
@@ -9,16 +10,27 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use rdma_host::{Host, Running, SUBSYSTEM, address, rw};
+use rdma_host::{Host, Running, SUBSYSTEM, address, nqn, rw};
 use rdmux_nvmf::backend::MemoryBackend;
+use rdmux_nvmf::host::command::{flush, read, write};
+use rdmux_nvmf::host::{Options as HostOptions, Session};
+use rdmux_nvmf::target::Listener;
 use rdmux_verbs::{ConnectParams, Device, Options, SharedMemory, set_process_capture};
-use rdmux_wire::nvme::{Cid, ConnectData, Opcode, Status};
+use rdmux_wire::nvme::{Cid, ConnectData, NsId, Opcode, Status, TransportKind};
 use rdmux_wire::nvme_rdma::Request;
+use rdmux_wire::nvme_tcp::Digests;
+use recorder::Recorder;
 
 /// Returns tshark's lines with these fields of the packets that match a display filter; `None` where there is no tshark.
 fn tshark(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
     let mut command = Command::new("tshark");
     command.arg("-r").arg(file).args(["-Y", filter, "-T", "fields"]);
+    command.args([
+        "-o",
+        "nvme-tcp.check_hdgst:TRUE",
+        "-o",
+        "nvme-tcp.check_ddgst:TRUE",
+    ]);
     for field in fields {
         command.args(["-e", field]);
     }
@@ -31,8 +43,100 @@ fn tshark(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
     Some(text(&output.stdout).lines().map(str::to_owned).collect())
 }
 
+/// Has a host write, read and flush by TCP, and records the two connections.
+fn exchange_by_tcp(digests: Digests, file: &Path) {
+    let listener = Listener {
+        transport: TransportKind::Tcp,
+        address: "127.0.0.1:0".parse().unwrap(),
+    };
+    let server = Running::start_at(listener, 1, Arc::new(MemoryBackend::new(16 << 20).unwrap()));
+    let recorder = Recorder::start(server.address, 2);
+    let options = HostOptions {
+        digests,
+        ..HostOptions::new(vec![recorder.address], nqn(SUBSYSTEM))
+    };
+    let session = Session::connect(options, 1).unwrap();
+    let mut queue = session.queue(1, 4).unwrap();
+    // The first write fits into a capsule; the target asks for the data of the second.
+    for (at, blocks) in [(0, 1), (1, 16)] {
+        let bytes = blocks * 4096;
+        let written = queue.run(
+            "a write",
+            write(NsId(1), at, blocks, bytes, vec![7; bytes as usize]),
+        );
+        assert_eq!(written.unwrap().status, Status::SUCCESS);
+    }
+    let bytes = 17 * 4096;
+    let done = queue
+        .run("a read", read(NsId(1), 0, 17, bytes, vec![0; bytes as usize]))
+        .unwrap();
+    assert_eq!(
+        (done.status, done.bytes()),
+        (Status::SUCCESS, &vec![7; bytes as usize][..])
+    );
+    assert_eq!(
+        queue.run("a flush", flush(NsId(1))).unwrap().status,
+        Status::SUCCESS
+    );
+    drop(queue);
+    session.close();
+    recorder.write(file);
+}
+
 #[test]
-fn exchange__is_what_wireshark_takes_it_for() {
+fn tcp__is_what_wireshark_takes_it_for() {
+    let folder = tempfile::tempdir().unwrap();
+    for digests in [Digests::empty(), Digests::all()] {
+        let file = folder.path().join("tcp.pcapng");
+        exchange_by_tcp(digests, &file);
+        let Some(lines) = tshark(&file, "nvme-tcp && tcp.stream == 1", &["_ws.col.Info"]) else {
+            return;
+        };
+        // A packet may have several PDUs.
+        let known: Vec<_> = lines.iter().flat_map(|line| line.split("| ")).collect();
+        assert_eq!(
+            known,
+            [
+                "Initialize Connection Request",
+                "Initialize Connection Response",
+                "NVMeOF Connect",
+                "NVMeOF CQE for Connect",
+                "NVMe Write",
+                "NVMe CQE for Write",
+                "NVMe Write",
+                "Ready To Transfer",
+                "NVMeOF Data for Write, offset 0",
+                "NVMe CQE for Write",
+                "NVMe Read",
+                "NVMeOF Data for Read, offset 0",
+                "NVMe Flush",
+                "NVMe CQE for Flush",
+            ],
+            "{digests:?}"
+        );
+        let admin = tshark(&file, "nvme-tcp && tcp.stream == 0", &["_ws.col.Info"]).unwrap();
+        let identified = admin
+            .iter()
+            .filter(|line| line.contains("Data for Identify Controller"));
+        assert_eq!(identified.count(), 1, "{admin:#?}");
+        let bad = tshark(
+            &file,
+            "_ws.malformed || _ws.expert.severity >= error",
+            &["_ws.col.Info"],
+        );
+        assert_eq!(bad.unwrap(), [""; 0], "{digests:?}");
+        for field in ["nvme-tcp.hdgst.status", "nvme-tcp.ddgst.status"] {
+            let statuses = tshark(&file, field, &[field]).unwrap();
+            assert_eq!(statuses.is_empty(), digests.is_empty());
+            // Good (Wireshark's proto_checksum_enum_e), of each PDU of the packet.
+            let mut each = statuses.iter().flat_map(|line| line.split(','));
+            assert!(each.all(|status| status == "1"), "{field}: {statuses:?}");
+        }
+    }
+}
+
+#[test]
+fn rdma__is_what_wireshark_takes_it_for() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("rdma.pcapng");
     let device = {
