@@ -2,9 +2,9 @@
 //! same file; and over RDMA, beside a bare pair on verbs.
 
 mod rdma;
+mod target;
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use super::child::{Side, say_ready};
 use super::pair::{Server, free_port};
-use super::table::{Column, Line, Ratio, Suite, Table};
+use super::table::{Column, Line, Ratio, Suite, Table, figures};
 use super::{LOOPBACK, rdmux};
 
 /// First argument of this program as a side of the bare pair.
@@ -71,6 +71,16 @@ enum Transport {
     Rdma,
 }
 
+impl Transport {
+    /// Returns its name in addresses.
+    fn scheme(self) -> &'static str {
+        match self {
+            Transport::Tcp => "tcp",
+            Transport::Rdma => "rdma",
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Read,
@@ -103,7 +113,7 @@ impl Direction {
 }
 
 /// Figures of a run: thousands of I/Os a second, and CPU seconds of the serving process for a million of them.
-type Run = (f64, f64);
+type Run = [f64; 2];
 
 /// Returns the tables of IOPS and of CPU time in both directions.
 fn tables(target: &Shared, transport: Transport) -> Vec<Table> {
@@ -123,10 +133,11 @@ fn tables(target: &Shared, transport: Transport) -> Vec<Table> {
             Transport::Tcp => (BARE, &LOADS),
             Transport::Rdma => (VERBS, &RDMA_LOADS),
         };
+        let columns: Vec<usize> = loads.iter().map(|(column, _)| *column).collect();
         let rows = [
-            rows(name, loads, move |load| bare(transport, way, load)),
-            rows(NULL_ROW, loads, perf(target, transport, way, NULL)),
-            rows(MEMORY_ROW, loads, perf(target, transport, way, MEMORY)),
+            figures(name, &columns, move |load| bare(transport, way, load)),
+            figures(NULL_ROW, &columns, perf(target, transport, way, NULL)),
+            figures(MEMORY_ROW, &columns, perf(target, transport, way, MEMORY)),
         ];
         let mut lines: [Vec<Line>; 2] = Default::default();
         for [first, second] in rows {
@@ -149,7 +160,7 @@ fn tables(target: &Shared, transport: Transport) -> Vec<Table> {
 }
 
 /// Returns what `--table nvme` measures.
-pub(super) fn suites() -> [Suite; 2] {
+pub(super) fn suites() -> [Suite; 3] {
     let target = Shared::default();
     let rdma = Suite {
         key: "nvme_rdma",
@@ -159,7 +170,7 @@ pub(super) fn suites() -> [Suite; 2] {
         tables: tables(&target, Transport::Rdma),
         ratios: rdma_ratios,
     };
-    [tcp(&target), rdma]
+    [tcp(&target), rdma, target::suite()]
 }
 
 fn rdma_ratios(tables: &[Table]) -> Vec<Ratio> {
@@ -195,7 +206,7 @@ fn tcp(target: &Shared) -> Suite {
     let way = |column: usize| Direction::ALL[column - QUEUE - 32];
     let on = |namespace: &'static str| {
         let target = target.clone();
-        move |column: usize| Ok(perf(&target, Transport::Tcp, way(column), namespace)(QUEUE + 32)?.0)
+        move |column: usize| Ok(perf(&target, Transport::Tcp, way(column), namespace)(QUEUE + 32)?[0])
     };
     let lines = vec![
         Line::new(FIO, &columns, {
@@ -248,38 +259,18 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
     ratios
 }
 
-/// Returns a row of the table of IOPS, which measures, and one of that of CPU time, which has its figures.
-fn rows(
-    name: &'static str,
-    loads: &[Column],
-    mut measure: impl FnMut(usize) -> Result<Run> + 'static,
-) -> [Line; 2] {
-    let columns: Vec<usize> = loads.iter().map(|(column, _)| *column).collect();
-    let kept = Rc::new(RefCell::new(BTreeMap::new()));
-    let runs = kept.clone();
-    [
-        Line::new(name, &columns, move |column| {
-            let run = measure(column)?;
-            runs.borrow_mut().insert(column, run.1);
-            Ok(run.0)
-        }),
-        Line::new(name, &columns, move |column| {
-            kept.borrow().get(&column).copied().context("see above")
-        }),
-    ]
-}
-
 /// A target that runs as long as this.
 struct Target {
     server: Server,
-    tcp: String,
-    rdma: String,
+    port: String,
+    nqn: String,
     file: PathBuf,
     _folder: tempfile::TempDir,
 }
 
 impl Target {
-    fn start() -> Result<Target> {
+    /// Starts one with further options, and a policy of moderation.
+    fn start(options: &[&str], moderation: Option<&str>) -> Result<Target> {
         // Beside the programs: a folder of the system may be in memory.
         let beside = rdmux()?;
         let folder = tempfile::tempdir_in(beside.parent().context("no folder")?)?;
@@ -303,23 +294,32 @@ impl Target {
             .args(["--nqn", &nqn, "--listen", &format!("tcp:{LOOPBACK}:{port}")])
             .args(["--listen", &format!("rdma:{LOOPBACK}:{port}")])
             .arg("--socket")
-            .arg(folder.path().join("socket"));
+            .arg(folder.path().join("socket"))
+            .args(options)
+            .envs(moderation.map(|policy| ("RDMUX_MODERATION", policy)));
         let server = Server::start_until(&mut command, "listening")?;
         let target = Target {
             server,
-            tcp: format!("nvme+tcp://{LOOPBACK}:{port}/{nqn}"),
-            rdma: format!("nvme+rdma://{LOOPBACK}:{port}/{nqn}"),
+            port,
+            nqn,
             file,
             _folder: folder,
         };
         // Memory that nobody has written is made at the first access, which takes longer than the access.
         let mut fill = Command::new(rdmux()?);
-        fill.args(["nvme", "write", &target.tcp, "--nsid", MEMORY])
+        fill.args(["nvme", "write", &target.url(Transport::Tcp), "--nsid", MEMORY])
             .arg(&target.file)
             .stdin(Stdio::null())
             .stdout(Stdio::null());
         ensure!(fill.status()?.success(), "the memory namespace is not written");
         Ok(target)
+    }
+}
+
+impl Target {
+    fn url(&self, transport: Transport) -> String {
+        let (scheme, port, nqn) = (transport.scheme(), &self.port, &self.nqn);
+        format!("nvme+{scheme}://{LOOPBACK}:{port}/{nqn}")
     }
 }
 
@@ -341,37 +341,42 @@ fn perf(
     move |load| {
         let mut target = target.borrow_mut();
         if target.is_none() {
-            *target = Some(Target::start()?);
+            *target = Some(Target::start(&[], None)?);
         }
         let target = target.as_ref().context("no target")?;
         let before = cpu_ns(target.server.pid())?;
-        let output = Command::new(rdmux()?)
-            .args([
-                "nvme",
-                "perf",
-                match transport {
-                    Transport::Tcp => &target.tcp,
-                    Transport::Rdma => &target.rdma,
-                },
-                "--json",
-                "--warmup",
-                "0",
-                "--nsid",
-                namespace,
-            ])
-            .args(["--rw", way.name(), "--time", &SECONDS.to_string()])
-            .args(["--queues", &(load / QUEUE).to_string()])
-            .args(["--depth", &(load % QUEUE).to_string()])
-            .stdin(Stdio::null())
-            .output()?;
-        let why = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "perf: {}", why.trim());
+        let (queues, depth) = ((load / QUEUE).to_string(), (load % QUEUE).to_string());
+        let time = SECONDS.to_string();
+        let options = [
+            "--nsid",
+            namespace,
+            "--rw",
+            way.name(),
+            "--time",
+            &time,
+            "--queues",
+            &queues,
+            "--depth",
+            &depth,
+        ];
+        let report = perf_of(target, transport, &options)?;
         let cpu = cpu_ns(target.server.pid())? - before;
-        let report: Value = serde_json::from_slice(&output.stdout)?;
         let ios = report["ios"].as_f64().context("perf reports no ios")?;
         let iops = report["iops"].as_f64().context("perf reports no iops")?;
-        Ok((iops / 1e3, cpu as f64 / 1e9 / (ios / 1e6)))
+        Ok([iops / 1e3, cpu as f64 / 1e9 / (ios / 1e6)])
     }
+}
+
+/// Runs `rdmux nvme perf` with these options, and returns its report.
+fn perf_of(target: &Target, transport: Transport, options: &[&str]) -> Result<Value> {
+    let output = Command::new(rdmux()?)
+        .args(["nvme", "perf", &target.url(transport), "--json", "--warmup", "0"])
+        .args(options)
+        .stdin(Stdio::null())
+        .output()?;
+    let why = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "perf: {}", why.trim());
+    Ok(serde_json::from_slice(&output.stdout)?)
 }
 
 /// Returns the time that the threads of a process have had a CPU.
@@ -388,7 +393,7 @@ fn cpu_ns(pid: u32) -> Result<u64> {
 fn fio(target: &Shared, way: Direction) -> Result<f64> {
     let mut target = target.borrow_mut();
     if target.is_none() {
-        *target = Some(Target::start()?);
+        *target = Some(Target::start(&[], None)?);
     }
     let target = target.as_ref().context("no target")?;
     // Another file: the target has its own for itself alone.
@@ -432,13 +437,9 @@ fn bare(transport: Transport, way: Direction, load: usize) -> Result<Run> {
     let (queues, depth) = ((load / QUEUE).to_string(), (load % QUEUE).to_string());
     let start = |side: &str| {
         let mut command = Command::new(std::env::current_exe()?);
-        let over = match transport {
-            Transport::Tcp => "tcp",
-            Transport::Rdma => "rdma",
-        };
         command.args([
             COMMAND,
-            over,
+            transport.scheme(),
             side,
             way.name(),
             &port.to_string(),
@@ -454,11 +455,14 @@ fn bare(transport: Transport, way: Direction, load: usize) -> Result<Run> {
     let cpu: f64 = server.result()?.parse()?;
     client.end()?;
     server.end()?;
-    Ok((ios / SECONDS as f64 / 1e3, cpu / 1e9 / (ios / 1e6)))
+    Ok([ios / SECONDS as f64 / 1e3, cpu / 1e9 / (ios / 1e6)])
 }
 
 /// Runs as a side of the bare pair.
 pub(super) fn child(args: &[String]) -> Result<()> {
+    if let Some((target::IDLE, args)) = args.split_first().map(|(first, args)| (first.as_str(), args)) {
+        return target::be_idle(args);
+    }
     let [transport, side, way, port, queues, depth] = args else {
         bail!("give the transport, the side, the direction, a port, a number of queues and one in flight");
     };
