@@ -201,6 +201,16 @@ fn commands(transport: &str, last: u8, more: &[&str]) {
         );
         assert!(measured["cpu_us_per_io"].as_f64().unwrap() > 0.0);
     }
+    let paced = json(
+        &home,
+        &[
+            "nvme", "perf", url, "--rate", "500", "--depth", "64", "--queues", "2", "--time", "0.4",
+            "--warmup", "0", "--json",
+        ],
+    );
+    // Time is meant: 200 commands are due. A slow machine may do some of them later.
+    let ios = paced["ios"].as_u64().unwrap();
+    assert!((1..=200).contains(&ios), "{paced}");
 }
 
 #[test]

@@ -61,8 +61,8 @@ pub(super) trait Connection: fmt::Debug + Send {
     /// Returns a command that is done.
     fn poll(&mut self) -> Option<Completion>;
 
-    /// Sends what was submitted, and sleeps until the target has sent something or a tick has passed.
-    fn wait(&mut self) -> Result<(), HostError>;
+    /// Sends what was submitted, and sleeps until the target has sent something or so long, at most a tick.
+    fn wait(&mut self, longest: Duration) -> Result<(), HostError>;
 
     /// Ends the connection: the target learns that at once.
     fn end(&mut self);
@@ -120,7 +120,7 @@ impl Link {
         let deadline = Instant::now() + timeout;
         self.connection.submit(command, Some(deadline));
         loop {
-            self.connection.wait().map_err(|error| at(error, what))?;
+            self.connection.wait(TICK).map_err(|error| at(error, what))?;
             while let Some(completion) = self.connection.poll() {
                 match completion.command.token {
                     EVENT_TOKEN => self.events.push(completion),

@@ -259,20 +259,39 @@ impl IoQueue {
     /// # Errors
     /// The controller is lost, and no other one took over in time.
     pub fn wait(&mut self) -> Result<(), HostError> {
-        while self.in_flight() > 0 && self.repeated.is_empty() {
-            if let Err(error) = self.link.connection_mut().wait().and_then(|()| self.look()) {
-                self.recover(error)?;
-                continue;
-            }
-            if self.link.connection().has_completions() {
-                if self.is_recovering {
-                    self.is_recovering = false;
-                    self.session.recovered();
-                }
+        while self.in_flight() > 0 && !self.turn(TICK)? {}
+        Ok(())
+    }
+
+    /// Sends what was submitted, and sleeps until a command is done or the time has come, also if none is in flight.
+    ///
+    /// # Errors
+    /// As [`IoQueue::wait`].
+    pub fn wait_until(&mut self, time: Instant) -> Result<(), HostError> {
+        loop {
+            let left = time.saturating_duration_since(Instant::now());
+            if self.turn(left.min(TICK))? || left.is_zero() {
                 return Ok(());
             }
         }
-        Ok(())
+    }
+
+    /// Sends, and sleeps once. Returns true if a command is done.
+    fn turn(&mut self, longest: Duration) -> Result<bool, HostError> {
+        if !self.repeated.is_empty() {
+            return Ok(true);
+        }
+        let waited = self.link.connection_mut().wait(longest);
+        if let Err(error) = waited.and_then(|()| self.look()) {
+            self.recover(error)?;
+            return Ok(!self.repeated.is_empty());
+        }
+        let is_done = self.link.connection().has_completions();
+        if is_done && self.is_recovering {
+            self.is_recovering = false;
+            self.session.recovered();
+        }
+        Ok(is_done)
     }
 
     /// Returns a command that is done, whatever its status.

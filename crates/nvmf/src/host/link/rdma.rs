@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rdmux_runtime::{Buffer, Completed, EstablishError, MessageConnection, SIGNAL_EVERY, SendError, Sizes};
 use rdmux_verbs::{
@@ -16,7 +16,7 @@ use rdmux_wire::nvme_rdma::{Accept, Reject, Request};
 use super::super::queue::{Command, Completion, Data};
 use super::super::rdma::{Config, Connection};
 use super::super::{HostError, Options};
-use super::{Breaker, QueueParams, Route, TICK};
+use super::{Breaker, QueueParams, Route};
 use crate::rdma::Remote;
 use crate::slab::Slab;
 
@@ -247,7 +247,7 @@ impl super::Connection for Link {
         self.connection.poll()
     }
 
-    fn wait(&mut self) -> Result<(), HostError> {
+    fn wait(&mut self, longest: Duration) -> Result<(), HostError> {
         if let Some(failure) = &self.failure {
             return Err(failure.clone());
         }
@@ -255,7 +255,7 @@ impl super::Connection for Link {
         if self.connection.has_completions() {
             return Ok(());
         }
-        let mut found = self.cq.wait(TICK)?;
+        let mut found = self.cq.wait(longest)?;
         if found.is_none() && self.link.end().is_some() {
             return Err(self.over());
         }

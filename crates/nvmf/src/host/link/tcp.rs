@@ -2,7 +2,7 @@
 
 use std::io::{self, IoSlice};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -54,7 +54,7 @@ impl Link {
         };
         let deadline = Instant::now() + timeout;
         while !link.connection.is_ready() {
-            super::Connection::wait(&mut link)
+            super::Connection::wait(&mut link, TICK)
                 .map_err(|error| at(error, "the beginning of the connection"))?;
             if Instant::now() >= deadline && !link.connection.is_ready() {
                 return Err(HostError::TimedOut {
@@ -140,15 +140,17 @@ impl super::Connection for Link {
         self.connection.poll()
     }
 
-    fn wait(&mut self) -> Result<(), HostError> {
+    fn wait(&mut self, longest: Duration) -> Result<(), HostError> {
         let is_blocked = self.send()?;
         if self.connection.has_completions() {
             return Ok(());
         }
-        let received = if is_blocked {
-            let tick = Timespec::try_from(TICK).unwrap_or_default();
-            let mut polled = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::OUT)];
-            match poll(&mut polled, Some(&tick)) {
+        // The socket's own time-out is a tick.
+        let received = if is_blocked || longest < TICK {
+            let longest = Timespec::try_from(longest).unwrap_or_default();
+            let mut events = PollFlags::IN;
+            events.set(PollFlags::OUT, is_blocked);
+            match poll(&mut [PollFd::new(&self.socket, events)], Some(&longest)) {
                 Ok(_) | Err(Errno::INTR) => self.receive(RecvFlags::DONTWAIT),
                 Err(error) => Err(io::Error::from(error).into()),
             }
@@ -164,6 +166,7 @@ impl super::Connection for Link {
         sent?;
         Ok(())
     }
+
     fn end(&mut self) {
         let _ = self.socket.shutdown(Shutdown::Both);
     }

@@ -1,4 +1,4 @@
-//! `rdmux nvme perf`: keeps queues of a namespace full, and measures.
+//! `rdmux nvme perf`: keeps queues of a namespace full, or sends them so many commands a second, and measures.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ const PERCENTILES: [f64; 17] = [
 /// Each queue is a connection with a thread of its own, which sleeps until commands are done. Writes destroy what the namespace holds.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object: url, nsid, rw, bs, depth, queues, header_digest and data_digest, runtime_s, ios, reads, writes, iops, mib_per_s, latency_us (object: min, mean, stdev, max, percentiles: object of
+JSON: one object: url, nsid, rw, bs, depth, queues, rate (null without --rate), header_digest and data_digest, runtime_s, ios, reads, writes, iops, mib_per_s, latency_us (object: min, mean, stdev, max, percentiles: object of
 fio's), cpu_us_per_io (processor time of this process), reconnects.")]
 pub(crate) struct Args {
     /// The subsystem: nvme+tcp://HOST[:PORT]/NQN or nvme+rdma://HOST[:PORT]/NQN.
@@ -44,6 +44,10 @@ pub(crate) struct Args {
     /// Number of I/O queues, each with a connection and a thread.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=128))]
     queues: u16,
+    /// Commands a second, of all queues together, whatever the target's pace; one that finds its queue full is sent late, and its latency
+    /// counts from when it was due [default: as fast as the target answers].
+    #[arg(long, value_name = "IOPS", value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    rate: Option<u32>,
     /// Seconds to measure.
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_seconds)]
     time: Duration,
@@ -160,8 +164,43 @@ impl Order {
     }
 }
 
-/// Keeps a queue full until the end, and measures what is done in between.
-fn drive(queue: &mut IoQueue, job: &Job, mut order: Order) -> Result<Measured> {
+/// Times at which the commands of one queue are due.
+#[derive(Debug)]
+struct Pace {
+    /// Commands a second, of all queues.
+    rate: Option<u32>,
+    queues: u16,
+    /// The first one is due.
+    begin: Instant,
+    /// The next one, of all queues' commands, which take turns.
+    number: u64,
+    /// A command that is due later found the queue full.
+    full_since: Option<Instant>,
+}
+
+impl Pace {
+    /// Returns the time at which the next command is due.
+    fn due(&self, now: Instant) -> Instant {
+        self.rate.map_or(now, |rate| {
+            let ns = u128::from(self.number) * 1_000_000_000 / u128::from(rate);
+            self.begin + Duration::from_nanos(ns as u64)
+        })
+    }
+
+    /// Goes on to the next command, and returns the time from which the latency of this one counts: a target that lets commands wait for
+    /// room does not look faster by that. A thread that wakes up late is not the target's fault.
+    fn begin(&mut self, now: Instant) -> Instant {
+        let due = self.due(now);
+        self.number += u64::from(self.queues);
+        match self.full_since {
+            Some(since) if due >= since => due,
+            _ => now,
+        }
+    }
+}
+
+/// Sends commands to a queue until the end, and measures what is done in between.
+fn drive(queue: &mut IoQueue, job: &Job, mut order: Order, mut pace: Pace) -> Result<Measured> {
     let mut measured = Measured {
         latency: Histogram::new_with_max(LONGEST_NS, 3)?,
         reads: 0,
@@ -178,7 +217,8 @@ fn drive(queue: &mut IoQueue, job: &Job, mut order: Order) -> Result<Measured> {
         command.token = token << 1 | u64::from(writes);
         queue.submit(command);
     };
-    let mut began = vec![Instant::now(); job.depth.into()];
+    let mut began = vec![pace.begin; job.depth.into()];
+    let mut idle = Vec::with_capacity(job.depth.into());
     for token in 0..u64::from(job.depth) {
         // A pattern that no compression or deduplication shrinks.
         let mut word = order.random ^ token;
@@ -188,11 +228,31 @@ fn drive(queue: &mut IoQueue, job: &Job, mut order: Order) -> Result<Measured> {
                 .wrapping_add(0x1405_7b7e_f767_814f);
             (word >> 56) as u8
         });
-        let buffer = buffer.collect();
-        submit(queue, &mut order, buffer, token);
+        idle.push((token, buffer.collect()));
     }
-    while queue.in_flight() > 0 {
-        queue.wait()?;
+    loop {
+        let now = Instant::now();
+        let is_over = now >= job.until;
+        let mut due = pace.due(now);
+        while !is_over
+            && due <= now
+            && let Some((token, buffer)) = idle.pop()
+        {
+            began[token as usize] = pace.begin(now);
+            submit(queue, &mut order, buffer, token);
+            due = pace.due(now);
+        }
+        pace.full_since = match idle.is_empty() {
+            true => pace.full_since.or(Some(now)),
+            false => None,
+        };
+        if is_over && queue.in_flight() == 0 {
+            return Ok(measured);
+        } else if is_over || idle.is_empty() {
+            queue.wait()?;
+        } else {
+            queue.wait_until(due.min(job.until))?;
+        }
         let now = Instant::now();
         while let Some(completion) = queue.poll() {
             ensure!(
@@ -201,25 +261,18 @@ fn drive(queue: &mut IoQueue, job: &Job, mut order: Order) -> Result<Measured> {
                 completion.status
             );
             let (token, writes) = (completion.command.token >> 1, completion.command.token & 1 != 0);
-            if now >= job.until {
-                continue;
-            }
-            let began = &mut began[token as usize];
-            if now >= job.from {
-                measured
-                    .latency
-                    .saturating_record((now - *began).as_nanos() as u64);
+            if (job.from..job.until).contains(&now) {
+                let latency = now.saturating_duration_since(began[token as usize]);
+                measured.latency.saturating_record(latency.as_nanos() as u64);
                 *(if writes {
                     &mut measured.writes
                 } else {
                     &mut measured.reads
                 }) += 1;
             }
-            *began = now;
-            submit(queue, &mut order, completion.command.buffer, token);
+            idle.push((token, completion.command.buffer));
         }
     }
-    Ok(measured)
 }
 
 /// Returns the processor time of this process.
@@ -255,7 +308,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     for qid in 1..=args.queues {
         queues.push(session.queue(qid, args.depth)?);
     }
-    let from = Instant::now() + args.warmup;
+    let begin = Instant::now();
+    let from = begin + args.warmup;
     let job = Job {
         namespace,
         rw: args.rw,
@@ -274,9 +328,16 @@ pub(super) fn run(args: &Args) -> Result<()> {
                 random: number.wrapping_mul(0x9e37_79b9_7f4a_7c15),
                 next: (number - 1) * (places / u64::from(args.queues)),
             };
+            let pace = Pace {
+                rate: args.rate,
+                queues: args.queues,
+                begin,
+                number: number - 1,
+                full_since: None,
+            };
             let job = &job;
             let thread = std::thread::Builder::new().name("nvme-queue".into());
-            threads.push(thread.spawn_scoped(scope, move || drive(&mut queue, job, order))?);
+            threads.push(thread.spawn_scoped(scope, move || drive(&mut queue, job, order, pace))?);
         }
         // Time is meant: the warm-up, and then the measurement.
         std::thread::sleep(job.from.saturating_duration_since(Instant::now()));
@@ -362,7 +423,7 @@ impl Report<'_> {
     fn text(&self) -> String {
         let args = self.args;
         let mut text = format!(
-            "{}: namespace {}, {} bytes, depth {}, {}, {} s\n",
+            "{}: namespace {}, {} bytes, depth {}, {}, {}{} s\n",
             args.rw.name(),
             args.io.nsid,
             args.bs,
@@ -371,6 +432,8 @@ impl Report<'_> {
                 1 => "1 queue".to_owned(),
                 queues => format!("{queues} queues"),
             },
+            args.rate
+                .map_or_else(String::new, |rate| format!("{rate} a second, ")),
             args.time.as_secs_f64()
         );
         text += &format!(
@@ -416,6 +479,7 @@ impl Report<'_> {
             "bs": args.bs,
             "depth": args.depth,
             "queues": args.queues,
+            "rate": args.rate,
             "header_digest": digests.0,
             "data_digest": digests.1,
             "runtime_s": args.time.as_secs_f64(),
@@ -434,6 +498,45 @@ impl Report<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns the times of one of two queues.
+    fn pace(rate: Option<u32>, number: u64) -> Pace {
+        Pace {
+            rate,
+            queues: 2,
+            begin: Instant::now(),
+            number,
+            full_since: None,
+        }
+    }
+
+    #[test]
+    fn pace__spreads_the_commands_of_all_queues_over_each_second() {
+        let times = |number| {
+            let mut pace = pace(Some(1000), number);
+            [(); 3].map(|()| {
+                let due = pace.due(pace.begin);
+                pace.begin(due);
+                (due - pace.begin).as_micros()
+            })
+        };
+        assert_eq!((times(0), times(1)), ([0, 2000, 4000], [1000, 3000, 5000]));
+    }
+
+    #[test]
+    fn pace__counts_from_when_a_command_was_due_that_found_the_queue_full() {
+        let ms = Duration::from_millis;
+        let mut paced = pace(Some(1000), 2);
+        let begin = paced.begin;
+        let late = begin + ms(7);
+        assert_eq!(paced.begin(late), late, "the queue had room");
+        paced.full_since = Some(begin + ms(5));
+        assert_eq!(paced.begin(late), late, "it was due before the queue was full");
+        assert_eq!(paced.begin(late), begin + ms(6));
+        let mut unpaced = pace(None, 0);
+        unpaced.full_since = Some(begin);
+        assert_eq!(unpaced.begin(late), late, "none is due before it can be sent");
+    }
 
     #[test]
     fn parse__takes_sizes_and_seconds() {
