@@ -54,7 +54,7 @@ mod switch {
         FuaNotFlushed,
         /// A shutdown flushes nothing.
         ShutdownNotFlushed,
-        /// A controller is ready although an I/O runs that its host has sent to the one before.
+        /// A controller is ready, and takes commands, although an I/O runs that its host has sent to the one before.
         ReadyTooEarly,
         /// A reset is over although an I/O runs that was sent before.
         ResetTooEarly,

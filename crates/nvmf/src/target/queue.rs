@@ -28,6 +28,9 @@ pub(crate) const IO_QUEUES_MAX: u16 = 128;
 /// Time for the first command, and for authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Time between two looks at I/Os of a host's controllers that are over, of whose end no event tells.
+const QUIET_LOOK: Duration = Duration::from_millis(1);
+
 /// Data of an Authentication Send or Receive.
 const AUTH_DATA_MAX: u32 = 4096;
 /// Result of Connect: the host has to authenticate itself. 6.3.
@@ -171,11 +174,19 @@ impl Queue {
         }
     }
 
-    /// Returns until when the transport takes no further I/O command: those before have used what the host's limits allow.
+    /// Returns until when the transport takes no further I/O command: those before have used what the host's limits allow, or I/Os run that the
+    /// host has sent to a controller that is over, as by a path that it has lost.
     pub fn held_until(&self, now: Instant) -> Option<Instant> {
-        match &self.role {
-            Role::Io { view, .. } => view.user().session.association.limit.held_until(&self.share, now),
-            _ => None,
+        let Role::Io { view, .. } = &self.role else {
+            return None;
+        };
+        let User {
+            subsystem, session, ..
+        } = view.user();
+        let association = &session.association;
+        match subsystem.is_quiet(&association.host_id) || mutant!(ReadyTooEarly) {
+            true => association.limit.held_until(&self.share, now),
+            false => Some(now + QUIET_LOOK),
         }
     }
 
@@ -399,6 +410,10 @@ impl Queue {
                 let association = subsystem.association(data.cntlid);
                 let association =
                     association.filter(|known| known.host == data.host && known.host_id == data.host_id);
+                // A host that has lost a controller learns so when it is over, with all that it was told to do.
+                if association.is_none() && subsystem.is_ending(data.cntlid, &data.host_id) {
+                    return Err((Status::CONNECT_BUSY, 0));
+                }
                 let association = association.ok_or(invalid_data(ConnectData::CNTLID_AT))?;
                 // Begun first, so that a reset after the look at readiness ends it.
                 let session = Session::new(association, qid);

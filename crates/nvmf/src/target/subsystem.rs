@@ -5,7 +5,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
@@ -68,6 +68,8 @@ pub struct Subsystem {
     cntlids: RangeInclusive<u16>,
     reservations: Option<Arc<dyn ReservationStore>>,
     tally: Arc<Tally>,
+    /// Number of [`State::ending`], so that queues need no lock to know that there are none.
+    endings: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -109,6 +111,7 @@ impl Subsystem {
             cntlids: 1..=CNTLID_MAX,
             reservations: None,
             tally: Arc::default(),
+            endings: AtomicUsize::new(0),
             state: Mutex::new(State {
                 hosts,
                 ..State::default()
@@ -485,15 +488,32 @@ impl Subsystem {
         let mut state = self.state();
         state.controllers.remove(&association.cntlid);
         state.ending.push(association.clone());
-        state.ending.retain(|ending| !ending.is_quiet());
+        self.look_at_endings(&mut state);
     }
 
-    /// Returns true if no I/O runs of a host's controllers that are over. Before that the host's next controller is not ready: what it writes must not be
-    /// overwritten by what was written before.
-    pub(super) fn is_quiet(&self, host: &HostId) -> bool {
-        let mut state = self.state();
+    /// Forgets controllers that are over of which no I/O runs.
+    fn look_at_endings(&self, state: &mut State) {
         state.ending.retain(|ending| !ending.is_quiet());
+        self.endings.store(state.ending.len(), Ordering::Release);
+    }
+
+    /// Returns true if no I/O runs of a host's controllers that are over. Before that the host's next controller is not ready, and its others take no
+    /// commands: what it writes must not be overwritten by what was written before.
+    pub(super) fn is_quiet(&self, host: &HostId) -> bool {
+        if self.endings.load(Ordering::Acquire) == 0 {
+            return true;
+        }
+        let mut state = self.state();
+        self.look_at_endings(&mut state);
         !state.ending.iter().any(|ending| ending.host_id == *host)
+    }
+
+    /// Returns true if a host's controller is over, and I/Os of it run.
+    pub(super) fn is_ending(&self, cntlid: u16, host: &HostId) -> bool {
+        let mut state = self.state();
+        self.look_at_endings(&mut state);
+        let mut ending = state.ending.iter();
+        ending.any(|ending| (ending.cntlid, ending.host_id) == (cntlid, *host))
     }
 }
 

@@ -823,6 +823,33 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
 }
 
 #[test]
+fn end__holds_the_hosts_other_controllers_until_what_runs_is_done() {
+    let now = Instant::now();
+    let (target, subsystem) = target();
+    let (mut lost, other, stranger) = (
+        Host::new(&target, 1, now),
+        Host::new(&target, 1, now),
+        Host::new(&target, 2, now),
+    );
+    let session = association::Session::new(subsystem.association(lost.cntlid).unwrap(), 1);
+    let running = session.enter().unwrap();
+    assert_eq!(other.io.held_until(now), None);
+    let cntlid = lost.cntlid;
+    lost.admin = Queue::new(target.clone(), PORT, LOCAL, now);
+    // A host that has lost one path writes by another one: what it writes must not be overwritten by what was written before.
+    assert!(other.io.held_until(now).is_some_and(|until| until > now));
+    assert_eq!(stranger.io.held_until(now), None);
+    // A queue for the controller tells the host when it is over.
+    let (_, cqe) = io_queue(&target, cntlid, 2, now);
+    assert_eq!(cqe.status, Status::CONNECT_BUSY);
+    drop(running);
+    assert_eq!(other.io.held_until(now), None);
+    let (_, cqe) = io_queue(&target, cntlid, 2, now);
+    assert_eq!(cqe.status, Status::CONNECT_INVALID.do_not_retry());
+    assert_eq!(cqe.result, u64::from(ConnectData::CNTLID_AT) | 1 << 16);
+}
+
+#[test]
 fn shutdown__is_complete_when_all_is_flushed() {
     let now = Instant::now();
     let (target, subsystem) = target();
