@@ -210,6 +210,12 @@ pub enum HostError {
         /// Advice for the user; may be empty.
         hint: &'static str,
     },
+    /// The subsystem has no such controller of this host: it is over, and with it all that it was told to do.
+    #[error("the target has no controller {cntlid} any more")]
+    NoController {
+        /// Its id.
+        cntlid: u16,
+    },
     /// Host and target did not authenticate each other.
     #[error("authentication failed: {0}")]
     Authentication(#[from] AuthError),
@@ -272,6 +278,7 @@ impl HostError {
             | HostError::Ended(_)
             | HostError::EndedRdma(_)
             | HostError::TimedOut { .. }
+            | HostError::NoController { .. }
             | HostError::Lost(_) => true,
             HostError::Refused { status, .. } => !status.is_final(),
             // Those of the last connection may not be free yet.

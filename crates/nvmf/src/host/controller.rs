@@ -2,14 +2,14 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_wire::Malformed;
 use rdmux_wire::nvme::{
     Cns, Configuration, DISCOVERY_ENTRY_LEN, DISCOVERY_HEADER_LEN, DiscoveryEntry, DiscoveryHeader,
-    IdentifyNamespace, LogId, NamespaceIdentifiers, NsId, Register, parse_namespace_list,
+    IdentifyController, IdentifyNamespace, LogId, NamespaceIdentifiers, NsId, Register, parse_namespace_list,
 };
 
 use super::command::{event_request, identify, keep_alive, log_page, property_get, property_set};
@@ -30,6 +30,11 @@ const NAMESPACES_AT_ONCE: usize = 1024;
 const EVENTS_MAX: usize = 64;
 /// Time that a controller has to shut down.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(5);
+/// Keep-alive times after which a controller that hears nothing from its host has ended, and with it what it was told to do: of one for which any
+/// command counts, and of others. NVMe Base 2.1, 9.6.
+const KEEP_ALIVES_TO_END: (u32, u32) = (3, 2);
+/// Time by which a target may be late to end a controller.
+const END_GRACE: Duration = Duration::from_secs(2);
 /// Configuration: the host announces a normal shutdown. Status: it is complete.
 const SHUTDOWN_NORMAL: u32 = 1 << 14;
 const SHUTDOWN_COMPLETE: u64 = 2;
@@ -135,7 +140,7 @@ struct Admin {
 struct Shared {
     admin: Mutex<Admin>,
     /// Ends the waits of who has the admin queue.
-    breaker: Box<dyn Breaker>,
+    breaker: Arc<dyn Breaker>,
     lost: OnceLock<Arc<HostError>>,
     is_over: AtomicBool,
     admin_timeout: Duration,
@@ -148,6 +153,8 @@ pub struct Controller {
     options: Arc<Options>,
     route: Route,
     info: ControllerInfo,
+    /// The connections of its I/O queues.
+    queues: Mutex<Vec<Weak<dyn Breaker>>>,
     keeper: Option<JoinHandle<()>>,
 }
 
@@ -194,7 +201,7 @@ impl Controller {
             .controller()
             .ok_or(HostError::Closed(Some("Identify Controller")))?;
         let shared = Arc::new(Shared {
-            breaker: link.connection().breaker()?,
+            breaker: link.breaker().clone(),
             admin: Mutex::new(Admin {
                 link,
                 events: Vec::new(),
@@ -214,6 +221,7 @@ impl Controller {
             options: options.clone(),
             route,
             info,
+            queues: Mutex::default(),
             keeper,
         })
     }
@@ -366,15 +374,73 @@ impl Controller {
             in_capsule_max: self.info.in_capsule_max,
         };
         let mut link = Link::open(options, &self.route, &queue)?;
+        let mut queues = self.queues();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(link.breaker()));
+        drop(queues);
+        if let Some(why) = self.lost() {
+            return Err(HostError::Lost(why.clone()));
+        }
         let mut setup = Setup::io(options, qid, entries, self.info.cntlid);
         link.set_up(&mut setup, options.admin_timeout)?;
         Ok(link)
     }
 
-    /// Ends the admin queue, and with it the controller.
+    fn queues(&self) -> MutexGuard<'_, Vec<Weak<dyn Breaker>>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the time after which a controller that was abandoned has ended, with all that it was told to do, also if it is not known to be
+    /// gone. Without a keep-alive time nothing says that: it is the time for which the host waits for an I/O.
+    pub(super) fn ends_within(&self) -> Duration {
+        let options = &self.options;
+        let by_traffic = self.info.identify.attributes & IdentifyController::TRAFFIC_KEEPS_ALIVE != 0;
+        match options.keep_alive.is_zero() {
+            true => options.io_timeout,
+            false if by_traffic => options.keep_alive * KEEP_ALIVES_TO_END.0 + END_GRACE,
+            false => options.keep_alive * KEEP_ALIVES_TO_END.1 + END_GRACE,
+        }
+    }
+
+    /// Looks whether a controller that was abandoned is gone, with all that it was told to do: asks the subsystem for a queue of it, by the way by which
+    /// the host had reached it. Another target behind another way does not know.
+    ///
+    /// # Errors
+    /// The target does not tell.
+    pub(super) fn is_gone(&self, longest: Duration) -> Result<bool, HostError> {
+        let mut options = Options::clone(&self.options);
+        options.connect_timeout = options.connect_timeout.min(longest);
+        options.admin_timeout = options.admin_timeout.min(longest);
+        let (qid, entries, cntlid) = (1, 2, self.info.cntlid);
+        let queue = QueueParams {
+            qid,
+            entries,
+            cntlid,
+            in_capsule_max: 0,
+        };
+        let connected = Link::open(&options, &self.route, &queue).and_then(|mut link| {
+            link.set_up(
+                &mut Setup::io(&options, qid, entries, cntlid),
+                options.admin_timeout,
+            )
+        });
+        match connected {
+            Err(HostError::NoController { .. }) => Ok(true),
+            // It is there, and has that queue, or has it now.
+            Ok(()) | Err(HostError::Refused { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Ends the admin queue and the I/O queues, and with them the controller.
     pub(super) fn abandon(&self, why: &Arc<HostError>) {
         let _ = self.shared.lost.set(why.clone());
         self.shared.is_over.store(true, Ordering::Release);
+        let queues = std::mem::take(&mut *self.queues());
+        queues
+            .iter()
+            .filter_map(Weak::upgrade)
+            .for_each(|queue| queue.break_off());
         // The holder of the admin queue gives it back then.
         self.shared.breaker.break_off();
         self.shared.admin().link.connection_mut().end();

@@ -5,6 +5,7 @@ mod tcp;
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::Device;
@@ -80,6 +81,7 @@ pub(super) trait Breaker: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) struct Link {
     connection: Box<dyn Connection>,
+    breaker: Arc<dyn Breaker>,
     /// Completions of requests for events.
     pub(super) events: Vec<Completion>,
 }
@@ -92,9 +94,15 @@ impl Link {
             Transport::Rdma => Box::new(rdma::Link::open(options, route, queue)?),
         };
         Ok(Link {
+            breaker: connection.breaker()?.into(),
             connection,
             events: Vec::new(),
         })
+    }
+
+    /// Returns a handle by which another thread ends the waits on this connection.
+    pub(super) fn breaker(&self) -> &Arc<dyn Breaker> {
+        &self.breaker
     }
 
     /// Returns the connection.

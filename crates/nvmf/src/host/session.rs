@@ -70,6 +70,11 @@ impl Session {
         self.state().controller.clone()
     }
 
+    fn current(&self) -> (u64, Arc<Controller>) {
+        let state = self.state();
+        (self.generation(), state.controller.clone())
+    }
+
     /// Returns the number of controllers that there were: what the last one held and had not flushed may be lost when it changes.
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
@@ -100,11 +105,10 @@ impl Session {
     /// # Errors
     /// The controller refuses it, or does not take so many commands.
     pub fn queue(self: &Arc<Session>, qid: u16, depth: u16) -> Result<IoQueue, HostError> {
-        let controller = self.controller();
-        let link = open_queue(&controller, qid, depth)?;
+        let (generation, controller, link) = self.connect_queue(qid, depth, None)?;
         Ok(IoQueue {
             session: self.clone(),
-            generation: self.generation(),
+            generation,
             controller,
             link,
             qid,
@@ -113,6 +117,32 @@ impl Session {
             looks_at: Instant::now() + TICK,
             is_recovering: false,
         })
+    }
+
+    /// Connects an I/O queue of the controller, or of a later one than that which was lost with the queue.
+    fn connect_queue(
+        &self,
+        qid: u16,
+        depth: u16,
+        mut lost: Option<(u64, HostError)>,
+    ) -> Result<(u64, Arc<Controller>, Link), HostError> {
+        let (began, within) = (Instant::now(), self.options.loss_timeout);
+        loop {
+            let (generation, controller) = match lost.take() {
+                // Other queues may do well on controllers that refuse this one.
+                Some((_, cause)) if began.elapsed() > within => {
+                    let cause = Arc::new(cause);
+                    return Err(HostError::GaveUp { within, cause });
+                }
+                Some((generation, cause)) => self.renew(generation, cause)?,
+                None => self.current(),
+            };
+            match open_queue(&controller, qid, depth) {
+                Ok(link) => return Ok((generation, controller, link)),
+                Err(error) if error.is_of_path() => lost = Some((generation, error)),
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Shuts the controller down, so that it makes durable what it has. Its I/O queues are to be dropped before.
@@ -138,6 +168,9 @@ impl Session {
         let mut cause = Arc::new(cause);
         state.controller.abandon(&cause);
         let since = *state.lost_since.get_or_insert_with(Instant::now);
+        // What the lost controller was told to write must not come after what is written next.
+        let lost = state.controller.clone();
+        let mut ends_at = Some(Instant::now() + lost.ends_within());
         loop {
             let within = self.options.loss_timeout;
             if since.elapsed() >= within {
@@ -146,8 +179,21 @@ impl Session {
                 return Err(failed);
             }
             // Time is meant: the backoff, which spares a target that comes up.
-            std::thread::sleep(state.pause.min(within.saturating_sub(since.elapsed())));
+            let left = within.saturating_sub(since.elapsed());
+            let to_end = ends_at.map(|at| at.saturating_duration_since(Instant::now()));
+            std::thread::sleep(state.pause.min(left).min(to_end.unwrap_or(left)));
             state.pause = (state.pause * 2).clamp(PAUSE.0, PAUSE.1);
+            if let Some(at) = ends_at {
+                let left = at.saturating_duration_since(Instant::now());
+                match left.is_zero()
+                    || lost.is_gone(left).unwrap_or_else(|error| {
+                        cause = Arc::new(error);
+                        false
+                    }) {
+                    true => ends_at = None,
+                    false => continue,
+                }
+            }
             let connected = connect(&self.options, self.queues).and_then(|controller| {
                 state
                     .namespaces
@@ -361,37 +407,21 @@ impl IoQueue {
     }
 
     /// Gets a connection of a new controller, and repeats on it what was not done.
-    fn recover(&mut self, mut cause: HostError) -> Result<(), HostError> {
+    fn recover(&mut self, cause: HostError) -> Result<(), HostError> {
         if !cause.is_of_path() {
             return Err(cause);
         }
         while let Some(completion) = self.link.connection_mut().poll() {
             self.repeated.push(completion);
         }
-        // The target's work on these commands must not go on beside that on their repetitions.
         self.link.connection_mut().end();
         let commands = self.link.connection_mut().take_commands();
-        let (began, within) = (Instant::now(), self.session.options.loss_timeout);
-        loop {
-            // Other queues may do well on controllers that refuse this one.
-            if began.elapsed() > within {
-                let cause = Arc::new(cause);
-                return Err(HostError::GaveUp { within, cause });
-            }
-            let (generation, controller) = self.session.renew(self.generation, cause)?;
-            (self.generation, self.controller) = (generation, controller);
-            match open_queue(&self.controller, self.qid, self.depth) {
-                Ok(link) => self.link = link,
-                Err(error) if error.is_of_path() => {
-                    cause = error;
-                    continue;
-                }
-                Err(error) => return Err(error),
-            }
-            self.is_recovering = true;
-            commands.into_iter().for_each(|command| self.submit(command));
-            return Ok(());
-        }
+        let lost = Some((self.generation, cause));
+        (self.generation, self.controller, self.link) =
+            self.session.connect_queue(self.qid, self.depth, lost)?;
+        self.is_recovering = true;
+        commands.into_iter().for_each(|command| self.submit(command));
+        Ok(())
     }
 }
 

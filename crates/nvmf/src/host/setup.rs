@@ -255,6 +255,12 @@ impl<'a> Setup<'a> {
             return Ok(());
         }
         if !completion.status.is_success() {
+            const CONTROLLER: u64 = ConnectData::CNTLID_AT as u64 | 1 << 16;
+            let names_controller =
+                completion.status.is(Status::CONNECT_INVALID) && result & 0x1_ffff == CONTROLLER;
+            if self.qid > 0 && self.state == State::Connect && names_controller {
+                return Err(HostError::NoController { cntlid: self.cntlid });
+            }
             let refused = HostError::Refused {
                 what,
                 status: completion.status,

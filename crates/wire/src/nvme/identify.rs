@@ -162,6 +162,8 @@ impl IdentifyController {
     pub const SUPPORTED_LOGS: u8 = 1 << 5;
     /// CTRATT: host identifiers of 16 bytes.
     pub const WIDE_HOST_ID: u32 = 1;
+    /// CTRATT: commands of any kind keep the controller alive.
+    pub const TRAFFIC_KEEPS_ALIVE: u32 = 1 << 6;
 
     /// Writes [`IDENTIFY_LEN`] bytes.
     pub fn emit(&self, bytes: &mut [u8]) {
