@@ -33,7 +33,9 @@
 
 pub mod command;
 mod controller;
+mod io_queue;
 mod link;
+mod paths;
 pub mod queue;
 pub mod rdma;
 mod session;
@@ -51,13 +53,14 @@ use std::time::Duration;
 
 use rdmux_verbs::Device;
 use rdmux_wire::Malformed;
-use rdmux_wire::nvme::{DISCOVERY_NQN, HostId, Nqn, Status};
+use rdmux_wire::nvme::{AnaState, DISCOVERY_NQN, HostId, Nqn, Status};
 use rdmux_wire::nvme_rdma::Reject;
 use rdmux_wire::nvme_tcp::Digests;
 
 use crate::auth::{AuthError, Offer, Random, Secrets};
 pub use controller::{Controller, DiscoveryLog, Event, NamespaceInfo};
-pub use session::{IoQueue, Session, may_repeat};
+pub use io_queue::{IoQueue, may_repeat};
+pub use session::Session;
 pub use setup::ControllerInfo;
 pub use url::{Transport, Url, UrlError};
 
@@ -216,6 +219,9 @@ pub enum HostError {
         /// Its id.
         cntlid: u16,
     },
+    /// By no path the subsystem gives access to the namespaces.
+    #[error("the subsystem gives no access to the namespace ({0:?})")]
+    NoAccess(AnaState),
     /// Host and target did not authenticate each other.
     #[error("authentication failed: {0}")]
     Authentication(#[from] AuthError),

@@ -371,6 +371,11 @@ fn ana__decides_by_which_ways_hosts_reach_namespaces() {
     };
     assert!(read(&here, "1") && read(&here, "2"));
     assert!(!read(&there, "1") && !read(&there, "2"));
+    // With both ways a host takes the one that works.
+    let by_both = [
+        "nvme", "read", &there, "--path", &here, "--length", "512", "--output", "read",
+    ];
+    user.run(&by_both);
     let listed = user.run(&["nvme", "ana", "list"]);
     let row = |last: &str| listed.lines().filter(|line| line.ends_with(last)).count();
     assert_eq!(
@@ -441,7 +446,7 @@ fn cntlids__let_two_targets_serve_one_name() {
         ];
         [&first[..], &["--cntlids", cntlids, "--socket", socket]].concat()
     };
-    let _one = user.target(&node(&listen, "1-127", &sockets[0]));
+    let first = user.target(&node(&listen, "1-127", &sockets[0]));
     let overlaps = [&["nvme", "target"], &node(&other, "127-255", &sockets[1])[..]].concat();
     let error = user.error(&overlaps);
     assert!(
@@ -466,6 +471,17 @@ fn cntlids__let_two_targets_serve_one_name() {
     );
     // Hosts take the controllers for ways to the same.
     assert_eq!((one.1, one.2), (two.1, two.2));
+    let url = |listen: &str| format!("nvme+{}", listen.replace("tcp:", "tcp://"));
+    let (one, two) = (format!("{}/{nqn}", url(&listen)), url(&other));
+    let load = [
+        "nvme", "perf", &one, "--path", &two, "--time", "0.2", "--warmup", "0", "--json",
+    ];
+    assert_eq!(user.json(&load)["reconnects"], 0);
+    drop(first);
+    assert!(user.json(&load)["reads"].as_u64().unwrap() > 0);
+    let another = format!("{two}/{nqn}-2");
+    let error = user.error(&["nvme", "read", &one, "--path", &another]);
+    assert!(error.contains("names another subsystem than"), "{error}");
     let error = user.output(&["nvme", "target", "--ns", "null:1M", "--cntlids", "0-5"]);
     let error = String::from_utf8(error.stderr).unwrap();
     assert!(

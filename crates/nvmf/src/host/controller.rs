@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_wire::Malformed;
 use rdmux_wire::nvme::{
-    Cns, Configuration, DISCOVERY_ENTRY_LEN, DISCOVERY_HEADER_LEN, DiscoveryEntry, DiscoveryHeader,
+    AnaLog, Cns, Configuration, DISCOVERY_ENTRY_LEN, DISCOVERY_HEADER_LEN, DiscoveryEntry, DiscoveryHeader,
     IdentifyController, IdentifyNamespace, LogId, NamespaceIdentifiers, NsId, Register, parse_namespace_list,
 };
 
@@ -46,6 +46,8 @@ pub enum Event {
     NamespacesChanged,
     /// The discovery log has changed.
     DiscoveryChanged,
+    /// The access to namespaces has changed.
+    AccessChanged,
     /// Another: dword 0 of the completion.
     Other(u32),
 }
@@ -56,6 +58,7 @@ impl Event {
         match (result & 7, LogId(log)) {
             (2, LogId::CHANGED_NAMESPACES) => Event::NamespacesChanged,
             (2, LogId::DISCOVERY) => Event::DiscoveryChanged,
+            (2, LogId::ANA) => Event::AccessChanged,
             _ => Event::Other(result as u32),
         }
     }
@@ -364,6 +367,27 @@ impl Controller {
         Err(inconsistent("changes each time it is read"))
     }
 
+    /// Returns the log of the access to namespaces. `None`: there is one way of access, which all of them have.
+    ///
+    /// # Errors
+    /// As [`Controller::run`], or the log is malformed.
+    pub fn ana_log(&self) -> Result<Option<AnaLog>, HostError> {
+        let identify = &self.info.identify;
+        if identify.multipath & IdentifyController::ASYMMETRIC_ACCESS == 0 {
+            return Ok(None);
+        }
+        // Before version 1.4 MNAN was not there.
+        let namespaces = match identify.ana.namespaces {
+            0 => identify.namespaces,
+            most => most,
+        };
+        let len = 16 + 32 * u64::from(identify.ana.groups) + 4 * u64::from(namespaces);
+        let len = len.min(self.info.transfer_max.into()) as u32 & !3;
+        let read = log_page(LogId::ANA, NsId::ALL, 0, len, false);
+        let completion = self.run("Get Log Page (ANA)", read)?;
+        Ok(Some(AnaLog::parse(completion.bytes())?))
+    }
+
     /// Connects an I/O queue of so many entries.
     pub(super) fn io_queue(&self, qid: u16, entries: u16) -> Result<Link, HostError> {
         let options = &self.options;
@@ -384,6 +408,11 @@ impl Controller {
         let mut setup = Setup::io(options, qid, entries, self.info.cntlid);
         link.set_up(&mut setup, options.admin_timeout)?;
         Ok(link)
+    }
+
+    /// Returns true if I/O queues of it are open.
+    pub(super) fn has_queues(&self) -> bool {
+        self.queues().iter().any(|queue| queue.strong_count() > 0)
     }
 
     fn queues(&self) -> MutexGuard<'_, Vec<Weak<dyn Breaker>>> {

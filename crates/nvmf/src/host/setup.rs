@@ -448,7 +448,9 @@ impl<'a> Setup<'a> {
 
     /// Returns the events that the controller reports and this host reads.
     fn events(&self) -> u32 {
-        let known = IdentifyController::NAMESPACE_EVENTS | IdentifyController::DISCOVERY_EVENTS;
+        let known = IdentifyController::NAMESPACE_EVENTS
+            | IdentifyController::ANA_EVENTS
+            | IdentifyController::DISCOVERY_EVENTS;
         self.identify
             .as_ref()
             .map_or(0, |(identify, _)| identify.events & known)

@@ -104,7 +104,7 @@ impl Range {
             "namespace {nsid} ends at byte {size}: choose a smaller --offset or --length"
         );
         let length = length.unwrap_or(size - offset);
-        let step = u64::from(session.controller().info().transfer_max) / block;
+        let step = u64::from(session.transfer_max()) / block;
         ensure!(
             step > 0,
             "the target takes no command of one block of {block} bytes"

@@ -48,6 +48,10 @@ pub(super) struct IoArgs {
     /// Number of the namespace.
     #[arg(long, value_name = "N", default_value = "1", value_parser = parse_nsid)]
     pub(super) nsid: NsId,
+    /// Another way to the same subsystem, as the URL, whose /NQN it may leave out; may be repeated. I/O goes by the best way that there is, and by another
+    /// one when that is lost.
+    #[arg(long, value_name = "URL")]
+    path: Vec<Url>,
     /// When the target is lost, try for so many seconds to connect again; what was not done is repeated.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = clap::value_parser!(u32).range(0..=86400))]
     ctrl_loss_tmo: u32,
@@ -128,11 +132,20 @@ impl IoArgs {
         (self.host.header_digest, self.host.data_digest)
     }
 
-    /// Connects to a subsystem, for so many I/O queues, and looks the namespace up.
+    /// Connects to a subsystem by all paths, for so many I/O queues, and looks the namespace up.
     pub(super) fn session(&self, url: &Url, queues: u16) -> Result<(Arc<Session>, NamespaceInfo)> {
-        let mut options = self.host.options_of(url)?;
-        options.loss_timeout = Duration::from_secs(self.ctrl_loss_tmo.into());
-        let session = Session::connect(options, queues)?;
+        let mut paths = vec![self.host.options_of(url)?];
+        for path in &self.path {
+            let subsystem = path.subsystem.as_ref().unwrap_or(&paths[0].subsystem);
+            if *subsystem != paths[0].subsystem {
+                bail!("--path {path} names another subsystem than {url}: give ways to the same one");
+            }
+            paths.push(self.host.options(path, subsystem)?);
+        }
+        for options in &mut paths {
+            options.loss_timeout = Duration::from_secs(self.ctrl_loss_tmo.into());
+        }
+        let session = Session::connect_by(paths, queues)?;
         let namespace = session.open_namespace(self.nsid)?;
         Ok((session, namespace))
     }

@@ -289,7 +289,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         u64::from(bs).is_multiple_of(block),
         "--bs {bs}: the blocks of namespace {nsid} have {block} bytes: give a multiple of that"
     );
-    let most = session.controller().info().transfer_max;
+    let most = session.transfer_max();
     ensure!(
         bs <= most,
         "--bs {bs}: the target takes at most {most} bytes of a command"
