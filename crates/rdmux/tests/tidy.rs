@@ -36,7 +36,10 @@ const MAY_USE: [(&str, &[&str]); 22] = [
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
-    ("crates/bench", &["memory", "runtime", "share", "soft", "verbs"]),
+    (
+        "crates/bench",
+        &["memory", "nvmf", "runtime", "share", "soft", "verbs", "wire"],
+    ),
     (
         "capi/ibverbs",
         &["hw", "memory", "share", "soft", "verbs", "wire"],
