@@ -1,6 +1,6 @@
 //! DH-HMAC-CHAP: hosts and controllers prove to each other that they have a secret. NVMe Base 2.0, 8.13.
 
-mod chap;
+pub(crate) mod chap;
 mod controller;
 mod dh;
 mod host;

@@ -30,6 +30,7 @@ use crate::target::{
     AnaRule, Authentication, CNTLID_MAX, ControllerInfo, Hosts, Listener, NAMESPACES_MAX, Namespace,
     NamespaceError, Rates, Referral, Subsystem, Target, TargetError, Terms,
 };
+use crate::tls::psk::{Psk, PskError};
 
 /// Reason for which a target was not started or changed.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +70,9 @@ pub enum ControlError {
     /// A secret cannot be read.
     #[error(transparent)]
     Secret(#[from] SecretError),
+    /// A key of TLS cannot be read.
+    #[error(transparent)]
+    Psk(#[from] PskError),
     /// There is no folder for the user's own secret.
     #[error("no folder for the secret: set HOME or XDG_CONFIG_HOME, or name a file with a secret")]
     NoFolder,
@@ -136,12 +140,19 @@ pub struct Control {
 struct Exported {
     subsystem: Arc<Subsystem>,
     config: SubsystemConfig,
-    common: Option<CommonSecret>,
+    access: Access,
     namespaces: BTreeMap<NsId, NamespaceConfig>,
     /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
     highest: NsId,
     /// Keeps the name from other targets.
     _claim: OwnedFd,
+}
+
+/// The files that hosts need which have none of their own.
+#[derive(Clone, Debug, Default)]
+struct Access {
+    secret: Option<CommonSecret>,
+    psk_file: Option<PathBuf>,
 }
 
 /// The secret of hosts that have none of their own.
@@ -166,6 +177,8 @@ pub struct SubsystemInfo {
     pub secret_file: Option<PathBuf>,
     /// That file has a secret of the target too.
     pub has_controller_secret: bool,
+    /// The file with the key of TLS of hosts that have none of their own.
+    pub psk_file: Option<PathBuf>,
     /// Hosts on terms of their own.
     pub hosts: Vec<HostConfig>,
     /// Its namespaces, in the order of their ids.
@@ -212,8 +225,9 @@ impl Control {
         let mut subsystems = BTreeMap::new();
         check(&config)?;
         target.set_referrals(config.referrals);
+        let tls = config.listen.iter().any(|listen| listen.tls);
         for subsystem in config.subsystems {
-            let (nqn, exported) = Exported::new(subsystem)?;
+            let (nqn, exported) = Exported::new(subsystem, tls)?;
             target.add_subsystem(exported.subsystem.clone())?;
             subsystems.insert(nqn, exported);
         }
@@ -348,6 +362,11 @@ impl Control {
         })
     }
 
+    /// Returns true if a listener requires TLS.
+    fn has_tls(&self) -> bool {
+        self.listeners.lock().iter().any(|(asked, _)| asked.tls)
+    }
+
     fn change_hosts(
         &self,
         nqn: Option<&Nqn>,
@@ -358,9 +377,9 @@ impl Control {
         let nqn = exported.subsystem.nqn().clone();
         let mut config = exported.config.clone();
         change(&mut config, &nqn)?;
-        let (hosts, common) = hosts(&config)?;
+        let (hosts, access) = hosts(&config, self.has_tls())?;
         self.target.set_hosts(&nqn, hosts)?;
-        (exported.config, exported.common) = (config, common);
+        (exported.config, exported.access) = (config, access);
         self.handle.tell_of_change();
         Ok(())
     }
@@ -417,10 +436,21 @@ impl Control {
         if listen.listener.transport == TransportKind::Rdma {
             return Err(ControlError::RdmaListener(listen.listener));
         }
+        listen.check()?;
+        let mut subsystems = self.subsystems.lock();
+        let needs_keys = listen.tls && !self.has_tls();
+        let mut accesses = Vec::new();
+        for exported in subsystems.values().filter(|_| needs_keys) {
+            accesses.push(hosts(&exported.config, true)?);
+        }
         let mut listeners = self.listeners.lock();
         let actual = self.handle.listen(listen)?;
+        for (exported, (hosts, access)) in subsystems.values_mut().zip(accesses) {
+            self.target.set_hosts(exported.subsystem.nqn(), hosts)?;
+            exported.access = access;
+        }
         listeners.push((listen, actual));
-        self.target.add_listener(actual);
+        self.target.add_way(actual, listen.tls);
         self.handle.tell_of_change();
         self.announce();
         Ok(actual)
@@ -500,12 +530,13 @@ impl Control {
         }
         let mut subsystems = self.subsystems.lock();
         check(&config)?;
+        let tls = config.listen.iter().any(|listen| listen.tls);
         let mut prepared = Vec::new();
         for config in config.subsystems {
             let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
             prepared.push(match subsystems.get(&nqn) {
-                Some(exported) => Change::Update(nqn, exported.prepare(config)?),
-                None => Change::Add(Exported::new(config)?),
+                Some(exported) => Change::Update(nqn, exported.prepare(config, tls)?),
+                None => Change::Add(Exported::new(config, tls)?),
             });
         }
         let mut listeners = self.listeners.lock();
@@ -577,8 +608,8 @@ impl Control {
             }
             stays
         });
-        for (_, actual) in &added {
-            self.target.add_listener(*actual);
+        for (asked, actual) in &added {
+            self.target.add_way(*actual, asked.tls);
         }
         self.target.set_referrals(config.referrals);
         self.handle.tell_of_change();
@@ -599,7 +630,7 @@ enum Change {
 struct Update {
     config: SubsystemConfig,
     hosts: Hosts,
-    common: Option<CommonSecret>,
+    access: Access,
     /// Namespaces that are new.
     opened: Vec<(Namespace, NamespaceConfig)>,
     /// Those that stay, with their groups.
@@ -607,14 +638,14 @@ struct Update {
 }
 
 impl Exported {
-    fn new(mut config: SubsystemConfig) -> Result<(Nqn, Exported), ControlError> {
+    fn new(mut config: SubsystemConfig, tls: bool) -> Result<(Nqn, Exported), ControlError> {
         let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
         let cntlids = config.cntlids.clone().unwrap_or(1..=CNTLID_MAX);
         let claim = identity::claim(&nqn, &cntlids).map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => ControlError::Claimed(nqn.clone()),
             _ => ControlError::Claim(nqn.clone(), error),
         })?;
-        let (hosts, common) = hosts(&config)?;
+        let (hosts, access) = hosts(&config, tls)?;
         let subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
         let mut subsystem = subsystem.with_cntlids(cntlids);
         // Without a folder hosts are told that reservations end with the target.
@@ -625,7 +656,7 @@ impl Exported {
         let mut exported = Exported {
             subsystem: Arc::new(subsystem),
             config,
-            common,
+            access,
             namespaces: BTreeMap::new(),
             highest: NsId(0),
             _claim: claim,
@@ -672,12 +703,12 @@ impl Exported {
     }
 
     /// Opens all that another description of it needs.
-    fn prepare(&self, mut config: SubsystemConfig) -> Result<Update, ControlError> {
+    fn prepare(&self, mut config: SubsystemConfig, tls: bool) -> Result<Update, ControlError> {
         let nqn = self.subsystem.nqn();
         if config.cntlids != self.config.cntlids {
             return Err(ControlError::Cntlids(nqn.clone()));
         }
-        let (hosts, common) = hosts(&config)?;
+        let (hosts, access) = hosts(&config, tls)?;
         let (mut opened, mut kept) = (Vec::new(), Vec::new());
         for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces), &self.namespaces) {
             match self.namespaces.get(&nsid) {
@@ -705,7 +736,7 @@ impl Exported {
         Ok(Update {
             config,
             hosts,
-            common,
+            access,
             opened,
             kept,
         })
@@ -717,7 +748,7 @@ impl Exported {
         target: &Target,
         listeners: &[(Listen, Listener)],
     ) -> Result<(), ControlError> {
-        (self.config, self.common) = (update.config, update.common);
+        (self.config, self.access) = (update.config, update.access);
         // Before namespaces come into their groups.
         self.set_ana_rules(listeners)?;
         let is_kept = |nsid: &NsId| update.kept.iter().any(|(kept, _)| kept == nsid);
@@ -760,7 +791,7 @@ impl Exported {
                 storage: config.storage.clone(),
             })
         });
-        let common = self.common.as_ref();
+        let common = self.access.secret.as_ref();
         SubsystemInfo {
             nqn: self.subsystem.nqn().clone(),
             serial: self.subsystem.serial().to_owned(),
@@ -769,6 +800,7 @@ impl Exported {
             secret_file: common.map(|common| common.file.clone()),
             has_controller_secret: common
                 .is_some_and(|common| common.authentication.secrets.controller.is_some()),
+            psk_file: self.access.psk_file.clone(),
             hosts: self.config.hosts.clone(),
             namespaces: described.collect(),
             counts: self.subsystem.counts(),
@@ -814,9 +846,11 @@ fn numbered(
         .collect()
 }
 
-/// Checks that no two subsystems have one name, no two namespaces of one an id, that states of access are for addresses on which the target listens,
+/// Checks that listeners can be served, that no two subsystems have one name, no two namespaces of one an id, that states of access are for addresses on which the target listens,
 /// that listeners which are one device have the same settings, and that no two referrals are to one service.
 fn check(config: &TargetConfig) -> Result<(), ControlError> {
+    // Before a key is made for them.
+    config.listen.iter().try_for_each(Listen::check)?;
     let mut names: Vec<Nqn> = Vec::new();
     for subsystem in &config.subsystems {
         let nqn = subsystem.nqn.clone().unwrap_or_else(identity::default_nqn);
@@ -881,8 +915,8 @@ fn find<'a>(
     }
 }
 
-/// Returns the hosts of a description, and the secret of those that have none of their own, if there are such.
-fn hosts(config: &SubsystemConfig) -> Result<(Hosts, Option<CommonSecret>), ControlError> {
+/// Returns the hosts of a description, and the files of those that have none of their own, if there are such. With TLS all need keys.
+fn hosts(config: &SubsystemConfig, tls: bool) -> Result<(Hosts, Access), ControlError> {
     let authentication = |secrets| Authentication {
         secrets,
         random: || rdmux_key::random_nonce().ok(),
@@ -907,15 +941,30 @@ fn hosts(config: &SubsystemConfig) -> Result<(Hosts, Option<CommonSecret>), Cont
         }
         None => None,
     };
+    let needs_psk = match config.other_hosts {
+        OtherHosts::Secret | OtherHosts::Any => true,
+        OtherHosts::None => config.hosts.iter().any(|host| host.psk.is_none()),
+    };
+    let (psk, psk_file) = match &config.psk {
+        Some(path) => (Some(Psk::load(path)?), Some(path.clone())),
+        None if tls && needs_psk => {
+            let file = rdmux_key::config_path("nvme-psk").ok_or(ControlError::NoFolder)?;
+            (Some(Psk::load_or_create(&file)?), Some(file))
+        }
+        None => (None, None),
+    };
     let with_secret = Terms {
         authentication: common.as_ref().map(|common| common.authentication.clone()),
+        psk: psk.clone(),
         ..Terms::default()
     };
     let mut named = BTreeMap::new();
     for host in &config.hosts {
         let own = host.secret.as_deref().map(load).transpose()?;
+        let own_psk = host.psk.as_deref().map(Psk::load).transpose()?;
         let terms = Terms {
             authentication: own.or_else(|| with_secret.authentication.clone()),
+            psk: own_psk.or_else(|| psk.clone()),
             queues: host.queues,
             rates: Rates {
                 ios: host.iops,
@@ -926,10 +975,17 @@ fn hosts(config: &SubsystemConfig) -> Result<(Hosts, Option<CommonSecret>), Cont
     }
     let others = match config.other_hosts {
         OtherHosts::Secret => Some(with_secret),
-        OtherHosts::Any => Some(Terms::default()),
+        OtherHosts::Any => Some(Terms {
+            psk,
+            ..Terms::default()
+        }),
         OtherHosts::None => None,
     };
-    Ok((Hosts { others, named }, common))
+    let access = Access {
+        secret: common,
+        psk_file,
+    };
+    Ok((Hosts { others, named }, access))
 }
 
 fn open(nqn: &Nqn, nsid: NsId, config: &NamespaceConfig) -> Result<Namespace, ControlError> {

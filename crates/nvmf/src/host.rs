@@ -58,6 +58,8 @@ use rdmux_wire::nvme_rdma::Reject;
 use rdmux_wire::nvme_tcp::Digests;
 
 use crate::auth::{AuthError, Offer, Random, Secrets};
+use crate::tls::TlsError;
+use crate::tls::psk::Psk;
 pub use controller::{Controller, DiscoveryLog, Event, NamespaceInfo};
 pub use io_queue::{IoQueue, may_repeat};
 pub use session::Session;
@@ -85,6 +87,8 @@ pub struct Options {
     pub secrets: Option<Secrets>,
     /// A target that does not ask for the secret is refused: another one may answer in its place.
     pub requires_authentication: bool,
+    /// The key of TLS, with which connections of TCP begin then.
+    pub psk: Option<Psk>,
     /// Hash functions and DH groups that are offered.
     pub offer: Offer,
     /// Returns random bytes.
@@ -122,6 +126,7 @@ impl Options {
             host_id,
             secrets: None,
             requires_authentication: false,
+            psk: None,
             offer: Offer::default(),
             random: || rdmux_key::random_nonce().ok(),
             digests: Digests::empty(),
@@ -186,6 +191,17 @@ pub enum HostError {
     /// A system call, or a request to a device, failed.
     #[error("the connection failed: {0}")]
     Io(Arc<io::Error>),
+    /// There is no TLS.
+    #[error(transparent)]
+    NoTls(#[from] TlsError),
+    /// Host and target have not agreed on TLS, or what the target sent is not of it.
+    #[error("TLS with {address} failed: {why}: does the target require TLS there, and is the key right?")]
+    Tls {
+        /// The target's address.
+        address: SocketAddr,
+        /// The error.
+        why: String,
+    },
     /// The target has closed the connection.
     #[error("the target closed the connection{}", closed_at(*.0))]
     Closed(Option<&'static str>),
@@ -260,6 +276,7 @@ fn closed_at(what: Option<&'static str>) -> String {
     match what {
         // Linux's target may do so before what it says of a wrong secret has left it.
         Some(what) if what.starts_with("Authentication") => format!(" at {what}: is the secret right?"),
+        Some(what) if what.ends_with("TLS") => format!(" at {what}: is the key right?"),
         Some(what) => format!(" at {what}"),
         None => String::new(),
     }
@@ -280,6 +297,8 @@ impl HostError {
             // A target that ends refuses requests so.
             | HostError::NoTarget { .. }
             | HostError::Io(_)
+            // A target that ends does so in the middle of it.
+            | HostError::Tls { .. }
             | HostError::Closed(_)
             | HostError::Ended(_)
             | HostError::EndedRdma(_)

@@ -20,6 +20,7 @@ use self::media::{Job, Media};
 use self::rdma::Rdma;
 use self::tcp::Tcp;
 use crate::target::{Listener, Target};
+use crate::tls::{self, TlsError};
 
 /// Time between two looks at the deadlines of connections.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -48,6 +49,8 @@ pub struct Listen {
     /// Bytes of data that the capsule of an I/O command may have: a multiple of 16, at most [`IN_CAPSULE_BYTES_MAX`]. Listeners for RDMA of one
     /// address have the same. With 0 the data of each write are fetched, into memory that the target chooses.
     pub in_capsule_bytes: u32,
+    /// Its connections begin with TLS.
+    pub tls: bool,
 }
 
 impl From<Listener> for Listen {
@@ -60,6 +63,22 @@ impl From<Listener> for Listen {
         Listen {
             listener,
             in_capsule_bytes,
+            tls: false,
+        }
+    }
+}
+
+impl Listen {
+    /// Checks that connections of such a listener can be served.
+    pub(crate) fn check(&self) -> Result<(), ServeError> {
+        let listener = self.listener;
+        match self.tls {
+            true if listener.transport != TransportKind::Tcp => Err(ServeError::TlsTransport(listener)),
+            true if !tls::is_present() => Err(ServeError::Tls {
+                listener,
+                source: TlsError::Absent,
+            }),
+            _ => Ok(()),
         }
     }
 }
@@ -95,6 +114,17 @@ pub enum ServeError {
         /// The cause.
         source: ListenAtError,
     },
+    /// A listener requires TLS, which there is not.
+    #[error("cannot listen on {listener} with TLS: {source}")]
+    Tls {
+        /// The listener.
+        listener: Listener,
+        /// The cause.
+        source: TlsError,
+    },
+    /// A listener requires TLS by a transport that has none.
+    #[error("cannot listen on {0} with TLS: TLS is for tcp alone")]
+    TlsTransport(Listener),
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -122,6 +152,7 @@ impl Handle {
     /// # Errors
     /// The address is not free, or the server is over.
     pub fn listen(&self, listen: Listen) -> Result<Listener, ServeError> {
+        listen.check()?;
         let listener = listen.listener;
         let address = listener.address;
         let failed = |source| ServeError::Listen { address, source };
@@ -230,6 +261,7 @@ impl Server {
         for _ in 0..config.reactors.max(1) {
             reactors.push(Reactor::new(sizes_max, limits, config.waiting)?);
         }
+        config.listen.iter().try_for_each(Listen::check)?;
         let mut opened = Vec::new();
         for listen in of_rdma {
             let options = rdmux_verbs::Options {
@@ -254,7 +286,7 @@ impl Server {
                 let listened = first.tcp.listen(&mut first.core, &listen);
                 listener.address = listened.map_err(|source| ServeError::Listen { address, source })?;
             }
-            config.target.add_listener(listener);
+            config.target.add_way(listener, listen.tls);
             listeners.push(listener);
         }
         Ok(Server { reactors, listeners })

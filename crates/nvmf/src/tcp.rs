@@ -29,6 +29,7 @@ pub(crate) use self::buffers::Idle;
 use self::inbox::Inbox;
 use self::outbox::Outbox;
 use crate::target::{Admitted, Io, Listener, Operation, Port, Queue, Running, Step, Target};
+use crate::tls::Proof;
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
 const MDTS: u8 = 8;
@@ -180,6 +181,11 @@ impl Connection {
             is_held: false,
             end: None,
         }
+    }
+
+    /// Takes note of what the host has proved by TLS.
+    pub fn set_proof(&mut self, proof: Proof) {
+        self.queue.set_proof(proof);
     }
 
     /// Returns true if no command is in its hands, with a buffer of its own: those that wait for events are the queue's.

@@ -106,6 +106,50 @@ fn commands__use_the_own_secret_and_both_digests() {
 }
 
 #[test]
+fn tls__needs_the_key_of_the_target_or_is_refused() {
+    let home = TempDir::new().unwrap();
+    let psk = home.path().join("rdmux/nvme-psk");
+    if !cfg!(feature = "tls") {
+        let target = [
+            "nvme",
+            "target",
+            "--tls",
+            "--ns",
+            "null:1M",
+            "--listen",
+            "tcp:127.0.0.1:0",
+        ];
+        let line = error(&home, &target, &[]);
+        assert!(line.contains("without TLS"), "{line}");
+        assert!(!psk.exists(), "nothing half done");
+        return;
+    }
+    let target = Target::start(&home, "tcp", 9, &["--tls", "--ns", "null:1M"]);
+    assert_eq!(fs::metadata(&psk).unwrap().mode() & 0o777, 0o600);
+    assert_eq!(
+        json(&home, &["nvme", "list", "--json", "--tls", &target.url])[0]["nsid"],
+        1
+    );
+    let other = home.path().join("other");
+    fs::copy(&psk, &other).unwrap();
+    fs::remove_file(&psk).unwrap();
+    let line = error(&home, &["nvme", "list", "--tls", &target.url], &[]);
+    assert!(line.contains("nvme-psk"), "{line}");
+    run(
+        &home,
+        &[
+            "nvme",
+            "list",
+            "--tls",
+            "--psk",
+            other.to_str().unwrap(),
+            &target.url,
+        ],
+        &[],
+    );
+}
+
+#[test]
 fn commands__by_rdma() {
     commands("rdma", 6, &[]);
 }

@@ -5,7 +5,7 @@ use rdmux_wire::nvme::{HashId, Nqn};
 use sha2::{Digest, Sha256, Sha384, Sha512};
 
 /// Returns the HMAC of the parts in a row.
-pub(super) fn hmac(hash: HashId, key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
+pub(crate) fn hmac(hash: HashId, key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
     fn of<M: Mac + hmac::digest::KeyInit>(key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
         let mut mac = <M as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
         parts.iter().for_each(|part| mac.update(part));

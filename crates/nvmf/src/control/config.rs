@@ -53,6 +53,8 @@ pub struct SubsystemConfig {
     pub nqn: Option<Nqn>,
     /// File with the secret of hosts that have none of their own; `None`: the user's own.
     pub secret: Option<PathBuf>,
+    /// File with the key of TLS of hosts that have none of their own; `None`: the user's own, if a listener requires TLS.
+    pub psk: Option<PathBuf>,
     /// Hosts that are not among [`SubsystemConfig::hosts`].
     #[serde(default)]
     pub other_hosts: OtherHosts,
@@ -92,6 +94,8 @@ pub struct HostConfig {
     pub nqn: Nqn,
     /// File with its secret; `None`: that of the subsystem, if it has one.
     pub secret: Option<PathBuf>,
+    /// File with its key of TLS; `None`: that of the subsystem, if it has one.
+    pub psk: Option<PathBuf>,
     /// Maximum number of I/O queues of each of its controllers, at least 1.
     #[serde(default, deserialize_with = "queues")]
     pub queues: Option<u16>,
@@ -436,6 +440,14 @@ struct ListenTable {
     address: Listener,
     #[serde(default, deserialize_with = "in_capsule")]
     in_capsule_bytes: Option<u32>,
+    tls: Option<Tls>,
+}
+
+/// The use of TLS, of which there is one.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Tls {
+    Required,
 }
 
 impl<'de> Deserialize<'de> for Listen {
@@ -459,6 +471,7 @@ impl<'de> Deserialize<'de> for Listen {
                 let listen = Listen::from(table.address);
                 Ok(Listen {
                     in_capsule_bytes: table.in_capsule_bytes.unwrap_or(listen.in_capsule_bytes),
+                    tls: matches!(table.tls, Some(Tls::Required)),
                     ..listen
                 })
             }
@@ -680,7 +693,7 @@ mod tests {
     fn parse__reads_all_keys() {
         let config = TargetConfig::parse(
             r#"
-            listen = ["tcp:127.0.0.1", "rdma:[::1]:5000", { address = "tcp:127.0.0.2", in_capsule_bytes = "8K" }]
+            listen = ["tcp:127.0.0.1", "rdma:[::1]:5000", { address = "tcp:127.0.0.2", in_capsule_bytes = "8K", tls = "required" }]
             reactors = 2
             mdns = true
 
@@ -694,6 +707,7 @@ mod tests {
             [[subsystem]]
             nqn = "nqn.2014-08.org.example:disks"
             secret = "/etc/rdmux/secret"
+            psk = "/etc/rdmux/psk"
             cntlids = "1-127"
             [[subsystem.namespace]]
             path = "/srv/a,b"
@@ -707,6 +721,7 @@ mod tests {
             [[subsystem.host]]
             nqn = "nqn.2014-08.org.example:host"
             secret = "/etc/rdmux/host"
+            psk = "/etc/rdmux/host-psk"
             queues = 4
             iops = 20000
             bandwidth = "100M"
@@ -724,14 +739,15 @@ mod tests {
             "#,
         );
         let config = config.unwrap();
-        let listen = |text: &str, in_capsule_bytes| Listen {
+        let listen = |text: &str, in_capsule_bytes, tls| Listen {
             listener: parse_listener(text).unwrap(),
             in_capsule_bytes,
+            tls,
         };
         let expected = [
-            listen("tcp:127.0.0.1:4420", 16 << 10),
-            listen("rdma:[::1]:5000", 4 << 10),
-            listen("tcp:127.0.0.2", 8 << 10),
+            listen("tcp:127.0.0.1:4420", 16 << 10, false),
+            listen("rdma:[::1]:5000", 4 << 10, false),
+            listen("tcp:127.0.0.2", 8 << 10, true),
         ];
         assert_eq!(config.listen, expected);
         assert!(config.mdns);
@@ -753,6 +769,8 @@ mod tests {
         assert_eq!(disks.namespaces[0].block_shift, 12);
         assert_eq!(disks.namespaces[0].uuid.unwrap()[15], 15);
         assert_eq!(disks.namespaces[1].storage, Storage::Memory(64 << 20));
+        assert_eq!(disks.psk, Some("/etc/rdmux/psk".into()));
+        assert_eq!(disks.hosts[0].psk, Some("/etc/rdmux/host-psk".into()));
         assert_eq!(disks.hosts[0].queues, Some(4));
         assert_eq!(disks.hosts[0].iops.unwrap().get(), 20_000);
         assert_eq!(disks.hosts[0].bandwidth.unwrap().get(), 100 << 20);

@@ -106,6 +106,7 @@ struct AddHost {
     #[serde(deserialize_with = "nqn")]
     host: Nqn,
     secret: Option<PathBuf>,
+    psk: Option<PathBuf>,
     #[serde(default, deserialize_with = "queues")]
     queues: Option<u16>,
     #[serde(default, deserialize_with = "iops")]
@@ -150,6 +151,9 @@ struct AddListener {
     listen_address: ListenAddress,
     #[serde(default, deserialize_with = "in_capsule")]
     in_capsule_data_size: Option<u32>,
+    /// Connections begin with TLS.
+    #[serde(default)]
+    secure_channel: bool,
 }
 
 #[derive(Deserialize)]
@@ -313,6 +317,7 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
                 nqn,
                 host,
                 secret,
+                psk,
                 queues,
                 iops,
                 bandwidth,
@@ -320,6 +325,7 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
             let host = HostConfig {
                 nqn: host,
                 secret,
+                psk,
                 queues,
                 iops,
                 bandwidth,
@@ -371,10 +377,12 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
             let AddListener {
                 listen_address,
                 in_capsule_data_size,
+                secure_channel,
             } = parse(params)?;
             let listen = Listen::from(listen_address.listener()?);
             let listen = Listen {
                 in_capsule_bytes: in_capsule_data_size.unwrap_or(listen.in_capsule_bytes),
+                tls: secure_channel,
                 ..listen
             };
             let listener = control.add_listener(listen).map_err(refused)?;
@@ -436,6 +444,7 @@ fn listener_json(listener: &Listener) -> Value {
 fn listen_json(listen: &Listen) -> Value {
     let mut json = listener_json(&listen.listener);
     json["in_capsule_data_size"] = listen.in_capsule_bytes.into();
+    json["secure_channel"] = listen.tls.into();
     json
 }
 
@@ -464,6 +473,7 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
         json!({
             "nqn": host.nqn.as_str(),
             "secret": host.secret,
+            "psk": host.psk,
             "queues": host.queues,
             "iops": host.iops,
             "bandwidth": host.bandwidth,
@@ -476,6 +486,7 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
         "allow_any_host": info.other_hosts == OtherHosts::Any,
         "other_hosts": info.other_hosts,
         "secret": info.secret_file,
+        "psk": info.psk_file,
         "hosts": hosts.collect::<Vec<_>>(),
         "serial_number": info.serial,
         "counts": counts_json(&info.counts),

@@ -132,6 +132,39 @@ fn requests__change_namespaces() {
 }
 
 #[test]
+fn listeners__with_tls_need_tcp_a_key_and_the_feature() {
+    let text = description("tls", "null = 4096;");
+    let mut config = TargetConfig::parse(&text).unwrap();
+    let listen = config.listen[0].listener;
+    let by_rdma = Listener {
+        transport: TransportKind::Rdma,
+        ..listen
+    };
+    let tls = |listener: Listener| Listen {
+        tls: true,
+        ..listener.into()
+    };
+    config.listen = vec![tls(by_rdma)];
+    let error = Control::start(config.clone()).unwrap_err().to_string();
+    assert!(error.contains("TLS is for tcp alone"), "{error}");
+    let psk = tempfile::NamedTempFile::new().unwrap();
+    config.listen = vec![tls(listen)];
+    config.subsystems[0].psk = Some(psk.path().into());
+    let error = Control::start(config.clone()).unwrap_err().to_string();
+    if !crate::tls::is_present() {
+        assert!(error.contains("without TLS") && !error.contains('\n'), "{error}");
+        return;
+    }
+    assert!(error.contains(psk.path().to_str().unwrap()), "{error}");
+    let text = Psk::new([1; 32]).text();
+    std::fs::write(psk.path(), format!("{text}\n")).unwrap();
+    std::fs::set_permissions(psk.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (control, _) = Control::start(config).unwrap();
+    assert!(control.listening()[0].tls);
+    assert_eq!(control.subsystems()[0].psk_file.as_deref(), Some(psk.path()));
+}
+
+#[test]
 fn requests__change_hosts_and_listeners() {
     let running = Running::new(&description("requests-hosts", "null = 4096;"));
     let host = "nqn.2014-08.org.example:host";

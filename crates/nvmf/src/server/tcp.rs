@@ -3,18 +3,18 @@
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::{DescriptorId, Interest};
 use rdmux_wire::nvme::Status;
 use rustix::io::Errno;
-use rustix::net::{
-    RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, getsockname, recv, sendmsg, shutdown, sockopt,
-};
+use rustix::net::{RecvFlags, Shutdown, getsockname, recv, shutdown, sockopt};
 
 use super::{Core, Job, LOOK_EVERY, Listen};
 use crate::tcp::{self, Buffers, Connection, Work};
+use crate::tls::{self, Channel, Keys};
 
 /// Maximum number of connections of a reactor.
 const CONNECTIONS_MAX: usize = 4096;
@@ -36,8 +36,8 @@ const PROBES: (Duration, Duration, u32) = (Duration::from_secs(30), Duration::fr
 /// A message to the connections of a reactor.
 #[derive(Debug)]
 pub(super) enum Mail {
-    /// A connection that another reactor has accepted, and the bytes of data that capsules may have at its listener.
-    Socket(OwnedFd, u32),
+    /// A connection that another reactor has accepted, and its listener.
+    Socket(OwnedFd, Listen),
     /// An I/O of a connection is done.
     Finished(DescriptorId, Work, Status),
     /// A connection has more to do than its last turn allowed.
@@ -53,8 +53,10 @@ impl From<Mail> for super::Mail {
 /// The listeners and connections of a reactor.
 #[derive(Debug, Default)]
 pub(super) struct Tcp {
-    /// With each the bytes of data that capsules may have.
-    listeners: HashMap<DescriptorId, (TcpListener, u32)>,
+    /// With each its settings.
+    listeners: HashMap<DescriptorId, (TcpListener, Listen)>,
+    /// There once a connection begins with TLS.
+    tls: Option<tls::Server>,
     connections: HashMap<DescriptorId, Served>,
     /// Connections that are over, with the number of I/Os that media have: these have buffers until they end.
     ending: HashMap<DescriptorId, usize>,
@@ -67,6 +69,7 @@ pub(super) struct Tcp {
 
 #[derive(Debug)]
 struct Served {
+    channel: Channel,
     connection: Connection,
     interest: Interest,
     /// I/Os that media have.
@@ -85,7 +88,7 @@ impl Tcp {
         let descriptor = listener.try_clone()?.into();
         let address = listener.local_addr()?;
         let id = core.reactor.add_descriptor(descriptor, Interest::READABLE)?;
-        self.listeners.insert(id, (listener, listen.in_capsule_bytes));
+        self.listeners.insert(id, (listener, *listen));
         Ok(address)
     }
 
@@ -133,11 +136,14 @@ impl Tcp {
 
     pub(super) fn handle_mail(&mut self, core: &mut Core, mail: Mail, now: Instant) {
         match mail {
-            Mail::Socket(socket, in_capsule) => self.begin(core, socket, in_capsule, now),
+            Mail::Socket(socket, listen) => self.begin(core, socket, &listen, now),
             Mail::Turn(id) => {
                 if let Some(served) = self.connections.get_mut(&id) {
                     served.has_turn = false;
-                    self.pump(core, id, now);
+                    match served.channel.has_bytes() {
+                        true => self.receive(core, id, now),
+                        false => self.pump(core, id, now),
+                    }
                 }
             }
             Mail::Finished(id, work, status) => {
@@ -171,7 +177,7 @@ impl Tcp {
 
     /// Accepts what waits at a listener, and passes it to the reactors in turn.
     fn accept(&mut self, core: &mut Core, id: DescriptorId, now: Instant) -> io::Result<()> {
-        let Some((listener, in_capsule)) = self.listeners.get(&id) else {
+        let Some((listener, listen)) = self.listeners.get(&id) else {
             return Ok(());
         };
         for _ in 0..ACCEPTS_MAX {
@@ -179,7 +185,7 @@ impl Tcp {
                 Ok((socket, _)) => {
                     let mailbox = &core.mailboxes[self.next_mailbox % core.mailboxes.len()];
                     self.next_mailbox += 1;
-                    mailbox.send(Mail::Socket(socket.into(), *in_capsule).into());
+                    mailbox.send(Mail::Socket(socket.into(), *listen).into());
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 // A host that has gone again.
@@ -194,7 +200,7 @@ impl Tcp {
         Ok(())
     }
 
-    fn begin(&mut self, core: &mut Core, socket: OwnedFd, in_capsule: u32, now: Instant) {
+    fn begin(&mut self, core: &mut Core, socket: OwnedFd, listen: &Listen, now: Instant) {
         // One whose I/Os have not ended still has their buffers.
         if self.connections.len() + self.ending.len() >= CONNECTIONS_MAX {
             return;
@@ -202,11 +208,20 @@ impl Tcp {
         let Ok(local) = prepare(&socket) else {
             return;
         };
+        let Some(channel) = self.channel(core, listen.tls) else {
+            return;
+        };
         let Ok(id) = core.reactor.add_descriptor(socket, Interest::READABLE) else {
             return;
         };
         let served = Served {
-            connection: Connection::new(core.target.clone(), tcp::port(in_capsule), local, now),
+            channel,
+            connection: Connection::new(
+                core.target.clone(),
+                tcp::port(listen.in_capsule_bytes),
+                local,
+                now,
+            ),
             interest: Interest::READABLE,
             at_media: 0,
             has_turn: false,
@@ -216,8 +231,25 @@ impl Tcp {
         core.look_by(now + LOOK_EVERY);
     }
 
+    /// Returns the way by which bytes of a connection come; `None` if there can be none.
+    fn channel(&mut self, core: &Core, tls: bool) -> Option<Channel> {
+        if !tls {
+            return Some(Channel::Plain);
+        }
+        if self.tls.is_none() {
+            let target = core.target.clone();
+            let keys = Keys(Arc::new(move |host, subsystem| target.psks(host, subsystem)));
+            self.tls = tls::Server::new(keys).ok();
+        }
+        let session = self.tls.as_ref()?.accept().ok()?;
+        Some(Channel::Secure(Box::new(session)))
+    }
+
     /// Receives from a connection, and does what that asks for.
     fn receive(&mut self, core: &mut Core, id: DescriptorId, now: Instant) {
+        if !self.is_ready(core, id) {
+            return;
+        }
         for _ in 0..RECEIVES_MAX {
             let Some(served) = self.connections.get_mut(&id) else {
                 return;
@@ -230,19 +262,22 @@ impl Tcp {
                 return;
             };
             let mut unwanted = [0; 4096];
-            let space = if is_over {
-                &mut unwanted[..]
+            let (received, wanted) = if is_over {
+                let received = recv(socket, &mut unwanted, RecvFlags::DONTWAIT);
+                (received.map(|(bytes, _)| bytes), unwanted.len())
             } else {
-                served.connection.space()
+                let space = served.connection.space();
+                let wanted = space.len();
+                let received = served.channel.receive(socket, space, RecvFlags::DONTWAIT);
+                (received, wanted)
             };
-            let wanted = space.len();
-            match recv(socket, space, RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return self.close(core, id),
-                Ok((bytes, _)) => {
+            match received {
+                Ok(0) => return self.close(core, id),
+                Ok(bytes) => {
                     if !is_over {
                         served.connection.received(bytes, &mut self.buffers, now);
                     }
-                    if bytes < wanted {
+                    if served.channel.is_drained(bytes, wanted) {
                         break;
                     }
                 }
@@ -253,8 +288,47 @@ impl Tcp {
         self.pump(core, id, now);
     }
 
+    /// Takes the handshake of a connection further, if it begins with one, and returns true once that is over. Ends a connection of which it
+    /// fails.
+    fn is_ready(&mut self, core: &mut Core, id: DescriptorId) -> bool {
+        let Some(served) = self.connections.get_mut(&id) else {
+            return false;
+        };
+        // One that has not ended its handshake in time has nothing to send.
+        if served.channel.is_ready() || served.closes_at.is_some() || served.connection.end().is_some() {
+            return true;
+        }
+        let Some(socket) = core.reactor.descriptor(id) else {
+            return false;
+        };
+        let Ok(is_ready) = served.channel.handshake(socket) else {
+            self.close(core, id);
+            return false;
+        };
+        if let Some(proof) = served.channel.take_proof() {
+            served.connection.set_proof(proof);
+        }
+        if is_ready {
+            return true;
+        }
+        let interest = Interest {
+            readable: true,
+            writable: served.channel.is_blocked(),
+        };
+        if served.interest != interest {
+            served.interest = interest;
+            if core.reactor.set_interest(id, interest).is_err() {
+                self.close(core, id);
+            }
+        }
+        false
+    }
+
     /// Carries out the I/Os of a connection and sends what it has to send, as much as a turn allows, and closes it if it is over.
     pub(super) fn pump(&mut self, core: &mut Core, id: DescriptorId, now: Instant) {
+        if !self.is_ready(core, id) {
+            return;
+        }
         let Some(served) = self.connections.get_mut(&id) else {
             return;
         };
@@ -289,7 +363,7 @@ impl Tcp {
             if number == 0 {
                 continue;
             }
-            match send(socket, &slices[..number]) {
+            match served.channel.send(socket, &slices[..number]) {
                 Ok(bytes) => {
                     left = left.saturating_sub(bytes);
                     connection.sent(bytes, &mut self.buffers);
@@ -306,6 +380,11 @@ impl Tcp {
                 break false;
             }
         };
+        // The socket does not tell of these.
+        if !is_blocked && !served.has_turn && connection.wants_bytes() && served.channel.has_bytes() {
+            served.has_turn = true;
+            core.reactor.mailbox().send(Mail::Turn(id).into());
+        }
         let held_until = connection.held_until(now);
         let has_reset = connection.take_reset();
         let deadline = connection.deadline();
@@ -417,9 +496,4 @@ fn prepare(socket: &OwnedFd) -> io::Result<SocketAddr> {
     sockopt::set_tcp_keepcnt(socket, number)?;
     let local = SocketAddr::try_from(getsockname(socket)?)?;
     Ok(SocketAddr::new(local.ip().to_canonical(), local.port()))
-}
-
-fn send(socket: BorrowedFd<'_>, slices: &[IoSlice<'_>]) -> rustix::io::Result<usize> {
-    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags)
 }

@@ -49,8 +49,8 @@ pub(super) fn log(target: &Target, host: &Nqn, local: IpAddr) -> Vec<u8> {
         .into_iter()
         .map(|nqn| (SubsystemKind::Nvm, nqn));
     let subsystems: Vec<_> = own.into_iter().chain(others).collect();
-    let mut listeners: Vec<_> = target.listeners().into_iter().zip(1..).collect();
-    listeners.retain(|(listener, _)| is_within_reach(listener));
+    let mut listeners: Vec<_> = target.ways().into_iter().zip(1..).collect();
+    listeners.retain(|((listener, _), _)| is_within_reach(listener));
     let entry = |at: &Listener, port, kind, subsystem: &Nqn| DiscoveryEntry {
         transport: at.transport,
         kind,
@@ -69,9 +69,12 @@ pub(super) fn log(target: &Target, host: &Nqn, local: IpAddr) -> Vec<u8> {
         subsystem: subsystem.clone(),
     };
     let mut entries = Vec::new();
-    for (listener, port) in &listeners {
+    for ((listener, tls), port) in &listeners {
         let here = subsystems.iter();
-        entries.extend(here.map(|(kind, subsystem)| entry(listener, *port, *kind, subsystem)));
+        entries.extend(here.map(|(kind, subsystem)| DiscoveryEntry {
+            is_secure: *tls,
+            ..entry(listener, *port, *kind, subsystem)
+        }));
     }
     let referrals = target.referrals();
     for referral in referrals.iter().filter(|referral| is_within_reach(&referral.at)) {

@@ -6,6 +6,7 @@ use rdmux_wire::nvme::Nqn;
 
 use super::limit::Rates;
 use crate::auth::{Random, Secrets};
+use crate::tls::psk::Psk;
 
 /// Hosts that may use a subsystem. By default none.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -36,6 +37,8 @@ impl Hosts {
 pub struct Terms {
     /// The proof that it is that host. `None`: its word is enough.
     pub authentication: Option<Authentication>,
+    /// The key of its connections to listeners that require TLS. `None`: it has no such connections.
+    pub psk: Option<Psk>,
     /// Maximum number of I/O queues of each of its controllers; `None`: the target's.
     pub queues: Option<u16>,
     /// Limits of its I/Os.

@@ -10,6 +10,7 @@ use rdmux_wire::nvme::{
 };
 
 use crate::auth::Authenticator;
+use crate::tls::Proof;
 
 use super::association::Session;
 use super::controller::Controller;
@@ -88,6 +89,8 @@ pub struct Queue {
     role: Role,
     /// Set if its host has to be authenticated.
     authenticator: Option<Authenticator>,
+    /// What its host has proved by TLS.
+    proof: Option<Proof>,
     /// Entries of the submission queue.
     entries: u16,
     sq_head: u16,
@@ -121,12 +124,26 @@ impl Queue {
             local,
             role: Role::New,
             authenticator: None,
+            proof: None,
             entries: 2,
             sq_head: 0,
             has_flow_control: true,
             share: Share::default(),
             connects_until: now + CONNECT_TIMEOUT,
         }
+    }
+
+    /// Takes note of what the host has proved by TLS: it connects as that host alone, to that subsystem.
+    pub fn set_proof(&mut self, proof: Proof) {
+        self.proof = Some(proof);
+    }
+
+    /// Returns true if a host may connect to a subsystem as far as it has proved something by TLS. The key may have changed since.
+    fn is_proved(&self, data: &ConnectData) -> bool {
+        self.proof.as_ref().is_none_or(|proof| {
+            let has_key = || self.target.psks(&data.host, &data.subsystem).contains(&proof.psk);
+            proof.host == data.host && proof.subsystem == data.subsystem && has_key()
+        })
     }
 
     /// Returns the number of commands that the host may have outstanding.
@@ -375,6 +392,7 @@ impl Queue {
             return Err(invalid(44));
         }
         let terms = subsystem.terms(&data.host);
+        let terms = terms.filter(|_| self.is_proved(&data));
         let terms = terms.ok_or((Status::CONNECT_INVALID_HOST.do_not_retry(), 0))?;
         let queues_max = terms.queues.unwrap_or(IO_QUEUES_MAX).clamp(1, IO_QUEUES_MAX);
         if connect.qid > queues_max {

@@ -23,6 +23,7 @@ use super::namespace::{Namespace, SharedNamespace};
 use super::reservation::{ReservationStore, Reservations};
 use super::tally::Tally;
 use crate::auth::{Authenticator, Parties};
+use crate::tls::psk::Psk;
 
 /// The highest namespace id.
 pub(crate) const NAMESPACES_MAX: u32 = 1024;
@@ -173,12 +174,16 @@ impl Subsystem {
     /// others do not notice.
     fn set_hosts(&self, hosts: Hosts) {
         let mut state = self.state();
-        let authentication = |hosts: &Hosts, host: &Nqn| Some(hosts.terms(host)?.authentication.clone());
         for association in state.controllers.values() {
             let host = &association.host;
-            let stays = authentication(&hosts, host).is_some_and(|authentication_now| {
-                Some(authentication_now) == authentication(&state.hosts, host)
-            });
+            let stays = match (hosts.terms(host), state.hosts.terms(host)) {
+                // Where there was no key, no connection is by TLS.
+                (Some(now), Some(before)) => {
+                    now.authentication == before.authentication
+                        && (before.psk.is_none() || now.psk == before.psk)
+                }
+                _ => false,
+            };
             if !stays {
                 association.expel();
             }
@@ -551,7 +556,8 @@ pub enum TargetError {
 #[derive(Debug)]
 pub struct Target {
     subsystems: Mutex<BTreeMap<Nqn, Arc<Subsystem>>>,
-    listeners: Mutex<Vec<Listener>>,
+    /// With each whether it requires TLS.
+    listeners: Mutex<Vec<(Listener, bool)>>,
     referrals: Mutex<Vec<Referral>>,
     /// Discovery controllers need ids as well.
     discovery: Arc<Subsystem>,
@@ -620,13 +626,18 @@ impl Target {
 
     /// Has the discovery service report a way to all subsystems.
     pub fn add_listener(&self, listener: Listener) {
-        self.listeners.lock().push(listener);
+        self.add_way(listener, false);
+    }
+
+    /// Has the discovery service report a way to all subsystems, which may require TLS.
+    pub(crate) fn add_way(&self, listener: Listener, tls: bool) {
+        self.listeners.lock().push((listener, tls));
         self.generation.fetch_add(1, Ordering::Release);
     }
 
     /// Has the discovery service report a way no more.
     pub fn remove_listener(&self, listener: &Listener) {
-        self.listeners.lock().retain(|known| known != listener);
+        self.listeners.lock().retain(|(known, _)| known != listener);
         self.generation.fetch_add(1, Ordering::Release);
     }
 
@@ -685,7 +696,21 @@ impl Target {
 
     /// Returns the ways that the discovery service reports.
     pub fn listeners(&self) -> Vec<Listener> {
+        let listeners = self.listeners.lock();
+        listeners.iter().map(|(listener, _)| *listener).collect()
+    }
+
+    /// Returns the ways that the discovery service reports, with each whether it requires TLS.
+    pub(super) fn ways(&self) -> Vec<(Listener, bool)> {
         self.listeners.lock().clone()
+    }
+
+    /// Returns the keys of TLS that a host may have for a subsystem: for the discovery service those for any.
+    pub(crate) fn psks(&self, host: &Nqn, subsystem: &Nqn) -> Vec<Psk> {
+        let is_asked_for = |nqn: &Nqn| subsystem.as_str() == DISCOVERY_NQN || subsystem == nqn;
+        let subsystems = self.subsystems.lock();
+        let asked_for = subsystems.values().filter(|known| is_asked_for(&known.nqn));
+        asked_for.filter_map(|known| known.terms(host)?.psk).collect()
     }
 
     /// Returns the names of the subsystems that a host may use.

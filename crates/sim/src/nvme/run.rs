@@ -161,6 +161,7 @@ fn options(host: usize, dice: &mut Dice) -> Options {
         host_id: HostId([host as u8 + 1; 16]),
         secrets: None,
         requires_authentication: false,
+        psk: None,
         offer: Offer::default(),
         random: || None,
         digests: dice.pick(&digests),

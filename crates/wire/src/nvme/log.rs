@@ -469,7 +469,8 @@ impl DiscoveryEntry {
                 3 => SubsystemKind::Discovery,
                 other => return Err(undefined("kind of subsystem", other)),
             },
-            is_secure: bytes[3] & 3 == 1,
+            // Some targets say it in one of both alone: TREQ, and the security type of TCP (NVMe/TCP 3.6.1.2).
+            is_secure: bytes[3] & 3 == 1 || (bytes[0] == TransportKind::Tcp as u8 && bytes[768] == 2),
             flags: le16(bytes, 10),
             port: le16(bytes, 4),
             admin_queue_entries: le16(bytes, 8),

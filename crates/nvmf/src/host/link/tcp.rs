@@ -2,16 +2,18 @@
 
 use std::io::{self, IoSlice};
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+use rustix::net::RecvFlags;
 
 use super::super::queue::{Command, Completion};
 use super::super::tcp::{Config, Connection, FABRICS_IN_CAPSULE_MAX};
 use super::super::{HostError, Options};
 use super::{Breaker, QueueParams, TICK, at};
+use crate::tls::{Channel, Session};
 
 /// Slices of one message to a socket.
 const SLICES_MAX: usize = 128;
@@ -20,6 +22,8 @@ const SLICES_MAX: usize = 128;
 #[derive(Debug)]
 pub(super) struct Link {
     socket: TcpStream,
+    address: SocketAddr,
+    channel: Channel,
     connection: Connection,
 }
 
@@ -48,11 +52,21 @@ impl Link {
         // Commands are small and must not wait for each other.
         socket.set_nodelay(true).map_err(failed)?;
         socket.set_read_timeout(Some(TICK)).map_err(failed)?;
+        let channel = match &options.psk {
+            Some(psk) => {
+                let session = Session::connect(psk, &options.host, &options.subsystem)?;
+                Channel::Secure(Box::new(session))
+            }
+            None => Channel::Plain,
+        };
         let mut link = Link {
             socket,
+            address,
+            channel,
             connection: Connection::new(config),
         };
         let deadline = Instant::now() + timeout;
+        link.agree(deadline, timeout)?;
         while !link.connection.is_ready() {
             super::Connection::wait(&mut link, TICK)
                 .map_err(|error| at(error, "the beginning of the connection"))?;
@@ -66,6 +80,35 @@ impl Link {
         Ok(link)
     }
 
+    /// Ends the handshake of TLS, if the connection begins with one.
+    fn agree(&mut self, deadline: Instant, timeout: Duration) -> Result<(), HostError> {
+        loop {
+            match self.channel.handshake(self.socket.as_fd()) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => return Err(at(self.lost(error), "the handshake of TLS")),
+            }
+            if Instant::now() >= deadline {
+                return Err(HostError::TimedOut {
+                    what: "the handshake of TLS",
+                    within: timeout,
+                });
+            }
+            self.sleep(self.channel.is_blocked(), TICK)?;
+        }
+    }
+
+    /// Sleeps until the target has sent something, that time has passed, or, if the socket is blocked, it takes something again.
+    fn sleep(&self, is_blocked: bool, longest: Duration) -> Result<(), HostError> {
+        let longest = Timespec::try_from(longest).unwrap_or_default();
+        let mut wanted = PollFlags::IN;
+        wanted.set(PollFlags::OUT, is_blocked);
+        match poll(&mut [PollFd::new(&self.socket, wanted)], Some(&longest)) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(io::Error::from(error).into()),
+        }
+    }
+
     /// Sends what waits. Returns true if the socket takes no more.
     fn send(&mut self) -> Result<bool, HostError> {
         loop {
@@ -74,18 +117,11 @@ impl Link {
             if number == 0 {
                 return Ok(false);
             }
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            let sent = sendmsg(
-                &self.socket,
-                &slices[..number],
-                &mut SendAncillaryBuffer::default(),
-                flags,
-            );
-            match sent {
+            match self.channel.send(self.socket.as_fd(), &slices[..number]) {
                 Ok(bytes) => self.connection.sent(bytes),
                 Err(Errno::AGAIN) => return Ok(true),
                 Err(Errno::INTR) => {}
-                Err(error) => return Err(lost(error)),
+                Err(error) => return Err(self.lost(error)),
             }
         }
     }
@@ -95,18 +131,30 @@ impl Link {
         loop {
             let space = self.connection.space();
             let wanted = space.len();
-            match recv(&self.socket, space, flags) {
-                Ok((0, _)) => return Err(HostError::Closed(None)),
-                Ok((bytes, _)) => {
+            match self.channel.receive(self.socket.as_fd(), space, flags) {
+                Ok(0) => return Err(HostError::Closed(None)),
+                Ok(bytes) => {
                     self.connection.received(bytes);
-                    if bytes < wanted || self.connection.end().is_some() {
+                    if self.channel.is_drained(bytes, wanted) || self.connection.end().is_some() {
                         return Ok(());
                     }
                     flags = RecvFlags::DONTWAIT;
                 }
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
-                Err(error) => return Err(lost(error)),
+                Err(error) => return Err(self.lost(error)),
             }
+        }
+    }
+
+    /// Returns the error of a connection that the peer, or another thread here, has ended.
+    fn lost(&self, error: Errno) -> HostError {
+        match (self.channel.failure(), error) {
+            (Some(why), _) => HostError::Tls {
+                address: self.address,
+                why: why.to_owned(),
+            },
+            (None, Errno::CONNRESET | Errno::PIPE) => HostError::Closed(None),
+            (None, error) => io::Error::from(error).into(),
         }
     }
 }
@@ -146,14 +194,11 @@ impl super::Connection for Link {
             return Ok(());
         }
         // The socket's own time-out is a tick.
-        let received = if is_blocked || longest < TICK {
-            let longest = Timespec::try_from(longest).unwrap_or_default();
-            let mut events = PollFlags::IN;
-            events.set(PollFlags::OUT, is_blocked);
-            match poll(&mut [PollFd::new(&self.socket, events)], Some(&longest)) {
-                Ok(_) | Err(Errno::INTR) => self.receive(RecvFlags::DONTWAIT),
-                Err(error) => Err(io::Error::from(error).into()),
-            }
+        let received = if self.channel.has_bytes() {
+            self.receive(RecvFlags::DONTWAIT)
+        } else if is_blocked || longest < TICK || matches!(self.channel, Channel::Secure(_)) {
+            self.sleep(is_blocked, longest)
+                .and_then(|()| self.receive(RecvFlags::DONTWAIT))
         } else {
             self.receive(RecvFlags::empty())
         };
@@ -179,13 +224,5 @@ impl super::Connection for Link {
 impl Breaker for TcpStream {
     fn break_off(&self) {
         let _ = self.shutdown(Shutdown::Both);
-    }
-}
-
-/// Returns the error of a connection that the peer, or another thread here, has ended.
-fn lost(error: Errno) -> HostError {
-    match error {
-        Errno::CONNRESET | Errno::PIPE => HostError::Closed(None),
-        error => io::Error::from(error).into(),
     }
 }

@@ -1,6 +1,8 @@
 //! Changes of a subsystem that hosts use.
 
 use super::*;
+use crate::tls::Proof;
+use crate::tls::psk::Psk;
 
 fn status(step: Step) -> Status {
     completed(step).status
@@ -164,4 +166,48 @@ fn terms__limit_the_queues_of_a_controller() {
         (refused.status.is(Status::CONNECT_INVALID), refused.result),
         (true, 42)
     );
+}
+
+#[test]
+fn proof_by_tls__holds_for_its_host_subsystem_and_key_alone() {
+    let now = Instant::now();
+    let psk = Psk::new([1; 32]);
+    let hosts = |psk: &Psk| {
+        Hosts::any(Terms {
+            psk: Some(psk.clone()),
+            ..Terms::default()
+        })
+    };
+    let name = Nqn::new(SUBSYSTEM).unwrap();
+    let target = Arc::new(Target::default());
+    let subsystem = Subsystem::new(name.clone(), "serial", hosts(&psk));
+    target.add_subsystem(Arc::new(subsystem)).unwrap();
+    let [host, other] = [HOST, "nqn.2014-08.org.example:other"].map(|name| Nqn::new(name).unwrap());
+    let discovery = Nqn::new(DISCOVERY_NQN).unwrap();
+    let try_connect = |host: &Nqn, subsystem: &Nqn, wanted: &Nqn| {
+        let mut queue = Queue::new(target.clone(), PORT, LOCAL, now);
+        queue.set_proof(Proof {
+            host: host.clone(),
+            subsystem: subsystem.clone(),
+            psk: psk.clone(),
+        });
+        let data = emitted(&connect_data(wanted.as_str(), ConnectData::ANY_CONTROLLER));
+        completed(run(&mut queue, &connect(0).command(Cid(0)), &data, now)).status
+    };
+    assert_eq!(try_connect(&host, &name, &name), Status::SUCCESS);
+    assert_eq!(try_connect(&host, &discovery, &discovery), Status::SUCCESS);
+    for (host, subsystem, wanted) in [
+        (&other, &name, &name),
+        (&host, &name, &discovery),
+        (&host, &discovery, &name),
+    ] {
+        let status = try_connect(host, subsystem, wanted);
+        assert!(
+            status.is(Status::CONNECT_INVALID_HOST),
+            "{host} {subsystem} {wanted}"
+        );
+    }
+    // The key may have changed since the handshake.
+    target.set_hosts(&name, hosts(&Psk::new([2; 32]))).unwrap();
+    assert!(try_connect(&host, &name, &name).is(Status::CONNECT_INVALID_HOST));
 }

@@ -82,7 +82,7 @@ pub(crate) struct HostArgs {
 enum HostCommand {
     /// List the hosts that have terms of their own.
     #[command(
-        after_help = "JSON: an array of nqn, hosts (array of nqn, secret: its file or null, queues, iops and bandwidth: numbers or null)."
+        after_help = "JSON: an array of nqn, hosts (array of nqn, secret and psk: its files or null, queues, iops and bandwidth: numbers or null)."
     )]
     List(At),
     /// Let a host in, or change its terms.
@@ -94,6 +94,9 @@ enum HostCommand {
         /// File with its secret [default: the subsystem's].
         #[arg(long, value_name = "FILE")]
         secret: Option<PathBuf>,
+        /// File with its key of TLS [default: the subsystem's].
+        #[arg(long, value_name = "FILE")]
+        psk: Option<PathBuf>,
         /// Maximum number of I/O queues of each of its controllers [default: the target's].
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
         queues: Option<u16>,
@@ -137,7 +140,7 @@ pub(crate) struct ListenerArgs {
 enum ListenerCommand {
     /// List the addresses.
     #[command(
-        after_help = "JSON: an array of trtype, adrfam, traddr, trsvcid, in_capsule_data_size (bytes)."
+        after_help = "JSON: an array of trtype, adrfam, traddr, trsvcid, in_capsule_data_size (bytes), secure_channel (true: TLS)."
     )]
     List(At),
     /// Listen on another address of TCP.
@@ -149,6 +152,9 @@ enum ListenerCommand {
         /// Bytes of data that come with a write, in its capsule, before they are asked for: a multiple of 16, at most 16K [default: 16K].
         #[arg(long, value_name = "BYTES", value_parser = parse_in_capsule)]
         in_capsule_bytes: Option<u32>,
+        /// Require TLS 1.3.
+        #[arg(long)]
+        tls: bool,
         #[command(flatten)]
         at: At,
     },
@@ -383,7 +389,7 @@ pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
             let rows: Vec<_> = hosts
                 .iter()
                 .map(|host| {
-                    ["nqn", "queues", "iops", "bandwidth", "secret"]
+                    ["nqn", "queues", "iops", "bandwidth", "secret", "psk"]
                         .map(|key| text(&host[key]))
                         .into()
                 })
@@ -394,21 +400,25 @@ pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
                 ("IOPS", Align::Right),
                 ("bytes/s", Align::Right),
                 ("secret", Align::Left),
+                ("key of TLS", Align::Left),
             ];
             output::table(&columns, &rows)
         }),
         HostCommand::Add {
             host,
             secret,
+            psk,
             queues,
             iops,
             bandwidth,
             at,
         } => {
             let secret = secret.as_deref().map(resolve).transpose()?;
+            let psk = psk.as_deref().map(resolve).transpose()?;
             let params = json!({
                 "host": host.as_str(),
                 "secret": secret,
+                "psk": psk,
                 "queues": queues,
                 "iops": iops,
                 "bandwidth": bandwidth,
@@ -449,6 +459,7 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
                 ("address", Align::Left),
                 ("port", Align::Right),
                 ("in capsule", Align::Right),
+                ("channel", Align::Left),
             ];
             let rows: Vec<_> = listed
                 .as_array()
@@ -457,6 +468,8 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
                 .map(|listener| {
                     let mut row = address(listener);
                     row.push(bytes(&listener["in_capsule_data_size"]));
+                    let is_secure = listener["secure_channel"] == true;
+                    row.push(if is_secure { "TLS" } else { "-" }.to_owned());
                     row
                 })
                 .collect();
@@ -466,9 +479,10 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
         ListenerCommand::Add {
             listener,
             in_capsule_bytes,
+            tls,
             at,
         } => {
-            let mut params = json!({ "listen_address": listen_address(listener) });
+            let mut params = json!({ "listen_address": listen_address(listener), "secure_channel": tls });
             if let Some(bytes) = in_capsule_bytes {
                 params["in_capsule_data_size"] = (*bytes).into();
             }

@@ -11,6 +11,7 @@ use rdmux_nvmf::auth::{SecretError, Secrets};
 use rdmux_nvmf::control::config::parse_nqn;
 use rdmux_nvmf::host::{Controller, NamespaceInfo, Options, Session, Transport, Url};
 use rdmux_nvmf::identity;
+use rdmux_nvmf::tls::psk::Psk;
 use rdmux_wire::nvme::{HostId, Nqn, NsId};
 use rdmux_wire::nvme_tcp::Digests;
 
@@ -23,6 +24,12 @@ pub(super) struct HostArgs {
     /// `rdmux nvme target` has made, if the target asks for one].
     #[arg(long, value_name = "FILE")]
     secret: Option<PathBuf>,
+    /// Connect by TLS 1.3.
+    #[arg(long)]
+    tls: bool,
+    /// File with the key of TLS, as `nvme gen-tls-key` prints it [default: your own, which `rdmux nvme target --tls` has made].
+    #[arg(long, value_name = "FILE", requires = "tls")]
+    psk: Option<PathBuf>,
     /// Protect the headers of what is sent by TCP with CRC-32C.
     #[arg(long)]
     header_digest: bool,
@@ -80,6 +87,9 @@ impl HostArgs {
         if !rdma && self.from.is_some() {
             bail!("{url}: --from is for nvme+rdma://");
         }
+        if rdma && self.tls {
+            bail!("{url}: --tls is for nvme+tcp://");
+        }
         self.device.apply()?;
         let addresses = url.resolve().with_context(|| url.host.clone())?;
         let mut options = Options::new(addresses, subsystem.clone());
@@ -95,6 +105,12 @@ impl HostArgs {
             Some(path) => (Some(Secrets::load(path)?), !options.is_discovery()),
             None => (own_secrets()?, false),
         };
+        if self.tls {
+            let own = || rdmux_key::config_path("nvme-psk");
+            let path = self.psk.clone().or_else(own);
+            let path = path.context("no folder with a key of TLS: give its file with --psk FILE")?;
+            options.psk = Some(Psk::load(&path)?);
+        }
         Ok(options)
     }
 

@@ -12,6 +12,7 @@ use rdmux_nvmf::control::config::{
 use rdmux_nvmf::control::rpc::RpcSocket;
 use rdmux_nvmf::control::{Control, SubsystemInfo};
 use rdmux_nvmf::identity;
+use rdmux_nvmf::server::Listen;
 use rdmux_nvmf::target::Listener;
 use rdmux_wire::nvme::{Nqn, TransportKind};
 use serde_json::{Value, json};
@@ -27,8 +28,8 @@ use crate::{metrics, signals};
 /// again, hosts stay connected, and a wrong file changes nothing.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object when the target listens: listen (array of transport, address, port), subsystems (array of nqn, serial, secret_file (null: no host needs the common
-one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
+JSON: one object when the target listens: listen (array of transport, address, port, tls), subsystems (array of nqn, serial, secret_file and psk_file (null: no host needs the
+common one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
 mdns (array of the listeners that it announces: tcp:ADDR:PORT; or null), socket (of requests that change it, or null).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
@@ -42,11 +43,17 @@ pub(crate) struct Args {
     )]
     namespaces: Vec<NamespaceConfig>,
     /// Export what a file describes (docs/nvmf.md); SIGHUP has it read again.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "listen", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "listen", "tls", "psk", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
     config: Option<PathBuf>,
     /// Listen on an address and port, by TCP or by RDMA; may be repeated. The default serves only this host.
     #[arg(long, value_name = "tcp|rdma:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listener)]
     listen: Vec<Listener>,
+    /// Require TLS 1.3 on connections by TCP.
+    #[arg(long)]
+    tls: bool,
+    /// File with the key of TLS that hosts need, as `nvme gen-tls-key` prints it [default: your own, made on first use].
+    #[arg(long, value_name = "FILE", requires = "tls")]
+    psk: Option<PathBuf>,
     /// Name of the subsystem [default: one of this host and user, the same each time].
     #[arg(long, value_name = "NQN", value_parser = parse_nqn)]
     nqn: Option<Nqn>,
@@ -88,13 +95,18 @@ impl Args {
                 false => OtherHosts::Secret,
             },
             secret: self.secret.clone(),
+            psk: self.psk.clone(),
             cntlids: self.cntlids.clone(),
             hosts: Vec::new(),
             namespaces: self.namespaces.clone(),
             ana: Vec::new(),
         };
+        let listen = self.listen.iter().map(|listener| Listen {
+            tls: self.tls && listener.transport == TransportKind::Tcp,
+            ..Listen::from(*listener)
+        });
         Ok(TargetConfig {
-            listen: self.listen.iter().map(|listener| (*listener).into()).collect(),
+            listen: listen.collect(),
             reactors: self.reactors,
             mdns: self.mdns,
             referrals: Vec::new(),
@@ -119,7 +131,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let socket = listen(args.socket.as_deref(), &control)?;
     let exported = Exported {
         subsystems: control.subsystems(),
-        listeners: control.listeners(),
+        listeners: control.listening(),
         announced: control.announced(),
         socket: socket.as_ref().map(RpcSocket::path),
     };
@@ -178,7 +190,7 @@ fn listen(chosen: Option<&Path>, control: &Arc<Control>) -> Result<Option<RpcSoc
 /// A target, to be shown.
 struct Exported<'a> {
     subsystems: Vec<SubsystemInfo>,
-    listeners: Vec<Listener>,
+    listeners: Vec<Listen>,
     /// Those that mDNS announces; `None`: it is not asked for.
     announced: Option<Vec<Listener>>,
     socket: Option<&'a Path>,
@@ -192,14 +204,22 @@ const fn transport_name(transport: TransportKind) -> &'static str {
     }
 }
 
-/// Returns the command by which a Linux host connects.
-fn connect(subsystem: &SubsystemInfo, listener: &Listener) -> String {
+/// Returns the command by which a Linux host connects. With TLS its kernel needs the key before that.
+fn connect(subsystem: &SubsystemInfo, Listen { listener, tls, .. }: &Listen) -> String {
     let (ip, port) = (listener.address.ip(), listener.address.port());
     let transport = transport_name(listener.transport);
     let mut command = format!(
         "nvme connect -t {transport} -a {ip} -s {port} -n {}",
         subsystem.nqn
     );
+    if let Some(file) = subsystem.psk_file.as_ref().filter(|_| *tls) {
+        let key = format!(
+            "nvme check-tls-key --identity=1 --insert --subsysnqn={} --keydata=\"$(cat {})\"",
+            subsystem.nqn,
+            file.display()
+        );
+        command = format!("{key} && {command} --tls");
+    }
     if let Some(file) = &subsystem.secret_file {
         let lines: &[_] = match subsystem.has_controller_secret {
             true => &[("--dhchap-secret", 1), ("--dhchap-ctrl-secret", 2)],
@@ -243,11 +263,12 @@ impl Exported<'_> {
         let listen: Vec<_> = self
             .listeners
             .iter()
-            .map(|listener| {
+            .map(|Listen { listener, tls, .. }| {
                 json!({
                     "transport": transport_name(listener.transport),
                     "address": listener.address.ip().to_string(),
                     "port": listener.address.port(),
+                    "tls": tls,
                 })
             })
             .collect();
@@ -260,6 +281,7 @@ impl Exported<'_> {
                     "nqn": subsystem.nqn.as_str(),
                     "serial": subsystem.serial,
                     "secret_file": subsystem.secret_file,
+                    "psk_file": subsystem.psk_file,
                     "connect": connect.collect::<Vec<_>>(),
                     "namespaces": namespaces_json(subsystem),
                 })
