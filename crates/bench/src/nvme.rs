@@ -277,7 +277,8 @@ impl Target {
         let file = folder.path().join("disk");
         std::fs::write(&file, vec![1; FILE_BYTES as usize])?;
         let port = free_port()?;
-        let nqn = format!("nqn.2014-08.org.example:bench-{}", std::process::id());
+        // No other target of this host has it.
+        let nqn = format!("nqn.2014-08.org.example:bench-{}-{port}", std::process::id());
         let mut command = Command::new(beside);
         command
             .args([
