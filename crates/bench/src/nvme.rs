@@ -7,7 +7,6 @@ mod target;
 use std::cell::RefCell;
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::rc::Rc;
 use std::thread;
@@ -264,34 +263,41 @@ struct Target {
     server: Server,
     port: String,
     nqn: String,
-    file: PathBuf,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 impl Target {
-    /// Starts one with further options, and a policy of moderation.
-    fn start(options: &[&str], moderation: Option<&str>) -> Result<Target> {
+    /// Starts one with the three namespaces.
+    fn start() -> Result<Target> {
         // Beside the programs: a folder of the system may be in memory.
         let beside = rdmux()?;
         let folder = tempfile::tempdir_in(beside.parent().context("no folder")?)?;
         let file = folder.path().join("disk");
         std::fs::write(&file, vec![1; FILE_BYTES as usize])?;
+        let path = file.to_str().context("a path that is no text")?;
+        let target = Target::of(folder, &["--ns", "mem:256M", "--ns", path], None)?;
+        // Memory that nobody has written is made at the first access, which takes longer than the access.
+        let mut fill = Command::new(beside);
+        fill.args(["nvme", "write", &target.url(Transport::Tcp), "--nsid", MEMORY])
+            .arg(&file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        ensure!(fill.status()?.success(), "the memory namespace is not written");
+        Ok(target)
+    }
+
+    /// Starts one with the null namespace, further options, and a policy of moderation.
+    fn with(options: &[&str], moderation: Option<&str>) -> Result<Target> {
+        Target::of(tempfile::tempdir()?, options, moderation)
+    }
+
+    fn of(folder: tempfile::TempDir, options: &[&str], moderation: Option<&str>) -> Result<Target> {
         let port = free_port()?;
         // No other target of this host has it.
         let nqn = format!("nqn.2014-08.org.example:bench-{}-{port}", std::process::id());
-        let mut command = Command::new(beside);
+        let mut command = Command::new(rdmux()?);
         command
-            .args([
-                "nvme",
-                "target",
-                "--allow-any-host",
-                "--ns",
-                "null:1G",
-                "--ns",
-                "mem:256M",
-                "--ns",
-            ])
-            .arg(&file)
+            .args(["nvme", "target", "--allow-any-host", "--ns", "null:1G"])
             .args(["--nqn", &nqn, "--listen", &format!("tcp:{LOOPBACK}:{port}")])
             .args(["--listen", &format!("rdma:{LOOPBACK}:{port}")])
             .arg("--socket")
@@ -299,25 +305,14 @@ impl Target {
             .args(options)
             .envs(moderation.map(|policy| ("RDMUX_MODERATION", policy)));
         let server = Server::start_until(&mut command, "listening")?;
-        let target = Target {
+        Ok(Target {
             server,
             port,
             nqn,
-            file,
-            _folder: folder,
-        };
-        // Memory that nobody has written is made at the first access, which takes longer than the access.
-        let mut fill = Command::new(rdmux()?);
-        fill.args(["nvme", "write", &target.url(Transport::Tcp), "--nsid", MEMORY])
-            .arg(&target.file)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null());
-        ensure!(fill.status()?.success(), "the memory namespace is not written");
-        Ok(target)
+            folder,
+        })
     }
-}
 
-impl Target {
     fn url(&self, transport: Transport) -> String {
         let (scheme, port, nqn) = (transport.scheme(), &self.port, &self.nqn);
         format!("nvme+{scheme}://{LOOPBACK}:{port}/{nqn}")
@@ -342,7 +337,7 @@ fn perf(
     move |load| {
         let mut target = target.borrow_mut();
         if target.is_none() {
-            *target = Some(Target::start(&[], None)?);
+            *target = Some(Target::start()?);
         }
         let target = target.as_ref().context("no target")?;
         let before = cpu_ns(target.server.pid())?;
@@ -394,11 +389,11 @@ fn cpu_ns(pid: u32) -> Result<u64> {
 fn fio(target: &Shared, way: Direction) -> Result<f64> {
     let mut target = target.borrow_mut();
     if target.is_none() {
-        *target = Some(Target::start(&[], None)?);
+        *target = Some(Target::start()?);
     }
     let target = target.as_ref().context("no target")?;
     // Another file: the target has its own for itself alone.
-    let file = target.file.with_extension("fio");
+    let file = target.folder.path().join("fio");
     if !file.exists() {
         std::fs::write(&file, vec![1; FILE_BYTES as usize])?;
     }

@@ -64,10 +64,10 @@ const FIGURES: [Figure; 5] = [
         Some(run["sleeps"].as_f64()? / run["ios"].as_f64()? * 1e3)
     }),
     ("moderated_p50_us", "p50, us", 1, |run| {
-        run["latency_us"]["p50"].as_f64()
+        run["latency_us"]["percentiles"]["50.00"].as_f64()
     }),
     ("moderated_p99_us", "p99, us", 1, |run| {
-        run["latency_us"]["p99"].as_f64()
+        run["latency_us"]["percentiles"]["99.00"].as_f64()
     }),
     ("moderated_cpu_s_per_million", "CPU s/million IOs", 2, |run| {
         Some(run["cpu_ns"].as_f64()? / 1e3 / run["ios"].as_f64()?)
@@ -152,7 +152,7 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
 
 /// Returns the share of a core that a target takes for 1,000 I/Os a second, in percent, and keeps that of the host.
 fn at_rate(transport: Transport, host: &mut BTreeMap<&'static str, f64>) -> Result<f64> {
-    let target = Target::start(&[], None)?;
+    let target = Target::with(&[], None)?;
     let (before, began) = (cpu_ns(target.server.pid())?, Instant::now());
     let report = perf_of(
         &target,
@@ -170,7 +170,7 @@ fn at_rate(transport: Transport, host: &mut BTreeMap<&'static str, f64>) -> Resu
 
 /// Returns the share of a core that a target takes for idle hosts, in percent.
 fn with_idle_hosts() -> Result<f64> {
-    let target = Target::start(&[], None)?;
+    let target = Target::with(&[], None)?;
     let mut command = std::process::Command::new(std::env::current_exe()?);
     command.args([super::COMMAND, IDLE, &target.port, &target.nqn]);
     let mut hosts = Side::start(&mut command)?;
@@ -206,7 +206,7 @@ pub(super) fn be_idle(args: &[String]) -> Result<()> {
 }
 
 fn with_reactors(transport: Transport, reactors: usize) -> Result<f64> {
-    let target = Target::start(&["--reactors", &reactors.to_string()], None)?;
+    let target = Target::with(&["--reactors", &reactors.to_string()], None)?;
     let load = [
         "--rw", "randread", "--queues", "4", "--depth", "32", "--time", "1",
     ];
@@ -245,7 +245,7 @@ fn moderated() -> Vec<Table> {
 
 /// Returns the report of perf, with the target's CPU time and sleeps.
 fn run_moderated(policy: &str, load: usize) -> Result<Value> {
-    let target = Target::start(&[], Some(policy))?;
+    let target = Target::with(&[], Some(policy))?;
     let pid = target.server.pid();
     let (cpu, sleeps) = (cpu_ns(pid)?, sleeps(pid)?);
     let (queues, depth) = ((load / QUEUE).to_string(), (load % QUEUE).to_string());
