@@ -56,8 +56,9 @@ impl Announcer {
         let wanted: Vec<SocketAddr> = wanted.map(|listener| listener.address).collect();
         let gone: Vec<SocketAddr> = self.announced.keys().copied().collect();
         for address in gone.into_iter().filter(|address| !wanted.contains(address)) {
-            if let Some(name) = self.announced.remove(&address) {
-                self.daemon.unregister(&name)?;
+            if let Some(name) = self.announced.get(&address) {
+                self.daemon.unregister(name)?;
+                self.announced.remove(&address);
             }
         }
         for address in wanted {
@@ -102,13 +103,17 @@ fn check_port() -> rustix::io::Result<()> {
 /// left to the host's own responder.
 fn service(address: SocketAddr) -> Result<ServiceInfo, mdns_sd::Error> {
     let ip = address.ip();
-    let host = format!("rdmux-{}", ip.to_string().replace(['.', ':'], "-"));
-    let instance = format!("{host}-{}", address.port());
+    // One that goes withdraws the address of its host's name with it.
+    let instance = format!(
+        "rdmux-{}-{}",
+        ip.to_string().replace(['.', ':'], "-"),
+        address.port()
+    );
     let properties = [("p", "tcp"), ("nqn", DISCOVERY_NQN)];
     let mut service = ServiceInfo::new(
         SERVICE,
         &instance,
-        &format!("{host}.local."),
+        &format!("{instance}.local."),
         ip,
         address.port(),
         &properties[..],

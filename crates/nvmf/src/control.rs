@@ -377,7 +377,7 @@ impl Control {
         let nqn = exported.subsystem.nqn().clone();
         let mut config = exported.config.clone();
         change(&mut config, &nqn)?;
-        let (hosts, access) = hosts(&config, self.has_tls())?;
+        let (hosts, access) = hosts(&config, exported.needs_keys(self.has_tls()))?;
         self.target.set_hosts(&nqn, hosts)?;
         (exported.config, exported.access) = (config, access);
         self.handle.tell_of_change();
@@ -703,12 +703,17 @@ impl Exported {
     }
 
     /// Opens all that another description of it needs.
+    /// Returns true if hosts may come by TLS, or may have come by it: these stay when the last such listener goes.
+    fn needs_keys(&self, tls: bool) -> bool {
+        tls || (self.config.psk.is_none() && self.access.psk_file.is_some())
+    }
+
     fn prepare(&self, mut config: SubsystemConfig, tls: bool) -> Result<Update, ControlError> {
         let nqn = self.subsystem.nqn();
         if config.cntlids != self.config.cntlids {
             return Err(ControlError::Cntlids(nqn.clone()));
         }
-        let (hosts, access) = hosts(&config, tls)?;
+        let (hosts, access) = hosts(&config, self.needs_keys(tls))?;
         let (mut opened, mut kept) = (Vec::new(), Vec::new());
         for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces), &self.namespaces) {
             match self.namespaces.get(&nsid) {

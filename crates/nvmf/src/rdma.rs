@@ -332,7 +332,7 @@ impl Connection {
         self.begin(place, capsule, now);
     }
 
-    /// Takes commands that the host's limits have held up, once they allow it.
+    /// Takes commands that were held up, once their time has come.
     pub fn resume(&mut self, now: Instant) {
         while self.end.is_none()
             && self.queue.held_until(now).is_none()
@@ -344,7 +344,7 @@ impl Connection {
         }
     }
 
-    /// Returns true if the host's limits hold commands up, which [`Connection::resume`] takes from the time of [`Connection::held_until`] on.
+    /// Returns true if commands are held up, which [`Connection::resume`] takes from the time of [`Connection::held_until`] on.
     pub fn is_held(&self) -> bool {
         !self.held.is_empty()
     }

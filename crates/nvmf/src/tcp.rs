@@ -214,7 +214,7 @@ impl Connection {
         self.queue.deadline()
     }
 
-    /// Returns true if the host's limits hold a command up, which [`Connection::poll_io`] takes at the time of [`Connection::held_until`].
+    /// Returns true if a command is held up, which [`Connection::poll_io`] takes at the time of [`Connection::held_until`].
     pub fn is_held(&self) -> bool {
         self.is_held
     }

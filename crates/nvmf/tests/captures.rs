@@ -50,7 +50,7 @@ fn exchange_by_tcp(digests: Digests, file: &Path) {
         address: "127.0.0.1:0".parse().unwrap(),
     };
     let server = Running::start_at(listener, 1, Arc::new(MemoryBackend::new(16 << 20).unwrap()));
-    let recorder = Recorder::start(server.address, 2);
+    let recorder = Recorder::start(server.address);
     let options = HostOptions {
         digests,
         ..HostOptions::new(vec![recorder.address], nqn(SUBSYSTEM))

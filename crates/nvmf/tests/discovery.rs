@@ -1,4 +1,4 @@
-//! What our host finds at a target that its user describes: its discovery service as it changes, and the settings of its listeners.
+//! A target that its user describes, as our host finds it: its discovery service as it changes, and the settings of its listeners.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::net::SocketAddr;

@@ -106,10 +106,14 @@ impl Drop for Node {
 }
 
 fn options(address: SocketAddr) -> Options {
+    Options::new(vec![address], Nqn::new(SUBSYSTEM).unwrap())
+}
+
+/// Options of a host that writes again so much sooner after it has lost a path.
+fn options_with(keep_alive: Duration, address: SocketAddr) -> Options {
     Options {
-        // A host that has lost a path writes again after some of them.
-        keep_alive: Duration::from_secs(1),
-        ..Options::new(vec![address], Nqn::new(SUBSYSTEM).unwrap())
+        keep_alive,
+        ..options(address)
     }
 }
 
@@ -239,7 +243,7 @@ fn check_death(kind: TransportKind, transport: Transport) {
         .flatten()
         .map(|node| Options {
             transport,
-            ..options(node.address)
+            ..options_with(Duration::from_secs(2), node.address)
         })
         .collect();
     let session = Session::connect_by(paths, QUEUES).unwrap();
@@ -272,7 +276,7 @@ fn check_death(kind: TransportKind, transport: Transport) {
             });
         }
         (0..QUEUES).for_each(|_| ready.recv_timeout(LONG).unwrap());
-        // The one that I/O goes to.
+        // I/O goes to it.
         let writes = nodes.iter().flatten().map(Node::writes);
         let busy = writes.enumerate().max_by_key(|(_, writes)| *writes).unwrap().0;
         nodes[busy].take();
@@ -319,7 +323,7 @@ struct Network {
 #[derive(Default)]
 struct NetworkState {
     is_cut: bool,
-    /// What is late arrives.
+    /// Bytes that are late arrive.
     is_released: bool,
     /// Connections of before whose target has not ended them.
     old: usize,
@@ -397,6 +401,9 @@ impl Network {
     }
 }
 
+/// Keep-alive time of a host that loses a path on which writes are late.
+const LATE: Duration = Duration::from_secs(1);
+
 /// Has writes late on a path of a session that has lost it, and checks that none of them undoes a later one.
 fn check_late_write(paths: impl FnOnce(SocketAddr, &[Node]) -> Vec<Options>) {
     let nodes = Node::pair();
@@ -415,7 +422,7 @@ fn check_late_write(paths: impl FnOnce(SocketAddr, &[Node]) -> Vec<Options>) {
 
 #[test]
 fn write__is_not_overtaken_by_one_of_a_lost_controller() {
-    check_late_write(|cut, _| vec![options(cut)]);
+    check_late_write(|cut, _| vec![options_with(LATE, cut)]);
 }
 
 #[test]
@@ -423,6 +430,6 @@ fn write__by_another_path_is_not_overtaken_by_one_of_a_lost_controller() {
     // The path that is cut is the one that I/O goes to.
     check_late_write(|cut, nodes| {
         nodes[1].set(AnaState::NonOptimized);
-        vec![options(cut), options(nodes[1].address)]
+        vec![options_with(LATE, cut), options_with(LATE, nodes[1].address)]
     });
 }

@@ -440,7 +440,9 @@ impl Controller {
         let mut options = Options::clone(&self.options);
         options.connect_timeout = options.connect_timeout.min(longest);
         options.admin_timeout = options.admin_timeout.min(longest);
-        let (qid, entries, cntlid) = (1, 2, self.info.cntlid);
+        // The last queue: another process of this host may have begun to use the id for its own.
+        let qid = u16::try_from(self.info.queues).unwrap_or(u16::MAX).max(1);
+        let (entries, cntlid) = (2, self.info.cntlid);
         let queue = QueueParams {
             qid,
             entries,
@@ -455,7 +457,7 @@ impl Controller {
         });
         match connected {
             Err(HostError::NoController { .. }) => Ok(true),
-            // It is there, and has that queue, or has it now.
+            // It is there, and has that queue, or did not have it.
             Ok(()) | Err(HostError::Refused { .. }) => Ok(false),
             Err(error) => Err(error),
         }

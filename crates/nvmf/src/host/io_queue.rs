@@ -32,7 +32,7 @@ pub struct IoQueue {
     depth: u16,
     /// Next look at the deadlines of commands.
     looks_at: Instant,
-    /// Set while there is no way, until a command is done.
+    /// When the oldest command began to wait, or the caller that connects the queue: set where a way is missing or lost, until a command is done.
     lost_since: Option<Instant>,
     /// It had a way.
     was_connected: bool,
@@ -48,7 +48,7 @@ impl IoQueue {
             qid,
             depth: depth.max(1),
             looks_at: Instant::now() + TICK,
-            lost_since: Some(Instant::now()),
+            lost_since: None,
             was_connected: false,
         };
         while queue.way.is_none() {
@@ -77,6 +77,9 @@ impl IoQueue {
     /// There is no [room](IoQueue::room), or the buffer is shorter than the data.
     pub fn submit(&mut self, command: Command) {
         assert!(self.room() > 0, "the caller has looked at the room");
+        if self.in_flight() == 0 {
+            self.lost_since = None;
+        }
         self.waiting.push_back(command);
         self.send();
     }
@@ -203,7 +206,7 @@ impl IoQueue {
             return;
         };
         let paths = self.session.paths();
-        // What is in flight is done before anything goes another way.
+        // Commands in flight are done before anything goes another way.
         if self.waiting.is_empty() || place.epoch != paths.epoch() {
             return;
         }
@@ -230,7 +233,8 @@ impl IoQueue {
         if place.epoch == paths.epoch() {
             return Ok(());
         }
-        match paths.place(Duration::ZERO)? {
+        let since = self.lost_since.unwrap_or_else(Instant::now);
+        match paths.place(Duration::ZERO, since)? {
             Some(next) if Arc::ptr_eq(&next.controller, &place.controller) => {
                 place.epoch = next.epoch;
                 self.send();
@@ -241,7 +245,7 @@ impl IoQueue {
             }
             Some(_) => {}
             None => {
-                self.lost_since.get_or_insert_with(Instant::now);
+                self.lost_since = Some(since);
             }
         }
         Ok(())
@@ -297,7 +301,11 @@ impl IoQueue {
             .into_iter()
             .rev()
             .for_each(|command| self.waiting.push_front(command));
-        Ok(())
+        // A medium that hangs loses one way after the other.
+        match self.waits_too_long() {
+            true => Err(self.session.paths().gave_up()),
+            false => Ok(()),
+        }
     }
 
     /// Returns true if no command was done for as long as the session tries to connect again.
@@ -309,7 +317,9 @@ impl IoQueue {
     /// Connects to the controller to which I/O goes; waits for one at most so long.
     fn connect(&mut self, longest: Duration) -> Result<(), HostError> {
         let paths = self.session.paths();
-        let Some(place) = paths.place(longest)? else {
+        let since = self.lost_since.unwrap_or_else(Instant::now);
+        let Some(place) = paths.place(longest, since)? else {
+            self.lost_since = Some(since);
             return Ok(());
         };
         match open(&place.controller, self.qid, self.depth) {

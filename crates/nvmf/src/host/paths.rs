@@ -1,4 +1,4 @@
-//! The paths of a session: a thread for each keeps a controller there, and knows which access it gives to the namespaces in use. I/O goes to one
+//! The paths of a session: a thread for each keeps a controller there, and knows the access that it gives to the namespaces in use. I/O goes to one
 //! path at a time: the best one, and with equal ones that which has it.
 //!
 //! A controller that is lost may still get late copies of commands, and carry them out (NVMe Base 2.1, 9.6). Until it is known to have ended, the
@@ -50,8 +50,6 @@ struct State {
     transfer_max: u32,
     /// Namespaces in use, which all controllers have to have.
     namespaces: Vec<NamespaceInfo>,
-    /// Set while there is no path, until a command is done.
-    lost_since: Option<Instant>,
     cause: Arc<HostError>,
     /// The session is over.
     failed: Option<HostError>,
@@ -96,7 +94,6 @@ impl Paths {
                 has_begun: false,
                 transfer_max: u32::MAX,
                 namespaces: Vec::new(),
-                lost_since: None,
                 cause: Arc::new(HostError::Closed(Some("no path"))),
                 failed: None,
                 closes: false,
@@ -236,15 +233,14 @@ impl Paths {
         }
     }
 
-    /// Returns the place to which I/O goes; waits for one at most so long.
+    /// Returns the place to which I/O goes; waits for one at most so long. `since` is when the caller has begun to wait.
     ///
     /// # Errors
     /// The session is over, or there was none for too long.
-    pub(super) fn place(&self, longest: Duration) -> Result<Option<Place>, HostError> {
+    pub(super) fn place(&self, longest: Duration, since: Instant) -> Result<Option<Place>, HostError> {
         let mut state = self.state();
         if state.current.is_none() && state.failed.is_none() {
             let within = self.loss_timeout();
-            let since = *state.lost_since.get_or_insert_with(Instant::now);
             let left = within.saturating_sub(since.elapsed());
             if left.is_zero() {
                 let cause = state.cause.clone();
@@ -296,9 +292,6 @@ impl Paths {
                 path.lost = None;
             }
             state.cause = cause.clone();
-            if state.current == Some(at) {
-                state.lost_since.get_or_insert_with(Instant::now);
-            }
             self.choose(&mut state);
         }
         drop(state);
@@ -321,9 +314,7 @@ impl Paths {
 
     /// A command is done after a loss.
     pub(super) fn recovered(&self, at: usize) {
-        let mut state = self.state();
-        state.lost_since = None;
-        state.paths[at].pause = Duration::ZERO;
+        self.state().paths[at].pause = Duration::ZERO;
     }
 
     /// Chooses the path to which I/O goes.
@@ -394,7 +385,7 @@ impl Paths {
     fn fail(&self, at: usize, error: HostError) {
         let mut state = self.state();
         let path = &mut state.paths[at];
-        let controller = path.controller.take();
+        let (controller, lost) = (path.controller.take(), path.lost.take());
         (path.was_tried, path.failed) = (true, Some(error.clone()));
         let controller = controller.filter(|controller| controller.has_queues());
         if controller.is_some() {
@@ -408,6 +399,9 @@ impl Paths {
         if let Some(controller) = controller {
             controller.abandon(&Arc::new(error));
             self.settle(&controller);
+        }
+        if let Some(lost) = lost {
+            self.settle(&lost);
         }
     }
 
@@ -519,13 +513,20 @@ impl Paths {
         }
     }
 
+    /// Returns true if a controller of this session has the id of one that is lost: it has ended then, since no two of a subsystem have the same.
+    fn has_another(&self, lost: &Controller) -> bool {
+        let state = self.state();
+        let mut live = state.paths.iter().filter_map(|path| path.controller.as_ref());
+        live.any(|controller| controller.info().cntlid == lost.info().cntlid)
+    }
+
     /// Waits until a lost controller has ended, or the session is over.
     fn settle(&self, lost: &Controller) {
         let ends_at = Instant::now() + lost.ends_within();
         let mut pause = Duration::ZERO;
         loop {
             let left = ends_at.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_over() {
+            if left.is_zero() || self.is_over() || self.has_another(lost) {
                 break;
             }
             match lost.is_gone(left) {

@@ -17,6 +17,9 @@ pub(super) const ABORTS_MAX: u8 = 4;
 /// Notifications of reservations that wait to be read.
 const NOTICES_MAX: usize = 255;
 
+/// By so much an I/O that changes blocks counts in the number of those that run: more than the others of a stripe together.
+const CHANGE: u32 = 1 << 20;
+
 /// A controller as all of its queues know it.
 #[derive(Debug)]
 pub(super) struct Association {
@@ -152,6 +155,11 @@ impl Association {
         self.is_expelled.load(Ordering::Acquire)
     }
 
+    /// Returns true if it is of this host.
+    pub(super) fn is_of_host(&self, host: &Nqn, host_id: &HostId) -> bool {
+        (&self.host, &self.host_id) == (host, host_id)
+    }
+
     /// Ends it for ever.
     pub(super) fn end(&self) {
         self.is_ready.store(false, Ordering::Release);
@@ -160,8 +168,17 @@ impl Association {
 
     /// Returns true if no I/O of an earlier epoch runs.
     pub(super) fn is_quiet(&self) -> bool {
+        self.runs_fewer_than(1)
+    }
+
+    /// Returns true if no I/O of an earlier epoch that changes blocks runs.
+    pub(super) fn is_still(&self) -> bool {
+        self.runs_fewer_than(CHANGE)
+    }
+
+    fn runs_fewer_than(&self, limit: u32) -> bool {
         let mut running = self.running.iter();
-        running.all(|Stripe(running)| running.load(Ordering::SeqCst) == 0)
+        running.all(|Stripe(running)| running.load(Ordering::SeqCst) < limit)
     }
 
     /// Has queues with other reactors look at what they share.
@@ -330,28 +347,33 @@ impl Session {
 
     /// Begins an I/O on a medium, or one that changes blocks, which is running until the result is dropped. `None` if it must not run: its host may already have
     /// written the same blocks through another controller.
-    pub(super) fn enter(&self) -> Option<Running<'_>> {
-        self.begin();
-        let running = Running(self.running());
+    pub(super) fn enter(&self, changes: bool) -> Option<Running<'_>> {
+        self.begin(changes);
+        let running = Running(self, changes);
         (!self.is_over() || mutant!(LateBegins)).then_some(running)
     }
 
     /// Counts an I/O as running, until [`Session::leave`].
-    pub(super) fn begin(&self) {
-        self.running().fetch_add(1, Ordering::SeqCst);
+    pub(super) fn begin(&self, changes: bool) {
+        self.running().fetch_add(weight(changes), Ordering::SeqCst);
     }
 
-    pub(super) fn leave(&self) {
-        self.running().fetch_sub(1, Ordering::SeqCst);
+    pub(super) fn leave(&self, changes: bool) {
+        self.running().fetch_sub(weight(changes), Ordering::SeqCst);
     }
 }
 
 /// An I/O that is running.
 #[derive(Debug)]
-pub(super) struct Running<'a>(&'a AtomicU32);
+pub(super) struct Running<'a>(&'a Session, bool);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
+        self.0.leave(self.1);
     }
+}
+
+/// Returns by how much an I/O counts as running.
+fn weight(changes: bool) -> u32 {
+    if changes { CHANGE } else { 1 }
 }

@@ -290,7 +290,7 @@ impl Controller {
     fn look_at_readiness(&mut self) {
         self.is_stopping &= !self.association.is_quiet();
         self.look_at_shutdown();
-        let is_quiet = || self.association.is_quiet() && self.subsystem.is_quiet(&self.association.host_id);
+        let is_quiet = || self.association.is_quiet() && self.subsystem.is_quiet(&self.association);
         if self.is_enabling && (is_quiet() || mutant!(ReadyTooEarly)) {
             self.is_enabling = false;
             self.state = status::READY;

@@ -56,7 +56,7 @@ pub(super) fn log(target: &Target, host: &Nqn, local: IpAddr) -> Vec<u8> {
         kind,
         is_secure: false,
         flags: match kind {
-            // What a host is told of depends on whether it comes by loopback.
+            // A host that comes by loopback is told of more.
             SubsystemKind::Discovery if at.address.ip().is_loopback() == local.is_loopback() => {
                 DiscoveryEntry::SAME_LOG | DiscoveryEntry::PERSISTENT
             }

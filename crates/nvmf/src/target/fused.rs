@@ -59,7 +59,7 @@ fn run_pair(io: &Io, compare: &[u8], write: &[u8], fua: bool) -> (Status, Status
     let pair = || -> Result<(), (Status, Status)> {
         let first = |status| (status, Status::FAILED_FUSED);
         let second = |status| (Status::SUCCESS, status);
-        let _running = io.enter().map_err(|status| (status, status))?;
+        let _running = io.enter(true).map_err(|status| (status, status))?;
         let run = || {
             namespace.check_reservation(true).map_err(first)?;
             if !mutant!(PairNotCompared) {

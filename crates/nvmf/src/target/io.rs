@@ -150,7 +150,7 @@ impl Drop for Running {
             self.seat.fence().leave(self.seat.stripe());
         }
         if let Some(user) = self.seat.user() {
-            user.session.leave();
+            user.session.leave(self.writes);
         }
     }
 }
@@ -283,7 +283,7 @@ impl Io {
             return None;
         }
         if let Some(user) = seat.user() {
-            user.session.begin();
+            user.session.begin(writes);
         }
         // From here on its drop undoes that.
         let running = Running { seat, writes };
@@ -303,13 +303,13 @@ impl Io {
     }
 
     /// Begins something on a thread of a medium, or a change of blocks.
-    pub(super) fn enter(&self) -> Result<Option<association::Running<'_>>, Status> {
+    pub(super) fn enter(&self, changes: bool) -> Result<Option<association::Running<'_>>, Status> {
         // A reset, after which the host may write the same blocks by another reactor, waits for both.
-        let is_counted = self.operation.changes() || self.may_wait();
+        let is_counted = changes || self.may_wait();
         let Some(user) = self.namespace.user().filter(|_| is_counted) else {
             return Ok(None);
         };
-        let running = user.session.enter().ok_or(Status::SQ_DELETED)?;
+        let running = user.session.enter(changes).ok_or(Status::SQ_DELETED)?;
         self.namespace.check_wanted(self.cid)?;
         Ok(Some(running))
     }
@@ -320,7 +320,7 @@ impl Io {
             own.execute(self);
             return Ok(());
         }
-        let _running = self.enter()?;
+        let _running = self.enter(self.operation.changes())?;
         match self.operation {
             Operation::Read => {
                 self.namespace.check_reservation(false)?;

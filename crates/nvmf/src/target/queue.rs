@@ -89,7 +89,7 @@ pub struct Queue {
     role: Role,
     /// Set if its host has to be authenticated.
     authenticator: Option<Authenticator>,
-    /// What its host has proved by TLS.
+    /// Names and key that its host has proved to have by TLS.
     proof: Option<Proof>,
     /// Entries of the submission queue.
     entries: u16,
@@ -191,8 +191,8 @@ impl Queue {
         }
     }
 
-    /// Returns until when the transport takes no further I/O command: those before have used what the host's limits allow, or I/Os run that the
-    /// host has sent to a controller that is over, as by a path that it has lost.
+    /// Returns until when the transport takes no further I/O command: those before have used what the host's limits allow, or changes of blocks run
+    /// that the host has asked a controller for that is over, as by a path that it has lost.
     pub fn held_until(&self, now: Instant) -> Option<Instant> {
         let Role::Io { view, .. } = &self.role else {
             return None;
@@ -201,7 +201,7 @@ impl Queue {
             subsystem, session, ..
         } = view.user();
         let association = &session.association;
-        match subsystem.is_quiet(&association.host_id) || mutant!(ReadyTooEarly) {
+        match subsystem.is_still(association) || mutant!(ReadyTooEarly) {
             true => association.limit.held_until(&self.share, now),
             false => Some(now + QUIET_LOOK),
         }
@@ -426,10 +426,9 @@ impl Queue {
             }
             qid => {
                 let association = subsystem.association(data.cntlid);
-                let association =
-                    association.filter(|known| known.host == data.host && known.host_id == data.host_id);
+                let association = association.filter(|known| known.is_of_host(&data.host, &data.host_id));
                 // A host that has lost a controller learns so when it is over, with all that it was told to do.
-                if association.is_none() && subsystem.is_ending(data.cntlid, &data.host_id) {
+                if association.is_none() && subsystem.is_ending(data.cntlid, &data.host, &data.host_id) {
                     return Err((Status::CONNECT_BUSY, 0));
                 }
                 let association = association.ok_or(invalid_data(ConnectData::CNTLID_AT))?;

@@ -177,7 +177,7 @@ impl Subsystem {
         for association in state.controllers.values() {
             let host = &association.host;
             let stays = match (hosts.terms(host), state.hosts.terms(host)) {
-                // Where there was no key, no connection is by TLS.
+                // Without a key before, no connection is by TLS.
                 (Some(now), Some(before)) => {
                     now.authentication == before.authentication
                         && (before.psk.is_none() || now.psk == before.psk)
@@ -502,23 +502,30 @@ impl Subsystem {
         self.endings.store(state.ending.len(), Ordering::Release);
     }
 
-    /// Returns true if no I/O runs of a host's controllers that are over. Before that the host's next controller is not ready, and its others take no
-    /// commands: what it writes must not be overwritten by what was written before.
-    pub(super) fn is_quiet(&self, host: &HostId) -> bool {
-        if self.endings.load(Ordering::Acquire) == 0 {
-            return true;
-        }
-        let mut state = self.state();
-        self.look_at_endings(&mut state);
-        !state.ending.iter().any(|ending| ending.host_id == *host)
+    /// Returns true if no I/O runs of the controllers of an association's host that are over. Before that the host's next controller is not ready.
+    pub(super) fn is_quiet(&self, host: &Association) -> bool {
+        !self.any_ending(|ending| ending.is_of_host(&host.host, &host.host_id))
+    }
+
+    /// Returns true if no I/O that changes blocks runs of those controllers. Before that the host's others take no commands: what it writes must not
+    /// be overwritten by what was written before.
+    pub(super) fn is_still(&self, host: &Association) -> bool {
+        !self.any_ending(|ending| ending.is_of_host(&host.host, &host.host_id) && !ending.is_still())
     }
 
     /// Returns true if a host's controller is over, and I/Os of it run.
-    pub(super) fn is_ending(&self, cntlid: u16, host: &HostId) -> bool {
+    pub(super) fn is_ending(&self, cntlid: u16, host: &Nqn, host_id: &HostId) -> bool {
+        self.any_ending(|ending| ending.cntlid == cntlid && ending.is_of_host(host, host_id))
+    }
+
+    /// Returns true if such a controller is over, and I/Os of it run.
+    fn any_ending(&self, is_such: impl Fn(&Association) -> bool) -> bool {
+        if self.endings.load(Ordering::Acquire) == 0 {
+            return false;
+        }
         let mut state = self.state();
         self.look_at_endings(&mut state);
-        let mut ending = state.ending.iter();
-        ending.any(|ending| (ending.cntlid, ending.host_id) == (cntlid, *host))
+        state.ending.iter().any(|ending| is_such(ending))
     }
 }
 

@@ -791,11 +791,11 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
     let (io, _) = io_queue(&target, cntlid, 1, now);
     let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
-    let running = session.enter().unwrap();
+    let running = session.enter(true).unwrap();
     assert!(!queue.take_reset());
     configure(&mut queue, 0, now);
     assert!(queue.take_reset() && !queue.take_reset());
-    assert!(io.is_over() && session.enter().is_none());
+    assert!(io.is_over() && session.enter(true).is_none());
     assert_eq!(csts(&mut queue, now), 1, "a write of before may still come");
     configure(&mut queue, Configuration::enabled().0, now);
     assert_eq!(csts(&mut queue, now), 0, "nor is it ready again");
@@ -803,7 +803,7 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     assert_eq!(csts(&mut queue, now), 1);
     drop(io);
     let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
-    let running = session.enter().unwrap();
+    let running = session.enter(true).unwrap();
     configure(&mut queue, 0, now);
     assert_eq!(csts(&mut queue, now), 1);
     drop(running);
@@ -814,7 +814,7 @@ fn reset__ends_io_queues_and_waits_for_what_runs() {
     assert!(cqe.status.is_success() && !io.is_over());
     // The host's next controller waits in the same way.
     let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
-    let running = session.enter().unwrap();
+    let running = session.enter(true).unwrap();
     drop(queue);
     let (mut next, _) = admin(&target, SUBSYSTEM, now);
     assert_eq!(csts(&mut next, now), 0);
@@ -832,7 +832,7 @@ fn end__holds_the_hosts_other_controllers_until_what_runs_is_done() {
         Host::new(&target, 2, now),
     );
     let session = association::Session::new(subsystem.association(lost.cntlid).unwrap(), 1);
-    let running = session.enter().unwrap();
+    let running = session.enter(true).unwrap();
     assert_eq!(other.io.held_until(now), None);
     let cntlid = lost.cntlid;
     lost.admin = Queue::new(target.clone(), PORT, LOCAL, now);
@@ -863,7 +863,7 @@ fn shutdown__is_complete_when_all_is_flushed() {
     let (mut queue, cntlid) = admin(&target, SUBSYSTEM, now);
     assert!(queue.poll_flush().is_none());
     let session = association::Session::new(subsystem.association(cntlid).unwrap(), 1);
-    let running = session.enter().unwrap();
+    let running = session.enter(true).unwrap();
     configure(&mut queue, Configuration::enabled().0 | 1 << 14, now);
     assert_eq!(csts(&mut queue, now), 1 << 2, "it occurs");
     assert!(queue.poll_flush().is_none(), "a write of before may still come");

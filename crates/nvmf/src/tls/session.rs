@@ -151,7 +151,8 @@ impl Session {
         connection.set_receive_callback(Some(receive))?;
         connection.set_send_callback(Some(send))?;
         let context = Arc::as_ptr(&socket).cast_mut().cast::<c_void>();
-        // SAFETY: the connection is dropped before the Arc that keeps the context.
+        // SAFETY: a session drops its connection before the Arc that keeps the context; where this function fails, the connection makes no call any
+        // more.
         unsafe {
             connection.set_receive_context(context)?;
             connection.set_send_context(context)?;

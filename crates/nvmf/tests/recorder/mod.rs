@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
@@ -26,23 +27,28 @@ struct Piece {
 
 /// Passes connections on to a target.
 pub(crate) struct Recorder {
-    /// Where hosts connect.
+    /// Address to which hosts connect.
     pub(crate) address: SocketAddr,
     pieces: Arc<Mutex<Vec<Piece>>>,
+    is_over: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
 impl Recorder {
-    /// Records so many connections.
-    pub(crate) fn start(target: SocketAddr, connections: u16) -> Recorder {
+    /// Records the connections of hosts.
+    pub(crate) fn start(target: SocketAddr) -> Recorder {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let pieces = Arc::new(Mutex::new(Vec::new()));
-        let all = pieces.clone();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (all, ends) = (pieces.clone(), is_over.clone());
         let thread = thread::spawn(move || {
             let mut threads = Vec::new();
-            for connection in 0..connections {
+            for connection in 0.. {
                 let (host, _) = listener.accept().unwrap();
+                if ends.load(Ordering::SeqCst) {
+                    break;
+                }
                 let target = TcpStream::connect(target).unwrap();
                 for to_target in [true, false] {
                     let (host, target) = (host.try_clone().unwrap(), target.try_clone().unwrap());
@@ -65,12 +71,16 @@ impl Recorder {
         Recorder {
             address,
             pieces,
+            is_over,
             thread,
         }
     }
 
     /// Waits until the connections have ended, and writes what was recorded.
     pub(crate) fn write(self, file: &Path) {
+        self.is_over.store(true, Ordering::SeqCst);
+        // Ends the last wait for a connection.
+        drop(TcpStream::connect(self.address).unwrap());
         self.thread.join().unwrap();
         let mut out = Vec::new();
         write_section(&mut out);

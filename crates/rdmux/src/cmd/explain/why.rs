@@ -10,6 +10,10 @@ use crate::cmd::notes::{denied, duration, fault_words, heard, request};
 use crate::cmd::res::state_name;
 use crate::cmd::trace::places;
 
+/// Nanoseconds by which the time of a note may be too early: an engine notes the time at which its turn began, and may be kept from the
+/// CPU in it.
+const TURN_MAX_NS: u64 = 1_000_000_000;
+
 /// The evidence about a queue pair.
 pub(super) struct Case<'a> {
     pub(super) qpn: Qpn,
@@ -609,6 +613,7 @@ impl Case<'_> {
         ];
         let (address, qpn) = peer.filter(|_| asked.contains(&answer.cause))?;
         let since = self.entries.iter().find(|entry| entry.number > begin)?.time_ns;
+        let since = since.saturating_sub(TURN_MAX_NS);
         let theirs = self.traces.iter().filter(|trace| trace.device.address == address);
         theirs
             .flat_map(|trace| trace.entries.iter().rev())
