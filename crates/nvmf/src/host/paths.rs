@@ -57,6 +57,16 @@ struct State {
     closes: bool,
 }
 
+impl State {
+    /// Returns a path if it still has this controller.
+    fn path_of(&mut self, at: usize, controller: &Arc<Controller>) -> Option<&mut Path> {
+        let path = &mut self.paths[at];
+        let own = path.controller.as_ref();
+        own.is_some_and(|own| Arc::ptr_eq(own, controller))
+            .then_some(path)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Path {
     controller: Option<Arc<Controller>>,
@@ -278,12 +288,7 @@ impl Paths {
     pub(super) fn report(&self, at: usize, controller: &Arc<Controller>, cause: HostError) {
         let cause = Arc::new(cause);
         let mut state = self.state();
-        let path = &mut state.paths[at];
-        if path
-            .controller
-            .as_ref()
-            .is_some_and(|own| Arc::ptr_eq(own, controller))
-        {
+        if let Some(path) = state.path_of(at, controller) {
             path.lost = path.controller.take();
             path.access = None;
             if controller.has_queues() {
@@ -301,12 +306,7 @@ impl Paths {
     /// The controller of a path has refused a command because of the access to a namespace: the log of it is read again.
     pub(super) fn suspect(&self, at: usize, controller: &Arc<Controller>) {
         let mut state = self.state();
-        let path = &mut state.paths[at];
-        if path
-            .controller
-            .as_ref()
-            .is_some_and(|own| Arc::ptr_eq(own, controller))
-        {
+        if let Some(path) = state.path_of(at, controller) {
             path.access = None;
             self.choose(&mut state);
         }
@@ -499,12 +499,7 @@ impl Paths {
     /// Publishes the access to namespaces that a controller gives.
     fn assess(&self, at: usize, controller: &Arc<Controller>, access: AnaState, assessed: usize) {
         let mut state = self.state();
-        let path = &mut state.paths[at];
-        if path
-            .controller
-            .as_ref()
-            .is_some_and(|own| Arc::ptr_eq(own, controller))
-        {
+        if let Some(path) = state.path_of(at, controller) {
             (path.access, path.assessed) = (Some(access), assessed);
             if access.refusal().is_some() {
                 state.cause = Arc::new(HostError::NoAccess(access));

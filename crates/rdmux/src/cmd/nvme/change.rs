@@ -259,6 +259,23 @@ impl At {
         Ok(call(&self.socket()?, method, params)?)
     }
 
+    /// Prints the list that a method returns, a row for each of its items.
+    fn tabulate(
+        &self,
+        method: &str,
+        columns: &[(&str, Align)],
+        row: impl FnMut(&Value) -> Vec<String>,
+    ) -> Result<()> {
+        let listed = self.call(method, json!({}))?;
+        output::say(&if self.json {
+            listed.to_string()
+        } else {
+            let rows: Vec<_> = listed.as_array().into_iter().flatten().map(row).collect();
+            output::table(columns, &rows)
+        });
+        Ok(())
+    }
+
     /// Carries a change out, and says what was done.
     pub(super) fn change(
         &self,
@@ -446,14 +463,17 @@ pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
     }
 }
 
+/// Returns the word for the channel of a listener or a referral.
+fn channel(of: &Value) -> String {
+    match of["secure_channel"] == true {
+        true => "TLS".to_owned(),
+        false => "-".to_owned(),
+    }
+}
+
 pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
     match &args.command {
         ListenerCommand::List(at) => {
-            let listed = at.call("nvmf_target_get_listeners", json!({}))?;
-            if at.json {
-                output::say(&listed.to_string());
-                return Ok(());
-            }
             let columns = [
                 ("transport", Align::Left),
                 ("address", Align::Left),
@@ -461,20 +481,12 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
                 ("in capsule", Align::Right),
                 ("channel", Align::Left),
             ];
-            let rows: Vec<_> = listed
-                .as_array()
-                .map_or(&[][..], |array| array)
-                .iter()
-                .map(|listener| {
-                    let mut row = address(listener);
-                    row.push(bytes(&listener["in_capsule_data_size"]));
-                    let is_secure = listener["secure_channel"] == true;
-                    row.push(if is_secure { "TLS" } else { "-" }.to_owned());
-                    row
-                })
-                .collect();
-            output::say(&output::table(&columns, &rows));
-            Ok(())
+            at.tabulate("nvmf_target_get_listeners", &columns, |listener| {
+                let mut row = address(listener);
+                row.push(bytes(&listener["in_capsule_data_size"]));
+                row.push(channel(listener));
+                row
+            })
         }
         ListenerCommand::Add {
             listener,
@@ -506,11 +518,6 @@ pub(crate) fn listeners(args: &ListenerArgs) -> Result<()> {
 pub(crate) fn referrals(args: &ReferralArgs) -> Result<()> {
     match &args.command {
         ReferralCommand::List(at) => {
-            let listed = at.call("nvmf_discovery_get_referrals", json!({}))?;
-            if at.json {
-                output::say(&listed.to_string());
-                return Ok(());
-            }
             let columns = [
                 ("transport", Align::Left),
                 ("address", Align::Left),
@@ -518,20 +525,12 @@ pub(crate) fn referrals(args: &ReferralArgs) -> Result<()> {
                 ("channel", Align::Left),
                 ("name", Align::Left),
             ];
-            let rows: Vec<_> = listed
-                .as_array()
-                .map_or(&[][..], |array| array)
-                .iter()
-                .map(|referral| {
-                    let mut row = address(&referral["address"]);
-                    let is_secure = referral["secure_channel"] == true;
-                    row.push(if is_secure { "TLS" } else { "-" }.to_owned());
-                    row.push(text(&referral["subnqn"]));
-                    row
-                })
-                .collect();
-            output::say(&output::table(&columns, &rows));
-            Ok(())
+            at.tabulate("nvmf_discovery_get_referrals", &columns, |referral| {
+                let mut row = address(&referral["address"]);
+                row.push(channel(referral));
+                row.push(text(&referral["subnqn"]));
+                row
+            })
         }
         ReferralCommand::Add { to, secure, at } => {
             let mut params = to.params();
