@@ -85,8 +85,7 @@ fn referrals__and_all_other_changes_reach_hosts_that_stay() {
         let deadline = Instant::now() + LONG;
         while stays.take_events() != [Event::DiscoveryChanged] {
             assert!(Instant::now() < deadline, "{what}: no event");
-            // The library is asked for events: it has no wait for one.
-            std::thread::sleep(Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(5)); // time is meant: the host has events to be asked for, and no wait for one
         }
         let (now, entries) = read();
         assert!(now > generation, "{what}");

@@ -1,6 +1,8 @@
 //! The host against our server on loopback, by each transport, and against targets that misbehave.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod serve;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -12,8 +14,8 @@ use rdmux_nvmf::auth::{Offer, Secret, Secrets};
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
 use rdmux_nvmf::host::command::{flush, read, write};
 use rdmux_nvmf::host::{Controller, Event, HostError, Options, Session, Transport};
-use rdmux_nvmf::server::{Config, Handle, Server};
-use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_nvmf::server::Handle;
+use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Terms};
 use rdmux_verbs::{ConnectParams, ConnectionRequest, Device, QpOptions};
 use rdmux_wire::nvme::{
     Cns, Connect, ConnectData, Cqe, DISCOVERY_NQN, DhGroup, FabricsType, HashId, Nqn, NsId, Opcode, Property,
@@ -82,37 +84,15 @@ impl Running {
         backend: Arc<dyn Backend>,
         uuid: u8,
     ) -> Running {
-        rdmux_soft::register();
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", hosts);
-        let namespace = Namespace {
-            nsid: NsId(1),
-            block_shift: 12,
-            uuid: [uuid; 16],
-            is_protected: false,
-            backend,
+        let listener = Listener {
+            transport: match transport {
+                Transport::Tcp => TransportKind::Tcp,
+                Transport::Rdma => TransportKind::Rdma,
+            },
+            address: listen,
         };
-        subsystem.add_namespace(namespace).unwrap();
-        let target = Target::default();
-        let subsystem = Arc::new(subsystem);
-        target.add_subsystem(subsystem.clone()).unwrap();
-        let server = Server::bind(Config {
-            target: Arc::new(target),
-            listen: vec![
-                Listener {
-                    transport: match transport {
-                        Transport::Tcp => TransportKind::Tcp,
-                        Transport::Rdma => TransportKind::Rdma,
-                    },
-                    address: listen,
-                }
-                .into(),
-            ],
-            reactors: 1,
-            waiting: None,
-        })
-        .unwrap();
-        let (address, handle) = (server.listeners()[0].address, server.handle());
-        let thread = std::thread::spawn(move || server.run().unwrap());
+        let (subsystem, address, handle, thread) = serve::serve(subsystem, (backend, uuid), listener, 1);
         Running {
             subsystem,
             transport,

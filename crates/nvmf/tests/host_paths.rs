@@ -1,6 +1,8 @@
 //! A host that reaches a subsystem by several paths, and networks and targets that fail it.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod serve;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex};
@@ -11,9 +13,11 @@ use rdmux_nvmf::backend::{Backend, MemoryBackend};
 use rdmux_nvmf::host::command::{read, write};
 use rdmux_nvmf::host::queue::Command;
 use rdmux_nvmf::host::{HostError, IoQueue, Options, Session, Transport};
-use rdmux_nvmf::server::{Config, Handle, Server};
-use rdmux_nvmf::target::{AnaRule, Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_nvmf::server::Handle;
+use rdmux_nvmf::target::{AnaRule, Hosts, Listener, Subsystem, Terms};
 use rdmux_wire::nvme::{AnaState, Nqn, NsId, TransportKind};
+
+use serve::serve;
 
 const SUBSYSTEM: &str = "nqn.2014-08.org.example:paths";
 const BLOCK: u32 = 4096;
@@ -34,39 +38,17 @@ impl Node {
     }
 
     fn start_by(transport: TransportKind, number: u16, backend: Arc<dyn Backend>, uuid: u8) -> Node {
-        rdmux_soft::register();
         let hosts = Hosts::any(Terms::default());
         let cntlids = number * 100..=number * 100 + 99;
         let subsystem = Subsystem::new(Nqn::new(SUBSYSTEM).unwrap(), "serial", hosts).with_cntlids(cntlids);
-        let namespace = Namespace {
-            nsid: NsId(1),
-            block_shift: 12,
-            uuid: [uuid; 16],
-            is_protected: false,
-            backend,
+        let listener = Listener {
+            transport,
+            address: match transport {
+                TransportKind::Tcp => "127.0.0.1:0".parse().unwrap(),
+                TransportKind::Rdma => ([127, 0, 34, number as u8], 4420).into(),
+            },
         };
-        subsystem.add_namespace(namespace).unwrap();
-        let target = Target::default();
-        let subsystem = Arc::new(subsystem);
-        target.add_subsystem(subsystem.clone()).unwrap();
-        let server = Server::bind(Config {
-            target: Arc::new(target),
-            listen: vec![
-                Listener {
-                    transport,
-                    address: match transport {
-                        TransportKind::Tcp => "127.0.0.1:0".parse().unwrap(),
-                        TransportKind::Rdma => ([127, 0, 34, number as u8], 4420).into(),
-                    },
-                }
-                .into(),
-            ],
-            reactors: 1,
-            waiting: None,
-        })
-        .unwrap();
-        let (address, handle) = (server.listeners()[0].address, server.handle());
-        let thread = std::thread::spawn(move || server.run().unwrap());
+        let (subsystem, address, handle, thread) = serve(subsystem, (backend, uuid), listener, 1);
         Node {
             subsystem,
             address,

@@ -1,6 +1,8 @@
 //! The server on sockets: a host that is a few lines of this file.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod serve;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -8,13 +10,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rdmux_nvmf::backend::{Backend, FileBackend, MemoryBackend};
-use rdmux_nvmf::server::{Config, Handle, Server};
-use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_nvmf::server::Handle;
+use rdmux_nvmf::target::{Hosts, Listener, Subsystem, Terms};
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, Cid, Configuration, Connect, ConnectData, Cqe, FabricsType, HostId, Nqn, NsId, Opcode,
     Property, Register, Rw, Sgl, Sqe, Status, TransportKind,
 };
 use rdmux_wire::nvme_tcp::{COMMON_LEN, Common, DataLayout, Digests, Flags, Header, Initialize};
+
+use serve::serve;
 
 /// No answer takes so long.
 const LONG: Duration = Duration::from_secs(60);
@@ -29,31 +33,11 @@ struct Running {
 impl Running {
     fn start(reactors: usize, backend: Arc<dyn Backend>) -> Running {
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
-        let namespace = Namespace {
-            nsid: NsId(1),
-            block_shift: 12,
-            uuid: [1; 16],
-            is_protected: false,
-            backend,
+        let listener = Listener {
+            transport: TransportKind::Tcp,
+            address: "127.0.0.1:0".parse().unwrap(),
         };
-        subsystem.add_namespace(namespace).unwrap();
-        let target = Target::default();
-        target.add_subsystem(Arc::new(subsystem)).unwrap();
-        let server = Server::bind(Config {
-            target: Arc::new(target),
-            listen: vec![
-                Listener {
-                    transport: TransportKind::Tcp,
-                    address: "127.0.0.1:0".parse().unwrap(),
-                }
-                .into(),
-            ],
-            reactors,
-            waiting: None,
-        })
-        .unwrap();
-        let (address, handle) = (server.listeners()[0].address, server.handle());
-        let thread = std::thread::spawn(move || server.run().unwrap());
+        let (_, address, handle, thread) = serve(subsystem, (backend, 1), listener, reactors);
         Running {
             address,
             handle,

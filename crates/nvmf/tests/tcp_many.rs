@@ -1,15 +1,18 @@
 //! Many hosts of NVMe/TCP, in a process of their own: what they leave behind is that process's.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod serve;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_nvmf::backend::MemoryBackend;
 use rdmux_nvmf::host::command::{read, write};
 use rdmux_nvmf::host::{Controller, Options, Session};
-use rdmux_nvmf::server::{Config, Server};
-use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_nvmf::target::{Hosts, Listener, Subsystem, Terms};
 use rdmux_wire::nvme::{HostId, Nqn, NsId, TransportKind};
+
+use serve::serve;
 
 const BLOCK: u32 = 4096;
 
@@ -45,32 +48,12 @@ fn assert_leaves_nothing(connections: usize, mut round: impl FnMut()) {
 fn hosts__by_the_hundred_and_by_the_thousand_leave_nothing_behind() {
     let nqn = |name: &str| Nqn::new(&format!("nqn.2014-08.org.example:{name}")).unwrap();
     let subsystem = Subsystem::new(nqn("many"), "serial", Hosts::any(Terms::default()));
-    let namespace = Namespace {
-        nsid: NsId(1),
-        block_shift: 12,
-        uuid: [1; 16],
-        is_protected: false,
-        backend: Arc::new(MemoryBackend::new(16 << 20).unwrap()),
+    let backend = Arc::new(MemoryBackend::new(16 << 20).unwrap());
+    let listener = Listener {
+        transport: TransportKind::Tcp,
+        address: "127.0.0.1:0".parse().unwrap(),
     };
-    subsystem.add_namespace(namespace).unwrap();
-    let target = Arc::new(Target::default());
-    let subsystem = Arc::new(subsystem);
-    target.add_subsystem(subsystem.clone()).unwrap();
-    let server = Server::bind(Config {
-        target,
-        listen: vec![
-            Listener {
-                transport: TransportKind::Tcp,
-                address: "127.0.0.1:0".parse().unwrap(),
-            }
-            .into(),
-        ],
-        reactors: 2,
-        waiting: None,
-    })
-    .unwrap();
-    let (address, handle) = (server.listeners()[0].address, server.handle());
-    let thread = std::thread::spawn(move || server.run().unwrap());
+    let (subsystem, address, handle, thread) = serve(subsystem, (backend, 1), listener, 2);
     let options = |number: u16| Options {
         host: nqn(&format!("host-{number}")),
         host_id: HostId((u128::from(number) + 1).to_le_bytes()),

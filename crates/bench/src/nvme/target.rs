@@ -13,7 +13,7 @@ use rdmux_nvmf::host::{Options, Session};
 use rdmux_wire::nvme::Nqn;
 use serde_json::Value;
 
-use super::{Target, Transport, cpu_ns, perf_of};
+use super::{QUEUE, Target, Transport, cpu_ns, perf_of};
 use crate::LOOPBACK;
 use crate::child::{Side, say_ready};
 use crate::table::{Column, Line, Ratio, Suite, Table, figures};
@@ -41,8 +41,6 @@ const LOW_LOADS: [Column; 3] = [
 ];
 const REACTORS: [Column; 3] = [(1, "1 reactor"), (2, "2"), (4, "4")];
 
-/// Added to a number of commands in flight, for each queue.
-const QUEUE: usize = super::QUEUE;
 const MODERATED: [Column; 4] = [
     (QUEUE + 1, "1 in flight"),
     (QUEUE + 8, "8"),
@@ -175,8 +173,7 @@ fn with_idle_hosts() -> Result<f64> {
     command.args([super::COMMAND, IDLE, &target.port, &target.nqn]);
     let mut hosts = Side::start(&mut command)?;
     let (before, began) = (cpu_ns(target.server.pid())?, Instant::now());
-    // The time is meant: it is what is measured.
-    thread::sleep(IDLE_TIME);
+    thread::sleep(IDLE_TIME); // time is meant: the CPU time in it is measured
     let cpu = cpu_ns(target.server.pid())? - before;
     let percent = cpu as f64 / began.elapsed().as_nanos() as f64 * 100.0;
     hosts.begin();

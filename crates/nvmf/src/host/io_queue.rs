@@ -346,8 +346,7 @@ impl IoQueue {
                     && !self.waits_too_long() =>
             {
                 self.lost_since.get_or_insert_with(Instant::now);
-                // Time is meant: nothing tells of that end.
-                std::thread::sleep(HELD_LOOK);
+                std::thread::sleep(HELD_LOOK); // time is meant: the controller does not tell of that end
                 Ok(())
             }
             Err(error) => Err(error),

@@ -1,6 +1,9 @@
 //! A server of NVMe/RDMA, and two hosts for it: ours, and one on plain verbs, which may do what no host does.
 #![allow(dead_code, reason = "not every test uses all of it")]
 
+#[path = "../serve/mod.rs"]
+mod serve;
+
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,8 +15,8 @@ use rdmux_memory::AnonymousMemory;
 use rdmux_nvmf::backend::{Backend, MemoryBackend};
 use rdmux_nvmf::host::queue::{Command, Completion};
 use rdmux_nvmf::host::{IoQueue, Options, Session, Transport};
-use rdmux_nvmf::server::{Config, Handle, Server};
-use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_nvmf::server::Handle;
+use rdmux_nvmf::target::{Hosts, Listener, Subsystem, Terms};
 use rdmux_verbs::{
     Access as Rights, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory, MemoryRegion,
     QpOptions, QueuePair, RKey, RecvRequest, SendRequest, Status as WorkStatus,
@@ -23,6 +26,8 @@ use rdmux_wire::nvme::{
     Opcode, Property, Register, Rw, SQE_LEN, Sgl, Sqe, Status, TransportKind,
 };
 use rdmux_wire::nvme_rdma::Request;
+
+use serve::serve;
 
 /// No answer takes so long.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -65,27 +70,8 @@ impl Running {
     }
 
     pub(crate) fn start_at(listener: Listener, reactors: usize, backend: Arc<dyn Backend>) -> Running {
-        rdmux_soft::register();
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
-        let namespace = Namespace {
-            nsid: NsId(1),
-            block_shift: 12,
-            uuid: [1; 16],
-            is_protected: false,
-            backend,
-        };
-        subsystem.add_namespace(namespace).unwrap();
-        let target = Target::default();
-        target.add_subsystem(Arc::new(subsystem)).unwrap();
-        let server = Server::bind(Config {
-            target: Arc::new(target),
-            listen: vec![listener.into()],
-            reactors,
-            waiting: None,
-        })
-        .unwrap();
-        let (address, handle) = (server.listeners()[0].address, server.handle());
-        let thread = std::thread::spawn(move || server.run().unwrap());
+        let (_, address, handle, thread) = serve(subsystem, (backend, 1), listener, reactors);
         Running {
             address,
             handle,

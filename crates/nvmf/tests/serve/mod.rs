@@ -1,0 +1,44 @@
+//! A server of one subsystem with one namespace.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use rdmux_nvmf::backend::Backend;
+use rdmux_nvmf::server::{Config, Handle, Server};
+use rdmux_nvmf::target::{Listener, Namespace, Subsystem, Target};
+use rdmux_wire::nvme::NsId;
+
+/// A server, and the subsystem that it serves.
+pub(crate) type Serving = (Arc<Subsystem>, SocketAddr, Handle, JoinHandle<()>);
+
+/// Serves on threads of its own. The namespace has blocks of 4 KiB.
+pub(crate) fn serve(
+    subsystem: Subsystem,
+    (backend, uuid): (Arc<dyn Backend>, u8),
+    listener: Listener,
+    reactors: usize,
+) -> Serving {
+    rdmux_soft::register();
+    let namespace = Namespace {
+        nsid: NsId(1),
+        block_shift: 12,
+        uuid: [uuid; 16],
+        is_protected: false,
+        backend,
+    };
+    subsystem.add_namespace(namespace).unwrap();
+    let target = Target::default();
+    let subsystem = Arc::new(subsystem);
+    target.add_subsystem(subsystem.clone()).unwrap();
+    let server = Server::bind(Config {
+        target: Arc::new(target),
+        listen: vec![listener.into()],
+        reactors,
+        waiting: None,
+    })
+    .unwrap();
+    let (address, handle) = (server.listeners()[0].address, server.handle());
+    let thread = std::thread::spawn(move || server.run().unwrap());
+    (subsystem, address, handle, thread)
+}
