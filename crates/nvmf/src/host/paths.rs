@@ -537,7 +537,7 @@ impl Paths {
     }
 }
 
-/// Returns the worst access that a controller gives to namespaces.
+/// Returns the worst access that a controller gives to namespaces. One that the log lacks has none yet: it is looked at again.
 fn access(controller: &Controller, namespaces: &[NamespaceInfo]) -> Result<AnaState, HostError> {
     let Some(log) = controller.ana_log()? else {
         return Ok(AnaState::Optimized);
@@ -545,7 +545,7 @@ fn access(controller: &Controller, namespaces: &[NamespaceInfo]) -> Result<AnaSt
     let of = |namespace: &NamespaceInfo| {
         let mut groups = log.groups.iter();
         let group = groups.find(|group| group.namespaces.contains(&namespace.nsid));
-        group.map_or(AnaState::Optimized, |group| group.state)
+        group.map_or(AnaState::Inaccessible, |group| group.state)
     };
     let states = namespaces.iter().map(of);
     Ok(states.max_by_key(|state| *state as u8).unwrap_or_default())

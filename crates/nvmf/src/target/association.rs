@@ -30,6 +30,8 @@ pub(super) struct Association {
     pub(super) is_ready: AtomicBool,
     /// Its host may not use the subsystem any more.
     is_expelled: AtomicBool,
+    /// Other controllers of its host are over, and changes of them may run: queues need no lock to know that none do.
+    awaits_endings: AtomicBool,
     /// Maximum number of its I/O queues.
     pub(super) queues_max: u16,
     /// Limits of its host, for all of its controllers.
@@ -88,6 +90,7 @@ impl Association {
             host_id: data.host_id,
             is_ready: AtomicBool::new(false),
             is_expelled: AtomicBool::new(false),
+            awaits_endings: AtomicBool::new(false),
             queues_max,
             limit,
             epoch: AtomicU32::new(0),
@@ -158,6 +161,21 @@ impl Association {
     /// Returns true if it is of this host.
     pub(super) fn is_of_host(&self, host: &Nqn, host_id: &HostId) -> bool {
         (&self.host, &self.host_id) == (host, host_id)
+    }
+
+    /// Another controller of its host is over, of which I/Os may run.
+    pub(super) fn await_endings(&self) {
+        self.awaits_endings.store(true, Ordering::Release);
+    }
+
+    /// Returns true if changes of such a controller may run: its subsystem knows.
+    pub(super) fn awaits_endings(&self) -> bool {
+        self.awaits_endings.load(Ordering::Acquire)
+    }
+
+    /// Nothing changes blocks any more for controllers of its host that are over. The caller has the lock under which they end.
+    pub(super) fn found_still(&self) {
+        self.awaits_endings.store(false, Ordering::Release);
     }
 
     /// Ends it for ever.

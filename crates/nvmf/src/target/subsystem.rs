@@ -5,7 +5,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
@@ -69,8 +69,6 @@ pub struct Subsystem {
     cntlids: RangeInclusive<u16>,
     reservations: Option<Arc<dyn ReservationStore>>,
     tally: Arc<Tally>,
-    /// Number of [`State::ending`], so that queues need no lock to know that there are none.
-    endings: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -102,6 +100,13 @@ struct State {
     last_cntlid: u16,
 }
 
+impl State {
+    /// Forgets controllers that are over of which no I/O runs.
+    fn forget_quiet(&mut self) {
+        self.ending.retain(|ending| !ending.is_quiet());
+    }
+}
+
 impl Subsystem {
     /// Makes a subsystem without namespaces. `serial` has at most 20 characters of ASCII.
     pub fn new(nqn: Nqn, serial: &str, hosts: Hosts) -> Subsystem {
@@ -112,7 +117,6 @@ impl Subsystem {
             cntlids: 1..=CNTLID_MAX,
             reservations: None,
             tally: Arc::default(),
-            endings: AtomicUsize::new(0),
             state: Mutex::new(State {
                 hosts,
                 ..State::default()
@@ -478,6 +482,13 @@ impl Subsystem {
             limit,
             self.tally.clone(),
         ));
+        if state
+            .ending
+            .iter()
+            .any(|ending| ending.is_of_host(&data.host, &data.host_id))
+        {
+            association.await_endings();
+        }
         state.last_cntlid = cntlid;
         state.controllers.insert(cntlid, association.clone());
         Ok(association)
@@ -493,13 +504,15 @@ impl Subsystem {
         let mut state = self.state();
         state.controllers.remove(&association.cntlid);
         state.ending.push(association.clone());
-        self.look_at_endings(&mut state);
-    }
-
-    /// Forgets controllers that are over of which no I/O runs.
-    fn look_at_endings(&self, state: &mut State) {
-        state.ending.retain(|ending| !ending.is_quiet());
-        self.endings.store(state.ending.len(), Ordering::Release);
+        state.forget_quiet();
+        if state.ending.is_empty() {
+            return;
+        }
+        for other in state.controllers.values() {
+            if association.is_of_host(&other.host, &other.host_id) {
+                other.await_endings();
+            }
+        }
     }
 
     /// Returns true if no I/O runs of the controllers of an association's host that are over. Before that the host's next controller is not ready.
@@ -510,7 +523,18 @@ impl Subsystem {
     /// Returns true if no I/O that changes blocks runs of those controllers. Before that the host's others take no commands: what it writes must not
     /// be overwritten by what was written before.
     pub(super) fn is_still(&self, host: &Association) -> bool {
-        !self.any_ending(|ending| ending.is_of_host(&host.host, &host.host_id) && !ending.is_still())
+        if !host.awaits_endings() {
+            return true;
+        }
+        let mut state = self.state();
+        state.forget_quiet();
+        let is_others = |ending: &Arc<Association>| !ending.is_of_host(&host.host, &host.host_id);
+        let mut ending = state.ending.iter();
+        let is_still = ending.all(|ending| is_others(ending) || ending.is_still());
+        if is_still {
+            host.found_still();
+        }
+        is_still
     }
 
     /// Returns true if a host's controller is over, and I/Os of it run.
@@ -520,11 +544,8 @@ impl Subsystem {
 
     /// Returns true if such a controller is over, and I/Os of it run.
     fn any_ending(&self, is_such: impl Fn(&Association) -> bool) -> bool {
-        if self.endings.load(Ordering::Acquire) == 0 {
-            return false;
-        }
         let mut state = self.state();
-        self.look_at_endings(&mut state);
+        state.forget_quiet();
         state.ending.iter().any(|ending| is_such(ending))
     }
 }

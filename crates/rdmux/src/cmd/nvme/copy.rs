@@ -305,14 +305,14 @@ pub(super) fn write(args: &WriteArgs) -> Result<()> {
         if session.generation() == generation || !has_cache(&session) {
             break bytes;
         }
-        // Writes that the lost controller had not flushed may be lost with it.
+        // A Flush is about what its own controller has carried out, and the writes went to several: one may have been lost with its cache.
         match &mut file {
             Some(file) if known.is_some() => {
                 file.seek(SeekFrom::Start(0)).with_context(|| name.clone())?;
             }
             _ => {
                 bail!(
-                    "{name}: the target was lost before all was flushed, and {bytes} bytes that it may have lost cannot be read again: write them again"
+                    "{name}: the controller changed before all was flushed, and {bytes} bytes that the one before may have lost cannot be read again: write them again"
                 )
             }
         }
