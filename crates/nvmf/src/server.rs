@@ -417,6 +417,7 @@ impl ServerReactor {
                     _ => {}
                 }
             }
+            tcp.answer_finished(core, now);
             core.media.submit();
         }
     }

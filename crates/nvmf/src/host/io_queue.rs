@@ -24,7 +24,7 @@ pub struct IoQueue {
     session: Arc<Session>,
     /// The connection, and where it leads.
     way: Option<(Place, Link)>,
-    /// Commands that were not sent: there is no way, or the session is not settled.
+    /// Commands that the next turn sends, unless there is no way, or the session is not settled.
     waiting: VecDeque<Command>,
     /// Completions from ways of before.
     done: VecDeque<Completion>,
@@ -81,7 +81,6 @@ impl IoQueue {
             self.lost_since = None;
         }
         self.waiting.push_back(command);
-        self.send();
     }
 
     /// Sends what was submitted, and sleeps until a command is done. With none in flight it returns at once.
@@ -112,6 +111,7 @@ impl IoQueue {
         if !self.done.is_empty() {
             return Ok(true);
         }
+        self.send();
         let Some((_, link)) = &mut self.way else {
             self.connect(longest)?;
             return Ok(false);
@@ -132,7 +132,6 @@ impl IoQueue {
             self.session.paths().recovered(place.path);
             self.lost_since = None;
         }
-        self.send();
         if !self.waiting.is_empty() && self.waits_too_long() {
             return Err(self.session.paths().gave_up());
         }
@@ -237,7 +236,6 @@ impl IoQueue {
         match paths.place(Duration::ZERO, since)? {
             Some(next) if Arc::ptr_eq(&next.controller, &place.controller) => {
                 place.epoch = next.epoch;
-                self.send();
             }
             Some(_) if link.connection().in_flight() == 0 => {
                 self.take_done();
@@ -327,7 +325,6 @@ impl IoQueue {
                 paths.connected(&place.controller);
                 self.way = Some((place, link));
                 self.was_connected = true;
-                self.send();
                 Ok(())
             }
             Err(error) if error.is_of_path() => {

@@ -60,6 +60,8 @@ pub(super) struct Tcp {
     connections: HashMap<DescriptorId, Served>,
     /// Connections that are over, with the number of I/Os that media have: these have buffers until they end.
     ending: HashMap<DescriptorId, usize>,
+    /// Connections of which media have ended I/Os that were not yet answered.
+    finished: Vec<DescriptorId>,
     /// The reactor that gets the next accepted connection.
     next_mailbox: usize,
     buffers: Buffers,
@@ -74,6 +76,8 @@ struct Served {
     interest: Interest,
     /// I/Os that media have.
     at_media: usize,
+    /// It is among [`Tcp::finished`].
+    has_finished: bool,
     /// A turn of it is among this reactor's messages.
     has_turn: bool,
     /// Set once it is over: until then its host may take the last responses.
@@ -152,6 +156,18 @@ impl Tcp {
                 };
                 served.at_media -= 1;
                 served.connection.complete(work, status, &mut self.buffers);
+                if !std::mem::replace(&mut served.has_finished, true) {
+                    self.finished.push(id);
+                }
+            }
+        }
+    }
+
+    /// Answers what media have ended: the answers of a connection by one message, as far as they were ended together.
+    pub(super) fn answer_finished(&mut self, core: &mut Core, now: Instant) {
+        while let Some(id) = self.finished.pop() {
+            if let Some(served) = self.connections.get_mut(&id) {
+                served.has_finished = false;
                 self.pump(core, id, now);
             }
         }
@@ -224,6 +240,7 @@ impl Tcp {
             ),
             interest: Interest::READABLE,
             at_media: 0,
+            has_finished: false,
             has_turn: false,
             closes_at: None,
         };
