@@ -1011,7 +1011,7 @@ impl<M> Reactor<M> {
         if let Some(until) = self.waiting.hold_off(hold_off.filter(|_| is_in_place)) {
             // Packets wake nobody meanwhile; all else does.
             let until = deadline.map_or(until, |deadline| deadline.min(until));
-            if !self.sleep(&[], Some(until))? {
+            if self.sleep(&[], Some(until))? == Woken::Signal {
                 return Ok(None);
             }
         }
@@ -1035,8 +1035,15 @@ impl<M> Reactor<M> {
             }
             if sleeps {
                 has_slept = true;
-                if !self.sleep(&watches, deadline)? {
-                    return Ok(None);
+                let event = match self.sleep(&watches, deadline)? {
+                    Woken::Signal => return Ok(None),
+                    // A look at the engines and queues would cost system calls and find nothing.
+                    Woken::Others => self.poll_others(),
+                    Woken::Any => None,
+                };
+                if event.is_some() {
+                    self.waiting.slept(began, true);
+                    return Ok(event);
                 }
             }
             let before = watches.len();
@@ -1101,13 +1108,14 @@ impl<M> Reactor<M> {
         Ok(self.poll_others().or_else(|| self.poll_ended()))
     }
 
-    /// Sleeps until something has happened, or the deadline. Returns false if a signal has ended the sleep.
-    fn sleep(&mut self, watches: &[(usize, EngineWatch)], deadline: Option<Instant>) -> io::Result<bool> {
+    /// Sleeps until something has happened, or the deadline.
+    fn sleep(&mut self, watches: &[(usize, EngineWatch)], deadline: Option<Instant>) -> io::Result<Woken> {
         let mut fds = Vec::with_capacity(3 + self.ports.len() + watches.len());
         fds.push(PollFd::new(&self.news, PollFlags::IN));
         let queues = self.ports.iter().flat_map(|port| port.queues.all());
         fds.extend(queues.map(|cq| PollFd::new(cq, PollFlags::IN)));
         fds.extend(watches.iter().map(|(_, watch)| PollFd::new(watch, PollFlags::IN)));
+        let of_devices = fds.len();
         let has_descriptors = !self.descriptors.is_empty();
         if has_descriptors {
             fds.push(PollFd::new(&self.descriptors, PollFlags::IN));
@@ -1116,14 +1124,30 @@ impl<M> Reactor<M> {
         set_timer_slack();
         match self.inbox.sleep_beside(&mut fds, deadline) {
             Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(Woken::Signal),
             Err(error) => return Err(error),
         }
-        if has_descriptors && !fds[others - 1].revents().is_empty() {
+        let has_come = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let woken = match fds[..of_devices].iter().any(has_come) {
+            true => Woken::Any,
+            false => Woken::Others,
+        };
+        if has_descriptors && has_come(&fds[others - 1]) {
             self.descriptors.look()?;
         }
-        Ok(true)
+        Ok(woken)
     }
+}
+
+/// End of a sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Woken {
+    /// A signal has ended it.
+    Signal,
+    /// Devices have something new.
+    Any,
+    /// They have not: messages of other threads and descriptors may have.
+    Others,
 }
 
 impl ReactorPort {
