@@ -52,6 +52,10 @@ mod switch {
         FailedFlushForgotten,
         /// A write with FUA is acknowledged before it is durable.
         FuaNotFlushed,
+        /// All ranges of a Copy are written to the place of the first one.
+        CopyRangesPiled,
+        /// A Copy reads whatever reservations its source has.
+        CopySourceUnchecked,
         /// A shutdown flushes nothing.
         ShutdownNotFlushed,
         /// A controller is ready, and takes commands, although an I/O runs that its host has sent to the one before.

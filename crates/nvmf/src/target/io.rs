@@ -461,6 +461,9 @@ impl Io {
                 at += part as u64;
                 to_offset += part as u64;
             }
+            if mutant!(CopyRangesPiled) {
+                to_offset -= length;
+            }
         }
         Ok(())
     }
@@ -487,7 +490,9 @@ impl Io {
             if range.fast_only && format == CopyFormat::Any {
                 return Err(Status::COPY_NOT_FAST.do_not_retry());
             }
-            from.check_reservation(false)?;
+            if !mutant!(CopySourceUnchecked) {
+                from.check_reservation(false)?;
+            }
             total += u64::from(range.blocks);
             if total > to.copy_blocks_max().into() {
                 return Err(Status::COPY_TOO_LONG.do_not_retry());

@@ -3,9 +3,10 @@
 //! A block is a register. A write is open from its submission until nothing of it can act any more: its completion, or the end
 //! of the controller that had it. It is certain from its acknowledgement on, or since somebody has read it; a power cut makes those uncertain that were not
 //! durable. A read may return a write that began before the read ended, unless a write that was certain when the read
-//! began began after that one was over.
+//! began began after that one was over. A block that Copy writes is any that its source may have held meanwhile.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use super::disk::Value;
 
@@ -16,11 +17,13 @@ pub(super) type Place = (u32, u64);
 pub(super) type WriteId = (Place, usize);
 
 const NEVER: u64 = u64::MAX;
+/// Copies of copies of a block that are followed; beyond them it may hold anything.
+const COPIES_MAX: u32 = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Write {
     host: usize,
-    value: Value,
+    data: Written,
     begin: u64,
     /// Nothing of it acts after this.
     end: u64,
@@ -29,6 +32,23 @@ struct Write {
     is_durable: bool,
     /// It was refused: it must not act.
     is_refused: bool,
+}
+
+/// The data of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Written {
+    Value(Value),
+    /// The block that is there while it runs.
+    CopyOf(Place),
+}
+
+impl fmt::Display for Written {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Written::Value(value) => write!(f, "{value}"),
+            Written::CopyOf((nsid, block)) => write!(f, "a copy of block {block} of namespace {nsid}"),
+        }
+    }
 }
 
 /// A fused pair that was acknowledged.
@@ -57,7 +77,7 @@ impl Checker {
     fn at(&mut self, place: Place) -> &mut Vec<Write> {
         let zeros = Write {
             host: usize::MAX,
-            value: 0,
+            data: Written::Value(0),
             begin: 0,
             end: 0,
             certain: 0,
@@ -74,10 +94,19 @@ impl Checker {
     }
 
     pub(super) fn begin(&mut self, host: usize, place: Place, value: Value, now: u64) -> WriteId {
+        self.begin_any(host, place, Written::Value(value), now)
+    }
+
+    /// As [`Checker::begin`], for a block that becomes a copy of another one.
+    pub(super) fn begin_copy(&mut self, host: usize, place: Place, source: Place, now: u64) -> WriteId {
+        self.begin_any(host, place, Written::CopyOf(source), now)
+    }
+
+    fn begin_any(&mut self, host: usize, place: Place, data: Written, now: u64) -> WriteId {
         let writes = self.at(place);
         writes.push(Write {
             host,
-            value,
+            data,
             begin: now,
             end: NEVER,
             certain: NEVER,
@@ -122,7 +151,7 @@ impl Checker {
         (write.certain != NEVER).then(|| {
             format!(
                 "the write {} of host {} was refused, and was read before",
-                write.value, write.host
+                write.data, write.host
             )
         })
     }
@@ -164,18 +193,21 @@ impl Checker {
         self.reads_checked += 1;
         let cut = self.cut;
         let found_by_pair = self.before.get(&value).copied();
-        let writes = self.at(place);
+        self.at(place);
+        let writes = &self.places[&place];
         let mut why = None;
         let mut found = None;
         let all = writes.iter().enumerate();
-        let candidates = all.filter(|(_, write)| write.value == value && write.begin < end);
+        let candidates = all.filter(|(_, write)| write.begin < end);
         for (at, write) in candidates {
-            if write.is_refused {
+            if !self.may_be(write, value, end, COPIES_MAX) {
+                continue;
+            } else if write.is_refused {
                 why = Some(format!("host {} was refused that write", write.host));
             } else if let Some(later) = Checker::is_stale(writes, write, begin) {
                 why = Some(format!(
                     "host {} wrote it ({} to {}), and host {} wrote {} later ({} to {})",
-                    write.host, write.begin, write.end, later.host, later.value, later.begin, later.certain
+                    write.host, write.begin, write.end, later.host, later.data, later.begin, later.certain
                 ));
             } else {
                 found = Some(at);
@@ -194,22 +226,49 @@ impl Checker {
         {
             return Err(format!(
                 "block {} of namespace {} holds {value}, by a fused pair that found {old}, and host {} wrote {} between both ({} to {})",
-                place.1, place.0, between.host, between.value, between.begin, between.certain
+                place.1, place.0, between.host, between.data, between.begin, between.certain
             ));
         }
-        // Zeros may be those of several writes.
+        // Zeros, and what was copied, may be those of several writes.
         if value != 0 && begin > cut {
-            let write = &mut writes[at];
-            write.certain = write.certain.min(end);
+            let write = self.get((place, at));
+            let is_that = write.data == Written::Value(value);
+            let until = if is_that { end } else { NEVER };
+            write.certain = write.certain.min(until);
         }
         Ok(())
+    }
+
+    /// Returns true if a write may have written a value before a time.
+    fn may_be(&self, write: &Write, value: Value, end: u64, copies: u32) -> bool {
+        let source = match write.data {
+            Written::Value(own) => return own == value,
+            Written::CopyOf(_) if copies == 0 => return true,
+            Written::CopyOf(source) => source,
+        };
+        let (begin, end) = (write.begin, write.end.min(end));
+        // One that nobody has written is zeros.
+        let Some(writes) = self.places.get(&source) else {
+            return value == 0;
+        };
+        writes.iter().any(|write| {
+            let may_act = write.begin < end && !write.is_refused;
+            may_act
+                && Checker::is_stale(writes, write, begin).is_none()
+                && self.may_be(write, value, end, copies - 1)
+        })
     }
 
     /// Returns a write that is certain at a time when a pair's value is read, and began after the value was written that the pair has found: if it was done before the pair,
     /// the pair has not found that value, and if after it, its own is gone.
     fn came_between(writes: &[Write], old: Value, new: Value, begin: u64) -> Option<Write> {
-        let found = writes.iter().find(|write| write.value == old)?;
-        let mut others = writes.iter().filter(|write| write.value != new);
+        // A copy may have brought the old value back.
+        let is_copy = |write: &Write| matches!(write.data, Written::CopyOf(_));
+        if writes.iter().any(is_copy) {
+            return None;
+        }
+        let found = writes.iter().find(|write| write.data == Written::Value(old))?;
+        let mut others = writes.iter().filter(|write| write.data != Written::Value(new));
         others
             .find(|write| write.certain < begin && write.begin > found.end)
             .copied()
@@ -219,7 +278,7 @@ impl Checker {
     pub(super) fn may_differ(&mut self, place: Place, value: Value, begin: u64, end: u64) -> bool {
         let writes = self.at(place);
         writes.iter().any(|write| {
-            let may_act = write.value != value && write.begin < end && !write.is_refused;
+            let may_act = write.data != Written::Value(value) && write.begin < end && !write.is_refused;
             may_act && Checker::is_stale(writes, write, begin).is_none()
         })
     }

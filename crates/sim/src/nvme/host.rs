@@ -10,7 +10,9 @@ use rdmux_nvmf::host::queue::{Command, Completion};
 use rdmux_nvmf::host::setup::{Setup, Step};
 use rdmux_nvmf::host::tcp::{Config, Connection};
 use rdmux_nvmf::host::{ControllerInfo, Options, command};
-use rdmux_wire::nvme::{Cid, Configuration, FabricsType, LogId, NsId, Opcode, Property, Register, Sqe};
+use rdmux_wire::nvme::{
+    Cid, Configuration, CopyFormat, FabricsType, LogId, NsId, Opcode, Property, Register, Sqe,
+};
 
 use super::checker::WriteId;
 use super::operation::Operation;
@@ -31,6 +33,7 @@ const LOG: u64 = u64::MAX - 2;
 const ABORT: u64 = u64::MAX - 3;
 const CONFIGURE: u64 = u64::MAX - 4;
 const STATUS: u64 = u64::MAX - 5;
+const BEHAVIOR: u64 = u64::MAX - 6;
 /// Shutdown notification of CC, and the states of CSTS: ready, failed, shutdown complete.
 const SHUTDOWN_NORMAL: u64 = 1 << 14;
 const READY: u64 = 1;
@@ -349,10 +352,7 @@ impl<'a> Run<'a> {
             let host = &mut self.hosts[nr];
             host.phase = Phase::Queues;
             host.info = Some(info);
-            for qid in 1..=self.hosts[nr].queues_number {
-                self.open_queue(nr, qid);
-            }
-            return;
+            return self.enable_copies(nr);
         }
         let is_ready = |queue: &Queue<'_>| queue.setup.is_none();
         if host.phase == Phase::Queues && host.queues.iter().all(is_ready) {
@@ -437,7 +437,7 @@ impl<'a> Run<'a> {
             commands.extend(queue.connection.take_commands());
         }
         for (id, completion) in completions {
-            if completion.command.token < STATUS && !completion.command.sqe.opcode().eq(&Opcode::FABRICS) {
+            if completion.command.token < BEHAVIOR && !completion.command.sqe.opcode().eq(&Opcode::FABRICS) {
                 self.operation_done(nr, id, completion);
             }
         }
@@ -520,6 +520,17 @@ impl<'a> Run<'a> {
             let id = admin.id;
             self.send_from_host(id);
         }
+    }
+
+    /// Asks for copies from one namespace to another, before it has queues for them (Host Behavior Support, feature 16h: CDFE).
+    fn enable_copies(&mut self, nr: usize) {
+        let mut sqe = Sqe::new(Opcode::SET_FEATURES, Cid(0), NsId::NONE);
+        sqe.set_dword(10, 0x16);
+        let mut behavior = vec![0; 512];
+        behavior[4..6].copy_from_slice(&CopyFormat::Any.bit().to_le_bytes());
+        let mut command = Command::sending(sqe, behavior);
+        command.token = BEHAVIOR;
+        self.submit_admin(nr, command, Some(Duration::from_secs(10)));
     }
 
     /// Asks for any command to be aborted.
@@ -611,6 +622,15 @@ impl<'a> Run<'a> {
             KEEP_ALIVE | LOG | ABORT => {}
             CONFIGURE => self.look_at_status(nr),
             STATUS => self.handle_status(nr, completion.result),
+            BEHAVIOR if completion.status.is_success() => {
+                for qid in 1..=self.hosts[nr].queues_number {
+                    self.open_queue(nr, qid);
+                }
+            }
+            BEHAVIOR => self.violate(format!(
+                "host {nr}: copies are not enabled: {}",
+                completion.status
+            )),
             _ => self.operation_done(nr, id, completion),
         }
     }

@@ -91,6 +91,8 @@ counts! {
     operations: "operations",
     /// Blocks read whose values were checked.
     reads_checked: "blocks checked",
+    /// Copies that were acknowledged.
+    copies: "copies",
     /// Fused pairs that were acknowledged.
     pairs: "fused pairs",
     /// Fused pairs whose Compare failed.

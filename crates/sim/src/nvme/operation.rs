@@ -3,8 +3,8 @@
 use rdmux_nvmf::host::queue::{Command, Completion, Data};
 use rdmux_nvmf::host::{command, may_repeat};
 use rdmux_wire::nvme::{
-    Cid, DatasetRange, NsId, Opcode, ReservationAction, ReservationCommand, ReservationKeys, ReservationType,
-    Rw, Sqe, Status,
+    Cid, Copy, CopyFormat, CopyRange, DatasetRange, NsId, Opcode, ReservationAction, ReservationCommand,
+    ReservationKeys, ReservationType, Rw, Sqe, Status,
 };
 
 use super::MS;
@@ -48,6 +48,11 @@ enum Kind {
     Zeroes {
         is_fua: bool,
     },
+    /// Copies; the place of each block.
+    Copy {
+        sources: Vec<Place>,
+        is_fua: bool,
+    },
     Compare(Vec<Value>),
     Verify,
     Flush,
@@ -84,11 +89,29 @@ impl Operation {
         (self.block..self.block + u64::from(self.blocks)).map(move |block| (nsid, block))
     }
 
+    /// Returns the places that it copies.
+    fn sources(&self) -> impl Iterator<Item = Place> {
+        let sources: &[Place] = match &self.kind {
+            Kind::Copy { sources, .. } => sources,
+            _ => &[],
+        };
+        sources.iter().copied()
+    }
+
+    /// Returns the namespaces that it reads or writes; some more than once.
+    fn namespaces(&self) -> impl Iterator<Item = u32> {
+        self.sources().map(|(nsid, _)| nsid).chain([self.nsid])
+    }
+
     /// Returns whether it needs the right to write, or to read; `None` if neither.
     fn needs(&self) -> Option<bool> {
         match self.kind {
             Kind::Read { .. } | Kind::Compare(_) | Kind::Verify => Some(false),
-            Kind::Write { .. } | Kind::Zeroes { .. } | Kind::Flush | Kind::Pair { .. } => Some(true),
+            Kind::Write { .. }
+            | Kind::Zeroes { .. }
+            | Kind::Copy { .. }
+            | Kind::Flush
+            | Kind::Pair { .. } => Some(true),
             Kind::Reserve => None,
         }
     }
@@ -161,6 +184,7 @@ impl Run<'_> {
                 let kind = Kind::Read { is_counter: true };
                 self.read(nr, Operation::new(kind, nsid, block, 1));
             }
+            44..52 if self.with_copies => self.copy(nr, nsid),
             44..66 => {
                 let values: Vec<_> = (0..blocks).map(|_| self.checker.value()).collect();
                 let operation = new(Kind::Write { is_fua });
@@ -250,6 +274,60 @@ impl Run<'_> {
             .map(|(place, value)| self.checker.begin(nr, place, *value, begin))
             .collect();
         self.submit(nr, operation, commands);
+    }
+
+    /// Copies ranges of blocks, now and then of several namespaces.
+    fn copy(&mut self, nr: usize, nsid: u32) {
+        let of_any = self.dice.one_in(2);
+        let (mut list, mut sources) = (Vec::new(), Vec::new());
+        for _ in 0..self.dice.between(1, 3) {
+            let (block, blocks) = self.range();
+            let blocks = blocks.min(6);
+            let of = match of_any {
+                true => self.dice.between(1, u64::from(NAMESPACES)) as u32,
+                false => nsid,
+            };
+            let range = CopyRange {
+                nsid: NsId(of),
+                slba: block,
+                blocks,
+                fast_only: false,
+            };
+            let mut bytes = [0; CopyRange::LEN];
+            range.emit(&mut bytes);
+            list.extend(bytes);
+            sources.extend((block..).take(blocks as usize).map(|block| (of, block)));
+        }
+        let ranges = (list.len() / CopyRange::LEN) as u16;
+        let blocks = sources.len() as u32;
+        let block = self.dice.between(COUNTERS, BLOCKS - u64::from(blocks));
+        let to = block..block + u64::from(blocks);
+        if sources
+            .iter()
+            .any(|(of, block)| *of == nsid && to.contains(block))
+        {
+            return self.issue_later(nr);
+        }
+        let is_fua = self.dice.one_in(3);
+        let copy = Copy {
+            slba: block,
+            ranges,
+            format: if of_any { CopyFormat::Any } else { CopyFormat::Same } as u8,
+            fua: is_fua,
+        };
+        let mut sqe = Sqe::new(Opcode::COPY, Cid(0), NsId(nsid));
+        copy.emit(&mut sqe);
+        let begin = self.ticks.next();
+        let kind = Kind::Copy {
+            sources: sources.clone(),
+            is_fua,
+        };
+        let mut operation = Operation::new(kind, nsid, block, blocks);
+        let places = operation.places().zip(sources);
+        operation.writes = places
+            .map(|(place, source)| self.checker.begin_copy(nr, place, source, begin))
+            .collect();
+        self.submit(nr, operation, vec![Command::sending(sqe, list)]);
     }
 
     /// Replaces values by new ones.
@@ -467,6 +545,9 @@ impl Run<'_> {
                     disk.kept_out(nr, writes, operation.begin, end)
                         // Compare of a pair reads.
                         || matches!(operation.kind, Kind::Pair { .. }) && disk.kept_out(nr, false, operation.begin, end)
+                        || operation.sources().any(|(nsid, _)| {
+                            self.disks[&nsid].kept_out(nr, false, operation.begin, end)
+                        })
                 })
             }
             _ if [
@@ -483,12 +564,14 @@ impl Run<'_> {
             }
             _ if status.is(Status::INVALID_NAMESPACE) => {
                 self.counts.removed += 1;
-                !self.was_there(operation.nsid, operation.sent, end).1
+                let mut all = operation.namespaces();
+                all.any(|nsid| !self.was_there(nsid, operation.sent, end).1)
             }
             _ if status.is(Status::LBA_OUT_OF_RANGE) => {
                 // The second command of a broken pair names the next block too.
                 let is_broken = matches!(operation.kind, Kind::Pair { is_broken: true, .. });
                 operation.block + u64::from(operation.blocks) + u64::from(is_broken) > BLOCKS
+                    || operation.sources().any(|(_, block)| block >= BLOCKS)
             }
             _ if status.is(Status::WRITE_FAULT) => {
                 let (flushes, writes) = disk.failures();
@@ -509,7 +592,8 @@ impl Run<'_> {
         if !self.was_accessible(local, operation.sent, end).0 {
             return Err("it was carried out although the namespace was not accessible".to_owned());
         }
-        if !self.was_there(operation.nsid, operation.sent, end).0 {
+        let mut all = operation.namespaces();
+        if all.any(|nsid| !self.was_there(nsid, operation.sent, end).0) {
             return Err("it was carried out although the namespace was gone".to_owned());
         }
         let (failed, _) = self.disks[&operation.nsid].failed_at();
@@ -547,7 +631,8 @@ impl Run<'_> {
                     }
                 }
             }
-            Kind::Write { is_fua } | Kind::Zeroes { is_fua } => {
+            Kind::Write { is_fua } | Kind::Zeroes { is_fua } | Kind::Copy { is_fua, .. } => {
+                self.counts.copies += u64::from(matches!(operation.kind, Kind::Copy { .. }));
                 let is_durable = *is_fua || !has_cache;
                 self.check_success(operation, is_durable, end)?;
                 for write in &operation.writes {

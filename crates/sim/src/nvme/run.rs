@@ -129,6 +129,7 @@ pub(super) struct Run<'a> {
     pub(super) has_faults: bool,
     pub(super) calm_since: Option<u64>,
     pub(super) with_reservations: bool,
+    pub(super) with_copies: bool,
     faults: Vec<Fault>,
     fault_every: u64,
     /// Longest time from one operation of a host to the next.
@@ -207,6 +208,7 @@ impl<'a> Run<'a> {
         Run {
             settings: *settings,
             with_reservations: !dice.one_in(3),
+            with_copies: dice.one_in(2),
             fault_every,
             pace,
             hangs: dice.pick(&[8, 30, 300]),
