@@ -285,6 +285,8 @@ impl Connection {
         } else if let Some(at) = self.held.iter().position(|held| *held == place) {
             self.held.remove(at);
             self.complete_aborted(place);
+        } else if slot.is_aborted && mutant!(AbortedWhileFetched) {
+            self.complete_aborted(place);
         }
     }
 
@@ -602,7 +604,7 @@ impl Connection {
             place: Some(place),
             cqe,
             write: to.filter(|_| slot.length > 0).map(|to| (to, slot.length)),
-            invalidate: slot.invalidate,
+            invalidate: slot.invalidate.filter(|_| !mutant!(KeyKept)),
             memory: slot.memory,
         }));
     }
