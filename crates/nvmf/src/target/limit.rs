@@ -126,6 +126,12 @@ impl Limit {
     /// Returns when a queue may go on, if it is not now.
     pub(super) fn held_until(&self, share: &Share, now: Instant) -> Option<Instant> {
         let begins = share.begins.filter(|begins| *begins > now)?;
+        // What was given back since, ahead of this part or in it, is not waited for.
+        let [ios, bytes] = [&self.ios, &self.bytes].map(|pace| pace.next.load(Ordering::Relaxed));
+        let begins = begins.min(self.origin + Duration::from_nanos(ios.max(bytes)));
+        if begins <= now || mutant!(LimitIgnored) {
+            return None;
+        }
         (share.changes == self.changes.load(Ordering::Relaxed)).then_some(begins)
     }
 
@@ -154,7 +160,12 @@ impl Pace {
             return None;
         }
         let booked = (cost - *left).max(QUANTUM.as_nanos() as u64);
-        let earliest = now.saturating_sub(BURST.as_nanos() as u64);
+        let burst = if mutant!(LimitSaved) {
+            u64::MAX
+        } else {
+            BURST.as_nanos() as u64
+        };
+        let earliest = now.saturating_sub(burst);
         let moved = |next: u64| Some(next.max(earliest).saturating_add(booked));
         let before = self
             .next
@@ -266,5 +277,23 @@ mod tests {
         limit.spend(&mut share, 4096, from);
         let until = limit.held_until(&share, from).unwrap();
         assert_eq!(until, from + Duration::from_secs(1));
+    }
+
+    #[test]
+    fn give_back__lets_queues_go_on_that_wait_for_it() {
+        let from = Instant::now();
+        let limit = Limit::new(&rates(0, 1 << 20), from);
+        let mut shares = [Share::default(), Share::default()];
+        // Copies that turn out to be short.
+        for share in &mut shares {
+            limit.spend(share, 8 << 20, from);
+        }
+        let until = limit.held_until(&shares[1], from).unwrap();
+        assert!(until > from + Duration::from_secs(7));
+        for _ in 0..2 {
+            limit.give_back((8 << 20) - 4096);
+        }
+        let until = limit.held_until(&shares[1], from);
+        assert!(until.is_none_or(|until| until < from + Duration::from_millis(20)));
     }
 }

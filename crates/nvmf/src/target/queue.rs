@@ -31,6 +31,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time between two looks at I/Os of a host's controllers that are over, of whose end no event tells.
 const QUIET_LOOK: Duration = Duration::from_millis(1);
+/// Time between two looks at a host's limits, of which a Copy gives back what it has not moved: no event tells of that.
+const LIMIT_LOOK: Duration = Duration::from_millis(50);
 
 /// Data of an Authentication Send or Receive.
 const AUTH_DATA_MAX: u32 = 4096;
@@ -191,7 +193,7 @@ impl Queue {
         }
     }
 
-    /// Returns until when the transport takes no further I/O command: those before have used what the host's limits allow, or changes of blocks run
+    /// Returns when the transport is to look again whether it takes a further I/O command; `None`: it does. Those before have used what the host's limits allow, or changes of blocks run
     /// that the host has asked a controller for that is over, as by a path that it has lost.
     pub fn held_until(&self, now: Instant) -> Option<Instant> {
         let Role::Io { view, .. } = &self.role else {
@@ -202,7 +204,10 @@ impl Queue {
         } = view.user();
         let association = &session.association;
         match subsystem.is_still(association) || mutant!(ReadyTooEarly) {
-            true => association.limit.held_until(&self.share, now),
+            true => {
+                let until = association.limit.held_until(&self.share, now)?;
+                Some(until.min(now + LIMIT_LOOK))
+            }
             false => Some(now + QUIET_LOOK),
         }
     }
