@@ -119,11 +119,6 @@ macro_rules! counts {
             pub fn list(&self) -> Vec<(&'static str, u64)> {
                 vec![$(($shown, self.$name)),+]
             }
-
-            /// Adds the counts of another run.
-            pub fn add(&mut self, other: &Counts) {
-                $(self.$name += other.$name;)+
-            }
         }
     };
 }

@@ -3,27 +3,28 @@
 //! A host that was not told of the end of its controller waits until that has expired: what it had sent before may still arrive.
 
 use std::collections::BTreeMap;
-use std::io::IoSlice;
 use std::time::Duration;
 
 use rdmux_nvmf::host::queue::{Command, Completion};
 use rdmux_nvmf::host::setup::{Setup, Step};
-use rdmux_nvmf::host::tcp::{Config, Connection};
-use rdmux_nvmf::host::{ControllerInfo, Options, command};
+use rdmux_nvmf::host::{ControllerInfo, Options, Transport, command, rdma, tcp};
 use rdmux_wire::nvme::{
     Cid, Configuration, CopyFormat, FabricsType, LogId, NsId, Opcode, Property, Register, Sqe,
 };
 
+use rdmux_wire::nvme_rdma::Request;
+
 use super::checker::WriteId;
 use super::operation::Operation;
+use super::rdma::HostQp;
 use super::run::{Event, Run};
 use super::server::{LOOK_NS, address};
 use super::stream::{Eof, Link, LinkId, Side};
+use super::transport::HostConnection;
 use super::{KEEP_ALIVE_NS, MS, SECOND, SLACK_NS};
 
 const ADMIN_ENTRIES: u16 = 32;
 const ADMIN_IN_CAPSULE_MAX: u32 = 8 << 10;
-const SLICES_MAX: usize = 64;
 /// Time after which a controller has expired that was not told of its host's end.
 const EXPIRED_NS: u64 = SLACK_NS + KEEP_ALIVE_NS + SECOND + 3 * LOOK_NS;
 /// Tokens of commands that are no operations.
@@ -84,12 +85,23 @@ pub(super) struct Host<'a> {
     kept_alive: u64,
     queues_number: u16,
     in_capsule_max: u32,
+    /// By RDMA its commands ask for their keys to be invalidated.
+    invalidates: bool,
+}
+
+/// A queue that a host opens.
+#[derive(Clone, Copy, Debug)]
+struct QueueParams {
+    qid: u16,
+    entries: u16,
+    in_capsule_max: u32,
+    cntlid: u16,
 }
 
 #[derive(Debug)]
 pub(super) struct Queue<'a> {
     pub(super) id: LinkId,
-    pub(super) connection: Connection,
+    pub(super) connection: HostConnection,
     setup: Option<Setup<'a>>,
     /// The command of the setup that is not done.
     awaited: Option<&'static str>,
@@ -115,6 +127,7 @@ impl<'a> Host<'a> {
             kept_alive: 0,
             queues_number: dice.between(1, 2) as u16,
             in_capsule_max: dice.pick(&[0, 1024, 16 << 10, 16 << 10]),
+            invalidates: dice.one_in(2),
         }
     }
 
@@ -152,21 +165,56 @@ impl<'a> Run<'a> {
         &mut self,
         nr: usize,
         setup: Setup<'a>,
-        config: Config,
+        params: QueueParams,
         admin: Option<LinkId>,
     ) -> Option<Queue<'a>> {
+        let host = &self.hosts[nr];
+        let QueueParams {
+            qid,
+            entries,
+            in_capsule_max,
+            cntlid,
+        } = params;
+        let request = Request {
+            qid,
+            receives: entries,
+            sends: entries - 1,
+            cntlid,
+        };
+        let is_io = qid > 0;
+        let (connection, request) = match host.options.transport {
+            Transport::Tcp => {
+                let config = tcp::Config {
+                    digests: host.options.digests,
+                    entries,
+                    in_capsule_max,
+                    is_io,
+                };
+                let connection = tcp::Connection::new(config);
+                (HostConnection::Tcp(Box::new(connection)), None)
+            }
+            Transport::Rdma => {
+                let config = rdma::Config {
+                    entries,
+                    in_capsule_max: if is_io { in_capsule_max } else { 0 },
+                    is_io,
+                };
+                let qp = HostQp::new(config, host.invalidates);
+                (HostConnection::Rdma(Box::new(qp)), Some(request))
+            }
+        };
         self.last_link += 1;
         let id = self.last_link;
         let local = match admin.and_then(|admin| self.links.get(&admin)) {
             Some(link) => link.local,
             None => address(self.dice.below(2) as usize),
         };
-        let life = self.accept(id, local)?;
+        let life = self.accept(id, local, request.as_ref())?;
         let link = Link::new(nr, admin.unwrap_or(id), life, local, &mut self.dice);
         self.links.insert(id, link);
         Some(Queue {
             id,
-            connection: Connection::new(config),
+            connection,
             setup: Some(setup),
             awaited: None,
             waits: false,
@@ -182,13 +230,13 @@ impl<'a> Run<'a> {
         }
         host.generation += 1;
         let (options, queues) = (host.options, host.queues_number);
-        let config = Config {
-            digests: options.digests,
+        let params = QueueParams {
+            qid: 0,
             entries: ADMIN_ENTRIES,
             in_capsule_max: ADMIN_IN_CAPSULE_MAX,
-            is_io: false,
+            cntlid: 0,
         };
-        let Some(queue) = self.open(nr, Setup::admin(options, queues), config, None) else {
+        let Some(queue) = self.open(nr, Setup::admin(options, queues), params, None) else {
             return self.try_again(nr, 0);
         };
         let id = queue.id;
@@ -230,10 +278,7 @@ impl<'a> Run<'a> {
                 (Eof::Broken, _) => self.lose(nr, false),
             };
         }
-        let bytes = link.to_host.receive(queue.connection.space(), &mut self.dice);
-        if bytes > 0 {
-            queue.connection.received(bytes);
-        }
+        queue.connection.receive(&mut link.to_host, &mut self.dice);
         self.advance_host(nr, id);
         // There is room for what the target waits to send.
         self.pump(id);
@@ -248,18 +293,7 @@ impl<'a> Run<'a> {
         let Some(queue) = self.hosts[nr].queue(id) else {
             return;
         };
-        loop {
-            let mut slices = [IoSlice::new(&[]); SLICES_MAX];
-            let number = queue.connection.slices(&mut slices);
-            let sent = match number {
-                0 => 0,
-                number => link.to_target.send(&slices[..number]),
-            };
-            if sent == 0 {
-                break;
-            }
-            queue.connection.sent(sent);
-        }
+        queue.connection.send(&mut link.to_target);
         // A command that was refused early is done once its data have left.
         let has_completions = queue.connection.has_completions();
         self.schedule_pipe(id, Side::Target);
@@ -348,6 +382,8 @@ impl<'a> Run<'a> {
                 return self.violate(format!("the controller of host {nr} is none"));
             };
             self.counts.controllers += 1;
+            let is_rdma = self.hosts[nr].options.transport == Transport::Rdma;
+            self.counts.by_rdma += u64::from(is_rdma);
             self.close_unknown(nr);
             let host = &mut self.hosts[nr];
             host.phase = Phase::Queues;
@@ -380,14 +416,14 @@ impl<'a> Run<'a> {
         };
         let (options, admin) = (host.options, admin.id);
         let entries = host.depth as u16 + 3;
-        let config = Config {
-            digests: options.digests,
+        let params = QueueParams {
+            qid,
             entries,
             in_capsule_max: info.in_capsule_max.min(host.in_capsule_max),
-            is_io: true,
+            cntlid: info.cntlid,
         };
         let setup = Setup::io(options, qid, entries, info.cntlid);
-        match self.open(nr, setup, config, Some(admin)) {
+        match self.open(nr, setup, params, Some(admin)) {
             None => self.lose(nr, false),
             Some(queue) => {
                 let id = queue.id;

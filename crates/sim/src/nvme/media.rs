@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rdmux_nvmf::target::Operation;
-use rdmux_nvmf::tcp::Work;
 use rdmux_runtime::{Direction, FileAccess};
 use rdmux_wire::nvme::Status;
 
 use super::disk::Disk;
 use super::stream::LinkId;
+use super::transport::Work;
 use crate::dice::Dice;
 
 /// Looks at writes that do not end, beyond which the fence hangs.
@@ -187,7 +187,7 @@ impl Jobs {
             return true;
         };
         let stage = match stage {
-            Stage::Waiting(work) => match work.into_access(|work| work) {
+            Stage::Waiting(work) => match work.into_access() {
                 Ok(access) => {
                     if access.direction == Direction::Read {
                         self.disk(access.token.io().namespace.nsid.0)

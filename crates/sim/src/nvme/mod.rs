@@ -1,4 +1,4 @@
-//! NVMe over Fabrics: hosts and a target over byte streams that stall and are cut, while the target restarts, the power fails, disks fail,
+//! NVMe over Fabrics: hosts and a target over byte streams and queue pairs that stall and are cut, while the target restarts, the power fails, disks fail,
 //! and the access to namespaces changes.
 //!
 //! The state machines of both sides are those of `rdmux-nvmf`; sockets, threads, media and clock are the simulation's. Hosts
@@ -10,17 +10,22 @@
 //! 3. no block is written or read against a reservation, and a command is refused only for one ([`reserve`]);
 //! 4. a failed flush is final;
 //! 5. every command ends, and nothing is left of ended connections;
-//! 6. what a controller had does not act any more once its host knows that it is gone.
+//! 6. what a controller had does not act any more once its host knows that it is gone;
+//! 7. a host with limits is held to them, and no longer than they tell ([`pace`]);
+//! 8. by RDMA the target reaches memory of a host only for a command in flight, and invalidates the keys that it was asked to, and no others ([`rdma`]).
 
 mod checker;
 mod disk;
 mod host;
 mod media;
 mod operation;
+mod pace;
+mod rdma;
 mod reserve;
 mod run;
 mod server;
 mod stream;
+mod transport;
 
 use std::fmt;
 
@@ -77,11 +82,6 @@ macro_rules! counts {
             pub fn list(&self) -> Vec<(&'static str, u64)> {
                 vec![$(($shown, self.$name)),+]
             }
-
-            /// Adds the counts of another run.
-            pub fn add(&mut self, other: &Counts) {
-                $(self.$name += other.$name;)+
-            }
         }
     };
 }
@@ -121,6 +121,10 @@ counts! {
     held_back: "controllers that waited",
     /// Commands sent again on another controller.
     repeats: "repeated commands",
+    /// Of the controllers, those by RDMA.
+    by_rdma: "controllers by RDMA",
+    /// Times that a host's limits held commands up.
+    held_up: "held up by limits",
     /// Connections cut.
     cuts: "cut connections",
     /// Streams that stalled.

@@ -497,6 +497,7 @@ impl Run<'_> {
             return;
         };
         let status = completion.status;
+        self.paces[nr].done_at = self.now;
         if let Kind::Pair { statuses, .. } = &mut operation.kind {
             statuses[(completion.command.token & 1) as usize] = Some(status);
             if statuses.contains(&None) {

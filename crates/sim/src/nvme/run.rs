@@ -16,6 +16,7 @@ use super::checker::Checker;
 use super::disk::{Disk, Fails, Shape, Store, Ticks};
 use super::host::{Ending, Host, Phase};
 use super::media::{self, Jobs};
+use super::pace::{self, Pace};
 use super::server::{LOOK_NS, NQN, Server, address, nqn_of};
 use super::stream::{Link, LinkId, Side};
 use super::{Counts, KEEP_ALIVE_NS, MS, Report, SECOND, SLACK_NS, Settings};
@@ -42,6 +43,8 @@ pub(super) enum Event {
     Media(u64),
     /// Connections of the target look at what they share.
     Change,
+    /// The time has come for commands that a host's limits have held up.
+    Held(LinkId),
     /// The target looks at deadlines, and hosts do.
     Look,
     /// A host connects.
@@ -77,9 +80,10 @@ enum Fault {
     Expel,
     Reset,
     Shutdown,
+    Limits,
 }
 
-const FAULTS: [Fault; 12] = [
+const FAULTS: [Fault; 13] = [
     Fault::Cut,
     Fault::Stall,
     Fault::HostDies,
@@ -92,6 +96,7 @@ const FAULTS: [Fault; 12] = [
     Fault::Expel,
     Fault::Reset,
     Fault::Shutdown,
+    Fault::Limits,
 ];
 
 /// States over time.
@@ -136,6 +141,8 @@ pub(super) struct Run<'a> {
     pub(super) pace: u64,
     /// One of so many I/Os takes a medium long.
     pub(super) hangs: u64,
+    /// Limits by host, and what they have let begin.
+    pub(super) paces: Vec<Pace>,
     /// By address.
     access: Vec<History>,
     pub(super) is_there: BTreeMap<u32, History>,
@@ -153,7 +160,7 @@ pub(super) fn run(settings: &Settings) -> Report {
 fn options(host: usize, dice: &mut Dice) -> Options {
     let digests = [Digests::empty(), Digests::HEADER, Digests::DATA, Digests::all()];
     Options {
-        transport: Transport::Tcp,
+        transport: dice.pick(&[Transport::Tcp, Transport::Tcp, Transport::Rdma]),
         from: None,
         device: None,
         addresses: Vec::new(),
@@ -197,6 +204,13 @@ impl<'a> Run<'a> {
         let left = settings.operations;
         let hosts = options.iter().map(|options| Host::new(options, left, &mut dice));
         let hosts = hosts.collect();
+        let with_copies = dice.one_in(2);
+        let has_limits = dice.one_in(3);
+        let paces = options.iter().map(|_| match has_limits && dice.one_in(2) {
+            true => Pace::new(pace::drawn(&mut dice, with_copies)),
+            false => Pace::default(),
+        });
+        let paces = paces.collect();
         // Few kinds at a time: some hide others.
         let faults = FAULTS.into_iter().filter(|_| dice.one_in(2)).collect();
         // Operations are spread over the time that it takes to connect again, or come close together.
@@ -208,7 +222,7 @@ impl<'a> Run<'a> {
         Run {
             settings: *settings,
             with_reservations: !dice.one_in(3),
-            with_copies: dice.one_in(2),
+            with_copies,
             fault_every,
             pace,
             hangs: dice.pick(&[8, 30, 300]),
@@ -237,6 +251,7 @@ impl<'a> Run<'a> {
             has_faults: true,
             calm_since: None,
             faults,
+            paces,
             access: vec![vec![(0, true)]; 2],
             is_there: (1..=NAMESPACES).map(|nsid| (nsid, vec![(0, false)])).collect(),
         }
@@ -349,6 +364,7 @@ impl<'a> Run<'a> {
             }
             Event::Media(id) => self.handle_media(id),
             Event::Change => self.tell_of_change(),
+            Event::Held(id) => self.resume(id),
             Event::Look => {
                 self.look_at_deadlines();
                 (0..self.hosts.len()).for_each(|nr| self.tick(nr));
@@ -381,9 +397,8 @@ impl<'a> Run<'a> {
             Event::Revive(nr) => self.revive(nr),
             Event::AddNamespace(nsid) => self.add_again(nsid),
             Event::Admit => {
-                let hosts = self.hosts.len();
                 if let Some(server) = &mut self.server {
-                    server.set_hosts(hosts, Vec::new());
+                    server.set_hosts(&self.paces, Vec::new());
                 }
             }
         }
@@ -439,7 +454,11 @@ impl<'a> Run<'a> {
         let own = Dice::new(self.dice.next(), 0);
         let jobs = Jobs::new(self.lives << 32, own, self.disks.clone());
         let mut server = Server::new(self.lives, subsystem, jobs, self.file.clone());
-        server.set_hosts(self.hosts.len(), Vec::new());
+        // It counts anew.
+        for pace in &mut self.paces {
+            *pace = Pace::new(pace.rates);
+        }
+        server.set_hosts(&self.paces, Vec::new());
         self.server = Some(server);
         for nsid in 1..=NAMESPACES {
             self.add_again(nsid);
@@ -599,12 +618,18 @@ impl<'a> Run<'a> {
                 self.disks[&nsid].set_fails(fails);
             }
             Fault::Expel if self.dice.one_in(4) => {
-                let hosts = self.hosts.len();
                 if let Some(server) = &mut self.server {
-                    server.set_hosts(hosts, vec![nr]);
+                    server.set_hosts(&self.paces, vec![nr]);
                     self.schedule(self.now + MS, Event::Change);
                     let at = self.now + SECOND + self.dice.below(4 * SECOND);
                     self.schedule(at, Event::Admit);
+                }
+            }
+            Fault::Limits if self.dice.one_in(4) => {
+                self.paces[nr] = Pace::new(pace::drawn(&mut self.dice, self.with_copies));
+                if let Some(server) = &mut self.server {
+                    let expelled = std::mem::take(&mut server.expelled);
+                    server.set_hosts(&self.paces, expelled);
                 }
             }
             Fault::Reset if self.dice.one_in(2) => self.reset(nr, Ending::Reset),

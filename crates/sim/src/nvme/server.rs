@@ -2,18 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
-use rdmux_nvmf::target::{AnaRule, Hosts, Listener, Namespace, Operation, Port, Subsystem, Target, Terms};
-use rdmux_nvmf::tcp::{self, Buffers, Connection, End};
+use rdmux_nvmf::target::{
+    AnaRule, Hosts, Listener, Namespace, Operation, Port, Rates, Subsystem, Target, Terms,
+};
+use rdmux_nvmf::tcp::{self, Buffers, Connection};
 use rdmux_wire::nvme::{AnaState, Nqn, NsId, ReservationCommand, Status, TransportKind};
+use rdmux_wire::nvme_rdma::Request;
 
 use super::disk::SimBackend;
 use super::media::{Jobs, Stage};
+use super::pace::Pace;
+use super::rdma::TargetQp;
 use super::run::{Event, Run};
 use super::stream::{LinkId, Side};
+use super::transport::{End, TargetConnection};
 use super::{KEEP_ALIVE_NS, MS, SECOND};
 
 /// Data of up to 16 KiB come in capsules.
@@ -29,7 +34,6 @@ const GRACE_NS: u64 = SECOND;
 const CONNECT_NS: u64 = 10 * SECOND;
 /// Time for a host to close a connection that is over.
 const LINGER_NS: u64 = SECOND;
-const SLICES_MAX: usize = 64;
 
 /// The target during one of its lives.
 #[derive(Debug)]
@@ -49,10 +53,14 @@ pub(super) struct Server {
 
 #[derive(Debug)]
 struct Served {
-    connection: Connection,
+    connection: TargetConnection,
     closes_at: Option<u64>,
     /// Time of the last bytes.
     heard: u64,
+    /// Time at which commands are looked at again that are held up.
+    resumes_at: Option<u64>,
+    /// Time since which they are.
+    held_since: Option<u64>,
 }
 
 /// Returns an address at which hosts reach the target.
@@ -113,15 +121,17 @@ impl Server {
     }
 
     pub(super) fn set_access(&self, at: usize, state: AnaState) {
-        let rule = AnaRule {
-            group: Some(GROUP),
-            at: Some(Listener {
-                transport: TransportKind::Tcp,
-                address: address(at),
-            }),
-            state,
-        };
-        self.subsystem.set_ana_state(rule).expect("the group is valid");
+        for transport in [TransportKind::Tcp, TransportKind::Rdma] {
+            let rule = AnaRule {
+                group: Some(GROUP),
+                at: Some(Listener {
+                    transport,
+                    address: address(at),
+                }),
+                state,
+            };
+            self.subsystem.set_ana_state(rule).expect("the group is valid");
+        }
     }
 
     pub(super) fn remove(&self, nsid: u32) {
@@ -137,9 +147,16 @@ impl Server {
     }
 
     /// Changes who may use it.
-    pub(super) fn set_hosts(&mut self, hosts: usize, expelled: Vec<usize>) {
-        let named = (0..hosts).filter(|host| !expelled.contains(host));
-        let named = named.map(|host| (nqn_of(host), Terms::default()));
+    pub(super) fn set_hosts(&mut self, paces: &[Pace], expelled: Vec<usize>) {
+        let named = paces.iter().enumerate();
+        let named = named.filter(|(host, _)| !expelled.contains(host));
+        let named = named.map(|(host, pace)| {
+            let terms = Terms {
+                rates: pace.rates,
+                ..Terms::default()
+            };
+            (nqn_of(host), terms)
+        });
         let hosts = Hosts {
             others: None,
             named: named.collect(),
@@ -178,14 +195,23 @@ impl Run<'_> {
         true
     }
 
-    /// Accepts a connection. Returns false if no target is there.
-    pub(super) fn accept(&mut self, id: LinkId, local: SocketAddr) -> Option<u64> {
+    /// Accepts a connection, of RDMA if it comes with a request. `None` if no target is there.
+    pub(super) fn accept(&mut self, id: LinkId, local: SocketAddr, request: Option<&Request>) -> Option<u64> {
         let now = self.instant();
         let server = self.server.as_mut()?;
+        let target = server.target.clone();
+        let connection = match request {
+            None => TargetConnection::Tcp(Box::new(Connection::new(target, PORT, local, now))),
+            Some(request) => {
+                TargetConnection::Rdma(Box::new(TargetQp::new(target, request, local.ip(), now)))
+            }
+        };
         let served = Served {
-            connection: Connection::new(server.target.clone(), PORT, local, now),
+            connection,
             closes_at: None,
             heard: self.now,
+            resumes_at: None,
+            held_since: None,
         };
         server.connections.insert(id, served);
         Some(server.life)
@@ -212,11 +238,10 @@ impl Run<'_> {
         if served.closes_at.is_some() {
             let mut unwanted = [0; 4096];
             while pipe.receive(&mut unwanted, &mut self.dice) > 0 {}
-        } else if served.connection.wants_bytes() {
-            let bytes = pipe.receive(served.connection.space(), &mut self.dice);
-            if bytes > 0 {
+        } else {
+            let connection = &mut served.connection;
+            if connection.receive(pipe, &mut server.buffers, &mut self.dice, instant) > 0 {
                 served.heard = now;
-                served.connection.received(bytes, &mut server.buffers, instant);
             }
         }
         self.pump(id);
@@ -239,6 +264,10 @@ impl Run<'_> {
                 return;
             };
             if let Some(mut work) = served.connection.poll_io(&mut server.buffers, instant) {
+                let (host, bytes) = (link.host, u64::from(work.io().length));
+                if let Err(why) = self.paces[host].begin(bytes, self.hosts[host].depth, now) {
+                    return self.violate(format!("host {host}: {why}"));
+                }
                 if work.io().may_wait() {
                     let job = server.jobs.add(id, link.host, work);
                     let at = now + self.media_delay();
@@ -250,18 +279,12 @@ impl Run<'_> {
                 }
                 continue;
             }
-            let mut slices = [IoSlice::new(&[]); SLICES_MAX];
-            let number = served.connection.slices(&mut slices);
-            let sent = match number {
-                0 => 0,
-                number => link.to_host.send(&slices[..number]),
-            };
-            if sent > 0 {
-                served.connection.sent(sent, &mut server.buffers);
+            if served.connection.send(&mut link.to_host, &mut server.buffers) > 0 {
                 continue;
             }
             let has_reset = served.connection.take_reset();
             let end = served.connection.end().filter(|_| served.closes_at.is_none());
+            let lingers = served.connection.lingers();
             if end.is_some() {
                 served.closes_at = Some(now + LINGER_NS);
             }
@@ -271,12 +294,55 @@ impl Run<'_> {
             }
             if let Some(end) = end {
                 self.ended(id, end);
+                if !lingers {
+                    return self.close_at_target(id);
+                }
             }
             break;
         }
         self.look_at_finish(id);
+        self.look_at_held(id);
         self.schedule_pipe(id, Side::Host);
         self.report_finished();
+    }
+
+    /// Plans to look again at commands that are held up.
+    fn look_at_held(&mut self, id: LinkId) {
+        let (now, instant) = (self.now, self.instant());
+        let Some(server) = &mut self.server else {
+            return;
+        };
+        let host = self.links[&id].host;
+        let Some(served) = server.connections.get_mut(&id) else {
+            return;
+        };
+        let until = served.connection.held_until(instant);
+        let ns = until.map_or(0, |until| until.duration_since(instant).as_nanos() as u64);
+        // What waits for the I/Os of a controller that is over looks each millisecond: each look at deadlines is enough.
+        if self.paces[host].rates == Rates::default() || ns <= MS {
+            served.held_since = None;
+            return;
+        }
+        if served.held_since.is_none() {
+            self.counts.held_up += 1;
+        }
+        let since = *served.held_since.get_or_insert(now);
+        let at = now + ns.max(10 * MS);
+        if served.resumes_at.is_none_or(|resumes_at| resumes_at > at) {
+            served.resumes_at = Some(at);
+            self.schedule(at, Event::Held(id));
+        }
+        if let Err(why) = self.paces[host].held(since, self.hosts[host].depth, now) {
+            self.violate(format!("host {host}: {why}"));
+        }
+    }
+
+    pub(super) fn resume(&mut self, id: LinkId) {
+        let server = self.server.as_mut();
+        if let Some(served) = server.and_then(|server| server.connections.get_mut(&id)) {
+            served.resumes_at = None;
+            self.pump(id);
+        }
     }
 
     /// Closes a connection that is over once all is sent.
@@ -288,9 +354,8 @@ impl Run<'_> {
         else {
             return;
         };
-        let mut slices = [IoSlice::new(&[])];
         if served.closes_at.is_some()
-            && served.connection.slices(&mut slices) == 0
+            && !served.connection.has_unsent()
             && let Some(link) = self.links.get_mut(&id)
         {
             link.to_host.close(self.now);
@@ -321,9 +386,7 @@ impl Run<'_> {
                     self.violate(format!("a queue of host {host} ended, whose controller did not"));
                 }
             }
-            End::Violation(_) | End::Terminated(_) => {
-                self.violate(format!("the connection of host {host} ended: {end}"));
-            }
+            End::Wrong(why) => self.violate(format!("the connection of host {host} ended: {why}")),
         }
     }
 
