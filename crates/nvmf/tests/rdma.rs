@@ -3,15 +3,19 @@
 
 mod rdma_host;
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rdmux_nvmf::backend::FileBackend;
 use rdmux_nvmf::host::command;
+use rdmux_nvmf::host::queue::Command;
+use rdmux_nvmf::target::{Rates, Terms};
 use rdmux_verbs::{
     Access as Rights, ConnectError, ConnectParams, Device, Memory, Operation, Options, RKey, RegionSpec,
     Registration, SendRequest, SgeList,
 };
-use rdmux_wire::nvme::{Cid, ConnectData, DISCOVERY_NQN, NsId, Opcode, Sgl, Sqe, Status};
+use rdmux_wire::nvme::{Cid, ConnectData, DISCOVERY_NQN, Nqn, NsId, Opcode, Sgl, Sqe, Status};
 use rdmux_wire::nvme_rdma::{Accept, Reject, Request};
 
 use rdma_host::*;
@@ -453,6 +457,69 @@ fn hosts__at_once() {
             });
         }
     });
+}
+
+fn limited(ios: u64, bytes: u64) -> (Nqn, Terms) {
+    let rates = Rates {
+        ios: NonZeroU64::new(ios),
+        bytes: NonZeroU64::new(bytes),
+    };
+    let terms = Terms {
+        rates,
+        ..Terms::default()
+    };
+    (nqn("nqn.2014-08.org.example:limited"), terms)
+}
+
+fn read_block() -> Command {
+    command::read(NsId(1), 1, 1, 4096, vec![1; 4096])
+}
+
+#[test]
+fn limit__of_ios_holds_its_host_to_them() {
+    const COMMANDS: u32 = 120;
+    const IOS: u32 = 500;
+    let (name, terms) = limited(IOS.into(), 0);
+    let (server, device) = (Running::with_named([(name.clone(), terms)]), device());
+    let session = server.session_of(name, &device, 2);
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for qid in 1..=2 {
+            let mut queue = session.queue(qid, 31).unwrap();
+            scope.spawn(move || {
+                for _ in 0..COMMANDS / 2 / 30 {
+                    run_all(&mut queue, (0..30).map(|_| read_block()));
+                }
+            });
+        }
+    });
+    // It may have saved what 10 ms allow, and each queue is one command ahead. Time is meant: that of the limit.
+    let ahead = IOS / 100 + 2;
+    assert!(began.elapsed() >= Duration::from_secs(1) * (COMMANDS - ahead) / IOS);
+}
+
+#[test]
+fn limit__holds_up_no_other_host() {
+    // A byte a second: after two commands, the second of which is ahead of its time, the next one waits for more than an hour.
+    let (name, terms) = limited(0, 1);
+    let (server, device) = (Running::with_named([(name.clone(), terms)]), device());
+    let session = server.session_of(name.clone(), &device, 1);
+    let mut queue = session.queue(1, 8).unwrap();
+    for _ in 0..8 {
+        queue.submit(read_block());
+    }
+    queue.wait().unwrap();
+    let other = server.session(&device, 1);
+    let mut free = other.queue(1, 16).unwrap();
+    for _ in 0..20 {
+        run_all(&mut free, (0..16).map(|_| read_block()));
+    }
+    let reads = |host: &Nqn| {
+        let controllers = server.subsystem.controllers();
+        let own = controllers.iter().find(|controller| controller.host == *host);
+        own.map(|controller| controller.counts.reads)
+    };
+    assert_eq!(reads(&name), Some(2));
 }
 
 #[test]

@@ -45,6 +45,7 @@ pub(crate) const HOST_BYTES: u64 = RESPONSES + (ENTRIES * CQE_LEN) as u64;
 pub(crate) const RECEIVE: u64 = 1 << 32;
 
 pub(crate) struct Running {
+    pub(crate) subsystem: Arc<Subsystem>,
     pub(crate) address: SocketAddr,
     pub(crate) handle: Handle,
     pub(crate) thread: Option<JoinHandle<()>>,
@@ -70,9 +71,14 @@ impl Running {
     }
 
     pub(crate) fn start_at(listener: Listener, reactors: usize, backend: Arc<dyn Backend>) -> Running {
-        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
-        let (_, address, handle, thread) = serve(subsystem, (backend, 1), listener, reactors);
+        Running::start_for(Hosts::any(Terms::default()), listener, reactors, backend)
+    }
+
+    fn start_for(hosts: Hosts, listener: Listener, reactors: usize, backend: Arc<dyn Backend>) -> Running {
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", hosts);
+        let (subsystem, address, handle, thread) = serve(subsystem, (backend, 1), listener, reactors);
         Running {
+            subsystem,
             address,
             handle,
             thread: Some(thread),
@@ -83,12 +89,40 @@ impl Running {
         Running::start(reactors, Arc::new(MemoryBackend::new(16 << 20).unwrap()))
     }
 
-    /// Returns a session of our host with so many I/O queues.
-    pub(crate) fn session(&self, device: &Device, queues: u16) -> Arc<Session> {
-        let options = Options {
+    /// Serves these hosts, and all others without limits, with one reactor.
+    pub(crate) fn with_named(named: impl IntoIterator<Item = (Nqn, Terms)>) -> Running {
+        let hosts = Hosts {
+            named: named.into_iter().collect(),
+            ..Hosts::any(Terms::default())
+        };
+        let listener = Listener {
+            transport: TransportKind::Rdma,
+            address: SocketAddr::new(address(), PORT),
+        };
+        let backend = Arc::new(MemoryBackend::new(16 << 20).unwrap());
+        Running::start_for(hosts, listener, 1, backend)
+    }
+
+    /// Returns the settings of our host.
+    fn options(&self, device: &Device) -> Options {
+        Options {
             transport: Transport::Rdma,
             device: Some(device.clone()),
             ..Options::new(vec![self.address], nqn(SUBSYSTEM))
+        }
+    }
+
+    /// Returns a session of our host with so many I/O queues.
+    pub(crate) fn session(&self, device: &Device, queues: u16) -> Arc<Session> {
+        Session::connect(self.options(device), queues).unwrap()
+    }
+
+    /// As [`Running::session`], of a host of another name.
+    pub(crate) fn session_of(&self, host: Nqn, device: &Device, queues: u16) -> Arc<Session> {
+        let options = Options {
+            host,
+            host_id: HostId([9; 16]),
+            ..self.options(device)
         };
         Session::connect(options, queues).unwrap()
     }
