@@ -12,15 +12,15 @@ use rdmux_nvmf::control::rpc::respond;
 use rdmux_wire::nvme::DISCOVERY_NQN;
 use serde_json::{Value, json};
 
+#[path = "../../netns.rs"]
+mod netns;
 #[path = "../../skip.rs"]
 mod skip;
-use skip::skip;
 
 /// For what a correct target does in two seconds: it first asks three times whether its name is free (RFC 6762, 8.1).
 const LONG: Duration = Duration::from_secs(60);
 /// Time after which a question is asked again.
 const AGAIN: Duration = Duration::from_millis(200);
-const NAMESPACE: &str = "RDMUX_MDNS_NAMESPACE";
 const LINK: &str = "ip link add v0 type veth peer name v1 && ip addr add 10.34.0.1/24 dev v0 && \
      ip addr add fd34::1/64 dev v0 nodad && ip link set v1 up && ip link set v0 up && ip link set lo up && ip route add 224.0.0.0/4 dev v0";
 
@@ -104,7 +104,7 @@ impl Resolver {
 
 #[test]
 fn namespace() {
-    if std::env::var_os(NAMESPACE).is_none() {
+    if !netns::is_inside() {
         return;
     }
     let described = "mdns = true\nlisten = [\"tcp:10.34.0.1:4420\", \"tcp:127.0.0.1:4499\"]\n\
@@ -187,18 +187,5 @@ fn namespace() {
 
 #[test]
 fn mdns__announces_listeners_that_other_hosts_reach() {
-    let in_namespace = |then: &[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(["--map-root-user", "--net", "sh", "-c"]);
-        command.arg(format!("{LINK} && exec \"$@\"")).arg("sh").args(then);
-        command.env(NAMESPACE, "1");
-        command.output().ok()
-    };
-    if !in_namespace(&["true"]).is_some_and(|tried| tried.status.success()) {
-        return skip("this user can have no network namespace with a link");
-    }
-    let program = std::env::current_exe().unwrap();
-    let output = in_namespace(&[program.to_str().unwrap(), "--exact", "namespace", "--nocapture"]).unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
+    netns::run_inside(LINK);
 }

@@ -2,10 +2,9 @@
 //! many runs there are, `RDMUX_SIM_FIRST` their first seed; each failure prints the command that does its run again.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::panic::catch_unwind;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+mod many;
 
+use many::{are_all, checked, many};
 use rdmux_sim::power::{
     Counted, Defect, Domain, LogDefect, Method, Platform, Report, Settings, Verdict, run, run_log,
     run_log_everywhere,
@@ -23,74 +22,9 @@ const DEFECT_SEEDS: u64 = 200;
 /// Number of runs of each cell of the table.
 const CELL_RUNS: u64 = if cfg!(debug_assertions) { 20 } else { 60 };
 
-fn env(name: &str) -> Option<u64> {
-    let value = std::env::var(name).ok()?;
-    let parsed = value.parse();
-    Some(parsed.unwrap_or_else(|_| panic!("{name}={value} is no number")))
-}
-
-/// Result of many runs: counts by name, and the failures.
-type Total = (Counted, Vec<String>);
-
 /// Makes a run; returns its violation as the error.
 fn violation(settings: &Settings) -> Result<Report, String> {
-    match catch_unwind(|| run(settings)) {
-        Ok(Report {
-            violation: Some(what),
-            ..
-        }) => Err(what),
-        Ok(report) => Ok(report),
-        Err(_) => Err("panic".to_owned()),
-    }
-}
-
-/// Makes runs on all cores, prints their results, and returns the counts.
-fn many(runs: u64, one: impl Fn(u64) -> Result<Counted, String> + Sync) -> Counted {
-    let runs = if cfg!(debug_assertions) { runs / 20 } else { runs };
-    let runs = env("RDMUX_SIM_RUNS").unwrap_or(runs);
-    let first = env("RDMUX_SIM_FIRST").unwrap_or(0);
-    let (next, end) = (AtomicU64::new(first), first + runs);
-    let total: Mutex<Total> = Mutex::default();
-    let work = || {
-        loop {
-            let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= end || total.lock().unwrap().1.len() >= 5 {
-                return;
-            }
-            let found = one(seed);
-            let (counts, failures) = &mut *total.lock().unwrap();
-            match found {
-                Ok(counted) if counts.is_empty() => *counts = counted,
-                Ok(counted) => {
-                    for (sum, (_, count)) in counts.iter_mut().zip(counted) {
-                        sum.1 += count;
-                    }
-                }
-                Err(what) => failures.push(what),
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(work);
-        }
-    });
-    let (counts, failures) = total.into_inner().unwrap();
-    println!("{runs} runs from seed {first}");
-    for (name, count) in &counts {
-        println!("{name:<18} {count:>10}");
-    }
-    for failure in &failures {
-        println!("{failure}");
-    }
-    assert!(failures.is_empty(), "runs failed");
-    if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
-        assert!(
-            counts.iter().all(|(_, count)| *count > 0),
-            "something never happened"
-        );
-    }
-    counts
+    checked(|| run(settings), |report| report.violation.as_ref())
 }
 
 #[test]
@@ -101,19 +35,18 @@ fn run__ten_thousand_power_cuts() {
             violation(&settings).map_err(|what| format!("{what}\n  replay: {}", settings.replay()))?;
         Ok(report.counts())
     });
-    if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
+    if are_all() {
         assert!(counts[0].1 >= CUTS_MIN, "{} power cuts", counts[0].1);
     }
 }
 
 /// Makes a run of a log; returns its violation, and how to replay it, as the error.
 fn log_violation(settings: &Settings, defect: Option<LogDefect>) -> Result<Counted, String> {
-    match catch_unwind(|| run_log(settings, defect)) {
-        Ok(report) => match &report.violation {
-            None => Ok(report.counts()),
-            Some(what) => Err(format!("{what}\n  replay: {}", report.replay())),
-        },
-        Err(_) => Err(format!("panic\n  log over {}", settings.replay())),
+    let report = checked(|| run_log(settings, defect), |_| None);
+    let report = report.map_err(|what| format!("{what}\n  log over {}", settings.replay()))?;
+    match &report.violation {
+        None => Ok(report.counts()),
+        Some(what) => Err(format!("{what}\n  replay: {}", report.replay())),
     }
 }
 

@@ -1,23 +1,17 @@
 //! Many runs by seed, of four kinds, which must together see all that the engine has. `RDMUX_SIM_RUNS` sets how many there are of each
 //! kind, `RDMUX_SIM_FIRST` their first seed; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and prints its report.
 
+mod many;
+
 use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use many::env;
 use rdmux_sim::{Ending, Report, Seen, Settings, run, run_connections, run_unreliable};
 
 /// Minimum number of operations that the runs of a test post in release.
 const OPERATIONS_MIN: u64 = 1_000_000;
-
-fn env(name: &str) -> Option<u64> {
-    let value = std::env::var(name).ok()?;
-    Some(
-        value
-            .parse()
-            .unwrap_or_else(|_| panic!("{name}={value} is no number")),
-    )
-}
 
 /// A kind of run.
 struct Kind {
@@ -72,12 +66,7 @@ struct Total {
 
 impl Kind {
     fn runs(&self) -> u64 {
-        let runs = if cfg!(debug_assertions) {
-            self.runs / 40
-        } else {
-            self.runs
-        };
-        env("RDMUX_SIM_RUNS").unwrap_or(runs)
+        many::runs(self.runs, 40)
     }
 
     /// Makes runs for many seeds on all cores.
@@ -155,7 +144,7 @@ fn all_runs_hold_and_see_everything() {
     }
     assert_eq!(failed, 0, "runs failed");
     println!("{operations} operations in all\n\n{seen}");
-    if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
+    if many::are_all() {
         assert!(operations >= OPERATIONS_MIN, "{operations} operations");
         assert_eq!(seen.missing(), [""; 0], "never seen");
     }

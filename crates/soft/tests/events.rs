@@ -2,6 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../netns.rs"]
+mod netns;
 #[path = "../../skip.rs"]
 mod skip;
 
@@ -10,7 +12,6 @@ use std::process::Command;
 
 use common::{End, LONG, connect_ends, private};
 use rdmux_verbs::*;
-use skip::skip;
 
 /// Makes an end with a queue of its own for the completions of receives, which has room for `recv_depth`.
 fn end(address: impl Into<IpAddr>, qp_type: QpType, recv_depth: u32) -> End {
@@ -86,7 +87,7 @@ fn event__sq_drained() {
 /// Runs in a network namespace of its own, whose link goes down and comes back.
 #[test]
 fn namespace() {
-    if std::env::var_os("RDMUX_EVENTS_NAMESPACE").is_none() {
+    if !netns::is_inside() {
         return;
     }
     let link = |state| {
@@ -119,18 +120,5 @@ const LINK: &str = "ip link add v0 type veth peer name v1 && ip addr add 10.33.0
 
 #[test]
 fn event__port_error_and_port_active() {
-    let in_namespace = |then: &[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(["--map-root-user", "--net", "sh", "-c"]);
-        command.arg(format!("{LINK} && exec \"$@\"")).arg("sh").args(then);
-        command.env("RDMUX_EVENTS_NAMESPACE", "1");
-        command.output().ok()
-    };
-    if !in_namespace(&["true"]).is_some_and(|tried| tried.status.success()) {
-        return skip("this user can have no network namespace with a link");
-    }
-    let program = std::env::current_exe().unwrap();
-    let output = in_namespace(&[program.to_str().unwrap(), "--exact", "namespace", "--nocapture"]).unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
+    netns::run_inside(LINK);
 }
