@@ -203,7 +203,8 @@ impl Queue {
             subsystem, session, ..
         } = view.user();
         let association = &session.association;
-        match subsystem.is_still(association) || mutant!(ReadyTooEarly) {
+        let is_still = subsystem.is_still(association);
+        match is_still || mutant!(ReadyTooEarly) || mutant!(OtherPathTooEarly) {
             true => {
                 let until = association.limit.held_until(&self.share, now)?;
                 Some(until.min(now + LIMIT_LOOK))

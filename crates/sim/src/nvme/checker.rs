@@ -27,6 +27,8 @@ struct Write {
     begin: u64,
     /// Nothing of it acts after this.
     end: u64,
+    /// Nothing of it acts after anything that its host has begun after this.
+    end_own: u64,
     /// It is done for certain by this time.
     certain: u64,
     is_durable: bool,
@@ -80,6 +82,7 @@ impl Checker {
             data: Written::Value(0),
             begin: 0,
             end: 0,
+            end_own: 0,
             certain: 0,
             is_durable: true,
             is_refused: false,
@@ -109,6 +112,7 @@ impl Checker {
             data,
             begin: now,
             end: NEVER,
+            end_own: NEVER,
             certain: NEVER,
             is_durable: false,
             is_refused: false,
@@ -138,9 +142,16 @@ impl Checker {
         write.end = write.end.min(now);
     }
 
+    /// As [`Checker::close`], for what its host begins after this: it may act until that does.
+    pub(super) fn close_own(&mut self, write: WriteId, now: u64) {
+        let write = self.get(write);
+        write.end_own = write.end_own.min(now);
+    }
+
     /// It is sent again, and may act once more.
     pub(super) fn reopen(&mut self, write: WriteId) {
-        self.get(write).end = NEVER;
+        let write = self.get(write);
+        (write.end, write.end_own) = (NEVER, NEVER);
     }
 
     /// It was refused, and never acts.
@@ -182,9 +193,13 @@ impl Checker {
     }
 
     fn is_stale(writes: &[Write], write: &Write, begin: u64) -> Option<Write> {
-        let mut later = writes
-            .iter()
-            .filter(|other| other.certain < begin && other.begin > write.end);
+        let mut later = writes.iter().filter(|other| {
+            let end = match other.host == write.host {
+                true => write.end.min(write.end_own),
+                false => write.end,
+            };
+            other.certain < begin && other.begin > end
+        });
         later.next().copied()
     }
 

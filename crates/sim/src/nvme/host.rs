@@ -76,7 +76,7 @@ pub(super) struct Host<'a> {
     info: Option<ControllerInfo>,
     pub(super) operations: BTreeMap<u64, Operation>,
     /// Commands of the controller before that are to be sent again.
-    repeats: Vec<Command>,
+    pub(super) repeats: Vec<Command>,
     /// Writes of which it does not know what has become of them.
     unknown: Vec<WriteId>,
     pub(super) left: u32,
@@ -140,6 +140,19 @@ impl<'a> Host<'a> {
     fn queue(&mut self, id: LinkId) -> Option<&mut Queue<'a>> {
         let mut queues = self.queues.iter_mut().chain(&mut self.admin);
         queues.find(|queue| queue.id == id)
+    }
+
+    /// Returns true if there is a queue with room for a command.
+    pub(super) fn has_room(&self) -> bool {
+        self.queues.iter().any(|queue| queue.connection.room() > 0)
+    }
+
+    /// Returns the writes that its lost controllers had.
+    pub(super) fn open_writes(&self) -> Vec<WriteId> {
+        let of_repeats = self.repeats.iter();
+        let of_repeats = of_repeats.filter_map(|command| self.operations.get(&(command.token >> 1)));
+        let of_repeats = of_repeats.flat_map(|operation| &operation.writes);
+        self.unknown.iter().chain(of_repeats).copied().collect()
     }
 
     pub(super) fn in_flight(&self) -> usize {
@@ -207,6 +220,7 @@ impl<'a> Run<'a> {
         let id = self.last_link;
         let local = match admin.and_then(|admin| self.links.get(&admin)) {
             Some(link) => link.local,
+            None if self.with_paths => address(nr % 2),
             None => address(self.dice.below(2) as usize),
         };
         let life = self.accept(id, local, request.as_ref())?;
@@ -402,7 +416,7 @@ impl<'a> Run<'a> {
     }
 
     /// Nothing acts any more that the host has sent to controllers before this one.
-    fn close_unknown(&mut self, nr: usize) {
+    pub(super) fn close_unknown(&mut self, nr: usize) {
         let now = self.ticks.next();
         for write in std::mem::take(&mut self.hosts[nr].unknown) {
             self.checker.close(write, now);
@@ -449,7 +463,9 @@ impl<'a> Run<'a> {
         }
         self.hosts[nr].phase = Phase::Waits;
         self.abandon(nr);
-        self.try_again(nr, if is_told { 0 } else { EXPIRED_NS });
+        let after = if is_told { 0 } else { EXPIRED_NS };
+        self.path_lost(nr, self.now + after);
+        self.try_again(nr, after);
     }
 
     /// Closes all connections, and keeps what is to be sent again.

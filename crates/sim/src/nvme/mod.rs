@@ -11,8 +11,9 @@
 //! 4. a failed flush is final;
 //! 5. every command ends, and nothing is left of ended connections;
 //! 6. what a controller had does not act any more once its host knows that it is gone;
-//! 7. a host with limits is held to them, and no longer than they tell ([`pace`]);
-//! 8. by RDMA the target reaches memory of a host only for a command in flight, and invalidates the keys that it was asked to, and no others ([`rdma`]).
+//! 7. what a host writes by another path comes after what it wrote by one that it knows to be gone ([`paths`]);
+//! 8. a host with limits is held to them, and no longer than they tell ([`pace`]);
+//! 9. by RDMA the target reaches memory of a host only for a command in flight, and invalidates the keys that it was asked to, and no others ([`rdma`]).
 
 mod checker;
 mod disk;
@@ -20,6 +21,7 @@ mod host;
 mod media;
 mod operation;
 mod pace;
+mod paths;
 mod rdma;
 mod reserve;
 mod run;
@@ -121,6 +123,8 @@ counts! {
     held_back: "controllers that waited",
     /// Commands sent again on another controller.
     repeats: "repeated commands",
+    /// Times that I/O went to the other path.
+    failovers: "changes of path",
     /// Of the controllers, those by RDMA.
     by_rdma: "controllers by RDMA",
     /// Times that a host's limits held commands up.

@@ -161,13 +161,18 @@ impl Run<'_> {
 
     /// A host sends its next operations.
     pub(super) fn issue(&mut self, nr: usize) {
+        if !self.has_turn(nr) {
+            return;
+        }
+        self.take_repeats(nr);
+        let budget = self.first_path(nr);
         for _ in 0..self.hosts[nr].depth {
             let host = &self.hosts[nr];
             let is_full = host.operations.len() >= host.depth;
-            if host.phase != Phase::Ready || host.left == 0 || is_full {
+            if host.phase != Phase::Ready || self.hosts[budget].left == 0 || is_full {
                 return;
             }
-            self.hosts[nr].left -= 1;
+            self.hosts[budget].left -= 1;
             self.issue_one(nr);
         }
     }
@@ -177,7 +182,12 @@ impl Run<'_> {
         let (block, blocks) = self.range();
         let new = |kind| Operation::new(kind, nsid, block, blocks);
         let is_fua = self.dice.one_in(3);
-        match self.dice.below(100) {
+        let drawn = match self.is_settled(nr) {
+            true => self.dice.below(100),
+            // Nothing but reads.
+            false => 0,
+        };
+        match drawn {
             0..24 => self.read(nr, new(Kind::Read { is_counter: false })),
             24..44 => {
                 let block = self.dice.below(COUNTERS);
@@ -269,9 +279,9 @@ impl Run<'_> {
 
     fn write(&mut self, nr: usize, mut operation: Operation, values: &[Value], commands: Vec<Command>) {
         let begin = self.ticks.next();
-        let places = operation.places().zip(values);
+        let (places, host) = (operation.places().zip(values), self.host_of(nr));
         operation.writes = places
-            .map(|(place, value)| self.checker.begin(nr, place, *value, begin))
+            .map(|(place, value)| self.checker.begin(host, place, *value, begin))
             .collect();
         self.submit(nr, operation, commands);
     }
@@ -323,9 +333,9 @@ impl Run<'_> {
             is_fua,
         };
         let mut operation = Operation::new(kind, nsid, block, blocks);
-        let places = operation.places().zip(sources);
+        let (places, host) = (operation.places().zip(sources), self.host_of(nr));
         operation.writes = places
-            .map(|(place, source)| self.checker.begin_copy(nr, place, source, begin))
+            .map(|(place, source)| self.checker.begin_copy(host, place, source, begin))
             .collect();
         self.submit(nr, operation, vec![Command::sending(sqe, list)]);
     }
@@ -469,6 +479,12 @@ impl Run<'_> {
         self.send_from_host(id);
     }
 
+    /// Returns true if an operation only reads.
+    pub(super) fn only_reads(&self, nr: usize, command: &Command) -> bool {
+        let operation = self.hosts[nr].operations.get(&(command.token >> 1));
+        operation.is_some_and(|operation| operation.needs() == Some(false))
+    }
+
     /// The controller of a command is lost. Returns the command if it is to be sent again.
     pub(super) fn operation_lost(&mut self, nr: usize, command: Command) -> Option<Command> {
         let number = command.token >> 1;
@@ -498,11 +514,19 @@ impl Run<'_> {
         };
         let status = completion.status;
         self.paces[nr].done_at = self.now;
+        let sent = operation.sent;
+        self.goes_on(nr, sent);
+        let moves = completion.command.tries < TRIES_MAX && self.changes_path(nr, status);
+        let Some(operation) = self.hosts[nr].operations.get_mut(&number) else {
+            return;
+        };
         if let Kind::Pair { statuses, .. } = &mut operation.kind {
             statuses[(completion.command.token & 1) as usize] = Some(status);
             if statuses.contains(&None) {
                 return;
             }
+        } else if moves && !matches!(operation.kind, Kind::Reserve) {
+            return self.move_to_other(nr, completion.command);
         } else if !matches!(operation.kind, Kind::Reserve)
             && may_repeat(status)
             && completion.command.tries < TRIES_MAX
@@ -579,6 +603,11 @@ impl Run<'_> {
                 let writes_or_flushes = operation.needs() == Some(true);
                 writes_or_flushes && flushes + writes > 0
             }
+            // A controller that is reset forgets that its host takes copies across namespaces.
+            _ if status.is(Status::INVALID_FIELD) => {
+                let admin = self.links[&operation.link].admin;
+                matches!(operation.kind, Kind::Copy { .. }) && self.reset_links.contains(&admin)
+            }
             _ => may_repeat(status) || status.is(Status::COMPARE_FAILURE),
         };
         match is_right {
@@ -627,7 +656,7 @@ impl Run<'_> {
                 for (place, bytes) in operation.places().zip(completion.bytes().chunks_exact(BLOCK)) {
                     let value = value(bytes).ok_or("a block that was read is garbled")?;
                     self.checker.read(place, value, operation.begin, end)?;
-                    if *is_counter && self.hosts[nr].phase == Phase::Ready {
+                    if *is_counter && self.hosts[nr].phase == Phase::Ready && self.is_settled(nr) {
                         self.pair(nr, place, vec![value]);
                     }
                 }

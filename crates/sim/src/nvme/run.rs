@@ -17,6 +17,7 @@ use super::disk::{Disk, Fails, Shape, Store, Ticks};
 use super::host::{Ending, Host, Phase};
 use super::media::{self, Jobs};
 use super::pace::{self, Pace};
+use super::paths::Loss;
 use super::server::{LOOK_NS, NQN, Server, address, nqn_of};
 use super::stream::{Link, LinkId, Side};
 use super::{Counts, KEEP_ALIVE_NS, MS, Report, SECOND, SLACK_NS, Settings};
@@ -51,6 +52,8 @@ pub(super) enum Event {
     Connect(usize, u64),
     /// A host learns that a queue was closed, unless it has lost its controller meanwhile.
     QueueClosed(usize, u64),
+    /// What the controller of a path had that was lost does not act any more.
+    Settled(usize),
     SetupWaited(usize, LinkId),
     Issue(usize, u64),
     LookAtStatus(usize, u64),
@@ -135,6 +138,11 @@ pub(super) struct Run<'a> {
     pub(super) calm_since: Option<u64>,
     pub(super) with_reservations: bool,
     pub(super) with_copies: bool,
+    /// Hosts are paths, of which two are a host's.
+    pub(super) with_paths: bool,
+    /// The path of each host that has its I/O, by its first one.
+    pub(super) current: Vec<usize>,
+    pub(super) losses: Vec<Loss>,
     faults: Vec<Fault>,
     fault_every: u64,
     /// Longest time from one operation of a host to the next.
@@ -151,10 +159,17 @@ pub(super) struct Run<'a> {
 pub(super) fn run(settings: &Settings) -> Report {
     media::forget();
     let mut dice = Dice::new(settings.seed, 41);
-    let options: Vec<Options> = (0..settings.hosts as usize)
+    let with_paths = dice.one_in(4);
+    let mut all: Vec<Options> = (0..settings.hosts as usize)
         .map(|host| options(host, &mut dice))
         .collect();
-    Run::new(settings, &options, dice).run()
+    if with_paths {
+        all = all
+            .iter()
+            .flat_map(|options| [options.clone(), options.clone()])
+            .collect();
+    }
+    Run::new(settings, &all, with_paths, dice).run()
 }
 
 fn options(host: usize, dice: &mut Dice) -> Options {
@@ -183,7 +198,7 @@ fn options(host: usize, dice: &mut Dice) -> Options {
 }
 
 impl<'a> Run<'a> {
-    fn new(settings: &Settings, options: &'a [Options], mut dice: Dice) -> Run<'a> {
+    fn new(settings: &Settings, options: &'a [Options], with_paths: bool, mut dice: Dice) -> Run<'a> {
         let ticks = Arc::new(Ticks::default());
         let has_cache = !dice.one_in(4);
         let disks = (1..=NAMESPACES).map(|nsid| {
@@ -202,17 +217,24 @@ impl<'a> Run<'a> {
         });
         let disks = disks.collect();
         let left = settings.operations;
-        let hosts = options.iter().map(|options| Host::new(options, left, &mut dice));
+        let hosts = options.iter().enumerate().map(|(nr, options)| {
+            // The first path counts those of the other one.
+            let left = if with_paths && nr % 2 == 1 { 0 } else { left };
+            Host::new(options, left, &mut dice)
+        });
         let hosts = hosts.collect();
         let with_copies = dice.one_in(2);
-        let has_limits = dice.one_in(3);
+        let has_limits = dice.one_in(3) && !with_paths;
         let paces = options.iter().map(|_| match has_limits && dice.one_in(2) {
             true => Pace::new(pace::drawn(&mut dice, with_copies)),
             false => Pace::default(),
         });
         let paces = paces.collect();
         // Few kinds at a time: some hide others.
-        let faults = FAULTS.into_iter().filter(|_| dice.one_in(2)).collect();
+        let of_one_path = [Fault::HostDies, Fault::Expel, Fault::Limits];
+        let faults = FAULTS.into_iter().filter(|_| dice.one_in(2));
+        let faults = faults.filter(|fault| !with_paths || !of_one_path.contains(fault));
+        let faults = faults.collect();
         // Operations are spread over the time that it takes to connect again, or come close together.
         let pace = dice.pick(&[5 * MS, 400 * MS, 2 * SECOND, 4 * SECOND]);
         let fault_every = match pace < SECOND {
@@ -221,7 +243,7 @@ impl<'a> Run<'a> {
         };
         Run {
             settings: *settings,
-            with_reservations: !dice.one_in(3),
+            with_reservations: !dice.one_in(3) && !with_paths,
             with_copies,
             fault_every,
             pace,
@@ -250,6 +272,9 @@ impl<'a> Run<'a> {
             stalled: BTreeSet::new(),
             has_faults: true,
             calm_since: None,
+            with_paths,
+            current: (0..options.len()).collect(),
+            losses: vec![Loss::default(); options.len()],
             faults,
             paces,
             access: vec![vec![(0, true)]; 2],
@@ -375,6 +400,7 @@ impl<'a> Run<'a> {
             Event::QueueClosed(nr, generation) if self.hosts[nr].generation == generation => {
                 self.lose(nr, false);
             }
+            Event::Settled(nr) => self.settle(nr),
             Event::SetupWaited(nr, id) => self.setup_waited(nr, id),
             Event::Issue(nr, generation) if self.hosts[nr].generation == generation => self.issue(nr),
             Event::LookAtStatus(nr, generation) if self.hosts[nr].generation == generation => {
