@@ -8,7 +8,7 @@ use many::{checked, many};
 use rdmux_sim::nvme::{Settings, run};
 
 /// Number of runs in release.
-const RUNS: u64 = 5_000;
+const RUNS: u64 = 3_000;
 
 #[test]
 fn run__nothing_acknowledged_is_lost() {

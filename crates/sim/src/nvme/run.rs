@@ -235,8 +235,11 @@ impl<'a> Run<'a> {
         let faults = FAULTS.into_iter().filter(|_| dice.one_in(2));
         let faults = faults.filter(|fault| !with_paths || !of_one_path.contains(fault));
         let faults = faults.collect();
-        // Operations are spread over the time that it takes to connect again, or come close together.
-        let pace = dice.pick(&[5 * MS, 400 * MS, 2 * SECOND, 4 * SECOND]);
+        // Operations are spread over the time that it takes to connect again, or come close together. With a second path they go on meanwhile.
+        let pace = match with_paths {
+            true => dice.pick(&[100 * MS, 400 * MS, SECOND]),
+            false => dice.pick(&[5 * MS, 400 * MS, 2 * SECOND, 4 * SECOND]),
+        };
         let fault_every = match pace < SECOND {
             true => dice.pick(&[50 * MS, 300 * MS, 2 * SECOND]),
             false => dice.pick(&[500 * MS, 2 * SECOND, 5 * SECOND]),
@@ -247,7 +250,7 @@ impl<'a> Run<'a> {
             with_copies,
             fault_every,
             pace,
-            hangs: dice.pick(&[8, 30, 300]),
+            hangs: if with_paths { 8 } else { dice.pick(&[8, 30, 300]) },
             dice,
             began: Instant::now(),
             now: 0,
