@@ -89,6 +89,8 @@ pub struct Options {
     pub requires_authentication: bool,
     /// The key of TLS, with which connections of TCP begin then.
     pub psk: Option<Psk>,
+    /// Each controller agrees with this host on a key of TLS, by their secrets, in place of that one (secure channel concatenation).
+    pub concat: bool,
     /// Hash functions and DH groups that are offered.
     pub offer: Offer,
     /// Returns random bytes.
@@ -127,6 +129,7 @@ impl Options {
             secrets: None,
             requires_authentication: false,
             psk: None,
+            concat: false,
             offer: Offer::default(),
             random: || rdmux_key::random_nonce().ok(),
             digests: Digests::empty(),
@@ -244,6 +247,9 @@ pub enum HostError {
     /// The target asks for a secret, and there is none.
     #[error("the target asks for a secret: give the file that has it with --secret FILE")]
     NoSecret,
+    /// The target has nobody connect without TLS, but to agree on a key.
+    #[error("the target requires TLS there: give --concat, with its secret, or --tls, with its key")]
+    NoSecureChannel,
     /// The target does not ask for the secret that was given.
     #[error("the target does not ask for the secret: it may be another one; leave --secret out to trust it")]
     NotAuthenticated,

@@ -8,6 +8,7 @@ mod fence;
 mod fused;
 mod hosts;
 mod io;
+mod keys;
 mod limit;
 mod namespace;
 mod queue;

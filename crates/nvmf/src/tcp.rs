@@ -183,6 +183,11 @@ impl Connection {
         }
     }
 
+    /// Takes note that its listener requires TLS.
+    pub fn require_tls(&mut self) {
+        self.queue.require_tls();
+    }
+
     /// Takes note of what the host has proved by TLS.
     pub fn set_proof(&mut self, proof: Proof) {
         self.queue.set_proof(proof);

@@ -6,15 +6,20 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rdmux_nvmf::auth::{AuthError, Secret, Secrets};
 use rdmux_nvmf::backend::MemoryBackend;
-use rdmux_nvmf::host::command::{read, write};
-use rdmux_nvmf::host::{Controller, HostError, Options, Session};
+use rdmux_nvmf::host::command::{identify, read, write};
+use rdmux_nvmf::host::queue::{Command, Completion};
+use rdmux_nvmf::host::setup::{Setup, Step};
+use rdmux_nvmf::host::{Controller, HostError, Options, Session, tcp};
 use rdmux_nvmf::server::{Config, Handle, Listen, Server};
-use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_nvmf::tls::psk::Psk;
-use rdmux_wire::nvme::{DISCOVERY_NQN, Nqn, NsId, Status, TransportKind};
+use rdmux_wire::nvme::{
+    AuthFailure, Cid, Cns, DISCOVERY_NQN, DhGroup, Nqn, NsId, Opcode, Sqe, Status, TransportKind,
+};
 use rdmux_wire::nvme_tcp::Digests;
 
 const SUBSYSTEM: &str = "nqn.2014-08.org.example:tls";
@@ -46,8 +51,30 @@ fn hosts(key: &Psk) -> Hosts {
     })
 }
 
+fn secrets(controller: bool) -> Secrets {
+    Secrets {
+        host: Secret::new([1; 32]),
+        controller: controller.then(|| Secret::new([2; 32])),
+    }
+}
+
+/// Returns the hosts of a subsystem that all need a secret, and have no key.
+fn secret_hosts(secrets: Secrets) -> Hosts {
+    Hosts::any(Terms {
+        authentication: Some(Authentication {
+            secrets,
+            random: || rdmux_key::random_nonce().ok(),
+        }),
+        ..Terms::default()
+    })
+}
+
 impl Running {
     fn start(hosts: Hosts, reactors: usize) -> Running {
+        Running::start_with(Target::default(), hosts, reactors)
+    }
+
+    fn start_with(target: Target, hosts: Hosts, reactors: usize) -> Running {
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", hosts);
         let namespace = Namespace {
             nsid: NsId(1),
@@ -57,7 +84,7 @@ impl Running {
             backend: Arc::new(MemoryBackend::new(SIZE).unwrap()),
         };
         subsystem.add_namespace(namespace).unwrap();
-        let target = Arc::new(Target::default());
+        let target = Arc::new(target);
         target.add_subsystem(Arc::new(subsystem)).unwrap();
         let listener = Listener {
             transport: TransportKind::Tcp,
@@ -88,6 +115,15 @@ impl Running {
     fn options(&self, key: &Psk) -> Options {
         let mut options = Options::new(vec![self.addresses[0]], nqn(SUBSYSTEM));
         options.psk = Some(key.clone());
+        options
+    }
+
+    /// Returns the settings of a host that has a secret alone.
+    fn secret_options(&self) -> Options {
+        let mut options = Options::new(vec![self.addresses[0]], nqn(SUBSYSTEM));
+        options.secrets = Some(secrets(true));
+        options.requires_authentication = true;
+        options.concat = true;
         options
     }
 }
@@ -199,7 +235,7 @@ fn connect__with_another_key_or_without_one_fails() {
     // Plain bytes where TLS is required, and TLS where it is not.
     options.subsystem = nqn(SUBSYSTEM);
     options.psk = None;
-    assert!(matches!(fails(&options), HostError::Closed(_) | HostError::Io(_)));
+    assert!(is_refused(&fails(&options)));
     options.psk = Some(key());
     options.addresses = vec![running.addresses[1]];
     assert!(matches!(fails(&options), HostError::Tls { .. }));
@@ -255,4 +291,249 @@ fn controllers__of_a_key_end_with_it() {
     };
     println!("{ended}");
     Controller::connect(&Arc::new(running.options(&other)), 0).unwrap();
+}
+
+fn is_refused(error: &HostError) -> bool {
+    matches!(error, HostError::Refused { status, .. } if status.is(Status::CONNECT_INVALID_HOST))
+}
+
+#[test]
+fn handshake__has_a_limit_of_time() {
+    let target = Target::default().with_connect_timeout(Duration::from_millis(1));
+    let running = Running::start_with(target, hosts(&key()), 1);
+    // Nothing, the beginning of a ClientHello, and that of a connection without TLS.
+    for begin in [&[][..], &[22, 3, 1, 1, 0, 1, 0, 0, 252, 3, 3], &[0, 0, 128]] {
+        let mut socket = TcpStream::connect(running.addresses[0]).unwrap();
+        socket.write_all(begin).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let closed = match socket.read(&mut [0]) {
+            Ok(bytes) => bytes == 0,
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        };
+        assert!(closed, "{begin:?}");
+    }
+}
+
+/// Writes and reads a block by a queue.
+fn exchange(session: &Arc<Session>, qid: u16) {
+    let mut queue = session.queue(qid, 8).unwrap();
+    let data = bytes(qid.into(), BLOCK as usize);
+    queue.submit(write(NsId(1), qid.into(), 1, BLOCK, data.clone()));
+    let space = || vec![0; BLOCK as usize];
+    for is_written in [true, false] {
+        let completion = loop {
+            match queue.poll() {
+                Some(completion) => break completion,
+                None => queue.wait().unwrap(),
+            }
+        };
+        assert_eq!(completion.status, Status::SUCCESS);
+        match is_written {
+            true => queue.submit(read(NsId(1), qid.into(), 1, BLOCK, space())),
+            false => assert!(completion.bytes() == data),
+        }
+    }
+}
+
+#[test]
+fn concat__has_a_host_with_a_secret_alone_use_tls() {
+    for of_both in [true, false] {
+        let running = Running::start(secret_hosts(secrets(of_both)), 2);
+        let mut options = running.secret_options();
+        options.secrets = Some(secrets(of_both));
+        let session = Session::connect(options, 4).unwrap();
+        (1..=2).for_each(|qid| exchange(&session, qid));
+        // With another key.
+        session.controller().renew_key().unwrap();
+        exchange(&session, 3);
+        session.controller().renew_key().unwrap();
+        session.controller().renew_key().unwrap();
+        exchange(&session, 4);
+        assert!(session.controller().lost().is_none());
+    }
+}
+
+#[test]
+fn concat__of_a_session_survives_the_loss_of_a_connection() {
+    let running = Running::start(secret_hosts(secrets(true)), 1);
+    let session = Session::connect(running.secret_options(), 1).unwrap();
+    exchange(&session, 1);
+    let first = session.controller();
+    // The controller ends, and all that it knew.
+    let none = Hosts::default();
+    running.target.set_hosts(&nqn(SUBSYSTEM), none).unwrap();
+    let hosts = secret_hosts(secrets(true));
+    running.target.set_hosts(&nqn(SUBSYSTEM), hosts).unwrap();
+    running.handle.tell_of_change();
+    exchange(&session, 1);
+    assert!(!Arc::ptr_eq(&first, &session.controller()));
+}
+
+#[test]
+fn concat__is_refused_without_what_it_needs() {
+    let running = Running::start(secret_hosts(secrets(true)), 1);
+    let fails = |change: &dyn Fn(&mut Options)| {
+        let mut options = running.secret_options();
+        change(&mut options);
+        Controller::connect(&Arc::new(options), 0).unwrap_err()
+    };
+    let refused = |error: &HostError, why: AuthFailure| matches!(error, HostError::Authentication(AuthError::Refused(failure)) if *failure == why);
+    // A listener without TLS.
+    let error = fails(&|options| options.addresses = vec![running.addresses[1]]);
+    assert!(refused(&error, AuthFailure::Concatenation), "{error}");
+    // No group from which a key would follow.
+    let error = fails(&|options| options.offer.groups = vec![DhGroup::Null]);
+    assert!(refused(&error, AuthFailure::Group), "{error}");
+    let error = fails(&|options| {
+        let secrets = options.secrets.as_mut().unwrap();
+        secrets.host = Secret::new([9; 32]);
+    });
+    assert!(refused(&error, AuthFailure::Failed), "{error}");
+    let error = fails(&|options| {
+        let secrets = options.secrets.as_mut().unwrap();
+        secrets.controller = Some(Secret::new([9; 32]));
+    });
+    let expected = HostError::Authentication(AuthError::ControllerFailed);
+    assert_eq!(error.to_string(), expected.to_string());
+    assert!(matches!(
+        fails(&|options| options.secrets = None),
+        HostError::NoSecret
+    ));
+    // A host that does not ask for a key, and the discovery service, with which nobody has a secret.
+    let error = fails(&|options| options.concat = false);
+    assert!(matches!(error, HostError::NoSecureChannel), "{error}");
+    let error = fails(&|options| options.subsystem = nqn(DISCOVERY_NQN));
+    assert!(is_refused(&error), "{error}");
+    Controller::connect(&Arc::new(running.secret_options()), 0).unwrap();
+}
+
+fn keep_alive() -> Command {
+    Command::new(Sqe::new(Opcode::KEEP_ALIVE, Cid(0), NsId::NONE))
+}
+
+/// A connection without TLS, whose commands a test chooses.
+struct Plain {
+    socket: TcpStream,
+    connection: tcp::Connection,
+}
+
+impl Plain {
+    fn open(address: SocketAddr) -> Plain {
+        let config = tcp::Config {
+            digests: Digests::empty(),
+            entries: 32,
+            in_capsule_max: 8192,
+            is_io: false,
+        };
+        let mut plain = Plain {
+            socket: TcpStream::connect(address).unwrap(),
+            connection: tcp::Connection::new(config),
+        };
+        plain.exchange(|connection| connection.is_ready());
+        plain
+    }
+
+    /// Sends and receives until something is so. Returns false if the target has closed the connection.
+    fn exchange(&mut self, is_so: impl Fn(&tcp::Connection) -> bool) -> bool {
+        while !is_so(&self.connection) {
+            let mut slices = [std::io::IoSlice::new(&[]); 16];
+            let number = self.connection.slices(&mut slices);
+            if number > 0 {
+                let sent = self.socket.write_vectored(&slices[..number]).unwrap();
+                self.connection.sent(sent);
+                continue;
+            }
+            match self.socket.read(self.connection.space()) {
+                Ok(0) | Err(_) => return false,
+                Ok(received) => self.connection.received(received),
+            }
+        }
+        true
+    }
+
+    fn run(&mut self, command: Command) -> Option<Completion> {
+        self.connection.submit(command, None);
+        self.exchange(tcp::Connection::has_completions);
+        self.connection.poll()
+    }
+
+    /// Carries out a setup.
+    fn set_up(&mut self, setup: &mut Setup<'_>) -> Result<(), HostError> {
+        loop {
+            match setup.next()? {
+                Step::Submit(what, command) => {
+                    let completion = self.run(*command).ok_or(HostError::Closed(Some(what)))?;
+                    setup.handle(what, &completion)?;
+                }
+                Step::Done => return Ok(()),
+                step => panic!("{step:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn concat__leaves_nothing_else_to_the_connection_without_tls() {
+    let running = Running::start(secret_hosts(secrets(true)), 1);
+    let options = running.secret_options();
+    let mut plain = Plain::open(running.addresses[0]);
+    plain.set_up(&mut Setup::new_psk(&options)).unwrap();
+    let refused = |plain: &mut Plain, command| {
+        let status = plain.run(command).unwrap().status;
+        status.is(Status::AUTHENTICATION_REQUIRED)
+    };
+    for command in [
+        identify(Cns::ACTIVE_NAMESPACES, NsId::NONE),
+        identify(Cns::NAMESPACE, NsId(1)),
+        Command::new(Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(0), NsId::NONE)),
+    ] {
+        assert!(refused(&mut plain, command));
+    }
+    // Linux's host does so before it comes back.
+    for command in [keep_alive(), identify(Cns::CONTROLLER, NsId::NONE)] {
+        assert!(!refused(&mut plain, command));
+    }
+    // No I/O queue, also of a controller that has one by TLS.
+    let controller = Controller::connect(&Arc::new(options.clone()), 1).unwrap();
+    let cntlid = controller.info().cntlid;
+    let mut other = Plain::open(running.addresses[0]);
+    let error = other.set_up(&mut Setup::io(&options, 1, 2, cntlid)).unwrap_err();
+    assert!(is_refused(&error), "{error}");
+}
+
+#[test]
+fn concat__has_keys_for_one_host_and_one_controller() {
+    let running = Running::start(secret_hosts(secrets(true)), 1);
+    let mut options = running.secret_options();
+    let agree = || {
+        let mut setup = Setup::new_psk(&options);
+        Plain::open(running.addresses[0]).set_up(&mut setup).unwrap();
+        setup.take_psk().unwrap()
+    };
+    let (one, other) = (agree(), agree());
+    assert_ne!(one, other);
+    (options.concat, options.psk) = (false, Some(one));
+    let connect = |options: &Options| Controller::connect(&Arc::new(options.clone()), 1);
+    // Another host has not got it, nor is it one for another subsystem.
+    let mut others = options.clone();
+    others.host = nqn("nqn.2014-08.org.example:other");
+    assert!(matches!(connect(&others), Err(HostError::Tls { .. })));
+    let mut discovery = options.clone();
+    discovery.subsystem = nqn(DISCOVERY_NQN);
+    assert!(matches!(connect(&discovery), Err(HostError::Tls { .. })));
+    let controller = connect(&options).unwrap();
+    let error = connect(&options).unwrap_err();
+    assert!(is_refused(&error), "{error}");
+    drop(controller);
+    // The target learns of the end in its turn.
+    let patience = Instant::now() + Duration::from_secs(60);
+    loop {
+        match connect(&options) {
+            Err(HostError::Tls { .. }) => break,
+            result => assert!(is_refused(&result.unwrap_err())),
+        }
+        assert!(Instant::now() < patience, "an old key is still one");
+    }
+    options.psk = Some(other);
+    connect(&options).unwrap();
 }

@@ -18,8 +18,8 @@ mod status;
 mod tests;
 
 pub use auth::{
-    AUTH_LEN_MAX, AuthFailure, AuthMessage, DhGroup, HashId, authentication, authentication_len,
-    is_nvme_authentication,
+    AUTH_LEN_MAX, AuthFailure, AuthMessage, DhGroup, HashId, SecureChannel, authentication,
+    authentication_len, is_nvme_authentication,
 };
 pub use command::{CQE_LEN, Cid, Cqe, Fuse, NsId, Opcode, Rw, SQE_LEN, Sqe};
 pub use fabrics::{CONNECT_DATA_LEN, Connect, ConnectData, FabricsType, HostId, Property};

@@ -1,8 +1,10 @@
-//! Responses to challenges. NVMe Base 2.0, 8.13.5.4 to 8.13.5.6.
+//! Responses to challenges, and the key that follows from them. NVMe Base 2.0, 8.13.5.4 to 8.13.5.6, and 8.13.5.9.
 
 use hmac::{Hmac, Mac};
-use rdmux_wire::nvme::{HashId, Nqn};
+use rdmux_wire::nvme::{HashId, Nqn, SecureChannel};
 use sha2::{Digest, Sha256, Sha384, Sha512};
+
+use crate::tls::psk::Psk;
 
 /// Returns the HMAC of the parts in a row.
 pub(crate) fn hmac(hash: HashId, key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
@@ -18,13 +20,19 @@ pub(crate) fn hmac(hash: HashId, key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
     }
 }
 
-/// Returns the hash of bytes.
-pub(super) fn digest(hash: HashId, bytes: &[u8]) -> Vec<u8> {
+/// Returns the session key (KS) of a Diffie-Hellman secret.
+pub(super) fn session_key(hash: HashId, shared: &[u8]) -> Vec<u8> {
     match hash {
-        HashId::Sha256 => Sha256::digest(bytes).to_vec(),
-        HashId::Sha384 => Sha384::digest(bytes).to_vec(),
-        HashId::Sha512 => Sha512::digest(bytes).to_vec(),
+        HashId::Sha256 => Sha256::digest(shared).to_vec(),
+        HashId::Sha384 => Sha384::digest(shared).to_vec(),
+        HashId::Sha512 => Sha512::digest(shared).to_vec(),
     }
+}
+
+/// Returns the key for TLS that follows from the session key and the challenges of controller and host. `None` if TLS has no cipher suite with that
+/// hash function.
+pub(super) fn generated_psk(hash: HashId, session_key: &[u8], challenges: [&[u8]; 2]) -> Option<Psk> {
+    Psk::generated(hash, hmac(hash, session_key, &challenges))
 }
 
 /// The side that responds.
@@ -43,6 +51,7 @@ pub(super) struct Challenge<'a> {
     pub(super) shared: Option<&'a [u8]>,
     pub(super) sequence: u32,
     pub(super) transaction: u16,
+    pub(super) channel: SecureChannel,
     pub(super) host: &'a Nqn,
     pub(super) subsystem: &'a Nqn,
 }
@@ -51,7 +60,7 @@ impl Challenge<'_> {
     /// Returns the response of a side, by its transformed key.
     pub(super) fn response(&self, side: Side, key: &[u8]) -> Vec<u8> {
         let augmented = match self.shared {
-            Some(shared) => hmac(self.hash, &digest(self.hash, shared), &[self.challenge]),
+            Some(shared) => hmac(self.hash, &session_key(self.hash, shared), &[self.challenge]),
             None => self.challenge.to_vec(),
         };
         let (label, own, other): (&[u8], _, _) = match side {
@@ -62,8 +71,7 @@ impl Challenge<'_> {
             &augmented,
             &self.sequence.to_le_bytes(),
             &self.transaction.to_le_bytes(),
-            // No secure channel.
-            &[0],
+            &[self.channel as u8],
             label,
             own.as_str().as_bytes(),
             &[0],

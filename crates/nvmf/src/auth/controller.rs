@@ -1,11 +1,12 @@
 //! The controller's side of an exchange.
 
-use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId, Nqn};
+use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId, Nqn, SecureChannel};
 use subtle::ConstantTimeEq;
 
-use super::chap::{Challenge, Side};
+use super::chap::{Challenge, Side, generated_psk, session_key};
 use super::dh::{EXPONENT_LEN, KeyPair};
 use super::{Random, Secrets, random_bytes};
+use crate::tls::psk::Psk;
 
 /// DH groups in the order in which the controller takes them: first the smallest with 128 bits of strength, since the largest takes the time
 /// of some ten thousand I/Os.
@@ -33,8 +34,11 @@ pub struct Parties {
 pub struct Authenticator {
     parties: Parties,
     random: Random,
+    /// Secure channels that the host may ask for.
+    channels: &'static [SecureChannel],
     is_authenticated: bool,
     state: State,
+    generated: Option<Psk>,
 }
 
 enum State {
@@ -49,13 +53,14 @@ enum State {
     /// The host replies to this challenge next.
     Challenged {
         transaction: u16,
+        channel: SecureChannel,
         hash: HashId,
         challenge: Vec<u8>,
         sequence: u32,
         pair: Option<KeyPair>,
     },
-    /// The host says next whether the controller's response is right.
-    Responded { transaction: u16 },
+    /// The host says next whether the controller's response is right. If so, the key is agreed on.
+    Responded { transaction: u16, psk: Option<Psk> },
 }
 
 impl std::fmt::Debug for Authenticator {
@@ -73,9 +78,34 @@ impl Authenticator {
         Authenticator {
             parties,
             random,
+            channels: &[SecureChannel::None],
             is_authenticated: false,
             state: State::Idle,
+            generated: None,
         }
+    }
+
+    /// Has the host ask for a key of TLS with each authentication.
+    #[must_use]
+    pub fn with_new_psk(mut self) -> Authenticator {
+        self.channels = &[SecureChannel::NewTlsPsk];
+        self
+    }
+
+    /// Takes the host for authenticated, by a key of TLS that an authentication has led to. On an admin queue it may have another key agreed on in
+    /// place of that one.
+    #[must_use]
+    pub fn with_psk(mut self, qid: u16) -> Authenticator {
+        if qid == 0 {
+            self.channels = &[SecureChannel::None, SecureChannel::ReplaceTlsPsk];
+        }
+        self.is_authenticated = true;
+        self
+    }
+
+    /// Returns once the key of TLS that host and controller have agreed on.
+    pub fn take_psk(&mut self) -> Option<Psk> {
+        self.generated.take()
     }
 
     /// Returns true once the host has proved that it has the secret.
@@ -101,6 +131,7 @@ impl Authenticator {
             (
                 State::Challenged {
                     transaction: expected,
+                    channel,
                     hash,
                     challenge,
                     sequence,
@@ -118,35 +149,63 @@ impl Authenticator {
                     None => Err(AuthFailure::Payload),
                     Some(pair) => pair.agree(&dh_value).map(Some).ok_or(AuthFailure::Payload),
                 };
+                // A controller that is not challenged may still have a challenge, for the key alone.
+                let challenges_controller = channel == SecureChannel::None || own_sequence != 0;
                 let replied = shared.and_then(|shared| {
+                    let psk = match channel {
+                        SecureChannel::None => None,
+                        SecureChannel::NewTlsPsk | SecureChannel::ReplaceTlsPsk => {
+                            let shared = shared.as_deref().ok_or(AuthFailure::Concatenation)?;
+                            let own = own_challenge.as_deref().ok_or(AuthFailure::Payload)?;
+                            let key = session_key(hash, shared);
+                            Some(generated_psk(hash, &key, [&challenge, own]).ok_or(AuthFailure::Hash)?)
+                        }
+                    };
                     let of_host = Challenge {
                         hash,
                         challenge: &challenge,
                         shared: shared.as_deref(),
                         sequence,
                         transaction,
+                        channel,
                         host: &self.parties.host,
                         subsystem: &self.parties.subsystem,
                     };
-                    let of_controller = own_challenge.as_deref().map(|challenge| Challenge {
+                    let own_challenge = own_challenge.as_deref().filter(|_| challenges_controller);
+                    let of_controller = own_challenge.map(|challenge| Challenge {
                         challenge,
                         sequence: own_sequence,
                         ..of_host
                     });
-                    self.reply(transaction, &of_host, &response, of_controller)
+                    self.reply(&of_host, &response, of_controller)
+                        .map(|success| (success, psk))
                 });
-                replied.map(|(state, is_authenticated)| {
+                replied.map(|((message, is_authenticated), psk)| {
                     self.is_authenticated = is_authenticated;
-                    state
+                    // A host that has challenged the controller goes on only when its response is right.
+                    let then = match is_authenticated {
+                        false => State::Responded { transaction, psk },
+                        true => {
+                            self.generated = psk;
+                            State::Idle
+                        }
+                    };
+                    State::Sends {
+                        transaction,
+                        message,
+                        then: Box::new(then),
+                    }
                 })
             }
             (
                 State::Responded {
                     transaction: expected,
+                    psk,
                 },
                 AuthMessage::Success2,
             ) if expected == transaction => {
                 self.is_authenticated = true;
+                self.generated = psk;
                 Ok(State::Idle)
             }
             (_, AuthMessage::Failure2(_)) => {
@@ -163,6 +222,7 @@ impl Authenticator {
 
     fn fail(&mut self, transaction: u16, failure: AuthFailure) {
         self.is_authenticated = false;
+        self.generated = None;
         self.state = State::Sends {
             transaction,
             message: AuthMessage::Failure1(failure),
@@ -195,13 +255,22 @@ impl Authenticator {
         hashes: &[HashId],
         groups: &[DhGroup],
     ) -> Result<State, AuthFailure> {
-        if secure_channel != 0 {
-            return Err(AuthFailure::Concatenation);
-        }
-        let hash = HashId::ALL.into_iter().find(|hash| hashes.contains(hash));
+        let channel = SecureChannel::new(secure_channel).filter(|channel| self.channels.contains(channel));
+        let channel = channel.ok_or(AuthFailure::Concatenation)?;
+        let is_secure = channel != SecureChannel::None;
+        // No cipher suite of TLS has SHA-512.
+        let is_usable = |hash: &HashId| !is_secure || *hash != HashId::Sha512;
+        let hash = HashId::ALL
+            .into_iter()
+            .filter(is_usable)
+            .find(|hash| hashes.contains(hash));
         let hash = hash.ok_or(AuthFailure::Hash)?;
         let group = GROUPS.into_iter().find(|group| groups.contains(group));
         let group = group.ok_or(AuthFailure::Group)?;
+        // It is the last of those that the controller takes: without a session key there is no key of TLS.
+        if is_secure && group == DhGroup::Null {
+            return Err(AuthFailure::Concatenation);
+        }
         let random = |len| random_bytes(self.random, len).ok_or(AuthFailure::Failed);
         let challenge = random(hash.digest_len())?;
         let pair = KeyPair::new(group, &random(EXPONENT_LEN)?);
@@ -219,6 +288,7 @@ impl Authenticator {
         };
         let then = State::Challenged {
             transaction,
+            channel,
             hash,
             challenge,
             sequence,
@@ -234,11 +304,10 @@ impl Authenticator {
     /// Returns what follows on a reply, and whether the host is authenticated.
     fn reply(
         &self,
-        transaction: u16,
         of_host: &Challenge<'_>,
         response: &[u8],
         of_controller: Option<Challenge<'_>>,
-    ) -> Result<(State, bool), AuthFailure> {
+    ) -> Result<(AuthMessage, bool), AuthFailure> {
         let secrets = &self.parties.secrets;
         let expected = of_host.response(Side::Host, &secrets.host.transformed(&self.parties.host));
         if !bool::from(expected.ct_eq(response)) {
@@ -252,21 +321,11 @@ impl Authenticator {
                 Some(challenge.response(Side::Controller, &key))
             }
         };
-        // A host that has challenged the controller goes on only when its response is right.
-        let then = match own {
-            Some(_) => State::Responded { transaction },
-            None => State::Idle,
-        };
         let is_authenticated = own.is_none();
         let message = AuthMessage::Success1 {
             hash: of_host.hash,
             response: own,
         };
-        let state = State::Sends {
-            transaction,
-            message,
-            then: Box::new(then),
-        };
-        Ok((state, is_authenticated))
+        Ok((message, is_authenticated))
     }
 }

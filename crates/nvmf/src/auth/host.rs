@@ -1,11 +1,12 @@
 //! The host's side of an exchange.
 
-use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId};
+use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId, SecureChannel};
 use subtle::ConstantTimeEq;
 
-use super::chap::{Challenge, Side};
+use super::chap::{Challenge, Side, generated_psk, session_key};
 use super::dh::{EXPONENT_LEN, KeyPair};
 use super::{Parties, Random, random_bytes};
+use crate::tls::psk::Psk;
 
 /// Reason for which host and controller do not authenticate each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -66,6 +67,7 @@ pub struct HostAuthenticator {
     offer: Offer,
     random: Random,
     transaction: u16,
+    channel: SecureChannel,
     state: State,
 }
 
@@ -75,14 +77,16 @@ enum State {
     Replies(Vec<u8>, Expected),
     AwaitsSuccess(Expected),
     /// Says that the controller is authenticated, or not.
-    Concludes(Result<(), AuthError>),
-    Done(Result<(), AuthError>),
+    Concludes(Result<Option<Psk>, AuthError>),
+    Done(Result<Option<Psk>, AuthError>),
 }
 
 /// The hash function of an exchange, and the response that the controller owes.
 struct Expected {
     hash: HashId,
     response: Option<Vec<u8>>,
+    /// The key of TLS that they have agreed on then.
+    psk: Option<Psk>,
 }
 
 impl std::fmt::Debug for HostAuthenticator {
@@ -101,7 +105,27 @@ impl HostAuthenticator {
             offer,
             random,
             transaction,
+            channel: SecureChannel::None,
             state: State::Negotiates,
+        }
+    }
+
+    /// Has host and controller agree on a key of TLS as well. Only functions and groups are offered from which one follows.
+    #[must_use]
+    pub fn with_channel(mut self, channel: SecureChannel) -> HostAuthenticator {
+        self.channel = channel;
+        if channel != SecureChannel::None {
+            self.offer.hashes.retain(|hash| *hash != HashId::Sha512);
+            self.offer.groups.retain(|group| *group != DhGroup::Null);
+        }
+        self
+    }
+
+    /// Returns once the key of TLS that host and controller have agreed on, if the exchange is [`HostStep::Done`].
+    pub fn take_psk(&mut self) -> Option<Psk> {
+        match &mut self.state {
+            State::Done(Ok(psk)) => psk.take(),
+            _ => None,
         }
     }
 
@@ -118,7 +142,7 @@ impl HostAuthenticator {
         let (state, step) = match state {
             State::Negotiates => {
                 let message = AuthMessage::Negotiate {
-                    secure_channel: 0,
+                    secure_channel: self.channel as u8,
                     hashes: self.offer.hashes.clone(),
                     groups: self.offer.groups.clone(),
                 };
@@ -126,15 +150,16 @@ impl HostAuthenticator {
             }
             State::Replies(bytes, expected) => (State::AwaitsSuccess(expected), HostStep::Send(bytes)),
             State::Concludes(result) => {
-                let message = match result {
-                    Ok(()) => AuthMessage::Success2,
+                let message = match &result {
+                    Ok(_) => AuthMessage::Success2,
                     Err(_) => AuthMessage::Failure2(AuthFailure::Failed),
                 };
                 (State::Done(result), self.send(&message))
             }
             State::Done(result) => {
+                let step = result.as_ref().map(|_| HostStep::Done).map_err(|error| *error);
                 self.state = State::Done(result);
-                return result.map(|()| HostStep::Done);
+                return step;
             }
             waiting @ (State::AwaitsChallenge | State::AwaitsSuccess(_)) => (waiting, HostStep::Receive),
         };
@@ -188,13 +213,14 @@ impl HostAuthenticator {
                 if hash != expected.hash {
                     return Err(AuthError::Message);
                 }
+                let psk = expected.psk;
                 // A host that has challenged nobody takes no response for a proof.
                 let Some(expected) = expected.response else {
-                    return Ok(State::Done(Ok(())));
+                    return Ok(State::Done(Ok(psk)));
                 };
                 let is_right = response.is_some_and(|response| bool::from(expected.ct_eq(&response)));
                 Ok(State::Concludes(
-                    is_right.then_some(()).ok_or(AuthError::ControllerFailed),
+                    is_right.then_some(psk).ok_or(AuthError::ControllerFailed),
                 ))
             }
             _ => Err(AuthError::Message),
@@ -224,38 +250,42 @@ impl HostAuthenticator {
             shared: shared.as_deref(),
             sequence,
             transaction: self.transaction,
+            channel: self.channel,
             host: &self.parties.host,
             subsystem: &self.parties.subsystem,
         };
         let secrets = &self.parties.secrets;
         let response = of_host.response(Side::Host, &secrets.host.transformed(&self.parties.host));
-        let (mut own_sequence, mut own_challenge, mut expected) = (0, None, None);
-        if let Some(secret) = &secrets.controller {
-            let numbers = random(4 + hash.digest_len())?;
-            let (number, own) = numbers.split_at(4);
-            // 0 is reserved: it says that there is no challenge.
-            own_sequence = number
-                .iter()
-                .fold(0, |all, byte| all << 8 | u32::from(*byte))
-                .max(1);
+        let is_secure = self.channel != SecureChannel::None;
+        let has_challenge = secrets.controller.is_some() || is_secure;
+        let own_challenge = has_challenge.then(|| random(hash.digest_len())).transpose()?;
+        let mut expected = Expected {
+            hash,
+            response: None,
+            psk: None,
+        };
+        // 0 says that the controller is not challenged.
+        let mut own_sequence = 0;
+        if let (Some(secret), Some(own)) = (&secrets.controller, &own_challenge) {
+            let number = random(4)?.into_iter();
+            own_sequence = number.fold(0, |all, byte| all << 8 | u32::from(byte)).max(1);
             let of_controller = Challenge {
                 challenge: own,
                 sequence: own_sequence,
                 ..of_host
             };
             let key = secret.transformed(&self.parties.subsystem);
-            expected = Some(of_controller.response(Side::Controller, &key));
-            own_challenge = Some(own.to_vec());
+            expected.response = Some(of_controller.response(Side::Controller, &key));
+        }
+        if let (true, Some(shared), Some(own)) = (is_secure, &shared, &own_challenge) {
+            let key = session_key(hash, shared);
+            expected.psk = generated_psk(hash, &key, [challenge, own]);
         }
         let message = AuthMessage::Reply {
             sequence: own_sequence,
             response,
             challenge: own_challenge,
             dh_value: pair.as_ref().map_or(Vec::new(), |pair| pair.public().to_vec()),
-        };
-        let expected = Expected {
-            hash,
-            response: expected,
         };
         Ok(State::Replies(message.emit(self.transaction), expected))
     }

@@ -1,8 +1,9 @@
-use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId, Nqn};
+use rdmux_wire::nvme::{AuthFailure, AuthMessage, DhGroup, HashId, Nqn, SecureChannel};
 
-use super::chap::{Challenge, Side};
+use super::chap::{Challenge, Side, generated_psk};
 use super::dh::{EXPONENT_LEN, KeyPair};
 use super::*;
+use crate::tls::psk::{Derivation, Version};
 
 fn nqn(name: &str) -> Nqn {
     Nqn::new(&format!("nqn.2014-08.org.example:{name}")).unwrap()
@@ -65,6 +66,7 @@ fn exchange(
         shared: shared.as_deref(),
         sequence,
         transaction: 9,
+        channel: SecureChannel::None,
         host: &host,
         subsystem: &subsystem,
     };
@@ -325,4 +327,173 @@ fn host__refuses_what_it_did_not_offer() {
         assert_eq!(answered(message, transaction), Err(AuthError::Message));
     }
     assert_eq!(host(None, only()).handle(&[]), Err(AuthError::Message));
+}
+
+#[test]
+fn generated_psk__is_that_of_linux() {
+    // The values of Linux's drivers/nvme/common/tests/auth_kunit.c; Python's hmac and hashlib give the same.
+    let bytes = |first: u8, step: u8, hash: HashId| -> Vec<u8> {
+        let number = 0..hash.digest_len() as u8;
+        number
+            .map(|at| first.wrapping_add(at.wrapping_mul(step)))
+            .collect()
+    };
+    let [host, subsystem] = ["hostnqn", "subsysnqn"].map(|name| Nqn::new(name).unwrap());
+    let expected = [
+        (
+            HashId::Sha256,
+            "OldoKuTfKddMuyCznAZojkWD7P4D9/AtzDzLimtOxqI=",
+            "3c17da628474a04d2247c4cab47968c915388193f7c071bd9489cc3666cd7cc8",
+        ),
+        (
+            HashId::Sha384,
+            "cffMWk8TSS7HOQebjgYEIkrPrjWPV4JE5cdPB8WhEvY4JBW5YynKyv66XscN4A9n",
+            "2774753233537b3fa50eb7d16a8e43457d85f4906c005b2236616c5d80939d08\
+             98fff15bb8b77119d2be0aac423e7590",
+        ),
+    ];
+    for (hash, digest, tls) in expected {
+        let session_key = bytes(b'A', 1, hash);
+        let challenges = [bytes(0, 1, hash), bytes(0xff, 0xff, hash)];
+        let psk = generated_psk(hash, &session_key, [&challenges[0], &challenges[1]]).unwrap();
+        let form = (Version::V1, Derivation::Standard);
+        let credentials = psk.credentials(form, &host, &subsystem).unwrap();
+        let id = hash as u8;
+        assert_eq!(
+            credentials.identity,
+            format!("NVMe1G{id:02} hostnqn subsysnqn {digest}")
+        );
+        let key: String = credentials.key.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(key, tls);
+    }
+    let long = [7; 64];
+    assert_eq!(generated_psk(HashId::Sha512, &long, [&long, &long]), None);
+}
+
+#[test]
+fn concat__has_both_sides_agree_on_a_key() {
+    for group in DhGroup::ALL.into_iter().skip(1) {
+        for own in [None, Some(Secret::new([2; 32]))] {
+            let mut controller = authenticator(Some(Secret::new([2; 32]))).with_new_psk();
+            let offer = Offer {
+                groups: vec![group],
+                ..Offer::default()
+            };
+            let mut host = host(own.clone(), offer).with_channel(SecureChannel::NewTlsPsk);
+            assert_eq!(host.take_psk(), None, "nothing is proved");
+            let (result, messages) = converse(&mut host, &mut controller);
+            assert_eq!(
+                (result, messages),
+                (Ok(()), 4 + usize::from(own.is_some())),
+                "{group:?}"
+            );
+            let psk = host.take_psk();
+            assert!(psk.is_some() && psk == controller.take_psk(), "{group:?}");
+            assert_eq!((host.take_psk(), controller.take_psk()), (None, None));
+        }
+    }
+}
+
+#[test]
+fn concat__has_no_key_before_both_have_proved_themselves() {
+    let mut controller = authenticator(Some(Secret::new([2; 32]))).with_new_psk();
+    // A host that does not believe the controller: it has responded, and would have the same key.
+    let mut mistaken =
+        host(Some(Secret::new([9; 32])), Offer::default()).with_channel(SecureChannel::NewTlsPsk);
+    let (result, _) = converse(&mut mistaken, &mut controller);
+    assert_eq!(result, Err(AuthError::ControllerFailed));
+    assert_eq!((mistaken.take_psk(), controller.take_psk()), (None, None));
+}
+
+#[test]
+fn concat__is_refused_where_it_does_not_fit() {
+    use SecureChannel::{NewTlsPsk, None as NoChannel, ReplaceTlsPsk};
+    let both = [DhGroup::Null, DhGroup::Ffdhe2048];
+    let refused = |controller: Authenticator, code: u8, offer: (&[HashId], &[DhGroup]), failure| {
+        let mut controller = controller;
+        let mut bytes = negotiate(offer.0, offer.1);
+        bytes[6] = code;
+        controller.handle(&bytes);
+        let message = receive(&mut controller);
+        match failure {
+            Some(failure) => assert_eq!(message, AuthMessage::Failure1(failure)),
+            // The best of both.
+            None => assert!(matches!(
+                message,
+                AuthMessage::Challenge {
+                    group: DhGroup::Ffdhe2048,
+                    ..
+                }
+            )),
+        }
+    };
+    let any: (&[HashId], &[DhGroup]) = (&HashId::ALL, &both);
+    let mismatch = Some(AuthFailure::Concatenation);
+    let plain = || authenticator(None);
+    let exposed = || authenticator(None).with_new_psk();
+    let secure = || authenticator(None).with_psk(0);
+    let cases = [
+        // Without TLS at the listener.
+        (plain as fn() -> Authenticator, [true, false, false]),
+        // With TLS there, before and behind its handshake.
+        (exposed, [false, true, false]),
+        (secure, [true, false, true]),
+        (|| authenticator(None).with_psk(1), [true, false, false]),
+    ];
+    for (controller, is_right) in cases {
+        for (channel, is_right) in [NoChannel, NewTlsPsk, ReplaceTlsPsk].into_iter().zip(is_right) {
+            let failure = if is_right { None } else { mismatch };
+            refused(controller(), channel as u8, any, failure);
+        }
+        // Obsolete, and without a meaning.
+        refused(controller(), 1, any, mismatch);
+        refused(controller(), 4, any, mismatch);
+    }
+    let null = [DhGroup::Null];
+    refused(exposed(), 2, (&HashId::ALL, &null), mismatch);
+    let hash = Some(AuthFailure::Hash);
+    refused(exposed(), 2, (&[HashId::Sha512], &both), hash);
+    assert!(secure().is_authenticated() && !exposed().is_authenticated());
+    // Without a challenge of the host there is no key.
+    let mut controller = exposed();
+    let mut bytes = negotiate(&[HashId::Sha256], &[DhGroup::Ffdhe2048]);
+    bytes[6] = NewTlsPsk as u8;
+    controller.handle(&bytes);
+    receive(&mut controller);
+    let pair = KeyPair::new(DhGroup::Ffdhe2048, &[3; EXPONENT_LEN]).unwrap();
+    let reply = AuthMessage::Reply {
+        sequence: 0,
+        response: vec![0; 32],
+        challenge: None,
+        dh_value: pair.public().to_vec(),
+    };
+    controller.handle(&reply.emit(9));
+    let failure = AuthMessage::Failure1(AuthFailure::Payload);
+    assert_eq!(receive(&mut controller), failure);
+    assert_eq!(controller.take_psk(), None);
+}
+
+#[test]
+fn response__covers_the_secure_channel() {
+    let (host, subsystem) = (nqn("host"), nqn("subsystem"));
+    let response = |channel| {
+        let challenge = Challenge {
+            hash: HashId::Sha256,
+            challenge: &[5; 32],
+            shared: None,
+            sequence: 1,
+            transaction: 9,
+            channel,
+            host: &host,
+            subsystem: &subsystem,
+        };
+        challenge.response(Side::Host, &[1; 32])
+    };
+    let channels = [
+        SecureChannel::None,
+        SecureChannel::NewTlsPsk,
+        SecureChannel::ReplaceTlsPsk,
+    ];
+    let [none, new, replace] = channels.map(response);
+    assert!(none != new && new != replace && none != replace);
 }

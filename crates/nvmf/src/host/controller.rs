@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use super::link::{Breaker, Link, QueueParams, Route, TICK, open_device};
 use super::queue::{Command, Completion};
 use super::setup::{ADMIN_ENTRIES, ControllerInfo, Setup};
 use super::{HostError, Options, Transport};
+use crate::tls::psk::Psk;
 
 /// Entries of a discovery log, and namespaces of a controller, beyond which a host does not believe them.
 const LIST_MAX: usize = 64 << 10;
@@ -37,6 +38,15 @@ const KEEP_ALIVES_TO_END: (u32, u32) = (3, 2);
 const END_GRACE: Duration = Duration::from_secs(2);
 /// Configuration: the host announces a normal shutdown. Status: it is complete.
 const SHUTDOWN_NORMAL: u32 = 1 << 14;
+/// Age from which a key that was agreed on is not used any more: half its lifetime (NVMe/TCP 3.6.1.4).
+const KEY_AGE_MAX: Duration = Duration::from_secs(300);
+/// The admin queue.
+const ADMIN: QueueParams = QueueParams {
+    qid: 0,
+    entries: ADMIN_ENTRIES,
+    cntlid: 0,
+    in_capsule_max: 0,
+};
 const SHUTDOWN_COMPLETE: u64 = 2;
 
 /// Something that a controller has reported.
@@ -153,12 +163,54 @@ struct Shared {
 #[derive(Debug)]
 pub struct Controller {
     shared: Arc<Shared>,
-    options: Arc<Options>,
+    /// Held as long as a queue is connected: the target knows a key no more once there is another one.
+    settings: RwLock<Settings>,
     route: Route,
     info: ControllerInfo,
     /// The connections of its I/O queues.
     queues: Mutex<Vec<Weak<dyn Breaker>>>,
     keeper: Option<JoinHandle<()>>,
+}
+
+/// Settings of a controller's connections.
+#[derive(Debug)]
+struct Settings {
+    options: Arc<Options>,
+    /// Time at which their key was agreed on, if it was.
+    keyed: Instant,
+}
+
+impl Settings {
+    /// Returns those with which a controller is connected to: has target and host agree on a key if they are to.
+    fn new(options: &Arc<Options>, route: &Route) -> Result<Settings, HostError> {
+        let options = match options.concat {
+            false => options.clone(),
+            true => {
+                let mut options = Options::clone(options);
+                options.psk = None;
+                let mut link = Link::open(&options, route, &ADMIN)?;
+                let mut setup = Setup::new_psk(&options);
+                link.set_up(&mut setup, options.admin_timeout)?;
+                let psk = setup.take_psk();
+                link.connection_mut().end();
+                Arc::new(with_key(&options, psk)?)
+            }
+        };
+        Ok(Settings {
+            options,
+            keyed: Instant::now(),
+        })
+    }
+}
+
+/// Returns the options with a key that was agreed on.
+fn with_key(options: &Options, psk: Option<Psk>) -> Result<Options, HostError> {
+    // The authentication does not end well without one.
+    let psk = Some(psk.ok_or(HostError::Closed(Some("the key of TLS")))?);
+    Ok(Options {
+        psk,
+        ..options.clone()
+    })
 }
 
 impl Controller {
@@ -191,13 +243,9 @@ impl Controller {
                 Transport::Rdma => Some(open_device(options, address)?),
             },
         };
-        let admin = QueueParams {
-            qid: 0,
-            entries: ADMIN_ENTRIES,
-            cntlid: 0,
-            in_capsule_max: 0,
-        };
-        let mut link = Link::open(options, &route, &admin)?;
+        let settings = Settings::new(options, &route)?;
+        let options = &settings.options;
+        let mut link = Link::open(options, &route, &ADMIN)?;
         let mut setup = Setup::admin(options, queues);
         link.set_up(&mut setup, options.admin_timeout)?;
         let info = setup
@@ -221,7 +269,7 @@ impl Controller {
         }
         Ok(Controller {
             shared,
-            options: options.clone(),
+            settings: RwLock::new(settings),
             route,
             info,
             queues: Mutex::default(),
@@ -390,7 +438,11 @@ impl Controller {
 
     /// Connects an I/O queue of so many entries.
     pub(super) fn io_queue(&self, qid: u16, entries: u16) -> Result<Link, HostError> {
-        let options = &self.options;
+        if self.has_old_key() {
+            self.renew_key()?;
+        }
+        let settings = self.settings.read().unwrap_or_else(PoisonError::into_inner);
+        let options = &settings.options;
         let queue = QueueParams {
             qid,
             entries,
@@ -410,6 +462,44 @@ impl Controller {
         Ok(link)
     }
 
+    fn options(&self) -> Arc<Options> {
+        let settings = self.settings.read().unwrap_or_else(PoisonError::into_inner);
+        settings.options.clone()
+    }
+
+    fn has_old_key(&self) -> bool {
+        let settings = self.settings.read().unwrap_or_else(PoisonError::into_inner);
+        settings.options.concat && settings.keyed.elapsed() >= KEY_AGE_MAX
+    }
+
+    /// Has target and host agree on another key of TLS, if they have agreed on one: the next I/O queues are connected with it.
+    ///
+    /// # Errors
+    /// The controller is lost.
+    pub fn renew_key(&self) -> Result<(), HostError> {
+        let mut settings = self.settings.write().unwrap_or_else(PoisonError::into_inner);
+        if !settings.options.concat {
+            return Ok(());
+        }
+        let options = settings.options.clone();
+        let mut setup = Setup::replace_psk(&options)?;
+        let mut admin = self.shared.admin();
+        if let Some(why) = self.lost() {
+            return Err(HostError::Lost(why.clone()));
+        }
+        let agreed = admin.link.set_up(&mut setup, options.admin_timeout);
+        let keyed = agreed.and_then(|()| with_key(&options, setup.take_psk()));
+        *settings = Settings {
+            options: Arc::new(keyed.inspect_err(|error| {
+                // A target takes nothing else from a host that does not prove its secret.
+                let _ = self.shared.lost.set(Arc::new(error.clone()));
+                admin.link.connection_mut().end();
+            })?),
+            keyed: Instant::now(),
+        };
+        Ok(())
+    }
+
     /// Returns true if I/O queues of it are open.
     pub(super) fn has_queues(&self) -> bool {
         self.queues().iter().any(|queue| queue.strong_count() > 0)
@@ -422,7 +512,7 @@ impl Controller {
     /// Returns the time after which a controller that was abandoned has ended, with all that it was told to do, also if it is not known to be
     /// gone. Without a keep-alive time nothing says that: it is the time for which the host waits for an I/O.
     pub(super) fn ends_within(&self) -> Duration {
-        let options = &self.options;
+        let options = self.options();
         let by_traffic = self.info.identify.attributes & IdentifyController::TRAFFIC_KEEPS_ALIVE != 0;
         match options.keep_alive.is_zero() {
             true => options.io_timeout,
@@ -437,9 +527,11 @@ impl Controller {
     /// # Errors
     /// The target does not tell.
     pub(super) fn is_gone(&self, longest: Duration) -> Result<bool, HostError> {
-        let mut options = Options::clone(&self.options);
+        let mut options = Options::clone(&self.options());
         options.connect_timeout = options.connect_timeout.min(longest);
         options.admin_timeout = options.admin_timeout.min(longest);
+        // The target has forgotten the key of one that is gone.
+        let options = Settings::new(&Arc::new(options), &self.route)?.options;
         // The last queue: another process of this host may have begun to use the id for its own.
         let qid = u16::try_from(self.info.queues).unwrap_or(u16::MAX).max(1);
         let (entries, cntlid) = (2, self.info.cntlid);

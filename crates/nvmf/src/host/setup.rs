@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, Capabilities, Cns, Configuration, Connect, ConnectData, FabricsType,
-    IdentifyController, NsId, Register, SQE_LEN, Status, authentication,
+    IdentifyController, NsId, Register, SQE_LEN, SecureChannel, Status, authentication,
 };
 
 use super::command::{
@@ -14,6 +14,7 @@ use super::command::{
 use super::queue::{Command, Completion};
 use super::{HostError, Options, Transport};
 use crate::auth::{HostAuthenticator, HostStep, Parties};
+use crate::tls::psk::Psk;
 
 /// Entries of the admin queue.
 pub(super) const ADMIN_ENTRIES: u16 = 32;
@@ -80,6 +81,8 @@ pub struct Setup<'a> {
     cntlid: u16,
     /// I/O queues to ask for.
     queues: u16,
+    /// Secure channel for which host and controller agree on a key, and no more.
+    channel: SecureChannel,
     state: State,
     authentication: Option<HostAuthenticator>,
     steps: u32,
@@ -122,6 +125,32 @@ impl<'a> Setup<'a> {
         Setup::new(options, qid, entries - 1, cntlid, 0)
     }
 
+    /// Begins on an admin queue without TLS, and has host and controller agree on a key for it.
+    pub fn new_psk(options: &'a Options) -> Setup<'a> {
+        Setup {
+            channel: SecureChannel::NewTlsPsk,
+            ..Setup::admin(options, 0)
+        }
+    }
+
+    /// Begins on the admin queue of a controller, by TLS, and has both agree on another key.
+    ///
+    /// # Errors
+    /// The host has no secret.
+    pub fn replace_psk(options: &'a Options) -> Result<Setup<'a>, HostError> {
+        let mut setup = Setup {
+            channel: SecureChannel::ReplaceTlsPsk,
+            ..Setup::admin(options, 0)
+        };
+        setup.begin_authentication()?;
+        Ok(setup)
+    }
+
+    /// Returns once the key on which host and controller have agreed.
+    pub fn take_psk(&mut self) -> Option<Psk> {
+        self.authentication.as_mut()?.take_psk()
+    }
+
     fn new(options: &'a Options, qid: u16, sq_size: u16, cntlid: u16, queues: u16) -> Setup<'a> {
         Setup {
             options,
@@ -129,6 +158,7 @@ impl<'a> Setup<'a> {
             sq_size,
             cntlid,
             queues,
+            channel: SecureChannel::None,
             state: State::Connect,
             authentication: None,
             steps: 0,
@@ -237,8 +267,8 @@ impl<'a> Setup<'a> {
     /// The queue has its controller's confidence.
     fn connected(&mut self) {
         self.steps = 0;
-        self.state = match self.qid {
-            0 => State::GetCapabilities,
+        self.state = match (self.qid, self.channel) {
+            (0, SecureChannel::None) => State::GetCapabilities,
             _ => State::Done,
         };
     }
@@ -355,19 +385,24 @@ impl<'a> Setup<'a> {
         if self.qid == 0 {
             self.cntlid = cntlid;
         }
-        if result & SECURE_CHANNEL_REQUIRED != 0 {
-            return Err(HostError::Inconsistent {
-                what: "answer to Connect",
-                why: "asks for a secure channel (TLS), which this host does not have yet".to_owned(),
-            });
+        let agrees_on_key = self.channel != SecureChannel::None;
+        if result & SECURE_CHANNEL_REQUIRED != 0 && !agrees_on_key {
+            return Err(HostError::NoSecureChannel);
         }
-        if result & AUTHENTICATION_REQUIRED == 0 {
-            if options.requires_authentication {
+        if result & AUTHENTICATION_REQUIRED == 0 && !agrees_on_key {
+            // What has led to a key need not be proved again.
+            let is_proved = options.psk.as_ref().is_some_and(Psk::is_generated);
+            if options.requires_authentication && !is_proved {
                 return Err(HostError::NotAuthenticated);
             }
             self.connected();
             return Ok(());
         }
+        self.begin_authentication()
+    }
+
+    fn begin_authentication(&mut self) -> Result<(), HostError> {
+        let options = self.options;
         let secrets = options.secrets.clone().ok_or(HostError::NoSecret)?;
         let parties = Parties {
             host: options.host.clone(),
@@ -378,7 +413,7 @@ impl<'a> Setup<'a> {
         let transaction = self.qid.wrapping_add(1);
         let authentication =
             HostAuthenticator::new(parties, options.offer.clone(), options.random, transaction);
-        self.authentication = Some(authentication);
+        self.authentication = Some(authentication.with_channel(self.channel));
         self.state = State::Authenticate;
         self.steps = 0;
         Ok(())
@@ -506,7 +541,7 @@ fn hint(status: Status, result: u64) -> &'static str {
     if status.is(Status::CONNECT_INVALID) && result & 0x1_ffff == SUBSYSTEM {
         "; it has no subsystem of this name: `rdmux nvme discover` lists them"
     } else if status.is(Status::CONNECT_INVALID_HOST) {
-        "; it does not allow this host's name (--hostnqn)"
+        "; it does not allow this host's name (--hostnqn), or not without TLS"
     } else if status.is(Status::AUTHENTICATION_REQUIRED) {
         "; give the file with its secret with --secret FILE"
     } else {

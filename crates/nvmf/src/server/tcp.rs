@@ -230,14 +230,14 @@ impl Tcp {
         let Ok(id) = core.reactor.add_descriptor(socket, Interest::READABLE) else {
             return;
         };
+        let port = tcp::port(listen.in_capsule_bytes);
+        let mut connection = Connection::new(core.target.clone(), port, local, now);
+        if listen.tls {
+            connection.require_tls();
+        }
         let served = Served {
             channel,
-            connection: Connection::new(
-                core.target.clone(),
-                tcp::port(listen.in_capsule_bytes),
-                local,
-                now,
-            ),
+            connection,
             interest: Interest::READABLE,
             at_media: 0,
             has_finished: false,
@@ -255,11 +255,13 @@ impl Tcp {
         }
         if self.tls.is_none() {
             let target = core.target.clone();
-            let keys = Keys(Arc::new(move |host, subsystem| target.psks(host, subsystem)));
+            let keys = Keys(Arc::new(move |host, subsystem| {
+                target.psks(host, subsystem, Instant::now())
+            }));
             self.tls = tls::Server::new(keys).ok();
         }
         let session = self.tls.as_ref()?.accept().ok()?;
-        Some(Channel::Secure(Box::new(session)))
+        Some(Channel::Open(Box::new(session)))
     }
 
     /// Receives from a connection, and does what that asks for.

@@ -22,6 +22,7 @@ use super::io::{Io, Operation};
 use super::namespace::{COPY_FORMATS, Seat, SharedNamespace};
 use super::queue::{Executed, Port};
 use super::subsystem::{Listener, NAMESPACES_MAX, Namespaces, Subsystem, Target};
+use crate::tls::psk::Psk;
 
 /// Requests for asynchronous events at a time.
 const EVENT_REQUESTS_MAX: usize = 4;
@@ -137,6 +138,11 @@ impl Controller {
     pub(super) fn deadline(&self) -> Option<Instant> {
         let keep_alive = self.keep_alive.filter(|_| !mutant!(KeepAliveEndless))?;
         Some(self.heard + keep_alive + KEEP_ALIVE_GRACE)
+    }
+
+    /// Keeps the key of TLS that it and its host have agreed on.
+    pub(super) fn keep_key(&self, psk: Psk, now: Instant) {
+        self.subsystem.keep_key(&self.association, psk, now);
     }
 
     /// Returns true if its host may not use the subsystem any more.

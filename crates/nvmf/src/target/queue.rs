@@ -5,14 +5,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rdmux_wire::nvme::{
-    CONNECT_DATA_LEN, Cid, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Fuse,
+    CONNECT_DATA_LEN, Cid, Cns, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Fuse,
     Opcode, Sqe, Status, authentication_len, is_nvme_authentication,
 };
 
 use crate::auth::Authenticator;
 use crate::tls::Proof;
 
-use super::association::Session;
+use super::association::{Association, Session};
 use super::controller::Controller;
 use super::fused::Pairs;
 use super::io::{Io, Operation};
@@ -26,9 +26,6 @@ use super::view::View;
 pub(crate) const ADMIN_ENTRIES: u16 = 32;
 /// Maximum number of I/O queues of a controller.
 pub(crate) const IO_QUEUES_MAX: u16 = 128;
-/// Time for the first command, and for authentication.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// Time between two looks at I/Os of a host's controllers that are over, of whose end no event tells.
 const QUIET_LOOK: Duration = Duration::from_millis(1);
 /// Time between two looks at a host's limits, of which a Copy gives back what it has not moved: no event tells of that.
@@ -38,6 +35,8 @@ const LIMIT_LOOK: Duration = Duration::from_millis(50);
 const AUTH_DATA_MAX: u32 = 4096;
 /// Result of Connect: the host has to authenticate itself. 6.3.
 const AUTHENTICATION_REQUIRED: u64 = 1 << 17;
+/// Result of Connect, in place of that: the host has to authenticate itself and to come back by TLS, with the key that follows from it.
+const SECURE_CHANNEL_REQUIRED: u64 = 1 << 18;
 
 /// Properties of a transport that its queues need to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +90,8 @@ pub struct Queue {
     role: Role,
     /// Set if its host has to be authenticated.
     authenticator: Option<Authenticator>,
+    /// Its listener requires TLS.
+    requires_tls: bool,
     /// Names and key that its host has proved to have by TLS.
     proof: Option<Proof>,
     /// Entries of the submission queue.
@@ -121,18 +122,29 @@ impl Queue {
     /// `local` is the listener by which the host has come; the port counts for TCP alone.
     pub fn new(target: Arc<Target>, port: Port, local: Listener, now: Instant) -> Queue {
         Queue {
+            connects_until: now + target.connect_timeout(),
             target,
             port,
             local,
             role: Role::New,
             authenticator: None,
+            requires_tls: false,
             proof: None,
             entries: 2,
             sq_head: 0,
             has_flow_control: true,
             share: Share::default(),
-            connects_until: now + CONNECT_TIMEOUT,
         }
+    }
+
+    /// Takes note that its listener requires TLS. Without a proof its host may agree on a key for TLS with its controller, and no more.
+    pub fn require_tls(&mut self) {
+        self.requires_tls = true;
+    }
+
+    /// Returns true if others can read and change what its host sends, and must not where it came.
+    fn is_exposed(&self) -> bool {
+        self.requires_tls && self.proof.is_none()
     }
 
     /// Takes note of what the host has proved by TLS: it connects as that host alone, to that subsystem.
@@ -141,9 +153,12 @@ impl Queue {
     }
 
     /// Returns true if a host may connect to a subsystem as far as it has proved something by TLS. The key may have changed since.
-    fn is_proved(&self, data: &ConnectData) -> bool {
+    fn is_proved(&self, data: &ConnectData, now: Instant) -> bool {
         self.proof.as_ref().is_none_or(|proof| {
-            let has_key = || self.target.psks(&data.host, &data.subsystem).contains(&proof.psk);
+            let has_key = || {
+                let keys = self.target.psks(&data.host, &data.subsystem, now);
+                keys.contains(&proof.psk)
+            };
             proof.host == data.host && proof.subsystem == data.subsystem && has_key()
         })
     }
@@ -229,7 +244,8 @@ impl Queue {
         if is_authentication(sqe) {
             return self.admit_authentication(sqe, data_len);
         }
-        if self.needs_authentication() {
+        let is_refused = self.is_exposed() && matches!(self.role, Role::Admin(_)) && !makes_ready(sqe);
+        if self.needs_authentication() || is_refused {
             return Err(Status::AUTHENTICATION_REQUIRED.do_not_retry());
         }
         let of_fabrics = (sqe.opcode() == Opcode::FABRICS).then(|| FabricsType::of(sqe));
@@ -307,13 +323,16 @@ impl Queue {
         })
     }
 
-    fn authenticate(&mut self, sqe: &Sqe, data: &[u8]) -> Result<Executed, (Status, u64)> {
+    fn authenticate(&mut self, sqe: &Sqe, data: &[u8], now: Instant) -> Result<Executed, (Status, u64)> {
         let authenticator = self
             .authenticator
             .as_mut()
             .ok_or((Status::INVALID_FIELD.do_not_retry(), 0))?;
         if sqe.is_to_controller() {
             authenticator.handle(data);
+            if let (Some(psk), Role::Admin(controller)) = (authenticator.take_psk(), &self.role) {
+                controller.keep_key(psk, now);
+            }
             return Ok(Executed::Done(0));
         }
         let message = authenticator.poll();
@@ -325,7 +344,7 @@ impl Queue {
     /// Carries out a command other than I/O, with the data that it has received.
     pub fn execute(&mut self, sqe: &Sqe, data: &[u8], now: Instant) -> Step {
         let executed = match &mut self.role {
-            _ if is_authentication(sqe) => self.authenticate(sqe, data),
+            _ if is_authentication(sqe) => self.authenticate(sqe, data, now),
             Role::New => self.connect(sqe, data, now),
             Role::Admin(controller) => controller.execute(sqe, data, &self.target, now),
             Role::Io { view, .. } if sqe.opcode() == Opcode::RESERVATION_REPORT => report(view, sqe),
@@ -398,13 +417,28 @@ impl Queue {
             return Err(invalid(44));
         }
         let terms = subsystem.terms(&data.host);
-        let terms = terms.filter(|_| self.is_proved(&data));
+        let terms = terms.filter(|_| self.is_proved(&data, now));
         let terms = terms.ok_or((Status::CONNECT_INVALID_HOST.do_not_retry(), 0))?;
         let queues_max = terms.queues.unwrap_or(IO_QUEUES_MAX).clamp(1, IO_QUEUES_MAX);
         if connect.qid > queues_max {
             return Err(invalid(42));
         }
+        let is_exposed = self.is_exposed();
+        let generated = self.proof.as_ref().map(|proof| &proof.psk);
+        let generated = generated.filter(|psk| psk.is_generated());
         let authenticator = subsystem.authenticator(&data.host, &terms);
+        let authenticator = authenticator.map(|authenticator| match generated {
+            None if is_exposed => authenticator.with_new_psk(),
+            None => authenticator,
+            Some(_) => authenticator.with_psk(connect.qid),
+        });
+        // Admin queues alone agree on keys, with hosts that have a secret for it.
+        if is_exposed && (connect.qid > 0 || authenticator.is_none()) {
+            return Err((Status::CONNECT_INVALID_HOST.do_not_retry(), 0));
+        }
+        let may_use_key = |association: &Association| {
+            generated.is_none_or(|psk| subsystem.use_key(association, psk, connect.qid))
+        };
         let (cntlid, role) = match connect.qid {
             0 => {
                 if data.cntlid != ConnectData::ANY_CONTROLLER {
@@ -416,6 +450,10 @@ impl Queue {
                 };
                 let association = subsystem.associate(&data, &terms, queues_max, now);
                 let association = association.map_err(|status| (status, 0))?;
+                if !may_use_key(&association) {
+                    subsystem.dissociate(&association);
+                    return Err((Status::CONNECT_INVALID_HOST.do_not_retry(), 0));
+                }
                 let cntlid = association.cntlid;
                 let keep_alive_ms = connect.keep_alive_ms;
                 let generation = self.target.generation();
@@ -438,6 +476,9 @@ impl Queue {
                     return Err((Status::CONNECT_BUSY, 0));
                 }
                 let association = association.ok_or(invalid_data(ConnectData::CNTLID_AT))?;
+                if !may_use_key(&association) {
+                    return Err((Status::CONNECT_INVALID_HOST.do_not_retry(), 0));
+                }
                 // Begun first, so that a reset after the look at readiness ends it.
                 let session = Session::new(association, qid);
                 let is_ready = session.association.is_ready.load(Ordering::Acquire);
@@ -461,12 +502,12 @@ impl Queue {
             }
         };
         self.role = role;
-        let requires = if authenticator.is_some() {
-            AUTHENTICATION_REQUIRED
-        } else {
-            0
-        };
         self.authenticator = authenticator;
+        let requires = match self.needs_authentication() {
+            true if is_exposed => SECURE_CHANNEL_REQUIRED,
+            true => AUTHENTICATION_REQUIRED,
+            false => 0,
+        };
         self.entries = connect.sq_size + 1;
         self.has_flow_control = !connect.no_flow_control;
         Ok(Executed::Done(u64::from(cntlid) | requires))
@@ -533,7 +574,7 @@ impl Queue {
     /// Returns when to look at [`Queue::has_expired`].
     pub fn deadline(&self) -> Option<Instant> {
         match &self.role {
-            _ if self.needs_authentication() => Some(self.connects_until),
+            _ if self.needs_authentication() || self.is_exposed() => Some(self.connects_until),
             Role::New => Some(self.connects_until),
             Role::Admin(controller) => controller.deadline(),
             Role::Io { .. } => None,
@@ -567,6 +608,19 @@ fn report(view: &View, sqe: &Sqe) -> Result<Executed, (Status, u64)> {
     let length = (u64::from(sqe.dword(10)) + 1) * 4;
     bytes.truncate(usize::try_from(length).unwrap_or(usize::MAX));
     Ok(Executed::Send(bytes))
+}
+
+/// Returns true for a command of those by which a host makes a controller ready and learns what it can. Linux's host sends them before it comes back by
+/// TLS: nothing in them or in their answers is about blocks.
+fn makes_ready(sqe: &Sqe) -> bool {
+    match sqe.opcode() {
+        Opcode::FABRICS | Opcode::KEEP_ALIVE | Opcode::GET_LOG_PAGE => true,
+        Opcode::IDENTIFY => {
+            let cns = Cns(sqe.dword(10) as u8);
+            cns == Cns::CONTROLLER || cns == Cns::COMMAND_SET_CONTROLLER
+        }
+        _ => false,
+    }
 }
 
 fn is_authentication(sqe: &Sqe) -> bool {

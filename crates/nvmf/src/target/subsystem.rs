@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{
@@ -18,6 +18,7 @@ use super::ana::{ANA_GROUP_MAX, AnaRule, AnaStates, check_group};
 use super::association::Association;
 use super::discovery::Referral;
 use super::hosts::{Hosts, Terms};
+use super::keys::Keys;
 use super::limit::Limit;
 use super::namespace::{Namespace, SharedNamespace};
 use super::reservation::{ReservationStore, Reservations};
@@ -29,6 +30,8 @@ use crate::tls::psk::Psk;
 pub(crate) const NAMESPACES_MAX: u32 = 1024;
 /// The highest controller id. 0xfff0 and above are reserved (NVMe Base 2.0, 3.1.2).
 pub(crate) const CNTLID_MAX: u16 = 0xffef;
+/// Time of a host for its first command, TLS before it and authentication after it.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The namespaces of a subsystem at one time.
 pub(super) type Namespaces = Arc<BTreeMap<NsId, Arc<SharedNamespace>>>;
@@ -97,6 +100,7 @@ struct State {
     limits: BTreeMap<Nqn, Arc<Limit>>,
     /// Controllers that are over, as long as I/Os of them run.
     ending: Vec<Arc<Association>>,
+    keys: Keys,
     last_cntlid: u16,
 }
 
@@ -197,6 +201,12 @@ impl Subsystem {
                 limit.set(&terms.rates);
             }
         }
+        let State {
+            keys, hosts: before, ..
+        } = &mut *state;
+        // What has led to them has to be worth the same.
+        let proof = |hosts: &Hosts, host: &Nqn| hosts.terms(host)?.authentication.clone();
+        keys.retain(|host| proof(&hosts, host).is_some_and(|now| Some(now) == proof(before, host)));
         state.hosts = hosts;
     }
 
@@ -494,6 +504,22 @@ impl Subsystem {
         Ok(association)
     }
 
+    /// Keeps the key of TLS that a controller and its host have agreed on, in place of those that the controller's queues use.
+    pub(super) fn keep_key(&self, association: &Association, psk: Psk, now: Instant) {
+        let mut state = self.state();
+        // Its host may be one that has to prove something else.
+        if !association.is_expelled() {
+            state.keys.forget_of(association.cntlid);
+            state.keys.add(&association.host, psk, now);
+        }
+    }
+
+    /// Has a queue of a controller use a key of TLS that an authentication has led to. Returns false if it may not.
+    pub(super) fn use_key(&self, association: &Association, psk: &Psk, qid: u16) -> bool {
+        let key = (&association.host, psk);
+        self.state().keys.use_by(key, association.cntlid, qid)
+    }
+
     pub(super) fn association(&self, cntlid: u16) -> Option<Arc<Association>> {
         self.state().controllers.get(&cntlid).cloned()
     }
@@ -503,6 +529,7 @@ impl Subsystem {
         association.end();
         let mut state = self.state();
         state.controllers.remove(&association.cntlid);
+        state.keys.forget_of(association.cntlid);
         state.ending.push(association.clone());
         state.forget_quiet();
         if state.ending.is_empty() {
@@ -590,6 +617,7 @@ pub struct Target {
     /// Discovery controllers need ids as well.
     discovery: Arc<Subsystem>,
     generation: AtomicU64,
+    connect_timeout: Duration,
 }
 
 impl Default for Target {
@@ -605,11 +633,24 @@ impl Default for Target {
                 Hosts::any(Terms::default()),
             )),
             generation: AtomicU64::new(0),
+            connect_timeout: CONNECT_TIMEOUT,
         }
     }
 }
 
 impl Target {
+    /// Sets the time of a host for its first command, TLS before it and authentication after it, in place of 10 s.
+    #[must_use]
+    pub fn with_connect_timeout(mut self, timeout: Duration) -> Target {
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// Returns the time of a host for its first command, TLS before it and authentication after it.
+    pub(super) fn connect_timeout(&self) -> Duration {
+        self.connect_timeout
+    }
+
     /// Adds a subsystem.
     ///
     /// # Errors
@@ -733,12 +774,16 @@ impl Target {
         self.listeners.lock().clone()
     }
 
-    /// Returns the keys of TLS that a host may have for a subsystem: for the discovery service those for any.
-    pub(crate) fn psks(&self, host: &Nqn, subsystem: &Nqn) -> Vec<Psk> {
+    /// Returns the keys of TLS that a host may have for a subsystem: for the discovery service the configured ones for any.
+    pub(crate) fn psks(&self, host: &Nqn, subsystem: &Nqn, now: Instant) -> Vec<Psk> {
         let is_asked_for = |nqn: &Nqn| subsystem.as_str() == DISCOVERY_NQN || subsystem == nqn;
         let subsystems = self.subsystems.lock();
         let asked_for = subsystems.values().filter(|known| is_asked_for(&known.nqn));
-        asked_for.filter_map(|known| known.terms(host)?.psk).collect()
+        let mut all: Vec<_> = asked_for.filter_map(|known| known.terms(host)?.psk).collect();
+        if let Some(known) = subsystems.get(subsystem) {
+            all.extend(known.state().keys.of_host(host, now));
+        }
+        all
     }
 
     /// Returns the names of the subsystems that a host may use.

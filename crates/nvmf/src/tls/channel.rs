@@ -15,7 +15,12 @@ pub(crate) enum Channel {
     Plain,
     /// Bytes of a session.
     Secure(Box<Session>),
+    /// The first byte of the host says which of both.
+    Open(Box<Session>),
 }
+
+/// First byte of a PDU by which a host begins a connection (ICReq, NVMe/TCP 3.6.2.2), which is that of no record of TLS.
+const INITIALIZE: u8 = 0;
 
 impl Channel {
     /// Returns true once bytes can be exchanged.
@@ -23,6 +28,7 @@ impl Channel {
         match self {
             Channel::Plain => true,
             Channel::Secure(session) => session.is_ready(),
+            Channel::Open(_) => false,
         }
     }
 
@@ -31,6 +37,20 @@ impl Channel {
     /// # Errors
     /// The peer has another key, or sends something else: the connection is over.
     pub(crate) fn handshake(&mut self, socket: BorrowedFd<'_>) -> Result<bool, Errno> {
+        if let Channel::Open(_) = self {
+            let mut first = [0];
+            let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+            let is_plain = match recv(socket, &mut first[..], flags) {
+                Ok((bytes, _)) => bytes > 0 && first[0] == INITIALIZE,
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+                Err(error) => return Err(error),
+            };
+            *self = match std::mem::replace(self, Channel::Plain) {
+                // The session ends what is neither, and a connection without bytes.
+                Channel::Open(session) if !is_plain => Channel::Secure(session),
+                _ => Channel::Plain,
+            };
+        }
         match self {
             Channel::Secure(session) if !session.is_ready() => session.handshake(socket),
             _ => Ok(true),
@@ -40,7 +60,7 @@ impl Channel {
     /// Returns true if a handshake waits for the socket to take bytes.
     pub(crate) fn is_blocked(&self) -> bool {
         match self {
-            Channel::Plain => false,
+            Channel::Plain | Channel::Open(_) => false,
             Channel::Secure(session) => session.is_blocked(),
         }
     }
@@ -48,7 +68,7 @@ impl Channel {
     /// Returns once, after the handshake, what the host has proved by it.
     pub(crate) fn take_proof(&mut self) -> Option<Proof> {
         match self {
-            Channel::Plain => None,
+            Channel::Plain | Channel::Open(_) => None,
             Channel::Secure(session) => session.take_proof(),
         }
     }
@@ -66,6 +86,7 @@ impl Channel {
         match self {
             Channel::Plain => recv(socket, space, flags).map(|(bytes, _)| bytes),
             Channel::Secure(session) => session.receive(socket, space),
+            Channel::Open(_) => Err(Errno::AGAIN),
         }
     }
 
@@ -78,7 +99,7 @@ impl Channel {
     /// Returns true if it holds bytes of which the socket does not tell.
     pub(crate) fn has_bytes(&self) -> bool {
         match self {
-            Channel::Plain => false,
+            Channel::Plain | Channel::Open(_) => false,
             Channel::Secure(session) => session.has_bytes(),
         }
     }
@@ -94,13 +115,14 @@ impl Channel {
                 sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags)
             }
             Channel::Secure(session) => session.send(socket, slices),
+            Channel::Open(_) => Err(Errno::AGAIN),
         }
     }
 
     /// Returns what has ended the session.
     pub(crate) fn failure(&self) -> Option<&str> {
         match self {
-            Channel::Plain => None,
+            Channel::Plain | Channel::Open(_) => None,
             Channel::Secure(session) => session.failure(),
         }
     }

@@ -24,14 +24,24 @@ pub enum PskError {
     File(#[from] KeyError),
 }
 
-/// The configured key of a host.
+/// The key of a host.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Psk {
     /// The hash of all that is derived from it: SHA-256 or SHA-384.
     hash: HashId,
-    /// The retained key follows from it and the host's name. Else it is the retained key.
-    is_configured: bool,
+    kind: Kind,
     key: Vec<u8>,
+}
+
+/// The origin of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// A file: the retained key follows from it and the host's name.
+    Configured,
+    /// A file, as it is.
+    Retained,
+    /// An authentication of host and controller. NVMe Base 2.0, 8.13.5.9.
+    Generated,
 }
 
 impl fmt::Debug for Psk {
@@ -87,12 +97,12 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Parses what a host offers. `None` if it is no identity of a retained key.
+    /// Parses what a host offers. `None` if it is no identity, or the older form of one of a generated key, which cannot tell a host's keys apart.
     pub fn parse(identity: &[u8]) -> Option<Identity> {
         let mut parts = std::str::from_utf8(identity).ok()?.split(' ');
         let version = match parts.next()? {
             "NVMe0R01" | "NVMe0R02" => Version::V0,
-            "NVMe1R01" | "NVMe1R02" => Version::V1,
+            "NVMe1R01" | "NVMe1R02" | "NVMe1G01" | "NVMe1G02" => Version::V1,
             _ => return None,
         };
         let [host, subsystem] = [Nqn::new(parts.next()?)?, Nqn::new(parts.next()?)?];
@@ -113,9 +123,24 @@ impl Psk {
     pub fn new(key: [u8; 32]) -> Psk {
         Psk {
             hash: HashId::Sha256,
-            is_configured: true,
+            kind: Kind::Configured,
             key: key.to_vec(),
         }
+    }
+
+    /// Makes the key that an authentication has led to. `None` if it is not one of a cipher suite's hash.
+    pub(crate) fn generated(hash: HashId, key: Vec<u8>) -> Option<Psk> {
+        let is_of_suite = hash != HashId::Sha512 && key.len() == hash.digest_len();
+        is_of_suite.then_some(Psk {
+            hash,
+            kind: Kind::Generated,
+            key,
+        })
+    }
+
+    /// Returns true if an authentication has led to it.
+    pub fn is_generated(&self) -> bool {
+        self.kind == Kind::Generated
     }
 
     /// Parses the form `NVMeTLSkey-1:0H:BASE64:`.
@@ -135,7 +160,11 @@ impl Psk {
             let is_right = checksum == crc32fast::hash(&key).to_le_bytes();
             is_right.then_some(Psk {
                 hash,
-                is_configured: id != "00",
+                kind: if id == "00" {
+                    Kind::Retained
+                } else {
+                    Kind::Configured
+                },
                 key,
             })
         };
@@ -146,7 +175,11 @@ impl Psk {
     pub fn text(&self) -> String {
         let mut bytes = self.key.clone();
         bytes.extend_from_slice(&crc32fast::hash(&self.key).to_le_bytes());
-        let id = if self.is_configured { self.hash as u8 } else { 0 };
+        let id = if self.kind == Kind::Configured {
+            self.hash as u8
+        } else {
+            0
+        };
         format!("{}{id:02}:{}:", Psk::PREFIX, STANDARD.encode(bytes))
     }
 
@@ -186,12 +219,13 @@ impl Psk {
     ) -> Option<Credentials> {
         let (host, subsystem) = (host.as_str(), subsystem.as_str());
         let expand = |key: &[u8], label, context| self.expand(derivation, key, label, context);
-        let retained = match self.is_configured {
-            true => expand(&self.key, b"tls13 HostNQN", host.as_bytes())?,
-            false => self.key.clone(),
+        let retained = match self.kind {
+            Kind::Configured => expand(&self.key, b"tls13 HostNQN", host.as_bytes())?,
+            Kind::Retained | Kind::Generated => self.key.clone(),
         };
         let id = self.hash as u8;
-        let mut identity = format!("NVMe{}R{id:02} {host} {subsystem}", version as u8);
+        let letter = if self.is_generated() { 'G' } else { 'R' };
+        let mut identity = format!("NVMe{}{letter}{id:02} {host} {subsystem}", version as u8);
         let context = match version {
             Version::V0 => identity.clone(),
             Version::V1 => {
@@ -352,11 +386,16 @@ mod tests {
             "NVMe1R01 a b c d",
             "NVMe0R03 a b",
             "NVMe0G01 a b",
+            "NVMe1G03 a b c",
             "NVMe2R01 a b c",
         ] {
             assert_eq!(Identity::parse(wrong.as_bytes()), None, "{wrong}");
         }
         assert_eq!(Identity::parse(b"NVMe0R01 \xff b"), None);
+        let generated = Psk::generated(HashId::Sha384, vec![7; 48]).unwrap();
+        let credentials = generated.credentials(V1, &host, &subsystem).unwrap();
+        let identity = Identity::parse(credentials.identity.as_bytes()).unwrap();
+        assert_eq!((identity.host, identity.subsystem), (host, subsystem));
     }
 
     #[test]

@@ -138,12 +138,33 @@ impl AuthFailure {
     }
 }
 
+/// Secure channel concatenation (SC_C) that a host wants with an authentication. 8.13.5.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum SecureChannel {
+    /// None.
+    None = 0,
+    /// A key for connections by TLS, agreed on over one without.
+    NewTlsPsk = 2,
+    /// A key in place of the one with which this connection by TLS was set up.
+    ReplaceTlsPsk = 3,
+}
+
+impl SecureChannel {
+    /// Returns that of a code. 1 is obsolete.
+    pub fn new(code: u8) -> Option<SecureChannel> {
+        use SecureChannel::*;
+        let mut all = [None, NewTlsPsk, ReplaceTlsPsk].into_iter();
+        all.find(|channel| *channel as u8 == code)
+    }
+}
+
 /// A message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AuthMessage {
     /// The host says what it can.
     Negotiate {
-        /// Secure channel concatenation that it wants; 0 is none.
+        /// Secure channel concatenation that it wants: the code of a [`SecureChannel`], or one without a meaning.
         secure_channel: u8,
         /// Hash functions, the ids that have a meaning.
         hashes: Vec<HashId>,

@@ -493,3 +493,23 @@ fn ana_log__survives_the_wire_and_any_bytes() {
     assert_eq!(AsyncEvent::AnaChanged.result(), 0x0c_0302);
     assert_eq!(AsyncEvent::ReservationChanged.result(), 0x80_0006);
 }
+
+#[test]
+fn secure_channel__has_the_codes_of_libnvme() {
+    // enum nvmf_auth_sc_c; 1 is obsolete.
+    use SecureChannel::{NewTlsPsk, ReplaceTlsPsk};
+    let known = [0, 1, 2, 3, 4, 255].map(SecureChannel::new);
+    let none = Some(SecureChannel::None);
+    assert_eq!(
+        known,
+        [none, None, Some(NewTlsPsk), Some(ReplaceTlsPsk), None, None]
+    );
+    let negotiate = AuthMessage::Negotiate {
+        secure_channel: NewTlsPsk as u8,
+        hashes: vec![HashId::Sha384],
+        groups: vec![DhGroup::Ffdhe3072],
+    };
+    let bytes = negotiate.emit(7);
+    assert_eq!(bytes[..12], [0, 0, 0, 0, 7, 0, 2, 1, 1, 0, 1, 1]);
+    assert_eq!(AuthMessage::parse(&bytes), Ok((7, negotiate)));
+}

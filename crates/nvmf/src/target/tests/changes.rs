@@ -1,6 +1,7 @@
 //! Changes of a subsystem that hosts use.
 
 use super::*;
+use crate::auth::{HostAuthenticator, HostStep, Offer, Parties};
 use crate::tls::Proof;
 use crate::tls::psk::Psk;
 
@@ -210,4 +211,120 @@ fn proof_by_tls__holds_for_its_host_subsystem_and_key_alone() {
     // The key may have changed since the handshake.
     target.set_hosts(&name, hosts(&Psk::new([2; 32]))).unwrap();
     assert!(try_connect(&host, &name, &name).is(Status::CONNECT_INVALID_HOST));
+}
+
+/// Returns hosts that all need a secret.
+fn secret_hosts(secret: u8) -> Hosts {
+    Hosts::any(Terms {
+        authentication: Some(Authentication {
+            secrets: Secrets {
+                host: Secret::new([secret; 32]),
+                controller: None,
+            },
+            random: || Some([3; 32]),
+        }),
+        ..Terms::default()
+    })
+}
+
+/// Has host and controller agree on a key by the admin queue.
+fn agree(queue: &mut Queue, channel: SecureChannel, now: Instant) -> Psk {
+    let parties = Parties {
+        host: Nqn::new(HOST).unwrap(),
+        subsystem: Nqn::new(SUBSYSTEM).unwrap(),
+        secrets: Secrets {
+            host: Secret::new([1; 32]),
+            controller: None,
+        },
+    };
+    let offer = Offer {
+        groups: vec![DhGroup::Ffdhe2048],
+        ..Offer::default()
+    };
+    let mut host = HostAuthenticator::new(parties, offer, || Some([seed(); 32]), 1).with_channel(channel);
+    loop {
+        match host.next().unwrap() {
+            HostStep::Send(bytes) => {
+                let send = authentication(FabricsType::AUTHENTICATION_SEND, Cid(1), bytes.len() as u32);
+                assert!(status(run(queue, &send, &bytes, now)).is_success());
+            }
+            HostStep::Receive => {
+                let receive = authentication(FabricsType::AUTHENTICATION_RECEIVE, Cid(1), 4096);
+                queue.admit(&receive, 4096, now).unwrap();
+                host.handle(&sent(queue.execute(&receive, &[], now))).unwrap();
+            }
+            HostStep::Done => return host.take_psk().unwrap(),
+        }
+    }
+}
+
+/// Returns another number each time.
+fn seed() -> u8 {
+    static LAST: std::sync::atomic::AtomicU8 = std::sync::atomic::AtomicU8::new(0);
+    LAST.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+}
+
+#[test]
+fn generated_key__is_known_until_its_controller_ends_or_has_another_one() {
+    let now = Instant::now();
+    let name = Nqn::new(SUBSYSTEM).unwrap();
+    let host = Nqn::new(HOST).unwrap();
+    let target = Arc::new(Target::default());
+    let subsystem = Subsystem::new(name.clone(), "serial", secret_hosts(1));
+    target.add_subsystem(Arc::new(subsystem)).unwrap();
+    let keys = |now| target.psks(&host, &name, now);
+    let data = emitted(&connect_data(SUBSYSTEM, ConnectData::ANY_CONTROLLER));
+    let begin = |psk: Option<&Psk>| {
+        let mut queue = Queue::new(target.clone(), PORT, LOCAL, now);
+        queue.require_tls();
+        if let Some(psk) = psk {
+            queue.set_proof(Proof {
+                host: host.clone(),
+                subsystem: name.clone(),
+                psk: psk.clone(),
+            });
+        }
+        let cqe = completed(run(&mut queue, &connect(0).command(Cid(0)), &data, now));
+        (queue, cqe)
+    };
+    // Authentication and a secure channel, in place of authentication alone (Base 2.0, 6.3).
+    let (mut plain, cqe) = begin(None);
+    assert_eq!((cqe.status, cqe.result >> 16), (Status::SUCCESS, 4));
+    assert!(configure(&mut plain, Configuration::enabled().0, now).is(Status::AUTHENTICATION_REQUIRED));
+    assert_eq!(keys(now), []);
+    let first = agree(&mut plain, SecureChannel::NewTlsPsk, now);
+    assert_eq!(keys(now), [first.clone()]);
+    // The host has to come back, whatever it sends here.
+    let features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
+    let refused = plain.admit(&features, 0, now).unwrap_err();
+    assert!(refused.status.is(Status::AUTHENTICATION_REQUIRED));
+    assert!(plain.has_expired(now + Duration::from_secs(10)));
+    drop(plain);
+    // The key stands for the secret.
+    let (mut secure, cqe) = begin(Some(&first));
+    assert_eq!((cqe.status, cqe.result >> 16), (Status::SUCCESS, 0));
+    assert!(configure(&mut secure, Configuration::enabled().0, now).is_success());
+    assert!(begin(Some(&first)).1.status.is(Status::CONNECT_INVALID_HOST));
+    let second = agree(&mut secure, SecureChannel::ReplaceTlsPsk, now);
+    assert_eq!(keys(now), [second.clone()]);
+    assert!(begin(Some(&first)).1.status.is(Status::CONNECT_INVALID_HOST));
+    // Another controller may use the new one; then it ends with that.
+    let (other, cqe) = begin(Some(&second));
+    assert!(cqe.status.is_success());
+    drop(secure);
+    assert_eq!(keys(now), [second]);
+    drop(other);
+    assert_eq!(keys(now), []);
+    // A secret that changes takes with it what it has led to, and what has not been used ends with time.
+    let (mut plain, _) = begin(None);
+    let third = agree(&mut plain, SecureChannel::NewTlsPsk, now);
+    target.set_hosts(&name, secret_hosts(1)).unwrap();
+    assert_eq!(keys(now), [third]);
+    target.set_hosts(&name, secret_hosts(2)).unwrap();
+    assert_eq!(keys(now), []);
+    target.set_hosts(&name, secret_hosts(1)).unwrap();
+    let (mut plain, _) = begin(None);
+    agree(&mut plain, SecureChannel::NewTlsPsk, now);
+    assert_eq!(keys(now + Duration::from_secs(599)).len(), 1);
+    assert_eq!(keys(now + Duration::from_secs(600)), []);
 }
