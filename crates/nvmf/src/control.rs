@@ -961,6 +961,7 @@ fn hosts(config: &SubsystemConfig, tls: bool) -> Result<(Hosts, Access), Control
     let with_secret = Terms {
         authentication: common.as_ref().map(|common| common.authentication.clone()),
         psk: psk.clone(),
+        concat: true,
         ..Terms::default()
     };
     let mut named = BTreeMap::new();
@@ -968,6 +969,8 @@ fn hosts(config: &SubsystemConfig, tls: bool) -> Result<(Hosts, Access), Control
         let own = host.secret.as_deref().map(load).transpose()?;
         let own_psk = host.psk.as_deref().map(Psk::load).transpose()?;
         let terms = Terms {
+            // With the secret that others have, they would do without the key that is this one's own.
+            concat: own.is_some() || own_psk.is_none(),
             authentication: own.or_else(|| with_secret.authentication.clone()),
             psk: own_psk.or_else(|| psk.clone()),
             queues: host.queues,

@@ -65,6 +65,7 @@ fn secret_hosts(secrets: Secrets) -> Hosts {
             secrets,
             random: || rdmux_key::random_nonce().ok(),
         }),
+        concat: true,
         ..Terms::default()
     })
 }

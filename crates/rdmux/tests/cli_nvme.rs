@@ -122,12 +122,20 @@ fn tls__needs_the_key_of_the_target_or_is_refused() {
         let line = error(&home, &target, &[]);
         assert!(line.contains("without TLS"), "{line}");
         assert!(!psk.exists(), "nothing half done");
+        let list = [
+            "nvme",
+            "list",
+            "--concat",
+            "nvme+tcp://127.0.0.1/nqn.2014-08.org.example:x",
+        ];
+        let line = error(&home, &list, &[]);
+        assert!(line.contains("without TLS"), "{line}");
         return;
     }
     let target = Target::start(&home, "tcp", 9, &["--tls", "--ns", "null:1M"]);
     assert_eq!(fs::metadata(&psk).unwrap().mode() & 0o777, 0o600);
     assert_eq!(
-        json(&home, &["nvme", "list", "--json", "--tls", &target.url])[0]["nsid"],
+        json(&home, &["nvme", "list", "--json", "--tls", &target.url])["namespaces"][0]["nsid"],
         1
     );
     let other = home.path().join("other");
@@ -135,6 +143,14 @@ fn tls__needs_the_key_of_the_target_or_is_refused() {
     fs::remove_file(&psk).unwrap();
     let line = error(&home, &["nvme", "list", "--tls", &target.url], &[]);
     assert!(line.contains("nvme-psk"), "{line}");
+    // The secret stands for the key, but not for TLS.
+    let list = json(&home, &["nvme", "list", "--json", "--concat", &target.url]);
+    assert_eq!(list["namespaces"][0]["nsid"], 1);
+    let line = error(&home, &["nvme", "list", &target.url], &[]);
+    assert!(line.contains("--concat"), "{line}");
+    let discover = format!("nvme+tcp://{}", target.address);
+    let line = error(&home, &["nvme", "discover", "--concat", &discover], &[]);
+    assert!(line.contains("use --tls"), "{line}");
     run(
         &home,
         &[

@@ -150,7 +150,7 @@ impl Authenticator {
                     Some(pair) => pair.agree(&dh_value).map(Some).ok_or(AuthFailure::Payload),
                 };
                 // A controller that is not challenged may still have a challenge, for the key alone.
-                let challenges_controller = channel == SecureChannel::None || own_sequence != 0;
+                let is_challenged = channel == SecureChannel::None || own_sequence != 0;
                 let replied = shared.and_then(|shared| {
                     let psk = match channel {
                         SecureChannel::None => None,
@@ -171,7 +171,7 @@ impl Authenticator {
                         host: &self.parties.host,
                         subsystem: &self.parties.subsystem,
                     };
-                    let own_challenge = own_challenge.as_deref().filter(|_| challenges_controller);
+                    let own_challenge = own_challenge.as_deref().filter(|_| is_challenged);
                     let of_controller = own_challenge.map(|challenge| Challenge {
                         challenge,
                         sequence: own_sequence,
@@ -181,7 +181,8 @@ impl Authenticator {
                         .map(|success| (success, psk))
                 });
                 replied.map(|((message, is_authenticated), psk)| {
-                    self.is_authenticated = is_authenticated;
+                    // Who was authenticated before stays so meanwhile.
+                    self.is_authenticated |= is_authenticated;
                     // A host that has challenged the controller goes on only when its response is right.
                     let then = match is_authenticated {
                         false => State::Responded { transaction, psk },

@@ -7,6 +7,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use rdmux_key::{KeyError, create_private, random_nonce, read_private};
 use rdmux_wire::nvme::{HashId, Nqn};
+use zeroize::Zeroize;
 
 use super::chap::hmac;
 
@@ -30,6 +31,12 @@ pub struct Secret {
     /// It is transformed with the name of its owner by this function.
     hash: Option<HashId>,
     key: Vec<u8>,
+}
+
+impl Drop for Secret {
+    fn drop(&mut self) {
+        self.key.zeroize();
+    }
 }
 
 impl fmt::Debug for Secret {

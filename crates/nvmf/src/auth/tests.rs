@@ -395,6 +395,29 @@ fn concat__has_both_sides_agree_on_a_key() {
 }
 
 #[test]
+fn concat__again_leaves_the_host_authenticated_until_it_fails() {
+    let mut controller = authenticator(Some(Secret::new([2; 32]))).with_psk(0);
+    let replace = |own: u8| {
+        let own = Some(Secret::new([own; 32]));
+        host(own, Offer::default()).with_channel(SecureChannel::ReplaceTlsPsk)
+    };
+    let mut host = replace(2);
+    // Also while it has still to say that the controller's response is right: nothing else may be held up by that.
+    while let Ok(step) = host.next() {
+        match step {
+            HostStep::Send(bytes) => controller.handle(&bytes),
+            HostStep::Receive => host.handle(&controller.poll().unwrap()).unwrap(),
+            HostStep::Done => break,
+        }
+        assert!(controller.is_authenticated());
+    }
+    assert!(controller.take_psk().is_some());
+    let (result, _) = converse(&mut replace(9), &mut controller);
+    assert_eq!(result, Err(AuthError::ControllerFailed));
+    assert!(!controller.is_authenticated() && controller.take_psk().is_none());
+}
+
+#[test]
 fn concat__has_no_key_before_both_have_proved_themselves() {
     let mut controller = authenticator(Some(Secret::new([2; 32]))).with_new_psk();
     // A host that does not believe the controller: it has responded, and would have the same key.

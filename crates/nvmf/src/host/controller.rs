@@ -18,6 +18,7 @@ use super::queue::{Command, Completion};
 use super::setup::{ADMIN_ENTRIES, ControllerInfo, Setup};
 use super::{HostError, Options, Transport};
 use crate::tls::psk::Psk;
+use crate::tls::{self, TlsError};
 
 /// Entries of a discovery log, and namespaces of a controller, beyond which a host does not believe them.
 const LIST_MAX: usize = 64 << 10;
@@ -38,6 +39,7 @@ const KEEP_ALIVES_TO_END: (u32, u32) = (3, 2);
 const END_GRACE: Duration = Duration::from_secs(2);
 /// Configuration: the host announces a normal shutdown. Status: it is complete.
 const SHUTDOWN_NORMAL: u32 = 1 << 14;
+const SHUTDOWN_COMPLETE: u64 = 2;
 /// Age from which a key that was agreed on is not used any more: half its lifetime (NVMe/TCP 3.6.1.4).
 const KEY_AGE_MAX: Duration = Duration::from_secs(300);
 /// The admin queue.
@@ -47,7 +49,6 @@ const ADMIN: QueueParams = QueueParams {
     cntlid: 0,
     in_capsule_max: 0,
 };
-const SHUTDOWN_COMPLETE: u64 = 2;
 
 /// Something that a controller has reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,6 +186,7 @@ impl Settings {
     fn new(options: &Arc<Options>, route: &Route) -> Result<Settings, HostError> {
         let options = match options.concat {
             false => options.clone(),
+            true if !tls::is_present() => return Err(TlsError::Absent.into()),
             true => {
                 let mut options = Options::clone(options);
                 options.psk = None;

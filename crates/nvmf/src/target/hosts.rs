@@ -37,8 +37,10 @@ impl Hosts {
 pub struct Terms {
     /// The proof that it is that host. `None`: its word is enough.
     pub authentication: Option<Authentication>,
-    /// The key of its connections to listeners that require TLS. `None`: it has no such connections.
+    /// The key of its connections to listeners that require TLS. `None`: it has none.
     pub psk: Option<Psk>,
+    /// It may as well agree on a key by its secret, with each of its controllers (secure channel concatenation).
+    pub concat: bool,
     /// Maximum number of I/O queues of each of its controllers; `None`: the target's.
     pub queues: Option<u16>,
     /// Limits of its I/Os.

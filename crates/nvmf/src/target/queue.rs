@@ -433,7 +433,8 @@ impl Queue {
             Some(_) => authenticator.with_psk(connect.qid),
         });
         // Admin queues alone agree on keys, with hosts that have a secret for it.
-        if is_exposed && (connect.qid > 0 || authenticator.is_none()) {
+        let may_agree = connect.qid == 0 && terms.concat && authenticator.is_some();
+        if is_exposed && !may_agree {
             return Err((Status::CONNECT_INVALID_HOST.do_not_retry(), 0));
         }
         let may_use_key = |association: &Association| {

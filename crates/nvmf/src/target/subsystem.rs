@@ -189,6 +189,7 @@ impl Subsystem {
                 (Some(now), Some(before)) => {
                     now.authentication == before.authentication
                         && (before.psk.is_none() || now.psk == before.psk)
+                        && (now.concat || !before.concat)
                 }
                 _ => false,
             };
@@ -205,7 +206,10 @@ impl Subsystem {
             keys, hosts: before, ..
         } = &mut *state;
         // What has led to them has to be worth the same.
-        let proof = |hosts: &Hosts, host: &Nqn| hosts.terms(host)?.authentication.clone();
+        let proof = |hosts: &Hosts, host: &Nqn| {
+            let terms = hosts.terms(host).filter(|terms| terms.concat)?;
+            terms.authentication.clone()
+        };
         keys.retain(|host| proof(&hosts, host).is_some_and(|now| Some(now) == proof(before, host)));
         state.hosts = hosts;
     }

@@ -7,6 +7,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use rdmux_key::{KeyError, create_private, random_nonce, read_private};
 use rdmux_wire::nvme::{HashId, Nqn};
+use zeroize::Zeroize;
 
 use crate::auth::chap::hmac;
 
@@ -44,6 +45,12 @@ enum Kind {
     Generated,
 }
 
+impl Drop for Psk {
+    fn drop(&mut self) {
+        self.key.zeroize();
+    }
+}
+
 impl fmt::Debug for Psk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Psk")
@@ -77,6 +84,12 @@ pub struct Credentials {
     pub key: Vec<u8>,
     /// The hash of the cipher suite: SHA-256 or SHA-384.
     pub hash: HashId,
+}
+
+impl Drop for Credentials {
+    fn drop(&mut self) {
+        self.key.zeroize();
+    }
 }
 
 impl fmt::Debug for Credentials {
@@ -347,7 +360,7 @@ mod tests {
                 Psk::new([7; 32]).credentials(version, &host, &subsystem),
             ];
             for (at, one) in all.iter().enumerate() {
-                let key = |credentials: &Option<Credentials>| credentials.clone().unwrap().key;
+                let key = |credentials: &Option<Credentials>| credentials.as_ref().unwrap().key.clone();
                 assert!(all[..at].iter().all(|other| key(other) != key(one)), "{at}");
             }
         }

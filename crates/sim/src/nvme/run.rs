@@ -185,6 +185,7 @@ fn options(host: usize, dice: &mut Dice) -> Options {
         secrets: None,
         requires_authentication: false,
         psk: None,
+        concat: false,
         offer: Offer::default(),
         random: || None,
         digests: dice.pick(&digests),

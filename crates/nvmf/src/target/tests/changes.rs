@@ -223,6 +223,7 @@ fn secret_hosts(secret: u8) -> Hosts {
             },
             random: || Some([3; 32]),
         }),
+        concat: true,
         ..Terms::default()
     })
 }
@@ -293,7 +294,7 @@ fn generated_key__is_known_until_its_controller_ends_or_has_another_one() {
     assert!(configure(&mut plain, Configuration::enabled().0, now).is(Status::AUTHENTICATION_REQUIRED));
     assert_eq!(keys(now), []);
     let first = agree(&mut plain, SecureChannel::NewTlsPsk, now);
-    assert_eq!(keys(now), [first.clone()]);
+    assert_eq!(keys(now), std::slice::from_ref(&first));
     // The host has to come back, whatever it sends here.
     let features = Sqe::new(Opcode::SET_FEATURES, Cid(1), NsId::NONE);
     let refused = plain.admit(&features, 0, now).unwrap_err();
@@ -306,7 +307,7 @@ fn generated_key__is_known_until_its_controller_ends_or_has_another_one() {
     assert!(configure(&mut secure, Configuration::enabled().0, now).is_success());
     assert!(begin(Some(&first)).1.status.is(Status::CONNECT_INVALID_HOST));
     let second = agree(&mut secure, SecureChannel::ReplaceTlsPsk, now);
-    assert_eq!(keys(now), [second.clone()]);
+    assert_eq!(keys(now), std::slice::from_ref(&second));
     assert!(begin(Some(&first)).1.status.is(Status::CONNECT_INVALID_HOST));
     // Another controller may use the new one; then it ends with that.
     let (other, cqe) = begin(Some(&second));
@@ -322,6 +323,10 @@ fn generated_key__is_known_until_its_controller_ends_or_has_another_one() {
     assert_eq!(keys(now), [third]);
     target.set_hosts(&name, secret_hosts(2)).unwrap();
     assert_eq!(keys(now), []);
+    let mut hosts = secret_hosts(1);
+    hosts.others.as_mut().unwrap().concat = false;
+    target.set_hosts(&name, hosts).unwrap();
+    assert!(begin(None).1.status.is(Status::CONNECT_INVALID_HOST));
     target.set_hosts(&name, secret_hosts(1)).unwrap();
     let (mut plain, _) = begin(None);
     agree(&mut plain, SecureChannel::NewTlsPsk, now);

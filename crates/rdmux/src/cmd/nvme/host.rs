@@ -30,6 +30,9 @@ pub(super) struct HostArgs {
     /// File with the key of TLS, as `nvme gen-tls-key` prints it [default: your own, which `rdmux nvme target --tls` has made].
     #[arg(long, value_name = "FILE", requires = "tls")]
     psk: Option<PathBuf>,
+    /// Connect by TLS 1.3 with a key on which host and target agree by their secrets (secure channel concatenation).
+    #[arg(long, conflicts_with = "tls")]
+    concat: bool,
     /// Protect the headers of what is sent by TCP with CRC-32C.
     #[arg(long)]
     header_digest: bool,
@@ -87,8 +90,8 @@ impl HostArgs {
         if !rdma && self.from.is_some() {
             bail!("{url}: --from is for nvme+rdma://");
         }
-        if rdma && self.tls {
-            bail!("{url}: --tls is for nvme+tcp://");
+        if rdma && (self.tls || self.concat) {
+            bail!("{url}: --tls and --concat are for nvme+tcp://");
         }
         self.device.apply()?;
         let addresses = url.resolve().with_context(|| url.host.clone())?;
@@ -98,6 +101,10 @@ impl HostArgs {
             options.host = nqn.clone();
         }
         options.host_id = self.hostid.unwrap_or(options.host_id);
+        if self.concat && options.is_discovery() {
+            bail!("{url}: --concat needs a secret, and discovery services have none with anybody: use --tls");
+        }
+        options.concat = self.concat;
         options.digests.set(Digests::HEADER, self.header_digest);
         options.digests.set(Digests::DATA, self.data_digest);
         (options.secrets, options.requires_authentication) = match &self.secret {
