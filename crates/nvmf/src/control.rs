@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rdmux_verbs::sync::{Mutex, MutexGuard};
-use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId, TransportKind};
+use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId};
 
 use self::config::{HostConfig, NamespaceConfig, OtherHosts, Storage, SubsystemConfig, TargetConfig};
 use crate::announce::{Announcer, is_announced};
@@ -91,17 +91,9 @@ pub enum ControlError {
     /// A number that only a start sets.
     #[error("the number of reactors changes only with a restart")]
     Reactors,
-    /// An address that only a start sets.
-    #[error("{0} comes and goes only with a restart: addresses of RDMA do not change while the target runs")]
-    RdmaListener(Listener),
-    /// Settings of an address that do not change.
-    #[error("the settings of {0} change only with a restart, or once it has been removed")]
-    Settings(Listener),
-    /// Two addresses that are one device have settings of their own.
-    #[error(
-        "listeners for RDMA of one address take data in capsules of the same size: {0} differs from another one"
-    )]
-    InCapsuleDiffers(Listener),
+    /// Two listeners have the same address.
+    #[error("two listeners are for {0}")]
+    ListenTwice(Listener),
     /// Hosts are not referred there.
     #[error("the target refers no host to {0}")]
     NoReferral(Referral),
@@ -428,14 +420,11 @@ impl Control {
         Ok(described.collect())
     }
 
-    /// Listens on another address of TCP. Returns the listener, with its port.
+    /// Listens on another address. Returns the listener, with its port.
     ///
     /// # Errors
-    /// The address is not free, or the transport is another one.
+    /// The address is not free, or there is no device with it.
     pub fn add_listener(&self, listen: Listen) -> Result<Listener, ControlError> {
-        if listen.listener.transport == TransportKind::Rdma {
-            return Err(ControlError::RdmaListener(listen.listener));
-        }
         listen.check()?;
         let mut subsystems = self.subsystems.lock();
         let needs_keys = listen.tls && !self.has_tls();
@@ -456,7 +445,7 @@ impl Control {
         Ok(actual)
     }
 
-    /// Listens no more on an address of TCP. Hosts that have come by it stay, and find the states of access that were set for it; so do those that
+    /// Listens no more on an address. Hosts that have come by it stay, and find the states of access that were set for it; so do those that
     /// come by it when it is added again.
     ///
     /// # Errors
@@ -465,9 +454,6 @@ impl Control {
         let mut listeners = self.listeners.lock();
         if !listeners.iter().any(|(_, actual)| actual == listener) {
             return Err(ControlError::Listener(*listener));
-        }
-        if listener.transport == TransportKind::Rdma {
-            return Err(ControlError::RdmaListener(*listener));
         }
         self.handle.stop_listening(listener);
         listeners.retain(|(_, actual)| actual != listener);
@@ -485,7 +471,7 @@ impl Control {
         }
     }
 
-    /// Returns the listeners that mDNS announces: those of TCP that other hosts can reach. `None`: it is not asked for.
+    /// Returns the listeners that mDNS announces: those that other hosts can reach. `None`: it is not asked for.
     pub fn announced(&self) -> Option<Vec<Listener>> {
         let is_asked_for = self.announcer.lock().is_some();
         is_asked_for.then(|| self.listeners().into_iter().filter(is_announced).collect())
@@ -541,19 +527,17 @@ impl Control {
         }
         let mut listeners = self.listeners.lock();
         let mut new: Vec<Listen> = Vec::new();
+        let mut changed = Vec::new();
         for wanted in &config.listen {
-            let known = listeners.iter().map(|(asked, _)| asked);
-            match known.clone().find(|known| known.listener == wanted.listener) {
-                Some(known) if known != wanted => return Err(ControlError::Settings(known.listener)),
-                Some(_) => {}
+            let known = listeners.iter();
+            match known.clone().find(|(asked, _)| asked.listener == wanted.listener) {
+                Some((asked, _)) if asked == wanted => {}
+                Some((_, actual)) => changed.push(self.handle.prepare(Listen {
+                    listener: *actual,
+                    ..*wanted
+                })?),
                 None => new.push(*wanted),
             }
-        }
-        let gone = listeners.iter().map(|(asked, _)| asked);
-        let gone = gone.filter(|asked| !config.listen.contains(asked));
-        let is_rdma = |listen: &&Listen| listen.listener.transport == TransportKind::Rdma;
-        if let Some(listen) = gone.chain(&new).find(is_rdma) {
-            return Err(ControlError::RdmaListener(listen.listener));
         }
         let mut announcer = self.announcer.lock();
         let new_announcer = match (&*announcer, config.mdns) {
@@ -572,7 +556,17 @@ impl Control {
                 }
             }
         }
-        // Nothing fails from here on.
+        // Nothing fails from here on, unless the server has ended.
+        for settings in changed {
+            self.handle.set(settings)?;
+        }
+        for (asked, actual) in listeners.iter_mut() {
+            let mut wanted = config.listen.iter();
+            if let Some(wanted) = wanted.find(|wanted| wanted.listener == asked.listener) {
+                *asked = *wanted;
+                self.target.add_way(*actual, wanted.tls);
+            }
+        }
         listeners.extend(&added);
         let mut stays: Vec<Nqn> = Vec::new();
         for change in prepared {
@@ -852,7 +846,7 @@ fn numbered(
 }
 
 /// Checks that listeners can be served, that no two subsystems have one name, no two namespaces of one an id, that states of access are for addresses on which the target listens,
-/// that listeners which are one device have the same settings, and that no two referrals are to one service.
+/// that no two listeners have one address, and that no two referrals are to one service.
 fn check(config: &TargetConfig) -> Result<(), ControlError> {
     // Before a key is made for them.
     config.listen.iter().try_for_each(Listen::check)?;
@@ -881,16 +875,11 @@ fn check(config: &TargetConfig) -> Result<(), ControlError> {
         }
         names.push(nqn);
     }
-    for (at, listen) in config.listen.iter().enumerate() {
-        let Listen { listener, .. } = listen;
-        let differs = |before: &Listen| {
-            let is_same_device = listener.transport == TransportKind::Rdma
-                && before.listener.transport == TransportKind::Rdma
-                && before.listener.address.ip() == listener.address.ip();
-            is_same_device && before.in_capsule_bytes != listen.in_capsule_bytes
-        };
-        if config.listen[..at].iter().any(differs) {
-            return Err(ControlError::InCapsuleDiffers(*listener));
+    for (at, Listen { listener, .. }) in config.listen.iter().enumerate() {
+        // The system chooses the port instead of 0.
+        let is_same = |before: &Listen| before.listener == *listener && listener.address.port() != 0;
+        if config.listen[..at].iter().any(is_same) {
+            return Err(ControlError::ListenTwice(*listener));
         }
     }
     for (at, referral) in config.referrals.iter().enumerate() {

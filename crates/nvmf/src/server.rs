@@ -1,5 +1,6 @@
 //! Serves a [`Target`]: reactors, each with connections of its own, which stay with it.
 
+mod handle;
 mod media;
 mod rdma;
 mod tcp;
@@ -7,15 +8,16 @@ mod tcp;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rdmux_runtime::{Limits, ListenAtError, Mailbox, Queues, Reactor, ReactorEvent};
+use rdmux_runtime::{Limits, ListenAtError, Mailbox, Queues, Reactor, ReactorEvent, Recipient};
 use rdmux_verbs::OpenError;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_wire::nvme::TransportKind;
 
+use self::handle::Ask;
+pub use self::handle::{Handle, Settings};
 use self::media::{Job, Media};
 use self::rdma::Rdma;
 use self::tcp::Tcp;
@@ -46,8 +48,7 @@ pub const IN_CAPSULE_BYTES_MAX: u32 = 16 << 10;
 pub struct Listen {
     /// Transport, address and port.
     pub listener: Listener,
-    /// Bytes of data that the capsule of an I/O command may have: a multiple of 16, at most [`IN_CAPSULE_BYTES_MAX`]. Listeners for RDMA of one
-    /// address have the same. With 0 the data of each write are fetched, into memory that the target chooses.
+    /// Bytes of data that the capsule of an I/O command may have: a multiple of 16, at most [`IN_CAPSULE_BYTES_MAX`]. With 0 the data of each write are fetched, into memory that the target chooses.
     pub in_capsule_bytes: u32,
     /// Its connections begin with TLS.
     pub tls: bool,
@@ -130,60 +131,6 @@ pub enum ServeError {
     Io(#[from] io::Error),
 }
 
-/// Reaches a server from other threads.
-#[derive(Clone, Debug)]
-pub struct Handle(Vec<Mailbox<Mail>>);
-
-impl Handle {
-    /// Makes [`Server::run`] return.
-    pub fn stop(&self) {
-        for mailbox in &self.0 {
-            mailbox.send(Mail::Stop);
-        }
-    }
-
-    /// Has all connections look at what has changed in their subsystems.
-    pub fn tell_of_change(&self) {
-        tell_of_change(&self.0);
-    }
-
-    /// Listens on another address of TCP while the server runs. Returns the listener, with the port that the system chose if it had none.
-    ///
-    /// # Errors
-    /// The address is not free, or the server is over.
-    pub fn listen(&self, listen: Listen) -> Result<Listener, ServeError> {
-        listen.check()?;
-        let listener = listen.listener;
-        let address = listener.address;
-        let failed = |source| ServeError::Listen { address, source };
-        if listener.transport != TransportKind::Tcp {
-            let error = "a server that runs takes further listeners for TCP alone";
-            return Err(failed(io::Error::other(error)));
-        }
-        self.ask(|reply| Mail::Listen(listen, reply))
-            .unwrap_or_else(|| Err(is_over()))
-            .map(|address| Listener { address, ..listener })
-            .map_err(failed)
-    }
-
-    /// Listens no more on an address of TCP. Connections that were accepted stay. Returns false if it did not listen there.
-    pub fn stop_listening(&self, listener: &Listener) -> bool {
-        listener.transport == TransportKind::Tcp
-            && self.ask(|reply| Mail::StopListening(listener.address, reply)) == Some(true)
-    }
-
-    /// Asks the first reactor, which has the listeners, and waits for its answer; `None` if the server is over.
-    fn ask<T>(&self, question: impl FnOnce(Sender<T>) -> Mail) -> Option<T> {
-        let (reply, answer) = channel();
-        self.0.first()?.send(question(reply));
-        answer.recv().ok()
-    }
-}
-
-fn is_over() -> io::Error {
-    io::Error::other("the server is over")
-}
-
 /// Has all reactors look at their connections: I/O queues of a controller may be with any of them.
 fn tell_of_change(mailboxes: &[Mailbox<Mail>]) {
     for mailbox in mailboxes {
@@ -205,10 +152,8 @@ enum Mail {
     Stop,
     /// A change of a subsystem or a controller, which queues of this reactor may share.
     Changed,
-    /// Listen on an address of TCP, and answer with the port.
-    Listen(Listen, Sender<io::Result<SocketAddr>>),
-    /// Listen no more on an address of TCP; the answer is false if it did not.
-    StopListening(SocketAddr, Sender<bool>),
+    /// About listeners.
+    Ask(Ask),
     Tcp(tcp::Mail),
     Rdma(rdma::Mail),
 }
@@ -218,6 +163,7 @@ enum Mail {
 pub struct Server {
     reactors: Vec<ServerReactor>,
     listeners: Vec<Listener>,
+    handle: Handle,
 }
 
 /// A reactor, and what the connections of all transports have in common.
@@ -253,43 +199,44 @@ impl Server {
             shared_receives: Some(rdma::SHARED_RECEIVES),
             queues: Queues::Pool,
         };
-        let of_rdma = config.listen.iter();
-        let of_rdma = of_rdma.filter(|listen| listen.listener.transport == TransportKind::Rdma);
-        let in_capsule_max = of_rdma.clone().map(|listen| listen.in_capsule_bytes).max();
-        let sizes_max = rdma::sizes_max(in_capsule_max.unwrap_or(0));
         let mut reactors = Vec::new();
         for _ in 0..config.reactors.max(1) {
-            reactors.push(Reactor::new(sizes_max, limits, config.waiting)?);
+            let sizes = rdma::sizes_max(rdma::IN_CAPSULE_DEFAULT);
+            reactors.push(Reactor::new(sizes, limits, config.waiting)?);
         }
         config.listen.iter().try_for_each(Listen::check)?;
-        let mut opened = Vec::new();
-        for listen in of_rdma {
-            let options = rdmux_verbs::Options {
-                waiting: config.waiting,
-                ..rdmux_verbs::Options::default()
-            };
-            rdma::listen(&mut reactors, &mut opened, listen, options)?;
-        }
         let mailboxes: Vec<_> = reactors.iter().map(Reactor::mailbox).collect();
+        let recipients: Vec<Recipient> = reactors.iter().map(Reactor::recipient).collect();
         let mut reactors: Vec<_> = reactors
             .into_iter()
-            .map(|reactor| {
-                let rdma = Rdma::new(opened.clone());
-                ServerReactor::new(reactor, rdma, config.target.clone(), mailboxes.clone())
-            })
+            .map(|reactor| ServerReactor::new(reactor, config.target.clone(), mailboxes.clone()))
             .collect();
+        let handle = Handle::new(mailboxes, recipients, config.waiting);
         let mut listeners = Vec::new();
         for listen in config.listen {
             let mut listener = listen.listener;
-            if listener.transport == TransportKind::Tcp {
-                let (first, address) = (&mut reactors[0], listener.address);
-                let listened = first.tcp.listen(&mut first.core, &listen);
-                listener.address = listened.map_err(|source| ServeError::Listen { address, source })?;
+            let (first, address) = (&mut reactors[0], listener.address);
+            match listener.transport {
+                TransportKind::Tcp => {
+                    let listened = first.tcp.listen(&mut first.core, &listen);
+                    listener.address = listened.map_err(|source| ServeError::Listen { address, source })?;
+                }
+                TransportKind::Rdma => {
+                    let known = first.rdma.device_for(address)?;
+                    let parts = handle.listen_rdma(known, &listen)?;
+                    for (own, part) in reactors.iter_mut().zip(parts) {
+                        own.rdma.listen(&mut own.core, part);
+                    }
+                }
             }
             config.target.add_way(listener, listen.tls);
             listeners.push(listener);
         }
-        Ok(Server { reactors, listeners })
+        Ok(Server {
+            reactors,
+            listeners,
+            handle,
+        })
     }
 
     /// Returns what it listens on, with the ports that the system chose.
@@ -299,12 +246,7 @@ impl Server {
 
     /// Returns a handle for other threads.
     pub fn handle(&self) -> Handle {
-        Handle(
-            self.reactors
-                .iter()
-                .map(|own| own.core.reactor.mailbox())
-                .collect(),
-        )
+        self.handle.clone()
     }
 
     /// Serves until it is stopped: the first reactor on this thread, the others on threads of their own.
@@ -347,12 +289,7 @@ impl Server {
 }
 
 impl ServerReactor {
-    fn new(
-        reactor: Reactor<Mail>,
-        rdma: Rdma,
-        target: Arc<Target>,
-        mailboxes: Vec<Mailbox<Mail>>,
-    ) -> ServerReactor {
+    fn new(reactor: Reactor<Mail>, target: Arc<Target>, mailboxes: Vec<Mailbox<Mail>>) -> ServerReactor {
         let media = Media::new(reactor.mailbox());
         let core = Core {
             reactor,
@@ -362,7 +299,7 @@ impl ServerReactor {
             next_look: None,
         };
         ServerReactor {
-            rdma,
+            rdma: Rdma::default(),
             tcp: Tcp::default(),
             core,
         }
@@ -387,13 +324,7 @@ impl ServerReactor {
                     rdma.handle_change(core, now);
                     core.media.handle_change(&core.target);
                 }
-                // Whoever has asked may be gone.
-                Some(ReactorEvent::Mail(Mail::Listen(listen, reply))) => {
-                    let _ = reply.send(tcp.listen(core, &listen));
-                }
-                Some(ReactorEvent::Mail(Mail::StopListening(address, reply))) => {
-                    let _ = reply.send(tcp.stop_listening(core, address));
-                }
+                Some(ReactorEvent::Mail(Mail::Ask(ask))) => ask.answer(core, tcp, rdma),
                 Some(ReactorEvent::Request(request)) => rdma.handle_request(core, request, now),
                 Some(ReactorEvent::Completed(id, completed)) => {
                     rdma.handle_completed(core, id, completed, now);

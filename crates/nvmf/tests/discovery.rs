@@ -207,30 +207,73 @@ fn in_capsule__wrong_sizes_are_one_line() {
         };
         error.expect("it is refused")
     };
-    let error =
-        start("\"rdma:127.0.33.204\", { address = \"rdma:127.0.33.204:4421\", in_capsule_bytes = 8192 }");
-    assert!(
-        error.contains("rdma:127.0.33.204:4421 differs from another one"),
-        "{error}"
-    );
     let error = start("{ address = \"tcp:127.0.0.1:0\", in_capsule_bytes = 32768 }");
     assert!(
         error.contains("'32768' is no size of data in capsules: give a multiple of 16, from 0 to 16K"),
         "{error}"
     );
-    let plain = "listen = [\"tcp:127.0.0.1:0\"]\nsubsystem = []\n";
-    let target = Running::new(plain);
-    let other = plain.replace(
-        "\"tcp:127.0.0.1:0\"",
-        "{ address = \"tcp:127.0.0.1:0\", in_capsule_bytes = 0 }",
+}
+
+#[test]
+fn reload__other_settings_of_listeners_are_those_of_hosts_that_come() {
+    let name = "nqn.2014-08.org.example:settings";
+    let described = |sizes: [u32; 3]| {
+        format!(
+            "listen = [{{ address = \"tcp:127.0.0.1:0\", in_capsule_bytes = {} }}, \
+             {{ address = \"rdma:127.0.33.204\", in_capsule_bytes = {} }}, \
+             {{ address = \"rdma:127.0.33.204:4421\", in_capsule_bytes = {} }}]\n\
+             [[subsystem]]\nnqn = \"{name}\"\nother_hosts = \"any\"\n[[subsystem.namespace]]\nmemory = \"1M\"\nblock = 512\n",
+            sizes[0], sizes[1], sizes[2]
+        )
+    };
+    let first = [0, 4096, 8192];
+    let target = Running::new(&described(first));
+    let session = |nr: usize| {
+        let transport = if nr == 0 { Transport::Tcp } else { Transport::Rdma };
+        let options = Options {
+            transport,
+            ..Options::new(vec![target.place(nr)], nqn(name))
+        };
+        let session = Session::connect(options, 1).unwrap();
+        session.open_namespace(NsId(1)).unwrap();
+        let queue = session.queue(1, 8).unwrap();
+        (session, queue)
+    };
+    let mut stay: Vec<_> = (0..3).map(session).collect();
+    let places: Vec<_> = (0..3).map(|nr| target.place(nr)).collect();
+    for sizes in [[16 << 10, 0, 8192], [4096, 16 << 10, 0], first] {
+        let config = TargetConfig::parse(&described(sizes)).unwrap();
+        target.control.reload(config).unwrap();
+        let mut come: Vec<_> = (0..3).map(session).collect();
+        for (of, sizes) in [(&mut stay, first), (&mut come, sizes)] {
+            for ((session, queue), size) in of.iter_mut().zip(sizes) {
+                assert_eq!(session.controller().info().in_capsule_max, size);
+                for blocks in [1_u32, 8, 9, 16, 17, 32, 33] {
+                    let bytes = blocks * 512;
+                    let data = vec![blocks as u8; bytes as usize];
+                    let write = command::write(NsId(1), 0, blocks, bytes, data.clone());
+                    queue.run("Write", write).unwrap();
+                    let read = command::read(NsId(1), 0, blocks, bytes, vec![0; bytes as usize]);
+                    assert!(queue.run("Read", read).unwrap().bytes() == data);
+                }
+            }
+        }
+        assert_eq!((0..3).map(|nr| target.place(nr)).collect::<Vec<_>>(), places);
+    }
+    // A change that fails changes none of them.
+    let wrong = described([512; 3]).replace(
+        "\nmemory",
+        "\npath = \"/nonexistent\"\n[[subsystem.namespace]]\nmemory",
     );
-    let error = target
-        .control
-        .reload(TargetConfig::parse(&other).unwrap())
-        .unwrap_err();
-    let error = error.to_string();
     assert!(
-        error.contains("the settings of tcp:127.0.0.1:0 change only with a restart"),
-        "{error}"
+        target
+            .control
+            .reload(TargetConfig::parse(&wrong).unwrap())
+            .is_err()
     );
+    let listening = target.ask("nvmf_target_get_listeners", json!({}));
+    for (nr, size) in first.into_iter().enumerate() {
+        assert_eq!(listening[nr]["in_capsule_data_size"], size);
+        assert_eq!(session(nr).0.controller().info().in_capsule_max, size);
+    }
 }

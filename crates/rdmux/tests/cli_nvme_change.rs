@@ -170,6 +170,16 @@ fn requests__are_seen_by_hosts() {
     assert_eq!(listed[1]["in_capsule_data_size"], 4096);
     let elsewhere = url.replace(&listen[4..], &other[4..]);
     assert!(user.run(&["nvme", "list", &elsewhere]).contains("1 MiB"));
+    let by_rdma = other.replace("tcp:", "rdma:");
+    user.run(&["nvme", "listener", "add", &by_rdma]);
+    let listed = user.run(&["nvme", "list", &elsewhere.replace("nvme+tcp", "nvme+rdma")]);
+    assert!(listed.contains("1 MiB"), "{listed}");
+    let error = user.error(&["nvme", "listener", "add", "rdma:192.0.2.1"]);
+    assert!(
+        error.contains("cannot listen on 192.0.2.1:4420 by RDMA"),
+        "{error}"
+    );
+    user.run(&["nvme", "listener", "remove", &by_rdma]);
     user.run(&["nvme", "listener", "remove", &listen]);
     assert!(!user.output(&["nvme", "list", &url]).status.success());
     // One more host may use it, and this one as before.
@@ -268,7 +278,7 @@ fn mdns__says_what_is_announced() {
         said.push(target.line());
         assert!(said.len() < 20, "{said:?}");
     }
-    let nothing = "mDNS announces nothing: listen on an address of TCP that other hosts reach\n";
+    let nothing = "mDNS announces nothing: listen on an address that other hosts reach\n";
     assert_eq!(said.iter().filter(|line| *line == nothing).count(), 1, "{said:?}");
 }
 

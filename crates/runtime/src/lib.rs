@@ -63,8 +63,8 @@ pub use pages::Pages;
 pub use pool::{Buffer, BufferError, BufferPool};
 pub use queues::Queues;
 pub use reactor::{
-    AcceptOptions, ConnectionEnd, ConnectionError, ConnectionId, Limits, ListenAtError, Reactor,
-    ReactorEvent, Request,
+    AcceptOptions, ConnectionEnd, ConnectionError, ConnectionId, Limits, ListenAtError, PortId, PreparedPort,
+    Reactor, ReactorEvent, Recipient, Request,
 };
 pub use waiting::{Waiting, set_timer_slack};
 pub use work_id::WorkId;

@@ -1,17 +1,17 @@
 //! The loop of one thread.
 
+mod port;
+
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
-    CompletionQueue, ConnectParams, ConnectionRequest, CqPool, Device, Endpoint, EngineWatch, EventQueue,
-    Features, ListenError, Listener, ModerationPolicy, OpenError, ProtectionDomain, Qpn, Status,
-    WorkCompletion,
+    CompletionQueue, ConnectParams, ConnectionRequest, Device, Endpoint, EngineWatch, EventQueue,
+    ModerationPolicy, ProtectionDomain, Qpn, Status, WorkCompletion,
 };
 use rustix::event::{PollFd, PollFlags};
 
@@ -19,10 +19,13 @@ use crate::connection::{Completed, EstablishError, MessageConnection, PendingCon
 use crate::descriptors::{DescriptorId, Descriptors, Interest, Report};
 use crate::keepalive::KeepAlive;
 use crate::mailbox::{Inbox, Mailbox, mailbox};
-use crate::queues::{PortQueues, Queues, Seat};
-use crate::receives::{ReceiveShare, SharedReceives};
+use crate::queues::{PortQueues, Queues};
+use crate::receives::ReceiveShare;
 use crate::waiting::{Waiting, set_timer_slack};
 use crate::work_id::WorkId;
+
+pub use self::port::{ListenAtError, PortId, PreparedPort, Recipient};
+use self::port::{Passed, ReactorPort};
 
 /// In one poll of so many, messages of other threads, connections and descriptors come first: completions alone could keep a thread busy.
 const OTHERS_EVERY: u32 = 16;
@@ -92,11 +95,16 @@ pub enum ConnectionEnd {
 /// A peer's request for a connection.
 #[derive(Debug)]
 pub struct Request {
-    port: usize,
+    port: PortId,
     request: ConnectionRequest,
 }
 
 impl Request {
+    /// Returns the port at which it has arrived.
+    pub fn port(&self) -> PortId {
+        self.port
+    }
+
     /// Returns the peer's address.
     pub fn peer(&self) -> IpAddr {
         self.request.peer()
@@ -128,7 +136,7 @@ impl Request {
 pub struct AcceptOptions<'a> {
     /// Sizes of its queues. Those of the reactor are the largest that a connection can have.
     pub sizes: Sizes,
-    /// Protection domain, of the device of the request ([`Reactor::device_of`]). Connections in one domain may use the same registered
+    /// Protection domain, of the device of the port at which the request has arrived ([`Request::port`]). Connections in one domain may use the same registered
     /// memory. A peer that has the key of memory with remote rights reaches it through any of them, so such memory must not be there.
     /// `None`: a domain of its own.
     pub pd: Option<&'a ProtectionDomain>,
@@ -149,39 +157,13 @@ pub enum ConnectionError {
     Establish(#[from] EstablishError),
 }
 
-/// A listener, or a device at which connections begin, and the completion queues of these connections.
-#[derive(Debug)]
-struct ReactorPort {
-    device: Device,
-    queues: PortQueues,
-    /// Set if this thread has the place of the device's engine, or had it when it waited last.
-    in_place: bool,
-    receives: Option<Arc<SharedReceives>>,
-    /// Closed connections until the completion of [`WorkId::Last`]: only then are all shared receives that they have taken posted again.
-    closed: HashMap<Qpn, Established>,
-    /// Set if it is for connections that are accepted.
-    accepts: bool,
-    listener: Option<Listener>,
-    /// Set if requests may wait at the listener.
-    has_requests: bool,
-    /// Requests that another reactor has passed on, and that wait for the place of a closed connection.
-    delayed: VecDeque<ConnectionRequest>,
-    /// Reactors that take requests in turn with this one, and the port of each.
-    takers: Vec<(Mailbox<Request>, usize)>,
-    next_taker: usize,
-    /// Attempts, too, and connections that linger or were closed.
-    connections: usize,
-    /// Those of them in [`Stage::Ending`].
-    ending: usize,
-}
-
 /// An established connection.
 // The fields are in the order in which they must be dropped.
 #[derive(Debug)]
 struct Established {
     link: MessageConnection,
     cq: CompletionQueue,
-    port: usize,
+    port: PortId,
     watched: bool,
     stage: Stage,
     /// Set if it is among those that hold messages.
@@ -204,7 +186,7 @@ enum Stage {
 struct Attempt {
     pending: PendingConnection,
     cq: CompletionQueue,
-    port: usize,
+    port: PortId,
     watched: bool,
 }
 
@@ -219,9 +201,11 @@ pub struct Reactor<M> {
     lingering: VecDeque<(Instant, Established)>,
     connections: HashMap<ConnectionId, Established>,
     attempts: HashMap<ConnectionId, Attempt>,
-    by_qpn: HashMap<(usize, Qpn), ConnectionId>,
+    by_qpn: HashMap<(PortId, Qpn), ConnectionId>,
     connections_so_far: u64,
     ports: Vec<ReactorPort>,
+    /// Number of ports that were removed, and still have connections.
+    leaving: usize,
     /// The port to poll next.
     next_port: usize,
     /// Set if peers are to be probed, once the completions that had come when that was due are polled.
@@ -240,8 +224,8 @@ pub struct Reactor<M> {
     mailbox: Mailbox<M>,
     inbox: Inbox<M>,
     /// Requests that another reactor passes on to this one.
-    passing: Mailbox<Request>,
-    passed: Inbox<Request>,
+    passing: Mailbox<Passed>,
+    passed: Inbox<Passed>,
     waiting: Waiting,
 }
 
@@ -262,6 +246,7 @@ impl<M> Reactor<M> {
             by_qpn: HashMap::new(),
             connections_so_far: 0,
             ports: Vec::new(),
+            leaving: 0,
             next_port: 0,
             probes: false,
             polls: 0,
@@ -282,21 +267,11 @@ impl<M> Reactor<M> {
 
     /// Listens on a port of a device.
     pub fn listen(&mut self, device: &Device, port: u16) -> Result<(), ListenAtError> {
-        self.listen_at(device, port, None)
+        Reactor::listen_together(std::slice::from_mut(self), device, port)
     }
 
-    /// Listens, with completion queues of a pool that several reactors share, or else of its own.
-    fn listen_at(&mut self, device: &Device, port: u16, seat: Option<Seat>) -> Result<(), ListenAtError> {
-        let listener = device.listen(port)?;
-        let at = self.add_port(device, true, seat)?;
-        listener.notify(&self.news, at as u64);
-        self.ports[at].listener = Some(listener);
-        Ok(())
-    }
-
-    /// Listens on a port of a device with several reactors, one for each thread of a service: requests for connections are spread over them. If
-    /// the device can have engines ([`Device::open_engine`]), each reactor listens on an engine of its own, which it does not share with the
-    /// others on the path of data. If not, the first reactor passes requests on to each in turn. After an error, none listens.
+    /// Listens on a port of a device with several reactors, one for each thread of a service, as [`PreparedPort::listen`] does. After an error,
+    /// none listens.
     ///
     /// ```no_run
     /// # use rdmux_runtime::{Limits, Reactor, Sizes};
@@ -316,126 +291,88 @@ impl<M> Reactor<M> {
         device: &Device,
         port: u16,
     ) -> Result<(), ListenAtError> {
-        let before: Vec<usize> = reactors.iter().map(|reactor| reactor.ports.len()).collect();
-        let listened = Reactor::try_listen_together(reactors, device, port);
-        if listened.is_err() {
-            for (reactor, ports) in reactors.iter_mut().zip(before) {
-                reactor.ports.truncate(ports);
-            }
-        }
-        listened
-    }
-
-    fn try_listen_together(
-        reactors: &mut [Reactor<M>],
-        device: &Device,
-        port: u16,
-    ) -> Result<(), ListenAtError> {
-        let mut engines = Vec::new();
-        for _ in 1..reactors.len() {
-            match device.open_engine() {
-                Ok(engine) => engines.push(engine),
-                Err(OpenError::Unsupported(_)) => engines.push(device.clone()),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        let size = reactors.iter().map(Reactor::completions_max).max();
-        let common = reactors.iter().map(Reactor::receives_in_common).max();
-        let Some((first, others)) = reactors.split_first_mut() else {
+        let recipients: Vec<Recipient> = reactors.iter().map(Reactor::recipient).collect();
+        let Some(sizes) = reactors.first().map(|first| first.sizes) else {
             return Ok(());
         };
-        let vectors = [device].into_iter().chain(&engines).cloned().collect();
-        let [size, common] = [size, common].map(|nr| nr.unwrap_or(0) as u32);
-        let pool = CqPool::with_common(vectors, size, common);
-        let seat = |vector| {
-            Some(Seat {
-                pool: pool.clone(),
-                vector,
-            })
-        };
-        first.listen_at(device, port, seat(0))?;
-        for ((other, engine), vector) in others.iter_mut().zip(&engines).zip(1..) {
-            match engine.is(device) {
-                false => other.listen_at(engine, port, seat(vector))?,
-                true => first.pass_with(other, seat(vector))?,
-            }
+        let prepared = PreparedPort::listen(&recipients, device, port, &sizes)?;
+        for (reactor, prepared) in reactors.iter_mut().zip(prepared) {
+            reactor.add_port(prepared);
         }
         Ok(())
     }
 
-    /// Passes requests that arrive at the last port on to another reactor as well, in turn.
+    /// Returns what other threads need to prepare ports for it.
+    pub fn recipient(&self) -> Recipient {
+        Recipient {
+            passing: self.passing.clone(),
+            limits: self.limits,
+        }
+    }
+
+    /// Listens at a port that was prepared for this reactor. Of several reactors that listen together the first one has its part last: it may
+    /// pass requests on to the others.
+    pub fn add_port(&mut self, PreparedPort(port): PreparedPort) {
+        if let Some(listener) = &port.listener {
+            listener.notify(&self.news, port.id.0);
+        }
+        self.ports.push(port);
+    }
+
+    /// Has a prepared port accept connections in place of another one of the same device, whose connections stay. Returns false, and drops the
+    /// prepared one, if there is no such port.
+    pub fn renew_port(&mut self, id: PortId, PreparedPort(mut port): PreparedPort) -> bool {
+        let Some(old) = self.port(id).filter(|old| old.accepts && !old.leaves) else {
+            return false;
+        };
+        port.service = old.service;
+        port.listener = old.listener.take();
+        port.delayed = std::mem::take(&mut old.delayed);
+        // What the registration of the listener reports from here on, it reports of the new port.
+        port.has_requests = port.listener.is_some();
+        self.add_port(PreparedPort(port));
+        self.remove_port(id)
+    }
+
+    /// Accepts no more connections at a port. Those that there are stay, and the port goes with the last one of them. Returns false if there
+    /// is no such port.
+    pub fn remove_port(&mut self, id: PortId) -> bool {
+        let Some(port) = self.port(id).filter(|port| port.accepts && !port.leaves) else {
+            return false;
+        };
+        port.leave();
+        self.leaving += 1;
+        self.drop_left();
+        true
+    }
+
+    /// Drops ports that were left, and have no connection any more.
+    fn drop_left(&mut self) {
+        if self.leaving > 0 {
+            self.ports.retain(|port| !port.leaves || port.connections > 0);
+            self.leaving = self.ports.iter().filter(|port| port.leaves).count();
+        }
+    }
+
+    fn port(&mut self, id: PortId) -> Option<&mut ReactorPort> {
+        self.ports.iter_mut().find(|port| port.id == id)
+    }
+
+    /// Has one more reactor take requests that arrive at the last port, in turn.
     #[cfg(test)]
     pub(crate) fn pass_to(&mut self, other: &mut Reactor<M>) -> Result<(), EstablishError> {
-        self.pass_with(other, None)
-    }
-
-    fn pass_with(&mut self, other: &mut Reactor<M>, seat: Option<Seat>) -> Result<(), EstablishError> {
         if let Some(port) = self.ports.last_mut() {
-            let taker = other.add_port(&port.device, true, seat)?;
-            port.takers.push((other.passing.clone(), taker));
+            let mut taker = ReactorPort::new(&port.device, true, None, &other.sizes, &other.limits)?;
+            taker.service = port.service;
+            port.takers.push(other.passing.clone());
+            other.add_port(PreparedPort(taker));
         }
         Ok(())
-    }
-
-    fn add_port(
-        &mut self,
-        device: &Device,
-        accepts: bool,
-        seat: Option<Seat>,
-    ) -> Result<usize, EstablishError> {
-        let connections = self.limits.connections;
-        let shared = self.limits.shared_receives;
-        let shared = shared.filter(|_| accepts && self.sizes.receives > 0);
-        let shared = shared.filter(|_| device.features().contains(Features::SHARED_RECEIVES));
-        let receives = shared.map(|common| SharedReceives::new(device, &self.sizes, common, connections));
-        let receives = receives.transpose()?;
-        let in_common = receives.as_ref().map_or(0, |_| self.receives_in_common() as u32);
-        let queues = match self.limits.queues {
-            Queues::Private => PortQueues::private(device, in_common),
-            Queues::Pool => {
-                let vectors = vec![device.clone()];
-                let of_its_own = || Seat {
-                    pool: CqPool::with_common(vectors, self.completions_max() as u32, in_common),
-                    vector: 0,
-                };
-                let nr = self.sizes.completions() as u32;
-                PortQueues::of_pool(seat.unwrap_or_else(of_its_own), nr)?
-            }
-        };
-        self.ports.push(ReactorPort {
-            device: device.clone(),
-            queues,
-            in_place: false,
-            receives,
-            closed: HashMap::new(),
-            accepts,
-            listener: None,
-            has_requests: false,
-            delayed: VecDeque::new(),
-            takers: Vec::new(),
-            next_taker: 0,
-            connections: 0,
-            ending: 0,
-        });
-        Ok(self.ports.len() - 1)
-    }
-
-    /// Returns the number of receives that connections of one port may share.
-    fn receives_in_common(&self) -> usize {
-        let connections = self.limits.connections;
-        self.limits
-            .shared_receives
-            .map_or(0, |common| common + connections)
-    }
-
-    /// Returns the number of completions that the connections of one port may have at a time.
-    fn completions_max(&self) -> usize {
-        self.limits.connections * self.sizes.completions() + self.receives_in_common()
     }
 
     /// Returns the devices that it listens on, one for each listener.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
-        let listening = self.ports.iter().filter(|port| port.accepts);
+        let listening = self.ports.iter().filter(|port| port.accepts && !port.leaves);
         listening.map(|port| &port.device)
     }
 
@@ -454,8 +391,9 @@ impl<M> Reactor<M> {
             request.refuse(&ConnectionError::TooMany.to_string());
             return Err(ConnectionError::TooMany);
         }
+        let of_port = self.port(request.port).map(|port| port.sizes);
         let options = AcceptOptions {
-            sizes: self.sizes,
+            sizes: of_port.unwrap_or(self.sizes),
             pd: None,
             private_data: &[],
             refusal: &[],
@@ -463,14 +401,11 @@ impl<M> Reactor<M> {
         self.accept_with(request, params, &options)
     }
 
-    /// Returns the device on which a request has arrived.
-    pub fn device_of(&self, request: &Request) -> &Device {
-        &self.ports[request.port].device
-    }
-
     /// Returns whether the listener may have another connection.
     pub fn has_room(&self, request: &Request) -> bool {
-        self.ports[request.port].connections < self.limits.connections
+        let mut ports = self.ports.iter();
+        let port = ports.find(|port| port.id == request.port && !port.leaves);
+        port.is_some_and(|port| port.connections < self.limits.connections)
     }
 
     /// Accepts a request as [`Reactor::accept`] does, with settings of its own. A request that finds no room is refused without private data.
@@ -481,13 +416,12 @@ impl<M> Reactor<M> {
         options: &AcceptOptions<'_>,
     ) -> Result<ConnectionId, ConnectionError> {
         let has_room = self.has_room(&request);
-        let Request { port: at, request } = request;
-        let port = &mut self.ports[at];
-        if !has_room {
+        let Request { port: id, request } = request;
+        let Some(port) = self.port(id).filter(|_| has_room) else {
             request.reject(options.refusal);
             return Err(ConnectionError::TooMany);
-        }
-        let sizes = options.sizes.within(&self.sizes);
+        };
+        let sizes = options.sizes.within(&port.sizes);
         let pd = match options.pd {
             Some(pd) => Ok(pd.clone()),
             None => port.device.alloc_pd().map_err(EstablishError::Create),
@@ -518,9 +452,10 @@ impl<M> Reactor<M> {
                 return Err(error.into());
             }
         };
-        let connection = self.next_connection(at);
+        port.connections += 1;
+        let connection = self.next_connection();
         link.notify(&self.news, CONNECTION | connection.0);
-        self.established(connection, (link, cq), at, false);
+        self.established(connection, (link, cq), id, false);
         Ok(connection)
     }
 
@@ -534,7 +469,11 @@ impl<M> Reactor<M> {
         let begins = |port: &ReactorPort| !port.accepts && port.device.is(device);
         let at = match self.ports.iter().position(begins) {
             Some(at) => at,
-            None => self.add_port(device, false, None)?,
+            None => {
+                let port = ReactorPort::new(device, false, None, &self.sizes, &self.limits)?;
+                self.ports.push(port);
+                self.ports.len() - 1
+            }
         };
         let port = &mut self.ports[at];
         if port.connections >= self.limits.connections {
@@ -550,20 +489,21 @@ impl<M> Reactor<M> {
                 return Err(error.into());
             }
         };
-        let connection = self.next_connection(at);
+        port.connections += 1;
+        let port = port.id;
+        let connection = self.next_connection();
         pending.notify(&self.news, CONNECTION | connection.0);
         let attempt = Attempt {
             pending,
             cq,
-            port: at,
+            port,
             watched: false,
         };
         self.attempts.insert(connection, attempt);
         Ok(connection)
     }
 
-    fn next_connection(&mut self, port: usize) -> ConnectionId {
-        self.ports[port].connections += 1;
+    fn next_connection(&mut self) -> ConnectionId {
         self.connections_so_far += 1;
         ConnectionId(self.connections_so_far)
     }
@@ -572,7 +512,7 @@ impl<M> Reactor<M> {
         &mut self,
         connection: ConnectionId,
         (link, cq): (MessageConnection, CompletionQueue),
-        port: usize,
+        port: PortId,
         watched: bool,
     ) {
         self.by_qpn.insert((port, link.qp().qpn()), connection);
@@ -643,13 +583,16 @@ impl<M> Reactor<M> {
         }) = self.attempts.remove(&connection)
         {
             drop(pending);
-            self.ports[port].freed(cq);
+            self.freed(port, cq);
         }
         let Some(known) = self.connections.remove(&connection) else {
             return;
         };
         self.by_qpn.remove(&(known.port, known.link.qp().qpn()));
-        self.ports[known.port].ending -= usize::from(known.stage == Stage::Ending);
+        let was_ending = known.stage == Stage::Ending;
+        if let Some(port) = self.port(known.port).filter(|_| was_ending) {
+            port.ending -= 1;
+        }
         // One that has not failed would go on taking receives of the others.
         let linger = linger.filter(|_| !known.link.shares_receives() || known.link.qp().error().is_some());
         match linger {
@@ -664,7 +607,9 @@ impl<M> Reactor<M> {
 
     /// Drops a closed connection, which frees its place: if it shares receives, behind the completions of those that it has taken.
     fn dropped(&mut self, known: Established) {
-        let port = &mut self.ports[known.port];
+        let Some(port) = self.port(known.port) else {
+            return;
+        };
         if known.link.shares_receives() {
             known.link.disconnect();
             if known.link.post_empty(WorkId::Last).is_ok() && !known.cq.has_lost(known.link.qp()) {
@@ -677,17 +622,28 @@ impl<M> Reactor<M> {
         port.freed(cq);
     }
 
+    /// Frees the place of an attempt at a port.
+    fn freed(&mut self, port: PortId, cq: CompletionQueue) {
+        if let Some(port) = self.port(port) {
+            port.freed(cq);
+        }
+    }
+
     /// Has the end of a connection reported, unless it was.
     fn report_end(&mut self, connection: ConnectionId, end: ConnectionEnd) {
         let Some(known) = self.connections.get_mut(&connection) else {
             return;
         };
-        match known.stage {
+        let before = std::mem::replace(&mut known.stage, Stage::Ended);
+        let port = known.port;
+        match before {
             Stage::Open => {}
-            Stage::Ending => self.ports[known.port].ending -= 1,
-            Stage::Ended | Stage::Reported => return,
+            Stage::Ending => self.port(port).into_iter().for_each(|port| port.ending -= 1),
+            Stage::Ended | Stage::Reported => {
+                known.stage = before;
+                return;
+            }
         }
-        known.stage = Stage::Ended;
         self.ended.push_back((connection, end));
     }
 
@@ -790,8 +746,8 @@ impl<M> Reactor<M> {
     fn poll_news(&mut self) -> Option<ReactorEvent<M>> {
         while let Some(token) = self.news.poll() {
             if token & CONNECTION == 0 {
-                // Of the ports, those are gone that could not listen together with others.
-                if let Some(port) = self.ports.get_mut(token as usize) {
+                // A port that was removed may be gone.
+                if let Some(port) = self.port(PortId(token)) {
                     port.has_requests = true;
                 }
                 continue;
@@ -811,14 +767,20 @@ impl<M> Reactor<M> {
             if !self.awaits_place(at)
                 && let Some(request) = self.ports[at].delayed.pop_front()
             {
-                return Some(Request { port: at, request });
+                let port = self.ports[at].id;
+                return Some(Request { port, request });
             }
         }
-        while let Some(passed) = self.passed.take() {
-            if !self.awaits_place(passed.port) {
-                return Some(passed);
+        while let Some(Passed { service, request }) = self.passed.take() {
+            let takes = |port: &ReactorPort| port.service == service && !port.leaves;
+            // Otherwise the port was removed: the request is refused.
+            if let Some(at) = self.ports.iter().position(takes) {
+                if !self.awaits_place(at) {
+                    let port = self.ports[at].id;
+                    return Some(Request { port, request });
+                }
+                self.ports[at].delayed.push_back(request);
             }
-            self.ports[passed.port].delayed.push_back(passed.request);
         }
         None
     }
@@ -831,8 +793,9 @@ impl<M> Reactor<M> {
                 let listener = port.listener.as_ref();
                 match listener.and_then(|listener| listener.accept(Duration::ZERO)) {
                     Some(request) => {
-                        if let Some(request) = port.pass(Request { port: at, request }) {
-                            return Some(request);
+                        let id = port.id;
+                        if let Some(request) = port.pass(request) {
+                            return Some(Request { port: id, request });
                         }
                     }
                     None => port.has_requests = false,
@@ -866,7 +829,7 @@ impl<M> Reactor<M> {
             }
             Err(error) => {
                 drop(pending);
-                self.ports[port].freed(cq);
+                self.freed(port, cq);
                 Err(error)
             }
         })
@@ -874,7 +837,7 @@ impl<M> Reactor<M> {
 
     fn completed(&mut self, at: usize, wc: &WorkCompletion) -> Option<ReactorEvent<M>> {
         let port = &mut self.ports[at];
-        let connection = self.by_qpn.get(&(at, wc.qpn)).copied();
+        let connection = self.by_qpn.get(&(port.id, wc.qpn)).copied();
         let id = WorkId::from(wc.wr_id);
         match (id, &port.receives) {
             (WorkId::Last, _) => {
@@ -934,7 +897,8 @@ impl<M> Reactor<M> {
         // A queue that has lost a completion has none for the marker.
         if known.link.post_empty(WorkId::End).is_ok() && !known.cq.has_lost(known.link.qp()) {
             known.stage = Stage::Ending;
-            self.ports[known.port].ending += 1;
+            let port = known.port;
+            self.port(port).into_iter().for_each(|port| port.ending += 1);
         } else {
             self.report_end(connection, end);
         }
@@ -967,8 +931,8 @@ impl<M> Reactor<M> {
         if self.keepalive.is_due(now, !self.connections.is_empty()) {
             self.probes = true;
             // Peers may keep completions coming. No more than so many came before now.
-            let completions = self.completions_max();
             for port in &mut self.ports {
+                let completions = self.limits.completions_max(&port.sizes);
                 port.queues.poll_before_probes(completions);
             }
         }
@@ -977,6 +941,7 @@ impl<M> Reactor<M> {
         {
             self.dropped(known);
         }
+        self.drop_left();
         let lingering = self.lingering.front().map(|(until, _)| *until);
         lingering.into_iter().chain(self.keepalive.next()).min()
     }
@@ -1148,59 +1113,6 @@ enum Woken {
     Any,
     /// They have not: messages of other threads and descriptors may have.
     Others,
-}
-
-impl ReactorPort {
-    /// Frees the place of a connection whose queue pair is gone, or of an attempt.
-    fn freed(&mut self, cq: CompletionQueue) {
-        self.connections -= 1;
-        self.left(&cq);
-    }
-
-    /// Notes that a queue pair that used a queue is gone.
-    fn left(&mut self, cq: &CompletionQueue) {
-        if !self.queues.leave(cq) {
-            return;
-        }
-        // Nobody polls it any more.
-        while let Some(wc) = cq.poll() {
-            if let (WorkId::Receive(index), Some(receives)) = (WorkId::from(wc.wr_id), &self.receives) {
-                receives.repost(index);
-            }
-        }
-    }
-
-    /// Returns a request that arrived at this port, or passes it on if another reactor is the next to take one.
-    fn pass(&mut self, mut request: Request) -> Option<Request> {
-        let own = request.port;
-        loop {
-            let next = self.next_taker;
-            self.next_taker = (next + 1) % (self.takers.len() + 1);
-            let Some((taker, port)) = next.checked_sub(1).and_then(|at| self.takers.get(at)) else {
-                request.port = own;
-                return Some(request);
-            };
-            request.port = *port;
-            request = taker.pass(request)?;
-            // The reactor is gone: the one after it takes the request.
-            self.takers.remove(next - 1);
-            self.next_taker = next % (self.takers.len() + 1);
-        }
-    }
-}
-
-/// Why a reactor does not listen.
-#[derive(Debug, thiserror::Error)]
-pub enum ListenAtError {
-    /// The port cannot be listened on.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// Another engine of the device does not open.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// There is no completion queue, or there are no receives, for its connections.
-    #[error(transparent)]
-    Establish(#[from] EstablishError),
 }
 
 #[cfg(test)]

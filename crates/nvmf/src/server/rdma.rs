@@ -1,15 +1,19 @@
 //! The connections of NVMe/RDMA.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::{
-    AcceptOptions, Buffer, Completed, ConnectionEnd, ConnectionId, MessageConnection, Reactor, Request,
-    SIGNAL_EVERY, SendSlot, Sizes,
+    AcceptOptions, Buffer, Completed, ConnectionEnd, ConnectionId, EstablishError, ListenAtError,
+    MessageConnection, PortId, PreparedPort, Recipient, Request, SIGNAL_EVERY, SendSlot, Sizes,
 };
-use rdmux_verbs::{Access, ConnectParams, Device, Features, Memory as _, Operation, Status as WorkStatus};
+use rdmux_verbs::{
+    Access, ConnectParams, Device, Features, ListenError, Memory as _, Operation, Status as WorkStatus,
+};
 use rdmux_wire::nvme::{CQE_LEN, Cqe, SQE_LEN, Status};
 use rdmux_wire::nvme_rdma::{self, Accept, Reject};
 
@@ -81,18 +85,22 @@ impl From<Mail> for super::Mail {
     }
 }
 
-/// A device, and what the connections of a reactor have there in common.
+/// A listener, or one that has gone and still has connections, and what the connections of a reactor have there in common.
 #[derive(Debug)]
 struct RdmaPort {
+    at: SocketAddr,
     device: Device,
     slab: Slab,
     invalidates: Arc<Invalidates>,
     properties: Port,
+    /// Connections are accepted.
+    listens: bool,
+    connections: usize,
 }
 
 /// SEND with invalidate, at one device: whether it declares that, and has not failed it yet.
 #[derive(Debug)]
-pub(super) struct Invalidates(AtomicBool);
+struct Invalidates(AtomicBool);
 
 impl Invalidates {
     fn get(&self) -> bool {
@@ -100,47 +108,68 @@ impl Invalidates {
     }
 }
 
-/// A device that is listened on.
-#[derive(Clone, Debug)]
-pub(super) struct Opened {
-    device: Device,
-    invalidates: Arc<Invalidates>,
-    properties: Port,
+/// A reactor's part of a listener.
+#[derive(Debug)]
+pub(super) struct Part {
+    prepared: PreparedPort,
+    port: RdmaPort,
 }
 
-/// Listens on an address with all reactors.
+/// Listens on an address for all reactors, each of which gets a part; `known`: the device, if one of them has it.
 pub(super) fn listen(
-    reactors: &mut [Reactor<super::Mail>],
-    opened: &mut Vec<Opened>,
+    recipients: &[Recipient],
+    known: Option<Device>,
     listen: &Listen,
     options: rdmux_verbs::Options,
-) -> Result<(), ServeError> {
+) -> Result<Vec<Part>, ServeError> {
     let address = listen.listener.address;
-    let known = opened.iter().find(|known| known.device.address() == address.ip());
-    let device = match known {
-        Some(known) => known.device.clone(),
-        None => {
-            let device = Device::open_with(address.ip(), options);
-            let device = device.map_err(|source| ServeError::Open { address, source })?;
-            let invalidates = device.features().contains(Features::SEND_INVALIDATE);
-            opened.push(Opened {
-                device: device.clone(),
-                invalidates: Arc::new(Invalidates(AtomicBool::new(invalidates))),
-                properties: rdma::port(listen.in_capsule_bytes),
-            });
-            device
-        }
+    let device = known.map_or_else(|| Device::open_with(address.ip(), options), Ok);
+    let device = device.map_err(|source| ServeError::Open { address, source })?;
+    let sizes = sizes_max(listen.in_capsule_bytes);
+    PreparedPort::listen(recipients, &device, address.port(), &sizes)
+        .and_then(|prepared| Ok(parts(prepared, listen)?))
+        .map_err(|source| ServeError::ListenRdma { address, source })
+}
+
+/// Prepares other settings of a listener whose parts are on these devices.
+pub(super) fn renewal(
+    recipients: &[Recipient],
+    devices: &[Device],
+    listen: &Listen,
+) -> Result<Vec<Part>, ServeError> {
+    let address = listen.listener.address;
+    PreparedPort::renewal(recipients, devices, &sizes_max(listen.in_capsule_bytes))
+        .and_then(|prepared| parts(prepared, listen))
+        .map_err(ListenAtError::from)
+        .map_err(|source| ServeError::ListenRdma { address, source })
+}
+
+fn parts(prepared: Vec<PreparedPort>, listen: &Listen) -> Result<Vec<Part>, EstablishError> {
+    let first = prepared.first().map(PreparedPort::device);
+    let invalidates = first.is_some_and(|device| device.features().contains(Features::SEND_INVALIDATE));
+    let invalidates = Arc::new(Invalidates(AtomicBool::new(invalidates)));
+    let part = |prepared: PreparedPort| {
+        let device = prepared.device().clone();
+        let port = RdmaPort {
+            at: listen.listener.address,
+            // The host reaches nothing of the target.
+            slab: Slab::new(device.alloc_pd()?, Access::LOCAL_WRITE),
+            device,
+            invalidates: invalidates.clone(),
+            properties: rdma::port(listen.in_capsule_bytes),
+            listens: true,
+            connections: 0,
+        };
+        Ok(Part { prepared, port })
     };
-    let listened = Reactor::listen_together(reactors, &device, address.port());
-    listened.map_err(|source| ServeError::ListenRdma { address, source })
+    prepared.into_iter().map(part).collect()
 }
 
 /// The connections of a reactor.
 #[derive(Debug)]
 pub(super) struct Rdma {
-    opened: Vec<Opened>,
     connections: HashMap<ConnectionId, Served>,
-    ports: Vec<RdmaPort>,
+    ports: BTreeMap<PortId, RdmaPort>,
     buffers: Buffers,
     budget: Budget,
 }
@@ -156,7 +185,7 @@ struct Budget {
 #[derive(Debug)]
 struct Served {
     connection: Connection,
-    port: usize,
+    port: PortId,
     /// By the slot of the response, as far as slots were used.
     places: Vec<Place>,
     /// Bytes of buffers of its commands.
@@ -195,12 +224,11 @@ struct Place {
 /// The connection accepts nothing more, or there is no memory for it.
 struct Broken;
 
-impl Rdma {
-    pub(super) fn new(opened: Vec<Opened>) -> Rdma {
+impl Default for Rdma {
+    fn default() -> Rdma {
         Rdma {
-            opened,
             connections: HashMap::new(),
-            ports: Vec::new(),
+            ports: BTreeMap::new(),
             buffers: Buffers::default(),
             budget: Budget {
                 left: BUFFERED_MAX,
@@ -208,13 +236,84 @@ impl Rdma {
             },
         }
     }
+}
+
+impl Rdma {
+    /// Returns the device for another listener, if connections have come by its address or may come.
+    ///
+    /// # Errors
+    /// It listens there.
+    pub(super) fn device_for(&self, at: SocketAddr) -> Result<Option<Device>, ServeError> {
+        if self.listener(at).is_some() {
+            let source = ListenError::Io(io::ErrorKind::AddrInUse.into()).into();
+            return Err(ServeError::ListenRdma { address: at, source });
+        }
+        let address = at.ip().to_canonical();
+        let mut ports = self.ports.values();
+        let port = ports.find(|port| port.device.address() == address);
+        Ok(port.map(|port| port.device.clone()))
+    }
+
+    /// Returns the device, or engine of a device, on which this reactor listens at an address.
+    pub(super) fn listens_on(&self, at: SocketAddr) -> Option<Device> {
+        let id = self.listener(at)?;
+        self.ports.get(&id).map(|port| port.device.clone())
+    }
+
+    fn listener(&self, at: SocketAddr) -> Option<PortId> {
+        let mut ports = self.ports.iter();
+        let found = ports.find(|(_, port)| port.listens && port.at == at);
+        found.map(|(id, _)| *id)
+    }
+
+    /// Accepts connections at another listener, or in place of one at that address, whose connections stay.
+    pub(super) fn listen(&mut self, core: &mut Core, Part { prepared, mut port }: Part) {
+        let id = prepared.id();
+        match self.listener(port.at) {
+            Some(old) => {
+                core.reactor.renew_port(old, prepared);
+                if let Some(old) = self.ports.get(&old) {
+                    port.invalidates = old.invalidates.clone();
+                }
+                self.leave(old);
+            }
+            None => core.reactor.add_port(prepared),
+        }
+        self.ports.insert(id, port);
+    }
+
+    /// Listens no more at an address. Returns false if it did not.
+    pub(super) fn stop_listening(&mut self, core: &mut Core, at: SocketAddr) -> bool {
+        let Some(id) = self.listener(at) else {
+            return false;
+        };
+        core.reactor.remove_port(id);
+        self.leave(id);
+        true
+    }
+
+    /// Has a port go with its last connection.
+    fn leave(&mut self, id: PortId) {
+        if let Some(port) = self.ports.get_mut(&id) {
+            port.listens = false;
+        }
+        self.drop_unused(id);
+    }
+
+    fn drop_unused(&mut self, id: PortId) {
+        let port = self.ports.get(&id);
+        if port.is_some_and(|port| !port.listens && port.connections == 0) {
+            self.ports.remove(&id);
+        }
+    }
 
     /// Accepts a host's request for a queue, or rejects it with the reason.
     pub(super) fn handle_request(&mut self, core: &mut Core, request: Request, now: Instant) {
-        let Some(port) = self.port_of(core.reactor.device_of(&request)) else {
+        let id_of_port = request.port();
+        let Some(port) = self.ports.get_mut(&id_of_port) else {
             return request.refuse_with(&Reject::Resources.emit());
         };
-        let properties = self.ports[port].properties;
+        let properties = port.properties;
         let checked = nvme_rdma::Request::parse(request.private_data()).and_then(|asked| {
             rdma::check(&asked, request.remote().responder_resources > 0, &properties)?;
             match core.reactor.has_room(&request) {
@@ -233,7 +332,6 @@ impl Rdma {
             properties.in_capsule_max
         };
         let sizes = sizes(entries.into(), SQE_LEN + in_capsule as usize);
-        let device = &self.ports[port].device;
         let params = ConnectParams {
             // The host reaches nothing of the target: the target reaches its memory.
             access: Access::LOCAL_WRITE,
@@ -246,39 +344,20 @@ impl Rdma {
         };
         let options = AcceptOptions {
             sizes,
-            pd: Some(self.ports[port].slab.pd()),
+            pd: Some(port.slab.pd()),
             private_data: &Accept { receives: entries }.emit(),
             refusal: &Reject::Resources.emit(),
         };
-        let local = device.address();
+        let local = port.device.address();
         let Ok(id) = core.reactor.accept_with(request, &params, &options) else {
             return;
         };
         let places = sizes.answers;
         let connection = Connection::new(core.target.clone(), properties, asked, places, local, now);
-        let served = Served::new(connection, port, now);
+        port.connections += 1;
+        let served = Served::new(connection, id_of_port, now);
         self.connections.insert(id, served);
         core.look_by(now + LOOK_EVERY);
-    }
-
-    /// Returns the number of the port of a device: each engine of it is one of its own.
-    fn port_of(&mut self, device: &Device) -> Option<usize> {
-        if let Some(known) = self.ports.iter().position(|port| port.device.is(device)) {
-            return Some(known);
-        }
-        let pd = device.alloc_pd().ok()?;
-        let opened = &self.opened;
-        let opened = opened
-            .iter()
-            .find(|opened| opened.device.address() == device.address())?;
-        self.ports.push(RdmaPort {
-            device: device.clone(),
-            // The host reaches nothing of the target.
-            slab: Slab::new(pd, Access::LOCAL_WRITE),
-            invalidates: opened.invalidates.clone(),
-            properties: opened.properties,
-        });
-        Some(self.ports.len() - 1)
     }
 
     pub(super) fn handle_completed(
@@ -289,6 +368,9 @@ impl Rdma {
         now: Instant,
     ) {
         let Some(served) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let Some(port) = self.ports.get_mut(&served.port) else {
             return;
         };
         match completed {
@@ -316,7 +398,7 @@ impl Rdma {
                     let _ = registered.memory().read(0, bytes);
                 };
                 served.connection.fetched(place as u16, copy, now);
-                self.ports[served.port].slab.give(registered);
+                port.slab.give(registered);
             }
             Completed::Sent(slot) => {
                 let Some(link) = core.reactor.connection(id) else {
@@ -324,7 +406,7 @@ impl Rdma {
                 };
                 let mut sent = Some(slot);
                 while let Some(slot) = sent {
-                    served.free(slot, &mut self.ports[served.port], &mut self.budget, now);
+                    served.free(slot, port, &mut self.budget, now);
                     link.give_back(slot);
                     sent = link.poll_sent();
                 }
@@ -371,12 +453,10 @@ impl Rdma {
         if let Some(served) = self.connections.get(&id)
             && served.has_invalidated
             && end == ConnectionEnd::Failed(WorkStatus::LocalQpOperation)
+            && let Some(port) = self.ports.get(&served.port)
         {
             // The device has declared more than it can do. The host connects again, and gets plain SENDs.
-            self.ports[served.port]
-                .invalidates
-                .0
-                .store(false, Ordering::Relaxed);
+            port.invalidates.0.store(false, Ordering::Relaxed);
         }
         self.close(core, id);
         self.feed(core, now);
@@ -459,7 +539,10 @@ impl Rdma {
         let Some(served) = self.connections.get_mut(&id) else {
             return;
         };
-        let (port, buffers) = (&mut self.ports[served.port], &mut self.buffers);
+        let Some(port) = self.ports.get_mut(&served.port) else {
+            return;
+        };
+        let buffers = &mut self.buffers;
         served.connection.resume(now);
         let mut left = TURN_BYTES;
         let mut is_broken = false;
@@ -530,15 +613,20 @@ impl Rdma {
         };
         // Buffers of operations that have not completed are not used again: they end here. Those of I/Os end when these do.
         self.budget.left += served.buffered - served.at_media;
+        let port = served.port;
+        if let Some(port) = self.ports.get_mut(&port) {
+            port.connections -= 1;
+        }
         if served.connection.has_io_queues() {
             drop(served);
             core.tell_of_change();
         }
+        self.drop_unused(port);
     }
 }
 
 impl Served {
-    fn new(connection: Connection, port: usize, now: Instant) -> Served {
+    fn new(connection: Connection, port: PortId, now: Instant) -> Served {
         Served {
             connection,
             port,
@@ -759,7 +847,7 @@ impl Served {
 mod tests {
     use std::time::Duration;
 
-    use rdmux_runtime::{Limits, Queues};
+    use rdmux_runtime::{Limits, Queues, Reactor};
     use rdmux_wire::nvme::TransportKind;
 
     use super::super::ServerReactor;
@@ -768,8 +856,8 @@ mod tests {
 
     const ADDRESS: &str = "127.0.32.1:4420";
 
-    /// Returns a reactor that listens on a device, and the port of that.
-    fn listening(address: &str) -> (ServerReactor, usize) {
+    /// Returns a reactor that listens on a device, and its port there.
+    fn listening(address: &str) -> (ServerReactor, PortId) {
         rdmux_soft::register();
         let limits = Limits {
             connections: 1,
@@ -777,26 +865,23 @@ mod tests {
             shared_receives: None,
             queues: Queues::Pool,
         };
-        let sizes = sizes_max(IN_CAPSULE_DEFAULT);
-        let mut reactor = Reactor::new(sizes, limits, None).unwrap();
-        let mut opened = Vec::new();
+        let reactor = Reactor::new(sizes_max(IN_CAPSULE_DEFAULT), limits, None).unwrap();
         let listener = Listener {
             transport: TransportKind::Rdma,
             address: address.parse().unwrap(),
         };
         let options = rdmux_verbs::Options::default();
-        let reactors = std::slice::from_mut(&mut reactor);
-        listen(reactors, &mut opened, &listener.into(), options).unwrap();
-        let target = Arc::new(Target::default());
-        let rdma = Rdma::new(opened.clone());
+        let mut parts = listen(&[reactor.recipient()], None, &listener.into(), options).unwrap();
         let mailboxes = vec![reactor.mailbox()];
-        let mut own = ServerReactor::new(reactor, rdma, target, mailboxes);
-        let port = own.rdma.port_of(&opened[0].device).unwrap();
+        let mut own = ServerReactor::new(reactor, Arc::new(Target::default()), mailboxes);
+        let part = parts.remove(0);
+        let port = part.prepared.id();
+        own.rdma.listen(&mut own.core, part);
         (own, port)
     }
 
     /// Has a reactor serve a connection.
-    fn serve(own: &mut ServerReactor, port: usize, now: Instant) -> (ConnectionId, &mut Served) {
+    fn serve(own: &mut ServerReactor, id_of_port: PortId, now: Instant) -> (ConnectionId, &mut Served) {
         let asked = nvme_rdma::Request {
             qid: 0,
             receives: 32,
@@ -804,9 +889,11 @@ mod tests {
             cntlid: 0,
         };
         let id = ConnectionId(1);
-        let local = own.rdma.ports[port].device.address();
+        let port = own.rdma.ports.get_mut(&id_of_port).unwrap();
+        port.connections += 1;
+        let local = port.device.address();
         let connection = Connection::new(own.core.target.clone(), rdma::port(0), asked, 1, local, now);
-        let served = Served::new(connection, port, now);
+        let served = Served::new(connection, id_of_port, now);
         (id, own.rdma.connections.entry(id).insert_entry(served).into_mut())
     }
 
@@ -820,7 +907,7 @@ mod tests {
             own.rdma
                 .handle_ended(&mut own.core, id, ConnectionEnd::Failed(end), now);
             assert!(own.rdma.connections.is_empty());
-            own.rdma.ports[port].invalidates.get()
+            own.rdma.ports[&port].invalidates.get()
         };
         assert!(end(true, WorkStatus::RetryExceeded));
         assert!(end(false, WorkStatus::LocalQpOperation));

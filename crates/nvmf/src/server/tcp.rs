@@ -111,6 +111,16 @@ impl Tcp {
         true
     }
 
+    /// Has connections that come to a listener have other settings. Returns false if it does not listen there.
+    pub(super) fn set(&mut self, listen: &Listen) -> bool {
+        let address = listen.listener.address;
+        let mut listeners = self.listeners.values_mut();
+        let found = listeners.find(|(listener, _)| listener.local_addr().is_ok_and(|own| own == address));
+        let is_there = found.is_some();
+        found.into_iter().for_each(|(_, known)| *known = *listen);
+        is_there
+    }
+
     /// Returns when to call [`Tcp::accept_again`].
     pub(super) fn accepts_again(&self) -> Option<Instant> {
         self.accepts_again

@@ -704,7 +704,13 @@ impl Target {
 
     /// Has the discovery service report a way to all subsystems, which may require TLS.
     pub(crate) fn add_way(&self, listener: Listener, tls: bool) {
-        self.listeners.lock().push((listener, tls));
+        let mut listeners = self.listeners.lock();
+        match listeners.iter_mut().find(|(known, _)| *known == listener) {
+            Some((_, known)) if *known == tls => return,
+            Some((_, known)) => *known = tls,
+            None => listeners.push((listener, tls)),
+        }
+        drop(listeners);
         self.generation.fetch_add(1, Ordering::Release);
     }
 

@@ -143,26 +143,26 @@ enum ListenerCommand {
         after_help = "JSON: an array of trtype, adrfam, traddr, trsvcid, in_capsule_data_size (bytes), secure_channel (true: TLS)."
     )]
     List(At),
-    /// Listen on another address of TCP.
+    /// Listen on another address.
     #[command(after_help = "JSON: result (trtype, adrfam, traddr, trsvcid).")]
     Add {
         /// The address.
-        #[arg(value_name = "tcp:ADDR[:PORT]", value_parser = parse_listener)]
+        #[arg(value_name = "tcp|rdma:ADDR[:PORT]", value_parser = parse_listener)]
         listener: Listener,
-        /// Bytes of data that come with a write, in its capsule, before they are asked for: a multiple of 16, at most 16K [default: 16K].
+        /// Bytes of data that come with a write, in its capsule, before they are asked for: a multiple of 16, at most 16K [default: 16K by TCP, 4K by RDMA].
         #[arg(long, value_name = "BYTES", value_parser = parse_in_capsule)]
         in_capsule_bytes: Option<u32>,
-        /// Require TLS 1.3.
+        /// Require TLS 1.3, by TCP alone.
         #[arg(long)]
         tls: bool,
         #[command(flatten)]
         at: At,
     },
-    /// Listen no more on an address of TCP. Hosts that have come by it stay.
+    /// Listen no more on an address. Hosts that have come by it stay.
     #[command(after_help = "JSON: result (true).")]
     Remove {
         /// The address.
-        #[arg(value_name = "tcp:ADDR[:PORT]", value_parser = parse_listener)]
+        #[arg(value_name = "tcp|rdma:ADDR[:PORT]", value_parser = parse_listener)]
         listener: Listener,
         #[command(flatten)]
         at: At,

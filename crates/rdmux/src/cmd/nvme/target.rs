@@ -30,7 +30,7 @@ use crate::{metrics, signals};
 #[command(after_help = "\
 JSON: one object when the target listens: listen (array of transport, address, port, tls), subsystems (array of nqn, serial, secret_file and psk_file (null: no host needs the
 common one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
-mdns (array of the listeners that it announces: tcp:ADDR:PORT; or null), socket (of requests that change it, or null).")]
+mdns (array of the listeners that it announces: tcp:ADDR:PORT or rdma:ADDR:PORT; or null), socket (of requests that change it, or null).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
     /// may be repeated. The namespaces are numbered from 1. `block=4096` sets the bytes of a block, `ro` refuses writes, `uuid=` replaces the
@@ -69,7 +69,7 @@ pub(crate) struct Args {
     /// Let every host that reaches the address read and write, without a secret.
     #[arg(long)]
     allow_any_host: bool,
-    /// Announce the discovery service by mDNS on the networks of the listeners of TCP, so that hosts find it. Those on loopback are not announced.
+    /// Announce the discovery service by mDNS on the networks of the listeners, so that hosts find it. Those on loopback are not announced.
     #[arg(long, conflicts_with = "config")]
     mdns: bool,
     /// Socket for the requests of `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` [default: one in your folder for what runs].
@@ -247,9 +247,7 @@ impl Exported<'_> {
         }
         if let Some(announced) = &self.announced {
             text += &match &announced[..] {
-                [] => {
-                    "mDNS announces nothing: listen on an address of TCP that other hosts reach\n".to_owned()
-                }
+                [] => "mDNS announces nothing: listen on an address that other hosts reach\n".to_owned(),
                 listeners => {
                     let listeners = listeners.iter().map(Listener::to_string);
                     format!("mDNS announces {}\n", listeners.collect::<Vec<_>>().join(", "))
