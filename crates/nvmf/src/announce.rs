@@ -1,8 +1,8 @@
 //! Announces the discovery service by mDNS (RFC 6762) as a service of DNS-SD (RFC 6763), in the form that hosts look for: NVMe TP 8009.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use mdns_sd::{IfKind, MDNS_PORT, ServiceDaemon, ServiceInfo};
@@ -11,21 +11,19 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, soc
 
 use crate::target::Listener;
 
-/// The service, in the domain of mDNS.
-const SERVICE: &str = "_nvme-disc._tcp.local.";
 /// Time for the last messages, which withdraw the announcements.
 const END_MAX: Duration = Duration::from_secs(1);
 
 /// Returns true if other hosts can reach a listener, and find it by mDNS.
 pub(crate) fn is_announced(listener: &Listener) -> bool {
-    listener.transport == TransportKind::Tcp && !listener.address.ip().is_loopback()
+    !listener.address.ip().is_loopback()
 }
 
 /// Announces listeners, on a thread of its own, as long as it lives. It receives and answers on the interfaces of these listeners alone.
 pub(crate) struct Announcer {
     daemon: ServiceDaemon,
-    /// Full names of the services, by the listeners' addresses.
-    announced: BTreeMap<SocketAddr, String>,
+    /// Full names of the services, with the listeners.
+    announced: Vec<(Listener, String)>,
 }
 
 impl Announcer {
@@ -43,7 +41,7 @@ impl Announcer {
         daemon.disable_interface(IfKind::All)?;
         Ok(Announcer {
             daemon,
-            announced: BTreeMap::new(),
+            announced: Vec::new(),
         })
     }
 
@@ -52,25 +50,35 @@ impl Announcer {
     /// # Errors
     /// The thread has ended, or is too busy for more.
     pub(crate) fn set(&mut self, listeners: &[Listener]) -> Result<(), mdns_sd::Error> {
-        let wanted = listeners.iter().filter(|listener| is_announced(listener));
-        let wanted: Vec<SocketAddr> = wanted.map(|listener| listener.address).collect();
-        let gone: Vec<SocketAddr> = self.announced.keys().copied().collect();
-        for address in gone.into_iter().filter(|address| !wanted.contains(address)) {
-            if let Some(name) = self.announced.get(&address) {
-                self.daemon.unregister(name)?;
-                self.announced.remove(&address);
-            }
+        let before = self.addresses();
+        let stays = |listener: &Listener| listeners.contains(listener) && is_announced(listener);
+        while let Some(at) = self.announced.iter().position(|(known, _)| !stays(known)) {
+            self.daemon.unregister(&self.announced[at].1)?;
+            self.announced.swap_remove(at);
         }
-        for address in wanted {
-            if !self.announced.contains_key(&address) {
-                let service = service(address)?;
+        let left = self.addresses();
+        let gone: Vec<IpAddr> = before.difference(&left).copied().collect();
+        if !gone.is_empty() {
+            // It stands for the address's interface, which others that stay may have too.
+            self.daemon.disable_interface(gone)?;
+            self.daemon
+                .enable_interface(left.into_iter().collect::<Vec<_>>())?;
+        }
+        for listener in listeners.iter().filter(|listener| is_announced(listener)) {
+            if !self.announced.iter().any(|(known, _)| known == listener) {
+                let service = service(listener)?;
                 let name = service.get_fullname().to_owned();
-                self.daemon.enable_interface(address.ip())?;
+                self.daemon.enable_interface(listener.address.ip())?;
                 self.daemon.register(service)?;
-                self.announced.insert(address, name);
+                self.announced.push((*listener, name));
             }
         }
         Ok(())
+    }
+
+    fn addresses(&self) -> BTreeSet<IpAddr> {
+        let listeners = self.announced.iter();
+        listeners.map(|(listener, _)| listener.address.ip()).collect()
     }
 }
 
@@ -99,23 +107,23 @@ fn check_port() -> rustix::io::Result<()> {
     bind(&socket, &SocketAddr::from((Ipv4Addr::UNSPECIFIED, MDNS_PORT)))
 }
 
-/// Returns the service at an address. Its names follow from the address, since nobody else on the link has that; the name of the host is
-/// left to the host's own responder.
-fn service(address: SocketAddr) -> Result<ServiceInfo, mdns_sd::Error> {
-    let ip = address.ip();
+/// Returns the service at a listener: its type and its protocol say by which transport (TP 8009; NVMe Base 2.4, 8.3.1.1.1), RDMA being RoCE, by UDP.
+/// Its names follow from the address, since nobody else on the link has that; the name of the host is left to the host's own responder.
+fn service(listener: &Listener) -> Result<ServiceInfo, mdns_sd::Error> {
+    let (kind, prefix, protocol) = match listener.transport {
+        TransportKind::Tcp => ("_nvme-disc._tcp.local.", "rdmux", "tcp"),
+        TransportKind::Rdma => ("_nvme-disc._udp.local.", "rdmux-rdma", "roce"),
+    };
+    let (ip, port) = (listener.address.ip(), listener.address.port());
     // One that goes withdraws the address of its host's name with it.
-    let instance = format!(
-        "rdmux-{}-{}",
-        ip.to_string().replace(['.', ':'], "-"),
-        address.port()
-    );
-    let properties = [("p", "tcp"), ("nqn", DISCOVERY_NQN)];
+    let instance = format!("{prefix}-{}-{port}", ip.to_string().replace(['.', ':'], "-"));
+    let properties = [("p", protocol), ("nqn", DISCOVERY_NQN)];
     let mut service = ServiceInfo::new(
-        SERVICE,
+        kind,
         &instance,
         &format!("{instance}.local."),
         ip,
-        address.port(),
+        port,
         &properties[..],
     )?;
     service.set_interfaces(vec![ip.into()]);

@@ -21,7 +21,7 @@ mod skip;
 const LONG: Duration = Duration::from_secs(60);
 /// Time after which a question is asked again.
 const AGAIN: Duration = Duration::from_millis(200);
-const LINK: &str = "ip link add v0 type veth peer name v1 && ip addr add 10.34.0.1/24 dev v0 && \
+const LINK: &str = "ip link add v0 type veth peer name v1 && ip addr add 10.34.0.1/24 dev v0 && ip addr add 10.34.0.2/24 dev v0 && \
      ip addr add fd34::1/64 dev v0 nodad && ip link set v1 up && ip link set v0 up && ip link set lo up && ip route add 224.0.0.0/4 dev v0";
 
 /// Types of records. RFC 1035, 3.2.2; RFC 2782.
@@ -45,15 +45,21 @@ fn skip_name(packet: &[u8], mut at: usize) -> usize {
 /// A resolver.
 struct Resolver {
     socket: UdpSocket,
+    /// Label of the service's transport.
+    transport: &'static str,
     /// The group of responders. RFC 6762, 3.
     group: SocketAddr,
 }
 
 impl Resolver {
-    fn new(address: &str, group: SocketAddr) -> Resolver {
+    fn new(address: &str, group: SocketAddr, transport: &'static str) -> Resolver {
         let socket = UdpSocket::bind(address).unwrap();
         socket.set_read_timeout(Some(AGAIN)).unwrap();
-        Resolver { socket, group }
+        Resolver {
+            socket,
+            transport,
+            group,
+        }
     }
 
     /// Asks until the services are at these ports.
@@ -77,7 +83,7 @@ impl Resolver {
     /// Asks for the services, and returns types and data of the records of an answer; `None` if none comes soon.
     fn ask(&self) -> Option<Vec<(u16, Vec<u8>)>> {
         let mut question = vec![0, 7, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0];
-        for label in ["_nvme-disc", "_tcp", "local"] {
+        for label in ["_nvme-disc", self.transport, "local"] {
             question.push(label.len() as u8);
             question.extend_from_slice(label.as_bytes());
         }
@@ -102,40 +108,68 @@ impl Resolver {
     }
 }
 
+/// Returns true if the link receives packets of mDNS by a family of addresses.
+fn is_received(family: &str) -> bool {
+    let group = if family == "inet" {
+        "224.0.0.251"
+    } else {
+        "ff02::fb"
+    };
+    let listed = Command::new("ip").args(["maddr", "show", "dev", "v0"]).output();
+    let listed = String::from_utf8(listed.unwrap().stdout).unwrap();
+    let mut groups = listed.lines().map(str::trim);
+    groups.any(|line| line.starts_with(&format!("{family} ")) && line.split(' ').any(|word| word == group))
+}
+
 #[test]
 fn namespace() {
     if !netns::is_inside() {
         return;
     }
+    rdmux_soft::register();
+    let started = Instant::now();
     let described = "mdns = true\nlisten = [\"tcp:10.34.0.1:4420\", \"tcp:127.0.0.1:4499\"]\n\
         [[subsystem]]\nnqn = \"nqn.2014-08.org.example:mdns\"\nother_hosts = \"any\"\n";
     let config = |text: &str| TargetConfig::parse(text).unwrap();
     let (control, server) = Control::start(config(described)).unwrap();
     let handle = server.handle();
     let thread = std::thread::spawn(move || server.run().unwrap());
-    let request = |method: &str, ip: &str, port: u16| {
-        let address = json!({ "trtype": "tcp", "traddr": ip, "trsvcid": port.to_string() });
+    let request_of = |transport: &str, method: &str, ip: &str, port: u16| {
+        let address = json!({ "trtype": transport, "traddr": ip, "trsvcid": port.to_string() });
         let params = json!({ "listen_address": address });
         let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
         assert_eq!(respond(&control, &request).unwrap()["error"], Value::Null);
     };
+    let request = |method: &str, ip: &str, port: u16| request_of("tcp", method, ip, port);
     let announced = control.announced().unwrap();
     assert_eq!(announced.len(), 1, "not the one on loopback");
 
-    let resolver = Resolver::new("10.34.0.1:0", (Ipv4Addr::new(224, 0, 0, 251), 5353).into());
-    let records = resolver.ports_are(&[4420]);
-    let of_type = |kind: u16| {
-        let records = records.iter().filter(move |record| record.0 == kind);
-        records.map(|(_, data)| data.clone()).collect::<Vec<_>>()
+    let fourth = (Ipv4Addr::new(224, 0, 0, 251), 5353).into();
+    let resolver = Resolver::new("10.34.0.1:0", fourth, "_tcp");
+    let is_of = |protocol: &str, records: &[(u16, Vec<u8>)]| {
+        let of_type = |kind: u16| {
+            let records = records.iter().filter(move |record| record.0 == kind);
+            records.map(|(_, data)| data.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(of_type(A), [[10, 34, 0, 1]]);
+        assert_eq!(of_type(PTR).len(), 1);
+        let mut texts = Vec::new();
+        for text in [format!("p={protocol}"), format!("nqn={DISCOVERY_NQN}")] {
+            texts.push(text.len() as u8);
+            texts.extend_from_slice(text.as_bytes());
+        }
+        assert_eq!(of_type(TXT), [texts]);
     };
-    assert_eq!(of_type(A), [[10, 34, 0, 1]]);
-    assert_eq!(of_type(PTR).len(), 1);
-    let mut texts = Vec::new();
-    for text in ["p=tcp".to_owned(), format!("nqn={DISCOVERY_NQN}")] {
-        texts.push(text.len() as u8);
-        texts.extend_from_slice(text.as_bytes());
-    }
-    assert_eq!(of_type(TXT), [texts]);
+    is_of("tcp", &resolver.ports_are(&[4420]));
+    // The same address and port by RDMA.
+    let of_roce = Resolver::new("10.34.0.1:0", fourth, "_udp");
+    request_of("rdma", "nvmf_target_add_listener", "10.34.0.1", 4420);
+    is_of("roce", &of_roce.ports_are(&[4420]));
+    request_of("rdma", "nvmf_target_add_listener", "10.34.0.1", 4421);
+    of_roce.ports_are(&[4420, 4421]);
+    request_of("rdma", "nvmf_target_remove_listener", "10.34.0.1", 4420);
+    of_roce.ports_are(&[4421]);
+    is_of("tcp", &resolver.ports_are(&[4420]));
 
     request("nvmf_target_add_listener", "10.34.0.1", 4421);
     resolver.ports_are(&[4420, 4421]);
@@ -150,10 +184,25 @@ fn namespace() {
     let link = String::from_utf8(link.stdout).unwrap();
     let index = link.split_once(':').unwrap().0.parse().unwrap();
     let group = SocketAddrV6::new(Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 0xfb), 5353, 0, index);
-    let sixth = Resolver::new("[fd34::1]:0", group.into());
+    let sixth = Resolver::new("[fd34::1]:0", group.into(), "_tcp");
     let records = sixth.ports_are(&[4422]);
     let address = records.iter().find(|(kind, _)| *kind == AAAA).unwrap();
     assert_eq!(address.1, "fd34::1".parse::<Ipv6Addr>().unwrap().octets());
+    // The interface of an address that goes is that of another one, too.
+    request("nvmf_target_add_listener", "10.34.0.2", 4423);
+    resolver.ports_are(&[4421, 4423]);
+    request("nvmf_target_remove_listener", "10.34.0.2", 4423);
+    resolver.ports_are(&[4421]);
+    of_roce.ports_are(&[4421]);
+    // Without a listener of IPv6 no packets of mDNS are received by that.
+    assert!(is_received("inet6"));
+    request("nvmf_target_remove_listener", "fd34::1", 4422);
+    resolver.ports_are(&[4421]);
+    while is_received("inet6") {
+        assert!(started.elapsed() < LONG, "the interface is still used");
+        std::thread::yield_now();
+    }
+    assert!(is_received("inet"));
     // The file is in force again; then it asks for mDNS no more.
     control.reload(config(described)).unwrap();
     resolver.ports_are(&[4420]);
