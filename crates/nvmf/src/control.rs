@@ -641,7 +641,9 @@ impl Exported {
         })?;
         let (hosts, access) = hosts(&config, tls)?;
         let subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
-        let mut subsystem = subsystem.with_cntlids(cntlids);
+        let [low, high, ..] = rdmux_key::random_nonce().map_err(ControlError::Random)?;
+        let subsystem = subsystem.with_cntlids(cntlids);
+        let mut subsystem = subsystem.with_first_cntlid(u16::from_le_bytes([low, high]));
         // Without a folder hosts are told that reservations end with the target.
         if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
             subsystem = subsystem.with_reservations(Arc::new(ReservationFolder::new(folder)));

@@ -140,6 +140,15 @@ impl Subsystem {
         self
     }
 
+    /// Gives its first controller the id at that place of the range, which begins again at the end. A random one each time has what a host still
+    /// sends to a controller of an earlier run hardly ever meet another.
+    #[must_use]
+    pub fn with_first_cntlid(self, place: u16) -> Subsystem {
+        let before = self.cntlids.start() - 1;
+        self.state().last_cntlid = before + place % (self.cntlids.end() - before);
+        self
+    }
+
     /// Keeps reservations over restarts, for hosts that ask for it. Namespaces that are added after this find again what was kept.
     #[must_use]
     pub fn with_reservations(mut self, store: Arc<dyn ReservationStore>) -> Subsystem {

@@ -443,3 +443,22 @@ fn cntlids__stay_in_the_range_of_the_node() {
     drop(first);
     assert_eq!(admin(&target, SUBSYSTEM, now).1, 100);
 }
+
+#[test]
+fn cntlids__begin_at_any_place_of_the_range() {
+    let now = Instant::now();
+    for (place, expected) in [
+        (0, [100, 101, 102]),
+        (2, [102, 100, 101]),
+        (u16::MAX, [100, 101, 102]),
+    ] {
+        let hosts = Hosts::any(Terms::default());
+        let subsystem = Subsystem::new(Nqn::new(SUBSYSTEM).unwrap(), "serial", hosts);
+        let subsystem = subsystem.with_cntlids(100..=102).with_first_cntlid(place);
+        let target = Target::default();
+        target.add_subsystem(Arc::new(subsystem)).unwrap();
+        let target = Arc::new(target);
+        let admins = [(); 3].map(|()| admin(&target, SUBSYSTEM, now));
+        assert_eq!(admins.map(|(_, cntlid)| cntlid), expected, "{place}");
+    }
+}
