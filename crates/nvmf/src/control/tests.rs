@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 
 use super::rpc::{RpcError, RpcSocket, call, respond};
 use super::*;
+use crate::backend::FileBackend;
+use crate::target::{CNTLID_MAX, Hosts};
+use crate::tls::psk::Psk;
 
 /// A target that runs.
 struct Running {
@@ -133,8 +136,8 @@ fn requests__change_namespaces() {
 
 #[test]
 fn listeners__with_tls_need_tcp_a_key_and_the_feature() {
-    let text = description("tls", "null = 4096;");
-    let mut config = TargetConfig::parse(&text).unwrap();
+    let plain = description("tls", "null = 4096;");
+    let mut config = TargetConfig::parse(&plain).unwrap();
     let listen = config.listen[0].listener;
     let by_rdma = Listener {
         transport: TransportKind::Rdma,
@@ -153,15 +156,29 @@ fn listeners__with_tls_need_tcp_a_key_and_the_feature() {
     let error = Control::start(config.clone()).unwrap_err().to_string();
     if !crate::tls::is_present() {
         assert!(error.contains("without TLS") && !error.contains('\n'), "{error}");
+        let running = Running::new(&plain);
+        let error = running.control.reload(config).unwrap_err().to_string();
+        assert!(error.contains("without TLS"), "{error}");
+        assert!(!running.control.listening()[0].tls);
         return;
     }
     assert!(error.contains(psk.path().to_str().unwrap()), "{error}");
     let text = Psk::new([1; 32]).text();
     std::fs::write(psk.path(), format!("{text}\n")).unwrap();
     std::fs::set_permissions(psk.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
-    let (control, _) = Control::start(config).unwrap();
+    let (control, server) = Control::start(config.clone()).unwrap();
     assert!(control.listening()[0].tls);
     assert_eq!(control.subsystems()[0].psk_file.as_deref(), Some(psk.path()));
+    drop((control, server));
+    // A listener that had none gets it.
+    let running = Running::new(&plain);
+    let places = running.control.listeners();
+    for tls in [true, false] {
+        config.listen[0].tls = tls;
+        running.control.reload(config.clone()).unwrap();
+        assert_eq!(running.control.listening()[0].tls, tls);
+        assert_eq!(running.control.target.ways(), [(places[0], tls)]);
+    }
 }
 
 #[test]

@@ -789,7 +789,7 @@ impl Target {
     }
 
     /// Returns the ways that the discovery service reports, with each whether it requires TLS.
-    pub(super) fn ways(&self) -> Vec<(Listener, bool)> {
+    pub(crate) fn ways(&self) -> Vec<(Listener, bool)> {
         self.listeners.lock().clone()
     }
 

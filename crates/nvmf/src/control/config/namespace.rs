@@ -1,0 +1,251 @@
+//! Namespaces.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use rdmux_verbs::parse_size;
+use rdmux_wire::nvme::NsId;
+use serde::de;
+use serde::{Deserialize, Deserializer};
+use serde_json::{Value, json};
+
+use super::Size;
+use crate::identity;
+use crate::target::ANA_GROUP_MAX;
+
+/// The storage of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Storage {
+    /// A file or a block device.
+    File(PathBuf),
+    /// So many bytes of memory of the target.
+    Memory(u64),
+    /// So many bytes that are not stored.
+    Null(u64),
+}
+
+impl fmt::Display for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Storage::File(path) => path.display().fmt(f),
+            Storage::Memory(_) => f.write_str("memory"),
+            Storage::Null(_) => f.write_str("null"),
+        }
+    }
+}
+
+/// A namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "NamespaceTable")]
+pub struct NamespaceConfig {
+    /// Its id; `None`: the lowest that is free.
+    pub nsid: Option<NsId>,
+    /// The storage of its blocks.
+    pub storage: Storage,
+    /// Bytes of a block, as a power of two.
+    pub block_shift: u8,
+    /// It takes no writes.
+    pub read_only: bool,
+    /// Its UUID; `None`: one that follows from its name and its storage.
+    pub uuid: Option<[u8; 16]>,
+    /// Its group of those that share a state of access (ANA).
+    pub ana_group: u32,
+}
+
+/// A namespace as a file or a request has it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NamespaceTable {
+    nsid: Option<u32>,
+    path: Option<PathBuf>,
+    memory: Option<Size>,
+    null: Option<Size>,
+    block: Option<Size>,
+    #[serde(default)]
+    read_only: bool,
+    uuid: Option<String>,
+    #[serde(default = "first_group", deserialize_with = "group")]
+    ana_group: u32,
+}
+
+impl TryFrom<NamespaceTable> for NamespaceConfig {
+    type Error = String;
+
+    fn try_from(table: NamespaceTable) -> Result<NamespaceConfig, String> {
+        let storage = match (table.path, table.memory, table.null) {
+            (Some(path), None, None) => Storage::File(path),
+            (None, Some(Size(bytes)), None) => Storage::Memory(bytes),
+            (None, None, Some(Size(bytes))) => Storage::Null(bytes),
+            _ => return Err("a namespace has one of path, memory and null".into()),
+        };
+        Ok(NamespaceConfig {
+            nsid: table.nsid.map(NsId),
+            storage,
+            block_shift: table.block.map_or(Ok(9), |Size(bytes)| block_shift(bytes))?,
+            read_only: table.read_only,
+            uuid: table.uuid.as_deref().map(uuid).transpose()?,
+            ana_group: table.ana_group,
+        })
+    }
+}
+
+impl NamespaceConfig {
+    /// Returns the form that a request has.
+    pub fn to_json(&self) -> Value {
+        let mut table = json!({
+            "block": 1u64 << self.block_shift,
+            "read_only": self.read_only,
+            "ana_group": self.ana_group,
+        });
+        match &self.storage {
+            Storage::File(path) => table["path"] = json!(path),
+            Storage::Memory(bytes) => table["memory"] = (*bytes).into(),
+            Storage::Null(bytes) => table["null"] = (*bytes).into(),
+        }
+        if let Some(nsid) = self.nsid {
+            table["nsid"] = nsid.0.into();
+        }
+        if let Some(uuid) = &self.uuid {
+            table["uuid"] = identity::uuid_text(uuid).into();
+        }
+        table
+    }
+}
+
+impl FromStr for NamespaceConfig {
+    type Err = String;
+
+    /// Parses the form of a command line: `PATH`, `mem:SIZE` or `null:SIZE`, and behind it `,block=N`, `,ro`, `,uuid=UUID` and
+    /// `,ana=GROUP`.
+    fn from_str(text: &str) -> Result<NamespaceConfig, String> {
+        let mut config = NamespaceConfig {
+            nsid: None,
+            storage: Storage::Null(0),
+            block_shift: 9,
+            read_only: false,
+            uuid: None,
+            ana_group: first_group(),
+        };
+        let mut place = text;
+        // Options are taken off the end, so that a path may hold commas.
+        while let Some((rest, option)) = place.rsplit_once(',') {
+            if let Some(value) = option.strip_prefix("block=") {
+                let bytes = parse_size(value).ok_or_else(|| no_block(value))?;
+                config.block_shift = block_shift(bytes)?;
+            } else if let Some(value) = option.strip_prefix("uuid=") {
+                config.uuid = Some(uuid(value)?);
+            } else if let Some(value) = option.strip_prefix("ana=") {
+                let group = value.parse().map_err(|_| no_group(value))?;
+                config.ana_group = check_group(group)?;
+            } else if option == "ro" {
+                config.read_only = true;
+            } else if place.starts_with("mem:") || place.starts_with("null:") {
+                return Err(format!(
+                    "'{option}' is none of block=N, ro, uuid=UUID and ana=GROUP"
+                ));
+            } else {
+                break;
+            }
+            place = rest;
+        }
+        config.storage = if let Some(text) = place.strip_prefix("mem:") {
+            Storage::Memory(positive_size(text)?)
+        } else if let Some(text) = place.strip_prefix("null:") {
+            Storage::Null(positive_size(text)?)
+        } else if place.is_empty() {
+            return Err("no file given: use PATH, mem:SIZE or null:SIZE".into());
+        } else {
+            Storage::File(place.into())
+        };
+        Ok(config)
+    }
+}
+
+fn block_shift(bytes: u64) -> Result<u8, String> {
+    let is_valid = bytes.is_power_of_two() && (512..=65536).contains(&bytes);
+    is_valid
+        .then(|| bytes.ilog2() as u8)
+        .ok_or_else(|| no_block(&bytes.to_string()))
+}
+
+fn no_block(text: &str) -> String {
+    format!("'{text}' is no size of a block: give a power of two, 512 to 65536")
+}
+
+pub(super) fn positive_size(text: &str) -> Result<u64, String> {
+    parse_size(text).filter(|bytes| *bytes > 0).ok_or_else(|| {
+        format!("'{text}' is not a size: give bytes, at least 1, or a number with K, M, G or T")
+    })
+}
+
+fn uuid(text: &str) -> Result<[u8; 16], String> {
+    identity::parse_uuid(text).ok_or_else(|| format!("'{text}' is no UUID"))
+}
+
+const fn first_group() -> u32 {
+    1
+}
+
+fn check_group(group: u32) -> Result<u32, String> {
+    let is_valid = (1..=ANA_GROUP_MAX).contains(&group);
+    is_valid
+        .then_some(group)
+        .ok_or_else(|| no_group(&group.to_string()))
+}
+
+fn no_group(text: &str) -> String {
+    format!("'{text}' is no group of namespaces: give 1 to {ANA_GROUP_MAX}")
+}
+
+pub(in crate::control) fn group<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    check_group(u32::deserialize(deserializer)?).map_err(de::Error::custom)
+}
+
+pub(in crate::control) fn optional_group<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<u32>, D::Error> {
+    group(deserializer).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn namespace__takes_options_off_the_end() {
+        let parse = |text: &str| text.parse::<NamespaceConfig>();
+        let config = |text| parse(text).unwrap();
+        assert_eq!(config("mem:1G,block=4096,ro").storage, Storage::Memory(1 << 30));
+        assert_eq!(
+            (
+                config("null:1T,block=4K").block_shift,
+                config("/a,b,ro").read_only
+            ),
+            (12, true)
+        );
+        assert_eq!(config("/a,b,ro").storage, Storage::File("/a,b".into()));
+        let uuid = "00010203-0405-8607-8809-0a0b0c0d0e0f";
+        assert_eq!(config("/a,b,ana=7").ana_group, 7);
+        for text in [
+            "mem:1G,ro,ana=2",
+            "null:1M",
+            &format!("/a,b,block=4096,uuid={uuid}"),
+        ] {
+            let again = NamespaceConfig::deserialize(config(text).to_json()).unwrap();
+            assert_eq!(again, config(text), "as a request");
+        }
+        for (text, part) in [
+            ("mem:x", "'x' is not a size"),
+            ("mem:0", "'0' is not a size"),
+            ("mem:1G,block=1000", "'1000' is no size of a block"),
+            ("null:1G,rw", "'rw' is none of"),
+            (",ro", "no file given"),
+            ("null:1G,ana=0", "'0' is no group of namespaces"),
+            ("null:1G,ana=x", "'x' is no group of namespaces"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+}

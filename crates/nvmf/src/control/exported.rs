@@ -1,0 +1,387 @@
+//! A subsystem that is exported, and its change.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rdmux_wire::nvme::{Nqn, NsId};
+
+use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
+use super::{ControlError, NamespaceInfo, SubsystemInfo};
+use crate::auth::Secrets;
+use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
+use crate::identity;
+use crate::reservations::ReservationFolder;
+use crate::server::Listen;
+use crate::target::{
+    AnaRule, Authentication, CNTLID_MAX, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates,
+    Subsystem, Target, Terms,
+};
+use crate::tls::psk::Psk;
+
+/// A subsystem, with the description that it follows.
+#[derive(Debug)]
+pub(super) struct Exported {
+    pub(super) subsystem: Arc<Subsystem>,
+    pub(super) config: SubsystemConfig,
+    pub(super) access: Access,
+    pub(super) namespaces: BTreeMap<NsId, NamespaceConfig>,
+    /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
+    highest: NsId,
+    /// Keeps the name from other targets.
+    _claim: OwnedFd,
+}
+
+/// The files that hosts need which have none of their own.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Access {
+    secret: Option<CommonSecret>,
+    psk_file: Option<PathBuf>,
+}
+
+/// The secret of hosts that have none of their own.
+#[derive(Clone, Debug)]
+pub(super) struct CommonSecret {
+    file: PathBuf,
+    authentication: Authentication,
+}
+
+/// A subsystem that stays, with what becomes other.
+pub(super) struct Update {
+    config: SubsystemConfig,
+    hosts: Hosts,
+    access: Access,
+    /// Namespaces that are new.
+    opened: Vec<(Namespace, NamespaceConfig)>,
+    /// Those that stay, with their groups.
+    kept: Vec<(NsId, u32)>,
+}
+
+impl Exported {
+    pub(super) fn new(mut config: SubsystemConfig, tls: bool) -> Result<(Nqn, Exported), ControlError> {
+        let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
+        let cntlids = config.cntlids.clone().unwrap_or(1..=CNTLID_MAX);
+        let claim = identity::claim(&nqn, &cntlids).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => ControlError::Claimed(nqn.clone()),
+            _ => ControlError::Claim(nqn.clone(), error),
+        })?;
+        let (hosts, access) = hosts(&config, tls)?;
+        let subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
+        let [low, high, ..] = rdmux_key::random_nonce().map_err(ControlError::Random)?;
+        let subsystem = subsystem.with_cntlids(cntlids);
+        let mut subsystem = subsystem.with_first_cntlid(u16::from_le_bytes([low, high]));
+        // Without a folder hosts are told that reservations end with the target.
+        if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
+            subsystem = subsystem.with_reservations(Arc::new(ReservationFolder::new(folder)));
+        }
+        let namespaces = std::mem::take(&mut config.namespaces);
+        let mut exported = Exported {
+            subsystem: Arc::new(subsystem),
+            config,
+            access,
+            namespaces: BTreeMap::new(),
+            highest: NsId(0),
+            _claim: claim,
+        };
+        for (nsid, namespace) in numbered(namespaces, &BTreeMap::new()) {
+            exported.add_namespace(nsid, namespace)?;
+        }
+        Ok((nqn, exported))
+    }
+
+    pub(super) fn add_namespace(&mut self, nsid: NsId, config: NamespaceConfig) -> Result<(), ControlError> {
+        // A file that is exported already would be said to be in use.
+        self.subsystem
+            .check_free(nsid)
+            .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
+        let namespace = open(self.subsystem.nqn(), nsid, &config)?;
+        self.subsystem
+            .add_namespace_in(namespace, config.ana_group)
+            .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
+        self.namespaces.insert(nsid, config);
+        self.highest = self.highest.max(nsid);
+        Ok(())
+    }
+
+    /// Sets the states of access that its description has, for the listeners with the ports that they got.
+    pub(super) fn set_ana_rules(&self, listeners: &[(Listen, Listener)]) -> Result<(), NamespaceError> {
+        let actual = |asked| {
+            let known = listeners.iter().find(|(known, _)| known.listener == asked);
+            known.map_or(asked, |(_, actual)| *actual)
+        };
+        let rules = self.config.ana.iter().map(|rule| AnaRule {
+            at: rule.at.map(actual),
+            ..*rule
+        });
+        self.subsystem.set_ana_rules(&rules.collect::<Vec<_>>())?;
+        Ok(())
+    }
+
+    /// Returns the id that a description names, or else the next that no namespace has had; when there is none, the lowest that is free.
+    pub(super) fn free_id(&self, config: &NamespaceConfig) -> NsId {
+        let ids = (self.highest.0 + 1..=NAMESPACES_MAX).chain(1..).map(NsId);
+        let mut free = ids.filter(|nsid| !self.namespaces.contains_key(nsid));
+        config.nsid.or_else(|| free.next()).unwrap_or(NsId(1))
+    }
+
+    /// Returns true if hosts may come by TLS, or may have come by it: these stay when the last such listener goes.
+    pub(super) fn needs_keys(&self, tls: bool) -> bool {
+        tls || (self.config.psk.is_none() && self.access.psk_file.is_some())
+    }
+
+    /// Opens all that another description of it needs.
+    pub(super) fn prepare(&self, mut config: SubsystemConfig, tls: bool) -> Result<Update, ControlError> {
+        let nqn = self.subsystem.nqn();
+        if config.cntlids != self.config.cntlids {
+            return Err(ControlError::Cntlids(nqn.clone()));
+        }
+        let (hosts, access) = hosts(&config, self.needs_keys(tls))?;
+        let (mut opened, mut kept) = (Vec::new(), Vec::new());
+        for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces), &self.namespaces) {
+            match self.namespaces.get(&nsid) {
+                Some(known) if known.is_same(&namespace) => kept.push((nsid, namespace.ana_group)),
+                Some(known) => {
+                    let what = if known.storage != namespace.storage {
+                        "its storage"
+                    } else if known.block_shift != namespace.block_shift {
+                        "its blocks"
+                    } else if known.uuid != namespace.uuid {
+                        "its UUID"
+                    } else {
+                        "whether it takes writes"
+                    };
+                    return Err(ControlError::Changes(nsid, nqn.clone(), what));
+                }
+                None => {
+                    let failed = |error| ControlError::Namespace(namespace.storage.to_string(), error);
+                    let backend = open(nqn, nsid, &namespace)?;
+                    backend.check().map_err(failed)?;
+                    opened.push((backend, namespace));
+                }
+            }
+        }
+        Ok(Update {
+            config,
+            hosts,
+            access,
+            opened,
+            kept,
+        })
+    }
+
+    pub(super) fn apply(
+        &mut self,
+        update: Update,
+        target: &Target,
+        listeners: &[(Listen, Listener)],
+    ) -> Result<(), ControlError> {
+        (self.config, self.access) = (update.config, update.access);
+        // Before namespaces come into their groups.
+        self.set_ana_rules(listeners)?;
+        let is_kept = |nsid: &NsId| update.kept.iter().any(|(kept, _)| kept == nsid);
+        let gone: Vec<NsId> = self
+            .namespaces
+            .keys()
+            .filter(|nsid| !is_kept(nsid))
+            .copied()
+            .collect();
+        for nsid in gone {
+            self.subsystem.remove_namespace(nsid)?;
+            self.namespaces.remove(&nsid);
+        }
+        for (nsid, group) in update.kept {
+            self.subsystem.set_ana_group(nsid, group)?;
+            // A file that is too short now keeps the size that hosts know: their reads of what is lost fail.
+            let _ = self.subsystem.resize_namespace(nsid);
+        }
+        for (namespace, config) in update.opened {
+            let nsid = namespace.nsid;
+            self.subsystem.add_namespace_in(namespace, config.ana_group)?;
+            self.namespaces.insert(nsid, config);
+            self.highest = self.highest.max(nsid);
+        }
+        target.set_hosts(self.subsystem.nqn(), update.hosts)?;
+        Ok(())
+    }
+
+    pub(super) fn info(&self) -> SubsystemInfo {
+        let namespaces = self.subsystem.list();
+        let described = namespaces.iter().filter_map(|namespace| {
+            let config = self.namespaces.get(&namespace.nsid)?;
+            Some(NamespaceInfo {
+                nsid: namespace.nsid,
+                bytes: namespace.blocks() << namespace.block_shift,
+                block_bytes: 1 << namespace.block_shift,
+                uuid: namespace.uuid,
+                read_only: namespace.is_protected,
+                ana_group: namespace.ana_group(),
+                storage: config.storage.clone(),
+            })
+        });
+        let common = self.access.secret.as_ref();
+        SubsystemInfo {
+            nqn: self.subsystem.nqn().clone(),
+            serial: self.subsystem.serial().to_owned(),
+            cntlids: self.subsystem.cntlids(),
+            other_hosts: self.config.other_hosts,
+            secret_file: common.map(|common| common.file.clone()),
+            has_controller_secret: common
+                .is_some_and(|common| common.authentication.secrets.controller.is_some()),
+            psk_file: self.access.psk_file.clone(),
+            hosts: self.config.hosts.clone(),
+            namespaces: described.collect(),
+            counts: self.subsystem.counts(),
+        }
+    }
+}
+
+impl NamespaceConfig {
+    /// Returns true if it describes the same namespace, whatever its id and its group.
+    fn is_same(&self, other: &NamespaceConfig) -> bool {
+        let without_id = |config: &NamespaceConfig| NamespaceConfig {
+            nsid: None,
+            ana_group: 1,
+            ..config.clone()
+        };
+        without_id(self) == without_id(other)
+    }
+}
+
+/// Gives ids to those that have none: that of a known namespace which is described in the same way, or else the lowest that is free.
+fn numbered(
+    namespaces: Vec<NamespaceConfig>,
+    known: &BTreeMap<NsId, NamespaceConfig>,
+) -> Vec<(NsId, NamespaceConfig)> {
+    let mut taken: Vec<NsId> = namespaces.iter().filter_map(|namespace| namespace.nsid).collect();
+    let same = |namespace: &NamespaceConfig, taken: &[NsId]| {
+        let mut same = known.iter().filter(|(_, known)| known.is_same(namespace));
+        same.find(|(nsid, _)| !taken.contains(nsid))
+            .map(|(nsid, _)| *nsid)
+    };
+    let mut ids = Vec::new();
+    for namespace in &namespaces {
+        let nsid = namespace.nsid.or_else(|| same(namespace, &taken));
+        taken.extend(nsid);
+        ids.push(nsid);
+    }
+    let mut free = (1..)
+        .map(NsId)
+        .filter(|nsid| !taken.contains(nsid) && !known.contains_key(nsid));
+    let numbered = ids.into_iter().zip(namespaces);
+    numbered
+        .filter_map(|(nsid, namespace)| Some((nsid.or_else(|| free.next())?, namespace)))
+        .collect()
+}
+
+/// Returns the hosts of a description, and the files of those that have none of their own, if there are such. With TLS all need keys.
+pub(super) fn hosts(config: &SubsystemConfig, tls: bool) -> Result<(Hosts, Access), ControlError> {
+    let authentication = |secrets| Authentication {
+        secrets,
+        random: || rdmux_key::random_nonce().ok(),
+    };
+    let load = |path: &Path| Ok::<_, ControlError>(authentication(Secrets::load(path)?));
+    let needs_own = match config.other_hosts {
+        OtherHosts::Secret => true,
+        OtherHosts::Any => false,
+        OtherHosts::None => config.hosts.iter().any(|host| host.secret.is_none()),
+    };
+    let common = match &config.secret {
+        Some(path) => Some(CommonSecret {
+            file: path.clone(),
+            authentication: load(path)?,
+        }),
+        None if needs_own => {
+            let file = rdmux_key::config_path("nvme-secret").ok_or(ControlError::NoFolder)?;
+            Some(CommonSecret {
+                authentication: authentication(Secrets::load_or_create(&file)?),
+                file,
+            })
+        }
+        None => None,
+    };
+    let needs_psk = match config.other_hosts {
+        OtherHosts::Secret | OtherHosts::Any => true,
+        OtherHosts::None => config.hosts.iter().any(|host| host.psk.is_none()),
+    };
+    let (psk, psk_file) = match &config.psk {
+        Some(path) => (Some(Psk::load(path)?), Some(path.clone())),
+        None if tls && needs_psk => {
+            let file = rdmux_key::config_path("nvme-psk").ok_or(ControlError::NoFolder)?;
+            (Some(Psk::load_or_create(&file)?), Some(file))
+        }
+        None => (None, None),
+    };
+    let with_secret = Terms {
+        authentication: common.as_ref().map(|common| common.authentication.clone()),
+        psk: psk.clone(),
+        concat: true,
+        ..Terms::default()
+    };
+    let mut named = BTreeMap::new();
+    for host in &config.hosts {
+        let own = host.secret.as_deref().map(load).transpose()?;
+        let own_psk = host.psk.as_deref().map(Psk::load).transpose()?;
+        let terms = Terms {
+            // With the secret that others have, they would do without the key that is this one's own.
+            concat: own.is_some() || own_psk.is_none(),
+            authentication: own.or_else(|| with_secret.authentication.clone()),
+            psk: own_psk.or_else(|| psk.clone()),
+            queues: host.queues,
+            rates: Rates {
+                ios: host.iops,
+                bytes: host.bandwidth,
+            },
+        };
+        named.insert(host.nqn.clone(), terms);
+    }
+    let others = match config.other_hosts {
+        OtherHosts::Secret => Some(with_secret),
+        OtherHosts::Any => Some(Terms {
+            psk,
+            ..Terms::default()
+        }),
+        OtherHosts::None => None,
+    };
+    let access = Access {
+        secret: common,
+        psk_file,
+    };
+    Ok((Hosts { others, named }, access))
+}
+
+fn open(nqn: &Nqn, nsid: NsId, config: &NamespaceConfig) -> Result<Namespace, ControlError> {
+    let backend: Arc<dyn Backend> = match &config.storage {
+        Storage::File(path) => Arc::new(FileBackend::open(
+            path,
+            config.read_only,
+            1 << config.block_shift,
+        )?),
+        Storage::Memory(bytes) => {
+            let memory = MemoryBackend::new(*bytes);
+            Arc::new(memory.map_err(|error| ControlError::Memory(*bytes, error))?)
+        }
+        Storage::Null(bytes) => Arc::new(NullBackend(*bytes)),
+    };
+    // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
+    let storage = match &config.storage {
+        Storage::File(path) => {
+            let path = path.canonicalize().map_err(|source| OpenError::Open {
+                path: path.clone(),
+                source,
+            })?;
+            path.into_os_string().into_encoded_bytes()
+        }
+        Storage::Memory(_) => rdmux_key::random_nonce().map_err(ControlError::Random)?.to_vec(),
+        Storage::Null(_) => b"null".to_vec(),
+    };
+    let uuid = config.uuid;
+    Ok(Namespace {
+        nsid,
+        block_shift: config.block_shift,
+        backend,
+        uuid: uuid.unwrap_or_else(|| identity::namespace_uuid(nqn, nsid, &storage)),
+        is_protected: config.read_only,
+    })
+}
