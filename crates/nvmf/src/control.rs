@@ -137,8 +137,6 @@ pub struct SubsystemInfo {
     pub other_hosts: OtherHosts,
     /// The file with the secret of hosts that have none of their own.
     pub secret_file: Option<PathBuf>,
-    /// That file has a secret of the target too.
-    pub has_controller_secret: bool,
     /// The file with the key of TLS of hosts that have none of their own.
     pub psk_file: Option<PathBuf>,
     /// Hosts on terms of their own.

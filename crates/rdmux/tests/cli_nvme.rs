@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
@@ -274,6 +274,48 @@ fn commands(transport: &str, last: u8, more: &[&str]) {
 }
 
 #[test]
+fn target__shows_how_each_host_of_a_list_connects() {
+    let home = TempDir::new().unwrap();
+    let [config, own] = ["c.toml", "own"].map(|name| home.path().join(name));
+    let _listening = Target::start(&home, "tcp", 11, &["--ns", "null:1M"]);
+    // A secret of the host's alone.
+    let made = fs::read_to_string(home.path().join("rdmux/nvme-secret")).unwrap();
+    fs::write(&own, made.lines().next().unwrap()).unwrap();
+    fs::set_permissions(&own, fs::Permissions::from_mode(0o600)).unwrap();
+    let nqn = format!("nqn.2014-08.org.example:cli-{}-list", std::process::id());
+    let hosts = ["a", "b"].map(|name| format!("nqn.2014-08.org.example:{name}"));
+    let text = format!(
+        "listen = [\"tcp:127.0.0.1:0\"]\n[[subsystem]]\nnqn = {nqn:?}\nother_hosts = \"none\"\n\
+         [[subsystem.host]]\nnqn = {:?}\nsecret = {own:?}\n[[subsystem.host]]\nnqn = {:?}\n",
+        hosts[0], hosts[1]
+    );
+    fs::write(&config, text).unwrap();
+    let args = ["nvme", "target", "--json", "--config", config.to_str().unwrap()];
+    let mut child = rdmux(&home, &args).stderr(Stdio::inherit()).spawn().unwrap();
+    let mut line = String::new();
+    let read = BufReader::new(child.stdout.take().unwrap()).read_line(&mut line);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    read.unwrap();
+    let shown: Value = serde_json::from_str(&line).unwrap();
+    let connect = shown["subsystems"][0]["connect"].as_array().unwrap();
+    let [first, second] = &connect[..] else {
+        panic!("one of each: {connect:?}");
+    };
+    let (first, second) = (first.as_str().unwrap(), second.as_str().unwrap());
+    assert!(first.contains(&format!("--hostnqn {} ", hosts[0])), "{first}");
+    assert!(
+        first.contains("/own)") && !first.contains("--dhchap-ctrl-secret"),
+        "{first}"
+    );
+    assert!(second.contains(&format!("--hostnqn {} ", hosts[1])), "{second}");
+    assert!(
+        second.contains("nvme-secret)") && second.contains("--dhchap-ctrl-secret"),
+        "{second}"
+    );
+}
+
+#[test]
 fn errors__are_one_line_that_says_what_and_where() {
     let home = tempfile::tempdir().unwrap();
     let target = Target::start(
@@ -293,6 +335,14 @@ fn errors__are_one_line_that_says_what_and_where() {
     // Its own secret, which the target does not know.
     Target::start(&stranger, "tcp", 3, &["--ns", "null:1M"]);
     fails(&stranger, &list, &[], "wrong secret");
+    let missing = ["nvme", "list", url, "--secret", "/nonexistent/secret"];
+    fails(
+        &home,
+        &missing,
+        &[],
+        "secret file /nonexistent/secret does not exist",
+    );
+    fails(&home, &missing, &[], "nvme gen-dhchap-key");
     // Nothing listens there by RDMA.
     let rdma = url.replace("nvme+tcp", "nvme+rdma");
     fails(&home, &["nvme", "list", &rdma], &[], "cannot connect to");

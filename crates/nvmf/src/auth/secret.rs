@@ -18,11 +18,29 @@ pub enum SecretError {
     #[error("a secret has the form DHHC-1:0H:BASE64:, as `nvme gen-dhchap-key` prints it")]
     Malformed,
     /// The file does not hold one or two.
-    #[error("{} holds no secret: it needs the host's in its first line, and may have the controller's in its second", .0.display())]
+    #[error(
+        "{} holds no secret: it needs the host's in its first line, as `nvme gen-dhchap-key` prints it (DHHC-1:0H:BASE64:), and may have the controller's in its second",
+        .0.display()
+    )]
     NoSecret(PathBuf),
-    /// The file is missing, or others can read it.
+    /// There is no such file.
+    #[error(
+        "secret file {} does not exist: copy the target's to it, or make one with `(umask 077; nvme gen-dhchap-key > FILE)`",
+        .0.display()
+    )]
+    Missing(PathBuf),
+    /// The file cannot be read, or others can read it.
     #[error(transparent)]
-    File(#[from] KeyError),
+    File(KeyError),
+}
+
+impl From<KeyError> for SecretError {
+    fn from(error: KeyError) -> SecretError {
+        match error {
+            KeyError::Missing { path } => SecretError::Missing(path),
+            error => SecretError::File(error),
+        }
+    }
 }
 
 /// A secret of a host or of a controller.
@@ -127,7 +145,7 @@ impl Secrets {
     /// It is not private, holds something else, or cannot be made.
     pub fn load_or_create(path: &Path) -> Result<Secrets, SecretError> {
         match Secrets::load(path) {
-            Err(SecretError::File(KeyError::Missing { .. })) => {}
+            Err(SecretError::Missing(_)) => {}
             result => return result,
         }
         let create = || {

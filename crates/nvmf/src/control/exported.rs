@@ -227,8 +227,6 @@ impl Exported {
             cntlids: self.subsystem.cntlids(),
             other_hosts: self.config.other_hosts,
             secret_file: common.map(|common| common.file.clone()),
-            has_controller_secret: common
-                .is_some_and(|common| common.authentication.secrets.controller.is_some()),
             psk_file: self.access.psk_file.clone(),
             hosts: self.config.hosts.clone(),
             namespaces: described.collect(),

@@ -20,9 +20,24 @@ pub enum PskError {
     /// The file does not hold one.
     #[error("{} holds no key of TLS: it needs one as `nvme gen-tls-key` prints it", .0.display())]
     NoKey(PathBuf),
-    /// The file is missing, or others can read it.
+    /// There is no such file.
+    #[error(
+        "file {} with the key of TLS does not exist: copy the target's to it, or make one with `(umask 077; nvme gen-tls-key > FILE)`",
+        .0.display()
+    )]
+    Missing(PathBuf),
+    /// The file cannot be read, or others can read it.
     #[error(transparent)]
-    File(#[from] KeyError),
+    File(KeyError),
+}
+
+impl From<KeyError> for PskError {
+    fn from(error: KeyError) -> PskError {
+        match error {
+            KeyError::Missing { path } => PskError::Missing(path),
+            error => PskError::File(error),
+        }
+    }
 }
 
 /// The key of a host.
@@ -212,7 +227,7 @@ impl Psk {
     /// It is not private, holds something else, or cannot be made.
     pub fn load_or_create(path: &Path) -> Result<Psk, PskError> {
         match Psk::load(path) {
-            Err(PskError::File(KeyError::Missing { .. })) => {}
+            Err(PskError::Missing(_)) => {}
             result => return result,
         }
         let create = || create_private(path, &format!("{}\n", Psk::new(random_nonce()?).text()));

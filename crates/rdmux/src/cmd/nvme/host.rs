@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rdmux_key::KeyError;
 use rdmux_nvmf::auth::{SecretError, Secrets};
 use rdmux_nvmf::control::config::parse_nqn;
 use rdmux_nvmf::host::{Controller, NamespaceInfo, Options, Session, Transport, Url};
@@ -144,7 +143,7 @@ fn own_secrets() -> Result<Option<Secrets>> {
     };
     match Secrets::load(&path) {
         Ok(secrets) => Ok(Some(secrets)),
-        Err(SecretError::File(KeyError::Missing { .. })) => Ok(None),
+        Err(SecretError::Missing(_)) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }

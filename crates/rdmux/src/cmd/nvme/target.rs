@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
+use rdmux_nvmf::auth::Secrets;
 use rdmux_nvmf::control::config::{
-    NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_cntlids, parse_listener,
-    parse_nqn,
+    HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_cntlids,
+    parse_listener, parse_nqn,
 };
 use rdmux_nvmf::control::rpc::RpcSocket;
 use rdmux_nvmf::control::{Control, SubsystemInfo};
@@ -204,24 +205,42 @@ const fn transport_name(transport: TransportKind) -> &'static str {
     }
 }
 
+/// Returns the commands by which Linux hosts connect: one for all of them, or where only those in the list may, one for each.
+fn connects(subsystem: &SubsystemInfo, listen: &Listen) -> Vec<String> {
+    let listed = subsystem
+        .hosts
+        .iter()
+        .map(|host| connect(subsystem, Some(host), listen));
+    match subsystem.other_hosts {
+        OtherHosts::None => listed.collect(),
+        OtherHosts::Secret | OtherHosts::Any => vec![connect(subsystem, None, listen)],
+    }
+}
+
 /// Returns the command by which a Linux host connects. With TLS its kernel needs the key before that.
-fn connect(subsystem: &SubsystemInfo, Listen { listener, tls, .. }: &Listen) -> String {
+fn connect(
+    subsystem: &SubsystemInfo,
+    host: Option<&HostConfig>,
+    Listen { listener, tls, .. }: &Listen,
+) -> String {
     let (ip, port) = (listener.address.ip(), listener.address.port());
     let transport = transport_name(listener.transport);
-    let mut command = format!(
-        "nvme connect -t {transport} -a {ip} -s {port} -n {}",
-        subsystem.nqn
-    );
-    if let Some(file) = subsystem.psk_file.as_ref().filter(|_| *tls) {
+    let nqn = &subsystem.nqn;
+    let mut command = format!("nvme connect -t {transport} -a {ip} -s {port} -n {nqn}");
+    let name = host.map_or(String::new(), |host| format!(" --hostnqn {}", host.nqn));
+    command += &name;
+    let own = host.and_then(|host| host.psk.as_ref());
+    if let Some(file) = own.or(subsystem.psk_file.as_ref()).filter(|_| *tls) {
         let key = format!(
-            "nvme check-tls-key --identity=1 --insert --subsysnqn={} --keydata=\"$(cat {})\"",
-            subsystem.nqn,
+            "nvme check-tls-key --identity=1 --insert --subsysnqn={nqn}{name} --keydata=\"$(cat {})\"",
             file.display()
         );
         command = format!("{key} && {command} --tls");
     }
-    if let Some(file) = &subsystem.secret_file {
-        let lines: &[_] = match subsystem.has_controller_secret {
+    let own = host.and_then(|host| host.secret.as_ref());
+    if let Some(file) = own.or(subsystem.secret_file.as_ref()) {
+        let has_second = Secrets::load(file).is_ok_and(|secrets| secrets.controller.is_some());
+        let lines: &[_] = match has_second {
             true => &[("--dhchap-secret", 1), ("--dhchap-ctrl-secret", 2)],
             false => &[("--dhchap-secret", 1)],
         };
@@ -240,8 +259,12 @@ impl Exported<'_> {
                 text += &format!("{}:\n", subsystem.nqn);
             }
             text += &namespaces_table(subsystem);
-            for listener in &self.listeners {
-                text += &format!("\n{}", connect(subsystem, listener));
+            for line in self
+                .listeners
+                .iter()
+                .flat_map(|listener| connects(subsystem, listener))
+            {
+                text += &format!("\n{line}");
             }
             text += "\n";
         }
@@ -274,7 +297,10 @@ impl Exported<'_> {
             .subsystems
             .iter()
             .map(|subsystem| {
-                let connect = self.listeners.iter().map(|listener| connect(subsystem, listener));
+                let connect = self
+                    .listeners
+                    .iter()
+                    .flat_map(|listener| connects(subsystem, listener));
                 json!({
                     "nqn": subsystem.nqn.as_str(),
                     "serial": subsystem.serial,
