@@ -44,7 +44,7 @@ pub struct Limits {
     /// Time of silence after which the peer of a watched connection is taken for dead.
     pub keepalive: Duration,
     /// The connections of a listener share so many receives, and add one each, if the device can do that
-    /// ([`Features::SHARED_RECEIVES`]). Each of their completion queues has room for all of these. `None`: each connection has
+    /// ([`Features::SHARED_RECEIVES`](rdmux_verbs::Features::SHARED_RECEIVES)). Each of their completion queues has room for all of these. `None`: each connection has
     /// [`Sizes::receives`] of its own.
     pub shared_receives: Option<usize>,
     /// Where the completion queues of the connections come from.
