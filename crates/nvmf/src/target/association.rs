@@ -144,7 +144,6 @@ impl Association {
         self.epoch.fetch_add(2, Ordering::SeqCst);
         self.aborts.lock().clear();
         self.aborts_asked.store(0, Ordering::Release);
-        self.copy_formats.store(0, Ordering::Release);
     }
 
     /// Ends it, with its admin queue.

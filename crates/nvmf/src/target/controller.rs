@@ -285,6 +285,7 @@ impl Controller {
         self.features = Features::default();
         self.changed.clear();
         self.masked.clear();
+        self.association.copy_formats.store(0, Ordering::Release);
         self.association.reset();
         self.was_reset = true;
     }
