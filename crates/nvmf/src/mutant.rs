@@ -37,8 +37,6 @@ mutants! {
     ShutdownNotFlushed,
     /// A controller is ready, and takes commands, although an I/O runs that its host has sent to the one before.
     ReadyTooEarly,
-    /// Commands of a path are taken although I/Os run that the host has sent by one that is gone.
-    OtherPathTooEarly,
     /// A reset is over although an I/O runs that was sent before.
     ResetTooEarly,
     /// An I/O of a controller that is over begins all the same.

@@ -218,8 +218,7 @@ impl Queue {
             subsystem, session, ..
         } = view.user();
         let association = &session.association;
-        let is_still = subsystem.is_still(association);
-        match is_still || mutant!(ReadyTooEarly) || mutant!(OtherPathTooEarly) {
+        match subsystem.is_still(association) || mutant!(ReadyTooEarly) {
             true => {
                 let until = association.limit.held_until(&self.share, now)?;
                 Some(until.min(now + LIMIT_LOOK))
