@@ -19,6 +19,10 @@ const GROUPS: [DhGroup; 6] = [
     DhGroup::Null,
 ];
 
+/// Hash functions of TLS in the order in which the controller takes them for a key: handshakes of Linux's hosts, by tlshd 1.0.0, fail with the other
+/// one.
+const HASHES_OF_TLS: [HashId; 2] = [HashId::Sha256, HashId::Sha384];
+
 /// The host and the controller that authenticate each other.
 #[derive(Clone, Debug)]
 pub struct Parties {
@@ -259,12 +263,11 @@ impl Authenticator {
         let channel = SecureChannel::new(secure_channel).filter(|channel| self.channels.contains(channel));
         let channel = channel.ok_or(AuthFailure::Concatenation)?;
         let is_secure = channel != SecureChannel::None;
-        // No cipher suite of TLS has SHA-512.
-        let is_usable = |hash: &HashId| !is_secure || *hash != HashId::Sha512;
-        let hash = HashId::ALL
-            .into_iter()
-            .filter(is_usable)
-            .find(|hash| hashes.contains(hash));
+        let known: &[_] = match is_secure {
+            false => &HashId::ALL,
+            true => &HASHES_OF_TLS,
+        };
+        let hash = known.iter().copied().find(|hash| hashes.contains(hash));
         let hash = hash.ok_or(AuthFailure::Hash)?;
         let group = GROUPS.into_iter().find(|group| groups.contains(group));
         let group = group.ok_or(AuthFailure::Group)?;
