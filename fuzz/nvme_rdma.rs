@@ -363,7 +363,7 @@ pub(crate) fn nvme_target_rdma(input: &[u8]) {
         }
     }
     for mut queue in queues {
-        // What a medium has ends, whatever the host has done.
+        // I/Os of a medium end, whatever the host has done.
         while !queue.works.is_empty() {
             queue.run(now);
         }

@@ -328,7 +328,7 @@ impl<M> Reactor<M> {
         port.service = old.service;
         port.listener = old.listener.take();
         port.delayed = std::mem::take(&mut old.delayed);
-        // What the registration of the listener reports from here on, it reports of the new port.
+        // The registration of the listener reports from here on for the new port.
         port.has_requests = port.listener.is_some();
         self.add_port(PreparedPort(port));
         self.remove_port(id)

@@ -185,7 +185,7 @@ impl Authenticator {
                         .map(|success| (success, psk))
                 });
                 replied.map(|((message, is_authenticated), psk)| {
-                    // Who was authenticated before stays so meanwhile.
+                    // A host that was authenticated before stays so meanwhile.
                     self.is_authenticated |= is_authenticated;
                     // A host that has challenged the controller goes on only when its response is right.
                     let then = match is_authenticated {

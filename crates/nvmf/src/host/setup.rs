@@ -390,7 +390,7 @@ impl<'a> Setup<'a> {
             return Err(HostError::NoSecureChannel);
         }
         if result & AUTHENTICATION_REQUIRED == 0 && !agrees_on_key {
-            // What has led to a key need not be proved again.
+            // The exchange that has led to a key need not be repeated.
             let is_proved = options.psk.as_ref().is_some_and(Psk::is_generated);
             if options.requires_authentication && !is_proved {
                 return Err(HostError::NotAuthenticated);

@@ -126,7 +126,7 @@ impl Limit {
     /// Returns when a queue may go on, if it is not now.
     pub(super) fn held_until(&self, share: &Share, now: Instant) -> Option<Instant> {
         let begins = share.begins.filter(|begins| *begins > now)?;
-        // What was given back since, ahead of this part or in it, is not waited for.
+        // A share that was given back since, ahead of this part or in it, is not waited for.
         let [ios, bytes] = [&self.ios, &self.bytes].map(|pace| pace.next.load(Ordering::Relaxed));
         let begins = begins.min(self.origin + Duration::from_nanos(ios.max(bytes)));
         if begins <= now || mutant!(LimitIgnored) {

@@ -214,7 +214,7 @@ impl Subsystem {
         let State {
             keys, hosts: before, ..
         } = &mut *state;
-        // What has led to them has to be worth the same.
+        // The secrets that have led to them have to be worth the same.
         let proof = |hosts: &Hosts, host: &Nqn| {
             let terms = hosts.terms(host).filter(|terms| terms.concat)?;
             terms.authentication.clone()

@@ -19,7 +19,7 @@ use crate::work_id::WorkId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PortId(pub(super) u64);
 
-/// What several ports have in common that listen for one service together. A port that is renewed passes it on.
+/// The state of several ports that listen for one service together. A port that is renewed passes it on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ServiceKey(u64);
 
@@ -36,7 +36,7 @@ pub(super) struct Passed {
     pub(super) request: ConnectionRequest,
 }
 
-/// What other threads know of a reactor, to prepare ports for it.
+/// A reactor as other threads know it, to prepare ports for it.
 #[derive(Clone, Debug)]
 pub struct Recipient {
     pub(super) passing: Mailbox<Passed>,
@@ -266,7 +266,7 @@ impl ReactorPort {
     }
 }
 
-/// Why a reactor does not listen.
+/// Reason for which a reactor does not listen.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenAtError {
     /// The port cannot be listened on.

@@ -16,7 +16,7 @@ const REFUSED_NS: u64 = 5 * SECOND;
 /// Commands beyond those in flight that begin early: one for each queue, and what a controller flushes by itself.
 const EARLY: u64 = 6;
 
-/// What the target has begun for a host.
+/// I/Os that the target has begun for a host.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pace {
     pub(super) rates: Rates,

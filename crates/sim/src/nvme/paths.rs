@@ -11,7 +11,7 @@ use rdmux_wire::nvme::Status;
 use super::host::Phase;
 use super::run::{Event, Run};
 
-/// What a path knows of its loss.
+/// State of a path that was lost.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Loss {
     /// Its controller may act until then.
@@ -63,7 +63,7 @@ impl Run<'_> {
         self.issue_later(other);
     }
 
-    /// What a lost controller had does not act after what its host begins now.
+    /// I/Os of a lost controller do not act after those that its host begins now.
     pub(super) fn settle(&mut self, nr: usize) {
         let Some(other) = self.other(nr) else {
             return;

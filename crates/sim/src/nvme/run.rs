@@ -52,7 +52,7 @@ pub(super) enum Event {
     Connect(usize, u64),
     /// A host learns that a queue was closed, unless it has lost its controller meanwhile.
     QueueClosed(usize, u64),
-    /// What the controller of a path had that was lost does not act any more.
+    /// I/Os that the controller of a lost path had do not act any more.
     Settled(usize),
     SetupWaited(usize, LinkId),
     Issue(usize, u64),

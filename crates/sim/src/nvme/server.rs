@@ -318,7 +318,7 @@ impl Run<'_> {
         };
         let until = served.connection.held_until(instant);
         let ns = until.map_or(0, |until| until.duration_since(instant).as_nanos() as u64);
-        // What waits for the I/Os of a controller that is over looks each millisecond: each look at deadlines is enough.
+        // A controller that waits for the I/Os of one that is over looks each millisecond: each look at deadlines is enough.
         if self.paces[host].rates == Rates::default() || ns <= MS {
             served.held_since = None;
             return;
