@@ -50,7 +50,7 @@ pub struct Listen {
     pub listener: Listener,
     /// Bytes of data that the capsule of an I/O command may have: a multiple of 16, at most [`IN_CAPSULE_BYTES_MAX`]. With 0 the data of each write are fetched, into memory that the target chooses.
     pub in_capsule_bytes: u32,
-    /// Its connections begin with TLS.
+    /// Its connections begin with TLS, but for those on which a host and the target agree on a key.
     pub tls: bool,
 }
 

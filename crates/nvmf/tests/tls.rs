@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_nvmf::auth::{AuthError, Secret, Secrets};
 use rdmux_nvmf::backend::MemoryBackend;
-use rdmux_nvmf::host::command::{identify, read, write};
+use rdmux_nvmf::host::command::{identify, log_page, read, write};
 use rdmux_nvmf::host::queue::{Command, Completion};
 use rdmux_nvmf::host::setup::{Setup, Step};
 use rdmux_nvmf::host::{Controller, HostError, Options, Session, tcp};
@@ -18,7 +18,7 @@ use rdmux_nvmf::server::{Config, Handle, Listen, Server};
 use rdmux_nvmf::target::{Authentication, Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_nvmf::tls::psk::Psk;
 use rdmux_wire::nvme::{
-    AuthFailure, Cid, Cns, DISCOVERY_NQN, DhGroup, Nqn, NsId, Opcode, Sqe, Status, TransportKind,
+    AuthFailure, Cid, Cns, DISCOVERY_NQN, DhGroup, LogId, Nqn, NsId, Opcode, Sqe, Status, TransportKind,
 };
 use rdmux_wire::nvme_tcp::Digests;
 
@@ -479,6 +479,7 @@ fn concat__leaves_nothing_else_to_the_connection_without_tls() {
     let options = running.secret_options();
     let mut plain = Plain::open(running.addresses[0]);
     plain.set_up(&mut Setup::new_psk(&options)).unwrap();
+    let log = |log| log_page(log, NsId::NONE, 0, 4, true);
     let refused = |plain: &mut Plain, command| {
         let status = plain.run(command).unwrap().status;
         status.is(Status::AUTHENTICATION_REQUIRED)
@@ -487,11 +488,18 @@ fn concat__leaves_nothing_else_to_the_connection_without_tls() {
         identify(Cns::ACTIVE_NAMESPACES, NsId::NONE),
         identify(Cns::NAMESPACE, NsId(1)),
         Command::new(Sqe::new(Opcode::ASYNC_EVENT_REQUEST, Cid(0), NsId::NONE)),
+        log(LogId::CHANGED_NAMESPACES),
+        log(LogId::RESERVATIONS),
     ] {
         assert!(refused(&mut plain, command));
     }
     // Linux's host does so before it comes back.
-    for command in [keep_alive(), identify(Cns::CONTROLLER, NsId::NONE)] {
+    for command in [
+        keep_alive(),
+        identify(Cns::CONTROLLER, NsId::NONE),
+        log(LogId::EFFECTS),
+        log(LogId::ANA),
+    ] {
         assert!(!refused(&mut plain, command));
     }
     // No I/O queue, also of a controller that has one by TLS.

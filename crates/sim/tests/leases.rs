@@ -21,7 +21,7 @@ fn violation(settings: &Settings) -> Result<Report, String> {
 
 #[test]
 fn run__no_byte_lands_after_a_revocation_point() {
-    many(RUNS, |seed| {
+    many(RUNS, RUNS / 20, |seed| {
         let settings = Settings::drawn(seed);
         let report =
             violation(&settings).map_err(|what| format!("{what}\n  replay: {}", settings.replay()))?;

@@ -12,7 +12,7 @@ const RUNS: u64 = 3_000;
 
 #[test]
 fn run__nothing_acknowledged_is_lost() {
-    many(RUNS, |seed| {
+    many(RUNS, RUNS / 20, |seed| {
         let settings = Settings::drawn(seed);
         let report = checked(|| run(&settings), |report| report.violation.as_ref());
         let report = report.map_err(|what| format!("{what}\n  replay: {}", settings.replay()))?;

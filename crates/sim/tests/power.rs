@@ -29,7 +29,7 @@ fn violation(settings: &Settings) -> Result<Report, String> {
 
 #[test]
 fn run__ten_thousand_power_cuts() {
-    let counts = many(RUNS, |seed| {
+    let counts = many(RUNS, RUNS, |seed| {
         let settings = Settings::drawn(seed);
         let report =
             violation(&settings).map_err(|what| format!("{what}\n  replay: {}", settings.replay()))?;
@@ -52,7 +52,7 @@ fn log_violation(settings: &Settings, defect: Option<LogDefect>) -> Result<Count
 
 #[test]
 fn run_log__what_was_acknowledged_is_there_and_nothing_torn() {
-    many(LOG_RUNS, |seed| {
+    many(LOG_RUNS, LOG_RUNS, |seed| {
         log_violation(&Settings::drawn_for_log(seed), None)
     });
 }

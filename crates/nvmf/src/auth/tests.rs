@@ -200,7 +200,7 @@ fn secret__has_the_form_of_nvme_cli() {
 fn secrets__are_made_once_in_a_private_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("secret");
-    assert!(matches!(Secrets::load(&path), Err(SecretError::File(_))));
+    assert!(matches!(Secrets::load(&path), Err(SecretError::Missing(_))));
     let secrets = Secrets::load_or_create(&path).unwrap();
     assert_eq!(Secrets::load_or_create(&path).unwrap(), secrets);
     let controller = secrets.controller.unwrap();

@@ -173,6 +173,11 @@ pub struct Controller {
     keeper: Option<JoinHandle<()>>,
 }
 
+/// The key by which a host asks for a lost controller, if target and host agree on keys. A target has room for a few of a host alone, so that one asks again with
+/// the same.
+#[derive(Debug, Default)]
+pub(super) struct Probe(Option<Psk>);
+
 /// Settings of a controller's connections.
 #[derive(Debug)]
 struct Settings {
@@ -528,12 +533,19 @@ impl Controller {
     ///
     /// # Errors
     /// The target does not tell.
-    pub(super) fn is_gone(&self, longest: Duration) -> Result<bool, HostError> {
+    pub(super) fn is_gone(&self, probe: &mut Probe, longest: Duration) -> Result<bool, HostError> {
         let mut options = Options::clone(&self.options());
         options.connect_timeout = options.connect_timeout.min(longest);
         options.admin_timeout = options.admin_timeout.min(longest);
-        // The target has forgotten the key of one that is gone.
-        let options = Settings::new(&Arc::new(options), &self.route)?.options;
+        // The target forgets the key of one that is gone.
+        let options = match &probe.0 {
+            Some(psk) => Arc::new(Options {
+                psk: Some(psk.clone()),
+                ..options
+            }),
+            None => Settings::new(&Arc::new(options), &self.route)?.options,
+        };
+        probe.0 = options.psk.clone().filter(|_| options.concat);
         // The last queue: another process of this host may have begun to use the id for its own.
         let qid = u16::try_from(self.info.queues).unwrap_or(u16::MAX).max(1);
         let (entries, cntlid) = (2, self.info.cntlid);
@@ -553,7 +565,10 @@ impl Controller {
             Err(HostError::NoController { .. }) => Ok(true),
             // It is there, and has that queue, or did not have it.
             Ok(()) | Err(HostError::Refused { .. }) => Ok(false),
-            Err(error) => Err(error),
+            Err(error) => {
+                probe.0 = None;
+                Err(error)
+            }
         }
     }
 

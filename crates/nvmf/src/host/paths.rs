@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_wire::nvme::AnaState;
 
-use super::controller::{Controller, Event, NamespaceInfo};
+use super::controller::{Controller, Event, NamespaceInfo, Probe};
 use super::link::TICK;
 use super::{HostError, Options};
 
@@ -518,13 +518,13 @@ impl Paths {
     /// Waits until a lost controller has ended, or the session is over.
     fn settle(&self, lost: &Controller) {
         let ends_at = Instant::now() + lost.ends_within();
-        let mut pause = Duration::ZERO;
+        let (mut probe, mut pause) = (Probe::default(), Duration::ZERO);
         loop {
             let left = ends_at.saturating_duration_since(Instant::now());
             if left.is_zero() || self.is_over() || self.has_another(lost) {
                 break;
             }
-            match lost.is_gone(left) {
+            match lost.is_gone(&mut probe, left) {
                 Ok(true) => break,
                 Ok(false) => {}
                 Err(error) => self.state().cause = Arc::new(error),

@@ -32,19 +32,20 @@ impl Keys {
             .retain(|key| now.saturating_duration_since(key.made) < LIFETIME);
     }
 
-    /// Keeps a key. The oldest ones of a host that has too many are forgotten.
+    /// Keeps a key. If there are too many, the oldest one is forgotten: of those that no controller uses, unless all are used.
     pub(super) fn add(&mut self, host: &Nqn, psk: Psk, now: Instant) {
         self.forget_old(now);
         let is_own = |key: &Key| key.host == *host;
         let own = self.0.iter().filter(|key| is_own(key)).count();
-        // They are in the order in which they were made.
-        let superfluous = match () {
-            () if own >= OF_HOST_MAX => self.0.iter().position(is_own),
-            () if self.0.len() >= KEYS_MAX => Some(0),
-            () => None,
-        };
-        if let Some(at) = superfluous {
-            self.0.remove(at);
+        let is_own_full = own >= OF_HOST_MAX;
+        if is_own_full || self.0.len() >= KEYS_MAX {
+            // They are in the order in which they were made.
+            let others = self.0.iter().enumerate();
+            let others = others.filter(|(_, key)| !is_own_full || is_own(key));
+            let superfluous = others.min_by_key(|(at, key)| (key.user.is_some(), *at));
+            if let Some((at, _)) = superfluous {
+                self.0.remove(at);
+            }
         }
         self.0.push(Key {
             host: host.clone(),
@@ -129,10 +130,16 @@ mod tests {
         let newest: Vec<_> = (3..OF_HOST_MAX as u8 + 3).map(psk).collect();
         assert_eq!(keys.of_host(&host(1), now), newest);
         assert_eq!(keys.of_host(&host(0), now), [psk(0)], "another one keeps its own");
+        assert!(keys.use_by((&host(0), &psk(0)), 7, 0));
+        for number in 1..=OF_HOST_MAX as u8 {
+            keys.add(&host(0), psk(number), now);
+        }
+        assert!(keys.use_by((&host(0), &psk(0)), 7, 1), "one that is used stays");
         for number in 0..2 * KEYS_MAX {
             keys.add(&host(number), psk(0), now);
         }
         assert_eq!(keys.0.len(), KEYS_MAX);
+        assert!(keys.use_by((&host(0), &psk(0)), 7, 2), "whatever others do");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, Cid, Cns, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Fuse,
-    Opcode, Sqe, Status, authentication_len, is_nvme_authentication,
+    LogId, Opcode, Sqe, Status, authentication_len, is_nvme_authentication,
 };
 
 use crate::auth::Authenticator;
@@ -611,10 +611,20 @@ fn report(view: &View, sqe: &Sqe) -> Result<Executed, (Status, u64)> {
 }
 
 /// Returns true for a command of those by which a host makes a controller ready and learns what it can. Linux's host sends them before it comes back by
-/// TLS: nothing in them or in their answers is about blocks.
+/// TLS: nothing in them or in their answers is about blocks, and they take no notice of events from a host.
 fn makes_ready(sqe: &Sqe) -> bool {
     match sqe.opcode() {
-        Opcode::FABRICS | Opcode::KEEP_ALIVE | Opcode::GET_LOG_PAGE => true,
+        Opcode::FABRICS | Opcode::KEEP_ALIVE => true,
+        Opcode::GET_LOG_PAGE => {
+            let all = [
+                LogId::SUPPORTED,
+                LogId::HEALTH,
+                LogId::EFFECTS,
+                LogId::ANA,
+                LogId::FEATURES,
+            ];
+            all.contains(&LogId(sqe.dword(10) as u8))
+        }
         Opcode::IDENTIFY => {
             let cns = Cns(sqe.dword(10) as u8);
             cns == Cns::CONTROLLER || cns == Cns::COMMAND_SET_CONTROLLER
