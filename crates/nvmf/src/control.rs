@@ -52,6 +52,21 @@ pub enum ControlError {
     /// A file is no storage.
     #[error(transparent)]
     Open(#[from] OpenError),
+    /// A file is a namespace of this target.
+    #[error("{} is namespace {nsid} of {nqn} already", path.display())]
+    IsNamespace {
+        /// The file.
+        path: PathBuf,
+        /// The namespace.
+        nsid: NsId,
+        /// Its subsystem.
+        nqn: Nqn,
+    },
+    /// A namespace has no file that could have another size.
+    #[error(
+        "namespace {0} is {1}, which keeps the size that it was made with: remove it, and add one of another size"
+    )]
+    NoFile(NsId, Storage),
     /// There is not so much memory.
     #[error("cannot have {0} bytes of memory: {1}")]
     Memory(u64, io::Error),
@@ -82,6 +97,9 @@ pub enum ControlError {
     /// An address is not free.
     #[error(transparent)]
     Serve(#[from] ServeError),
+    /// It listens there already.
+    #[error("this target listens on {0} already")]
+    Listens(Listener),
     /// It does not listen there.
     #[error("the target does not listen on {0}")]
     Listener(Listener),
@@ -255,9 +273,21 @@ impl Control {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
         let nsid = exported.free_id(&config);
-        exported.add_namespace(nsid, config)?;
-        self.handle.tell_of_change();
-        Ok(nsid)
+        match exported.add_namespace(nsid, config) {
+            Err(ControlError::Open(OpenError::InUse(path))) => {
+                let mut exported = subsystems.iter();
+                let known = exported.find_map(|(nqn, one)| Some((nqn.clone(), one.namespace_of(&path)?)));
+                Err(match known {
+                    Some((nqn, nsid)) => ControlError::IsNamespace { path, nsid, nqn },
+                    None => OpenError::InUse(path).into(),
+                })
+            }
+            Err(error) => Err(error),
+            Ok(()) => {
+                self.handle.tell_of_change();
+                Ok(nsid)
+            }
+        }
     }
 
     /// Removes a namespace. Commands that have been admitted are carried out.
@@ -276,10 +306,17 @@ impl Control {
     /// Has a namespace take the size that its file has now. Returns true if it is another one.
     ///
     /// # Errors
-    /// There is no such subsystem or namespace, or the file has not even one block.
+    /// There is no such subsystem or namespace, it has no file, or the file has not even one block.
     pub fn resize_namespace(&self, nqn: Option<&Nqn>, nsid: NsId) -> Result<bool, ControlError> {
         let mut subsystems = self.subsystems.lock();
-        let is_resized = find(&mut subsystems, nqn)?.subsystem.resize_namespace(nsid)?;
+        let exported = find(&mut subsystems, nqn)?;
+        match exported.namespaces.get(&nsid).map(|known| &known.storage) {
+            Some(storage @ (Storage::Memory(_) | Storage::Null(_))) => {
+                return Err(ControlError::NoFile(nsid, storage.clone()));
+            }
+            Some(Storage::File(_)) | None => {}
+        }
+        let is_resized = exported.subsystem.resize_namespace(nsid)?;
         self.handle.tell_of_change();
         Ok(is_resized)
     }
@@ -391,9 +428,13 @@ impl Control {
     /// Listens on another address. Returns the listener, with its port.
     ///
     /// # Errors
-    /// The address is not free, or there is no device with it.
+    /// The address is not free, there is no device with it, or the target listens there already.
     pub fn add_listener(&self, listen: Listen) -> Result<Listener, ControlError> {
         listen.check()?;
+        let is_there = |listener: &Listener| *listener == listen.listener;
+        if self.listeners().iter().any(is_there) {
+            return Err(ControlError::Listens(listen.listener));
+        }
         let mut subsystems = self.subsystems.lock();
         let needs_keys = listen.tls && !self.has_tls();
         let mut accesses = Vec::new();

@@ -62,6 +62,7 @@ use crate::tls::TlsError;
 use crate::tls::psk::Psk;
 pub use controller::{Controller, DiscoveryLog, Event, NamespaceInfo};
 pub use io_queue::{IoQueue, may_repeat};
+pub use paths::Loss;
 pub use session::Session;
 pub use setup::ControllerInfo;
 pub use url::{Transport, Url, UrlError};
@@ -241,6 +242,17 @@ pub enum HostError {
     /// By no path the subsystem gives access to the namespaces.
     #[error("the subsystem gives no access to the namespace ({0:?})")]
     NoAccess(AnaState),
+    /// It gave none for as long as a session waits.
+    #[error(
+        "no path gives access to the namespace within {} s ({state:?}): `rdmux nvme ana list` at the target shows the states",
+        .within.as_secs()
+    )]
+    Inaccessible {
+        /// The time.
+        within: Duration,
+        /// The last state of access.
+        state: AnaState,
+    },
     /// Host and target did not authenticate each other.
     #[error("authentication failed: {0}")]
     Authentication(#[from] AuthError),

@@ -88,9 +88,7 @@ impl Listen {
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// An address or port is not free.
-    #[error(
-        "cannot listen on {address}: {source} (choose another with --listen tcp:ADDR:PORT, or end the other server)"
-    )]
+    #[error("cannot listen on {address}: {}", no_place(address, source))]
     Listen {
         /// The address.
         address: SocketAddr,
@@ -129,6 +127,17 @@ pub enum ServeError {
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
+}
+
+/// Returns the reason for which an address of TCP cannot be listened on, and what helps.
+fn no_place(address: &SocketAddr, source: &io::Error) -> String {
+    match source.kind() {
+        io::ErrorKind::AddrNotAvailable => format!(
+            "{} is no address of this host: `ip address` lists those there are, in each network namespace its own",
+            address.ip()
+        ),
+        _ => format!("{source} (choose another with --listen tcp:ADDR:PORT, or end the other server)"),
+    }
 }
 
 /// Has all reactors look at their connections: I/O queues of a controller may be with any of them.

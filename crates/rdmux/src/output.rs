@@ -2,9 +2,15 @@
 
 use std::io::Write;
 
-/// Writes an error as one line to stderr: the failure, then its causes, outermost first.
+/// Writes an error as one line to stderr.
 pub(crate) fn error(error: &anyhow::Error) {
-    let mut line = String::from("rdmux: ");
+    // Nobody reads a closed stderr: ignore the failure.
+    let _ = writeln!(std::io::stderr(), "rdmux: {}", reason(error));
+}
+
+/// Returns an error as one line: the failure, then its causes, outermost first.
+pub(crate) fn reason(error: &anyhow::Error) -> String {
+    let mut line = String::new();
     for (i, cause) in error.chain().enumerate() {
         let text = cause.to_string();
         // Some errors show their cause themselves: do not print it twice.
@@ -16,8 +22,7 @@ pub(crate) fn error(error: &anyhow::Error) {
         }
         line.push_str(&text);
     }
-    // Nobody reads a closed stderr: ignore the failure.
-    let _ = writeln!(std::io::stderr(), "{}", line.replace('\n', " "));
+    line.replace('\n', " ")
 }
 
 /// Formats bytes with a binary unit: `64 KiB`, `1.5 GiB`.

@@ -343,6 +343,8 @@ fn errors__are_one_line_that_says_what_and_where() {
         "secret file /nonexistent/secret does not exist",
     );
     fails(&home, &missing, &[], "nvme gen-dhchap-key");
+    let file = stranger.path().join("rdmux/nvme-secret");
+    fails(&stranger, &list, &[], file.to_str().unwrap());
     // Nothing listens there by RDMA.
     let rdma = url.replace("nvme+tcp", "nvme+rdma");
     fails(&home, &["nvme", "list", &rdma], &[], "cannot connect to");
@@ -402,7 +404,18 @@ fn errors__are_one_line_that_says_what_and_where() {
         &[0; 4096],
         "too early",
     );
-    fails(&home, &[&write[..], &["/nowhere"]].concat(), &[], "/nowhere");
+    fails(
+        &home,
+        &[&write[..], &["/nowhere"]].concat(),
+        &[],
+        "cannot read /nowhere: No such file",
+    );
+    fails(
+        &home,
+        &[&read[..], &["-o", "/nowhere/x"]].concat(),
+        &[],
+        "cannot write /nowhere/x: No such file",
+    );
     fails(&home, &["nvme", "perf", url, "--bs", "512"], &[], "--bs 512");
     fails(
         &home,
@@ -480,19 +493,52 @@ fn perf__ends_when_the_target_does_not_come_back() {
     fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let target = Target::start(&home, "tcp", 5, &["--ns", disk.to_str().unwrap()]);
     let url = target.url.clone();
-    let load = ["--rw", "randwrite", "--time", "60", "--ctrl-loss-tmo", "1"];
+    let load = [
+        "--rw",
+        "randwrite",
+        "--time",
+        "60",
+        "--warmup",
+        "0",
+        "--ctrl-loss-tmo",
+        "1",
+    ];
     let args = [&["nvme", "perf", &url][..], &load].concat();
     let mut writer = rdmux(&home, &args).spawn().unwrap();
-    while fs::metadata(&disk).unwrap().blocks() == 0 {
+    let (_, nqn) = url.rsplit_once('/').unwrap();
+    let stat = ["nvme", "stat", "--json", "--nqn", nqn];
+    // More writes than are in flight at a time: the host has seen that one is done.
+    while json(&home, &stat)[0]["counts"]["writes"].as_u64().unwrap() <= 32 {
         assert!(writer.try_wait().unwrap().is_none(), "it ended early");
-        // Blocks of a file come without an event.
-        std::thread::sleep(Duration::from_millis(1));
     }
     drop(target);
     let output = writer.wait_with_output().unwrap();
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(
-        !output.status.success() && errors.contains("could not be made again within 1 s"),
+        output.status.code() == Some(1) && errors.contains("could not be made again within 1 s"),
+        "{errors}"
+    );
+    let told = errors.lines().filter(|line| line.contains("tries again for 1 s"));
+    assert_eq!(told.count(), 1, "{errors}");
+    // Its measurements before that are not lost.
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        said.contains("randwrite: namespace 1") && said.contains("IOPS"),
+        "{said}"
+    );
+}
+
+#[test]
+fn perf__warns_of_a_path_that_leads_nowhere() {
+    let home = tempfile::tempdir().unwrap();
+    let target = Target::start(&home, "tcp", 8, &["--ns", "null:1M"]);
+    let nowhere = target.url.replace(":4420", ":4421");
+    let load = ["--time", "0.1", "--warmup", "0", "--path", &nowhere];
+    let output = output(&home, &[&["nvme", "perf", &target.url][..], &load].concat(), &[]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{errors}");
+    assert!(
+        errors.lines().count() == 1 && errors.contains("warning") && errors.contains(&nowhere),
         "{errors}"
     );
 }

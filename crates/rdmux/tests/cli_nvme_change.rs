@@ -236,8 +236,13 @@ fn referrals__lead_to_other_targets() {
     let referrals = said.lines().filter(|line| line.starts_with("referral"));
     assert_eq!(referrals.count(), 3, "{said}");
     assert!(!said.contains(&second));
-    let said = user.run(&["nvme", "discover", &url, "--follow"]);
-    assert!(said.contains(&second), "{said}");
+    let output = user.output(&["nvme", "discover", &url, "--follow"]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && said.contains(&second), "{said}");
+    let errors = String::from_utf8(output.stderr).unwrap();
+    let place = nobody.replace("tcp:", "");
+    assert!(errors.lines().count() == 1 && errors.contains(&place), "{errors}");
+    assert_eq!(errors.matches("refused").count(), 1, "the reason once: {errors}");
     let found = user.json(&["nvme", "discover", &url, "--follow", "--json"]);
     let referred = found["referred"].as_array().unwrap();
     assert_eq!(referred.len(), 2, "not the asked one: {found}");
@@ -349,6 +354,23 @@ fn requests__need_a_target() {
     let error = user.error(&["nvme", "ns", "list"]);
     assert!(error.contains("several targets run"), "{error}");
     let socket = described["socket"].as_str().unwrap();
+    let named = [format!("({nqn})"), format!("{socket} ({second})")];
+    assert!(named.iter().all(|part| error.contains(part)), "{error}");
+    // The name of a subsystem chooses the target.
+    let of_second = user.run(&["nvme", "ns", "list", "--nqn", &second]);
+    assert!(of_second.contains("2 MiB"), "{of_second}");
+    user.run(&["nvme", "ns", "remove", "1", "--nqn", &nqn]);
+    user.run(&["nvme", "ns", "add", "null:1M", "--nqn", &nqn]);
+    let error = user.error(&["nvme", "ns", "list", "--nqn", "nqn.2014-08.org.example:none"]);
+    assert!(
+        error.contains("no target that answers serves nqn.2014-08.org.example:none"),
+        "{error}"
+    );
+    let (third, another) = place(30);
+    let more = ["--listen", &third, "--nqn", &another, "--socket", socket];
+    let error = user.error(&[&["nvme", "target", "--ns", "null:1M"], &more[..]].concat());
+    let taken = format!("{socket}: the target of {second} has it");
+    assert!(error.contains(&taken), "{error}");
     assert!(
         user.run(&["nvme", "ns", "list", "--socket", socket])
             .contains("2 MiB")
@@ -356,6 +378,95 @@ fn requests__need_a_target() {
     // The socket that a killed one has left is nobody's.
     drop(two);
     assert!(user.run(&["nvme", "ns", "list"]).contains("1 MiB"));
+}
+
+#[test]
+fn requests__that_are_refused_say_what_helps() {
+    let user = User::new();
+    let (listen, nqn) = place(31);
+    fs::write(user.0.path().join("disk"), [0; 8192]).unwrap();
+    let (_target, _) = user.target(&[
+        "--ns", "disk", "--ns", "mem:1M", "--listen", &listen, "--nqn", &nqn,
+    ]);
+    for (args, part) in [
+        (
+            &["listener", "add", "tcp:192.0.2.1"][..],
+            "192.0.2.1 is no address of this host".to_owned(),
+        ),
+        (
+            &["listener", "add", &listen],
+            format!("this target listens on {listen} already"),
+        ),
+        (
+            &["ns", "add", "disk"],
+            format!("disk is namespace 1 of {nqn} already"),
+        ),
+        (&["ns", "resize", "2"], "namespace 2 is memory".to_owned()),
+    ] {
+        let error = user.error(&[&["nvme"], args].concat());
+        assert!(error.contains(&part), "{args:?}: {error}");
+    }
+    for (args, part) in [
+        (&["ns", "remove", "abc"][..], "'abc' is no namespace id"),
+        (
+            &["ns", "add", "mem:100"],
+            "100 bytes are no multiple of the block",
+        ),
+        (
+            &["host", "add", "nqn.2014-08.org.example:a", "--iops", "10"],
+            "at least 100",
+        ),
+    ] {
+        let errors = user.output(&[&["nvme"], args].concat()).stderr;
+        let errors = String::from_utf8(errors).unwrap();
+        assert!(errors.contains(part), "{args:?}: {errors}");
+    }
+    let resize = ["nvme", "ns", "resize", "1"];
+    assert_eq!(user.run(&resize), "namespace 1 had the size of its file, 8 KiB\n");
+    fs::write(user.0.path().join("disk"), [0; 16384]).unwrap();
+    assert_eq!(
+        user.run(&resize),
+        "namespace 1 has the size of its file, 16 KiB\n"
+    );
+    // No host has so much, and the target may refuse it or not.
+    let errors = String::from_utf8(user.output(&["nvme", "ns", "add", "mem:64T"]).stderr).unwrap();
+    assert!(errors.contains("is more than this host has"), "{errors}");
+}
+
+#[test]
+fn target__says_in_which_line_a_file_is_that_does_not_open() {
+    let user = User::new();
+    let (listen, nqn) = place(33);
+    let text = format!(
+        "listen = [\"{listen}\"]\n[[subsystem]]\nnqn = \"{nqn}\"\n[[subsystem.namespace]]\npath = \"/nonexistent/disk\"\n"
+    );
+    let file = user.file("target.toml", &text);
+    let error = user.error(&["nvme", "target", "--config", file.to_str().unwrap()]);
+    let place = format!("{}:5: cannot open /nonexistent/disk", file.display());
+    assert!(error.contains(&place), "{error}");
+}
+
+#[test]
+fn host_list__shows_how_all_hosts_are_treated() {
+    let user = User::new();
+    let (listen, nqn) = place(32);
+    let (_target, _) = user.target(&["--ns", "null:1M", "--listen", &listen, "--nqn", &nqn]);
+    user.run(&["nvme", "host", "add", "nqn.2014-08.org.example:one"]);
+    let list = ["nvme", "host", "list"];
+    let listed = user.run(&list);
+    let row = listed.lines().find(|line| line.contains("example:one")).unwrap();
+    assert!(row.contains("common"), "{listed}");
+    for (others, said) in [
+        ("secret", "need the secret"),
+        ("any", "any may use it, without a secret"),
+        ("none", "refused"),
+    ] {
+        user.run(&["nvme", "host", "others", others]);
+        let listed = user.run(&list);
+        assert_eq!(listed.lines().last(), Some(&*format!("others: {said}")));
+        let json = user.json(&[&list[..], &["--json"]].concat());
+        assert_eq!(json[0]["other_hosts"], others);
+    }
 }
 
 #[test]
@@ -381,6 +492,11 @@ fn ana__decides_by_which_ways_hosts_reach_namespaces() {
     };
     assert!(read(&here, "1") && read(&here, "2"));
     assert!(!read(&there, "1") && !read(&there, "2"));
+    let error = user.error(&["nvme", "read", &there, "--ctrl-loss-tmo", "0"]);
+    assert!(
+        error.contains("no path gives access to the namespace within 0 s (Inaccessible)"),
+        "{error}"
+    );
     // With both ways a host takes the one that works.
     let by_both = [
         "nvme", "read", &there, "--path", &here, "--length", "512", "--output", "read",

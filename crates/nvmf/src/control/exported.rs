@@ -126,6 +126,17 @@ impl Exported {
         config.nsid.or_else(|| free.next()).unwrap_or(NsId(1))
     }
 
+    /// Returns the namespace that a file is.
+    pub(super) fn namespace_of(&self, path: &Path) -> Option<NsId> {
+        let path = path.canonicalize().ok()?;
+        let is_same = |config: &NamespaceConfig| match &config.storage {
+            Storage::File(known) => known.canonicalize().is_ok_and(|known| known == path),
+            Storage::Memory(_) | Storage::Null(_) => false,
+        };
+        let mut namespaces = self.namespaces.iter();
+        namespaces.find_map(|(nsid, config)| is_same(config).then_some(*nsid))
+    }
+
     /// Returns true if hosts may come by TLS, or may have come by it: these stay when the last such listener goes.
     pub(super) fn needs_keys(&self, tls: bool) -> bool {
         tls || (self.config.psk.is_none() && self.access.psk_file.is_some())

@@ -1,5 +1,7 @@
 //! Requests of other processes: JSON-RPC 2.0 on a Unix socket, as SPDK has it, with its names of methods where they fit. docs/nvmf.md lists them.
 
+mod client;
+
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
@@ -29,6 +31,7 @@ use super::{Control, ControlError, ListenerInfo, NamespaceInfo, SubsystemInfo};
 use crate::identity;
 use crate::server::Listen;
 use crate::target::{AnaRule, ControllerInfo, Listener, Referral};
+pub use client::{ANSWER_MAX, RpcError, call, names, remove_stale, sockets};
 
 /// Bytes of a request at most.
 const REQUEST_MAX: usize = 1 << 20;
@@ -36,7 +39,7 @@ const REQUEST_MAX: usize = 1 << 20;
 const CONNECTIONS_MAX: usize = 16;
 /// Time in which a connection's next request, or the next part of it, has to come.
 const IDLE: Duration = Duration::from_secs(60);
-/// Time in which a client takes a response, and a target gives one: opening a device may take a while.
+/// Time in which a client takes a response.
 const ANSWER: Duration = Duration::from_secs(60);
 
 /// Error codes of JSON-RPC 2.0, 5.1.
@@ -606,21 +609,6 @@ impl Drop for RpcSocket {
 const PREFIX: &str = "nvme-";
 const SUFFIX: &str = ".sock";
 
-/// Returns the sockets of targets of this user that run.
-///
-/// # Errors
-/// There is no folder for them.
-pub fn sockets() -> io::Result<Vec<PathBuf>> {
-    let folder = runtime_folder()?;
-    let entries = std::fs::read_dir(&folder)?.flatten();
-    let is_socket = |name: &str| name.starts_with(PREFIX) && name.ends_with(SUFFIX);
-    let named = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_socket));
-    let mut found: Vec<_> = named.map(|entry| entry.path()).collect();
-    found.retain(|path| UnixStream::connect(path).is_ok());
-    found.sort();
-    Ok(found)
-}
-
 fn serve(listener: &UnixListener, control: &Arc<Control>, ends: &AtomicBool) {
     let open = Arc::new(AtomicUsize::new(0));
     for stream in listener.incoming() {
@@ -693,52 +681,5 @@ fn receive(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Option
             return Ok(None);
         }
         received.extend_from_slice(&part[..bytes]);
-    }
-}
-
-/// Reason for which a request has no result.
-#[derive(Debug, thiserror::Error)]
-pub enum RpcError {
-    /// There is no target at the socket.
-    #[error("no target at {}: {source} (start one with rdmux nvme target, or give its socket with --socket PATH)", path.display())]
-    NoTarget {
-        /// The socket.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
-    /// The target did not answer.
-    #[error("the target did not answer: {0}")]
-    Io(#[from] io::Error),
-    /// The target refuses.
-    #[error("{0}")]
-    Refused(String),
-}
-
-/// Has the target at a socket carry a method out, and returns the result.
-///
-/// # Errors
-/// There is no target, or it refuses.
-pub fn call(path: &Path, method: &str, params: Value) -> Result<Value, RpcError> {
-    let mut stream = UnixStream::connect(path).map_err(|source| RpcError::NoTarget {
-        path: path.to_owned(),
-        source,
-    })?;
-    stream.set_read_timeout(Some(ANSWER))?;
-    stream.set_write_timeout(Some(ANSWER))?;
-    let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-    stream.write_all(request.to_string().as_bytes())?;
-    let response = receive(&mut stream, &mut Vec::new())?;
-    let mut response = response
-        .ok_or(io::ErrorKind::UnexpectedEof)
-        .map_err(io::Error::from)?;
-    match response.get_mut("result").map(Value::take) {
-        Some(result) => Ok(result),
-        None => {
-            let message = response["error"]["message"]
-                .as_str()
-                .unwrap_or("it gives no reason");
-            Err(RpcError::Refused(message.to_owned()))
-        }
     }
 }

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use rdmux_wire::nvme::TransportKind;
 use serde_json::{Value, json};
 
-use super::rpc::{RpcError, RpcSocket, call, respond};
+use super::rpc::{ANSWER_MAX, RpcError, RpcSocket, call, respond};
 use super::*;
 use crate::backend::FileBackend;
 use crate::target::{CNTLID_MAX, Hosts};
@@ -100,7 +100,12 @@ fn requests__change_namespaces() {
             -32000,
             "5000 is not a namespace id",
         ),
-        (json!({ "path": file.path() }), -32000, "in use"),
+        (
+            json!({ "path": file.path() }),
+            -32000,
+            "is namespace 2 of nqn.2014-08.org.example:requests-ns already",
+        ),
+        (json!({ "memory": 100 }), -32602, "no multiple of the block"),
         (
             json!({ "path": "/nonexistent" }),
             -32000,
@@ -123,6 +128,12 @@ fn requests__change_namespaces() {
     file.as_file().set_len(2 << 20).unwrap();
     let resize = || running.ask("nvmf_subsystem_resize_ns", json!({ "nsid": 2 }));
     assert_eq!((resize(), resize()), (Ok(json!(true)), Ok(json!(false))));
+    let memory = running.ask("nvmf_subsystem_resize_ns", json!({ "nsid": 9 }));
+    let (_, message) = memory.unwrap_err();
+    assert!(
+        message.contains("namespace 9 is memory, which keeps the size"),
+        "{message}"
+    );
     let subsystems = running.ask("nvmf_get_subsystems", json!({})).unwrap();
     assert_eq!(subsystems[0]["namespaces"][1]["bytes"], 2 << 20);
     assert_eq!(subsystems[0]["namespaces"][2]["name"], "memory");
@@ -238,7 +249,7 @@ fn requests__change_hosts_and_listeners() {
         .ask("nvmf_target_add_listener", address(port))
         .unwrap_err();
     assert!(
-        code == -32000 && message.contains("cannot listen on 127.0.0.1"),
+        code == -32000 && message.contains("this target listens on tcp:127.0.0.1"),
         "{message}"
     );
     assert_eq!(
@@ -550,9 +561,15 @@ fn socket__serves_its_user_alone() {
     assert_eq!(mode & 0o777, 0o600);
     let second = RpcSocket::listen(&path, running.control.clone());
     assert_eq!(second.unwrap_err().kind(), io::ErrorKind::AddrInUse);
-    let listeners = call(&path, "nvmf_target_get_listeners", json!({})).unwrap();
+    let listeners = call(&path, "nvmf_target_get_listeners", json!({}), ANSWER_MAX).unwrap();
     assert_eq!(listeners[0]["trtype"], "TCP");
-    let refused = call(&path, "nvmf_subsystem_remove_ns", json!({ "nsid": 7 })).unwrap_err();
+    let refused = call(
+        &path,
+        "nvmf_subsystem_remove_ns",
+        json!({ "nsid": 7 }),
+        ANSWER_MAX,
+    )
+    .unwrap_err();
     assert_eq!(refused.to_string(), "there is no namespace 7");
     // Two requests in parts, and what is none.
     let mut stream = UnixStream::connect(&path).unwrap();
@@ -572,7 +589,7 @@ fn socket__serves_its_user_alone() {
     drop(socket);
     assert!(!path.exists());
     assert!(matches!(
-        call(&path, "rpc_get_methods", json!({})),
+        call(&path, "rpc_get_methods", json!({}), ANSWER_MAX),
         Err(RpcError::NoTarget { .. })
     ));
 }

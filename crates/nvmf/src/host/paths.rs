@@ -4,7 +4,9 @@
 //! A controller that is lost may still get late copies of commands, and carry them out (NVMe Base 2.1, 9.6). Until it is known to have ended, the
 //! session is unsettled: nothing but reads goes to any path.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -51,6 +53,8 @@ struct State {
     /// Namespaces in use, which all controllers have to have.
     namespaces: Vec<NamespaceInfo>,
     cause: Arc<HostError>,
+    /// Is told of controllers that are lost.
+    losses: Option<Sender<Loss>>,
     /// The session is over.
     failed: Option<HostError>,
     /// Controllers are shut down when the threads end.
@@ -78,8 +82,21 @@ struct Path {
     lost: Option<Arc<Controller>>,
     pause: Duration,
     was_tried: bool,
+    /// The last try to connect failed.
+    unreachable: Option<Arc<HostError>>,
     /// It leads to something that this session cannot use.
     failed: Option<HostError>,
+}
+
+/// A controller that was lost.
+#[derive(Clone, Debug)]
+pub struct Loss {
+    /// Its address.
+    pub address: SocketAddr,
+    /// The cause.
+    pub cause: Arc<HostError>,
+    /// I/O goes by another path.
+    pub has_other: bool,
 }
 
 /// Place to which I/O goes.
@@ -105,6 +122,7 @@ impl Paths {
                 transfer_max: u32::MAX,
                 namespaces: Vec::new(),
                 cause: Arc::new(HostError::Closed(Some("no path"))),
+                losses: None,
                 failed: None,
                 closes: false,
             }),
@@ -166,9 +184,17 @@ impl Paths {
 
     /// Returns the error of a session, or of a queue, that has waited too long.
     pub(super) fn gave_up(&self) -> HostError {
-        HostError::GaveUp {
-            within: self.loss_timeout(),
-            cause: self.state().cause.clone(),
+        self.gave_up_by(&self.state())
+    }
+
+    fn gave_up_by(&self, state: &State) -> HostError {
+        let within = self.loss_timeout();
+        match *state.cause {
+            HostError::NoAccess(state) => HostError::Inaccessible { within, state },
+            _ => HostError::GaveUp {
+                within,
+                cause: state.cause.clone(),
+            },
         }
     }
 
@@ -185,6 +211,22 @@ impl Paths {
 
     pub(super) fn transfer_max(&self) -> u32 {
         self.state().transfer_max
+    }
+
+    /// Returns the numbers of the paths by which no connection could be made, and the reasons.
+    pub(super) fn unreachable(&self) -> Vec<(usize, Arc<HostError>)> {
+        let state = self.state();
+        let paths = state.paths.iter().enumerate();
+        paths
+            .filter_map(|(at, path)| Some((at, path.unreachable.clone()?)))
+            .collect()
+    }
+
+    /// Returns the end of a channel by which all losses from here on come, until the session is over.
+    pub(super) fn losses(&self) -> Receiver<Loss> {
+        let (sender, receiver) = channel();
+        self.state().losses = Some(sender);
+        receiver
     }
 
     /// Waits until each path was tried once. One has to work, and none may lead to something else.
@@ -207,6 +249,7 @@ impl Paths {
         let mut state = self.state();
         state.closes = closes;
         let live = state.paths.iter().map(|path| path.controller.is_some()).collect();
+        state.losses = None;
         // The threads have their controllers for themselves then.
         let last = state.last.take();
         self.is_over.store(true, Ordering::Release);
@@ -253,8 +296,7 @@ impl Paths {
             let within = self.loss_timeout();
             let left = within.saturating_sub(since.elapsed());
             if left.is_zero() {
-                let cause = state.cause.clone();
-                state.failed = Some(HostError::GaveUp { within, cause });
+                state.failed = Some(self.gave_up_by(&state));
             } else {
                 let waits = |state: &State| state.current.is_none() && state.failed.is_none();
                 state = self.wait(state, longest.min(left), waits);
@@ -298,6 +340,13 @@ impl Paths {
             }
             state.cause = cause.clone();
             self.choose(&mut state);
+            let loss = Loss {
+                address: controller.address(),
+                cause: cause.clone(),
+                has_other: state.current.is_some(),
+            };
+            // Whoever has asked for them may be gone.
+            let _ = state.losses.as_ref().map(|losses| losses.send(loss));
         }
         drop(state);
         controller.abandon(&cause);
@@ -352,8 +401,10 @@ impl Paths {
                 Ok(()) => {}
                 Err(error) if error.is_of_path() => {
                     let mut state = self.state();
-                    state.paths[at].was_tried = true;
-                    state.cause = Arc::new(error);
+                    let error = Arc::new(error);
+                    let path = &mut state.paths[at];
+                    (path.was_tried, path.unreachable) = (true, Some(error.clone()));
+                    state.cause = error;
                     self.changed.notify_all();
                     continue;
                 }
@@ -433,7 +484,7 @@ impl Paths {
         }
         state.transfer_max = most.min(now);
         let path = &mut state.paths[at];
-        path.controller = Some(controller);
+        (path.controller, path.unreachable) = (Some(controller), None);
         (path.access, path.assessed, path.was_tried) = (Some(access), namespaces.len(), true);
         self.choose(&mut state);
         Ok(())

@@ -1,13 +1,14 @@
 //! Ways to a subsystem over time: when a controller is lost, another one takes over what was not done.
 
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::thread::JoinHandle;
 
 use rdmux_wire::nvme::NsId;
 
 use super::controller::{Controller, NamespaceInfo};
 use super::io_queue::IoQueue;
-use super::paths::Paths;
+use super::paths::{Loss, Paths};
 use super::{HostError, Options};
 
 /// A host's ways to a subsystem, which survive the loss of controllers: a queue that loses its connection gets one of another path, or of a new
@@ -53,6 +54,16 @@ impl Session {
 
     pub(super) fn paths(&self) -> &Paths {
         &self.paths
+    }
+
+    /// Returns the paths by which no connection could be made when they were last tried, by their numbers from 0, and the reasons.
+    pub fn unreachable(&self) -> Vec<(usize, Arc<HostError>)> {
+        self.paths.unreachable()
+    }
+
+    /// Returns a channel that tells of each controller that is lost, until the session is over. A later call replaces it.
+    pub fn losses(&self) -> Receiver<Loss> {
+        self.paths.losses()
     }
 
     /// Returns the controller to which I/O goes, or went last.

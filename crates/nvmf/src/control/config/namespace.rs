@@ -79,10 +79,12 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
             (None, None, Some(Size(bytes))) => Storage::Null(bytes),
             _ => return Err("a namespace has one of path, memory and null".into()),
         };
+        let block_shift = table.block.map_or(Ok(9), |Size(bytes)| block_shift(bytes))?;
+        check_size(&storage, block_shift)?;
         Ok(NamespaceConfig {
             nsid: table.nsid.map(NsId),
             storage,
-            block_shift: table.block.map_or(Ok(9), |Size(bytes)| block_shift(bytes))?,
+            block_shift,
             read_only: table.read_only,
             uuid: table.uuid.as_deref().map(uuid).transpose()?,
             ana_group: table.ana_group,
@@ -158,7 +160,19 @@ impl FromStr for NamespaceConfig {
         } else {
             Storage::File(place.into())
         };
+        check_size(&config.storage, config.block_shift)?;
         Ok(config)
+    }
+}
+
+/// Checks that what is made for a namespace consists of its blocks. A file is as it is: what is behind its last whole block is not exported.
+fn check_size(storage: &Storage, block_shift: u8) -> Result<(), String> {
+    let block = 1u64 << block_shift;
+    match storage {
+        Storage::Memory(bytes) | Storage::Null(bytes) if !bytes.is_multiple_of(block) => Err(format!(
+            "{bytes} bytes are no multiple of the block, {block} bytes: give such a size"
+        )),
+        _ => Ok(()),
     }
 }
 
@@ -238,6 +252,11 @@ mod tests {
         for (text, part) in [
             ("mem:x", "'x' is not a size"),
             ("mem:0", "'0' is not a size"),
+            ("mem:100", "100 bytes are no multiple of the block, 512 bytes"),
+            (
+                "null:6K,block=4K",
+                "6144 bytes are no multiple of the block, 4096",
+            ),
             ("mem:1G,block=1000", "'1000' is no size of a block"),
             ("null:1G,rw", "'rw' is none of"),
             (",ro", "no file given"),

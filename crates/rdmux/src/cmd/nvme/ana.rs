@@ -4,10 +4,11 @@ use anyhow::Result;
 use clap::Subcommand;
 use rdmux_nvmf::control::config::{ana_state_name, parse_ana_state, parse_listener};
 use rdmux_nvmf::target::Listener;
-use rdmux_wire::nvme::AnaState;
+use rdmux_wire::nvme::{AnaState, NsId};
 use serde_json::{Value, json};
 
 use super::change::{At, listen_address, text};
+use super::host::parse_nsid;
 use crate::output::{self, Align};
 
 /// Show and change by which ways hosts reach the namespaces of a target that runs (asymmetric namespace access, ANA).
@@ -44,7 +45,8 @@ enum Command {
     #[command(after_help = "JSON: result (true).")]
     Group {
         /// Id of the namespace.
-        nsid: u32,
+        #[arg(value_parser = parse_nsid)]
+        nsid: NsId,
         /// Number of the group, 1 to 128; namespaces are in group 1 unless something else was asked for.
         group: u32,
         #[command(flatten)]
@@ -75,7 +77,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             })
         }
         Command::Group { nsid, group, at } => {
-            let params = json!({ "nsid": nsid, "anagrpid": group });
+            let params = json!({ "nsid": nsid.0, "anagrpid": group });
             at.change("nvmf_subsystem_set_ns_ana_group", params, |_| {
                 format!("namespace {nsid} is in group {group}")
             })

@@ -2,21 +2,22 @@
 
 use std::path::{Path, PathBuf, absolute};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Subcommand;
 use rdmux_nvmf::control::config::{NamespaceConfig, Storage, parse_in_capsule, parse_listener, parse_nqn};
-use rdmux_nvmf::control::rpc::{call, sockets};
+use rdmux_nvmf::control::rpc::{ANSWER_MAX, call, names, sockets};
 use rdmux_nvmf::target::{Listener, Rates};
 use rdmux_push::parse_size;
-use rdmux_wire::nvme::{Nqn, TransportKind};
+use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
 use serde_json::{Value, json};
 
+use super::host::parse_nsid;
 use crate::output::{self, Align};
 
 /// The target and its subsystem.
 #[derive(clap::Args, Debug)]
 pub(crate) struct At {
-    /// Socket of the target [default: that of the one target of this user that runs].
+    /// Socket of the target [default: that of the one target of this user that runs, or serves the subsystem].
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Subsystem of the target [default: its only one].
@@ -48,8 +49,8 @@ enum NamespaceCommand {
         #[arg(value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID][,ana=GROUP]")]
         namespace: NamespaceConfig,
         /// Id of the namespace [default: the lowest that is free].
-        #[arg(long, value_name = "N")]
-        nsid: Option<u32>,
+        #[arg(long, value_name = "N", value_parser = parse_nsid)]
+        nsid: Option<NsId>,
         #[command(flatten)]
         at: At,
     },
@@ -57,7 +58,8 @@ enum NamespaceCommand {
     #[command(after_help = "JSON: result (true).")]
     Remove {
         /// Id of the namespace.
-        nsid: u32,
+        #[arg(value_parser = parse_nsid)]
+        nsid: NsId,
         #[command(flatten)]
         at: At,
     },
@@ -65,7 +67,8 @@ enum NamespaceCommand {
     #[command(after_help = "JSON: result (true if it is another one).")]
     Resize {
         /// Id of the namespace.
-        nsid: u32,
+        #[arg(value_parser = parse_nsid)]
+        nsid: NsId,
         #[command(flatten)]
         at: At,
     },
@@ -82,7 +85,7 @@ pub(crate) struct HostArgs {
 enum HostCommand {
     /// List the hosts that have terms of their own.
     #[command(
-        after_help = "JSON: an array of nqn, hosts (array of nqn, secret and psk: its files or null, queues, iops and bandwidth: numbers or null)."
+        after_help = "JSON: an array of nqn, hosts (array of nqn, secret and psk: its files, or null: the subsystem's, queues, iops and bandwidth: numbers or null), other_hosts (secret: they need the subsystem's, any, or none: they are refused)."
     )]
     List(At),
     /// Let a host in, or change its terms.
@@ -101,7 +104,7 @@ enum HostCommand {
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
         queues: Option<u16>,
         /// I/O commands a second, at least 100, over all of its controllers [default: any number].
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(Rates::IOS_MIN..))]
+        #[arg(long, value_name = "N", value_parser = parse_iops)]
         iops: Option<u64>,
         /// Bytes a second, at least 1M, over all of its controllers [default: any number].
         #[arg(long, value_name = "BYTES", value_parser = parse_bandwidth)]
@@ -238,14 +241,52 @@ impl At {
             [] => bail!(
                 "no target of this user runs: start one with rdmux nvme target, or give its socket with --socket PATH"
             ),
-            several => {
-                let paths: Vec<_> = several.iter().map(|path| path.display().to_string()).collect();
-                bail!(
-                    "several targets run: choose one with --socket: {}",
-                    paths.join(", ")
-                )
-            }
+            several => self.choose(several),
         }
+    }
+
+    /// Returns the socket of the target that serves the subsystem which was named.
+    fn choose(&self, sockets: &[PathBuf]) -> Result<PathBuf> {
+        let ask = |path: PathBuf| {
+            let served = names(&path, ANSWER_MAX).map_err(|error| error.to_string());
+            (path, served)
+        };
+        // One that does not answer holds up none of the others.
+        let targets: Vec<_> = std::thread::scope(|scope| {
+            let asked: Vec<_> = sockets
+                .iter()
+                .map(|path| scope.spawn(|| ask(path.clone())))
+                .collect();
+            asked
+                .into_iter()
+                .filter_map(|thread| thread.join().ok())
+                .collect()
+        });
+        let serves = |served: &Result<Vec<String>, String>| {
+            let is_named = |name: &String| self.nqn.as_ref().is_some_and(|nqn| nqn.as_str() == name);
+            served.as_ref().is_ok_and(|names| names.iter().any(is_named))
+        };
+        let serving: Vec<_> = targets.iter().filter(|(_, served)| serves(served)).collect();
+        if let [(path, _)] = &serving[..] {
+            return Ok(path.clone());
+        }
+        let what = match &self.nqn {
+            Some(nqn) if serving.is_empty() => format!("no target that answers serves {nqn}"),
+            Some(nqn) => format!("several targets serve {nqn}"),
+            None => "several targets run".to_owned(),
+        };
+        let described: Vec<_> = targets
+            .iter()
+            .map(|(path, served)| {
+                let served = served.as_ref().map(|names| names.join(" and "));
+                format!(
+                    "{} ({})",
+                    path.display(),
+                    served.unwrap_or_else(|_| "does not answer".into())
+                )
+            })
+            .collect();
+        bail!("{what}: choose one with --socket: {}", described.join(", "))
     }
 
     pub(super) fn call(&self, method: &str, mut params: Value) -> Result<Value> {
@@ -256,7 +297,7 @@ impl At {
         if let Some(nqn) = &self.nqn {
             params["nqn"] = nqn.as_str().into();
         }
-        Ok(call(&self.socket()?, method, params)?)
+        Ok(call(&self.socket()?, method, params, ANSWER_MAX)?)
     }
 
     /// Prints the list that a method returns, a row for each of its items.
@@ -294,7 +335,7 @@ impl At {
 
     /// Returns the subsystems, or the one that was named.
     pub(super) fn subsystems(&self) -> Result<Vec<Value>> {
-        let listed = call(&self.socket()?, "nvmf_get_subsystems", json!({}))?;
+        let listed = call(&self.socket()?, "nvmf_get_subsystems", json!({}), ANSWER_MAX)?;
         let Value::Array(mut listed) = listed else {
             bail!("the target gives no list of subsystems");
         };
@@ -307,24 +348,43 @@ impl At {
         Ok(listed)
     }
 
-    /// Shows a part of each subsystem.
-    fn list(&self, part: &str, table: impl Fn(&[Value]) -> String) -> Result<()> {
+    /// Returns the size of a namespace, if it is known which one that is.
+    fn size_of(&self, nsid: NsId) -> Option<String> {
+        let subsystems = self.subsystems().ok()?;
+        let [subsystem] = &subsystems[..] else {
+            return None;
+        };
+        let mut namespaces = subsystem["namespaces"].as_array()?.iter();
+        let namespace = namespaces.find(|namespace| namespace["nsid"] == nsid.0)?;
+        Some(bytes(&namespace["bytes"]))
+    }
+
+    /// Shows parts of each subsystem.
+    fn list(&self, parts: &[&str], shown: impl Fn(&Value) -> String) -> Result<()> {
         let subsystems = self.subsystems()?;
         if self.json {
-            let parts = subsystems
-                .iter()
-                .map(|subsystem| json!({ "nqn": subsystem["nqn"], part: subsystem[part] }));
-            output::say(&parts.collect::<Value>().to_string());
+            let all = subsystems.iter().map(|subsystem| {
+                let mut json = json!({ "nqn": subsystem["nqn"] });
+                for part in parts {
+                    json[part] = subsystem[part].clone();
+                }
+                json
+            });
+            output::say(&all.collect::<Value>().to_string());
             return Ok(());
         }
         for subsystem in &subsystems {
             if subsystems.len() > 1 {
                 output::say(&format!("{}:", text(&subsystem["nqn"])));
             }
-            output::say(&table(subsystem[part].as_array().map_or(&[], |array| array)));
+            output::say(&shown(subsystem));
         }
         Ok(())
     }
+}
+
+fn items(list: &Value) -> impl Iterator<Item = &Value> {
+    list.as_array().into_iter().flatten()
 }
 
 pub(super) fn text(value: &Value) -> String {
@@ -341,9 +401,8 @@ fn bytes(value: &Value) -> String {
 
 pub(crate) fn namespaces(args: &NamespaceArgs) -> Result<()> {
     match &args.command {
-        NamespaceCommand::List(at) => at.list("namespaces", |namespaces| {
-            let rows: Vec<_> = namespaces
-                .iter()
+        NamespaceCommand::List(at) => at.list(&["namespaces"], |subsystem| {
+            let rows: Vec<_> = items(&subsystem["namespaces"])
                 .map(|namespace| {
                     let is_read_only = namespace["read_only"] == true;
                     let access = if is_read_only { ", read-only" } else { "" };
@@ -366,6 +425,7 @@ pub(crate) fn namespaces(args: &NamespaceArgs) -> Result<()> {
             output::table(&columns, &rows)
         }),
         NamespaceCommand::Add { namespace, nsid, at } => {
+            warn_of_memory(namespace);
             let mut namespace = namespace.clone();
             // The target may run in another folder.
             if let Storage::File(path) = &mut namespace.storage {
@@ -373,26 +433,36 @@ pub(crate) fn namespaces(args: &NamespaceArgs) -> Result<()> {
             }
             let mut params = namespace.to_json();
             if let Some(nsid) = nsid {
-                params["nsid"] = (*nsid).into();
+                params["nsid"] = nsid.0.into();
             }
             at.change("nvmf_subsystem_add_ns", json!({ "namespace": params }), |nsid| {
                 format!("namespace {nsid} is exported")
             })
         }
         NamespaceCommand::Remove { nsid, at } => {
-            at.change("nvmf_subsystem_remove_ns", json!({ "nsid": nsid }), |_| {
+            at.change("nvmf_subsystem_remove_ns", json!({ "nsid": nsid.0 }), |_| {
                 format!("namespace {nsid} is exported no more")
             })
         }
-        NamespaceCommand::Resize { nsid, at } => at.change(
-            "nvmf_subsystem_resize_ns",
-            json!({ "nsid": nsid }),
-            |is_resized| match is_resized.as_bool() {
-                Some(true) => format!("namespace {nsid} has the size of its file"),
-                _ => format!("namespace {nsid} had the size of its file"),
-            },
-        ),
+        NamespaceCommand::Resize { nsid, at } => {
+            let params = json!({ "nsid": nsid.0 });
+            at.change("nvmf_subsystem_resize_ns", params, |is_resized| {
+                let has = match is_resized.as_bool() {
+                    Some(true) => "has",
+                    _ => "had",
+                };
+                let size = at
+                    .size_of(*nsid)
+                    .map_or_else(String::new, |size| format!(", {size}"));
+                format!("namespace {nsid} {has} the size of its file{size}")
+            })
+        }
     }
+}
+
+fn parse_iops(text: &str) -> Result<u64, String> {
+    let ios = text.parse().ok().filter(|ios| *ios >= Rates::IOS_MIN);
+    ios.ok_or_else(|| format!("give I/Os a second, at least {}", Rates::IOS_MIN))
 }
 
 fn parse_bandwidth(text: &str) -> Result<u64, String> {
@@ -402,13 +472,18 @@ fn parse_bandwidth(text: &str) -> Result<u64, String> {
 
 pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
     match &args.command {
-        HostCommand::List(at) => at.list("hosts", |hosts| {
-            let rows: Vec<_> = hosts
-                .iter()
+        HostCommand::List(at) => at.list(&["hosts", "other_hosts"], |subsystem| {
+            let rows: Vec<_> = items(&subsystem["hosts"])
                 .map(|host| {
-                    ["nqn", "queues", "iops", "bandwidth", "secret", "psk"]
+                    let file = |key| match host[key].is_null() && !subsystem[key].is_null() {
+                        true => "common".to_owned(),
+                        false => text(&host[key]),
+                    };
+                    let mut row = ["nqn", "queues", "iops", "bandwidth"]
                         .map(|key| text(&host[key]))
-                        .into()
+                        .to_vec();
+                    row.extend(["secret", "psk"].map(file));
+                    row
                 })
                 .collect();
             let columns = [
@@ -419,7 +494,12 @@ pub(crate) fn hosts(args: &HostArgs) -> Result<()> {
                 ("secret", Align::Left),
                 ("key of TLS", Align::Left),
             ];
-            output::table(&columns, &rows)
+            let others = match subsystem["other_hosts"].as_str() {
+                Some("any") => "any may use it, without a secret",
+                Some("none") => "refused",
+                _ => "need the secret",
+            };
+            format!("{}\nothers: {others}", output::table(&columns, &rows))
         }),
         HostCommand::Add {
             host,
@@ -563,6 +643,22 @@ pub(super) fn listen_address(listener: &Listener) -> Value {
         "traddr": listener.address.ip().to_string(),
         "trsvcid": listener.address.port().to_string(),
     })
+}
+
+/// Writes a warning to stderr if a namespace has more memory than this host.
+pub(super) fn warn_of_memory(namespace: &NamespaceConfig) {
+    let Storage::Memory(bytes) = namespace.storage else {
+        return;
+    };
+    let system = rustix::system::sysinfo();
+    let total = (system.totalram as u64).saturating_mul(system.mem_unit.into());
+    if bytes > total {
+        output::error(&anyhow!(
+            "warning: a namespace of {} in memory is more than this host has, {}: the target ends when hosts have written so much",
+            output::bytes(bytes),
+            output::bytes(total)
+        ));
+    }
 }
 
 fn resolve(path: &Path) -> Result<PathBuf> {

@@ -15,7 +15,7 @@ use rdmux_nvmf::host::{IoQueue, NamespaceInfo, Session, Url};
 use rdmux_push::parse_size;
 use serde_json::json;
 
-use super::host::IoArgs;
+use super::host::{IoArgs, hint};
 use crate::cmd::push::{bar, gigabytes_per_second};
 use crate::cmd::serve::parse_positive;
 use crate::output;
@@ -142,10 +142,11 @@ fn check(range: &Range, what: &str, completion: &Completion) -> Result<()> {
     let (first, ..) = range.part(completion.command.token);
     ensure!(
         completion.status.is_success(),
-        "the target refused a {what} at byte {} of namespace {}: {}",
+        "the target refused a {what} at byte {} of namespace {}: {}{}",
         first * range.namespace.block_bytes(),
         range.namespace.nsid,
-        completion.status
+        completion.status,
+        hint(completion.status)
     );
     Ok(())
 }
@@ -185,7 +186,7 @@ pub(super) fn read(args: &ReadArgs) -> Result<()> {
         .as_ref()
         .map_or("standard output".to_owned(), |path| path.display().to_string());
     let mut out: Box<dyn Write> = match &args.output {
-        Some(path) => Box::new(File::create(path).with_context(|| name.clone())?),
+        Some(path) => Box::new(File::create(path).with_context(|| format!("cannot write {name}"))?),
         None => Box::new(io::stdout().lock()),
     };
     let bar = bar(range.bytes(), args.quiet || args.json);
@@ -256,7 +257,7 @@ pub(super) fn write(args: &WriteArgs) -> Result<()> {
         .as_ref()
         .map_or("standard input".to_owned(), |path| path.display().to_string());
     let mut file = match &args.file {
-        Some(path) => Some(File::open(path).with_context(|| name.clone())?),
+        Some(path) => Some(File::open(path).with_context(|| format!("cannot read {name}"))?),
         None => None,
     };
     // The length of a regular file is known before a block is written.

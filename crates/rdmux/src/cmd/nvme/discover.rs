@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use rdmux_nvmf::host::{Controller, DiscoveryLog, Transport, Url};
 use rdmux_wire::nvme::{DISCOVERY_NQN, DiscoveryEntry, Nqn, SubsystemKind, TransportKind};
 use serde_json::{Value, json};
@@ -76,7 +76,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             let referred = referred.iter().map(|(url, log)| {
                 let mut json = match log {
                     Ok(log) => log_json(log),
-                    Err(why) => json!({ "unreachable": format!("{why:#}") }),
+                    Err(why) => json!({ "unreachable": output::reason(why) }),
                 };
                 json["url"] = url.to_string().into();
                 json
@@ -88,10 +88,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
     }
     output::say(&table(&log));
     for (url, log) in &referred {
-        output::say(&match log {
-            Ok(log) => format!("\n{url}:\n{}", table(log)),
-            Err(why) => format!("\n{url}: {why:#}"),
-        });
+        match log {
+            Ok(log) => output::say(&format!("\n{url}:\n{}", table(log))),
+            Err(why) => output::error(&anyhow!("{url}: {}", output::reason(why))),
+        }
     }
     Ok(())
 }

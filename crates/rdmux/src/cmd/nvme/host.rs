@@ -5,16 +5,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-use rdmux_nvmf::auth::{SecretError, Secrets};
+use anyhow::{Context, Result, anyhow, bail};
+use rdmux_nvmf::auth::{AuthError, SecretError, Secrets};
 use rdmux_nvmf::control::config::parse_nqn;
-use rdmux_nvmf::host::{Controller, NamespaceInfo, Options, Session, Transport, Url};
+use rdmux_nvmf::host::{Controller, HostError, Loss, NamespaceInfo, Options, Session, Transport, Url};
 use rdmux_nvmf::identity;
 use rdmux_nvmf::tls::psk::Psk;
-use rdmux_wire::nvme::{HostId, Nqn, NsId};
+use rdmux_wire::nvme::{HostId, Nqn, NsId, Status};
 use rdmux_wire::nvme_tcp::Digests;
 
 use crate::cmd::device::DeviceArgs;
+use crate::output;
 
 /// Options of each command.
 #[derive(clap::Args, Debug)]
@@ -76,7 +77,15 @@ fn parse_hostid(text: &str) -> Result<HostId, String> {
 pub(super) fn parse_nsid(text: &str) -> Result<NsId, String> {
     let nsid = text.parse().ok().filter(|nsid| (1..u32::MAX - 1).contains(nsid));
     nsid.map(NsId)
-        .ok_or_else(|| format!("'{text}' is no number of a namespace: they begin at 1"))
+        .ok_or_else(|| format!("'{text}' is no namespace id: they begin at 1"))
+}
+
+/// Returns advice for a command that a target has refused: empty, or what goes behind the status.
+pub(super) fn hint(status: Status) -> &'static str {
+    match status.is(Status::INVALID_NAMESPACE) {
+        true => ": was the namespace removed? `rdmux nvme list URL` shows those that are there",
+        false => "",
+    }
 }
 
 impl HostArgs {
@@ -132,7 +141,24 @@ impl HostArgs {
 
     /// Connects to a controller that is only asked.
     pub(super) fn ask(&self, url: &Url) -> Result<Controller> {
-        Ok(Controller::connect(&Arc::new(self.options_of(url)?), 0)?)
+        let connected = Controller::connect(&Arc::new(self.options_of(url)?), 0);
+        connected.map_err(|error| self.explain(error))
+    }
+
+    /// Returns the error of a connection; of one that a secret has failed, with its file.
+    fn explain(&self, error: HostError) -> anyhow::Error {
+        let is_of_secret = matches!(&error, HostError::Authentication(AuthError::Refused(_)));
+        let file = self
+            .secret
+            .clone()
+            .or_else(|| rdmux_key::config_path("nvme-secret"));
+        match file.filter(|_| is_of_secret) {
+            Some(file) => anyhow!(
+                "{error}: the secret is that of {}: give the target's with --secret FILE",
+                file.display()
+            ),
+            None => error.into(),
+        }
     }
 }
 
@@ -167,8 +193,36 @@ impl IoArgs {
         for options in &mut paths {
             options.loss_timeout = Duration::from_secs(self.ctrl_loss_tmo.into());
         }
-        let session = Session::connect_by(paths, queues)?;
+        let session = Session::connect_by(paths, queues).map_err(|error| self.host.explain(error))?;
+        for (at, why) in session.unreachable() {
+            let path = at.checked_sub(1).map_or(url, |at| &self.path[at]);
+            output::error(&anyhow!(
+                "warning: {path} is no path yet, and is tried again: {why}"
+            ));
+        }
+        self.tell_of_losses(&session)?;
         let namespace = session.open_namespace(self.nsid)?;
         Ok((session, namespace))
+    }
+
+    /// Has a thread write a line to stderr for each connection that is lost.
+    fn tell_of_losses(&self, session: &Session) -> Result<()> {
+        let (losses, seconds) = (session.losses(), self.ctrl_loss_tmo);
+        let thread = std::thread::Builder::new().name("nvme-losses".into());
+        thread.spawn(move || {
+            for Loss {
+                address,
+                cause,
+                has_other,
+            } in losses
+            {
+                let next = match has_other {
+                    true => "I/O goes by another path".to_owned(),
+                    false => format!("tries again for {seconds} s"),
+                };
+                output::error(&anyhow!("the connection to {address} was lost ({cause}): {next}"));
+            }
+        })?;
+        Ok(())
     }
 }

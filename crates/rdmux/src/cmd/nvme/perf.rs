@@ -11,7 +11,7 @@ use rdmux_nvmf::host::{IoQueue, NamespaceInfo, Url};
 use rdmux_push::parse_size;
 use serde_json::json;
 
-use super::host::IoArgs;
+use super::host::{IoArgs, hint};
 use crate::output;
 
 /// Longest time that the histogram distinguishes, in nanoseconds.
@@ -136,6 +136,16 @@ struct Measured {
     writes: u64,
 }
 
+impl Measured {
+    fn new() -> Result<Measured> {
+        Ok(Measured {
+            latency: Histogram::new_with_max(LONGEST_NS, 3)?,
+            reads: 0,
+            writes: 0,
+        })
+    }
+}
+
 /// The order of the commands of one queue.
 #[derive(Debug)]
 struct Order {
@@ -200,12 +210,13 @@ impl Pace {
 }
 
 /// Sends commands to a queue until the end, and measures what is done in between.
-fn drive(queue: &mut IoQueue, job: &Job, mut order: Order, mut pace: Pace) -> Result<Measured> {
-    let mut measured = Measured {
-        latency: Histogram::new_with_max(LONGEST_NS, 3)?,
-        reads: 0,
-        writes: 0,
-    };
+fn drive(
+    queue: &mut IoQueue,
+    job: &Job,
+    mut order: Order,
+    mut pace: Pace,
+    measured: &mut Measured,
+) -> Result<()> {
     let nsid = job.namespace.nsid;
     let submit = |queue: &mut IoQueue, order: &mut Order, buffer, token| {
         let (place, writes) = order.next(job);
@@ -247,7 +258,7 @@ fn drive(queue: &mut IoQueue, job: &Job, mut order: Order, mut pace: Pace) -> Re
             false => None,
         };
         if is_over && queue.in_flight() == 0 {
-            return Ok(measured);
+            return Ok(());
         } else if is_over || idle.is_empty() {
             queue.wait()?;
         } else {
@@ -257,8 +268,9 @@ fn drive(queue: &mut IoQueue, job: &Job, mut order: Order, mut pace: Pace) -> Re
         while let Some(completion) = queue.poll() {
             ensure!(
                 completion.status.is_success(),
-                "the target refused a command: {}",
-                completion.status
+                "the target refused a command: {}{}",
+                completion.status,
+                hint(completion.status)
             );
             let (token, writes) = (completion.command.token >> 1, completion.command.token & 1 != 0);
             if (job.from..job.until).contains(&now) {
@@ -320,7 +332,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         from,
         until: from + args.time,
     };
-    let mut cpu = Duration::ZERO;
+    let (mut cpu, mut runtime, mut failed) = (Duration::ZERO, Duration::ZERO, None);
     let measured = std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for (mut queue, number) in queues.into_iter().zip(1u64..) {
@@ -337,7 +349,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
             };
             let job = &job;
             let thread = std::thread::Builder::new().name("nvme-queue".into());
-            threads.push(thread.spawn_scoped(scope, move || drive(&mut queue, job, order, pace))?);
+            let work = move || {
+                let mut measured = Measured::new()?;
+                let ended = drive(&mut queue, job, order, pace, &mut measured);
+                Ok::<_, anyhow::Error>((measured, ended))
+            };
+            threads.push(thread.spawn_scoped(scope, work)?);
         }
         // Time is meant: the warm-up, and then the measurement.
         std::thread::sleep(job.from.saturating_duration_since(Instant::now()));
@@ -349,24 +366,27 @@ pub(super) fn run(args: &Args) -> Result<()> {
             std::thread::sleep(left.min(Duration::from_millis(100)));
         }
         cpu = process_cpu() - before;
-        let mut all = Measured {
-            latency: Histogram::new_with_max(LONGEST_NS, 3)?,
-            reads: 0,
-            writes: 0,
-        };
+        runtime = Instant::now().min(job.until).saturating_duration_since(job.from);
+        let mut all = Measured::new()?;
         for thread in threads {
-            let measured = thread.join().map_err(|_| anyhow!("a thread has panicked"))??;
+            let (measured, ended) = thread.join().map_err(|_| anyhow!("a thread has panicked"))??;
+            failed = failed.take().or(ended.err());
             all.latency.add(&measured.latency)?;
             all.reads += measured.reads;
             all.writes += measured.writes;
         }
         Ok::<_, anyhow::Error>(all)
     })?;
-    if measured.reads + measured.writes == 0 {
+    let is_empty = measured.reads + measured.writes == 0;
+    if is_empty && let Some(failed) = failed {
+        return Err(failed);
+    }
+    if is_empty {
         bail!("no command was done in the time: give a longer --time");
     }
     let report = Report {
         args,
+        runtime,
         measured,
         cpu,
         reconnects: session.generation() - 1,
@@ -376,12 +396,19 @@ pub(super) fn run(args: &Args) -> Result<()> {
         false => report.text(),
     });
     session.close();
-    Ok(())
+    failed.map_or(Ok(()), Err)
+}
+
+/// Returns seconds, to a thousandth.
+fn seconds(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e3).round() / 1e3
 }
 
 /// Result of a run.
 struct Report<'a> {
     args: &'a Args,
+    /// The time of the measurement, which an error may have ended.
+    runtime: Duration,
     measured: Measured,
     cpu: Duration,
     reconnects: u64,
@@ -393,7 +420,7 @@ impl Report<'_> {
     }
 
     fn iops(&self) -> f64 {
-        self.ios() as f64 / self.args.time.as_secs_f64()
+        self.ios() as f64 / self.runtime.as_secs_f64()
     }
 
     fn mib_per_s(&self) -> f64 {
@@ -434,7 +461,7 @@ impl Report<'_> {
             },
             args.rate
                 .map_or_else(String::new, |rate| format!("{rate} a second, ")),
-            args.time.as_secs_f64()
+            seconds(self.runtime)
         );
         text += &format!(
             "IOPS {:.0}, {:.1} MiB/s, {} reads, {} writes\n",
@@ -482,7 +509,7 @@ impl Report<'_> {
             "rate": args.rate,
             "header_digest": digests.0,
             "data_digest": digests.1,
-            "runtime_s": args.time.as_secs_f64(),
+            "runtime_s": self.runtime.as_secs_f64(),
             "ios": self.ios(),
             "reads": self.measured.reads,
             "writes": self.measured.writes,

@@ -1,23 +1,26 @@
 //! `rdmux nvme target`: exports namespaces.
 
+use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use rdmux_nvmf::auth::Secrets;
+use rdmux_nvmf::backend::OpenError;
 use rdmux_nvmf::control::config::{
     HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_cntlids,
     parse_listener, parse_nqn,
 };
-use rdmux_nvmf::control::rpc::RpcSocket;
-use rdmux_nvmf::control::{Control, SubsystemInfo};
+use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, names, remove_stale};
+use rdmux_nvmf::control::{Control, ControlError, SubsystemInfo};
 use rdmux_nvmf::identity;
 use rdmux_nvmf::server::Listen;
 use rdmux_nvmf::target::Listener;
 use rdmux_wire::nvme::{Nqn, TransportKind};
 use serde_json::{Value, json};
 
+use super::change::warn_of_memory;
 use crate::cmd::device::DeviceArgs;
 use crate::cmd::node::raise_descriptors;
 use crate::output::{self, Align};
@@ -118,7 +121,11 @@ impl Args {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     args.device.apply()?;
-    let (control, server) = Control::start(args.description()?)?;
+    let config = args.description()?;
+    for subsystem in &config.subsystems {
+        subsystem.namespaces.iter().for_each(warn_of_memory);
+    }
+    let (control, server) = Control::start(config).map_err(|error| in_file(error, args.config.as_deref()))?;
     let control = Arc::new(control);
     metrics::show_target(control.clone());
     // Hosts beyond the limit would wait to be accepted.
@@ -150,6 +157,27 @@ pub(crate) fn run(args: Args) -> Result<()> {
     Ok(ended?)
 }
 
+/// Returns the error of a target, with the line of its file that names what cannot be opened.
+fn in_file(error: ControlError, file: Option<&Path>) -> anyhow::Error {
+    let path = match &error {
+        ControlError::Open(OpenError::Open { path, .. } | OpenError::InUse(path) | OpenError::Kind(path)) => {
+            path
+        }
+        _ => return error.into(),
+    };
+    // What is read has been parsed before: a file that cannot be read again has no line.
+    let named = path.to_string_lossy().into_owned();
+    let line = file.and_then(|file| {
+        let text = std::fs::read_to_string(file).ok()?;
+        let at = text.lines().position(|line| line.contains(&named))?;
+        Some(format!("{}:{}", file.display(), at + 1))
+    });
+    match line {
+        Some(line) => anyhow!("{line}: {error}"),
+        None => error.into(),
+    }
+}
+
 /// Has the target go on with what its file says now. A wrong file changes nothing.
 fn reload(control: &Control, file: &Path) {
     let config = TargetConfig::load(file).map_err(anyhow::Error::new);
@@ -165,7 +193,7 @@ fn reload(control: &Control, file: &Path) {
 /// Listens for requests. Where nobody has chosen the socket, a target without one is better than none.
 fn listen(chosen: Option<&Path>, control: &Arc<Control>) -> Result<Option<RpcSocket>> {
     if let Some(path) = chosen {
-        let socket = RpcSocket::listen(path, control.clone());
+        let socket = RpcSocket::listen(path, control.clone()).map_err(|error| taken(path, error));
         let words = || {
             format!(
                 "cannot listen for requests on {}: give another path with --socket",
@@ -177,14 +205,33 @@ fn listen(chosen: Option<&Path>, control: &Arc<Control>) -> Result<Option<RpcSoc
     let Some(first) = control.subsystems().into_iter().next() else {
         return Ok(None);
     };
+    // What others have left is in nobody's way.
+    let _ = remove_stale();
     let path = RpcSocket::default_path(&first.nqn);
-    match path.and_then(|path| RpcSocket::listen(&path, control.clone())) {
+    let opened = path.map_err(anyhow::Error::new).and_then(|path| {
+        let socket = RpcSocket::listen(&path, control.clone());
+        socket.map_err(|error| taken(&path, error))
+    });
+    match opened {
         Ok(socket) => Ok(Some(socket)),
         Err(error) => {
             let words = "warning: the target takes no requests: give a path with --socket";
-            output::error(&anyhow!(error).context(words));
+            output::error(&error.context(words));
             Ok(None)
         }
+    }
+}
+
+/// Returns the error of a socket, with the subsystems of the target that has it.
+fn taken(path: &Path, error: io::Error) -> anyhow::Error {
+    let holder = match error.kind() {
+        io::ErrorKind::AddrInUse => names(path, ANSWER_MAX).ok(),
+        _ => None,
+    };
+    let path = path.display();
+    match holder {
+        Some(names) => anyhow!("{path}: the target of {} has it", names.join(" and ")),
+        None => anyhow!(error).context(path.to_string()),
     }
 }
 
