@@ -447,6 +447,26 @@ fn target__says_in_which_line_a_file_is_that_does_not_open() {
 }
 
 #[test]
+fn perf__reports_what_it_did_before_the_namespace_was_removed() {
+    let user = User::new();
+    let (listen, nqn) = place(34);
+    let (_target, _) = user.target(&["--ns", "null:1M", "--listen", &listen, "--nqn", &nqn]);
+    let url = format!("nvme+{}/{nqn}", listen.replace("tcp:", "tcp://"));
+    let mut perf = user.rdmux(&["nvme", "perf", &url, "--time", "60", "--warmup", "0", "--json"]);
+    let perf = perf.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let reads = || user.json(&["nvme", "stat", "--json"])[0]["counts"]["reads"].as_u64();
+    while reads().is_none_or(|reads| reads == 0) {}
+    user.run(&["nvme", "ns", "remove", "1"]);
+    let output = perf.unwrap().wait_with_output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("was the namespace removed?"), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(report["reads"].as_u64().unwrap() > 0, "{report}");
+    assert!(report["runtime_s"].as_f64().unwrap() < 60.0, "{report}");
+}
+
+#[test]
 fn host_list__shows_how_all_hosts_are_treated() {
     let user = User::new();
     let (listen, nqn) = place(32);

@@ -159,12 +159,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
 
 /// Returns the error of a target, with the line of its file that names what cannot be opened.
 fn in_file(error: ControlError, file: Option<&Path>) -> anyhow::Error {
-    let path = match &error {
-        ControlError::Open(OpenError::Open { path, .. } | OpenError::InUse(path) | OpenError::Kind(path)) => {
-            path
-        }
-        _ => return error.into(),
+    let ControlError::Open(open) = &error else {
+        return error.into();
     };
+    let (OpenError::Open { path, .. } | OpenError::InUse(path) | OpenError::Kind(path)) = open;
     // What is read has been parsed before: a file that cannot be read again has no line.
     let named = path.to_string_lossy().into_owned();
     let line = file.and_then(|file| {
