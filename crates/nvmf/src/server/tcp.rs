@@ -22,6 +22,9 @@ const CONNECTIONS_MAX: usize = 4096;
 const RECEIVES_MAX: usize = 16;
 /// Bytes of I/Os and of messages of one connection before others have their turn.
 const TURN_BYTES: usize = 4 << 20;
+/// I/Os of media that one connection begins before others have their turn, and before those that are done are answered: a host sends the next ones
+/// meanwhile.
+const TURN_MEDIA: usize = 8;
 /// Slices of one message to a socket: the answers to 32 reads and more, so that a host with so many in flight is woken once.
 const SLICES_MAX: usize = 128;
 /// Connections that are accepted at once.
@@ -378,6 +381,7 @@ impl Tcp {
                     connection.complete(work, status, &mut self.buffers);
                     continue;
                 }
+                left = left.saturating_sub(TURN_BYTES / TURN_MEDIA);
                 served.at_media += 1;
                 if let Err(Job::Tcp(_, work)) = core.media.begin(Job::Tcp(id, work)) {
                     served.at_media -= 1;
