@@ -535,18 +535,20 @@ impl Control {
             });
         }
         let mut listeners = self.listeners.lock();
-        let mut new: Vec<Listen> = Vec::new();
-        let mut changed = Vec::new();
-        for wanted in &config.listen {
-            let known = listeners.iter();
-            match known.clone().find(|(asked, _)| asked.listener == wanted.listener) {
-                Some((asked, _)) if asked == wanted => {}
-                Some((_, actual)) => changed.push(self.handle.prepare(Listen {
+        let (becomes, new) = pair(&listeners, config.listen);
+        let (mut stay, mut leave, mut changed) = (Vec::new(), Vec::new(), Vec::new());
+        for ((asked, actual), becomes) in listeners.iter().zip(becomes) {
+            let Some(wanted) = becomes else {
+                leave.push(*actual);
+                continue;
+            };
+            if wanted != *asked {
+                changed.push(self.handle.prepare(Listen {
                     listener: *actual,
-                    ..*wanted
-                })?),
-                None => new.push(*wanted),
+                    ..wanted
+                })?);
             }
+            stay.push((wanted, *actual));
         }
         let mut announcer = self.announcer.lock();
         let new_announcer = match (&*announcer, config.mdns) {
@@ -569,14 +571,10 @@ impl Control {
         for settings in changed {
             self.handle.set(settings)?;
         }
-        for (asked, actual) in listeners.iter_mut() {
-            let mut wanted = config.listen.iter();
-            if let Some(wanted) = wanted.find(|wanted| wanted.listener == asked.listener) {
-                *asked = *wanted;
-                self.target.add_way(*actual, wanted.tls);
-            }
+        for (wanted, actual) in &stay {
+            self.target.add_way(*actual, wanted.tls);
         }
-        listeners.extend(&added);
+        *listeners = [stay, added.clone()].concat();
         let mut stays: Vec<Nqn> = Vec::new();
         for change in prepared {
             match change {
@@ -603,14 +601,10 @@ impl Control {
             self.target.remove_subsystem(&nqn)?;
             subsystems.remove(&nqn);
         }
-        listeners.retain(|(asked, actual)| {
-            let stays = config.listen.contains(asked);
-            if !stays {
-                self.handle.stop_listening(actual);
-                self.target.remove_listener(actual);
-            }
-            stays
-        });
+        for actual in &leave {
+            self.handle.stop_listening(actual);
+            self.target.remove_listener(actual);
+        }
         for (asked, actual) in &added {
             self.target.add_way(*actual, asked.tls);
         }
@@ -627,6 +621,25 @@ impl Control {
 enum Change {
     Add((Nqn, Exported)),
     Update(Nqn, Update),
+}
+
+/// Pairs each known listener with one of another description: the one with the same settings if there is such, since several may be for one address
+/// with port 0. Returns the description of each that stays, and those that are new.
+fn pair(known: &[(Listen, Listener)], mut wanted: Vec<Listen>) -> (Vec<Option<Listen>>, Vec<Listen>) {
+    let mut becomes = vec![None; known.len()];
+    for with_same_settings in [true, false] {
+        for ((asked, _), becomes) in known.iter().zip(&mut becomes) {
+            let is_its = |wanted: &Listen| match with_same_settings {
+                true => wanted == asked,
+                false => wanted.listener == asked.listener,
+            };
+            if becomes.is_none() {
+                let at = wanted.iter().position(is_its);
+                *becomes = at.map(|at| wanted.remove(at));
+            }
+        }
+    }
+    (becomes, wanted)
 }
 
 /// Checks that listeners can be served, that no two subsystems have one name, no two namespaces of one an id, that states of access are for addresses on which the target listens,

@@ -193,6 +193,58 @@ fn listeners__with_tls_need_tcp_a_key_and_the_feature() {
 }
 
 #[test]
+fn reload__several_listeners_of_one_address_keep_their_settings() {
+    if !crate::tls::is_present() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let psk = folder.path().join("psk");
+    std::fs::write(&psk, format!("{}\n", Psk::new([1; 32]).text())).unwrap();
+    std::fs::set_permissions(&psk, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let nqn = Nqn::new("nqn.2014-08.org.example:reload-ports").unwrap();
+    let described = |listen: &str| {
+        format!("listen = [{listen}]\n[[subsystem]]\nnqn = \"{nqn}\"\nother_hosts = \"any\"\npsk = {psk:?}\n")
+    };
+    let secure = "{ address = \"tcp:127.0.0.1:0\", tls = \"required\" }";
+    let plain = "\"tcp:127.0.0.1:0\"";
+    for (listen, has_tls) in [([secure, plain], [true, false]), ([plain, secure], [false, true])] {
+        let text = described(&listen.join(", "));
+        let running = Running::new(&text);
+        let ways: Vec<_> = running.control.listeners().into_iter().zip(has_tls).collect();
+        let comes_without_tls = |way: &Listener| {
+            let options = crate::host::Options::new(vec![way.address], nqn.clone());
+            crate::host::Controller::connect(&Arc::new(options), 0).is_ok()
+        };
+        let has = |expected: &[(Listener, bool)]| {
+            assert_eq!(running.control.target.ways(), expected);
+            let listening = running.control.listening();
+            let listening = listening.iter().map(|listen| (listen.listener, listen.tls));
+            assert_eq!(listening.collect::<Vec<_>>(), expected);
+            for (way, tls) in expected {
+                assert_eq!(comes_without_tls(way), !tls, "{way}");
+            }
+        };
+        has(&ways);
+        running.reload(&text).unwrap();
+        has(&ways);
+        // Their order means nothing.
+        running
+            .reload(&described(&[listen[1], listen[0]].join(", ")))
+            .unwrap();
+        has(&ways);
+        // Only the one whose settings are gone from the file takes others.
+        running.reload(&described(&[plain, plain].join(", "))).unwrap();
+        has(&[(ways[0].0, false), (ways[1].0, false)]);
+        running.reload(&described(plain)).unwrap();
+        has(&[(ways[0].0, false)]);
+        assert!(
+            std::net::TcpStream::connect(ways[1].0.address).is_err(),
+            "it is gone"
+        );
+    }
+}
+
+#[test]
 fn requests__change_hosts_and_listeners() {
     let running = Running::new(&description("requests-hosts", "null = 4096;"));
     let host = "nqn.2014-08.org.example:host";
