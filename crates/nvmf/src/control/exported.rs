@@ -17,7 +17,7 @@ use crate::reservations::ReservationFolder;
 use crate::server::Listen;
 use crate::target::{
     AnaRule, Authentication, CNTLID_MAX, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates,
-    Subsystem, Target, Terms,
+    SharedNamespace, Subsystem, Target, Terms,
 };
 use crate::tls::psk::Psk;
 
@@ -54,7 +54,7 @@ pub(super) struct Update {
     hosts: Hosts,
     access: Access,
     /// Namespaces that are new.
-    opened: Vec<(Namespace, NamespaceConfig)>,
+    opened: Vec<(SharedNamespace, NamespaceConfig)>,
     /// Those that stay, with their groups.
     kept: Vec<(NsId, u32)>,
 }
@@ -91,14 +91,22 @@ impl Exported {
         Ok((nqn, exported))
     }
 
+    /// Opens all that a namespace needs.
+    fn open(&self, nsid: NsId, config: &NamespaceConfig) -> Result<SharedNamespace, ControlError> {
+        let namespace = open(self.subsystem.nqn(), nsid, config)?;
+        self.subsystem
+            .prepare_namespace(namespace, config.ana_group)
+            .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))
+    }
+
     pub(super) fn add_namespace(&mut self, nsid: NsId, config: NamespaceConfig) -> Result<(), ControlError> {
         // A file that is exported already would be said to be in use.
         self.subsystem
             .check_free(nsid)
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
-        let namespace = open(self.subsystem.nqn(), nsid, &config)?;
+        let namespace = self.open(nsid, &config)?;
         self.subsystem
-            .add_namespace_in(namespace, config.ana_group)
+            .add_prepared(namespace)
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
         self.namespaces.insert(nsid, config);
         self.highest = self.highest.max(nsid);
@@ -165,12 +173,7 @@ impl Exported {
                     };
                     return Err(ControlError::Changes(nsid, nqn.clone(), what));
                 }
-                None => {
-                    let failed = |error| ControlError::Namespace(namespace.storage.to_string(), error);
-                    let backend = open(nqn, nsid, &namespace)?;
-                    backend.check().map_err(failed)?;
-                    opened.push((backend, namespace));
-                }
+                None => opened.push((self.open(nsid, &namespace)?, namespace)),
             }
         }
         Ok(Update {
@@ -182,12 +185,15 @@ impl Exported {
         })
     }
 
+    /// Follows what was prepared, which does not fail.
     pub(super) fn apply(
         &mut self,
         update: Update,
         target: &Target,
         listeners: &[(Listen, Listener)],
     ) -> Result<(), ControlError> {
+        // Whatever comes after this, a host that is off the list has no access.
+        target.set_hosts(self.subsystem.nqn(), update.hosts)?;
         (self.config, self.access) = (update.config, update.access);
         // Before namespaces come into their groups.
         self.set_ana_rules(listeners)?;
@@ -209,11 +215,10 @@ impl Exported {
         }
         for (namespace, config) in update.opened {
             let nsid = namespace.nsid;
-            self.subsystem.add_namespace_in(namespace, config.ana_group)?;
+            self.subsystem.add_prepared(namespace)?;
             self.namespaces.insert(nsid, config);
             self.highest = self.highest.max(nsid);
         }
-        target.set_hosts(self.subsystem.nqn(), update.hosts)?;
         Ok(())
     }
 

@@ -598,6 +598,71 @@ fn reload__changes_what_is_other_and_nothing_if_it_fails() {
 }
 
 #[test]
+fn reload__that_cannot_read_reservations_changes_nothing() {
+    const FOLDER: &str = "XDG_CONFIG_HOME";
+    const INSIDE: &str = "RDMUX_TEST_RELOAD";
+    if std::env::var_os(INSIDE).is_none() {
+        // A process of its own has another folder of configuration.
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args([
+            "control::tests::reload__that_cannot_read_reservations_changes_nothing",
+            "--exact",
+        ]);
+        let output = command.env(INSIDE, "1").env(FOLDER, folder.path()).output();
+        let output = output.unwrap();
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8_lossy(&text);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let described = |listen: &str, hosts: &str, namespaces: &str| {
+        format!(
+            "listen = [{{ address = \"tcp:127.0.0.1:0\"{listen} }}]\n[[subsystem]]\n\
+             nqn = \"nqn.2014-08.org.example:reload-reservations\"\nother_hosts = \"none\"\n{hosts}{namespaces}"
+        )
+    };
+    let [first, second] = ["first", "second"].map(|name| {
+        let secret = std::path::Path::new(&std::env::var_os(FOLDER).unwrap()).join(name);
+        std::fs::write(&secret, crate::auth::Secret::new([1; 32]).text() + "\n").unwrap();
+        std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(0o600)).unwrap();
+        format!("[[subsystem.host]]\nnqn = \"nqn.2014-08.org.example:{name}\"\nsecret = {secret:?}\n")
+    });
+    let null = "[[subsystem.namespace]]\nnull = 4096\n";
+    let uuid = "5a3ed6c1-5a06-4b29-9fd9-2d15a8f4d9b1";
+    let other = format!("[[subsystem.namespace]]\nmemory = 65536\nuuid = \"{uuid}\"\nana_group = 2\n");
+    let running = Running::new(&described("", &(first.clone() + &second), null));
+    let unreadable = rdmux_key::config_path("nvme-reservations").unwrap().join(uuid);
+    std::fs::create_dir_all(&unreadable).unwrap();
+    let state = || {
+        let info = running.control.subsystems().swap_remove(0);
+        let subsystem = running
+            .control
+            .subsystems
+            .lock()
+            .values()
+            .next()
+            .unwrap()
+            .subsystem
+            .clone();
+        let (hosts, listening) = (subsystem.hosts(), running.control.listening());
+        (running.namespaces(0), info.hosts, hosts, listening)
+    };
+    let before = state();
+    let next = described(", in_capsule_bytes = 4096", &second, &other);
+    let error = running.reload(&next).unwrap_err();
+    assert_eq!(state(), before);
+    let expected = "cannot export memory: cannot read the reservations of namespace 2: ";
+    assert!(error.starts_with(expected) && error.contains(uuid), "{error}");
+    std::fs::remove_dir(&unreadable).unwrap();
+    running.reload(&next).unwrap();
+    let (namespaces, hosts, terms, listening) = state();
+    assert_eq!(namespaces, [(2, "memory".into())]);
+    assert!(hosts.len() == 1 && terms.named.len() == 1, "{hosts:?}");
+    assert_eq!(listening[0].in_capsule_bytes, 4096);
+}
+
+#[test]
 fn socket__serves_its_user_alone() {
     let running = Running::new(&description("socket", "null = 4096;"));
     let folder = tempfile::tempdir().unwrap();

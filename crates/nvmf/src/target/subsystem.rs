@@ -264,29 +264,41 @@ impl Subsystem {
     /// Adds a namespace, to group 1 of those that share a state of access.
     ///
     /// # Errors
-    /// Its id is invalid or taken, or it has no block.
+    /// Its id is invalid or taken, it has no block, or its reservations cannot be read.
     pub fn add_namespace(&self, namespace: Namespace) -> Result<(), NamespaceError> {
-        self.add_namespace_in(namespace, 1)
+        self.add_prepared(self.prepare_namespace(namespace, 1)?)
     }
 
-    /// Adds a namespace, to a group of those that share a state of access.
+    /// Prepares a namespace, in a group of those that share a state of access, with the reservations that are kept for it.
     ///
     /// # Errors
-    /// As [`Subsystem::add_namespace`], or the group is invalid.
-    pub fn add_namespace_in(&self, namespace: Namespace, group: u32) -> Result<(), NamespaceError> {
+    /// Its id or group is invalid, it has no block, or its reservations cannot be read.
+    pub(crate) fn prepare_namespace(
+        &self,
+        namespace: Namespace,
+        group: u32,
+    ) -> Result<SharedNamespace, NamespaceError> {
+        let nsid = namespace.nsid;
         namespace.check()?;
         check_group(group)?;
-        let mut state = self.state();
-        if state.namespaces.contains_key(&namespace.nsid) {
-            return Err(NamespaceError::Exists(namespace.nsid));
-        }
-        let nsid = namespace.nsid;
         let reservations = match &self.reservations {
             Some(store) => Reservations::load(store.clone(), namespace.uuid)
                 .map_err(|error| NamespaceError::Reservations(nsid, error.to_string()))?,
             None => Reservations::default(),
         };
-        self.put(&mut state, SharedNamespace::new(namespace, reservations, group));
+        Ok(SharedNamespace::new(namespace, reservations, group))
+    }
+
+    /// Adds a namespace that has been prepared for this subsystem.
+    ///
+    /// # Errors
+    /// Its id is taken.
+    pub(crate) fn add_prepared(&self, namespace: SharedNamespace) -> Result<(), NamespaceError> {
+        let mut state = self.state();
+        if state.namespaces.contains_key(&namespace.nsid) {
+            return Err(NamespaceError::Exists(namespace.nsid));
+        }
+        self.put(&mut state, namespace);
         Ok(())
     }
 
