@@ -24,6 +24,8 @@ pub(crate) struct Announcer {
     daemon: ServiceDaemon,
     /// Full names of the services, with the listeners.
     announced: Vec<(Listener, String)>,
+    /// Addresses whose interfaces the thread uses: also that of a listener that has gone, until the thread has been told.
+    used: BTreeSet<IpAddr>,
 }
 
 impl Announcer {
@@ -42,6 +44,7 @@ impl Announcer {
         Ok(Announcer {
             daemon,
             announced: Vec::new(),
+            used: BTreeSet::new(),
         })
     }
 
@@ -50,35 +53,35 @@ impl Announcer {
     /// # Errors
     /// The thread has ended, or is too busy for more.
     pub(crate) fn set(&mut self, listeners: &[Listener]) -> Result<(), mdns_sd::Error> {
-        let before = self.addresses();
         let stays = |listener: &Listener| listeners.contains(listener) && is_announced(listener);
         while let Some(at) = self.announced.iter().position(|(known, _)| !stays(known)) {
             self.daemon.unregister(&self.announced[at].1)?;
             self.announced.swap_remove(at);
         }
-        let left = self.addresses();
-        let gone: Vec<IpAddr> = before.difference(&left).copied().collect();
+        let left: BTreeSet<_> = self
+            .announced
+            .iter()
+            .map(|(listener, _)| listener.address.ip())
+            .collect();
+        let gone: Vec<IpAddr> = self.used.difference(&left).copied().collect();
         if !gone.is_empty() {
             // It stands for the address's interface, which others that stay may have too.
             self.daemon.disable_interface(gone)?;
             self.daemon
-                .enable_interface(left.into_iter().collect::<Vec<_>>())?;
+                .enable_interface(left.iter().copied().collect::<Vec<_>>())?;
+            self.used = left;
         }
         for listener in listeners.iter().filter(|listener| is_announced(listener)) {
             if !self.announced.iter().any(|(known, _)| known == listener) {
                 let service = service(listener)?;
                 let name = service.get_fullname().to_owned();
                 self.daemon.enable_interface(listener.address.ip())?;
+                self.used.insert(listener.address.ip());
                 self.daemon.register(service)?;
                 self.announced.push((*listener, name));
             }
         }
         Ok(())
-    }
-
-    fn addresses(&self) -> BTreeSet<IpAddr> {
-        let listeners = self.announced.iter();
-        listeners.map(|(listener, _)| listener.address.ip()).collect()
     }
 }
 
