@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rdmux_nvmf::control::config::TargetConfig;
+use rdmux_nvmf::control::config::{TargetConfig, parse_listener};
 use rdmux_nvmf::control::rpc::respond;
 use rdmux_nvmf::control::{Control, ControlError};
 use rdmux_nvmf::host::{Options, Session, Transport, command};
@@ -146,6 +146,12 @@ fn listeners__come_change_and_go_while_hosts_work() {
             error.map_or(Ok(response["result"].clone()), Err)
         };
         let refused = |result: Result<Value, String>| result.unwrap_err();
+        let elsewhere = parse_listener("rdma:127.0.36.4").unwrap();
+        let error = handle.prepare(elsewhere.into()).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("the server does not listen on {elsewhere}: ")),
+            "{error}"
+        );
         let add = |ip: &str, port: &str| ask("nvmf_target_add_listener", ip, port);
         let remove = |ip: &str, port: &str| ask("nvmf_target_remove_listener", ip, port);
 

@@ -136,7 +136,7 @@ impl Handle {
     /// Prepares other settings of a listener.
     ///
     /// # Errors
-    /// Its transport has no such settings, there is not enough memory for them, or the server is over.
+    /// Its transport has no such settings, there is not enough memory for them, the server does not listen there, or it is over.
     pub fn prepare(&self, listen: Listen) -> Result<Settings, ServeError> {
         listen.check()?;
         let mut parts = Vec::new();
@@ -144,7 +144,8 @@ impl Handle {
             let mut devices = Vec::new();
             for reactor in &self.reactors {
                 let listens_on = |reply| Ask::ListensOn(listen.listener.address, reply);
-                devices.push(ask(reactor, listens_on).flatten().ok_or_else(is_over)?);
+                let device = ask(reactor, listens_on).ok_or_else(is_over)?;
+                devices.push(device.ok_or_else(|| is_missing(&listen.listener))?);
             }
             parts = rdma::renewal(&self.recipients, &devices, &listen)?;
         }
@@ -193,6 +194,11 @@ fn ask<T>(reactor: &Mailbox<Mail>, question: impl FnOnce(Sender<T>) -> Ask) -> O
     let (reply, answer) = channel();
     reactor.send(Mail::Ask(question(reply)));
     answer.recv().ok()
+}
+
+fn is_missing(listener: &Listener) -> io::Error {
+    let text = format!("the server does not listen on {listener}: remove the listener, and add it again");
+    io::Error::new(io::ErrorKind::NotFound, text)
 }
 
 fn is_over() -> io::Error {
