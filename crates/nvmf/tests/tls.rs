@@ -426,8 +426,10 @@ impl Plain {
             in_capsule_max: 8192,
             is_io: false,
         };
+        let socket = TcpStream::connect(address).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let mut plain = Plain {
-            socket: TcpStream::connect(address).unwrap(),
+            socket,
             connection: tcp::Connection::new(config),
         };
         plain.exchange(|connection| connection.is_ready());
@@ -445,6 +447,9 @@ impl Plain {
                 continue;
             }
             match self.socket.read(self.connection.space()) {
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    panic!("the target does not answer")
+                }
                 Ok(0) | Err(_) => return false,
                 Ok(received) => self.connection.received(received),
             }

@@ -105,7 +105,9 @@ fn add_port__a_request_that_came_before_is_reported() {
     let here = both.client.connect(&both.device, address, &params).unwrap();
     let listener = prepared[0].0.listener.as_ref().unwrap();
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
-    assert_eq!(rustix::event::poll(&mut fds, None), Ok(1), "the request has come");
+    let timeout = Timespec::try_from(LONG).unwrap();
+    let come = rustix::event::poll(&mut fds, Some(&timeout));
+    assert_eq!(come, Ok(1), "the request has come");
     for prepared in prepared {
         both.server.add_port(prepared);
     }
