@@ -48,6 +48,17 @@ pub fn short_name(subsystem: &Nqn) -> String {
     uuid_text(&uuid(&[b"claim", subsystem.as_str().as_bytes()]))
 }
 
+/// Returns a Unix socket, neither bound nor connected.
+pub(crate) fn unix_socket() -> io::Result<OwnedFd> {
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    );
+    Ok(socket?)
+}
+
 /// Claims the ids of controllers of a subsystem for this process: hosts refuse two controllers of one id.
 ///
 /// # Errors
@@ -57,12 +68,7 @@ pub fn claim(subsystem: &Nqn, cntlids: &RangeInclusive<u16>) -> io::Result<Owned
     let own = format!("{}-{}", cntlids.start(), cntlids.end());
     let name = format!("{all}{own}");
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
-    let socket = socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let socket = unix_socket()?;
     bind(&socket, &address)?;
     // Of two that claim at the same time, at least one finds the other.
     // Names of other programs' sockets are any bytes.

@@ -85,7 +85,7 @@ fn referrals__and_all_other_changes_reach_hosts_that_stay() {
         let deadline = Instant::now() + LONG;
         while stays.take_events() != [Event::DiscoveryChanged] {
             assert!(Instant::now() < deadline, "{what}: no event");
-            std::thread::sleep(Duration::from_millis(5)); // time is meant: the host has events to be asked for, and no wait for one
+            std::thread::sleep(Duration::from_millis(5)); // time is meant: the host looks for events between its keep-alives, and wakes nobody
         }
         let (now, entries) = read();
         assert!(now > generation, "{what}");

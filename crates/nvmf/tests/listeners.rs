@@ -2,8 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use rdmux_nvmf::control::config::{TargetConfig, parse_listener};
@@ -38,7 +38,7 @@ fn returns_to(before: [usize; 2], what: &str) {
             "{what}: {before:?} became {:?}",
             [descriptors, threads]
         );
-        std::thread::sleep(Duration::from_millis(5)); // time is meant: nothing tells of the end of a thread
+        std::thread::sleep(Duration::from_millis(5)); // time is meant: the system tells nobody that a thread of a device has ended, or a descriptor is closed
     }
 }
 
@@ -64,14 +64,15 @@ fn try_session(to: SocketAddr) -> Option<Arc<Session>> {
 struct Works {
     session: Arc<Session>,
     ends: Arc<AtomicBool>,
-    done: Arc<AtomicU64>,
+    done: Arc<(Mutex<u64>, Condvar)>,
     threads: Vec<std::thread::JoinHandle<()>>,
 }
 
 impl Works {
     fn at(to: SocketAddr, nr: u8) -> Works {
         let session = try_session(to).expect("a listener");
-        let (ends, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (ends, done): (_, Arc<(Mutex<u64>, Condvar)>) =
+            (Arc::new(AtomicBool::new(false)), Arc::default());
         let mut threads = Vec::new();
         for qid in 1..=2_u16 {
             let (session, ends, done) = (session.clone(), ends.clone(), done.clone());
@@ -93,7 +94,8 @@ impl Works {
                         let read = queue.run("Read", read).unwrap();
                         assert!(read.bytes().iter().all(|byte| *byte == round));
                     }
-                    done.fetch_add(1, Ordering::Relaxed);
+                    *done.0.lock().unwrap() += 1;
+                    done.1.notify_all();
                 }
             }));
         }
@@ -107,11 +109,11 @@ impl Works {
 
     /// Waits until it has done something that began after this call.
     fn goes_on(&self) {
-        let (before, deadline) = (self.done.load(Ordering::Relaxed), Instant::now() + LONG);
-        while self.done.load(Ordering::Relaxed) < before + 4 {
-            assert!(Instant::now() < deadline, "its commands are not carried out");
-            std::thread::sleep(Duration::from_millis(1)); // time is meant: the other threads have the work
-        }
+        let (done, changed) = &*self.done;
+        let done = done.lock().unwrap();
+        let enough = *done + 4;
+        let waited = changed.wait_timeout_while(done, LONG, |done| *done < enough);
+        assert!(!waited.unwrap().1.timed_out(), "its commands are not carried out");
     }
 
     fn end(self) {

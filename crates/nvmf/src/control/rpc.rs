@@ -16,9 +16,7 @@ use std::time::Duration;
 use rdmux_verbs::provider::folder::runtime_folder;
 use rdmux_wire::nvme::{AnaState, HealthLog, Nqn, NsId, TransportKind};
 use rustix::fs::{Mode, fchmod};
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with, sockopt,
-};
+use rustix::net::{SocketAddrUnix, bind, listen, sockopt};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
@@ -555,12 +553,7 @@ impl RpcSocket {
     /// The path is no place for a socket, or another process listens there ([`io::ErrorKind::AddrInUse`]).
     pub fn listen(path: &Path, control: Arc<Control>) -> io::Result<RpcSocket> {
         let address = SocketAddrUnix::new(path)?;
-        let socket = socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
+        let socket = identity::unix_socket()?;
         // A socket has its mode from the beginning: nobody else connects in between.
         fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
         if bind(&socket, &address).is_err() {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::rpc::{ANSWER_MAX, RpcError, RpcSocket, call, respond};
 use super::*;
 use crate::backend::FileBackend;
-use crate::target::{CNTLID_MAX, Hosts};
+use crate::target::{CNTLID_MAX, Hosts, Subsystem};
 use crate::tls::psk::Psk;
 
 /// A target that runs.
@@ -19,6 +19,12 @@ struct Running {
 }
 
 impl Running {
+    /// Returns the first subsystem.
+    fn subsystem(&self) -> Arc<Subsystem> {
+        let subsystems = self.control.subsystems.lock();
+        subsystems.values().next().unwrap().subsystem.clone()
+    }
+
     fn new(config: &str) -> Running {
         let config = TargetConfig::parse(config).unwrap();
         let (control, server) = Control::start(config).unwrap();
@@ -269,15 +275,7 @@ fn requests__change_hosts_and_listeners() {
     );
     let remove = || running.ask("nvmf_subsystem_remove_host", json!({ "host": host }));
     assert_eq!(remove(), Ok(json!(true)));
-    let subsystem = running
-        .control
-        .subsystems
-        .lock()
-        .values()
-        .next()
-        .unwrap()
-        .subsystem
-        .clone();
+    let subsystem = running.subsystem();
     assert_eq!(
         subsystem.hosts(),
         Hosts::default(),
@@ -636,15 +634,7 @@ fn reload__that_cannot_read_reservations_changes_nothing() {
     std::fs::create_dir_all(&unreadable).unwrap();
     let state = || {
         let info = running.control.subsystems().swap_remove(0);
-        let subsystem = running
-            .control
-            .subsystems
-            .lock()
-            .values()
-            .next()
-            .unwrap()
-            .subsystem
-            .clone();
+        let subsystem = running.subsystem();
         let (hosts, listening) = (subsystem.hosts(), running.control.listening());
         (running.namespaces(0), info.hosts, hosts, listening)
     };

@@ -9,10 +9,11 @@ use std::time::{Duration, SystemTime};
 
 use rdmux_verbs::provider::folder::runtime_folder;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::{SocketAddrUnix, connect};
 use serde_json::{Value, json};
 
 use super::{PREFIX, SUFFIX, receive};
+use crate::identity::unix_socket;
 
 /// Time in which a target answers: one that is stopped, or whose file system hangs, does not.
 pub const ANSWER_MAX: Duration = Duration::from_secs(10);
@@ -98,12 +99,7 @@ pub fn call(path: &Path, method: &str, params: Value, within: Duration) -> Resul
 /// Connects to a socket, whose listener may have no room for so long. What is sent has the same time.
 fn connect_within(path: &Path, within: Duration) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
-    let socket = socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let socket = unix_socket()?;
     set_socket_timeout(&socket, Timeout::Send, Some(within))?;
     connect(&socket, &address)?;
     Ok(socket.into())
