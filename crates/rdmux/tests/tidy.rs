@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
-const MAY_USE: [(&str, &[&str]); 22] = [
+const MAY_USE: [(&str, &[&str]); 23] = [
     ("crates/wire", &[]),
     ("crates/capture", &["wire"]),
     ("crates/rnic", &["wire"]),
@@ -20,19 +20,28 @@ const MAY_USE: [(&str, &[&str]); 22] = [
     ("crates/hw", &["memory", "rnic", "verbs", "wire"]),
     ("crates/key", &[]),
     ("crates/runtime", &["memory", "verbs"]),
+    ("crates/drive", &["memory", "verbs", "wire"]),
     (
         "crates/share",
         &["key", "memory", "rnic", "runtime", "shm", "verbs", "wire"],
     ),
     ("crates/push", &["key", "memory", "runtime", "verbs", "wire"]),
     ("crates/log", &["push", "runtime", "verbs"]),
-    ("crates/nvmf", &["key", "memory", "runtime", "verbs", "wire"]),
-    ("crates/sim", &["log", "nvmf", "push", "rnic", "runtime", "wire"]),
+    (
+        "crates/nvmf",
+        &["drive", "key", "memory", "runtime", "verbs", "wire"],
+    ),
+    (
+        "crates/sim",
+        &[
+            "drive", "log", "memory", "nvmf", "push", "rnic", "runtime", "wire",
+        ],
+    ),
     (
         "crates/rdmux",
         &[
-            "capture", "hw", "key", "log", "memory", "nvmf", "push", "runtime", "share", "sim", "soft",
-            "verbs", "wire",
+            "capture", "drive", "hw", "key", "log", "memory", "nvmf", "push", "runtime", "share", "sim",
+            "soft", "verbs", "wire",
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),

@@ -1,0 +1,10 @@
+//! NVMe drives driven from user space, over PCIe.
+//!
+//! The driver knows a drive by [`Function`] alone: its registers, its memory, and memory of the host that it reaches. So the same driver runs on
+//! drives in sysfs, behind VFIO, and on the model of a drive in `rdmux-sim`.
+#![deny(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
+
+mod function;
+
+pub use function::{Bar, DmaMemory, Function};
