@@ -6,8 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
-const MAY_USE: [(&str, &[&str]); 23] = [
+const MAY_USE: [(&str, &[&str]); 24] = [
     ("crates/wire", &[]),
+    ("crates/accel", &["wire"]),
     ("crates/capture", &["wire"]),
     ("crates/rnic", &["wire"]),
     ("crates/verbs", &["rnic", "wire"]),
@@ -40,8 +41,8 @@ const MAY_USE: [(&str, &[&str]); 23] = [
     (
         "crates/rdmux",
         &[
-            "capture", "drive", "hw", "key", "log", "memory", "nvmf", "push", "runtime", "share", "sim",
-            "soft", "verbs", "wire",
+            "accel", "capture", "drive", "hw", "key", "log", "memory", "nvmf", "push", "runtime", "share",
+            "sim", "soft", "verbs", "wire",
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),

@@ -13,6 +13,7 @@
 #[cfg(test)]
 extern crate self as rdmux_wire;
 
+pub mod accel;
 pub mod bytes;
 pub mod cm;
 mod id;

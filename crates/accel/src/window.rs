@@ -1,0 +1,200 @@
+//! A window of one host.
+
+use rdmux_wire::accel::{AcceleratorInfo, DATA_OFFSET, Header, JOB_LEN, Job, JobStatus, Outcome};
+
+use crate::core::takes;
+use crate::frames::resize;
+
+/// Granularity of what has arrived: the least block that a namespace has.
+const BLOCK: u64 = 512;
+
+/// Reason for which a window takes no bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// They are no header that the core can follow.
+    Header,
+    /// The job that they belong to is running, or another one.
+    Running,
+    /// There is no memory.
+    Memory,
+}
+
+/// A window: data that arrive, then the result of a job.
+#[derive(Debug, Default)]
+pub struct Window {
+    /// What has arrived, or the result. Empty while the core has it.
+    bytes: Vec<u8>,
+    /// Blocks that have arrived, a bit each, without those of the header's page.
+    arrived: Vec<u64>,
+    state: State,
+    /// Number of times that it was cleared: what a core returns may be of an earlier life.
+    generation: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+enum State {
+    /// Nothing has arrived.
+    #[default]
+    Empty,
+    Receiving(Option<Job>),
+    Running(Job),
+    Over(Job, Outcome),
+}
+
+/// A job whose data are complete.
+#[derive(Debug)]
+pub struct Started {
+    /// The job.
+    pub job: Job,
+    /// The window's data, from the first byte on.
+    pub bytes: Vec<u8>,
+    pub(crate) generation: u64,
+}
+
+/// A job that has run.
+#[derive(Debug)]
+pub struct Ran {
+    /// The result, from the first byte on, in a buffer as long as that of [`Started`].
+    pub bytes: Vec<u8>,
+    /// The outcome.
+    pub outcome: Outcome,
+    pub(crate) generation: u64,
+}
+
+impl Window {
+    /// Takes bytes of a host at an offset of the window, within it and in blocks of 512 bytes. Returns the job if they complete one: its window
+    /// waits for [`Window::finish`] then.
+    ///
+    /// Bytes that come after a job is over belong to the next one.
+    ///
+    /// # Errors
+    /// They are refused; without a header that is right, what has arrived is forgotten.
+    pub fn write(
+        &mut self,
+        info: &AcceleratorInfo,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<Option<Started>, Refusal> {
+        if let State::Running(_) = self.state {
+            return Err(Refusal::Running);
+        }
+        let len = info.data_bytes() as usize;
+        if self.bytes.len() != len {
+            resize(&mut self.bytes, len).map_err(|()| Refusal::Memory)?;
+            self.arrived = vec![0; (len as u64 / BLOCK).div_ceil(64) as usize];
+        }
+        if let State::Empty | State::Over(..) = self.state {
+            self.begin(None);
+        }
+        if offset == 0 && !bytes.is_empty() {
+            let header = Header::parse(&bytes[..JOB_LEN.min(bytes.len())]);
+            let job = header.ok().map(|header| header.job);
+            let Some(job) = job.filter(|job| takes(info.algorithm, job) && job.length <= info.data_bytes())
+            else {
+                self.clear();
+                return Err(Refusal::Header);
+            };
+            match self.state {
+                // The host sends it again, or it comes behind its data.
+                State::Receiving(Some(known)) if known != job => self.begin(Some(job)),
+                _ => self.state = State::Receiving(Some(job)),
+            }
+        }
+        let skipped = DATA_OFFSET.saturating_sub(offset).min(bytes.len() as u64);
+        let bytes = &bytes[skipped as usize..];
+        if !bytes.is_empty() {
+            let at = offset + skipped - DATA_OFFSET;
+            self.bytes[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+            self.arrive(at / BLOCK, (at + bytes.len() as u64) / BLOCK);
+        }
+        match self.state {
+            State::Receiving(Some(job)) if self.has_arrived(u64::from(job.length).div_ceil(BLOCK)) => {
+                self.state = State::Running(job);
+                Ok(Some(Started {
+                    job,
+                    bytes: std::mem::take(&mut self.bytes),
+                    generation: self.generation,
+                }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Takes back a job that has run.
+    pub fn finish(&mut self, ran: Ran) {
+        if let State::Running(job) = self.state
+            && ran.generation == self.generation
+        {
+            self.bytes = ran.bytes;
+            self.state = State::Over(job, ran.outcome);
+        }
+    }
+
+    /// Reads at an offset of the window, within it.
+    pub fn read(&self, offset: u64, out: &mut [u8]) {
+        out.fill(0);
+        if let Some(header) = self.header()
+            && offset < JOB_LEN as u64
+        {
+            let mut bytes = [0; JOB_LEN];
+            header.emit(&mut bytes);
+            let bytes = &bytes[offset as usize..];
+            let len = bytes.len().min(out.len());
+            out[..len].copy_from_slice(&bytes[..len]);
+        }
+        let State::Over(_, outcome) = &self.state else {
+            return;
+        };
+        let skipped = DATA_OFFSET.saturating_sub(offset).min(out.len() as u64);
+        let at = (offset + skipped).saturating_sub(DATA_OFFSET) as usize;
+        let result = self.bytes[..outcome.length as usize].get(at..).unwrap_or(&[]);
+        let out = &mut out[skipped as usize..];
+        let len = result.len().min(out.len());
+        out[..len].copy_from_slice(&result[..len]);
+    }
+
+    /// Forgets everything: it reads as zeros, and a job that runs has no result.
+    pub fn clear(&mut self) {
+        self.state = State::Empty;
+        self.generation += 1;
+        (self.bytes, self.arrived) = (Vec::new(), Vec::new());
+    }
+
+    fn header(&self) -> Option<Header> {
+        let progress = |status| Outcome {
+            status,
+            length: 0,
+            consumed: 0,
+            checksum: 0,
+        };
+        let (job, outcome) = match self.state {
+            State::Empty | State::Receiving(None) => return None,
+            State::Receiving(Some(job)) => (job, progress(JobStatus::Receiving)),
+            State::Running(job) => (job, progress(JobStatus::Running)),
+            State::Over(job, outcome) => (job, outcome),
+        };
+        Some(Header {
+            job,
+            outcome: Some(outcome),
+        })
+    }
+
+    fn begin(&mut self, job: Option<Job>) {
+        self.state = State::Receiving(job);
+        self.arrived.fill(0);
+    }
+
+    /// Marks blocks, from the first up to the one before `end`.
+    fn arrive(&mut self, first: u64, end: u64) {
+        for block in first..end {
+            self.arrived[(block / 64) as usize] |= 1 << (block % 64);
+        }
+    }
+
+    /// Returns true if the first blocks have arrived.
+    fn has_arrived(&self, blocks: u64) -> bool {
+        let (whole, rest) = ((blocks / 64) as usize, blocks % 64);
+        self.arrived[..whole].iter().all(|word| *word == u64::MAX)
+            && (rest == 0 || !self.arrived[whole] & ((1 << rest) - 1) == 0)
+    }
+}
