@@ -51,6 +51,13 @@ pub struct Started {
     pub(crate) generation: u64,
 }
 
+impl Started {
+    /// Returns the number that [`Window::fail`] takes.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+}
+
 /// A job that has run.
 #[derive(Debug)]
 pub struct Ran {
@@ -128,6 +135,20 @@ impl Window {
             self.bytes = ran.bytes;
             self.state = State::Over(job, ran.outcome);
         }
+    }
+
+    /// Ends a job whose core has failed, and has lost its data.
+    pub fn fail(&mut self, generation: u64) {
+        self.finish(Ran {
+            bytes: Vec::new(),
+            generation,
+            outcome: Outcome {
+                status: JobStatus::Failed,
+                length: 0,
+                consumed: 0,
+                checksum: 0,
+            },
+        });
     }
 
     /// Reads at an offset of the window, within it.

@@ -18,6 +18,8 @@ use rdmux_wire::nvme::Status;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, fcntl_getfl, fcntl_setfl, flock};
 use rustix::io::Errno;
 
+use crate::accelerator::Accelerator;
+
 /// Sleep between two looks at writes of others.
 const PAUSE: Duration = Duration::from_micros(50);
 
@@ -42,6 +44,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Returns the file by which an io_uring may move bytes, at the offsets of this backend, between it and buffers that begin at a page.
     fn file(&self, _: Direction) -> Option<&Arc<File>> {
+        None
+    }
+
+    /// Returns the accelerator that it is: hosts have windows there, and it stores nothing else.
+    fn accelerator(&self) -> Option<&Accelerator> {
         None
     }
 

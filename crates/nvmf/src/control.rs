@@ -311,7 +311,7 @@ impl Control {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
         match exported.namespaces.get(&nsid).map(|known| &known.storage) {
-            Some(storage @ (Storage::Memory(_) | Storage::Null(_))) => {
+            Some(storage @ (Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_))) => {
                 return Err(ControlError::NoFile(nsid, storage.clone()));
             }
             Some(Storage::File(_)) | None => {}

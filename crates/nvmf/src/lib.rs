@@ -9,6 +9,7 @@
 #[macro_use]
 pub mod mutant;
 
+pub mod accelerator;
 mod announce;
 pub mod auth;
 pub mod backend;

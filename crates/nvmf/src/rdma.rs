@@ -610,6 +610,15 @@ impl Connection {
     }
 }
 
+/// Returns the data of a command.
+fn data(memory: &mut Memory, length: usize) -> &mut [u8] {
+    match memory {
+        Memory::Capsule(capsule) if length > 0 => &mut capsule[SQE_LEN..SQE_LEN + length],
+        Memory::Buffer(buffer) => &mut buffer[..length],
+        _ => &mut [],
+    }
+}
+
 /// An I/O that the driver carries out.
 #[derive(Debug)]
 pub struct Work {
@@ -630,13 +639,14 @@ impl Work {
         &self.io
     }
 
+    /// Carries it out on a reactor's thread, if that is quick. `None`: [`Work::execute`] does what is left, on another thread.
+    pub fn execute_quick(&mut self) -> Option<Status> {
+        self.io.execute_quick(data(&mut self.memory, self.length))
+    }
+
     /// Carries it out.
     pub fn execute(&mut self) -> Status {
-        self.io.execute(match &mut self.memory {
-            Memory::Capsule(capsule) if self.length > 0 => &mut capsule[SQE_LEN..SQE_LEN + self.length],
-            Memory::Buffer(buffer) => &mut buffer[..self.length],
-            _ => &mut [],
-        })
+        self.io.execute(data(&mut self.memory, self.length))
     }
 
     /// Returns the bytes of the buffer of [`Connection::granted`] that it has: they are in use until it is dropped, also if the connection is over.

@@ -803,6 +803,14 @@ impl Work {
         &self.io
     }
 
+    /// Carries it out on a reactor's thread, if that is quick. `None`: [`Work::execute`] does what is left, on another thread.
+    pub fn execute_quick(&mut self) -> Option<Status> {
+        if self.is_aborted {
+            return Some(Status::ABORT_REQUESTED);
+        }
+        self.io.execute_quick(&mut self.buffer[..self.length])
+    }
+
     /// Carries it out.
     pub fn execute(&mut self) -> Status {
         if self.is_aborted {

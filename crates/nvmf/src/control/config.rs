@@ -16,7 +16,7 @@ pub use self::listen::{DEFAULT_PORT, parse_in_capsule, parse_listener};
 pub(super) use self::listen::{check_listener, check_place, discovery, in_capsule};
 use self::listen::{loopback, optional_listener, referrals};
 use self::namespace::positive_size;
-pub use self::namespace::{NamespaceConfig, Storage};
+pub use self::namespace::{AcceleratorConfig, NamespaceConfig, Storage, parse_accelerators};
 pub(super) use self::namespace::{group, optional_group};
 use crate::server::Listen;
 use crate::target::{AnaRule, CNTLID_MAX, Listener, Rates, Referral};

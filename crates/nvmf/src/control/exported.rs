@@ -10,6 +10,7 @@ use rdmux_wire::nvme::{Nqn, NsId};
 
 use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
 use super::{ControlError, NamespaceInfo, SubsystemInfo};
+use crate::accelerator::Accelerator;
 use crate::auth::Secrets;
 use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
@@ -139,7 +140,7 @@ impl Exported {
         let path = path.canonicalize().ok()?;
         let is_same = |config: &NamespaceConfig| match &config.storage {
             Storage::File(known) => known.canonicalize().is_ok_and(|known| known == path),
-            Storage::Memory(_) | Storage::Null(_) => false,
+            Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_) => false,
         };
         let mut namespaces = self.namespaces.iter();
         namespaces.find_map(|(nsid, config)| is_same(config).then_some(*nsid))
@@ -377,6 +378,7 @@ fn open(nqn: &Nqn, nsid: NsId, config: &NamespaceConfig) -> Result<Namespace, Co
             Arc::new(memory.map_err(|error| ControlError::Memory(*bytes, error))?)
         }
         Storage::Null(bytes) => Arc::new(NullBackend(*bytes)),
+        Storage::Accelerator(config) => Arc::new(Accelerator::new(config.info, config.hosts_max)),
     };
     // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
     let storage = match &config.storage {
@@ -389,6 +391,7 @@ fn open(nqn: &Nqn, nsid: NsId, config: &NamespaceConfig) -> Result<Namespace, Co
         }
         Storage::Memory(_) => rdmux_key::random_nonce().map_err(ControlError::Random)?.to_vec(),
         Storage::Null(_) => b"null".to_vec(),
+        Storage::Accelerator(config) => config.info.algorithm.name().as_bytes().to_vec(),
     };
     let uuid = config.uuid;
     Ok(Namespace {

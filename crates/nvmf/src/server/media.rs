@@ -149,8 +149,12 @@ impl Media {
 
     fn begin_on_thread(&mut self, job: Job) -> Result<(), Job> {
         self.next_lane = (self.next_lane + 1) % LANES;
+        let lane = match job.io().is_serial() {
+            true => 0,
+            false => self.next_lane,
+        };
         let namespace = job.io().namespace.key();
-        let submitted = self.workers.submit((namespace, self.next_lane), job);
+        let submitted = self.workers.submit((namespace, lane), job);
         submitted.map_err(|(job, _)| job)
     }
 

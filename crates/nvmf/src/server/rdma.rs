@@ -725,9 +725,8 @@ impl Served {
         buffers: &mut Buffers,
         media: &mut Media,
     ) -> usize {
-        if !work.io().may_wait() {
+        if let Some(status) = work.execute_quick() {
             let bytes = work.io().length as usize;
-            let status = work.execute();
             self.connection.complete(work, status);
             return bytes;
         }

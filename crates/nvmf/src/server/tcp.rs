@@ -375,9 +375,8 @@ impl Tcp {
                 && let Some(mut work) = connection.poll_io(&mut self.buffers, now)
             {
                 has_run = true;
-                if !work.io().may_wait() {
+                if let Some(status) = work.execute_quick() {
                     left = left.saturating_sub(work.io().length as usize);
-                    let status = work.execute();
                     connection.complete(work, status, &mut self.buffers);
                     continue;
                 }

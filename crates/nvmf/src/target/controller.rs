@@ -47,6 +47,9 @@ mod status {
     pub(super) const SHUTDOWN_COMPLETE: u64 = 2 << 2;
 }
 
+/// Model of controllers whose subsystem has accelerators.
+const ACCELERATOR_MODEL: &str = "rdmux accelerator";
+
 /// A controller of a subsystem.
 #[derive(Debug)]
 pub struct Controller {
@@ -397,7 +400,10 @@ impl Controller {
         let is_io = self.kind == ControllerKind::Io;
         IdentifyController {
             serial: self.subsystem.serial().to_owned(),
-            model: "rdmux".to_owned(),
+            model: match self.subsystem.is_accelerator() {
+                true => ACCELERATOR_MODEL.to_owned(),
+                false => "rdmux".to_owned(),
+            },
             firmware: env!("CARGO_PKG_VERSION").to_owned(),
             multipath: match is_io {
                 true => {
@@ -579,5 +585,6 @@ fn own_io(namespace: Arc<SharedNamespace>, operation: Operation, own: Option<Arc
         length: 0,
         cid: Cid(0),
         own,
+        job: None,
     }
 }

@@ -65,7 +65,7 @@ fn run_pair(io: &Io, compare: &[u8], write: &[u8], fua: bool) -> (Status, Status
             if !mutant!(PairNotCompared) {
                 io.compare(compare).map_err(first)?;
             }
-            namespace.backend.write(io.offset, write).map_err(second)
+            namespace.write(io.offset, write).map(drop).map_err(second)
         };
         match mutant!(PairNotAlone) {
             true => run()?,
@@ -171,6 +171,8 @@ impl Pairs {
             Fuse::Reserved => Err(INVALID),
             Fuse::First => {
                 let io = checked.and_then(|io| match io.operation {
+                    // Its blocks are not stored.
+                    Operation::Compare if io.namespace.accelerator().is_some() => Err(INVALID),
                     Operation::Compare if io.length > io.namespace.fused_bytes_max() => {
                         Err(Status::ATOMIC_UNIT_EXCEEDED.do_not_retry())
                     }

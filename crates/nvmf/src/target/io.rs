@@ -13,6 +13,7 @@ use super::association;
 use super::fused::Own;
 use super::namespace::{COPY_BYTES_MAX, COPY_RANGES_MAX, Seat};
 use super::view::View;
+use crate::accelerator::WindowJob;
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.
 const INLINE_MAX: u32 = 1 << 20;
@@ -37,6 +38,8 @@ pub struct Io {
     pub(super) cid: Cid,
     /// Set if the controller or the queue itself asks for it.
     pub(super) own: Option<Arc<Own>>,
+    /// The job that its data have completed: all that is left to do.
+    pub(super) job: Option<Arc<WindowJob>>,
 }
 
 /// An operation of the NVM command set. NVM 3.2.
@@ -205,6 +208,7 @@ impl Io {
             length: 0,
             cid: sqe.cid(),
             own: None,
+            job: None,
         };
         if let Some(writes) = operation.needs() {
             io.namespace.check_reservation(writes)?;
@@ -264,7 +268,37 @@ impl Io {
             | Operation::DatasetManagement { .. } => true,
             _ => self.length > INLINE_MAX,
         };
-        is_long || self.namespace.backend.may_wait()
+        is_long || self.job.is_some() || self.namespace.backend.may_wait()
+    }
+
+    /// Returns true if one thread is to carry out all that may take long of the namespace.
+    pub(crate) fn is_serial(&self) -> bool {
+        self.namespace.accelerator().is_some()
+    }
+
+    /// Carries the command out on a reactor's thread, as far as that is quick. `None`: [`Io::execute`] does the rest, on another thread. `data` has the
+    /// command's length if it has data.
+    pub fn execute_quick(&mut self, data: &mut [u8]) -> Option<Status> {
+        if self.may_wait() {
+            return None;
+        }
+        if !matches!(self.operation, Operation::Write { .. }) || !self.is_serial() {
+            return Some(self.execute(data));
+        }
+        match self.feed(data) {
+            Ok(None) => Some(Status::SUCCESS),
+            Ok(Some(job)) => {
+                self.job = Some(Arc::new(job));
+                None
+            }
+            Err(status) => Some(status),
+        }
+    }
+
+    /// Gives an accelerator data. Returns the job that they complete.
+    fn feed(&self, data: &[u8]) -> Result<Option<WindowJob>, Status> {
+        let _running = self.enter(true)?;
+        self.write(|| self.namespace.write(self.offset, data))
     }
 
     /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can: otherwise [`Io::execute`] carries
@@ -321,13 +355,18 @@ impl Io {
             return Ok(());
         }
         let _running = self.enter(self.operation.changes())?;
+        if let Some(job) = &self.job {
+            return self.namespace.run(job);
+        }
         match self.operation {
             Operation::Read => {
                 self.namespace.check_reservation(false)?;
-                backend.read(self.offset, data)
+                self.namespace.read(self.offset, data)
             }
             Operation::Write { fua } => {
-                self.write(|| backend.write(self.offset, data))?;
+                if let Some(job) = self.write(|| self.namespace.write(self.offset, data))? {
+                    return self.namespace.run(&job);
+                }
                 if fua && !mutant!(FuaNotFlushed) {
                     backend.flush()
                 } else {
@@ -335,9 +374,7 @@ impl Io {
                 }
             }
             Operation::WriteZeroes { fua } => {
-                self.zeroes(self.offset, self.length.into(), |offset, length| {
-                    backend.write_zeroes(offset, length)
-                })?;
+                self.zeroes(self.offset, self.length.into(), false)?;
                 if fua { backend.flush() } else { Ok(()) }
             }
             Operation::Flush => {
@@ -363,7 +400,7 @@ impl Io {
     }
 
     /// Runs one write of the backend, if reservations let the host write.
-    fn write(&self, write: impl FnOnce() -> Result<(), Status>) -> Result<(), Status> {
+    fn write<T>(&self, write: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
         let _writing = self.namespace.fence().write(self.namespace.stripe());
         if !mutant!(ReservationCheckedOnce) {
             self.namespace.check_reservation(true)?;
@@ -372,12 +409,7 @@ impl Io {
     }
 
     /// Writes zeros in parts, or deallocates in parts.
-    fn zeroes(
-        &self,
-        offset: u64,
-        length: u64,
-        zeroes: impl Fn(u64, u64) -> Result<(), Status>,
-    ) -> Result<(), Status> {
+    fn zeroes(&self, offset: u64, length: u64, deallocates: bool) -> Result<(), Status> {
         let part_max = match self.namespace.backend.may_wait() {
             true => ZEROES_PART_WAITING,
             false => ZEROES_PART,
@@ -385,7 +417,7 @@ impl Io {
         let mut at = 0;
         while at < length {
             let part = (length - at).min(part_max);
-            self.write(|| zeroes(offset + at, part))?;
+            self.write(|| self.namespace.clear(offset + at, part, deallocates))?;
             at += part;
         }
         Ok(())
@@ -407,7 +439,7 @@ impl Io {
         let mut stored = Pages::new(length.min(PART));
         for at in (0..length).step_by(PART) {
             let stored = &mut stored[..(length - at).min(PART)];
-            self.namespace.backend.read(self.offset + at as u64, stored)?;
+            self.namespace.read(self.offset + at as u64, stored)?;
             part(at, stored)?;
         }
         Ok(())
@@ -424,9 +456,7 @@ impl Io {
         }
         for range in ranges {
             let (offset, length) = self.namespace.range(range.slba, range.blocks)?;
-            self.zeroes(offset, length, |offset, length| {
-                self.namespace.backend.deallocate(offset, length)
-            })?;
+            self.zeroes(offset, length, true)?;
         }
         Ok(())
     }
@@ -456,8 +486,10 @@ impl Io {
             let mut at = 0;
             while at < *length {
                 let part = (length - at).min(PART as u64) as usize;
-                from.backend.read(offset + at, &mut buffer[..part])?;
-                self.write(|| to.backend.write(to_offset, &buffer[..part]))?;
+                from.read(offset + at, &mut buffer[..part])?;
+                if let Some(job) = self.write(|| to.write(to_offset, &buffer[..part]))? {
+                    to.run(&job)?;
+                }
                 at += part as u64;
                 to_offset += part as u64;
             }

@@ -12,6 +12,7 @@ use super::association::Session;
 use super::fence::Fence;
 use super::reservation::{Reservations, Verdict};
 use super::subsystem::{Listener, NAMESPACES_MAX, NamespaceError, Subsystem};
+use crate::accelerator::{Accelerator, Owner, WindowJob};
 use crate::backend::Backend;
 
 /// Bytes that one Copy moves at most: it holds up what waits for the same medium no longer than that.
@@ -171,6 +172,7 @@ impl SharedNamespace {
             copy_ranges: COPY_RANGES_MAX,
             fused_blocks: self.fused_bytes_max() >> self.block_shift,
             nguid: self.uuid,
+            accelerator: self.backend.accelerator().map(Accelerator::info),
         }
     }
 
@@ -228,6 +230,62 @@ impl Seat {
 
     pub(super) fn user(&self) -> Option<&User> {
         self.user.as_ref()
+    }
+
+    /// Returns the accelerator that the namespace is, and its user as the owner of windows there; `None` if the controller itself asks.
+    pub(super) fn accelerator(&self) -> Option<(&Accelerator, Option<Owner<'_>>)> {
+        let accelerator = self.shared.backend.accelerator()?;
+        let owner = self.user.as_ref().map(|user| {
+            let association = &user.session.association;
+            (&association.host, &association.host_id)
+        });
+        Some((accelerator, owner))
+    }
+
+    /// Reads what its user sees.
+    pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Status> {
+        match self.accelerator() {
+            Some((accelerator, Some(owner))) => {
+                accelerator.read_of(owner, offset, out);
+                Ok(())
+            }
+            _ => self.shared.backend.read(offset, out),
+        }
+    }
+
+    /// Writes. Returns the job of an accelerator that the bytes complete.
+    pub(super) fn write(&self, offset: u64, bytes: &[u8]) -> Result<Option<WindowJob>, Status> {
+        match self.accelerator() {
+            Some((accelerator, Some(owner))) => {
+                let job = accelerator.write_of(owner, offset, bytes);
+                // Its windows may have come after those of its host were forgotten.
+                if let Some(user) = self.user.as_ref().filter(|user| user.session.is_over()) {
+                    user.subsystem.forget_windows(&user.session.association);
+                }
+                job
+            }
+            _ => self.shared.backend.write(offset, bytes).map(|()| None),
+        }
+    }
+
+    /// Writes zeros, or gives the room of bytes back.
+    pub(super) fn clear(&self, offset: u64, length: u64, deallocates: bool) -> Result<(), Status> {
+        match self.accelerator() {
+            Some((accelerator, Some(owner))) => {
+                accelerator.clear_of(owner, offset, length);
+                Ok(())
+            }
+            _ if deallocates => self.shared.backend.deallocate(offset, length),
+            _ => self.shared.backend.write_zeroes(offset, length),
+        }
+    }
+
+    /// Runs a job of the accelerator that the namespace is.
+    pub(super) fn run(&self, job: &WindowJob) -> Result<(), Status> {
+        match self.accelerator() {
+            Some((accelerator, _)) => accelerator.run(job),
+            None => Err(Status::INTERNAL_ERROR),
+        }
     }
 
     /// Returns the place of its writes in the namespace's fence.

@@ -111,6 +111,18 @@ impl State {
     }
 }
 
+fn forget_windows(state: &State, association: &Association) {
+    let (host, id) = (&association.host, &association.host_id);
+    if state.controllers.values().any(|other| other.is_of_host(host, id)) {
+        return;
+    }
+    for namespace in state.namespaces.values() {
+        if let Some(accelerator) = namespace.backend.accelerator() {
+            accelerator.forget(host, id);
+        }
+    }
+}
+
 impl Subsystem {
     /// Makes a subsystem without namespaces. `serial` has at most 20 characters of ASCII.
     pub fn new(nqn: Nqn, serial: &str, hosts: Hosts) -> Subsystem {
@@ -554,6 +566,7 @@ impl Subsystem {
         association.end();
         let mut state = self.state();
         state.controllers.remove(&association.cntlid);
+        forget_windows(&state, association);
         state.keys.forget_of(association.cntlid);
         state.ending.push(association.clone());
         state.forget_quiet();
@@ -565,6 +578,18 @@ impl Subsystem {
                 other.await_endings();
             }
         }
+    }
+
+    /// Has accelerators forget a host whose controllers are all over.
+    pub(super) fn forget_windows(&self, association: &Association) {
+        forget_windows(&self.state(), association);
+    }
+
+    /// Returns true if it has an accelerator.
+    pub(super) fn is_accelerator(&self) -> bool {
+        let namespaces = self.state().namespaces.clone();
+        let mut backends = namespaces.values().map(|namespace| &namespace.backend);
+        backends.any(|backend| backend.accelerator().is_some())
     }
 
     /// Returns true if no I/O runs of the controllers of an association's host that are over. Before that the host's next controller is not ready.

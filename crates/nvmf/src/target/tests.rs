@@ -56,6 +56,7 @@ pub(crate) fn io_of(subsystem: &Subsystem, nsid: u32, operation: Operation, offs
         length,
         cid: Cid(0),
         own: None,
+        job: None,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{Nqn, NsId};
 use crate::Malformed;
+use crate::accel::AcceleratorInfo;
 use crate::bytes::{le16, le32, le64, need, put};
 
 /// Bytes of every structure that Identify returns.
@@ -305,6 +306,8 @@ pub struct IdentifyNamespace {
     pub fused_blocks: u32,
     /// Globally unique identifier (NGUID).
     pub nguid: [u8; 16],
+    /// The accelerator that it is, in the vendor's part.
+    pub accelerator: Option<AcceleratorInfo>,
 }
 
 impl IdentifyNamespace {
@@ -337,12 +340,15 @@ impl IdentifyNamespace {
         bytes[99] = self.is_protected.into();
         put(bytes, 104, &self.nguid);
         bytes[130] = self.block_shift;
+        if let Some(accelerator) = &self.accelerator {
+            accelerator.emit(&mut bytes[AcceleratorInfo::OFFSET..]);
+        }
     }
 
     /// Parses what Identify has returned.
     ///
     /// # Errors
-    /// There are fewer than [`IDENTIFY_LEN`] bytes, or blocks of another size than 512 bytes to 64 KiB.
+    /// There are fewer than [`IDENTIFY_LEN`] bytes, blocks of another size than 512 bytes to 64 KiB, or an accelerator that cannot be.
     pub fn parse(bytes: &[u8]) -> Result<IdentifyNamespace, Malformed> {
         need("Identify Namespace", bytes, IDENTIFY_LEN)?;
         let format = 128 + 4 * usize::from(bytes[26] & 0xf);
@@ -369,6 +375,7 @@ impl IdentifyNamespace {
                 _ => u32::from(le16(bytes, 38)) + 1,
             },
             nguid,
+            accelerator: AcceleratorInfo::parse(&bytes[AcceleratorInfo::OFFSET..])?,
         })
     }
 }

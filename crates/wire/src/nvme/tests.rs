@@ -1,4 +1,5 @@
 use super::*;
+use crate::accel::{AcceleratorInfo, Algorithm};
 use crate::{Malformed, RKey};
 
 #[test]
@@ -194,6 +195,12 @@ fn identify_namespace__survives_the_wire() {
         copy_ranges: 128,
         fused_blocks: 8,
         nguid: [9; 16],
+        accelerator: Some(AcceleratorInfo {
+            algorithm: Algorithm::Lz4,
+            level: 0,
+            windows: 8,
+            window_bytes: 1 << 20,
+        }),
     };
     let mut bytes = vec![0xff; IDENTIFY_LEN];
     identify.emit(&mut bytes);

@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use rdmux_accel::level_range;
 use rdmux_verbs::parse_size;
+use rdmux_wire::accel::{AcceleratorInfo, Algorithm};
 use rdmux_wire::nvme::NsId;
 use serde::de;
 use serde::{Deserialize, Deserializer};
@@ -23,6 +25,160 @@ pub enum Storage {
     Memory(u64),
     /// So many bytes that are not stored.
     Null(u64),
+    /// Windows of an accelerator.
+    Accelerator(AcceleratorConfig),
+}
+
+/// An accelerator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AcceleratorConfig {
+    /// Work of its core, level of compressions and windows.
+    pub info: AcceleratorInfo,
+    /// Hosts that have windows at a time.
+    pub hosts_max: u32,
+}
+
+/// Bytes of all windows that one accelerator may have in memory.
+const WINDOWS_BYTES_MAX: u64 = 64 << 30;
+
+type SetOption = fn(&mut AcceleratorConfig, u64) -> Result<(), String>;
+
+impl AcceleratorConfig {
+    /// Level, bytes of a window, windows, and hosts.
+    const OPTIONS: [SetOption; 4] = [
+        AcceleratorConfig::set_level,
+        AcceleratorConfig::set_window,
+        AcceleratorConfig::set_windows,
+        AcceleratorConfig::set_hosts,
+    ];
+
+    /// Returns that of an algorithm, with 8 windows of 4 MiB for each of 16 hosts.
+    ///
+    /// # Errors
+    /// One line: there is no such algorithm.
+    pub fn named(algorithm: &str) -> Result<AcceleratorConfig, String> {
+        let names = || {
+            Algorithm::ALL
+                .iter()
+                .map(|known| known.name())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let named = Algorithm::named(algorithm)
+            .ok_or_else(|| format!("'{algorithm}' is no accelerator: give one of {}", names()))?;
+        Ok(AcceleratorConfig {
+            info: AcceleratorInfo {
+                algorithm: named,
+                level: level_range(named).map_or(0, |(_, level)| level),
+                windows: 8,
+                window_bytes: 4 << 20,
+            },
+            hosts_max: 16,
+        })
+    }
+
+    /// Sets the level of compressions.
+    fn set_level(&mut self, level: u64) -> Result<(), String> {
+        let name = self.info.algorithm.name();
+        let (levels, _) = level_range(self.info.algorithm)
+            .ok_or_else(|| format!("{name} has no levels: leave level= out"))?;
+        let is_one = u8::try_from(level).ok().filter(|level| levels.contains(level));
+        self.info.level = is_one.ok_or_else(|| {
+            let (first, last) = (levels.start(), levels.end());
+            format!("{level} is no level of {name}: give {first} to {last}")
+        })?;
+        Ok(())
+    }
+
+    fn set_window(&mut self, bytes: u64) -> Result<(), String> {
+        let is_valid = bytes.is_power_of_two() && (256 << 10..=1 << 30).contains(&bytes);
+        if !is_valid {
+            return Err(format!(
+                "{bytes} is no size of a window: give a power of two, 256K to 1G"
+            ));
+        }
+        self.info.window_bytes = bytes;
+        Ok(())
+    }
+
+    fn set_windows(&mut self, number: u64) -> Result<(), String> {
+        let number = u32::try_from(number)
+            .ok()
+            .filter(|number| (1..=1024).contains(number));
+        self.info.windows = number.ok_or("an accelerator has 1 to 1024 windows for each host")?;
+        Ok(())
+    }
+
+    fn set_hosts(&mut self, number: u64) -> Result<(), String> {
+        let number = u32::try_from(number)
+            .ok()
+            .filter(|number| (1..=65_536).contains(number));
+        self.hosts_max = number.ok_or("an accelerator has windows for 1 to 65536 hosts")?;
+        Ok(())
+    }
+
+    /// Checks that its windows may be in memory at a time.
+    fn check(&self) -> Result<(), String> {
+        let bytes = u64::from(self.hosts_max) * u64::from(self.info.windows) * self.info.window_bytes;
+        if bytes > WINDOWS_BYTES_MAX {
+            return Err(format!(
+                "{} hosts with {} windows of {} bytes each could take {} GiB, more than {}: choose fewer or smaller ones",
+                self.hosts_max,
+                self.info.windows,
+                self.info.window_bytes,
+                bytes >> 30,
+                WINDOWS_BYTES_MAX >> 30
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Parses accelerators as a command line has them: `ALGORITHM[:NUMBER]`, and behind it `,level=N`, `,window=SIZE`, `,windows=N` and `,hosts=N`.
+/// Returns a namespace for each core.
+///
+/// # Errors
+/// One line that says what is wrong.
+pub fn parse_accelerators(text: &str) -> Result<Vec<NamespaceConfig>, String> {
+    let mut options = text.split(',');
+    let name = options.next().unwrap_or("");
+    let (name, cores) = match name.split_once(':') {
+        Some((name, cores)) => {
+            let number = cores.parse().ok().filter(|number| (1..=256).contains(number));
+            let number = number.ok_or_else(|| format!("'{cores}' is no number of cores: give 1 to 256"))?;
+            (name, number)
+        }
+        None => (name, 1),
+    };
+    let mut config = AcceleratorConfig::named(name)?;
+    for option in options {
+        let number = |value: &str| {
+            value
+                .parse::<u64>()
+                .map_err(|_| format!("'{value}' in {option} is no number"))
+        };
+        match option.split_once('=') {
+            Some(("level", value)) => config.set_level(number(value)?)?,
+            Some(("window", value)) => config.set_window(positive_size(value)?)?,
+            Some(("windows", value)) => config.set_windows(number(value)?)?,
+            Some(("hosts", value)) => config.set_hosts(number(value)?)?,
+            _ => {
+                return Err(format!(
+                    "'{option}' is none of level=N, window=SIZE, windows=N and hosts=N"
+                ));
+            }
+        }
+    }
+    config.check()?;
+    let namespace = NamespaceConfig {
+        nsid: None,
+        storage: Storage::Accelerator(config),
+        block_shift: 9,
+        read_only: false,
+        uuid: None,
+        ana_group: first_group(),
+    };
+    Ok(vec![namespace; cores])
 }
 
 impl fmt::Display for Storage {
@@ -31,6 +187,13 @@ impl fmt::Display for Storage {
             Storage::File(path) => path.display().fmt(f),
             Storage::Memory(_) => f.write_str("memory"),
             Storage::Null(_) => f.write_str("null"),
+            Storage::Accelerator(AcceleratorConfig { info, .. }) => {
+                write!(f, "accelerator: {}", info.algorithm.name())?;
+                match info.level {
+                    0 => Ok(()),
+                    level => write!(f, ", level {level}"),
+                }
+            }
         }
     }
 }
@@ -61,6 +224,11 @@ struct NamespaceTable {
     path: Option<PathBuf>,
     memory: Option<Size>,
     null: Option<Size>,
+    accel: Option<String>,
+    level: Option<u64>,
+    window: Option<Size>,
+    windows: Option<u64>,
+    hosts: Option<u64>,
     block: Option<Size>,
     #[serde(default)]
     read_only: bool,
@@ -73,12 +241,28 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
     type Error = String;
 
     fn try_from(table: NamespaceTable) -> Result<NamespaceConfig, String> {
-        let storage = match (table.path, table.memory, table.null) {
-            (Some(path), None, None) => Storage::File(path),
-            (None, Some(Size(bytes)), None) => Storage::Memory(bytes),
-            (None, None, Some(Size(bytes))) => Storage::Null(bytes),
-            _ => return Err("a namespace has one of path, memory and null".into()),
+        let window = table.window.map(|Size(bytes)| bytes);
+        let options = [table.level, window, table.windows, table.hosts];
+        let storage = match (table.path, table.memory, table.null, table.accel) {
+            (Some(path), None, None, None) => Storage::File(path),
+            (None, Some(Size(bytes)), None, None) => Storage::Memory(bytes),
+            (None, None, Some(Size(bytes)), None) => Storage::Null(bytes),
+            (None, None, None, Some(name)) => {
+                let mut config = AcceleratorConfig::named(&name)?;
+                for (value, set) in options.into_iter().zip(AcceleratorConfig::OPTIONS) {
+                    value.map_or(Ok(()), |value| set(&mut config, value))?;
+                }
+                config.check()?;
+                if table.read_only {
+                    return Err("an accelerator without writes does nothing: leave read_only out".into());
+                }
+                Storage::Accelerator(config)
+            }
+            _ => return Err("a namespace has one of path, memory, null and accel".into()),
         };
+        if !matches!(storage, Storage::Accelerator(_)) && options.iter().any(Option::is_some) {
+            return Err("level, window, windows and hosts are for accelerators: name one with accel".into());
+        }
         let block_shift = table.block.map_or(Ok(9), |Size(bytes)| block_shift(bytes))?;
         check_size(&storage, block_shift)?;
         Ok(NamespaceConfig {
@@ -104,6 +288,15 @@ impl NamespaceConfig {
             Storage::File(path) => table["path"] = json!(path),
             Storage::Memory(bytes) => table["memory"] = (*bytes).into(),
             Storage::Null(bytes) => table["null"] = (*bytes).into(),
+            Storage::Accelerator(AcceleratorConfig { info, hosts_max }) => {
+                table["accel"] = info.algorithm.name().into();
+                if info.level > 0 {
+                    table["level"] = info.level.into();
+                }
+                table["window"] = info.window_bytes.into();
+                table["windows"] = info.windows.into();
+                table["hosts"] = (*hosts_max).into();
+            }
         }
         if let Some(nsid) = self.nsid {
             table["nsid"] = nsid.0.into();

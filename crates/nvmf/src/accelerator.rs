@@ -1,0 +1,215 @@
+//! An accelerator: a namespace whose blocks are windows, through which hosts give jobs to a core. `docs/accelerators.md` describes it.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use rdmux_accel::{Core, Refusal, Started, Window};
+use rdmux_verbs::sync::Mutex;
+use rdmux_wire::accel::{AcceleratorInfo, JobStatus};
+use rdmux_wire::nvme::{HostId, Nqn, Status};
+
+use crate::backend::Backend;
+
+/// A host: its windows are nobody else's. Its name alone may be proved by a secret, so a wrong id of another host finds nothing.
+pub(crate) type Owner<'a> = (&'a Nqn, &'a HostId);
+
+/// An accelerator. Each host has windows of its own, at the same blocks, from its first write until its last controller ends.
+#[derive(Debug)]
+pub struct Accelerator {
+    info: AcceleratorInfo,
+    hosts_max: usize,
+    hosts: Mutex<BTreeMap<Nqn, Vec<(HostId, Arc<Windows>)>>>,
+    /// Jobs run one at a time.
+    core: Mutex<Core>,
+}
+
+type Windows = Box<[Mutex<Window>]>;
+
+/// A job of which all data are there.
+#[derive(Debug)]
+pub(crate) struct WindowJob {
+    windows: Arc<Windows>,
+    window: usize,
+    started: Mutex<Option<Started>>,
+}
+
+impl Accelerator {
+    /// Makes one for so many hosts at a time, which bounds the memory of windows.
+    pub fn new(info: AcceleratorInfo, hosts_max: u32) -> Accelerator {
+        Accelerator {
+            core: Mutex::new(Core::new(info.algorithm, info.level)),
+            info,
+            hosts_max: hosts_max as usize,
+            hosts: Mutex::default(),
+        }
+    }
+
+    /// Returns the description that Identify has.
+    pub fn info(&self) -> AcceleratorInfo {
+        self.info
+    }
+
+    /// Returns the number of hosts that have windows.
+    pub fn hosts(&self) -> usize {
+        self.hosts.lock().values().map(Vec::len).sum()
+    }
+
+    fn windows(&self, (nqn, id): Owner<'_>) -> Option<Arc<Windows>> {
+        let hosts = self.hosts.lock();
+        let windows = hosts.get(nqn)?.iter().find(|(known, _)| known == id);
+        windows.map(|(_, windows)| windows.clone())
+    }
+
+    /// Returns the windows of a host, which it gets if it has none.
+    fn own_windows(&self, owner: Owner<'_>) -> Result<Arc<Windows>, Status> {
+        if let Some(windows) = self.windows(owner) {
+            return Ok(windows);
+        }
+        let mut hosts = self.hosts.lock();
+        if hosts.values().map(Vec::len).sum::<usize>() >= self.hosts_max {
+            return Err(Status::CAPACITY_EXCEEDED.do_not_retry());
+        }
+        let windows = (0..self.info.windows).map(|_| Mutex::default()).collect();
+        let windows = Arc::new(windows);
+        let (nqn, id) = owner;
+        hosts
+            .entry(nqn.clone())
+            .or_default()
+            .push((*id, Arc::clone(&windows)));
+        Ok(windows)
+    }
+
+    /// Returns the window of an offset, and the offset in it.
+    fn place(&self, offset: u64) -> (usize, u64) {
+        let bytes = self.info.window_bytes;
+        ((offset / bytes) as usize, offset % bytes)
+    }
+
+    /// Reads what a host sees: its own windows, and zeros where it has none.
+    pub(crate) fn read_of(&self, owner: Owner<'_>, offset: u64, out: &mut [u8]) {
+        let Some(windows) = self.windows(owner) else {
+            return out.fill(0);
+        };
+        let (mut at, mut rest) = (offset, out);
+        while !rest.is_empty() {
+            let (window, within) = self.place(at);
+            let length = rest.len().min((self.info.window_bytes - within) as usize);
+            let (part, others) = rest.split_at_mut(length);
+            windows[window].lock().read(within, part);
+            at += length as u64;
+            rest = others;
+        }
+    }
+
+    /// Takes data of a host. Returns the job that they complete.
+    ///
+    /// # Errors
+    /// They lie in two windows, begin with a header that is wrong, or come too early or in too large a number.
+    pub(crate) fn write_of(
+        &self,
+        owner: Owner<'_>,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<Option<WindowJob>, Status> {
+        let (window, within) = self.place(offset);
+        if within + bytes.len() as u64 > self.info.window_bytes {
+            return Err(Status::INVALID_FIELD.do_not_retry());
+        }
+        let windows = self.own_windows(owner)?;
+        let written = windows[window].lock().write(&self.info, within, bytes);
+        let started = written.map_err(|refusal| match refusal {
+            Refusal::Header => Status::INVALID_FIELD.do_not_retry(),
+            Refusal::Running => Status::COMMAND_SEQUENCE_ERROR.do_not_retry(),
+            Refusal::Memory => Status::INTERNAL_ERROR,
+        })?;
+        Ok(started.map(|started| WindowJob {
+            windows,
+            window,
+            started: Mutex::new(Some(started)),
+        }))
+    }
+
+    /// Clears the windows of a host in a range: they read as zeros.
+    pub(crate) fn clear_of(&self, owner: Owner<'_>, offset: u64, length: u64) {
+        let Some(windows) = self.windows(owner).filter(|_| length > 0) else {
+            return;
+        };
+        let (first, _) = self.place(offset);
+        let (last, _) = self.place(offset + length - 1);
+        for window in &windows[first..=last] {
+            window.lock().clear();
+        }
+    }
+
+    /// Forgets a host.
+    pub(crate) fn forget(&self, nqn: &Nqn, id: &HostId) {
+        let mut hosts = self.hosts.lock();
+        if let Some(known) = hosts.get_mut(nqn) {
+            known.retain(|(known, _)| known != id);
+            if known.is_empty() {
+                hosts.remove(nqn);
+            }
+        }
+    }
+
+    /// Runs a job, once those before it have run. It takes long.
+    ///
+    /// # Errors
+    /// The core has failed.
+    pub(crate) fn run(&self, job: &WindowJob) -> Result<(), Status> {
+        let Some(started) = job.started.lock().take() else {
+            return Ok(());
+        };
+        let generation = started.generation();
+        let mut core = self.core.lock();
+        // A defect of a codec must not end the target. Nothing of the core is used again after one.
+        let ran = catch_unwind(AssertUnwindSafe(|| core.run(started)));
+        let window = &job.windows[job.window];
+        match ran {
+            Ok(ran) => {
+                drop(core);
+                let has_failed = ran.outcome.status == JobStatus::Failed;
+                window.lock().finish(ran);
+                match has_failed {
+                    true => Err(Status::INTERNAL_ERROR.do_not_retry()),
+                    false => Ok(()),
+                }
+            }
+            Err(_) => {
+                *core = Core::new(self.info.algorithm, self.info.level);
+                drop(core);
+                window.lock().fail(generation);
+                Err(Status::INTERNAL_ERROR.do_not_retry())
+            }
+        }
+    }
+}
+
+/// Without a host it stores nothing.
+impl Backend for Accelerator {
+    fn bytes(&self) -> u64 {
+        u64::from(self.info.windows) * self.info.window_bytes
+    }
+
+    fn accelerator(&self) -> Option<&Accelerator> {
+        Some(self)
+    }
+
+    fn read(&self, _: u64, out: &mut [u8]) -> Result<(), Status> {
+        out.fill(0);
+        Ok(())
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Status> {
+        Err(Status::INVALID_FIELD.do_not_retry())
+    }
+
+    fn write_zeroes(&self, _: u64, _: u64) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<(), Status> {
+        Ok(())
+    }
+}
