@@ -34,6 +34,7 @@
 pub mod command;
 mod controller;
 mod io_queue;
+pub mod jobs;
 mod link;
 mod paths;
 pub mod queue;

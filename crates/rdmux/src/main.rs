@@ -38,6 +38,8 @@ enum Command {
     Node(cmd::node::Args),
     /// Serve NVMe namespaces to every NVMe host.
     Nvme(cmd::nvme::Args),
+    /// Compress and checksum files by accelerators of a target.
+    Accel(cmd::accel::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
     /// Run an unmodified RDMA program on a host without an RNIC.
@@ -116,6 +118,7 @@ fn main() -> ExitCode {
         Command::Log(args) => cmd::log::run(args),
         Command::Node(args) => cmd::node::run(&args),
         Command::Nvme(args) => cmd::nvme::run(args),
+        Command::Accel(args) => cmd::accel::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
         Command::Run(args) => cmd::run::run(args),
         Command::Dev(args) => cmd::dev::run_dev(&args, before),

@@ -1,6 +1,8 @@
 //! Commands that a host sends. Ids and places of data are the queue's and the transport's.
 
-use rdmux_wire::nvme::{Cid, Cns, FabricsType, LogId, NsId, Opcode, Property, Register, Rw, Sqe};
+use rdmux_wire::nvme::{
+    Cid, Cns, Copy, CopyFormat, CopyRange, FabricsType, LogId, NsId, Opcode, Property, Register, Rw, Sqe,
+};
 
 use super::queue::{Command, Data};
 
@@ -8,6 +10,10 @@ use super::queue::{Command, Data};
 const NUMBER_OF_QUEUES: u8 = 0x07;
 /// Feature: asynchronous events. 5.27.1.8.
 const ASYNC_EVENTS: u8 = 0x0b;
+/// Feature: host behavior support. 5.27.1.18.
+const HOST_BEHAVIOR: u8 = 0x16;
+/// Bytes of its data.
+const HOST_BEHAVIOR_LEN: usize = 512;
 
 /// Any id: the queue replaces it.
 pub(super) const ANY: Cid = Cid(0);
@@ -81,6 +87,15 @@ pub(super) fn set_events(events: u32) -> Command {
     set_features(ASYNC_EVENTS, events)
 }
 
+/// Returns Set Features that enables formats of Copy (CDFE), a bit each.
+pub(super) fn set_behavior(copy_formats: u16) -> Command {
+    let mut sqe = Sqe::new(Opcode::SET_FEATURES, ANY, NsId::NONE);
+    sqe.set_dword(10, HOST_BEHAVIOR.into());
+    let mut bytes = vec![0; HOST_BEHAVIOR_LEN];
+    bytes[4..6].copy_from_slice(&copy_formats.to_le_bytes());
+    Command::sending(sqe, bytes)
+}
+
 /// Returns Keep Alive.
 pub(super) fn keep_alive() -> Command {
     Command::new(Sqe::new(Opcode::KEEP_ALIVE, ANY, NsId::NONE))
@@ -104,6 +119,30 @@ pub fn read(nsid: NsId, slba: u64, blocks: u32, bytes: u32, buffer: Vec<u8>) -> 
 /// Returns Write of blocks from a buffer. `bytes` is their length, at most that of the buffer.
 pub fn write(nsid: NsId, slba: u64, blocks: u32, bytes: u32, buffer: Vec<u8>) -> Command {
     transfer(Opcode::WRITE, nsid, (slba, blocks), Data::Out(bytes), buffer)
+}
+
+/// Returns Copy of blocks of another namespace of the subsystem: `blocks` from `slba` of `from` on, to `to_slba` of `nsid` on.
+///
+/// # Panics
+/// There are no blocks, or more than 65,536.
+pub fn copy(nsid: NsId, to_slba: u64, from: NsId, slba: u64, blocks: u32) -> Command {
+    let mut sqe = Sqe::new(Opcode::COPY, ANY, nsid);
+    let copy = Copy {
+        slba: to_slba,
+        ranges: 1,
+        format: CopyFormat::Any as u8,
+        fua: false,
+    };
+    copy.emit(&mut sqe);
+    let mut bytes = vec![0; CopyRange::LEN];
+    let range = CopyRange {
+        nsid: from,
+        slba,
+        blocks,
+        fast_only: false,
+    };
+    range.emit(&mut bytes);
+    Command::sending(sqe, bytes)
 }
 
 fn transfer(opcode: Opcode, nsid: NsId, (slba, blocks): (u64, u32), data: Data, buffer: Vec<u8>) -> Command {

@@ -4,12 +4,12 @@
 use std::time::Duration;
 
 use rdmux_wire::nvme::{
-    CONNECT_DATA_LEN, Capabilities, Cns, Configuration, Connect, ConnectData, FabricsType,
+    CONNECT_DATA_LEN, Capabilities, Cns, Configuration, Connect, ConnectData, CopyFormat, FabricsType,
     IdentifyController, NsId, Register, SQE_LEN, SecureChannel, Status, authentication,
 };
 
 use super::command::{
-    ANY, event_request, identify, property_get, property_set, queues_of, set_events, set_queues,
+    ANY, event_request, identify, property_get, property_set, queues_of, set_behavior, set_events, set_queues,
 };
 use super::queue::{Command, Completion};
 use super::{HostError, Options, Transport};
@@ -108,6 +108,7 @@ enum State {
     AwaitReady,
     GetVersion,
     Identify,
+    SetBehavior,
     SetQueues,
     SetEvents,
     RequestEvent,
@@ -204,6 +205,10 @@ impl<'a> Setup<'a> {
             }
             State::GetVersion => ("Property Get of VS", property_get(Register::VERSION, false)),
             State::Identify => ("Identify Controller", identify(Cns::CONTROLLER, NsId::NONE)),
+            State::SetBehavior => (
+                "Set Features (host behavior support)",
+                set_behavior(CopyFormat::Any.bit()),
+            ),
             State::SetQueues => ("Set Features (number of queues)", set_queues(self.queues)),
             State::SetEvents => ("Set Features (asynchronous events)", set_events(self.events())),
             State::RequestEvent => {
@@ -284,6 +289,11 @@ impl<'a> Setup<'a> {
             self.state = State::Done;
             return Ok(());
         }
+        // So is Copy between namespaces: who needs it learns then.
+        if !completion.status.is_success() && self.state == State::SetBehavior {
+            self.state = State::SetQueues;
+            return Ok(());
+        }
         if !completion.status.is_success() {
             const CONTROLLER: u64 = ConnectData::CNTLID_AT as u64 | 1 << 16;
             let names_controller =
@@ -344,6 +354,7 @@ impl<'a> Setup<'a> {
                 let bytes = completion.bytes();
                 let identify = IdentifyController::parse(bytes)?;
                 self.check(&identify)?;
+                let copies = identify.copy_formats & CopyFormat::Any.bit() != 0;
                 self.identify = Some((identify, bytes.to_vec()));
                 self.state = match self.queues {
                     // A connection to a discovery service that stays is for its events.
@@ -351,9 +362,11 @@ impl<'a> Setup<'a> {
                         self.to_events()
                     }
                     0 => State::Done,
+                    _ if copies => State::SetBehavior,
                     _ => State::SetQueues,
                 };
             }
+            State::SetBehavior => self.state = State::SetQueues,
             State::SetQueues => {
                 self.allowed = queues_of(result);
                 self.state = self.to_events();

@@ -1,5 +1,6 @@
 //! The commands, one module each: `Args` for the command line, `run` for the work.
 
+pub(crate) mod accel;
 pub(crate) mod capture;
 pub(crate) mod ddio;
 pub(crate) mod demo;

@@ -4,7 +4,7 @@ mod ana;
 mod change;
 mod copy;
 mod discover;
-mod host;
+pub(super) mod host;
 mod identify;
 mod list;
 mod perf;

@@ -58,6 +58,13 @@ pub(super) struct IoArgs {
     /// Number of the namespace.
     #[arg(long, value_name = "N", default_value = "1", value_parser = parse_nsid)]
     pub(super) nsid: NsId,
+    #[command(flatten)]
+    session: SessionArgs,
+}
+
+/// Options of a session.
+#[derive(clap::Args, Debug)]
+pub(in crate::cmd) struct SessionArgs {
     /// Another way to the same subsystem, as the URL, whose /NQN it may leave out; may be repeated. I/O goes by the best way that there is, and by another
     /// one when that is lost.
     #[arg(long, value_name = "URL")]
@@ -74,7 +81,7 @@ fn parse_hostid(text: &str) -> Result<HostId, String> {
     uuid.map(HostId).ok_or_else(|| format!("'{text}' is no UUID"))
 }
 
-pub(super) fn parse_nsid(text: &str) -> Result<NsId, String> {
+pub(in crate::cmd) fn parse_nsid(text: &str) -> Result<NsId, String> {
     let nsid = text.parse().ok().filter(|nsid| (1..u32::MAX - 1).contains(nsid));
     nsid.map(NsId)
         .ok_or_else(|| format!("'{text}' is no namespace id: they begin at 1"))
@@ -177,11 +184,20 @@ fn own_secrets() -> Result<Option<Secrets>> {
 impl IoArgs {
     /// Returns true for headers, and for data, if they have digests.
     pub(super) fn digests(&self) -> (bool, bool) {
-        (self.host.header_digest, self.host.data_digest)
+        (self.session.host.header_digest, self.session.host.data_digest)
     }
 
     /// Connects to a subsystem by all paths, for so many I/O queues, and looks the namespace up.
     pub(super) fn session(&self, url: &Url, queues: u16) -> Result<(Arc<Session>, NamespaceInfo)> {
+        let session = self.session.connect(url, queues)?;
+        let namespace = session.open_namespace(self.nsid)?;
+        Ok((session, namespace))
+    }
+}
+
+impl SessionArgs {
+    /// Connects to a subsystem by all paths, for so many I/O queues.
+    pub(in crate::cmd) fn connect(&self, url: &Url, queues: u16) -> Result<Arc<Session>> {
         let mut paths = vec![self.host.options_of(url)?];
         for path in &self.path {
             let subsystem = path.subsystem.as_ref().unwrap_or(&paths[0].subsystem);
@@ -201,8 +217,7 @@ impl IoArgs {
             ));
         }
         self.tell_of_losses(&session)?;
-        let namespace = session.open_namespace(self.nsid)?;
-        Ok((session, namespace))
+        Ok(session)
     }
 
     /// Has a thread write a line to stderr for each connection that is lost.

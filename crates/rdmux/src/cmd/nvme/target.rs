@@ -9,8 +9,8 @@ use anyhow::{Context, Result, anyhow};
 use rdmux_nvmf::auth::Secrets;
 use rdmux_nvmf::backend::OpenError;
 use rdmux_nvmf::control::config::{
-    HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_cntlids,
-    parse_listener, parse_nqn,
+    HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_accelerators,
+    parse_cntlids, parse_listener, parse_nqn,
 };
 use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, names, remove_stale};
 use rdmux_nvmf::control::{Control, ControlError, SubsystemInfo};
@@ -43,11 +43,29 @@ pub(crate) struct Args {
         long = "ns",
         id = "namespaces",
         value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID][,ana=GROUP]",
-        required_unless_present = "config"
+        required_unless_present_any = ["config", "accelerators"]
     )]
     namespaces: Vec<NamespaceConfig>,
+    /// Export cores that compress (zstd, lz4, deflate), checksum (crc32c, crc64nvme) or only carry (null), in a subsystem of their own, whose name ends
+    /// in `:accel`; may be repeated. Each host has windows of its own there (8 of 4M), and 16 hosts may have some; `level=` sets that of compressions (1).
+    /// `rdmux accel` uses them.
+    #[arg(
+        long = "accel",
+        id = "accelerators",
+        value_name = "ALGORITHM[:CORES][,level=N][,window=SIZE][,windows=N][,hosts=N]",
+        value_parser = parse_cores
+    )]
+    accelerators: Vec<Cores>,
+    /// Export a namespace, as --ns has it, among the accelerators, so that results can be copied into it; may be repeated.
+    #[arg(
+        long = "accel-ns",
+        id = "accel_namespaces",
+        value_name = "PATH|mem:SIZE|null:SIZE[,...]",
+        requires = "accelerators"
+    )]
+    accel_namespaces: Vec<NamespaceConfig>,
     /// Export what a file describes (docs/nvmf.md); SIGHUP has it read again.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "listen", "tls", "psk", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "accelerators", "listen", "tls", "psk", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
     config: Option<PathBuf>,
     /// Listen on an address and port, by TCP or by RDMA; may be repeated. The default serves only this host.
     #[arg(long, value_name = "tcp|rdma:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listener)]
@@ -86,14 +104,22 @@ pub(crate) struct Args {
     device: DeviceArgs,
 }
 
+/// The namespaces of one option.
+#[derive(Clone, Debug)]
+struct Cores(Vec<NamespaceConfig>);
+
+fn parse_cores(text: &str) -> Result<Cores, String> {
+    parse_accelerators(text).map(Cores)
+}
+
 impl Args {
     /// Returns the description of the target.
     fn description(&self) -> Result<TargetConfig> {
         if let Some(file) = &self.config {
             return Ok(TargetConfig::load(file)?);
         }
-        let subsystem = SubsystemConfig {
-            nqn: self.nqn.clone(),
+        let subsystem = |nqn: Option<Nqn>, namespaces: Vec<NamespaceConfig>| SubsystemConfig {
+            nqn,
             other_hosts: match self.allow_any_host {
                 true => OtherHosts::Any,
                 false => OtherHosts::Secret,
@@ -102,9 +128,20 @@ impl Args {
             psk: self.psk.clone(),
             cntlids: self.cntlids.clone(),
             hosts: Vec::new(),
-            namespaces: self.namespaces.clone(),
+            namespaces,
             ana: Vec::new(),
         };
+        let mut subsystems = Vec::new();
+        if !self.namespaces.is_empty() {
+            subsystems.push(subsystem(self.nqn.clone(), self.namespaces.clone()));
+        }
+        if !self.accelerators.is_empty() {
+            let nqn = self.nqn.clone().unwrap_or_else(identity::default_nqn);
+            let nqn = parse_nqn(&format!("{nqn}:accel")).map_err(anyhow::Error::msg)?;
+            let cores = self.accelerators.iter().flat_map(|cores| &cores.0);
+            let namespaces = cores.chain(&self.accel_namespaces).cloned();
+            subsystems.push(subsystem(Some(nqn), namespaces.collect()));
+        }
         let listen = self.listen.iter().map(|listener| Listen {
             tls: self.tls && listener.transport == TransportKind::Tcp,
             ..Listen::from(*listener)
@@ -114,7 +151,7 @@ impl Args {
             reactors: self.reactors,
             mdns: self.mdns,
             referrals: Vec::new(),
-            subsystems: vec![subsystem],
+            subsystems,
         })
     }
 }
