@@ -82,6 +82,43 @@ impl Window {
         offset: u64,
         bytes: &[u8],
     ) -> Result<Option<Started>, Refusal> {
+        self.prepare(info)?;
+        if offset == 0 && !bytes.is_empty() {
+            let header = Header::parse(&bytes[..JOB_LEN.min(bytes.len())]);
+            self.describe(info, header.ok().map(|header| header.job))?;
+        }
+        let skipped = DATA_OFFSET.saturating_sub(offset).min(bytes.len() as u64);
+        self.place(
+            (offset + skipped).saturating_sub(DATA_OFFSET),
+            &bytes[skipped as usize..],
+        );
+        Ok(self.start())
+    }
+
+    /// Takes a part of a job's data, at an offset that is a multiple of 512, with the description of the job. Returns the job if it is complete, as
+    /// [`Window::write`] does.
+    ///
+    /// # Errors
+    /// It is refused; if it is not of the job's data, what has arrived is forgotten.
+    pub fn submit(
+        &mut self,
+        info: &AcceleratorInfo,
+        job: Job,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<Option<Started>, Refusal> {
+        self.prepare(info)?;
+        let end = offset + bytes.len() as u64;
+        let is_part = offset.is_multiple_of(BLOCK)
+            && end <= job.length.into()
+            && (end.is_multiple_of(BLOCK) || end == u64::from(job.length));
+        self.describe(info, Some(job).filter(|_| is_part))?;
+        self.place(offset, bytes);
+        Ok(self.start())
+    }
+
+    /// Makes room, for a new job if the last one is over.
+    fn prepare(&mut self, info: &AcceleratorInfo) -> Result<(), Refusal> {
         if let State::Running(_) = self.state {
             return Err(Refusal::Running);
         }
@@ -93,37 +130,54 @@ impl Window {
         if let State::Empty | State::Over(..) = self.state {
             self.begin(None);
         }
-        if offset == 0 && !bytes.is_empty() {
-            let header = Header::parse(&bytes[..JOB_LEN.min(bytes.len())]);
-            let job = header.ok().map(|header| header.job);
-            let Some(job) = job.filter(|job| takes(info.algorithm, job) && job.length <= info.data_bytes())
-            else {
-                self.clear();
-                return Err(Refusal::Header);
-            };
-            match self.state {
-                // The host sends it again, or it comes behind its data.
-                State::Receiving(Some(known)) if known != job => self.begin(Some(job)),
-                _ => self.state = State::Receiving(Some(job)),
-            }
+        Ok(())
+    }
+
+    /// Takes note of the job that the window is to have.
+    fn describe(&mut self, info: &AcceleratorInfo, job: Option<Job>) -> Result<(), Refusal> {
+        let Some(job) = job.filter(|job| takes(info.algorithm, job) && job.length <= info.data_bytes())
+        else {
+            self.clear();
+            return Err(Refusal::Header);
+        };
+        match self.state {
+            // The host sends it again, or it comes behind its data.
+            State::Receiving(Some(known)) if known != job => self.begin(Some(job)),
+            _ => self.state = State::Receiving(Some(job)),
         }
-        let skipped = DATA_OFFSET.saturating_sub(offset).min(bytes.len() as u64);
-        let bytes = &bytes[skipped as usize..];
-        if !bytes.is_empty() {
-            let at = offset + skipped - DATA_OFFSET;
-            self.bytes[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
-            self.arrive(at / BLOCK, (at + bytes.len() as u64) / BLOCK);
+        Ok(())
+    }
+
+    /// Places data at an offset of them. Behind a job's last block there may be more: it is not the job's.
+    fn place(&mut self, at: u64, bytes: &[u8]) {
+        if bytes.is_empty() {
+            return;
         }
+        let end = at + bytes.len() as u64;
+        self.bytes[at as usize..end as usize].copy_from_slice(bytes);
+        self.arrive(at / BLOCK, end.div_ceil(BLOCK));
+    }
+
+    /// Returns the job if its data are complete.
+    fn start(&mut self) -> Option<Started> {
         match self.state {
             State::Receiving(Some(job)) if self.has_arrived(u64::from(job.length).div_ceil(BLOCK)) => {
                 self.state = State::Running(job);
-                Ok(Some(Started {
+                Some(Started {
                     job,
                     bytes: std::mem::take(&mut self.bytes),
                     generation: self.generation,
-                }))
+                })
             }
-            _ => Ok(None),
+            _ => None,
+        }
+    }
+
+    /// Returns the outcome of a job that is over.
+    pub fn outcome(&self) -> Option<Outcome> {
+        match self.state {
+            State::Over(_, outcome) => Some(outcome),
+            _ => None,
         }
     }
 

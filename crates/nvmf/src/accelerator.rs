@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdmux_accel::{Core, Refusal, Started, Window};
 use rdmux_verbs::sync::Mutex;
-use rdmux_wire::accel::{AcceleratorInfo, JobStatus};
+use rdmux_wire::accel::{AcceleratorInfo, DATA_OFFSET, Job, JobStatus, Outcome};
 use rdmux_wire::nvme::{HostId, Nqn, Status};
 
 use crate::backend::Backend;
@@ -32,6 +33,44 @@ pub(crate) struct WindowJob {
     windows: Arc<Windows>,
     window: usize,
     started: Mutex<Option<Started>>,
+    /// It came by a vendor's command, whose status is the job's.
+    by_command: bool,
+    /// Bytes of the result.
+    result: AtomicU32,
+}
+
+impl WindowJob {
+    /// Returns the bytes of the result; 0 before the job has run.
+    pub(crate) fn result(&self) -> u32 {
+        self.result.load(Ordering::Relaxed)
+    }
+}
+
+/// Returns the status of a vendor's command whose job has failed: of the vendor's type, with the job's status as its code.
+fn check(outcome: &Outcome) -> Result<(), Status> {
+    match outcome.status {
+        JobStatus::Done => Ok(()),
+        status => Err(Status(0x700 | status as u16).do_not_retry()),
+    }
+}
+
+fn job_of(
+    taken: Result<Option<Started>, Refusal>,
+    windows: Arc<Windows>,
+    window: usize,
+) -> Result<Option<WindowJob>, Status> {
+    let started = taken.map_err(|refusal| match refusal {
+        Refusal::Header => Status::INVALID_FIELD.do_not_retry(),
+        Refusal::Running => Status::COMMAND_SEQUENCE_ERROR.do_not_retry(),
+        Refusal::Memory => Status::INTERNAL_ERROR,
+    })?;
+    Ok(started.map(|started| WindowJob {
+        windows,
+        window,
+        started: Mutex::new(Some(started)),
+        by_command: false,
+        result: AtomicU32::new(0),
+    }))
 }
 
 impl Accelerator {
@@ -118,16 +157,54 @@ impl Accelerator {
         }
         let windows = self.own_windows(owner)?;
         let written = windows[window].lock().write(&self.info, within, bytes);
-        let started = written.map_err(|refusal| match refusal {
-            Refusal::Header => Status::INVALID_FIELD.do_not_retry(),
-            Refusal::Running => Status::COMMAND_SEQUENCE_ERROR.do_not_retry(),
-            Refusal::Memory => Status::INTERNAL_ERROR,
-        })?;
-        Ok(started.map(|started| WindowJob {
-            windows,
-            window,
-            started: Mutex::new(Some(started)),
+        job_of(written, windows, window)
+    }
+
+    /// Takes a part of a job's data by a vendor's command. Returns the job if it is complete.
+    ///
+    /// # Errors
+    /// There is no such window, the part is not of such a job, or it comes too early.
+    pub(crate) fn submit_of(
+        &self,
+        owner: Owner<'_>,
+        (window, offset): (u32, u32),
+        job: Job,
+        bytes: &[u8],
+    ) -> Result<Option<WindowJob>, Status> {
+        if window >= self.info.windows {
+            return Err(Status::INVALID_FIELD.do_not_retry());
+        }
+        let windows = self.own_windows(owner)?;
+        let window = window as usize;
+        let submitted = windows[window]
+            .lock()
+            .submit(&self.info, job, offset.into(), bytes);
+        Ok(job_of(submitted, windows, window)?.map(|job| WindowJob {
+            by_command: true,
+            ..job
         }))
+    }
+
+    /// Reads a part of a result, and zeros behind it. Returns the bytes of the whole.
+    ///
+    /// # Errors
+    /// There is no such window, or no result in it; the job's own status, if it has failed.
+    pub(crate) fn fetch_of(
+        &self,
+        owner: Owner<'_>,
+        (window, offset): (u32, u32),
+        out: &mut [u8],
+    ) -> Result<u32, Status> {
+        if window >= self.info.windows || offset > self.info.data_bytes() {
+            return Err(Status::INVALID_FIELD.do_not_retry());
+        }
+        let early = Status::COMMAND_SEQUENCE_ERROR.do_not_retry();
+        let windows = self.windows(owner).ok_or(early)?;
+        let window = windows[window as usize].lock();
+        let outcome = window.outcome().ok_or(early)?;
+        check(&outcome)?;
+        window.read(DATA_OFFSET + u64::from(offset), out);
+        Ok(outcome.length)
     }
 
     /// Clears the windows of a host in a range: they read as zeros.
@@ -156,7 +233,7 @@ impl Accelerator {
     /// Runs a job, once those before it have run. It takes long.
     ///
     /// # Errors
-    /// The core has failed.
+    /// The core has failed, or the job has, of a vendor's command: others have its status in the window's header.
     pub(crate) fn run(&self, job: &WindowJob) -> Result<(), Status> {
         let Some(started) = job.started.lock().take() else {
             return Ok(());
@@ -169,11 +246,13 @@ impl Accelerator {
         match ran {
             Ok(ran) => {
                 drop(core);
-                let has_failed = ran.outcome.status == JobStatus::Failed;
+                let outcome = ran.outcome;
                 window.lock().finish(ran);
-                match has_failed {
-                    true => Err(Status::INTERNAL_ERROR.do_not_retry()),
-                    false => Ok(()),
+                job.result.store(outcome.length, Ordering::Relaxed);
+                match outcome.status {
+                    JobStatus::Failed => Err(Status::INTERNAL_ERROR.do_not_retry()),
+                    _ if job.by_command => check(&outcome),
+                    _ => Ok(()),
                 }
             }
             Err(_) => {

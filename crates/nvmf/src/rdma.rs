@@ -23,7 +23,7 @@ use rdmux_wire::nvme::{
 use rdmux_wire::nvme_rdma::{Reject, Request};
 
 use crate::target::{
-    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Listener, Operation, Port, Queue, Running, Step, Target,
+    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Listener, Port, Queue, Running, Step, Target,
 };
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
@@ -585,10 +585,10 @@ impl Connection {
         let slot = &mut self.slots[usize::from(place)];
         slot.memory = work.memory;
         let to = match slot.data {
-            Data::Written(to) if work.io.operation == Operation::Read && status.is_success() => Some(to),
+            Data::Written(to) if work.io.operation.is_to_host() && status.is_success() => Some(to),
             _ => None,
         };
-        let cqe = self.queue.complete(slot.sqe.cid(), status, 0);
+        let cqe = self.queue.complete(slot.sqe.cid(), status, work.io.result());
         self.finish(place, cqe, to);
     }
 

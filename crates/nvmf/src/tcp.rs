@@ -28,7 +28,7 @@ pub use self::buffers::Buffers;
 pub(crate) use self::buffers::Idle;
 use self::inbox::Inbox;
 use self::outbox::Outbox;
-use crate::target::{Admitted, Io, Listener, Operation, Port, Queue, Running, Step, Target};
+use crate::target::{Admitted, Io, Listener, Port, Queue, Running, Step, Target};
 use crate::tls::Proof;
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
@@ -696,9 +696,9 @@ impl Connection {
             return self.respond_events();
         };
         let slot = &mut self.slots[usize::from(at)];
-        let cqe = self.queue.complete(slot.sqe.cid(), status, 0);
+        let cqe = self.queue.complete(slot.sqe.cid(), status, work.io.result());
         slot.buffer = Some(work.buffer);
-        if work.io.operation == Operation::Read && status.is_success() {
+        if work.io.operation.is_to_host() && status.is_success() {
             self.send_data(at, cqe);
         } else {
             self.respond(cqe);

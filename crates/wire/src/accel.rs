@@ -3,6 +3,7 @@
 
 use crate::Malformed;
 use crate::bytes::{le16, le32, le64, need, put};
+use crate::nvme::{Opcode, Sqe};
 
 /// Bytes of a window in front of its data, of which the header takes the first [`JOB_LEN`].
 pub const DATA_OFFSET: u64 = 4096;
@@ -139,6 +140,20 @@ pub struct Job {
     pub align: u32,
 }
 
+impl Job {
+    /// Checks that some accelerator can have it.
+    fn check(&self) -> Result<(), Malformed> {
+        let undefined = |what, value| Err(Malformed::Undefined { what, value });
+        if !self.algorithm.takes(self.kind) {
+            return undefined("kind of a job", self.kind as u64);
+        }
+        if self.align > ALIGN_MAX || (self.align > 0 && !self.align.is_power_of_two()) {
+            return undefined("alignment of a job's result", self.align.into());
+        }
+        Ok(())
+    }
+}
+
 /// Outcome of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
@@ -193,12 +208,7 @@ impl Header {
             length: le32(bytes, 24),
             align: le32(bytes, 28),
         };
-        if !job.algorithm.takes(job.kind) {
-            return undefined("kind of a job", bytes[10].into());
-        }
-        if job.align > ALIGN_MAX || (job.align > 0 && !job.align.is_power_of_two()) {
-            return undefined("alignment of a job's result", job.align.into());
-        }
+        job.check()?;
         let outcome = match bytes[13] {
             0 => None,
             status => Some(Outcome {
@@ -227,6 +237,87 @@ impl Header {
             put(bytes, 32, &outcome.length.to_le_bytes());
             put(bytes, 36, &outcome.consumed.to_le_bytes());
             put(bytes, 40, &outcome.checksum.to_le_bytes());
+        }
+    }
+}
+
+/// A vendor's command of a job, for programs that send commands and not blocks.
+///
+/// ```text
+/// dword 10  window
+/// dword 11  offset in the data, or in the result
+/// dword 12  bytes of data                      (SUBMIT only, as all below)
+/// dword 13  kind u8 | algorithm u8 | level u8
+/// dword 14  alignment of the result
+/// dword 15  id
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobCommand {
+    /// Brings a part of a job's data. All parts of a job describe it. The result of the part that completes them is the bytes of the job's result.
+    Submit {
+        /// The window, from 0.
+        window: u32,
+        /// Offset of the part in the data, a multiple of 512.
+        offset: u32,
+        /// The job.
+        job: Job,
+    },
+    /// Gets a part of a result. The command's result is the bytes of the whole.
+    Fetch {
+        /// The window, from 0.
+        window: u32,
+        /// Offset in the result.
+        offset: u32,
+    },
+}
+
+impl JobCommand {
+    /// Opcode of [`JobCommand::Submit`]: to the controller, as its lowest bit says.
+    pub const SUBMIT: Opcode = Opcode(0x81);
+    /// Opcode of [`JobCommand::Fetch`].
+    pub const FETCH: Opcode = Opcode(0x82);
+
+    /// Parses a command of one of the opcodes.
+    ///
+    /// # Errors
+    /// It is another one, or its job is none that an accelerator can have.
+    pub fn parse(sqe: &Sqe) -> Result<JobCommand, Malformed> {
+        let (window, offset) = (sqe.dword(10), sqe.dword(11));
+        match sqe.opcode() {
+            JobCommand::FETCH => Ok(JobCommand::Fetch { window, offset }),
+            JobCommand::SUBMIT => {
+                let [kind, algorithm, level, _] = sqe.dword(13).to_le_bytes();
+                let job = Job {
+                    kind: JobKind::parse(kind)?,
+                    algorithm: Algorithm::parse(algorithm)?,
+                    level,
+                    id: sqe.dword(15).into(),
+                    length: sqe.dword(12),
+                    align: sqe.dword(14),
+                };
+                job.check()?;
+                Ok(JobCommand::Submit { window, offset, job })
+            }
+            Opcode(other) => Err(Malformed::Undefined {
+                what: "opcode of a job",
+                value: other.into(),
+            }),
+        }
+    }
+
+    /// Writes the dwords into a command, whose opcode is chosen already. The id has its low 4 bytes.
+    pub fn emit(&self, sqe: &mut Sqe) {
+        let (JobCommand::Submit { window, offset, .. } | JobCommand::Fetch { window, offset }) = self;
+        sqe.set_dword(10, *window);
+        sqe.set_dword(11, *offset);
+        if let JobCommand::Submit { job, .. } = self {
+            sqe.set_dword(12, job.length);
+            sqe.set_dword(
+                13,
+                u32::from_le_bytes([job.kind as u8, job.algorithm as u8, job.level, 0]),
+            );
+            sqe.set_dword(14, job.align);
+            sqe.set_dword(15, job.id as u32);
         }
     }
 }
@@ -313,6 +404,7 @@ impl AcceleratorInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nvme::{Cid, NsId};
 
     const HEADER: Header = Header {
         job: Job {
@@ -372,6 +464,31 @@ mod tests {
                 "{at}: {error}"
             );
         }
+    }
+
+    #[test]
+    fn command__has_the_dwords_of_the_documentation() {
+        let submit = JobCommand::Submit {
+            window: 3,
+            offset: 512,
+            job: Job {
+                id: 0x1234,
+                ..HEADER.job
+            },
+        };
+        let mut sqe = Sqe::new(JobCommand::SUBMIT, Cid(0), NsId(1));
+        submit.emit(&mut sqe);
+        let dwords: Vec<u32> = (10..16).map(|at| sqe.dword(at)).collect();
+        assert_eq!(dwords, [3, 512, 1_000_000, 0x0003_0201, 512, 0x1234]);
+        assert_eq!(JobCommand::parse(&sqe), Ok(submit));
+        assert!(sqe.is_to_controller());
+        sqe.set_dword(13, 0x0003_0203);
+        assert!(JobCommand::parse(&sqe).is_err(), "a checksum by a compressor");
+        let fetch = JobCommand::Fetch { window: 3, offset: 7 };
+        let mut sqe = Sqe::new(JobCommand::FETCH, Cid(0), NsId(1));
+        fetch.emit(&mut sqe);
+        assert_eq!(JobCommand::parse(&sqe), Ok(fetch));
+        assert!(JobCommand::parse(&Sqe::new(Opcode(0x83), Cid(0), NsId(1))).is_err());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 mod features;
 mod logs;
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -586,5 +587,6 @@ fn own_io(namespace: Arc<SharedNamespace>, operation: Operation, own: Option<Arc
         cid: Cid(0),
         own,
         job: None,
+        fetched: Cell::default(),
     }
 }

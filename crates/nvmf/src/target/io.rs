@@ -1,9 +1,11 @@
 //! An I/O command that a backend carries out.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::sync::Arc;
 
 use rdmux_runtime::{Direction, Pages};
+use rdmux_wire::accel::JobCommand;
 use rdmux_wire::nvme::{
     Cid, Copy, CopyFormat, CopyRange, DatasetRange, NsId, Opcode, ReservationCommand, ReservationKeys, Rw,
     Sqe, Status,
@@ -40,6 +42,8 @@ pub struct Io {
     pub(super) own: Option<Arc<Own>>,
     /// The job that its data have completed: all that is left to do.
     pub(super) job: Option<Arc<WindowJob>>,
+    /// Bytes of the result of which a part was fetched.
+    pub(super) fetched: Cell<u32>,
 }
 
 /// An operation of the NVM command set. NVM 3.2.
@@ -79,6 +83,8 @@ pub enum Operation {
         /// The bytes are durable when the command is done.
         fua: bool,
     },
+    /// Brings or gets data of an accelerator's job, by a vendor's command.
+    Job(JobCommand),
     /// Changes reservations; the data are keys.
     Reserve(ReservationCommand),
     /// Something that the queue itself asks for; it has no data.
@@ -88,7 +94,12 @@ pub enum Operation {
 impl Operation {
     /// Returns true if the host sends the data.
     pub const fn is_to_controller(self) -> bool {
-        self.has_data() && !matches!(self, Operation::Read)
+        self.has_data() && !self.is_to_host()
+    }
+
+    /// Returns true if the host gets the data.
+    pub const fn is_to_host(self) -> bool {
+        matches!(self, Operation::Read | Operation::Job(JobCommand::Fetch { .. }))
     }
 
     /// Returns true if the command has data.
@@ -101,7 +112,10 @@ impl Operation {
 
     const fn changes(self) -> bool {
         match self {
-            Operation::Write { .. } | Operation::WriteZeroes { .. } | Operation::Copy { .. } => true,
+            Operation::Write { .. }
+            | Operation::WriteZeroes { .. }
+            | Operation::Copy { .. }
+            | Operation::Job(JobCommand::Submit { .. }) => true,
             Operation::DatasetManagement { deallocates, .. } => deallocates,
             _ => false,
         }
@@ -110,8 +124,12 @@ impl Operation {
     /// Returns whether reservations have to let the host write, or read; `None` if they do not count. NVMe Base 2.0, 8.19.7 and NVM 5.10.
     const fn needs(self) -> Option<bool> {
         match self {
-            Operation::Read | Operation::Compare | Operation::Verify => Some(false),
+            Operation::Read
+            | Operation::Compare
+            | Operation::Verify
+            | Operation::Job(JobCommand::Fetch { .. }) => Some(false),
             Operation::Write { .. }
+            | Operation::Job(JobCommand::Submit { .. })
             | Operation::WriteZeroes { .. }
             | Operation::Copy { .. }
             | Operation::DatasetManagement { .. }
@@ -195,6 +213,13 @@ impl Io {
                     fua: copy.fua,
                 }
             }
+            JobCommand::SUBMIT | JobCommand::FETCH => {
+                if view.seat(sqe.nsid())?.accelerator().is_none() {
+                    return Err(Status::INVALID_OPCODE.do_not_retry());
+                }
+                let command = JobCommand::parse(sqe).map_err(|_| Status::INVALID_FIELD.do_not_retry())?;
+                Operation::Job(command)
+            }
             Opcode::RESERVATION_REGISTER => reserve(ReservationCommand::register(sqe))?,
             Opcode::RESERVATION_ACQUIRE => reserve(ReservationCommand::acquire(sqe))?,
             Opcode::RESERVATION_RELEASE => reserve(ReservationCommand::release(sqe))?,
@@ -209,12 +234,20 @@ impl Io {
             cid: sqe.cid(),
             own: None,
             job: None,
+            fetched: Cell::default(),
         };
         if let Some(writes) = operation.needs() {
             io.namespace.check_reservation(writes)?;
         }
         if operation.changes() && io.namespace.is_protected {
             return Err(Status::WRITE_PROTECTED.do_not_retry());
+        }
+        if let Operation::Job(_) = operation {
+            if data_len > data_max {
+                return Err(Status::INVALID_FIELD.do_not_retry());
+            }
+            io.length = data_len;
+            return Ok(io);
         }
         // A list of ranges may come in a longer buffer.
         let list = match operation {
@@ -282,7 +315,12 @@ impl Io {
         if self.may_wait() {
             return None;
         }
-        if !matches!(self.operation, Operation::Write { .. }) || !self.is_serial() {
+        let feeds = match self.operation {
+            Operation::Write { .. } => self.is_serial(),
+            Operation::Job(JobCommand::Submit { .. }) => true,
+            _ => false,
+        };
+        if !feeds {
             return Some(self.execute(data));
         }
         match self.feed(data) {
@@ -298,7 +336,22 @@ impl Io {
     /// Gives an accelerator data. Returns the job that they complete.
     fn feed(&self, data: &[u8]) -> Result<Option<WindowJob>, Status> {
         let _running = self.enter(true)?;
-        self.write(|| self.namespace.write(self.offset, data))
+        self.write(|| match self.operation {
+            Operation::Job(JobCommand::Submit { window, offset, job }) => {
+                self.namespace.submit((window, offset), job, data)
+            }
+            _ => self.namespace.write(self.offset, data),
+        })
+    }
+
+    /// Returns the result that the completion has, in its first dwords.
+    pub(crate) fn result(&self) -> u64 {
+        let of_job = |job: &Arc<WindowJob>| match self.operation {
+            Operation::Job(_) => job.result(),
+            _ => 0,
+        };
+        let result = self.job.as_ref().map_or(self.fetched.get(), of_job);
+        result.into()
     }
 
     /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can: otherwise [`Io::execute`] carries
@@ -393,6 +446,16 @@ impl Io {
             Operation::Copy { ranges, format, fua } => {
                 self.copy(ranges, format, data)?;
                 if fua { backend.flush() } else { Ok(()) }
+            }
+            Operation::Job(JobCommand::Submit { window, offset, job }) => {
+                let submitted = self.write(|| self.namespace.submit((window, offset), job, data))?;
+                submitted.map_or(Ok(()), |job| self.namespace.run(&job))
+            }
+            Operation::Job(JobCommand::Fetch { window, offset }) => {
+                self.namespace.check_reservation(false)?;
+                let whole = self.namespace.fetch((window, offset), data)?;
+                self.fetched.set(whole);
+                Ok(())
             }
             Operation::Reserve(command) => self.reserve(&command, data),
             Operation::Own => Ok(()),

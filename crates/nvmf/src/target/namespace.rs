@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use rdmux_wire::accel::Job;
 use rdmux_wire::nvme::{
     Cid, CopyFormat, IdentifyNamespace, IndependentNamespace, NamespaceIdentifiers, NsId, Status,
 };
@@ -258,13 +259,40 @@ impl Seat {
         match self.accelerator() {
             Some((accelerator, Some(owner))) => {
                 let job = accelerator.write_of(owner, offset, bytes);
-                // Its windows may have come after those of its host were forgotten.
-                if let Some(user) = self.user.as_ref().filter(|user| user.session.is_over()) {
-                    user.subsystem.forget_windows(&user.session.association);
-                }
+                self.forget_if_over();
                 job
             }
             _ => self.shared.backend.write(offset, bytes).map(|()| None),
+        }
+    }
+
+    /// Takes a part of a job's data by a vendor's command. Returns the job if it is complete.
+    pub(super) fn submit(
+        &self,
+        place: (u32, u32),
+        job: Job,
+        bytes: &[u8],
+    ) -> Result<Option<WindowJob>, Status> {
+        let Some((accelerator, Some(owner))) = self.accelerator() else {
+            return Err(Status::INVALID_OPCODE.do_not_retry());
+        };
+        let job = accelerator.submit_of(owner, place, job, bytes);
+        self.forget_if_over();
+        job
+    }
+
+    /// Gets a part of a result by a vendor's command. Returns the bytes of the whole.
+    pub(super) fn fetch(&self, place: (u32, u32), out: &mut [u8]) -> Result<u32, Status> {
+        match self.accelerator() {
+            Some((accelerator, Some(owner))) => accelerator.fetch_of(owner, place, out),
+            _ => Err(Status::INVALID_OPCODE.do_not_retry()),
+        }
+    }
+
+    /// Forgets the windows of a host that is over: they may have come after they were forgotten.
+    fn forget_if_over(&self) {
+        if let Some(user) = self.user.as_ref().filter(|user| user.session.is_over()) {
+            user.subsystem.forget_windows(&user.session.association);
         }
     }
 

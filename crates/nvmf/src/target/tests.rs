@@ -1,5 +1,6 @@
 mod changes;
 
+use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,6 +58,7 @@ pub(crate) fn io_of(subsystem: &Subsystem, nsid: u32, operation: Operation, offs
         cid: Cid(0),
         own: None,
         job: None,
+        fetched: Cell::default(),
     }
 }
 
