@@ -587,6 +587,6 @@ fn own_io(namespace: Arc<SharedNamespace>, operation: Operation, own: Option<Arc
         cid: Cid(0),
         own,
         job: None,
-        fetched: Cell::default(),
+        result: Cell::default(),
     }
 }

@@ -42,8 +42,8 @@ pub struct Io {
     pub(super) own: Option<Arc<Own>>,
     /// The job that its data have completed: all that is left to do.
     pub(super) job: Option<Arc<WindowJob>>,
-    /// Bytes of the result of which a part was fetched.
-    pub(super) fetched: Cell<u32>,
+    /// Result of the command.
+    pub(super) result: Cell<u32>,
 }
 
 /// An operation of the NVM command set. NVM 3.2.
@@ -234,7 +234,7 @@ impl Io {
             cid: sqe.cid(),
             own: None,
             job: None,
-            fetched: Cell::default(),
+            result: Cell::default(),
         };
         if let Some(writes) = operation.needs() {
             io.namespace.check_reservation(writes)?;
@@ -346,12 +346,16 @@ impl Io {
 
     /// Returns the result that the completion has, in its first dwords.
     pub(crate) fn result(&self) -> u64 {
-        let of_job = |job: &Arc<WindowJob>| match self.operation {
-            Operation::Job(_) => job.result(),
-            _ => 0,
-        };
-        let result = self.job.as_ref().map_or(self.fetched.get(), of_job);
-        result.into()
+        self.result.get().into()
+    }
+
+    /// Runs a job of the accelerator that the namespace is.
+    fn run(&self, job: &WindowJob) -> Result<(), Status> {
+        self.namespace.run(job)?;
+        if let Operation::Job(_) = self.operation {
+            self.result.set(job.result());
+        }
+        Ok(())
     }
 
     /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can: otherwise [`Io::execute`] carries
@@ -409,7 +413,7 @@ impl Io {
         }
         let _running = self.enter(self.operation.changes())?;
         if let Some(job) = &self.job {
-            return self.namespace.run(job);
+            return self.run(job);
         }
         match self.operation {
             Operation::Read => {
@@ -418,7 +422,7 @@ impl Io {
             }
             Operation::Write { fua } => {
                 if let Some(job) = self.write(|| self.namespace.write(self.offset, data))? {
-                    return self.namespace.run(&job);
+                    return self.run(&job);
                 }
                 if fua && !mutant!(FuaNotFlushed) {
                     backend.flush()
@@ -449,12 +453,12 @@ impl Io {
             }
             Operation::Job(JobCommand::Submit { window, offset, job }) => {
                 let submitted = self.write(|| self.namespace.submit((window, offset), job, data))?;
-                submitted.map_or(Ok(()), |job| self.namespace.run(&job))
+                submitted.map_or(Ok(()), |job| self.run(&job))
             }
             Operation::Job(JobCommand::Fetch { window, offset }) => {
                 self.namespace.check_reservation(false)?;
                 let whole = self.namespace.fetch((window, offset), data)?;
-                self.fetched.set(whole);
+                self.result.set(whole);
                 Ok(())
             }
             Operation::Reserve(command) => self.reserve(&command, data),

@@ -1,3 +1,4 @@
+mod accelerators;
 mod changes;
 
 use std::cell::Cell;
@@ -58,7 +59,7 @@ pub(crate) fn io_of(subsystem: &Subsystem, nsid: u32, operation: Operation, offs
         cid: Cid(0),
         own: None,
         job: None,
-        fetched: Cell::default(),
+        result: Cell::default(),
     }
 }
 

@@ -48,7 +48,7 @@ fn deallocate__zeroes_all_ranges_or_none() {
     assert!(host.run(&sqe, &mut data).is(Status::INVALID_NAMESPACE));
 }
 
-fn copy(nsid: u32, slba: u64, format: CopyFormat, ranges: &[CopyRange]) -> (Sqe, Vec<u8>) {
+pub(super) fn copy(nsid: u32, slba: u64, format: CopyFormat, ranges: &[CopyRange]) -> (Sqe, Vec<u8>) {
     let mut sqe = Sqe::new(Opcode::COPY, Cid(7), NsId(nsid));
     Copy {
         slba,
