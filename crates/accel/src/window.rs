@@ -52,6 +52,15 @@ pub struct Started {
 }
 
 impl Started {
+    /// Returns a job of no window, with its data at the beginning of a buffer as long as a result may be.
+    pub fn of(job: Job, bytes: Vec<u8>) -> Started {
+        Started {
+            job,
+            bytes,
+            generation: 0,
+        }
+    }
+
     /// Returns the number that [`Window::fail`] takes.
     pub fn generation(&self) -> u64 {
         self.generation
@@ -188,6 +197,16 @@ impl Window {
         {
             self.bytes = ran.bytes;
             self.state = State::Over(job, ran.outcome);
+        }
+    }
+
+    /// Takes back a job that no core has run, as if its last part had not come: the host may send that again.
+    pub fn put_back(&mut self, started: Started) {
+        if let State::Running(job) = self.state
+            && started.generation == self.generation
+        {
+            self.bytes = started.bytes;
+            self.state = State::Receiving(Some(job));
         }
     }
 

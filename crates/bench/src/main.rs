@@ -3,6 +3,7 @@
 //! Every round measures every row once, so that a noisy moment hits all of them; the tables show medians over the rounds.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+mod accel;
 mod child;
 mod crowd;
 mod drop_in;
@@ -80,6 +81,8 @@ enum Which {
     Share,
     /// NVMe over Fabrics beside bare sockets, and files beside fio.
     Nvme,
+    /// Accelerators through the fabric, beside the same cores called in place.
+    Accel,
     /// The first four. The others take as long again.
     All,
 }
@@ -102,6 +105,7 @@ fn main() -> Result<()> {
         Some((scale::COMMAND, args)) => return scale::child(args),
         Some((load::COMMAND, args)) => return load::child(args),
         Some((nvme::COMMAND, args)) => return nvme::child(args),
+        Some((accel::COMMAND, args)) => return accel::child(args),
         _ => (),
     }
     let args = Args::parse();
@@ -131,6 +135,9 @@ fn main() -> Result<()> {
     }
     if args.table == Which::Nvme {
         suites.extend(nvme::suites());
+    }
+    if args.table == Which::Accel {
+        suites.push(accel::suite());
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));

@@ -376,7 +376,7 @@ fn perf_of(target: &Target, transport: Transport, options: &[&str]) -> Result<Va
 }
 
 /// Returns the time that the threads of a process have had a CPU.
-fn cpu_ns(pid: u32) -> Result<u64> {
+pub(super) fn cpu_ns(pid: u32) -> Result<u64> {
     let mut ns = 0;
     for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
         let text = std::fs::read_to_string(task?.path().join("schedstat"))?;

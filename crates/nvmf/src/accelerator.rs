@@ -46,6 +46,15 @@ impl WindowJob {
     }
 }
 
+/// One that was aborted, or has found no thread.
+impl Drop for WindowJob {
+    fn drop(&mut self) {
+        if let Some(started) = self.started.lock().take() {
+            self.windows[self.window].lock().put_back(started);
+        }
+    }
+}
+
 /// Returns the status of a vendor's command whose job has failed: of the vendor's type, with the job's status as its code.
 fn check(outcome: &Outcome) -> Result<(), Status> {
     match outcome.status {
@@ -58,6 +67,7 @@ fn job_of(
     taken: Result<Option<Started>, Refusal>,
     windows: Arc<Windows>,
     window: usize,
+    by_command: bool,
 ) -> Result<Option<WindowJob>, Status> {
     let started = taken.map_err(|refusal| match refusal {
         Refusal::Header => Status::INVALID_FIELD.do_not_retry(),
@@ -68,7 +78,7 @@ fn job_of(
         windows,
         window,
         started: Mutex::new(Some(started)),
-        by_command: false,
+        by_command,
         result: AtomicU32::new(0),
     }))
 }
@@ -157,7 +167,7 @@ impl Accelerator {
         }
         let windows = self.own_windows(owner)?;
         let written = windows[window].lock().write(&self.info, within, bytes);
-        job_of(written, windows, window)
+        job_of(written, windows, window, false)
     }
 
     /// Takes a part of a job's data by a vendor's command. Returns the job if it is complete.
@@ -179,10 +189,7 @@ impl Accelerator {
         let submitted = windows[window]
             .lock()
             .submit(&self.info, job, offset.into(), bytes);
-        Ok(job_of(submitted, windows, window)?.map(|job| WindowJob {
-            by_command: true,
-            ..job
-        }))
+        job_of(submitted, windows, window, true)
     }
 
     /// Reads a part of a result, and zeros behind it. Returns the bytes of the whole.

@@ -48,7 +48,9 @@ const MAY_USE: [(&str, &[&str]); 24] = [
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
     (
         "crates/bench",
-        &["memory", "nvmf", "runtime", "share", "soft", "verbs", "wire"],
+        &[
+            "accel", "memory", "nvmf", "runtime", "share", "soft", "verbs", "wire",
+        ],
     ),
     (
         "capi/ibverbs",

@@ -314,17 +314,17 @@ fn accelerator__runs_the_last_part_of_a_job_elsewhere() {
     let mut host = Host::new(&target, 1, Instant::now());
     let mut bytes = image(job(Algorithm::Zstd, JobKind::Compress, 4096), &[3; 4096]);
     let (header, data) = bytes.split_at_mut(4096);
-    let mut admit = |sqe: Sqe, length| match host.io.admit(&sqe, length, Instant::now()) {
+    let admit = |host: &mut Host, sqe: Sqe, length| match host.io.admit(&sqe, length, Instant::now()) {
         Ok(Admitted::Io(io)) => io,
         other => panic!("{other:?}"),
     };
-    let mut first = admit(rw(Opcode::WRITE, 3, 0, 4096), 4096);
+    let mut first = admit(&mut host, rw(Opcode::WRITE, 3, 0, 4096), 4096);
     assert_eq!(
         first.execute_quick(header),
         Some(Status::SUCCESS),
         "it takes no time"
     );
-    let mut last = admit(rw(Opcode::WRITE, 3, 8, 4096), 4096);
+    let mut last = admit(&mut host, rw(Opcode::WRITE, 3, 8, 4096), 4096);
     assert_eq!(last.execute_quick(data), None);
     assert!(last.may_wait() && last.is_serial());
     assert_eq!(
