@@ -5,6 +5,7 @@
 //! changes nothing.
 
 pub mod config;
+mod drives;
 mod exported;
 pub mod rpc;
 #[cfg(test)]

@@ -27,6 +27,7 @@ pub use hosts::{Authentication, Hosts, Terms};
 pub(crate) use io::Running;
 pub use io::{Io, Operation};
 pub use limit::Rates;
+pub(crate) use namespace::Medium;
 pub use namespace::{Namespace, Seat, SharedNamespace};
 pub(crate) use queue::{ADMIN_ENTRIES, IO_QUEUES_MAX};
 pub use queue::{Admitted, Port, Queue, Step};

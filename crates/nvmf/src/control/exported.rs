@@ -9,16 +9,16 @@ use std::sync::Arc;
 use rdmux_wire::nvme::{Nqn, NsId};
 
 use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
-use super::{ControlError, NamespaceInfo, SubsystemInfo};
+use super::{ControlError, NamespaceInfo, SubsystemInfo, drives};
 use crate::accelerator::Accelerator;
 use crate::auth::Secrets;
-use crate::backend::{Backend, FileBackend, MemoryBackend, NullBackend, OpenError};
+use crate::backend::{Backend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
 use crate::reservations::ReservationFolder;
 use crate::server::Listen;
 use crate::target::{
-    AnaRule, Authentication, CNTLID_MAX, Hosts, Listener, NAMESPACES_MAX, Namespace, NamespaceError, Rates,
-    SharedNamespace, Subsystem, Target, Terms,
+    AnaRule, Authentication, CNTLID_MAX, Hosts, Listener, Medium, NAMESPACES_MAX, Namespace, NamespaceError,
+    Rates, SharedNamespace, Subsystem, Target, Terms,
 };
 use crate::tls::psk::Psk;
 
@@ -94,10 +94,30 @@ impl Exported {
 
     /// Opens all that a namespace needs.
     fn open(&self, nsid: NsId, config: &NamespaceConfig) -> Result<SharedNamespace, ControlError> {
-        let namespace = open(self.subsystem.nqn(), nsid, config)?;
-        self.subsystem
-            .prepare_namespace(namespace, config.ana_group)
-            .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))
+        let file = match &config.storage {
+            Storage::File(path) => Some(path.canonicalize().map_err(|source| OpenError::Open {
+                path: path.clone(),
+                source,
+            })?),
+            _ => None,
+        };
+        // Another subsystem may have it as well.
+        if file
+            .as_ref()
+            .is_some_and(|file| self.namespace_of(file).is_some())
+        {
+            return Err(OpenError::InUse(PathBuf::from(config.storage.to_string())).into());
+        }
+        let (namespace, medium) = open(self.subsystem.nqn(), nsid, config, file.as_deref())?;
+        let is_first = medium.is_none();
+        let namespace = self
+            .subsystem
+            .prepare_namespace(namespace, config.ana_group, medium)
+            .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
+        if let Some(file) = file.filter(|_| is_first) {
+            drives::add(&file, &namespace);
+        }
+        Ok(namespace)
     }
 
     pub(super) fn add_namespace(&mut self, nsid: NsId, config: NamespaceConfig) -> Result<(), ControlError> {
@@ -366,39 +386,44 @@ pub(super) fn hosts(config: &SubsystemConfig, tls: bool) -> Result<(Hosts, Acces
     Ok((Hosts { others, named }, access))
 }
 
-fn open(nqn: &Nqn, nsid: NsId, config: &NamespaceConfig) -> Result<Namespace, ControlError> {
-    let backend: Arc<dyn Backend> = match &config.storage {
-        Storage::File(path) => Arc::new(FileBackend::open(
-            path,
-            config.read_only,
-            1 << config.block_shift,
-        )?),
+/// Opens the storage of a namespace; `file` is its path, if it is a file. The second value is what it shares with another subsystem.
+fn open(
+    nqn: &Nqn,
+    nsid: NsId,
+    config: &NamespaceConfig,
+    file: Option<&Path>,
+) -> Result<(Namespace, Option<Arc<Medium>>), ControlError> {
+    let mut medium = None;
+    // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
+    let (backend, storage): (Arc<dyn Backend>, Vec<u8>) = match &config.storage {
+        Storage::File(path) => {
+            let path = file.unwrap_or(path);
+            let (backend, shared) = drives::open(path, config)?;
+            medium = shared;
+            (backend, path.as_os_str().as_encoded_bytes().to_vec())
+        }
         Storage::Memory(bytes) => {
             let memory = MemoryBackend::new(*bytes);
-            Arc::new(memory.map_err(|error| ControlError::Memory(*bytes, error))?)
+            let memory = memory.map_err(|error| ControlError::Memory(*bytes, error))?;
+            let name = rdmux_key::random_nonce().map_err(ControlError::Random)?;
+            (Arc::new(memory), name.to_vec())
         }
-        Storage::Null(bytes) => Arc::new(NullBackend(*bytes)),
-        Storage::Accelerator(config) => Arc::new(Accelerator::new(config.info, config.hosts_max)),
-    };
-    // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
-    let storage = match &config.storage {
-        Storage::File(path) => {
-            let path = path.canonicalize().map_err(|source| OpenError::Open {
-                path: path.clone(),
-                source,
-            })?;
-            path.into_os_string().into_encoded_bytes()
+        Storage::Null(bytes) => (Arc::new(NullBackend(*bytes)), b"null".to_vec()),
+        Storage::Accelerator(config) => {
+            let accelerator = Accelerator::new(config.info, config.hosts_max);
+            (
+                Arc::new(accelerator),
+                config.info.algorithm.name().as_bytes().to_vec(),
+            )
         }
-        Storage::Memory(_) => rdmux_key::random_nonce().map_err(ControlError::Random)?.to_vec(),
-        Storage::Null(_) => b"null".to_vec(),
-        Storage::Accelerator(config) => config.info.algorithm.name().as_bytes().to_vec(),
     };
     let uuid = config.uuid;
-    Ok(Namespace {
+    let namespace = Namespace {
         nsid,
         block_shift: config.block_shift,
         backend,
         uuid: uuid.unwrap_or_else(|| identity::namespace_uuid(nqn, nsid, &storage)),
         is_protected: config.read_only,
-    })
+    };
+    Ok((namespace, medium))
 }

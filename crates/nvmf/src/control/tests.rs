@@ -713,3 +713,52 @@ fn start__refuses_a_name_that_another_target_has() {
     let taken = Control::start(TargetConfig::parse(&text).unwrap()).err();
     assert!(taken.is_some_and(|error| error.to_string().contains("cannot listen on")));
 }
+
+#[test]
+fn file__may_be_in_several_subsystems_which_know_of_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let path = path.to_str().unwrap();
+    let subsystem = |name: &str, options: &str| {
+        format!(
+            "[[subsystem]]\nnqn = \"nqn.2014-08.org.example:{name}-{}\"\nother_hosts = \"any\"\n[[subsystem.namespace]]\npath = \"{path}\"\n{options}\n",
+            std::process::id()
+        )
+    };
+    let listen = "listen = [\"tcp:127.0.0.1:0\"]\n";
+    let running = Running::new(&format!(
+        "{listen}{}{}",
+        subsystem("drives", ""),
+        subsystem("copies", "nsid = 7")
+    ));
+    assert_eq!(running.namespaces(0)[0].1, path);
+    assert_eq!(running.namespaces(1)[0].1, path);
+    let subsystems: Vec<_> = running
+        .control
+        .subsystems
+        .lock()
+        .values()
+        .map(|one| one.subsystem.clone())
+        .collect();
+    let [first, second] = [0, 1].map(|at: usize| subsystems[at].list()[0].clone());
+    assert!(Arc::ptr_eq(&first.backend, &second.backend) && Arc::ptr_eq(first.medium(), second.medium()));
+    assert_ne!(first.uuid, second.uuid, "hosts do not take one for the other");
+    drop((first, second, subsystems));
+    // One is not enough to let go of the file; not in the same way it stays in use.
+    running
+        .reload(&format!("{listen}{}", subsystem("copies", "nsid = 7")))
+        .unwrap();
+    assert!(matches!(
+        FileBackend::open(std::path::Path::new(path), false, 512),
+        Err(crate::backend::OpenError::InUse(_))
+    ));
+    let refused = running.reload(&format!(
+        "{listen}{}{}",
+        subsystem("copies", "nsid = 7"),
+        subsystem("drives", "read_only = true")
+    ));
+    assert!(refused.unwrap_err().contains("is in use"));
+    drop(running);
+    FileBackend::open(std::path::Path::new(path), false, 512).unwrap();
+}

@@ -99,8 +99,23 @@ pub struct SharedNamespace {
 struct State {
     /// Group whose state of access it has.
     ana_group: AtomicU32,
+    medium: Arc<Medium>,
+}
+
+/// The part that namespaces of several subsystems share if they are the same storage: they keep out of each other's way, and reservations of one hold in all.
+#[derive(Debug)]
+pub(crate) struct Medium {
     fence: Fence,
     reservations: Reservations,
+}
+
+impl Medium {
+    pub(super) fn new(reservations: Reservations) -> Medium {
+        Medium {
+            fence: Fence::default(),
+            reservations,
+        }
+    }
 }
 
 impl Deref for SharedNamespace {
@@ -112,15 +127,18 @@ impl Deref for SharedNamespace {
 }
 
 impl SharedNamespace {
-    pub(super) fn new(namespace: Namespace, reservations: Reservations, ana_group: u32) -> SharedNamespace {
+    pub(super) fn new(namespace: Namespace, medium: Arc<Medium>, ana_group: u32) -> SharedNamespace {
         SharedNamespace {
             namespace,
             state: Arc::new(State {
                 ana_group: AtomicU32::new(ana_group),
-                fence: Fence::default(),
-                reservations,
+                medium,
             }),
         }
+    }
+
+    pub(crate) fn medium(&self) -> &Arc<Medium> {
+        &self.state.medium
     }
 
     /// Returns the same namespace as another object.
@@ -133,7 +151,7 @@ impl SharedNamespace {
 
     /// Returns what keeps writes apart from what must not be interrupted.
     pub(super) fn fence(&self) -> &Fence {
-        &self.state.fence
+        &self.state.medium.fence
     }
 
     /// Runs something while no write of it does.
@@ -142,7 +160,7 @@ impl SharedNamespace {
     }
 
     pub(super) fn reservations(&self) -> &Reservations {
-        &self.state.reservations
+        &self.state.medium.reservations
     }
 
     /// Returns a number that no other namespace of this process has at the same time.

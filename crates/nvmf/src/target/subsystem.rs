@@ -20,7 +20,7 @@ use super::discovery::Referral;
 use super::hosts::{Hosts, Terms};
 use super::keys::Keys;
 use super::limit::Limit;
-use super::namespace::{Namespace, SharedNamespace};
+use super::namespace::{Medium, Namespace, SharedNamespace};
 use super::reservation::{ReservationStore, Reservations};
 use super::tally::Tally;
 use crate::auth::{Authenticator, Parties};
@@ -278,10 +278,11 @@ impl Subsystem {
     /// # Errors
     /// Its id is invalid or taken, it has no block, or its reservations cannot be read.
     pub fn add_namespace(&self, namespace: Namespace) -> Result<(), NamespaceError> {
-        self.add_prepared(self.prepare_namespace(namespace, 1)?)
+        self.add_prepared(self.prepare_namespace(namespace, 1, None)?)
     }
 
-    /// Prepares a namespace, in a group of those that share a state of access, with the reservations that are kept for it.
+    /// Prepares a namespace, in a group of those that share a state of access, with the reservations that are kept for it, or with what another
+    /// subsystem's namespace of the same storage has.
     ///
     /// # Errors
     /// Its id or group is invalid, it has no block, or its reservations cannot be read.
@@ -289,16 +290,21 @@ impl Subsystem {
         &self,
         namespace: Namespace,
         group: u32,
+        medium: Option<Arc<Medium>>,
     ) -> Result<SharedNamespace, NamespaceError> {
         let nsid = namespace.nsid;
         namespace.check()?;
         check_group(group)?;
+        if let Some(medium) = medium {
+            return Ok(SharedNamespace::new(namespace, medium, group));
+        }
         let reservations = match &self.reservations {
             Some(store) => Reservations::load(store.clone(), namespace.uuid)
                 .map_err(|error| NamespaceError::Reservations(nsid, error.to_string()))?,
             None => Reservations::default(),
         };
-        Ok(SharedNamespace::new(namespace, reservations, group))
+        let medium = Arc::new(Medium::new(reservations));
+        Ok(SharedNamespace::new(namespace, medium, group))
     }
 
     /// Adds a namespace that has been prepared for this subsystem.

@@ -420,6 +420,50 @@ mod tests {
     use super::*;
 
     #[test]
+    fn accelerators__are_read_from_a_command_line_and_a_request() {
+        let parse = |text: &str| parse_accelerators(text);
+        let cores = parse("zstd:2,level=3,window=1M,windows=4,hosts=2").unwrap();
+        let Storage::Accelerator(config) = &cores[0].storage else {
+            panic!("{cores:?}")
+        };
+        assert_eq!(cores.len(), 2);
+        assert_eq!(
+            (
+                config.info.level,
+                config.info.window_bytes,
+                config.info.windows,
+                config.hosts_max
+            ),
+            (3, 1 << 20, 4, 2)
+        );
+        assert_eq!(cores[0].storage.to_string(), "accelerator: zstd, level 3");
+        for cores in [cores, parse("crc64nvme").unwrap()] {
+            let again = NamespaceConfig::deserialize(cores[0].to_json()).unwrap();
+            assert_eq!(again, cores[0], "as a request");
+        }
+        for (text, part) in [
+            ("gzip", "'gzip' is no accelerator: give one of null, deflate"),
+            ("", "'' is no accelerator"),
+            ("zstd:0", "'0' is no number of cores: give 1 to 256"),
+            ("zstd,level=20", "20 is no level of zstd: give 1 to 19"),
+            ("lz4,level=1", "lz4 has no levels"),
+            ("lz4,window=5M", "5242880 is no size of a window"),
+            ("lz4,windows=0", "1 to 1024 windows"),
+            ("lz4,hosts=x", "'x' in hosts=x is no number"),
+            ("lz4,speed=1", "'speed=1' is none of"),
+            (
+                "lz4,window=1G,windows=64,hosts=64",
+                "choose fewer or smaller ones",
+            ),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        let wrong = serde_json::json!({ "memory": 4096, "level": 1 });
+        assert!(NamespaceConfig::deserialize(wrong).is_err());
+    }
+
+    #[test]
     fn namespace__takes_options_off_the_end() {
         let parse = |text: &str| text.parse::<NamespaceConfig>();
         let config = |text| parse(text).unwrap();
