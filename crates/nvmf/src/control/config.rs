@@ -489,7 +489,7 @@ mod tests {
             (
                 &format!("{namespace}memory = \"1G\"\nnull = 1"),
                 2,
-                "one of path, memory and null",
+                "one of path, memory, null and accel",
             ),
             (&format!("{namespace}memory = 0"), 3, "'0' is not a size"),
             (
