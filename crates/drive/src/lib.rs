@@ -5,6 +5,16 @@
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+mod command;
+mod drive;
 mod function;
+mod memory;
+mod namespace;
+mod prp;
+mod queue;
 
+pub use command::{Action, Command, Completion, Outcome, Refused, RefusedReason};
+pub use drive::{Drive, DriveError, Options, State};
 pub use function::{Bar, DmaMemory, Function};
+pub use memory::{Buffer, MemoryKind, PAGE, Pool};
+pub use namespace::{DriveNamespace, Unusable};

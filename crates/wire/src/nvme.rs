@@ -9,6 +9,7 @@ mod fabrics;
 mod identify;
 mod log;
 mod nqn;
+mod pcie;
 mod ranges;
 mod register;
 mod reservation;
@@ -33,6 +34,10 @@ pub use log::{
     TransportKind, feature_effects, supported_logs,
 };
 pub use nqn::{DISCOVERY_NQN, Nqn};
+pub use pcie::{
+    CmbControl, CmbLayout, ControllerStatus, DriveController, PMR_ENABLE, PMR_NOT_READY, PMR_SPACE,
+    PcieCapabilities, PmrCapabilities,
+};
 pub use ranges::{Copy, CopyFormat, CopyRange, DatasetRange};
 pub use register::{Capabilities, Configuration, Register, VERSION_1_4, VERSION_2_0};
 pub use reservation::{

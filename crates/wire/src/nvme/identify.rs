@@ -269,7 +269,7 @@ fn text(field: &mut [u8], text: &str) {
     }
 }
 
-fn parse_text(field: &[u8]) -> String {
+pub(super) fn parse_text(field: &[u8]) -> String {
     let shown = |byte: &u8| {
         if (b' '..=b'~').contains(byte) {
             char::from(*byte)

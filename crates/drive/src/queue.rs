@@ -1,0 +1,171 @@
+//! A pair of a submission and a completion queue.
+
+use std::sync::atomic::{Ordering, fence};
+use std::time::Instant;
+
+use rdmux_verbs::Fault;
+use rdmux_wire::nvme::{CQE_LEN, Cid, Cqe, Register, SQE_LEN, Sqe};
+
+use crate::Function;
+use crate::memory::{Buffer, PAGE};
+
+/// Most entries of a queue: commands of a page, so that a queue is contiguous wherever the page is.
+pub(crate) const ENTRIES_MAX: u16 = (PAGE / SQE_LEN) as u16;
+/// Ids of commands in a slot, one after the other: a drive that completes a command twice does not complete the next one of its slot.
+const GENERATIONS: u16 = u16::MAX / ENTRIES_MAX;
+
+/// A command that the drive has.
+#[derive(Debug)]
+pub(crate) struct Outstanding<T> {
+    pub(crate) token: T,
+    pub(crate) data: Vec<Buffer>,
+    pub(crate) deadline: Instant,
+    /// An Abort names it.
+    pub(crate) is_aborted: bool,
+    cid: Cid,
+}
+
+impl<T> Outstanding<T> {
+    pub(crate) fn cid(&self) -> Cid {
+        self.cid
+    }
+}
+
+/// A pair of queues, and the commands that the drive has by it.
+///
+/// The drive's word about its head is not needed: a command that is completed was fetched, and fewer are outstanding than the queue has entries.
+#[derive(Debug)]
+pub(crate) struct Queue<T> {
+    entries: u16,
+    pub(crate) submission: Buffer,
+    pub(crate) completion: Buffer,
+    tail_doorbell: Register,
+    head_doorbell: Register,
+    tail: u16,
+    head: u16,
+    phase: bool,
+    generation: u16,
+    slots: Vec<Option<Outstanding<T>>>,
+}
+
+impl<T> Queue<T> {
+    /// Makes one; each buffer has a page.
+    pub(crate) fn new(
+        qid: u16,
+        entries: u16,
+        stride: u32,
+        submission: Buffer,
+        completion: Buffer,
+    ) -> Queue<T> {
+        assert!(
+            (2..=ENTRIES_MAX).contains(&entries),
+            "{entries} entries of a queue"
+        );
+        Queue {
+            entries,
+            submission,
+            completion,
+            tail_doorbell: Register::tail_doorbell(qid, stride),
+            head_doorbell: Register::head_doorbell(qid, stride),
+            tail: 0,
+            head: 0,
+            phase: true,
+            generation: 0,
+            slots: (1..entries).map(|_| None).collect(),
+        }
+    }
+
+    pub(crate) fn entries(&self) -> u16 {
+        self.entries
+    }
+
+    /// Returns a slot that is free.
+    pub(crate) fn free_slot(&self) -> Option<usize> {
+        self.slots.iter().position(Option::is_none)
+    }
+
+    pub(crate) fn outstanding(&self) -> impl Iterator<Item = &Outstanding<T>> {
+        self.slots.iter().flatten()
+    }
+
+    pub(crate) fn outstanding_mut(&mut self) -> impl Iterator<Item = &mut Outstanding<T>> {
+        self.slots.iter_mut().flatten()
+    }
+
+    /// Returns the id that the next command of a slot has.
+    pub(crate) fn next_cid(&self, slot: usize) -> Cid {
+        Cid(self.generation * ENTRIES_MAX + slot as u16)
+    }
+
+    /// Gives the drive a command in a free slot, whose id is [`Queue::next_cid`].
+    ///
+    /// # Errors
+    /// The memory of the queue has gone; the drive has not got it.
+    pub(crate) fn submit(
+        &mut self,
+        function: &dyn Function,
+        slot: usize,
+        sqe: &Sqe,
+        (token, data, deadline): (T, Vec<Buffer>, Instant),
+    ) -> Result<(), (Fault, Vec<Buffer>)> {
+        let at = usize::from(self.tail) * SQE_LEN;
+        if let Err(fault) = self.submission.write(at, sqe.as_bytes()) {
+            return Err((fault, data));
+        }
+        self.slots[slot] = Some(Outstanding {
+            token,
+            data,
+            deadline,
+            is_aborted: false,
+            cid: sqe.cid(),
+        });
+        self.generation = (self.generation + 1) % GENERATIONS;
+        self.tail = (self.tail + 1) % self.entries;
+        function.write_u32(self.tail_doorbell.0, self.tail.into());
+        Ok(())
+    }
+
+    /// Takes what the drive has completed. A completion of a command that it does not have is skipped.
+    pub(crate) fn complete(&mut self, function: &dyn Function) -> Result<Vec<(Outstanding<T>, Cqe)>, Fault> {
+        let mut completed = Vec::new();
+        let mut taken = 0;
+        while taken < self.entries {
+            let at = usize::from(self.head) * CQE_LEN;
+            let mut bytes = [0; CQE_LEN];
+            // The half with the phase is looked at first: the other one is there if it is.
+            self.completion.read(at + 8, &mut bytes[8..])?;
+            if (bytes[14] & 1 != 0) != self.phase {
+                break;
+            }
+            fence(Ordering::Acquire);
+            self.completion.read(at, &mut bytes[..8])?;
+            taken += 1;
+            self.head += 1;
+            if self.head == self.entries {
+                self.head = 0;
+                self.phase = !self.phase;
+            }
+            let Ok(cqe) = Cqe::parse(&bytes) else { continue };
+            let slot = self.slots.get_mut(usize::from(cqe.cid.0 % ENTRIES_MAX));
+            let Some(slot) = slot else { continue };
+            if let Some(command) = slot.take_if(|command| command.cid == cqe.cid) {
+                completed.push((command, cqe));
+            }
+        }
+        if taken > 0 {
+            function.write_u32(self.head_doorbell.0, self.head.into());
+        }
+        Ok(completed)
+    }
+
+    /// Begins anew, for a drive that was reset.
+    pub(crate) fn reset(&mut self) -> Result<(), Fault> {
+        (self.tail, self.head, self.phase) = (0, 0, true);
+        self.completion.write(0, &[0; PAGE])
+    }
+
+    /// Takes all commands back.
+    pub(crate) fn take_all(&mut self) -> Vec<Outstanding<T>> {
+        self.slots.iter_mut().filter_map(Option::take).collect()
+    }
+}
