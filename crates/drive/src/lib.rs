@@ -6,15 +6,19 @@
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod command;
+mod dma;
 mod drive;
 mod function;
 mod memory;
 mod namespace;
 mod prp;
 mod queue;
+mod sysfs;
+mod vfio;
 
 pub use command::{Action, Command, Completion, Outcome, Refused, RefusedReason};
 pub use drive::{Drive, DriveError, Options, State};
 pub use function::{Bar, DmaMemory, Function};
 pub use memory::{Buffer, MemoryKind, PAGE, Pool};
 pub use namespace::{DriveNamespace, Unusable};
+pub use sysfs::{DriveOpenError, Listed, Opened, PciAddress, Unbound, list, open};

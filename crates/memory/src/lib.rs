@@ -1,6 +1,6 @@
 //! Memories over which a program registers regions: [`AnonymousMemory`], of this process alone or shareable with peers on the host;
 //! [`ApplicationMemory`], addresses of the program's own; [`FileMemory`], reached through the kernel; and [`DaxMemory`], persistent
-//! memory (DAX files and devices), mapped. Each implements [`Memory`], the trait by which a device accesses bytes.
+//! memory (DAX files and devices), mapped; and [`DeviceMemory`], of a PCIe function. Each implements [`Memory`], the trait by which a device accesses bytes.
 //!
 //! This crate knows no device. [`mapping`] has what the memories stand on: mapped pages, and copies between processes.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
@@ -13,6 +13,7 @@ mod anonymous;
 mod application;
 mod convert;
 mod dax;
+mod device;
 mod domain;
 mod file;
 mod lease;
@@ -27,6 +28,7 @@ pub use anonymous::AnonymousMemory;
 pub use application::{ApplicationMemory, SharedPages};
 pub use convert::{Convertible, Progress, convertible};
 pub use dax::{DaxError, DaxMemory};
+pub use device::DeviceMemory;
 pub use file::FileMemory;
 pub use lease::{FileWatch, Wanted};
 pub use mapping::allows_calls_into_processes;
