@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use rdmux_verbs::sync::Mutex;
@@ -31,6 +32,16 @@ impl fmt::Display for MemoryKind {
             MemoryKind::Cmb => "cmb",
             MemoryKind::Pmr => "pmr",
         })
+    }
+}
+
+impl FromStr for MemoryKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<MemoryKind, String> {
+        let kinds = [MemoryKind::Dram, MemoryKind::Cmb, MemoryKind::Pmr];
+        let kind = kinds.into_iter().find(|kind| kind.to_string() == text);
+        kind.ok_or_else(|| format!("'{text}' is no memory of a drive: give dram, cmb or pmr"))
     }
 }
 

@@ -12,6 +12,8 @@ pub struct DriveNamespace {
     pub blocks: u64,
     /// Bytes of a block as a power of two, 9 to 16.
     pub block_shift: u8,
+    /// Deallocated blocks read as zeros.
+    pub zeroes: bool,
 }
 
 /// Reason for which a namespace of a drive cannot be used.
@@ -48,6 +50,7 @@ impl DriveNamespace {
             nsid,
             blocks,
             block_shift: described.block_shift,
+            zeroes: described.zeroes,
         })
     }
 }

@@ -112,8 +112,8 @@ pub enum DriveOpenError {
         /// The use, and its end.
         how: String,
     },
-    /// Another process drives it.
-    #[error("{0} is in use: another process drives it; end that first")]
+    /// A program drives it.
+    #[error("{0} is in use: a program drives it already; end that first")]
     Driven(PciAddress),
     /// An IOMMU is in front of it.
     #[error(
@@ -141,38 +141,17 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// How the kernel is to be told that it may have a drive again that was taken from it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unbound {
-    address: PciAddress,
-    driver: String,
-    is_overridden: bool,
-}
-
-impl fmt::Display for Unbound {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Unbound { address, driver, .. } = self;
-        write!(
-            f,
-            "{address} was taken from the kernel's driver {driver}; to give it back: "
-        )?;
-        if self.is_overridden {
-            write!(
-                f,
-                "echo {address} >/sys/bus/pci/drivers/vfio-pci/unbind; echo >{DEVICES}/{address}/driver_override; "
-            )?;
-        }
-        write!(f, "echo {address} >/sys/bus/pci/drivers/{driver}/bind")
-    }
-}
-
-/// A function that was opened.
-#[derive(Debug)]
-pub struct Opened {
-    /// The function.
-    pub function: Arc<dyn Function>,
-    /// The kernel's driver that it was taken from.
-    pub unbound: Option<Unbound>,
+/// Returns how the kernel's driver gets a drive back, if it does not have it.
+pub fn give_back(address: &PciAddress) -> Option<String> {
+    let unbind = match driver(address).as_deref() {
+        None => String::new(),
+        Some("vfio-pci") => format!(
+            "echo {address} >/sys/bus/pci/drivers/vfio-pci/unbind; echo >{DEVICES}/{address}/driver_override; "
+        ),
+        Some(_) => return None,
+    };
+    let is_there = address.folder().exists();
+    is_there.then(|| format!("{unbind}echo {address} >/sys/bus/pci/drivers_probe"))
 }
 
 /// An NVMe drive as the system shows it.
@@ -213,7 +192,7 @@ pub fn list() -> Vec<Listed> {
 ///
 /// # Errors
 /// It is no drive, somebody has it, or the system refuses something.
-pub fn open(address: &PciAddress, unbind: bool) -> Result<Opened, DriveOpenError> {
+pub fn open(address: &PciAddress, unbind: bool) -> Result<Arc<dyn Function>, DriveOpenError> {
     let class = class(address).ok_or_else(|| DriveOpenError::Missing(address.clone()))?;
     if class != NVME_CLASS {
         let address = address.clone();
@@ -224,7 +203,6 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Opened, DriveOpenError
         what: what.to_owned(),
         source,
     };
-    let mut unbound = None;
     match driver(address) {
         None => {}
         Some(driver) if driver == "vfio-pci" => {}
@@ -240,25 +218,18 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Opened, DriveOpenError
             let control = format!("/sys/bus/pci/drivers/{driver}/unbind");
             fs::write(control, &address.0)
                 .map_err(|error| failed("take it from the kernel's driver", error))?;
-            unbound = Some(Unbound {
-                address,
-                driver,
-                is_overridden: false,
-            });
         }
     }
     if driver(address).is_none() && has_iommu(address) {
         // Without the module the drive stays without a driver.
-        let is_asked = fs::write(address.folder().join("driver_override"), "vfio-pci").is_ok()
+        let is_asked = unbind
+            && fs::write(address.folder().join("driver_override"), "vfio-pci").is_ok()
             && fs::write("/sys/bus/pci/drivers_probe", &address.0).is_ok();
         if !is_asked || driver(address).as_deref() != Some("vfio-pci") {
             return Err(DriveOpenError::Iommu(address.clone()));
         }
-        if let Some(unbound) = &mut unbound {
-            unbound.is_overridden = true;
-        }
     }
-    let function: Arc<dyn Function> = match driver(address) {
+    Ok(match driver(address) {
         Some(_) => Arc::new(
             VfioFunction::open(&address.0, &address.folder()).map_err(|error| match error.kind() {
                 io::ErrorKind::ResourceBusy => DriveOpenError::Driven(address.clone()),
@@ -266,8 +237,7 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Opened, DriveOpenError
             })?,
         ),
         None => Arc::new(SysfsFunction::open(address)?),
-    };
-    Ok(Opened { function, unbound })
+    })
 }
 
 fn class(address: &PciAddress) -> Option<u32> {

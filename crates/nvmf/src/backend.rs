@@ -20,6 +20,8 @@ use rustix::io::Errno;
 
 use crate::accelerator::Accelerator;
 
+pub mod drive;
+
 /// Sleep between two looks at writes of others.
 const PAUSE: Duration = Duration::from_micros(50);
 

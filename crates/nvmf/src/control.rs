@@ -25,6 +25,7 @@ use self::exported::{Exported, Update, hosts};
 use crate::announce::{Announcer, is_announced};
 use crate::auth::SecretError;
 use crate::backend::OpenError;
+use crate::backend::drive::DriveBackendError;
 use crate::identity;
 use crate::server::{Config, Handle, Listen, ServeError, Server};
 use crate::target::{AnaRule, ControllerInfo, Listener, NamespaceError, Referral, Target, TargetError};
@@ -53,6 +54,9 @@ pub enum ControlError {
     /// A file is no storage.
     #[error(transparent)]
     Open(#[from] OpenError),
+    /// A drive cannot be driven.
+    #[error(transparent)]
+    Drive(#[from] DriveBackendError),
     /// A file is a namespace of this target.
     #[error("{} is namespace {nsid} of {nqn} already", path.display())]
     IsNamespace {
@@ -312,7 +316,10 @@ impl Control {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
         match exported.namespaces.get(&nsid).map(|known| &known.storage) {
-            Some(storage @ (Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_))) => {
+            Some(
+                storage
+                @ (Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_) | Storage::Pcie(_)),
+            ) => {
                 return Err(ControlError::NoFile(nsid, storage.clone()));
             }
             Some(Storage::File(_)) | None => {}

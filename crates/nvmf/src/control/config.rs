@@ -2,6 +2,7 @@
 
 mod listen;
 mod namespace;
+mod pcie;
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -18,6 +19,7 @@ use self::listen::{loopback, optional_listener, referrals};
 use self::namespace::positive_size;
 pub use self::namespace::{AcceleratorConfig, NamespaceConfig, Storage, parse_accelerators};
 pub(super) use self::namespace::{group, optional_group};
+pub use self::pcie::PcieStorage;
 use crate::server::Listen;
 use crate::target::{AnaRule, CNTLID_MAX, Listener, Rates, Referral};
 /// Most reactors of a target.

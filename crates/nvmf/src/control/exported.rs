@@ -12,6 +12,7 @@ use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
 use super::{ControlError, NamespaceInfo, SubsystemInfo, drives};
 use crate::accelerator::Accelerator;
 use crate::auth::Secrets;
+use crate::backend::drive::DriveBackend;
 use crate::backend::{Backend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
 use crate::reservations::ReservationFolder;
@@ -160,7 +161,7 @@ impl Exported {
         let path = path.canonicalize().ok()?;
         let is_same = |config: &NamespaceConfig| match &config.storage {
             Storage::File(known) => known.canonicalize().is_ok_and(|known| known == path),
-            Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_) => false,
+            Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_) | Storage::Pcie(_) => false,
         };
         let mut namespaces = self.namespaces.iter();
         namespaces.find_map(|(nsid, config)| is_same(config).then_some(*nsid))
@@ -393,7 +394,7 @@ fn open(
     config: &NamespaceConfig,
     file: Option<&Path>,
 ) -> Result<(Namespace, Option<Arc<Medium>>), ControlError> {
-    let mut medium = None;
+    let (mut medium, mut block_shift) = (None, config.block_shift);
     // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
     let (backend, storage): (Arc<dyn Backend>, Vec<u8>) = match &config.storage {
         Storage::File(path) => {
@@ -409,18 +410,22 @@ fn open(
             (Arc::new(memory), name.to_vec())
         }
         Storage::Null(bytes) => (Arc::new(NullBackend(*bytes)), b"null".to_vec()),
+        Storage::Pcie(pcie) => {
+            let drive = DriveBackend::open(&pcie.place, pcie.buffers, pcie.unbind)?;
+            // It reads and writes no smaller blocks than its own.
+            block_shift = block_shift.max(drive.block_shift());
+            let name = drive.name().as_bytes().to_vec();
+            (Arc::new(drive), name)
+        }
         Storage::Accelerator(config) => {
-            let accelerator = Accelerator::new(config.info, config.hosts_max);
-            (
-                Arc::new(accelerator),
-                config.info.algorithm.name().as_bytes().to_vec(),
-            )
+            let name = config.info.algorithm.name().as_bytes().to_vec();
+            (Arc::new(Accelerator::new(config.info, config.hosts_max)), name)
         }
     };
     let uuid = config.uuid;
     let namespace = Namespace {
         nsid,
-        block_shift: config.block_shift,
+        block_shift,
         backend,
         uuid: uuid.unwrap_or_else(|| identity::namespace_uuid(nqn, nsid, &storage)),
         is_protected: config.read_only,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use rdmux_accel::level_range;
+use rdmux_drive::MemoryKind;
 use rdmux_verbs::parse_size;
 use rdmux_wire::accel::{AcceleratorInfo, Algorithm};
 use rdmux_wire::nvme::NsId;
@@ -12,7 +13,7 @@ use serde::de;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
-use super::Size;
+use super::{PcieStorage, Size};
 use crate::identity;
 use crate::target::ANA_GROUP_MAX;
 
@@ -27,6 +28,8 @@ pub enum Storage {
     Null(u64),
     /// Windows of an accelerator.
     Accelerator(AcceleratorConfig),
+    /// A drive that the target drives itself.
+    Pcie(PcieStorage),
 }
 
 /// An accelerator.
@@ -194,6 +197,7 @@ impl fmt::Display for Storage {
                     level => write!(f, ", level {level}"),
                 }
             }
+            Storage::Pcie(pcie) => write!(f, "pcie:{}", pcie.place),
         }
     }
 }
@@ -229,6 +233,10 @@ struct NamespaceTable {
     window: Option<Size>,
     windows: Option<u64>,
     hosts: Option<u64>,
+    pcie: Option<String>,
+    buffers: Option<String>,
+    #[serde(default)]
+    unbind: bool,
     block: Option<Size>,
     #[serde(default)]
     read_only: bool,
@@ -241,13 +249,16 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
     type Error = String;
 
     fn try_from(table: NamespaceTable) -> Result<NamespaceConfig, String> {
+        if table.pcie.is_none() && (table.buffers.is_some() || table.unbind) {
+            return Err("buffers and unbind are for drives: name one with pcie".into());
+        }
         let window = table.window.map(|Size(bytes)| bytes);
         let options = [table.level, window, table.windows, table.hosts];
-        let storage = match (table.path, table.memory, table.null, table.accel) {
-            (Some(path), None, None, None) => Storage::File(path),
-            (None, Some(Size(bytes)), None, None) => Storage::Memory(bytes),
-            (None, None, Some(Size(bytes)), None) => Storage::Null(bytes),
-            (None, None, None, Some(name)) => {
+        let storage = match (table.path, table.memory, table.null, table.accel, table.pcie) {
+            (Some(path), None, None, None, None) => Storage::File(path),
+            (None, Some(Size(bytes)), None, None, None) => Storage::Memory(bytes),
+            (None, None, Some(Size(bytes)), None, None) => Storage::Null(bytes),
+            (None, None, None, Some(name), None) => {
                 let mut config = AcceleratorConfig::named(&name)?;
                 for (value, set) in options.into_iter().zip(AcceleratorConfig::OPTIONS) {
                     value.map_or(Ok(()), |value| set(&mut config, value))?;
@@ -258,7 +269,12 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
                 }
                 Storage::Accelerator(config)
             }
-            _ => return Err("a namespace has one of path, memory, null and accel".into()),
+            (None, None, None, None, Some(place)) => Storage::Pcie(PcieStorage {
+                place: place.parse()?,
+                buffers: table.buffers.as_deref().unwrap_or("dram").parse()?,
+                unbind: table.unbind,
+            }),
+            _ => return Err("a namespace has one of path, memory, null, accel and pcie".into()),
         };
         if !matches!(storage, Storage::Accelerator(_)) && options.iter().any(Option::is_some) {
             return Err("level, window, windows and hosts are for accelerators: name one with accel".into());
@@ -297,6 +313,11 @@ impl NamespaceConfig {
                 table["windows"] = info.windows.into();
                 table["hosts"] = (*hosts_max).into();
             }
+            Storage::Pcie(pcie) => {
+                table["pcie"] = pcie.place.to_string().into();
+                table["buffers"] = pcie.buffers.to_string().into();
+                table["unbind"] = pcie.unbind.into();
+            }
         }
         if let Some(nsid) = self.nsid {
             table["nsid"] = nsid.0.into();
@@ -311,8 +332,8 @@ impl NamespaceConfig {
 impl FromStr for NamespaceConfig {
     type Err = String;
 
-    /// Parses the form of a command line: `PATH`, `mem:SIZE` or `null:SIZE`, and behind it `,block=N`, `,ro`, `,uuid=UUID` and
-    /// `,ana=GROUP`.
+    /// Parses the form of a command line: `PATH`, `mem:SIZE`, `null:SIZE` or `pcie:ADDR`, and behind it `,block=N`, `,ro`, `,uuid=UUID` and
+    /// `,ana=GROUP`; behind a drive also `,buffers=dram|cmb|pmr` and `,unbind`.
     fn from_str(text: &str) -> Result<NamespaceConfig, String> {
         let mut config = NamespaceConfig {
             nsid: None,
@@ -323,6 +344,8 @@ impl FromStr for NamespaceConfig {
             ana_group: first_group(),
         };
         let mut place = text;
+        let is_drive = text.starts_with("pcie:");
+        let (mut buffers, mut unbind) = (MemoryKind::Dram, false);
         // Options are taken off the end, so that a path may hold commas.
         while let Some((rest, option)) = place.rsplit_once(',') {
             if let Some(value) = option.strip_prefix("block=") {
@@ -335,6 +358,14 @@ impl FromStr for NamespaceConfig {
                 config.ana_group = check_group(group)?;
             } else if option == "ro" {
                 config.read_only = true;
+            } else if let Some(value) = option.strip_prefix("buffers=").filter(|_| is_drive) {
+                buffers = value.parse()?;
+            } else if option == "unbind" && is_drive {
+                unbind = true;
+            } else if is_drive {
+                return Err(format!(
+                    "'{option}' is none of buffers=dram|cmb|pmr, unbind, block=N, ro, uuid=UUID and ana=GROUP"
+                ));
             } else if place.starts_with("mem:") || place.starts_with("null:") {
                 return Err(format!(
                     "'{option}' is none of block=N, ro, uuid=UUID and ana=GROUP"
@@ -348,8 +379,14 @@ impl FromStr for NamespaceConfig {
             Storage::Memory(positive_size(text)?)
         } else if let Some(text) = place.strip_prefix("null:") {
             Storage::Null(positive_size(text)?)
+        } else if let Some(place) = place.strip_prefix("pcie:") {
+            Storage::Pcie(PcieStorage {
+                place: place.parse()?,
+                buffers,
+                unbind,
+            })
         } else if place.is_empty() {
-            return Err("no file given: use PATH, mem:SIZE or null:SIZE".into());
+            return Err("no file given: use PATH, mem:SIZE, null:SIZE or pcie:ADDR".into());
         } else {
             Storage::File(place.into())
         };
@@ -481,6 +518,8 @@ mod tests {
         for text in [
             "mem:1G,ro,ana=2",
             "null:1M",
+            "pcie:00:04.0",
+            "pcie:0000:3b:00.0/2,unbind,ro,buffers=cmb",
             &format!("/a,b,block=4096,uuid={uuid}"),
         ] {
             let again = NamespaceConfig::deserialize(config(text).to_json()).unwrap();
@@ -498,6 +537,10 @@ mod tests {
             ("null:1G,rw", "'rw' is none of"),
             (",ro", "no file given"),
             ("null:1G,ana=0", "'0' is no group of namespaces"),
+            ("pcie:00:04.0,buffers=hbm", "'hbm' is no memory of a drive"),
+            ("pcie:00:04.0,bind", "'bind' is none of buffers="),
+            ("pcie:nvme0", "'nvme0' is no address of a PCIe function"),
+            ("mem:1G,unbind", "'unbind' is none of"),
             ("null:1G,ana=x", "'x' is no group of namespaces"),
         ] {
             let error = parse(text).unwrap_err();

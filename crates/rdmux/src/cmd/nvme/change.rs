@@ -46,7 +46,7 @@ enum NamespaceCommand {
     #[command(after_help = "JSON: result (the id of the namespace).")]
     Add {
         /// The storage, as for `rdmux nvme target --ns`.
-        #[arg(value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID][,ana=GROUP]")]
+        #[arg(value_name = "PATH|mem:SIZE|null:SIZE|pcie:ADDR[,block=N][,ro][,uuid=UUID][,ana=GROUP]")]
         namespace: NamespaceConfig,
         /// Id of the namespace [default: the lowest that is free].
         #[arg(long, value_name = "N", value_parser = parse_nsid)]

@@ -9,8 +9,8 @@ use anyhow::{Context, Result, anyhow};
 use rdmux_nvmf::auth::Secrets;
 use rdmux_nvmf::backend::OpenError;
 use rdmux_nvmf::control::config::{
-    HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, SubsystemConfig, TargetConfig, parse_accelerators,
-    parse_cntlids, parse_listener, parse_nqn,
+    HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, Storage, SubsystemConfig, TargetConfig,
+    parse_accelerators, parse_cntlids, parse_listener, parse_nqn,
 };
 use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, names, remove_stale};
 use rdmux_nvmf::control::{Control, ControlError, SubsystemInfo};
@@ -33,16 +33,18 @@ use crate::{metrics, signals};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: one object when the target listens: listen (array of transport, address, port, tls), subsystems (array of nqn, serial, secret_file and psk_file (null: no host needs the
-common one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null or the path)),
+common one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null, pcie:ADDR or the path)),
 mdns (array of the listeners that it announces: tcp:ADDR:PORT or rdma:ADDR:PORT; or null), socket (of requests that change it, or null).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
     /// may be repeated. The namespaces are numbered from 1. `block=4096` sets the bytes of a block, `ro` refuses writes, `uuid=` replaces the
-    /// namespace's UUID, by which hosts know it again, `ana=` its group of those that share a state of access (1).
+    /// namespace's UUID, by which hosts know it again, `ana=` its group of those that share a state of access (1). `pcie:0000:3b:00.0` is
+    /// an NVMe drive that this process drives itself, with its first namespace, or another one behind a slash; `buffers=` is the memory that
+    /// takes the data, `dram`, or memory of the drive: `cmb` or `pmr`; `unbind` takes the drive from the kernel's driver (docs/drives.md).
     #[arg(
         long = "ns",
         id = "namespaces",
-        value_name = "PATH|mem:SIZE|null:SIZE[,block=N][,ro][,uuid=UUID][,ana=GROUP]",
+        value_name = "PATH|mem:SIZE|null:SIZE|pcie:ADDR[,block=N][,ro][,uuid=UUID][,ana=GROUP]",
         required_unless_present_any = ["config", "accelerators"]
     )]
     namespaces: Vec<NamespaceConfig>,
@@ -191,7 +193,25 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let ended = server.run();
     control.withdraw();
+    tell_of_drives(&control);
     Ok(ended?)
+}
+
+/// Tells how the kernel gets drives back that were taken from it.
+fn tell_of_drives(control: &Control) {
+    let subsystems = control.subsystems();
+    let namespaces = subsystems.iter().flat_map(|subsystem| &subsystem.namespaces);
+    for namespace in namespaces {
+        if let Storage::Pcie(pcie) = &namespace.storage
+            && pcie.unbind
+            && let Some(command) = rdmux_drive::give_back(&pcie.place.address)
+        {
+            output::error(&anyhow!(
+                "note: the kernel's driver does not have {}; to give it back: {command}",
+                pcie.place.address
+            ));
+        }
+    }
 }
 
 /// Returns the error of a target, with the line of its file that names what cannot be opened.

@@ -1,0 +1,530 @@
+//! A namespace of a drive that is driven from user space.
+//!
+//! Data are copied between a host's buffers and memory that the drive reaches: the target's, or the drive's own. Threads of the media wait for the
+//! drive, and whoever waits polls it for all.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_drive::{
+    Action, Buffer, Command, Completion, Drive, DriveError, DriveNamespace, DriveOpenError, Function,
+    MemoryKind, Options, Outcome, PAGE, PciAddress, Pool, RefusedReason, State, Unusable,
+};
+use rdmux_verbs::sync::Mutex;
+use rdmux_wire::nvme::{NsId, Status};
+
+use super::{Backend, Flushes};
+
+/// Polls of the drive before its waiter sleeps between two.
+const POLLS: u32 = 50;
+/// Sleep between two polls.
+const SLEEP: Duration = Duration::from_micros(50);
+/// Longest wait for a drive that starts anew, before a command fails for now.
+const RESTART_WAIT: Duration = Duration::from_secs(20);
+/// Longest wait for a drive to shut down.
+const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
+/// Bytes that one command moves at most: what waits for memory beside it gets some too.
+const CHUNK_MAX: usize = 256 << 10;
+/// Blocks of a command without data, which name more than they move.
+const BLOCKS_MAX: u64 = 1 << 16;
+
+/// A namespace of a drive, as a user names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DrivePlace {
+    /// The drive.
+    pub address: PciAddress,
+    /// Its namespace; `None`: the first that can be used.
+    pub nsid: Option<NsId>,
+}
+
+impl fmt::Display for DrivePlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)?;
+        match self.nsid {
+            Some(nsid) => write!(f, "/{nsid}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl FromStr for DrivePlace {
+    type Err = String;
+
+    /// Parses `0000:00:04.0` or, with a namespace, `0000:00:04.0/1`.
+    fn from_str(text: &str) -> Result<DrivePlace, String> {
+        let (address, nsid) = match text.split_once('/') {
+            Some((address, nsid)) => (address, Some(nsid)),
+            None => (text, None),
+        };
+        let number = |text: &str| {
+            let nsid = text.parse().ok().filter(|nsid| (1..u32::MAX).contains(nsid));
+            nsid.map(NsId)
+                .ok_or_else(|| format!("'{text}' is no namespace of a drive: give its number, from 1"))
+        };
+        Ok(DrivePlace {
+            address: address
+                .parse()
+                .map_err(|error: DriveOpenError| error.to_string())?,
+            nsid: nsid.map(number).transpose()?,
+        })
+    }
+}
+
+/// Reason for which a namespace of a drive is no backend.
+#[derive(Debug, thiserror::Error)]
+pub enum DriveBackendError {
+    /// The drive is not to be had.
+    #[error(transparent)]
+    Open(#[from] DriveOpenError),
+    /// It does not start.
+    #[error("{address}: {error}")]
+    Start {
+        /// The drive.
+        address: String,
+        /// The cause.
+        error: DriveError,
+    },
+    /// It has no such namespace.
+    #[error("{address} has no namespace {asked}: it has {}", listed(has))]
+    NoNamespace {
+        /// The drive.
+        address: String,
+        /// The namespace.
+        asked: NsId,
+        /// Those that it has.
+        has: Vec<NsId>,
+    },
+    /// It has none at all.
+    #[error("{0} has no namespace: make one with nvme create-ns and attach-ns")]
+    Empty(String),
+    /// The namespace cannot be used.
+    #[error("{address}: namespace {nsid} cannot be used: {why}")]
+    Unusable {
+        /// The drive.
+        address: String,
+        /// The namespace.
+        nsid: NsId,
+        /// The reason.
+        why: Unusable,
+    },
+    /// The memory takes the data of one direction alone.
+    #[error("{address}: its {kind} does not take the data of {what}: use buffers=dram")]
+    Direction {
+        /// The drive.
+        address: String,
+        /// The memory.
+        kind: MemoryKind,
+        /// Reads or writes.
+        what: &'static str,
+    },
+    /// The memory is smaller than one block.
+    #[error("{address}: its {kind} has {bytes} bytes, less than a block: use buffers=dram")]
+    Small {
+        /// The drive.
+        address: String,
+        /// The memory.
+        kind: MemoryKind,
+        /// Its bytes.
+        bytes: u64,
+    },
+}
+
+fn listed(nsids: &[NsId]) -> String {
+    match nsids {
+        [] => "none".to_owned(),
+        nsids => nsids
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(", "),
+    }
+}
+
+/// A namespace of a drive that this process drives.
+#[derive(Debug)]
+pub struct DriveBackend {
+    shared: Mutex<Shared>,
+    namespace: DriveNamespace,
+    pool: Arc<Pool>,
+    /// Bytes that a command moves at most, a multiple of a block.
+    chunk: usize,
+    has_write_cache: bool,
+    writes_zeroes: bool,
+    deallocates: bool,
+    /// Tells the namespace from all others.
+    name: String,
+    flushes: Flushes,
+}
+
+#[derive(Debug)]
+struct Shared {
+    drive: Drive,
+    /// Commands that have ended, of waiters that have not looked yet.
+    ended: HashMap<u64, Completion>,
+    next_token: u64,
+}
+
+impl Shared {
+    /// Takes what has ended.
+    fn poll(&mut self) {
+        let now = Instant::now();
+        while let Some(completion) = self.drive.poll(now) {
+            self.ended.insert(completion.token, completion);
+        }
+    }
+}
+
+/// Lets some time pass between two looks at a drive, which tells nobody that it is done.
+fn pause(turn: u32) {
+    match turn {
+        ..POLLS => std::thread::yield_now(),
+        // Time is meant: without interrupts the drive is looked at again and again, and the processor has more to do.
+        _ => std::thread::sleep(SLEEP),
+    }
+}
+
+impl DriveBackend {
+    /// Opens and starts a drive, whose data are to lie in a kind of memory.
+    ///
+    /// # Errors
+    /// The drive is not to be had, does not start, or has no such namespace or memory.
+    pub fn open(
+        place: &DrivePlace,
+        buffers: MemoryKind,
+        unbind: bool,
+    ) -> Result<DriveBackend, DriveBackendError> {
+        let function = rdmux_drive::open(&place.address, unbind)?;
+        DriveBackend::of_function(function, place.nsid, buffers)
+    }
+
+    /// Starts the drive that a function is.
+    ///
+    /// # Errors
+    /// As those of [`DriveBackend::open`].
+    pub fn of_function(
+        function: Arc<dyn Function>,
+        nsid: Option<NsId>,
+        buffers: MemoryKind,
+    ) -> Result<DriveBackend, DriveBackendError> {
+        let address = function.address().to_owned();
+        let start = |error| DriveBackendError::Start {
+            address: address.clone(),
+            error,
+        };
+        let options = Options {
+            cmb: buffers == MemoryKind::Cmb,
+            pmr: buffers == MemoryKind::Pmr,
+            ..Options::default()
+        };
+        let drive = Drive::new(function, options, Instant::now()).map_err(start)?;
+        let mut shared = Shared {
+            drive,
+            ended: HashMap::new(),
+            next_token: 0,
+        };
+        let mut turn = 0;
+        while shared.drive.state() == State::Starting {
+            shared.poll();
+            pause(turn);
+            turn += 1;
+        }
+        let drive = &shared.drive;
+        if let Some(error) = drive.failure() {
+            return Err(start(error.clone()));
+        }
+        let namespace = find(drive, &address, nsid)?;
+        // The drive that was started has it.
+        let pool = drive
+            .pool(buffers)
+            .ok_or_else(|| start(DriveError::NoMemory(buffers)))?;
+        for (action, what) in [(Action::Read, "reads"), (Action::Write, "writes")] {
+            if !pool.takes(action) {
+                return Err(DriveBackendError::Direction {
+                    address,
+                    kind: buffers,
+                    what,
+                });
+            }
+        }
+        // Several commands have room at a time where there is room for several.
+        let block = 1usize << namespace.block_shift;
+        let room = usize::try_from(pool.bytes()).unwrap_or(usize::MAX);
+        let most = drive.data_bytes_max().min(CHUNK_MAX).min(room);
+        let chunk = most.min((room / 8).max(PAGE)).max(block) / block * block;
+        if chunk > most {
+            return Err(DriveBackendError::Small {
+                address,
+                kind: buffers,
+                bytes: pool.bytes(),
+            });
+        }
+        let controller = drive.controller();
+        Ok(DriveBackend {
+            namespace,
+            pool: pool.clone(),
+            chunk,
+            has_write_cache: controller.has_write_cache,
+            writes_zeroes: drive.has(Action::WriteZeroes),
+            deallocates: drive.has(Action::Deallocate) && namespace.zeroes,
+            name: format!("{} {} {}", controller.model, controller.serial, namespace.nsid),
+            flushes: Flushes::default(),
+            shared: Mutex::new(shared),
+        })
+    }
+
+    /// Returns bytes of a block as a power of two.
+    pub fn block_shift(&self) -> u8 {
+        self.namespace.block_shift
+    }
+
+    /// Returns model and serial number of the drive, and the namespace: the same at each start.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn command(&self, action: Action, offset: u64, length: u64) -> Command {
+        Command {
+            action,
+            nsid: self.namespace.nsid,
+            slba: offset >> self.namespace.block_shift,
+            blocks: (length >> self.namespace.block_shift) as u32,
+        }
+    }
+
+    /// Takes memory for data. Whoever has some waits for the drive alone, so that there is some in the end.
+    fn allocate(&self, bytes: usize) -> Buffer {
+        let mut turn = 0;
+        loop {
+            if let Some(buffer) = self.pool.allocate(bytes) {
+                return buffer;
+            }
+            pause(turn);
+            turn += 1;
+        }
+    }
+
+    /// Has the drive carry out a command, and returns its buffers.
+    fn run(&self, command: Command, mut data: Vec<Buffer>) -> Result<Vec<Buffer>, Status> {
+        let give_up = Instant::now() + RESTART_WAIT;
+        let mut turn = 0;
+        let token = loop {
+            let mut shared = self.shared.lock();
+            let (now, token) = (Instant::now(), shared.next_token);
+            match shared.drive.submit(now, 0, command, data, token) {
+                Ok(()) => {
+                    shared.next_token += 1;
+                    break token;
+                }
+                Err(refused) => {
+                    data = refused.data;
+                    match refused.reason {
+                        // The commands before it end in bounded time.
+                        RefusedReason::Full => {}
+                        RefusedReason::NotReady if now < give_up => {}
+                        RefusedReason::NotReady => return Err(Status::NAMESPACE_NOT_READY),
+                        RefusedReason::Ended => return Err(Status::NAMESPACE_NOT_READY.do_not_retry()),
+                        _ => return Err(Status::INTERNAL_ERROR.do_not_retry()),
+                    }
+                    shared.poll();
+                }
+            }
+            drop(shared);
+            pause(turn);
+            turn += 1;
+        };
+        let mut turn = 0;
+        let completion = loop {
+            let mut shared = self.shared.lock();
+            shared.poll();
+            if let Some(completion) = shared.ended.remove(&token) {
+                break completion;
+            }
+            drop(shared);
+            pause(turn);
+            turn += 1;
+        };
+        match completion.outcome {
+            Outcome::Done(status) if status.is_success() => Ok(completion.data),
+            Outcome::Done(status) => Err(own_status(status)),
+            Outcome::Reset => Err(Status::INTERNAL_ERROR),
+            Outcome::Gone => Err(Status::NAMESPACE_NOT_READY.do_not_retry()),
+        }
+    }
+
+    /// Has the drive carry out a command without data on blocks of any number.
+    fn run_in_parts(&self, action: Action, offset: u64, length: u64) -> Result<(), Status> {
+        let part_max = BLOCKS_MAX << self.namespace.block_shift;
+        let mut at = 0;
+        while at < length {
+            let part = (length - at).min(part_max);
+            self.run(self.command(action, offset + at, part), Vec::new())?;
+            at += part;
+        }
+        Ok(())
+    }
+}
+
+/// Returns a drive's status as the target's own. One about paths means the drive's, not the target's.
+fn own_status(status: Status) -> Status {
+    const PATH: u16 = 3;
+    match status.code() >> 8 {
+        PATH => Status::INTERNAL_ERROR,
+        _ if status.is_final() => Status(status.code()).do_not_retry(),
+        _ => Status(status.code()),
+    }
+}
+
+/// Returns the namespace that is asked for, or else the first.
+fn find(drive: &Drive, address: &str, asked: Option<NsId>) -> Result<DriveNamespace, DriveBackendError> {
+    let usable = drive.namespaces();
+    let found = usable
+        .iter()
+        .find(|namespace| asked.is_none_or(|asked| asked == namespace.nsid));
+    let mut unusable = drive.unusable().iter();
+    let unusable = unusable.find(|(nsid, _)| asked.is_none_or(|asked| asked == *nsid));
+    let address = address.to_owned();
+    match (found, unusable, asked) {
+        (Some(namespace), ..) => Ok(*namespace),
+        (None, Some((nsid, why)), _) => Err(DriveBackendError::Unusable {
+            address,
+            nsid: *nsid,
+            why: why.clone(),
+        }),
+        (None, None, None) => Err(DriveBackendError::Empty(address)),
+        (None, None, Some(asked)) => Err(DriveBackendError::NoNamespace {
+            address,
+            asked,
+            has: usable.iter().map(|namespace| namespace.nsid).collect(),
+        }),
+    }
+}
+
+impl Backend for DriveBackend {
+    fn bytes(&self) -> u64 {
+        self.namespace.blocks << self.namespace.block_shift
+    }
+
+    fn may_wait(&self) -> bool {
+        true
+    }
+
+    fn has_write_cache(&self) -> bool {
+        self.has_write_cache
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Status> {
+        let mut at = offset;
+        for part in out.chunks_mut(self.chunk) {
+            let buffer = self.allocate(part.len());
+            let command = self.command(Action::Read, at, part.len() as u64);
+            let data = self.run(command, vec![buffer])?;
+            let read = data.first().map(|buffer| buffer.read(0, part));
+            read.unwrap_or(Ok(())).map_err(|_| Status::READ_ERROR)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Status> {
+        self.flushes.check()?;
+        let mut at = offset;
+        for part in bytes.chunks(self.chunk) {
+            let buffer = self.allocate(part.len());
+            buffer.write(0, part).map_err(|_| Status::WRITE_FAULT)?;
+            let command = self.command(Action::Write, at, part.len() as u64);
+            self.run(command, vec![buffer])?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64) -> Result<(), Status> {
+        self.flushes.check()?;
+        if self.writes_zeroes {
+            return self.run_in_parts(Action::WriteZeroes, offset, length);
+        }
+        let zeroes = vec![0; length.min(self.chunk as u64) as usize];
+        for at in (0..length).step_by(zeroes.len().max(1)) {
+            let part = (length - at).min(zeroes.len() as u64) as usize;
+            self.write(offset + at, &zeroes[..part])?;
+        }
+        Ok(())
+    }
+
+    fn deallocate(&self, offset: u64, length: u64) -> Result<(), Status> {
+        if !self.deallocates {
+            return self.write_zeroes(offset, length);
+        }
+        self.flushes.check()?;
+        self.run_in_parts(Action::Deallocate, offset, length)
+    }
+
+    fn flush(&self) -> Result<(), Status> {
+        self.flushes.check()?;
+        if !self.has_write_cache {
+            return Ok(());
+        }
+        let mut for_now = Ok(());
+        self.flushes.run(|| {
+            let flushed = self.run(self.command(Action::Flush, 0, 0), Vec::new());
+            match flushed {
+                Ok(_) => Ok(()),
+                Err(status) if status.is_final() || status.is(Status::WRITE_FAULT) => {
+                    Err(io::Error::other(status.to_string()))
+                }
+                // The drive has not said that it failed.
+                Err(status) => {
+                    for_now = Err(status);
+                    Ok(())
+                }
+            }
+        })?;
+        for_now
+    }
+}
+
+impl Drop for DriveBackend {
+    fn drop(&mut self) {
+        let shared = self.shared.get_mut();
+        let start = Instant::now();
+        shared.drive.shut_down(start);
+        let mut turn = 0;
+        // One that does not stop in time keeps the memory that it knows.
+        while shared.drive.state() == State::Stopping && start.elapsed() < SHUT_DOWN_WAIT {
+            shared.poll();
+            pause(turn);
+            turn += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn place__is_a_drive_or_a_namespace_of_it() {
+        let parse = |text: &str| text.parse::<DrivePlace>().map(|place| place.to_string());
+        assert_eq!(parse("00:04.0").as_deref(), Ok("0000:00:04.0"));
+        assert_eq!(parse("0000:00:04.0/3").as_deref(), Ok("0000:00:04.0/3"));
+        for text in ["00:04.0/0", "00:04.0/x", "00:04.0/4294967295"] {
+            assert!(parse(text).unwrap_err().contains("is no namespace of a drive"));
+        }
+        assert!(parse("/dev/nvme0").unwrap_err().contains("is no address"));
+    }
+
+    #[test]
+    fn own_status__keeps_what_is_about_the_medium() {
+        let fault = Status::WRITE_FAULT.do_not_retry();
+        assert_eq!(own_status(fault), fault);
+        assert_eq!(own_status(Status(0x281 | 1 << 13)), Status::READ_ERROR);
+        assert_eq!(
+            own_status(Status::ANA_INACCESSIBLE.do_not_retry()),
+            Status::INTERNAL_ERROR
+        );
+    }
+}
