@@ -68,7 +68,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Writes zeros, and gives their room back if it can.
     fn write_zeroes(&self, offset: u64, length: u64) -> Result<(), Status>;
 
-    /// Gives the room of bytes back that are not needed any more; they read as zeros from then on. What has no room to give back writes zeros.
+    /// Gives the room of bytes back that are not needed any more; they read as zeros from then on, or, of a drive that keeps them, as before. What
+    /// has no room to give back writes zeros.
     fn deallocate(&self, offset: u64, length: u64) -> Result<(), Status> {
         self.write_zeroes(offset, length)
     }
