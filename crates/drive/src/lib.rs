@@ -21,4 +21,4 @@ pub use drive::{Drive, DriveError, Options, State};
 pub use function::{Bar, DmaMemory, Function};
 pub use memory::{Buffer, MemoryKind, PAGE, Pool};
 pub use namespace::{DriveNamespace, Unusable};
-pub use sysfs::{DriveOpenError, Listed, PciAddress, give_back, list, open};
+pub use sysfs::{DriveOpenError, Found, Listed, Offer, PciAddress, give_back, list, open};

@@ -9,13 +9,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use rdmux_memory::DeviceMemory;
+use rdmux_wire::nvme::{CmbLayout, PcieCapabilities, PmrCapabilities, Register};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use crate::dma::PinnedMemory;
 use crate::function::{Bar, DmaMemory, Function};
 use crate::vfio::VfioFunction;
 
-const DEVICES: &str = "/sys/bus/pci/devices";
+const DEVICES: &str = "sys/bus/pci/devices";
 /// Class of NVMe drives: mass storage, non-volatile memory, NVMe.
 const NVME_CLASS: u32 = 0x01_08_02;
 /// Offset of the command word of a function's configuration space.
@@ -71,7 +72,11 @@ impl FromStr for PciAddress {
 
 impl PciAddress {
     fn folder(&self) -> PathBuf {
-        Path::new(DEVICES).join(&self.0)
+        self.folder_in(Path::new("/"))
+    }
+
+    fn folder_in(&self, root: &Path) -> PathBuf {
+        root.join(DEVICES).join(&self.0)
     }
 }
 
@@ -143,10 +148,10 @@ fn hint(error: &io::Error) -> &'static str {
 
 /// Returns how the kernel's driver gets a drive back, if it does not have it.
 pub fn give_back(address: &PciAddress) -> Option<String> {
-    let unbind = match driver(address).as_deref() {
+    let unbind = match driver(&address.folder()).as_deref() {
         None => String::new(),
         Some("vfio-pci") => format!(
-            "echo {address} >/sys/bus/pci/drivers/vfio-pci/unbind; echo >{DEVICES}/{address}/driver_override; "
+            "echo {address} >/sys/bus/pci/drivers/vfio-pci/unbind; echo >/{DEVICES}/{address}/driver_override; "
         ),
         Some(_) => return None,
     };
@@ -167,25 +172,85 @@ pub struct Listed {
     pub in_use: Option<String>,
     /// An IOMMU translates for it.
     pub iommu: bool,
+    /// Memory that it has, as far as the system or its registers tell without any of them being written.
+    pub memory: Option<Offer>,
 }
 
-/// Returns the NVMe drives of the system, in the order of their addresses.
-pub fn list() -> Vec<Listed> {
-    let folders = fs::read_dir(DEVICES).into_iter().flatten().flatten();
+/// Memory that a drive has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Its Controller Memory Buffer.
+    pub cmb: Found<CmbLayout>,
+    /// Its Persistent Memory Region, and the bytes of that.
+    pub pmr: Option<(PmrCapabilities, u64)>,
+}
+
+/// Memory of a drive, as far as it is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found<T> {
+    /// There is none.
+    None,
+    /// There is one, of which the drive tells only who enables it.
+    Hidden,
+    /// There is this one.
+    Known(T),
+}
+
+/// Returns the NVMe drives of a system, below the root of its files, in the order of their addresses.
+pub fn list(root: &Path) -> Vec<Listed> {
+    let folders = fs::read_dir(root.join(DEVICES)).into_iter().flatten().flatten();
     let names = folders.filter_map(|folder| folder.file_name().into_string().ok());
     let addresses = names.filter_map(|name| name.parse::<PciAddress>().ok());
-    let mut drives: Vec<Listed> = addresses
-        .filter(|address| class(address) == Some(NVME_CLASS))
-        .map(|address| Listed {
-            driver: driver(&address),
-            devices: block_devices(&address),
-            in_use: in_use(&address).map(|(device, how)| format!("{device} {how}")),
-            iommu: has_iommu(&address),
+    let drives = addresses.filter_map(|address| {
+        let folder = address.folder_in(root);
+        (class(&folder) == Some(NVME_CLASS)).then(|| Listed {
+            driver: driver(&folder),
+            devices: block_devices(&folder),
+            in_use: in_use(root, &folder).map(|(device, how)| format!("{device} {how}")),
+            iommu: has_iommu(&folder),
+            memory: offer(&folder),
             address,
         })
-        .collect();
+    });
+    let mut drives: Vec<Listed> = drives.collect();
     drives.sort_by(|a, b| a.address.cmp(&b.address));
     drives
+}
+
+/// Reads what memory a drive has. `None` if its registers cannot be read: a driver has it, it is not enabled, or only root may.
+fn offer(folder: &Path) -> Option<Offer> {
+    if driver(folder).is_some() {
+        return None;
+    }
+    let mut command = [0; 2];
+    let config = File::open(folder.join("config")).ok()?;
+    config.read_exact_at(&mut command, COMMAND).ok()?;
+    if u16::from_le_bytes(command) & MEMORY_SPACE == 0 {
+        return None;
+    }
+    let (registers, _) = map(folder, 0).ok()?;
+    let register = registers.load_u64(Register::CAPABILITIES.0);
+    if register == u64::MAX {
+        return None;
+    }
+    let capabilities = PcieCapabilities::parse(register);
+    let layout = CmbLayout::parse(
+        registers.load_u32(Register::CMB_LOCATION.0),
+        registers.load_u32(Register::CMB_SIZE.0),
+    );
+    let pmr = capabilities.pmr.then(|| {
+        let pmr = PmrCapabilities::parse(registers.load_u32(Register::PMR_CAPABILITIES.0));
+        let bytes = resource(folder, pmr.bar).map_or(0, |(_, bytes)| bytes);
+        (pmr, bytes)
+    });
+    Some(Offer {
+        cmb: match layout {
+            Some(layout) => Found::Known(layout),
+            None if capabilities.cmb => Found::Hidden,
+            None => Found::None,
+        },
+        pmr,
+    })
 }
 
 /// Opens a drive: by vfio-pci if that is bound to it, else by sysfs. A drive that the kernel's driver has is taken from it if `unbind`; one in use never.
@@ -193,7 +258,7 @@ pub fn list() -> Vec<Listed> {
 /// # Errors
 /// It is no drive, somebody has it, or the system refuses something.
 pub fn open(address: &PciAddress, unbind: bool) -> Result<Arc<dyn Function>, DriveOpenError> {
-    let class = class(address).ok_or_else(|| DriveOpenError::Missing(address.clone()))?;
+    let class = class(&address.folder()).ok_or_else(|| DriveOpenError::Missing(address.clone()))?;
     if class != NVME_CLASS {
         let address = address.clone();
         return Err(DriveOpenError::Class { address, class });
@@ -203,11 +268,11 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Arc<dyn Function>, Dri
         what: what.to_owned(),
         source,
     };
-    match driver(address) {
+    match driver(&address.folder()) {
         None => {}
         Some(driver) if driver == "vfio-pci" => {}
         Some(driver) => {
-            if let Some((device, how)) = in_use(address) {
+            if let Some((device, how)) = in_use(Path::new("/"), &address.folder()) {
                 let address = address.clone();
                 return Err(DriveOpenError::InUse { address, device, how });
             }
@@ -220,16 +285,16 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Arc<dyn Function>, Dri
                 .map_err(|error| failed("take it from the kernel's driver", error))?;
         }
     }
-    if driver(address).is_none() && has_iommu(address) {
+    if driver(&address.folder()).is_none() && has_iommu(&address.folder()) {
         // Without the module the drive stays without a driver.
         let is_asked = unbind
             && fs::write(address.folder().join("driver_override"), "vfio-pci").is_ok()
             && fs::write("/sys/bus/pci/drivers_probe", &address.0).is_ok();
-        if !is_asked || driver(address).as_deref() != Some("vfio-pci") {
+        if !is_asked || driver(&address.folder()).as_deref() != Some("vfio-pci") {
             return Err(DriveOpenError::Iommu(address.clone()));
         }
     }
-    Ok(match driver(address) {
+    Ok(match driver(&address.folder()) {
         Some(_) => Arc::new(
             VfioFunction::open(&address.0, &address.folder()).map_err(|error| match error.kind() {
                 io::ErrorKind::ResourceBusy => DriveOpenError::Driven(address.clone()),
@@ -240,29 +305,29 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Arc<dyn Function>, Dri
     })
 }
 
-fn class(address: &PciAddress) -> Option<u32> {
-    let text = fs::read_to_string(address.folder().join("class")).ok()?;
+fn class(folder: &Path) -> Option<u32> {
+    let text = fs::read_to_string(folder.join("class")).ok()?;
     u32::from_str_radix(text.trim().strip_prefix("0x")?, 16).ok()
 }
 
-fn driver(address: &PciAddress) -> Option<String> {
-    let link = fs::read_link(address.folder().join("driver")).ok()?;
+fn driver(folder: &Path) -> Option<String> {
+    let link = fs::read_link(folder.join("driver")).ok()?;
     Some(link.file_name()?.to_str()?.to_owned())
 }
 
 /// Returns true if the addresses by which the function reads and writes memory are not physical ones.
-fn has_iommu(address: &PciAddress) -> bool {
-    let kind = fs::read_to_string(address.folder().join("iommu_group/type"));
+fn has_iommu(folder: &Path) -> bool {
+    let kind = fs::read_to_string(folder.join("iommu_group/type"));
     match kind {
         // Where the IOMMU translates nothing, the group says so.
         Ok(kind) => kind.trim() != "identity",
-        Err(_) => address.folder().join("iommu_group").exists(),
+        Err(_) => folder.join("iommu_group").exists(),
     }
 }
 
 /// Returns the block devices that the kernel's driver has made of a drive, by name.
-fn block_devices(address: &PciAddress) -> Vec<String> {
-    let controllers = fs::read_dir(address.folder().join("nvme"));
+fn block_devices(folder: &Path) -> Vec<String> {
+    let controllers = fs::read_dir(folder.join("nvme"));
     let controllers = controllers.into_iter().flatten().flatten();
     let entries = controllers.flat_map(|controller| {
         let entries = fs::read_dir(controller.path());
@@ -284,15 +349,15 @@ fn block_device(name: &str) -> Option<String> {
 }
 
 /// Returns the block device of a drive that somebody uses, and the use.
-fn in_use(address: &PciAddress) -> Option<(String, String)> {
-    block_devices(address).into_iter().find_map(|device| {
-        let how = use_of(&device)?;
+fn in_use(root: &Path, folder: &Path) -> Option<(String, String)> {
+    block_devices(folder).into_iter().find_map(|device| {
+        let how = use_of(root, &device)?;
         Some((format!("/dev/{device}"), how))
     })
 }
 
-fn use_of(device: &str) -> Option<String> {
-    let folder = Path::new("/sys/class/block").join(device);
+fn use_of(root: &Path, device: &str) -> Option<String> {
+    let folder = root.join("sys/class/block").join(device);
     let partitions = fs::read_dir(&folder).into_iter().flatten().flatten();
     let partitions = partitions
         .map(|entry| entry.path())
@@ -307,7 +372,7 @@ fn use_of(device: &str) -> Option<String> {
             ));
         }
         let number = fs::read_to_string(part.join("dev")).unwrap_or_default();
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).unwrap_or_default();
         let mount = mounts.lines().find_map(|line| {
             let fields: Vec<&str> = line.split(' ').collect();
             let is_it = fields.get(2).is_some_and(|field| *field == number.trim());
@@ -321,7 +386,7 @@ fn use_of(device: &str) -> Option<String> {
     let mut options = OpenOptions::new();
     let flags = OFlags::EXCL | OFlags::NONBLOCK;
     options.read(true).custom_flags(flags.bits() as i32);
-    match options.open(Path::new("/dev").join(device)) {
+    match options.open(root.join("dev").join(device)) {
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             Some("is open for a program or the system alone: end that".to_owned())
         }
@@ -355,7 +420,7 @@ impl SysfsFunction {
         enabled.map_err(|error| failed("enable it", error))?;
         set_command(&config, MEMORY_SPACE | BUS_MASTER, 0)
             .map_err(|error| failed("let it reach memory", error))?;
-        let (registers, _) = map(address, 0).map_err(|error| failed("map its registers", error))?;
+        let (registers, _) = map(&address.folder(), 0).map_err(|error| failed("map its registers", error))?;
         Ok(SysfsFunction {
             address: address.clone(),
             config,
@@ -390,8 +455,8 @@ pub(crate) fn resource(folder: &Path, index: u8) -> io::Result<(u64, u64)> {
 }
 
 /// Maps a BAR, which must have whole pages.
-fn map(address: &PciAddress, index: u8) -> io::Result<(DeviceMemory, u64)> {
-    let (start, length) = resource(&address.folder(), index)?;
+fn map(folder: &Path, index: u8) -> io::Result<(DeviceMemory, u64)> {
+    let (start, length) = resource(folder, index)?;
     let length = usize::try_from(length).map_err(io::Error::other)?;
     if !length.is_multiple_of(rustix::param::page_size()) {
         let error = format!("BAR {index} has {length} bytes, which are not whole pages");
@@ -401,7 +466,7 @@ fn map(address: &PciAddress, index: u8) -> io::Result<(DeviceMemory, u64)> {
     let file = options.read(true).write(true);
     // Registers are not cached.
     let file = file.custom_flags(OFlags::SYNC.bits() as i32);
-    let file = file.open(address.folder().join(format!("resource{index}")))?;
+    let file = file.open(folder.join(format!("resource{index}")))?;
     Ok((DeviceMemory::map(&file, 0, length)?, start))
 }
 
@@ -427,7 +492,7 @@ impl Function for SysfsFunction {
     }
 
     fn bar(&self, index: u8) -> io::Result<Bar> {
-        let (memory, address) = map(&self.address, index)?;
+        let (memory, address) = map(&self.address.folder(), index)?;
         Ok(Bar {
             memory: Arc::new(memory),
             address,

@@ -1,5 +1,6 @@
 //! `rdmux doctor`: looks at the host, reports problems and gives advice.
 
+mod drives;
 mod host;
 mod idle;
 mod network;
@@ -16,7 +17,7 @@ use crate::output::{self, Align};
 type Check = (&'static str, fn(&Path) -> Vec<Finding>);
 
 /// All checks. A new check needs only a line here.
-const CHECKS: [Check; 14] = [
+const CHECKS: [Check; 15] = [
     ("cpu", host::cpu),
     ("idle", idle::idle),
     ("port", network::port),
@@ -31,6 +32,7 @@ const CHECKS: [Check; 14] = [
     ("userfaultfd", host::userfaultfd),
     ("rnic", host::rnic),
     ("ddio", ddio::findings),
+    ("drives", drives::drives),
 ];
 
 /// Check this host: report each limit or obstacle, and its remedy.
@@ -39,7 +41,7 @@ const CHECKS: [Check; 14] = [
 /// `unknown`: the check could not find out. The exit status is 1 when a verdict is blocked or unknown.
 ///
 /// `ddio` finds the PCI root port above each RNIC and reports whether the RNIC's writes go to the processor's cache, where a power cut
-/// loses them; `rdmux ddio` changes that.
+/// loses them; `rdmux ddio` changes that. `drives` says what memory NVMe drives have, and what is missing to drive them from user space.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: an array of objects: check, subject, verdict (ok, limit, blocked or unknown), what, advice (or null), details (by check, or null).")]
