@@ -106,6 +106,7 @@ io_uring     -         ok       switched off; rdmux does not rely on it
 userfaultfd  -         ok       peers on this host can map the memory of unmodified programs
 rnic         -         ok       none: rdmux uses its soft RNIC
 ddio         -         ok       no RDMA device: rdmux places data with the processor, which does not use DDIO
+drives       -         ok       no NVMe drive
 ";
     assert_eq!(text, expected);
 }
