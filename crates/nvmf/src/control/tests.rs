@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::rpc::{ANSWER_MAX, RpcError, RpcSocket, call, respond};
 use super::*;
-use crate::backend::FileBackend;
+use crate::backend::{FileBackend, OpenError};
 use crate::target::{CNTLID_MAX, Hosts, Subsystem};
 use crate::tls::psk::Psk;
 
@@ -751,7 +751,7 @@ fn file__may_be_in_several_subsystems_which_know_of_each_other() {
         .unwrap();
     assert!(matches!(
         FileBackend::open(std::path::Path::new(path), false, 512),
-        Err(crate::backend::OpenError::InUse(_))
+        Err(OpenError::InUse(_))
     ));
     let refused = running.reload(&format!(
         "{listen}{}{}",
