@@ -22,6 +22,7 @@ pub mod faults;
 mod flush;
 mod histogram;
 mod lane;
+pub mod ledger;
 mod local;
 mod mcast;
 mod memory;

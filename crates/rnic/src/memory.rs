@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bitflags::bitflags;
 pub use rdmux_wire::roce::Placement;
 
+use crate::ledger::Location;
 use crate::sync::Mutex;
 
 bitflags! {
@@ -144,6 +145,11 @@ pub trait Memory: fmt::Debug + Send + Sync {
     /// Like [`Memory::read`], but returns `None` where that would wait for a medium. `out` is then undefined.
     fn read_at_once(&self, offset: u64, out: &mut [u8]) -> Option<Result<(), Fault>> {
         self.medium().is_none().then(|| self.read(offset, out))
+    }
+
+    /// Returns where its bytes are, for the ledger.
+    fn location(&self) -> Location {
+        Location::Dram
     }
 
     /// Returns the placement types that a flush of this memory can honour.

@@ -96,7 +96,7 @@ pub use rdmux_rnic::{
     Placement, PoolUse, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest,
     RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, Remains, RemoteBuffer, SGE_MAX,
     Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target,
-    Traffic, Unfinished, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
+    Traffic, Unfinished, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, ledger, sched,
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
