@@ -33,6 +33,11 @@ impl Dice {
         self.below(n) == 0
     }
 
+    /// As [`Dice::one_in`]; 0 is never.
+    pub(crate) fn one_in_or_never(&mut self, n: u64) -> bool {
+        n > 0 && self.one_in(n)
+    }
+
     pub(crate) fn percent(&mut self, percent: f64) -> bool {
         f64::from(self.0.next_u32()) < percent / 100.0 * 4_294_967_296.0
     }

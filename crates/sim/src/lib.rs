@@ -9,6 +9,7 @@
 
 mod connect;
 mod dice;
+pub mod drive;
 pub mod fuzz;
 pub mod goodput;
 pub mod leases;

@@ -11,10 +11,10 @@ use std::fmt;
 use super::disk::Value;
 
 /// A block: its namespace, and its number.
-pub(super) type Place = (u32, u64);
+pub(crate) type Place = (u32, u64);
 
 /// A write of one block: its place, and its position among those there.
-pub(super) type WriteId = (Place, usize);
+pub(crate) type WriteId = (Place, usize);
 
 const NEVER: u64 = u64::MAX;
 /// Copies of copies of a block that are followed; beyond them it may hold anything.
@@ -62,7 +62,7 @@ struct Pair {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Checker {
+pub(crate) struct Checker {
     places: BTreeMap<Place, Vec<Write>>,
     /// By place, and the value that a pair has replaced.
     pairs: BTreeMap<(Place, Value), Pair>,
@@ -71,8 +71,8 @@ pub(super) struct Checker {
     last_value: Value,
     /// Time of the last power cut.
     cut: u64,
-    pub(super) reads_checked: u64,
-    pub(super) lost_writes: u64,
+    pub(crate) reads_checked: u64,
+    pub(crate) lost_writes: u64,
 }
 
 impl Checker {
@@ -91,17 +91,17 @@ impl Checker {
     }
 
     /// Returns a value that no write has.
-    pub(super) fn value(&mut self) -> Value {
+    pub(crate) fn value(&mut self) -> Value {
         self.last_value += 1;
         self.last_value
     }
 
-    pub(super) fn begin(&mut self, host: usize, place: Place, value: Value, now: u64) -> WriteId {
+    pub(crate) fn begin(&mut self, host: usize, place: Place, value: Value, now: u64) -> WriteId {
         self.begin_any(host, place, Written::Value(value), now)
     }
 
     /// As [`Checker::begin`], for a block that becomes a copy of another one.
-    pub(super) fn begin_copy(&mut self, host: usize, place: Place, source: Place, now: u64) -> WriteId {
+    pub(crate) fn begin_copy(&mut self, host: usize, place: Place, source: Place, now: u64) -> WriteId {
         self.begin_any(host, place, Written::CopyOf(source), now)
     }
 
@@ -125,7 +125,7 @@ impl Checker {
     }
 
     /// It is acknowledged, as it was sent last at a time.
-    pub(super) fn done(&mut self, write: WriteId, is_durable: bool, sent: u64, now: u64) {
+    pub(crate) fn done(&mut self, write: WriteId, is_durable: bool, sent: u64, now: u64) {
         // The power may have been cut while the acknowledgement was on its way.
         let is_certain = is_durable || sent > self.cut;
         let write = self.get(write);
@@ -137,25 +137,25 @@ impl Checker {
     }
 
     /// Nothing of it acts any more. It may have acted.
-    pub(super) fn close(&mut self, write: WriteId, now: u64) {
+    pub(crate) fn close(&mut self, write: WriteId, now: u64) {
         let write = self.get(write);
         write.end = write.end.min(now);
     }
 
     /// As [`Checker::close`], for what its host begins after this: it may act until that does.
-    pub(super) fn close_own(&mut self, write: WriteId, now: u64) {
+    pub(crate) fn close_own(&mut self, write: WriteId, now: u64) {
         let write = self.get(write);
         write.end_own = write.end_own.min(now);
     }
 
     /// It is sent again, and may act once more.
-    pub(super) fn reopen(&mut self, write: WriteId) {
+    pub(crate) fn reopen(&mut self, write: WriteId) {
         let write = self.get(write);
         (write.end, write.end_own) = (NEVER, NEVER);
     }
 
     /// It was refused, and never acts.
-    pub(super) fn refused(&mut self, write: WriteId, now: u64) -> Option<String> {
+    pub(crate) fn refused(&mut self, write: WriteId, now: u64) -> Option<String> {
         let write = self.get(write);
         write.end = write.end.min(now);
         write.is_refused = true;
@@ -168,7 +168,7 @@ impl Checker {
     }
 
     /// A flush that began at a time was acknowledged: what was certain then is durable.
-    pub(super) fn flushed(&mut self, nsid: u32, begin: u64, not_before: u64) {
+    pub(crate) fn flushed(&mut self, nsid: u32, begin: u64, not_before: u64) {
         let places = self.places.range_mut((nsid, 0)..=(nsid, u64::MAX));
         for write in places.flat_map(|(_, writes)| writes) {
             write.is_durable |= write.certain <= begin && write.begin >= not_before;
@@ -176,7 +176,7 @@ impl Checker {
     }
 
     /// The target dies: nothing that it was asked for acts any more. With a power cut, what is not durable may be gone.
-    pub(super) fn target_died(&mut self, with_power_cut: bool, now: u64) {
+    pub(crate) fn target_died(&mut self, with_power_cut: bool, now: u64) {
         for write in self.places.values_mut().flatten() {
             write.end = write.end.min(now);
             if with_power_cut && !write.is_durable && write.certain != NEVER {
@@ -204,7 +204,7 @@ impl Checker {
     }
 
     /// Checks what a read between two times has returned.
-    pub(super) fn read(&mut self, place: Place, value: Value, begin: u64, end: u64) -> Result<(), String> {
+    pub(crate) fn read(&mut self, place: Place, value: Value, begin: u64, end: u64) -> Result<(), String> {
         self.reads_checked += 1;
         let cut = self.cut;
         let found_by_pair = self.before.get(&value).copied();
@@ -290,7 +290,7 @@ impl Checker {
     }
 
     /// Returns true if a block may have held another value at some time between two.
-    pub(super) fn may_differ(&mut self, place: Place, value: Value, begin: u64, end: u64) -> bool {
+    pub(crate) fn may_differ(&mut self, place: Place, value: Value, begin: u64, end: u64) -> bool {
         let writes = self.at(place);
         writes.iter().any(|write| {
             let may_act = write.data != Written::Value(value) && write.begin < end && !write.is_refused;
@@ -299,12 +299,12 @@ impl Checker {
     }
 
     /// A pair is sent that replaces a value.
-    pub(super) fn pair_begins(&mut self, old: Value, new: Value) {
+    pub(crate) fn pair_begins(&mut self, old: Value, new: Value) {
         self.before.insert(new, old);
     }
 
     /// A pair is acknowledged: no other one has replaced the same value.
-    pub(super) fn pair_done(
+    pub(crate) fn pair_done(
         &mut self,
         host: usize,
         (place, old): (Place, Value),
@@ -325,7 +325,7 @@ impl Checker {
     }
 
     /// Checks at the end that all acknowledged pairs of a block led to what it holds. Returns their number.
-    pub(super) fn check_pairs(&self, place: Place, last: Value) -> Result<u64, String> {
+    pub(crate) fn check_pairs(&self, place: Place, last: Value) -> Result<u64, String> {
         let mut chain = Vec::new();
         let mut value = last;
         while let Some(old) = self.before.get(&value) {

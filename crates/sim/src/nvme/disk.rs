@@ -19,13 +19,13 @@ use super::reserve::Model;
 use crate::dice::Dice;
 
 /// Bytes of a block.
-pub(super) const BLOCK: usize = 512;
+pub(crate) const BLOCK: usize = 512;
 
 /// Number of a write; 0 are zeros.
-pub(super) type Value = u64;
+pub(crate) type Value = u64;
 
 /// Returns the bytes of a block.
-pub(super) fn fill(value: Value, out: &mut [u8]) {
+pub(crate) fn fill(value: Value, out: &mut [u8]) {
     let mut word = value;
     for chunk in out.chunks_exact_mut(8) {
         chunk.copy_from_slice(&word.to_le_bytes());
@@ -36,7 +36,7 @@ pub(super) fn fill(value: Value, out: &mut [u8]) {
 }
 
 /// Returns the write that a block comes from; `None` if its bytes are not those of one write.
-pub(super) fn value(bytes: &[u8]) -> Option<Value> {
+pub(crate) fn value(bytes: &[u8]) -> Option<Value> {
     let mut first = [0; 8];
     first.copy_from_slice(&bytes[..8]);
     let value = u64::from_le_bytes(first);
@@ -47,29 +47,29 @@ pub(super) fn value(bytes: &[u8]) -> Option<Value> {
 
 /// Counts what the hosts see happen, so that no two events are at one time.
 #[derive(Debug, Default)]
-pub(super) struct Ticks(AtomicU64);
+pub(crate) struct Ticks(AtomicU64);
 
 impl Ticks {
-    pub(super) fn next(&self) -> u64 {
+    pub(crate) fn next(&self) -> u64 {
         self.0.fetch_add(1, Ordering::Relaxed) + 1
     }
 }
 
 /// Properties of a disk.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
-    pub(super) nsid: u32,
+pub(crate) struct Shape {
+    pub(crate) nsid: u32,
     /// Commands run where they may wait.
-    pub(super) may_wait: bool,
+    pub(crate) may_wait: bool,
     /// A write may be lost before a flush.
-    pub(super) has_cache: bool,
+    pub(crate) has_cache: bool,
     /// Reads and writes may be started and end later, as those of an io_uring.
-    pub(super) has_file: bool,
+    pub(crate) has_file: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct Disk {
-    pub(super) shape: Shape,
+pub(crate) struct Disk {
+    pub(crate) shape: Shape,
     ticks: Arc<Ticks>,
     state: Mutex<State>,
 }
@@ -98,13 +98,13 @@ struct State {
 
 /// Failures, each in one of so many calls; 0 is never.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Fails {
-    pub(super) write: u64,
-    pub(super) flush: u64,
+pub(crate) struct Fails {
+    pub(crate) write: u64,
+    pub(crate) flush: u64,
 }
 
 impl Disk {
-    pub(super) fn new(shape: Shape, blocks: u64, blocks_max: u64, ticks: Arc<Ticks>, dice: Dice) -> Disk {
+    pub(crate) fn new(shape: Shape, blocks: u64, blocks_max: u64, ticks: Arc<Ticks>, dice: Dice) -> Disk {
         Disk {
             shape,
             ticks,
@@ -131,37 +131,52 @@ impl Disk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn set_fails(&self, fails: Fails) {
+    pub(crate) fn set_fails(&self, fails: Fails) {
         self.state().fails = fails;
     }
 
-    pub(super) fn resize(&self, blocks: u64) {
+    pub(crate) fn resize(&self, blocks: u64) {
         self.state().blocks = blocks;
     }
 
     /// Returns flushes and writes that have failed.
-    pub(super) fn failures(&self) -> (u64, u64) {
+    pub(crate) fn failures(&self) -> (u64, u64) {
         let state = self.state();
         (state.flush_failures, state.write_failures)
     }
 
     /// Returns the time of the first failed flush since it was opened, and of the last one ever.
-    pub(super) fn failed_at(&self) -> (Option<u64>, u64) {
+    pub(crate) fn failed_at(&self) -> (Option<u64>, u64) {
         let state = self.state();
         (state.failed, state.failed_last)
     }
 
-    pub(super) fn violation(&self) -> Option<String> {
+    pub(crate) fn violation(&self) -> Option<String> {
         self.state().violation.clone()
     }
 
+    /// Returns the number of blocks.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.state().blocks
+    }
+
+    /// Makes blocks durable as they are, and no others.
+    pub(crate) fn keep(&self, block: u64, number: u64) {
+        let mut state = self.state();
+        for block in block as usize..(block + number) as usize {
+            state.dirty.remove(&block);
+            state.forgotten.remove(&block);
+            state.media[block] = state.cached[block];
+        }
+    }
+
     /// Returns what a block holds.
-    pub(super) fn block(&self, block: u64) -> Value {
+    pub(crate) fn block(&self, block: u64) -> Value {
         self.state().cached[block as usize]
     }
 
     /// The reservations change.
-    pub(super) fn reserve<T>(&self, change: impl FnOnce(&mut Model) -> T) -> T {
+    pub(in crate::nvme) fn reserve<T>(&self, change: impl FnOnce(&mut Model) -> T) -> T {
         let mut state = self.state();
         let result = change(&mut state.reservations);
         let now = (self.ticks.next(), state.reservations.clone());
@@ -169,12 +184,12 @@ impl Disk {
         result
     }
 
-    pub(super) fn reservations(&self) -> Model {
+    pub(in crate::nvme) fn reservations(&self) -> Model {
         self.state().reservations.clone()
     }
 
     /// Returns true if at some time between two the reservations kept a host from writing, or reading.
-    pub(super) fn kept_out(&self, host: usize, writes: bool, begin: u64, end: u64) -> bool {
+    pub(crate) fn kept_out(&self, host: usize, writes: bool, begin: u64, end: u64) -> bool {
         let state = self.state();
         let at_begin = state.history.iter().rposition(|(tick, _)| *tick <= begin);
         let mut during = state.history[at_begin.unwrap_or(0)..].iter();
@@ -182,7 +197,7 @@ impl Disk {
     }
 
     /// Checks that a host may read or write now.
-    pub(super) fn check(&self, host: Option<usize>, writes: bool) {
+    pub(crate) fn check(&self, host: Option<usize>, writes: bool) {
         let mut state = self.state();
         let Some(host) = host.filter(|host| !state.reservations.lets(*host, writes)) else {
             return;
@@ -196,7 +211,7 @@ impl Disk {
     }
 
     /// Writes blocks in their order, as far as the disk does. Returns false if that fails.
-    pub(super) fn write(&self, host: Option<usize>, offset: u64, bytes: &[u8]) -> bool {
+    pub(crate) fn write(&self, host: Option<usize>, offset: u64, bytes: &[u8]) -> bool {
         self.check(host, true);
         let mut state = self.state();
         let number = bytes.len() / BLOCK;
@@ -220,7 +235,7 @@ impl Disk {
     }
 
     /// Writes some blocks of a write that was not over when its process died.
-    pub(super) fn tear(&self, offset: u64, bytes: &[u8]) {
+    pub(crate) fn tear(&self, offset: u64, bytes: &[u8]) {
         let mut state = self.state();
         for (at, block) in bytes.chunks_exact(BLOCK).enumerate() {
             if let Some(value) = value(block)
@@ -231,14 +246,14 @@ impl Disk {
         }
     }
 
-    pub(super) fn read(&self, offset: u64, out: &mut [u8]) {
+    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) {
         let state = self.state();
         for (at, block) in out.chunks_exact_mut(BLOCK).enumerate() {
             fill(state.cached[offset as usize / BLOCK + at], block);
         }
     }
 
-    fn sync(&self) -> io::Result<()> {
+    pub(crate) fn sync(&self) -> io::Result<()> {
         let now = self.ticks.next();
         let mut state = self.state();
         let State {
@@ -270,7 +285,7 @@ impl Disk {
     }
 
     /// The power is cut: of each block that was not flushed, any version since then may be left.
-    pub(super) fn cut_power(&self) {
+    pub(crate) fn cut_power(&self) {
         let mut state = self.state();
         let State {
             dice,
@@ -307,7 +322,7 @@ impl State {
 
 /// A disk as one life of the target has it open.
 #[derive(Debug)]
-pub(super) struct SimBackend {
+pub(crate) struct SimBackend {
     disk: Arc<Disk>,
     bytes: AtomicU64,
     flushes: Flushes,
@@ -316,7 +331,7 @@ pub(super) struct SimBackend {
 }
 
 impl SimBackend {
-    pub(super) fn open(disk: Arc<Disk>, file: Arc<File>) -> SimBackend {
+    pub(crate) fn open(disk: Arc<Disk>, file: Arc<File>) -> SimBackend {
         let mut state = disk.state();
         state.failed = None;
         let bytes = state.blocks * BLOCK as u64;
@@ -403,7 +418,7 @@ impl Backend for SimBackend {
 
 /// Reservations that outlast the target, by namespace.
 #[derive(Debug, Default)]
-pub(super) struct Store(Mutex<Stored>);
+pub(crate) struct Store(Mutex<Stored>);
 
 #[derive(Debug, Default)]
 struct Stored {
@@ -418,12 +433,12 @@ impl Store {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn fail_next(&self) {
+    pub(crate) fn fail_next(&self) {
         self.stored().failing = 1;
     }
 
     /// Returns true once after a save has failed.
-    pub(super) fn take_failed(&self) -> bool {
+    pub(crate) fn take_failed(&self) -> bool {
         std::mem::take(&mut self.stored().failed)
     }
 }

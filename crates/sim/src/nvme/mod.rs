@@ -15,8 +15,8 @@
 //! 8. a host with limits is held to them, and no longer than they tell ([`pace`]);
 //! 9. by RDMA the target reaches memory of a host only for a command in flight, and invalidates the keys that it was asked to, and no others ([`rdma`]).
 
-mod checker;
-mod disk;
+pub(crate) mod checker;
+pub(crate) mod disk;
 mod host;
 mod media;
 mod operation;
