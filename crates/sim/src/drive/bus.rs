@@ -240,18 +240,12 @@ impl Bus {
         Some(Place::Dram(memory, page.offset + address % PAGE))
     }
 
-    /// A page belongs to the drive from now on.
-    pub(super) fn lend(&mut self, page: u64) {
+    /// A page belongs to the drive from now on, or no more. Returns false if that is so already.
+    pub(super) fn set_lent(&mut self, page: u64, is_lent: bool) -> bool {
         let turn = self.turns.entry(page).or_default();
-        assert!(turn.is_multiple_of(2), "page {page:#x} is lent twice");
-        *turn += 1;
-    }
-
-    /// A page belongs to the drive no more.
-    pub(super) fn take_back(&mut self, page: u64) {
-        let turn = self.turns.entry(page).or_default();
-        assert!(!turn.is_multiple_of(2), "page {page:#x} is not lent");
-        *turn += 1;
+        let changes = turn.is_multiple_of(2) == is_lent;
+        *turn += u64::from(changes);
+        changes
     }
 
     /// Returns the turn of the page that has an address; `None` if nobody has ever lent it.

@@ -180,10 +180,11 @@ impl Controller {
         true
     }
 
-    /// Returns the time at which a call of [`Controller::step`] is due at the latest; it may be past.
+    /// Returns the next time from which on a call of [`Controller::step`] may do more than it does already.
     pub(super) fn next_due(&self) -> u64 {
         let commands = self.commands.iter().map(|command| command.due);
-        commands.chain([self.registers.due]).min().unwrap_or(NEVER)
+        let all = commands.chain([self.registers.due]);
+        all.filter(|due| *due > self.now).min().unwrap_or(NEVER)
     }
 
     fn goes(&self, command: &Command, is_well: bool) -> bool {
@@ -365,7 +366,6 @@ impl Controller {
                 Place::Own(memory, _) => Some(Arc::as_ptr(memory)),
             };
             if *first.get_or_insert(of_drive) != of_drive {
-                self.counts.mixed += 1;
                 return Err(invalid);
             }
             if let (Place::Own(memory, _), Some(cmb)) = (&place, &self.cmb)

@@ -14,6 +14,7 @@ mod controller;
 mod io;
 mod media;
 mod registers;
+mod run;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +31,7 @@ use crate::dice::Dice;
 use bus::DriveMemory;
 use controller::{Controller, Health};
 pub use media::{Bytes, Media};
+pub use run::{Report, Settings, Tallies, Trouble, run};
 
 /// The BARs with the memory of the drive, as QEMU's drive has them, and their addresses on the bus.
 const CMB_BAR: u8 = 2;
@@ -110,6 +112,8 @@ pub struct Faults {
     pub never: u64,
     /// A completion names another command, another queue or a place beyond its queue.
     pub hostile: u64,
+    /// The controller does not stop when it is disabled, for longer than it says.
+    pub sticks: bool,
 }
 
 macro_rules! counts {
@@ -157,8 +161,6 @@ counts! {
     pages_in_drive: "pages moved in the drive",
     /// Submission queues in the CMB.
     queues_in_drive: "queues in the CMB",
-    /// Commands whose data were in two kinds of memory.
-    mixed: "commands of mixed memory",
     /// Commands that failed.
     failed: "commands that fail",
     /// Commands that were late.
@@ -254,12 +256,25 @@ impl Drive {
         }
     }
 
-    /// A page of a buffer belongs to the drive from now on, for a command that will be submitted.
-    ///
-    /// # Panics
-    /// The drive has it.
+    /// Returns true if it is not on the bus.
+    pub fn is_gone(&self) -> bool {
+        self.state().health == Health::Gone
+    }
+
+    /// Returns true if it was shut down since it started, and so has written its cache.
+    pub fn is_shut_down(&self) -> bool {
+        self.state().registers.was_shut_down
+    }
+
+    /// A page of a buffer belongs to the drive from now on, for a command that will be submitted. If it has it already, it was given to two commands, which is a
+    /// violation.
     pub fn lend(&self, page: u64) {
-        self.state().bus.lend(page);
+        let mut state = self.state();
+        if !state.bus.set_lent(page, true) {
+            state.violate(format!(
+                "page {page:#x} is given to a second command while the drive has it"
+            ));
+        }
     }
 
     /// A page of a buffer belongs to the drive no more: its command has ended for the host.
@@ -267,7 +282,10 @@ impl Drive {
     /// # Panics
     /// The drive does not have it.
     pub fn take_back(&self, page: u64) {
-        self.state().bus.take_back(page);
+        assert!(
+            self.state().bus.set_lent(page, false),
+            "page {page:#x} is not lent"
+        );
     }
 
     /// Accesses the drive's memory as an RNIC does, not as the processor.

@@ -18,6 +18,8 @@ pub(super) struct Registers {
     pub(super) is_ready: bool,
     /// CSTS.SHST.
     shutdown: u32,
+    /// It was shut down, and has not started since.
+    pub(super) was_shut_down: bool,
     /// Time at which the change that the host has asked for takes effect.
     pub(super) due: u64,
     admin_queues: u32,
@@ -35,6 +37,7 @@ impl Default for Registers {
             configuration: Configuration(0),
             is_ready: false,
             shutdown: 0,
+            was_shut_down: false,
             due: NEVER,
             admin_queues: 0,
             admin_submission: 0,
@@ -234,7 +237,11 @@ impl Controller {
         self.registers.configuration = new;
         let delay = self.dice.below(self.faults.latency_ns.max(1));
         if new.is_enabled() != old.is_enabled() {
-            self.registers.due = self.now + delay;
+            let stuck = match self.faults.sticks && !new.is_enabled() {
+                true => 10 * 500_000_000 * u64::from(self.shape.timeout),
+                false => 0,
+            };
+            self.registers.due = self.now + delay + stuck;
         }
         if new.is_shutting_down() && !old.is_shutting_down() {
             self.registers.shutdown = 1 << 2;
@@ -254,6 +261,7 @@ impl Controller {
         if configuration.is_shutting_down() && self.registers.shutdown == 1 << 2 {
             self.media.flush();
             self.registers.shutdown = ControllerStatus::SHUT_DOWN;
+            self.registers.was_shut_down = true;
             self.counts.shutdowns += 1;
         }
         match (configuration.is_enabled(), self.registers.is_ready) {
@@ -287,6 +295,7 @@ impl Controller {
         self.cqs.insert(0, Completion::new(cq_at, cq));
         self.write_cache = self.shape.has_cache;
         self.registers.is_ready = true;
+        self.registers.was_shut_down = false;
         self.counts.starts += 1;
     }
 

@@ -1,0 +1,30 @@
+//! The driver of drives on the model of one: many random runs. `RDMUX_SIM_RUNS` sets how many runs there are, `RDMUX_SIM_FIRST` their first
+//! seed; each failure prints the command that does its run again.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod many;
+
+use many::{checked, many};
+use rdmux_sim::drive::{Settings, run};
+
+/// Number of runs in release.
+const RUNS: u64 = 8_000;
+
+#[test]
+fn run__nothing_acknowledged_is_lost_and_no_buffer_used_too_soon() {
+    many(RUNS, RUNS / 20, |seed| {
+        let settings = Settings::drawn(seed);
+        let report = checked(|| run(&settings), |report| report.violation.as_ref());
+        let report = report
+            .map_err(|what| format!("{:?}: {what}\n  replay: {}", settings.trouble, settings.replay()))?;
+        Ok(report.list())
+    });
+}
+
+#[test]
+fn run__is_a_function_of_its_seed() {
+    for seed in 0..16 {
+        let settings = Settings::drawn(seed);
+        assert_eq!(run(&settings), run(&settings), "seed {seed}");
+    }
+}
