@@ -8,10 +8,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::ledger::{Class, Ledger, Location, Route, book};
 use rdmux_wire::nvme::{
     Cid, CmbControl, CmbLayout, Cns, Configuration, ControllerStatus, Cqe, DatasetRange, DriveController,
-    NsId, Opcode, PMR_ENABLE, PMR_NOT_READY, PMR_SPACE, PcieCapabilities, PmrCapabilities, Register, Sqe,
-    Status, parse_namespace_list,
+    IDENTIFY_LEN, NsId, Opcode, PMR_ENABLE, PMR_NOT_READY, PMR_SPACE, PcieCapabilities, PmrCapabilities,
+    Register, Sqe, Status, parse_namespace_list,
 };
 
 use crate::Function;
@@ -53,6 +54,8 @@ pub struct Options {
     pub pmr: bool,
     /// Time after which a command is aborted, and the drive reset if that has not helped after the same time.
     pub timeout: Duration,
+    /// Ledger of the bytes that cross the drive's links.
+    pub ledger: Option<Arc<Ledger>>,
 }
 
 impl Default for Options {
@@ -64,6 +67,7 @@ impl Default for Options {
             cmb: false,
             pmr: false,
             timeout: Duration::from_secs(10),
+            ledger: None,
         }
     }
 }
@@ -176,6 +180,11 @@ enum Step {
 }
 
 impl Step {
+    /// Returns true if it is Identify, which has data.
+    fn has_data(self) -> bool {
+        matches!(self, Step::Controller | Step::Namespaces(_) | Step::Namespace(_))
+    }
+
     fn what(self) -> &'static str {
         match self {
             Step::Controller => "Identify of the controller",
@@ -195,10 +204,19 @@ enum Admin {
     Abort,
 }
 
+/// A command of a namespace.
+#[derive(Clone, Copy, Debug)]
+struct Io {
+    token: u64,
+    /// Data that the drive moves for it.
+    bytes: usize,
+    at: Location,
+}
+
 /// A queue pair for I/O, and a page for each of its commands: a PRP list, or the range of Deallocate.
 #[derive(Debug)]
 struct IoQueue {
-    queue: Queue<u64>,
+    queue: Queue<Io>,
     pages: Buffer,
 }
 
@@ -284,14 +302,16 @@ impl Drive {
         };
         let stride = capabilities.doorbell_stride;
         let admin_entries = ENTRIES_MAX;
-        let admin = Queue::new(0, admin_entries, stride, ring(&rings)?, ring(&rings)?);
+        let ledger = options.ledger.clone();
+        let admin = Queue::new(0, admin_entries, stride, ring(&rings)?, ring(&rings)?, ledger);
         let mut queues = Vec::new();
         for qid in 1..=io_queues {
             // A queue in the drive's memory spares the drive a read over the bus.
             let in_cmb = cmb.filter(|cmb| cmb.submission_queues);
             let in_cmb = in_cmb.and_then(|_| pools.iter().find(|pool| pool.kind() == MemoryKind::Cmb));
             let submission = ring(in_cmb.unwrap_or(&rings))?;
-            let queue = Queue::new(qid, entries, stride, submission, ring(&rings)?);
+            let ledger = options.ledger.clone();
+            let queue = Queue::new(qid, entries, stride, submission, ring(&rings)?, ledger);
             let pages = rings.allocate(usize::from(entries) * PAGE);
             let pages = pages.ok_or_else(|| dram(io::ErrorKind::OutOfMemory.into()))?;
             queues.push(IoQueue { queue, pages });
@@ -446,7 +466,16 @@ impl Drive {
         };
         let page = pages.address(slot);
         let mut written = Ok(());
+        let mut list_bytes = 0;
+        let mut io = Io {
+            token,
+            bytes,
+            at: data
+                .first()
+                .map_or(Location::Dram, |buffer| buffer.kind().location()),
+        };
         let prps = if command.action == Action::Deallocate {
+            io.bytes = DatasetRange::LEN;
             let range = DatasetRange {
                 slba: command.slba,
                 blocks: command.blocks,
@@ -465,17 +494,23 @@ impl Drive {
             if !list.is_empty() {
                 let list: Vec<u8> = list.iter().flat_map(|entry| entry.to_le_bytes()).collect();
                 written = pages.write(slot * PAGE, &list);
+                list_bytes = list.len() as u64;
             }
             prps
         };
         let sqe = command.sqe(queue.next_cid(slot), prps);
         let deadline = now + self.options.timeout;
         let submitted = match written {
-            Ok(()) => queue.submit(&*self.function, slot, &sqe, (token, data, deadline)),
+            Ok(()) => queue.submit(&*self.function, slot, &sqe, (io, data, deadline)),
             Err(fault) => Err((fault, data)),
         };
         match submitted {
-            Ok(()) => Ok(()),
+            Ok(()) => {
+                // Lists lie in the host's memory, as ranges do.
+                let route = Route::Drive(Location::Dram);
+                book(self.options.ledger.as_ref(), route, Class::Command, list_bytes);
+                Ok(())
+            }
             // Memory of a drive that has gone; the next look at its status ends it.
             Err((_, data)) => Err(Refused {
                 reason: RefusedReason::NotReady,
@@ -680,7 +715,7 @@ impl Drive {
         for queue in &mut self.queues {
             let ended = queue.queue.take_all().into_iter();
             self.completions.extend(ended.map(|command| Completion {
-                token: command.token,
+                token: command.token.token,
                 outcome,
                 data: command.data,
             }));
@@ -885,6 +920,15 @@ impl Drive {
             self.disable(now, Then::Fail(error));
             return;
         }
+        if cqe.status.is_success() && step.has_data() {
+            let route = Route::Drive(Location::Dram);
+            book(
+                self.options.ledger.as_ref(),
+                route,
+                Class::Data,
+                IDENTIFY_LEN as u64,
+            );
+        }
         let mut bytes = vec![0; PAGE];
         if self.page.read(0, &mut bytes).is_err() {
             self.end(DriveError::Gone);
@@ -970,10 +1014,21 @@ impl Drive {
             };
             let ended = completed
                 .into_iter()
-                .map(|(command, cqe): (Outstanding<u64>, Cqe)| Completion {
-                    token: command.token,
-                    outcome: Outcome::Done(cqe.status),
-                    data: command.data,
+                .map(|(command, cqe): (Outstanding<Io>, Cqe)| {
+                    if cqe.status.is_success() {
+                        let Io { bytes, at, .. } = command.token;
+                        book(
+                            self.options.ledger.as_ref(),
+                            Route::Drive(at),
+                            Class::Data,
+                            bytes as u64,
+                        );
+                    }
+                    Completion {
+                        token: command.token.token,
+                        outcome: Outcome::Done(cqe.status),
+                        data: command.data,
+                    }
                 });
             let before = self.completions.len();
             self.completions.extend(ended);

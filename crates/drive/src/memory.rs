@@ -5,6 +5,7 @@ use std::io;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use rdmux_verbs::ledger::Location;
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{Fault, Memory};
 
@@ -23,6 +24,16 @@ pub enum MemoryKind {
     Cmb,
     /// The drive's Persistent Memory Region.
     Pmr,
+}
+
+impl MemoryKind {
+    /// Returns where it is, for the ledger.
+    pub const fn location(self) -> Location {
+        match self {
+            MemoryKind::Dram => Location::Dram,
+            MemoryKind::Cmb | MemoryKind::Pmr => Location::Drive,
+        }
+    }
 }
 
 impl fmt::Display for MemoryKind {

@@ -1,9 +1,11 @@
 //! A pair of a submission and a completion queue.
 
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 use rdmux_verbs::Fault;
+use rdmux_verbs::ledger::{Class, Ledger, Location, Route, book};
 use rdmux_wire::nvme::{CQE_LEN, Cid, Cqe, Register, SQE_LEN, Sqe};
 
 use crate::Function;
@@ -13,6 +15,9 @@ use crate::memory::{Buffer, PAGE};
 pub(crate) const ENTRIES_MAX: u16 = (PAGE / SQE_LEN) as u16;
 /// Ids of commands in a slot, one after the other: a drive that completes a command twice does not complete the next one of its slot.
 const GENERATIONS: u16 = u16::MAX / ENTRIES_MAX;
+
+/// Bytes of a doorbell.
+const DOORBELL_LEN: usize = 4;
 
 /// A command that the drive has.
 #[derive(Debug)]
@@ -46,6 +51,7 @@ pub(crate) struct Queue<T> {
     phase: bool,
     generation: u16,
     slots: Vec<Option<Outstanding<T>>>,
+    ledger: Option<Arc<Ledger>>,
 }
 
 impl<T> Queue<T> {
@@ -56,6 +62,7 @@ impl<T> Queue<T> {
         stride: u32,
         submission: Buffer,
         completion: Buffer,
+        ledger: Option<Arc<Ledger>>,
     ) -> Queue<T> {
         assert!(
             (2..=ENTRIES_MAX).contains(&entries),
@@ -72,6 +79,7 @@ impl<T> Queue<T> {
             phase: true,
             generation: 0,
             slots: (1..entries).map(|_| None).collect(),
+            ledger,
         }
     }
 
@@ -122,6 +130,13 @@ impl<T> Queue<T> {
         self.generation = (self.generation + 1) % GENERATIONS;
         self.tail = (self.tail + 1) % self.entries;
         function.write_u32(self.tail_doorbell.0, self.tail.into());
+        // Either the drive fetches it, or the processor has written it into the drive.
+        let route = match self.submission.kind().location() {
+            Location::Dram => Route::Drive(Location::Dram),
+            Location::Drive => Route::Processor,
+        };
+        self.book(route, Class::Command, SQE_LEN);
+        self.book(Route::Processor, Class::Doorbell, DOORBELL_LEN);
         Ok(())
     }
 
@@ -154,8 +169,15 @@ impl<T> Queue<T> {
         }
         if taken > 0 {
             function.write_u32(self.head_doorbell.0, self.head.into());
+            let route = Route::Drive(self.completion.kind().location());
+            self.book(route, Class::Completion, usize::from(taken) * CQE_LEN);
+            self.book(Route::Processor, Class::Doorbell, DOORBELL_LEN);
         }
         Ok(completed)
+    }
+
+    fn book(&self, route: Route, class: Class, bytes: usize) {
+        book(self.ledger.as_ref(), route, class, bytes as u64);
     }
 
     /// Begins anew, for a drive that was reset.

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{Ordering, fence};
 
+use rdmux_rnic::ledger::Location;
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 use crate::mapping::Mapping;
@@ -122,6 +123,10 @@ impl Memory for DeviceMemory {
     /// Atomic operations of a CPU do not reach over a bus.
     fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
         Err(Fault::NotSupported)
+    }
+
+    fn location(&self) -> Location {
+        Location::Drive
     }
 
     fn placement(&self) -> Placement {
