@@ -10,6 +10,7 @@ use rdmux_drive::{
     RefusedReason, State,
 };
 use rdmux_rnic::HeapMemory;
+use rdmux_rnic::ledger::{Class, Route, book};
 use rdmux_wire::nvme::{CmbLayout, NsId, Status};
 
 use super::{CMB_BAR, Cmb, Counts, Drive, Faults, Shape};
@@ -264,6 +265,7 @@ impl Run {
             cmb: shape.cmb.is_some() && !dice.one_in(4),
             pmr: shape.pmr_bytes > 0 && !dice.one_in(4),
             timeout: Duration::from_millis(dice.pick(&[20, 100, 500])),
+            ledger: Some(Arc::default()),
             ..Options::default()
         };
         let ticks = Arc::new(Ticks::default());
@@ -554,6 +556,16 @@ impl Run {
         for buffer in data {
             let end = bytes.min(at + buffer.bytes());
             self.drive.as_nic(|| access(buffer, at..end));
+            // As the RNIC would; what it moves in the host's memory is no matter of the drive.
+            if buffer.kind() != MemoryKind::Dram {
+                let route = Route::Nic(buffer.kind().location());
+                book(
+                    self.options.ledger.as_ref(),
+                    route,
+                    Class::Data,
+                    (end - at) as u64,
+                );
+            }
             at = end;
         }
     }
@@ -865,7 +877,21 @@ impl Run {
     }
 
     /// Compares what the driver has booked with what the drive has moved.
-    fn compare_ledgers(&mut self) {}
+    fn compare_ledgers(&mut self) {
+        // What a command has moved that did not end well is unknown.
+        if self.settings.trouble != Trouble::None || self.tallies.reset > 0 {
+            return;
+        }
+        self.tallies.ledgers += 1;
+        let ledger = self.options.ledger.as_ref();
+        let believed = ledger.map(|ledger| ledger.entries()).unwrap_or_default();
+        for (link, class, believed, moved) in believed.differences(&self.drive.entries()) {
+            let (link, class) = (link.name(), class.name());
+            self.violate(format!(
+                "the driver has booked {believed} bytes of {class} on {link}, and {moved} have moved"
+            ));
+        }
+    }
 }
 
 /// Returns the pages of buffers.
