@@ -1098,7 +1098,7 @@ impl Drop for Drive {
     fn drop(&mut self) {
         let is_stopped = match self.phase {
             Phase::Off => true,
-            Phase::Failed => self.held.is_empty(),
+            Phase::Failed => !matches!(self.failure, Some(DriveError::NotStopped(_))),
             _ => false,
         };
         if is_stopped {
