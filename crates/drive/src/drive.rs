@@ -300,7 +300,11 @@ impl Drive {
             pool.allocate(PAGE)
                 .ok_or_else(|| dram(io::ErrorKind::OutOfMemory.into()))
         };
-        let stride = capabilities.doorbell_stride;
+        let stride = if mutant!(StrideIgnored) {
+            4
+        } else {
+            capabilities.doorbell_stride
+        };
         let admin_entries = ENTRIES_MAX;
         let ledger = options.ledger.clone();
         let admin = Queue::new(0, admin_entries, stride, ring(&rings)?, ring(&rings)?, ledger);
@@ -450,7 +454,7 @@ impl Drive {
         now: Instant,
         queue: usize,
         command: Command,
-        data: Vec<Buffer>,
+        mut data: Vec<Buffer>,
         token: u64,
     ) -> Result<(), Refused> {
         let bytes = match self.check(queue, &command, &data) {
@@ -464,7 +468,16 @@ impl Drive {
                 data,
             });
         };
-        let page = pages.address(slot);
+        if mutant!(FlushNotSent) && command.action == Action::Flush {
+            self.completions.push_back(Completion {
+                token,
+                outcome: Outcome::Done(Status::SUCCESS),
+                data,
+            });
+            return Ok(());
+        }
+        let list_slot = if mutant!(ListsShared) { 0 } else { slot };
+        let page = pages.address(list_slot);
         let mut written = Ok(());
         let mut list_bytes = 0;
         let mut io = Io {
@@ -482,10 +495,14 @@ impl Drive {
             };
             let mut bytes = [0; DatasetRange::LEN];
             range.emit(&mut bytes);
-            written = pages.write(slot * PAGE, &bytes);
+            written = pages.write(list_slot * PAGE, &bytes);
             [page, 0]
         } else {
-            let Some((prps, list)) = prp::entries(&data, bytes, page) else {
+            let copied =
+                mutant!(CopiedThroughDram) && command.action == Action::Write && io.at == Location::Drive;
+            let copied = copied.then(|| copy_of(&*self.function, &data, bytes)).flatten();
+            let moved = copied.as_ref().map_or(&data[..], std::slice::from_ref);
+            let Some((prps, list)) = prp::entries(moved, bytes, page) else {
                 return Err(Refused {
                     reason: RefusedReason::Short,
                     data,
@@ -493,9 +510,11 @@ impl Drive {
             };
             if !list.is_empty() {
                 let list: Vec<u8> = list.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-                written = pages.write(slot * PAGE, &list);
+                written = pages.write(list_slot * PAGE, &list);
                 list_bytes = list.len() as u64;
             }
+            // It lasts as long as the command.
+            data.extend(copied);
             prps
         };
         let sqe = command.sqe(queue.next_cid(slot), prps);
@@ -552,12 +571,12 @@ impl Drive {
         let Some((first, others)) = data.split_first() else {
             return Err(RefusedReason::Short);
         };
-        if others.iter().any(|buffer| buffer.kind() != first.kind()) {
+        if others.iter().any(|buffer| buffer.kind() != first.kind()) && !mutant!(KindsMixed) {
             return Err(RefusedReason::MixedKinds);
         }
         let pool = self.pools.iter().find(|pool| first.is_of(pool));
         let pool = pool.ok_or(RefusedReason::Foreign)?;
-        if !others.iter().all(|buffer| buffer.is_of(pool)) {
+        if !others.iter().all(|buffer| buffer.is_of(pool)) && !mutant!(KindsMixed) {
             return Err(RefusedReason::Foreign);
         }
         if !pool.takes(command.action) {
@@ -633,7 +652,11 @@ impl Drive {
                     let status = self.status();
                     if status.is_gone() {
                         self.end(DriveError::Gone);
-                    } else if status.is_shut_down() || status.is_fatal() || now >= deadline {
+                    } else if status.is_shut_down()
+                        || status.is_fatal()
+                        || now >= deadline
+                        || mutant!(ShutdownNotAwaited)
+                    {
                         self.disable(now, Then::Off);
                     }
                 }
@@ -693,6 +716,9 @@ impl Drive {
     /// Tells a drive to stop: it lets go of all memory when it is not ready any more.
     fn disable(&mut self, now: Instant, then: Then) {
         self.function.write_u32(Register::CONFIGURATION.0, 0);
+        if mutant!(ResetNotAwaited) {
+            self.end_commands(Outcome::Reset);
+        }
         let deadline = now + self.limit();
         self.phase = Phase::Disabling { deadline, then };
         self.next_look = now;
@@ -726,6 +752,9 @@ impl Drive {
     fn hold(&mut self) {
         let first = self.completions.len();
         self.end_commands(Outcome::Reset);
+        if mutant!(HeldGivenBack) {
+            return;
+        }
         for completion in self.completions.range_mut(first..) {
             self.held.append(&mut completion.data);
         }
@@ -890,6 +919,9 @@ impl Drive {
             return;
         };
         for (command, cqe) in completed {
+            if mutant!(AbortTrusted) && matches!(command.token, Admin::Abort) {
+                self.end_commands(Outcome::Reset);
+            }
             if let Admin::Step(step) = command.token
                 && matches!(self.phase, Phase::SetUp)
             {
@@ -1024,9 +1056,14 @@ impl Drive {
                             bytes as u64,
                         );
                     }
+                    let status = if mutant!(StatusIgnored) {
+                        Status::SUCCESS
+                    } else {
+                        cqe.status
+                    };
                     Completion {
                         token: command.token.token,
-                        outcome: Outcome::Done(cqe.status),
+                        outcome: Outcome::Done(status),
                         data: command.data,
                     }
                 });
@@ -1078,6 +1115,10 @@ impl Drive {
                 }
             }
         }
+        if mutant!(EndedAtTimeout) && !late.is_empty() {
+            self.end_commands(Outcome::Reset);
+            return;
+        }
         if is_lost {
             self.reset(now, DriveError::NoAnswers(RESETS_MAX));
             return;
@@ -1101,7 +1142,7 @@ impl Drop for Drive {
             Phase::Failed => !matches!(self.failure, Some(DriveError::NotStopped(_))),
             _ => false,
         };
-        if is_stopped {
+        if is_stopped || mutant!(FreedWhileRunning) {
             return;
         }
         self.function.write_u32(Register::CONFIGURATION.0, 0);
@@ -1116,6 +1157,19 @@ impl Drop for Drive {
         std::mem::forget(std::mem::take(&mut self.held));
         std::mem::forget(std::mem::take(&mut self.pools));
     }
+}
+
+/// Returns a copy of data in the host's memory: of a deliberate defect.
+fn copy_of(function: &dyn Function, data: &[Buffer], bytes: usize) -> Option<Buffer> {
+    let copy = Pool::dram(function, bytes).ok()?.allocate(bytes)?;
+    let mut at = 0;
+    for buffer in data {
+        let mut part = vec![0; buffer.bytes().min(bytes - at)];
+        buffer.read(0, &mut part).ok()?;
+        copy.write(at, &part).ok()?;
+        at += part.len();
+    }
+    Some(copy)
 }
 
 /// Looks for the Controller Memory Buffer, by either scheme: that of version 1.4, where hosts enable it, or the one before. 3.1.3.11 and 8.5.

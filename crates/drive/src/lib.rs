@@ -5,6 +5,9 @@
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+#[macro_use]
+pub mod mutant;
+
 mod command;
 mod dma;
 mod drive;

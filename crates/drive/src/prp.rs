@@ -24,6 +24,7 @@ pub(crate) fn entries(data: &[Buffer], bytes: usize, list: u64) -> Option<([u64;
         [] => ([0, 0], Vec::new()),
         [only] => ([only, 0], Vec::new()),
         [first, second] => ([first, second], Vec::new()),
+        [first, ..] if mutant!(ListFromFirst) => ([first, list], pages[..number - 1].to_vec()),
         [first, ref rest @ ..] => ([first, list], rest.to_vec()),
     })
 }

@@ -149,7 +149,7 @@ impl<T> Queue<T> {
             let mut bytes = [0; CQE_LEN];
             // The half with the phase is looked at first: the other one is there if it is.
             self.completion.read(at + 8, &mut bytes[8..])?;
-            if (bytes[14] & 1 != 0) != self.phase {
+            if (bytes[14] & 1 != 0) != self.phase && !mutant!(PhaseIgnored) {
                 break;
             }
             fence(Ordering::Acquire);
@@ -163,12 +163,16 @@ impl<T> Queue<T> {
             let Ok(cqe) = Cqe::parse(&bytes) else { continue };
             let slot = self.slots.get_mut(usize::from(cqe.cid.0 % ENTRIES_MAX));
             let Some(slot) = slot else { continue };
-            if let Some(command) = slot.take_if(|command| command.cid == cqe.cid) {
+            if let Some(command) =
+                slot.take_if(|command| command.cid == cqe.cid || mutant!(GenerationIgnored))
+            {
                 completed.push((command, cqe));
             }
         }
         if taken > 0 {
-            function.write_u32(self.head_doorbell.0, self.head.into());
+            if !mutant!(HeadNotTold) {
+                function.write_u32(self.head_doorbell.0, self.head.into());
+            }
             let route = Route::Drive(self.completion.kind().location());
             self.book(route, Class::Completion, usize::from(taken) * CQE_LEN);
             self.book(Route::Processor, Class::Doorbell, DOORBELL_LEN);
@@ -177,7 +181,12 @@ impl<T> Queue<T> {
     }
 
     fn book(&self, route: Route, class: Class, bytes: usize) {
-        book(self.ledger.as_ref(), route, class, bytes as u64);
+        let times = if mutant!(DoorbellBookedTwice) && class == Class::Doorbell {
+            2
+        } else {
+            1
+        };
+        book(self.ledger.as_ref(), route, class, times * bytes as u64);
     }
 
     /// Begins anew, for a drive that was reset.
