@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rdmux_rnic::mutant::{self, Mutant};
 use rdmux_sim::goodput::{LinkProperties, Streams, measure};
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
-use rdmux_sim::{leases, nvme, power};
+use rdmux_sim::{drive, leases, nvme, power};
 
 /// Number of seeds tried for each defect.
 const SEEDS: u64 = 1200;
@@ -172,17 +172,17 @@ fn leases_catch_what_concerns_them() {
     }
 }
 
-/// Checks that runs of NVMe over Fabrics show each defect of the target.
-#[test]
-fn nvme_catches_every_defect_of_the_target() {
-    use rdmux_nvmf::mutant::{Mutant, set};
-
-    assert!(Mutant::ALL.len() >= 16, "there are only {}", Mutant::ALL.len());
-    let missed = Mutant::ALL.iter().filter(|mutant| {
-        set(Some(**mutant));
-        let found = (0..NVME_SEEDS).find_map(|seed| {
-            let run = || nvme::run(&nvme::Settings::drawn(seed)).violation;
-            let what = catch_unwind(run).unwrap_or_else(|_| Some("panic".to_owned()))?;
+/// Runs each defect until a run shows it, and prints its first run that does. Returns those that none has shown.
+fn missed<M: Copy + std::fmt::Debug>(
+    all: &[M],
+    set: impl Fn(Option<M>),
+    seeds: u64,
+    run: impl Fn(u64) -> Option<String> + std::panic::RefUnwindSafe,
+) -> Vec<M> {
+    let missed = all.iter().copied().filter(|mutant| {
+        set(Some(*mutant));
+        let found = (0..seeds).find_map(|seed| {
+            let what = catch_unwind(|| run(seed)).unwrap_or_else(|_| Some("panic".to_owned()))?;
             Some(format!("seed {seed:>4}: {what}"))
         });
         set(None);
@@ -193,9 +193,53 @@ fn nvme_catches_every_defect_of_the_target() {
         );
         found.is_none()
     });
-    let missed: Vec<_> = missed.collect();
+    missed.collect()
+}
+
+/// Checks that runs of NVMe over Fabrics show each defect of the target.
+#[test]
+fn nvme_catches_every_defect_of_the_target() {
+    use rdmux_nvmf::mutant::{Mutant, set};
+
+    assert!(Mutant::ALL.len() >= 16, "there are only {}", Mutant::ALL.len());
+    let run = |seed| nvme::run(&nvme::Settings::drawn(seed)).violation;
+    let missed = missed(Mutant::ALL, set, NVME_SEEDS, run);
     assert!(
         missed.is_empty(),
         "not caught within {NVME_SEEDS} seeds: {missed:?}"
     );
+}
+
+/// Checks that runs on the model of a drive show each defect of its driver.
+#[test]
+fn drive_catches_every_defect_of_the_driver() {
+    use rdmux_drive::mutant::{Mutant, set};
+
+    assert!(Mutant::ALL.len() >= 16, "there are only {}", Mutant::ALL.len());
+    let run = |seed| drive::run(&drive::Settings::drawn(seed)).violation;
+    let missed = missed(Mutant::ALL, set, SEEDS, run);
+    assert!(missed.is_empty(), "not caught within {SEEDS} seeds: {missed:?}");
+}
+
+/// Checks that nothing but the ledger shows a copy of data through the host's memory: the data are right, and all memory is the driver's own.
+#[test]
+fn drive_catches_a_secret_copy_by_the_ledger() {
+    use rdmux_drive::mutant::{Mutant, set};
+
+    set(Some(Mutant::CopiedThroughDram));
+    let found = (0..SEEDS).filter_map(|seed| {
+        let settings = drive::Settings {
+            trouble: drive::Trouble::None,
+            ..drive::Settings::drawn(seed)
+        };
+        drive::run(&settings).violation
+    });
+    let found: Vec<String> = found.take(10).collect();
+    set(None);
+    assert_eq!(found.len(), 10, "within {SEEDS} seeds");
+    let others: Vec<_> = found
+        .iter()
+        .filter(|what| !what.contains("bytes of data on root-"))
+        .collect();
+    assert!(others.is_empty(), "{others:?}");
 }

@@ -546,6 +546,21 @@ impl Controller {
         if self.health == Health::Well {
             self.health = Health::Fatal;
             self.counts.fatal += 1;
+            // One that does not stop moves the data of some commands much later.
+            let stuck_ns = self.stuck_ns();
+            for command in self.commands.iter_mut().filter(|command| command.due != NEVER) {
+                if stuck_ns > 0 && self.dice.one_in(2) {
+                    command.due = self.now + self.dice.below(stuck_ns);
+                }
+            }
+        }
+    }
+
+    /// Returns the time that it takes longer to stop.
+    pub(super) fn stuck_ns(&self) -> u64 {
+        match self.faults.sticks {
+            true => 10 * 500_000_000 * u64::from(self.shape.timeout),
+            false => 0,
         }
     }
 

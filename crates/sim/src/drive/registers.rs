@@ -237,10 +237,7 @@ impl Controller {
         self.registers.configuration = new;
         let delay = self.dice.below(self.faults.latency_ns.max(1));
         if new.is_enabled() != old.is_enabled() {
-            let stuck = match self.faults.sticks && !new.is_enabled() {
-                true => 10 * 500_000_000 * u64::from(self.shape.timeout),
-                false => 0,
-            };
+            let stuck = if new.is_enabled() { 0 } else { self.stuck_ns() };
             self.registers.due = self.now + delay + stuck;
         }
         if new.is_shutting_down() && !old.is_shutting_down() {

@@ -214,8 +214,8 @@ struct Run {
     drive: Arc<Drive>,
     driver: Driver,
     faults: Faults,
-    /// Set when faults have ended, so that all can end.
-    is_calm: bool,
+    /// Set while the driver shuts its drive down, which ends what is in flight.
+    is_stopping: bool,
     left: u32,
     in_flight: BTreeMap<u64, Operation>,
     last_token: u64,
@@ -296,7 +296,7 @@ impl Run {
             drive,
             driver,
             faults,
-            is_calm: false,
+            is_stopping: false,
             left: settings.operations,
             in_flight: BTreeMap::new(),
             last_token: 0,
@@ -414,12 +414,12 @@ impl Run {
     /// Something may go wrong.
     fn trouble(&mut self) {
         let every = 40 + u64::from(self.settings.operations);
-        if self.is_calm || !self.dice.one_in(every) {
+        if !self.dice.one_in(every) {
             return;
         }
         match self.dice.below(6) {
             0 if self.troubles(Trouble::Fatal) => self.drive.fail(),
-            1 if self.troubles(Trouble::Fatal) && self.dice.one_in(2) => self.drive.break_down(),
+            1 if self.troubles(Trouble::Fatal) && self.dice.one_in(3) => self.drive.break_down(),
             1 if self.troubles(Trouble::Fatal) => {
                 self.faults.sticks = true;
                 self.drive.set_faults(self.faults);
@@ -678,8 +678,7 @@ impl Run {
             Outcome::Done(_) => self.troubles(Trouble::Failures),
             Outcome::Reset => {
                 self.tallies.reset += 1;
-                // A restart ends what is in flight.
-                true
+                may_be_reset || self.is_stopping
             }
             Outcome::Gone => {
                 self.tallies.gone += 1;
@@ -806,6 +805,13 @@ impl Run {
 
     /// Returns true if the drive is off.
     fn shut_down(&mut self) -> bool {
+        self.is_stopping = true;
+        let is_off = self.stop();
+        self.is_stopping = false;
+        is_off
+    }
+
+    fn stop(&mut self) -> bool {
         let begin = self.ticks.next();
         self.driver.shut_down(self.instant());
         for _ in 0..SILENCE_MAX {
@@ -841,7 +847,6 @@ impl Run {
 
     /// Ends a run: the drive is shut down, the power cut, and each block looked at.
     fn finish(&mut self) {
-        self.is_calm = true;
         self.faults = Faults {
             latency_ns: self.faults.latency_ns,
             ..Faults::default()
