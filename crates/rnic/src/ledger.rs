@@ -7,11 +7,15 @@
 //!
 //! What the processor loads from DRAM and stores there is not booked: its caches answer most of it, and no device moves it.
 
+mod booked;
+
 use std::ops::Sub;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use strum::VariantArray;
+
+pub use booked::Booked;
 
 /// A link that bytes cross.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
@@ -157,6 +161,15 @@ impl Entries {
                 .map(move |class| (link, *class, self.get(link, *class)))
         };
         Link::VARIANTS.iter().flat_map(of_link)
+    }
+
+    /// Returns them with all bytes that an RNIC has counted on the wire: what is no payload, as headers, acknowledgements and what was sent again, counts as
+    /// commands.
+    #[must_use]
+    pub fn on_wire(mut self, counted: u64) -> Entries {
+        let overhead = counted.saturating_sub(self.of_link(Link::Wire));
+        self.0[Link::Wire as usize][Class::Command as usize] += overhead;
+        self
     }
 
     /// Returns entries in which the two differ, each with both numbers.

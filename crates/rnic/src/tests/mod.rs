@@ -11,6 +11,7 @@ mod cq;
 mod direct;
 mod ended;
 mod lane;
+mod ledger;
 mod local;
 mod malformed;
 mod medium;
