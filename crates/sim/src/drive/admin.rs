@@ -141,6 +141,7 @@ impl Controller {
             copy_ranges: 1,
             fused_blocks: 1,
             nguid: [0xd7; 16],
+            accelerator: None,
         }
     }
 
