@@ -17,7 +17,7 @@ use super::controller::Controller;
 use super::fused::Pairs;
 use super::io::{Io, Operation};
 use super::limit::Share;
-use super::namespace::User;
+use super::namespace::{COPY_FORMATS, User};
 use super::subsystem::{Listener, Target};
 use super::tally::Counters;
 use super::view::View;
@@ -278,6 +278,8 @@ impl Queue {
                     return Ok(Admitted::Command { receives: 0 });
                 }
                 let copy_formats = match sqe.opcode() {
+                    // Linux's kernel lets no program enable them, and results are there to be copied.
+                    Opcode::COPY if view.user().subsystem.is_accelerator() => COPY_FORMATS,
                     Opcode::COPY => association.copy_formats.load(Ordering::Acquire),
                     _ => 0,
                 };
