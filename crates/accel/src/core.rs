@@ -22,7 +22,7 @@ pub const fn level_range(algorithm: Algorithm) -> Option<(RangeInclusive<u8>, u8
 #[derive(Debug)]
 pub struct Core {
     algorithm: Algorithm,
-    /// Level of jobs that have none.
+    /// Highest level of a job, and that of jobs that have none.
     level: u8,
     codec: Option<Codec>,
     /// Room for a result; the window of the job takes it, and leaves its own.
@@ -30,7 +30,7 @@ pub struct Core {
 }
 
 impl Core {
-    /// Makes a core, with the level of compressions for jobs that have none.
+    /// Makes a core, with the highest level of compressions, which jobs have that name none.
     pub fn new(algorithm: Algorithm, level: u8) -> Core {
         Core {
             algorithm,
@@ -42,7 +42,7 @@ impl Core {
 
     /// Returns true if it can do a job.
     pub fn takes(&self, job: &Job) -> bool {
-        takes(self.algorithm, job)
+        takes(self.algorithm, self.level, job)
     }
 
     /// Runs a job, which it takes.
@@ -106,13 +106,9 @@ impl Core {
     }
 }
 
-/// Returns true if a core of an algorithm can do a job.
-pub(crate) fn takes(algorithm: Algorithm, job: &Job) -> bool {
-    let has_level = match level_range(algorithm) {
-        Some((range, _)) => job.level == 0 || range.contains(&job.level),
-        None => job.level == 0,
-    };
-    job.algorithm == algorithm && algorithm.takes(job.kind) && has_level
+/// Returns true if a core of an algorithm, with this highest level, can do a job.
+pub(crate) fn takes(algorithm: Algorithm, level_max: u8, job: &Job) -> bool {
+    job.algorithm == algorithm && algorithm.takes(job.kind) && job.level <= level_max
 }
 
 fn checksum(algorithm: Algorithm, data: &[u8]) -> u64 {

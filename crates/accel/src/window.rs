@@ -144,7 +144,8 @@ impl Window {
 
     /// Takes note of the job that the window is to have.
     fn describe(&mut self, info: &AcceleratorInfo, job: Option<Job>) -> Result<(), Refusal> {
-        let Some(job) = job.filter(|job| takes(info.algorithm, job) && job.length <= info.data_bytes())
+        let Some(job) =
+            job.filter(|job| takes(info.algorithm, info.level, job) && job.length <= info.data_bytes())
         else {
             self.clear();
             return Err(Refusal::Header);

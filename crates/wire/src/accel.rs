@@ -130,7 +130,7 @@ pub struct Job {
     pub kind: JobKind,
     /// Algorithm of the core.
     pub algorithm: Algorithm,
-    /// Level of the compression; 0 is the core's own.
+    /// Level of the compression; 0 is the core's own, which is the highest that it takes.
     pub level: u8,
     /// The host's number for it.
     pub id: u64,
@@ -333,7 +333,7 @@ impl JobCommand {
 pub struct AcceleratorInfo {
     /// Algorithm of its core.
     pub algorithm: Algorithm,
-    /// Level of its compressions, if a job has none; 0 if it has no levels.
+    /// Highest level of its compressions, and that of jobs that have none; 0 if it has no levels.
     pub level: u8,
     /// Number of its windows.
     pub windows: u32,

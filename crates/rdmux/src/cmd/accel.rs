@@ -83,7 +83,7 @@ struct CompressArgs {
     /// Algorithm [default: the only one that the subsystem has].
     #[arg(short, long)]
     algorithm: Option<Compressor>,
-    /// Level: 1 to 12 of deflate, 1 to 19 of zstd [default: the accelerators' own].
+    /// Level, up to that of the accelerators [default: theirs].
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=19))]
     level: Option<u8>,
     #[command(flatten)]

@@ -49,7 +49,7 @@ pub(crate) struct Args {
     )]
     namespaces: Vec<NamespaceConfig>,
     /// Export cores that compress (zstd, lz4, deflate), checksum (crc32c, crc64nvme) or only carry (null), in a subsystem of their own, whose name ends
-    /// in `:accel`; may be repeated. Each host has windows of its own there (8 of 4M), and 16 hosts may have some; `level=` sets that of compressions (1).
+    /// in `:accel`; may be repeated. Each host has windows of its own there (8 of 4M), and 16 hosts may have some; `level=` is the highest of compressions (1).
     /// `rdmux accel` uses them.
     #[arg(
         long = "accel",
