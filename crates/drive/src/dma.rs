@@ -38,7 +38,10 @@ impl std::fmt::Debug for Ring {
 }
 
 impl PinnedMemory {
-    /// Makes zeroed memory that stays, or, if the system allows no io_uring and `may_move`, memory that is only locked.
+    /// Makes zeroed memory that stays.
+    ///
+    /// # Errors
+    /// The system has not so much, lets the user not lock so much, or allows no io_uring.
     pub(crate) fn new(bytes: usize) -> io::Result<PinnedMemory> {
         let memory = AnonymousMemory::new(bytes)?;
         memory.mapping().keep_from_children()?;

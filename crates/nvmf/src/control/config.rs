@@ -491,7 +491,7 @@ mod tests {
             (
                 &format!("{namespace}memory = \"1G\"\nnull = 1"),
                 2,
-                "one of path, memory, null and accel",
+                "one of path, memory, null",
             ),
             (&format!("{namespace}memory = 0"), 3, "'0' is not a size"),
             (

@@ -120,7 +120,7 @@ fn requests__change_namespaces() {
         (
             json!({ "path": "/a", "null": 1 }),
             -32602,
-            "one of path, memory, null and accel",
+            "one of path, memory, null",
         ),
         (
             json!({ "null": 512, "blok": 512 }),
