@@ -34,10 +34,11 @@ fn finding(drive: &Listed) -> Finding {
         None | Some("vfio-pci") => format!("rdmux nvme target --ns pcie:{address}"),
         Some(_) => format!("rdmux nvme target --ns pcie:{address},unbind"),
     };
-    let mut needs = vec!["root"];
-    if drive.iommu && drive.driver.as_deref() != Some("vfio-pci") {
-        needs.push("the module vfio-pci, for the IOMMU before it");
-    }
+    let needs = match drive.driver.as_deref() {
+        Some("vfio-pci") => "the right to open its file in /dev/vfio",
+        _ if drive.iommu => "root and the module vfio-pci, for the IOMMU before it",
+        _ => "root",
+    };
     let finding = Finding::new(&address, Verdict::Ok, what).with_details(json!({
         "driver": drive.driver,
         "devices": drive.devices,
@@ -47,7 +48,7 @@ fn finding(drive: &Listed) -> Finding {
     }));
     match drive.in_use {
         Some(_) => finding,
-        None => finding.with_advice(format!("to drive it: {place}; needs {}", needs.join(" and "))),
+        None => finding.with_advice(format!("to drive it: {place}; needs {needs}")),
     }
 }
 
