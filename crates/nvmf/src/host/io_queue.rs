@@ -57,6 +57,11 @@ impl IoQueue {
         Ok(queue)
     }
 
+    /// Returns the number of controllers that the session's I/O has gone to: another one, after a command is done, tells that it may have gone to a new one.
+    pub fn generation(&self) -> u64 {
+        self.session.generation()
+    }
+
     /// Returns the number of commands that may be submitted now.
     pub fn room(&self) -> usize {
         usize::from(self.depth) - self.in_flight()

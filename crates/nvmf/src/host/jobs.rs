@@ -162,6 +162,9 @@ pub enum JobError {
         /// The status.
         status: Status,
     },
+    /// A result was lost with its controller while it was copied.
+    #[error("accelerator {0} was lost while a result was copied: begin again")]
+    ResultLost(NsId),
     /// Windows are lost again and again.
     #[error("accelerator {0} has lost a job {TRIES_MAX} times: does another program of this host use it?")]
     Lost(NsId),
@@ -195,6 +198,8 @@ struct Running {
     phase: Phase,
     outcome: Option<Outcome>,
     result: Vec<u8>,
+    /// That of the queue when the header told the outcome. Later the window may be another controller's, and empty.
+    generation: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -203,6 +208,10 @@ enum Phase {
     Send { next: u64 },
     /// Reads the header, not before a time.
     Look { after: Option<Instant> },
+    /// Reads the header once more: the result may have come from another controller.
+    Confirm { stored: bool },
+    /// All is done, and the caller is to be told.
+    End { stored: bool },
     /// Reads the result, from this offset of the window on.
     Fetch { next: u64 },
     /// The result stays, and the caller is to be told.
@@ -214,6 +223,43 @@ enum Phase {
 }
 
 impl Running {
+    /// Ends the job, if all that it has read or copied is of the controller that told its outcome.
+    fn end(&mut self, stored: bool, generation: u64) {
+        self.phase = match self.generation == generation {
+            true => Phase::End { stored },
+            false => Phase::Confirm { stored },
+        };
+    }
+
+    /// Takes the outcome that the header has; `None`: the window has no header of this job.
+    fn look(&mut self, outcome: Option<Outcome>, nsid: NsId, generation: u64) -> Result<(), JobError> {
+        let over = outcome.filter(|outcome| outcome.status.is_over());
+        self.phase = match (self.phase, over) {
+            (Phase::Confirm { stored: true }, None) => return Err(JobError::ResultLost(nsid)),
+            // It was there all the time: no other job has this id.
+            (Phase::Confirm { stored }, Some(_)) => Phase::End { stored },
+            (_, Some(outcome)) => {
+                (self.outcome, self.generation) = (Some(outcome), generation);
+                match self.request.stays {
+                    true => Phase::Report,
+                    false => Phase::Fetch { next: DATA_OFFSET },
+                }
+            }
+            (_, None) if outcome.is_some_and(|outcome| outcome.status == JobStatus::Running) => Phase::Look {
+                after: Some(Instant::now() + LOOK_AFTER),
+            },
+            (_, None) => {
+                self.tries += 1;
+                if self.tries >= TRIES_MAX {
+                    return Err(JobError::Lost(nsid));
+                }
+                self.result.clear();
+                Phase::Send { next: 0 }
+            }
+        };
+        Ok(())
+    }
+
     /// Returns the event of its end; `None` if it has not run.
     fn report(&mut self, window: usize) -> Option<JobEvent> {
         let request = Request {
@@ -284,6 +330,7 @@ impl Jobs {
             phase: Phase::Send { next: 0 },
             outcome: None,
             result: Vec::new(),
+            generation: 0,
         });
         self.next_id = self.next_id.wrapping_add(1);
     }
@@ -371,8 +418,10 @@ impl Jobs {
                     self.queue.submit(write);
                     *next += bytes;
                 }
-                Phase::Look { after } => {
-                    if let Some(time) = after.filter(|time| *time > now) {
+                Phase::Look { .. } | Phase::Confirm { .. } => {
+                    if let Phase::Look { after: Some(time) } = job.phase
+                        && time > now
+                    {
                         *looks_at = Some(looks_at.map_or(time, |first| first.min(time)));
                         return Ok(None);
                     }
@@ -398,9 +447,8 @@ impl Jobs {
                             return Ok(None);
                         }
                         job.result.truncate(length as usize);
-                        let done = job.report(at);
-                        slot.job = None;
-                        return Ok(done);
+                        job.end(false, self.queue.generation());
+                        continue;
                     }
                     if !has_room {
                         return Ok(None);
@@ -413,6 +461,15 @@ impl Jobs {
                     read.token = token(*next);
                     self.queue.submit(read);
                     *next += bytes;
+                }
+                Phase::End { stored: true } => {
+                    slot.job = None;
+                    return Ok(Some(JobEvent::Stored { window: at }));
+                }
+                Phase::End { stored: false } => {
+                    let done = job.report(at);
+                    slot.job = None;
+                    return Ok(done);
                 }
                 Phase::Report => {
                     job.phase = Phase::Stay;
@@ -430,8 +487,8 @@ impl Jobs {
                         if job.in_flight > 0 {
                             return Ok(None);
                         }
-                        slot.job = None;
-                        return Ok(Some(JobEvent::Stored { window: at }));
+                        job.end(true, self.queue.generation());
+                        continue;
                     }
                     if !has_room {
                         return Ok(None);
@@ -468,32 +525,16 @@ impl Jobs {
             // It was sent by another way before, and has completed the job there: the header tells.
             Phase::Send { .. } if completion.status.is(Status::COMMAND_SEQUENCE_ERROR) => {}
             Phase::Send { .. } if !is_done => return Err(refused("data of a job")),
-            Phase::Send { .. } | Phase::Report | Phase::Stay => {}
-            Phase::Look { .. } | Phase::Fetch { .. } if !is_done => return Err(refused("to read a result")),
-            Phase::Look { .. } => {
+            Phase::Send { .. } | Phase::Report | Phase::Stay | Phase::End { .. } => {}
+            Phase::Look { .. } | Phase::Confirm { .. } | Phase::Fetch { .. } if !is_done => {
+                return Err(refused("to read a result"));
+            }
+            Phase::Look { .. } | Phase::Confirm { .. } => {
                 let header = Header::parse(completion.bytes()).ok();
                 let outcome = header
                     .filter(|header| header.job.id == job.id)
                     .and_then(|header| header.outcome);
-                job.phase = match outcome.map(|outcome| (outcome, outcome.status)) {
-                    Some((_, JobStatus::Running)) => Phase::Look {
-                        after: Some(Instant::now() + LOOK_AFTER),
-                    },
-                    None | Some((_, JobStatus::Receiving)) => {
-                        job.tries += 1;
-                        if job.tries >= TRIES_MAX {
-                            return Err(JobError::Lost(nsid));
-                        }
-                        Phase::Send { next: 0 }
-                    }
-                    Some((outcome, _)) => {
-                        job.outcome = Some(outcome);
-                        match job.request.stays {
-                            true => Phase::Report,
-                            false => Phase::Fetch { next: DATA_OFFSET },
-                        }
-                    }
-                };
+                job.look(outcome, nsid, self.queue.generation())?;
             }
             Phase::Fetch { .. } => {
                 let (from, bytes) = ((offset - DATA_OFFSET) as usize, completion.bytes());
