@@ -255,7 +255,7 @@ fn window__takes_parts_in_any_order() {
             for part in parts {
                 if started.is_some() {
                     let again = window.write(&info(Algorithm::Null), part.start as u64, &bytes[part]);
-                    assert!(matches!(again, Err(Refusal::Running)), "seed {seed}");
+                    assert!(matches!(again, Err(Refusal::Sequence)), "seed {seed}");
                     continue;
                 }
                 started = window
@@ -305,6 +305,37 @@ fn window__refuses_headers_that_its_core_cannot_follow() {
     }
     let mut window = Window::default();
     assert!(matches!(window.write(&zstd, 0, &[0; 4096]), Err(Refusal::Header)));
+}
+
+#[test]
+fn window__mixes_no_data_of_a_wrong_job_into_the_next() {
+    let null = info(Algorithm::Null);
+    let good = image(job(Algorithm::Null, JobKind::Pass, 8192), &[1; 8192]);
+    let wrong = image(job(Algorithm::Lz4, JobKind::Compress, 8192), &[2; 8192]);
+    let mut window = Window::default();
+    assert!(matches!(
+        window.write(&null, 0, &wrong[..4096]),
+        Err(Refusal::Header)
+    ));
+    // The rest of the wrong job, or data in front of the next header: nobody can tell.
+    assert!(matches!(
+        window.write(&null, 8192, &wrong[8192..]),
+        Err(Refusal::Sequence)
+    ));
+    assert!(window.write(&null, 0, &good[..8192]).unwrap().is_none());
+    assert!(window.write(&null, 8192, &good[8192..]).unwrap().is_some());
+    // More than the pages of a job, before and behind its header.
+    let short = image(job(Algorithm::Null, JobKind::Pass, 100), &[3; 100]);
+    for order in [[0, 1], [1, 0]] {
+        let mut window = Window::default();
+        let parts = [(0, &short[..4096]), (8192, &good[4096..8192])];
+        let written = order.map(|part| window.write(&null, parts[part].0, parts[part].1));
+        assert!(matches!(written, [Ok(None), Err(Refusal::Header)]), "{order:?}");
+        assert!(window.write(&null, 0, &short).unwrap().is_some());
+    }
+    let mut padded = short.clone();
+    padded.resize(8192, 0);
+    assert!(Window::default().write(&null, 0, &padded).unwrap().is_some());
 }
 
 #[test]

@@ -11,10 +11,10 @@ const BLOCK: u64 = 512;
 /// Reason for which a window takes no bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// They are no header that the core can follow.
+    /// They are no header that the core can follow, or no data of the header's job.
     Header,
-    /// The job that they belong to is running, or another one.
-    Running,
+    /// The job that they belong to is running, or another one; or the header before them was wrong.
+    Sequence,
     /// There is no memory.
     Memory,
 }
@@ -37,6 +37,8 @@ enum State {
     #[default]
     Empty,
     Receiving(Option<Job>),
+    /// A header was wrong: data that come now may be of its job, and must not become those of the next.
+    Refused,
     Running(Job),
     Over(Job, Outcome),
 }
@@ -81,10 +83,10 @@ impl Window {
     /// Takes bytes of a host at an offset of the window, within it and in blocks of 512 bytes. Returns the job if they complete one: its window
     /// waits for [`Window::finish`] then.
     ///
-    /// Bytes that come after a job is over belong to the next one.
+    /// Bytes that come after a job is over belong to the next one. They may come before its header, but for those after a header that was wrong.
     ///
     /// # Errors
-    /// They are refused; without a header that is right, what has arrived is forgotten.
+    /// They are refused. A header that is wrong, or data behind the last page of its job, end the job: it has to come anew.
     pub fn write(
         &mut self,
         info: &AcceleratorInfo,
@@ -95,20 +97,45 @@ impl Window {
         if offset == 0 && !bytes.is_empty() {
             let header = Header::parse(&bytes[..JOB_LEN.min(bytes.len())]);
             self.describe(info, header.ok().map(|header| header.job))?;
+        } else if let State::Refused = self.state {
+            return Err(Refusal::Sequence);
         }
         let skipped = DATA_OFFSET.saturating_sub(offset).min(bytes.len() as u64);
-        self.place(
-            (offset + skipped).saturating_sub(DATA_OFFSET),
-            &bytes[skipped as usize..],
-        );
+        let at = (offset + skipped).saturating_sub(DATA_OFFSET);
+        self.place(at, &bytes[skipped as usize..]);
+        self.check_end()?;
         Ok(self.start())
+    }
+
+    /// Checks that nothing has arrived behind the last page of the job: a host that writes more would write it after the job is over as well, and it would
+    /// become data of the next.
+    fn check_end(&mut self) -> Result<(), Refusal> {
+        let State::Receiving(Some(job)) = self.state else {
+            return Ok(());
+        };
+        let pages = u64::from(job.length).div_ceil(DATA_OFFSET);
+        let end = (pages * DATA_OFFSET / BLOCK) as usize;
+        let (word, rest) = (end / 64, end % 64);
+        let first = self.arrived.get(word).map_or(0, |word| word >> rest);
+        let behind = self.arrived.get(word + 1..).unwrap_or_default();
+        match first == 0 && behind.iter().all(|word| *word == 0) {
+            true => Ok(()),
+            false => Err(self.refuse()),
+        }
+    }
+
+    /// Ends a job that was described in a wrong way.
+    fn refuse(&mut self) -> Refusal {
+        self.clear();
+        self.state = State::Refused;
+        Refusal::Header
     }
 
     /// Takes a part of a job's data, at an offset that is a multiple of 512, with the description of the job. Returns the job if it is complete, as
     /// [`Window::write`] does.
     ///
     /// # Errors
-    /// It is refused; if it is not of the job's data, what has arrived is forgotten.
+    /// It is refused; if it is not of the job's data, the job has to come anew.
     pub fn submit(
         &mut self,
         info: &AcceleratorInfo,
@@ -129,7 +156,7 @@ impl Window {
     /// Makes room, for a new job if the last one is over.
     fn prepare(&mut self, info: &AcceleratorInfo) -> Result<(), Refusal> {
         if let State::Running(_) = self.state {
-            return Err(Refusal::Running);
+            return Err(Refusal::Sequence);
         }
         let len = info.data_bytes() as usize;
         if self.bytes.len() != len {
@@ -147,12 +174,12 @@ impl Window {
         let Some(job) =
             job.filter(|job| takes(info.algorithm, info.level, job) && job.length <= info.data_bytes())
         else {
-            self.clear();
-            return Err(Refusal::Header);
+            return Err(self.refuse());
         };
         match self.state {
-            // The host sends it again, or it comes behind its data.
+            State::Refused => self.begin(Some(job)),
             State::Receiving(Some(known)) if known != job => self.begin(Some(job)),
+            // The host sends it again, or it comes behind its data.
             _ => self.state = State::Receiving(Some(job)),
         }
         Ok(())
@@ -263,7 +290,7 @@ impl Window {
             checksum: 0,
         };
         let (job, outcome) = match self.state {
-            State::Empty | State::Receiving(None) => return None,
+            State::Empty | State::Refused | State::Receiving(None) => return None,
             State::Receiving(Some(job)) => (job, progress(JobStatus::Receiving)),
             State::Running(job) => (job, progress(JobStatus::Running)),
             State::Over(job, outcome) => (job, outcome),

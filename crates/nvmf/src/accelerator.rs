@@ -71,7 +71,7 @@ fn job_of(
 ) -> Result<Option<WindowJob>, Status> {
     let started = taken.map_err(|refusal| match refusal {
         Refusal::Header => Status::INVALID_FIELD.do_not_retry(),
-        Refusal::Running => Status::COMMAND_SEQUENCE_ERROR.do_not_retry(),
+        Refusal::Sequence => Status::COMMAND_SEQUENCE_ERROR.do_not_retry(),
         Refusal::Memory => Status::INTERNAL_ERROR,
     })?;
     Ok(started.map(|started| WindowJob {

@@ -30,7 +30,7 @@ const MAY_USE: [(&str, &[&str]); 24] = [
     ("crates/log", &["push", "runtime", "verbs"]),
     (
         "crates/nvmf",
-        &["drive", "key", "memory", "runtime", "verbs", "wire"],
+        &["accel", "drive", "key", "memory", "runtime", "verbs", "wire"],
     ),
     (
         "crates/sim",
