@@ -1,4 +1,4 @@
-//! `rdmux nvme`: the initiator's commands against `rdmux nvme target`.
+//! `rdmux nvme` and `rdmux accel`: the initiator's commands against `rdmux nvme target`.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::fs;
@@ -541,4 +541,246 @@ fn perf__warns_of_a_path_that_leads_nowhere() {
         errors.lines().count() == 1 && errors.contains("warning") && errors.contains(&nowhere),
         "{errors}"
     );
+}
+
+/// Returns text of so many bytes, which compresses.
+fn text(len: usize) -> Vec<u8> {
+    let words = pattern(4096, 7);
+    let text: Vec<u8> = (0u64..)
+        .flat_map(|word| words[(word * word % 509 * 8) as usize..][..7].to_vec())
+        .take(len)
+        .collect();
+    assert_eq!(text.len(), len);
+    text
+}
+
+#[test]
+fn accel__makes_files_that_gzip_reads_and_takes_them_back() {
+    let home = TempDir::new().unwrap();
+    let accelerators = [
+        "--accel",
+        "deflate:2",
+        "--accel",
+        "zstd,window=256K",
+        "--accel",
+        "lz4",
+        "--accel",
+        "crc64nvme",
+    ];
+    for (transport, last) in [("tcp", 30), ("rdma", 31)] {
+        let target = Target::start(&home, transport, last, &accelerators);
+        let via = &format!("{}:accel", target.url);
+        // More than one window, and nothing at all.
+        for len in [10_000_000, 1, 0] {
+            let file = home.path().join("file");
+            fs::write(&file, text(len)).unwrap();
+            let file = file.to_str().unwrap();
+            for (algorithm, ending) in [("deflate", "gz"), ("zstd", "zst"), ("lz4", "lz4")] {
+                let packed = &format!("{file}.{ending}");
+                let compress = [
+                    "accel",
+                    "compress",
+                    file,
+                    "--via",
+                    via,
+                    "--algorithm",
+                    algorithm,
+                    "--force",
+                ];
+                run(&home, &compress, &[]);
+                if ending == "gz" && len > 0 {
+                    let unpacked = Command::new("gzip").args(["-dc", packed]).output().unwrap();
+                    assert!(
+                        unpacked.status.success() && unpacked.stdout == text(len),
+                        "{len} bytes"
+                    );
+                }
+                if len > 0 {
+                    let back = run(
+                        &home,
+                        &["accel", "decompress", packed, "--via", via, "--output", "-"],
+                        &[],
+                    );
+                    assert!(back == text(len), "{algorithm}, {len} bytes");
+                }
+                fs::remove_file(packed).unwrap();
+            }
+            let sums = run(&home, &["accel", "checksum", file, "--via", via], &[]);
+            let piped = run(&home, &["accel", "checksum", "-", "--via", via], &text(len));
+            let words = |line: &[u8]| {
+                String::from_utf8_lossy(line)
+                    .split_once("  ")
+                    .map(|(sum, _)| sum.to_owned())
+            };
+            assert_eq!(words(&sums), words(&piped));
+        }
+    }
+}
+
+#[test]
+fn accel__copies_results_to_a_drive_of_the_target() {
+    let home = TempDir::new().unwrap();
+    let disk = home.path().join("disk");
+    fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
+    let disk = disk.to_str().unwrap();
+    // The drive is in both subsystems.
+    let target = Target::start(
+        &home,
+        "tcp",
+        32,
+        &["--ns", disk, "--accel", "deflate", "--accel-ns", disk],
+    );
+    let via = &format!("{}:accel", target.url);
+    let file = home.path().join("file");
+    fs::write(&file, text(10_000_000)).unwrap();
+    let file = file.to_str().unwrap();
+    let compress = [
+        "accel", "compress", file, "--via", via, "--to", "2", "--offset", "1M", "--json",
+    ];
+    let report = json(&home, &compress);
+    assert_eq!(
+        (&report["nsid"], &report["offset"]),
+        (&2.into(), &(1 << 20).into())
+    );
+    let length = report["result_bytes"].as_u64().unwrap();
+    assert!(length.is_multiple_of(512) && length < 10_000_000, "{report}");
+    // Hosts of the other subsystem have it.
+    let (length, packed) = (length.to_string(), home.path().join("packed"));
+    let packed = packed.to_str().unwrap();
+    let read = [
+        "nvme",
+        "read",
+        &target.url,
+        "--offset",
+        "1M",
+        "--length",
+        &length,
+        "--output",
+        packed,
+    ];
+    run(&home, &read, &[]);
+    let unpacked = Command::new("gzip")
+        .arg("-dc")
+        .stdin(fs::File::open(packed).unwrap())
+        .output()
+        .unwrap();
+    assert!(unpacked.status.success() && unpacked.stdout == text(10_000_000));
+    let decompress = ["accel", "decompress", packed, "--via", via, "--to", "2"];
+    run(&home, &decompress, &[]);
+    let read = run(&home, &["nvme", "read", &target.url, "--length", "512"], &[]);
+    assert_eq!(read, text(512));
+}
+
+#[test]
+fn accel__says_what_is_wrong_in_one_line() {
+    let home = TempDir::new().unwrap();
+    let target = Target::start(
+        &home,
+        "tcp",
+        33,
+        &[
+            "--ns",
+            "mem:64K",
+            "--accel",
+            "zstd,window=256K",
+            "--accel",
+            "lz4",
+            "--accel-ns",
+            "mem:64K,block=4096",
+            "--accel-ns",
+            "mem:64K",
+        ],
+    );
+    let (drives, via) = (&target.url, &format!("{}:accel", target.url));
+    let file = home.path().join("file");
+    fs::write(&file, text(1_000_000)).unwrap();
+    let file = file.to_str().unwrap();
+    let packed = &format!("{file}.zst");
+    fs::write(packed, "here").unwrap();
+    let compress = |more: &[&str]| {
+        error(
+            &home,
+            &[&["accel", "compress", file, "--via", via][..], more].concat(),
+            &[],
+        )
+    };
+    for (line, part) in [
+        (compress(&[]), "choose one with --algorithm"),
+        (
+            compress(&["--algorithm", "deflate"]),
+            "no accelerator for deflate, only for zstd, lz4",
+        ),
+        (
+            compress(&["--algorithm", "zstd"]),
+            "exists: replace it with --force",
+        ),
+        (
+            compress(&["--algorithm", "zstd", "--level", "2"]),
+            "export them with level=2",
+        ),
+        (
+            compress(&["--algorithm", "lz4", "--level", "1"]),
+            "lz4 has no levels",
+        ),
+        (
+            compress(&["--algorithm", "zstd", "--to", "1"]),
+            "is an accelerator: give one that stores",
+        ),
+        (
+            compress(&["--algorithm", "zstd", "--to", "9"]),
+            "has no namespace 9",
+        ),
+        (compress(&["--algorithm", "zstd", "--to", "3"]), "incompatible"),
+        (
+            compress(&["--algorithm", "zstd", "--to", "4", "--offset", "65024"]),
+            "namespace 4 has no room",
+        ),
+        (
+            compress(&["--algorithm", "zstd", "--to", "4", "--offset", "100"]),
+            "no multiple of the blocks",
+        ),
+        (
+            compress(&["--algorithm", "zstd", "--output", "-", "--json"]),
+            "give --output FILE",
+        ),
+        (
+            error(&home, &["accel", "checksum", file, "--via", via], &[]),
+            "no accelerator to checksum",
+        ),
+        (
+            error(&home, &["accel", "compress", file, "--via", drives], &[]),
+            "has no accelerators",
+        ),
+        (
+            error(&home, &["accel", "decompress", packed, "--via", via], &[]),
+            "is not of zstd, lz4 or gzip",
+        ),
+        (
+            error(&home, &["accel", "compress", "/none", "--via", via], &[]),
+            "cannot read /none",
+        ),
+        (
+            error(
+                &home,
+                &["accel", "header", "checksum", "zstd", "--length", "1"],
+                &[],
+            ),
+            "an accelerator would refuse this",
+        ),
+    ] {
+        assert!(line.contains(part), "{part}: {line}");
+    }
+    assert_eq!(fs::read(packed).unwrap(), b"here", "what was there stays");
+    // A file whose frame has more than a window, and one that ends too early.
+    run(
+        &home,
+        &["accel", "compress", file, "--via", via, "--algorithm", "lz4"],
+        &[],
+    );
+    let lz4 = &format!("{file}.lz4");
+    let whole = fs::read(lz4).unwrap();
+    fs::write(lz4, &whole[..whole.len() - 5]).unwrap();
+    let line = error(&home, &["accel", "decompress", lz4, "--via", via, "--force"], &[]);
+    assert!(line.contains("the file is not complete"), "{line}");
+    assert!(!Path::new(file).exists(), "half a result is removed");
 }

@@ -21,7 +21,11 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 41] = [
+const OUTPUTS: [&str; 45] = [
+    "accel checksum",
+    "accel compress",
+    "accel decompress",
+    "accel list",
     "capture",
     "capture check",
     "ddio off",
@@ -68,7 +72,11 @@ const OUTPUTS: [&str; 41] = [
 const CHANGES: &str = "it reports one value; cli_nvme_change looks at what it changes";
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 21] = [
+const WITHOUT: [(&str, &str); 22] = [
+    (
+        "accel header",
+        "it writes bytes; cli_accel has a target read them",
+    ),
     (
         "dev set",
         "it prints nothing; cli_objects looks at what it changes",
@@ -586,6 +594,48 @@ fn output__nvme_target() {
     drop(text);
     let (_json, said) = target("json", 15, &["--json"]);
     compare_json("nvme target", &home, &said);
+}
+
+#[test]
+fn output__accel() {
+    let home = tempfile::tempdir().unwrap();
+    let nqn = format!("nqn.2014-08.org.example:accel-{}", std::process::id());
+    let listen = format!("tcp:{}", address(17));
+    let socket = home.path().join("socket").display().to_string();
+    let mut target = vec![
+        "nvme", "target", "--nqn", &nqn, "--listen", &listen, "--socket", &socket,
+    ];
+    target.extend([
+        "--allow-any-host",
+        "--accel",
+        "zstd:2,level=3",
+        "--accel",
+        "crc32c,window=1M,windows=4",
+    ]);
+    let (_running, _) = start(&home, &target, "listening");
+    let via = &format!("nvme+tcp://{}/{nqn}:accel", address(17));
+    let [file, packed, back] =
+        ["file", "file.zst", "back"].map(|name| home.path().join(name).display().to_string());
+    fs::write(&file, [7; 8192]).unwrap();
+    both(&home, "accel list", &["accel", "list", "--via", via]);
+    both(
+        &home,
+        "accel checksum",
+        &["accel", "checksum", &file, "--via", via],
+    );
+    let compress = ["accel", "compress", &file, "--via", via, "--force"];
+    both(&home, "accel compress", &compress);
+    let decompress = [
+        "accel",
+        "decompress",
+        &packed,
+        "--via",
+        via,
+        "--force",
+        "--output",
+        &back,
+    ];
+    both(&home, "accel decompress", &decompress);
 }
 
 #[test]
