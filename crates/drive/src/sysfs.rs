@@ -182,12 +182,14 @@ pub struct Offer {
     /// Its Controller Memory Buffer.
     pub cmb: Found<CmbLayout>,
     /// Its Persistent Memory Region, and the bytes of that.
-    pub pmr: Option<(PmrCapabilities, u64)>,
+    pub pmr: Found<(PmrCapabilities, u64)>,
 }
 
 /// Memory of a drive, as far as it is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found<T> {
+    /// Nobody tells if there is one.
+    Unknown,
     /// There is none.
     None,
     /// There is one, of which the drive tells only who enables it.
@@ -217,10 +219,19 @@ pub fn list(root: &Path) -> Vec<Listed> {
     drives
 }
 
-/// Reads what memory a drive has. `None` if its registers cannot be read: a driver has it, it is not enabled, or only root may.
+/// Reads what memory a drive has. `None` if nobody tells: its registers cannot be read while a driver has it or it is not enabled, or by others than root.
 fn offer(folder: &Path) -> Option<Offer> {
     if driver(folder).is_some() {
-        return None;
+        // The kernel's driver tells of a buffer that it uses.
+        let controller = fs::read_dir(folder.join("nvme")).ok()?.flatten().next()?;
+        let number = |file: &str| {
+            let text = fs::read_to_string(controller.path().join(file)).ok()?;
+            text.trim().parse().ok()
+        };
+        return Some(Offer {
+            cmb: Found::Known(CmbLayout::parse(number("cmbloc")?, number("cmbsz")?)?),
+            pmr: Found::Unknown,
+        });
     }
     let mut command = [0; 2];
     let config = File::open(folder.join("config")).ok()?;
@@ -238,11 +249,14 @@ fn offer(folder: &Path) -> Option<Offer> {
         registers.load_u32(Register::CMB_LOCATION.0),
         registers.load_u32(Register::CMB_SIZE.0),
     );
-    let pmr = capabilities.pmr.then(|| {
-        let pmr = PmrCapabilities::parse(registers.load_u32(Register::PMR_CAPABILITIES.0));
-        let bytes = resource(folder, pmr.bar).map_or(0, |(_, bytes)| bytes);
-        (pmr, bytes)
-    });
+    let pmr = match capabilities.pmr {
+        true => {
+            let pmr = PmrCapabilities::parse(registers.load_u32(Register::PMR_CAPABILITIES.0));
+            let bytes = resource(folder, pmr.bar).map_or(0, |(_, bytes)| bytes);
+            Found::Known((pmr, bytes))
+        }
+        false => Found::None,
+    };
     Some(Offer {
         cmb: match layout {
             Some(layout) => Found::Known(layout),

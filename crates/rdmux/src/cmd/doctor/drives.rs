@@ -35,7 +35,7 @@ fn finding(drive: &Listed) -> Finding {
         Some(_) => format!("rdmux nvme target --ns pcie:{address},unbind"),
     };
     let needs = match drive.driver.as_deref() {
-        Some("vfio-pci") => "the right to open its file in /dev/vfio",
+        Some("vfio-pci") => "the right to open its file in /dev/vfio, and memlock of 8 MiB",
         _ if drive.iommu => "root and the module vfio-pci, for the IOMMU before it",
         _ => "root",
     };
@@ -54,6 +54,7 @@ fn finding(drive: &Listed) -> Finding {
 
 fn offered(offer: &Offer) -> String {
     let cmb = match &offer.cmb {
+        Found::Unknown => "perhaps a CMB".to_owned(),
         Found::None => "no CMB".to_owned(),
         Found::Hidden => "a CMB, whose size it tells once it is driven".to_owned(),
         Found::Known(cmb) => format!(
@@ -63,8 +64,9 @@ fn offered(offer: &Offer) -> String {
         ),
     };
     let pmr = match &offer.pmr {
-        None => "no PMR".to_owned(),
-        Some((pmr, bytes)) => format!(
+        Found::Unknown | Found::Hidden => "perhaps a PMR".to_owned(),
+        Found::None => "no PMR".to_owned(),
+        Found::Known((pmr, bytes)) => format!(
             "a PMR of {} for {}",
             output::bytes(*bytes),
             uses(pmr.reads, pmr.writes, false)
@@ -89,7 +91,7 @@ fn uses(reads: bool, writes: bool, queues: bool) -> String {
 
 fn to_json(offer: &Offer) -> Value {
     let cmb = match &offer.cmb {
-        Found::None => Value::Null,
+        Found::None | Found::Unknown => Value::Null,
         Found::Hidden => json!({}),
         Found::Known(cmb) => json!({
             "bytes": cmb.bytes,
@@ -98,10 +100,10 @@ fn to_json(offer: &Offer) -> Value {
             "queues": cmb.submission_queues,
         }),
     };
-    let pmr = offer
-        .pmr
-        .as_ref()
-        .map(|(pmr, bytes)| json!({ "bytes": bytes, "reads": pmr.reads, "writes": pmr.writes }));
+    let pmr = match &offer.pmr {
+        Found::Known((pmr, bytes)) => json!({ "bytes": bytes, "reads": pmr.reads, "writes": pmr.writes }),
+        Found::None | Found::Unknown | Found::Hidden => Value::Null,
+    };
     json!({ "cmb": cmb, "pmr": pmr })
 }
 
@@ -148,6 +150,9 @@ mod tests {
             "{advice}"
         );
 
+        let controller = at(&format!("{folder}/nvme/nvme0"));
+        fs::write(controller.join("cmbloc"), format!("{}\n", 0x62)).unwrap();
+        fs::write(controller.join("cmbsz"), format!("{}\n", 0x1021d)).unwrap();
         fs::write(at("sys/class/block/nvme0n1/dev"), "259:0\n").unwrap();
         fs::create_dir_all(at("proc/self")).unwrap();
         fs::write(
@@ -163,6 +168,8 @@ mod tests {
             "{}",
             used.what
         );
+        let memory = "a CMB of 16 MiB for reads, writes, queues, perhaps a PMR";
+        assert!(used.what.ends_with(memory), "{}", used.what);
         assert_eq!(used.advice, None);
     }
 }
