@@ -17,6 +17,10 @@ use crate::function::{Bar, DmaMemory, Function};
 use crate::vfio::VfioFunction;
 
 const DEVICES: &str = "sys/bus/pci/devices";
+/// File of a function with the one driver that may bind to it.
+const OVERRIDE: &str = "driver_override";
+/// A name in it that no driver has.
+const NO_DRIVER: &str = "rdmux";
 /// Class of NVMe drives: mass storage, non-volatile memory, NVMe.
 const NVME_CLASS: u32 = 0x01_08_02;
 /// Offset of the command word of a function's configuration space.
@@ -148,15 +152,20 @@ fn hint(error: &io::Error) -> &'static str {
 
 /// Returns how the kernel's driver gets a drive back, if it does not have it.
 pub fn give_back(address: &PciAddress) -> Option<String> {
-    let unbind = match driver(&address.folder()).as_deref() {
+    let folder = address.folder();
+    let unbind = match driver(&folder).as_deref() {
         None => String::new(),
-        Some("vfio-pci") => format!(
-            "echo {address} >/sys/bus/pci/drivers/vfio-pci/unbind; echo >/{DEVICES}/{address}/driver_override; "
-        ),
+        Some("vfio-pci") => format!("echo {address} >/sys/bus/pci/drivers/vfio-pci/unbind; "),
         Some(_) => return None,
     };
-    let is_there = address.folder().exists();
-    is_there.then(|| format!("{unbind}echo {address} >/sys/bus/pci/drivers_probe"))
+    let chosen = fs::read_to_string(folder.join(OVERRIDE)).ok()?;
+    let clear = match chosen.trim() {
+        "" | "(null)" => String::new(),
+        _ => format!("echo >/{DEVICES}/{address}/{OVERRIDE}; "),
+    };
+    Some(format!(
+        "{unbind}{clear}echo {address} >/sys/bus/pci/drivers_probe"
+    ))
 }
 
 /// An NVMe drive as the system shows it.
@@ -302,7 +311,7 @@ pub fn open(address: &PciAddress, unbind: bool) -> Result<Arc<dyn Function>, Dri
     if driver(&address.folder()).is_none() && has_iommu(&address.folder()) {
         // Without the module the drive stays without a driver.
         let is_asked = unbind
-            && fs::write(address.folder().join("driver_override"), "vfio-pci").is_ok()
+            && fs::write(address.folder().join(OVERRIDE), "vfio-pci").is_ok()
             && fs::write("/sys/bus/pci/drivers_probe", &address.0).is_ok();
         if !is_asked || driver(&address.folder()).as_deref() != Some("vfio-pci") {
             return Err(DriveOpenError::Iommu(address.clone()));
@@ -435,6 +444,9 @@ impl SysfsFunction {
         set_command(&config, MEMORY_SPACE | BUS_MASTER, 0)
             .map_err(|error| failed("let it reach memory", error))?;
         let (registers, _) = map(&address.folder(), 0).map_err(|error| failed("map its registers", error))?;
+        // A driver of the kernel that is loaded meanwhile would take it, and its registers from this process.
+        let kept = fs::write(address.folder().join(OVERRIDE), NO_DRIVER);
+        kept.map_err(|error| failed("keep drivers from it", error))?;
         Ok(SysfsFunction {
             address: address.clone(),
             config,
@@ -522,6 +534,7 @@ impl Drop for SysfsFunction {
     fn drop(&mut self) {
         // It must not reach memory that is not its driver's any more. One that has gone has no command word either.
         let _ = set_command(&self.config, 0, BUS_MASTER);
+        let _ = fs::write(self.address.folder().join(OVERRIDE), "\n");
     }
 }
 

@@ -20,7 +20,9 @@ use std::sync::Arc;
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId};
 
-use self::config::{HostConfig, NamespaceConfig, OtherHosts, Storage, SubsystemConfig, TargetConfig};
+use self::config::{
+    HostConfig, NamespaceConfig, OtherHosts, PcieStorage, Storage, SubsystemConfig, TargetConfig,
+};
 use self::exported::{Exported, Update, hosts};
 use crate::announce::{Announcer, is_announced};
 use crate::auth::SecretError;
@@ -497,6 +499,21 @@ impl Control {
     /// Withdraws what mDNS has announced, before the target ends.
     pub fn withdraw(&self) {
         self.announcer.lock().take();
+    }
+
+    /// Stops the drives that the target drives itself, once the server has ended, and returns them.
+    pub fn stop_drives(&self) -> Vec<PcieStorage> {
+        let mut drives = Vec::new();
+        for exported in self.subsystems.lock().values_mut() {
+            for (nsid, config) in &exported.namespaces {
+                if let Storage::Pcie(pcie) = &config.storage {
+                    drives.push(pcie.clone());
+                    // It is there as long as its description.
+                    let _ = exported.subsystem.remove_namespace(*nsid);
+                }
+            }
+        }
+        drives
     }
 
     /// Refers hosts to another discovery service, or on other terms than before. Hosts that have asked for it are told.

@@ -9,8 +9,8 @@ use anyhow::{Context, Result, anyhow};
 use rdmux_nvmf::auth::Secrets;
 use rdmux_nvmf::backend::OpenError;
 use rdmux_nvmf::control::config::{
-    HostConfig, NamespaceConfig, OtherHosts, REACTORS_MAX, Storage, SubsystemConfig, TargetConfig,
-    parse_accelerators, parse_cntlids, parse_listener, parse_nqn,
+    HostConfig, NamespaceConfig, OtherHosts, PcieStorage, REACTORS_MAX, Storage, SubsystemConfig,
+    TargetConfig, parse_accelerators, parse_cntlids, parse_listener, parse_nqn,
 };
 use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, names, remove_stale};
 use rdmux_nvmf::control::{Control, ControlError, SubsystemInfo};
@@ -164,7 +164,20 @@ pub(crate) fn run(args: Args) -> Result<()> {
     for subsystem in &config.subsystems {
         subsystem.namespaces.iter().for_each(warn_of_memory);
     }
-    let (control, server) = Control::start(config).map_err(|error| in_file(error, args.config.as_deref()))?;
+    let namespaces = config
+        .subsystems
+        .iter()
+        .flat_map(|subsystem| &subsystem.namespaces);
+    let drives: Vec<PcieStorage> = namespaces
+        .filter_map(|namespace| match &namespace.storage {
+            Storage::Pcie(pcie) => Some(pcie.clone()),
+            _ => None,
+        })
+        .collect();
+    let (control, server) = Control::start(config).map_err(|error| {
+        tell_of_drives(&drives);
+        in_file(error, args.config.as_deref())
+    })?;
     let control = Arc::new(control);
     metrics::show_target(control.clone());
     // Hosts beyond the limit would wait to be accepted.
@@ -193,22 +206,17 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let ended = server.run();
     control.withdraw();
-    tell_of_drives(&control);
+    tell_of_drives(&control.stop_drives());
     Ok(ended?)
 }
 
 /// Tells how the kernel gets drives back that were taken from it.
-fn tell_of_drives(control: &Control) {
-    let subsystems = control.subsystems();
-    let namespaces = subsystems.iter().flat_map(|subsystem| &subsystem.namespaces);
-    for namespace in namespaces {
-        if let Storage::Pcie(pcie) = &namespace.storage
-            && pcie.unbind
-            && let Some(command) = rdmux_drive::give_back(&pcie.place.address)
-        {
+fn tell_of_drives(drives: &[PcieStorage]) {
+    for drive in drives.iter().filter(|drive| drive.unbind) {
+        let address = &drive.place.address;
+        if let Some(command) = rdmux_drive::give_back(address) {
             output::error(&anyhow!(
-                "note: the kernel's driver does not have {}; to give it back: {command}",
-                pcie.place.address
+                "note: the kernel's driver does not have {address}; to give it back: {command}"
             ));
         }
     }
