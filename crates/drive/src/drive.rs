@@ -110,13 +110,20 @@ pub enum DriveError {
     #[error("the drive has no {0}: use other buffers, as buffers=dram")]
     NoMemory(MemoryKind),
     /// Memory of it cannot be used.
-    #[error("the drive's {kind} cannot be used: {why}")]
+    #[error("{} cannot be used: {why}", memory(*kind))]
     Memory {
         /// The memory.
         kind: MemoryKind,
         /// The reason.
         why: Arc<io::Error>,
     },
+}
+
+fn memory(kind: MemoryKind) -> String {
+    match kind {
+        MemoryKind::Dram => "memory of the host".to_owned(),
+        MemoryKind::Cmb | MemoryKind::Pmr => format!("the drive's {kind}"),
+    }
 }
 
 /// What a drive does.

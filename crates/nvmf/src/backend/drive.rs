@@ -506,6 +506,46 @@ impl Drop for DriveBackend {
 mod tests {
     use super::*;
 
+    /// A function that has no drive, or one with pages of a size.
+    #[derive(Debug)]
+    struct Registers(u64);
+
+    impl Function for Registers {
+        fn address(&self) -> &str {
+            "0000:00:04.0"
+        }
+        fn read_u32(&self, _: u32) -> u32 {
+            self.0 as u32
+        }
+        fn read_u64(&self, _: u32) -> u64 {
+            self.0
+        }
+        fn write_u32(&self, _: u32, _: u32) {}
+        fn write_u64(&self, _: u32, _: u64) {}
+        fn bar(&self, _: u8) -> io::Result<rdmux_drive::Bar> {
+            Err(io::ErrorKind::NotFound.into())
+        }
+        fn dma(&self, _: usize) -> io::Result<rdmux_drive::DmaMemory> {
+            Err(io::Error::other("memlock"))
+        }
+    }
+
+    #[test]
+    fn open__says_in_a_line_what_a_drive_lacks() {
+        let nvm = 1 << 37 | 0x3f;
+        for (capabilities, part) in [
+            (u64::MAX, "0000:00:04.0: the drive does not answer"),
+            (0x3f, "0000:00:04.0: the drive has no NVM command set"),
+            (nvm | 1 << 48, "pages of at least 8192 bytes"),
+            (nvm, "memory of the host cannot be used: memlock"),
+        ] {
+            let function = Arc::new(Registers(capabilities));
+            let error = DriveBackend::of_function(function, None, MemoryKind::Dram).unwrap_err();
+            let error = error.to_string();
+            assert!(error.contains(part) && !error.contains('\n'), "{error}");
+        }
+    }
+
     #[test]
     fn place__is_a_drive_or_a_namespace_of_it() {
         let parse = |text: &str| text.parse::<DrivePlace>().map(|place| place.to_string());
