@@ -238,13 +238,13 @@ mod tests {
 
     #[test]
     fn book__loses_nothing_of_several_threads() {
-        let ledger = Some(Arc::new(Ledger::default()));
+        let ledger = Arc::new(Ledger::default());
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (0..1000).for_each(|_| book(ledger.as_ref(), Route::Wire, Class::Data, 3)));
+                scope.spawn(|| (0..1000).for_each(|_| book(Some(&ledger), Route::Wire, Class::Data, 3)));
             }
         });
-        let entries = ledger.unwrap().entries();
+        let entries = ledger.entries();
         assert_eq!(entries.get(Link::Wire, Class::Data), 12_000);
         book(None, Route::Wire, Class::Data, 3);
     }

@@ -8,7 +8,7 @@ use many::{checked, many};
 use rdmux_sim::drive::{Settings, run};
 
 /// Number of runs in release.
-const RUNS: u64 = 8_000;
+const RUNS: u64 = 4_000;
 
 #[test]
 fn run__nothing_acknowledged_is_lost_and_no_buffer_used_too_soon() {

@@ -206,7 +206,7 @@ impl Controller {
     fn queue_memory(&mut self, sqe: &Sqe, bytes: usize) -> Result<u64, Status> {
         let address = sqe.prps()[0];
         // PC: CAP.CQR wants it.
-        if sqe.dword(11) & 1 == 0 || address % PAGE != 0 {
+        if sqe.dword(11) & 1 == 0 || !address.is_multiple_of(PAGE) {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
         for page in (address..address + bytes as u64).step_by(PAGE as usize) {

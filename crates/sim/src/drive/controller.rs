@@ -297,7 +297,7 @@ impl Controller {
         }
         let [first, second] = sqe.prps();
         let offset = first % PAGE;
-        if offset % 4 != 0 {
+        if !offset.is_multiple_of(4) {
             return Err(INVALID_PRP_OFFSET);
         }
         let mut left = len;
@@ -312,14 +312,14 @@ impl Controller {
         };
         add(&self.bus, first, &mut left);
         if left > 0 && left <= PAGE as usize {
-            if second % PAGE != 0 {
+            if !second.is_multiple_of(PAGE) {
                 return Err(INVALID_PRP_OFFSET);
             }
             add(&self.bus, second, &mut left);
         }
         let mut list = second;
         while left > 0 {
-            if list % 8 != 0 {
+            if !list.is_multiple_of(8) {
                 return Err(INVALID_PRP_OFFSET);
             }
             let in_page = ((PAGE - list % PAGE) / 8) as usize;
@@ -338,7 +338,7 @@ impl Controller {
             let (chunks, _) = bytes.as_chunks::<8>();
             for (at, entry) in chunks.iter().enumerate() {
                 let address = u64::from_le_bytes(*entry);
-                if address % PAGE != 0 {
+                if !address.is_multiple_of(PAGE) {
                     return Err(INVALID_PRP_OFFSET);
                 }
                 // The last entry of a page is the address of the next list.

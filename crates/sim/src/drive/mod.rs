@@ -14,6 +14,7 @@ mod controller;
 mod io;
 mod media;
 mod registers;
+mod report;
 mod run;
 #[cfg(test)]
 mod tests;
@@ -31,7 +32,8 @@ use crate::dice::Dice;
 use bus::DriveMemory;
 use controller::{Controller, Health};
 pub use media::{Bytes, Media};
-pub use run::{Report, Settings, Tallies, Trouble, run};
+pub use report::{Report, Settings, Tallies, Trouble};
+pub use run::run;
 
 /// The BARs with the memory of the drive, as QEMU's drive has them, and their addresses on the bus.
 const CMB_BAR: u8 = 2;

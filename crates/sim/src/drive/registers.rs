@@ -276,7 +276,7 @@ impl Controller {
         let (sq, cq) = ((sizes & 0xfff) + 1, (sizes >> 16 & 0xfff) + 1);
         let (sq_at, cq_at) = (registers.admin_submission, registers.admin_completion);
         let is_right = registers.configuration.is_supported() && sq > 1 && cq > 1;
-        if !is_right || sq_at % PAGE != 0 || cq_at % PAGE != 0 {
+        if !is_right || !sq_at.is_multiple_of(PAGE) || !cq_at.is_multiple_of(PAGE) {
             let what = format!("the controller is enabled with {registers:?}");
             self.violate(what);
             return self.fail();
