@@ -20,12 +20,14 @@ pub(crate) type Owner<'a> = (&'a Nqn, &'a HostId);
 pub struct Accelerator {
     info: AcceleratorInfo,
     hosts_max: usize,
-    hosts: Mutex<BTreeMap<Nqn, Vec<(HostId, Arc<Windows>)>>>,
+    hosts: Mutex<Hosts>,
     /// Jobs run one at a time.
     core: Mutex<Core>,
 }
 
 type Windows = Box<[Mutex<Window>]>;
+/// Windows of hosts by their names, and the ids that came with a name.
+type Hosts = BTreeMap<Nqn, Vec<(HostId, Arc<Windows>)>>;
 
 /// A job of which all data are there.
 #[derive(Debug)]

@@ -20,12 +20,12 @@ struct Drive {
     medium: Weak<Medium>,
 }
 
+/// A storage, and what its namespace shares with that of another subsystem.
+pub(super) type Opened = (Arc<dyn Backend>, Option<Arc<Medium>>);
+
 /// Opens a file. Another subsystem of this process may have it, for the same access and with the same blocks: then the second value is what their
 /// namespaces share.
-pub(super) fn open(
-    path: &Path,
-    config: &NamespaceConfig,
-) -> Result<(Arc<dyn Backend>, Option<Arc<Medium>>), OpenError> {
+pub(super) fn open(path: &Path, config: &NamespaceConfig) -> Result<Opened, OpenError> {
     let mut drives = DRIVES.lock();
     drives.retain(|drive| drive.medium.strong_count() > 0);
     for drive in drives.iter().filter(|drive| drive.path == path) {

@@ -3,7 +3,6 @@
 mod features;
 mod logs;
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -586,7 +585,6 @@ fn own_io(namespace: Arc<SharedNamespace>, operation: Operation, own: Option<Arc
         length: 0,
         cid: Cid(0),
         own,
-        job: None,
-        result: Cell::default(),
+        part: None,
     }
 }

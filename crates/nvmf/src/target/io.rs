@@ -40,10 +40,19 @@ pub struct Io {
     pub(super) cid: Cid,
     /// Set if the controller or the queue itself asks for it.
     pub(super) own: Option<Arc<Own>>,
-    /// The job that its data have completed: all that is left to do.
-    pub(super) job: Option<Arc<WindowJob>>,
-    /// Result of the command.
-    pub(super) result: Cell<u32>,
+    /// Its part of a job, if it has one.
+    pub(super) part: Option<Box<Part>>,
+}
+
+/// A part of an accelerator's job.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Part {
+    /// The vendor's command.
+    command: Option<JobCommand>,
+    /// The job that the data have completed: all that is left to do.
+    job: Option<Arc<WindowJob>>,
+    /// Result of the vendor's command.
+    result: Cell<u32>,
 }
 
 /// An operation of the NVM command set. NVM 3.2.
@@ -83,8 +92,10 @@ pub enum Operation {
         /// The bytes are durable when the command is done.
         fua: bool,
     },
-    /// Brings or gets data of an accelerator's job, by a vendor's command.
-    Job(JobCommand),
+    /// Brings data of an accelerator's job, by a vendor's command.
+    Submit,
+    /// Gets data of an accelerator's job, by a vendor's command.
+    Fetch,
     /// Changes reservations; the data are keys.
     Reserve(ReservationCommand),
     /// Something that the queue itself asks for; it has no data.
@@ -99,7 +110,7 @@ impl Operation {
 
     /// Returns true if the host gets the data.
     pub const fn is_to_host(self) -> bool {
-        matches!(self, Operation::Read | Operation::Job(JobCommand::Fetch { .. }))
+        matches!(self, Operation::Read | Operation::Fetch)
     }
 
     /// Returns true if the command has data.
@@ -115,7 +126,7 @@ impl Operation {
             Operation::Write { .. }
             | Operation::WriteZeroes { .. }
             | Operation::Copy { .. }
-            | Operation::Job(JobCommand::Submit { .. }) => true,
+            | Operation::Submit => true,
             Operation::DatasetManagement { deallocates, .. } => deallocates,
             _ => false,
         }
@@ -124,12 +135,9 @@ impl Operation {
     /// Returns whether reservations have to let the host write, or read; `None` if they do not count. NVMe Base 2.0, 8.19.7 and NVM 5.10.
     const fn needs(self) -> Option<bool> {
         match self {
-            Operation::Read
-            | Operation::Compare
-            | Operation::Verify
-            | Operation::Job(JobCommand::Fetch { .. }) => Some(false),
+            Operation::Read | Operation::Compare | Operation::Verify | Operation::Fetch => Some(false),
             Operation::Write { .. }
-            | Operation::Job(JobCommand::Submit { .. })
+            | Operation::Submit
             | Operation::WriteZeroes { .. }
             | Operation::Copy { .. }
             | Operation::DatasetManagement { .. }
@@ -217,8 +225,10 @@ impl Io {
                 if view.seat(sqe.nsid())?.accelerator().is_none() {
                     return Err(Status::INVALID_OPCODE.do_not_retry());
                 }
-                let command = JobCommand::parse(sqe).map_err(|_| Status::INVALID_FIELD.do_not_retry())?;
-                Operation::Job(command)
+                match JobCommand::parse(sqe).map_err(|_| Status::INVALID_FIELD.do_not_retry())? {
+                    JobCommand::Submit { .. } => Operation::Submit,
+                    JobCommand::Fetch { .. } => Operation::Fetch,
+                }
             }
             Opcode::RESERVATION_REGISTER => reserve(ReservationCommand::register(sqe))?,
             Opcode::RESERVATION_ACQUIRE => reserve(ReservationCommand::acquire(sqe))?,
@@ -233,8 +243,7 @@ impl Io {
             length: 0,
             cid: sqe.cid(),
             own: None,
-            job: None,
-            result: Cell::default(),
+            part: None,
         };
         if let Some(writes) = operation.needs() {
             io.namespace.check_reservation(writes)?;
@@ -242,7 +251,11 @@ impl Io {
         if operation.changes() && io.namespace.is_protected {
             return Err(Status::WRITE_PROTECTED.do_not_retry());
         }
-        if let Operation::Job(_) = operation {
+        if let Operation::Submit | Operation::Fetch = operation {
+            io.part = Some(Box::new(Part {
+                command: JobCommand::parse(sqe).ok(),
+                ..Part::default()
+            }));
             if data_len > data_max {
                 return Err(Status::INVALID_FIELD.do_not_retry());
             }
@@ -301,7 +314,7 @@ impl Io {
             | Operation::DatasetManagement { .. } => true,
             _ => self.length > INLINE_MAX,
         };
-        is_long || self.job.is_some() || self.namespace.backend.may_wait()
+        is_long || self.job().is_some() || self.namespace.backend.may_wait()
     }
 
     /// Returns true if one thread is to carry out all that may take long of the namespace.
@@ -317,7 +330,7 @@ impl Io {
         }
         let feeds = match self.operation {
             Operation::Write { .. } => self.is_serial(),
-            Operation::Job(JobCommand::Submit { .. }) => true,
+            Operation::Submit => true,
             _ => false,
         };
         if !feeds {
@@ -326,7 +339,7 @@ impl Io {
         match self.feed(data) {
             Ok(None) => Some(Status::SUCCESS),
             Ok(Some(job)) => {
-                self.job = Some(Arc::new(job));
+                self.part.get_or_insert_default().job = Some(Arc::new(job));
                 None
             }
             Err(status) => Some(status),
@@ -336,24 +349,32 @@ impl Io {
     /// Gives an accelerator data. Returns the job that they complete.
     fn feed(&self, data: &[u8]) -> Result<Option<WindowJob>, Status> {
         let _running = self.enter(true)?;
-        self.write(|| match self.operation {
-            Operation::Job(JobCommand::Submit { window, offset, job }) => {
+        self.write(|| match self.command() {
+            Some(JobCommand::Submit { window, offset, job }) => {
                 self.namespace.submit((window, offset), job, data)
             }
             _ => self.namespace.write(self.offset, data),
         })
     }
 
+    fn command(&self) -> Option<JobCommand> {
+        self.part.as_ref()?.command
+    }
+
+    fn job(&self) -> Option<&Arc<WindowJob>> {
+        self.part.as_ref()?.job.as_ref()
+    }
+
     /// Returns the result that the completion has, in its first dwords.
     pub(crate) fn result(&self) -> u64 {
-        self.result.get().into()
+        self.part.as_ref().map_or(0, |part| part.result.get().into())
     }
 
     /// Runs a job of the accelerator that the namespace is.
     fn run(&self, job: &WindowJob) -> Result<(), Status> {
         self.namespace.run(job)?;
-        if let Operation::Job(_) = self.operation {
-            self.result.set(job.result());
+        if let (Operation::Submit, Some(part)) = (self.operation, &self.part) {
+            part.result.set(job.result());
         }
         Ok(())
     }
@@ -412,7 +433,7 @@ impl Io {
             return Ok(());
         }
         let _running = self.enter(self.operation.changes())?;
-        if let Some(job) = &self.job {
+        if let Some(job) = self.job() {
             return self.run(job);
         }
         match self.operation {
@@ -451,16 +472,21 @@ impl Io {
                 self.copy(ranges, format, data)?;
                 if fua { backend.flush() } else { Ok(()) }
             }
-            Operation::Job(JobCommand::Submit { window, offset, job }) => {
-                let submitted = self.write(|| self.namespace.submit((window, offset), job, data))?;
-                submitted.map_or(Ok(()), |job| self.run(&job))
-            }
-            Operation::Job(JobCommand::Fetch { window, offset }) => {
-                self.namespace.check_reservation(false)?;
-                let whole = self.namespace.fetch((window, offset), data)?;
-                self.result.set(whole);
-                Ok(())
-            }
+            Operation::Submit | Operation::Fetch => match self.command() {
+                Some(JobCommand::Submit { window, offset, job }) => {
+                    let submitted = self.write(|| self.namespace.submit((window, offset), job, data))?;
+                    submitted.map_or(Ok(()), |job| self.run(&job))
+                }
+                Some(JobCommand::Fetch { window, offset }) => {
+                    self.namespace.check_reservation(false)?;
+                    let whole = self.namespace.fetch((window, offset), data)?;
+                    if let Some(part) = &self.part {
+                        part.result.set(whole);
+                    }
+                    Ok(())
+                }
+                None => Err(Status::INTERNAL_ERROR),
+            },
             Operation::Reserve(command) => self.reserve(&command, data),
             Operation::Own => Ok(()),
         }

@@ -1,7 +1,6 @@
 mod accelerators;
 mod changes;
 
-use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -58,8 +57,7 @@ pub(crate) fn io_of(subsystem: &Subsystem, nsid: u32, operation: Operation, offs
         length,
         cid: Cid(0),
         own: None,
-        job: None,
-        result: Cell::default(),
+        part: None,
     }
 }
 
