@@ -146,6 +146,11 @@ impl Pool {
         (self.free.lock().pages * PAGE) as u64
     }
 
+    /// Returns the memory that holds it, and its offset there. It is nothing but buffers: no queue and no register lies in it.
+    pub fn memory(&self) -> (&Arc<dyn Memory>, u64) {
+        (&self.memory, self.base)
+    }
+
     /// Returns true if the drive moves the data of such a command to or from here.
     pub fn takes(&self, action: Action) -> bool {
         match action {
@@ -191,6 +196,27 @@ impl Buffer {
     /// Returns the memory that holds it, and its offset there.
     pub fn memory(&self) -> (&Arc<dyn Memory>, u64) {
         (&self.pool.memory, self.offset())
+    }
+
+    /// Returns its pool, and its offset there.
+    pub fn place(&self) -> (&Arc<Pool>, u64) {
+        (&self.pool, (self.first * PAGE) as u64)
+    }
+
+    /// Takes its first bytes, whole pages, as a buffer of their own. `None` if there would be none on one side.
+    pub fn split(&mut self, bytes: usize) -> Option<Buffer> {
+        let pages = bytes / PAGE;
+        if !bytes.is_multiple_of(PAGE) || pages == 0 || pages >= self.pages {
+            return None;
+        }
+        let first = Buffer {
+            pool: self.pool.clone(),
+            first: self.first,
+            pages,
+        };
+        self.first += pages;
+        self.pages -= pages;
+        Some(first)
     }
 
     /// Copies bytes out.

@@ -19,8 +19,10 @@ use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, fcntl_getfl,
 use rustix::io::Errno;
 
 use crate::accelerator::Accelerator;
+use drive::DriveBackend;
 
 pub mod drive;
+pub mod peer;
 
 /// Sleep between two looks at writes of others.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -51,6 +53,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Returns the accelerator that it is: hosts have windows there, and it stores nothing else.
     fn accelerator(&self) -> Option<&Accelerator> {
+        None
+    }
+
+    /// Returns the drive whose own memory takes the data of reads and writes, between it and a queue pair.
+    fn peer(&self) -> Option<&DriveBackend> {
         None
     }
 

@@ -22,6 +22,8 @@ use rdmux_wire::nvme::{
 };
 use rdmux_wire::nvme_rdma::{Reject, Request};
 
+use crate::backend::drive::DriveBackend;
+use crate::backend::peer::{PeerData, PeerToPeer};
 use crate::target::{
     ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Listener, Port, Queue, Running, Step, Target,
 };
@@ -98,6 +100,8 @@ pub enum Memory {
     Capsule(Vec<u8>),
     /// The buffer of [`Connection::granted`].
     Buffer(Pages),
+    /// Memory of a drive, of [`Connection::granted_peer`].
+    Peer(PeerData),
 }
 
 /// A response to be sent. The driver reposts the receive of its command before.
@@ -107,7 +111,7 @@ pub struct Response {
     pub place: Option<u16>,
     /// The response.
     pub cqe: Cqe,
-    /// So many bytes of the buffer, from its start, are written to the host first.
+    /// So many bytes of the buffer or of the drive's memory, from its start, are written to the host first.
     pub write: Option<(Remote, u32)>,
     /// The host wants this key of its memory to be invalidated with the response.
     pub invalidate: Option<RKey>,
@@ -118,7 +122,7 @@ pub struct Response {
 /// A task of the driver.
 #[derive(Debug)]
 pub enum Action {
-    /// Read data of a command from the host, then call [`Connection::fetched`].
+    /// Read data of a command from the host, then call [`Connection::fetched`], or [`Connection::fetched_peer`] if there is memory of a drive for them.
     Fetch {
         /// The command's place.
         place: u16,
@@ -126,6 +130,8 @@ pub enum Action {
         from: Remote,
         /// Bytes of them.
         length: u32,
+        /// Memory of a drive that takes them.
+        peer: Option<PeerData>,
     },
     /// Carry out an I/O, then call [`Connection::complete`].
     Run(Work),
@@ -178,6 +184,8 @@ struct Slot {
     length: u32,
     invalidate: Option<RKey>,
     memory: Memory,
+    /// The drive's memory is to take its data.
+    takes_peer: bool,
     /// It must not be carried out.
     is_aborted: bool,
 }
@@ -192,6 +200,7 @@ impl Default for Slot {
             length: 0,
             invalidate: None,
             memory: Memory::None,
+            takes_peer: false,
             is_aborted: false,
         }
     }
@@ -421,10 +430,18 @@ impl Connection {
         // No command has more data: a host may have room for more than the controller makes.
         slot.length = length.min(self.port.data_max());
         slot.io = io;
+        let peer = slot.io.as_ref().and_then(Io::peer);
+        slot.takes_peer = peer.is_some();
         slot.data = match remote {
             // The host sends data that the command does not have.
             None if length > 0 && !receives => return Err(refused(Status::INVALID_FIELD)),
             None if length > 0 => {
+                // They are in the target's memory already.
+                match peer.map(DriveBackend::p2p) {
+                    Some(PeerToPeer::Require) => return Err(refused(Status::SGL_TYPE_INVALID)),
+                    Some(_) => peer.into_iter().for_each(|peer| peer.peers().count_copied()),
+                    None => {}
+                }
                 slot.memory = Memory::Capsule(std::mem::take(capsule));
                 Data::InCapsule
             }
@@ -463,18 +480,61 @@ impl Connection {
         Some(slot.length as usize)
     }
 
+    /// Returns the drive whose memory is to take the data of that command.
+    pub fn wants_peer(&self) -> Option<&DriveBackend> {
+        let slot = &self.slots[usize::from(*self.waiting.front()?)];
+        slot.io.as_ref().filter(|_| slot.takes_peer)?.peer()
+    }
+
+    /// Gives that command memory of the drive.
+    pub fn granted_peer(&mut self, data: PeerData, now: Instant) {
+        self.grant(Memory::Peer(data), now);
+    }
+
+    /// Has the data of that command go by a buffer after all.
+    pub fn forgo_peer(&mut self) {
+        if let Some(place) = self.waiting.front() {
+            self.slots[usize::from(*place)].takes_peer = false;
+        }
+    }
+
+    /// Fails that command, which is not carried out.
+    pub fn refuse(&mut self, status: Status) {
+        if let Some(place) = self.waiting.pop_front() {
+            let cid = self.slots[usize::from(place)].sqe.cid();
+            let cqe = self.queue.complete(cid, status, 0);
+            self.respond(place, cqe);
+            self.poll_event();
+        }
+    }
+
     /// Gives that command a buffer of at least so many bytes. Returns its place.
     pub fn granted(&mut self, buffer: Pages, now: Instant) -> Option<u16> {
+        self.grant(Memory::Buffer(buffer), now)
+    }
+
+    fn grant(&mut self, memory: Memory, now: Instant) -> Option<u16> {
         let place = self.waiting.pop_front()?;
         let slot = &mut self.slots[usize::from(place)];
         let length = slot.length;
-        slot.memory = Memory::Buffer(buffer);
-        match slot.data {
-            Data::Fetched(from) => {
-                self.actions.push_back(Action::Fetch { place, from, length });
+        slot.memory = memory;
+        let Data::Fetched(from) = slot.data else {
+            self.run(place, now);
+            return Some(place);
+        };
+        let peer = match std::mem::take(&mut slot.memory) {
+            Memory::Peer(data) => Some(data),
+            memory => {
+                slot.memory = memory;
+                None
             }
-            _ => self.run(place, now),
-        }
+        };
+        self.actions.push_back(Action::Fetch {
+            place,
+            from,
+            length,
+            peer,
+        });
         Some(place)
     }
 
@@ -508,6 +568,12 @@ impl Connection {
             copy(&mut buffer[..slot.length as usize]);
             self.run(place, now);
         }
+    }
+
+    /// As [`Connection::fetched`], of data that are in the memory of the drive.
+    pub fn fetched_peer(&mut self, place: u16, data: PeerData, now: Instant) {
+        self.slots[usize::from(place)].memory = Memory::Peer(data);
+        self.run(place, now);
     }
 
     /// Carries out a command that has all that it needs, or has the driver do it.
@@ -646,7 +712,10 @@ impl Work {
 
     /// Carries it out.
     pub fn execute(&mut self) -> Status {
-        self.io.execute(data(&mut self.memory, self.length))
+        match &mut self.memory {
+            Memory::Peer(data) => self.io.execute_on_peer(data),
+            memory => self.io.execute(data(memory, self.length)),
+        }
     }
 
     /// Returns the bytes of the buffer of [`Connection::granted`] that it has: they are in use until it is dropped, also if the connection is over.

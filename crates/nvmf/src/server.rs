@@ -2,6 +2,7 @@
 
 mod handle;
 mod media;
+mod peers;
 mod rdma;
 mod tcp;
 
@@ -193,6 +194,12 @@ struct ServerReactor {
     rdma: Rdma,
     tcp: Tcp,
     core: Core,
+}
+
+impl Drop for ServerReactor {
+    fn drop(&mut self) {
+        self.rdma.keep_peers(&mut self.core);
+    }
 }
 
 impl Server {

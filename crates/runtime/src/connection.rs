@@ -1,5 +1,6 @@
 //! A connection that carries messages, and RDMA operations beside them.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -183,6 +184,8 @@ pub struct MessageConnection {
     acknowledged: VecDeque<SendSlot>,
     /// Memory of messages that were handled.
     spare: Vec<Vec<u8>>,
+    /// Ends behind the queue pair.
+    kept: Vec<Box<dyn Any + Send>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -253,6 +256,7 @@ impl Parts {
             probing: false,
             acknowledged: VecDeque::new(),
             spare: Vec::new(),
+            kept: Vec::new(),
         }
     }
 }
@@ -523,6 +527,11 @@ impl MessageConnection {
         if self.spare.len() < SPARE_MAX && message.capacity() > 0 {
             self.spare.push(message);
         }
+    }
+
+    /// Keeps memory that operations may use until the queue pair is no more: for a connection that ends before they are done.
+    pub fn keep(&mut self, memory: Box<dyn Any + Send>) {
+        self.kept.push(memory);
     }
 
     /// Frees a slot that was taken: by a message that gets no answer, or after [`Completed::Sent`].

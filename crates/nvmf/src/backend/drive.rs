@@ -17,6 +17,7 @@ use rdmux_drive::{
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::{NsId, Status};
 
+use super::peer::{PeerCounts, PeerData, PeerToPeer};
 use super::{Backend, Flushes};
 
 /// Polls of the drive before its waiter sleeps between two.
@@ -121,6 +122,9 @@ pub enum DriveBackendError {
         /// Reads or writes.
         what: &'static str,
     },
+    /// The target's memory is no drive's.
+    #[error("{0}: p2p is for the drive's own memory: use buffers=cmb or buffers=pmr, or p2p=off")]
+    NoPeer(String),
     /// The memory is smaller than one block.
     #[error("{address}: its {kind} has {bytes} bytes, less than a block: use buffers=dram")]
     Small {
@@ -150,8 +154,10 @@ pub struct DriveBackend {
     shared: Mutex<Shared>,
     namespace: DriveNamespace,
     pool: Arc<Pool>,
-    /// Bytes that a command moves at most, a multiple of a block.
+    /// Bytes that a command moves at most, a multiple of a block and of a page.
     chunk: usize,
+    p2p: PeerToPeer,
+    peers: PeerCounts,
     has_write_cache: bool,
     writes_zeroes: bool,
     deallocates: bool,
@@ -195,10 +201,11 @@ impl DriveBackend {
     pub fn open(
         place: &DrivePlace,
         buffers: MemoryKind,
+        p2p: PeerToPeer,
         unbind: bool,
     ) -> Result<DriveBackend, DriveBackendError> {
         let function = rdmux_drive::open(&place.address, unbind)?;
-        DriveBackend::of_function(function, place.nsid, buffers)
+        DriveBackend::of_function(function, place.nsid, buffers, p2p)
     }
 
     /// Starts the drive that a function is.
@@ -209,8 +216,12 @@ impl DriveBackend {
         function: Arc<dyn Function>,
         nsid: Option<NsId>,
         buffers: MemoryKind,
+        p2p: PeerToPeer,
     ) -> Result<DriveBackend, DriveBackendError> {
         let address = function.address().to_owned();
+        if p2p != PeerToPeer::Off && buffers == MemoryKind::Dram {
+            return Err(DriveBackendError::NoPeer(address));
+        }
         let start = |error| DriveBackendError::Start {
             address: address.clone(),
             error,
@@ -251,7 +262,7 @@ impl DriveBackend {
             }
         }
         // Several commands have room at a time where there is room for several.
-        let block = 1usize << namespace.block_shift;
+        let block = (1usize << namespace.block_shift).max(PAGE);
         let room = usize::try_from(pool.bytes()).unwrap_or(usize::MAX);
         let most = drive.data_bytes_max().min(CHUNK_MAX).min(room);
         let chunk = most.min((room / 8).max(PAGE)).max(block) / block * block;
@@ -267,6 +278,8 @@ impl DriveBackend {
             namespace,
             pool: pool.clone(),
             chunk,
+            p2p,
+            peers: PeerCounts::default(),
             has_write_cache: controller.has_write_cache,
             writes_zeroes: drive.has(Action::WriteZeroes),
             deallocates: drive.has(Action::Deallocate) && namespace.zeroes,
@@ -355,6 +368,62 @@ impl DriveBackend {
         }
     }
 
+    /// Returns the commands whose data its own memory takes.
+    pub fn p2p(&self) -> PeerToPeer {
+        self.p2p
+    }
+
+    /// Returns the counts of them.
+    pub fn peers(&self) -> &PeerCounts {
+        &self.peers
+    }
+
+    /// Returns the memory of its buffers.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Takes memory for the data of one command. `None`: there is no room now.
+    pub(crate) fn take_peer(&self, bytes: usize) -> Option<PeerData> {
+        Some(PeerData(vec![self.pool.allocate(bytes)?]))
+    }
+
+    /// Reads into its own memory, from the start of the data on.
+    pub(crate) fn read_to_peer(&self, offset: u64, length: u64, data: &mut PeerData) -> Result<(), Status> {
+        self.run_on_peer(Action::Read, offset, length, data)
+    }
+
+    /// Writes from its own memory.
+    pub(crate) fn write_from_peer(&self, offset: u64, length: u64, data: &mut PeerData) -> Result<(), Status> {
+        self.flushes.check()?;
+        self.run_on_peer(Action::Write, offset, length, data)
+    }
+
+    /// Has the drive move data between blocks and its own memory, in as many commands as it takes.
+    fn run_on_peer(
+        &self,
+        action: Action,
+        mut offset: u64,
+        length: u64,
+        data: &mut PeerData,
+    ) -> Result<(), Status> {
+        let mut parts = Vec::new();
+        let end = offset + length;
+        for mut rest in std::mem::take(&mut data.0) {
+            while let Some(part) = rest.split(self.chunk) {
+                parts.push(part);
+            }
+            parts.push(rest);
+        }
+        for part in parts {
+            let bytes = (end - offset).min(part.bytes() as u64);
+            data.0
+                .extend(self.run(self.command(action, offset, bytes), vec![part])?);
+            offset += bytes;
+        }
+        Ok(())
+    }
+
     /// Has the drive carry out a command without data on blocks of any number.
     fn run_in_parts(&self, action: Action, offset: u64, length: u64) -> Result<(), Status> {
         let part_max = BLOCKS_MAX << self.namespace.block_shift;
@@ -410,6 +479,10 @@ impl Backend for DriveBackend {
 
     fn may_wait(&self) -> bool {
         true
+    }
+
+    fn peer(&self) -> Option<&DriveBackend> {
+        (self.p2p != PeerToPeer::Off).then_some(self)
     }
 
     fn has_write_cache(&self) -> bool {

@@ -411,7 +411,7 @@ fn open(
         }
         Storage::Null(bytes) => (Arc::new(NullBackend(*bytes)), b"null".to_vec()),
         Storage::Pcie(pcie) => {
-            let drive = DriveBackend::open(&pcie.place, pcie.buffers, pcie.unbind)?;
+            let drive = DriveBackend::open(&pcie.place, pcie.buffers, pcie.p2p, pcie.unbind)?;
             // It reads and writes no smaller blocks than its own.
             block_shift = block_shift.max(drive.block_shift());
             let name = drive.name().as_bytes().to_vec();

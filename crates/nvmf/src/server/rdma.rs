@@ -12,13 +12,15 @@ use rdmux_runtime::{
     MessageConnection, PortId, PreparedPort, Recipient, Request, SIGNAL_EVERY, SendSlot, Sizes,
 };
 use rdmux_verbs::{
-    Access, ConnectParams, Device, Features, ListenError, Memory as _, Operation, Status as WorkStatus,
+    Access, ConnectParams, Device, Features, ListenError, Memory as _, Operation, Sge, Status as WorkStatus,
 };
 use rdmux_wire::nvme::{CQE_LEN, Cqe, SQE_LEN, Status};
 use rdmux_wire::nvme_rdma::{self, Accept, Reject};
 
 use super::media::{Job, Media};
+use super::peers::{ROOM_LOOK, ROOM_WAIT, Regions};
 use super::{Core, LOOK_EVERY, Listen, ServeError};
+use crate::backend::peer::{PeerData, PeerToPeer};
 use crate::rdma::{self, Action, Connection, Memory, Response, Work};
 use crate::slab::Slab;
 use crate::target::Port;
@@ -91,6 +93,7 @@ struct RdmaPort {
     at: SocketAddr,
     device: Device,
     slab: Slab,
+    regions: Regions,
     invalidates: Arc<Invalidates>,
     properties: Port,
     /// Connections are accepted.
@@ -154,6 +157,7 @@ fn parts(prepared: Vec<PreparedPort>, listen: &Listen) -> Result<Vec<Part>, Esta
             at: listen.listener.address,
             // The host reaches nothing of the target.
             slab: Slab::new(device.alloc_pd()?, Access::LOCAL_WRITE),
+            regions: Regions::default(),
             device,
             invalidates: invalidates.clone(),
             properties: rdma::port(listen.in_capsule_bytes),
@@ -165,6 +169,16 @@ fn parts(prepared: Vec<PreparedPort>, listen: &Listen) -> Result<Vec<Part>, Esta
     prepared.into_iter().map(part).collect()
 }
 
+impl RdmaPort {
+    /// Returns a piece of registered memory, for a request.
+    fn sge(&self, registered: &Registered, length: u32) -> Result<Sge, Broken> {
+        match registered {
+            Registered::Slab(buffer) => Ok(buffer.sge(0, length)),
+            Registered::Peer(data) => self.regions.sge(data, length).ok_or(Broken),
+        }
+    }
+}
+
 /// The connections of a reactor.
 #[derive(Debug)]
 pub(super) struct Rdma {
@@ -172,6 +186,8 @@ pub(super) struct Rdma {
     ports: BTreeMap<PortId, RdmaPort>,
     buffers: Buffers,
     budget: Budget,
+    /// Connections whose next command waits for room in a drive's memory.
+    without_room: Vec<ConnectionId>,
 }
 
 /// Bytes of buffers that commands may have.
@@ -194,6 +210,8 @@ struct Served {
     at_media: usize,
     /// It is among those that wait for buffers.
     is_waiting: bool,
+    /// Time since which its next command waits for room in a drive's memory.
+    no_room_since: Option<Instant>,
     /// RDMA operations whose completions come as soon as the host has acknowledged them.
     operations: usize,
     /// Time at which the first of them began, or the last one completed.
@@ -213,12 +231,29 @@ struct Served {
 /// The driver's part of a command.
 #[derive(Debug, Default)]
 struct Place {
-    /// A buffer that an RDMA operation uses.
-    registered: Option<Buffer>,
+    /// Memory that an RDMA operation uses.
+    registered: Option<Registered>,
     /// Its completion comes as soon as the host has acknowledged it.
     is_soon: bool,
     /// Bytes that count among those of buffers.
     counted: usize,
+}
+
+/// Registered memory.
+#[derive(Debug)]
+enum Registered {
+    Slab(Buffer),
+    Peer(PeerData),
+}
+
+/// What becomes of a command that waits for memory.
+enum Next {
+    /// It has some of a drive, or has failed.
+    Gone,
+    /// It waits for room in a drive.
+    Waits,
+    /// It takes a buffer.
+    Buffer,
 }
 
 /// The connection accepts nothing more, or there is no memory for it.
@@ -234,6 +269,7 @@ impl Default for Rdma {
                 left: BUFFERED_MAX,
                 waiting: VecDeque::new(),
             },
+            without_room: Vec::new(),
         }
     }
 }
@@ -393,12 +429,17 @@ impl Rdma {
                     return;
                 };
                 served.moved(now);
-                let copy = |bytes: &mut [u8]| {
-                    // It is this process's own memory, and as long.
-                    let _ = registered.memory().read(0, bytes);
-                };
-                served.connection.fetched(place as u16, copy, now);
-                port.slab.give(registered);
+                match registered {
+                    Registered::Slab(buffer) => {
+                        let copy = |bytes: &mut [u8]| {
+                            // It is this process's own memory, and as long.
+                            let _ = buffer.memory().read(0, bytes);
+                        };
+                        served.connection.fetched(place as u16, copy, now);
+                        port.slab.give(buffer);
+                    }
+                    Registered::Peer(data) => served.connection.fetched_peer(place as u16, data, now),
+                }
             }
             Completed::Sent(slot) => {
                 let Some(link) = core.reactor.connection(id) else {
@@ -464,6 +505,7 @@ impl Rdma {
 
     /// Looks at what queues share with those of other connections.
     pub(super) fn handle_change(&mut self, core: &mut Core, now: Instant) {
+        self.ports.values_mut().for_each(|port| port.regions.forget_gone());
         let ids: Vec<_> = self.connections.keys().copied().collect();
         for id in ids {
             if let Some(served) = self.connections.get_mut(&id) {
@@ -510,8 +552,11 @@ impl Rdma {
         }
     }
 
-    /// Gives buffers to connections that wait for them, in their order, one for each turn.
+    /// Gives memory to connections that wait for it, in their order; buffers one for each turn.
     fn feed(&mut self, core: &mut Core, now: Instant) {
+        for id in std::mem::take(&mut self.without_room) {
+            self.pump(core, id, now);
+        }
         while let Some(&id) = self.budget.waiting.front() {
             let served = self.connections.get_mut(&id);
             let wanted = served
@@ -547,7 +592,7 @@ impl Rdma {
         let mut left = TURN_BYTES;
         let mut is_broken = false;
         loop {
-            served.take_buffers(id, &mut self.budget, buffers, now);
+            served.take_buffers(id, port, &mut self.budget, buffers, now);
             if left == 0 {
                 if !served.has_turn {
                     served.has_turn = true;
@@ -563,9 +608,12 @@ impl Rdma {
                     left = left.saturating_sub(served.run(id, work, link, buffers, &mut core.media));
                     Ok(())
                 }
-                Some(Action::Fetch { place, from, length }) => {
-                    served.fetch(link, port, (place, from, length), now)
-                }
+                Some(Action::Fetch {
+                    place,
+                    from,
+                    length,
+                    peer,
+                }) => served.fetch(link, port, (place, from, length), peer, now),
                 Some(Action::Respond(response)) => {
                     served.respond(link, port, response, buffers, &mut self.budget, now)
                 }
@@ -589,6 +637,12 @@ impl Rdma {
         if let Some(until) = served.connection.held_until(now) {
             core.look_by(until);
         }
+        if served.no_room_since.is_some() {
+            if !self.without_room.contains(&id) {
+                self.without_room.push(id);
+            }
+            core.look_by(now + ROOM_LOOK);
+        }
         let has_reset = served.connection.take_reset();
         if let Some(deadline) = served.deadline() {
             core.look_by(deadline);
@@ -606,7 +660,17 @@ impl Rdma {
         }
     }
 
+    /// Has memory of drives that operations may use last as long as their queue pairs: it is not this process's alone, and would be used again.
+    pub(super) fn keep_peers(&mut self, core: &mut Core) {
+        for (id, served) in &mut self.connections {
+            served.keep_peers(core, *id);
+        }
+    }
+
     fn close(&mut self, core: &mut Core, id: ConnectionId) {
+        if let Some(served) = self.connections.get_mut(&id) {
+            served.keep_peers(core, id);
+        }
         core.reactor.close(id, None);
         let Some(served) = self.connections.remove(&id) else {
             return;
@@ -634,6 +698,7 @@ impl Served {
             buffered: 0,
             at_media: 0,
             is_waiting: false,
+            no_room_since: None,
             operations: 0,
             moved_at: now,
             is_watched: false,
@@ -644,11 +709,65 @@ impl Served {
         }
     }
 
-    /// Takes buffers for the next commands, as far as they fit and no other connection waits.
-    fn take_buffers(&mut self, id: ConnectionId, budget: &mut Budget, buffers: &mut Buffers, now: Instant) {
+    fn keep_peers(&mut self, core: &mut Core, id: ConnectionId) {
+        let Some(link) = core.reactor.connection(id) else {
+            return;
+        };
+        for place in &mut self.places {
+            if let Some(Registered::Peer(data)) = &mut place.registered {
+                link.keep(Box::new(data.take()));
+            }
+        }
+    }
+
+    /// Takes memory of a drive for the next command, if it is to have some.
+    fn take_peer(&mut self, port: &mut RdmaPort, bytes: usize, now: Instant) -> Next {
+        let Some(drive) = self.connection.wants_peer() else {
+            return Next::Buffer;
+        };
+        let since = self.no_room_since.take().unwrap_or(now);
+        let pool = drive.pool();
+        let has_way = bytes as u64 <= pool.bytes() && port.regions.reach(port.slab.pd(), pool);
+        let data = if has_way { drive.take_peer(bytes) } else { None };
+        match (data, drive.p2p()) {
+            (Some(data), _) => {
+                drive.peers().count_direct();
+                self.connection.granted_peer(data, now);
+            }
+            (None, PeerToPeer::Require) if !has_way => {
+                self.connection.refuse(Status::INTERNAL_ERROR.do_not_retry());
+            }
+            (None, PeerToPeer::Require) if now < since + ROOM_WAIT => {
+                self.no_room_since = Some(since);
+                return Next::Waits;
+            }
+            (None, PeerToPeer::Require) => self.connection.refuse(Status::INTERRUPTED),
+            (None, _) => {
+                drive.peers().count_copied();
+                self.connection.forgo_peer();
+                return Next::Buffer;
+            }
+        }
+        Next::Gone
+    }
+
+    /// Takes memory for the next commands, as far as they fit and no other connection waits.
+    fn take_buffers(
+        &mut self,
+        id: ConnectionId,
+        port: &mut RdmaPort,
+        budget: &mut Budget,
+        buffers: &mut Buffers,
+        now: Instant,
+    ) {
         while !self.is_waiting
             && let Some(bytes) = self.connection.wants_buffer()
         {
+            match self.take_peer(port, bytes, now) {
+                Next::Gone => continue,
+                Next::Waits => return,
+                Next::Buffer => {}
+            }
             let size = Buffers::size(bytes);
             if self.buffered > 0 && self.buffered + size > CONNECTION_BUFFERED_MAX {
                 // Its own commands free them.
@@ -678,8 +797,8 @@ impl Served {
             return;
         };
         let was_soon = std::mem::take(&mut place.is_soon);
-        if let Some(registered) = place.registered.take() {
-            port.slab.give(registered);
+        if let Some(Registered::Slab(buffer)) = place.registered.take() {
+            port.slab.give(buffer);
         }
         let counted = std::mem::take(&mut place.counted);
         self.buffered -= counted;
@@ -749,14 +868,18 @@ impl Served {
         link: &mut MessageConnection,
         port: &mut RdmaPort,
         (place, from, length): (u16, rdma::Remote, u32),
+        peer: Option<PeerData>,
         now: Instant,
     ) -> Result<(), Broken> {
-        let registered = port.slab.take(length as usize).map_err(|_| Broken)?;
+        let registered = match peer {
+            Some(data) => Registered::Peer(data),
+            None => Registered::Slab(port.slab.take(length as usize).map_err(|_| Broken)?),
+        };
         let read = Operation::Read {
             va: from.address,
             rkey: from.rkey,
         };
-        let sge = registered.sge(0, length);
+        let sge = port.sge(&registered, length)?;
         link.post(place.into(), read, sge.into()).map_err(|_| Broken)?;
         self.places[usize::from(place)].registered = Some(registered);
         self.begins(now);
@@ -782,25 +905,33 @@ impl Served {
         response.cqe.emit(&mut message);
         let invalidate = response.invalidate.filter(|_| port.invalidates.get());
         self.has_invalidated |= invalidate.is_some();
-        match (response.write, &response.memory) {
-            (Some((to, length)), Memory::Buffer(bytes)) => {
-                let registered = port.slab.take(length as usize).map_err(|_| Broken)?;
-                let bytes = &bytes[..length as usize];
-                let copied = registered.memory().write_in_any_order(0, bytes);
+        let (registered, memory) = match (response.write, response.memory) {
+            (Some((_, length)), Memory::Buffer(bytes)) => {
+                let buffer = port.slab.take(length as usize).map_err(|_| Broken)?;
+                let copied = buffer.memory().write_in_any_order(0, &bytes[..length as usize]);
                 copied.map_err(|_| Broken)?;
+                (Some(Registered::Slab(buffer)), Memory::Buffer(bytes))
+            }
+            (Some(_), Memory::Peer(data)) => (Some(Registered::Peer(data)), Memory::None),
+            (_, memory) => (None, memory),
+        };
+        match (response.write, registered) {
+            (Some((to, length)), Some(registered)) => {
                 let write = Operation::Write {
                     va: to.address,
                     rkey: to.rkey,
                     imm: None,
                 };
-                let write = (write, registered.sge(0, length).into());
+                let write = (write, port.sge(&registered, length)?.into());
                 // Small buffers may be free later, which saves a wake-up, unless they are short.
-                let soon = length as usize > LATER_MAX
+                let soon = matches!(registered, Registered::Peer(_))
+                    || length as usize > LATER_MAX
                     || self.buffered > CONNECTION_LATER_MAX
                     || budget.left < BUFFERED_MAX / 2;
+                // Its data may be on their way even if the response is not.
+                place.registered = Some(registered);
                 let sent = link.send_behind(write, slot, &message, invalidate, soon);
                 sent.map_err(|_| Broken)?;
-                place.registered = Some(registered);
                 place.is_soon = soon;
                 if soon {
                     self.begins(now);
@@ -817,10 +948,10 @@ impl Served {
                 budget.left += counted;
             }
         }
-        match response.memory {
+        match memory {
             Memory::Capsule(capsule) => link.reuse(capsule),
             Memory::Buffer(buffer) => buffers.give(buffer),
-            Memory::None => {}
+            Memory::Peer(_) | Memory::None => {}
         }
         Ok(())
     }

@@ -16,6 +16,9 @@ use super::fused::Own;
 use super::namespace::{COPY_BYTES_MAX, COPY_RANGES_MAX, Seat};
 use super::view::View;
 use crate::accelerator::WindowJob;
+use crate::backend::drive::DriveBackend;
+use crate::backend::Backend as _;
+use crate::backend::peer::PeerData;
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.
 const INLINE_MAX: u32 = 1 << 20;
@@ -412,6 +415,34 @@ impl Io {
             Ok(()) => Status::SUCCESS,
             Err(status) => status,
         }
+    }
+
+    /// Returns the drive whose own memory may take the data.
+    pub(crate) fn peer(&self) -> Option<&DriveBackend> {
+        match self.operation {
+            Operation::Read | Operation::Write { .. } if self.own.is_none() => self.namespace.backend.peer(),
+            _ => None,
+        }
+    }
+
+    /// Carries out a read or a write whose data are in the drive's memory.
+    pub(crate) fn execute_on_peer(&self, data: &mut PeerData) -> Status {
+        match self.try_execute_on_peer(data) {
+            Ok(()) => Status::SUCCESS,
+            Err(status) => status,
+        }
+    }
+
+    fn try_execute_on_peer(&self, data: &mut PeerData) -> Result<(), Status> {
+        let drive = self.peer().ok_or(Status::INTERNAL_ERROR.do_not_retry())?;
+        let _running = self.enter(self.operation.changes())?;
+        let (offset, length) = (self.offset, self.length.into());
+        let Operation::Write { fua } = self.operation else {
+            self.namespace.check_reservation(false)?;
+            return drive.read_to_peer(offset, length, data);
+        };
+        self.write(|| drive.write_from_peer(offset, length, data))?;
+        if fua { drive.flush() } else { Ok(()) }
     }
 
     /// Begins something on a thread of a medium, or a change of blocks.

@@ -14,6 +14,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
 use super::{PcieStorage, Size};
+use crate::backend::peer::PeerToPeer;
 use crate::identity;
 use crate::target::ANA_GROUP_MAX;
 
@@ -235,6 +236,7 @@ struct NamespaceTable {
     hosts: Option<u64>,
     pcie: Option<String>,
     buffers: Option<String>,
+    p2p: Option<String>,
     #[serde(default)]
     unbind: bool,
     block: Option<Size>,
@@ -249,8 +251,9 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
     type Error = String;
 
     fn try_from(table: NamespaceTable) -> Result<NamespaceConfig, String> {
-        if table.pcie.is_none() && (table.buffers.is_some() || table.unbind) {
-            return Err("buffers and unbind are for drives: name one with pcie".into());
+        let is_of_drive = table.buffers.is_some() || table.p2p.is_some() || table.unbind;
+        if table.pcie.is_none() && is_of_drive {
+            return Err("buffers, p2p and unbind are for drives: name one with pcie".into());
         }
         let window = table.window.map(|Size(bytes)| bytes);
         let options = [table.level, window, table.windows, table.hosts];
@@ -269,11 +272,12 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
                 }
                 Storage::Accelerator(config)
             }
-            (None, None, None, None, Some(place)) => Storage::Pcie(PcieStorage {
-                place: place.parse()?,
-                buffers: table.buffers.as_deref().unwrap_or("dram").parse()?,
-                unbind: table.unbind,
-            }),
+            (None, None, None, None, Some(place)) => Storage::Pcie(PcieStorage::new(
+                place.parse()?,
+                table.buffers.as_deref().unwrap_or("dram").parse()?,
+                table.p2p.as_deref().unwrap_or("off").parse()?,
+                table.unbind,
+            )?),
             _ => return Err("a namespace has one of path, memory, null, accel and pcie".into()),
         };
         if !matches!(storage, Storage::Accelerator(_)) && options.iter().any(Option::is_some) {
@@ -316,6 +320,7 @@ impl NamespaceConfig {
             Storage::Pcie(pcie) => {
                 table["pcie"] = pcie.place.to_string().into();
                 table["buffers"] = pcie.buffers.to_string().into();
+                table["p2p"] = pcie.p2p.name().into();
                 table["unbind"] = pcie.unbind.into();
             }
         }
@@ -333,7 +338,7 @@ impl FromStr for NamespaceConfig {
     type Err = String;
 
     /// Parses the form of a command line: `PATH`, `mem:SIZE`, `null:SIZE` or `pcie:ADDR`, and behind it `,block=N`, `,ro`, `,uuid=UUID` and
-    /// `,ana=GROUP`; behind a drive also `,buffers=dram|cmb|pmr` and `,unbind`.
+    /// `,ana=GROUP`; behind a drive also `,buffers=dram|cmb|pmr`, `,p2p=prefer|require|off` and `,unbind`.
     fn from_str(text: &str) -> Result<NamespaceConfig, String> {
         let mut config = NamespaceConfig {
             nsid: None,
@@ -345,7 +350,7 @@ impl FromStr for NamespaceConfig {
         };
         let mut place = text;
         let is_drive = text.starts_with("pcie:");
-        let (mut buffers, mut unbind) = (MemoryKind::Dram, false);
+        let (mut buffers, mut p2p, mut unbind) = (MemoryKind::Dram, PeerToPeer::Off, false);
         // Options are taken off the end, so that a path may hold commas.
         while let Some((rest, option)) = place.rsplit_once(',') {
             if let Some(value) = option.strip_prefix("block=") {
@@ -360,11 +365,13 @@ impl FromStr for NamespaceConfig {
                 config.read_only = true;
             } else if let Some(value) = option.strip_prefix("buffers=").filter(|_| is_drive) {
                 buffers = value.parse()?;
+            } else if let Some(value) = option.strip_prefix("p2p=").filter(|_| is_drive) {
+                p2p = value.parse()?;
             } else if option == "unbind" && is_drive {
                 unbind = true;
             } else if is_drive {
                 return Err(format!(
-                    "'{option}' is none of buffers=dram|cmb|pmr, unbind, block=N, ro, uuid=UUID and ana=GROUP"
+                    "'{option}' is none of buffers=dram|cmb|pmr, p2p=prefer|require|off, unbind, block=N, ro, uuid=UUID and ana=GROUP"
                 ));
             } else if place.starts_with("mem:") || place.starts_with("null:") {
                 return Err(format!(
@@ -380,11 +387,7 @@ impl FromStr for NamespaceConfig {
         } else if let Some(text) = place.strip_prefix("null:") {
             Storage::Null(positive_size(text)?)
         } else if let Some(place) = place.strip_prefix("pcie:") {
-            Storage::Pcie(PcieStorage {
-                place: place.parse()?,
-                buffers,
-                unbind,
-            })
+            Storage::Pcie(PcieStorage::new(place.parse()?, buffers, p2p, unbind)?)
         } else if place.is_empty() {
             return Err("no file given: use PATH, mem:SIZE, null:SIZE or pcie:ADDR".into());
         } else {
