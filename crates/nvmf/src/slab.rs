@@ -1,6 +1,9 @@
 //! Registered buffers of one thread: of a reactor's connections to a device, or of a host's queue.
 
+use std::sync::Arc;
+
 use rdmux_runtime::{Buffer, BufferError};
+use rdmux_verbs::ledger::Ledger;
 use rdmux_verbs::{Access, Memory, ProtectionDomain};
 
 use crate::tcp::{Buffers, Idle};
@@ -12,6 +15,8 @@ pub(crate) struct Slab {
     pd: ProtectionDomain,
     access: Access,
     idle: Idle<Buffer>,
+    /// Books what the device moves.
+    ledger: Option<Arc<Ledger>>,
 }
 
 impl Slab {
@@ -21,7 +26,18 @@ impl Slab {
             pd,
             access,
             idle: Idle::default(),
+            ledger: None,
         }
+    }
+
+    /// Has what the device moves in its buffers booked.
+    pub(crate) fn book_in(&mut self, ledger: Option<Arc<Ledger>>) {
+        self.ledger = ledger;
+    }
+
+    /// Returns the ledger that books what the device moves.
+    pub(crate) fn ledger(&self) -> Option<&Arc<Ledger>> {
+        self.ledger.as_ref()
     }
 
     /// Returns the protection domain of the buffers.
@@ -34,7 +50,7 @@ impl Slab {
         let size = Buffers::size(bytes);
         match self.idle.take(size) {
             Some(buffer) => Ok(buffer),
-            None => Buffer::with_access(&self.pd, size, self.access),
+            None => Buffer::with_access(&self.pd, size, self.access, self.ledger.as_ref()),
         }
     }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::ledger::{Booked, Class, Ledger};
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Access, MemoryRegion, ProtectionDomain, RKey, RegisterError, Sge};
 
@@ -55,9 +56,14 @@ pub struct Buffer {
 }
 
 impl Registered {
-    fn new(pd: &ProtectionDomain, bytes: usize, access: Access) -> Result<Arc<Registered>, BufferError> {
+    fn new(
+        pd: &ProtectionDomain,
+        bytes: usize,
+        access: Access,
+        ledger: Option<&Arc<Ledger>>,
+    ) -> Result<Arc<Registered>, BufferError> {
         let memory = Arc::new(AnonymousMemory::new(bytes)?);
-        let mr = pd.reg_mr_all(memory.clone(), 0, access)?;
+        let mr = pd.reg_mr_all(Booked::wrap(memory.clone(), ledger, Class::Data), 0, access)?;
         Ok(Arc::new(Registered { mr, memory }))
     }
 }
@@ -91,7 +97,7 @@ impl BufferPool {
         drop(idle);
         let registered = match known {
             Some(registered) => registered,
-            None => Registered::new(&self.0.pd, size, Access::LOCAL_WRITE)?,
+            None => Registered::new(&self.0.pd, size, Access::LOCAL_WRITE, None)?,
         };
         let home = Some((self.clone(), size));
         Ok(Buffer { registered, home })
@@ -101,12 +107,18 @@ impl BufferPool {
 impl Buffer {
     /// Makes a buffer of exactly so many bytes, all zero, that belongs to no pool.
     pub fn new(pd: &ProtectionDomain, bytes: usize) -> Result<Buffer, BufferError> {
-        Buffer::with_access(pd, bytes, Access::LOCAL_WRITE)
+        Buffer::with_access(pd, bytes, Access::LOCAL_WRITE, None)
     }
 
-    /// Makes such a buffer with these rights, which may be those of peers ([`Buffer::rkey`]).
-    pub fn with_access(pd: &ProtectionDomain, bytes: usize, access: Access) -> Result<Buffer, BufferError> {
-        let registered = Registered::new(pd, bytes, access)?;
+    /// Makes such a buffer with these rights, which may be those of peers ([`Buffer::rkey`]). What the device moves is booked in the ledger, if there
+    /// is one, as data.
+    pub fn with_access(
+        pd: &ProtectionDomain,
+        bytes: usize,
+        access: Access,
+        ledger: Option<&Arc<Ledger>>,
+    ) -> Result<Buffer, BufferError> {
+        let registered = Registered::new(pd, bytes, access, ledger)?;
         let home = None;
         Ok(Buffer { registered, home })
     }

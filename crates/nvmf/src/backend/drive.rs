@@ -153,7 +153,10 @@ fn listed(nsids: &[NsId]) -> String {
 pub struct DriveBackend {
     shared: Mutex<Shared>,
     namespace: DriveNamespace,
+    /// Memory that the option names.
     pool: Arc<Pool>,
+    /// Memory for data that the processor copies: the target's, if the other one is for queue pairs.
+    copies: Arc<Pool>,
     /// Bytes that a command moves at most, a multiple of a block and of a page.
     chunk: usize,
     p2p: PeerToPeer,
@@ -249,9 +252,15 @@ impl DriveBackend {
         }
         let namespace = find(drive, &address, nsid)?;
         // The drive that was started has it.
-        let pool = drive
-            .pool(buffers)
-            .ok_or_else(|| start(DriveError::NoMemory(buffers)))?;
+        let pool_of = |kind| {
+            let pool = drive.pool(kind).cloned();
+            pool.ok_or_else(|| start(DriveError::NoMemory(kind)))
+        };
+        let pool = pool_of(buffers)?;
+        let copies = match p2p {
+            PeerToPeer::Off => pool.clone(),
+            _ => pool_of(MemoryKind::Dram)?,
+        };
         for (action, what) in [(Action::Read, "reads"), (Action::Write, "writes")] {
             if !pool.takes(action) {
                 return Err(DriveBackendError::Direction {
@@ -263,7 +272,7 @@ impl DriveBackend {
         }
         // Several commands have room at a time where there is room for several.
         let block = (1usize << namespace.block_shift).max(PAGE);
-        let room = usize::try_from(pool.bytes()).unwrap_or(usize::MAX);
+        let room = usize::try_from(pool.bytes().min(copies.bytes())).unwrap_or(usize::MAX);
         let most = drive.data_bytes_max().min(CHUNK_MAX).min(room);
         let chunk = most.min((room / 8).max(PAGE)).max(block) / block * block;
         if chunk > most {
@@ -276,7 +285,8 @@ impl DriveBackend {
         let controller = drive.controller();
         Ok(DriveBackend {
             namespace,
-            pool: pool.clone(),
+            pool,
+            copies,
             chunk,
             p2p,
             peers: PeerCounts::default(),
@@ -312,7 +322,7 @@ impl DriveBackend {
     fn allocate(&self, bytes: usize) -> Buffer {
         let mut turn = 0;
         loop {
-            if let Some(buffer) = self.pool.allocate(bytes) {
+            if let Some(buffer) = self.copies.allocate(bytes) {
                 return buffer;
             }
             pause(turn);

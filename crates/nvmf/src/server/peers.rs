@@ -5,16 +5,18 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rdmux_drive::Pool;
-use rdmux_verbs::{Access, MemoryRegion, ProtectionDomain, Sge};
+use rdmux_verbs::ledger::{Booked, Class};
+use rdmux_verbs::{Access, MemoryRegion, Sge};
 
 use crate::backend::peer::PeerData;
+use crate::slab::Slab;
 
 /// Longest wait of a command for room in a drive's memory, before it fails for now.
 pub(super) const ROOM_WAIT: Duration = Duration::from_secs(2);
 /// Time between two looks for room, which other reactors make as well.
 pub(super) const ROOM_LOOK: Duration = Duration::from_millis(2);
 
-/// Regions over the buffers of drives, in one protection domain: each is registered once, whatever the number of its commands.
+/// Regions over the buffers of drives, in the protection domain of a slab: each is registered once, whatever the number of its commands.
 #[derive(Debug, Default)]
 pub(super) struct Regions(HashMap<usize, Region>);
 
@@ -28,13 +30,14 @@ struct Region {
 
 impl Regions {
     /// Returns true if the device reaches the buffers of a pool, which are registered if they are not.
-    pub(super) fn reach(&mut self, pd: &ProtectionDomain, pool: &Arc<Pool>) -> bool {
+    pub(super) fn reach(&mut self, slab: &Slab, pool: &Arc<Pool>) -> bool {
         let key = Arc::as_ptr(pool).addr();
         if !self.0.contains_key(&key) {
             self.forget_gone();
             let (memory, base) = pool.memory();
             // Hosts reach nothing of it.
-            let mr = pd.reg_mr(memory.clone(), base, pool.bytes(), 0, Access::LOCAL_WRITE);
+            let memory = Booked::wrap(memory.clone(), slab.ledger(), Class::Data);
+            let mr = slab.pd().reg_mr(memory, base, pool.bytes(), 0, Access::LOCAL_WRITE);
             let region = Region {
                 pool: Arc::downgrade(pool),
                 mr: mr.ok(),

@@ -305,6 +305,7 @@ impl Rdma {
     /// Accepts connections at another listener, or in place of one at that address, whose connections stay.
     pub(super) fn listen(&mut self, core: &mut Core, Part { prepared, mut port }: Part) {
         let id = prepared.id();
+        port.slab.book_in(core.target.ledger().cloned());
         match self.listener(port.at) {
             Some(old) => {
                 core.reactor.renew_port(old, prepared);
@@ -727,7 +728,7 @@ impl Served {
         };
         let since = self.no_room_since.take().unwrap_or(now);
         let pool = drive.pool();
-        let has_way = bytes as u64 <= pool.bytes() && port.regions.reach(port.slab.pd(), pool);
+        let has_way = bytes as u64 <= pool.bytes() && port.regions.reach(&port.slab, pool);
         let data = if has_way { drive.take_peer(bytes) } else { None };
         match (data, drive.p2p()) {
             (Some(data), _) => {

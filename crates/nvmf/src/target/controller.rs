@@ -463,7 +463,18 @@ impl Controller {
                 false => AnaLimits::default(),
             },
             subsystem: self.subsystem.nqn().clone(),
-            capsule_bytes: SQE_LEN as u32 + if is_io { self.port.in_capsule_max } else { 0 },
+            capsule_bytes: SQE_LEN as u32 + if is_io { self.in_capsule_bytes() } else { 0 },
+        }
+    }
+
+    /// Returns the bytes of data that capsules of I/O commands may have. Data of RDMA in a capsule are in the target's memory already: there are none
+    /// where a drive is to take them.
+    fn in_capsule_bytes(&self) -> u32 {
+        let is_rdma = self.port.sgls & IdentifyController::SGLS_KEYED != 0;
+        let mut namespaces = self.subsystem.list().into_iter();
+        match is_rdma && namespaces.any(|namespace| namespace.backend.peer().is_some()) {
+            true => 0,
+            false => self.port.in_capsule_max,
         }
     }
 

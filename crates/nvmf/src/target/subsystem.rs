@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::ledger::Ledger;
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{
     AnaLog, AnaState, ConnectData, DISCOVERY_NQN, HealthLog, HostId, Nqn, NsId, ReservationController,
@@ -674,6 +675,8 @@ pub struct Target {
     discovery: Arc<Subsystem>,
     generation: AtomicU64,
     connect_timeout: Duration,
+    /// Books the data that devices of RDMA move at this side.
+    ledger: Option<Arc<Ledger>>,
 }
 
 impl Default for Target {
@@ -690,6 +693,7 @@ impl Default for Target {
             )),
             generation: AtomicU64::new(0),
             connect_timeout: CONNECT_TIMEOUT,
+            ledger: None,
         }
     }
 }
@@ -700,6 +704,18 @@ impl Target {
     pub fn with_connect_timeout(mut self, timeout: Duration) -> Target {
         self.connect_timeout = timeout;
         self
+    }
+
+    /// Has the data booked that devices of RDMA move between hosts and this side.
+    #[must_use]
+    pub fn with_ledger(mut self, ledger: Arc<Ledger>) -> Target {
+        self.ledger = Some(ledger);
+        self
+    }
+
+    /// Returns the ledger of such data.
+    pub(crate) fn ledger(&self) -> Option<&Arc<Ledger>> {
+        self.ledger.as_ref()
     }
 
     /// Returns the time of a host for its first command, TLS before it and authentication after it.

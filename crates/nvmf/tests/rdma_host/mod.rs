@@ -16,7 +16,7 @@ use rdmux_nvmf::backend::{Backend, MemoryBackend};
 use rdmux_nvmf::host::queue::{Command, Completion};
 use rdmux_nvmf::host::{IoQueue, Options, Session, Transport};
 use rdmux_nvmf::server::Handle;
-use rdmux_nvmf::target::{Hosts, Listener, Subsystem, Terms};
+use rdmux_nvmf::target::{Hosts, Listener, Subsystem, Target, Terms};
 use rdmux_verbs::{
     Access as Rights, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory, MemoryRegion,
     QpOptions, QueuePair, RKey, RecvRequest, SendRequest, Status as WorkStatus,
@@ -27,7 +27,7 @@ use rdmux_wire::nvme::{
 };
 use rdmux_wire::nvme_rdma::Request;
 
-use serve::serve;
+use serve::{serve, serve_by};
 
 /// No answer takes so long.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -77,6 +77,22 @@ impl Running {
     fn start_for(hosts: Hosts, listener: Listener, reactors: usize, backend: Arc<dyn Backend>) -> Running {
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", hosts);
         let (subsystem, address, handle, thread) = serve(subsystem, (backend, 1), listener, reactors);
+        Running {
+            subsystem,
+            address,
+            handle,
+            thread: Some(thread),
+        }
+    }
+
+    /// Serves by a target of one's own.
+    pub(crate) fn by(target: Target, backend: Arc<dyn Backend>) -> Running {
+        let listener = Listener {
+            transport: TransportKind::Rdma,
+            address: SocketAddr::new(address(), PORT),
+        };
+        let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
+        let (subsystem, address, handle, thread) = serve_by(target, subsystem, (backend, 1), listener, 2);
         Running {
             subsystem,
             address,

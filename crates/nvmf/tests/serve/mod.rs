@@ -1,4 +1,5 @@
 //! A server of one subsystem with one namespace.
+#![allow(dead_code, reason = "not every test uses all of it")]
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,6 +16,17 @@ pub(crate) type Serving = (Arc<Subsystem>, SocketAddr, Handle, JoinHandle<()>);
 /// Serves on threads of its own. The namespace has blocks of 4 KiB.
 pub(crate) fn serve(
     subsystem: Subsystem,
+    namespace: (Arc<dyn Backend>, u8),
+    listener: Listener,
+    reactors: usize,
+) -> Serving {
+    serve_by(Target::default(), subsystem, namespace, listener, reactors)
+}
+
+/// As [`serve`], by a target of one's own.
+pub(crate) fn serve_by(
+    target: Target,
+    subsystem: Subsystem,
     (backend, uuid): (Arc<dyn Backend>, u8),
     listener: Listener,
     reactors: usize,
@@ -28,7 +40,6 @@ pub(crate) fn serve(
         backend,
     };
     subsystem.add_namespace(namespace).unwrap();
-    let target = Target::default();
     let subsystem = Arc::new(subsystem);
     target.add_subsystem(subsystem.clone()).unwrap();
     let server = Server::bind(Config {

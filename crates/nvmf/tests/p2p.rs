@@ -1,0 +1,262 @@
+//! Peer-to-peer: data of NVMe/RDMA go between the queue pair and the memory of a drive, which is the model of the simulation.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod rdma_host;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_drive::MemoryKind;
+use rdmux_nvmf::backend::drive::DriveBackend;
+use rdmux_nvmf::backend::peer::PeerToPeer;
+use rdmux_nvmf::host::IoQueue;
+use rdmux_nvmf::host::command;
+use rdmux_nvmf::target::Target;
+use rdmux_sim::drive::{Bytes, Drive, Shape};
+use rdmux_verbs::ledger::{Class, Entries, Ledger, Link};
+use rdmux_wire::nvme::{Cid, NsId, Opcode, Rw, Sqe, Status};
+
+use rdma_host::*;
+
+const BLOCK: u32 = 4096;
+
+/// A target with a drive, which a thread moves.
+struct Peered {
+    server: Running,
+    drive: Arc<Drive>,
+    backend: Arc<DriveBackend>,
+    ledger: Arc<Ledger>,
+    ends: Arc<AtomicBool>,
+    mover: Option<JoinHandle<()>>,
+}
+
+impl Peered {
+    fn new(buffers: MemoryKind, p2p: PeerToPeer) -> Peered {
+        let drive = Drive::new(Shape::default(), Bytes::new(64 << 10), 1);
+        let ends = Arc::new(AtomicBool::new(false));
+        let moved = (drive.clone(), ends.clone());
+        let mover = std::thread::spawn(move || {
+            let (drive, ends) = moved;
+            let began = Instant::now();
+            while !ends.load(Ordering::Relaxed) {
+                drive.set_now(began.elapsed().as_nanos() as u64);
+                if !drive.step() {
+                    // Others have the processor: the drive tells nobody when it has something to do.
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            }
+        });
+        let backend = Arc::new(DriveBackend::of_function(drive.clone(), None, buffers, p2p).unwrap());
+        let ledger = Arc::new(Ledger::default());
+        let server = Running::by(Target::default().with_ledger(ledger.clone()), backend.clone());
+        Peered {
+            server,
+            drive,
+            backend,
+            ledger,
+            ends,
+            mover: Some(mover),
+        }
+    }
+
+    /// Returns what the RNIC and the drive have moved: the RNIC by the target's account, all else by the drive's.
+    fn entries(&self) -> (Entries, Entries) {
+        (self.ledger.entries(), self.drive.entries())
+    }
+
+    fn free_bytes(&self) -> bool {
+        let pool = self.backend.pool();
+        pool.allocate(pool.bytes() as usize).is_some()
+    }
+
+    fn wait_until_free(&self) {
+        let deadline = Instant::now() + LONG;
+        while !self.free_bytes() {
+            assert!(Instant::now() < deadline, "buffers are not free");
+            // Nobody tells when a buffer is free.
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Peered {
+    fn drop(&mut self) {
+        self.server.stop();
+        self.ends.store(true, Ordering::Relaxed);
+        let ended = self.mover.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, None | Some(Ok(()))));
+        if !std::thread::panicking() {
+            assert_eq!(self.drive.violation(), None);
+        }
+    }
+}
+
+/// Writes and reads blocks of several lengths. Returns the bytes of one direction.
+fn write_and_read(queue: &mut IoQueue, seed: u8) -> u64 {
+    let blocks = [1, 2, 31, 32, 33, 100, 256];
+    let slba = |at: usize| at as u64 * 256;
+    let data = |at: usize| {
+        let bytes = (0..blocks[at] * BLOCK).map(move |byte| (byte / 7 + byte / BLOCK) as u8 ^ (at as u8 + seed));
+        bytes.collect::<Vec<u8>>()
+    };
+    let write = |at| command::write(NsId(1), slba(at), blocks[at], blocks[at] * BLOCK, data(at));
+    run_all(queue, (0..blocks.len()).map(write));
+    let read = |at: usize| {
+        let bytes = blocks[at] * BLOCK;
+        command::read(NsId(1), slba(at), blocks[at], bytes, vec![0; bytes as usize])
+    };
+    let done = run_all(queue, (0..blocks.len()).map(read));
+    for (at, done) in done.iter().enumerate() {
+        assert!(done.bytes() == data(at), "{} blocks", blocks[at]);
+    }
+    blocks.iter().map(|blocks| u64::from(blocks * BLOCK)).sum()
+}
+
+#[test]
+fn data__of_a_peer_never_cross_the_targets_memory() {
+    for kind in [MemoryKind::Cmb, MemoryKind::Pmr] {
+        let target = Peered::new(kind, PeerToPeer::Require);
+        let session = target.server.session(&device(), 1);
+        let mut queue = session.queue(1, 16).unwrap();
+        let before = target.entries();
+        // The model tells the RNIC's accesses from the processor's only by this: all are booked as the RNIC's, and there are no more than those.
+        let bytes = target.drive.as_nic(|| write_and_read(&mut queue, 3));
+        let after = target.entries();
+        let (nic, drive) = (after.0 - before.0, after.1 - before.1);
+        let moved = |entries: &Entries, link| entries.get(link, Class::Data);
+        assert_eq!(moved(&nic, Link::Wire), 2 * bytes);
+        for entries in [nic, drive] {
+            assert_eq!(moved(&entries, Link::NicDrive), 2 * bytes, "{kind}");
+            for link in [Link::NicRoot, Link::RootDram, Link::RootDrive] {
+                assert_eq!(moved(&entries, link), 0, "{link:?}, {kind}");
+            }
+        }
+        let peers = target.backend.peers();
+        assert_eq!((peers.direct(), peers.copied()), (14, 0));
+        drop(queue);
+        target.wait_until_free();
+    }
+}
+
+#[test]
+fn data__of_others_cross_the_targets_memory_twice() {
+    let target = Peered::new(MemoryKind::Dram, PeerToPeer::Off);
+    let session = target.server.session(&device(), 1);
+    let mut queue = session.queue(1, 16).unwrap();
+    let before = target.entries();
+    let bytes = write_and_read(&mut queue, 5);
+    let after = target.entries();
+    let (nic, drive) = (after.0 - before.0, after.1 - before.1);
+    let in_dram = [nic, drive].map(|entries| entries.get(Link::RootDram, Class::Data));
+    // What was in capsules is no data of the RNIC's account.
+    let in_capsules = u64::from(BLOCK);
+    assert_eq!(in_dram, [2 * bytes - in_capsules, 2 * bytes]);
+    assert_eq!(nic.get(Link::NicDrive, Class::Data), 0);
+    assert_eq!(target.backend.peers().direct(), 0);
+}
+
+#[test]
+fn room__of_a_full_drive_is_not_needed_if_only_preferred() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Prefer);
+    let session = target.server.session(&device(), 1);
+    let mut queue = session.queue(1, 16).unwrap();
+    let pool = target.backend.pool();
+    let all = pool.allocate(pool.bytes() as usize).unwrap();
+    write_and_read(&mut queue, 7);
+    let peers = target.backend.peers();
+    assert_eq!((peers.direct(), peers.copied()), (0, 14));
+    drop(all);
+    write_and_read(&mut queue, 9);
+    assert!(peers.direct() > 0);
+    assert_eq!(peers.direct() + peers.copied(), 28);
+}
+
+/// Returns a read or write of blocks.
+fn rw(opcode: Opcode, cid: u16, slba: u64, blocks: u32) -> Sqe {
+    let mut sqe = Sqe::new(opcode, Cid(cid), NsId(1));
+    Rw {
+        slba,
+        blocks,
+        fua: false,
+    }
+    .emit(&mut sqe);
+    sqe
+}
+
+#[test]
+fn room__of_a_full_drive_is_waited_for_if_required() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Require);
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    let pool = target.backend.pool();
+    let all = pool.allocate(pool.bytes() as usize).unwrap();
+    // Time is meant: it waits as long as the target lets it.
+    let (cqe, _) = io.run(rw(Opcode::READ, 1, 0, 1), &[], BLOCK);
+    assert_eq!(cqe.status, Status::INTERRUPTED);
+    assert!(!cqe.status.is_final(), "the host tries again");
+    io.command(rw(Opcode::WRITE, 2, 0, 1), &[7; BLOCK as usize], BLOCK);
+    drop(all);
+    assert_eq!(io.completion(Cid(2)).status, Status::SUCCESS);
+    let (cqe, data) = io.run(rw(Opcode::READ, 3, 0, 1), &[], BLOCK);
+    assert_eq!((cqe.status, data), (Status::SUCCESS, vec![7; BLOCK as usize]));
+    // Its bytes are in the target's memory before the target has seen it.
+    io.in_capsule(rw(Opcode::WRITE, 4, 0, 1), &[8; BLOCK as usize]);
+    assert_eq!(
+        io.completion(Cid(4)).status,
+        Status::SGL_TYPE_INVALID.do_not_retry()
+    );
+    assert_eq!(target.backend.peers().copied(), 0);
+}
+
+#[test]
+fn buffers__are_free_once_a_dead_queue_pair_has_let_go() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Require);
+    let device = device();
+    for round in 0..20u16 {
+        let (admin, cntlid) = target.server.admin(&device);
+        let io = target.server.io(&device, cntlid, 1);
+        for cid in 0..4 {
+            let (opcode, data) = match cid % 2 {
+                0 => (Opcode::WRITE, vec![round as u8; 128 << 10]),
+                _ => (Opcode::READ, Vec::new()),
+            };
+            io.command(rw(opcode, cid, u64::from(cid) * 32, 32), &data, 128 << 10);
+        }
+        // Its data are on their way, in one direction or the other.
+        drop(io);
+        drop(admin);
+        target.wait_until_free();
+    }
+    let pool = target.backend.pool();
+    let all = pool.allocate(pool.bytes() as usize).unwrap();
+    let pattern = vec![0xa5; all.bytes()];
+    all.write(0, &pattern).unwrap();
+    // The end of a session behind it has come by all reactors.
+    drop(target.server.session(&device, 2));
+    let mut bytes = vec![0; all.bytes()];
+    all.read(0, &mut bytes).unwrap();
+    assert!(bytes == pattern, "somebody writes to free memory");
+    drop(all);
+    let session = target.server.session(&device, 1);
+    write_and_read(&mut session.queue(1, 16).unwrap(), 1);
+}
+
+#[test]
+fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Require);
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    for cid in 0..8 {
+        io.command(rw(Opcode::WRITE, cid, u64::from(cid) * 16, 16), &[1; 64 << 10], 64 << 10);
+    }
+    target.drive.vanish();
+    for cid in 0..8 {
+        io.completion(Cid(cid));
+    }
+    let (cqe, _) = io.run(rw(Opcode::READ, 9, 0, 1), &[], BLOCK);
+    assert!(!cqe.status.is_success());
+}
