@@ -146,7 +146,14 @@ impl Pool {
         (self.free.lock().pages * PAGE) as u64
     }
 
-    /// Returns the memory that holds it, and its offset there. It is nothing but buffers: no queue and no register lies in it.
+    /// Returns bytes of the most pages in a row that are free.
+    pub fn room(&self) -> usize {
+        let free = self.free.lock();
+        let pages = free.free.iter().map(|(_, pages)| *pages);
+        pages.max().unwrap_or(0) * PAGE
+    }
+
+    /// Returns the memory that holds it, and its offset there. No register lies in it, but submission queues may.
     pub fn memory(&self) -> (&Arc<dyn Memory>, u64) {
         (&self.memory, self.base)
     }

@@ -28,6 +28,7 @@ use crate::announce::{Announcer, is_announced};
 use crate::auth::SecretError;
 use crate::backend::OpenError;
 use crate::backend::drive::DriveBackendError;
+use crate::backend::peer::PeerToPeer;
 use crate::identity;
 use crate::server::{Config, Handle, Listen, ServeError, Server};
 use crate::target::{AnaRule, ControllerInfo, Listener, NamespaceError, Referral, Target, TargetError};
@@ -187,6 +188,8 @@ pub struct NamespaceInfo {
     pub read_only: bool,
     /// Its group of those that share a state of access.
     pub ana_group: u32,
+    /// Commands whose data its drive takes itself: which, and the number of those that it did, and of those whose data were copied.
+    pub p2p: Option<(PeerToPeer, u64, u64)>,
     /// The storage of its blocks.
     pub storage: Storage,
 }

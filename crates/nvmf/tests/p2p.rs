@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rdmux_drive::MemoryKind;
+use rdmux_drive::{Buffer, MemoryKind};
 use rdmux_nvmf::backend::drive::DriveBackend;
 use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::IoQueue;
@@ -27,6 +27,8 @@ struct Peered {
     server: Running,
     drive: Arc<Drive>,
     backend: Arc<DriveBackend>,
+    /// Bytes of buffers in a row while there are no commands.
+    room: usize,
     ledger: Arc<Ledger>,
     ends: Arc<AtomicBool>,
     mover: Option<JoinHandle<()>>,
@@ -54,6 +56,7 @@ impl Peered {
         Peered {
             server,
             drive,
+            room: backend.pool().room(),
             backend,
             ledger,
             ends,
@@ -66,14 +69,14 @@ impl Peered {
         (self.ledger.entries(), self.drive.entries())
     }
 
-    fn free_bytes(&self) -> bool {
-        let pool = self.backend.pool();
-        pool.allocate(pool.bytes() as usize).is_some()
+    /// Takes all buffers.
+    fn take_all(&self) -> Buffer {
+        self.backend.pool().allocate(self.room).unwrap()
     }
 
     fn wait_until_free(&self) {
         let deadline = Instant::now() + LONG;
-        while !self.free_bytes() {
+        while self.backend.pool().room() < self.room {
             assert!(Instant::now() < deadline, "buffers are not free");
             // Nobody tells when a buffer is free.
             std::thread::sleep(Duration::from_millis(1));
@@ -95,10 +98,11 @@ impl Drop for Peered {
 
 /// Writes and reads blocks of several lengths. Returns the bytes of one direction.
 fn write_and_read(queue: &mut IoQueue, seed: u8) -> u64 {
-    let blocks = [1, 2, 31, 32, 33, 100, 256];
+    let blocks = [1, 2, 31, 32, 33, 100, 128];
     let slba = |at: usize| at as u64 * 256;
     let data = |at: usize| {
-        let bytes = (0..blocks[at] * BLOCK).map(move |byte| (byte / 7 + byte / BLOCK) as u8 ^ (at as u8 + seed));
+        let bytes =
+            (0..blocks[at] * BLOCK).map(move |byte| (byte / 7 + byte / BLOCK) as u8 ^ (at as u8 + seed));
         bytes.collect::<Vec<u8>>()
     };
     let write = |at| command::write(NsId(1), slba(at), blocks[at], blocks[at] * BLOCK, data(at));
@@ -162,8 +166,7 @@ fn room__of_a_full_drive_is_not_needed_if_only_preferred() {
     let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Prefer);
     let session = target.server.session(&device(), 1);
     let mut queue = session.queue(1, 16).unwrap();
-    let pool = target.backend.pool();
-    let all = pool.allocate(pool.bytes() as usize).unwrap();
+    let all = target.take_all();
     write_and_read(&mut queue, 7);
     let peers = target.backend.peers();
     assert_eq!((peers.direct(), peers.copied()), (0, 14));
@@ -191,8 +194,7 @@ fn room__of_a_full_drive_is_waited_for_if_required() {
     let device = device();
     let (_admin, cntlid) = target.server.admin(&device);
     let mut io = target.server.io(&device, cntlid, 1);
-    let pool = target.backend.pool();
-    let all = pool.allocate(pool.bytes() as usize).unwrap();
+    let all = target.take_all();
     // Time is meant: it waits as long as the target lets it.
     let (cqe, _) = io.run(rw(Opcode::READ, 1, 0, 1), &[], BLOCK);
     assert_eq!(cqe.status, Status::INTERRUPTED);
@@ -230,8 +232,7 @@ fn buffers__are_free_once_a_dead_queue_pair_has_let_go() {
         drop(admin);
         target.wait_until_free();
     }
-    let pool = target.backend.pool();
-    let all = pool.allocate(pool.bytes() as usize).unwrap();
+    let all = target.take_all();
     let pattern = vec![0xa5; all.bytes()];
     all.write(0, &pattern).unwrap();
     // The end of a session behind it has come by all reactors.
@@ -251,7 +252,11 @@ fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
     let (_admin, cntlid) = target.server.admin(&device);
     let mut io = target.server.io(&device, cntlid, 1);
     for cid in 0..8 {
-        io.command(rw(Opcode::WRITE, cid, u64::from(cid) * 16, 16), &[1; 64 << 10], 64 << 10);
+        io.command(
+            rw(Opcode::WRITE, cid, u64::from(cid) * 16, 16),
+            &[1; 64 << 10],
+            64 << 10,
+        );
     }
     target.drive.vanish();
     for cid in 0..8 {

@@ -160,6 +160,8 @@ pub struct DriveBackend {
     /// Bytes that a command moves at most, a multiple of a block and of a page.
     chunk: usize,
     p2p: PeerToPeer,
+    /// Bytes in a row for one command's data in the drive's memory.
+    peer_bytes_max: usize,
     peers: PeerCounts,
     has_write_cache: bool,
     writes_zeroes: bool,
@@ -285,6 +287,7 @@ impl DriveBackend {
         let controller = drive.controller();
         Ok(DriveBackend {
             namespace,
+            peer_bytes_max: pool.room(),
             pool,
             copies,
             chunk,
@@ -388,6 +391,11 @@ impl DriveBackend {
         &self.peers
     }
 
+    /// Returns the most bytes of a command that its own memory takes.
+    pub fn peer_bytes_max(&self) -> usize {
+        self.peer_bytes_max
+    }
+
     /// Returns the memory of its buffers.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
@@ -404,7 +412,12 @@ impl DriveBackend {
     }
 
     /// Writes from its own memory.
-    pub(crate) fn write_from_peer(&self, offset: u64, length: u64, data: &mut PeerData) -> Result<(), Status> {
+    pub(crate) fn write_from_peer(
+        &self,
+        offset: u64,
+        length: u64,
+        data: &mut PeerData,
+    ) -> Result<(), Status> {
         self.flushes.check()?;
         self.run_on_peer(Action::Write, offset, length, data)
     }

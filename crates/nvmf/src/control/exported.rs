@@ -255,6 +255,10 @@ impl Exported {
                 uuid: namespace.uuid,
                 read_only: namespace.is_protected,
                 ana_group: namespace.ana_group(),
+                p2p: namespace.backend.peer().map(|drive| {
+                    let peers = drive.peers();
+                    (drive.p2p(), peers.direct(), peers.copied())
+                }),
                 storage: config.storage.clone(),
             })
         });

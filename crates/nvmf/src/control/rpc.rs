@@ -517,7 +517,7 @@ fn controller_json(info: &ControllerInfo) -> Value {
 }
 
 fn namespace_json(info: &NamespaceInfo) -> Value {
-    json!({
+    let mut json = json!({
         "nsid": info.nsid.0,
         "name": info.storage.to_string(),
         "uuid": identity::uuid_text(&info.uuid),
@@ -525,7 +525,11 @@ fn namespace_json(info: &NamespaceInfo) -> Value {
         "block_bytes": info.block_bytes,
         "read_only": info.read_only,
         "ana_group": info.ana_group,
-    })
+    });
+    if let Some((mode, direct, copied)) = info.p2p {
+        json["p2p"] = json!({ "mode": mode.name(), "direct": direct, "copied": copied });
+    }
+    json
 }
 
 /// A socket for requests, as long as this lives.

@@ -80,7 +80,9 @@ impl Host {
                 assert!(self.connection.granted(Pages::new(bytes), self.now).is_some());
             }
             match self.connection.poll() {
-                Some(Action::Fetch { place, from, length, .. }) => {
+                Some(Action::Fetch {
+                    place, from, length, ..
+                }) => {
                     assert_eq!(from, REMOTE);
                     self.fetching.push((place, length));
                 }

@@ -37,7 +37,9 @@ impl Regions {
             let (memory, base) = pool.memory();
             // Hosts reach nothing of it.
             let memory = Booked::wrap(memory.clone(), slab.ledger(), Class::Data);
-            let mr = slab.pd().reg_mr(memory, base, pool.bytes(), 0, Access::LOCAL_WRITE);
+            let mr = slab
+                .pd()
+                .reg_mr(memory, base, pool.bytes(), 0, Access::LOCAL_WRITE);
             let region = Region {
                 pool: Arc::downgrade(pool),
                 mr: mr.ok(),

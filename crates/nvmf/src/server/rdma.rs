@@ -506,7 +506,9 @@ impl Rdma {
 
     /// Looks at what queues share with those of other connections.
     pub(super) fn handle_change(&mut self, core: &mut Core, now: Instant) {
-        self.ports.values_mut().for_each(|port| port.regions.forget_gone());
+        self.ports
+            .values_mut()
+            .for_each(|port| port.regions.forget_gone());
         let ids: Vec<_> = self.connections.keys().copied().collect();
         for id in ids {
             if let Some(served) = self.connections.get_mut(&id) {
@@ -728,7 +730,7 @@ impl Served {
         };
         let since = self.no_room_since.take().unwrap_or(now);
         let pool = drive.pool();
-        let has_way = bytes as u64 <= pool.bytes() && port.regions.reach(&port.slab, pool);
+        let has_way = bytes <= drive.peer_bytes_max() && port.regions.reach(&port.slab, pool);
         let data = if has_way { drive.take_peer(bytes) } else { None };
         match (data, drive.p2p()) {
             (Some(data), _) => {

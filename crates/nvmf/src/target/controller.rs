@@ -22,6 +22,7 @@ use super::io::{Io, Operation};
 use super::namespace::{COPY_FORMATS, Seat, SharedNamespace};
 use super::queue::{Executed, Port};
 use super::subsystem::{Listener, NAMESPACES_MAX, Namespaces, Subsystem, Target};
+use crate::backend::drive::DriveBackend;
 use crate::tls::psk::Psk;
 
 /// Requests for asynchronous events at a time.
@@ -413,7 +414,7 @@ impl Controller {
                 }
                 false => 0,
             },
-            mdts: self.port.mdts,
+            mdts: self.mdts(),
             cntlid: self.association.cntlid,
             version: VERSION_2_0,
             events: events(self.kind),
@@ -467,14 +468,30 @@ impl Controller {
         }
     }
 
+    /// Returns the most bytes of a command that all drives take which take data by RDMA themselves; `None`: there is no such drive.
+    fn peer_bytes_max(&self) -> Option<usize> {
+        if self.port.sgls & IdentifyController::SGLS_KEYED == 0 {
+            return None;
+        }
+        let namespaces = self.subsystem.list();
+        let peers = namespaces.iter().filter_map(|namespace| namespace.backend.peer());
+        peers.map(DriveBackend::peer_bytes_max).min()
+    }
+
+    /// Returns the maximum bytes of a command, as a power of two of pages. One of more than a drive takes would never have room there.
+    fn mdts(&self) -> u8 {
+        let pages = self.peer_bytes_max().map(|bytes| bytes / 4096);
+        let peer = pages.and_then(usize::checked_ilog2);
+        // 0 is no limit.
+        peer.map_or(self.port.mdts, |peer| self.port.mdts.min(peer.max(1) as u8))
+    }
+
     /// Returns the bytes of data that capsules of I/O commands may have. Data of RDMA in a capsule are in the target's memory already: there are none
     /// where a drive is to take them.
     fn in_capsule_bytes(&self) -> u32 {
-        let is_rdma = self.port.sgls & IdentifyController::SGLS_KEYED != 0;
-        let mut namespaces = self.subsystem.list().into_iter();
-        match is_rdma && namespaces.any(|namespace| namespace.backend.peer().is_some()) {
-            true => 0,
-            false => self.port.in_capsule_max,
+        match self.peer_bytes_max() {
+            Some(_) => 0,
+            None => self.port.in_capsule_max,
         }
     }
 

@@ -16,8 +16,8 @@ use super::fused::Own;
 use super::namespace::{COPY_BYTES_MAX, COPY_RANGES_MAX, Seat};
 use super::view::View;
 use crate::accelerator::WindowJob;
-use crate::backend::drive::DriveBackend;
 use crate::backend::Backend as _;
+use crate::backend::drive::DriveBackend;
 use crate::backend::peer::PeerData;
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.

@@ -382,7 +382,9 @@ impl TargetQp {
                     }
                     return Some(work);
                 }
-                Action::Fetch { place, from, length, .. } => {
+                Action::Fetch {
+                    place, from, length, ..
+                } => {
                     let (at, length_bytes) = (place.to_le_bytes(), length.to_le_bytes());
                     self.wire.push(READ, &[&at, &emit_remote(&from), &length_bytes]);
                     self.reads.insert(place, length);

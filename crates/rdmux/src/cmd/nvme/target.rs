@@ -40,7 +40,8 @@ pub(crate) struct Args {
     /// may be repeated. The namespaces are numbered from 1. `block=4096` sets the bytes of a block, `ro` refuses writes, `uuid=` replaces the
     /// namespace's UUID, by which hosts know it again, `ana=` its group of those that share a state of access (1). `pcie:0000:3b:00.0` is
     /// an NVMe drive that this process drives itself, with its first namespace, or another one behind a slash; `buffers=` is the memory that
-    /// takes the data, `dram`, or memory of the drive: `cmb` or `pmr`; `unbind` takes the drive from the kernel's driver (docs/drives.md).
+    /// takes the data, `dram`, or memory of the drive: `cmb` or `pmr`; with these, `p2p=prefer` and
+    /// `p2p=require` have data of NVMe/RDMA go between the RNIC and the drive; `unbind` takes the drive from the kernel's driver (docs/drives.md).
     #[arg(
         long = "ns",
         id = "namespaces",
