@@ -636,7 +636,8 @@ mod tests {
             (nvm, "memory of the host cannot be used: memlock"),
         ] {
             let function = Arc::new(Registers(capabilities));
-            let error = DriveBackend::of_function(function, None, MemoryKind::Dram).unwrap_err();
+            let error =
+                DriveBackend::of_function(function, None, MemoryKind::Dram, PeerToPeer::Off).unwrap_err();
             let error = error.to_string();
             assert!(error.contains(part) && !error.contains('\n'), "{error}");
         }
