@@ -554,7 +554,7 @@ impl Connection {
             place: Some(place),
             io,
             memory,
-            counted,
+            counted: counted as u32,
             length: length as usize,
             running: None,
         };
@@ -693,7 +693,7 @@ pub struct Work {
     io: Io,
     memory: Memory,
     /// Bytes of the buffer of [`Connection::granted`] that it has.
-    counted: usize,
+    counted: u32,
     length: usize,
     /// Set while an io_uring carries it out.
     running: Option<Running>,
@@ -720,7 +720,7 @@ impl Work {
 
     /// Returns the bytes of the buffer of [`Connection::granted`] that it has: they are in use until it is dropped, also if the connection is over.
     pub fn counted(&self) -> usize {
-        self.counted
+        self.counted as usize
     }
 
     /// Returns the bytes of its data in the capsule, 0 if they are elsewhere.
