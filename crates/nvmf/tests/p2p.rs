@@ -22,7 +22,21 @@ use rdma_host::*;
 
 const BLOCK: u32 = 4096;
 
-/// A target with a drive, which a thread moves.
+/// A thread that moves a drive.
+struct Mover {
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Mover {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let ended = self.thread.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, None | Some(Ok(()))));
+    }
+}
+
+/// A target with a drive.
 struct Peered {
     server: Running,
     drive: Arc<Drive>,
@@ -30,8 +44,8 @@ struct Peered {
     /// Bytes of buffers in a row while there are no commands.
     room: usize,
     ledger: Arc<Ledger>,
-    ends: Arc<AtomicBool>,
-    mover: Option<JoinHandle<()>>,
+    /// Ends last: the drive is shut down before.
+    _mover: Mover,
 }
 
 impl Peered {
@@ -39,7 +53,7 @@ impl Peered {
         let drive = Drive::new(Shape::default(), Bytes::new(64 << 10), 1);
         let ends = Arc::new(AtomicBool::new(false));
         let moved = (drive.clone(), ends.clone());
-        let mover = std::thread::spawn(move || {
+        let thread = std::thread::spawn(move || {
             let (drive, ends) = moved;
             let began = Instant::now();
             while !ends.load(Ordering::Relaxed) {
@@ -59,8 +73,10 @@ impl Peered {
             room: backend.pool().room(),
             backend,
             ledger,
-            ends,
-            mover: Some(mover),
+            _mover: Mover {
+                ends,
+                thread: Some(thread),
+            },
         }
     }
 
@@ -87,9 +103,6 @@ impl Peered {
 impl Drop for Peered {
     fn drop(&mut self) {
         self.server.stop();
-        self.ends.store(true, Ordering::Relaxed);
-        let ended = self.mover.take().map(JoinHandle::join);
-        assert!(std::thread::panicking() || matches!(ended, None | Some(Ok(()))));
         if !std::thread::panicking() {
             assert_eq!(self.drive.violation(), None);
         }
