@@ -22,7 +22,7 @@ pub enum Refusal {
 /// A window: data that arrive, then the result of a job.
 #[derive(Debug, Default)]
 pub struct Window {
-    /// What has arrived, or the result. Empty while the core has it.
+    /// Data that have arrived, or the result. Empty while the core has it.
     bytes: Vec<u8>,
     /// Blocks that have arrived, a bit each, without those of the header's page.
     arrived: Vec<u64>,

@@ -126,7 +126,7 @@ fn memory(kind: MemoryKind) -> String {
     }
 }
 
-/// What a drive does.
+/// State of a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// It starts, or is reset: it will be ready, or fail.
@@ -166,7 +166,7 @@ enum Phase {
     Failed,
 }
 
-/// What comes after a drive was disabled.
+/// Next step after a drive was disabled.
 #[derive(Clone, Debug)]
 enum Then {
     Start,

@@ -134,7 +134,7 @@ pub enum DriveOpenError {
     System {
         /// The function.
         address: PciAddress,
-        /// What was refused.
+        /// The refused access.
         what: String,
         /// The cause.
         source: io::Error,
@@ -342,7 +342,7 @@ fn driver(folder: &Path) -> Option<String> {
 fn has_iommu(folder: &Path) -> bool {
     let kind = fs::read_to_string(folder.join("iommu_group/type"));
     match kind {
-        // Where the IOMMU translates nothing, the group says so.
+        // The group says so if the IOMMU translates nothing.
         Ok(kind) => kind.trim() != "identity",
         Err(_) => folder.join("iommu_group").exists(),
     }

@@ -167,7 +167,7 @@ fn data__of_others_cross_the_targets_memory_twice() {
     let after = target.entries();
     let (nic, drive) = (after.0 - before.0, after.1 - before.1);
     let in_dram = [nic, drive].map(|entries| entries.get(Link::RootDram, Class::Data));
-    // What was in capsules is no data of the RNIC's account.
+    // Data in capsules are not the RNIC's account of data.
     let in_capsules = u64::from(BLOCK);
     assert_eq!(in_dram, [2 * bytes - in_capsules, 2 * bytes]);
     assert_eq!(nic.get(Link::NicDrive, Class::Data), 0);

@@ -5,7 +5,7 @@
 //! books has an `Option<Arc<Ledger>>`: without a ledger it looks at one pointer and does nothing. A static ledger would look at a pointer
 //! too, but could not keep two targets of a process apart.
 //!
-//! What the processor loads from DRAM and stores there is not booked: its caches answer most of it, and no device moves it.
+//! Loads of the processor from DRAM and its stores there are not booked: its caches answer most of them, and no device moves the bytes.
 
 mod booked;
 
@@ -45,10 +45,10 @@ impl Link {
     }
 }
 
-/// What bytes are for.
+/// Purpose of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub enum Class {
-    /// What users read and write, and what Identify and its likes return.
+    /// Bytes that users read and write, and those that Identify and its likes return.
     Data,
     /// Commands, lists of their pages, and capsules.
     Command,
@@ -70,7 +70,7 @@ impl Class {
     }
 }
 
-/// Where a memory is.
+/// Place of a memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Location {
     /// In the host's DRAM.
@@ -137,7 +137,7 @@ pub fn book(ledger: Option<&Arc<Ledger>>, route: Route, class: Class, bytes: u64
     }
 }
 
-/// What a ledger held at some moment.
+/// Contents of a ledger at some moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entries([[u64; CLASSES]; LINKS]);
 

@@ -246,7 +246,7 @@ enum Registered {
     Peer(PeerData),
 }
 
-/// What becomes of a command that waits for memory.
+/// Fate of a command that waits for memory.
 enum Next {
     /// It has some of a drive, or has failed.
     Gone,

@@ -105,7 +105,7 @@ fn ledger__has_what_an_rnic_moves_in_a_drive() {
     );
 }
 
-/// What a peer has no right to do moves nothing in the memory.
+/// Requests without a right move nothing in the memory.
 #[test]
 fn ledger__has_nothing_of_what_is_refused() {
     let mut pair = Pair::new();
