@@ -100,6 +100,7 @@ fn beside(name: &str, why: &str) -> Result<PathBuf> {
 }
 
 fn main() -> Result<()> {
+    rdmux_soft::register();
     let own: Vec<String> = std::env::args().skip(1).collect();
     match own.split_first().map(|(first, rest)| (first.as_str(), rest)) {
         Some((scale::COMMAND, args)) => return scale::child(args),
