@@ -259,14 +259,14 @@ impl Connection {
     /// Ends the connection if its host was silent for too long.
     pub fn handle_timeout(&mut self, now: Instant) {
         if self.queue.has_expired(now) {
-            self.end = self.end.or(Some(End::Silent));
+            self.close(End::Silent);
         }
     }
 
     /// Looks at what all queues share: ends the connection if its controller is over, and reports events.
     pub fn handle_change(&mut self) {
         if self.queue.is_over() {
-            self.end = self.end.or(Some(End::ControllerOver));
+            self.close(End::ControllerOver);
             return;
         }
         self.queue.handle_change();
@@ -274,6 +274,11 @@ impl Connection {
             self.abort(cid);
         }
         self.poll_event();
+    }
+
+    fn close(&mut self, end: End) {
+        self.end = self.end.or(Some(end));
+        self.queue.end();
     }
 
     /// Has a command completed without being carried out, if it has not begun. One whose data are on their way completes when they are there.
@@ -311,7 +316,7 @@ impl Connection {
             return;
         }
         if self.queue.is_over() {
-            self.end = Some(End::ControllerOver);
+            self.close(End::ControllerOver);
             return;
         }
         let at = usize::from(place);
@@ -322,11 +327,11 @@ impl Connection {
         let slot = &mut self.slots[at];
         assert!(!slot.is_used, "place {place} is in use");
         let Ok(sqe) = Sqe::parse(capsule) else {
-            self.end = Some(End::Violation("a capsule that is shorter than a command"));
+            self.close(End::Violation("a capsule that is shorter than a command"));
             return;
         };
         if self.outstanding >= self.queue.entries() {
-            self.end = Some(End::Violation("more commands than its queue has entries"));
+            self.close(End::Violation("more commands than its queue has entries"));
             return;
         }
         self.outstanding += 1;

@@ -232,14 +232,14 @@ impl Connection {
     /// Ends the connection if its host was silent for too long.
     pub fn handle_timeout(&mut self, now: Instant) {
         if self.queue.has_expired(now) {
-            self.end = self.end.or(Some(End::Silent));
+            self.close(End::Silent);
         }
     }
 
     /// Looks at what all queues share: ends the connection if its controller is over, aborts commands, and reports events.
     pub fn handle_change(&mut self) {
         if self.queue.is_over() {
-            self.end = self.end.or(Some(End::ControllerOver));
+            self.close(End::ControllerOver);
             return;
         }
         self.queue.handle_change();
@@ -247,6 +247,11 @@ impl Connection {
             self.abort(cid);
         }
         self.respond_events();
+    }
+
+    fn close(&mut self, end: End) {
+        self.end = self.end.or(Some(end));
+        self.queue.end();
     }
 
     fn respond_events(&mut self) {
@@ -319,7 +324,7 @@ impl Connection {
     }
 
     fn fail(&mut self, fatal: Fatal) {
-        self.end = Some(End::Violation(fatal));
+        self.close(End::Violation(fatal));
         self.outbox
             .push(&Header::C2hTermReq(fatal), Flags::empty(), DataLayout::default());
     }
@@ -415,7 +420,7 @@ impl Connection {
             }
             Header::H2cData(transfer) if self.is_initialized => self.handle_data(common, &transfer),
             Header::H2cTermReq(fatal) => {
-                self.end = Some(End::Terminated(fatal));
+                self.close(End::Terminated(fatal));
                 Ok(())
             }
             _ => Err(Fatal::Sequence),
@@ -430,7 +435,7 @@ impl Connection {
         now: Instant,
     ) -> Result<(), Fatal> {
         if self.queue.is_over() {
-            self.end = Some(End::ControllerOver);
+            self.close(End::ControllerOver);
             return Ok(());
         }
         let in_capsule_max = match self.queue.is_io() {

@@ -70,6 +70,8 @@ pub struct Controller {
     is_stopping: bool,
     /// Its I/O queues are over, which the transport has not been told.
     was_reset: bool,
+    /// Its subsystem has ended it.
+    is_over: bool,
     /// Namespaces to be flushed before a shutdown is complete.
     to_flush: Vec<Arc<SharedNamespace>>,
     /// Flushes that run.
@@ -118,6 +120,7 @@ impl Controller {
             is_enabling: false,
             is_stopping: false,
             was_reset: false,
+            is_over: false,
             to_flush: Vec::new(),
             flushing: 0,
             keep_alive: timeout(kind, keep_alive_ms),
@@ -292,6 +295,15 @@ impl Controller {
         self.association.copy_formats.store(0, Ordering::Release);
         self.association.reset();
         self.was_reset = true;
+    }
+
+    /// Ends it, with its I/O queues, unless it is over.
+    pub(super) fn end(&mut self) {
+        if !self.is_over {
+            self.is_over = true;
+            self.was_reset = true;
+            self.subsystem.dissociate(&self.association);
+        }
     }
 
     pub(super) fn take_reset(&mut self) -> bool {
@@ -582,7 +594,7 @@ impl Controller {
 
 impl Drop for Controller {
     fn drop(&mut self) {
-        self.subsystem.dissociate(&self.association);
+        self.end();
     }
 }
 

@@ -199,6 +199,14 @@ impl Queue {
         }
     }
 
+    /// Its connection is over. That of an admin queue ends the controller now, not when the transport drops it: the host may learn of it before that, and connect
+    /// again.
+    pub fn end(&mut self) {
+        if let Role::Admin(controller) = &mut self.role {
+            controller.end();
+        }
+    }
+
     /// Takes note of changes of its subsystem: a namespace that was removed lasts no longer than this.
     pub fn handle_change(&mut self) {
         match &mut self.role {

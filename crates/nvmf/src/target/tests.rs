@@ -837,7 +837,8 @@ fn end__holds_the_hosts_other_controllers_until_what_runs_is_done() {
     let running = session.enter(true).unwrap();
     assert_eq!(other.io.held_until(now), None);
     let cntlid = lost.cntlid;
-    lost.admin = Queue::new(target.clone(), PORT, LOCAL, now);
+    // Its transport may keep the queue until the host has closed its side.
+    lost.admin.end();
     // A host that has lost one path writes by another one: what it writes must not be overwritten by what was written before.
     assert!(other.io.held_until(now).is_some_and(|until| until > now));
     assert_eq!(stranger.io.held_until(now), None);
@@ -849,6 +850,26 @@ fn end__holds_the_hosts_other_controllers_until_what_runs_is_done() {
     let (_, cqe) = io_queue(&target, cntlid, 2, now);
     assert_eq!(cqe.status, Status::CONNECT_INVALID.do_not_retry());
     assert_eq!(cqe.result, u64::from(ConnectData::CNTLID_AT) | 1 << 16);
+}
+
+#[test]
+fn end__frees_the_id_of_a_controller_once() {
+    let now = Instant::now();
+    let subsystem = Subsystem::new(
+        Nqn::new(SUBSYSTEM).unwrap(),
+        "serial",
+        Hosts::any(Terms::default()),
+    );
+    let subsystem = Arc::new(subsystem.with_cntlids(7..=7));
+    let target = Arc::new(Target::default());
+    target.add_subsystem(subsystem.clone()).unwrap();
+    let (mut lost, _) = admin(&target, SUBSYSTEM, now);
+    lost.end();
+    let (next, cntlid) = admin(&target, SUBSYSTEM, now);
+    drop(lost);
+    assert!(subsystem.association(cntlid).is_some());
+    drop(next);
+    assert!(subsystem.association(cntlid).is_none());
 }
 
 #[test]

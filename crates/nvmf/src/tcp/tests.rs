@@ -245,6 +245,16 @@ fn rw(opcode: Opcode, cid: u16, slba: u64, blocks: u32) -> Sqe {
 }
 
 #[test]
+fn end__of_an_admin_queue_ends_its_controller() {
+    let (mut admin, io) = hosts(Digests::empty(), false, 1);
+    assert!(!io.connection.queue.is_over());
+    admin.send(&Header::H2cTermReq(Fatal::Sequence), &[]);
+    assert_eq!(admin.connection.end(), Some(End::Terminated(Fatal::Sequence)));
+    assert!(admin.connection.take_reset());
+    assert!(io.connection.queue.is_over());
+}
+
+#[test]
 fn io__returns_what_was_written() {
     let every = [Digests::empty(), Digests::HEADER, Digests::DATA, Digests::all()];
     for (seed, digests) in every.into_iter().enumerate() {
