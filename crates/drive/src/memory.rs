@@ -16,9 +16,10 @@ use crate::{Bar, Function};
 pub const PAGE: usize = 4096;
 
 /// Memory that takes the data of a command.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum MemoryKind {
     /// Memory of the host.
+    #[default]
     Dram,
     /// The drive's Controller Memory Buffer.
     Cmb,

@@ -17,6 +17,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rdmux_verbs::ledger::{Entries, Ledger};
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId};
 
@@ -114,6 +115,9 @@ pub enum ControlError {
     /// A number that only a start sets.
     #[error("the number of reactors changes only with a restart")]
     Reactors,
+    /// A setting of the start.
+    #[error("whether the target keeps a byte ledger changes only with a restart")]
+    Ledger,
     /// Two listeners have the same address.
     #[error("two listeners are for {0}")]
     ListenTwice(Listener),
@@ -209,13 +213,18 @@ impl Control {
     /// # Errors
     /// Something in the description is not there, or in use.
     pub fn start(config: TargetConfig) -> Result<(Control, Server), ControlError> {
-        let target = Arc::new(Target::default());
+        let ledger = config.ledger.then(Arc::<Ledger>::default);
+        let target = match &ledger {
+            Some(ledger) => Target::default().with_ledger(ledger.clone()),
+            None => Target::default(),
+        };
+        let target = Arc::new(target);
         let mut subsystems = BTreeMap::new();
         check(&config)?;
         target.set_referrals(config.referrals);
         let tls = config.listen.iter().any(|listen| listen.tls);
         for subsystem in config.subsystems {
-            let (nqn, exported) = Exported::new(subsystem, tls)?;
+            let (nqn, exported) = Exported::new(subsystem, tls, ledger.as_ref())?;
             target.add_subsystem(exported.subsystem.clone())?;
             subsystems.insert(nqn, exported);
         }
@@ -244,6 +253,11 @@ impl Control {
             announcer: Mutex::new(announcer),
         };
         Ok((control, server))
+    }
+
+    /// Returns the bytes that RNICs and drives have moved at its side; `None`: it does not count them.
+    pub fn ledger(&self) -> Option<Entries> {
+        self.target.ledger().map(|ledger| ledger.entries())
     }
 
     /// Returns the ways to it.
@@ -551,6 +565,9 @@ impl Control {
         if config.reactors != self.reactors {
             return Err(ControlError::Reactors);
         }
+        if config.ledger != self.target.ledger().is_some() {
+            return Err(ControlError::Ledger);
+        }
         let mut subsystems = self.subsystems.lock();
         check(&config)?;
         let tls = config.listen.iter().any(|listen| listen.tls);
@@ -559,7 +576,7 @@ impl Control {
             let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
             prepared.push(match subsystems.get(&nqn) {
                 Some(exported) => Change::Update(nqn, exported.prepare(config, tls)?),
-                None => Change::Add(Exported::new(config, tls)?),
+                None => Change::Add(Exported::new(config, tls, self.target.ledger())?),
             });
         }
         let mut listeners = self.listeners.lock();

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_drive::{Buffer, MemoryKind};
-use rdmux_nvmf::backend::drive::DriveBackend;
+use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
 use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::IoQueue;
 use rdmux_nvmf::host::command;
@@ -64,8 +64,13 @@ impl Peered {
                 }
             }
         });
-        let backend = Arc::new(DriveBackend::of_function(drive.clone(), None, buffers, p2p).unwrap());
         let ledger = Arc::new(Ledger::default());
+        let settings = DriveSettings {
+            buffers,
+            p2p,
+            ledger: Some(ledger.clone()),
+        };
+        let backend = Arc::new(DriveBackend::of_function(drive.clone(), None, settings).unwrap());
         let server = Running::by(Target::default().with_ledger(ledger.clone()), backend.clone());
         Peered {
             server,

@@ -14,6 +14,7 @@ use rdmux_drive::{
     Action, Buffer, Command, Completion, Drive, DriveError, DriveNamespace, DriveOpenError, Function,
     MemoryKind, Options, Outcome, PAGE, PciAddress, Pool, RefusedReason, State, Unusable,
 };
+use rdmux_verbs::ledger::Ledger;
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::{NsId, Status};
 
@@ -148,6 +149,17 @@ fn listed(nsids: &[NsId]) -> String {
     }
 }
 
+/// Use of a drive by this process.
+#[derive(Clone, Debug, Default)]
+pub struct DriveSettings {
+    /// Memory that takes the data.
+    pub buffers: MemoryKind,
+    /// Commands whose data go between the queue pair and the drive's own memory.
+    pub p2p: PeerToPeer,
+    /// Ledger of the bytes that cross the drive's links.
+    pub ledger: Option<Arc<Ledger>>,
+}
+
 /// A namespace of a drive that this process drives.
 #[derive(Debug)]
 pub struct DriveBackend {
@@ -199,18 +211,17 @@ fn pause(turn: u32) {
 }
 
 impl DriveBackend {
-    /// Opens and starts a drive, whose data are to lie in a kind of memory.
+    /// Opens and starts a drive.
     ///
     /// # Errors
     /// The drive is not to be had, does not start, or has no such namespace or memory.
     pub fn open(
         place: &DrivePlace,
-        buffers: MemoryKind,
-        p2p: PeerToPeer,
         unbind: bool,
+        settings: DriveSettings,
     ) -> Result<DriveBackend, DriveBackendError> {
         let function = rdmux_drive::open(&place.address, unbind)?;
-        DriveBackend::of_function(function, place.nsid, buffers, p2p)
+        DriveBackend::of_function(function, place.nsid, settings)
     }
 
     /// Starts the drive that a function is.
@@ -220,9 +231,9 @@ impl DriveBackend {
     pub fn of_function(
         function: Arc<dyn Function>,
         nsid: Option<NsId>,
-        buffers: MemoryKind,
-        p2p: PeerToPeer,
+        settings: DriveSettings,
     ) -> Result<DriveBackend, DriveBackendError> {
+        let DriveSettings { buffers, p2p, ledger } = settings;
         let address = function.address().to_owned();
         if p2p != PeerToPeer::Off && buffers == MemoryKind::Dram {
             return Err(DriveBackendError::NoPeer(address));
@@ -234,6 +245,7 @@ impl DriveBackend {
         let options = Options {
             cmb: buffers == MemoryKind::Cmb,
             pmr: buffers == MemoryKind::Pmr,
+            ledger,
             ..Options::default()
         };
         let drive = Drive::new(function, options, Instant::now()).map_err(start)?;
@@ -636,8 +648,7 @@ mod tests {
             (nvm, "memory of the host cannot be used: memlock"),
         ] {
             let function = Arc::new(Registers(capabilities));
-            let error =
-                DriveBackend::of_function(function, None, MemoryKind::Dram, PeerToPeer::Off).unwrap_err();
+            let error = DriveBackend::of_function(function, None, DriveSettings::default()).unwrap_err();
             let error = error.to_string();
             assert!(error.contains(part) && !error.contains('\n'), "{error}");
         }

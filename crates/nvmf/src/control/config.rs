@@ -38,6 +38,9 @@ pub struct TargetConfig {
     /// Its discovery service is announced by mDNS.
     #[serde(default)]
     pub mdns: bool,
+    /// It counts the bytes that RNICs and drives move at its side.
+    #[serde(default)]
+    pub ledger: bool,
     /// Other discovery services, to which it refers hosts.
     #[serde(default, rename = "referral", deserialize_with = "referrals")]
     pub referrals: Vec<Referral>,

@@ -6,13 +6,14 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rdmux_verbs::ledger::Ledger;
 use rdmux_wire::nvme::{Nqn, NsId};
 
 use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
 use super::{ControlError, NamespaceInfo, SubsystemInfo, drives};
 use crate::accelerator::Accelerator;
 use crate::auth::Secrets;
-use crate::backend::drive::DriveBackend;
+use crate::backend::drive::{DriveBackend, DriveSettings};
 use crate::backend::{Backend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
 use crate::reservations::ReservationFolder;
@@ -32,6 +33,8 @@ pub(super) struct Exported {
     pub(super) namespaces: BTreeMap<NsId, NamespaceConfig>,
     /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
     highest: NsId,
+    /// Books what drives of the target move.
+    ledger: Option<Arc<Ledger>>,
     /// Keeps the name from other targets.
     _claim: OwnedFd,
 }
@@ -62,7 +65,11 @@ pub(super) struct Update {
 }
 
 impl Exported {
-    pub(super) fn new(mut config: SubsystemConfig, tls: bool) -> Result<(Nqn, Exported), ControlError> {
+    pub(super) fn new(
+        mut config: SubsystemConfig,
+        tls: bool,
+        ledger: Option<&Arc<Ledger>>,
+    ) -> Result<(Nqn, Exported), ControlError> {
         let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
         let cntlids = config.cntlids.clone().unwrap_or(1..=CNTLID_MAX);
         let claim = identity::claim(&nqn, &cntlids).map_err(|error| match error.kind() {
@@ -85,6 +92,7 @@ impl Exported {
             access,
             namespaces: BTreeMap::new(),
             highest: NsId(0),
+            ledger: ledger.cloned(),
             _claim: claim,
         };
         for (nsid, namespace) in numbered(namespaces, &BTreeMap::new()) {
@@ -109,7 +117,13 @@ impl Exported {
         {
             return Err(OpenError::InUse(PathBuf::from(config.storage.to_string())).into());
         }
-        let (namespace, medium) = open(self.subsystem.nqn(), nsid, config, file.as_deref())?;
+        let (namespace, medium) = open(
+            self.subsystem.nqn(),
+            nsid,
+            config,
+            file.as_deref(),
+            self.ledger.as_ref(),
+        )?;
         let is_first = medium.is_none();
         let namespace = self
             .subsystem
@@ -397,6 +411,7 @@ fn open(
     nsid: NsId,
     config: &NamespaceConfig,
     file: Option<&Path>,
+    ledger: Option<&Arc<Ledger>>,
 ) -> Result<(Namespace, Option<Arc<Medium>>), ControlError> {
     let (mut medium, mut block_shift) = (None, config.block_shift);
     // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
@@ -415,7 +430,12 @@ fn open(
         }
         Storage::Null(bytes) => (Arc::new(NullBackend(*bytes)), b"null".to_vec()),
         Storage::Pcie(pcie) => {
-            let drive = DriveBackend::open(&pcie.place, pcie.buffers, pcie.p2p, pcie.unbind)?;
+            let settings = DriveSettings {
+                buffers: pcie.buffers,
+                p2p: pcie.p2p,
+                ledger: ledger.cloned(),
+            };
+            let drive = DriveBackend::open(&pcie.place, pcie.unbind, settings)?;
             // It reads and writes no smaller blocks than its own.
             block_shift = block_shift.max(drive.block_shift());
             let name = drive.name().as_bytes().to_vec();

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rdmux_verbs::ledger::Entries;
 use rdmux_verbs::provider::folder::runtime_folder;
 use rdmux_wire::nvme::{AnaState, HealthLog, Nqn, NsId, TransportKind};
 use rustix::fs::{Mode, fchmod};
@@ -234,7 +235,7 @@ impl ListenAddress {
 }
 
 /// The methods.
-const METHODS: [&str; 18] = [
+const METHODS: [&str; 19] = [
     "nvmf_discovery_add_referral",
     "nvmf_discovery_get_referrals",
     "nvmf_discovery_remove_referral",
@@ -250,6 +251,7 @@ const METHODS: [&str; 18] = [
     "nvmf_subsystem_set_ns_ana_group",
     "nvmf_subsystem_set_other_hosts",
     "nvmf_target_add_listener",
+    "nvmf_target_get_ledger",
     "nvmf_target_get_listeners",
     "nvmf_target_remove_listener",
     "rpc_get_methods",
@@ -396,6 +398,12 @@ fn carry_out(control: &Control, method: &str, params: Option<Value>) -> Result<V
                 .map_err(refused)?;
             Ok(true.into())
         }
+        "nvmf_target_get_ledger" => {
+            parse::<NoParams>(params)?;
+            Ok(control
+                .ledger()
+                .map_or(Value::Null, |entries| ledger_json(&entries)))
+        }
         "nvmf_target_get_listeners" => {
             parse::<NoParams>(params)?;
             Ok(control.listening().iter().map(listen_json).collect())
@@ -495,6 +503,14 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
         "max_cntlid": info.cntlids.end(),
         "namespaces": info.namespaces.iter().map(namespace_json).collect::<Vec<_>>(),
     })
+}
+
+fn ledger_json(entries: &Entries) -> Value {
+    let mut json = json!({});
+    for (link, class, bytes) in entries.iter() {
+        json[link.name()][class.name()] = bytes.into();
+    }
+    json
 }
 
 fn counts_json(counts: &HealthLog) -> Value {

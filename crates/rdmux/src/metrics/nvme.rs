@@ -1,6 +1,7 @@
 //! Metrics of an NVMe target: of all of its subsystems together, since their names are for those who may use them.
 
 use rdmux_nvmf::control::Control;
+use rdmux_verbs::ledger::Entries;
 use rdmux_wire::nvme::HealthLog;
 
 use super::text::{Kind, Text};
@@ -13,11 +14,23 @@ pub(super) struct Figures {
     controllers: usize,
     queues: usize,
     counts: HealthLog,
+    ledger: Option<Entries>,
 }
 
 impl Figures {
+    #[cfg(test)]
+    pub(super) fn with_ledger() -> Figures {
+        Figures {
+            ledger: Some(Entries::default()),
+            ..Figures::default()
+        }
+    }
+
     pub(super) fn of(target: &Control) -> Figures {
-        let mut figures = Figures::default();
+        let mut figures = Figures {
+            ledger: target.ledger(),
+            ..Figures::default()
+        };
         for subsystem in target.subsystems() {
             figures.subsystems += 1;
             figures.namespaces += subsystem.namespaces.len();
@@ -76,5 +89,12 @@ impl Figures {
         let help = "Commands that failed at the medium.";
         text.family("rdmux_nvme_media_errors_total", Kind::Counter, help);
         text.sample("", &[], counts.media_errors);
+        if let Some(ledger) = &self.ledger {
+            let help = "Bytes that RNICs and drives have moved, by link of the host.";
+            text.family("rdmux_nvme_link_bytes_total", Kind::Counter, help);
+            for (link, class, bytes) in ledger.iter() {
+                text.sample("", &[("link", link.name()), ("class", class.name())], bytes);
+            }
+        }
     }
 }

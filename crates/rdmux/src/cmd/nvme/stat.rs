@@ -3,8 +3,10 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use rdmux_verbs::ledger::{Class, Link};
 use serde_json::{Value, json};
+use strum::VariantArray;
 
 use super::change::At;
 use super::perf::parse_seconds;
@@ -19,11 +21,15 @@ const COUNTS: [&str; 5] = ["reads", "read_bytes", "writes", "written_bytes", "me
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: an array of nqn, seconds (of the interval, or null), counts (reads, read_bytes, writes, written_bytes, media_errors: of all controllers), controllers (array of
-cntlid, hostnqn, hostid, num_io_qpairs, and the counts of it).")]
+cntlid, hostnqn, hostid, num_io_qpairs, and the counts of it). With --ledger an object of links (wire, nic-root, root-dram, root-drive, nic-drive), each an object
+of classes (data, command, completion, doorbell) in bytes.")]
 pub(crate) struct Args {
     /// Count for so many seconds, and show what was done in them a second.
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     interval: Option<Duration>,
+    /// Show the bytes that RNICs and drives have moved, by link of the target's host: it runs with --ledger.
+    #[arg(long, conflicts_with = "interval")]
+    ledger: bool,
     #[command(flatten)]
     at: At,
 }
@@ -121,7 +127,38 @@ fn table(subsystem: &Value) -> String {
     output::table(&columns, &rows)
 }
 
+/// Shows the byte ledger, a line for each link.
+fn ledger_table(ledger: &Value) -> String {
+    let classes = Class::VARIANTS;
+    let rows = Link::VARIANTS.iter().map(|link| {
+        let bytes = |class: &Class| ledger[link.name()][class.name()].as_u64().unwrap_or(0);
+        let all: u64 = classes.iter().map(bytes).sum();
+        let numbers = classes.iter().map(bytes).chain([all]);
+        let numbers = numbers.map(|bytes| bytes.to_string());
+        [link.name().to_owned()].into_iter().chain(numbers).collect()
+    });
+    let names = classes.iter().map(|class| class.name()).chain(["bytes"]);
+    let columns = names.map(|name| (name, Align::Right));
+    let columns: Vec<_> = [("link", Align::Left)].into_iter().chain(columns).collect();
+    output::table(&columns, &rows.collect::<Vec<_>>())
+}
+
+fn show_ledger(at: &At) -> Result<()> {
+    let ledger = at.call("nvmf_target_get_ledger", json!({}))?;
+    if ledger.is_null() {
+        bail!("the target does not count bytes by link: start it with --ledger");
+    }
+    output::say(&match at.json {
+        true => ledger.to_string(),
+        false => ledger_table(&ledger),
+    });
+    Ok(())
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.ledger {
+        return show_ledger(&args.at);
+    }
     let mut subsystems = read(&args.at)?;
     if let Some(interval) = args.interval {
         let (before, began) = (subsystems, Instant::now());

@@ -97,6 +97,9 @@ pub(crate) struct Args {
     /// Announce the discovery service by mDNS on the networks of the listeners, so that hosts find it. Those on loopback are not announced.
     #[arg(long, conflicts_with = "config")]
     mdns: bool,
+    /// Count the bytes that RNICs and drives move, by link of this host (docs/ledger.md): `rdmux nvme stat --ledger` shows them.
+    #[arg(long, conflicts_with = "config")]
+    ledger: bool,
     /// Socket for the requests of `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` [default: one in your folder for what runs].
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -153,6 +156,7 @@ impl Args {
             listen: listen.collect(),
             reactors: self.reactors,
             mdns: self.mdns,
+            ledger: self.ledger,
             referrals: Vec::new(),
             subsystems,
         })
