@@ -27,16 +27,16 @@ const LZ4_MAGIC: u32 = 0x184d_2204;
 /// Bit of a block's size: the block is not compressed.
 const LZ4_UNCOMPRESSED: u32 = 1 << 31;
 
-/// Gives a buffer a length. Its new bytes are zeros.
+/// Makes a buffer of zeros. The system gives a large one its memory as that is first used, so this takes no time.
 ///
 /// # Errors
 /// There is not so much memory.
-pub(crate) fn resize(buffer: &mut Vec<u8>, len: usize) -> Result<(), ()> {
-    buffer
-        .try_reserve_exact(len.saturating_sub(buffer.len()))
-        .map_err(|_| ())?;
-    buffer.resize(len, 0);
-    Ok(())
+pub(crate) fn zeroes(len: usize) -> Result<Vec<u8>, ()> {
+    // `vec!` ends the process where there is no memory.
+    let mut asked: Vec<u8> = Vec::new();
+    asked.try_reserve_exact(len).map_err(|_| ())?;
+    drop(std::hint::black_box(asked));
+    Ok(vec![0; len])
 }
 
 /// A compressor and a decompressor.
