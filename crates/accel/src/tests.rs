@@ -424,7 +424,11 @@ fn lz4__takes_short_frames_by_the_thousand() {
     let number = 8000;
     let packed = frame.repeat(number);
     let length = packed.len();
-    let (done, unpacked) = run(&mut core, job(Algorithm::Lz4, JobKind::Decompress, length), &packed);
+    let (done, unpacked) = run(
+        &mut core,
+        job(Algorithm::Lz4, JobKind::Decompress, length),
+        &packed,
+    );
     assert_eq!((done.status, done.length), (JobStatus::Done, 32 * 8000));
     assert!(unpacked.iter().all(|byte| *byte == 7));
 }
@@ -447,7 +451,11 @@ fn lz4__reads_frames_of_each_form() {
             let decompress = job(Algorithm::Lz4, JobKind::Decompress, packed.len());
             let (done, unpacked) = run(&mut core, decompress, &packed);
             let consumed = done.consumed as usize;
-            assert_eq!((done.status, consumed), (JobStatus::Done, packed.len()), "{mode:?}");
+            assert_eq!(
+                (done.status, consumed),
+                (JobStatus::Done, packed.len()),
+                "{mode:?}"
+            );
             assert!(unpacked == data, "{mode:?}, {checked}");
             // A header, data and checksums that have changed.
             for at in [4, 6, packed.len() / 2, packed.len() - 1] {
