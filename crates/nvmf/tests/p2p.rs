@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_drive::{Buffer, MemoryKind};
+use rdmux_nvmf::backend::Backend;
 use rdmux_nvmf::backend::drive::DriveBackend;
 use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::IoQueue;
@@ -277,4 +278,15 @@ fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
     }
     let (cqe, _) = io.run(rw(Opcode::READ, 9, 0, 1), &[], BLOCK);
     assert!(!cqe.status.is_success());
+}
+
+#[test]
+fn drive__that_is_out_of_use_and_keeps_its_memory_fails_commands() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Off);
+    // As the commands of a drive that does not stop.
+    let _kept = target.take_all();
+    target.drive.vanish();
+    let gone = Status::NAMESPACE_NOT_READY.do_not_retry();
+    assert_eq!(target.backend.read(0, &mut [0; 4096]), Err(gone));
+    assert_eq!(target.backend.write(0, &[0; 4096]), Err(gone));
 }

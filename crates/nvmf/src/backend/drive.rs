@@ -322,12 +322,24 @@ impl DriveBackend {
     }
 
     /// Takes memory for data. Whoever has some waits for the drive alone, so that there is some in the end.
-    fn allocate(&self, bytes: usize) -> Buffer {
+    ///
+    /// # Errors
+    /// The drive is out of use: one that did not stop has kept the memory of its commands.
+    fn allocate(&self, bytes: usize) -> Result<Buffer, Status> {
         let mut turn = 0;
         loop {
             if let Some(buffer) = self.copies.allocate(bytes) {
-                return buffer;
+                return Ok(buffer);
             }
+            let mut shared = self.shared.lock();
+            shared.poll();
+            match shared.drive.state() {
+                State::Starting | State::Ready => {}
+                State::Stopping | State::Off | State::Failed => {
+                    return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
+                }
+            }
+            drop(shared);
             pause(turn);
             turn += 1;
         }
@@ -515,7 +527,7 @@ impl Backend for DriveBackend {
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Status> {
         let mut at = offset;
         for part in out.chunks_mut(self.chunk) {
-            let buffer = self.allocate(part.len());
+            let buffer = self.allocate(part.len())?;
             let command = self.command(Action::Read, at, part.len() as u64);
             let data = self.run(command, vec![buffer])?;
             let read = data.first().map(|buffer| buffer.read(0, part));
@@ -529,7 +541,7 @@ impl Backend for DriveBackend {
         self.flushes.check()?;
         let mut at = offset;
         for part in bytes.chunks(self.chunk) {
-            let buffer = self.allocate(part.len());
+            let buffer = self.allocate(part.len())?;
             buffer.write(0, part).map_err(|_| Status::WRITE_FAULT)?;
             let command = self.command(Action::Write, at, part.len() as u64);
             self.run(command, vec![buffer])?;
