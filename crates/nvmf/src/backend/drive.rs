@@ -622,6 +622,9 @@ mod tests {
         fn address(&self) -> &str {
             "0000:00:04.0"
         }
+        fn register_bytes(&self) -> u64 {
+            16 << 10
+        }
         fn read_u32(&self, _: u32) -> u32 {
             self.0 as u32
         }
@@ -645,6 +648,7 @@ mod tests {
             (u64::MAX, "0000:00:04.0: the drive does not answer"),
             (0x3f, "0000:00:04.0: the drive has no NVM command set"),
             (nvm | 1 << 48, "pages of at least 8192 bytes"),
+            (nvm | 0xf << 32, "has doorbells behind its registers"),
             (nvm, "memory of the host cannot be used: memlock"),
         ] {
             let function = Arc::new(Registers(capabilities));
