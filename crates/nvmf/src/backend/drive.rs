@@ -345,12 +345,23 @@ impl DriveBackend {
         }
     }
 
+    /// Returns true if a drive that is ready has the blocks that hosts know: after a reset it may have others.
+    fn has_same_blocks(&self, drive: &Drive) -> bool {
+        let known = &self.namespace;
+        drive.namespaces().iter().any(|now| {
+            now.nsid == known.nsid && now.block_shift == known.block_shift && now.blocks >= known.blocks
+        })
+    }
+
     /// Has the drive carry out a command, and returns its buffers.
     fn run(&self, command: Command, mut data: Vec<Buffer>) -> Result<Vec<Buffer>, Status> {
         let give_up = Instant::now() + RESTART_WAIT;
         let mut turn = 0;
         let token = loop {
             let mut shared = self.shared.lock();
+            if shared.drive.state() == State::Ready && !self.has_same_blocks(&shared.drive) {
+                return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
+            }
             let (now, token) = (Instant::now(), shared.next_token);
             match shared.drive.submit(now, 0, command, data, token) {
                 Ok(()) => {
