@@ -56,7 +56,8 @@ pub(crate) fn accel_window(input: &[u8]) {
                 continue;
             }
         };
-        if let Ok(Some(started)) = taken {
+        if let Ok(Some(number)) = taken {
+            let started = window.take(number).expect("the window was not cleared");
             window.finish(core.run(started));
             assert!(window.outcome().is_some_and(|outcome| outcome.status.is_over()));
             check(&window, &info);

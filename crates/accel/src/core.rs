@@ -50,12 +50,12 @@ impl Core {
         let Started {
             job,
             mut bytes,
-            generation,
+            number,
         } = started;
         let outcome = self.work(&job, &mut bytes);
         Ran {
             bytes,
-            generation,
+            number,
             outcome,
         }
     }
@@ -86,8 +86,11 @@ impl Core {
                 _ => done(data.len(), data.len()),
             };
         };
-        if self.scratch.len() != bytes.len() && frames::resize(&mut self.scratch, bytes.len()).is_err() {
-            return failed(JobStatus::Failed);
+        if self.scratch.len() != bytes.len() {
+            let Ok(scratch) = frames::zeroes(bytes.len()) else {
+                return failed(JobStatus::Failed);
+            };
+            self.scratch = scratch;
         }
         let level = if job.level == 0 { self.level } else { job.level };
         let result = match job.kind {

@@ -1,10 +1,12 @@
 //! Compressed data, as the tools zstd, lz4 and gzip read and write them: frames that stand one behind the other.
 
-use std::io::{Read, Write};
+use std::io::Write;
 
 use libdeflater::{CompressionLvl, Compressor, DecompressionError, Decompressor};
-use lz4_flex::frame::{BlockSize, FrameDecoder, FrameEncoder, FrameInfo};
+use lz4_flex::block::{DecompressError, decompress_into_with_dict};
+use lz4_flex::frame::{BlockSize, FrameEncoder, FrameInfo};
 use rdmux_wire::accel::{Algorithm, JobStatus};
+use twox_hash::XxHash32;
 use zstd::zstd_safe::{self, CCtx, DCtx};
 
 /// Length and fields of a member of gzip that this crate makes, up to its DEFLATE data: the header (RFC 1952, 2.3), and a field "RX" with the bytes of the whole
@@ -26,17 +28,21 @@ const SKIPPABLE_HEADER: usize = 8;
 const LZ4_MAGIC: u32 = 0x184d_2204;
 /// Bit of a block's size: the block is not compressed.
 const LZ4_UNCOMPRESSED: u32 = 1 << 31;
+/// Bytes of a block's size, and of a checksum.
+const LZ4_WORD: usize = 4;
+/// Bytes in front of a block that it may refer to, unless the frame's blocks are independent.
+const LZ4_WINDOW: usize = 64 << 10;
 
-/// Gives a buffer a length. Its new bytes are zeros.
+/// Makes a buffer of zeros. The system gives a large one its memory as that is first used, so this takes no time.
 ///
 /// # Errors
 /// There is not so much memory.
-pub(crate) fn resize(buffer: &mut Vec<u8>, len: usize) -> Result<(), ()> {
-    buffer
-        .try_reserve_exact(len.saturating_sub(buffer.len()))
-        .map_err(|_| ())?;
-    buffer.resize(len, 0);
-    Ok(())
+pub(crate) fn zeroes(len: usize) -> Result<Vec<u8>, ()> {
+    // `vec!` ends the process where there is no memory.
+    let mut asked: Vec<u8> = Vec::new();
+    asked.try_reserve_exact(len).map_err(|_| ())?;
+    drop(std::hint::black_box(asked));
+    Ok(vec![0; len])
 }
 
 /// A compressor and a decompressor.
@@ -194,20 +200,42 @@ fn compress_lz4(data: &[u8], out: &mut [u8]) -> Result<usize, JobStatus> {
     Ok(room - rest.len())
 }
 
+/// Decompresses block by block into the place of the result. The reader of `lz4_flex` fills a buffer of the frame's largest block for each frame: short
+/// frames would take a thousand times as long as others.
 fn decompress_lz4(frame: &[u8], out: &mut [u8]) -> Result<usize, JobStatus> {
-    let mut decoder = FrameDecoder::new(frame);
-    let mut length = 0;
-    while length < out.len() {
-        match decoder.read(&mut out[length..]).map_err(|_| JobStatus::Corrupt)? {
-            0 => return Ok(length),
-            more => length += more,
+    let header = Lz4Header::parse(frame)?;
+    let (mut at, mut length) = (header.bytes, 0);
+    while let Some(block) = header.block(frame, at)? {
+        at = block.end;
+        if block
+            .checksum
+            .is_some_and(|checksum| checksum != XxHash32::oneshot(0, block.bytes))
+        {
+            return Err(JobStatus::Corrupt);
         }
+        let (content, room) = out.split_at_mut(length);
+        length += if block.is_compressed {
+            let window = match header.is_independent {
+                true => &[],
+                false => &content[length.saturating_sub(LZ4_WINDOW)..],
+            };
+            let most = room.len().min(header.block_max);
+            decompress_into_with_dict(block.bytes, &mut room[..most], window).map_err(
+                |error| match error {
+                    DecompressError::OutputTooSmall { .. } if most < header.block_max => JobStatus::TooLong,
+                    _ => JobStatus::Corrupt,
+                },
+            )?
+        } else {
+            let room = room.get_mut(..block.bytes.len()).ok_or(JobStatus::TooLong)?;
+            room.copy_from_slice(block.bytes);
+            room.len()
+        };
     }
-    // The end of the frame may be all that is left of it.
-    match decoder.read(&mut [0]).map_err(|_| JobStatus::Corrupt)? {
-        0 => Ok(length),
-        _ => Err(JobStatus::TooLong),
-    }
+    let is_whole = header.content_size.is_none_or(|size| size == length as u64)
+        && (!header.has_content_checksum
+            || XxHash32::oneshot(0, &out[..length]) == u32_at(frame, at + LZ4_WORD)?);
+    is_whole.then_some(length).ok_or(JobStatus::Corrupt)
 }
 
 /// Returns the bytes of the frame with which compressed data begin, which may be more than there are; `None` if it does not tell, as a member of
@@ -226,28 +254,91 @@ pub fn frame_len(algorithm: Algorithm, data: &[u8]) -> Result<Option<usize>, Job
         Algorithm::Zstd => zstd_safe::find_frame_compressed_size(data)
             .map(Some)
             .map_err(|code| zstd_status(code, JobStatus::Corrupt)),
-        Algorithm::Lz4 => lz4_frame_len(data).map(Some),
+        Algorithm::Lz4 => Lz4Header::parse(data)?.frame_len(data).map(Some),
         _ => Err(JobStatus::Corrupt),
     }
 }
 
-/// Walks the blocks of a frame of LZ4 (lz4_Frame_format.md, 1.6): its reader takes the end of the data for the end of the frame.
-fn lz4_frame_len(data: &[u8]) -> Result<usize, JobStatus> {
-    if u32_at(data, 0)? != LZ4_MAGIC {
-        return Err(JobStatus::Corrupt);
-    }
-    let flags = *data.get(4).ok_or(JobStatus::Truncated)?;
-    let field = |flag: u8, length: usize| if flags & flag != 0 { length } else { 0 };
-    let (block_checksum, content_checksum) = (field(1 << 4, 4), field(1 << 2, 4));
-    // Magic, flags, the size of blocks, and the checksum of the header, with the size of the content and the dictionary.
-    let mut at = 7 + field(1 << 3, 8) + field(1, 4);
-    loop {
-        let block = u32_at(data, at)? & !LZ4_UNCOMPRESSED;
-        at += 4;
-        if block == 0 {
-            return Ok(at + content_checksum);
+/// Descriptor of a frame of LZ4 (lz4_Frame_format.md, 1.6).
+struct Lz4Header {
+    /// Bytes of magic and descriptor.
+    bytes: usize,
+    is_independent: bool,
+    has_block_checksums: bool,
+    has_content_checksum: bool,
+    content_size: Option<u64>,
+    /// Most bytes of a block, compressed or not.
+    block_max: usize,
+}
+
+/// A block of a frame of LZ4.
+struct Lz4Block<'a> {
+    bytes: &'a [u8],
+    is_compressed: bool,
+    checksum: Option<u32>,
+    /// Offset of the next one.
+    end: usize,
+}
+
+impl Lz4Header {
+    /// Parses it. Dictionaries are not known here: such a frame is refused.
+    fn parse(data: &[u8]) -> Result<Lz4Header, JobStatus> {
+        if u32_at(data, 0)? != LZ4_MAGIC {
+            return Err(JobStatus::Corrupt);
         }
-        at += block as usize + block_checksum;
+        let [flags, block_size] = *data[4..].first_chunk().ok_or(JobStatus::Truncated)?;
+        // Version 1, no dictionary, and bits that are 0.
+        if flags & 0xc3 != 0x40 || block_size & 0x8f != 0 || block_size < 0x40 {
+            return Err(JobStatus::Corrupt);
+        }
+        let has_size = flags & 1 << 3 != 0;
+        let checked = if has_size { 14 } else { 6 };
+        let checksum = *data.get(checked).ok_or(JobStatus::Truncated)?;
+        if checksum != XxHash32::oneshot(0, &data[4..checked]).to_le_bytes()[1] {
+            return Err(JobStatus::Corrupt);
+        }
+        let size = data[6..].first_chunk().filter(|_| has_size);
+        Ok(Lz4Header {
+            bytes: checked + 1,
+            is_independent: flags & 1 << 5 != 0,
+            has_block_checksums: flags & 1 << 4 != 0,
+            has_content_checksum: flags & 1 << 2 != 0,
+            content_size: size.map(|size| u64::from_le_bytes(*size)),
+            block_max: 1 << (8 + 2 * (block_size >> 4)),
+        })
+    }
+
+    /// Returns the block at an offset; `None`: the frame's blocks end there.
+    fn block<'a>(&self, data: &'a [u8], at: usize) -> Result<Option<Lz4Block<'a>>, JobStatus> {
+        let word = u32_at(data, at)?;
+        if word == 0 {
+            return Ok(None);
+        }
+        let bytes = (word & !LZ4_UNCOMPRESSED) as usize;
+        if bytes > self.block_max {
+            return Err(JobStatus::Corrupt);
+        }
+        let (start, end) = (at + LZ4_WORD, at + LZ4_WORD + bytes);
+        let checksum = match self.has_block_checksums {
+            true => Some(u32_at(data, end)?),
+            false => None,
+        };
+        Ok(Some(Lz4Block {
+            bytes: data.get(start..end).ok_or(JobStatus::Truncated)?,
+            is_compressed: word & LZ4_UNCOMPRESSED == 0,
+            checksum,
+            end: end + checksum.map_or(0, |_| LZ4_WORD),
+        }))
+    }
+
+    /// Walks the blocks. Returns the bytes of the frame.
+    fn frame_len(&self, data: &[u8]) -> Result<usize, JobStatus> {
+        let mut at = self.bytes;
+        while let Some(block) = self.block(data, at)? {
+            at = block.end;
+        }
+        let checksum = if self.has_content_checksum { LZ4_WORD } else { 0 };
+        Ok(at + LZ4_WORD + checksum)
     }
 }
 

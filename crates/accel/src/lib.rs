@@ -13,4 +13,4 @@ mod window;
 
 pub use self::core::{Core, level_range};
 pub use self::frames::frame_len;
-pub use self::window::{Ran, Refusal, Started, Window};
+pub use self::window::{JobNumber, Ran, Refusal, Started, Window};

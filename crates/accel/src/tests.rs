@@ -1,3 +1,6 @@
+use std::io::Write;
+
+use lz4_flex::frame::{BlockMode, BlockSize, FrameEncoder, FrameInfo};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rdmux_wire::accel::{
@@ -57,7 +60,8 @@ fn result(window: &Window, len: usize) -> Vec<u8> {
 /// Runs a job whole. Returns its outcome and its result.
 fn run(core: &mut Core, job: Job, data: &[u8]) -> (Outcome, Vec<u8>) {
     let (mut window, info) = (Window::default(), info(job.algorithm));
-    let started = window.write(&info, 0, &image(job, data)).unwrap().unwrap();
+    let number = window.write(&info, 0, &image(job, data)).unwrap().unwrap();
+    let started = window.take(number).unwrap();
     assert_eq!(started.job, job);
     window.finish(core.run(started));
     let outcome = outcome(&window).unwrap();
@@ -267,8 +271,9 @@ fn window__takes_parts_in_any_order() {
                     "seed {seed}: nothing shows before it is done"
                 );
             }
-            let started = started.unwrap_or_else(|| panic!("seed {seed}: its last part starts a job"));
+            let number = started.unwrap_or_else(|| panic!("seed {seed}: its last part starts a job"));
             assert_eq!(outcome(&window).unwrap().status, JobStatus::Running);
+            let started = window.take(number).unwrap();
             window.finish(core(Algorithm::Null).run(started));
             let mut expected = data;
             expected.resize(120_000, 0);
@@ -343,10 +348,14 @@ fn window__forgets_a_job_when_it_is_cleared() {
     let null = info(Algorithm::Null);
     let bytes = image(job(Algorithm::Null, JobKind::Pass, 1000), &[7; 1000]);
     let mut window = Window::default();
-    let started = window.write(&null, 0, &bytes).unwrap().unwrap();
+    let number = window.write(&null, 0, &bytes).unwrap().unwrap();
+    let started = window.take(number).unwrap();
     window.clear();
     let next = window.write(&null, 0, &bytes).unwrap().unwrap();
-    // The result of the first job is not that of the second.
+    // The result of the first job is not that of the second, before a core has that one and after.
+    window.fail(number);
+    assert_eq!(outcome(&window).unwrap().status, JobStatus::Running);
+    let next = window.take(next).unwrap();
     window.finish(core(Algorithm::Null).run(started));
     assert_eq!(outcome(&window).unwrap().status, JobStatus::Running);
     window.finish(core(Algorithm::Null).run(next));
@@ -370,7 +379,94 @@ fn window__begins_anew_with_another_header() {
     assert!(window.write(&null, 0, &second[..4096]).unwrap().is_none());
     // The first block of the first job does not count for the second.
     assert!(window.write(&null, 4608, &second[4608..]).unwrap().is_none());
-    let started = window.write(&null, 4096, &second[4096..4608]).unwrap().unwrap();
+    let number = window.write(&null, 4096, &second[4096..4608]).unwrap().unwrap();
+    let started = window.take(number).unwrap();
     window.finish(core(Algorithm::Null).run(started));
     assert_eq!(result(&window, 1024), [2; 1024]);
+}
+
+#[test]
+fn window__keeps_the_data_of_a_job_until_a_core_has_it() {
+    let null = info(Algorithm::Null);
+    let bytes = image(job(Algorithm::Null, JobKind::Pass, 1000), &[7; 1000]);
+    let mut window = Window::default();
+    // One that is cleared while it waits leaves nothing behind.
+    let cleared = window.write(&null, 0, &bytes).unwrap().unwrap();
+    window.clear();
+    assert!(window.take(cleared).is_none());
+    let given_up = window.write(&null, 0, &bytes).unwrap().unwrap();
+    assert!(window.take(cleared).is_none());
+    window.give_up(cleared);
+    assert_eq!(outcome(&window).unwrap().status, JobStatus::Running);
+    // After one that no core takes, its last part is sent again.
+    window.give_up(given_up);
+    assert_eq!(outcome(&window).unwrap().status, JobStatus::Receiving);
+    assert!(window.take(given_up).is_none());
+    let number = window.write(&null, 4096, &bytes[4096..4608]).unwrap().unwrap();
+    let started = window.take(number).unwrap();
+    assert_eq!(started.bytes[..1000], [7; 1000]);
+    assert!(window.take(number).is_none(), "it is taken once");
+}
+
+/// Returns a frame of LZ4 with one compressed block of 32 bytes, and a block size of 4 MiB.
+fn short_lz4_frame() -> Vec<u8> {
+    let info = FrameInfo::new().block_size(BlockSize::Max4MB);
+    let mut encoder = FrameEncoder::with_frame_info(info, Vec::new());
+    encoder.write_all(&[7; 32]).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[test]
+fn lz4__takes_short_frames_by_the_thousand() {
+    let frame = short_lz4_frame();
+    assert!(frame.len() < 32, "{} bytes: the block is compressed", frame.len());
+    let mut core = core(Algorithm::Lz4);
+    let number = 8000;
+    let packed = frame.repeat(number);
+    let length = packed.len();
+    let (done, unpacked) = run(
+        &mut core,
+        job(Algorithm::Lz4, JobKind::Decompress, length),
+        &packed,
+    );
+    assert_eq!((done.status, done.length), (JobStatus::Done, 32 * 8000));
+    assert!(unpacked.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn lz4__reads_frames_of_each_form() {
+    let data = text(&mut ChaCha8Rng::seed_from_u64(4), 200_000);
+    let mut core = core(Algorithm::Lz4);
+    for mode in [BlockMode::Independent, BlockMode::Linked] {
+        for checked in [false, true] {
+            let info = FrameInfo::new()
+                .block_mode(mode)
+                .block_size(BlockSize::Max64KB)
+                .block_checksums(checked)
+                .content_checksum(checked)
+                .content_size(checked.then_some(data.len() as u64));
+            let mut encoder = FrameEncoder::with_frame_info(info, Vec::new());
+            encoder.write_all(&data).unwrap();
+            let packed = encoder.finish().unwrap();
+            let decompress = job(Algorithm::Lz4, JobKind::Decompress, packed.len());
+            let (done, unpacked) = run(&mut core, decompress, &packed);
+            let consumed = done.consumed as usize;
+            assert_eq!(
+                (done.status, consumed),
+                (JobStatus::Done, packed.len()),
+                "{mode:?}"
+            );
+            assert!(unpacked == data, "{mode:?}, {checked}");
+            // A header, data and checksums that have changed.
+            for at in [4, 6, packed.len() / 2, packed.len() - 1] {
+                let mut changed = packed.clone();
+                changed[at] ^= 1;
+                let (done, unpacked) = run(&mut core, decompress, &changed);
+                assert!(
+                    done.status != JobStatus::Done || (!checked && at > 6 && unpacked.len() == data.len()),
+                    "{mode:?}, {checked}, byte {at}: {done:?}"
+                );
+            }
+        }
+    }
 }

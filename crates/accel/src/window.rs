@@ -3,7 +3,7 @@
 use rdmux_wire::accel::{AcceleratorInfo, DATA_OFFSET, Header, JOB_LEN, Job, JobStatus, Outcome};
 
 use crate::core::takes;
-use crate::frames::resize;
+use crate::frames::zeroes;
 
 /// Granularity of what has arrived: the least block that a namespace has.
 const BLOCK: u64 = 512;
@@ -27,8 +27,8 @@ pub struct Window {
     /// Blocks that have arrived, a bit each, without those of the header's page.
     arrived: Vec<u64>,
     state: State,
-    /// Number of times that it was cleared: what a core returns may be of an earlier life.
-    generation: u64,
+    /// Number of its jobs that were complete: what a core returns may be of an earlier one.
+    jobs: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,18 +39,25 @@ enum State {
     Receiving(Option<Job>),
     /// A header was wrong: data that come now may be of its job, and must not become those of the next.
     Refused,
+    /// All data are here.
+    Complete(Job),
+    /// The core has them.
     Running(Job),
     Over(Job, Outcome),
 }
 
-/// A job whose data are complete.
+/// A job whose data are complete, for [`Window::take`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobNumber(u64);
+
+/// A job for a core.
 #[derive(Debug)]
 pub struct Started {
     /// The job.
     pub job: Job,
     /// The window's data, from the first byte on.
     pub bytes: Vec<u8>,
-    pub(crate) generation: u64,
+    pub(crate) number: JobNumber,
 }
 
 impl Started {
@@ -59,13 +66,8 @@ impl Started {
         Started {
             job,
             bytes,
-            generation: 0,
+            number: JobNumber(0),
         }
-    }
-
-    /// Returns the number that [`Window::fail`] takes.
-    pub fn generation(&self) -> u64 {
-        self.generation
     }
 }
 
@@ -76,12 +78,12 @@ pub struct Ran {
     pub bytes: Vec<u8>,
     /// The outcome.
     pub outcome: Outcome,
-    pub(crate) generation: u64,
+    pub(crate) number: JobNumber,
 }
 
 impl Window {
-    /// Takes bytes of a host at an offset of the window, within it and in blocks of 512 bytes. Returns the job if they complete one: its window
-    /// waits for [`Window::finish`] then.
+    /// Takes bytes of a host at an offset of the window, within it and in blocks of 512 bytes. Returns the job's number if they complete one:
+    /// [`Window::take`] gives it to a core then.
     ///
     /// Bytes that come after a job is over belong to the next one. They may come before its header, but for those after a header that was wrong.
     ///
@@ -92,7 +94,7 @@ impl Window {
         info: &AcceleratorInfo,
         offset: u64,
         bytes: &[u8],
-    ) -> Result<Option<Started>, Refusal> {
+    ) -> Result<Option<JobNumber>, Refusal> {
         self.prepare(info)?;
         if offset == 0 && !bytes.is_empty() {
             let header = Header::parse(&bytes[..JOB_LEN.min(bytes.len())]);
@@ -104,7 +106,7 @@ impl Window {
         let at = (offset + skipped).saturating_sub(DATA_OFFSET);
         self.place(at, &bytes[skipped as usize..]);
         self.check_end()?;
-        Ok(self.start())
+        Ok(self.complete())
     }
 
     /// Checks that nothing has arrived behind the last page of the job: a host that writes more would write it after the job is over as well, and it would
@@ -124,15 +126,15 @@ impl Window {
         }
     }
 
-    /// Ends a job that was described in a wrong way.
+    /// Ends a job that was described in a wrong way. The memory stays for the next one: hosts may be wrong often.
     fn refuse(&mut self) -> Refusal {
-        self.clear();
+        self.begin(None);
         self.state = State::Refused;
         Refusal::Header
     }
 
-    /// Takes a part of a job's data, at an offset that is a multiple of 512, with the description of the job. Returns the job if it is complete, as
-    /// [`Window::write`] does.
+    /// Takes a part of a job's data, at an offset that is a multiple of 512, with the description of the job. Returns the job's number if it is
+    /// complete, as [`Window::write`] does.
     ///
     /// # Errors
     /// It is refused; if it is not of the job's data, the job has to come anew.
@@ -142,7 +144,7 @@ impl Window {
         job: Job,
         offset: u64,
         bytes: &[u8],
-    ) -> Result<Option<Started>, Refusal> {
+    ) -> Result<Option<JobNumber>, Refusal> {
         self.prepare(info)?;
         let end = offset + bytes.len() as u64;
         let is_part = offset.is_multiple_of(BLOCK)
@@ -150,17 +152,17 @@ impl Window {
             && (end.is_multiple_of(BLOCK) || end == u64::from(job.length));
         self.describe(info, Some(job).filter(|_| is_part))?;
         self.place(offset, bytes);
-        Ok(self.start())
+        Ok(self.complete())
     }
 
     /// Makes room, for a new job if the last one is over.
     fn prepare(&mut self, info: &AcceleratorInfo) -> Result<(), Refusal> {
-        if let State::Running(_) = self.state {
+        if let State::Complete(_) | State::Running(_) = self.state {
             return Err(Refusal::Sequence);
         }
         let len = info.data_bytes() as usize;
         if self.bytes.len() != len {
-            resize(&mut self.bytes, len).map_err(|()| Refusal::Memory)?;
+            self.bytes = zeroes(len).map_err(|()| Refusal::Memory)?;
             self.arrived = vec![0; (len as u64 / BLOCK).div_ceil(64) as usize];
         }
         if let State::Empty | State::Over(..) = self.state {
@@ -195,15 +197,31 @@ impl Window {
         self.arrive(at / BLOCK, end.div_ceil(BLOCK));
     }
 
-    /// Returns the job if its data are complete.
-    fn start(&mut self) -> Option<Started> {
+    /// Returns the number of the job if its data are complete.
+    fn complete(&mut self) -> Option<JobNumber> {
         match self.state {
             State::Receiving(Some(job)) if self.has_arrived(u64::from(job.length).div_ceil(BLOCK)) => {
+                self.state = State::Complete(job);
+                self.jobs += 1;
+                Some(JobNumber(self.jobs))
+            }
+            _ => None,
+        }
+    }
+
+    fn is_of(&self, number: JobNumber) -> bool {
+        number.0 == self.jobs
+    }
+
+    /// Takes a complete job out, for a core; the window waits for [`Window::finish`] then. `None`: the window was cleared since.
+    pub fn take(&mut self, number: JobNumber) -> Option<Started> {
+        match self.state {
+            State::Complete(job) if self.is_of(number) => {
                 self.state = State::Running(job);
                 Some(Started {
                     job,
                     bytes: std::mem::take(&mut self.bytes),
-                    generation: self.generation,
+                    number,
                 })
             }
             _ => None,
@@ -221,28 +239,27 @@ impl Window {
     /// Takes back a job that has run.
     pub fn finish(&mut self, ran: Ran) {
         if let State::Running(job) = self.state
-            && ran.generation == self.generation
+            && self.is_of(ran.number)
         {
             self.bytes = ran.bytes;
             self.state = State::Over(job, ran.outcome);
         }
     }
 
-    /// Takes back a job that no core has run, as if its last part had not come: the host may send that again.
-    pub fn put_back(&mut self, started: Started) {
-        if let State::Running(job) = self.state
-            && started.generation == self.generation
+    /// Gives up a job that no core is to take, as if its last part had not come: the host may send that again.
+    pub fn give_up(&mut self, number: JobNumber) {
+        if let State::Complete(job) = self.state
+            && self.is_of(number)
         {
-            self.bytes = started.bytes;
             self.state = State::Receiving(Some(job));
         }
     }
 
     /// Ends a job whose core has failed, and has lost its data.
-    pub fn fail(&mut self, generation: u64) {
+    pub fn fail(&mut self, number: JobNumber) {
         self.finish(Ran {
             bytes: Vec::new(),
-            generation,
+            number,
             outcome: Outcome {
                 status: JobStatus::Failed,
                 length: 0,
@@ -278,7 +295,6 @@ impl Window {
     /// Forgets everything: it reads as zeros, and a job that runs has no result.
     pub fn clear(&mut self) {
         self.state = State::Empty;
-        self.generation += 1;
         (self.bytes, self.arrived) = (Vec::new(), Vec::new());
     }
 
@@ -292,7 +308,7 @@ impl Window {
         let (job, outcome) = match self.state {
             State::Empty | State::Refused | State::Receiving(None) => return None,
             State::Receiving(Some(job)) => (job, progress(JobStatus::Receiving)),
-            State::Running(job) => (job, progress(JobStatus::Running)),
+            State::Complete(job) | State::Running(job) => (job, progress(JobStatus::Running)),
             State::Over(job, outcome) => (job, outcome),
         };
         Some(Header {

@@ -98,6 +98,9 @@ pub enum DriveError {
     /// It lacks the NVM command set, or entries of the usual size.
     #[error("the drive has no {0}: leave it to the kernel's driver")]
     Lacks(&'static str),
+    /// Its doorbells do not lie in its BAR.
+    #[error("the drive has doorbells behind its registers, which end at {0} bytes: replace it")]
+    Doorbells(u64),
     /// It has refused a command of its start.
     #[error("the drive refuses {what}: {status}")]
     Refused {
@@ -283,13 +286,17 @@ impl Drive {
         if !capabilities.nvm {
             return Err(DriveError::Lacks("NVM command set"));
         }
+        let io_queues = options.queues.clamp(1, QUEUES_MAX);
+        let last_doorbell = Register::head_doorbell(io_queues, capabilities.doorbell_stride);
+        if u64::from(last_doorbell.0) + 4 > function.register_bytes() {
+            return Err(DriveError::Doorbells(function.register_bytes()));
+        }
         let dram = |error| DriveError::Memory {
             kind: MemoryKind::Dram,
             why: Arc::new(error),
         };
         let entries = u32::from(options.entries.clamp(2, ENTRIES_MAX)).min(capabilities.common.queue_entries);
         let entries = entries.max(2) as u16;
-        let io_queues = options.queues.clamp(1, QUEUES_MAX);
         // Rings, the page of Identify, and a page for each command.
         let own = 3 + usize::from(io_queues) * (2 + usize::from(entries));
         let rings = Pool::dram(&*function, own * PAGE).map_err(dram)?;

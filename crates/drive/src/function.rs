@@ -13,6 +13,9 @@ pub trait Function: fmt::Debug + Send + Sync {
     /// Returns its address, for people: `0000:00:04.0`.
     fn address(&self) -> &str;
 
+    /// Returns the bytes of its registers, with the doorbells: nothing behind them is read or written.
+    fn register_bytes(&self) -> u64;
+
     /// Reads 4 bytes at an offset that is a multiple of 4.
     fn read_u32(&self, offset: u32) -> u32;
 

@@ -48,6 +48,9 @@ mod tests {
         fn address(&self) -> &str {
             "none"
         }
+        fn register_bytes(&self) -> u64 {
+            0
+        }
         fn read_u32(&self, _: u32) -> u32 {
             u32::MAX
         }

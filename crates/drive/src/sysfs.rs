@@ -9,6 +9,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use rdmux_memory::DeviceMemory;
+use rdmux_verbs::Memory;
 use rdmux_wire::nvme::{CmbLayout, PcieCapabilities, PmrCapabilities, Register};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
@@ -499,6 +500,10 @@ fn map(folder: &Path, index: u8) -> io::Result<(DeviceMemory, u64)> {
 impl Function for SysfsFunction {
     fn address(&self) -> &str {
         &self.address.0
+    }
+
+    fn register_bytes(&self) -> u64 {
+        self.registers.len()
     }
 
     fn read_u32(&self, offset: u32) -> u32 {

@@ -145,6 +145,10 @@ impl Function for VfioFunction {
         &self.address
     }
 
+    fn register_bytes(&self) -> u64 {
+        self.registers.len()
+    }
+
     fn read_u32(&self, offset: u32) -> u32 {
         self.registers.load_u32(offset)
     }

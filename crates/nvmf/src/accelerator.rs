@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rdmux_accel::{Core, Refusal, Started, Window};
+use rdmux_accel::{Core, JobNumber, Refusal, Window};
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::accel::{AcceleratorInfo, DATA_OFFSET, Job, JobStatus, Outcome};
 use rdmux_wire::nvme::{HostId, Nqn, Status};
@@ -29,12 +29,12 @@ type Windows = Box<[Mutex<Window>]>;
 /// Windows of hosts by their names, and the ids that came with a name.
 type Hosts = BTreeMap<Nqn, Vec<(HostId, Arc<Windows>)>>;
 
-/// A job of which all data are there.
+/// A job of which all data are there: the window has them until the core takes them.
 #[derive(Debug)]
 pub(crate) struct WindowJob {
     windows: Arc<Windows>,
     window: usize,
-    started: Mutex<Option<Started>>,
+    number: JobNumber,
     /// It came by a vendor's command, whose status is the job's.
     by_command: bool,
     /// Bytes of the result.
@@ -51,9 +51,7 @@ impl WindowJob {
 /// One that was aborted, or has found no thread.
 impl Drop for WindowJob {
     fn drop(&mut self) {
-        if let Some(started) = self.started.lock().take() {
-            self.windows[self.window].lock().put_back(started);
-        }
+        self.windows[self.window].lock().give_up(self.number);
     }
 }
 
@@ -65,21 +63,26 @@ fn check(outcome: &Outcome) -> Result<(), Status> {
     }
 }
 
+fn windows_of(hosts: &Hosts, (nqn, id): Owner<'_>) -> Option<Arc<Windows>> {
+    let windows = hosts.get(nqn)?.iter().find(|(known, _)| known == id);
+    windows.map(|(_, windows)| windows.clone())
+}
+
 fn job_of(
-    taken: Result<Option<Started>, Refusal>,
+    taken: Result<Option<JobNumber>, Refusal>,
     windows: Arc<Windows>,
     window: usize,
     by_command: bool,
 ) -> Result<Option<WindowJob>, Status> {
-    let started = taken.map_err(|refusal| match refusal {
+    let number = taken.map_err(|refusal| match refusal {
         Refusal::Header => Status::INVALID_FIELD.do_not_retry(),
         Refusal::Sequence => Status::COMMAND_SEQUENCE_ERROR.do_not_retry(),
         Refusal::Memory => Status::INTERNAL_ERROR,
     })?;
-    Ok(started.map(|started| WindowJob {
+    Ok(number.map(|number| WindowJob {
         windows,
         window,
-        started: Mutex::new(Some(started)),
+        number,
         by_command,
         result: AtomicU32::new(0),
     }))
@@ -106,18 +109,17 @@ impl Accelerator {
         self.hosts.lock().values().map(Vec::len).sum()
     }
 
-    fn windows(&self, (nqn, id): Owner<'_>) -> Option<Arc<Windows>> {
-        let hosts = self.hosts.lock();
-        let windows = hosts.get(nqn)?.iter().find(|(known, _)| known == id);
-        windows.map(|(_, windows)| windows.clone())
+    fn windows(&self, owner: Owner<'_>) -> Option<Arc<Windows>> {
+        windows_of(&self.hosts.lock(), owner)
     }
 
     /// Returns the windows of a host, which it gets if it has none.
     fn own_windows(&self, owner: Owner<'_>) -> Result<Arc<Windows>, Status> {
-        if let Some(windows) = self.windows(owner) {
+        // One lock for both: queues of a host may write for the first time at once.
+        let mut hosts = self.hosts.lock();
+        if let Some(windows) = windows_of(&hosts, owner) {
             return Ok(windows);
         }
-        let mut hosts = self.hosts.lock();
         if hosts.values().map(Vec::len).sum::<usize>() >= self.hosts_max {
             return Err(Status::CAPACITY_EXCEEDED.do_not_retry());
         }
@@ -228,14 +230,21 @@ impl Accelerator {
         }
     }
 
-    /// Forgets a host.
+    /// Forgets a host. Jobs of it that wait do not keep its data.
     pub(crate) fn forget(&self, nqn: &Nqn, id: &HostId) {
         let mut hosts = self.hosts.lock();
+        let Some(windows) = windows_of(&hosts, (nqn, id)) else {
+            return;
+        };
         if let Some(known) = hosts.get_mut(nqn) {
             known.retain(|(known, _)| known != id);
             if known.is_empty() {
                 hosts.remove(nqn);
             }
+        }
+        drop(hosts);
+        for window in &*windows {
+            window.lock().clear();
         }
     }
 
@@ -244,14 +253,18 @@ impl Accelerator {
     /// # Errors
     /// The core has failed, or the job has, of a vendor's command: others have its status in the window's header.
     pub(crate) fn run(&self, job: &WindowJob) -> Result<(), Status> {
-        let Some(started) = job.started.lock().take() else {
-            return Ok(());
-        };
-        let generation = started.generation();
+        let window = &job.windows[job.window];
         let mut core = self.core.lock();
+        let taken = window.lock().take(job.number);
+        let Some(started) = taken else {
+            // The window was cleared since: nothing of the data is left, as behind a Write of other blocks.
+            return match job.by_command {
+                true => Err(Status::COMMAND_SEQUENCE_ERROR.do_not_retry()),
+                false => Ok(()),
+            };
+        };
         // A defect of a codec must not end the target. Nothing of the core is used again after one.
         let ran = catch_unwind(AssertUnwindSafe(|| core.run(started)));
-        let window = &job.windows[job.window];
         match ran {
             Ok(ran) => {
                 drop(core);
@@ -267,7 +280,7 @@ impl Accelerator {
             Err(_) => {
                 *core = Core::new(self.info.algorithm, self.info.level);
                 drop(core);
-                window.lock().fail(generation);
+                window.lock().fail(job.number);
                 Err(Status::INTERNAL_ERROR.do_not_retry())
             }
         }

@@ -4,17 +4,18 @@
 mod rdma_host;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_drive::{Buffer, MemoryKind};
+use rdmux_nvmf::backend::Backend;
 use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
 use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::IoQueue;
 use rdmux_nvmf::host::command;
 use rdmux_nvmf::target::Target;
-use rdmux_sim::drive::{Bytes, Drive, Shape};
+use rdmux_sim::drive::{Bytes, Drive, Media, Shape};
 use rdmux_verbs::ledger::{Class, Entries, Ledger, Link};
 use rdmux_wire::nvme::{Cid, NsId, Opcode, Rw, Sqe, Status};
 
@@ -50,7 +51,11 @@ struct Peered {
 
 impl Peered {
     fn new(buffers: MemoryKind, p2p: PeerToPeer) -> Peered {
-        let drive = Drive::new(Shape::default(), Bytes::new(64 << 10), 1);
+        Peered::with_media(Bytes::new(64 << 10), buffers, p2p)
+    }
+
+    fn with_media(media: Arc<dyn Media>, buffers: MemoryKind, p2p: PeerToPeer) -> Peered {
+        let drive = Drive::new(Shape::default(), media, 1);
         let ends = Arc::new(AtomicBool::new(false));
         let moved = (drive.clone(), ends.clone());
         let thread = std::thread::spawn(move || {
@@ -282,4 +287,69 @@ fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
     }
     let (cqe, _) = io.run(rw(Opcode::READ, 9, 0, 1), &[], BLOCK);
     assert!(!cqe.status.is_success());
+}
+
+#[test]
+fn drive__that_is_out_of_use_and_keeps_its_memory_fails_commands() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Off);
+    // As the commands of a drive that does not stop.
+    let _kept = target.take_all();
+    target.drive.vanish();
+    let gone = Status::NAMESPACE_NOT_READY.do_not_retry();
+    assert_eq!(target.backend.read(0, &mut [0; 4096]), Err(gone));
+    assert_eq!(target.backend.write(0, &[0; 4096]), Err(gone));
+}
+
+/// Media whose blocks somebody else makes smaller.
+#[derive(Debug)]
+struct Formatted {
+    is_formatted: AtomicBool,
+    written: AtomicU64,
+}
+
+impl Media for Formatted {
+    fn block_shift(&self) -> u8 {
+        match self.is_formatted.load(Ordering::Relaxed) {
+            true => 9,
+            false => 12,
+        }
+    }
+
+    fn blocks(&self) -> u64 {
+        (1 << 20) >> self.block_shift()
+    }
+
+    fn read(&self, _: u64, out: &mut [u8]) {
+        out.fill(0);
+    }
+
+    fn write(&self, _: u64, bytes: &[u8], _: bool) {
+        self.written.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+    }
+
+    fn tear(&self, _: u64, _: &[u8]) {}
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn drive__with_other_blocks_after_a_reset_is_not_written() {
+    let media = Arc::new(Formatted {
+        is_formatted: AtomicBool::new(false),
+        written: AtomicU64::new(0),
+    });
+    let target = Peered::with_media(media.clone(), MemoryKind::Dram, PeerToPeer::Off);
+    assert_eq!(target.backend.write(8192, &[1; 4096]), Ok(()));
+    assert_eq!(media.written.load(Ordering::Relaxed), 4096);
+    media.is_formatted.store(true, Ordering::Relaxed);
+    target.drive.fail();
+    let status = loop {
+        match target.backend.write(8192, &[2; 4096]) {
+            // The reset has ended it.
+            Err(Status::INTERNAL_ERROR) => {}
+            ended => break ended,
+        }
+    };
+    assert_eq!(status, Err(Status::NAMESPACE_NOT_READY.do_not_retry()));
+    assert_eq!(media.written.load(Ordering::Relaxed), 4096);
 }

@@ -1,6 +1,8 @@
 //! Jobs of accelerators: the header of a data window, and the description of an accelerator in Identify Namespace. `docs/accelerators.md` is their
 //! specification.
 
+use std::ops::RangeInclusive;
+
 use crate::Malformed;
 use crate::bytes::{le16, le32, le64, need, put};
 use crate::nvme::{Opcode, Sqe};
@@ -9,6 +11,8 @@ use crate::nvme::{Opcode, Sqe};
 pub const DATA_OFFSET: u64 = 4096;
 /// Bytes of a header.
 pub const JOB_LEN: usize = 64;
+/// Bytes of a window, a power of two. A smaller one might have no room for a padded result.
+pub const WINDOW_BYTES: RangeInclusive<u64> = 256 << 10..=1 << 30;
 /// Largest block to whose multiples a result is padded.
 pub const ALIGN_MAX: u32 = 64 << 10;
 
@@ -367,8 +371,7 @@ impl AcceleratorInfo {
             windows: le32(bytes, 12),
             window_bytes: le64(bytes, 16),
         };
-        let fits =
-            (2 * DATA_OFFSET..=1 << 30).contains(&info.window_bytes) && info.window_bytes.is_power_of_two();
+        let fits = WINDOW_BYTES.contains(&info.window_bytes) && info.window_bytes.is_power_of_two();
         if !fits || info.windows == 0 {
             return Err(Malformed::Undefined {
                 what: "bytes of a window",
@@ -508,6 +511,18 @@ mod tests {
             let mut bytes = bytes;
             bytes[at] = value;
             assert!(AcceleratorInfo::parse(&bytes).is_err(), "{at}");
+        }
+        // The smallest one has room for what is compressed.
+        for (window_bytes, fits) in [
+            (128 << 10, false),
+            (256 << 10, true),
+            (1 << 30, true),
+            (1 << 31, false),
+        ] {
+            let info = AcceleratorInfo { window_bytes, ..info };
+            info.emit(&mut bytes);
+            assert_eq!(AcceleratorInfo::parse(&bytes).is_ok(), fits, "{window_bytes}");
+            assert!(!fits || info.compress_max() > 0, "{window_bytes}");
         }
     }
 }

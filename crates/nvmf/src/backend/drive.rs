@@ -334,15 +334,35 @@ impl DriveBackend {
     }
 
     /// Takes memory for data. Whoever has some waits for the drive alone, so that there is some in the end.
-    fn allocate(&self, bytes: usize) -> Buffer {
+    ///
+    /// # Errors
+    /// The drive is out of use: one that did not stop has kept the memory of its commands.
+    fn allocate(&self, bytes: usize) -> Result<Buffer, Status> {
         let mut turn = 0;
         loop {
             if let Some(buffer) = self.copies.allocate(bytes) {
-                return buffer;
+                return Ok(buffer);
             }
+            let mut shared = self.shared.lock();
+            shared.poll();
+            match shared.drive.state() {
+                State::Starting | State::Ready => {}
+                State::Stopping | State::Off | State::Failed => {
+                    return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
+                }
+            }
+            drop(shared);
             pause(turn);
             turn += 1;
         }
+    }
+
+    /// Returns true if a drive that is ready has the blocks that hosts know: after a reset it may have others.
+    fn has_same_blocks(&self, drive: &Drive) -> bool {
+        let known = &self.namespace;
+        drive.namespaces().iter().any(|now| {
+            now.nsid == known.nsid && now.block_shift == known.block_shift && now.blocks >= known.blocks
+        })
     }
 
     /// Has the drive carry out a command, and returns its buffers.
@@ -351,6 +371,9 @@ impl DriveBackend {
         let mut turn = 0;
         let token = loop {
             let mut shared = self.shared.lock();
+            if shared.drive.state() == State::Ready && !self.has_same_blocks(&shared.drive) {
+                return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
+            }
             let (now, token) = (Instant::now(), shared.next_token);
             match shared.drive.submit(now, 0, command, data, token) {
                 Ok(()) => {
@@ -527,7 +550,7 @@ impl Backend for DriveBackend {
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Status> {
         let mut at = offset;
         for part in out.chunks_mut(self.chunk) {
-            let buffer = self.allocate(part.len());
+            let buffer = self.allocate(part.len())?;
             let command = self.command(Action::Read, at, part.len() as u64);
             let data = self.run(command, vec![buffer])?;
             let read = data.first().map(|buffer| buffer.read(0, part));
@@ -541,7 +564,7 @@ impl Backend for DriveBackend {
         self.flushes.check()?;
         let mut at = offset;
         for part in bytes.chunks(self.chunk) {
-            let buffer = self.allocate(part.len());
+            let buffer = self.allocate(part.len())?;
             buffer.write(0, part).map_err(|_| Status::WRITE_FAULT)?;
             let command = self.command(Action::Write, at, part.len() as u64);
             self.run(command, vec![buffer])?;
@@ -622,6 +645,9 @@ mod tests {
         fn address(&self) -> &str {
             "0000:00:04.0"
         }
+        fn register_bytes(&self) -> u64 {
+            16 << 10
+        }
         fn read_u32(&self, _: u32) -> u32 {
             self.0 as u32
         }
@@ -645,6 +671,7 @@ mod tests {
             (u64::MAX, "0000:00:04.0: the drive does not answer"),
             (0x3f, "0000:00:04.0: the drive has no NVM command set"),
             (nvm | 1 << 48, "pages of at least 8192 bytes"),
+            (nvm | 0xf << 32, "has doorbells behind its registers"),
             (nvm, "memory of the host cannot be used: memlock"),
         ] {
             let function = Arc::new(Registers(capabilities));

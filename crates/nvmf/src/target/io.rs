@@ -259,7 +259,8 @@ impl Io {
                 command: JobCommand::parse(sqe).ok(),
                 ..Part::default()
             }));
-            if data_len > data_max {
+            // No transport moves data of no bytes.
+            if data_len == 0 || data_len > data_max {
                 return Err(Status::INVALID_FIELD.do_not_retry());
             }
             io.length = data_len;
@@ -588,9 +589,12 @@ impl Io {
     /// Returns the bytes that count for the limit of its host: for a Copy, whose ranges are not there yet, the most that it may have.
     pub(super) fn moves(&self) -> u64 {
         match self.operation {
-            Operation::Read | Operation::Write { .. } | Operation::Compare | Operation::Verify => {
-                self.length.into()
-            }
+            Operation::Read
+            | Operation::Write { .. }
+            | Operation::Compare
+            | Operation::Verify
+            | Operation::Submit
+            | Operation::Fetch => self.length.into(),
             Operation::Copy { .. } => COPY_BYTES_MAX,
             _ => 0,
         }

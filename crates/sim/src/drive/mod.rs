@@ -325,6 +325,11 @@ impl Function for Drive {
         "model"
     }
 
+    /// Its doorbells lie at any offset.
+    fn register_bytes(&self) -> u64 {
+        u64::MAX
+    }
+
     fn read_u32(&self, offset: u32) -> u32 {
         self.state().read(offset)
     }

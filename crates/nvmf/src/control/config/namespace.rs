@@ -7,7 +7,7 @@ use std::str::FromStr;
 use rdmux_accel::level_range;
 use rdmux_drive::MemoryKind;
 use rdmux_verbs::parse_size;
-use rdmux_wire::accel::{AcceleratorInfo, Algorithm};
+use rdmux_wire::accel::{AcceleratorInfo, Algorithm, WINDOW_BYTES};
 use rdmux_wire::nvme::NsId;
 use serde::de;
 use serde::{Deserialize, Deserializer};
@@ -95,7 +95,7 @@ impl AcceleratorConfig {
     }
 
     fn set_window(&mut self, bytes: u64) -> Result<(), String> {
-        let is_valid = bytes.is_power_of_two() && (256 << 10..=1 << 30).contains(&bytes);
+        let is_valid = bytes.is_power_of_two() && WINDOW_BYTES.contains(&bytes);
         if !is_valid {
             return Err(format!(
                 "{bytes} is no size of a window: give a power of two, 256K to 1G"

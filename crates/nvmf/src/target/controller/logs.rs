@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use rdmux_wire::accel::JobCommand;
 use rdmux_wire::nvme::{
     ControllerKind, EffectsLog, HealthLog, IDENTIFY_LEN, LogId, NsId, Opcode, Sqe, Status,
     emit_namespace_list, feature_effects, supported_logs,
@@ -53,7 +54,7 @@ impl Controller {
             LogId::HEALTH if !is_all => return Err(Status::INVALID_FIELD),
             LogId::HEALTH => self.health(now).emit(),
             LogId::FIRMWARE => firmware(),
-            LogId::EFFECTS => effects(),
+            LogId::EFFECTS => effects(self.subsystem.is_accelerator()),
             LogId::FEATURES => feature_effects(features::supported(self.kind)),
             LogId::CHANGED_NAMESPACES => {
                 let mut bytes = vec![0; IDENTIFY_LEN];
@@ -105,8 +106,13 @@ fn firmware() -> Vec<u8> {
     bytes
 }
 
-fn effects() -> Vec<u8> {
+/// Returns the log of commands, with those of jobs if there are accelerators.
+fn effects(has_accelerators: bool) -> Vec<u8> {
     let mut bytes = vec![0; 4096];
+    let mut io = SUPPORTED.to_vec();
+    if has_accelerators {
+        io.extend([(JobCommand::SUBMIT, true), (JobCommand::FETCH, false)]);
+    }
     EffectsLog {
         admin: &[
             Opcode::GET_LOG_PAGE,
@@ -117,7 +123,7 @@ fn effects() -> Vec<u8> {
             Opcode::ASYNC_EVENT_REQUEST,
             Opcode::KEEP_ALIVE,
         ],
-        io: &SUPPORTED,
+        io: &io,
     }
     .emit(&mut bytes);
     bytes

@@ -1,5 +1,7 @@
 //! Accelerators as namespaces: windows of hosts, and the commands that reach them.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use rdmux_wire::accel::{
     AcceleratorInfo, Algorithm, DATA_OFFSET, Header, Job, JobCommand, JobKind, JobStatus, Outcome,
 };
@@ -295,6 +297,9 @@ fn accelerator__takes_jobs_by_commands() {
         (submit(4096, compress), 4096),
         (submit(0, job(Algorithm::Lz4, JobKind::Compress, 512)), 512),
         (fetch(1 << 20), 512),
+        // No transport moves data of no bytes.
+        (submit(0, job(Algorithm::Zstd, JobKind::Compress, 0)), 0),
+        (fetch(0), 0),
     ] {
         let cqe = command(&mut host, &wrong, &mut vec![0; length]);
         assert!(cqe.status.is(Status::INVALID_FIELD), "{wrong:?}");
@@ -337,4 +342,104 @@ fn accelerator__runs_the_last_part_of_a_job_elsewhere() {
         outcome(&read(&mut host, 3, 0, 512)).unwrap().status,
         JobStatus::Done
     );
+}
+
+#[test]
+fn accelerator__has_one_set_of_windows_for_queues_of_a_host_that_begin_at_once() {
+    let (host, id) = (Nqn::new(HOST).unwrap(), HostId([1; 16]));
+    let bytes = image(job(Algorithm::Null, JobKind::Pass, 512), &[5; 512]);
+    let info = AcceleratorInfo {
+        algorithm: Algorithm::Null,
+        level: 0,
+        windows: 2,
+        window_bytes: 2 * DATA_OFFSET,
+    };
+    let accelerators: Vec<_> = (0..3000).map(|_| Accelerator::new(info, 8)).collect();
+    let arrived = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for window in 0..2 {
+            let (accelerators, arrived, host, bytes) = (&accelerators, &arrived, &host, &bytes);
+            scope.spawn(move || {
+                for (round, accelerator) in accelerators.iter().enumerate() {
+                    // Both begin at once.
+                    arrived.fetch_add(1, Ordering::SeqCst);
+                    while arrived.load(Ordering::SeqCst) < 2 * (round + 1) {
+                        std::thread::yield_now();
+                    }
+                    let offset = window * info.window_bytes;
+                    let job = accelerator.write_of((host, &id), offset, bytes).unwrap();
+                    accelerator.run(&job.unwrap()).unwrap();
+                }
+            });
+        }
+    });
+    for (round, accelerator) in accelerators.iter().enumerate() {
+        assert_eq!(accelerator.hosts(), 1, "round {round}");
+        for window in 0..2 {
+            let mut header = [0; 64];
+            accelerator.read_of((&host, &id), window * info.window_bytes, &mut header);
+            assert_eq!(outcome(&header).unwrap().status, JobStatus::Done, "round {round}");
+        }
+    }
+}
+
+#[test]
+fn accelerator__counts_the_bytes_of_commands_for_limits() {
+    let (target, ..) = accelerators();
+    let mut host = Host::new(&target, 1, Instant::now());
+    for sqe in [submit(0, job(Algorithm::Zstd, JobKind::Compress, 4096)), fetch(0)] {
+        match host.io.admit(&sqe, 4096, Instant::now()) {
+            Ok(Admitted::Io(io)) => assert_eq!(io.moves(), 4096),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn accelerator__keeps_no_data_of_a_job_that_waits_after_it_was_cleared() {
+    let (target, ..) = accelerators();
+    let mut host = Host::new(&target, 1, Instant::now());
+    let mut bytes = image(job(Algorithm::Zstd, JobKind::Compress, 4096), &[3; 4096]);
+    let mut io = match host.io.admit(
+        &rw(Opcode::WRITE, 3, 0, bytes.len()),
+        bytes.len() as u32,
+        Instant::now(),
+    ) {
+        Ok(Admitted::Io(io)) => io,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(io.execute_quick(&mut bytes), None);
+    let mut zeroes = Vec::new();
+    assert!(
+        host.run(&rw(Opcode::WRITE_ZEROES, 3, 0, 512), &mut zeroes)
+            .is_success()
+    );
+    // The window takes another job while the first one waits, which does not run then.
+    assert!(write(&mut host, 3, 0, bytes[..4096].to_vec()).is_success());
+    assert_eq!(io.execute(&mut bytes), Status::SUCCESS);
+    let status = outcome(&read(&mut host, 3, 0, 512)).unwrap().status;
+    assert_eq!(status, JobStatus::Receiving);
+}
+
+#[test]
+fn accelerator__has_its_commands_in_the_log_of_effects() {
+    let (target, subsystem, _) = accelerators();
+    let (mut admin, _) = admin(&target, SUBSYSTEM, Instant::now());
+    let mut effects = |opcode: Opcode| {
+        let mut sqe = Sqe::new(Opcode::GET_LOG_PAGE, Cid(3), NsId::ALL);
+        sqe.set_dword(10, u32::from(LogId::EFFECTS.0) | 1023 << 16);
+        let log = match admin.admit(&sqe, 4096, Instant::now()).unwrap() {
+            Admitted::Command { .. } => sent(admin.execute(&sqe, &[], Instant::now())),
+            Admitted::Io(_) => unreachable!(),
+        };
+        let at = 1024 + 4 * usize::from(opcode.0);
+        u32::from_le_bytes(log[at..at + 4].try_into().unwrap())
+    };
+    // Supported, and changes blocks.
+    assert_eq!(effects(JobCommand::SUBMIT) & 3, 3);
+    assert_eq!(effects(JobCommand::FETCH) & 3, 1);
+    for nsid in [2, 3] {
+        subsystem.remove_namespace(NsId(nsid)).unwrap();
+    }
+    assert_eq!(effects(JobCommand::SUBMIT), 0);
 }
