@@ -90,7 +90,7 @@ impl Peered {
         }
     }
 
-    /// Returns what the RNIC and the drive have moved: the RNIC by the target's account, all else by the drive's.
+    /// Returns what the target has booked of its RNIC and its driver, and what the drive has moved by its own account.
     fn entries(&self) -> (Entries, Entries) {
         (self.ledger.entries(), self.drive.entries())
     }
@@ -151,10 +151,10 @@ fn data__of_a_peer_never_cross_the_targets_memory() {
         // The model tells the RNIC's accesses from the processor's only by this: all are booked as the RNIC's, and there are no more than those.
         let bytes = target.drive.as_nic(|| write_and_read(&mut queue, 3));
         let after = target.entries();
-        let (nic, drive) = (after.0 - before.0, after.1 - before.1);
+        let (booked, drive) = (after.0 - before.0, after.1 - before.1);
         let moved = |entries: &Entries, link| entries.get(link, Class::Data);
-        assert_eq!(moved(&nic, Link::Wire), 2 * bytes);
-        for entries in [nic, drive] {
+        assert_eq!(moved(&booked, Link::Wire), 2 * bytes);
+        for entries in [booked, drive] {
             assert_eq!(moved(&entries, Link::NicDrive), 2 * bytes, "{kind}");
             for link in [Link::NicRoot, Link::RootDram, Link::RootDrive] {
                 assert_eq!(moved(&entries, link), 0, "{link:?}, {kind}");
@@ -175,12 +175,13 @@ fn data__of_others_cross_the_targets_memory_twice() {
     let before = target.entries();
     let bytes = write_and_read(&mut queue, 5);
     let after = target.entries();
-    let (nic, drive) = (after.0 - before.0, after.1 - before.1);
-    let in_dram = [nic, drive].map(|entries| entries.get(Link::RootDram, Class::Data));
-    // Data in capsules are not the RNIC's account of data.
+    let (booked, drive) = (after.0 - before.0, after.1 - before.1);
+    let in_dram = [booked, drive].map(|entries| entries.get(Link::RootDram, Class::Data));
+    // Data in capsules are commands to the RNIC, data to the drive.
     let in_capsules = u64::from(BLOCK);
-    assert_eq!(in_dram, [2 * bytes - in_capsules, 2 * bytes]);
-    assert_eq!(nic.get(Link::NicDrive, Class::Data), 0);
+    assert_eq!(in_dram, [4 * bytes - in_capsules, 2 * bytes]);
+    assert_eq!(booked.get(Link::RootDrive, Class::Data), 2 * bytes);
+    assert_eq!(booked.get(Link::NicDrive, Class::Data), 0);
     assert_eq!(target.backend.peers().direct(), 0);
 }
 
