@@ -529,6 +529,44 @@ fn perf__ends_when_the_target_does_not_come_back() {
 }
 
 #[test]
+fn stat__shows_the_bytes_that_an_rnic_has_moved() {
+    let home = tempfile::tempdir().unwrap();
+    let socket = home.path().join("socket");
+    let socket = ["--socket", socket.to_str().unwrap()];
+    let stat = [&["nvme", "stat", "--ledger"], &socket[..]].concat();
+    let options = [&["--ns", "mem:1M", "--ledger"], &socket[..]].concat();
+    let target = Target::start(&home, "rdma", 40, &options);
+    let booked = || json(&home, &[&stat[..], &["--json"]].concat());
+    let moved = |bytes: usize| {
+        let before = booked();
+        run(
+            &home,
+            &["nvme", "write", &target.url, "--nsid", "1"],
+            &pattern(bytes, 3),
+        );
+        let after = booked();
+        ["wire", "nic-root", "root-dram", "root-drive"].map(|link| {
+            let of = |ledger: &Value| ledger[link]["data"].as_u64().unwrap();
+            of(&after) - of(&before)
+        })
+    };
+    // Identify has data as well.
+    let (less, more) = (moved(64 << 10), moved(320 << 10));
+    let data: Vec<u64> = more.iter().zip(less).map(|(more, less)| more - less).collect();
+    assert_eq!(data, [256 << 10, 256 << 10, 256 << 10, 0]);
+    let table = String::from_utf8(run(&home, &stat, &[])).unwrap();
+    let all = booked()["root-dram"]["data"].to_string();
+    assert!(
+        table.contains("root-dram") && table.contains(&all),
+        "{all} in: {table}"
+    );
+    drop(target);
+    let _target = Target::start(&home, "tcp", 41, &[&["--ns", "null:1M"], &socket[..]].concat());
+    let error = error(&home, &stat, &[]);
+    assert!(error.contains("start it with --ledger"), "{error}");
+}
+
+#[test]
 fn perf__warns_of_a_path_that_leads_nowhere() {
     let home = tempfile::tempdir().unwrap();
     let target = Target::start(&home, "tcp", 8, &["--ns", "null:1M"]);
