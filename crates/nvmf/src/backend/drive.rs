@@ -14,7 +14,7 @@ use rdmux_drive::{
     Action, Buffer, Command, Completion, Drive, DriveError, DriveNamespace, DriveOpenError, Function,
     MemoryKind, Options, Outcome, PAGE, PciAddress, Pool, RefusedReason, State, Unusable,
 };
-use rdmux_verbs::ledger::Ledger;
+use rdmux_verbs::ledger::{Class, Ledger, Route, book};
 use rdmux_verbs::sync::Mutex;
 use rdmux_wire::nvme::{NsId, Status};
 
@@ -172,6 +172,7 @@ pub struct DriveBackend {
     /// Bytes that a command moves at most, a multiple of a block and of a page.
     chunk: usize,
     p2p: PeerToPeer,
+    ledger: Option<Arc<Ledger>>,
     /// Bytes in a row for one command's data in the drive's memory.
     peer_bytes_max: usize,
     peers: PeerCounts,
@@ -245,7 +246,7 @@ impl DriveBackend {
         let options = Options {
             cmb: buffers == MemoryKind::Cmb,
             pmr: buffers == MemoryKind::Pmr,
-            ledger,
+            ledger: ledger.clone(),
             ..Options::default()
         };
         let drive = Drive::new(function, options, Instant::now()).map_err(start)?;
@@ -304,6 +305,7 @@ impl DriveBackend {
             copies,
             chunk,
             p2p,
+            ledger,
             peers: PeerCounts::default(),
             has_write_cache: controller.has_write_cache,
             writes_zeroes: drive.has(Action::WriteZeroes),
@@ -363,6 +365,14 @@ impl DriveBackend {
         drive.namespaces().iter().any(|now| {
             now.nsid == known.nsid && now.block_shift == known.block_shift && now.blocks >= known.blocks
         })
+    }
+
+    /// Books bytes that the processor has copied from or to a buffer, which cross a link if that lies in the drive.
+    fn book_copy(&self, buffer: &Buffer, bytes: &[u8]) {
+        if buffer.kind() != MemoryKind::Dram {
+            let ledger = self.ledger.as_ref();
+            book(ledger, Route::Processor, Class::Data, bytes.len() as u64);
+        }
     }
 
     /// Has the drive carry out a command, and returns its buffers.
@@ -553,8 +563,10 @@ impl Backend for DriveBackend {
             let buffer = self.allocate(part.len())?;
             let command = self.command(Action::Read, at, part.len() as u64);
             let data = self.run(command, vec![buffer])?;
-            let read = data.first().map(|buffer| buffer.read(0, part));
-            read.unwrap_or(Ok(())).map_err(|_| Status::READ_ERROR)?;
+            if let Some(buffer) = data.first() {
+                buffer.read(0, part).map_err(|_| Status::READ_ERROR)?;
+                self.book_copy(buffer, part);
+            }
             at += part.len() as u64;
         }
         Ok(())
@@ -566,6 +578,7 @@ impl Backend for DriveBackend {
         for part in bytes.chunks(self.chunk) {
             let buffer = self.allocate(part.len())?;
             buffer.write(0, part).map_err(|_| Status::WRITE_FAULT)?;
+            self.book_copy(&buffer, part);
             let command = self.command(Action::Write, at, part.len() as u64);
             self.run(command, vec![buffer])?;
             at += part.len() as u64;

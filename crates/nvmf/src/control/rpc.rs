@@ -505,7 +505,8 @@ fn subsystem_json(info: &SubsystemInfo, listeners: &[Listener]) -> Value {
     })
 }
 
-fn ledger_json(entries: &Entries) -> Value {
+/// Returns a byte ledger as an object of links, each an object of classes.
+pub fn ledger_json(entries: &Entries) -> Value {
     let mut json = json!({});
     for (link, class, bytes) in entries.iter() {
         json[link.name()][class.name()] = bytes.into();

@@ -128,7 +128,7 @@ fn table(subsystem: &Value) -> String {
 }
 
 /// Shows the byte ledger, a line for each link.
-fn ledger_table(ledger: &Value) -> String {
+pub(super) fn ledger_table(ledger: &Value) -> String {
     let classes = Class::VARIANTS;
     let rows = Link::VARIANTS.iter().map(|link| {
         let bytes = |class: &Class| ledger[link.name()][class.name()].as_u64().unwrap_or(0);

@@ -12,7 +12,7 @@ use rdmux_nvmf::control::config::{
     HostConfig, NamespaceConfig, OtherHosts, PcieStorage, REACTORS_MAX, Storage, SubsystemConfig,
     TargetConfig, parse_accelerators, parse_cntlids, parse_listener, parse_nqn,
 };
-use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, names, remove_stale};
+use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, ledger_json, names, remove_stale};
 use rdmux_nvmf::control::{Control, ControlError, SubsystemInfo};
 use rdmux_nvmf::identity;
 use rdmux_nvmf::server::Listen;
@@ -21,6 +21,7 @@ use rdmux_wire::nvme::{Nqn, TransportKind};
 use serde_json::{Value, json};
 
 use super::change::warn_of_memory;
+use super::stat::ledger_table;
 use crate::cmd::device::DeviceArgs;
 use crate::cmd::node::raise_descriptors;
 use crate::output::{self, Align};
@@ -34,7 +35,8 @@ use crate::{metrics, signals};
 #[command(after_help = "\
 JSON: one object when the target listens: listen (array of transport, address, port, tls), subsystems (array of nqn, serial, secret_file and psk_file (null: no host needs the
 common one), connect (array: the command of nvme-cli for each listener), namespaces (array of nsid, bytes, block_bytes, uuid, read_only, of: memory, null, pcie:ADDR or the path)),
-mdns (array of the listeners that it announces: tcp:ADDR:PORT or rdma:ADDR:PORT; or null), socket (of requests that change it, or null).")]
+mdns (array of the listeners that it announces: tcp:ADDR:PORT or rdma:ADDR:PORT; or null), socket (of requests that change it, or null). With --ledger another object at the
+end: ledger (as of `rdmux nvme stat --ledger`).")]
 pub(crate) struct Args {
     /// Export a file or a block device, memory of this process (`mem:1G`), or nothing that stores anything (`null:1G`: it reads as zeros);
     /// may be repeated. The namespaces are numbered from 1. `block=4096` sets the bytes of a block, `ro` refuses writes, `uuid=` replaces the
@@ -97,7 +99,8 @@ pub(crate) struct Args {
     /// Announce the discovery service by mDNS on the networks of the listeners, so that hosts find it. Those on loopback are not announced.
     #[arg(long, conflicts_with = "config")]
     mdns: bool,
-    /// Count the bytes that RNICs and drives move, by link of this host (docs/ledger.md): `rdmux nvme stat --ledger` shows them.
+    /// Count the bytes that RNICs and drives move, by link of this host (docs/ledger.md): `rdmux nvme stat --ledger` shows them, and the target
+    /// does at its end.
     #[arg(long, conflicts_with = "config")]
     ledger: bool,
     /// Socket for the requests of `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` [default: one in your folder for what runs].
@@ -212,6 +215,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let ended = server.run();
     control.withdraw();
     tell_of_drives(&control.stop_drives());
+    if let Some(entries) = control.ledger() {
+        let ledger = ledger_json(&entries);
+        output::say(&match args.json {
+            true => json!({ "ledger": ledger }).to_string(),
+            false => ledger_table(&ledger),
+        });
+    }
     Ok(ended?)
 }
 
