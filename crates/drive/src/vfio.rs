@@ -4,7 +4,7 @@
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -24,6 +24,9 @@ const GROUP_SET_CONTAINER: libc::c_ulong = 0x3b68;
 const GROUP_GET_DEVICE: libc::c_ulong = 0x3b6a;
 const DEVICE_GET_REGION: libc::c_ulong = 0x3b6c;
 const MAP_DMA: libc::c_ulong = 0x3b71;
+const DEVICE_FEATURE: libc::c_ulong = 0x3b75;
+/// Feature DMA_BUF, which is to be returned. From Linux 6.19 on.
+const GET_DMA_BUF: u32 = 1 << 16 | 11;
 const TYPE_1_V2: libc::c_ulong = 3;
 /// Group status: all functions of the group are VFIO's.
 const VIABLE: u32 = 1;
@@ -51,6 +54,19 @@ struct Map {
     flags: u32,
     address: u64,
     bus_address: u64,
+    length: u64,
+}
+
+/// The feature, with one range of a region.
+#[repr(C)]
+struct DmaBuf {
+    size: u32,
+    flags: u32,
+    region: u32,
+    open_flags: u32,
+    dma_buf_flags: u32,
+    ranges: u32,
+    offset: u64,
     length: u64,
 }
 
@@ -96,6 +112,23 @@ fn map(device: &File, index: u32) -> io::Result<DeviceMemory> {
         return Err(io::Error::new(io::ErrorKind::NotFound, error));
     }
     DeviceMemory::map(device, region.offset, length)
+}
+
+/// Makes a dma-buf of the first bytes of a BAR.
+fn dma_buf(device: &File, index: u32, length: u64) -> io::Result<OwnedFd> {
+    let mut asked = DmaBuf {
+        size: size_of::<DmaBuf>() as u32,
+        flags: GET_DMA_BUF,
+        region: index,
+        open_flags: (libc::O_RDWR | libc::O_CLOEXEC) as u32,
+        dma_buf_flags: 0,
+        ranges: 1,
+        offset: 0,
+        length,
+    };
+    let made = call(device, DEVICE_FEATURE, (&raw mut asked).expose_provenance())?;
+    // SAFETY: the system has just made the descriptor for this call's caller.
+    Ok(unsafe { OwnedFd::from_raw_fd(made) })
 }
 
 impl VfioFunction {
@@ -168,8 +201,13 @@ impl Function for VfioFunction {
     fn bar(&self, index: u8) -> io::Result<Bar> {
         let address = self.bars.get(usize::from(index)).copied().flatten();
         let address = address.ok_or(io::ErrorKind::NotFound)?;
+        let mut memory = map(&self.device, index.into())?;
+        // Without one, RNICs of the host do not reach it by themselves; processors do.
+        if let Ok(dma_buf) = dma_buf(&self.device, index.into(), memory.len()) {
+            memory = memory.with_dma_buf(dma_buf);
+        }
         Ok(Bar {
-            memory: Arc::new(map(&self.device, index.into())?),
+            memory: Arc::new(memory),
             address,
         })
     }

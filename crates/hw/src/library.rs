@@ -147,6 +147,7 @@ functions! {
         ibv_alloc_pd: fn(*mut abi::Context) -> *mut abi::Pd;
         ibv_dealloc_pd: fn(*mut abi::Pd) -> c_int;
         ibv_reg_mr_iova2: fn(*mut abi::Pd, *mut c_void, usize, u64, u32) -> *mut abi::Mr;
+        ibv_reg_dmabuf_mr: fn(*mut abi::Pd, u64, usize, u64, c_int, c_int) -> *mut abi::Mr;
         ibv_dereg_mr: fn(*mut abi::Mr) -> c_int;
         ibv_create_comp_channel: fn(*mut abi::Context) -> *mut abi::CompChannel;
         ibv_destroy_comp_channel: fn(*mut abi::CompChannel) -> c_int;

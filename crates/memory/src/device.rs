@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
 
 use rdmux_rnic::ledger::Location;
@@ -15,7 +15,10 @@ use crate::mapping::Mapping;
 /// Every access is aligned and of 1, 4 or 8 bytes, and happens once: a bus splits or repeats nothing, and registers change by being read. Memory of a
 /// function that was removed reads as all ones, and ignores writes.
 #[derive(Debug)]
-pub struct DeviceMemory(Mapping);
+pub struct DeviceMemory {
+    mapping: Mapping,
+    dma_buf: Option<OwnedFd>,
+}
 
 impl DeviceMemory {
     /// Maps `len` bytes, whole pages, of a file that the system gives for a BAR, such as `resource0` in sysfs, at an offset.
@@ -23,7 +26,23 @@ impl DeviceMemory {
     /// # Errors
     /// The system does not map it: among others because the kernel's driver has it.
     pub fn map(file: impl AsFd, offset: u64, len: usize) -> io::Result<DeviceMemory> {
-        Ok(DeviceMemory(Mapping::of_file(file, offset, len, true)?))
+        Ok(DeviceMemory {
+            mapping: Mapping::of_file(file, offset, len, true)?,
+            dma_buf: None,
+        })
+    }
+
+    /// Sets the dma-buf of the same bytes, by which other devices reach them.
+    #[must_use]
+    pub fn with_dma_buf(self, dma_buf: OwnedFd) -> DeviceMemory {
+        DeviceMemory {
+            dma_buf: Some(dma_buf),
+            ..self
+        }
+    }
+
+    pub(crate) fn dma_buf(&self) -> Option<BorrowedFd<'_>> {
+        self.dma_buf.as_ref().map(AsFd::as_fd)
     }
 
     /// Reads a register of 4 bytes.
@@ -31,7 +50,7 @@ impl DeviceMemory {
     /// # Panics
     /// It lies outside, or is not aligned.
     pub fn load_u32(&self, offset: u32) -> u32 {
-        u32::from_le(self.0.word(offset as usize).load(Ordering::Acquire))
+        u32::from_le(self.mapping.word(offset as usize).load(Ordering::Acquire))
     }
 
     /// Reads a register of 8 bytes.
@@ -39,7 +58,7 @@ impl DeviceMemory {
     /// # Panics
     /// It lies outside, or is not aligned.
     pub fn load_u64(&self, offset: u32) -> u64 {
-        u64::from_le(self.0.double_word(offset as usize).load(Ordering::Acquire))
+        u64::from_le(self.mapping.double_word(offset as usize).load(Ordering::Acquire))
     }
 
     /// Writes a register of 4 bytes, after all that this thread has written to memory.
@@ -48,7 +67,7 @@ impl DeviceMemory {
     /// It lies outside, or is not aligned.
     pub fn store_u32(&self, offset: u32, value: u32) {
         fence(Ordering::SeqCst);
-        self.0
+        self.mapping
             .word(offset as usize)
             .store(value.to_le(), Ordering::Release);
     }
@@ -59,7 +78,7 @@ impl DeviceMemory {
     /// It lies outside, or is not aligned.
     pub fn store_u64(&self, offset: u32, value: u64) {
         fence(Ordering::SeqCst);
-        self.0
+        self.mapping
             .double_word(offset as usize)
             .store(value.to_le(), Ordering::Release);
     }
@@ -83,7 +102,7 @@ fn width(offset: usize, left: usize) -> usize {
 
 impl Memory for DeviceMemory {
     fn len(&self) -> u64 {
-        self.0.len() as u64
+        self.mapping.len() as u64
     }
 
     fn read(&self, offset: u64, mut out: &mut [u8]) -> Result<(), Fault> {
@@ -91,9 +110,11 @@ impl Memory for DeviceMemory {
         while !out.is_empty() {
             let (part, rest) = out.split_at_mut(width(at, out.len()));
             match part.len() {
-                8 => part.copy_from_slice(&self.0.double_word(at).load(Ordering::Relaxed).to_ne_bytes()),
-                4 => part.copy_from_slice(&self.0.word(at).load(Ordering::Relaxed).to_ne_bytes()),
-                _ => part[0] = self.0.byte(at as u64).load(Ordering::Relaxed),
+                8 => {
+                    part.copy_from_slice(&self.mapping.double_word(at).load(Ordering::Relaxed).to_ne_bytes())
+                }
+                4 => part.copy_from_slice(&self.mapping.word(at).load(Ordering::Relaxed).to_ne_bytes()),
+                _ => part[0] = self.mapping.byte(at as u64).load(Ordering::Relaxed),
             }
             at += part.len();
             out = rest;
@@ -107,12 +128,12 @@ impl Memory for DeviceMemory {
             let (part, rest) = bytes.split_at(width(at, bytes.len()));
             if let Ok(eight) = part.try_into() {
                 let word = u64::from_ne_bytes(eight);
-                self.0.double_word(at).store(word, Ordering::Release);
+                self.mapping.double_word(at).store(word, Ordering::Release);
             } else if let Ok(four) = part.try_into() {
                 let word = u32::from_ne_bytes(four);
-                self.0.word(at).store(word, Ordering::Release);
+                self.mapping.word(at).store(word, Ordering::Release);
             } else {
-                self.0.byte(at as u64).store(part[0], Ordering::Release);
+                self.mapping.byte(at as u64).store(part[0], Ordering::Release);
             }
             at += part.len();
             bytes = rest;
@@ -146,7 +167,7 @@ impl Memory for DeviceMemory {
         fence(Ordering::SeqCst);
         if length > 0 {
             // A read pushes all writes before it to the function.
-            self.0.byte(at as u64).load(Ordering::Acquire);
+            self.mapping.byte(at as u64).load(Ordering::Acquire);
         }
         Ok(())
     }
@@ -154,10 +175,16 @@ impl Memory for DeviceMemory {
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
     }
+
+    fn pages(&self) -> Option<&dyn Any> {
+        self.dma_buf.is_some().then_some(self as &dyn Any)
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     /// A file is mapped as a BAR is.
@@ -165,6 +192,17 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len).unwrap();
         DeviceMemory::map(&file, 0, len as usize).unwrap()
+    }
+
+    #[test]
+    fn dma_buf__is_that_of_the_memory_itself_alone() {
+        assert!(crate::dma_buf(&bar(4096)).is_none());
+        let file = tempfile::tempfile().unwrap();
+        let descriptor = file.as_raw_fd();
+        let memory = bar(4096).with_dma_buf(file.into());
+        assert_eq!(crate::dma_buf(&memory).unwrap().as_raw_fd(), descriptor);
+        // No device takes it for memory of the process.
+        assert!(crate::mapped_at(&memory, 0, 4096).is_none() && crate::shared_file(&memory).is_none());
     }
 
     #[test]

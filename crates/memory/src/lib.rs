@@ -68,6 +68,11 @@ pub fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
     (end <= mapping.len() as u64).then(|| mapping.address() + offset)
 }
 
+/// Returns the dma-buf that has the bytes of a memory at the same offsets, for a device that reaches them by itself; `None` if there is none.
+pub fn dma_buf(memory: &dyn Memory) -> Option<BorrowedFd<'_>> {
+    memory.pages()?.downcast_ref::<DeviceMemory>()?.dma_buf()
+}
+
 /// Returns the file in memory that holds the bytes of a memory at the same offsets, for another process that maps it; `None` if no file holds
 /// them, or if nothing may bypass the memory.
 pub fn shared_file(memory: &dyn Memory) -> Option<BorrowedFd<'_>> {

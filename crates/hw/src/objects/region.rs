@@ -1,10 +1,11 @@
 //! Memory regions and windows.
 #![allow(unsafe_code, reason = "objects of a C library, and calls of it")]
 
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rdmux_memory::mapped_at;
+use rdmux_memory::{dma_buf, mapped_at};
 use rdmux_rnic::{Fault, Memory};
 use rdmux_verbs::abi;
 use rustix::io::Errno;
@@ -34,12 +35,17 @@ impl Mr {
         iova: u64,
         access: u32,
     ) -> Option<Result<Mr, Errno>> {
-        let address = mapped_at(&*memory, offset, length)?;
-        let address = std::ptr::with_exposed_provenance_mut(address as usize);
-        // SAFETY: the bytes lie inside of a mapping that lives as long as the memory, which is held until they are deregistered, and of
-        // which there are no references (`rdmux_memory::mapping`).
-        let pointer = unsafe {
-            (pd.context.library.ibv_reg_mr_iova2)(pd.pointer.as_ptr(), address, length as usize, iova, access)
+        let (library, pd_pointer) = (&pd.context.library, pd.pointer.as_ptr());
+        let pointer = if let Some(dma_buf) = dma_buf(&*memory) {
+            let (fd, access) = (dma_buf.as_raw_fd(), access.cast_signed());
+            // SAFETY: the kernel checks the range, and keeps the dma-buf. What a device writes there, no reference of this process sees.
+            unsafe { (library.ibv_reg_dmabuf_mr)(pd_pointer, offset, length as usize, iova, fd, access) }
+        } else {
+            let address = mapped_at(&*memory, offset, length)?;
+            let address = std::ptr::with_exposed_provenance_mut(address as usize);
+            // SAFETY: the bytes lie inside of a mapping that lives as long as the memory, which is held until they are deregistered, and of
+            // which there are no references (`rdmux_memory::mapping`).
+            unsafe { (library.ibv_reg_mr_iova2)(pd_pointer, address, length as usize, iova, access) }
         };
         Some(made(pointer).map(|pointer| Mr {
             pd: pd.clone(),
