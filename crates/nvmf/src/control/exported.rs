@@ -125,10 +125,16 @@ impl Exported {
             self.ledger.as_ref(),
         )?;
         let is_first = medium.is_none();
+        // Namespaces of one file have UUIDs of their own, but the same reservations.
+        let storage = match (config.uuid, &file) {
+            (None, Some(file)) => identity::file_uuid(file),
+            _ => namespace.uuid,
+        };
         let namespace = self
             .subsystem
-            .prepare_namespace(namespace, config.ana_group, medium)
+            .prepare_namespace(namespace, config.ana_group, storage, medium)
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
+        namespace.medium().add_subsystem(&self.subsystem);
         if let Some(file) = file.filter(|_| is_first) {
             drives::add(&file, &namespace);
         }
@@ -455,4 +461,66 @@ fn open(
         is_protected: config.read_only,
     };
     Ok((namespace, medium))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Control;
+    use super::super::config::TargetConfig;
+    use crate::identity;
+
+    const INSIDE: &str = "RDMUX_TEST_RESERVATIONS";
+
+    #[test]
+    fn open__keeps_reservations_of_a_file_under_its_path_whatever_subsystem_is_first() {
+        let test = std::thread::current().name().unwrap().to_owned();
+        if std::env::var_os(INSIDE).is_none() {
+            // A process of its own has another folder of configuration.
+            let folder = tempfile::tempdir().unwrap();
+            let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+            let command = command.args([&test, "--exact"]);
+            let command = command.env(INSIDE, "1").env("XDG_CONFIG_HOME", folder.path());
+            let output = command.output().unwrap();
+            let text = [output.stdout, output.stderr].concat();
+            let text = String::from_utf8_lossy(&text);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        let folder = rdmux_key::config_path("nvme-reservations").unwrap();
+        std::fs::create_dir_all(&folder).unwrap();
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let path = disk.path().canonicalize().unwrap();
+        let start = |order: [&str; 2]| {
+            let described = order.map(|name| {
+                format!(
+                    "[[subsystem]]\nnqn = \"nqn.2014-08.org.example:kept-{name}\"\nother_hosts = \"any\"\n\
+                     [[subsystem.namespace]]\npath = {path:?}\n"
+                )
+            });
+            let text = format!("listen = [\"tcp:127.0.0.1:0\"]\n{}", described.concat());
+            Control::start(TargetConfig::parse(&text).unwrap()).unwrap()
+        };
+        let (control, server) = start(["a", "b"]);
+        let uuids: Vec<_> = control
+            .subsystems()
+            .iter()
+            .map(|info| info.namespaces[0].uuid)
+            .collect();
+        drop((control, server));
+        let kept = "rdmux reservations 1\ngeneration 7\nend\n";
+        let own = identity::uuid_text(&identity::file_uuid(&path));
+        for uuid in uuids {
+            // As an earlier version has kept it.
+            std::fs::write(folder.join(identity::uuid_text(&uuid)), kept).unwrap();
+            for order in [["a", "b"], ["b", "a"]] {
+                drop(start(order));
+                let files = std::fs::read_dir(&folder).unwrap();
+                let names: Vec<_> = files.map(|file| file.unwrap().file_name()).collect();
+                assert_eq!(names, [own.as_str()]);
+                assert_eq!(std::fs::read_to_string(folder.join(&own)).unwrap(), kept);
+            }
+            std::fs::remove_file(folder.join(&own)).unwrap();
+        }
+    }
 }
