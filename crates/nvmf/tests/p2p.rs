@@ -301,6 +301,24 @@ fn drive__that_is_out_of_use_and_keeps_its_memory_fails_commands() {
     assert_eq!(target.backend.write(0, &[0; 4096]), Err(gone));
 }
 
+#[test]
+fn drive__that_is_out_of_use_and_keeps_its_memory_fails_commands_of_peers() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Require);
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    // As the commands of a drive that does not stop.
+    let _kept = target.take_all();
+    target.drive.vanish();
+    for (cid, opcode) in [(1, Opcode::READ), (2, Opcode::WRITE)] {
+        io.command(rw(opcode, cid, 0, 1), &[1; BLOCK as usize], BLOCK);
+        assert_eq!(
+            io.completion(Cid(cid)).status,
+            Status::NAMESPACE_NOT_READY.do_not_retry()
+        );
+    }
+}
+
 /// Media whose blocks somebody else makes smaller.
 #[derive(Debug)]
 struct Formatted {

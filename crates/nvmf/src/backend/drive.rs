@@ -343,17 +343,22 @@ impl DriveBackend {
             if let Some(buffer) = self.copies.allocate(bytes) {
                 return Ok(buffer);
             }
-            let mut shared = self.shared.lock();
-            shared.poll();
-            match shared.drive.state() {
-                State::Starting | State::Ready => {}
-                State::Stopping | State::Off | State::Failed => {
-                    return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
-                }
-            }
-            drop(shared);
+            self.check_in_use()?;
             pause(turn);
             turn += 1;
+        }
+    }
+
+    /// Checks that memory which the drive's commands have will be free.
+    ///
+    /// # Errors
+    /// The drive is out of use: one that did not stop has kept it.
+    pub(crate) fn check_in_use(&self) -> Result<(), Status> {
+        let mut shared = self.shared.lock();
+        shared.poll();
+        match shared.drive.state() {
+            State::Starting | State::Ready => Ok(()),
+            State::Stopping | State::Off | State::Failed => Err(Status::NAMESPACE_NOT_READY.do_not_retry()),
         }
     }
 
