@@ -6,7 +6,6 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rdmux_verbs::ledger::Ledger;
 use rdmux_wire::nvme::{Nqn, NsId};
 
 use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
@@ -33,8 +32,8 @@ pub(super) struct Exported {
     pub(super) namespaces: BTreeMap<NsId, NamespaceConfig>,
     /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
     highest: NsId,
-    /// Books what drives of the target move.
-    ledger: Option<Arc<Ledger>>,
+    /// What drives of the target have in common.
+    drives: DriveSettings,
     /// Keeps the name from other targets.
     _claim: OwnedFd,
 }
@@ -68,7 +67,7 @@ impl Exported {
     pub(super) fn new(
         mut config: SubsystemConfig,
         tls: bool,
-        ledger: Option<&Arc<Ledger>>,
+        drives: &DriveSettings,
     ) -> Result<(Nqn, Exported), ControlError> {
         let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
         let cntlids = config.cntlids.clone().unwrap_or(1..=CNTLID_MAX);
@@ -92,7 +91,7 @@ impl Exported {
             access,
             namespaces: BTreeMap::new(),
             highest: NsId(0),
-            ledger: ledger.cloned(),
+            drives: drives.clone(),
             _claim: claim,
         };
         for (nsid, namespace) in numbered(namespaces, &BTreeMap::new()) {
@@ -117,13 +116,7 @@ impl Exported {
         {
             return Err(OpenError::InUse(PathBuf::from(config.storage.to_string())).into());
         }
-        let (namespace, medium) = open(
-            self.subsystem.nqn(),
-            nsid,
-            config,
-            file.as_deref(),
-            self.ledger.as_ref(),
-        )?;
+        let (namespace, medium) = open(self.subsystem.nqn(), nsid, config, file.as_deref(), &self.drives)?;
         let is_first = medium.is_none();
         // Namespaces of one file have UUIDs of their own, but the same reservations.
         let storage = match (config.uuid, &file) {
@@ -417,7 +410,7 @@ fn open(
     nsid: NsId,
     config: &NamespaceConfig,
     file: Option<&Path>,
-    ledger: Option<&Arc<Ledger>>,
+    common: &DriveSettings,
 ) -> Result<(Namespace, Option<Arc<Medium>>), ControlError> {
     let (mut medium, mut block_shift) = (None, config.block_shift);
     // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
@@ -439,7 +432,7 @@ fn open(
             let settings = DriveSettings {
                 buffers: pcie.buffers,
                 p2p: pcie.p2p,
-                ledger: ledger.cloned(),
+                ..common.clone()
             };
             let drive = DriveBackend::open(&pcie.place, pcie.unbind, settings)?;
             // It reads and writes no smaller blocks than its own.
