@@ -295,8 +295,10 @@ fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
     for cid in 0..8 {
         io.completion(Cid(cid));
     }
+    let before = target.backend.peers().direct();
     let (cqe, _) = io.run(rw(Opcode::READ, 9, 0, 1), &[], BLOCK);
     assert!(!cqe.status.is_success());
+    assert_eq!(target.backend.peers().direct(), before, "it has not run");
 }
 
 #[test]

@@ -518,6 +518,7 @@ impl DriveBackend {
                 .extend(self.run(self.command(action, offset, bytes), vec![part])?);
             offset += bytes;
         }
+        self.peers.count_direct();
         Ok(())
     }
 

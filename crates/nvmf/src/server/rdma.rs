@@ -734,7 +734,6 @@ impl Served {
         let data = if has_way { drive.take_peer(bytes) } else { None };
         match (data, drive.p2p()) {
             (Some(data), _) => {
-                drive.peers().count_direct();
                 self.connection.granted_peer(data, now);
             }
             (None, PeerToPeer::Require) if !has_way => {
