@@ -1,5 +1,6 @@
 //! A pair of a submission and a completion queue.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
@@ -16,6 +17,8 @@ pub(crate) const ENTRIES_MAX: u16 = (PAGE / SQE_LEN) as u16;
 /// Ids of commands in a slot, one after the other: a drive that completes a command twice does not complete the next one of its slot.
 const GENERATIONS: u16 = u16::MAX / ENTRIES_MAX;
 
+/// Id of the submission queue in a completion. NVMe Base 2.0, 3.3.3.2.
+const SQ_ID: Range<usize> = 10..12;
 /// Bytes of a doorbell.
 const DOORBELL_LEN: usize = 4;
 
@@ -41,6 +44,7 @@ impl<T> Outstanding<T> {
 /// The drive's word about its head is not needed: a command that is completed was fetched, and fewer are outstanding than the queue has entries.
 #[derive(Debug)]
 pub(crate) struct Queue<T> {
+    qid: u16,
     entries: u16,
     pub(crate) submission: Buffer,
     pub(crate) completion: Buffer,
@@ -69,6 +73,7 @@ impl<T> Queue<T> {
             "{entries} entries of a queue"
         );
         Queue {
+            qid,
             entries,
             submission,
             completion,
@@ -161,6 +166,10 @@ impl<T> Queue<T> {
                 self.phase = !self.phase;
             }
             let Ok(cqe) = Cqe::parse(&bytes) else { continue };
+            // Each completion queue has one submission queue.
+            if bytes[SQ_ID] != self.qid.to_le_bytes() {
+                continue;
+            }
             let slot = self.slots.get_mut(usize::from(cqe.cid.0 % ENTRIES_MAX));
             let Some(slot) = slot else { continue };
             if let Some(command) =
@@ -198,5 +207,78 @@ impl<T> Queue<T> {
     /// Takes all commands back.
     pub(crate) fn take_all(&mut self) -> Vec<Outstanding<T>> {
         self.slots.iter_mut().filter_map(Option::take).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::time::Duration;
+
+    use rdmux_memory::AnonymousMemory;
+    use rdmux_wire::nvme::{NsId, Opcode, Status};
+
+    use super::*;
+    use crate::memory::Pool;
+    use crate::{Bar, DmaMemory};
+
+    /// A function without a drive.
+    #[derive(Debug)]
+    struct NoDrive;
+
+    impl Function for NoDrive {
+        fn address(&self) -> &str {
+            "0000:00:04.0"
+        }
+        fn register_bytes(&self) -> u64 {
+            0
+        }
+        fn read_u32(&self, _: u32) -> u32 {
+            0
+        }
+        fn read_u64(&self, _: u32) -> u64 {
+            0
+        }
+        fn write_u32(&self, _: u32, _: u32) {}
+        fn write_u64(&self, _: u32, _: u64) {}
+        fn bar(&self, _: u8) -> io::Result<Bar> {
+            Err(io::ErrorKind::NotFound.into())
+        }
+        fn dma(&self, bytes: usize) -> io::Result<DmaMemory> {
+            Ok(DmaMemory {
+                memory: Arc::new(AnonymousMemory::new(bytes)?),
+                pages: (1..=bytes / PAGE).map(|page| (page * PAGE) as u64).collect(),
+            })
+        }
+    }
+
+    #[test]
+    fn complete__takes_only_what_is_of_its_submission_queue() {
+        let pool = Pool::dram(&NoDrive, 2 * PAGE).unwrap();
+        let page = || pool.allocate(PAGE).unwrap();
+        let mut queue = Queue::new(3, 4, 4, page(), page(), None);
+        let slot = queue.free_slot().unwrap();
+        let cid = queue.next_cid(slot);
+        let sqe = Sqe::in_memory(Opcode::FLUSH, cid, NsId(1), [0; 2]);
+        let deadline = Instant::now() + Duration::from_secs(1);
+        queue
+            .submit(&NoDrive, slot, &sqe, ((), Vec::new(), deadline))
+            .unwrap();
+        for (at, sq_id) in [(0, 0u16), (1, 2), (2, 3)] {
+            let mut bytes = [0; CQE_LEN];
+            let cqe = Cqe {
+                result: 0,
+                sq_head: 1,
+                cid,
+                status: Status::SUCCESS,
+            };
+            cqe.emit(&mut bytes);
+            bytes[SQ_ID].copy_from_slice(&sq_id.to_le_bytes());
+            // The phase of the first round.
+            bytes[14] |= 1;
+            queue.completion.write(at * CQE_LEN, &bytes).unwrap();
+            let completed = queue.complete(&NoDrive).unwrap();
+            assert_eq!(completed.len(), usize::from(sq_id == 3), "{sq_id}");
+        }
     }
 }

@@ -22,6 +22,7 @@ use crate::accelerator::Accelerator;
 use drive::DriveBackend;
 
 pub mod drive;
+pub mod ending;
 pub mod peer;
 
 /// Sleep between two looks at writes of others.

@@ -28,7 +28,8 @@ use self::exported::{Exported, Update, hosts};
 use crate::announce::{Announcer, is_announced};
 use crate::auth::SecretError;
 use crate::backend::OpenError;
-use crate::backend::drive::DriveBackendError;
+use crate::backend::drive::{DriveBackendError, DriveSettings};
+use crate::backend::ending::Endings;
 use crate::backend::peer::PeerToPeer;
 use crate::identity;
 use crate::server::{Config, Handle, Listen, ServeError, Server};
@@ -150,6 +151,9 @@ pub struct Control {
     /// The listeners as they were asked for, and with the port that they got.
     listeners: Mutex<Vec<(Listen, Listener)>>,
     subsystems: Mutex<BTreeMap<Nqn, Exported>>,
+    /// What the drives that the target drives itself have in common.
+    drives: DriveSettings,
+    endings: Arc<Endings>,
     /// Announces listeners by mDNS, where that is asked for.
     announcer: Mutex<Option<Announcer>>,
 }
@@ -219,12 +223,18 @@ impl Control {
             None => Target::default(),
         };
         let target = Arc::new(target);
+        let endings = Arc::<Endings>::default();
+        let drives = DriveSettings {
+            ledger,
+            endings: Some(endings.clone()),
+            ..DriveSettings::default()
+        };
         let mut subsystems = BTreeMap::new();
         check(&config)?;
         target.set_referrals(config.referrals);
         let tls = config.listen.iter().any(|listen| listen.tls);
         for subsystem in config.subsystems {
-            let (nqn, exported) = Exported::new(subsystem, tls, ledger.as_ref())?;
+            let (nqn, exported) = Exported::new(subsystem, tls, &drives)?;
             target.add_subsystem(exported.subsystem.clone())?;
             subsystems.insert(nqn, exported);
         }
@@ -250,6 +260,8 @@ impl Control {
             reactors: config.reactors,
             listeners: Mutex::new(listeners),
             subsystems: Mutex::new(subsystems),
+            drives,
+            endings,
             announcer: Mutex::new(announcer),
         };
         Ok((control, server))
@@ -322,8 +334,13 @@ impl Control {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
         exported.subsystem.remove_namespace(nsid)?;
-        exported.namespaces.remove(&nsid);
+        let removed = exported.namespaces.remove(&nsid);
         self.handle.tell_of_change();
+        drop(subsystems);
+        // A drive that no queue uses has shut down then.
+        if let Some(Storage::Pcie(pcie)) = removed.map(|config| config.storage) {
+            self.endings.wait_for(&pcie.place.address.to_string());
+        }
         Ok(())
     }
 
@@ -518,7 +535,8 @@ impl Control {
         self.announcer.lock().take();
     }
 
-    /// Stops the drives that the target drives itself, once the server has ended, and returns them.
+    /// Stops the drives that the target drives itself, once the server has ended, and returns them. Those that were removed before have stopped as well
+    /// then.
     pub fn stop_drives(&self) -> Vec<PcieStorage> {
         let mut drives = Vec::new();
         for exported in self.subsystems.lock().values_mut() {
@@ -530,6 +548,7 @@ impl Control {
                 }
             }
         }
+        self.endings.wait_for_all();
         drives
     }
 
@@ -576,7 +595,7 @@ impl Control {
             let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
             prepared.push(match subsystems.get(&nqn) {
                 Some(exported) => Change::Update(nqn, exported.prepare(config, tls)?),
-                None => Change::Add(Exported::new(config, tls, self.target.ledger())?),
+                None => Change::Add(Exported::new(config, tls, &self.drives)?),
             });
         }
         let mut listeners = self.listeners.lock();

@@ -3,6 +3,7 @@
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 
 use rdmux_wire::nvme::{HostId, Nqn, NsId};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
@@ -41,6 +42,11 @@ pub fn serial(subsystem: &Nqn) -> String {
 pub fn namespace_uuid(subsystem: &Nqn, nsid: NsId, storage: &[u8]) -> [u8; 16] {
     let nqn = subsystem.as_str().as_bytes();
     uuid(&[b"namespace", nqn, &nsid.0.to_le_bytes(), storage])
+}
+
+/// Returns the UUID of a file by its path, whatever namespaces it is.
+pub(crate) fn file_uuid(path: &Path) -> [u8; 16] {
+    uuid(&[b"file", path.as_os_str().as_encoded_bytes()])
 }
 
 /// Returns a name of a subsystem that fits into those of sockets: a UUID.

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rdmux_drive::{Buffer, MemoryKind};
+use rdmux_drive::{Buffer, Function, MemoryKind};
 use rdmux_nvmf::backend::Backend;
 use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
+use rdmux_nvmf::backend::ending::Endings;
 use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::IoQueue;
 use rdmux_nvmf::host::command;
@@ -27,6 +28,28 @@ const BLOCK: u32 = 4096;
 struct Mover {
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
+}
+
+impl Mover {
+    /// Moves a drive whose time began then.
+    fn new(drive: &Arc<Drive>, began: Instant) -> Mover {
+        let ends = Arc::new(AtomicBool::new(false));
+        let moved = (drive.clone(), ends.clone());
+        let thread = std::thread::spawn(move || {
+            let (drive, ends) = moved;
+            while !ends.load(Ordering::Relaxed) {
+                drive.set_now(began.elapsed().as_nanos() as u64);
+                if !drive.step() {
+                    // Others have the processor: the drive tells nobody when it has something to do.
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            }
+        });
+        Mover {
+            ends,
+            thread: Some(thread),
+        }
+    }
 }
 
 impl Drop for Mover {
@@ -56,24 +79,13 @@ impl Peered {
 
     fn with_media(media: Arc<dyn Media>, buffers: MemoryKind, p2p: PeerToPeer) -> Peered {
         let drive = Drive::new(Shape::default(), media, 1);
-        let ends = Arc::new(AtomicBool::new(false));
-        let moved = (drive.clone(), ends.clone());
-        let thread = std::thread::spawn(move || {
-            let (drive, ends) = moved;
-            let began = Instant::now();
-            while !ends.load(Ordering::Relaxed) {
-                drive.set_now(began.elapsed().as_nanos() as u64);
-                if !drive.step() {
-                    // Others have the processor: the drive tells nobody when it has something to do.
-                    std::thread::sleep(Duration::from_micros(50));
-                }
-            }
-        });
+        let mover = Mover::new(&drive, Instant::now());
         let ledger = Arc::new(Ledger::default());
         let settings = DriveSettings {
             buffers,
             p2p,
             ledger: Some(ledger.clone()),
+            ..DriveSettings::default()
         };
         let backend = Arc::new(DriveBackend::of_function(drive.clone(), None, settings).unwrap());
         let server = Running::by(Target::default().with_ledger(ledger.clone()), backend.clone());
@@ -83,10 +95,7 @@ impl Peered {
             room: backend.pool().room(),
             backend,
             ledger,
-            _mover: Mover {
-                ends,
-                thread: Some(thread),
-            },
+            _mover: mover,
         }
     }
 
@@ -286,8 +295,10 @@ fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
     for cid in 0..8 {
         io.completion(Cid(cid));
     }
+    let before = target.backend.peers().direct();
     let (cqe, _) = io.run(rw(Opcode::READ, 9, 0, 1), &[], BLOCK);
     assert!(!cqe.status.is_success());
+    assert_eq!(target.backend.peers().direct(), before, "it has not run");
 }
 
 #[test]
@@ -299,6 +310,48 @@ fn drive__that_is_out_of_use_and_keeps_its_memory_fails_commands() {
     let gone = Status::NAMESPACE_NOT_READY.do_not_retry();
     assert_eq!(target.backend.read(0, &mut [0; 4096]), Err(gone));
     assert_eq!(target.backend.write(0, &[0; 4096]), Err(gone));
+}
+
+#[test]
+fn drive__that_is_out_of_use_and_keeps_its_memory_fails_commands_of_peers() {
+    let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Require);
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    // As the commands of a drive that does not stop.
+    let _kept = target.take_all();
+    target.drive.vanish();
+    for (cid, opcode) in [(1, Opcode::READ), (2, Opcode::WRITE)] {
+        io.command(rw(opcode, cid, 0, 1), &[1; BLOCK as usize], BLOCK);
+        assert_eq!(
+            io.completion(Cid(cid)).status,
+            Status::NAMESPACE_NOT_READY.do_not_retry()
+        );
+    }
+}
+
+#[test]
+fn drive__ends_on_a_thread_of_its_own_and_its_last_user_does_not_wait() {
+    let drive = Drive::new(Shape::default(), Bytes::new(64 << 10), 1);
+    let began = Instant::now();
+    let mover = Mover::new(&drive, began);
+    let endings = Arc::new(Endings::default());
+    let settings = DriveSettings {
+        endings: Some(endings.clone()),
+        ..DriveSettings::default()
+    };
+    let backend = DriveBackend::of_function(drive.clone(), None, settings).unwrap();
+    assert_eq!(backend.write(0, &[1; 4096]), Ok(()));
+    drop(mover);
+    // The drive stands still, and does not shut down.
+    drop(backend);
+    assert!(!drive.is_shut_down());
+    let _mover = Mover::new(&drive, began);
+    endings.wait_for("another");
+    endings.wait_for(drive.address());
+    assert!(drive.is_shut_down(), "a drive that ends is waited for");
+    assert_eq!(Arc::strong_count(&drive), 2, "its driver has let it go");
+    assert_eq!(drive.violation(), None);
 }
 
 /// Media whose blocks somebody else makes smaller.

@@ -15,9 +15,10 @@ use rdmux_drive::{
     MemoryKind, Options, Outcome, PAGE, PciAddress, Pool, RefusedReason, State, Unusable,
 };
 use rdmux_verbs::ledger::{Class, Ledger, Route, book};
-use rdmux_verbs::sync::Mutex;
+use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{NsId, Status};
 
+use super::ending::Endings;
 use super::peer::{PeerCounts, PeerData, PeerToPeer};
 use super::{Backend, Flushes};
 
@@ -158,12 +159,17 @@ pub struct DriveSettings {
     pub p2p: PeerToPeer,
     /// Ledger of the bytes that cross the drive's links.
     pub ledger: Option<Arc<Ledger>>,
+    /// Takes the drive when its last user lets it go; `None`: that user waits until it has shut down.
+    pub endings: Option<Arc<Endings>>,
 }
 
 /// A namespace of a drive that this process drives.
 #[derive(Debug)]
 pub struct DriveBackend {
-    shared: Mutex<Shared>,
+    /// `None` once this is dropped.
+    shared: Option<Mutex<Shared>>,
+    address: String,
+    endings: Option<Arc<Endings>>,
     namespace: DriveNamespace,
     /// Memory that the option names.
     pool: Arc<Pool>,
@@ -202,6 +208,20 @@ impl Shared {
     }
 }
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let start = Instant::now();
+        self.drive.shut_down(start);
+        let mut turn = 0;
+        // One that does not stop in time keeps the memory that it knows.
+        while self.drive.state() == State::Stopping && start.elapsed() < SHUT_DOWN_WAIT {
+            self.poll();
+            pause(turn);
+            turn += 1;
+        }
+    }
+}
+
 /// Lets some time pass between two looks at a drive, which tells nobody that it is done.
 fn pause(turn: u32) {
     match turn {
@@ -221,6 +241,9 @@ impl DriveBackend {
         unbind: bool,
         settings: DriveSettings,
     ) -> Result<DriveBackend, DriveBackendError> {
+        if let Some(endings) = &settings.endings {
+            endings.wait_for(&place.address.to_string());
+        }
         let function = rdmux_drive::open(&place.address, unbind)?;
         DriveBackend::of_function(function, place.nsid, settings)
     }
@@ -234,7 +257,12 @@ impl DriveBackend {
         nsid: Option<NsId>,
         settings: DriveSettings,
     ) -> Result<DriveBackend, DriveBackendError> {
-        let DriveSettings { buffers, p2p, ledger } = settings;
+        let DriveSettings {
+            buffers,
+            p2p,
+            ledger,
+            endings,
+        } = settings;
         let address = function.address().to_owned();
         if p2p != PeerToPeer::Off && buffers == MemoryKind::Dram {
             return Err(DriveBackendError::NoPeer(address));
@@ -312,8 +340,14 @@ impl DriveBackend {
             deallocates: drive.has(Action::Deallocate) && namespace.zeroes,
             name: format!("{} {} {}", controller.model, controller.serial, namespace.nsid),
             flushes: Flushes::default(),
-            shared: Mutex::new(shared),
+            shared: Some(Mutex::new(shared)),
+            address,
+            endings,
         })
+    }
+
+    fn shared(&self) -> MutexGuard<'_, Shared> {
+        self.shared.as_ref().expect("only a drop takes it").lock()
     }
 
     /// Returns bytes of a block as a power of two.
@@ -345,17 +379,22 @@ impl DriveBackend {
             if let Some(buffer) = self.copies.allocate(bytes) {
                 return Ok(buffer);
             }
-            let mut shared = self.shared.lock();
-            shared.poll();
-            match shared.drive.state() {
-                State::Starting | State::Ready => {}
-                State::Stopping | State::Off | State::Failed => {
-                    return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
-                }
-            }
-            drop(shared);
+            self.check_in_use()?;
             pause(turn);
             turn += 1;
+        }
+    }
+
+    /// Checks that memory which the drive's commands have will be free.
+    ///
+    /// # Errors
+    /// The drive is out of use: one that did not stop has kept it.
+    pub(crate) fn check_in_use(&self) -> Result<(), Status> {
+        let mut shared = self.shared();
+        shared.poll();
+        match shared.drive.state() {
+            State::Starting | State::Ready => Ok(()),
+            State::Stopping | State::Off | State::Failed => Err(Status::NAMESPACE_NOT_READY.do_not_retry()),
         }
     }
 
@@ -380,7 +419,7 @@ impl DriveBackend {
         let give_up = Instant::now() + RESTART_WAIT;
         let mut turn = 0;
         let token = loop {
-            let mut shared = self.shared.lock();
+            let mut shared = self.shared();
             if shared.drive.state() == State::Ready && !self.has_same_blocks(&shared.drive) {
                 return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
             }
@@ -409,7 +448,7 @@ impl DriveBackend {
         };
         let mut turn = 0;
         let completion = loop {
-            let mut shared = self.shared.lock();
+            let mut shared = self.shared();
             shared.poll();
             if let Some(completion) = shared.ended.remove(&token) {
                 break completion;
@@ -489,6 +528,7 @@ impl DriveBackend {
                 .extend(self.run(self.command(action, offset, bytes), vec![part])?);
             offset += bytes;
         }
+        self.peers.count_direct();
         Ok(())
     }
 
@@ -633,15 +673,8 @@ impl Backend for DriveBackend {
 
 impl Drop for DriveBackend {
     fn drop(&mut self) {
-        let shared = self.shared.get_mut();
-        let start = Instant::now();
-        shared.drive.shut_down(start);
-        let mut turn = 0;
-        // One that does not stop in time keeps the memory that it knows.
-        while shared.drive.state() == State::Stopping && start.elapsed() < SHUT_DOWN_WAIT {
-            shared.poll();
-            pause(turn);
-            turn += 1;
+        if let (Some(endings), Some(shared)) = (&self.endings, self.shared.take()) {
+            endings.end(std::mem::take(&mut self.address), shared);
         }
     }
 }

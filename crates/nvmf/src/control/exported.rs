@@ -6,7 +6,6 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rdmux_verbs::ledger::Ledger;
 use rdmux_wire::nvme::{Nqn, NsId};
 
 use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
@@ -33,8 +32,8 @@ pub(super) struct Exported {
     pub(super) namespaces: BTreeMap<NsId, NamespaceConfig>,
     /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
     highest: NsId,
-    /// Books what drives of the target move.
-    ledger: Option<Arc<Ledger>>,
+    /// What drives of the target have in common.
+    drives: DriveSettings,
     /// Keeps the name from other targets.
     _claim: OwnedFd,
 }
@@ -68,7 +67,7 @@ impl Exported {
     pub(super) fn new(
         mut config: SubsystemConfig,
         tls: bool,
-        ledger: Option<&Arc<Ledger>>,
+        drives: &DriveSettings,
     ) -> Result<(Nqn, Exported), ControlError> {
         let nqn = config.nqn.clone().unwrap_or_else(identity::default_nqn);
         let cntlids = config.cntlids.clone().unwrap_or(1..=CNTLID_MAX);
@@ -92,7 +91,7 @@ impl Exported {
             access,
             namespaces: BTreeMap::new(),
             highest: NsId(0),
-            ledger: ledger.cloned(),
+            drives: drives.clone(),
             _claim: claim,
         };
         for (nsid, namespace) in numbered(namespaces, &BTreeMap::new()) {
@@ -117,18 +116,18 @@ impl Exported {
         {
             return Err(OpenError::InUse(PathBuf::from(config.storage.to_string())).into());
         }
-        let (namespace, medium) = open(
-            self.subsystem.nqn(),
-            nsid,
-            config,
-            file.as_deref(),
-            self.ledger.as_ref(),
-        )?;
+        let (namespace, medium) = open(self.subsystem.nqn(), nsid, config, file.as_deref(), &self.drives)?;
         let is_first = medium.is_none();
+        // Namespaces of one file have UUIDs of their own, but the same reservations.
+        let storage = match (config.uuid, &file) {
+            (None, Some(file)) => identity::file_uuid(file),
+            _ => namespace.uuid,
+        };
         let namespace = self
             .subsystem
-            .prepare_namespace(namespace, config.ana_group, medium)
+            .prepare_namespace(namespace, config.ana_group, storage, medium)
             .map_err(|error| ControlError::Namespace(config.storage.to_string(), error))?;
+        namespace.medium().add_subsystem(&self.subsystem);
         if let Some(file) = file.filter(|_| is_first) {
             drives::add(&file, &namespace);
         }
@@ -411,7 +410,7 @@ fn open(
     nsid: NsId,
     config: &NamespaceConfig,
     file: Option<&Path>,
-    ledger: Option<&Arc<Ledger>>,
+    common: &DriveSettings,
 ) -> Result<(Namespace, Option<Arc<Medium>>), ControlError> {
     let (mut medium, mut block_shift) = (None, config.block_shift);
     // A host knows a namespace again by its UUID: the same after a restart if the blocks are.
@@ -433,7 +432,7 @@ fn open(
             let settings = DriveSettings {
                 buffers: pcie.buffers,
                 p2p: pcie.p2p,
-                ledger: ledger.cloned(),
+                ..common.clone()
             };
             let drive = DriveBackend::open(&pcie.place, pcie.unbind, settings)?;
             // It reads and writes no smaller blocks than its own.
@@ -455,4 +454,66 @@ fn open(
         is_protected: config.read_only,
     };
     Ok((namespace, medium))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Control;
+    use super::super::config::TargetConfig;
+    use crate::identity;
+
+    const INSIDE: &str = "RDMUX_TEST_RESERVATIONS";
+
+    #[test]
+    fn open__keeps_reservations_of_a_file_under_its_path_whatever_subsystem_is_first() {
+        let test = std::thread::current().name().unwrap().to_owned();
+        if std::env::var_os(INSIDE).is_none() {
+            // A process of its own has another folder of configuration.
+            let folder = tempfile::tempdir().unwrap();
+            let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+            let command = command.args([&test, "--exact"]);
+            let command = command.env(INSIDE, "1").env("XDG_CONFIG_HOME", folder.path());
+            let output = command.output().unwrap();
+            let text = [output.stdout, output.stderr].concat();
+            let text = String::from_utf8_lossy(&text);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        let folder = rdmux_key::config_path("nvme-reservations").unwrap();
+        std::fs::create_dir_all(&folder).unwrap();
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let path = disk.path().canonicalize().unwrap();
+        let start = |order: [&str; 2]| {
+            let described = order.map(|name| {
+                format!(
+                    "[[subsystem]]\nnqn = \"nqn.2014-08.org.example:kept-{name}\"\nother_hosts = \"any\"\n\
+                     [[subsystem.namespace]]\npath = {path:?}\n"
+                )
+            });
+            let text = format!("listen = [\"tcp:127.0.0.1:0\"]\n{}", described.concat());
+            Control::start(TargetConfig::parse(&text).unwrap()).unwrap()
+        };
+        let (control, server) = start(["a", "b"]);
+        let uuids: Vec<_> = control
+            .subsystems()
+            .iter()
+            .map(|info| info.namespaces[0].uuid)
+            .collect();
+        drop((control, server));
+        let kept = "rdmux reservations 1\ngeneration 7\nend\n";
+        let own = identity::uuid_text(&identity::file_uuid(&path));
+        for uuid in uuids {
+            // As an earlier version has kept it.
+            std::fs::write(folder.join(identity::uuid_text(&uuid)), kept).unwrap();
+            for order in [["a", "b"], ["b", "a"]] {
+                drop(start(order));
+                let files = std::fs::read_dir(&folder).unwrap();
+                let names: Vec<_> = files.map(|file| file.unwrap().file_name()).collect();
+                assert_eq!(names, [own.as_str()]);
+                assert_eq!(std::fs::read_to_string(folder.join(&own)).unwrap(), kept);
+            }
+            std::fs::remove_file(folder.join(&own)).unwrap();
+        }
+    }
 }

@@ -232,8 +232,24 @@ impl Running {
     }
 
     /// Takes the outcome that the header has; `None`: the window has no header of this job.
-    fn look(&mut self, outcome: Option<Outcome>, nsid: NsId, generation: u64) -> Result<(), JobError> {
+    fn look(
+        &mut self,
+        outcome: Option<Outcome>,
+        accelerator: &Accelerator,
+        generation: u64,
+    ) -> Result<(), JobError> {
+        let nsid = accelerator.nsid;
         let over = outcome.filter(|outcome| outcome.status.is_over());
+        let room = accelerator.info.data_bytes();
+        if let Some(outcome) = over.filter(|outcome| outcome.length > room) {
+            return Err(JobError::Host(HostError::Inconsistent {
+                what: "accelerator",
+                why: format!(
+                    "in namespace {nsid} tells of a result of {} bytes in a window of {room}",
+                    outcome.length
+                ),
+            }));
+        }
         self.phase = match (self.phase, over) {
             (Phase::Confirm { stored: true }, None) => return Err(JobError::ResultLost(nsid)),
             // It was there all the time: no other job has this id.
@@ -510,7 +526,8 @@ impl Jobs {
     fn handle(&mut self, completion: Completion) -> Result<(), JobError> {
         let token = completion.command.token;
         let (at, offset) = ((token >> OFFSET_BITS) as usize, token & ((1 << OFFSET_BITS) - 1));
-        let nsid = self.windows[at].accelerator.nsid;
+        let accelerator = self.windows[at].accelerator;
+        let nsid = accelerator.nsid;
         let Some(job) = &mut self.windows[at].job else {
             return Ok(());
         };
@@ -534,7 +551,7 @@ impl Jobs {
                 let outcome = header
                     .filter(|header| header.job.id == job.id)
                     .and_then(|header| header.outcome);
-                job.look(outcome, nsid, self.queue.generation())?;
+                job.look(outcome, &accelerator, self.queue.generation())?;
             }
             Phase::Fetch { .. } => {
                 let (from, bytes) = ((offset - DATA_OFFSET) as usize, completion.bytes());
@@ -577,4 +594,72 @@ fn fill(
     let room = bytes as usize - buffer.len();
     buffer.extend_from_slice(&rest[..rest.len().min(room)]);
     buffer.resize(bytes as usize, 0);
+}
+
+#[cfg(test)]
+mod tests {
+    use rdmux_wire::accel::Algorithm;
+
+    use super::*;
+
+    #[test]
+    fn look__refuses_a_result_that_is_longer_than_its_window() {
+        let accelerator = Accelerator {
+            nsid: NsId(2),
+            info: AcceleratorInfo {
+                algorithm: Algorithm::Null,
+                level: 0,
+                windows: 1,
+                window_bytes: 1 << 20,
+            },
+            block_bytes: 4096,
+        };
+        let room = accelerator.info.data_bytes();
+        for stays in [false, true] {
+            let look = |status, length| {
+                let mut job = Running {
+                    request: Request {
+                        token: 0,
+                        kind: JobKind::Pass,
+                        level: 0,
+                        align: 0,
+                        data: Vec::new(),
+                        stays,
+                    },
+                    id: 1,
+                    tries: 0,
+                    in_flight: 0,
+                    phase: Phase::Look { after: None },
+                    outcome: None,
+                    result: Vec::new(),
+                    generation: 0,
+                };
+                let outcome = Outcome {
+                    status,
+                    length,
+                    consumed: 0,
+                    checksum: 0,
+                };
+                job.look(Some(outcome), &accelerator, 1)
+            };
+            for length in [0, room] {
+                assert!(look(JobStatus::Done, length).is_ok());
+            }
+            for (status, length) in [
+                (JobStatus::Done, room + 1),
+                (JobStatus::Done, u32::MAX),
+                (JobStatus::Corrupt, u32::MAX),
+            ] {
+                let error = look(status, length).unwrap_err();
+                assert!(matches!(
+                    error,
+                    JobError::Host(HostError::Inconsistent {
+                        what: "accelerator",
+                        ..
+                    })
+                ));
+                assert!(error.to_string().contains(&format!("{length} bytes")), "{error}");
+            }
+        }
+    }
 }

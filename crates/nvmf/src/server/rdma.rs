@@ -737,17 +737,19 @@ impl Served {
         let data = if has_way { drive.take_peer(bytes) } else { None };
         match (data, drive.p2p()) {
             (Some(data), _) => {
-                drive.peers().count_direct();
                 self.connection.granted_peer(data, now);
             }
             (None, PeerToPeer::Require) if !has_way => {
                 self.connection.refuse(Status::INTERNAL_ERROR.do_not_retry());
             }
-            (None, PeerToPeer::Require) if now < since + ROOM_WAIT => {
-                self.no_room_since = Some(since);
-                return Next::Waits;
-            }
-            (None, PeerToPeer::Require) => self.connection.refuse(Status::INTERRUPTED),
+            (None, PeerToPeer::Require) => match drive.check_in_use() {
+                Err(status) => self.connection.refuse(status),
+                Ok(()) if now < since + ROOM_WAIT => {
+                    self.no_room_since = Some(since);
+                    return Next::Waits;
+                }
+                Ok(()) => self.connection.refuse(Status::INTERRUPTED),
+            },
             (None, _) => {
                 drive.peers().count_copied();
                 self.connection.forgo_peer();

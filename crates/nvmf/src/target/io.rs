@@ -689,7 +689,7 @@ impl Io {
         let alone = |set: &mut dyn FnMut()| self.namespace.alone(set);
         let notices = reservations.apply(alone, &association.host_id, command, &keys)?;
         if !notices.is_empty() {
-            user.subsystem.notify(self.namespace.nsid, &notices);
+            user.subsystem.notify(&self.namespace, &notices);
             association.tell();
         }
         Ok(())

@@ -1,9 +1,10 @@
 //! A namespace: what it stores, what all queues share of it, and how one queue uses it.
 
 use std::ops::Deref;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
+use rdmux_verbs::sync::Mutex;
 use rdmux_wire::accel::Job;
 use rdmux_wire::nvme::{
     Cid, CopyFormat, IdentifyNamespace, IndependentNamespace, NamespaceIdentifiers, NsId, Status,
@@ -107,6 +108,8 @@ struct State {
 pub(crate) struct Medium {
     fence: Fence,
     reservations: Reservations,
+    /// Subsystems that may have such a namespace.
+    subsystems: Mutex<Vec<Weak<Subsystem>>>,
 }
 
 impl Medium {
@@ -114,7 +117,29 @@ impl Medium {
         Medium {
             fence: Fence::default(),
             reservations,
+            subsystems: Mutex::default(),
         }
+    }
+
+    pub(super) fn reservations(&self) -> &Reservations {
+        &self.reservations
+    }
+
+    /// Takes note of a subsystem that is to have such a namespace.
+    pub(crate) fn add_subsystem(&self, subsystem: &Arc<Subsystem>) {
+        let mut subsystems = self.subsystems.lock();
+        subsystems.retain(|known| known.strong_count() > 0);
+        if !subsystems
+            .iter()
+            .any(|known| known.as_ptr() == Arc::as_ptr(subsystem))
+        {
+            subsystems.push(Arc::downgrade(subsystem));
+        }
+    }
+
+    /// Returns the subsystems that were noted.
+    pub(super) fn subsystems(&self) -> Vec<Arc<Subsystem>> {
+        self.subsystems.lock().iter().filter_map(Weak::upgrade).collect()
     }
 }
 

@@ -20,17 +20,17 @@ const REGISTRANTS_MAX: usize = 1024;
 
 /// Keeps reservations over restarts of the target, for hosts that ask for it (PTPL).
 pub trait ReservationStore: std::fmt::Debug + Send + Sync {
-    /// Returns what was kept for the namespace with a UUID; `None` if nothing was.
+    /// Returns what was kept for the storage with a UUID; `None` if nothing was.
     ///
     /// # Errors
-    /// It cannot be read: to serve the namespace without it could let hosts write that must not.
-    fn load(&self, namespace: &[u8; 16]) -> io::Result<Option<ReservationState>>;
+    /// It cannot be read: to serve the storage without it could let hosts write that must not.
+    fn load(&self, storage: &[u8; 16]) -> io::Result<Option<ReservationState>>;
 
-    /// Keeps the state of a namespace, so that it is there after a loss of power; with `None` there is nothing to keep any more.
+    /// Keeps the state of a storage, so that it is there after a loss of power; with `None` there is nothing to keep any more.
     ///
     /// # Errors
     /// It was not kept.
-    fn save(&self, namespace: &[u8; 16], state: Option<&ReservationState>) -> io::Result<()>;
+    fn save(&self, storage: &[u8; 16], state: Option<&ReservationState>) -> io::Result<()>;
 }
 
 /// Registrants of a namespace, and the reservation.
@@ -230,6 +230,11 @@ impl ReservationState {
     }
 }
 
+/// Returns true if no host has used reservations, and none are kept.
+fn is_unused((state, persists): &(ReservationState, bool)) -> bool {
+    !persists && *state == ReservationState::default()
+}
+
 /// Reservations of a namespace.
 #[derive(Debug, Default)]
 pub(super) struct Reservations {
@@ -238,21 +243,71 @@ pub(super) struct Reservations {
     state: Mutex<(ReservationState, bool)>,
     /// Held during a change, which may wait for a medium; `state` is not, since reactors look at it.
     changing: Mutex<()>,
-    /// The store that keeps them, and their name there.
-    store: Option<(Arc<dyn ReservationStore>, [u8; 16])>,
+    /// The store that keeps them.
+    store: Option<Arc<dyn ReservationStore>>,
+    /// Their names there, each of which has all: one as long as users name no others. Locked after `changing`.
+    names: Mutex<Vec<[u8; 16]>>,
 }
 
 impl Reservations {
-    /// Begins with what is kept.
-    pub(super) fn load(store: Arc<dyn ReservationStore>, namespace: [u8; 16]) -> io::Result<Reservations> {
-        let state = store.load(&namespace)?;
-        let persists = state.is_some();
-        Ok(Reservations {
-            generation: AtomicU64::new(0),
-            state: Mutex::new((state.unwrap_or_default(), persists)),
-            changing: Mutex::default(),
-            store: Some((store, namespace)),
-        })
+    /// Makes reservations that a store keeps under the names that are [added](Reservations::add_name).
+    pub(super) fn in_store(store: Arc<dyn ReservationStore>) -> Reservations {
+        Reservations {
+            store: Some(store),
+            ..Reservations::default()
+        }
+    }
+
+    /// Keeps them under one more name, and begins with what is kept there, unless hosts have used them before. The caller may wait.
+    ///
+    /// # Errors
+    /// The store does not read or write.
+    pub(super) fn add_name(&self, name: [u8; 16]) -> io::Result<()> {
+        let Some(store) = &self.store else {
+            return Ok(());
+        };
+        let _changing = self.changing.lock();
+        if self.names.lock().contains(&name) {
+            return Ok(());
+        }
+        match (store.load(&name)?, self.state()) {
+            (Some(kept), current) if is_unused(&current) => self.begin(store, kept)?,
+            (kept, (state, true)) if kept.as_ref() != Some(&state) => store.save(&name, Some(&state))?,
+            (Some(_), (_, false)) => store.save(&name, None)?,
+            (Some(_), (_, true)) | (None, _) => {}
+        }
+        self.names.lock().push(name);
+        Ok(())
+    }
+
+    /// Takes what is kept under a name that is not used any more. The caller may wait.
+    ///
+    /// # Errors
+    /// The store does not read or write.
+    pub(super) fn take_name(&self, old: [u8; 16]) -> io::Result<()> {
+        let Some(store) = &self.store else {
+            return Ok(());
+        };
+        let _changing = self.changing.lock();
+        if self.names.lock().contains(&old) {
+            return Ok(());
+        }
+        let Some(kept) = store.load(&old)? else {
+            return Ok(());
+        };
+        if is_unused(&self.state()) {
+            self.begin(store, kept)?;
+        }
+        store.save(&old, None)
+    }
+
+    /// Begins with what was kept.
+    fn begin(&self, store: &Arc<dyn ReservationStore>, kept: ReservationState) -> io::Result<()> {
+        for name in &*self.names.lock() {
+            store.save(name, Some(&kept))?;
+        }
+        self.set(kept, true);
+        Ok(())
     }
 
     /// Returns RESCAP.
@@ -302,13 +357,15 @@ impl Reservations {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
         let (old, persisted) = self.state();
-        if let Some((store, namespace)) = &self.store
+        if let Some(store) = &self.store
             && (persists || persisted)
             && (persists != persisted || *state != old)
             && !mutant!(ReservationsNotKept)
         {
-            let saved = store.save(namespace, persists.then_some(state));
-            saved.map_err(|_| Status::INTERNAL_ERROR)?;
+            for name in &*self.names.lock() {
+                let saved = store.save(name, persists.then_some(state));
+                saved.map_err(|_| Status::INTERNAL_ERROR)?;
+            }
         }
         Ok(())
     }

@@ -279,11 +279,12 @@ impl Subsystem {
     /// # Errors
     /// Its id is invalid or taken, it has no block, or its reservations cannot be read.
     pub fn add_namespace(&self, namespace: Namespace) -> Result<(), NamespaceError> {
-        self.add_prepared(self.prepare_namespace(namespace, 1, None)?)
+        let uuid = namespace.uuid;
+        self.add_prepared(self.prepare_namespace(namespace, 1, uuid, None)?)
     }
 
-    /// Prepares a namespace, in a group of those that share a state of access, with the reservations that are kept for it, or with what another
-    /// subsystem's namespace of the same storage has.
+    /// Prepares a namespace, in a group of those that share a state of access, with the reservations that are kept for its storage, whose UUID is
+    /// given, or with what another subsystem's namespace of the same storage has.
     ///
     /// # Errors
     /// Its id or group is invalid, it has no block, or its reservations cannot be read.
@@ -291,20 +292,22 @@ impl Subsystem {
         &self,
         namespace: Namespace,
         group: u32,
+        storage: [u8; 16],
         medium: Option<Arc<Medium>>,
     ) -> Result<SharedNamespace, NamespaceError> {
         let nsid = namespace.nsid;
         namespace.check()?;
         check_group(group)?;
-        if let Some(medium) = medium {
-            return Ok(SharedNamespace::new(namespace, medium, group));
-        }
-        let reservations = match &self.reservations {
-            Some(store) => Reservations::load(store.clone(), namespace.uuid)
-                .map_err(|error| NamespaceError::Reservations(nsid, error.to_string()))?,
-            None => Reservations::default(),
-        };
-        let medium = Arc::new(Medium::new(reservations));
+        let medium = medium.unwrap_or_else(|| {
+            let store = self.reservations.clone();
+            let reservations = store.map(Reservations::in_store).unwrap_or_default();
+            Arc::new(Medium::new(reservations))
+        });
+        let reservations = medium.reservations();
+        let begun = reservations.add_name(storage);
+        // Storage that several subsystems have was once known by a namespace of one of them.
+        let begun = begun.and_then(|()| reservations.take_name(namespace.uuid));
+        begun.map_err(|error| NamespaceError::Reservations(nsid, error.to_string()))?;
         Ok(SharedNamespace::new(namespace, medium, group))
     }
 
@@ -452,8 +455,25 @@ impl Subsystem {
         }
     }
 
-    /// Notifies the controllers of hosts of changes of a namespace's reservations.
-    pub(super) fn notify(&self, nsid: NsId, notices: &[(HostId, ReservationNotice)]) {
+    /// Notifies the controllers of hosts of changes of a namespace's reservations, also those of other subsystems that have its storage.
+    pub(super) fn notify(&self, namespace: &SharedNamespace, notices: &[(HostId, ReservationNotice)]) {
+        self.notify_own(namespace.nsid, notices);
+        let medium = namespace.medium();
+        for other in medium.subsystems() {
+            if std::ptr::eq(&*other, self) {
+                continue;
+            }
+            for same in other
+                .list()
+                .iter()
+                .filter(|same| Arc::ptr_eq(same.medium(), medium))
+            {
+                other.notify_own(same.nsid, notices);
+            }
+        }
+    }
+
+    fn notify_own(&self, nsid: NsId, notices: &[(HostId, ReservationNotice)]) {
         let state = self.state();
         for (host, notice) in notices {
             let controllers = state.controllers.values();
@@ -463,7 +483,8 @@ impl Subsystem {
         }
     }
 
-    /// Returns what Reservation Report tells of a namespace.
+    /// Returns what Reservation Report tells of a namespace. Its controllers are those of this subsystem: a host that has come to another one alone is
+    /// a registrant without a controller.
     pub(super) fn report(&self, namespace: &SharedNamespace) -> ReservationReport {
         let (reservations, persists) = namespace.reservations().state();
         let state = self.state();

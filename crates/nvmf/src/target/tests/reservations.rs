@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::reservations::ReservationFolder;
+use crate::target::namespace::Medium;
+use crate::target::reservation::Reservations;
 use crate::target::subsystem::NamespaceError;
 
 fn command(opcode: Opcode, action: ReservationAction) -> Sqe {
@@ -519,4 +521,111 @@ fn reservations__are_kept_where_a_host_asks_for_it() {
     let subsystem = subsystem.with_reservations(Arc::new(ReservationFolder::new(folder.path())));
     let refused = subsystem.add_namespace(memory(1, 1 << 20));
     assert!(matches!(refused, Err(NamespaceError::Reservations(NsId(1), _))));
+}
+
+/// Starts subsystems, each of a target of its own, whose namespace 1 is one storage. The storage and each namespace have UUIDs.
+fn sharing(
+    folder: &std::path::Path,
+    storage: [u8; 16],
+    uuids: &[[u8; 16]],
+) -> Vec<(Arc<Target>, Arc<Subsystem>)> {
+    let mut medium = None;
+    let start = |uuid: &[u8; 16]| {
+        let hosts = Hosts::any(Terms::default());
+        let subsystem = Subsystem::new(Nqn::new(SUBSYSTEM).unwrap(), "serial", hosts);
+        let subsystem = Arc::new(subsystem.with_reservations(Arc::new(ReservationFolder::new(folder))));
+        let namespace = Namespace {
+            uuid: *uuid,
+            ..memory(1, 1 << 20)
+        };
+        let namespace = subsystem
+            .prepare_namespace(namespace, 1, storage, medium.take())
+            .unwrap();
+        namespace.medium().add_subsystem(&subsystem);
+        medium = Some(namespace.medium().clone());
+        subsystem.add_prepared(namespace).unwrap();
+        let target = Target::default();
+        target.add_subsystem(subsystem.clone()).unwrap();
+        (Arc::new(target), subsystem)
+    };
+    uuids.iter().map(start).collect()
+}
+
+#[test]
+fn reservations__of_a_storage_of_several_subsystems_are_kept_in_any_order() {
+    let (storage, first, second) = ([0xaa; 16], [1; 16], [2; 16]);
+    let kind = ReservationType::ExclusiveAccess;
+    let persist = |sqe: &mut Sqe| sqe.set_dword(10, sqe.dword(10) | 3 << 30);
+    let register = (ReservationAction::Register, (0, 1));
+    let holder = [(1, 1, true)];
+    // Kept under the UUID of the storage, or by an earlier version under that of a namespace.
+    for kept_as in [storage, first, second] {
+        let folder = tempfile::tempdir().unwrap();
+        let targets = sharing(folder.path(), kept_as, &[first, second]);
+        let mut one = Host::new(&targets[0].0, 1, Instant::now());
+        assert_eq!(one.reserve_with(register.0, register.1, persist), Status::SUCCESS);
+        assert_eq!(one.acquire(kind), Status::SUCCESS);
+        drop((one, targets));
+        for order in [[first, second], [second, first], [second, second], [first, first]] {
+            let targets = sharing(folder.path(), storage, &order);
+            for (target, _) in &targets {
+                let [mut one, mut two] = hosts(target);
+                assert_eq!(one.registrants(), holder, "{kept_as:?}, {order:?}");
+                check(&mut two, [false, false], "after the restart");
+            }
+        }
+        // Nothing is found again once a host does not want it any more.
+        let targets = sharing(folder.path(), storage, &[first, second]);
+        let reservations = |at: usize| targets[at].1.list()[0].medium().clone();
+        reservations(0).reservations().set_persists(false).unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn reservations__of_a_storage_with_several_names_are_kept_under_each() {
+    let folder = tempfile::tempdir().unwrap();
+    let (storage, named) = ([0xaa; 16], [1; 16]);
+    let reservations = |uuids: &[[u8; 16]]| {
+        let medium = Arc::new(Medium::new(Reservations::in_store(Arc::new(
+            ReservationFolder::new(folder.path()),
+        ))));
+        for uuid in uuids {
+            medium.reservations().add_name(*uuid).unwrap();
+        }
+        medium
+    };
+    let medium = reservations(&[storage]);
+    medium.reservations().set_persists(true).unwrap();
+    medium.reservations().add_name(named).unwrap();
+    let files = || std::fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(files(), 2);
+    for order in [[storage, named], [named, storage]] {
+        assert!(reservations(&order).reservations().state().1);
+    }
+    medium.reservations().set_persists(false).unwrap();
+    assert_eq!(files(), 0);
+}
+
+#[test]
+fn notices__come_to_hosts_of_other_subsystems_of_a_storage() {
+    let folder = tempfile::tempdir().unwrap();
+    let targets = sharing(folder.path(), [0xaa; 16], &[[1; 16], [2; 16]]);
+    let mut one = Host::new(&targets[0].0, 1, Instant::now());
+    let mut two = Host::new(&targets[1].0, 2, Instant::now());
+    one.register();
+    two.register();
+    let kind = ReservationType::WriteExclusiveRegistrants;
+    assert_eq!(one.acquire(kind), Status::SUCCESS);
+    assert_eq!(one.release(kind), Status::SUCCESS);
+    assert_eq!((one.notices(), two.notices()), (vec![], vec![(2, 1)]));
+    // A host that has come to another subsystem is a registrant without a controller.
+    let controllers = one.report().controllers;
+    assert_eq!(controllers[0].cntlid, one.cntlid);
+    assert_eq!((controllers[1].host.0[0], controllers[1].cntlid), (2, u16::MAX));
+    // A namespace that was removed is none of the storage.
+    targets[1].1.remove_namespace(NsId(1)).unwrap();
+    assert_eq!(one.acquire(kind), Status::SUCCESS);
+    assert_eq!(one.release(kind), Status::SUCCESS);
+    assert_eq!(two.notices(), []);
 }

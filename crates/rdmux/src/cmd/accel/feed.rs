@@ -18,8 +18,10 @@ pub(super) struct Feed<'a> {
     algorithm: Algorithm,
     /// Most bytes of a job.
     room: usize,
-    /// Bytes that were read and not yet given to a job.
+    /// Bytes that were read.
     read: Vec<u8>,
+    /// Number of them that jobs have got.
+    given: usize,
     is_over: bool,
 }
 
@@ -42,29 +44,44 @@ impl<'a> Feed<'a> {
             algorithm: accelerators[0].info.algorithm,
             room: room.min().unwrap_or(0) as usize,
             read,
+            given: 0,
             is_over: false,
         }
+    }
+
+    /// Returns bytes that were read and not yet given to a job.
+    fn rest(&self) -> &[u8] {
+        &self.read[self.given..]
     }
 
     /// Returns the data of the next job; `None` at the end.
     pub(super) fn next(&mut self) -> Result<Option<Vec<u8>>> {
         self.fill(self.room)?;
-        if self.read.is_empty() {
+        if self.rest().is_empty() {
             return Ok(None);
         }
         let length = match self.kind {
             JobKind::Decompress => self.frames()?,
-            _ => self.read.len().min(self.room),
+            _ => self.rest().len().min(self.room),
         };
-        let rest = self.read.split_off(length);
-        Ok(Some(std::mem::replace(&mut self.read, rest)))
+        if self.given == 0 && length == self.read.len() {
+            return Ok(Some(std::mem::take(&mut self.read)));
+        }
+        let data = self.rest()[..length].to_vec();
+        self.given += length;
+        Ok(Some(data))
     }
 
     /// Reads until there are so many bytes, or all.
     fn fill(&mut self, bytes: usize) -> io::Result<()> {
-        let had = self.read.len();
+        let had = self.rest().len();
         if self.is_over || had >= bytes {
             return Ok(());
+        }
+        // Not for each job: those of small frames would move a large window each time.
+        if self.given >= had {
+            self.read.drain(..self.given);
+            self.given = 0;
         }
         let wanted = (bytes - had) as u64;
         let found = self.input.take(wanted).read_to_end(&mut self.read)? as u64;
@@ -76,7 +93,7 @@ impl<'a> Feed<'a> {
     fn frames(&mut self) -> Result<usize> {
         let mut length = 0;
         loop {
-            let rest = &self.read[length..];
+            let rest = &self.rest()[length..];
             let frame = match frame_len(self.algorithm, rest) {
                 // A member of gzip by other programs is all that there is.
                 Ok(None) => rest.len(),
@@ -224,4 +241,80 @@ fn check(done: &Done) -> Result<()> {
         _ => "",
     };
     bail!("{}{advice}", done.outcome.status.name())
+}
+
+#[cfg(test)]
+mod tests {
+    use rdmux_accel::{Core, Started};
+    use rdmux_wire::accel::Job;
+
+    use super::*;
+
+    #[test]
+    fn next__gives_all_data_in_order() {
+        let data: Vec<u8> = (0..10_000u32).map(|at| (at % 251) as u8).collect();
+        for room in [1, 7, 1000, 9999, 10_000, 20_000] {
+            for begun in [0, 5, room.min(data.len())] {
+                let mut input = &data[begun..];
+                let mut feed = Feed {
+                    input: &mut input,
+                    kind: JobKind::Compress,
+                    algorithm: Algorithm::Zstd,
+                    room,
+                    read: data[..begun].to_vec(),
+                    given: 0,
+                    is_over: false,
+                };
+                let mut given = Vec::new();
+                while let Some(job) = feed.next().unwrap() {
+                    assert!(!job.is_empty() && job.len() <= room);
+                    given.extend(job);
+                }
+                assert!(given == data, "{room} bytes of room, {begun} read before");
+            }
+        }
+    }
+
+    /// Returns a frame of some bytes.
+    fn frame(bytes: usize) -> Vec<u8> {
+        let job = Job {
+            kind: JobKind::Compress,
+            algorithm: Algorithm::Zstd,
+            level: 1,
+            id: 0,
+            length: bytes as u32,
+            align: 0,
+        };
+        let data = [vec![7; bytes], vec![0; bytes + 1024]].concat();
+        let ran = Core::new(Algorithm::Zstd, 1).run(Started::of(job, data));
+        ran.bytes[..ran.outcome.length as usize].to_vec()
+    }
+
+    #[test]
+    fn next__packs_small_frames_and_moves_what_follows_seldom() {
+        let frame = frame(512);
+        let data = frame.repeat((4 << 20) / frame.len());
+        let mut input = &data[..];
+        let mut feed = Feed {
+            input: &mut input,
+            kind: JobKind::Decompress,
+            algorithm: Algorithm::Zstd,
+            room: 1 << 20,
+            read: Vec::new(),
+            given: 0,
+            is_over: false,
+        };
+        let (mut given, mut moved) = (Vec::new(), 0);
+        loop {
+            let before = feed.given;
+            let Some(job) = feed.next().unwrap() else { break };
+            assert!(job.len().is_multiple_of(frame.len()) && job.len() <= PACK_BYTES);
+            if feed.given <= before {
+                moved += feed.rest().len();
+            }
+            given.extend(job);
+        }
+        assert!(given == data);
+        assert!(moved <= 3 * data.len(), "{moved} bytes moved of {}", data.len());
+    }
 }
