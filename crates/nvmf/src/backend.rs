@@ -26,7 +26,7 @@ pub mod ending;
 pub mod peer;
 
 /// Sleep between two looks at writes of others.
-const PAUSE: Duration = Duration::from_micros(50);
+pub(crate) const PAUSE: Duration = Duration::from_micros(50);
 
 /// The storage of a namespace. Ranges are in bytes, in multiples of the namespace's blocks, and within [`Backend::bytes`]; their callers have checked
 /// that. Buffers begin at a page.
@@ -40,6 +40,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// It has not even one block, or does not tell its size; the size stays as it was.
     fn measure(&self, _block_bytes: u64) -> io::Result<()> {
         Ok(())
+    }
+
+    /// Returns the bytes of its blocks as a power of two, if they are the storage's own, which may change.
+    fn block_shift(&self) -> Option<u8> {
+        None
     }
 
     /// Returns true if a call may wait for a medium: then it must not run on a reactor's thread.

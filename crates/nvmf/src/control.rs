@@ -17,6 +17,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rdmux_drive::KernelOpenError;
 use rdmux_verbs::ledger::{Entries, Ledger};
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{AnaGroup, DISCOVERY_NQN, HealthLog, Nqn, NsId};
@@ -32,6 +33,7 @@ use crate::backend::drive::{DriveBackendError, DriveSettings};
 use crate::backend::ending::Endings;
 use crate::backend::peer::PeerToPeer;
 use crate::identity;
+use crate::passthrough::{ControllerConfig, PassthroughError};
 use crate::server::{Config, Handle, Listen, ServeError, Server};
 use crate::target::{AnaRule, ControllerInfo, Listener, NamespaceError, Referral, Target, TargetError};
 use crate::tls::psk::PskError;
@@ -62,6 +64,30 @@ pub enum ControlError {
     /// A drive cannot be driven.
     #[error(transparent)]
     Drive(#[from] DriveBackendError),
+    /// A drive's controller cannot be opened.
+    #[error(transparent)]
+    Controller(#[from] KernelOpenError),
+    /// Namespaces of a drive's controller cannot be exported.
+    #[error("cannot export {}: {error}", path.display())]
+    Passthrough {
+        /// The controller.
+        path: PathBuf,
+        /// The cause.
+        error: PassthroughError,
+    },
+    /// A subsystem has a drive's controller, whose namespaces are all that it has.
+    #[error(
+        "the namespaces of {nqn} are those of the drive {controller}: they are not added, removed or resized one by one"
+    )]
+    OfController {
+        /// The subsystem.
+        nqn: Nqn,
+        /// The controller.
+        controller: ControllerConfig,
+    },
+    /// The controller that only a start sets.
+    #[error("the controller of {0} changes only with a restart")]
+    OtherController(Nqn),
     /// A file is a namespace of this target.
     #[error("{} is namespace {nsid} of {nqn} already", path.display())]
     IsNamespace {
@@ -308,6 +334,7 @@ impl Control {
     pub fn add_namespace(&self, nqn: Option<&Nqn>, config: NamespaceConfig) -> Result<NsId, ControlError> {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
+        exported.check_own_namespaces()?;
         let nsid = exported.free_id(&config);
         match exported.add_namespace(nsid, config) {
             Err(ControlError::Open(OpenError::InUse(path))) => {
@@ -333,6 +360,7 @@ impl Control {
     pub fn remove_namespace(&self, nqn: Option<&Nqn>, nsid: NsId) -> Result<(), ControlError> {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
+        exported.check_own_namespaces()?;
         exported.subsystem.remove_namespace(nsid)?;
         let removed = exported.namespaces.remove(&nsid);
         self.handle.tell_of_change();
@@ -351,10 +379,14 @@ impl Control {
     pub fn resize_namespace(&self, nqn: Option<&Nqn>, nsid: NsId) -> Result<bool, ControlError> {
         let mut subsystems = self.subsystems.lock();
         let exported = find(&mut subsystems, nqn)?;
+        exported.check_own_namespaces()?;
         match exported.namespaces.get(&nsid).map(|known| &known.storage) {
             Some(
-                storage
-                @ (Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_) | Storage::Pcie(_)),
+                storage @ (Storage::Memory(_)
+                | Storage::Null(_)
+                | Storage::Accelerator(_)
+                | Storage::Pcie(_)
+                | Storage::Controller(_)),
             ) => {
                 return Err(ControlError::NoFile(nsid, storage.clone()));
             }
@@ -726,6 +758,14 @@ fn check(config: &TargetConfig) -> Result<(), ControlError> {
             .filter_map(|namespace| namespace.nsid)
             .collect();
         ids.sort_unstable();
+        if let Some(controller) = subsystem
+            .controller
+            .as_ref()
+            .filter(|_| !subsystem.namespaces.is_empty())
+        {
+            let controller = controller.clone();
+            return Err(ControlError::OfController { nqn, controller });
+        }
         if let Some(same) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(ControlError::SameId(same[0], nqn));
         }

@@ -16,6 +16,7 @@ pub mod backend;
 pub mod control;
 pub mod host;
 pub mod identity;
+pub mod passthrough;
 pub mod rdma;
 pub mod reservations;
 pub mod server;

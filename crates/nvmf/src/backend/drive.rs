@@ -459,7 +459,7 @@ impl DriveBackend {
         };
         match completion.outcome {
             Outcome::Done(status) if status.is_success() => Ok(completion.data),
-            Outcome::Done(status) => Err(own_status(status)),
+            Outcome::Done(status) => Err(status.of_drive()),
             Outcome::Reset => Err(Status::INTERNAL_ERROR),
             Outcome::Gone => Err(Status::NAMESPACE_NOT_READY.do_not_retry()),
         }
@@ -542,16 +542,6 @@ impl DriveBackend {
             at += part;
         }
         Ok(())
-    }
-}
-
-/// Returns a drive's status as the target's own. One about paths means the drive's, not the target's.
-fn own_status(status: Status) -> Status {
-    const PATH: u16 = 3;
-    match status.code() >> 8 {
-        PATH => Status::INTERNAL_ERROR,
-        _ if status.is_final() => Status(status.code()).do_not_retry(),
-        _ => Status(status.code()),
     }
 }
 
@@ -736,16 +726,5 @@ mod tests {
             assert!(parse(text).unwrap_err().contains("is no namespace of a drive"));
         }
         assert!(parse("/dev/nvme0").unwrap_err().contains("is no address"));
-    }
-
-    #[test]
-    fn own_status__keeps_what_is_about_the_medium() {
-        let fault = Status::WRITE_FAULT.do_not_retry();
-        assert_eq!(own_status(fault), fault);
-        assert_eq!(own_status(Status(0x281 | 1 << 13)), Status::READ_ERROR);
-        assert_eq!(
-            own_status(Status::ANA_INACCESSIBLE.do_not_retry()),
-            Status::INTERNAL_ERROR
-        );
     }
 }

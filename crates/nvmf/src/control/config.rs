@@ -20,6 +20,7 @@ use self::namespace::positive_size;
 pub use self::namespace::{AcceleratorConfig, NamespaceConfig, Storage, parse_accelerators};
 pub(super) use self::namespace::{group, optional_group};
 pub use self::pcie::PcieStorage;
+use crate::passthrough::ControllerConfig;
 use crate::server::Listen;
 use crate::target::{AnaRule, CNTLID_MAX, Listener, Rates, Referral};
 /// Most reactors of a target.
@@ -72,6 +73,9 @@ pub struct SubsystemConfig {
     /// Its namespaces.
     #[serde(default, rename = "namespace")]
     pub namespaces: Vec<NamespaceConfig>,
+    /// The drive's controller that commands pass to, whose namespaces are all that it has.
+    #[serde(default, deserialize_with = "controller")]
+    pub controller: Option<ControllerConfig>,
     /// States of access to the namespaces, one set after the other. Their listeners are among [`TargetConfig::listen`].
     #[serde(default, rename = "ana", deserialize_with = "ana_rules")]
     pub ana: Vec<AnaRule>,
@@ -273,6 +277,11 @@ fn ana_rules<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<AnaRule>,
     Ok(rules.collect())
 }
 
+fn controller<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<ControllerConfig>, D::Error> {
+    let controller = String::deserialize(deserializer)?.parse();
+    controller.map(Some).map_err(de::Error::custom)
+}
+
 pub(super) fn nqn<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Nqn, D::Error> {
     parse_nqn(&String::deserialize(deserializer)?).map_err(de::Error::custom)
 }
@@ -390,6 +399,9 @@ mod tests {
             other_hosts = "any"
             [[subsystem.namespace]]
             null = 1048576
+
+            [[subsystem]]
+            controller = "/dev/nvme0,allow=format"
             "#,
         );
         let config = config.unwrap();
@@ -415,9 +427,11 @@ mod tests {
             referral("rdma:192.0.2.2:4420", "nqn.2014-08.org.example:discovery", true),
         ];
         assert_eq!(config.referrals, expected);
-        let [disks, null] = &config.subsystems[..] else {
-            panic!("two subsystems")
+        let [disks, null, drive] = &config.subsystems[..] else {
+            panic!("three subsystems")
         };
+        let controller = drive.controller.as_ref().unwrap();
+        assert_eq!(controller.to_string(), "/dev/nvme0,allow=format");
         assert_eq!(disks.namespaces[0].nsid, Some(NsId(7)));
         assert_eq!(disks.namespaces[0].storage, Storage::File("/srv/a,b".into()));
         assert_eq!(disks.namespaces[0].block_shift, 12);
@@ -495,6 +509,11 @@ mod tests {
                 &format!("{namespace}memory = \"1G\"\nnull = 1"),
                 2,
                 "one of path, memory, null",
+            ),
+            (
+                &format!("{subsystem}controller = \"/dev/nvme0,allow=all\""),
+                2,
+                "'all' is nothing to allow",
             ),
             (&format!("{namespace}memory = 0"), 3, "'0' is not a size"),
             (

@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rdmux_drive::KernelController;
 use rdmux_wire::nvme::{Nqn, NsId};
 
 use super::config::{NamespaceConfig, OtherHosts, Storage, SubsystemConfig};
@@ -15,6 +16,7 @@ use crate::auth::Secrets;
 use crate::backend::drive::{DriveBackend, DriveSettings};
 use crate::backend::{Backend, MemoryBackend, NullBackend, OpenError};
 use crate::identity;
+use crate::passthrough::{ControllerConfig, PassedController};
 use crate::reservations::ReservationFolder;
 use crate::server::Listen;
 use crate::target::{
@@ -76,12 +78,25 @@ impl Exported {
             _ => ControlError::Claim(nqn.clone(), error),
         })?;
         let (hosts, access) = hosts(&config, tls)?;
-        let subsystem = Subsystem::new(nqn.clone(), &identity::serial(&nqn), hosts);
+        let drive = config.controller.as_ref().map(open_controller).transpose()?;
+        let serial = drive.as_ref().map(|drive| drive.serial().to_owned());
+        let serial = serial.unwrap_or_else(|| identity::serial(&nqn));
+        let subsystem = Subsystem::new(nqn.clone(), &serial, hosts);
         let [low, high, ..] = rdmux_key::random_nonce().map_err(ControlError::Random)?;
         let subsystem = subsystem.with_cntlids(cntlids);
         let mut subsystem = subsystem.with_first_cntlid(u16::from_le_bytes([low, high]));
+        let mut known = BTreeMap::new();
+        if let (Some(drive), Some(ControllerConfig { path, .. })) = (drive, &config.controller) {
+            subsystem = subsystem.with_drive(drive);
+            known.extend(subsystem.list().iter().map(|namespace| {
+                let (nsid, block_shift) = (namespace.nsid, namespace.block_shift);
+                (
+                    nsid,
+                    NamespaceConfig::of_controller(path.clone(), nsid, block_shift),
+                )
+            }));
         // Without a folder hosts are told that reservations end with the target.
-        if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
+        } else if let Some(folder) = rdmux_key::config_path("nvme-reservations") {
             subsystem = subsystem.with_reservations(Arc::new(ReservationFolder::new(folder)));
         }
         let namespaces = std::mem::take(&mut config.namespaces);
@@ -89,7 +104,7 @@ impl Exported {
             subsystem: Arc::new(subsystem),
             config,
             access,
-            namespaces: BTreeMap::new(),
+            namespaces: known,
             highest: NsId(0),
             drives: drives.clone(),
             _claim: claim,
@@ -98,6 +113,17 @@ impl Exported {
             exported.add_namespace(nsid, namespace)?;
         }
         Ok((nqn, exported))
+    }
+
+    /// Checks that its namespaces are not those of a drive's controller.
+    pub(super) fn check_own_namespaces(&self) -> Result<(), ControlError> {
+        match &self.config.controller {
+            None => Ok(()),
+            Some(controller) => Err(ControlError::OfController {
+                nqn: self.subsystem.nqn().clone(),
+                controller: controller.clone(),
+            }),
+        }
     }
 
     /// Opens all that a namespace needs.
@@ -174,7 +200,11 @@ impl Exported {
         let path = path.canonicalize().ok()?;
         let is_same = |config: &NamespaceConfig| match &config.storage {
             Storage::File(known) => known.canonicalize().is_ok_and(|known| known == path),
-            Storage::Memory(_) | Storage::Null(_) | Storage::Accelerator(_) | Storage::Pcie(_) => false,
+            Storage::Memory(_)
+            | Storage::Null(_)
+            | Storage::Accelerator(_)
+            | Storage::Pcie(_)
+            | Storage::Controller(_) => false,
         };
         let mut namespaces = self.namespaces.iter();
         namespaces.find_map(|(nsid, config)| is_same(config).then_some(*nsid))
@@ -191,8 +221,15 @@ impl Exported {
         if config.cntlids != self.config.cntlids {
             return Err(ControlError::Cntlids(nqn.clone()));
         }
+        if config.controller != self.config.controller {
+            return Err(ControlError::OtherController(nqn.clone()));
+        }
         let (hosts, access) = hosts(&config, self.needs_keys(tls))?;
         let (mut opened, mut kept) = (Vec::new(), Vec::new());
+        if config.controller.is_some() {
+            let namespaces = self.namespaces.iter();
+            kept.extend(namespaces.map(|(nsid, known)| (*nsid, known.ana_group)));
+        }
         for (nsid, namespace) in numbered(std::mem::take(&mut config.namespaces), &self.namespaces) {
             match self.namespaces.get(&nsid) {
                 Some(known) if known.is_same(&namespace) => kept.push((nsid, namespace.ana_group)),
@@ -404,6 +441,17 @@ pub(super) fn hosts(config: &SubsystemConfig, tls: bool) -> Result<(Hosts, Acces
     Ok((Hosts { others, named }, access))
 }
 
+/// Opens a drive's controller, with all of its namespaces.
+fn open_controller(config: &ControllerConfig) -> Result<PassedController, ControlError> {
+    let controller = KernelController::open(&config.path)?;
+    let (namespaces, data_max): (Vec<_>, _) = (controller.namespaces().collect(), controller.data_max());
+    let passed = PassedController::new(Arc::new(controller), namespaces, data_max, config.allow);
+    passed.map_err(|error| ControlError::Passthrough {
+        path: config.path.clone(),
+        error,
+    })
+}
+
 /// Opens the storage of a namespace; `file` is its path, if it is a file. The second value is what it shares with another subsystem.
 fn open(
     nqn: &Nqn,
@@ -444,6 +492,8 @@ fn open(
             let name = config.info.algorithm.name().as_bytes().to_vec();
             (Arc::new(Accelerator::new(config.info, config.hosts_max)), name)
         }
+        // It comes with its controller.
+        Storage::Controller(path) => return Err(OpenError::InUse(path.clone()).into()),
     };
     let uuid = config.uuid;
     let namespace = Namespace {

@@ -762,3 +762,19 @@ fn file__may_be_in_several_subsystems_which_know_of_each_other() {
     drop(running);
     FileBackend::open(std::path::Path::new(path), false, 512).unwrap();
 }
+
+#[test]
+fn start__says_in_a_line_why_a_controller_is_not_exported() {
+    let refused = |description: &str| {
+        let text = format!(
+            "listen = [\"tcp:127.0.0.1:0\"]\n[[subsystem]]\nnqn = \"nqn.2014-08.org.example:controller-{}\"\nother_hosts = \"any\"\n{description}",
+            std::process::id()
+        );
+        let started = Control::start(TargetConfig::parse(&text).unwrap());
+        started.err().map(|error| error.to_string()).unwrap()
+    };
+    assert!(refused("controller = \"/dev/nvme-none\"").starts_with("there is no /dev/nvme-none: give"));
+    assert!(refused("controller = \"/dev/null\"").starts_with("/dev/null is no controller of an NVMe drive"));
+    let both = refused("controller = \"/dev/null\"\n[[subsystem.namespace]]\nnull = 4096");
+    assert!(both.contains("are those of the drive /dev/null"), "{both}");
+}

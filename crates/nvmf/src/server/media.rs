@@ -13,7 +13,7 @@ use crate::target::{Io, Target};
 
 /// Jobs of one lane that wait for a thread; those beyond fail, and their hosts repeat them.
 const JOBS_MAX: usize = 64 << 10;
-/// Threads of a namespace.
+/// Threads of a namespace, but for the one that takes what is long.
 const LANES: usize = 4;
 /// I/Os of a namespace that the ring has at a time: one whose medium hangs leaves room for others.
 const IN_RING_MAX: u32 = 512;
@@ -149,9 +149,10 @@ impl Media {
 
     fn begin_on_thread(&mut self, job: Job) -> Result<(), Job> {
         self.next_lane = (self.next_lane + 1) % LANES;
-        let lane = match job.io().is_serial() {
-            true => 0,
-            false => self.next_lane,
+        let lane = match job.io() {
+            io if io.is_serial() => 0,
+            io if io.is_long() => LANES,
+            _ => self.next_lane,
         };
         let namespace = job.io().namespace.key();
         let submitted = self.workers.submit((namespace, lane), job);

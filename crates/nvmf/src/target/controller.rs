@@ -2,6 +2,7 @@
 
 mod features;
 mod logs;
+mod passed;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -243,7 +244,7 @@ impl Controller {
                 timeout: READY_TIMEOUT,
             }
             .register(),
-            (Register::VERSION, false) => VERSION_2_0.into(),
+            (Register::VERSION, false) => self.version().into(),
             // In the same unit.
             (Register::READY_TIMEOUTS, false) => READY_TIMEOUT.into(),
             (Register::CONFIGURATION, false) => self.configuration.0.into(),
@@ -428,7 +429,7 @@ impl Controller {
             },
             mdts: self.mdts(),
             cntlid: self.association.cntlid,
-            version: VERSION_2_0,
+            version: self.version(),
             events: events(self.kind),
             attributes: IdentifyController::WIDE_HOST_ID,
             kind: self.kind,
@@ -480,6 +481,13 @@ impl Controller {
         }
     }
 
+    /// Returns its version: that of the drive which commands pass to, if it has a later one than 1.2.1, the first with all that fabrics need.
+    fn version(&self) -> u32 {
+        const VERSION_1_2_1: u32 = 0x1_0201;
+        let drive = self.subsystem.drive();
+        drive.map_or(VERSION_2_0, |drive| drive.controller.version().max(VERSION_1_2_1))
+    }
+
     /// Returns the most bytes of a command that all drives take which take data by RDMA themselves; `None`: there is no such drive.
     fn peer_bytes_max(&self) -> Option<usize> {
         if self.port.sgls & IdentifyController::SGLS_KEYED == 0 {
@@ -495,7 +503,12 @@ impl Controller {
         let pages = self.peer_bytes_max().map(|bytes| bytes / 4096);
         let peer = pages.and_then(usize::checked_ilog2);
         // 0 is no limit.
-        peer.map_or(self.port.mdts, |peer| self.port.mdts.min(peer.max(1) as u8))
+        let mdts = peer.map_or(self.port.mdts, |peer| self.port.mdts.min(peer.max(1) as u8));
+        let drive = self
+            .subsystem
+            .drive()
+            .map(|drive| drive.controller.data_max() / 4096);
+        drive.map_or(mdts, |pages| mdts.min(pages.max(2).ilog2() as u8))
     }
 
     /// Returns the bytes of data that capsules of I/O commands may have. Data of RDMA in a capsule are in the target's memory already: there are none

@@ -19,7 +19,7 @@ const SPINS: u32 = 200;
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(super) struct Fence {
+pub(crate) struct Fence {
     is_raised: AtomicBool,
     writers: [Stripe; STRIPES],
     alone: Mutex<()>,
@@ -47,7 +47,7 @@ impl Drop for Writing<'_> {
 
 impl Fence {
     /// Begins a write unless somebody is alone, or wants to be. It ends with [`Fence::leave`].
-    pub(super) fn try_enter(&self, stripe: usize) -> bool {
+    pub(crate) fn try_enter(&self, stripe: usize) -> bool {
         let Stripe(writers) = &self.writers[stripe % STRIPES];
         writers.fetch_add(1, Ordering::SeqCst);
         let enters = !self.is_raised.load(Ordering::SeqCst);
@@ -57,7 +57,7 @@ impl Fence {
         enters
     }
 
-    pub(super) fn leave(&self, stripe: usize) {
+    pub(crate) fn leave(&self, stripe: usize) {
         let Stripe(writers) = &self.writers[stripe % STRIPES];
         writers.fetch_sub(1, Ordering::SeqCst);
     }
@@ -73,7 +73,7 @@ impl Fence {
     }
 
     /// Runs something while no write of the namespace does. `pause` waits a moment for writes that run.
-    pub(super) fn alone<T>(&self, pause: impl Fn(), run: impl FnOnce() -> T) -> T {
+    pub(crate) fn alone<T>(&self, pause: impl Fn(), run: impl FnOnce() -> T) -> T {
         let _alone = self.alone.lock();
         self.is_raised.store(true, Ordering::SeqCst);
         // Also if it panics: writes would wait for the lock for ever.

@@ -14,11 +14,13 @@ use rdmux_wire::nvme::{
 use super::association;
 use super::fused::Own;
 use super::namespace::{COPY_BYTES_MAX, COPY_RANGES_MAX, Seat};
+use super::passed::Passed;
 use super::view::View;
 use crate::accelerator::WindowJob;
 use crate::backend::Backend as _;
 use crate::backend::drive::DriveBackend;
 use crate::backend::peer::PeerData;
+use crate::passthrough::Transfer;
 
 /// An I/O of more bytes does not run on a reactor's thread, whose other connections would wait.
 const INLINE_MAX: u32 = 1 << 20;
@@ -43,19 +45,21 @@ pub struct Io {
     pub(super) cid: Cid,
     /// Set if the controller or the queue itself asks for it.
     pub(super) own: Option<Arc<Own>>,
-    /// Its part of a job, if it has one.
+    /// Its part of a job, or its command of a drive, if it has one.
     pub(super) part: Option<Box<Part>>,
 }
 
-/// A part of an accelerator's job.
+/// A part of an accelerator's job, or a command of a drive's controller.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Part {
+    /// The command of a drive's controller.
+    pub(super) passed: Option<Passed>,
     /// The vendor's command.
-    command: Option<JobCommand>,
+    pub(super) command: Option<JobCommand>,
     /// The job that the data have completed: all that is left to do.
-    job: Option<Arc<WindowJob>>,
-    /// Result of the vendor's command.
-    result: Cell<u32>,
+    pub(super) job: Option<Arc<WindowJob>>,
+    /// Result of the command.
+    pub(super) result: Cell<u64>,
 }
 
 /// An operation of the NVM command set. NVM 3.2.
@@ -101,6 +105,13 @@ pub enum Operation {
     Fetch,
     /// Changes reservations; the data are keys.
     Reserve(ReservationCommand),
+    /// A drive's own controller carries it out.
+    Pass {
+        /// Direction of its data.
+        transfer: Transfer,
+        /// It may change blocks.
+        changes: bool,
+    },
     /// Something that the queue itself asks for; it has no data.
     Own,
 }
@@ -113,15 +124,21 @@ impl Operation {
 
     /// Returns true if the host gets the data.
     pub const fn is_to_host(self) -> bool {
-        matches!(self, Operation::Read | Operation::Fetch)
+        match self {
+            Operation::Pass { transfer, .. } => matches!(transfer, Transfer::ToHost),
+            _ => matches!(self, Operation::Read | Operation::Fetch),
+        }
     }
 
     /// Returns true if the command has data.
     pub const fn has_data(self) -> bool {
-        !matches!(
-            self,
-            Operation::Flush | Operation::WriteZeroes { .. } | Operation::Verify | Operation::Own
-        )
+        match self {
+            Operation::Pass { transfer, .. } => !matches!(transfer, Transfer::None),
+            _ => !matches!(
+                self,
+                Operation::Flush | Operation::WriteZeroes { .. } | Operation::Verify | Operation::Own
+            ),
+        }
     }
 
     const fn changes(self) -> bool {
@@ -131,6 +148,7 @@ impl Operation {
             | Operation::Copy { .. }
             | Operation::Submit => true,
             Operation::DatasetManagement { deallocates, .. } => deallocates,
+            Operation::Pass { changes, .. } => changes,
             _ => false,
         }
     }
@@ -145,7 +163,8 @@ impl Operation {
             | Operation::Copy { .. }
             | Operation::DatasetManagement { .. }
             | Operation::Flush => Some(true),
-            Operation::Reserve(_) | Operation::Own => None,
+            // A drive that commands pass to has no reservations of the target.
+            Operation::Reserve(_) | Operation::Pass { .. } | Operation::Own => None,
         }
     }
 }
@@ -174,6 +193,8 @@ type Sources = Vec<(Arc<Seat>, u64, u64)>;
 pub(crate) struct Running {
     seat: Arc<Seat>,
     writes: bool,
+    /// It is a command of a drive's controller.
+    passes: bool,
 }
 
 impl Drop for Running {
@@ -182,6 +203,9 @@ impl Drop for Running {
             self.seat.fence().leave(self.seat.stripe());
         }
         if let Some(user) = self.seat.user() {
+            if let Some(drive) = user.subsystem.drive().filter(|_| self.passes) {
+                drive.controller.end(self.seat.stripe());
+            }
             user.session.leave(self.writes);
         }
     }
@@ -371,14 +395,14 @@ impl Io {
 
     /// Returns the result that the completion has, in its first dwords.
     pub(crate) fn result(&self) -> u64 {
-        self.part.as_ref().map_or(0, |part| part.result.get().into())
+        self.part.as_ref().map_or(0, |part| part.result.get())
     }
 
     /// Runs a job of the accelerator that the namespace is.
     fn run(&self, job: &WindowJob) -> Result<(), Status> {
         self.namespace.run(job)?;
         if let (Operation::Submit, Some(part)) = (self.operation, &self.part) {
-            part.result.set(job.result());
+            part.result.set(job.result().into());
         }
         Ok(())
     }
@@ -389,6 +413,7 @@ impl Io {
         let direction = match self.operation {
             Operation::Read => Direction::Read,
             Operation::Write { fua: false } => Direction::Write,
+            Operation::Pass { .. } => self.passed_counts()?,
             _ => return None,
         };
         let writes = direction == Direction::Write;
@@ -398,11 +423,18 @@ impl Io {
         if writes && !seat.fence().try_enter(seat.stripe()) {
             return None;
         }
+        let passes = matches!(self.operation, Operation::Pass { .. });
+        if passes && !self.begin_passed() {
+            if writes {
+                seat.fence().leave(seat.stripe());
+            }
+            return None;
+        }
         if let Some(user) = seat.user() {
             user.session.begin(writes);
         }
         // From here on its drop undoes that.
-        let running = Running { seat, writes };
+        let running = Running { seat, writes, passes };
         let seat = &running.seat;
         let is_over = seat.user().is_some_and(|user| user.session.is_over());
         let may_run =
@@ -513,19 +545,20 @@ impl Io {
                     self.namespace.check_reservation(false)?;
                     let whole = self.namespace.fetch((window, offset), data)?;
                     if let Some(part) = &self.part {
-                        part.result.set(whole);
+                        part.result.set(whole.into());
                     }
                     Ok(())
                 }
                 None => Err(Status::INTERNAL_ERROR),
             },
             Operation::Reserve(command) => self.reserve(&command, data),
+            Operation::Pass { .. } => self.pass(data),
             Operation::Own => Ok(()),
         }
     }
 
     /// Runs one write of the backend, if reservations let the host write.
-    fn write<T>(&self, write: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
+    pub(super) fn write<T>(&self, write: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
         let _writing = self.namespace.fence().write(self.namespace.stripe());
         if !mutant!(ReservationCheckedOnce) {
             self.namespace.check_reservation(true)?;
@@ -596,7 +629,18 @@ impl Io {
             | Operation::Submit
             | Operation::Fetch => self.length.into(),
             Operation::Copy { .. } => COPY_BYTES_MAX,
+            Operation::Pass { .. } => self.passed_bytes(),
             _ => 0,
+        }
+    }
+
+    /// Returns the direction in which it counts as a read or a write.
+    pub(super) fn counts(&self) -> Option<Direction> {
+        match self.operation {
+            Operation::Read | Operation::Compare | Operation::Verify => Some(Direction::Read),
+            Operation::Write { .. } => Some(Direction::Write),
+            Operation::Pass { .. } => self.passed_counts(),
+            _ => None,
         }
     }
 

@@ -18,7 +18,7 @@ use crate::accelerator::{Accelerator, Owner, WindowJob};
 use crate::backend::Backend;
 
 /// Bytes that one Copy moves at most: it holds up what waits for the same medium no longer than that.
-pub(super) const COPY_BYTES_MAX: u64 = 8 << 20;
+pub(crate) const COPY_BYTES_MAX: u64 = 8 << 20;
 /// Source ranges of one Copy.
 pub(super) const COPY_RANGES_MAX: u16 = 128;
 /// Bytes of a fused pair, unless one block has more: a pair keeps its data while it waits for the other command.
@@ -168,8 +168,10 @@ impl SharedNamespace {
 
     /// Returns the same namespace as another object.
     pub(super) fn again(&self) -> SharedNamespace {
+        let mut namespace = self.namespace.clone();
+        namespace.block_shift = namespace.backend.block_shift().unwrap_or(namespace.block_shift);
         SharedNamespace {
-            namespace: self.namespace.clone(),
+            namespace,
             state: self.state.clone(),
         }
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use rdmux_runtime::Direction;
 use rdmux_wire::nvme::{
     CONNECT_DATA_LEN, Cid, Cns, Connect, ConnectData, ControllerKind, Cqe, DISCOVERY_NQN, FabricsType, Fuse,
     LogId, Opcode, Sqe, Status, authentication_len, is_nvme_authentication,
@@ -15,7 +16,7 @@ use crate::tls::Proof;
 use super::association::{Association, Session};
 use super::controller::Controller;
 use super::fused::Pairs;
-use super::io::{Io, Operation};
+use super::io::Io;
 use super::limit::Share;
 use super::namespace::{COPY_FORMATS, User};
 use super::subsystem::{Listener, Target};
@@ -189,6 +190,14 @@ impl Queue {
         matches!(self.role, Role::Io { .. })
     }
 
+    /// Returns true if it takes fused pairs: I/O queues do, unless commands pass to a drive.
+    fn takes_fused(&self) -> bool {
+        match &self.role {
+            Role::Io { view, .. } => view.user().subsystem.drive().is_none(),
+            Role::New | Role::Admin(_) => false,
+        }
+    }
+
     /// Returns true if its controller was reset or is over: the transport ends its connection, without completions, since the host has
     /// to repeat its commands elsewhere.
     pub fn is_over(&self) -> bool {
@@ -245,7 +254,7 @@ impl Queue {
     }
 
     fn try_admit(&mut self, sqe: &Sqe, data_len: u32, now: Instant) -> Result<Admitted, Status> {
-        if !sqe.has_sgl() || (!self.is_io() && sqe.fuse() != Fuse::None) {
+        if !sqe.has_sgl() || (sqe.fuse() != Fuse::None && !self.takes_fused()) {
             return Err(Status::INVALID_FIELD.do_not_retry());
         }
         if is_authentication(sqe) {
@@ -267,7 +276,11 @@ impl Queue {
             (_, Some(FabricsType::CONNECT)) => return Err(Status::COMMAND_SEQUENCE_ERROR.do_not_retry()),
             (Role::Admin(controller), of_fabrics) => {
                 controller.heard(now);
-                controller.admit(sqe, of_fabrics, data_len)?
+                let receives = controller.admit(sqe, of_fabrics, data_len)?;
+                if let Some(io) = controller.check_passed(sqe, of_fabrics, data_len)? {
+                    return Ok(Admitted::Io(io));
+                }
+                receives
             }
             (Role::Io { .. }, Some(_)) => return Err(Status::INVALID_FIELD.do_not_retry()),
             (
@@ -280,7 +293,9 @@ impl Queue {
             ) => {
                 view.update();
                 let association = &view.user().session.association;
-                if sqe.opcode() == Opcode::RESERVATION_REPORT && sqe.fuse() == Fuse::None {
+                let drive = view.user().subsystem.drive();
+                let is_report = sqe.opcode() == Opcode::RESERVATION_REPORT && drive.is_none();
+                if is_report && sqe.fuse() == Fuse::None {
                     pairs.admit(sqe, Err(Status::INVALID_FIELD), 0)?;
                     view.seat(sqe.nsid())?;
                     return Ok(Admitted::Command { receives: 0 });
@@ -291,14 +306,18 @@ impl Queue {
                     Opcode::COPY => association.copy_formats.load(Ordering::Acquire),
                     _ => 0,
                 };
-                let checked = Io::check(view, sqe, data_len, self.port.data_max(), copy_formats);
+                let data_max = self.port.data_max();
+                let checked = match drive {
+                    Some(drive) => Io::check_passed(view, drive, sqe, data_len, data_max),
+                    None => Io::check(view, sqe, data_len, data_max, copy_formats),
+                };
                 let bytes = checked.as_ref().map_or(0, Io::moves);
                 association.limit.spend(&mut self.share, bytes, now);
                 if let Ok(io) = &checked {
-                    match io.operation {
-                        Operation::Read | Operation::Compare | Operation::Verify => counters.read(io.length),
-                        Operation::Write { .. } => counters.wrote(io.length),
-                        _ => {}
+                    match io.counts() {
+                        Some(Direction::Read) => counters.read(io.length),
+                        Some(Direction::Write) => counters.wrote(io.length),
+                        None => {}
                     }
                 }
                 if sqe.fuse() != Fuse::None || !pairs.is_empty() {

@@ -22,9 +22,11 @@ use super::hosts::{Hosts, Terms};
 use super::keys::Keys;
 use super::limit::Limit;
 use super::namespace::{Medium, Namespace, SharedNamespace};
+use super::passed::PassedDrive;
 use super::reservation::{ReservationStore, Reservations};
 use super::tally::Tally;
 use crate::auth::{Authenticator, Parties};
+use crate::passthrough::PassedController;
 use crate::tls::psk::Psk;
 
 /// The highest namespace id.
@@ -72,6 +74,8 @@ pub struct Subsystem {
     generation: AtomicU64,
     cntlids: RangeInclusive<u16>,
     reservations: Option<Arc<dyn ReservationStore>>,
+    /// The controller that commands pass to.
+    drive: Option<PassedDrive>,
     tally: Arc<Tally>,
     state: Mutex<State>,
 }
@@ -133,6 +137,7 @@ impl Subsystem {
             generation: AtomicU64::new(0),
             cntlids: 1..=CNTLID_MAX,
             reservations: None,
+            drive: None,
             tally: Arc::default(),
             state: Mutex::new(State {
                 hosts,
@@ -167,6 +172,30 @@ impl Subsystem {
     pub fn with_reservations(mut self, store: Arc<dyn ReservationStore>) -> Subsystem {
         self.reservations = Some(store);
         self
+    }
+
+    /// Has commands pass to a drive's controller, whose namespaces are all that it has.
+    #[must_use]
+    pub fn with_drive(mut self, controller: PassedController) -> Subsystem {
+        let drive = PassedDrive::new(controller);
+        let namespaces = drive.namespaces().into_iter();
+        let namespaces = namespaces.map(|namespace| (namespace.nsid, Arc::new(namespace)));
+        self.state().namespaces = Arc::new(namespaces.collect());
+        self.drive = Some(drive);
+        self
+    }
+
+    /// Returns the controller that commands pass to.
+    pub(super) fn drive(&self) -> Option<&PassedDrive> {
+        self.drive.as_ref()
+    }
+
+    /// Has namespaces take the blocks that the drive gives them now, and tells hosts.
+    pub(super) fn renew_namespaces(&self) {
+        let mut state = self.state();
+        for namespace in state.namespaces.clone().values() {
+            self.put(&mut state, namespace.again());
+        }
     }
 
     /// Returns its name.

@@ -10,6 +10,7 @@ use rdmux_wire::nvme::*;
 
 mod commands;
 mod fused;
+mod passed;
 mod reservations;
 
 use super::*;

@@ -410,27 +410,43 @@ impl NamespaceIdentifiers {
     }
 
     /// Parses the descriptors; an identifier that is missing is zero.
-    pub fn parse(mut bytes: &[u8]) -> NamespaceIdentifiers {
+    pub fn parse(bytes: &[u8]) -> NamespaceIdentifiers {
         let mut ids = NamespaceIdentifiers {
             nguid: [0; 16],
             uuid: [0; 16],
         };
-        while let [kind, length, _, _, rest @ ..] = bytes {
-            let Some((id, rest)) = rest
-                .split_at_checked(usize::from(*length))
-                .filter(|_| *length > 0)
-            else {
-                break;
-            };
-            match (*kind, id.try_into()) {
+        for (kind, id) in descriptors(bytes) {
+            match (kind, id.try_into()) {
                 (NamespaceIdentifiers::NGUID, Ok(id)) => ids.nguid = id,
                 (NamespaceIdentifiers::UUID, Ok(id)) => ids.uuid = id,
                 _ => {}
             }
-            bytes = rest;
         }
         ids
     }
+
+    /// Returns the command set that the descriptors name, or else 0, the NVM command set.
+    pub fn command_set(bytes: &[u8]) -> u8 {
+        let mut named = descriptors(bytes).filter(|(kind, _)| *kind == NamespaceIdentifiers::COMMAND_SET);
+        named
+            .next()
+            .and_then(|(_, set)| set.first().copied())
+            .unwrap_or(0)
+    }
+}
+
+/// Returns type and value of each descriptor of a namespace's identifiers.
+fn descriptors(mut bytes: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
+    std::iter::from_fn(move || {
+        let [kind, length, _, _, rest @ ..] = bytes else {
+            return None;
+        };
+        let (id, rest) = rest
+            .split_at_checked(usize::from(*length))
+            .filter(|_| *length > 0)?;
+        bytes = rest;
+        Some((*kind, id))
+    })
 }
 
 /// A namespace whatever its command set, as Identify describes it ([`Cns::INDEPENDENT_NAMESPACE`]). Fields without a place here are zero.

@@ -74,12 +74,16 @@ statuses! {
     NAMESPACE_NOT_READY = 0x082, "namespace not ready";
     /// Another host's reservation forbids the command.
     RESERVATION_CONFLICT = 0x083, "reservation conflict";
+    /// The namespace is being formatted.
+    FORMAT_IN_PROGRESS = 0x084, "format in progress";
     /// Fewer aborts are allowed at a time.
     ABORT_LIMIT = 0x103, "abort command limit exceeded";
     /// Fewer requests for asynchronous events are allowed at a time.
     EVENT_LIMIT = 0x105, "asynchronous event request limit exceeded";
     /// The controller does not have the log page.
     INVALID_LOG = 0x109, "invalid log page";
+    /// The format is not supported.
+    INVALID_FORMAT = 0x10a, "invalid format";
     /// The feature's value cannot be saved.
     FEATURE_NOT_SAVEABLE = 0x10d, "feature identifier not saveable";
     /// The feature's value cannot be changed.
@@ -133,6 +137,17 @@ impl Status {
     #[must_use]
     pub const fn do_not_retry(self) -> Status {
         Status(self.0 | Status::DNR)
+    }
+
+    /// Returns the status of a drive as that of a target which the drive is behind. One about paths means the path to the drive, not the host's.
+    #[must_use]
+    pub const fn of_drive(self) -> Status {
+        const PATH: u16 = 3;
+        match (self.code() >> 8, self.is_final()) {
+            (PATH, _) => Status::INTERNAL_ERROR,
+            (_, true) => Status(self.code()).do_not_retry(),
+            (_, false) => Status(self.code()),
+        }
     }
 
     /// Returns true if the host must not try the same command again.

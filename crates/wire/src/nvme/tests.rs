@@ -69,6 +69,31 @@ fn cqe__status_stands_above_the_phase_bit() {
 }
 
 #[test]
+fn of_drive__keeps_what_is_about_the_medium() {
+    let fault = Status::WRITE_FAULT.do_not_retry();
+    assert_eq!(fault.of_drive(), fault);
+    assert_eq!(Status(0x281 | 1 << 13).of_drive(), Status::READ_ERROR);
+    let path = Status::ANA_INACCESSIBLE.do_not_retry();
+    assert_eq!(path.of_drive(), Status::INTERNAL_ERROR);
+}
+
+#[test]
+fn command_set__is_that_of_its_descriptor() {
+    let mut bytes = vec![0; IDENTIFY_LEN];
+    assert_eq!(NamespaceIdentifiers::command_set(&bytes), 0);
+    let ids = NamespaceIdentifiers {
+        nguid: [1; 16],
+        uuid: [2; 16],
+    };
+    ids.emit(&mut bytes);
+    assert_eq!(NamespaceIdentifiers::command_set(&bytes), 0);
+    // The zoned one; then a descriptor that ends behind the data.
+    bytes[44] = 2;
+    assert_eq!(NamespaceIdentifiers::command_set(&bytes), 2);
+    assert_eq!(NamespaceIdentifiers::command_set(&bytes[..44]), 0);
+}
+
+#[test]
 fn rw__counts_blocks_from_zero_on_the_wire() {
     let rw = Rw {
         slba: 0x1_0000_0002,

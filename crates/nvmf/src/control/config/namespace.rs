@@ -31,6 +31,8 @@ pub enum Storage {
     Accelerator(AcceleratorConfig),
     /// A drive that the target drives itself.
     Pcie(PcieStorage),
+    /// A namespace of the controller that commands of its subsystem pass to; it is not described by itself.
+    Controller(PathBuf),
 }
 
 /// An accelerator.
@@ -199,6 +201,7 @@ impl fmt::Display for Storage {
                 }
             }
             Storage::Pcie(pcie) => write!(f, "pcie:{}", pcie.place),
+            Storage::Controller(path) => path.display().fmt(f),
         }
     }
 }
@@ -297,6 +300,18 @@ impl TryFrom<NamespaceTable> for NamespaceConfig {
 }
 
 impl NamespaceConfig {
+    /// Returns that of a drive's controller.
+    pub(crate) fn of_controller(path: PathBuf, nsid: NsId, block_shift: u8) -> NamespaceConfig {
+        NamespaceConfig {
+            nsid: Some(nsid),
+            storage: Storage::Controller(path),
+            block_shift,
+            read_only: false,
+            uuid: None,
+            ana_group: first_group(),
+        }
+    }
+
     /// Returns the form that a request has.
     pub fn to_json(&self) -> Value {
         let mut table = json!({
@@ -323,6 +338,7 @@ impl NamespaceConfig {
                 table["p2p"] = pcie.p2p.name().into();
                 table["unbind"] = pcie.unbind.into();
             }
+            Storage::Controller(path) => table["controller"] = json!(path),
         }
         if let Some(nsid) = self.nsid {
             table["nsid"] = nsid.0.into();

@@ -15,6 +15,7 @@ use rdmux_nvmf::control::config::{
 use rdmux_nvmf::control::rpc::{ANSWER_MAX, RpcSocket, ledger_json, names, remove_stale};
 use rdmux_nvmf::control::{Control, ControlError, SubsystemInfo};
 use rdmux_nvmf::identity;
+use rdmux_nvmf::passthrough::ControllerConfig;
 use rdmux_nvmf::server::Listen;
 use rdmux_nvmf::target::Listener;
 use rdmux_wire::nvme::{Nqn, TransportKind};
@@ -48,7 +49,7 @@ pub(crate) struct Args {
         long = "ns",
         id = "namespaces",
         value_name = "PATH|mem:SIZE|null:SIZE|pcie:ADDR[,block=N][,ro][,uuid=UUID][,ana=GROUP]",
-        required_unless_present_any = ["config", "accelerators"]
+        required_unless_present_any = ["config", "accelerators", "controllers"]
     )]
     namespaces: Vec<NamespaceConfig>,
     /// Export cores that compress (zstd, lz4, deflate), checksum (crc32c, crc64nvme) or only carry (null), in a subsystem of their own, whose name ends
@@ -69,8 +70,13 @@ pub(crate) struct Args {
         requires = "accelerators"
     )]
     accel_namespaces: Vec<NamespaceConfig>,
+    /// Export a drive's own controller, with all of its namespaces, in a subsystem whose name ends in that of the device, as `:nvme0`; may be repeated. Hosts see the
+    /// drive as it is; its I/O, admin and vendor's commands reach it through the kernel's driver, which keeps it. `allow=` adds commands that are refused otherwise, several
+    /// with + between them: `format`, `sanitize`, `firmware`, and `vendor`, those whose length nothing tells (docs/controllers.md).
+    #[arg(long = "ctrl", id = "controllers", value_name = "/dev/nvmeN[,allow=WORD+...]")]
+    controllers: Vec<ControllerConfig>,
     /// Export what a file describes (docs/nvmf.md); SIGHUP has it read again.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "accelerators", "listen", "tls", "psk", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["namespaces", "accelerators", "controllers", "listen", "tls", "psk", "nqn", "cntlids", "reactors", "secret", "allow_any_host"])]
     config: Option<PathBuf>,
     /// Listen on an address and port, by TCP or by RDMA; may be repeated. The default serves only this host.
     #[arg(long, value_name = "tcp|rdma:ADDR[:PORT]", default_value = "tcp:127.0.0.1", value_parser = parse_listener)]
@@ -138,18 +144,28 @@ impl Args {
             cntlids: self.cntlids.clone(),
             hosts: Vec::new(),
             namespaces,
+            controller: None,
             ana: Vec::new(),
+        };
+        let named = |suffix: &str| {
+            let nqn = self.nqn.clone().unwrap_or_else(identity::default_nqn);
+            parse_nqn(&format!("{nqn}:{suffix}")).map_err(anyhow::Error::msg)
         };
         let mut subsystems = Vec::new();
         if !self.namespaces.is_empty() {
             subsystems.push(subsystem(self.nqn.clone(), self.namespaces.clone()));
         }
         if !self.accelerators.is_empty() {
-            let nqn = self.nqn.clone().unwrap_or_else(identity::default_nqn);
-            let nqn = parse_nqn(&format!("{nqn}:accel")).map_err(anyhow::Error::msg)?;
             let cores = self.accelerators.iter().flat_map(|cores| &cores.0);
             let namespaces = cores.chain(&self.accel_namespaces).cloned();
-            subsystems.push(subsystem(Some(nqn), namespaces.collect()));
+            subsystems.push(subsystem(Some(named("accel")?), namespaces.collect()));
+        }
+        for controller in &self.controllers {
+            let device = controller.path.file_name().unwrap_or_default();
+            subsystems.push(SubsystemConfig {
+                controller: Some(controller.clone()),
+                ..subsystem(Some(named(&device.to_string_lossy())?), Vec::new())
+            });
         }
         let listen = self.listen.iter().map(|listener| Listen {
             tls: self.tls && listener.transport == TransportKind::Tcp,
