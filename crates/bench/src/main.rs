@@ -11,6 +11,7 @@ mod floor;
 mod interrupts;
 mod load;
 mod nvme;
+mod offload;
 mod pair;
 mod plot;
 mod scale;
@@ -83,6 +84,8 @@ enum Which {
     Nvme,
     /// Accelerators through the fabric, beside the same cores called in place.
     Accel,
+    /// An NVMe drive behind a target, by each path of the data (deck 001).
+    Offload,
     /// The first four. The others take as long again.
     All,
 }
@@ -107,6 +110,7 @@ fn main() -> Result<()> {
         Some((load::COMMAND, args)) => return load::child(args),
         Some((nvme::COMMAND, args)) => return nvme::child(args),
         Some((accel::COMMAND, args)) => return accel::child(args),
+        Some((offload::COMMAND, args)) => return offload::child(args),
         _ => (),
     }
     let args = Args::parse();
@@ -139,6 +143,9 @@ fn main() -> Result<()> {
     }
     if args.table == Which::Accel {
         suites.push(accel::suite());
+    }
+    if args.table == Which::Offload {
+        suites.push(offload::suite());
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));

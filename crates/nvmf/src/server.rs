@@ -214,11 +214,12 @@ impl Server {
             keepalive: Duration::from_secs(30),
             shared_receives: Some(rdma::SHARED_RECEIVES),
             queues: Queues::Pool,
+            ledger: config.target.ledger().cloned(),
         };
         let mut reactors = Vec::new();
         for _ in 0..config.reactors.max(1) {
             let sizes = rdma::sizes_max(rdma::IN_CAPSULE_DEFAULT);
-            reactors.push(Reactor::new(sizes, limits, config.waiting)?);
+            reactors.push(Reactor::new(sizes, limits.clone(), config.waiting)?);
         }
         config.listen.iter().try_for_each(Listen::check)?;
         let mailboxes: Vec<_> = reactors.iter().map(Reactor::mailbox).collect();

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::ledger::{Booked, Class, Ledger};
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, CreateError, Endpoint, EventQueue, Fault, GetError, Memory, MemoryRegion, Operation,
@@ -211,6 +212,7 @@ impl Parts {
         cq: &CompletionQueue,
         sizes: &Sizes,
         share: Option<ReceiveShare>,
+        ledger: Option<&Arc<Ledger>>,
     ) -> Result<Parts, EstablishError> {
         let own_receives = if share.is_none() { sizes.receives } else { 0 };
         let mut options = QpOptions::new(cq);
@@ -220,7 +222,14 @@ impl Parts {
         let qp = pd.create_qp(&options)?;
         let buffers_bytes = own_receives * sizes.message_bytes + sizes.slots() * sizes.sent_bytes;
         let buffers = Arc::new(AnonymousMemory::new(buffers_bytes)?);
-        let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
+        // Those that send answer commands.
+        let class = match own_receives {
+            0 => Class::Completion,
+            _ => Class::Command,
+        };
+        let ledger = ledger.filter(|_| pd.device().books());
+        let booked = Booked::wrap(buffers.clone(), ledger, class);
+        let buffers_mr = pd.reg_mr_all(booked, 0, Access::LOCAL_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
         (0..own_receives as u32)
             .try_for_each(|index| qp.post_recv(receive_request(&buffers_mr, sizes.message_bytes, index)))?;
@@ -320,7 +329,7 @@ impl MessageConnection {
         sizes: &Sizes,
         private_data: &[u8],
     ) -> Result<PendingConnection, EstablishError> {
-        let parts = Parts::new(pd, cq, sizes, None)?;
+        let parts = Parts::new(pd, cq, sizes, None, None)?;
         let pair = ConnectPair::Own(&parts.qp);
         let connecting = pd.device().start_connect(pair, peer, params, private_data)?;
         Ok(PendingConnection {
@@ -348,7 +357,7 @@ impl MessageConnection {
         params: &ConnectParams,
         sizes: &Sizes,
     ) -> Result<MessageConnection, EstablishError> {
-        MessageConnection::accept_sharing(request, (pd, cq), params, sizes, (&[], &[]), None)
+        MessageConnection::accept_sharing(request, (pd, cq), params, sizes, (&[], &[]), None, None)
     }
 
     /// Does the same for a connection that may share its receives. Private data are those of the answer, and those of the rejection if its objects
@@ -360,8 +369,9 @@ impl MessageConnection {
         sizes: &Sizes,
         (private_data, refusal): (&[u8], &[u8]),
         share: Option<ReceiveShare>,
+        ledger: Option<&Arc<Ledger>>,
     ) -> Result<MessageConnection, EstablishError> {
-        let parts = match Parts::new(pd, cq, sizes, share) {
+        let parts = match Parts::new(pd, cq, sizes, share, ledger) {
             Ok(parts) => parts,
             Err(error) => {
                 request.reject(refusal);

@@ -14,6 +14,7 @@
 //!     keepalive: std::time::Duration::from_secs(20),
 //!     shared_receives: Some(64),
 //!     queues: Queues::Pool,
+//!     ledger: None,
 //! };
 //! let mut reactor = Reactor::<()>::new(sizes, limits, None)?;
 //! rdmux_soft::register();

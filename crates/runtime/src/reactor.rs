@@ -6,8 +6,10 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::ledger::Ledger;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, Device, Endpoint, EngineWatch, EventQueue,
@@ -37,7 +39,7 @@ const CONNECTION: u64 = 1 << 63;
 pub struct ConnectionId(pub u64);
 
 /// Limits of a reactor.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Limits {
     /// Connections through one listener, and those that begin at one device.
     pub connections: usize,
@@ -49,6 +51,8 @@ pub struct Limits {
     pub shared_receives: Option<usize>,
     /// Where the completion queues of the connections come from.
     pub queues: Queues,
+    /// Books the messages that the devices of its listeners receive, as commands, and send, as completions, where they can ([`Device::books`]).
+    pub ledger: Option<Arc<Ledger>>,
 }
 
 /// An event that the reactor hands to the service.
@@ -237,6 +241,8 @@ impl<M> Reactor<M> {
     pub fn new(sizes: Sizes, limits: Limits, waiting: Option<WaitMode>) -> io::Result<Reactor<M>> {
         let (mailbox, inbox) = mailbox()?;
         let (passing, passed) = inbox.beside();
+        // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
+        let keepalive = KeepAlive::new(limits.keepalive / 2);
         Ok(Reactor {
             sizes,
             limits,
@@ -255,8 +261,7 @@ impl<M> Reactor<M> {
             next_other: 0,
             holding: Vec::new(),
             ended: VecDeque::new(),
-            // A peer that has not answered a probe by the next one was silent for that time, and before the probe for no more.
-            keepalive: KeepAlive::new(limits.keepalive / 2),
+            keepalive,
             mailbox,
             inbox,
             passing,
@@ -278,7 +283,7 @@ impl<M> Reactor<M> {
     /// # fn serve(mut reactor: Reactor<()>) {}
     /// # fn start(sizes: Sizes, limits: Limits) -> Result<(), Box<dyn std::error::Error>> {
     /// let cores = std::thread::available_parallelism()?.get();
-    /// let new = |_| Reactor::new(sizes, limits, None);
+    /// let new = |_| Reactor::new(sizes, limits.clone(), None);
     /// let mut reactors = (0..cores).map(new).collect::<Result<Vec<_>, _>>()?;
     /// let device = rdmux_verbs::Device::open("127.0.0.1".parse()?)?;
     /// Reactor::listen_together(&mut reactors, &device, 7174)?;
@@ -306,7 +311,7 @@ impl<M> Reactor<M> {
     pub fn recipient(&self) -> Recipient {
         Recipient {
             passing: self.passing.clone(),
-            limits: self.limits,
+            limits: self.limits.clone(),
         }
     }
 
@@ -416,6 +421,7 @@ impl<M> Reactor<M> {
         options: &AcceptOptions<'_>,
     ) -> Result<ConnectionId, ConnectionError> {
         let has_room = self.has_room(&request);
+        let ledger = self.limits.ledger.clone();
         let Request { port: id, request } = request;
         let Some(port) = self.port(id).filter(|_| has_room) else {
             request.reject(options.refusal);
@@ -438,7 +444,15 @@ impl<M> Reactor<M> {
         let link = match share {
             Ok(share) => {
                 let answers = (options.private_data, options.refusal);
-                MessageConnection::accept_sharing(request, (&pd, &cq), params, &sizes, answers, share)
+                MessageConnection::accept_sharing(
+                    request,
+                    (&pd, &cq),
+                    params,
+                    &sizes,
+                    answers,
+                    share,
+                    ledger.as_ref(),
+                )
             }
             Err(error) => {
                 request.reject(options.refusal);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::ledger::{Booked, Class, Ledger};
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{Access, Device, Fault, Memory, MemoryRegion, PostError, RecvRequest, SharedReceiveQueue};
 
@@ -61,13 +62,16 @@ impl SharedReceives {
         sizes: &Sizes,
         common: usize,
         connections: usize,
+        ledger: Option<&Arc<Ledger>>,
     ) -> Result<Arc<SharedReceives>, EstablishError> {
         // The connections have protection domains of their own; the queue's is for its buffers alone.
         let pd = device.alloc_pd()?;
         let most = common + connections;
         let queue = pd.create_srq(most as u32)?;
         let memory = Arc::new(AnonymousMemory::new(most * sizes.message_bytes)?);
-        let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?;
+        let ledger = ledger.filter(|_| device.books());
+        let booked = Booked::wrap(memory.clone(), ledger, Class::Command);
+        let mr = pd.reg_mr_all(booked, 0, Access::LOCAL_WRITE)?;
         let receives = SharedReceives {
             queue,
             mr,

@@ -42,6 +42,7 @@ fn reactor(address: SocketAddr) -> Reactor<()> {
         keepalive: 2 * LONG,
         shared_receives: Some(4),
         queues: Queues::Pool,
+        ledger: None,
     };
     let mut reactor = Reactor::new(SIZES, limits, None).unwrap();
     reactor

@@ -27,6 +27,7 @@ fn reactor() -> Reactor<()> {
         keepalive: 2 * LONG,
         shared_receives: Some(0),
         queues: Queues::Pool,
+        ledger: None,
     };
     Reactor::new(SIZES, limits, None).unwrap()
 }

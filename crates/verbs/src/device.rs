@@ -222,6 +222,12 @@ impl Device {
         self.0.provider
     }
 
+    /// Returns true if it accesses all memory through [`Memory`](crate::Memory), so that a ledger can book what it moves
+    /// ([`ledger::Booked`](crate::ledger::Booked)). Others access memory by themselves.
+    pub fn books(&self) -> bool {
+        self.provider() == "soft"
+    }
+
     /// Returns the features of the device. The soft device has all; it pins no memory, and so needs no paging on demand to register
     /// it.
     pub fn features(&self) -> Features {

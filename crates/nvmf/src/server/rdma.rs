@@ -305,10 +305,8 @@ impl Rdma {
     /// Accepts connections at another listener, or in place of one at that address, whose connections stay.
     pub(super) fn listen(&mut self, core: &mut Core, Part { prepared, mut port }: Part) {
         let id = prepared.id();
-        // Devices of other providers move bytes by themselves, and take no memory that books them.
-        let ledger = core.target.ledger();
-        let is_booked = port.device.provider() == "soft";
-        port.slab.book_in(ledger.filter(|_| is_booked).cloned());
+        let ledger = core.target.ledger().filter(|_| port.device.books());
+        port.slab.book_in(ledger.cloned());
         match self.listener(port.at) {
             Some(old) => {
                 core.reactor.renew_port(old, prepared);
@@ -1002,6 +1000,7 @@ mod tests {
             keepalive: Duration::from_secs(60),
             shared_receives: None,
             queues: Queues::Pool,
+            ledger: None,
         };
         let reactor = Reactor::new(sizes_max(IN_CAPSULE_DEFAULT), limits, None).unwrap();
         let listener = Listener {

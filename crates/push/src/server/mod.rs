@@ -219,6 +219,7 @@ impl Server {
             keepalive: config.keepalive,
             shared_receives: Some(SHARED_RECEIVES),
             queues: Queues::Pool,
+            ledger: None,
         };
         let mut reactor = Reactor::new(SIZES, limits, config.device.waiting)?;
         for address in config.listen {

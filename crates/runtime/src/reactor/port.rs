@@ -184,7 +184,8 @@ impl ReactorPort {
         let shared = limits.shared_receives;
         let shared = shared.filter(|_| accepts && sizes.receives > 0);
         let shared = shared.filter(|_| device.features().contains(Features::SHARED_RECEIVES));
-        let receives = shared.map(|common| SharedReceives::new(device, sizes, common, connections));
+        let ledger = limits.ledger.as_ref();
+        let receives = shared.map(|common| SharedReceives::new(device, sizes, common, connections, ledger));
         let receives = receives.transpose()?;
         let in_common = receives
             .as_ref()

@@ -56,6 +56,7 @@ fn limits(connections: usize) -> Limits {
         keepalive: 2 * LONG,
         shared_receives: Some(2),
         queues: Queues::Pool,
+        ledger: None,
     }
 }
 
@@ -1006,9 +1007,9 @@ fn ended__a_connection_without_receives_reports_its_end() {
     };
     let device = open(address.ip()).unwrap();
     for accepts in [true, false] {
-        let mut server = Reactor::<()>::new(none, limits, None).unwrap();
+        let mut server = Reactor::<()>::new(none, limits.clone(), None).unwrap();
         server.listen(&device, address.port()).unwrap();
-        let mut client = Reactor::<()>::new(none, limits, None).unwrap();
+        let mut client = Reactor::<()>::new(none, limits.clone(), None).unwrap();
         let attempt = client
             .connect(&device, address, &ConnectParams::default())
             .unwrap();
@@ -1072,6 +1073,7 @@ impl Both {
         let limits = Limits {
             shared_receives: Some(shared_receives),
             queues: Queues::Pool,
+            ledger: None,
             ..limits(4)
         };
         let (client, device) = dialer(&address.ip().to_string(), 4, None);

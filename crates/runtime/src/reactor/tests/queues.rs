@@ -15,7 +15,7 @@ fn reserved<M>(reactor: &Reactor<M>) -> Vec<(u32, u32)> {
 fn listen_together__sixty_four_connections_need_one_queue_for_each_reactor() {
     let address: SocketAddr = "127.0.12.50:7174".parse().unwrap();
     let limits = limits(32);
-    let new = |_| Reactor::<()>::new(SIZES, limits, None).unwrap();
+    let new = |_| Reactor::<()>::new(SIZES, limits.clone(), None).unwrap();
     let mut reactors: Vec<_> = (0..2).map(new).collect();
     let device = open(address.ip()).unwrap();
     Reactor::listen_together(&mut reactors, &device, address.port()).unwrap();

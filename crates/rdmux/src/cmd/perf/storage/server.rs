@@ -275,7 +275,7 @@ impl Server {
         contents: AnonymousMemory,
     ) -> Result<Server> {
         let limits = limits(queues);
-        let new = |_| Reactor::new(SIZES, limits, None);
+        let new = |_| Reactor::new(SIZES, limits.clone(), None);
         let mut reactors = (0..identity.reactors).map(new).collect::<Result<Vec<_>, _>>()?;
         Reactor::listen_together(&mut reactors, device, port)
             .with_context(|| format!("cannot serve at {}", SocketAddr::new(device.address(), port)))?;
@@ -330,6 +330,7 @@ fn limits(queues: Queues) -> Limits {
             Queues::Pool => rdmux_runtime::Queues::Pool,
             Queues::Private => rdmux_runtime::Queues::Private,
         },
+        ledger: None,
     }
 }
 

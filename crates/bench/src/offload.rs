@@ -1,0 +1,357 @@
+//! What a read and a write of an NVMe drive cost its target, by each path of the data, as deck 001 compares them.
+//!
+//! The target and a model of a drive run in this process, where the byte ledger is; the host is a process of its own, and the network UDP over loopback.
+
+use std::collections::HashMap;
+use std::fs;
+use std::net::SocketAddr;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use hdrhistogram::Histogram;
+use rdmux_drive::MemoryKind;
+use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
+use rdmux_nvmf::backend::peer::PeerToPeer;
+use rdmux_nvmf::host::{Options, Session, Transport, command};
+use rdmux_nvmf::server::{Config, Handle, Listen, Server};
+use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
+use rdmux_sim::drive::{Bytes, Drive, Shape};
+use rdmux_verbs::ledger::{Class, Entries, Ledger, Link};
+use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
+
+use super::LOOPBACK;
+use super::child::{Side, say, say_ready};
+use super::pair::free_port;
+use super::table::{Column, Ratio, Suite, Table, figures};
+
+/// First argument of this program as the host.
+pub(super) const COMMAND: &str = "offload-host";
+const SUBSYSTEM: &str = "nqn.2014-08.org.example:bench-offload";
+/// Time of a run.
+const TIME: Duration = Duration::from_secs(1);
+/// Commands of a run that do not count.
+const WARM: usize = 200;
+const DRIVE_BYTES: u64 = 64 << 20;
+const BLOCK_SHIFT: u8 = 12;
+/// Name of the thread that is the drive: its processor time is not the target's.
+const DRIVE_THREAD: &str = "model-drive";
+
+const COLUMNS: [Column; 4] = [
+    (0, "read 4 KiB"),
+    (1, "write 4 KiB"),
+    (2, "read 64 KiB"),
+    (3, "write 64 KiB"),
+];
+const VANILLA: &str = "vanilla: data in DRAM";
+const CMB: &str = "CMB, peer-to-peer";
+
+const P50: &str = "p50_us";
+const CPU: &str = "target_cpu_us_per_io";
+const DRAM: &str = "dram_bytes_per_io";
+const ROOT: &str = "root_pcie_bytes_per_io";
+const DRIVE: &str = "drive_bytes_per_io";
+const ETHERNET: &str = "ethernet_bytes_per_io";
+
+/// Bytes of an I/O of a column, and whether it writes.
+fn io(column: usize) -> (u32, bool) {
+    (if column < 2 { 4 << 10 } else { 64 << 10 }, column % 2 == 1)
+}
+
+/// The host: warms up, reads or writes for a while one command at a time once it is told to begin, and prints the number of commands, and their median time in nanoseconds.
+pub(super) fn child(args: &[String]) -> Result<()> {
+    let [port, column] = args else {
+        bail!("{COMMAND} PORT COLUMN");
+    };
+    let (bytes, writes) = io(column.parse()?);
+    let address: SocketAddr = (LOOPBACK, port.parse()?).into();
+    let options = Options {
+        transport: Transport::Rdma,
+        ..Options::new(vec![address], Nqn::new(SUBSYSTEM).context("no name")?)
+    };
+    let session = Session::connect(options, 1)?;
+    let mut queue = session.queue(1, 1)?;
+    let blocks = bytes >> BLOCK_SHIFT;
+    let places = DRIVE_BYTES / u64::from(bytes);
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut buffer = vec![0x5a; bytes as usize];
+    let mut run_one = || -> Result<u64> {
+        let slba = random.u64(..places) * u64::from(blocks);
+        let data = std::mem::take(&mut buffer);
+        let command = match writes {
+            true => command::write(NsId(1), slba, blocks, bytes, data),
+            false => command::read(NsId(1), slba, blocks, bytes, data),
+        };
+        let began = Instant::now();
+        let done = queue.run("I/O", command)?;
+        let ns = began.elapsed().as_nanos() as u64;
+        buffer = done.command.buffer;
+        Ok(ns)
+    };
+    for _ in 0..WARM {
+        run_one()?;
+    }
+    say_ready()?;
+    // The end of the input is the sign to begin.
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    let mut times = Histogram::<u64>::new(3)?;
+    let began = Instant::now();
+    while began.elapsed() < TIME {
+        times.record(run_one()?)?;
+    }
+    say(&format!("{} {}", times.len(), times.value_at_quantile(0.5)))?;
+    // Whoever started it ends it, once the bytes are counted: those of a disconnection are no I/O's.
+    loop {
+        thread::park();
+    }
+}
+
+/// A target with a drive.
+struct Serving {
+    drive: Arc<Drive>,
+    ledger: Arc<Ledger>,
+    handle: Handle,
+    server: Option<JoinHandle<()>>,
+    drive_ends: Arc<AtomicBool>,
+    drive_thread: Option<JoinHandle<()>>,
+}
+
+impl Serving {
+    fn start(port: u16, buffers: MemoryKind) -> Result<Serving> {
+        let drive = Drive::new(Shape::default(), Bytes::new(DRIVE_BYTES / 512), 1);
+        let drive_ends = Arc::new(AtomicBool::new(false));
+        let (moved, ends) = (drive.clone(), drive_ends.clone());
+        let drive_thread = thread::Builder::new().name(DRIVE_THREAD.into()).spawn(move || {
+            let began = Instant::now();
+            while !ends.load(Ordering::Relaxed) {
+                moved.set_now(began.elapsed().as_nanos() as u64);
+                if !moved.step() {
+                    thread::yield_now();
+                }
+            }
+        })?;
+        let ledger = Arc::<Ledger>::default();
+        let settings = DriveSettings {
+            buffers,
+            p2p: match buffers {
+                MemoryKind::Dram => PeerToPeer::Off,
+                _ => PeerToPeer::Require,
+            },
+            ledger: Some(ledger.clone()),
+            ..DriveSettings::default()
+        };
+        let backend = DriveBackend::of_function(drive.clone(), None, settings)?;
+        let nqn = Nqn::new(SUBSYSTEM).context("no name")?;
+        let subsystem = Subsystem::new(nqn, "bench", Hosts::any(Terms::default()));
+        subsystem.add_namespace(Namespace {
+            nsid: NsId(1),
+            block_shift: BLOCK_SHIFT,
+            uuid: [1; 16],
+            is_protected: false,
+            backend: Arc::new(backend),
+        })?;
+        let target = Target::default().with_ledger(ledger.clone());
+        target.add_subsystem(Arc::new(subsystem))?;
+        let listener = Listener {
+            transport: TransportKind::Rdma,
+            address: (LOOPBACK, port).into(),
+        };
+        let server = Server::bind(Config {
+            target: Arc::new(target),
+            // Data in capsules would cross DRAM by themselves.
+            listen: vec![Listen {
+                in_capsule_bytes: 0,
+                ..Listen::from(listener)
+            }],
+            reactors: 1,
+            waiting: None,
+        })?;
+        let handle = server.handle();
+        let server = thread::Builder::new().name("target".into()).spawn(move || {
+            // A target that fails has the host fail, which tells.
+            let _ = server.run();
+        })?;
+        Ok(Serving {
+            drive,
+            ledger,
+            handle,
+            server: Some(server),
+            drive_ends,
+            drive_thread: Some(drive_thread),
+        })
+    }
+
+    /// Returns the ledger, bytes on the wire, and processor time of the target in nanoseconds.
+    fn figures(&self) -> Result<(Entries, u64, u64)> {
+        let devices = rdmux_soft::metrics::devices();
+        let counted = devices
+            .iter()
+            .map(|device| device.counters.sent_bytes + device.counters.rcvd_bytes);
+        Ok((self.ledger.entries(), counted.sum(), target_cpu_ns()?))
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.handle.stop();
+        let _ = self.server.take().map(JoinHandle::join);
+        self.drive_ends.store(true, Ordering::Relaxed);
+        let _ = self.drive_thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Returns the processor time of all threads of this process but the drive's and the one that waits for the host.
+fn target_cpu_ns() -> Result<u64> {
+    let own = rustix::thread::gettid().as_raw_nonzero().to_string();
+    let mut ns = 0;
+    for task in fs::read_dir("/proc/self/task")? {
+        let task = task?;
+        let name = fs::read_to_string(task.path().join("comm"))?;
+        if task.file_name().to_string_lossy() == own || name.trim() == DRIVE_THREAD {
+            continue;
+        }
+        let text = fs::read_to_string(task.path().join("schedstat"))?;
+        let first = text.split_whitespace().next();
+        ns += first.and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
+    }
+    Ok(ns)
+}
+
+/// Figures of a run, for each I/O: median time and processor time in microseconds, bytes in DRAM, at the root complex, of the drive's data, and on the network.
+fn run(buffers: MemoryKind, column: usize) -> Result<[f64; 6]> {
+    let port = free_port()?;
+    let serving = Serving::start(port.parse()?, buffers)?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args([COMMAND, &port, &column.to_string()])
+        // All bytes cross the network, and the device counts them.
+        .env("RDMUX_SHM", "off");
+    let mut host = Side::start(&mut command)?;
+    let (before, wire_before, cpu_before) = serving.figures()?;
+    host.begin();
+    let line = host.result()?;
+    let (after, wire, cpu) = serving.figures()?;
+    host.kill();
+    let violation = serving.drive.violation();
+    ensure!(violation.is_none(), "the drive: {violation:?}");
+    let (commands, p50) = line.split_once(' ').context("no result of the host")?;
+    let commands: f64 = commands.parse()?;
+    let p50: f64 = p50.parse()?;
+    let moved = after - before;
+    let per_io = |bytes: u64| bytes as f64 / commands;
+    let data = |link| moved.get(link, Class::Data);
+    Ok([
+        p50 / 1e3,
+        per_io(cpu - cpu_before) / 1e3,
+        per_io(moved.of_link(Link::RootDram)),
+        per_io(moved.of_link(Link::NicRoot) + moved.of_link(Link::RootDrive)),
+        per_io(data(Link::RootDrive) + data(Link::NicDrive)),
+        per_io(wire - wire_before),
+    ])
+}
+
+/// Returns what `--table offload` measures.
+pub(super) fn suite() -> Suite {
+    let columns: Vec<usize> = COLUMNS.iter().map(|(column, _)| *column).collect();
+    let titles = [
+        (P50, "p50, us", 1),
+        (CPU, "target's CPU, us for each I/O", 1),
+        (DRAM, "DRAM, bytes for each I/O", 0),
+        (ROOT, "root PCIe, bytes for each I/O", 0),
+        (DRIVE, "drive, bytes for each I/O", 0),
+        (ETHERNET, "Ethernet, bytes for each I/O", 0),
+    ];
+    let vanilla = figures(VANILLA, &columns, |column| run(MemoryKind::Dram, column));
+    let cmb = figures(CMB, &columns, |column| run(MemoryKind::Cmb, column));
+    let rows = vanilla.into_iter().zip(cmb);
+    let tables = titles.into_iter().zip(rows);
+    let tables = tables.map(|((key, title, digits), (vanilla, cmb))| Table {
+        key,
+        title,
+        digits,
+        columns: COLUMNS.to_vec(),
+        lines: vec![vanilla, cmb],
+        compares: true,
+    });
+    Suite {
+        key: "offload",
+        conditions: "a target with one reactor and a model of a drive in one process, whose byte ledger counts, and a host with one I/O in flight in another; UDP over loopback, no data in capsules; \
+                     1 s each; the target's CPU has the work of its RNIC in user space",
+        claim: Some(
+            "Deck 001, beside vanilla, for an I/O of a size that it does not tell: latency 188 us (read) and 227 us (write); ConnectX-5 offload 128 and 138 us, CPU 0.02, memory 2.40, PCIe 1.03; \
+             CMB 167 and 212 us, CPU 0.55, memory 0.09, PCIe 0.01; both 142 and 154 us, CPU 0.02, memory 0.02, PCIe 0.04; drive and Ethernet 1.00 each. Memory of 2.40 is no count of bytes: \
+             offload moves those of vanilla, of which caches (DDIO) likely kept more off the memory.",
+        ),
+        tables: tables.collect(),
+        ratios,
+    }
+}
+
+fn ratios(tables: &[Table]) -> Vec<Ratio> {
+    let by_key: HashMap<&str, &Table> = tables.iter().map(|table| (table.key, table)).collect();
+    let goals = [
+        (
+            P50,
+            [
+                "read 4 KiB, CMB: p50 / vanilla (deck 0.89)",
+                "write 4 KiB, CMB: p50 / vanilla (deck 0.93)",
+            ],
+            "at most 1",
+        ),
+        (
+            CPU,
+            [
+                "read 4 KiB, CMB: CPU (deck 0.55)",
+                "write 4 KiB, CMB: CPU (deck 0.55)",
+            ],
+            "",
+        ),
+        (
+            DRAM,
+            [
+                "read 4 KiB, CMB: DRAM (deck 0.09)",
+                "write 4 KiB, CMB: DRAM (deck 0.09)",
+            ],
+            "at most 0.06",
+        ),
+        (
+            ROOT,
+            [
+                "read 4 KiB, CMB: root PCIe (deck 0.01)",
+                "write 4 KiB, CMB: root PCIe (deck 0.01)",
+            ],
+            "at most 0.06",
+        ),
+        (
+            DRIVE,
+            [
+                "read 4 KiB, CMB: drive (deck 1.00)",
+                "write 4 KiB, CMB: drive (deck 1.00)",
+            ],
+            "at most 1.01",
+        ),
+        (
+            ETHERNET,
+            [
+                "read 4 KiB, CMB: Ethernet (deck 1.00)",
+                "write 4 KiB, CMB: Ethernet (deck 1.00)",
+            ],
+            "at most 1.01",
+        ),
+    ];
+    let mut ratios = Vec::new();
+    for (key, names, goal) in goals {
+        for (column, name) in names.into_iter().enumerate() {
+            let of = |row| {
+                by_key
+                    .get(key)
+                    .map_or(Vec::new(), |table| table.rounds(row, column))
+            };
+            ratios.push(Ratio::new(name, goal, &of(CMB), &of(VANILLA)));
+        }
+    }
+    ratios
+}
