@@ -49,7 +49,7 @@ const MAY_USE: [(&str, &[&str]); 24] = [
     (
         "crates/bench",
         &[
-            "accel", "memory", "nvmf", "runtime", "share", "soft", "verbs", "wire",
+            "accel", "drive", "memory", "nvmf", "runtime", "share", "sim", "soft", "verbs", "wire",
         ],
     ),
     (
