@@ -84,7 +84,7 @@ enum Which {
     Nvme,
     /// Accelerators through the fabric, beside the same cores called in place.
     Accel,
-    /// An NVMe drive behind a target, by each path of the data (deck 001).
+    /// An NVMe drive behind a target, by each path of the data.
     Offload,
     /// The first four. The others take as long again.
     All,

@@ -1,4 +1,4 @@
-//! What a read and a write of an NVMe drive cost its target, by each path of the data, as deck 001 compares them.
+//! The cost of a read and a write of an NVMe drive for its target, by each path of the data, as a talk of Eideticom (2018) compares them.
 //!
 //! The target and a model of a drive run in this process, where the byte ledger is; the host is a process of its own, and the network UDP over loopback.
 
@@ -281,7 +281,7 @@ pub(super) fn suite() -> Suite {
         conditions: "a target with one reactor and a model of a drive in one process, whose byte ledger counts, and a host with one I/O in flight in another; UDP over loopback, no data in capsules; \
                      1 s each; the target's CPU has the work of its RNIC in user space",
         claim: Some(
-            "Deck 001, beside vanilla, for an I/O of a size that it does not tell: latency 188 us (read) and 227 us (write); ConnectX-5 offload 128 and 138 us, CPU 0.02, memory 2.40, PCIe 1.03; \
+            "The talk (Eideticom, 2018), beside vanilla, for an I/O of a size that it does not tell: latency 188 us (read) and 227 us (write); ConnectX-5 offload 128 and 138 us, CPU 0.02, memory 2.40, PCIe 1.03; \
              CMB 167 and 212 us, CPU 0.55, memory 0.09, PCIe 0.01; both 142 and 154 us, CPU 0.02, memory 0.02, PCIe 0.04; drive and Ethernet 1.00 each. Memory of 2.40 is no count of bytes: \
              offload moves those of vanilla, of which caches (DDIO) likely kept more off the memory.",
         ),
@@ -296,48 +296,48 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
         (
             P50,
             [
-                "read 4 KiB, CMB: p50 / vanilla (deck 0.89)",
-                "write 4 KiB, CMB: p50 / vanilla (deck 0.93)",
+                "read 4 KiB, CMB: p50 / vanilla (talk 0.89)",
+                "write 4 KiB, CMB: p50 / vanilla (talk 0.93)",
             ],
             "at most 1",
         ),
         (
             CPU,
             [
-                "read 4 KiB, CMB: CPU (deck 0.55)",
-                "write 4 KiB, CMB: CPU (deck 0.55)",
+                "read 4 KiB, CMB: CPU (talk 0.55)",
+                "write 4 KiB, CMB: CPU (talk 0.55)",
             ],
             "",
         ),
         (
             DRAM,
             [
-                "read 4 KiB, CMB: DRAM (deck 0.09)",
-                "write 4 KiB, CMB: DRAM (deck 0.09)",
+                "read 4 KiB, CMB: DRAM (talk 0.09)",
+                "write 4 KiB, CMB: DRAM (talk 0.09)",
             ],
             "at most 0.06",
         ),
         (
             ROOT,
             [
-                "read 4 KiB, CMB: root PCIe (deck 0.01)",
-                "write 4 KiB, CMB: root PCIe (deck 0.01)",
+                "read 4 KiB, CMB: root PCIe (talk 0.01)",
+                "write 4 KiB, CMB: root PCIe (talk 0.01)",
             ],
             "at most 0.06",
         ),
         (
             DRIVE,
             [
-                "read 4 KiB, CMB: drive (deck 1.00)",
-                "write 4 KiB, CMB: drive (deck 1.00)",
+                "read 4 KiB, CMB: drive (talk 1.00)",
+                "write 4 KiB, CMB: drive (talk 1.00)",
             ],
             "at most 1.01",
         ),
         (
             ETHERNET,
             [
-                "read 4 KiB, CMB: Ethernet (deck 1.00)",
-                "write 4 KiB, CMB: Ethernet (deck 1.00)",
+                "read 4 KiB, CMB: Ethernet (talk 1.00)",
+                "write 4 KiB, CMB: Ethernet (talk 1.00)",
             ],
             "at most 1.01",
         ),

@@ -177,7 +177,7 @@ pub struct Control {
     /// The listeners as they were asked for, and with the port that they got.
     listeners: Mutex<Vec<(Listen, Listener)>>,
     subsystems: Mutex<BTreeMap<Nqn, Exported>>,
-    /// What the drives that the target drives itself have in common.
+    /// State that the drives have in common which the target drives itself.
     drives: DriveSettings,
     endings: Arc<Endings>,
     /// Announces listeners by mDNS, where that is asked for.

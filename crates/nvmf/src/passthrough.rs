@@ -492,7 +492,7 @@ impl PassedController {
         if pass.kind == Kind::Format {
             return self.format(sqe, || run(&mut []));
         }
-        // What the drive does not write is not what others have left there.
+        // The host does not see what others have left there.
         if pass.transfer == Transfer::ToHost {
             data.fill(0);
         }

@@ -11,7 +11,7 @@ pub struct Endings(Mutex<Vec<(String, JoinHandle<()>)>>);
 impl Endings {
     /// Drops a drive on a thread of its own.
     pub(super) fn end(&self, address: String, drive: impl Send + 'static) {
-        // Where there is no thread to be had, it is dropped here.
+        // It is dropped here if there is no thread to be had.
         let thread = Builder::new()
             .name("drive-end".to_owned())
             .spawn(move || drop(drive));

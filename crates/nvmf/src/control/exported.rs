@@ -34,7 +34,7 @@ pub(super) struct Exported {
     pub(super) namespaces: BTreeMap<NsId, NamespaceConfig>,
     /// The highest id that it has had: hosts could take another namespace of one that they know for the same.
     highest: NsId,
-    /// What drives of the target have in common.
+    /// State that drives of the target have in common.
     drives: DriveSettings,
     /// Keeps the name from other targets.
     _claim: OwnedFd,

@@ -202,7 +202,7 @@ fn identify(sqe: &Sqe, data_len: u32, knows: bool) -> Result<Option<Pass>, Statu
         Cns::NAMESPACE_IDENTIFIERS if knows => Kind::Plain,
         Cns::COMMAND_SET_NAMESPACE if knows && command_set == 0 => Kind::Plain,
         Cns::COMMAND_SET_CONTROLLER if command_set == 0 => Kind::Plain,
-        // What there is to say of a namespace that is not there, and lists.
+        // The target answers for a namespace that is not there, and makes lists.
         _ => return Ok(None),
     };
     has_length(data_len, IDENTIFY_LEN as u64)?;

@@ -278,7 +278,7 @@ fn passed__a_format_waits_for_an_io_uring() {
     assert!(formats.is_long() && !io.is_long());
     std::thread::scope(|scope| {
         let formatting = scope.spawn(move || formats.execute(&mut []));
-        // What comes from then on does not begin.
+        // Commands that come from then on do not begin.
         while io.start().is_some() {
             std::thread::yield_now();
         }
