@@ -13,6 +13,14 @@ retry() {
   done
 }
 
+# Waits until so many more writes of a disk are done.
+wait_for_writes() { # DISK NUMBER
+  local stat=/sys/class/block/${1##*/}/stat before
+  before=$(awk '{ print $5 }' "$stat")
+  has_written() { [ "$(awk '{ print $5 }' "$stat")" -gt $((before + $1)) ]; }
+  retry has_written "$2"
+}
+
 # Ends the script if a command succeeds: `! COMMAND` does not, since `set -e` leaves it out.
 fails() {
   if "$@"; then

@@ -26,7 +26,13 @@ pub mod ending;
 pub mod peer;
 
 /// Sleep between two looks at writes of others.
-pub(crate) const PAUSE: Duration = Duration::from_micros(50);
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// Waits a moment for I/Os of others, whose end is not told.
+pub(crate) fn pause() {
+    // Time is meant: a write does not look for who waits, which would cost each write a system call.
+    std::thread::sleep(PAUSE);
+}
 
 /// The storage of a namespace. Ranges are in bytes, in multiples of the namespace's blocks, and within [`Backend::bytes`]; their callers have checked
 /// that. Buffers begin at a page.
@@ -92,8 +98,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Waits a moment for writes of others, whose end is not told: the caller wants to be alone with the namespace.
     fn pause(&self) {
-        // Time is meant: a write does not look for who waits, which would cost each write a system call.
-        std::thread::sleep(PAUSE);
+        pause();
     }
 }
 

@@ -24,7 +24,7 @@ use rdmux_wire::nvme::{
     Status,
 };
 
-use crate::backend::{Backend, PAUSE};
+use crate::backend::{Backend, pause};
 use crate::target::{COPY_BYTES_MAX, Fence, NAMESPACES_MAX};
 use rules::Facts;
 pub(crate) use rules::Kind;
@@ -554,11 +554,6 @@ impl PassedController {
             result
         })
     }
-}
-
-/// Waits a moment for commands that run.
-fn pause() {
-    std::thread::sleep(PAUSE);
 }
 
 /// Returns what a drive tells.
