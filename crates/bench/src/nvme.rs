@@ -377,9 +377,18 @@ fn perf_of(target: &Target, transport: Transport, options: &[&str]) -> Result<Va
 
 /// Returns the time that the threads of a process have had a CPU.
 pub(super) fn cpu_ns(pid: u32) -> Result<u64> {
+    cpu_ns_of(pid, |_| true)
+}
+
+/// Returns that of threads by their names.
+pub(super) fn cpu_ns_of(pid: u32, counts: impl Fn(&str) -> bool) -> Result<u64> {
     let mut ns = 0;
     for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        let text = std::fs::read_to_string(task?.path().join("schedstat"))?;
+        let task = task?.path();
+        if !counts(std::fs::read_to_string(task.join("comm"))?.trim()) {
+            continue;
+        }
+        let text = std::fs::read_to_string(task.join("schedstat"))?;
         let first = text.split_whitespace().next();
         ns += first.and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
     }

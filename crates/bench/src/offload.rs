@@ -3,7 +3,6 @@
 //! The target and a model of a drive run in this process, where the byte ledger is; the host is a process of its own, and the network UDP over loopback.
 
 use std::collections::HashMap;
-use std::fs;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::sync::Arc;
@@ -25,6 +24,7 @@ use rdmux_wire::nvme::{Nqn, NsId, TransportKind};
 
 use super::LOOPBACK;
 use super::child::{Side, say, say_ready};
+use super::nvme::cpu_ns_of;
 use super::pair::free_port;
 use super::table::{Column, Ratio, Suite, Table, figures};
 
@@ -103,10 +103,9 @@ pub(super) fn child(args: &[String]) -> Result<()> {
         times.record(run_one()?)?;
     }
     say(&format!("{} {}", times.len(), times.value_at_quantile(0.5)))?;
-    // Whoever started it ends it, once the bytes are counted: those of a disconnection are no I/O's.
-    loop {
-        thread::park();
-    }
+    // Whoever started it counts bytes now, of which those of a disconnection are no I/O's, and then ends it.
+    thread::park_timeout(10 * TIME);
+    Ok(())
 }
 
 /// A target with a drive.
@@ -190,7 +189,9 @@ impl Serving {
         let counted = devices
             .iter()
             .map(|device| device.counters.sent_bytes + device.counters.rcvd_bytes);
-        Ok((self.ledger.entries(), counted.sum(), target_cpu_ns()?))
+        // The thread that waits for the host has next to none.
+        let cpu = cpu_ns_of(std::process::id(), |thread| thread != DRIVE_THREAD)?;
+        Ok((self.ledger.entries(), counted.sum(), cpu))
     }
 }
 
@@ -201,23 +202,6 @@ impl Drop for Serving {
         self.drive_ends.store(true, Ordering::Relaxed);
         let _ = self.drive_thread.take().map(JoinHandle::join);
     }
-}
-
-/// Returns the processor time of all threads of this process but the drive's and the one that waits for the host.
-fn target_cpu_ns() -> Result<u64> {
-    let own = rustix::thread::gettid().as_raw_nonzero().to_string();
-    let mut ns = 0;
-    for task in fs::read_dir("/proc/self/task")? {
-        let task = task?;
-        let name = fs::read_to_string(task.path().join("comm"))?;
-        if task.file_name().to_string_lossy() == own || name.trim() == DRIVE_THREAD {
-            continue;
-        }
-        let text = fs::read_to_string(task.path().join("schedstat"))?;
-        let first = text.split_whitespace().next();
-        ns += first.and_then(|field| field.parse::<u64>().ok()).unwrap_or(0);
-    }
-    Ok(ns)
 }
 
 /// Figures of a run, for each I/O: median time and processor time in microseconds, bytes in DRAM, at the root complex, of the drive's data, and on the network.

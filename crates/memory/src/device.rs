@@ -201,6 +201,8 @@ mod tests {
         let descriptor = file.as_raw_fd();
         let memory = bar(4096).with_dma_buf(file.into());
         assert_eq!(crate::dma_buf(&memory).unwrap().as_raw_fd(), descriptor);
+        assert_eq!(crate::Pages::of(&memory), Some(crate::Pages::Stay));
+        assert_eq!(crate::Pages::of(&bar(4096)), None);
         // No device takes it for memory of the process.
         assert!(crate::mapped_at(&memory, 0, 4096).is_none() && crate::shared_file(&memory).is_none());
     }

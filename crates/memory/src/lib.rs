@@ -49,7 +49,11 @@ impl Pages {
         let pages = memory.pages()?;
         match pages.downcast_ref::<FileMemory>() {
             Some(_) => Some(Pages::ComeAndGo),
-            None => (pages.is::<AnonymousMemory>() || pages.is::<DaxMemory>()).then_some(Pages::Stay),
+            None => {
+                let stay =
+                    pages.is::<AnonymousMemory>() || pages.is::<DaxMemory>() || pages.is::<DeviceMemory>();
+                stay.then_some(Pages::Stay)
+            }
         }
     }
 }

@@ -30,7 +30,6 @@ use crate::announce::{Announcer, is_announced};
 use crate::auth::SecretError;
 use crate::backend::OpenError;
 use crate::backend::drive::{DriveBackendError, DriveSettings};
-use crate::backend::ending::Endings;
 use crate::backend::peer::PeerToPeer;
 use crate::identity;
 use crate::passthrough::{ControllerConfig, PassthroughError};
@@ -179,7 +178,6 @@ pub struct Control {
     subsystems: Mutex<BTreeMap<Nqn, Exported>>,
     /// State that the drives have in common which the target drives itself.
     drives: DriveSettings,
-    endings: Arc<Endings>,
     /// Announces listeners by mDNS, where that is asked for.
     announcer: Mutex<Option<Announcer>>,
 }
@@ -249,10 +247,8 @@ impl Control {
             None => Target::default(),
         };
         let target = Arc::new(target);
-        let endings = Arc::<Endings>::default();
         let drives = DriveSettings {
             ledger,
-            endings: Some(endings.clone()),
             ..DriveSettings::default()
         };
         let mut subsystems = BTreeMap::new();
@@ -287,7 +283,6 @@ impl Control {
             listeners: Mutex::new(listeners),
             subsystems: Mutex::new(subsystems),
             drives,
-            endings,
             announcer: Mutex::new(announcer),
         };
         Ok((control, server))
@@ -367,7 +362,7 @@ impl Control {
         drop(subsystems);
         // A drive that no queue uses has shut down then.
         if let Some(Storage::Pcie(pcie)) = removed.map(|config| config.storage) {
-            self.endings.wait_for(&pcie.place.address.to_string());
+            self.drives.endings.wait_for(&pcie.place.address.to_string());
         }
         Ok(())
     }
@@ -580,7 +575,7 @@ impl Control {
                 }
             }
         }
-        self.endings.wait_for_all();
+        self.drives.endings.wait_for_all();
         drives
     }
 

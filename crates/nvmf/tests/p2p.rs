@@ -40,7 +40,7 @@ impl Mover {
             while !ends.load(Ordering::Relaxed) {
                 drive.set_now(began.elapsed().as_nanos() as u64);
                 if !drive.step() {
-                    // Others have the processor: the drive tells nobody when it has something to do.
+                    // Time is meant: the drive tells nobody when it has something to do, and others need the processor.
                     std::thread::sleep(Duration::from_micros(50));
                 }
             }
@@ -337,7 +337,7 @@ fn drive__ends_on_a_thread_of_its_own_and_its_last_user_does_not_wait() {
     let mover = Mover::new(&drive, began);
     let endings = Arc::new(Endings::default());
     let settings = DriveSettings {
-        endings: Some(endings.clone()),
+        endings: endings.clone(),
         ..DriveSettings::default()
     };
     let backend = DriveBackend::of_function(drive.clone(), None, settings).unwrap();

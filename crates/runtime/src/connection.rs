@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_memory::AnonymousMemory;
-use rdmux_verbs::ledger::{Booked, Class, Ledger};
+use rdmux_verbs::ledger::{Class, Ledger};
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, CreateError, Endpoint, EventQueue, Fault, GetError, Memory, MemoryRegion, Operation,
@@ -227,8 +227,7 @@ impl Parts {
             0 => Class::Completion,
             _ => Class::Command,
         };
-        let ledger = ledger.filter(|_| pd.device().books());
-        let booked = Booked::wrap(buffers.clone(), ledger, class);
+        let booked = pd.device().booked(buffers.clone(), ledger, class);
         let buffers_mr = pd.reg_mr_all(booked, 0, Access::LOCAL_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
         (0..own_receives as u32)

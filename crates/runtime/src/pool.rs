@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
-use rdmux_verbs::ledger::{Booked, Class, Ledger};
+use rdmux_verbs::ledger::{Class, Ledger};
 use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_verbs::{Access, MemoryRegion, ProtectionDomain, RKey, RegisterError, Sge};
 
@@ -63,7 +63,8 @@ impl Registered {
         ledger: Option<&Arc<Ledger>>,
     ) -> Result<Arc<Registered>, BufferError> {
         let memory = Arc::new(AnonymousMemory::new(bytes)?);
-        let mr = pd.reg_mr_all(Booked::wrap(memory.clone(), ledger, Class::Data), 0, access)?;
+        let booked = pd.device().booked(memory.clone(), ledger, Class::Data);
+        let mr = pd.reg_mr_all(booked, 0, access)?;
         Ok(Arc::new(Registered { mr, memory }))
     }
 }

@@ -51,7 +51,7 @@ pub struct Limits {
     pub shared_receives: Option<usize>,
     /// Where the completion queues of the connections come from.
     pub queues: Queues,
-    /// Books the messages that the devices of its listeners receive, as commands, and send, as completions, where they can ([`Device::books`]).
+    /// Books the messages that the devices of its listeners receive, as commands, and send, as completions, where they can ([`Device::booked`]).
     pub ledger: Option<Arc<Ledger>>,
 }
 

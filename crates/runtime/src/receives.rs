@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
-use rdmux_verbs::ledger::{Booked, Class, Ledger};
+use rdmux_verbs::ledger::{Class, Ledger};
 use rdmux_verbs::sync::Mutex;
 use rdmux_verbs::{Access, Device, Fault, Memory, MemoryRegion, PostError, RecvRequest, SharedReceiveQueue};
 
@@ -69,8 +69,7 @@ impl SharedReceives {
         let most = common + connections;
         let queue = pd.create_srq(most as u32)?;
         let memory = Arc::new(AnonymousMemory::new(most * sizes.message_bytes)?);
-        let ledger = ledger.filter(|_| device.books());
-        let booked = Booked::wrap(memory.clone(), ledger, Class::Command);
+        let booked = device.booked(memory.clone(), ledger, Class::Command);
         let mr = pd.reg_mr_all(booked, 0, Access::LOCAL_WRITE)?;
         let receives = SharedReceives {
             queue,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use rdmux_rnic::ledger::{Booked, Class, Ledger};
 use rdmux_rnic::sync::Mutex;
 use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
@@ -222,12 +223,6 @@ impl Device {
         self.0.provider
     }
 
-    /// Returns true if it accesses all memory through [`Memory`](crate::Memory), so that a ledger can book what it moves
-    /// ([`ledger::Booked`](crate::ledger::Booked)). Others access memory by themselves.
-    pub fn books(&self) -> bool {
-        self.provider() == "soft"
-    }
-
     /// Returns the features of the device. The soft device has all; it pins no memory, and so needs no paging on demand to register
     /// it.
     pub fn features(&self) -> Features {
@@ -237,6 +232,20 @@ impl Device {
     /// Returns whether a processor writes what peers send, and not a device by DMA: then their bytes are where its own stores are.
     pub fn writes_by_processor(&self) -> bool {
         self.provided().writes_by_processor()
+    }
+
+    /// Returns the memory for a region whose accesses are booked: without a ledger, or on a device that does not access booked memory, the memory itself.
+    pub fn booked(
+        &self,
+        memory: Arc<dyn Memory>,
+        ledger: Option<&Arc<Ledger>>,
+        class: Class,
+    ) -> Arc<dyn Memory> {
+        let booked = Booked::wrap(memory.clone(), ledger, class);
+        match self.reach(&*booked) {
+            Reach::Direct => booked,
+            Reach::OnDemand | Reach::Processor => memory,
+        }
     }
 
     /// Returns how the device accesses the bytes of a memory.

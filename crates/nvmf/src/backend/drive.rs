@@ -159,8 +159,8 @@ pub struct DriveSettings {
     pub p2p: PeerToPeer,
     /// Ledger of the bytes that cross the drive's links.
     pub ledger: Option<Arc<Ledger>>,
-    /// Takes the drive when its last user lets it go; `None`: that user waits until it has shut down.
-    pub endings: Option<Arc<Endings>>,
+    /// Takes the drive when its last user lets it go. Whoever drops the last reference to this waits until it has shut down.
+    pub endings: Arc<Endings>,
 }
 
 /// A namespace of a drive that this process drives.
@@ -169,7 +169,7 @@ pub struct DriveBackend {
     /// `None` once this is dropped.
     shared: Option<Mutex<Shared>>,
     address: String,
-    endings: Option<Arc<Endings>>,
+    endings: Arc<Endings>,
     namespace: DriveNamespace,
     /// Memory that the option names.
     pool: Arc<Pool>,
@@ -241,9 +241,7 @@ impl DriveBackend {
         unbind: bool,
         settings: DriveSettings,
     ) -> Result<DriveBackend, DriveBackendError> {
-        if let Some(endings) = &settings.endings {
-            endings.wait_for(&place.address.to_string());
-        }
+        settings.endings.wait_for(&place.address.to_string());
         let function = rdmux_drive::open(&place.address, unbind)?;
         DriveBackend::of_function(function, place.nsid, settings)
     }
@@ -663,8 +661,8 @@ impl Backend for DriveBackend {
 
 impl Drop for DriveBackend {
     fn drop(&mut self) {
-        if let (Some(endings), Some(shared)) = (&self.endings, self.shared.take()) {
-            endings.end(std::mem::take(&mut self.address), shared);
+        if let Some(shared) = self.shared.take() {
+            self.endings.end(std::mem::take(&mut self.address), shared);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rdmux_drive::Pool;
-use rdmux_verbs::ledger::{Booked, Class};
+use rdmux_verbs::ledger::Class;
 use rdmux_verbs::{Access, MemoryRegion, Sge};
 
 use crate::backend::peer::PeerData;
@@ -36,7 +36,10 @@ impl Regions {
             self.forget_gone();
             let (memory, base) = pool.memory();
             // Hosts reach nothing of it.
-            let memory = Booked::wrap(memory.clone(), slab.ledger(), Class::Data);
+            let memory = slab
+                .pd()
+                .device()
+                .booked(memory.clone(), slab.ledger(), Class::Data);
             let mr = slab
                 .pd()
                 .reg_mr(memory, base, pool.bytes(), 0, Access::LOCAL_WRITE);

@@ -305,8 +305,7 @@ impl Rdma {
     /// Accepts connections at another listener, or in place of one at that address, whose connections stay.
     pub(super) fn listen(&mut self, core: &mut Core, Part { prepared, mut port }: Part) {
         let id = prepared.id();
-        let ledger = core.target.ledger().filter(|_| port.device.books());
-        port.slab.book_in(ledger.cloned());
+        port.slab.book_in(core.target.ledger().cloned());
         match self.listener(port.at) {
             Some(old) => {
                 core.reactor.renew_port(old, prepared);
