@@ -16,7 +16,7 @@ use rdmux_drive::MemoryKind;
 use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
 use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::{Options, Session, Transport, command};
-use rdmux_nvmf::server::{Config, Handle, Listen, Server};
+use rdmux_nvmf::server::{Config, Handle, Listen, OFFLOAD_THREAD, Server};
 use rdmux_nvmf::target::{Hosts, Listener, Namespace, Subsystem, Target, Terms};
 use rdmux_sim::drive::{Bytes, Drive, Shape};
 use rdmux_verbs::ledger::{Class, Entries, Ledger, Link};
@@ -46,11 +46,40 @@ const COLUMNS: [Column; 4] = [
     (2, "read 64 KiB"),
     (3, "write 64 KiB"),
 ];
-const VANILLA: &str = "vanilla: data in DRAM";
-const CMB: &str = "CMB, peer-to-peer";
+/// A path of the data.
+#[derive(Clone, Copy, Debug)]
+struct Path {
+    title: &'static str,
+    buffers: MemoryKind,
+    /// By the offload engine.
+    offload: bool,
+}
+
+const VANILLA: Path = Path {
+    title: "vanilla: data in DRAM",
+    buffers: MemoryKind::Dram,
+    offload: false,
+};
+const OFFLOAD: Path = Path {
+    title: "offload: staging in DRAM",
+    buffers: MemoryKind::Dram,
+    offload: true,
+};
+const CMB: Path = Path {
+    title: "CMB, peer-to-peer",
+    buffers: MemoryKind::Cmb,
+    offload: false,
+};
+const BOTH: Path = Path {
+    title: "offload, and CMB",
+    buffers: MemoryKind::Cmb,
+    offload: true,
+};
+const PATHS: [Path; 4] = [VANILLA, OFFLOAD, CMB, BOTH];
 
 const P50: &str = "p50_us";
 const CPU: &str = "target_cpu_us_per_io";
+const ENGINE: &str = "engine_cpu_us_per_io";
 const DRAM: &str = "dram_bytes_per_io";
 const ROOT: &str = "root_pcie_bytes_per_io";
 const DRIVE: &str = "drive_bytes_per_io";
@@ -119,7 +148,7 @@ struct Serving {
 }
 
 impl Serving {
-    fn start(port: u16, buffers: MemoryKind) -> Result<Serving> {
+    fn start(port: u16, path: Path) -> Result<Serving> {
         let drive = Drive::new(Shape::default(), Bytes::new(DRIVE_BYTES / 512), 1);
         let drive_ends = Arc::new(AtomicBool::new(false));
         let (moved, ends) = (drive.clone(), drive_ends.clone());
@@ -134,11 +163,12 @@ impl Serving {
         })?;
         let ledger = Arc::<Ledger>::default();
         let settings = DriveSettings {
-            buffers,
-            p2p: match buffers {
+            buffers: path.buffers,
+            p2p: match path.buffers {
                 MemoryKind::Dram => PeerToPeer::Off,
                 _ => PeerToPeer::Require,
             },
+            offload: path.offload,
             ledger: Some(ledger.clone()),
             ..DriveSettings::default()
         };
@@ -166,6 +196,7 @@ impl Serving {
                 ..Listen::from(listener)
             }],
             reactors: 1,
+            offload: path.offload,
             waiting: None,
         })?;
         let handle = server.handle();
@@ -183,15 +214,17 @@ impl Serving {
         })
     }
 
-    /// Returns the ledger, bytes on the wire, and processor time of the target in nanoseconds.
-    fn figures(&self) -> Result<(Entries, u64, u64)> {
+    /// Returns the ledger, bytes on the wire, and processor time in nanoseconds: of the target without its offload engine, and of that.
+    fn figures(&self) -> Result<(Entries, u64, [u64; 2])> {
         let devices = rdmux_soft::metrics::devices();
         let counted = devices
             .iter()
             .map(|device| device.counters.sent_bytes + device.counters.rcvd_bytes);
         // The thread that waits for the host has next to none.
-        let cpu = cpu_ns_of(std::process::id(), |thread| thread != DRIVE_THREAD)?;
-        Ok((self.ledger.entries(), counted.sum(), cpu))
+        let of_threads = |is_meant: &dyn Fn(&str) -> bool| cpu_ns_of(std::process::id(), is_meant);
+        let target = of_threads(&|thread| thread != DRIVE_THREAD && thread != OFFLOAD_THREAD)?;
+        let engine = of_threads(&|thread| thread == OFFLOAD_THREAD)?;
+        Ok((self.ledger.entries(), counted.sum(), [target, engine]))
     }
 }
 
@@ -204,10 +237,11 @@ impl Drop for Serving {
     }
 }
 
-/// Figures of a run, for each I/O: median time and processor time in microseconds, bytes in DRAM, at the root complex, of the drive's data, and on the network.
-fn run(buffers: MemoryKind, column: usize) -> Result<[f64; 6]> {
+/// Figures of a run, for each I/O: median time and processor time in microseconds, the latter of the target and of its offload engine, bytes in DRAM, at the root complex, of the
+/// drive's data, and on the network.
+fn run(path: Path, column: usize) -> Result<[f64; 7]> {
     let port = free_port()?;
-    let serving = Serving::start(port.parse()?, buffers)?;
+    let serving = Serving::start(port.parse()?, path)?;
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args([COMMAND, &port, &column.to_string()])
@@ -229,7 +263,8 @@ fn run(buffers: MemoryKind, column: usize) -> Result<[f64; 6]> {
     let data = |link| moved.get(link, Class::Data);
     Ok([
         p50 / 1e3,
-        per_io(cpu - cpu_before) / 1e3,
+        per_io(cpu[0] - cpu_before[0]) / 1e3,
+        per_io(cpu[1] - cpu_before[1]) / 1e3,
         per_io(moved.of_link(Link::RootDram)),
         per_io(moved.of_link(Link::NicRoot) + moved.of_link(Link::RootDrive)),
         per_io(data(Link::RootDrive) + data(Link::NicDrive)),
@@ -242,23 +277,27 @@ pub(super) fn suite() -> Suite {
     let columns: Vec<usize> = COLUMNS.iter().map(|(column, _)| *column).collect();
     let titles = [
         (P50, "p50, us", 1),
-        (CPU, "target's CPU, us for each I/O", 1),
+        (
+            CPU,
+            "target's CPU but for the offload engine's, us for each I/O",
+            2,
+        ),
+        (ENGINE, "offload engine's CPU, us for each I/O", 1),
         (DRAM, "DRAM, bytes for each I/O", 0),
         (ROOT, "root PCIe, bytes for each I/O", 0),
         (DRIVE, "drive, bytes for each I/O", 0),
         (ETHERNET, "Ethernet, bytes for each I/O", 0),
     ];
-    let vanilla = figures(VANILLA, &columns, |column| run(MemoryKind::Dram, column));
-    let cmb = figures(CMB, &columns, |column| run(MemoryKind::Cmb, column));
-    let rows = vanilla.into_iter().zip(cmb);
-    let tables = titles.into_iter().zip(rows);
-    let tables = tables.map(|((key, title, digits), (vanilla, cmb))| Table {
+    let mut lines =
+        PATHS.map(|path| figures(path.title, &columns, move |column| run(path, column)).into_iter());
+    let tables = titles.into_iter().map(|(key, title, digits)| Table {
         key,
         title,
         digits,
         columns: COLUMNS.to_vec(),
-        lines: vec![vanilla, cmb],
-        compares: true,
+        lines: lines.iter_mut().filter_map(Iterator::next).collect(),
+        // Only some paths have an engine.
+        compares: key != ENGINE,
     });
     Suite {
         key: "offload",
@@ -274,67 +313,60 @@ pub(super) fn suite() -> Suite {
     }
 }
 
+/// Columns that are compared, with the talk's figures for offload, CMB and both, and the goals for them.
+type Compared = (
+    &'static str,
+    &'static str,
+    [[&'static str; 3]; 2],
+    [&'static str; 3],
+);
+
+const AT_MOST_1: [&str; 3] = ["at most 1"; 3];
+const THE_SAME: [&str; 3] = ["at most 1.01"; 3];
+const COMPARED: [Compared; 6] = [
+    (
+        P50,
+        "p50",
+        [["0.68", "0.89", "0.76"], ["0.61", "0.93", "0.68"]],
+        AT_MOST_1,
+    ),
+    (
+        CPU,
+        "target's CPU",
+        [["0.02", "0.55", "0.02"]; 2],
+        ["at most 0.05", "", "at most 0.05"],
+    ),
+    (
+        DRAM,
+        "DRAM",
+        [["2.40", "0.09", "0.02"]; 2],
+        ["", "at most 0.06", "at most 0.06"],
+    ),
+    (
+        ROOT,
+        "root PCIe",
+        [["1.03", "0.01", "0.04"]; 2],
+        ["", "at most 0.06", "at most 0.06"],
+    ),
+    (DRIVE, "drive", [["1.00"; 3]; 2], THE_SAME),
+    (ETHERNET, "Ethernet", [["1.00"; 3]; 2], THE_SAME),
+];
+
 fn ratios(tables: &[Table]) -> Vec<Ratio> {
     let by_key: HashMap<&str, &Table> = tables.iter().map(|table| (table.key, table)).collect();
-    let goals = [
-        (
-            P50,
-            [
-                "read 4 KiB, CMB: p50 / vanilla (talk 0.89)",
-                "write 4 KiB, CMB: p50 / vanilla (talk 0.93)",
-            ],
-            "at most 1",
-        ),
-        (
-            CPU,
-            [
-                "read 4 KiB, CMB: CPU (talk 0.55)",
-                "write 4 KiB, CMB: CPU (talk 0.55)",
-            ],
-            "",
-        ),
-        (
-            DRAM,
-            [
-                "read 4 KiB, CMB: DRAM (talk 0.09)",
-                "write 4 KiB, CMB: DRAM (talk 0.09)",
-            ],
-            "at most 0.06",
-        ),
-        (
-            ROOT,
-            [
-                "read 4 KiB, CMB: root PCIe (talk 0.01)",
-                "write 4 KiB, CMB: root PCIe (talk 0.01)",
-            ],
-            "at most 0.06",
-        ),
-        (
-            DRIVE,
-            [
-                "read 4 KiB, CMB: drive (talk 1.00)",
-                "write 4 KiB, CMB: drive (talk 1.00)",
-            ],
-            "at most 1.01",
-        ),
-        (
-            ETHERNET,
-            [
-                "read 4 KiB, CMB: Ethernet (talk 1.00)",
-                "write 4 KiB, CMB: Ethernet (talk 1.00)",
-            ],
-            "at most 1.01",
-        ),
-    ];
     let mut ratios = Vec::new();
-    for (key, names, goal) in goals {
-        for (column, name) in names.into_iter().enumerate() {
-            let of = |row| {
+    for (key, figure, of_talk, goals) in COMPARED {
+        for (column, operation) in ["read 4 KiB", "write 4 KiB"].into_iter().enumerate() {
+            let of = |path: Path| {
                 by_key
                     .get(key)
-                    .map_or(Vec::new(), |table| table.rounds(row, column))
+                    .map_or(Vec::new(), |table| table.rounds(path.title, column))
             };
-            ratios.push(Ratio::new(name, goal, &of(CMB), &of(VANILLA)));
+            for (at, path) in PATHS[1..].iter().enumerate() {
+                let (row, talk) = (path.title, of_talk[column][at]);
+                let name = format!("{operation}, {figure}, {row} / vanilla (talk {talk})");
+                ratios.push(Ratio::new(&name, goals[at], &of(*path), &of(VANILLA)));
+            }
         }
     }
     ratios

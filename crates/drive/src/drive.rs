@@ -56,6 +56,8 @@ pub struct Options {
     pub pmr: bool,
     /// Time after which a command is aborted, and the drive reset if that has not helped after the same time.
     pub timeout: Duration,
+    /// Bytes of a second memory of the host for data ([`Drive::staging`]); 0: none.
+    pub staging_bytes: usize,
     /// Ledger of the bytes that cross the drive's links.
     pub ledger: Option<Arc<Ledger>>,
 }
@@ -69,6 +71,7 @@ impl Default for Options {
             cmb: false,
             pmr: false,
             timeout: Duration::from_secs(10),
+            staging_bytes: 0,
             ledger: None,
         }
     }
@@ -212,8 +215,9 @@ pub struct Drive {
     capabilities: PcieCapabilities,
     phase: Phase,
     failure: Option<DriveError>,
-    /// Memory of the host, the CMB and the PMR, as far as they are used.
+    /// Memory of the host, the CMB and the PMR, as far as they are used; the host's second memory is not among them.
     pools: Vec<Arc<Pool>>,
+    staging: Option<Arc<Pool>>,
     cmb: Option<CmbLayout>,
     pmr: Option<PmrCapabilities>,
     admin: Queue<Admin>,
@@ -267,6 +271,10 @@ impl Drive {
         let rings = Pool::dram(&*function, own * PAGE).map_err(dram)?;
         let data = Pool::dram(&*function, options.dram_bytes).map_err(dram)?;
         let mut pools = vec![data];
+        let staging = match options.staging_bytes {
+            0 => None,
+            bytes => Some(Pool::dram(&*function, bytes).map_err(dram)?),
+        };
         let cmb = match options.cmb {
             true => Some(open_cmb(&*function, capabilities, &mut pools)?),
             false => None,
@@ -307,6 +315,7 @@ impl Drive {
             phase: Phase::Off,
             failure: None,
             pools,
+            staging,
             cmb,
             pmr,
             admin,
@@ -403,6 +412,11 @@ impl Drive {
     /// Returns memory of a kind, if the drive has it and is to use it.
     pub fn pool(&self, kind: MemoryKind) -> Option<&Arc<Pool>> {
         self.pools.iter().find(|pool| pool.kind() == kind)
+    }
+
+    /// Returns the host's second memory for data, so that those who use one of both never wait for those who use the other.
+    pub fn staging(&self) -> Option<&Arc<Pool>> {
+        self.staging.as_ref()
     }
 
     /// Returns the number of commands that a queue has.
@@ -553,7 +567,8 @@ impl Drive {
         if others.iter().any(|buffer| buffer.kind() != first.kind()) && !mutant!(KindsMixed) {
             return Err(RefusedReason::MixedKinds);
         }
-        let pool = self.pools.iter().find(|pool| first.is_of(pool));
+        let mut pools = self.pools.iter().chain(&self.staging);
+        let pool = pools.find(|pool| first.is_of(pool));
         let pool = pool.ok_or(RefusedReason::Foreign)?;
         if !others.iter().all(|buffer| buffer.is_of(pool)) && !mutant!(KindsMixed) {
             return Err(RefusedReason::Foreign);
@@ -670,6 +685,7 @@ impl Drop for Drive {
         }
         std::mem::forget(std::mem::take(&mut self.held));
         std::mem::forget(std::mem::take(&mut self.pools));
+        std::mem::forget(self.staging.take());
     }
 }
 

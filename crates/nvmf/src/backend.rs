@@ -23,6 +23,7 @@ use drive::DriveBackend;
 
 pub mod drive;
 pub mod ending;
+pub mod offload;
 pub mod peer;
 
 /// Sleep between two looks at writes of others.

@@ -30,6 +30,7 @@ use crate::announce::{Announcer, is_announced};
 use crate::auth::SecretError;
 use crate::backend::OpenError;
 use crate::backend::drive::{DriveBackendError, DriveSettings};
+use crate::backend::offload::OffloadCounter;
 use crate::backend::peer::PeerToPeer;
 use crate::identity;
 use crate::passthrough::{ControllerConfig, PassthroughError};
@@ -144,6 +145,9 @@ pub enum ControlError {
     /// A setting of the start.
     #[error("whether the target keeps a byte ledger changes only with a restart")]
     Ledger,
+    /// A setting of the start.
+    #[error("whether the target has an offload engine changes only with a restart")]
+    Offload,
     /// Two listeners have the same address.
     #[error("two listeners are for {0}")]
     ListenTwice(Listener),
@@ -222,6 +226,8 @@ pub struct NamespaceInfo {
     pub ana_group: u32,
     /// Commands whose data its drive takes itself: which, and the number of those that it did, and of those whose data were copied.
     pub p2p: Option<(PeerToPeer, u64, u64)>,
+    /// Counters of the offload engine, if it has commands of this namespace.
+    pub offload: Option<Vec<(OffloadCounter, u64)>>,
     /// The storage of its blocks.
     pub storage: Storage,
 }
@@ -248,6 +254,7 @@ impl Control {
         };
         let target = Arc::new(target);
         let drives = DriveSettings {
+            offload: config.offload,
             ledger,
             ..DriveSettings::default()
         };
@@ -264,6 +271,7 @@ impl Control {
             target: target.clone(),
             listen: config.listen.clone(),
             reactors: config.reactors.into(),
+            offload: config.offload,
             waiting: None,
         })?;
         let actual = server.listeners().iter().copied();
@@ -610,6 +618,9 @@ impl Control {
     pub fn reload(&self, config: TargetConfig) -> Result<(), ControlError> {
         if config.reactors != self.reactors {
             return Err(ControlError::Reactors);
+        }
+        if config.offload != self.drives.offload {
+            return Err(ControlError::Offload);
         }
         if config.ledger != self.target.ledger().is_some() {
             return Err(ControlError::Ledger);

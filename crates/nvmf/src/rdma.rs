@@ -14,6 +14,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
+use rdmux_drive::{Action as DriveAction, MemoryKind};
 use rdmux_runtime::{FileAccess, Pages};
 use rdmux_wire::RKey;
 use rdmux_wire::nvme::{
@@ -25,7 +26,7 @@ use rdmux_wire::nvme_rdma::{Reject, Request};
 use crate::backend::drive::DriveBackend;
 use crate::backend::peer::{PeerData, PeerToPeer};
 use crate::target::{
-    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Listener, Port, Queue, Running, Step, Target,
+    ADMIN_ENTRIES, Admitted, IO_QUEUES_MAX, Io, Listener, Operation, Port, Queue, Running, Step, Target,
 };
 
 /// Maximum bytes of a command's data, as a power of two of pages of 4 KiB: 1 MiB.
@@ -442,10 +443,14 @@ impl Connection {
             None if length > 0 && !receives => return Err(refused(Status::INVALID_FIELD)),
             None if length > 0 => {
                 // They are in the target's memory already.
-                match peer.map(DriveBackend::p2p) {
-                    Some(PeerToPeer::Require) => return Err(refused(Status::SGL_TYPE_INVALID)),
-                    Some(_) => peer.into_iter().for_each(|peer| peer.peers().count_copied()),
-                    None => {}
+                if let Some(peer) = peer {
+                    let is_of_drive = peer.pool().kind() != MemoryKind::Dram;
+                    match peer.p2p() {
+                        PeerToPeer::Require if is_of_drive => return Err(refused(Status::SGL_TYPE_INVALID)),
+                        // The offload engine copies them.
+                        _ if peer.offload().is_some() => {}
+                        _ => peer.peers().count_copied(),
+                    }
                 }
                 slot.memory = Memory::Capsule(std::mem::take(capsule));
                 Data::InCapsule
@@ -700,7 +705,7 @@ pub struct Work {
     /// Bytes of the buffer of [`Connection::granted`] that it has.
     counted: u32,
     length: usize,
-    /// Set while an io_uring carries it out.
+    /// Set while an io_uring or the offload engine carries it out.
     running: Option<Running>,
 }
 
@@ -747,6 +752,43 @@ impl Work {
         Some(capsule)
     }
 
+    /// Copies data in the capsule into memory of the drive, if the offload engine is to write them from there, and there is room. Returns the capsule.
+    pub(crate) fn stage(&mut self) -> Option<Vec<u8>> {
+        let Memory::Capsule(capsule) = &mut self.memory else {
+            return None;
+        };
+        let drive = self.io.offloading()?;
+        let staged = drive.stage(&capsule[SQE_LEN..SQE_LEN + self.length])?;
+        let capsule = std::mem::take(capsule);
+        self.memory = Memory::Peer(staged);
+        Some(capsule)
+    }
+
+    /// Begins it for the offload engine. Returns the memory of its data, none for a Flush, with the drive's action; `None`: [`Work::execute`] carries it out, or
+    /// tells why it must not run.
+    pub(crate) fn begin_offloaded(&mut self) -> Option<(DriveAction, PeerData)> {
+        let action = match (self.io.operation, &self.memory) {
+            (Operation::Read, Memory::Peer(_)) => DriveAction::Read,
+            (Operation::Write { .. }, Memory::Peer(_)) => DriveAction::Write,
+            (Operation::Flush, _) => DriveAction::Flush,
+            _ => return None,
+        };
+        self.running = Some(self.io.start_elsewhere(action == DriveAction::Write)?);
+        let data = match &mut self.memory {
+            Memory::Peer(data) => data.take(),
+            _ => PeerData::default(),
+        };
+        Some((action, data))
+    }
+
+    /// Takes the memory of its data back from the offload engine.
+    pub(crate) fn end_offloaded(&mut self, data: PeerData) {
+        if let Memory::Peer(own) = &mut self.memory {
+            *own = data;
+        }
+        self.running = None;
+    }
+
     /// Turns it into an access of an io_uring, whose owner knows it by what `token` makes of it.
     ///
     /// # Errors
@@ -761,7 +803,7 @@ impl Work {
         let Memory::Buffer(buffer) = std::mem::take(&mut self.memory) else {
             return Err(self);
         };
-        self.running = running;
+        self.running = Some(running);
         Ok(FileAccess {
             file,
             direction,

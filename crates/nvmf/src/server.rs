@@ -2,6 +2,7 @@
 
 mod handle;
 mod media;
+mod offload;
 mod peers;
 mod rdma;
 mod tcp;
@@ -20,6 +21,7 @@ use rdmux_wire::nvme::TransportKind;
 use self::handle::Ask;
 pub use self::handle::{Handle, Settings};
 use self::media::{Job, Media};
+use self::offload::Offload;
 use self::rdma::Rdma;
 use self::tcp::Tcp;
 use crate::target::{Listener, Target};
@@ -27,6 +29,9 @@ use crate::tls::{self, TlsError};
 
 /// Time between two looks at the deadlines of connections.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+/// Name of the thread of the offload engine.
+pub const OFFLOAD_THREAD: &str = "offload";
 
 /// Settings of a server.
 #[derive(Debug)]
@@ -37,6 +42,8 @@ pub struct Config {
     pub listen: Vec<Listen>,
     /// Number of reactors, each a thread.
     pub reactors: usize,
+    /// Another one, on a thread of its own, is the offload engine, and has all connections by RDMA.
+    pub offload: bool,
     /// Pins how reactors wait.
     pub waiting: Option<WaitMode>,
 }
@@ -183,6 +190,8 @@ struct Core {
     target: Arc<Target>,
     /// All reactors of the server.
     mailboxes: Vec<Mailbox<Mail>>,
+    /// Number of them that have connections by TCP, the first ones.
+    tcp_reactors: usize,
     media: Media,
     next_look: Option<Instant>,
 }
@@ -217,29 +226,42 @@ impl Server {
             ledger: config.target.ledger().cloned(),
         };
         let mut reactors = Vec::new();
-        for _ in 0..config.reactors.max(1) {
+        let others = config.reactors.max(1);
+        for _ in 0..others + usize::from(config.offload) {
             let sizes = rdma::sizes_max(rdma::IN_CAPSULE_DEFAULT);
             reactors.push(Reactor::new(sizes, limits.clone(), config.waiting)?);
         }
         config.listen.iter().try_for_each(Listen::check)?;
         let mailboxes: Vec<_> = reactors.iter().map(Reactor::mailbox).collect();
-        let recipients: Vec<Recipient> = reactors.iter().map(Reactor::recipient).collect();
-        let mut reactors: Vec<_> = reactors
-            .into_iter()
-            .map(|reactor| ServerReactor::new(reactor, config.target.clone(), mailboxes.clone()))
+        // The offload engine is the last.
+        let with_rdma = if config.offload {
+            others..others + 1
+        } else {
+            0..others
+        };
+        let recipients: Vec<Recipient> = reactors[with_rdma.clone()]
+            .iter()
+            .map(Reactor::recipient)
             .collect();
-        let handle = Handle::new(mailboxes, recipients, config.waiting);
+        let new = |(number, reactor)| {
+            let offload = (number >= others).then(Offload::default);
+            ServerReactor::new(reactor, config.target.clone(), mailboxes.clone(), others, offload)
+        };
+        let mut reactors: Vec<_> = reactors.into_iter().enumerate().map(new).collect();
+        let handle = Handle::new(mailboxes, with_rdma.clone(), recipients, config.waiting);
         let mut listeners = Vec::new();
         for listen in config.listen {
             let mut listener = listen.listener;
-            let (first, address) = (&mut reactors[0], listener.address);
+            let address = listener.address;
             match listener.transport {
                 TransportKind::Tcp => {
+                    let first = &mut reactors[0];
                     let listened = first.tcp.listen(&mut first.core, &listen);
                     listener.address = listened.map_err(|source| ServeError::Listen { address, source })?;
                 }
                 TransportKind::Rdma => {
-                    let known = first.rdma.device_for(address)?;
+                    let reactors = &mut reactors[with_rdma.clone()];
+                    let known = reactors[0].rdma.device_for(address)?;
                     let parts = handle.listen_rdma(known, &listen)?;
                     for (own, part) in reactors.iter_mut().zip(parts) {
                         own.rdma.listen(&mut own.core, part);
@@ -277,13 +299,18 @@ impl Server {
         let mut threads: Vec<JoinHandle<io::Result<()>>> = Vec::new();
         let mut result = Ok(());
         for mut own in reactors {
+            let name = if own.core.media.has_offload() {
+                OFFLOAD_THREAD
+            } else {
+                "nvmf"
+            };
             let others = handle.clone();
             let run = move || {
                 // Also if it panics: its controllers are gone then.
                 let _stop = StopOnDrop(others);
                 own.run()
             };
-            match std::thread::Builder::new().name("nvmf".to_owned()).spawn(run) {
+            match std::thread::Builder::new().name(name.to_owned()).spawn(run) {
                 Ok(thread) => threads.push(thread),
                 Err(error) => {
                     result = Err(error);
@@ -306,12 +333,19 @@ impl Server {
 }
 
 impl ServerReactor {
-    fn new(reactor: Reactor<Mail>, target: Arc<Target>, mailboxes: Vec<Mailbox<Mail>>) -> ServerReactor {
-        let media = Media::new(reactor.mailbox());
+    fn new(
+        reactor: Reactor<Mail>,
+        target: Arc<Target>,
+        mailboxes: Vec<Mailbox<Mail>>,
+        tcp_reactors: usize,
+        offload: Option<Offload>,
+    ) -> ServerReactor {
+        let media = Media::new(reactor.mailbox(), offload);
         let core = Core {
             reactor,
             target,
             mailboxes,
+            tcp_reactors,
             media,
             next_look: None,
         };
@@ -326,8 +360,17 @@ impl ServerReactor {
         let ServerReactor { core, tcp, rdma } = self;
         core.media.start(&mut core.reactor)?;
         loop {
-            let deadline = core.next_look.into_iter().chain(tcp.accepts_again()).min();
-            let event = core.reactor.next(deadline)?;
+            let event = match core.media.polls() {
+                true => core.reactor.poll(),
+                false => {
+                    let looks = [
+                        core.next_look,
+                        tcp.accepts_again(),
+                        core.media.next_look(Instant::now()),
+                    ];
+                    core.reactor.next(looks.into_iter().flatten().min())?
+                }
+            };
             let now = Instant::now();
             match event {
                 Some(ReactorEvent::Readable(id)) if core.media.is_ring(id) => {}
@@ -357,6 +400,7 @@ impl ServerReactor {
             }
             tcp.accept_again(core, now)?;
             core.media.submit();
+            core.media.poll();
             // Reads that the page cache has are done by now.
             while let Some(finished) = core.media.pop() {
                 match finished {

@@ -832,7 +832,7 @@ impl Work {
         let Some((file, direction, running)) = self.io.start() else {
             return Err(self);
         };
-        self.running = running;
+        self.running = Some(running);
         Ok(FileAccess {
             file,
             direction,

@@ -1,154 +1,22 @@
 //! Peer-to-peer: data of NVMe/RDMA go between the queue pair and the memory of a drive, which is the model of the simulation.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-mod rdma_host;
+mod peered;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rdmux_drive::{Buffer, Function, MemoryKind};
+use rdmux_drive::{Function, MemoryKind};
 use rdmux_nvmf::backend::Backend;
 use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
 use rdmux_nvmf::backend::ending::Endings;
 use rdmux_nvmf::backend::peer::PeerToPeer;
-use rdmux_nvmf::host::IoQueue;
-use rdmux_nvmf::host::command;
-use rdmux_nvmf::target::Target;
 use rdmux_sim::drive::{Bytes, Drive, Media, Shape};
-use rdmux_verbs::ledger::{Class, Entries, Ledger, Link};
-use rdmux_wire::nvme::{Cid, NsId, Opcode, Rw, Sqe, Status};
+use rdmux_verbs::ledger::{Class, Entries, Link};
+use rdmux_wire::nvme::{Cid, Opcode, Status};
 
-use rdma_host::*;
-
-const BLOCK: u32 = 4096;
-
-/// A thread that moves a drive.
-struct Mover {
-    ends: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Mover {
-    /// Moves a drive whose time began then.
-    fn new(drive: &Arc<Drive>, began: Instant) -> Mover {
-        let ends = Arc::new(AtomicBool::new(false));
-        let moved = (drive.clone(), ends.clone());
-        let thread = std::thread::spawn(move || {
-            let (drive, ends) = moved;
-            while !ends.load(Ordering::Relaxed) {
-                drive.set_now(began.elapsed().as_nanos() as u64);
-                if !drive.step() {
-                    // Time is meant: the drive tells nobody when it has something to do, and others need the processor.
-                    std::thread::sleep(Duration::from_micros(50));
-                }
-            }
-        });
-        Mover {
-            ends,
-            thread: Some(thread),
-        }
-    }
-}
-
-impl Drop for Mover {
-    fn drop(&mut self) {
-        self.ends.store(true, Ordering::Relaxed);
-        let ended = self.thread.take().map(JoinHandle::join);
-        assert!(std::thread::panicking() || matches!(ended, None | Some(Ok(()))));
-    }
-}
-
-/// A target with a drive.
-struct Peered {
-    server: Running,
-    drive: Arc<Drive>,
-    backend: Arc<DriveBackend>,
-    /// Bytes of buffers in a row while there are no commands.
-    room: usize,
-    ledger: Arc<Ledger>,
-    /// Ends last: the drive is shut down before.
-    _mover: Mover,
-}
-
-impl Peered {
-    fn new(buffers: MemoryKind, p2p: PeerToPeer) -> Peered {
-        Peered::with_media(Bytes::new(64 << 10), buffers, p2p)
-    }
-
-    fn with_media(media: Arc<dyn Media>, buffers: MemoryKind, p2p: PeerToPeer) -> Peered {
-        let drive = Drive::new(Shape::default(), media, 1);
-        let mover = Mover::new(&drive, Instant::now());
-        let ledger = Arc::new(Ledger::default());
-        let settings = DriveSettings {
-            buffers,
-            p2p,
-            ledger: Some(ledger.clone()),
-            ..DriveSettings::default()
-        };
-        let backend = Arc::new(DriveBackend::of_function(drive.clone(), None, settings).unwrap());
-        let server = Running::by(Target::default().with_ledger(ledger.clone()), backend.clone());
-        Peered {
-            server,
-            drive,
-            room: backend.pool().room(),
-            backend,
-            ledger,
-            _mover: mover,
-        }
-    }
-
-    /// Returns what the target has booked of its RNIC and its driver, and what the drive has moved by its own account.
-    fn entries(&self) -> (Entries, Entries) {
-        (self.ledger.entries(), self.drive.entries())
-    }
-
-    /// Takes all buffers.
-    fn take_all(&self) -> Buffer {
-        self.backend.pool().allocate(self.room).unwrap()
-    }
-
-    fn wait_until_free(&self) {
-        let deadline = Instant::now() + LONG;
-        while self.backend.pool().room() < self.room {
-            assert!(Instant::now() < deadline, "buffers are not free");
-            // Nobody tells when a buffer is free.
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-impl Drop for Peered {
-    fn drop(&mut self) {
-        self.server.stop();
-        if !std::thread::panicking() {
-            assert_eq!(self.drive.violation(), None);
-        }
-    }
-}
-
-/// Writes and reads blocks of several lengths. Returns the bytes of one direction.
-fn write_and_read(queue: &mut IoQueue, seed: u8) -> u64 {
-    let blocks = [1, 2, 31, 32, 33, 100, 128];
-    let slba = |at: usize| at as u64 * 256;
-    let data = |at: usize| {
-        let bytes =
-            (0..blocks[at] * BLOCK).map(move |byte| (byte / 7 + byte / BLOCK) as u8 ^ (at as u8 + seed));
-        bytes.collect::<Vec<u8>>()
-    };
-    let write = |at| command::write(NsId(1), slba(at), blocks[at], blocks[at] * BLOCK, data(at));
-    run_all(queue, (0..blocks.len()).map(write));
-    let read = |at: usize| {
-        let bytes = blocks[at] * BLOCK;
-        command::read(NsId(1), slba(at), blocks[at], bytes, vec![0; bytes as usize])
-    };
-    let done = run_all(queue, (0..blocks.len()).map(read));
-    for (at, done) in done.iter().enumerate() {
-        assert!(done.bytes() == data(at), "{} blocks", blocks[at]);
-    }
-    blocks.iter().map(|blocks| u64::from(blocks * BLOCK)).sum()
-}
+use peered::*;
 
 #[test]
 fn data__of_a_peer_never_cross_the_targets_memory() {
@@ -207,18 +75,6 @@ fn room__of_a_full_drive_is_not_needed_if_only_preferred() {
     write_and_read(&mut queue, 9);
     assert!(peers.direct() > 0);
     assert_eq!(peers.direct() + peers.copied(), 28);
-}
-
-/// Returns a read or write of blocks.
-fn rw(opcode: Opcode, cid: u16, slba: u64, blocks: u32) -> Sqe {
-    let mut sqe = Sqe::new(opcode, Cid(cid), NsId(1));
-    Rw {
-        slba,
-        blocks,
-        fua: false,
-    }
-    .emit(&mut sqe);
-    sqe
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! Data are copied between a host's buffers and memory that the drive reaches: the target's, or the drive's own. Threads of the media wait for the
 //! drive, and whoever waits polls it for all.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::str::FromStr;
@@ -19,6 +19,7 @@ use rdmux_verbs::sync::{Mutex, MutexGuard};
 use rdmux_wire::nvme::{NsId, Status};
 
 use super::ending::Endings;
+use super::offload::OffloadCounts;
 use super::peer::{PeerCounts, PeerData, PeerToPeer};
 use super::{Backend, Flushes};
 
@@ -32,6 +33,13 @@ const RESTART_WAIT: Duration = Duration::from_secs(20);
 const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
 /// Bytes that one command moves at most: what waits for memory beside it gets some too.
 const CHUNK_MAX: usize = 256 << 10;
+/// Bytes of memory of the host for data that the offload engine has between queue pairs and the drive.
+const STAGING_BYTES: usize = 8 << 20;
+/// The queue pair of threads, and that of the offload engine.
+const THREADS_QUEUE: usize = 0;
+pub(super) const OFFLOAD_QUEUE: usize = 1;
+/// Set in the tokens of the offload engine's commands.
+pub(super) const OFFLOAD_TOKEN: u64 = 1 << 63;
 /// Blocks of a command without data, which name more than they move.
 const BLOCKS_MAX: u64 = 1 << 16;
 
@@ -127,6 +135,11 @@ pub enum DriveBackendError {
     /// The target's memory is no drive's.
     #[error("{0}: p2p is for the drive's own memory: use buffers=cmb or buffers=pmr, or p2p=off")]
     NoPeer(String),
+    /// The offload engine needs a queue pair of its own.
+    #[error(
+        "{0} has one queue pair for I/O, and the offload engine needs one of its own: leave --offload out"
+    )]
+    NoQueue(String),
     /// The memory is smaller than one block.
     #[error("{address}: its {kind} has {bytes} bytes, less than a block: use buffers=dram")]
     Small {
@@ -157,6 +170,9 @@ pub struct DriveSettings {
     pub buffers: MemoryKind,
     /// Commands whose data go between the queue pair and the drive's own memory.
     pub p2p: PeerToPeer,
+    /// The offload engine has a queue pair of the drive, and the data of NVMe/RDMA go between queue pairs and memory that the drive reaches, as with
+    /// [`PeerToPeer::Prefer`].
+    pub offload: bool,
     /// Ledger of the bytes that cross the drive's links.
     pub ledger: Option<Arc<Ledger>>,
     /// Takes the drive when its last user lets it go. Whoever drops the last reference to this waits until it has shut down.
@@ -182,28 +198,35 @@ pub struct DriveBackend {
     /// Bytes in a row for one command's data in the drive's memory.
     peer_bytes_max: usize,
     peers: PeerCounts,
+    /// Set if the offload engine has a queue pair.
+    pub(super) offload: Option<OffloadCounts>,
     has_write_cache: bool,
     writes_zeroes: bool,
     deallocates: bool,
     /// Tells the namespace from all others.
     name: String,
-    flushes: Flushes,
+    pub(super) flushes: Flushes,
 }
 
 #[derive(Debug)]
-struct Shared {
-    drive: Drive,
+pub(super) struct Shared {
+    pub(super) drive: Drive,
     /// Commands that have ended, of waiters that have not looked yet.
     ended: HashMap<u64, Completion>,
+    /// Those of the offload engine.
+    pub(super) offloaded: VecDeque<Completion>,
     next_token: u64,
 }
 
 impl Shared {
     /// Takes what has ended.
-    fn poll(&mut self) {
+    pub(super) fn poll(&mut self) {
         let now = Instant::now();
         while let Some(completion) = self.drive.poll(now) {
-            self.ended.insert(completion.token, completion);
+            match completion.token & OFFLOAD_TOKEN {
+                0 => drop(self.ended.insert(completion.token, completion)),
+                _ => self.offloaded.push_back(completion),
+            }
         }
     }
 }
@@ -258,13 +281,18 @@ impl DriveBackend {
         let DriveSettings {
             buffers,
             p2p,
+            offload,
             ledger,
             endings,
         } = settings;
         let address = function.address().to_owned();
-        if p2p != PeerToPeer::Off && buffers == MemoryKind::Dram {
+        if p2p != PeerToPeer::Off && buffers == MemoryKind::Dram && !offload {
             return Err(DriveBackendError::NoPeer(address));
         }
+        let p2p = match p2p {
+            PeerToPeer::Off if offload => PeerToPeer::Prefer,
+            asked => asked,
+        };
         let start = |error| DriveBackendError::Start {
             address: address.clone(),
             error,
@@ -272,6 +300,11 @@ impl DriveBackend {
         let options = Options {
             cmb: buffers == MemoryKind::Cmb,
             pmr: buffers == MemoryKind::Pmr,
+            queues: 1 + u16::from(offload),
+            staging_bytes: match buffers {
+                MemoryKind::Dram if offload => STAGING_BYTES,
+                _ => 0,
+            },
             ledger: ledger.clone(),
             ..Options::default()
         };
@@ -279,6 +312,7 @@ impl DriveBackend {
         let mut shared = Shared {
             drive,
             ended: HashMap::new(),
+            offloaded: VecDeque::new(),
             next_token: 0,
         };
         let mut turn = 0;
@@ -291,13 +325,19 @@ impl DriveBackend {
         if let Some(error) = drive.failure() {
             return Err(start(error.clone()));
         }
+        if offload && drive.queues() <= OFFLOAD_QUEUE {
+            return Err(DriveBackendError::NoQueue(address));
+        }
         let namespace = find(drive, &address, nsid)?;
         // The drive that was started has it.
         let pool_of = |kind| {
             let pool = drive.pool(kind).cloned();
             pool.ok_or_else(|| start(DriveError::NoMemory(kind)))
         };
-        let pool = pool_of(buffers)?;
+        let pool = match drive.staging() {
+            Some(staging) => staging.clone(),
+            None => pool_of(buffers)?,
+        };
         let copies = match p2p {
             PeerToPeer::Off => pool.clone(),
             _ => pool_of(MemoryKind::Dram)?,
@@ -333,6 +373,7 @@ impl DriveBackend {
             p2p,
             ledger,
             peers: PeerCounts::default(),
+            offload: offload.then(OffloadCounts::default),
             has_write_cache: controller.has_write_cache,
             writes_zeroes: drive.has(Action::WriteZeroes),
             deallocates: drive.has(Action::Deallocate) && namespace.zeroes,
@@ -344,7 +385,7 @@ impl DriveBackend {
         })
     }
 
-    fn shared(&self) -> MutexGuard<'_, Shared> {
+    pub(super) fn shared(&self) -> MutexGuard<'_, Shared> {
         self.shared.as_ref().expect("only a drop takes it").lock()
     }
 
@@ -358,7 +399,7 @@ impl DriveBackend {
         &self.name
     }
 
-    fn command(&self, action: Action, offset: u64, length: u64) -> Command {
+    pub(crate) fn command(&self, action: Action, offset: u64, length: u64) -> Command {
         Command {
             action,
             nsid: self.namespace.nsid,
@@ -397,7 +438,7 @@ impl DriveBackend {
     }
 
     /// Returns true if a drive that is ready has the blocks that hosts know: after a reset it may have others.
-    fn has_same_blocks(&self, drive: &Drive) -> bool {
+    pub(super) fn has_same_blocks(&self, drive: &Drive) -> bool {
         let known = &self.namespace;
         drive.namespaces().iter().any(|now| {
             now.nsid == known.nsid && now.block_shift == known.block_shift && now.blocks >= known.blocks
@@ -405,7 +446,7 @@ impl DriveBackend {
     }
 
     /// Books bytes that the processor has copied from or to a buffer, which cross a link if that lies in the drive.
-    fn book_copy(&self, buffer: &Buffer, bytes: &[u8]) {
+    pub(super) fn book_copy(&self, buffer: &Buffer, bytes: &[u8]) {
         if buffer.kind() != MemoryKind::Dram {
             let ledger = self.ledger.as_ref();
             book(ledger, Route::Processor, Class::Data, bytes.len() as u64);
@@ -422,7 +463,7 @@ impl DriveBackend {
                 return Err(Status::NAMESPACE_NOT_READY.do_not_retry());
             }
             let (now, token) = (Instant::now(), shared.next_token);
-            match shared.drive.submit(now, 0, command, data, token) {
+            match shared.drive.submit(now, THREADS_QUEUE, command, data, token) {
                 Ok(()) => {
                     shared.next_token += 1;
                     break token;
@@ -508,24 +549,15 @@ impl DriveBackend {
     fn run_on_peer(
         &self,
         action: Action,
-        mut offset: u64,
+        offset: u64,
         length: u64,
         data: &mut PeerData,
     ) -> Result<(), Status> {
-        let mut parts = Vec::new();
-        let end = offset + length;
-        for mut rest in std::mem::take(&mut data.0) {
-            while let Some(part) = rest.split(self.chunk) {
-                parts.push(part);
-            }
-            parts.push(rest);
+        let mut moving = Moving::new(self, action, offset, length, data.take());
+        while let Some((command, part)) = moving.next(self) {
+            moving.moved(self.run(command, part)?);
         }
-        for part in parts {
-            let bytes = (end - offset).min(part.bytes() as u64);
-            data.0
-                .extend(self.run(self.command(action, offset, bytes), vec![part])?);
-            offset += bytes;
-        }
+        *data = moving.into_data();
         self.peers.count_direct();
         Ok(())
     }
@@ -540,6 +572,67 @@ impl DriveBackend {
             at += part;
         }
         Ok(())
+    }
+}
+
+/// Returns true if a Flush with this status has lost what was written.
+pub(super) fn has_lost(status: Status) -> bool {
+    status.is_final() || status.is(Status::WRITE_FAULT)
+}
+
+/// Data in memory that a drive moves to or from blocks, a part with each of its commands.
+#[derive(Debug)]
+pub(crate) struct Moving {
+    action: Action,
+    /// Those that are left.
+    offset: u64,
+    end: u64,
+    rest: VecDeque<Buffer>,
+    moved: Vec<Buffer>,
+}
+
+impl Moving {
+    /// Moves `length` bytes, from or to `offset` of the namespace.
+    pub(crate) fn new(
+        drive: &DriveBackend,
+        action: Action,
+        offset: u64,
+        length: u64,
+        data: PeerData,
+    ) -> Moving {
+        let mut parts = VecDeque::new();
+        for mut rest in data.0 {
+            while let Some(part) = rest.split(drive.chunk) {
+                parts.push_back(part);
+            }
+            parts.push_back(rest);
+        }
+        Moving {
+            action,
+            offset,
+            end: offset + length,
+            rest: parts,
+            moved: Vec::new(),
+        }
+    }
+
+    /// Returns the next command with its buffers, which come back by [`Moving::moved`].
+    pub(crate) fn next(&mut self, drive: &DriveBackend) -> Option<(Command, Vec<Buffer>)> {
+        let part = self.rest.pop_front()?;
+        let bytes = (self.end - self.offset).min(part.bytes() as u64);
+        let command = drive.command(self.action, self.offset, bytes);
+        self.offset += bytes;
+        Some((command, vec![part]))
+    }
+
+    /// Takes the buffers of that command back.
+    pub(crate) fn moved(&mut self, data: Vec<Buffer>) {
+        self.moved.extend(data);
+    }
+
+    /// Returns all of the memory, in its order.
+    pub(crate) fn into_data(self) -> PeerData {
+        PeerData(self.moved.into_iter().chain(self.rest).collect())
     }
 }
 
@@ -645,9 +738,7 @@ impl Backend for DriveBackend {
             let flushed = self.run(self.command(Action::Flush, 0, 0), Vec::new());
             match flushed {
                 Ok(_) => Ok(()),
-                Err(status) if status.is_final() || status.is(Status::WRITE_FAULT) => {
-                    Err(io::Error::other(status.to_string()))
-                }
+                Err(status) if has_lost(status) => Err(io::Error::other(status.to_string())),
                 // The drive has not said that it failed.
                 Err(status) => {
                     for_now = Err(status);

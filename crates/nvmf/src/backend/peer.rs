@@ -43,13 +43,18 @@ impl FromStr for PeerToPeer {
 }
 
 /// Memory of a drive that takes the data of one command: buffers in a row. It is free once this is dropped, and a drive that has it lets it go.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PeerData(pub(super) Vec<Buffer>);
 
 impl PeerData {
     /// Takes all of it.
     pub(crate) fn take(&mut self) -> PeerData {
         PeerData(std::mem::take(&mut self.0))
+    }
+
+    /// Returns its bytes: whole pages, and none if a drive has kept it.
+    pub(crate) fn bytes(&self) -> usize {
+        self.0.iter().map(Buffer::bytes).sum()
     }
 
     /// Returns the pool, and the offset of the data there. `None`: a drive has kept it.

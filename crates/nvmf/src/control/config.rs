@@ -39,6 +39,9 @@ pub struct TargetConfig {
     /// Its discovery service is announced by mDNS.
     #[serde(default)]
     pub mdns: bool,
+    /// A thread of its own, the offload engine, serves hosts by RDMA, and has a queue pair of each drive that the target drives itself.
+    #[serde(default)]
+    pub offload: bool,
     /// It counts the bytes that RNICs and drives move at its side.
     #[serde(default)]
     pub ledger: bool,

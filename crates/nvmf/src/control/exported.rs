@@ -309,6 +309,11 @@ impl Exported {
                     let peers = drive.peers();
                     (drive.p2p(), peers.direct(), peers.copied())
                 }),
+                offload: namespace
+                    .backend
+                    .peer()
+                    .and_then(DriveBackend::offload)
+                    .map(|counts| counts.iter().collect()),
                 storage: config.storage.clone(),
             })
         });

@@ -546,6 +546,12 @@ fn namespace_json(info: &NamespaceInfo) -> Value {
     if let Some((mode, direct, copied)) = info.p2p {
         json["p2p"] = json!({ "mode": mode.name(), "direct": direct, "copied": copied });
     }
+    if let Some(counters) = &info.offload {
+        let named = counters
+            .iter()
+            .map(|(counter, value)| (counter.name().to_owned(), Value::from(*value)));
+        json["offload"] = Value::Object(named.collect());
+    }
     json
 }
 

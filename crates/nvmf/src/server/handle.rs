@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::mpsc::{Sender, channel};
 
 use rdmux_runtime::{Mailbox, Recipient};
@@ -18,6 +19,8 @@ use crate::target::Listener;
 #[derive(Clone, Debug)]
 pub struct Handle {
     reactors: Vec<Mailbox<Mail>>,
+    /// Those that have connections by RDMA, with what brings requests to them.
+    with_rdma: Range<usize>,
     recipients: Vec<Recipient>,
     waiting: Option<WaitMode>,
 }
@@ -75,11 +78,13 @@ impl Ask {
 impl Handle {
     pub(super) fn new(
         reactors: Vec<Mailbox<Mail>>,
+        with_rdma: Range<usize>,
         recipients: Vec<Recipient>,
         waiting: Option<WaitMode>,
     ) -> Handle {
         Handle {
             reactors,
+            with_rdma,
             recipients,
             waiting,
         }
@@ -112,7 +117,7 @@ impl Handle {
                 .map(|address| Listener { address, ..listener })
                 .map_err(|source| ServeError::Listen { address, source }),
             TransportKind::Rdma => {
-                let known = self.ask_first(|reply| Ask::DeviceFor(address, reply));
+                let known = ask(self.first_with_rdma(), |reply| Ask::DeviceFor(address, reply));
                 let parts = self.listen_rdma(known.ok_or_else(is_over)??, &listen)?;
                 self.give(parts)?;
                 Ok(listener)
@@ -142,7 +147,7 @@ impl Handle {
         let mut parts = Vec::new();
         if listen.listener.transport == TransportKind::Rdma {
             let mut devices = Vec::new();
-            for reactor in &self.reactors {
+            for reactor in &self.reactors[self.with_rdma.clone()] {
                 let listens_on = |reply| Ask::ListensOn(listen.listener.address, reply);
                 let device = ask(reactor, listens_on).ok_or_else(is_over)?;
                 devices.push(device.ok_or_else(|| is_missing(&listen.listener))?);
@@ -168,7 +173,8 @@ impl Handle {
 
     /// Gives the reactors their parts of a listener: the first one, which may pass requests on to the others, comes last.
     fn give(&self, parts: Vec<Part>) -> Result<(), ServeError> {
-        for (reactor, part) in self.reactors.iter().zip(parts).rev() {
+        let reactors = &self.reactors[self.with_rdma.clone()];
+        for (reactor, part) in reactors.iter().zip(parts).rev() {
             ask(reactor, |reply| Ask::ListenRdma(Box::new(part), reply)).ok_or_else(is_over)?;
         }
         Ok(())
@@ -182,6 +188,10 @@ impl Handle {
             has_stopped |= ask(reactor, |reply| Ask::StopListening(*listener, reply)) == Some(true);
         }
         has_stopped
+    }
+
+    fn first_with_rdma(&self) -> &Mailbox<Mail> {
+        &self.reactors[self.with_rdma.start]
     }
 
     fn ask_first<T>(&self, question: impl FnOnce(Sender<T>) -> Ask) -> Option<T> {

@@ -1,14 +1,18 @@
-//! I/Os that may wait for a medium: by an io_uring, which the reactor sleeps on, or by threads.
+//! I/Os that may wait for a medium: by an io_uring, which the reactor sleeps on, by the offload engine, or by threads.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
+use std::time::Instant;
 
+use rdmux_drive::Action;
 use rdmux_runtime::{
     ConnectionId, DescriptorId, FileAccess, FileRing, Interest, Mailbox, Pages, Reactor, Run, Workers,
 };
 use rdmux_wire::nvme::Status;
 
+use super::offload::Offload;
 use super::{Mail, rdma, tcp};
+use crate::backend::peer::PeerData;
 use crate::target::{Io, Target};
 
 /// Jobs of one lane that wait for a thread; those beyond fail, and their hosts repeat them.
@@ -26,7 +30,7 @@ pub(super) enum Job {
 }
 
 impl Job {
-    fn io(&self) -> &Io {
+    pub(super) fn io(&self) -> &Io {
         match self {
             Job::Tcp(_, work) => work.io(),
             Job::Rdma(_, work) => work.io(),
@@ -66,6 +70,20 @@ impl Job {
         }
     }
 
+    /// Begins it for the offload engine, which serves hosts by RDMA.
+    pub(super) fn begin_offloaded(&mut self) -> Option<(Action, PeerData)> {
+        match self {
+            Job::Tcp(..) => None,
+            Job::Rdma(_, work) => work.begin_offloaded(),
+        }
+    }
+
+    pub(super) fn end_offloaded(&mut self, data: PeerData) {
+        if let Job::Rdma(_, work) = self {
+            work.end_offloaded(data);
+        }
+    }
+
     fn end_access(mut self, buffer: Pages) -> Job {
         match &mut self {
             Job::Tcp(_, work) => work.end_access(buffer),
@@ -80,6 +98,8 @@ impl Job {
 pub(super) struct Media {
     /// With the number by which the reactor reports it. `None` if the system allows no io_uring.
     ring: Option<(FileRing<Job>, DescriptorId)>,
+    /// The offload engine, if this reactor's thread is its own.
+    offload: Option<Offload>,
     /// Their lanes: the namespace, and a number.
     workers: Workers<(usize, usize), Job, Mail>,
     next_lane: usize,
@@ -90,7 +110,7 @@ pub(super) struct Media {
 }
 
 impl Media {
-    pub(super) fn new(mailbox: Mailbox<Mail>) -> Media {
+    pub(super) fn new(mailbox: Mailbox<Mail>, offload: Option<Offload>) -> Media {
         let run: Run<Job, Mail> = |jobs, report| {
             for job in jobs {
                 if !report(job.execute()) {
@@ -100,6 +120,7 @@ impl Media {
         };
         Media {
             ring: None,
+            offload,
             workers: Workers::new("nvmf-media", JOBS_MAX, run, mailbox),
             next_lane: 0,
             in_ring: HashMap::new(),
@@ -122,11 +143,29 @@ impl Media {
         self.ring.as_ref().is_some_and(|(_, own)| *own == id)
     }
 
-    /// Begins an I/O: by the ring, once [`Media::submit`] is called, or on a thread.
+    /// Returns true if the reactor's thread is the offload engine's.
+    pub(super) fn has_offload(&self) -> bool {
+        self.offload.is_some()
+    }
+
+    /// Returns true if the offload engine may carry an I/O out.
+    pub(super) fn offloads(&self, io: &Io) -> bool {
+        self.offload.is_some() && io.offloading().is_some()
+    }
+
+    /// Begins an I/O: by the offload engine, by the ring, once [`Media::submit`] is called, or on a thread.
     ///
     /// # Errors
     /// The I/O, if too many wait.
-    pub(super) fn begin(&mut self, job: Job) -> Result<(), Job> {
+    pub(super) fn begin(&mut self, mut job: Job) -> Result<(), Job> {
+        if let Some(offload) = &mut self.offload
+            && job.io().offloading().is_some()
+        {
+            match offload.begin(job) {
+                Ok(()) => return Ok(()),
+                Err(own) => job = own,
+            }
+        }
         let Some((ring, _)) = &mut self.ring else {
             return self.begin_on_thread(job);
         };
@@ -180,21 +219,46 @@ impl Media {
         job
     }
 
+    /// Looks for ends of what the offload engine has, which [`Media::pop`] returns.
+    pub(super) fn poll(&mut self) {
+        self.offload.iter_mut().for_each(Offload::poll);
+    }
+
+    /// Returns true if the reactor is to poll, and not to sleep.
+    pub(super) fn polls(&mut self) -> bool {
+        self.offload.as_mut().is_some_and(Offload::polls)
+    }
+
+    /// Returns when to call [`Media::poll`] again, whatever else happens.
+    pub(super) fn next_look(&self, now: Instant) -> Option<Instant> {
+        self.offload.as_ref()?.next_look(now)
+    }
+
     /// Ends the threads of namespaces that are no more.
     pub(super) fn handle_change(&mut self, target: &Target) {
         let subsystems = target.subsystems();
         let namespaces = subsystems.iter().flat_map(|subsystem| subsystem.list());
         let keys: HashSet<usize> = namespaces.map(|namespace| namespace.key()).collect();
         self.workers.retain(|(namespace, _)| keys.contains(namespace));
+        self.offload.iter_mut().for_each(|offload| offload.retain(&keys));
         self.in_ring
             .retain(|namespace, number| *number > 0 || keys.contains(namespace));
     }
 
-    /// Returns the report of an I/O that the ring has ended. One that has moved fewer bytes, or none, is given to a thread, which repeats it and
+    /// Returns the report of an I/O that the ring or the offload engine has ended. One that has moved fewer bytes, or none, is given to a thread, which repeats it and
     /// learns why.
     pub(super) fn pop(&mut self) -> Option<Mail> {
         if let Some(job) = self.failed.pop() {
             return Some(job.end(Status::INTERRUPTED));
+        }
+        while let Some((job, status)) = self.offload.as_mut().and_then(Offload::pop) {
+            let left = match status {
+                Some(status) => return Some(job.end(status)),
+                None => self.begin_on_thread(job),
+            };
+            if let Err(job) = left {
+                return Some(job.end(Status::INTERRUPTED));
+            }
         }
         loop {
             let (access, moved) = self.ring.as_mut()?.0.pop()?;

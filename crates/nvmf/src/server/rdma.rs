@@ -854,6 +854,11 @@ impl Served {
             self.connection.complete(work, status);
             return bytes;
         }
+        if media.offloads(work.io())
+            && let Some(capsule) = work.stage()
+        {
+            link.reuse(capsule);
+        }
         // At most as much as its receives may carry.
         if work.in_capsule() > 0
             && let Some(capsule) = work.leave_capsule(buffers.take(work.in_capsule()))
@@ -1009,7 +1014,7 @@ mod tests {
         let options = rdmux_verbs::Options::default();
         let mut parts = listen(&[reactor.recipient()], None, &listener.into(), options).unwrap();
         let mailboxes = vec![reactor.mailbox()];
-        let mut own = ServerReactor::new(reactor, Arc::new(Target::default()), mailboxes);
+        let mut own = ServerReactor::new(reactor, Arc::new(Target::default()), mailboxes, 1, None);
         let part = parts.remove(0);
         let port = part.prepared.id();
         own.rdma.listen(&mut own.core, part);

@@ -212,7 +212,7 @@ impl Tcp {
         for _ in 0..ACCEPTS_MAX {
             match listener.accept() {
                 Ok((socket, _)) => {
-                    let mailbox = &core.mailboxes[self.next_mailbox % core.mailboxes.len()];
+                    let mailbox = &core.mailboxes[self.next_mailbox % core.tcp_reactors];
                     self.next_mailbox += 1;
                     mailbox.send(Mail::Socket(socket.into(), *listen).into());
                 }

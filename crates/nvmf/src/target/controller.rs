@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use rdmux_drive::MemoryKind;
 use rdmux_wire::nvme::{
     AnaLimits, AsyncEvent, Capabilities, Cid, Cns, Configuration, ControllerKind, FabricsType, IDENTIFY_LEN,
     IdentifyController, NsId, Opcode, Property, Register, SQE_LEN, Sqe, Status, VERSION_2_0,
@@ -488,19 +489,20 @@ impl Controller {
         drive.map_or(VERSION_2_0, |drive| drive.controller.version().max(VERSION_1_2_1))
     }
 
-    /// Returns the most bytes of a command that all drives take which take data by RDMA themselves; `None`: there is no such drive.
-    fn peer_bytes_max(&self) -> Option<usize> {
+    /// Returns something of each drive that takes data by RDMA itself.
+    fn of_peers<T>(&self, of: impl Fn(&DriveBackend) -> T) -> Vec<T> {
         if self.port.sgls & IdentifyController::SGLS_KEYED == 0 {
-            return None;
+            return Vec::new();
         }
         let namespaces = self.subsystem.list();
         let peers = namespaces.iter().filter_map(|namespace| namespace.backend.peer());
-        peers.map(DriveBackend::peer_bytes_max).min()
+        peers.map(of).collect()
     }
 
     /// Returns the maximum bytes of a command, as a power of two of pages. One of more than a drive takes would never have room there.
     fn mdts(&self) -> u8 {
-        let pages = self.peer_bytes_max().map(|bytes| bytes / 4096);
+        let bytes_max = self.of_peers(DriveBackend::peer_bytes_max).into_iter().min();
+        let pages = bytes_max.map(|bytes| bytes / 4096);
         let peer = pages.and_then(usize::checked_ilog2);
         // 0 is no limit.
         let mdts = peer.map_or(self.port.mdts, |peer| self.port.mdts.min(peer.max(1) as u8));
@@ -512,11 +514,12 @@ impl Controller {
     }
 
     /// Returns the bytes of data that capsules of I/O commands may have. Data of RDMA in a capsule are in the target's memory already: there are none
-    /// where a drive is to take them.
+    /// where the drive's own memory is to take them.
     fn in_capsule_bytes(&self) -> u32 {
-        match self.peer_bytes_max() {
-            Some(_) => 0,
-            None => self.port.in_capsule_max,
+        let kinds = self.of_peers(|drive| drive.pool().kind());
+        match kinds.iter().all(|kind| *kind == MemoryKind::Dram) {
+            true => self.port.in_capsule_max,
+            false => 0,
         }
     }
 

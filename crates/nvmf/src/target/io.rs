@@ -188,7 +188,7 @@ pub(super) const SUPPORTED: [(Opcode, bool); 12] = [
 /// Ranges of namespaces: offset and length in bytes.
 type Sources = Vec<(Arc<Seat>, u64, u64)>;
 
-/// An I/O that an io_uring carries out: it runs until this is dropped.
+/// An I/O that an io_uring or the offload engine carries out: it runs until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Running {
     seat: Arc<Seat>,
@@ -408,16 +408,25 @@ impl Io {
     }
 
     /// Returns the file, and the direction, by which an io_uring moves the data between the range and their buffer, if one can: otherwise [`Io::execute`] carries
-    /// it out, or tells why it must not run, on a thread that may wait. The I/O runs until the last result is dropped.
-    pub(crate) fn start(&self) -> Option<(Arc<File>, Direction, Option<Running>)> {
+    /// it out, or tells why it must not run, on a thread that may wait. It runs until the last result is dropped.
+    pub(crate) fn start(&self) -> Option<(Arc<File>, Direction, Running)> {
         let direction = match self.operation {
             Operation::Read => Direction::Read,
             Operation::Write { fua: false } => Direction::Write,
             Operation::Pass { .. } => self.passed_counts()?,
             _ => return None,
         };
-        let writes = direction == Direction::Write;
         let file = self.namespace.backend.file(direction)?.clone();
+        Some((
+            file,
+            direction,
+            self.start_elsewhere(direction == Direction::Write)?,
+        ))
+    }
+
+    /// Begins what is carried out neither here nor on a thread of a medium, if it may be: otherwise [`Io::execute`] tells why it must not run. It runs until
+    /// the result is dropped.
+    pub(crate) fn start_elsewhere(&self, writes: bool) -> Option<Running> {
         let seat = self.namespace.clone();
         // Somebody may want to be alone with the namespace.
         if writes && !seat.fence().try_enter(seat.stripe()) {
@@ -437,9 +446,12 @@ impl Io {
         let running = Running { seat, writes, passes };
         let seat = &running.seat;
         let is_over = seat.user().is_some_and(|user| user.session.is_over());
-        let may_run =
-            !is_over && seat.check_wanted(self.cid).is_ok() && seat.check_reservation(writes).is_ok();
-        may_run.then_some((file, direction, Some(running)))
+        let is_let = || match self.operation.needs() {
+            Some(writes) => seat.check_reservation(writes).is_ok(),
+            None => true,
+        };
+        let may_run = !is_over && seat.check_wanted(self.cid).is_ok() && is_let();
+        may_run.then_some(running)
     }
 
     /// Carries the command out. `data` has the command's length if it has data.
@@ -456,6 +468,17 @@ impl Io {
             Operation::Read | Operation::Write { .. } if self.own.is_none() => self.namespace.backend.peer(),
             _ => None,
         }
+    }
+
+    /// Returns the drive of which the offload engine may carry it out.
+    pub(crate) fn offloading(&self) -> Option<&DriveBackend> {
+        let is_offloaded = matches!(
+            self.operation,
+            Operation::Read | Operation::Write { .. } | Operation::Flush
+        );
+        let drive = self.namespace.backend.peer()?;
+        let is_offloaded = is_offloaded && self.own.is_none() && drive.offload().is_some();
+        is_offloaded.then_some(drive)
     }
 
     /// Carries out a read or a write whose data are in the drive's memory.

@@ -85,14 +85,15 @@ impl Running {
         }
     }
 
-    /// Serves by a target of one's own.
-    pub(crate) fn by(target: Target, backend: Arc<dyn Backend>) -> Running {
+    /// Serves by a target of one's own, with an offload engine or without.
+    pub(crate) fn by(target: Target, backend: Arc<dyn Backend>, offload: bool) -> Running {
         let listener = Listener {
             transport: TransportKind::Rdma,
             address: SocketAddr::new(address(), PORT),
         };
         let subsystem = Subsystem::new(nqn(SUBSYSTEM), "serial", Hosts::any(Terms::default()));
-        let (subsystem, address, handle, thread) = serve_by(target, subsystem, (backend, 1), listener, 2);
+        let (subsystem, address, handle, thread) =
+            serve_by(target, subsystem, (backend, 1), listener, (2, offload));
         Running {
             subsystem,
             address,

@@ -20,16 +20,22 @@ pub(crate) fn serve(
     listener: Listener,
     reactors: usize,
 ) -> Serving {
-    serve_by(Target::default(), subsystem, namespace, listener, reactors)
+    serve_by(
+        Target::default(),
+        subsystem,
+        namespace,
+        listener,
+        (reactors, false),
+    )
 }
 
-/// As [`serve`], by a target of one's own.
+/// As [`serve`], by a target of one's own, and with an offload engine if that is asked for.
 pub(crate) fn serve_by(
     target: Target,
     subsystem: Subsystem,
     (backend, uuid): (Arc<dyn Backend>, u8),
     listener: Listener,
-    reactors: usize,
+    (reactors, offload): (usize, bool),
 ) -> Serving {
     rdmux_soft::register();
     let namespace = Namespace {
@@ -46,6 +52,7 @@ pub(crate) fn serve_by(
         target: Arc::new(target),
         listen: vec![listener.into()],
         reactors,
+        offload,
         waiting: None,
     })
     .unwrap();

@@ -122,6 +122,7 @@ impl Run {
             cmb: shape.cmb.is_some() && !dice.one_in(4),
             pmr: shape.pmr_bytes > 0 && !dice.one_in(4),
             timeout: Duration::from_millis(dice.pick(&[20, 100, 500])),
+            staging_bytes: dice.pick(&[0, 64]) * PAGE,
             ledger: Some(Arc::default()),
         };
         let ticks = Arc::new(Ticks::default());
@@ -368,6 +369,13 @@ impl Run {
             .dice
             .pick(&[MemoryKind::Dram, MemoryKind::Cmb, MemoryKind::Pmr]);
         let pool = self.driver.pool(kind).filter(|pool| pool.takes(action)).cloned();
+        let staging = self
+            .driver
+            .staging()
+            .filter(|_| kind == MemoryKind::Dram)
+            .cloned();
+        let staging = staging.filter(|_| self.dice.one_in(2));
+        let pool = staging.or(pool);
         let pool: Arc<Pool> = pool.or_else(|| self.driver.pool(MemoryKind::Dram).cloned())?;
         let mut left = bytes.div_ceil(PAGE);
         let mut data = Vec::new();

@@ -109,6 +109,10 @@ pub(crate) struct Args {
     /// does at its end.
     #[arg(long, conflicts_with = "config")]
     ledger: bool,
+    /// Have a thread of its own, the offload engine, serve hosts by RDMA: reads, writes and flushes of drives (`pcie:ADDR`) go between their queue pairs and one
+    /// of the drive, and other threads have no work with them (docs/drives.md). `rdmux nvme stat --offload` shows its counters.
+    #[arg(long, conflicts_with = "config")]
+    offload: bool,
     /// Socket for the requests of `rdmux nvme ns`, `host`, `listener`, `referral` and `ana` [default: one in your folder for what runs].
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -176,6 +180,7 @@ impl Args {
             reactors: self.reactors,
             mdns: self.mdns,
             ledger: self.ledger,
+            offload: self.offload,
             referrals: Vec::new(),
             subsystems,
         })
