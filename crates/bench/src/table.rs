@@ -218,7 +218,7 @@ impl Table {
 
 /// A quotient with a goal.
 pub(super) struct Ratio {
-    pub(super) name: &'static str,
+    pub(super) name: String,
     /// `at most` or `at least`, and a number.
     pub(super) goal: &'static str,
     /// Lowest, median and highest over the rounds. `None`: one of the two was not measured.
@@ -226,7 +226,8 @@ pub(super) struct Ratio {
 }
 
 impl Ratio {
-    pub(super) fn new(name: &'static str, goal: &'static str, of: &[f64], to: &[f64]) -> Ratio {
+    pub(super) fn new(name: impl Into<String>, goal: &'static str, of: &[f64], to: &[f64]) -> Ratio {
+        let name = name.into();
         let value = spread(&quotients(of, to));
         Ratio { name, goal, value }
     }

@@ -45,6 +45,14 @@ impl OffloadCounter {
     pub fn name(self) -> &'static str {
         self.into()
     }
+
+    /// Returns true if it only grows, and those of several namespaces have a sum.
+    pub const fn is_summed(self) -> bool {
+        !matches!(
+            self,
+            OffloadCounter::LastReadLatency | OffloadCounter::LastWriteLatency | OffloadCounter::QueueDepth
+        )
+    }
 }
 
 /// The counters of a namespace.

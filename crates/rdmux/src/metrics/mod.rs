@@ -517,7 +517,7 @@ mod tests {
             &[an_rnic()],
             Some(&server),
             Some(&node::tests::snapshot()),
-            Some(&nvme::Figures::with_ledger()),
+            Some(&nvme::Figures::with_all()),
         );
         let families = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let shown: BTreeSet<&str> = families.map(|family| family.split(' ').next().unwrap()).collect();

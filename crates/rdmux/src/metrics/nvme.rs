@@ -1,8 +1,12 @@
 //! Metrics of an NVMe target: of all of its subsystems together, since their names are for those who may use them.
 
+use std::collections::BTreeMap;
+
+use rdmux_nvmf::backend::offload::OffloadCounter;
 use rdmux_nvmf::control::Control;
 use rdmux_verbs::ledger::Entries;
 use rdmux_wire::nvme::HealthLog;
+use strum::VariantArray;
 
 use super::text::{Kind, Text};
 
@@ -15,13 +19,22 @@ pub(super) struct Figures {
     queues: usize,
     counts: HealthLog,
     ledger: Option<Entries>,
+    /// Counters of the offload engine, of all namespaces together.
+    offload: Option<BTreeMap<&'static str, u64>>,
 }
 
 impl Figures {
     #[cfg(test)]
-    pub(super) fn with_ledger() -> Figures {
+    pub(super) fn with_all() -> Figures {
         Figures {
             ledger: Some(Entries::default()),
+            offload: Some(
+                OffloadCounter::VARIANTS
+                    .iter()
+                    .filter(|counter| counter.is_summed())
+                    .map(|counter| (counter.name(), 0))
+                    .collect(),
+            ),
             ..Figures::default()
         }
     }
@@ -40,6 +53,20 @@ impl Figures {
             sum.writes += counts.writes;
             sum.written_bytes += counts.written_bytes;
             sum.media_errors += counts.media_errors;
+            for (counter, value) in subsystem
+                .namespaces
+                .iter()
+                .filter_map(|own| own.offload.as_ref())
+                .flatten()
+            {
+                if counter.is_summed() {
+                    *figures
+                        .offload
+                        .get_or_insert_default()
+                        .entry(counter.name())
+                        .or_default() += value;
+                }
+            }
             // A reload may have removed it meanwhile.
             for controller in target.controllers(Some(&subsystem.nqn)).unwrap_or_default() {
                 figures.controllers += 1;
@@ -89,6 +116,11 @@ impl Figures {
         let help = "Commands that failed at the medium.";
         text.family("rdmux_nvme_media_errors_total", Kind::Counter, help);
         text.sample("", &[], counts.media_errors);
+        for (name, value) in self.offload.iter().flatten() {
+            let help = "Counter of the offload engine, as ConnectX has it.";
+            text.family(&format!("rdmux_nvme_offload_{name}_total"), Kind::Counter, help);
+            text.sample("", &[], *value);
+        }
         if let Some(ledger) = &self.ledger {
             let help = "Bytes that RNICs and drives have moved, by link of the host.";
             text.family("rdmux_nvme_link_bytes_total", Kind::Counter, help);

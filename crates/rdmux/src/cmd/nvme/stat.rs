@@ -4,6 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use rdmux_nvmf::backend::offload::OffloadCounter;
 use rdmux_verbs::ledger::{Class, Link};
 use serde_json::{Value, json};
 use strum::VariantArray;
@@ -22,7 +23,8 @@ const COUNTS: [&str; 5] = ["reads", "read_bytes", "writes", "written_bytes", "me
 #[command(after_help = "\
 JSON: an array of nqn, seconds (of the interval, or null), counts (reads, read_bytes, writes, written_bytes, media_errors: of all controllers), controllers (array of
 cntlid, hostnqn, hostid, num_io_qpairs, and the counts of it). With --ledger an object of links (wire, nic-root, root-dram, root-drive, nic-drive), each an object
-of classes (data, command, completion, doorbell) in bytes.")]
+of classes (data, command, completion, doorbell) in bytes. With --offload an array of nqn, nsid, name, and the counters of the namespace (num_read_cmd, num_read_blocks,
+num_write_cmd, num_write_blocks, num_write_inline_cmd, num_flush_cmd, num_error_cmd, num_backend_error_cmd, last_read_latency and last_write_latency in microseconds, queue_depth).")]
 pub(crate) struct Args {
     /// Count for so many seconds, and show what was done in them a second.
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
@@ -30,6 +32,9 @@ pub(crate) struct Args {
     /// Show the bytes that RNICs and drives have moved, by link of the target's host: it runs with --ledger.
     #[arg(long, conflicts_with = "interval")]
     ledger: bool,
+    /// Show what the offload engine has carried out, by namespace: the target runs with --offload.
+    #[arg(long, conflicts_with_all = ["interval", "ledger"])]
+    offload: bool,
     #[command(flatten)]
     at: At,
 }
@@ -155,9 +160,61 @@ fn show_ledger(at: &At) -> Result<()> {
     Ok(())
 }
 
+/// Returns the namespaces of which the offload engine has commands, with its counters.
+fn offloaded(subsystems: &[Value]) -> Vec<Value> {
+    let mut found = Vec::new();
+    for subsystem in subsystems {
+        for namespace in subsystem["namespaces"].as_array().into_iter().flatten() {
+            let Some(counters) = namespace["offload"].as_object() else {
+                continue;
+            };
+            let mut own = json!({
+                "nqn": subsystem["nqn"],
+                "nsid": namespace["nsid"],
+                "name": namespace["name"],
+            });
+            counters
+                .iter()
+                .for_each(|(name, value)| own[name] = value.clone());
+            found.push(own);
+        }
+    }
+    found
+}
+
+/// Shows them, a line for each counter, as long as those of an RNIC are.
+fn offload_table(namespaces: &[Value]) -> String {
+    let counters = OffloadCounter::VARIANTS.iter().map(|counter| {
+        let values = namespaces.iter().map(|own| own[counter.name()].to_string());
+        [counter.name().to_owned()].into_iter().chain(values).collect()
+    });
+    let names: Vec<String> = namespaces
+        .iter()
+        .map(|own| own["name"].as_str().unwrap_or_default().to_owned())
+        .collect();
+    let mut columns = vec![("counter", Align::Left)];
+    columns.extend(names.iter().map(|name| (name.as_str(), Align::Right)));
+    output::table(&columns, &counters.collect::<Vec<_>>())
+}
+
+fn show_offload(at: &At) -> Result<()> {
+    let namespaces = offloaded(&at.subsystems()?);
+    if namespaces.is_empty() {
+        bail!("the target has no drive with an offload engine: start it with --offload and --ns pcie:ADDR");
+    }
+    output::say(&match at.json {
+        true => Value::from(namespaces).to_string(),
+        false => offload_table(&namespaces),
+    });
+    Ok(())
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
     if args.ledger {
         return show_ledger(&args.at);
+    }
+    if args.offload {
+        return show_offload(&args.at);
     }
     let mut subsystems = read(&args.at)?;
     if let Some(interval) = args.interval {
@@ -183,6 +240,33 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn offloaded__are_the_namespaces_with_counters() {
+        let namespace = |nsid: u32, offload: Option<u64>| {
+            let mut own = json!({ "nsid": nsid, "name": format!("pcie:{nsid}") });
+            if let Some(reads) = offload {
+                own["offload"] = json!({ "num_read_cmd": reads, "queue_depth": 0 });
+            }
+            own
+        };
+        let of = |nqn: &str, namespaces: Vec<Value>| json!({ "nqn": nqn, "namespaces": namespaces });
+        let found = offloaded(&[
+            of("a", vec![namespace(1, None), namespace(2, Some(17))]),
+            of("b", vec![namespace(1, Some(4))]),
+        ]);
+        assert_eq!(found.len(), 2);
+        assert_eq!(
+            (&found[0]["nqn"], &found[0]["nsid"], &found[0]["num_read_cmd"]),
+            (&"a".into(), &2.into(), &17.into())
+        );
+        let table = offload_table(&found);
+        let line = table
+            .lines()
+            .find(|line| line.starts_with("num_read_cmd"))
+            .unwrap();
+        assert!(line.contains("17") && line.ends_with('4'), "{line}");
+    }
 
     #[test]
     fn since__leaves_what_was_done_in_the_interval() {
