@@ -274,6 +274,21 @@ fn capsules__have_no_data_where_the_drives_memory_is_required() {
     );
 }
 
+#[test]
+fn namespace__that_is_removed_leaves_its_drive_with_its_last_command() {
+    let target = target(MemoryKind::Dram);
+    let session = target.server.session(&device(), 1);
+    let mut queue = session.queue(1, 16).unwrap();
+    write_and_read(&mut queue, 1);
+    target.server.subsystem.remove_namespace(NsId(1)).unwrap();
+    target.server.handle.tell_of_change();
+    let deadline = std::time::Instant::now() + LONG;
+    while Arc::strong_count(&target.backend) > 1 {
+        assert!(std::time::Instant::now() < deadline, "somebody has the drive");
+        std::thread::yield_now();
+    }
+}
+
 /// A drive with which the engine panics, once it is to.
 #[derive(Debug)]
 struct Panicking {

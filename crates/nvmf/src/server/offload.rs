@@ -169,11 +169,11 @@ impl Offload {
         }
     }
 
-    /// Forgets the drives of namespaces that are no more.
+    /// Lets the drives go of namespaces that are no more, each with its last command.
     pub(super) fn retain(&mut self, keys: &HashSet<usize>) {
-        self.engine
-            .drives
-            .retain(|key, lane| !lane.commands.is_empty() || keys.contains(key));
+        let drives = self.engine.drives.iter_mut();
+        drives.for_each(|(key, lane)| lane.is_leaving = !keys.contains(key));
+        self.engine.drop_unused();
     }
 }
 
@@ -202,6 +202,8 @@ struct Lane {
     commands: HashMap<u64, InFlight>,
     /// Those of which a part is to be submitted, in their order.
     waiting: VecDeque<u64>,
+    /// Its namespace is no more.
+    is_leaving: bool,
 }
 
 #[derive(Debug)]
@@ -231,6 +233,7 @@ impl Engine {
             backend,
             commands: HashMap::new(),
             waiting: VecDeque::new(),
+            is_leaving: false,
         });
         lane.begin(token, asked, data, ended);
     }
@@ -239,6 +242,12 @@ impl Engine {
         for lane in self.drives.values_mut() {
             lane.poll(ended);
         }
+        self.drop_unused();
+    }
+
+    fn drop_unused(&mut self) {
+        self.drives
+            .retain(|_, lane| !lane.is_leaving || !lane.commands.is_empty());
     }
 }
 

@@ -193,6 +193,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
     for subsystem in &config.subsystems {
         subsystem.namespaces.iter().for_each(warn_of_memory);
     }
+    if config.offload
+        && !config
+            .listen
+            .iter()
+            .any(|listen| listen.listener.transport == TransportKind::Rdma)
+    {
+        output::error(&anyhow!(
+            "note: the offload engine has no work: it serves NVMe/RDMA, so listen by it as well, with --listen rdma:ADDR"
+        ));
+    }
     let namespaces = config
         .subsystems
         .iter()
