@@ -85,9 +85,9 @@ setup_rxe() {
 # The distribution's programs on rdmux's libraries, in the namespace n2: `ours PROGRAM...` after `setup_drop_in ADDRESS,...`, of the devices.
 setup_drop_in() {
   [ -e /lab/libibverbs.so ] || skip "no libibverbs.so beside rdmux: cargo build --release -p rdmux-ibverbs"
-  local name
   mkdir -p /run/drop-in
-  for name in libibverbs.so.1 librdmacm.so.1; do ln -sf /lab/libibverbs.so "/run/drop-in/$name"; done
+  [ -e /run/drop-in/libibverbs.so.1 ] || cp /lab/libibverbs.so /run/drop-in/libibverbs.so.1
+  ln -sf libibverbs.so.1 /run/drop-in/librdmacm.so.1
   drop_in_devices=$1
 }
 ours() { in_n2 timeout -k 2 40 env LD_LIBRARY_PATH=/run/drop-in RDMUX_DEVICES="$drop_in_devices" "$@"; }

@@ -53,7 +53,7 @@ impl Settings {
     /// Returns the command that repeats the run.
     pub fn replay(&self) -> String {
         format!(
-            "RDMUX_SIM_FIRST={} RDMUX_SIM_RUNS=1 cargo test --release -p rdmux-sim --test drive run__nothing",
+            "RDMUX_SIM_FIRST={} RDMUX_SIM_RUNS=1 cargo test --release -p rdmux-sim --test runs drive::run__nothing",
             self.seed
         )
     }

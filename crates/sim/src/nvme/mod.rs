@@ -65,7 +65,7 @@ impl Settings {
     /// Returns the command that repeats the run.
     pub fn replay(&self) -> String {
         format!(
-            "RDMUX_SIM_FIRST={} RDMUX_SIM_RUNS=1 cargo test --release -p rdmux-sim --test nvme run__nothing",
+            "RDMUX_SIM_FIRST={} RDMUX_SIM_RUNS=1 cargo test --release -p rdmux-sim --test runs nvme::run__nothing",
             self.seed
         )
     }

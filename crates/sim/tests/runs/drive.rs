@@ -1,10 +1,7 @@
 //! The driver of drives on the model of one: many random runs. `RDMUX_SIM_RUNS` sets how many runs there are, `RDMUX_SIM_FIRST` their first
 //! seed; each failure prints the command that does its run again.
-#![allow(non_snake_case, reason = "tests are named function__case")]
 
-mod many;
-
-use many::{checked, many};
+use crate::many::{checked, many};
 use rdmux_sim::drive::{Settings, run};
 
 /// Number of runs in release.

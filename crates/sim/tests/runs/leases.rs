@@ -1,11 +1,8 @@
 //! Leases over a wire that loses, duplicates, reorders and breaks: many random runs, and defects that must show.
 //! `RDMUX_SIM_RUNS` sets how many runs there are, `RDMUX_SIM_FIRST` their first seed; each failure prints the command that does
 //! its run again.
-#![allow(non_snake_case, reason = "tests are named function__case")]
 
-mod many;
-
-use many::{checked, many};
+use crate::many::{checked, many};
 use rdmux_sim::leases::{Defect, Report, Settings, run};
 use strum::VariantArray;
 

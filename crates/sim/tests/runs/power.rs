@@ -1,10 +1,7 @@
 //! Power cuts: 10,000 at random moments; the table of durability by platform and method; defects that must show. `RDMUX_SIM_RUNS` sets how
 //! many runs there are, `RDMUX_SIM_FIRST` their first seed; each failure prints the command that does its run again.
-#![allow(non_snake_case, reason = "tests are named function__case")]
 
-mod many;
-
-use many::{are_all, checked, many};
+use crate::many::{are_all, checked, many};
 use rdmux_sim::power::{
     Counted, Defect, Domain, LogDefect, Method, Platform, Report, Settings, Verdict, run, run_log,
     run_log_everywhere,
@@ -214,7 +211,7 @@ fn table__each_cell_is_as_stated() {
 
 #[test]
 fn table__is_that_of_the_docs() {
-    let page = include_str!("../../../docs/persistence-model.md");
+    let page = include_str!("../../../../docs/persistence-model.md");
     for platform in Platform::ALL {
         let begin = format!("| {} |", platform.name());
         let row = page.lines().find(|line| line.starts_with(&begin));

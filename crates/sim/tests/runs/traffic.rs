@@ -1,13 +1,11 @@
 //! Many runs by seed, of four kinds, which must together see all that the engine has. `RDMUX_SIM_RUNS` sets how many there are of each
 //! kind, `RDMUX_SIM_FIRST` their first seed; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and prints its report.
 
-mod many;
-
 use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use many::env;
+use crate::many::{self, env};
 use rdmux_sim::{Ending, Report, Seen, Settings, run, run_connections, run_unreliable};
 
 /// Minimum number of operations that the runs of a test post in release.
@@ -116,7 +114,7 @@ impl Kind {
         for (seed, what) in failures {
             println!("{} seed {seed}: {what}", self.name);
             println!(
-                "  replay: RDMUX_SIM_SEED={seed} cargo test --release -p rdmux-sim --test traffic replay::{} -- --nocapture",
+                "  replay: RDMUX_SIM_SEED={seed} cargo test --release -p rdmux-sim --test runs traffic::replay::{} -- --nocapture",
                 self.name
             );
         }

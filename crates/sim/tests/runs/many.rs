@@ -1,5 +1,4 @@
 //! Many runs by seed, on all cores. `RDMUX_SIM_RUNS` sets how many there are, `RDMUX_SIM_FIRST` their first seed.
-#![allow(dead_code, reason = "each test program uses some of it")]
 
 use std::panic::{UnwindSafe, catch_unwind};
 use std::sync::Mutex;
