@@ -37,8 +37,8 @@ mutants! {
     GoneGranted,
     /// A request to a home that is gone is kept.
     HomeGoneAwaited,
-    /// A unit is read from a node that is gone, for want of a look at who is there.
-    GoneRead,
+    /// Frames that were fresh before a write still count as fresh.
+    FreshKept,
     /// A right is taken before the contents have landed.
     TakenEarly,
     /// A read of the contents that failed counts as one that has landed.

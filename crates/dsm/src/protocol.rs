@@ -33,8 +33,7 @@
 //! | no recall; no request or Asked | Recall to a right below | recall | Protect |
 //! | no recall; no request or Asked | Recall to a right not below | as before | Yielded |
 //! | recall | protected | lower right | Yielded |
-//! | Asked, no recall | Grant with a source that is a member | Pulling | Pull |
-//! | Asked, no recall | Grant with a source that is gone | Asked | Failed |
+//! | Asked, no recall | Grant with a source | Pulling | Pull |
 //! | Asked, no recall | Grant without source | Installing | Protect |
 //! | Asked | Refuse, or the home is gone | poisoned | Poison |
 //! | Pulling | the contents have landed | Installing | Protect |
@@ -176,7 +175,7 @@ pub enum Action {
         /// The message.
         message: Message,
     },
-    /// Read the unit from the frame of a node into the own one, then call [`Node::handle_pulled`].
+    /// Read the unit from the frame of a node into the own one, then call [`Node::handle_pulled`]. A node that is gone cannot be read from.
     Pull {
         /// The unit.
         unit: u64,

@@ -169,7 +169,10 @@ impl Entry {
             }
             holders => {
                 *holders = Holders::Exclusive(node);
-                self.fresh = BTreeSet::from([node]);
+                if !mutant!(FreshKept) {
+                    self.fresh.clear();
+                }
+                self.fresh.insert(node);
             }
         }
         self.turn = None;

@@ -156,9 +156,6 @@ impl Pages {
             return Err(Violation::Unexpected);
         };
         match source {
-            Some(from) if !peers.is_member(from) && !mutant!(GoneRead) => {
-                out.post(home, unit, request, Body::Failed);
-            }
             Some(from) => {
                 out.act(Action::Pull { unit, from });
                 ask.step = Step::Pulling(right);

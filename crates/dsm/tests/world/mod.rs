@@ -1,0 +1,440 @@
+//! Nodes, their memories, programs and connections, of which a test chooses the next step. The rules that must hold are checked at each step.
+#![allow(dead_code, reason = "each test uses a part")]
+
+pub(crate) mod history;
+pub(crate) mod model;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use rdmux_dsm::protocol::{Access, Action, Homes, Message, Node, NodeId, Right, Settings};
+
+/// An access of a program: the kind and the unit.
+pub(crate) type Operation = (Access, usize);
+
+/// Number of a node, as an index.
+pub(crate) type Place = usize;
+
+/// What may happen besides the protocol.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Mishaps {
+    /// Messages that come twice.
+    pub(crate) duplicates: u8,
+    /// Nodes that stop for ever.
+    pub(crate) crashes: u8,
+    /// Nodes that are expelled but go on until they are told.
+    pub(crate) expulsions: u8,
+    /// Messages of a pair of nodes overtake each other.
+    pub(crate) reorders: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct World {
+    pub(crate) sites: Vec<Site>,
+    /// Messages underway, by sender and receiver, in their order if that counts, sorted otherwise.
+    network: BTreeMap<(Place, Place), Vec<Message>>,
+    /// Value written last, by unit.
+    last: Vec<u32>,
+    /// Nodes that have left, in the order of the epochs.
+    gone: Vec<Place>,
+    mishaps: Mishaps,
+    /// Faults that an access may take before its program gives it up.
+    faults_max: u8,
+    /// The first rule that was broken.
+    pub(crate) flaw: Option<String>,
+}
+
+/// A node with its driver, memory and program.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Site {
+    node: Node,
+    is_running: bool,
+    homes: Homes,
+    /// Contents of the frames, and what the program may do with them, by unit.
+    frames: Vec<u32>,
+    views: Vec<Right>,
+    /// Tasks of the driver that are in progress.
+    pulls: Vec<(usize, Place)>,
+    protects: Vec<(usize, Right)>,
+    program: Arc<[Operation]>,
+    /// Accesses that have ended, with the value read or written; none if the unit was lost, or the program gave up.
+    pub(crate) results: Vec<Option<u32>>,
+    waits: bool,
+    faults: u8,
+}
+
+/// What can happen next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The program attempts its next access.
+    Access(Place),
+    Deliver {
+        from: Place,
+        to: Place,
+        index: usize,
+    },
+    Duplicate {
+        from: Place,
+        to: Place,
+        index: usize,
+    },
+    /// A read of contents ends.
+    Pulled {
+        at: Place,
+        index: usize,
+        has_landed: bool,
+    },
+    Protected {
+        at: Place,
+        index: usize,
+    },
+    Crash(Place),
+    Expel(Place),
+    /// A node hears of the next epoch.
+    Tell(Place),
+}
+
+fn id(place: Place) -> NodeId {
+    NodeId::new(place as u32).unwrap()
+}
+
+fn place(node: NodeId) -> Place {
+    node.number() as Place
+}
+
+impl World {
+    /// Makes a world with a node for each program. `homes` are those of the units.
+    pub(crate) fn new(
+        programs: &[Arc<[Operation]>],
+        homes: &[Place],
+        mishaps: Mishaps,
+        faults_max: u8,
+    ) -> World {
+        let units = homes.len();
+        let rule = Homes::Cyclic {
+            nodes: homes.iter().map(|it| id(*it)).collect(),
+            run: 1,
+        };
+        let settings = Settings {
+            region: 7,
+            units: units as u64,
+            homes: rule.clone(),
+            epoch: 0,
+            members: (0..programs.len()).map(id).collect(),
+        };
+        let site = |(place, program): (Place, &Arc<[Operation]>)| Site {
+            node: Node::new(id(place), &settings),
+            is_running: true,
+            homes: rule.clone(),
+            // Only the frame of the home holds the contents, which are 0.
+            frames: homes
+                .iter()
+                .map(|it| if *it == place { 0 } else { u32::MAX })
+                .collect(),
+            views: vec![Right::Invalid; units],
+            pulls: vec![],
+            protects: vec![],
+            program: program.clone(),
+            results: vec![],
+            waits: false,
+            faults: 0,
+        };
+        World {
+            sites: programs.iter().enumerate().map(site).collect(),
+            network: BTreeMap::new(),
+            last: vec![0; units],
+            gone: vec![],
+            mishaps,
+            faults_max,
+            flaw: None,
+        }
+    }
+
+    /// Adds all that can happen next.
+    pub(crate) fn steps(&self, steps: &mut Vec<Step>) {
+        if self.flaw.is_some() {
+            return;
+        }
+        for (at, site) in self.sites.iter().enumerate().filter(|(_, it)| it.is_running) {
+            if !site.waits && site.results.len() < site.program.len() {
+                steps.push(Step::Access(at));
+            }
+            for (index, (_, from)) in site.pulls.iter().enumerate() {
+                let source = &self.sites[*from];
+                let (is_open, is_sound) = (
+                    self.lets_read(*from, at),
+                    source.is_running && !self.has_left(*from),
+                );
+                if is_open {
+                    steps.push(Step::Pulled {
+                        at,
+                        index,
+                        has_landed: true,
+                    });
+                }
+                if !is_open || !is_sound {
+                    steps.push(Step::Pulled {
+                        at,
+                        index,
+                        has_landed: false,
+                    });
+                }
+            }
+            steps.extend((0..site.protects.len()).map(|index| Step::Protected { at, index }));
+            if site.node.epoch() < self.gone.len() as u64 && site.node.is_member(id(at)) {
+                steps.push(Step::Tell(at));
+            }
+            if !self.has_left(at) {
+                if self.mishaps.crashes > 0 {
+                    steps.push(Step::Crash(at));
+                }
+                if self.mishaps.expulsions > 0 {
+                    steps.push(Step::Expel(at));
+                }
+            }
+        }
+        for ((from, to), messages) in &self.network {
+            let (from, to) = (*from, *to);
+            let ready = if self.mishaps.reorders { messages.len() } else { 1 };
+            for index in 0..ready {
+                if index == 0 || messages[index - 1] != messages[index] {
+                    steps.push(Step::Deliver { from, to, index });
+                }
+            }
+            if self.mishaps.duplicates > 0 {
+                steps.extend((0..messages.len()).map(|index| Step::Duplicate { from, to, index }));
+            }
+        }
+    }
+
+    /// Returns whether nothing is left to happen but mishaps.
+    pub(crate) fn is_quiet(&self) -> bool {
+        let mut steps = vec![];
+        self.steps(&mut steps);
+        steps
+            .iter()
+            .all(|it| matches!(it, Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. }))
+    }
+
+    /// Returns the rule that is broken, if any.
+    pub(crate) fn broken(&self) -> Option<String> {
+        if let Some(flaw) = &self.flaw {
+            return Some(flaw.clone());
+        }
+        if !self.is_quiet() {
+            return None;
+        }
+        let waits = |site: &&Site| site.is_running && site.waits;
+        if self.sites.iter().any(|site| waits(&site)) {
+            return Some("a program waits for ever".into());
+        }
+        let history: Vec<_> = self.sites.iter().map(Site::history).collect();
+        (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
+    }
+
+    pub(crate) fn take(&mut self, step: Step) {
+        match step {
+            Step::Access(at) => self.access(at),
+            Step::Deliver { from, to, index } => {
+                let messages = self.network.get_mut(&(from, to)).unwrap();
+                let message = messages.remove(index);
+                if messages.is_empty() {
+                    self.network.remove(&(from, to));
+                }
+                self.sites[to].node.handle_message(id(from), &message);
+                self.carry_out(to);
+            }
+            Step::Duplicate { from, to, index } => {
+                self.mishaps.duplicates -= 1;
+                let messages = self.network.get_mut(&(from, to)).unwrap();
+                messages.push(messages[index]);
+                self.sort(from, to);
+            }
+            Step::Pulled {
+                at,
+                index,
+                has_landed,
+            } => {
+                let (unit, from) = self.sites[at].pulls.remove(index);
+                self.sites[at].frames[unit] = match has_landed {
+                    true => self.sites[from].frames[unit],
+                    false => u32::MAX,
+                };
+                self.sites[at].node.handle_pulled(unit as u64, has_landed);
+                self.carry_out(at);
+            }
+            Step::Protected { at, index } => {
+                let (unit, right) = self.sites[at].protects.remove(index);
+                self.sites[at].views[unit] = right;
+                self.sites[at].node.handle_protected(unit as u64);
+                self.carry_out(at);
+            }
+            Step::Crash(at) => {
+                self.mishaps.crashes -= 1;
+                self.gone.push(at);
+                self.sites[at].is_running = false;
+                self.network.retain(|(_, to), _| *to != at);
+            }
+            Step::Expel(at) => {
+                self.mishaps.expulsions -= 1;
+                self.gone.push(at);
+            }
+            Step::Tell(at) => {
+                let epoch = self.sites[at].node.epoch();
+                let gone = id(self.gone[epoch as usize]);
+                self.sites[at].node.handle_gone(epoch + 1, &[gone]);
+                self.carry_out(at);
+            }
+        }
+        self.check();
+    }
+
+    fn access(&mut self, at: Place) {
+        let has_left = self.has_left(at);
+        let site = &mut self.sites[at];
+        let (access, unit) = site.program[site.results.len()];
+        if site.views[unit] >= access.needs() {
+            if access == Access::Write {
+                // Each write has a value of its own.
+                let value = 1 + (at as u32 * 1000) + site.results.len() as u32;
+                site.frames[unit] = value;
+                self.last[unit] = value;
+            }
+            let value = site.frames[unit];
+            site.end(Some(value));
+            if value != self.last[unit] && !has_left {
+                self.complain(format!("node {at} reads {value} from {unit}"));
+            }
+        } else if site.faults == self.faults_max {
+            site.end(None);
+        } else {
+            site.faults += 1;
+            site.waits = true;
+            site.node.handle_fault(unit as u64, access);
+            self.carry_out(at);
+        }
+    }
+
+    /// Does what a node's driver does.
+    fn carry_out(&mut self, at: Place) {
+        while let Some(action) = self.sites[at].node.poll_action() {
+            let site = &mut self.sites[at];
+            match action {
+                Action::Send { to, message } => {
+                    let to = place(to);
+                    if self.sites[to].is_running {
+                        self.network.entry((at, to)).or_default().push(message);
+                        self.sort(at, to);
+                    }
+                }
+                Action::Pull { unit, from } => site.pulls.push((unit as usize, place(from))),
+                Action::Protect { unit, right } => site.protects.push((unit as usize, right)),
+                Action::Wake { unit } => site.waits &= !site.is_at(unit as usize),
+                Action::Poison { unit, node } => {
+                    let unit = unit as usize;
+                    site.views[unit] = Right::Invalid;
+                    site.pulls.retain(|it| it.0 != unit);
+                    site.protects.retain(|it| it.0 != unit);
+                    if site.waits && site.is_at(unit) {
+                        site.waits = false;
+                        site.end(None);
+                    }
+                    if !self.has_left(place(node)) {
+                        self.complain(format!("a unit is lost with {node:?}, which has not left"));
+                    }
+                }
+                Action::Accuse { node, violation } => {
+                    self.complain(format!("{node:?} is accused: {violation}"));
+                }
+            }
+        }
+    }
+
+    /// Checks what must hold between steps, for the nodes that have not left.
+    fn check(&mut self) {
+        let here = |at: &Place| !self.has_left(*at);
+        let places: Vec<Place> = (0..self.sites.len()).filter(here).collect();
+        for unit in 0..self.last.len() {
+            let holders: BTreeSet<Place> = places
+                .iter()
+                .copied()
+                .filter(|at| self.sites[*at].holds(unit))
+                .collect();
+            let writer = holders
+                .iter()
+                .find(|at| self.sites[**at].views[unit] == Right::Exclusive);
+            if let Some(writer) = writer.copied()
+                && holders.len() > 1
+            {
+                return self.complain(format!("{holders:?} have unit {unit}, and {writer} writes it"));
+            }
+            let home = place(self.sites[0].homes.of(unit as u64));
+            if self.has_left(home) {
+                continue;
+            }
+            let known: BTreeSet<Place> = self.sites[home]
+                .node
+                .holders(unit as u64)
+                .into_iter()
+                .map(place)
+                .collect();
+            if !holders.is_subset(&known) {
+                return self.complain(format!("{holders:?} have unit {unit}, the home knows {known:?}"));
+            }
+        }
+        for at in places.iter().copied() {
+            for (unit, from) in self.sites[at].pulls.clone() {
+                let is_written = self.sites[from].views[unit] == Right::Exclusive && !self.has_left(from);
+                if is_written || self.sites[at].views[unit] != Right::Invalid {
+                    return self.complain(format!("unit {unit} is used while {at} reads it from {from}"));
+                }
+            }
+        }
+    }
+
+    /// Returns whether the frames of a node are readable for another one: until it hears that the other has left. A read that ends now may have
+    /// read the memory of a node before it stopped.
+    fn lets_read(&self, source: Place, reader: Place) -> bool {
+        self.sites[source].node.is_member(id(reader))
+    }
+
+    fn has_left(&self, at: Place) -> bool {
+        self.gone.contains(&at)
+    }
+
+    fn complain(&mut self, flaw: String) {
+        self.flaw.get_or_insert(flaw);
+    }
+
+    /// Sorts what has no order, so that equal worlds are equal.
+    fn sort(&mut self, from: Place, to: Place) {
+        if self.mishaps.reorders {
+            self.network.get_mut(&(from, to)).unwrap().sort_unstable();
+        }
+    }
+}
+
+impl Site {
+    /// Returns whether the program's next access is to the unit.
+    fn is_at(&self, unit: usize) -> bool {
+        self.program
+            .get(self.results.len())
+            .is_some_and(|it| it.1 == unit)
+    }
+
+    fn holds(&self, unit: usize) -> bool {
+        self.views[unit] != Right::Invalid || self.node.right(unit as u64) != Right::Invalid
+    }
+
+    /// Ends an access.
+    fn end(&mut self, result: Option<u32>) {
+        self.results.push(result);
+        self.faults = 0;
+    }
+
+    /// Returns the accesses that took place.
+    fn history(&self) -> Vec<(Operation, u32)> {
+        let ended = self.program.iter().zip(&self.results);
+        ended.filter_map(|(it, result)| Some((*it, (*result)?))).collect()
+    }
+}
