@@ -145,7 +145,6 @@ impl Pages {
         peers: &Peers,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let home = self.homes.of(unit);
         let page = self.pages.entry(unit).or_default();
         let is_recalled = page.recall.is_some();
         let ask = page

@@ -4,7 +4,7 @@
 pub(crate) mod history;
 pub(crate) mod model;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rdmux_dsm::protocol::{Access, Action, Homes, Message, Node, NodeId, Right, Settings};
@@ -30,9 +30,11 @@ pub(crate) struct Mishaps {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct World {
-    pub(crate) sites: Vec<Site>,
+    sites: Vec<Site>,
+    pub(crate) threads: Vec<Thread>,
     /// Messages underway, by sender and receiver, in their order if that counts, sorted otherwise.
     network: BTreeMap<(Place, Place), Vec<Message>>,
+    homes: Arc<[Place]>,
     /// Value written last, by unit.
     last: Vec<u32>,
     /// Nodes that have left, in the order of the epochs.
@@ -44,19 +46,24 @@ pub(crate) struct World {
     pub(crate) flaw: Option<String>,
 }
 
-/// A node with its driver, memory and program.
+/// A node with its driver and its memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Site {
+struct Site {
     node: Node,
     is_running: bool,
-    homes: Homes,
     /// Contents of the frames, and what the program may do with them, by unit.
     frames: Vec<u32>,
     views: Vec<Right>,
     /// Tasks of the driver that are in progress.
     pulls: Vec<(usize, Place)>,
     protects: Vec<(usize, Right)>,
-    program: Arc<[Operation]>,
+}
+
+/// A thread of a program.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Thread {
+    at: Place,
+    pub(crate) program: Arc<[Operation]>,
     /// Accesses that have ended, with the value read or written; none if the unit was lost, or the program gave up.
     pub(crate) results: Vec<Option<u32>>,
     waits: bool,
@@ -66,8 +73,8 @@ pub(crate) struct Site {
 /// What can happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The program attempts its next access.
-    Access(Place),
+    /// A thread attempts its next access.
+    Access(usize),
     Deliver {
         from: Place,
         to: Place,
@@ -94,6 +101,11 @@ pub(crate) enum Step {
     Tell(Place),
 }
 
+/// Value of a frame that holds no contents.
+const NOTHING: u32 = u32::MAX;
+/// A message is overtaken by fewer later ones than this.
+const OVERTAKEN: u64 = 64;
+
 fn id(place: Place) -> NodeId {
     NodeId::new(place as u32).unwrap()
 }
@@ -103,46 +115,49 @@ fn place(node: NodeId) -> Place {
 }
 
 impl World {
-    /// Makes a world with a node for each program. `homes` are those of the units.
+    /// Makes a world of threads, each at a node. `homes` are those of the units.
     pub(crate) fn new(
-        programs: &[Arc<[Operation]>],
+        threads: &[(Place, Arc<[Operation]>)],
         homes: &[Place],
         mishaps: Mishaps,
         faults_max: u8,
     ) -> World {
-        let units = homes.len();
-        let rule = Homes::Cyclic {
-            nodes: homes.iter().map(|it| id(*it)).collect(),
-            run: 1,
-        };
+        let nodes = 1 + threads.iter().map(|it| it.0).max().unwrap();
         let settings = Settings {
             region: 7,
-            units: units as u64,
-            homes: rule.clone(),
+            units: homes.len() as u64,
+            homes: Homes::Cyclic {
+                nodes: homes.iter().map(|it| id(*it)).collect(),
+                run: 1,
+            },
             epoch: 0,
-            members: (0..programs.len()).map(id).collect(),
+            members: (0..nodes).map(id).collect(),
         };
-        let site = |(place, program): (Place, &Arc<[Operation]>)| Site {
-            node: Node::new(id(place), &settings),
+        let site = |at: Place| Site {
+            node: Node::new(id(at), &settings),
             is_running: true,
-            homes: rule.clone(),
             // Only the frame of the home holds the contents, which are 0.
             frames: homes
                 .iter()
-                .map(|it| if *it == place { 0 } else { u32::MAX })
+                .map(|it| if *it == at { 0 } else { NOTHING })
                 .collect(),
-            views: vec![Right::Invalid; units],
+            views: vec![Right::Invalid; homes.len()],
             pulls: vec![],
             protects: vec![],
+        };
+        let thread = |(at, program): &(Place, Arc<[Operation]>)| Thread {
+            at: *at,
             program: program.clone(),
             results: vec![],
             waits: false,
             faults: 0,
         };
         World {
-            sites: programs.iter().enumerate().map(site).collect(),
+            sites: (0..nodes).map(site).collect(),
+            threads: threads.iter().map(thread).collect(),
+            homes: homes.into(),
             network: BTreeMap::new(),
-            last: vec![0; units],
+            last: vec![0; homes.len()],
             gone: vec![],
             mishaps,
             faults_max,
@@ -155,10 +170,12 @@ impl World {
         if self.flaw.is_some() {
             return;
         }
-        for (at, site) in self.sites.iter().enumerate().filter(|(_, it)| it.is_running) {
-            if !site.waits && site.results.len() < site.program.len() {
-                steps.push(Step::Access(at));
+        for (index, thread) in self.threads.iter().enumerate() {
+            if self.sites[thread.at].is_running && !thread.waits && thread.next().is_some() {
+                steps.push(Step::Access(index));
             }
+        }
+        for (at, site) in self.sites.iter().enumerate().filter(|(_, it)| it.is_running) {
             for (index, (_, from)) in site.pulls.iter().enumerate() {
                 let source = &self.sites[*from];
                 let (is_open, is_sound) = (
@@ -196,8 +213,10 @@ impl World {
         for ((from, to), messages) in &self.network {
             let (from, to) = (*from, *to);
             let ready = if self.mishaps.reorders { messages.len() } else { 1 };
+            let oldest = messages.iter().map(|it| it.sequence).min().unwrap();
             for index in 0..ready {
-                if index == 0 || messages[index - 1] != messages[index] {
+                let is_first = index == 0 || messages[index - 1] != messages[index];
+                if is_first && messages[index].sequence < oldest + OVERTAKEN {
                     steps.push(Step::Deliver { from, to, index });
                 }
             }
@@ -224,11 +243,14 @@ impl World {
         if !self.is_quiet() {
             return None;
         }
-        let waits = |site: &&Site| site.is_running && site.waits;
-        if self.sites.iter().any(|site| waits(&site)) {
-            return Some("a program waits for ever".into());
+        if self
+            .threads
+            .iter()
+            .any(|it| it.waits && self.sites[it.at].is_running)
+        {
+            return Some("a thread waits for ever".into());
         }
-        let history: Vec<_> = self.sites.iter().map(Site::history).collect();
+        let history: Vec<_> = self.threads.iter().map(Thread::history).collect();
         (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
     }
 
@@ -258,7 +280,7 @@ impl World {
                 let (unit, from) = self.sites[at].pulls.remove(index);
                 self.sites[at].frames[unit] = match has_landed {
                     true => self.sites[from].frames[unit],
-                    false => u32::MAX,
+                    false => NOTHING,
                 };
                 self.sites[at].node.handle_pulled(unit as u64, has_landed);
                 self.carry_out(at);
@@ -289,27 +311,27 @@ impl World {
         self.check();
     }
 
-    fn access(&mut self, at: Place) {
-        let has_left = self.has_left(at);
+    fn access(&mut self, index: usize) {
+        let thread = &mut self.threads[index];
+        let (at, (access, unit)) = (thread.at, thread.next().unwrap());
         let site = &mut self.sites[at];
-        let (access, unit) = site.program[site.results.len()];
         if site.views[unit] >= access.needs() {
             if access == Access::Write {
                 // Each write has a value of its own.
-                let value = 1 + (at as u32 * 1000) + site.results.len() as u32;
+                let value = 1 + index as u32 * 1000 + thread.results.len() as u32;
                 site.frames[unit] = value;
                 self.last[unit] = value;
             }
             let value = site.frames[unit];
-            site.end(Some(value));
-            if value != self.last[unit] && !has_left {
+            thread.end(Some(value));
+            if value != self.last[unit] && !self.has_left(at) {
                 self.complain(format!("node {at} reads {value} from {unit}"));
             }
-        } else if site.faults == self.faults_max {
-            site.end(None);
+        } else if thread.faults == self.faults_max {
+            thread.end(None);
         } else {
-            site.faults += 1;
-            site.waits = true;
+            thread.faults += 1;
+            thread.waits = true;
             site.node.handle_fault(unit as u64, access);
             self.carry_out(at);
         }
@@ -329,16 +351,13 @@ impl World {
                 }
                 Action::Pull { unit, from } => site.pulls.push((unit as usize, place(from))),
                 Action::Protect { unit, right } => site.protects.push((unit as usize, right)),
-                Action::Wake { unit } => site.waits &= !site.is_at(unit as usize),
+                Action::Wake { unit } => self.end_waits(at, unit as usize, |_| {}),
                 Action::Poison { unit, node } => {
                     let unit = unit as usize;
                     site.views[unit] = Right::Invalid;
                     site.pulls.retain(|it| it.0 != unit);
                     site.protects.retain(|it| it.0 != unit);
-                    if site.waits && site.is_at(unit) {
-                        site.waits = false;
-                        site.end(None);
-                    }
+                    self.end_waits(at, unit, |thread| thread.end(None));
                     if !self.has_left(place(node)) {
                         self.complain(format!("a unit is lost with {node:?}, which has not left"));
                     }
@@ -350,46 +369,57 @@ impl World {
         }
     }
 
-    /// Checks what must hold between steps, for the nodes that have not left.
-    fn check(&mut self) {
-        let here = |at: &Place| !self.has_left(*at);
-        let places: Vec<Place> = (0..self.sites.len()).filter(here).collect();
-        for unit in 0..self.last.len() {
-            let holders: BTreeSet<Place> = places
-                .iter()
-                .copied()
-                .filter(|at| self.sites[*at].holds(unit))
-                .collect();
-            let writer = holders
-                .iter()
-                .find(|at| self.sites[**at].views[unit] == Right::Exclusive);
-            if let Some(writer) = writer.copied()
-                && holders.len() > 1
-            {
-                return self.complain(format!("{holders:?} have unit {unit}, and {writer} writes it"));
-            }
-            let home = place(self.sites[0].homes.of(unit as u64));
-            if self.has_left(home) {
-                continue;
-            }
-            let known: BTreeSet<Place> = self.sites[home]
-                .node
-                .holders(unit as u64)
-                .into_iter()
-                .map(place)
-                .collect();
-            if !holders.is_subset(&known) {
-                return self.complain(format!("{holders:?} have unit {unit}, the home knows {known:?}"));
+    fn end_waits(&mut self, at: Place, unit: usize, end: impl Fn(&mut Thread)) {
+        let is_at = |it: &Operation| it.1 == unit;
+        for thread in self.threads.iter_mut().filter(|it| it.at == at && it.waits) {
+            if thread.next().as_ref().is_some_and(is_at) {
+                thread.waits = false;
+                end(thread);
             }
         }
-        for at in places.iter().copied() {
-            for (unit, from) in self.sites[at].pulls.clone() {
-                let is_written = self.sites[from].views[unit] == Right::Exclusive && !self.has_left(from);
-                if is_written || self.sites[at].views[unit] != Right::Invalid {
-                    return self.complain(format!("unit {unit} is used while {at} reads it from {from}"));
+    }
+
+    /// Checks what must hold between steps, for the nodes that have not left.
+    fn check(&mut self) {
+        let flaw = (0..self.homes.len()).find_map(|unit| self.flaw_of_unit(unit));
+        if let Some(flaw) = flaw {
+            self.complain(flaw);
+        }
+    }
+
+    fn flaw_of_unit(&self, unit: usize) -> Option<String> {
+        let members = || {
+            self.sites
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| !self.has_left(*at))
+        };
+        let holders = || members().filter(|(_, site)| site.holds(unit)).map(|(at, _)| at);
+        let writer = members().find(|(_, site)| site.views[unit] == Right::Exclusive);
+        if let Some((writer, _)) = writer
+            && holders().count() > 1
+        {
+            let holders: Vec<_> = holders().collect();
+            return Some(format!("{holders:?} have unit {unit}, and {writer} writes it"));
+        }
+        for (at, site) in members() {
+            for (_, from) in site.pulls.iter().filter(|it| it.0 == unit) {
+                let is_written = writer.is_some_and(|it| it.0 == *from);
+                if is_written || site.views[unit] != Right::Invalid {
+                    return Some(format!("unit {unit} is used while {at} reads it from {from}"));
                 }
             }
         }
+        let home = self.homes[unit];
+        if self.has_left(home) || holders().next().is_none() {
+            return None;
+        }
+        let known = self.sites[home].node.holders(unit as u64);
+        let is_known = |at: Place| known.contains(&id(at));
+        (!holders().all(is_known)).then(|| {
+            let holders: Vec<_> = holders().collect();
+            format!("{holders:?} have unit {unit}, the home knows {known:?}")
+        })
     }
 
     /// Returns whether the frames of a node are readable for another one: until it hears that the other has left. A read that ends now may have
@@ -415,15 +445,15 @@ impl World {
 }
 
 impl Site {
-    /// Returns whether the program's next access is to the unit.
-    fn is_at(&self, unit: usize) -> bool {
-        self.program
-            .get(self.results.len())
-            .is_some_and(|it| it.1 == unit)
-    }
-
     fn holds(&self, unit: usize) -> bool {
         self.views[unit] != Right::Invalid || self.node.right(unit as u64) != Right::Invalid
+    }
+}
+
+impl Thread {
+    /// Returns the next access.
+    fn next(&self) -> Option<Operation> {
+        self.program.get(self.results.len()).copied()
     }
 
     /// Ends an access.

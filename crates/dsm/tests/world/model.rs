@@ -22,13 +22,16 @@ pub(crate) struct Worlds {
     pub(crate) mutant: Option<rdmux_dsm::mutant::Mutant>,
 }
 
-/// Programs of the nodes.
+/// Programs of threads, each at a node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Programs {
-    /// So many nodes, and all combinations of programs of so many accesses.
-    All { nodes: usize, accesses: usize },
+    /// All combinations of programs of so many accesses.
+    All {
+        threads: &'static [Place],
+        accesses: usize,
+    },
     /// These.
-    These(&'static [&'static [Operation]]),
+    These(&'static [(Place, &'static [Operation])]),
 }
 
 /// Kinds of mishaps.
@@ -54,14 +57,19 @@ const EXPULSION: Mishaps = Mishaps {
 
 /// A node that is expelled by the home of unit 0, where it shares the unit, could read in unit 1, whose home has not heard of the expulsion, what
 /// another node writes after it has written unit 0; and then its old copy of unit 0.
-const STOPPED_READER: &[&[Operation]] = &[
-    &[(Access::Read, 1)],
-    &[(Access::Write, 0), (Access::Write, 1)],
-    &[(Access::Read, 0), (Access::Read, 1), (Access::Read, 0)],
-];
+const STOPPED_READER: Programs = Programs::These(&[
+    (0, &[(Access::Read, 1)]),
+    (1, &[(Access::Write, 0), (Access::Write, 1)]),
+    (2, &[(Access::Read, 0), (Access::Read, 1), (Access::Read, 0)]),
+]);
 
-const fn all(nodes: usize, accesses: usize) -> Programs {
-    Programs::All { nodes, accesses }
+/// Nodes of the threads.
+const TWO: &[Place] = &[0, 1];
+const TWO_AND_ONE: &[Place] = &[0, 1, 1];
+const THREE: &[Place] = &[0, 1, 2];
+
+const fn all(threads: &'static [Place], accesses: usize) -> Programs {
+    Programs::All { threads, accesses }
 }
 
 const fn worlds(name: &'static str, homes: &'static [Place], programs: Programs, mishaps: Mishaps) -> Worlds {
@@ -78,37 +86,53 @@ const fn worlds(name: &'static str, homes: &'static [Place], programs: Programs,
 
 /// Sets that are checked in every run of the tests, smallest first.
 pub(crate) const SMALL: &[Worlds] = &[
-    worlds("2 nodes, 1 unit, 1 access, expulsion", &[0], all(2, 1), EXPULSION),
-    worlds("2 nodes, 2 units, 1 access, crash", &[0, 1], all(2, 1), CRASH),
+    worlds(
+        "2 nodes, 1 unit, 1 access, expulsion",
+        &[0],
+        all(TWO, 1),
+        EXPULSION,
+    ),
+    worlds("2 nodes, 2 units, 1 access, crash", &[0, 1], all(TWO, 1), CRASH),
     worlds(
         "2 nodes, 2 units, 1 access, expulsion",
         &[0, 1],
-        all(2, 1),
+        all(TWO, 1),
         EXPULSION,
     ),
-    worlds("2 nodes, 1 unit, 2 accesses", &[0], all(2, 2), NONE),
-    worlds("3 nodes, 1 unit, 1 access", &[0], all(3, 1), NONE),
-    worlds("3 nodes, 1 unit, 1 access, reordered", &[0], all(3, 1), REORDERS),
-    worlds("2 nodes, 1 unit, 2 accesses, crash", &[0], all(2, 2), CRASH),
+    worlds("2 nodes, 1 unit, 2 accesses", &[0], all(TWO, 2), NONE),
+    worlds(
+        "2 nodes, 2 threads at one, 1 unit, 1 access",
+        &[0],
+        all(TWO_AND_ONE, 1),
+        REORDERS,
+    ),
+    worlds("3 nodes, 1 unit, 1 access", &[0], all(THREE, 1), NONE),
+    worlds(
+        "3 nodes, 1 unit, 1 access, reordered",
+        &[0],
+        all(THREE, 1),
+        REORDERS,
+    ),
+    worlds("2 nodes, 1 unit, 2 accesses, crash", &[0], all(TWO, 2), CRASH),
     worlds(
         "2 nodes, 2 units, 2 accesses, reordered",
         &[0, 1],
-        all(2, 2),
+        all(TWO, 2),
         REORDERS,
     ),
     worlds(
         "2 nodes, 1 unit, 2 accesses, reordered, duplicate",
         &[0],
-        all(2, 2),
+        all(TWO, 2),
         DUPLICATES,
     ),
     worlds(
         "3 nodes, 2 units, stopped reader",
         &[1, 0],
-        Programs::These(STOPPED_READER),
+        STOPPED_READER,
         EXPULSION,
     ),
-    worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(3, 1), CRASH),
+    worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
 ];
 
 /// Sets that take minutes each.
@@ -116,28 +140,33 @@ pub(crate) const LARGE: &[Worlds] = &[
     worlds(
         "2 nodes, 1 unit, 2 accesses, expulsion",
         &[0],
-        all(2, 2),
+        all(TWO, 2),
         EXPULSION,
     ),
     worlds(
         "3 nodes, 1 unit, 1 access, reordered, duplicate",
         &[0],
-        all(3, 1),
+        all(THREE, 1),
         DUPLICATES,
     ),
-    worlds("3 nodes, 1 unit, 1 access, expulsion", &[0], all(3, 1), EXPULSION),
-    worlds("2 nodes, 2 units, 2 accesses, crash", &[0, 1], all(2, 2), CRASH),
+    worlds(
+        "3 nodes, 1 unit, 1 access, expulsion",
+        &[0],
+        all(THREE, 1),
+        EXPULSION,
+    ),
+    worlds("2 nodes, 2 units, 2 accesses, crash", &[0, 1], all(TWO, 2), CRASH),
     worlds(
         "2 nodes, 2 units, 2 accesses, expulsion",
         &[0, 1],
-        all(2, 2),
+        all(TWO, 2),
         EXPULSION,
     ),
-    worlds("3 nodes, 2 units, 1 access, crash", &[0, 1], all(3, 1), CRASH),
+    worlds("3 nodes, 2 units, 1 access, crash", &[0, 1], all(THREE, 1), CRASH),
     worlds(
         "3 nodes, 2 units, 1 access, expulsion",
         &[0, 1],
-        all(3, 1),
+        all(THREE, 1),
         EXPULSION,
     ),
 ];
@@ -157,17 +186,20 @@ impl Model for Worlds {
 
     fn init_states(&self) -> Vec<World> {
         self.switch();
-        let world = |programs: &Vec<Arc<[Operation]>>| {
-            World::new(programs, self.homes, self.mishaps, self.faults_max)
+        let world = |threads: &[(Place, Arc<[Operation]>)]| {
+            World::new(threads, self.homes, self.mishaps, self.faults_max)
         };
         match self.programs {
-            Programs::These(programs) => vec![world(&programs.iter().map(|it| Arc::from(*it)).collect())],
-            Programs::All { nodes, accesses } => {
+            Programs::These(threads) => {
+                let threads: Vec<_> = threads.iter().map(|(at, it)| (*at, Arc::from(*it))).collect();
+                vec![world(&threads)]
+            }
+            Programs::All { threads, accesses } => {
                 let one = sequences(&operations(self.homes.len()), accesses);
-                sequences(&one, nodes)
-                    .iter()
-                    .map(|programs| world(&programs.iter().map(|it| Arc::from(&it[..])).collect()))
-                    .collect()
+                let one: Vec<Arc<[Operation]>> = one.iter().map(|it| Arc::from(&it[..])).collect();
+                let together = sequences(&one, threads.len());
+                let placed = together.into_iter().map(|it| threads.iter().copied().zip(it));
+                placed.map(|it| world(&it.collect::<Vec<_>>())).collect()
             }
         }
     }
