@@ -24,6 +24,8 @@ pub(crate) struct Mishaps {
     pub(crate) crashes: u8,
     /// Nodes that are expelled but go on until they are told.
     pub(crate) expulsions: u8,
+    /// The only node that may stop or be expelled; otherwise any one may.
+    pub(crate) leaver: Option<Place>,
     /// Messages of a pair of nodes overtake each other.
     pub(crate) reorders: bool,
 }
@@ -201,7 +203,7 @@ impl World {
             if site.node.epoch() < self.gone.len() as u64 && site.node.is_member(id(at)) {
                 steps.push(Step::Tell(at));
             }
-            if !self.has_left(at) {
+            if !self.has_left(at) && self.mishaps.leaver.is_none_or(|it| it == at) {
                 if self.mishaps.crashes > 0 {
                     steps.push(Step::Crash(at));
                 }
@@ -243,15 +245,19 @@ impl World {
         if !self.is_quiet() {
             return None;
         }
-        if self
-            .threads
-            .iter()
-            .any(|it| it.waits && self.sites[it.at].is_running)
-        {
-            return Some("a thread waits for ever".into());
+        let stuck = self.stuck();
+        if stuck.is_some() {
+            return stuck;
         }
         let history: Vec<_> = self.threads.iter().map(Thread::history).collect();
         (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
+    }
+
+    /// Returns the rule that is broken if nothing is left to happen and a thread waits.
+    pub(crate) fn stuck(&self) -> Option<String> {
+        let waits = |it: &Thread| it.waits && self.sites[it.at].is_running;
+        let index = self.threads.iter().position(waits)?;
+        Some(format!("thread {index} waits for ever"))
     }
 
     pub(crate) fn take(&mut self, step: Step) {
@@ -460,6 +466,12 @@ impl Thread {
     fn end(&mut self, result: Option<u32>) {
         self.results.push(result);
         self.faults = 0;
+    }
+
+    /// Returns the access that has ended last, if it took place.
+    pub(crate) fn last(&self) -> Option<(Operation, u32)> {
+        let value = (*self.results.last()?)?;
+        Some((self.program[self.results.len() - 1], value))
     }
 
     /// Returns the accesses that took place.

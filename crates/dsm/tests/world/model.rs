@@ -39,6 +39,7 @@ const NONE: Mishaps = Mishaps {
     duplicates: 0,
     crashes: 0,
     expulsions: 0,
+    leaver: None,
     reorders: false,
 };
 const REORDERS: Mishaps = Mishaps {
@@ -57,11 +58,22 @@ const EXPULSION: Mishaps = Mishaps {
 
 /// A node that is expelled by the home of unit 0, where it shares the unit, could read in unit 1, whose home has not heard of the expulsion, what
 /// another node writes after it has written unit 0; and then its old copy of unit 0.
-const STOPPED_READER: Programs = Programs::These(&[
-    (0, &[(Access::Read, 1)]),
-    (1, &[(Access::Write, 0), (Access::Write, 1)]),
-    (2, &[(Access::Read, 0), (Access::Read, 1), (Access::Read, 0)]),
-]);
+const STOPPED_READER: Worlds = Worlds {
+    name: "3 nodes, 2 units, a reader that is stopped and goes on",
+    homes: &[1, 0],
+    programs: Programs::These(&[
+        (0, &[(Access::Read, 1)]),
+        (1, &[(Access::Write, 0), (Access::Write, 1)]),
+        (2, &[(Access::Read, 0), (Access::Read, 1), (Access::Read, 0)]),
+    ]),
+    mishaps: Mishaps {
+        leaver: Some(2),
+        ..EXPULSION
+    },
+    faults_max: 1,
+    #[cfg(feature = "mutants")]
+    mutant: None,
+};
 
 /// Nodes of the threads.
 const TWO: &[Place] = &[0, 1];
@@ -126,12 +138,7 @@ pub(crate) const SMALL: &[Worlds] = &[
         all(TWO, 2),
         DUPLICATES,
     ),
-    worlds(
-        "3 nodes, 2 units, stopped reader",
-        &[1, 0],
-        STOPPED_READER,
-        EXPULSION,
-    ),
+    STOPPED_READER,
     worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
 ];
 
