@@ -261,8 +261,8 @@ impl World {
     }
 
     pub(crate) fn take(&mut self, step: Step) {
-        match step {
-            Step::Access(at) => self.access(at),
+        let unit = match step {
+            Step::Access(index) => Some(self.access(index)),
             Step::Deliver { from, to, index } => {
                 let messages = self.network.get_mut(&(from, to)).unwrap();
                 let message = messages.remove(index);
@@ -271,12 +271,14 @@ impl World {
                 }
                 self.sites[to].node.handle_message(id(from), &message);
                 self.carry_out(to);
+                Some(message.unit as usize)
             }
             Step::Duplicate { from, to, index } => {
                 self.mishaps.duplicates -= 1;
                 let messages = self.network.get_mut(&(from, to)).unwrap();
                 messages.push(messages[index]);
                 self.sort(from, to);
+                return;
             }
             Step::Pulled {
                 at,
@@ -290,34 +292,44 @@ impl World {
                 };
                 self.sites[at].node.handle_pulled(unit as u64, has_landed);
                 self.carry_out(at);
+                Some(unit)
             }
             Step::Protected { at, index } => {
                 let (unit, right) = self.sites[at].protects.remove(index);
                 self.sites[at].views[unit] = right;
                 self.sites[at].node.handle_protected(unit as u64);
                 self.carry_out(at);
+                Some(unit)
             }
             Step::Crash(at) => {
                 self.mishaps.crashes -= 1;
                 self.gone.push(at);
                 self.sites[at].is_running = false;
                 self.network.retain(|(_, to), _| *to != at);
+                None
             }
             Step::Expel(at) => {
                 self.mishaps.expulsions -= 1;
                 self.gone.push(at);
+                None
             }
             Step::Tell(at) => {
                 let epoch = self.sites[at].node.epoch();
                 let gone = id(self.gone[epoch as usize]);
                 self.sites[at].node.handle_gone(epoch + 1, &[gone]);
                 self.carry_out(at);
+                None
             }
+        };
+        // What happens to one unit changes no other one.
+        let units = unit.map_or(0..self.homes.len(), |unit| unit..unit + 1);
+        if let Some(flaw) = units.into_iter().find_map(|unit| self.flaw_of_unit(unit)) {
+            self.complain(flaw);
         }
-        self.check();
     }
 
-    fn access(&mut self, index: usize) {
+    /// Attempts a thread's next access, and returns its unit.
+    fn access(&mut self, index: usize) -> usize {
         let thread = &mut self.threads[index];
         let (at, (access, unit)) = (thread.at, thread.next().unwrap());
         let site = &mut self.sites[at];
@@ -341,6 +353,7 @@ impl World {
             site.node.handle_fault(unit as u64, access);
             self.carry_out(at);
         }
+        unit
     }
 
     /// Does what a node's driver does.
@@ -385,14 +398,7 @@ impl World {
         }
     }
 
-    /// Checks what must hold between steps, for the nodes that have not left.
-    fn check(&mut self) {
-        let flaw = (0..self.homes.len()).find_map(|unit| self.flaw_of_unit(unit));
-        if let Some(flaw) = flaw {
-            self.complain(flaw);
-        }
-    }
-
+    /// Returns the rule that is broken of those that hold between steps, for the nodes that have not left.
     fn flaw_of_unit(&self, unit: usize) -> Option<String> {
         let members = || {
             self.sites
