@@ -31,7 +31,6 @@
 //! | any, request | fault | as before | none: the wake-up wakes all; who needs more faults again |
 //! | right enough | fault | as before | Wake |
 //! | no recall; no request or Asked | Recall to a right below | recall | Protect |
-//! | no recall; no request or Asked | Recall to a right not below | as before | Yielded |
 //! | recall | protected | lower right | Yielded |
 //! | Asked, no recall | Grant with a source | Pulling | Pull |
 //! | Asked, no recall | Grant without source | Installing | Protect |
@@ -392,8 +391,8 @@ impl Node {
         }
         match body {
             Body::Ask(right) => directory.ask(unit, (from, request), right, home, out),
-            Body::Yielded => directory.yielded(unit, from, home, out),
-            Body::Installed => directory.installed(unit, (from, request), home, out),
+            Body::Yielded => directory.yielded(unit, from, out),
+            Body::Installed => directory.installed(unit, (from, request), out),
             Body::Failed => directory.failed(unit, (from, request), peers, out),
             Body::Recall(right) => pages.recall(unit, request, right, out),
             Body::Grant { right, source } => pages.grant(unit, request, (right, source), peers, out),

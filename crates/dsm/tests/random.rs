@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
-use rdmux_dsm::protocol::Access;
+use rdmux_dsm::protocol::{Access, Body, Right};
 
-use world::{Mishaps, Operation, Place, Step, World};
+use world::{Mishaps, Operation, Place, Step, World, id};
 
 const NODES: usize = 5;
 const UNITS: usize = 20;
@@ -76,6 +76,7 @@ fn run(seed: u64) -> (usize, usize) {
         expulsions: if is_calm { 0 } else { below(dice, 2) as u8 },
         leaver: None,
         reorders: below(dice, 2) == 1,
+        hostile: None,
     };
     let mut world = World::new(&threads, &homes, mishaps, u8::MAX);
     let mut versions = Versions::default();
@@ -114,6 +115,62 @@ fn run(seed: u64) -> (usize, usize) {
     unreachable!("a run ends")
 }
 
+fn body(dice: &mut ChaCha8Rng) -> Body {
+    let node = id(below(dice, NODES));
+    let right = [Right::Shared, Right::Exclusive][below(dice, 2)];
+    match below(dice, 8) {
+        0 => Body::Ask(right),
+        1 => Body::Recall([Right::Invalid, Right::Shared][below(dice, 2)]),
+        2 => Body::Yielded,
+        3 => Body::Grant { right, source: None },
+        4 => Body::Grant {
+            right,
+            source: Some(node),
+        },
+        5 => Body::Installed,
+        6 => Body::Failed,
+        _ => Body::Refuse(node),
+    }
+}
+
+/// Runs a world with a node that sends what it likes until it is expelled; then all others go on to their end.
+fn run_with_hostile(seed: u64) {
+    const HOSTILE: Place = NODES - 1;
+    let dice = &mut ChaCha8Rng::seed_from_u64(seed);
+    let (units, writes) = (1 + below(dice, UNITS), 1 + below(dice, 9));
+    let threads: Vec<_> = (0..THREADS)
+        .map(|it| (it % NODES, program(dice, units, writes)))
+        .collect();
+    let homes: Vec<Place> = (0..UNITS).map(|_| below(dice, NODES)).collect();
+    let mishaps = Mishaps {
+        hostile: Some(HOSTILE),
+        ..Mishaps::default()
+    };
+    let mut world = World::new(&threads, &homes, mishaps, 20);
+    let mut steps = vec![];
+    for count in 0.. {
+        steps.clear();
+        world.steps(&mut steps);
+        if count == 2000 {
+            world.expel(HOSTILE);
+        } else if count < 2000 && (steps.is_empty() || below(dice, 4) == 0) {
+            let (to, unit) = (below(dice, NODES - 1), below(dice, units) as u64);
+            let (request, sequence) = (below(dice, 60) as u64, below(dice, 1000) as u64);
+            world.forge(to, unit, request, sequence, body(dice));
+        } else if steps.is_empty() {
+            break;
+        } else {
+            world.take(steps[below(dice, steps.len())]);
+        }
+    }
+    assert_eq!(world.stuck(), None, "seed {seed}");
+}
+
+#[test]
+fn hostile_node__keeps_nobody_waiting_once_it_is_expelled() {
+    (0..200).for_each(run_with_hostile);
+}
+
 fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().and_then(|it| it.parse().ok())
 }
@@ -122,7 +179,7 @@ fn number(variable: &str) -> Option<u64> {
 fn protocol__keeps_the_rules_in_random_runs() {
     let seeds = match number(SEED) {
         Some(seed) => seed..seed + 1,
-        None => 0..number(RUNS).unwrap_or(300),
+        None => 0..number(RUNS).unwrap_or(1000),
     };
     println!("seeds {seeds:?}");
     let runs = seeds.map(run);

@@ -237,8 +237,16 @@ impl Entry {
 }
 
 impl Directory {
-    fn entry(&mut self, unit: u64, home: NodeId) -> &mut Entry {
-        self.entries.entry(unit).or_insert_with(|| Entry::new(home))
+    /// Returns the entry whose grant a node answers.
+    fn granting(&mut self, unit: u64, from: (NodeId, u64)) -> Result<&mut Entry, Violation> {
+        let is_granting = |entry: &&mut Entry| {
+            let turn = entry.turn.as_ref();
+            turn.is_some_and(|it| {
+                (it.ask.node, it.ask.request) == from && matches!(it.step, Step::Granting { .. })
+            })
+        };
+        let entry = self.entries.get_mut(&unit).filter(is_granting);
+        entry.ok_or(Violation::Unexpected)
     }
 
     pub(super) fn ask(
@@ -249,7 +257,7 @@ impl Directory {
         home: NodeId,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let entry = self.entry(unit, home);
+        let entry = self.entries.entry(unit).or_insert_with(|| Entry::new(home));
         if entry.queue.iter().any(|ask| ask.node == node) {
             return Err(Violation::Unexpected);
         }
@@ -261,47 +269,16 @@ impl Directory {
         Ok(())
     }
 
-    pub(super) fn yielded(
-        &mut self,
-        unit: u64,
-        node: NodeId,
-        home: NodeId,
-        out: &mut Output,
-    ) -> Result<(), Violation> {
-        let entry = self.entry(unit, home);
-        let Some(Turn {
-            ask,
-            step: Step::Recalling(rest),
-            ..
-        }) = &mut entry.turn
-        else {
+    pub(super) fn yielded(&mut self, unit: u64, node: NodeId, out: &mut Output) -> Result<(), Violation> {
+        let entry = self.entries.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let Some(turn) = &mut entry.turn else {
             return Err(Violation::Unexpected);
         };
-        if !rest.remove(&node) {
-            return Err(Violation::Unexpected);
-        }
-        let kept = ask.kept();
-        entry.lower(node, kept);
-        entry.advance(unit, out);
-        Ok(())
-    }
-
-    pub(super) fn installed(
-        &mut self,
-        unit: u64,
-        (node, request): (NodeId, u64),
-        home: NodeId,
-        out: &mut Output,
-    ) -> Result<(), Violation> {
-        let entry = self.entry(unit, home);
-        match &entry.turn {
-            Some(Turn {
-                ask,
-                step: Step::Granting { right, .. },
-                ..
-            }) if (ask.node, ask.request) == (node, request) => {
-                let right = *right;
-                entry.install(node, right);
+        let kept = turn.ask.kept();
+        match &mut turn.step {
+            Step::Recalling(rest) if rest.contains(&node) => {
+                rest.remove(&node);
+                entry.lower(node, kept);
                 entry.advance(unit, out);
                 Ok(())
             }
@@ -309,28 +286,43 @@ impl Directory {
         }
     }
 
+    pub(super) fn installed(
+        &mut self,
+        unit: u64,
+        from: (NodeId, u64),
+        out: &mut Output,
+    ) -> Result<(), Violation> {
+        let entry = self.granting(unit, from)?;
+        if let Some(Turn {
+            step: Step::Granting { right, .. },
+            ..
+        }) = entry.turn
+        {
+            entry.install(from.0, right);
+            entry.advance(unit, out);
+        }
+        Ok(())
+    }
+
     pub(super) fn failed(
         &mut self,
         unit: u64,
-        (node, request): (NodeId, u64),
+        from: (NodeId, u64),
         peers: &Peers,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let entry = self.entry(unit, peers.own());
-        let Some(turn) = &mut entry.turn else {
+        let entry = self.granting(unit, from)?;
+        let Some(Turn { step, .. }) = &mut entry.turn else {
             return Err(Violation::Unexpected);
         };
         let Step::Granting {
             source: Some(source),
             has_failed,
             ..
-        } = &mut turn.step
+        } = step
         else {
             return Err(Violation::Unexpected);
         };
-        if (turn.ask.node, turn.ask.request) != (node, request) {
-            return Err(Violation::Unexpected);
-        }
         if peers.is_member(*source) {
             *has_failed = true;
             return Ok(());
@@ -338,7 +330,7 @@ impl Directory {
         if entry.fresh.is_empty() {
             entry.holders = Holders::Lost(*source);
         }
-        turn.step = Step::Recalling(BTreeSet::new());
+        *step = Step::Recalling(BTreeSet::new());
         entry.advance(unit, out);
         Ok(())
     }

@@ -56,6 +56,12 @@ impl Page {
         self.recall.as_ref().map_or(self.right, |it| it.right)
     }
 
+    /// Returns whether the home is to answer a request.
+    fn waits_for(&self, request: u64) -> bool {
+        let step = Step::Asked;
+        self.ask == Some(Ask { request, step })
+    }
+
     /// Ends all use of the copy.
     fn poison(&mut self, unit: u64, node: NodeId, out: &mut Output) {
         self.right = Right::Invalid;
@@ -118,12 +124,12 @@ impl Pages {
         out: &mut Output,
     ) -> Result<(), Violation> {
         let home = self.homes.of(unit);
-        let page = self.pages.entry(unit).or_default();
+        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
         let is_changing = page.ask.as_ref().is_some_and(|it| it.step != Step::Asked);
-        if is_changing || page.recall.is_some() {
+        if is_changing || page.recall.is_some() || page.right <= right {
             return Err(Violation::Unexpected);
         }
-        if page.right <= right || (mutant!(UpgradeKeepsCopy) && page.ask.is_some()) {
+        if mutant!(UpgradeKeepsCopy) && page.ask.is_some() {
             out.post(home, unit, request, Body::Yielded);
             return Ok(());
         }
@@ -145,25 +151,18 @@ impl Pages {
         peers: &Peers,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let page = self.pages.entry(unit).or_default();
-        let is_recalled = page.recall.is_some();
-        let ask = page
-            .ask
-            .as_mut()
-            .filter(|it| it.request == request && it.step == Step::Asked);
-        let Some(ask) = ask.filter(|_| !is_recalled && source != Some(peers.own())) else {
+        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let is_expected = page.waits_for(request) && page.recall.is_none() && source != Some(peers.own());
+        let Some(ask) = page.ask.as_mut().filter(|_| is_expected) else {
             return Err(Violation::Unexpected);
         };
         match source {
-            Some(from) => {
-                out.act(Action::Pull { unit, from });
+            Some(from) if !mutant!(TakenEarly) => {
                 ask.step = Step::Pulling(right);
-                if mutant!(TakenEarly) {
-                    ask.step = Step::Installing(right);
-                    out.act(Action::Protect { unit, right });
-                }
+                out.act(Action::Pull { unit, from });
             }
-            None => {
+            source => {
+                source.inspect(|from| out.act(Action::Pull { unit, from: *from }));
                 ask.step = Step::Installing(right);
                 out.act(Action::Protect { unit, right });
             }
@@ -178,14 +177,12 @@ impl Pages {
         node: NodeId,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let page = self.pages.entry(unit).or_default();
-        match &page.ask {
-            Some(ask) if ask.request == request && ask.step == Step::Asked => {
-                page.poison(unit, node, out);
-                Ok(())
-            }
-            _ => Err(Violation::Unexpected),
+        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        if !page.waits_for(request) {
+            return Err(Violation::Unexpected);
         }
+        page.poison(unit, node, out);
+        Ok(())
     }
 
     pub(super) fn pulled(&mut self, unit: u64, has_landed: bool, peers: &Peers, out: &mut Output) {

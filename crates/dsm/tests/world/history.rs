@@ -43,15 +43,3 @@ fn search(
         search(history, done, memory, seen)
     })
 }
-
-#[test]
-fn history__store_buffering_has_no_order() {
-    let (write, read) = (
-        |unit, value| ((Access::Write, unit), value),
-        |unit, value| ((Access::Read, unit), value),
-    );
-    let both_old = [vec![write(0, 1), read(1, 0)], vec![write(1, 2), read(0, 0)]];
-    let one_old = [vec![write(0, 1), read(1, 0)], vec![write(1, 2), read(0, 1)]];
-    assert!(!is_sequentially_consistent(&both_old));
-    assert!(is_sequentially_consistent(&one_old));
-}

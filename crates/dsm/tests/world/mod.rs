@@ -7,7 +7,7 @@ pub(crate) mod model;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rdmux_dsm::protocol::{Access, Action, Homes, Message, Node, NodeId, Right, Settings};
+use rdmux_dsm::protocol::{Access, Action, Body, Homes, Message, Node, NodeId, Right, Settings};
 
 /// An access of a program: the kind and the unit.
 pub(crate) type Operation = (Access, usize);
@@ -28,6 +28,8 @@ pub(crate) struct Mishaps {
     pub(crate) leaver: Option<Place>,
     /// Messages of a pair of nodes overtake each other.
     pub(crate) reorders: bool,
+    /// A node sends what it likes: the others may break rules with each other, until it has left and as to what it had a part in.
+    pub(crate) hostile: Option<Place>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -108,7 +110,7 @@ const NOTHING: u32 = u32::MAX;
 /// A message is overtaken by fewer later ones than this.
 const OVERTAKEN: u64 = 64;
 
-fn id(place: Place) -> NodeId {
+pub(crate) fn id(place: Place) -> NodeId {
     NodeId::new(place as u32).unwrap()
 }
 
@@ -253,9 +255,33 @@ impl World {
         (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
     }
 
+    /// Expels a node.
+    pub(crate) fn expel(&mut self, at: Place) {
+        self.gone.push(at);
+    }
+
+    /// Has the hostile node send a message.
+    pub(crate) fn forge(&mut self, to: Place, unit: u64, request: u64, sequence: u64, body: Body) {
+        let from = self.mishaps.hostile.unwrap();
+        let message = Message {
+            region: 7,
+            epoch: self.sites[from].node.epoch(),
+            sequence,
+            request,
+            unit,
+            body,
+        };
+        self.sites[to].node.handle_message(id(from), &message);
+        self.carry_out(to);
+    }
+
+    fn is_hostile(&self, at: Place) -> bool {
+        self.mishaps.hostile == Some(at)
+    }
+
     /// Returns the rule that is broken if nothing is left to happen and a thread waits.
     pub(crate) fn stuck(&self) -> Option<String> {
-        let waits = |it: &Thread| it.waits && self.sites[it.at].is_running;
+        let waits = |it: &Thread| it.waits && self.sites[it.at].is_running && !self.is_hostile(it.at);
         let index = self.threads.iter().position(waits)?;
         Some(format!("thread {index} waits for ever"))
     }
@@ -310,7 +336,7 @@ impl World {
             }
             Step::Expel(at) => {
                 self.mishaps.expulsions -= 1;
-                self.gone.push(at);
+                self.expel(at);
                 None
             }
             Step::Tell(at) => {
@@ -445,7 +471,9 @@ impl World {
     }
 
     fn complain(&mut self, flaw: String) {
-        self.flaw.get_or_insert(flaw);
+        if self.mishaps.hostile.is_none() {
+            self.flaw.get_or_insert(flaw);
+        }
     }
 
     /// Sorts what has no order, so that equal worlds are equal.

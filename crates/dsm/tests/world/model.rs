@@ -41,6 +41,7 @@ const NONE: Mishaps = Mishaps {
     expulsions: 0,
     leaver: None,
     reorders: false,
+    hostile: None,
 };
 const REORDERS: Mishaps = Mishaps {
     reorders: true,
