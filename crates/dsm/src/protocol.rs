@@ -72,8 +72,9 @@
 //!   expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is expelled and goes on
 //!   may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together with that.
 //! - The driver must make the frames unreadable for a node (revoke its keys) before it tells that the node is gone.
-//! - The home removes the node from its entries. A unit to which only it had a right that allows writing, or was being granted one, is lost:
-//!   requests for it are refused, by the name of that node. For other units, another fresh frame serves.
+//! - The home removes the node from its entries. A unit is lost if the node could write it, or was being granted that, or had the only fresh
+//!   frame: requests for it are refused, by the name of the node. (A node that reads a unit alone can write it, too.) For other units, another
+//!   fresh frame serves.
 //! - Units whose *home* is gone: a node keeps the copies that it has, with their rights, which nobody can recall. What it lacks it does not get:
 //!   the unit is poisoned at that node, by the name of the home. (Another copy of the entries would be needed for more.)
 //! - A node that is told that it is gone itself poisons all that it has used.

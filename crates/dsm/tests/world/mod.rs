@@ -232,6 +232,9 @@ impl World {
 
     /// Returns whether nothing is left to happen but mishaps.
     pub(crate) fn is_quiet(&self) -> bool {
+        if !self.network.is_empty() {
+            return false;
+        }
         let mut steps = vec![];
         self.steps(&mut steps);
         steps

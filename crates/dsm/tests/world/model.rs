@@ -64,7 +64,7 @@ const STOPPED_READER: Worlds = Worlds {
     homes: &[1, 0],
     programs: Programs::These(&[
         (0, &[(Access::Read, 1)]),
-        (1, &[(Access::Write, 0), (Access::Write, 1)]),
+        (1, &[(Access::Read, 0), (Access::Write, 0), (Access::Write, 1)]),
         (2, &[(Access::Read, 0), (Access::Read, 1), (Access::Read, 0)]),
     ]),
     mishaps: Mishaps {
