@@ -45,6 +45,8 @@ mutants! {
     FailureTaken,
     /// A read that failed before its source is known to be gone is not tried again.
     FailureForgotten,
+    /// A unit is lost although a node may have read its contents from the one that is gone.
+    ReadNotAwaited,
     /// The contents of a unit that is shared are lost with the first node that had them.
     SharedLost,
 }

@@ -62,8 +62,8 @@
 //!
 //! ## Nodes that leave
 //!
-//! The driver finds out who has left, and tells each node ([`Node::handle_gone`]), with the epoch that begins, in the order of the epochs. All
-//! nodes hear the same. Messages between two members are neither lost nor altered: when a connection of two nodes fails, one of them has to
+//! The driver finds out who has left, and tells each node ([`Node::handle_gone`]), with the epoch that begins. All nodes agree on who has left by
+//! which epoch. Messages between two members are neither lost nor altered: when a connection of two nodes fails, one of them has to
 //! leave. A node that has left does not come back under its number.
 //!
 //! - A message of a node that is gone is dropped. That makes all its messages of old epochs void. Those of members are true in whatever epoch
@@ -306,7 +306,8 @@ impl Node {
         self.settle();
     }
 
-    /// Takes the news that an epoch begins in which nodes have left, maybe this one. An epoch that is not newer is ignored.
+    /// Takes the news that an epoch has begun, with the nodes that have left since the one before which this node has heard of; maybe this one.
+    /// An epoch that is not newer is ignored.
     pub fn handle_gone(&mut self, epoch: u64, gone: &[NodeId]) {
         if epoch <= self.peers.epoch() {
             return;

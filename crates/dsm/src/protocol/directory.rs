@@ -201,8 +201,6 @@ impl Entry {
             self.fresh = BTreeSet::from([home]);
         }
         let was_shared = self.fresh.remove(&node);
-        // Who waits for an answer of the node that reads from the one that is gone learns from it whether it has read.
-        let mut is_settled = true;
         if let Some(turn) = &mut self.turn {
             let is_asker = turn.ask.node == node && !mutant!(GoneGranted);
             match &mut turn.step {
@@ -218,17 +216,28 @@ impl Entry {
                 }
                 Step::Granting {
                     source: Some(source),
-                    has_failed,
+                    has_failed: true,
                     ..
-                } if *source == node => match *has_failed {
-                    true if !mutant!(FailureForgotten) => turn.step = Step::Recalling(BTreeSet::new()),
-                    _ => is_settled = false,
-                },
+                } if *source == node && !mutant!(FailureForgotten) => {
+                    turn.step = Step::Recalling(BTreeSet::new());
+                }
                 Step::Granting { .. } => {}
             }
         }
         is_lost |= was_shared && mutant!(SharedLost);
-        if is_lost || (is_settled && self.fresh.is_empty() && !matches!(self.holders, Holders::Lost(_))) {
+        // The node that reads from one that is gone, this one or an earlier one, is going to say whether it has read.
+        let is_read = self.turn.as_ref().is_some_and(|turn| {
+            matches!(
+                turn.step,
+                Step::Granting {
+                    source: Some(_),
+                    has_failed: false,
+                    ..
+                }
+            )
+        }) && !mutant!(ReadNotAwaited);
+        let is_kept = is_read || !self.fresh.is_empty() || matches!(self.holders, Holders::Lost(_));
+        if is_lost || !is_kept {
             self.holders = Holders::Lost(node);
         } else {
             self.lower(node, Right::Invalid);

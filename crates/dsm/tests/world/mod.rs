@@ -101,8 +101,11 @@ pub(crate) enum Step {
     },
     Crash(Place),
     Expel(Place),
-    /// A node hears of the next epoch.
-    Tell(Place),
+    /// A node hears of an epoch, and of all who have left until then.
+    Tell {
+        at: Place,
+        epoch: u64,
+    },
 }
 
 /// Value of a frame that holds no contents.
@@ -202,8 +205,9 @@ impl World {
                 }
             }
             steps.extend((0..site.protects.len()).map(|index| Step::Protected { at, index }));
-            if site.node.epoch() < self.gone.len() as u64 && site.node.is_member(id(at)) {
-                steps.push(Step::Tell(at));
+            if site.node.is_member(id(at)) {
+                let epochs = site.node.epoch() + 1..=self.gone.len() as u64;
+                steps.extend(epochs.map(|epoch| Step::Tell { at, epoch }));
             }
             if !self.has_left(at) && self.mishaps.leaver.is_none_or(|it| it == at) {
                 if self.mishaps.crashes > 0 {
@@ -342,10 +346,11 @@ impl World {
                 self.expel(at);
                 None
             }
-            Step::Tell(at) => {
-                let epoch = self.sites[at].node.epoch();
-                let gone = id(self.gone[epoch as usize]);
-                self.sites[at].node.handle_gone(epoch + 1, &[gone]);
+            Step::Tell { at, epoch } => {
+                let node = &mut self.sites[at].node;
+                let gone = &self.gone[node.epoch() as usize..epoch as usize];
+                let gone: Vec<_> = gone.iter().map(|it| id(*it)).collect();
+                node.handle_gone(epoch, &gone);
                 self.carry_out(at);
                 None
             }

@@ -51,6 +51,10 @@ const DUPLICATES: Mishaps = Mishaps {
     duplicates: 1,
     ..REORDERS
 };
+const ALL_BUT_EXPULSION: Mishaps = Mishaps {
+    crashes: 1,
+    ..DUPLICATES
+};
 const CRASH: Mishaps = Mishaps { crashes: 1, ..NONE };
 const EXPULSION: Mishaps = Mishaps {
     expulsions: 1,
@@ -71,6 +75,22 @@ const STOPPED_READER: Worlds = Worlds {
         leaver: Some(2),
         ..EXPULSION
     },
+    faults_max: 1,
+    #[cfg(feature = "mutants")]
+    mutant: None,
+};
+
+/// Two nodes leave while the home reads what one of them has written.
+const TWO_LEAVE: Worlds = Worlds {
+    name: "4 nodes, 1 unit, 2 crashes",
+    homes: &[0],
+    programs: Programs::These(&[
+        (0, &[(Access::Read, 0)]),
+        (1, &[(Access::Write, 0)]),
+        (2, &[]),
+        (3, &[(Access::Read, 0)]),
+    ]),
+    mishaps: Mishaps { crashes: 2, ..NONE },
     faults_max: 1,
     #[cfg(feature = "mutants")]
     mutant: None,
@@ -134,11 +154,18 @@ pub(crate) const SMALL: &[Worlds] = &[
         REORDERS,
     ),
     worlds(
+        "2 nodes, 1 unit, 1 access, reordered, duplicate, crash",
+        &[0],
+        all(TWO, 1),
+        ALL_BUT_EXPULSION,
+    ),
+    worlds(
         "2 nodes, 1 unit, 2 accesses, reordered, duplicate",
         &[0],
         all(TWO, 2),
         DUPLICATES,
     ),
+    TWO_LEAVE,
     STOPPED_READER,
     worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
 ];
