@@ -56,6 +56,7 @@ const ALL_BUT_EXPULSION: Mishaps = Mishaps {
     ..DUPLICATES
 };
 const CRASH: Mishaps = Mishaps { crashes: 1, ..NONE };
+const TWO_CRASHES: Mishaps = Mishaps { crashes: 2, ..NONE };
 const EXPULSION: Mishaps = Mishaps {
     expulsions: 1,
     ..NONE
@@ -90,7 +91,7 @@ const TWO_LEAVE: Worlds = Worlds {
         (2, &[]),
         (3, &[(Access::Read, 0)]),
     ]),
-    mishaps: Mishaps { crashes: 2, ..NONE },
+    mishaps: TWO_CRASHES,
     faults_max: 1,
     #[cfg(feature = "mutants")]
     mutant: None,
@@ -189,6 +190,12 @@ pub(crate) const LARGE: &[Worlds] = &[
         &[0],
         all(THREE, 1),
         EXPULSION,
+    ),
+    worlds(
+        "3 nodes, 1 unit, 1 access, 2 crashes",
+        &[0],
+        all(THREE, 1),
+        TWO_CRASHES,
     ),
     worlds("2 nodes, 2 units, 2 accesses, crash", &[0, 1], all(TWO, 2), CRASH),
     worlds(
