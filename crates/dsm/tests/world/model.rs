@@ -118,7 +118,7 @@ const fn worlds(name: &'static str, homes: &'static [Place], programs: Programs,
     }
 }
 
-/// Sets that are checked in every run of the tests, smallest first.
+/// Sets that are checked in every run of the tests: 2.1 million states, 27 s of a processor in a debug build. The last one has 710,000.
 pub(crate) const SMALL: &[Worlds] = &[
     worlds(
         "2 nodes, 1 unit, 1 access, expulsion",
@@ -171,7 +171,7 @@ pub(crate) const SMALL: &[Worlds] = &[
     worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
 ];
 
-/// Sets that take minutes each.
+/// Sets that take minutes in a release build, with the numbers of their states in millions: 0.2, 0.6, 1.5, 2.7, 1.1, 2.7, 2.5 and 5.7.
 pub(crate) const LARGE: &[Worlds] = &[
     worlds(
         "2 nodes, 1 unit, 2 accesses, expulsion",
