@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, CmMessage, IpAddressing, MAD_LEN};
+use rdmux_wire::dsm;
 use rdmux_wire::node::{Completion, DESCRIPTOR_BYTES, Descriptor, Work, WorkData, control, mux, peer};
 use rdmux_wire::nvme_tcp::{DataLayout, Digests, Flags};
 use rdmux_wire::push;
@@ -235,6 +236,15 @@ pub(crate) fn node_mux(input: &[u8]) {
         let mut emitted = Vec::new();
         receives.iter().for_each(|receive| receive.emit(&mut emitted));
         assert_eq!(emitted, body);
+    }
+}
+
+/// A message of the distributed shared memory: there is one way to write each, so emitting gives back the input.
+pub(crate) fn dsm(input: &[u8]) {
+    if let Ok(message) = dsm::Message::parse(input) {
+        let mut bytes = [0xee; dsm::MESSAGE_LEN];
+        message.emit(&mut bytes);
+        assert_eq!(bytes, input);
     }
 }
 

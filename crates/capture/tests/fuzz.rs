@@ -60,6 +60,11 @@ fn fuzz__rsocket() {
 }
 
 #[test]
+fn fuzz__dsm() {
+    fuzz("dsm", targets::dsm);
+}
+
+#[test]
 fn fuzz__node_mux() {
     fuzz("node_mux", targets::node_mux);
 }

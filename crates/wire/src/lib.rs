@@ -16,6 +16,7 @@ extern crate self as rdmux_wire;
 pub mod accel;
 pub mod bytes;
 pub mod cm;
+pub mod dsm;
 mod id;
 pub mod node;
 pub mod nvme;

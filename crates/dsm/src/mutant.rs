@@ -1,0 +1,52 @@
+//! Deliberate defects of the protocol (`crates/mutant.rs`), which its checks must catch.
+
+#[macro_use]
+#[path = "../../mutant.rs"]
+mod switch;
+
+#[cfg(feature = "mutants")]
+mutants! {
+    "A defect of the protocol.";
+    /// A right is granted although a node that was recalled has not yielded.
+    RecallNotAwaited,
+    /// A node yields before its view of the unit is protected.
+    YieldedEarly,
+    /// Of several nodes that share a unit, only one is recalled.
+    OneSharerRecalled,
+    /// A node that may write keeps its right while another one gets to read.
+    OwnerKeepsRight,
+    /// A request for a busy unit is forgotten.
+    BusyForgotten,
+    /// A node that waits for the right to write keeps its shared copy when it is recalled.
+    UpgradeKeepsCopy,
+    /// The home goes on to the next request when it has sent the grant.
+    InstalledNotAwaited,
+    /// A duplicate is handled again.
+    DuplicateTaken,
+    /// A message of a node that is gone is handled.
+    GoneHeard,
+    /// A message of a newer membership is handled at once.
+    NewerNotHeld,
+    /// A unit that a node could write when it left is served from a copy of before.
+    ExclusiveNotLost,
+    /// A unit that a node was getting to write when it left is served from a copy of before.
+    GrantNotLost,
+    /// A recalled node that is gone is still waited for.
+    GoneAwaited,
+    /// A node that is gone still gets its turn.
+    GoneGranted,
+    /// A request to a home that is gone is kept.
+    HomeGoneAwaited,
+    /// Frames that were fresh before a write still count as fresh.
+    FreshKept,
+    /// A right is taken before the contents have landed.
+    TakenEarly,
+    /// A read of the contents that failed counts as one that has landed.
+    FailureTaken,
+    /// A read that failed before its source is known to be gone is not tried again.
+    FailureForgotten,
+    /// A unit is lost although a node may have read its contents from the one that is gone.
+    ReadNotAwaited,
+    /// The contents of a unit that is shared are lost with the first node that had them.
+    SharedLost,
+}

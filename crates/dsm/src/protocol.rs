@@ -1,0 +1,431 @@
+//! The coherence protocol of a region with sequential consistency, as a state machine without I/O or clock.
+//!
+//! [`Node`] is one node's part. The nodes of a region share *units*. A node has a copy of a unit in its own memory, its *frame*, which
+//! other nodes may only read (RDMA READ), and its program sees the frame through a *view* whose protection is the node's [`Right`]. Nobody
+//! writes into the frame of another node, since a node that was stopped in the middle of a copy finishes it when it goes on.
+//!
+//! # Protocol
+//!
+//! Each unit has a home. The home has an entry for the unit, and carries out one request at a time; the others wait there, in the order of
+//! their arrival. All messages go between the home and one other node. (A home that is itself the node sends itself the same messages, which
+//! are handled at once.) They are those of [`rdmux_wire::dsm`]:
+//!
+//! 1. A node whose program lacks a right sends *Ask*.
+//! 2. The home sends *Recall* to each node whose right does not go with the request: to all others for a write, to a node that may write for a
+//!    read. Such a node protects its view, and sends *Yielded* when that is done. Its frame keeps the contents.
+//! 3. When all have yielded, the home sends *Grant*. It names a node to read the contents from, unless the frame of the node that asks has
+//!    them. If nobody else has a right, a read is granted the right to write too (the E of MESI), and a later write costs nothing.
+//! 4. The node reads the contents, changes its view, and sends *Installed*. The home begins the next request.
+//!
+//! So a read, an upgrade and a cold write are one request each. A frame is read only while the home waits for Installed, in which time nobody
+//! gets a right to write it. A request between three nodes takes four messages before the read of the contents. If the owner sent the grant, it
+//! would take three, but a node could have got it of which the home does not know, and the repair after a death would have to ask all nodes.
+//!
+//! ## States
+//!
+//! A copy has a right, and besides at most one *recall* that is carried out, and at most one *request*:
+//!
+//! | state | event | next | output |
+//! |---|---|---|---|
+//! | right below the need, no request | fault | Asked | Ask |
+//! | any, request | fault | as before | none: the wake-up wakes all; who needs more faults again |
+//! | right enough | fault | as before | Wake |
+//! | no recall; no request or Asked | Recall to a right below | recall | Protect |
+//! | recall | protected | lower right | Yielded |
+//! | Asked, no recall | Grant with a source | Pulling | Pull |
+//! | Asked, no recall | Grant without source | Installing | Protect |
+//! | Asked | Refuse, or the home is gone | poisoned | Poison |
+//! | Pulling | the contents have landed | Installing | Protect |
+//! | Pulling | they could not be read | Asked; poisoned if the home is gone | Failed; Poison |
+//! | Installing | protected | right as granted, no request | Installed, Wake |
+//! | poisoned | fault | poisoned | Poison |
+//!
+//! A home's entry has *holders* (shared by some, exclusive to one, or lost with a node), the nodes whose frames are *fresh*, and at most one
+//! turn:
+//!
+//! | state | event | next |
+//! |---|---|---|
+//! | no turn | Ask | Recalling those in the way; Granting if there are none; Refuse if the unit is lost |
+//! | turn | Ask | the request waits in the queue |
+//! | Recalling | Yielded | the holder is lowered; Granting after the last one |
+//! | Granting | Installed | the holder is recorded; the next request |
+//! | Granting | Failed, the source is gone | Granting again, with another fresh source; Refuse if there is none |
+//! | Granting | Failed, the source is a member | as before, until the source is gone |
+//!
+//! ## Races
+//!
+//! - *Upgrade and invalidation*: a node that shares a unit asks to write it, and another node's request is first. The node is recalled while it
+//!   is Asked. It yields, and its later Grant names a source.
+//! - *Read of the contents and invalidation of the source*: the home recalls nobody before Installed.
+//! - *Two threads of a node*: a read and a write of one unit share the request of the first; the writing thread faults again.
+//! - *A right that is recalled before the program has used it*: the program faults again. The protocol does not bound how often.
+//!
+//! ## Nodes that leave
+//!
+//! The driver finds out who has left, and tells each node ([`Node::handle_gone`]), with the epoch that begins. All nodes agree on who has left by
+//! which epoch. Messages between two members are neither lost nor altered: when a connection of two nodes fails, one of them has to
+//! leave. A node that has left does not come back under its number.
+//!
+//! - A message of a node that is gone is dropped. That makes all its messages of old epochs void. Those of members are true in whatever epoch
+//!   they were sent, and no message is lost with an epoch.
+//! - A message of a newer epoch waits until its receiver has heard of that epoch. So whoever learns anything from a node that knows of an
+//!   expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is expelled and goes on
+//!   may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together with that.
+//! - The driver must make the frames unreadable for a node (revoke its keys) before it tells that the node is gone.
+//! - The home removes the node from its entries. A unit is lost if the node could write it, or was being granted that, or had the only fresh
+//!   frame: requests for it are refused, by the name of the node. (A node that reads a unit alone can write it, too.) For other units, another
+//!   fresh frame serves.
+//! - Units whose *home* is gone: a node keeps the copies that it has, with their rights, which nobody can recall. What it lacks it does not get:
+//!   the unit is poisoned at that node, by the name of the home. (Another copy of the entries would be needed for more.)
+//! - A node that is told that it is gone itself poisons all that it has used.
+//!
+//! ## Order and duplicates
+//!
+//! Messages are numbered for each pair of nodes. A number that has come is dropped. A message may be overtaken by at most 63 later ones; RC does
+//! not reorder at all. For one unit, the home and a node take turns, and no order of messages that are underway at once matters.
+//!
+//! A message that no correct node sends changes nothing, and the driver gets to know it ([`Action::Accuse`]).
+
+mod directory;
+mod pages;
+mod peers;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+
+pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
+
+use self::directory::Directory;
+use self::pages::Pages;
+use self::peers::{Arrival, Peers};
+
+/// An access that a program attempted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Access {
+    /// Read.
+    Read,
+    /// Write.
+    Write,
+}
+
+impl Access {
+    /// Returns the right that the access needs.
+    pub fn needs(self) -> Right {
+        match self {
+            Access::Read => Right::Shared,
+            Access::Write => Right::Exclusive,
+        }
+    }
+}
+
+/// Homes of the units of a region. All nodes of a region have the same.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Homes {
+    /// Runs of consecutive units go to the nodes in turn.
+    Cyclic {
+        /// The nodes; at least one.
+        nodes: Arc<[NodeId]>,
+        /// Units of a run; at least 1.
+        run: u64,
+    },
+    /// A hash of the unit's number chooses the node.
+    Hash {
+        /// The nodes; at least one.
+        nodes: Arc<[NodeId]>,
+    },
+}
+
+impl Homes {
+    /// Returns the home of a unit.
+    ///
+    /// # Panics
+    /// If there are no nodes, or a run has no units.
+    pub fn of(&self, unit: u64) -> NodeId {
+        let (nodes, turn) = match self {
+            Homes::Cyclic { nodes, run } => (nodes, unit / run),
+            // The multiplier is 2^64 divided by the golden ratio; the upper half depends on all bits.
+            Homes::Hash { nodes } => (nodes, unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32),
+        };
+        nodes[(turn % nodes.len() as u64) as usize]
+    }
+}
+
+/// A region, as its nodes have agreed on it.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Number of the region.
+    pub region: u32,
+    /// Units of the region.
+    pub units: u64,
+    /// Homes of the units.
+    pub homes: Homes,
+    /// Epoch in which the region begins.
+    pub epoch: u64,
+    /// Members in that epoch.
+    pub members: Vec<NodeId>,
+}
+
+/// A task of the driver. It carries out those of one unit in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Send a message.
+    Send {
+        /// The receiver.
+        to: NodeId,
+        /// The message.
+        message: Message,
+    },
+    /// Read the unit from the frame of a node into the own one, then call [`Node::handle_pulled`]. A node that is gone cannot be read from.
+    Pull {
+        /// The unit.
+        unit: u64,
+        /// The node that has the contents.
+        from: NodeId,
+    },
+    /// Protect the program's view of the unit, on all processors, then call [`Node::handle_protected`].
+    Protect {
+        /// The unit.
+        unit: u64,
+        /// What the program may do with it from now on.
+        right: Right,
+    },
+    /// Let the threads go on that wait for the unit. They may fault again.
+    Wake {
+        /// The unit.
+        unit: u64,
+    },
+    /// End the waits for the unit, and all later uses of it, with an error that names a node. Ends the tasks that are in progress for the unit.
+    Poison {
+        /// The unit.
+        unit: u64,
+        /// The node with which it was lost.
+        node: NodeId,
+    },
+    /// A node does not keep to the protocol: expel it.
+    Accuse {
+        /// The node.
+        node: NodeId,
+        /// What it did.
+        violation: Violation,
+    },
+}
+
+/// A message that no correct node sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum Violation {
+    /// It is about another region, or about a unit that the region does not have.
+    #[error("a message about a unit that the region does not have")]
+    NoSuchUnit,
+    /// It is for or from the home of the unit, but that is another node.
+    #[error("a message for another home")]
+    NotHome,
+    /// The unit is in no state in which the message could come.
+    #[error("a message that nothing has asked for")]
+    Unexpected,
+    /// Too many messages wait for a membership of which this node has not heard.
+    #[error("too many messages of a newer membership")]
+    Flood,
+}
+
+/// What the parts of a node give out.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Output {
+    actions: VecDeque<Action>,
+    /// Messages to other nodes and to this one, with unit and request, that have no number yet.
+    posts: VecDeque<(NodeId, u64, u64, Body)>,
+}
+
+impl Output {
+    fn act(&mut self, action: Action) {
+        self.actions.push_back(action);
+    }
+
+    fn post(&mut self, to: NodeId, unit: u64, request: u64, body: Body) {
+        self.posts.push_back((to, unit, request, body));
+    }
+}
+
+/// One node's part of a region: its copies, and the entries of the units whose home it is.
+///
+/// Each `handle_` method takes an event; afterwards the driver takes actions from [`Node::poll_action`] until there is none. Nothing here waits,
+/// and nothing grows but by units that are used and by messages of a newer epoch, which are bounded.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Node {
+    region: u32,
+    units: u64,
+    peers: Peers,
+    pages: Pages,
+    directory: Directory,
+    out: Output,
+}
+
+impl Node {
+    /// Makes the part of one node, `own`. At the beginning no node has a right, and the frame of each unit's home has its contents.
+    pub fn new(own: NodeId, settings: &Settings) -> Node {
+        Node {
+            region: settings.region,
+            units: settings.units,
+            peers: Peers::new(own, settings.epoch, settings.members.iter().copied()),
+            pages: Pages::new(settings.homes.clone()),
+            directory: Directory::default(),
+            out: Output::default(),
+        }
+    }
+
+    /// Takes a fault of the program: an access for which the view lacks a right. The thread waits for [`Action::Wake`] or [`Action::Poison`].
+    ///
+    /// # Panics
+    /// If the region has no such unit.
+    pub fn handle_fault(&mut self, unit: u64, access: Access) {
+        assert!(unit < self.units, "unit {unit} of {}", self.units);
+        self.pages.fault(unit, access.needs(), &self.peers, &mut self.out);
+        self.settle();
+    }
+
+    /// Takes a message of another node.
+    pub fn handle_message(&mut self, from: NodeId, message: &Message) {
+        let outcome = match self.peers.arrived(from, message) {
+            Arrival::Handle => self.dispatch(from, message),
+            Arrival::Done => Ok(()),
+            Arrival::Flood => Err(Violation::Flood),
+        };
+        self.accuse(from, outcome);
+        self.settle();
+    }
+
+    /// Takes the end of [`Action::Pull`]: whether the contents have landed. Reads from a node that is a member should fail only if one of the two
+    /// nodes is about to leave.
+    pub fn handle_pulled(&mut self, unit: u64, has_landed: bool) {
+        self.pages.pulled(unit, has_landed, &self.peers, &mut self.out);
+        self.settle();
+    }
+
+    /// Takes the end of [`Action::Protect`].
+    pub fn handle_protected(&mut self, unit: u64) {
+        self.pages.protected(unit, &mut self.out);
+        self.settle();
+    }
+
+    /// Takes the news that an epoch has begun, with the nodes that have left since the one before which this node has heard of; maybe this one.
+    /// An epoch that is not newer is ignored.
+    pub fn handle_gone(&mut self, epoch: u64, gone: &[NodeId]) {
+        if epoch <= self.peers.epoch() {
+            return;
+        }
+        self.peers.remove(epoch, gone);
+        self.pages.gone(&self.peers, &mut self.out);
+        let own = self.peers.own();
+        if self.peers.is_member(own) {
+            self.directory.gone(gone, own, &mut self.out);
+        } else {
+            self.directory = Directory::default();
+        }
+        self.settle();
+        for (from, message) in self.peers.release() {
+            let outcome = self.dispatch(from, &message);
+            self.accuse(from, outcome);
+            self.settle();
+        }
+    }
+
+    /// Returns the next task of the driver.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.out.actions.pop_front()
+    }
+
+    /// Returns the number of this node.
+    pub fn id(&self) -> NodeId {
+        self.peers.own()
+    }
+
+    /// Returns the epoch that this node has heard of last.
+    pub fn epoch(&self) -> u64 {
+        self.peers.epoch()
+    }
+
+    /// Returns whether a node, maybe this one, is a member as far as this node has heard.
+    pub fn is_member(&self, node: NodeId) -> bool {
+        self.peers.is_member(node)
+    }
+
+    /// Returns the right of this node's copy. While [`Action::Protect`] is in progress it is the one before.
+    pub fn right(&self, unit: u64) -> Right {
+        self.pages.right(unit)
+    }
+
+    /// Returns whether a request of this node for the unit has not ended.
+    pub fn is_awaited(&self, unit: u64) -> bool {
+        self.pages.is_awaited(unit)
+    }
+
+    /// Returns the nodes that have a right to a unit, or are being granted one, as its home has recorded them. Empty if this node is not its home.
+    pub fn holders(&self, unit: u64) -> BTreeSet<NodeId> {
+        self.directory.holders(unit)
+    }
+
+    /// Returns the node with which a unit was lost, if this node is its home.
+    pub fn lost(&self, unit: u64) -> Option<NodeId> {
+        self.directory.lost(unit)
+    }
+
+    fn dispatch(&mut self, from: NodeId, message: &Message) -> Result<(), Violation> {
+        if message.region != self.region || message.unit >= self.units {
+            return Err(Violation::NoSuchUnit);
+        }
+        self.handle_body(from, message.unit, message.request, message.body)
+    }
+
+    fn handle_body(&mut self, from: NodeId, unit: u64, request: u64, body: Body) -> Result<(), Violation> {
+        let Node {
+            peers,
+            pages,
+            directory,
+            out,
+            ..
+        } = self;
+        let (home, own) = (pages.home(unit), peers.own());
+        let is_for_home = matches!(
+            body,
+            Body::Ask(_) | Body::Yielded | Body::Installed | Body::Failed
+        );
+        if home != if is_for_home { own } else { from } {
+            return Err(Violation::NotHome);
+        }
+        match body {
+            Body::Ask(right) => directory.ask(unit, (from, request), right, home, out),
+            Body::Yielded => directory.yielded(unit, from, out),
+            Body::Installed => directory.installed(unit, (from, request), out),
+            Body::Failed => directory.failed(unit, (from, request), peers, out),
+            Body::Recall(right) => pages.recall(unit, request, right, out),
+            Body::Grant { right, source } => pages.grant(unit, request, (right, source), peers, out),
+            Body::Refuse(node) => pages.refuse(unit, request, node, out),
+        }
+    }
+
+    /// Numbers the messages to others, and handles those to this node, until there is none.
+    fn settle(&mut self) {
+        let own = self.peers.own();
+        while let Some((to, unit, request, body)) = self.out.posts.pop_front() {
+            if to == own {
+                let outcome = self.handle_body(own, unit, request, body);
+                self.accuse(own, outcome);
+            } else if let Some(sequence) = self.peers.number(to) {
+                let message = Message {
+                    region: self.region,
+                    epoch: self.peers.epoch(),
+                    sequence,
+                    request,
+                    unit,
+                    body,
+                };
+                self.out.act(Action::Send { to, message });
+            }
+        }
+    }
+
+    fn accuse(&mut self, node: NodeId, outcome: Result<(), Violation>) {
+        if let Err(violation) = outcome {
+            self.out.act(Action::Accuse { node, violation });
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! The copies of units that this node has: the side of the protocol that asks, yields and installs.
+
+use std::collections::BTreeMap;
+
+use rdmux_wire::dsm::{Body, NodeId, Right};
+
+use super::peers::Peers;
+use super::{Action, Homes, Output, Violation};
+
+/// The copies, by unit. One that was never used is [`Page::default`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Pages {
+    pages: BTreeMap<u64, Page>,
+    homes: Homes,
+    /// Requests so far.
+    requests: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Page {
+    /// Right of the view, or the one before while a protection is in progress.
+    right: Right,
+    /// The request for more.
+    ask: Option<Ask>,
+    /// The recall for which the view is being protected.
+    recall: Option<Recall>,
+    /// The node with which the unit was lost.
+    lost: Option<NodeId>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Ask {
+    request: u64,
+    step: Step,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Step {
+    /// Waits for the home.
+    Asked,
+    /// The contents are being read.
+    Pulling(Right),
+    /// The view is being protected.
+    Installing(Right),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Recall {
+    request: u64,
+    right: Right,
+}
+
+impl Page {
+    /// Returns the right that is left when the protection in progress is in place, unless it is a greater one.
+    fn right_kept(&self) -> Right {
+        self.recall.as_ref().map_or(self.right, |it| it.right)
+    }
+
+    /// Returns whether the home is to answer a request.
+    fn waits_for(&self, request: u64) -> bool {
+        let step = Step::Asked;
+        self.ask == Some(Ask { request, step })
+    }
+
+    /// Ends all use of the copy.
+    fn poison(&mut self, unit: u64, node: NodeId, out: &mut Output) {
+        self.right = Right::Invalid;
+        self.ask = None;
+        self.lost = Some(node);
+        out.act(Action::Poison { unit, node });
+    }
+}
+
+impl Pages {
+    pub(super) fn new(homes: Homes) -> Pages {
+        Pages {
+            pages: BTreeMap::new(),
+            homes,
+            requests: 0,
+        }
+    }
+
+    pub(super) fn home(&self, unit: u64) -> NodeId {
+        self.homes.of(unit)
+    }
+
+    /// Returns the right of a copy.
+    pub(super) fn right(&self, unit: u64) -> Right {
+        self.pages.get(&unit).map_or(Right::Invalid, |page| page.right)
+    }
+
+    /// Returns whether threads wait for a unit.
+    pub(super) fn is_awaited(&self, unit: u64) -> bool {
+        self.pages.get(&unit).is_some_and(|page| page.ask.is_some())
+    }
+
+    pub(super) fn fault(&mut self, unit: u64, needed: Right, peers: &Peers, out: &mut Output) {
+        let home = self.homes.of(unit);
+        let page = self.pages.entry(unit).or_default();
+        if let Some(node) = page.lost {
+            out.act(Action::Poison { unit, node });
+        } else if page.right_kept() >= needed {
+            out.act(Action::Wake { unit });
+        } else if page.ask.is_some() {
+            // Who needs more than the request brings faults again.
+        } else if !peers.is_member(peers.own()) {
+            page.poison(unit, peers.own(), out);
+        } else if !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
+            page.poison(unit, home, out);
+        } else {
+            let request = self.requests;
+            self.requests += 1;
+            let step = Step::Asked;
+            page.ask = Some(Ask { request, step });
+            out.post(home, unit, request, Body::Ask(needed));
+        }
+    }
+
+    pub(super) fn recall(
+        &mut self,
+        unit: u64,
+        request: u64,
+        right: Right,
+        out: &mut Output,
+    ) -> Result<(), Violation> {
+        let home = self.homes.of(unit);
+        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let is_changing = page.ask.as_ref().is_some_and(|it| it.step != Step::Asked);
+        if is_changing || page.recall.is_some() || page.right <= right {
+            return Err(Violation::Unexpected);
+        }
+        if mutant!(UpgradeKeepsCopy) && page.ask.is_some() {
+            out.post(home, unit, request, Body::Yielded);
+            return Ok(());
+        }
+        page.recall = Some(Recall { request, right });
+        out.act(Action::Protect { unit, right });
+        if mutant!(YieldedEarly) {
+            page.recall = None;
+            page.right = right;
+            out.post(home, unit, request, Body::Yielded);
+        }
+        Ok(())
+    }
+
+    pub(super) fn grant(
+        &mut self,
+        unit: u64,
+        request: u64,
+        (right, source): (Right, Option<NodeId>),
+        peers: &Peers,
+        out: &mut Output,
+    ) -> Result<(), Violation> {
+        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let is_expected = page.waits_for(request) && page.recall.is_none() && source != Some(peers.own());
+        let Some(ask) = page.ask.as_mut().filter(|_| is_expected) else {
+            return Err(Violation::Unexpected);
+        };
+        match source {
+            Some(from) if !mutant!(TakenEarly) => {
+                ask.step = Step::Pulling(right);
+                out.act(Action::Pull { unit, from });
+            }
+            source => {
+                source.inspect(|from| out.act(Action::Pull { unit, from: *from }));
+                ask.step = Step::Installing(right);
+                out.act(Action::Protect { unit, right });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn refuse(
+        &mut self,
+        unit: u64,
+        request: u64,
+        node: NodeId,
+        out: &mut Output,
+    ) -> Result<(), Violation> {
+        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        if !page.waits_for(request) {
+            return Err(Violation::Unexpected);
+        }
+        page.poison(unit, node, out);
+        Ok(())
+    }
+
+    pub(super) fn pulled(&mut self, unit: u64, has_landed: bool, peers: &Peers, out: &mut Output) {
+        let home = self.homes.of(unit);
+        let Some(page) = self.pages.get_mut(&unit) else {
+            return;
+        };
+        let Some(ask) = &mut page.ask else { return };
+        let Step::Pulling(right) = ask.step else { return };
+        if has_landed || mutant!(FailureTaken) {
+            ask.step = Step::Installing(right);
+            out.act(Action::Protect { unit, right });
+        } else if peers.is_member(home) {
+            ask.step = Step::Asked;
+            out.post(home, unit, ask.request, Body::Failed);
+        } else {
+            page.poison(unit, home, out);
+        }
+    }
+
+    pub(super) fn protected(&mut self, unit: u64, out: &mut Output) {
+        let home = self.homes.of(unit);
+        let Some(page) = self.pages.get_mut(&unit) else {
+            return;
+        };
+        if let Some(recall) = page.recall.take() {
+            page.right = page.right.min(recall.right);
+            out.post(home, unit, recall.request, Body::Yielded);
+        } else if let Some(ask) = &page.ask
+            && let Step::Installing(right) = ask.step
+        {
+            out.post(home, unit, ask.request, Body::Installed);
+            page.right = right;
+            page.ask = None;
+            out.act(Action::Wake { unit });
+        }
+    }
+
+    /// Ends the requests that nobody answers any more. Copies whose home is gone stay.
+    pub(super) fn gone(&mut self, peers: &Peers, out: &mut Output) {
+        let own = peers.own();
+        if !peers.is_member(own) {
+            for (unit, page) in &mut self.pages {
+                page.recall = None;
+                if page.lost.is_none() {
+                    page.poison(*unit, own, out);
+                }
+            }
+            return;
+        }
+        for (unit, page) in &mut self.pages {
+            let home = self.homes.of(*unit);
+            let waits = page.ask.as_ref().is_some_and(|it| it.step == Step::Asked);
+            if waits && !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
+                page.poison(*unit, home, out);
+            }
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The membership as this node knows it, and which messages of the others are handled when.
+
+use std::collections::BTreeMap;
+
+use rdmux_wire::dsm::{Message, NodeId};
+
+/// Most messages of one node that wait for a newer membership.
+const HELD_MAX: usize = 1 << 16;
+
+/// The other members.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Peers {
+    own: NodeId,
+    epoch: u64,
+    is_expelled: bool,
+    members: BTreeMap<NodeId, Peer>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Peer {
+    /// Messages sent to it.
+    sent: u64,
+    received: Received,
+    /// Messages of a newer epoch than this node's, in the order of their arrival.
+    held: Vec<Message>,
+}
+
+/// Numbers of the messages received from a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Received {
+    /// One more than the highest number.
+    end: u64,
+    /// Bit n is set if the message `end - 1 - n` has come.
+    last: u64,
+}
+
+/// Treatment of a message that has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Arrival {
+    /// To be handled now.
+    Handle,
+    /// Held or dropped.
+    Done,
+    /// One more than a node may have held.
+    Flood,
+}
+
+impl Peers {
+    pub(super) fn new(own: NodeId, epoch: u64, members: impl Iterator<Item = NodeId>) -> Peers {
+        Peers {
+            own,
+            epoch,
+            is_expelled: false,
+            members: members
+                .filter(|it| *it != own)
+                .map(|it| (it, Peer::default()))
+                .collect(),
+        }
+    }
+
+    pub(super) fn own(&self) -> NodeId {
+        self.own
+    }
+
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Returns whether a node, this one included, is a member.
+    pub(super) fn is_member(&self, node: NodeId) -> bool {
+        match node == self.own {
+            true => !self.is_expelled,
+            false => self.members.contains_key(&node),
+        }
+    }
+
+    /// Returns the number of the next message to another member.
+    pub(super) fn number(&mut self, to: NodeId) -> Option<u64> {
+        let peer = self.members.get_mut(&to)?;
+        peer.sent += 1;
+        Some(peer.sent - 1)
+    }
+
+    /// Takes note of a message.
+    pub(super) fn arrived(&mut self, from: NodeId, message: &Message) -> Arrival {
+        let Some(peer) = self.members.get_mut(&from) else {
+            let is_heard = mutant!(GoneHeard) && from != self.own && !self.is_expelled;
+            return if is_heard { Arrival::Handle } else { Arrival::Done };
+        };
+        if !peer.received.is_new(message.sequence) && !mutant!(DuplicateTaken) {
+            Arrival::Done
+        } else if message.epoch <= self.epoch || mutant!(NewerNotHeld) {
+            Arrival::Handle
+        } else if peer.held.len() < HELD_MAX {
+            peer.held.push(*message);
+            Arrival::Done
+        } else {
+            Arrival::Flood
+        }
+    }
+
+    /// Ends the membership of nodes with a new epoch.
+    pub(super) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
+        self.epoch = epoch;
+        self.members.retain(|node, _| !gone.contains(node));
+        if gone.contains(&self.own) {
+            self.is_expelled = true;
+            self.members.clear();
+        }
+    }
+
+    /// Takes the messages that waited for the epoch which has begun, those of a node in the order of their arrival.
+    pub(super) fn release(&mut self) -> Vec<(NodeId, Message)> {
+        let mut released = Vec::new();
+        for (node, peer) in &mut self.members {
+            let ready = peer.held.extract_if(.., |it| it.epoch <= self.epoch);
+            released.extend(ready.map(|message| (*node, message)));
+        }
+        released
+    }
+}
+
+impl Received {
+    /// Notes a number, and returns whether it is new. One that 64 later ones have overtaken counts as old.
+    fn is_new(&mut self, number: u64) -> bool {
+        if number >= self.end {
+            let Some(end) = number.checked_add(1) else {
+                return false;
+            };
+            let ahead = u32::try_from(end - self.end).unwrap_or(u32::MAX);
+            self.last = self.last.checked_shl(ahead).unwrap_or(0) | 1;
+            self.end = end;
+            return true;
+        }
+        let behind = self.end - 1 - number;
+        let is_new = behind < 64 && self.last & (1 << behind) == 0;
+        if is_new {
+            self.last |= 1 << behind;
+        }
+        is_new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn received__takes_each_number_once() {
+        let mut received = Received::default();
+        let order = [0, 2, 1, 70, 7, 8, 7, 6, 2, 70, 69, u64::MAX, 71, 70];
+        let new: Vec<u64> = order.into_iter().filter(|it| received.is_new(*it)).collect();
+        assert_eq!(new, [0, 2, 1, 70, 7, 8, 69, 71]);
+    }
+}

@@ -1,0 +1,524 @@
+//! Nodes, their memories, programs and connections, of which a test chooses the next step. The rules that must hold are checked at each step.
+#![allow(dead_code, reason = "each test uses a part")]
+
+pub(crate) mod history;
+pub(crate) mod model;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use rdmux_dsm::protocol::{Access, Action, Body, Homes, Message, Node, NodeId, Right, Settings};
+
+/// An access of a program: the kind and the unit.
+pub(crate) type Operation = (Access, usize);
+
+/// Number of a node, as an index.
+pub(crate) type Place = usize;
+
+/// What may happen besides the protocol.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Mishaps {
+    /// Messages that come twice.
+    pub(crate) duplicates: u8,
+    /// Nodes that stop for ever.
+    pub(crate) crashes: u8,
+    /// Nodes that are expelled but go on until they are told.
+    pub(crate) expulsions: u8,
+    /// The only node that may stop or be expelled; otherwise any one may.
+    pub(crate) leaver: Option<Place>,
+    /// Messages of a pair of nodes overtake each other.
+    pub(crate) reorders: bool,
+    /// A node sends what it likes: the others may break rules with each other, until it has left and as to what it had a part in.
+    pub(crate) hostile: Option<Place>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct World {
+    sites: Vec<Site>,
+    pub(crate) threads: Vec<Thread>,
+    /// Messages underway, by sender and receiver, in their order if that counts, sorted otherwise.
+    network: BTreeMap<(Place, Place), Vec<Message>>,
+    homes: Arc<[Place]>,
+    /// Value written last, by unit.
+    last: Vec<u32>,
+    /// Nodes that have left, in the order of the epochs.
+    gone: Vec<Place>,
+    mishaps: Mishaps,
+    /// Faults that an access may take before its program gives it up.
+    faults_max: u8,
+    /// The first rule that was broken.
+    pub(crate) flaw: Option<String>,
+}
+
+/// A node with its driver and its memory.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Site {
+    node: Node,
+    is_running: bool,
+    /// Contents of the frames, and what the program may do with them, by unit.
+    frames: Vec<u32>,
+    views: Vec<Right>,
+    /// Tasks of the driver that are in progress.
+    pulls: Vec<(usize, Place)>,
+    protects: Vec<(usize, Right)>,
+}
+
+/// A thread of a program.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Thread {
+    at: Place,
+    pub(crate) program: Arc<[Operation]>,
+    /// Accesses that have ended, with the value read or written; none if the unit was lost, or the program gave up.
+    pub(crate) results: Vec<Option<u32>>,
+    waits: bool,
+    faults: u8,
+}
+
+/// What can happen next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A thread attempts its next access.
+    Access(usize),
+    Deliver {
+        from: Place,
+        to: Place,
+        index: usize,
+    },
+    Duplicate {
+        from: Place,
+        to: Place,
+        index: usize,
+    },
+    /// A read of contents ends.
+    Pulled {
+        at: Place,
+        index: usize,
+        has_landed: bool,
+    },
+    Protected {
+        at: Place,
+        index: usize,
+    },
+    Crash(Place),
+    Expel(Place),
+    /// A node hears of an epoch, and of all who have left until then.
+    Tell {
+        at: Place,
+        epoch: u64,
+    },
+}
+
+/// Value of a frame that holds no contents.
+const NOTHING: u32 = u32::MAX;
+/// A message is overtaken by fewer later ones than this.
+const OVERTAKEN: u64 = 64;
+
+pub(crate) fn id(place: Place) -> NodeId {
+    NodeId::new(place as u32).unwrap()
+}
+
+fn place(node: NodeId) -> Place {
+    node.number() as Place
+}
+
+impl World {
+    /// Makes a world of threads, each at a node. `homes` are those of the units.
+    pub(crate) fn new(
+        threads: &[(Place, Arc<[Operation]>)],
+        homes: &[Place],
+        mishaps: Mishaps,
+        faults_max: u8,
+    ) -> World {
+        let nodes = 1 + threads.iter().map(|it| it.0).max().unwrap();
+        let settings = Settings {
+            region: 7,
+            units: homes.len() as u64,
+            homes: Homes::Cyclic {
+                nodes: homes.iter().map(|it| id(*it)).collect(),
+                run: 1,
+            },
+            epoch: 0,
+            members: (0..nodes).map(id).collect(),
+        };
+        let site = |at: Place| Site {
+            node: Node::new(id(at), &settings),
+            is_running: true,
+            // Only the frame of the home holds the contents, which are 0.
+            frames: homes
+                .iter()
+                .map(|it| if *it == at { 0 } else { NOTHING })
+                .collect(),
+            views: vec![Right::Invalid; homes.len()],
+            pulls: vec![],
+            protects: vec![],
+        };
+        let thread = |(at, program): &(Place, Arc<[Operation]>)| Thread {
+            at: *at,
+            program: program.clone(),
+            results: vec![],
+            waits: false,
+            faults: 0,
+        };
+        World {
+            sites: (0..nodes).map(site).collect(),
+            threads: threads.iter().map(thread).collect(),
+            homes: homes.into(),
+            network: BTreeMap::new(),
+            last: vec![0; homes.len()],
+            gone: vec![],
+            mishaps,
+            faults_max,
+            flaw: None,
+        }
+    }
+
+    /// Adds all that can happen next.
+    pub(crate) fn steps(&self, steps: &mut Vec<Step>) {
+        if self.flaw.is_some() {
+            return;
+        }
+        for (index, thread) in self.threads.iter().enumerate() {
+            if self.sites[thread.at].is_running && !thread.waits && thread.next().is_some() {
+                steps.push(Step::Access(index));
+            }
+        }
+        for (at, site) in self.sites.iter().enumerate().filter(|(_, it)| it.is_running) {
+            for (index, (_, from)) in site.pulls.iter().enumerate() {
+                let source = &self.sites[*from];
+                let (is_open, is_sound) = (
+                    self.lets_read(*from, at),
+                    source.is_running && !self.has_left(*from),
+                );
+                if is_open {
+                    steps.push(Step::Pulled {
+                        at,
+                        index,
+                        has_landed: true,
+                    });
+                }
+                if !is_open || !is_sound {
+                    steps.push(Step::Pulled {
+                        at,
+                        index,
+                        has_landed: false,
+                    });
+                }
+            }
+            steps.extend((0..site.protects.len()).map(|index| Step::Protected { at, index }));
+            if site.node.is_member(id(at)) {
+                let epochs = site.node.epoch() + 1..=self.gone.len() as u64;
+                steps.extend(epochs.map(|epoch| Step::Tell { at, epoch }));
+            }
+            if !self.has_left(at) && self.mishaps.leaver.is_none_or(|it| it == at) {
+                if self.mishaps.crashes > 0 {
+                    steps.push(Step::Crash(at));
+                }
+                if self.mishaps.expulsions > 0 {
+                    steps.push(Step::Expel(at));
+                }
+            }
+        }
+        for ((from, to), messages) in &self.network {
+            let (from, to) = (*from, *to);
+            let ready = if self.mishaps.reorders { messages.len() } else { 1 };
+            let oldest = messages.iter().map(|it| it.sequence).min().unwrap();
+            for index in 0..ready {
+                let is_first = index == 0 || messages[index - 1] != messages[index];
+                if is_first && messages[index].sequence < oldest + OVERTAKEN {
+                    steps.push(Step::Deliver { from, to, index });
+                }
+            }
+            if self.mishaps.duplicates > 0 {
+                steps.extend((0..messages.len()).map(|index| Step::Duplicate { from, to, index }));
+            }
+        }
+    }
+
+    /// Returns whether nothing is left to happen but mishaps.
+    pub(crate) fn is_quiet(&self) -> bool {
+        if !self.network.is_empty() {
+            return false;
+        }
+        let mut steps = vec![];
+        self.steps(&mut steps);
+        steps
+            .iter()
+            .all(|it| matches!(it, Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. }))
+    }
+
+    /// Returns the rule that is broken, if any.
+    pub(crate) fn broken(&self) -> Option<String> {
+        if let Some(flaw) = &self.flaw {
+            return Some(flaw.clone());
+        }
+        if !self.is_quiet() {
+            return None;
+        }
+        let stuck = self.stuck();
+        if stuck.is_some() {
+            return stuck;
+        }
+        let history: Vec<_> = self.threads.iter().map(Thread::history).collect();
+        (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
+    }
+
+    /// Expels a node.
+    pub(crate) fn expel(&mut self, at: Place) {
+        self.gone.push(at);
+    }
+
+    /// Has the hostile node send a message.
+    pub(crate) fn forge(&mut self, to: Place, unit: u64, request: u64, sequence: u64, body: Body) {
+        let from = self.mishaps.hostile.unwrap();
+        let message = Message {
+            region: 7,
+            epoch: self.sites[from].node.epoch(),
+            sequence,
+            request,
+            unit,
+            body,
+        };
+        self.sites[to].node.handle_message(id(from), &message);
+        self.carry_out(to);
+    }
+
+    fn is_hostile(&self, at: Place) -> bool {
+        self.mishaps.hostile == Some(at)
+    }
+
+    /// Returns the rule that is broken if nothing is left to happen and a thread waits.
+    pub(crate) fn stuck(&self) -> Option<String> {
+        let waits = |it: &Thread| it.waits && self.sites[it.at].is_running && !self.is_hostile(it.at);
+        let index = self.threads.iter().position(waits)?;
+        Some(format!("thread {index} waits for ever"))
+    }
+
+    pub(crate) fn take(&mut self, step: Step) {
+        let unit = match step {
+            Step::Access(index) => Some(self.access(index)),
+            Step::Deliver { from, to, index } => {
+                let messages = self.network.get_mut(&(from, to)).unwrap();
+                let message = messages.remove(index);
+                if messages.is_empty() {
+                    self.network.remove(&(from, to));
+                }
+                self.sites[to].node.handle_message(id(from), &message);
+                self.carry_out(to);
+                Some(message.unit as usize)
+            }
+            Step::Duplicate { from, to, index } => {
+                self.mishaps.duplicates -= 1;
+                let messages = self.network.get_mut(&(from, to)).unwrap();
+                messages.push(messages[index]);
+                self.sort(from, to);
+                return;
+            }
+            Step::Pulled {
+                at,
+                index,
+                has_landed,
+            } => {
+                let (unit, from) = self.sites[at].pulls.remove(index);
+                self.sites[at].frames[unit] = match has_landed {
+                    true => self.sites[from].frames[unit],
+                    false => NOTHING,
+                };
+                self.sites[at].node.handle_pulled(unit as u64, has_landed);
+                self.carry_out(at);
+                Some(unit)
+            }
+            Step::Protected { at, index } => {
+                let (unit, right) = self.sites[at].protects.remove(index);
+                self.sites[at].views[unit] = right;
+                self.sites[at].node.handle_protected(unit as u64);
+                self.carry_out(at);
+                Some(unit)
+            }
+            Step::Crash(at) => {
+                self.mishaps.crashes -= 1;
+                self.gone.push(at);
+                self.sites[at].is_running = false;
+                self.network.retain(|(_, to), _| *to != at);
+                None
+            }
+            Step::Expel(at) => {
+                self.mishaps.expulsions -= 1;
+                self.expel(at);
+                None
+            }
+            Step::Tell { at, epoch } => {
+                let node = &mut self.sites[at].node;
+                let gone = &self.gone[node.epoch() as usize..epoch as usize];
+                let gone: Vec<_> = gone.iter().map(|it| id(*it)).collect();
+                node.handle_gone(epoch, &gone);
+                self.carry_out(at);
+                None
+            }
+        };
+        // What happens to one unit changes no other one.
+        let units = unit.map_or(0..self.homes.len(), |unit| unit..unit + 1);
+        if let Some(flaw) = units.into_iter().find_map(|unit| self.flaw_of_unit(unit)) {
+            self.complain(flaw);
+        }
+    }
+
+    /// Attempts a thread's next access, and returns its unit.
+    fn access(&mut self, index: usize) -> usize {
+        let thread = &mut self.threads[index];
+        let (at, (access, unit)) = (thread.at, thread.next().unwrap());
+        let site = &mut self.sites[at];
+        if site.views[unit] >= access.needs() {
+            if access == Access::Write {
+                // Each write has a value of its own.
+                let value = 1 + index as u32 * 1000 + thread.results.len() as u32;
+                site.frames[unit] = value;
+                self.last[unit] = value;
+            }
+            let value = site.frames[unit];
+            thread.end(Some(value));
+            if value != self.last[unit] && !self.has_left(at) {
+                self.complain(format!("node {at} reads {value} from {unit}"));
+            }
+        } else if thread.faults == self.faults_max {
+            thread.end(None);
+        } else {
+            thread.faults += 1;
+            thread.waits = true;
+            site.node.handle_fault(unit as u64, access);
+            self.carry_out(at);
+        }
+        unit
+    }
+
+    /// Does what a node's driver does.
+    fn carry_out(&mut self, at: Place) {
+        while let Some(action) = self.sites[at].node.poll_action() {
+            let site = &mut self.sites[at];
+            match action {
+                Action::Send { to, message } => {
+                    let to = place(to);
+                    if self.sites[to].is_running {
+                        self.network.entry((at, to)).or_default().push(message);
+                        self.sort(at, to);
+                    }
+                }
+                Action::Pull { unit, from } => site.pulls.push((unit as usize, place(from))),
+                Action::Protect { unit, right } => site.protects.push((unit as usize, right)),
+                Action::Wake { unit } => self.end_waits(at, unit as usize, |_| {}),
+                Action::Poison { unit, node } => {
+                    let unit = unit as usize;
+                    site.views[unit] = Right::Invalid;
+                    site.pulls.retain(|it| it.0 != unit);
+                    site.protects.retain(|it| it.0 != unit);
+                    self.end_waits(at, unit, |thread| thread.end(None));
+                    if !self.has_left(place(node)) {
+                        self.complain(format!("a unit is lost with {node:?}, which has not left"));
+                    }
+                }
+                Action::Accuse { node, violation } => {
+                    self.complain(format!("{node:?} is accused: {violation}"));
+                }
+            }
+        }
+    }
+
+    fn end_waits(&mut self, at: Place, unit: usize, end: impl Fn(&mut Thread)) {
+        let is_at = |it: &Operation| it.1 == unit;
+        for thread in self.threads.iter_mut().filter(|it| it.at == at && it.waits) {
+            if thread.next().as_ref().is_some_and(is_at) {
+                thread.waits = false;
+                end(thread);
+            }
+        }
+    }
+
+    /// Returns the rule that is broken of those that hold between steps, for the nodes that have not left.
+    fn flaw_of_unit(&self, unit: usize) -> Option<String> {
+        let members = || {
+            self.sites
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| !self.has_left(*at))
+        };
+        let holders = || members().filter(|(_, site)| site.holds(unit)).map(|(at, _)| at);
+        let writer = members().find(|(_, site)| site.views[unit] == Right::Exclusive);
+        if let Some((writer, _)) = writer
+            && holders().count() > 1
+        {
+            let holders: Vec<_> = holders().collect();
+            return Some(format!("{holders:?} have unit {unit}, and {writer} writes it"));
+        }
+        for (at, site) in members() {
+            for (_, from) in site.pulls.iter().filter(|it| it.0 == unit) {
+                let is_written = writer.is_some_and(|it| it.0 == *from);
+                if is_written || site.views[unit] != Right::Invalid {
+                    return Some(format!("unit {unit} is used while {at} reads it from {from}"));
+                }
+            }
+        }
+        let home = self.homes[unit];
+        if self.has_left(home) || holders().next().is_none() {
+            return None;
+        }
+        let known = self.sites[home].node.holders(unit as u64);
+        let is_known = |at: Place| known.contains(&id(at));
+        (!holders().all(is_known)).then(|| {
+            let holders: Vec<_> = holders().collect();
+            format!("{holders:?} have unit {unit}, the home knows {known:?}")
+        })
+    }
+
+    /// Returns whether the frames of a node are readable for another one: until it hears that the other has left. A read that ends now may have
+    /// read the memory of a node before it stopped.
+    fn lets_read(&self, source: Place, reader: Place) -> bool {
+        self.sites[source].node.is_member(id(reader))
+    }
+
+    fn has_left(&self, at: Place) -> bool {
+        self.gone.contains(&at)
+    }
+
+    fn complain(&mut self, flaw: String) {
+        if self.mishaps.hostile.is_none() {
+            self.flaw.get_or_insert(flaw);
+        }
+    }
+
+    /// Sorts what has no order, so that equal worlds are equal.
+    fn sort(&mut self, from: Place, to: Place) {
+        if self.mishaps.reorders {
+            self.network.get_mut(&(from, to)).unwrap().sort_unstable();
+        }
+    }
+}
+
+impl Site {
+    fn holds(&self, unit: usize) -> bool {
+        self.views[unit] != Right::Invalid || self.node.right(unit as u64) != Right::Invalid
+    }
+}
+
+impl Thread {
+    /// Returns the next access.
+    fn next(&self) -> Option<Operation> {
+        self.program.get(self.results.len()).copied()
+    }
+
+    /// Ends an access.
+    fn end(&mut self, result: Option<u32>) {
+        self.results.push(result);
+        self.faults = 0;
+    }
+
+    /// Returns the access that has ended last, if it took place.
+    pub(crate) fn last(&self) -> Option<(Operation, u32)> {
+        let value = (*self.results.last()?)?;
+        Some((self.program[self.results.len() - 1], value))
+    }
+
+    /// Returns the accesses that took place.
+    fn history(&self) -> Vec<(Operation, u32)> {
+        let ended = self.program.iter().zip(&self.results);
+        ended.filter_map(|(it, result)| Some((*it, (*result)?))).collect()
+    }
+}

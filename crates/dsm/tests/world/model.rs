@@ -1,0 +1,309 @@
+//! All states of small worlds, by the model checker `stateright`.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_dsm::protocol::Access;
+use stateright::{Checker, HasDiscoveries, Model, Property};
+
+use super::{Mishaps, Operation, Place, Step, World};
+
+/// A set of worlds.
+#[derive(Clone, Debug)]
+pub(crate) struct Worlds {
+    pub(crate) name: &'static str,
+    /// Homes of the units.
+    pub(crate) homes: &'static [Place],
+    pub(crate) programs: Programs,
+    pub(crate) mishaps: Mishaps,
+    /// Faults that an access may take before its program gives it up.
+    pub(crate) faults_max: u8,
+    #[cfg(feature = "mutants")]
+    pub(crate) mutant: Option<rdmux_dsm::mutant::Mutant>,
+}
+
+/// Programs of threads, each at a node.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Programs {
+    /// All combinations of programs of so many accesses.
+    All {
+        threads: &'static [Place],
+        accesses: usize,
+    },
+    /// These.
+    These(&'static [(Place, &'static [Operation])]),
+}
+
+/// Kinds of mishaps.
+const NONE: Mishaps = Mishaps {
+    duplicates: 0,
+    crashes: 0,
+    expulsions: 0,
+    leaver: None,
+    reorders: false,
+    hostile: None,
+};
+const REORDERS: Mishaps = Mishaps {
+    reorders: true,
+    ..NONE
+};
+const DUPLICATES: Mishaps = Mishaps {
+    duplicates: 1,
+    ..REORDERS
+};
+const ALL_BUT_EXPULSION: Mishaps = Mishaps {
+    crashes: 1,
+    ..DUPLICATES
+};
+const CRASH: Mishaps = Mishaps { crashes: 1, ..NONE };
+const TWO_CRASHES: Mishaps = Mishaps { crashes: 2, ..NONE };
+const EXPULSION: Mishaps = Mishaps {
+    expulsions: 1,
+    ..NONE
+};
+
+/// A node that is expelled by the home of unit 0, where it shares the unit, could read in unit 1, whose home has not heard of the expulsion, what
+/// another node writes after it has written unit 0; and then its old copy of unit 0.
+const STOPPED_READER: Worlds = Worlds {
+    name: "3 nodes, 2 units, a reader that is stopped and goes on",
+    homes: &[1, 0],
+    programs: Programs::These(&[
+        (0, &[(Access::Read, 1)]),
+        (1, &[(Access::Read, 0), (Access::Write, 0), (Access::Write, 1)]),
+        (2, &[(Access::Read, 0), (Access::Read, 1), (Access::Read, 0)]),
+    ]),
+    mishaps: Mishaps {
+        leaver: Some(2),
+        ..EXPULSION
+    },
+    faults_max: 1,
+    #[cfg(feature = "mutants")]
+    mutant: None,
+};
+
+/// Two nodes leave while the home reads what one of them has written.
+const TWO_LEAVE: Worlds = Worlds {
+    name: "4 nodes, 1 unit, 2 crashes",
+    homes: &[0],
+    programs: Programs::These(&[
+        (0, &[(Access::Read, 0)]),
+        (1, &[(Access::Write, 0)]),
+        (2, &[]),
+        (3, &[(Access::Read, 0)]),
+    ]),
+    mishaps: TWO_CRASHES,
+    faults_max: 1,
+    #[cfg(feature = "mutants")]
+    mutant: None,
+};
+
+/// Nodes of the threads.
+const TWO: &[Place] = &[0, 1];
+const TWO_AND_ONE: &[Place] = &[0, 1, 1];
+const THREE: &[Place] = &[0, 1, 2];
+
+const fn all(threads: &'static [Place], accesses: usize) -> Programs {
+    Programs::All { threads, accesses }
+}
+
+const fn worlds(name: &'static str, homes: &'static [Place], programs: Programs, mishaps: Mishaps) -> Worlds {
+    Worlds {
+        name,
+        homes,
+        programs,
+        mishaps,
+        faults_max: 2,
+        #[cfg(feature = "mutants")]
+        mutant: None,
+    }
+}
+
+/// Sets that are checked in every run of the tests: 2.1 million states, 27 s of a processor in a debug build. The last one has 710,000.
+pub(crate) const SMALL: &[Worlds] = &[
+    worlds(
+        "2 nodes, 1 unit, 1 access, expulsion",
+        &[0],
+        all(TWO, 1),
+        EXPULSION,
+    ),
+    worlds("2 nodes, 2 units, 1 access, crash", &[0, 1], all(TWO, 1), CRASH),
+    worlds(
+        "2 nodes, 2 units, 1 access, expulsion",
+        &[0, 1],
+        all(TWO, 1),
+        EXPULSION,
+    ),
+    worlds("2 nodes, 1 unit, 2 accesses", &[0], all(TWO, 2), NONE),
+    worlds(
+        "2 nodes, 2 threads at one, 1 unit, 1 access",
+        &[0],
+        all(TWO_AND_ONE, 1),
+        REORDERS,
+    ),
+    worlds("3 nodes, 1 unit, 1 access", &[0], all(THREE, 1), NONE),
+    worlds(
+        "3 nodes, 1 unit, 1 access, reordered",
+        &[0],
+        all(THREE, 1),
+        REORDERS,
+    ),
+    worlds("2 nodes, 1 unit, 2 accesses, crash", &[0], all(TWO, 2), CRASH),
+    worlds(
+        "2 nodes, 2 units, 2 accesses, reordered",
+        &[0, 1],
+        all(TWO, 2),
+        REORDERS,
+    ),
+    worlds(
+        "2 nodes, 1 unit, 1 access, reordered, duplicate, crash",
+        &[0],
+        all(TWO, 1),
+        ALL_BUT_EXPULSION,
+    ),
+    worlds(
+        "2 nodes, 1 unit, 2 accesses, reordered, duplicate",
+        &[0],
+        all(TWO, 2),
+        DUPLICATES,
+    ),
+    TWO_LEAVE,
+    STOPPED_READER,
+    worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
+];
+
+/// Sets that take minutes in a release build, with the numbers of their states in millions: 0.2, 0.6, 1.5, 2.7, 1.1, 2.7, 2.5 and 5.7.
+pub(crate) const LARGE: &[Worlds] = &[
+    worlds(
+        "2 nodes, 1 unit, 2 accesses, expulsion",
+        &[0],
+        all(TWO, 2),
+        EXPULSION,
+    ),
+    worlds(
+        "3 nodes, 1 unit, 1 access, reordered, duplicate",
+        &[0],
+        all(THREE, 1),
+        DUPLICATES,
+    ),
+    worlds(
+        "3 nodes, 1 unit, 1 access, expulsion",
+        &[0],
+        all(THREE, 1),
+        EXPULSION,
+    ),
+    worlds(
+        "3 nodes, 1 unit, 1 access, 2 crashes",
+        &[0],
+        all(THREE, 1),
+        TWO_CRASHES,
+    ),
+    worlds("2 nodes, 2 units, 2 accesses, crash", &[0, 1], all(TWO, 2), CRASH),
+    worlds(
+        "2 nodes, 2 units, 2 accesses, expulsion",
+        &[0, 1],
+        all(TWO, 2),
+        EXPULSION,
+    ),
+    worlds("3 nodes, 2 units, 1 access, crash", &[0, 1], all(THREE, 1), CRASH),
+    worlds(
+        "3 nodes, 2 units, 1 access, expulsion",
+        &[0, 1],
+        all(THREE, 1),
+        EXPULSION,
+    ),
+];
+
+/// Result of a check.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    pub(crate) states: usize,
+    pub(crate) time: Duration,
+    /// The broken rule, and the steps that break it.
+    pub(crate) broken: Option<String>,
+}
+
+impl Model for Worlds {
+    type State = World;
+    type Action = Step;
+
+    fn init_states(&self) -> Vec<World> {
+        self.switch();
+        let world = |threads: &[(Place, Arc<[Operation]>)]| {
+            World::new(threads, self.homes, self.mishaps, self.faults_max)
+        };
+        match self.programs {
+            Programs::These(threads) => {
+                let threads: Vec<_> = threads.iter().map(|(at, it)| (*at, Arc::from(*it))).collect();
+                vec![world(&threads)]
+            }
+            Programs::All { threads, accesses } => {
+                let one = sequences(&operations(self.homes.len()), accesses);
+                let one: Vec<Arc<[Operation]>> = one.iter().map(|it| Arc::from(&it[..])).collect();
+                let together = sequences(&one, threads.len());
+                let placed = together.into_iter().map(|it| threads.iter().copied().zip(it));
+                placed.map(|it| world(&it.collect::<Vec<_>>())).collect()
+            }
+        }
+    }
+
+    fn actions(&self, world: &World, steps: &mut Vec<Step>) {
+        world.steps(steps);
+    }
+
+    fn next_state(&self, world: &World, step: Step) -> Option<World> {
+        self.switch();
+        let mut world = world.clone();
+        world.take(step);
+        Some(world)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![Property::always("the rules hold", |_, world: &World| {
+            world.broken().is_none()
+        })]
+    }
+}
+
+impl Worlds {
+    /// Visits all states, or those up to the first that breaks a rule. No step leads back to an earlier state, since nodes count their messages:
+    /// so a rule about states in which nothing is left to happen is one about all runs.
+    pub(crate) fn check(self) -> Checked {
+        let begun = Instant::now();
+        let checker = self.checker().finish_when(HasDiscoveries::Any).spawn_bfs().join();
+        let broken = checker.discovery("the rules hold").map(|path| {
+            let rule = path.last_state().broken();
+            format!("{rule:?} after {:#?}", path.into_actions())
+        });
+        Checked {
+            states: checker.unique_state_count(),
+            time: begun.elapsed(),
+            broken,
+        }
+    }
+
+    /// Switches the defect on, for what this thread runs.
+    fn switch(&self) {
+        #[cfg(feature = "mutants")]
+        rdmux_dsm::mutant::set(self.mutant);
+    }
+}
+
+fn operations(units: usize) -> Vec<Operation> {
+    (0..units)
+        .flat_map(|unit| [(Access::Read, unit), (Access::Write, unit)])
+        .collect()
+}
+
+/// Returns all sequences of so many of the items.
+fn sequences<T: Clone>(items: &[T], length: usize) -> Vec<Vec<T>> {
+    (0..length).fold(vec![vec![]], |shorter, _| {
+        shorter
+            .iter()
+            .flat_map(|it| {
+                items
+                    .iter()
+                    .map(|item| [&it[..], std::slice::from_ref(item)].concat())
+            })
+            .collect()
+    })
+}
