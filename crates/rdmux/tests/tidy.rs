@@ -72,7 +72,7 @@ const PROGRAMS: [&str; 5] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 31] = [
+const UNSAFE_FILES: [&str; 32] = [
     "crates/drive/src/dma.rs",
     "crates/drive/src/passthru.rs",
     "crates/drive/src/vfio.rs",
@@ -90,6 +90,7 @@ const UNSAFE_FILES: [&str; 31] = [
     "crates/memory/src/convert/userfault.rs",
     "crates/memory/src/lease.rs",
     "crates/memory/src/mapping.rs",
+    "crates/memory/src/mapping/placed.rs",
     "crates/memory/src/persist.rs",
     "crates/nvmf/src/tls/session.rs",
     "crates/runtime/src/file_ring.rs",
