@@ -40,7 +40,7 @@ pub enum Change {
 
 impl Change {
     /// Returns the state that follows; `None` if the change does not fit.
-    fn of(self, state: PageState) -> Option<PageState> {
+    pub(super) fn of(self, state: PageState) -> Option<PageState> {
         match (self, state) {
             (Change::Protect, PageState::Modified) => Some(PageState::Shared),
             (Change::Unprotect, PageState::Shared) => Some(PageState::Modified),
@@ -269,13 +269,19 @@ impl View {
             // A page that is dropped and put back would count as not written.
             costs.install.call_ns = u32::MAX;
         }
+        if self.userfault.is_none() {
+            // mprotect(2) would give pages in between that are absent the right to read.
+            costs.protect.call_ns = 0;
+        }
         costs
     }
 
     fn carry_out(&self, call: Call) -> Result<(), Error> {
         match call {
             Call::Drop(pages) => self.drop_pages(pages),
-            Call::Protect(pages) => self.protect(pages),
+            Call::Protect(pages) if self.userfault.is_some() => self.protect(pages),
+            // By mprotect(2) it is given to pages, since some may have become absent meanwhile.
+            Call::Protect(pages) => self.give(pages, PageState::Shared, true).map(drop),
             Call::Install(pages, access) => {
                 let state = match access {
                     Access::Read => PageState::Shared,
