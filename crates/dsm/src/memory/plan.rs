@@ -144,3 +144,231 @@ fn runs(pages: &mut Vec<(u32, PageState)>) -> impl Iterator<Item = (Range<u32>, 
         .chunk_by(|left, right| left.0 + 1 == right.0 && left.1 == right.1)
         .map(|run| (run[0].0..run[run.len() - 1].0 + 1, run[0].1))
 }
+
+#[cfg(test)]
+mod tests {
+    use rand_chacha::ChaCha8Rng;
+    use rand_core::{RngCore, SeedableRng};
+
+    use super::PageState::{Invalid, Modified, Shared};
+    use super::*;
+
+    /// Prices with which bridging up to nine pages pays that are put back one by one.
+    const COSTS: Costs = Costs {
+        drop: price(1000, 10),
+        protect: price(1000, 10),
+        install: price(80, 10),
+        unprotect: price(80, 10),
+    };
+
+    const fn price(call_ns: u32, page_ns: u32) -> Price {
+        Price { call_ns, page_ns }
+    }
+
+    fn changed(before: PageState, after: PageState, pages: impl IntoIterator<Item = u32>) -> Vec<Changed> {
+        let pages = pages.into_iter();
+        pages.map(|page| Changed { page, before, after }).collect()
+    }
+
+    /// Plans changes among pages that are all in one state.
+    fn plan_among(others: PageState, changed: &[Changed]) -> Vec<Call> {
+        let state = |page| {
+            let found = changed.iter().find(|c| c.page == page);
+            found.map_or(others, |c| c.after)
+        };
+        plan(changed, state, &COSTS)
+    }
+
+    #[test]
+    fn plan__joins_neighbours() {
+        let rows = [
+            (Modified, Invalid, Call::Drop(1..4)),
+            (Modified, Shared, Call::Protect(1..4)),
+            (Invalid, Shared, Call::Install(1..4, Access::Read)),
+            (Invalid, Modified, Call::Install(1..4, Access::Write)),
+            (Shared, Modified, Call::Unprotect(1..4)),
+        ];
+        for (before, after, call) in rows {
+            assert_eq!(plan_among(Modified, &changed(before, after, 1..4)), [call]);
+        }
+        assert_eq!(plan_among(Modified, &[]), []);
+    }
+
+    /// Rights are given to nobody in between.
+    #[test]
+    fn plan__gives_to_the_pages_alone() {
+        let pages = || [1, 3];
+        let single = |call: fn(Range<u32>) -> Call| [call(1..2), call(3..4)];
+        for (before, after, calls) in [
+            (
+                Invalid,
+                Shared,
+                single(|pages| Call::Install(pages, Access::Read)),
+            ),
+            (
+                Invalid,
+                Modified,
+                single(|pages| Call::Install(pages, Access::Write)),
+            ),
+            (Shared, Modified, single(Call::Unprotect)),
+        ] {
+            assert_eq!(plan_among(Invalid, &changed(before, after, pages())), calls);
+        }
+    }
+
+    #[test]
+    fn plan__drops_a_span_and_puts_back() {
+        let every_third = changed(Modified, Invalid, (0..9).step_by(3));
+        let expected = [
+            Call::Drop(0..7),
+            Call::Install(1..3, Access::Write),
+            Call::Install(4..6, Access::Write),
+        ];
+        assert_eq!(plan_among(Modified, &every_third), expected);
+        let expected = [
+            Call::Drop(0..7),
+            Call::Install(1..3, Access::Read),
+            Call::Install(4..6, Access::Read),
+        ];
+        assert_eq!(plan_among(Shared, &every_third), expected);
+        // Pages that are absent anyway cost nothing afterwards.
+        assert_eq!(plan_among(Invalid, &every_third), [Call::Drop(0..7)]);
+    }
+
+    #[test]
+    fn plan__protects_a_span_and_puts_back() {
+        let every_third = changed(Modified, Shared, (0..9).step_by(3));
+        let expected = [Call::Protect(0..7), Call::Unprotect(1..3), Call::Unprotect(4..6)];
+        assert_eq!(plan_among(Modified, &every_third), expected);
+        for others in [Shared, Invalid] {
+            assert_eq!(plan_among(others, &every_third), [Call::Protect(0..7)]);
+        }
+    }
+
+    #[test]
+    fn plan__calls_once_more_where_that_is_cheaper() {
+        // 99 pages at 10, or 47 at 20 and a call at 80, are less than a call; one more is not.
+        for (others, gap) in [(Invalid, 99), (Modified, 45)] {
+            for over in [0, 1] {
+                let ends = changed(Modified, Invalid, [0, gap + over + 1]);
+                let drops = plan_among(others, &ends)
+                    .iter()
+                    .filter(|call| matches!(call, Call::Drop(_)))
+                    .count();
+                assert_eq!(drops, 1 + over as usize, "{others:?}");
+            }
+        }
+        // Never if a call costs nothing.
+        let free = Costs {
+            drop: price(0, 10),
+            ..COSTS
+        };
+        let ends = changed(Modified, Invalid, [0, 2]);
+        assert_eq!(
+            plan(&ends, |_| Invalid, &free),
+            [Call::Drop(0..1), Call::Drop(2..3)]
+        );
+    }
+
+    /// Pages of a batch that lie among those that are dropped need no call of their own.
+    #[test]
+    fn plan__puts_back_pages_of_the_batch_with_their_new_rights() {
+        let mut all = changed(Modified, Invalid, [0, 6]);
+        all.extend(changed(Modified, Shared, [1]));
+        all.extend(changed(Shared, Modified, [2, 3]));
+        all.extend(changed(Invalid, Shared, [5]));
+        all.sort_by_key(|c| c.page);
+        let expected = [
+            Call::Drop(0..7),
+            Call::Install(1..2, Access::Read),
+            Call::Install(2..5, Access::Write),
+            Call::Install(5..6, Access::Read),
+        ];
+        assert_eq!(plan_among(Modified, &all), expected);
+    }
+
+    /// Carries calls out on rights of pages, as the kernel does. No call gives more than the table says.
+    fn carry_out(calls: &[Call], table: &[PageState], rights: &mut [PageState]) -> u64 {
+        let mut price = 0;
+        for call in calls {
+            let (pages, cost) = match call {
+                Call::Drop(pages) => (pages, COSTS.drop),
+                Call::Protect(pages) => (pages, COSTS.protect),
+                Call::Install(pages, _) => (pages, COSTS.install),
+                Call::Unprotect(pages) => (pages, COSTS.unprotect),
+            };
+            price += u64::from(cost.call_ns) + u64::from(cost.page_ns) * pages.len() as u64;
+            for page in pages.clone().map(|page| page as usize) {
+                let has = &mut rights[page];
+                match call {
+                    Call::Drop(_) => *has = Invalid,
+                    Call::Protect(_) => *has = (*has).min(Shared),
+                    Call::Install(_, access) => {
+                        assert_eq!(*has, Invalid, "page {page} is installed twice");
+                        *has = if *access == Access::Write {
+                            Modified
+                        } else {
+                            Shared
+                        };
+                        assert_eq!(*has, table[page]);
+                    }
+                    Call::Unprotect(_) => {
+                        assert_eq!(table[page], Modified);
+                        if *has == Shared {
+                            *has = Modified;
+                        }
+                    }
+                }
+            }
+        }
+        price
+    }
+
+    /// From any rights to any states: the rights are the states afterwards, for no more than the price of a call for each page.
+    #[test]
+    fn plan__brings_rights_to_the_table() {
+        const STATES: [PageState; 3] = [Invalid, Shared, Modified];
+        for seed in 0..5000 {
+            let mut random = ChaCha8Rng::seed_from_u64(seed);
+            let mut next = |bound: u32| random.next_u32() % bound;
+            let pages = 1 + next(40);
+            let of = 1 + next(5);
+            let mut rights: Vec<PageState> = (0..pages).map(|_| STATES[next(3) as usize]).collect();
+            let table: Vec<PageState> = rights
+                .iter()
+                .map(|has| {
+                    if next(of) == 0 {
+                        STATES[next(3) as usize]
+                    } else {
+                        *has
+                    }
+                })
+                .collect();
+            let both = rights.iter().zip(&table).zip(0..);
+            let changed: Vec<Changed> = both
+                .filter(|((before, after), _)| before != after)
+                .map(|((before, after), page)| Changed {
+                    page,
+                    before: *before,
+                    after: *after,
+                })
+                .collect();
+            let calls = plan(&changed, |page| table[page as usize], &COSTS);
+            let single: u64 = changed
+                .iter()
+                .map(|c| {
+                    let cost = match (c.before, c.after) {
+                        (_, Invalid) => COSTS.drop,
+                        (Modified, _) => COSTS.protect,
+                        (Invalid, _) => COSTS.install,
+                        _ => COSTS.unprotect,
+                    };
+                    u64::from(cost.call_ns + cost.page_ns)
+                })
+                .sum();
+            let price = carry_out(&calls, &table, &mut rights);
+            assert_eq!(rights, table, "seed {seed}: {changed:?} {calls:?}");
+            assert!(price <= single, "seed {seed}: {price} over {single}");
+        }
+    }
+}
