@@ -15,6 +15,7 @@ use super::{Access, Costs, Engine, Error, PageState, View, Wanted};
 use crate::skip::skip;
 
 mod batch;
+mod userfault;
 mod view;
 
 /// Longest wait for something that has to happen.

@@ -517,3 +517,92 @@ fn open(catches: Catches, delivery: Delivery) -> Result<OwnedFd, Error> {
         },
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Change, Costs, Engine, View};
+    use super::*;
+    use crate::skip::skip;
+    use std::sync::Arc;
+
+    /// A system call that touches an absent page waits for it, or fails if the faults of threads alone are caught.
+    #[test]
+    fn open__catches_the_faults_of_system_calls() {
+        let abilities = Abilities::probe();
+        if !abilities.is_enough() {
+            return skip(format!("userfaultfd is not as this test needs it: {abilities:?}"));
+        }
+        let all = [Catches::Threads, Catches::All];
+        let (may, _) = all.split_at(if abilities.catches == Some(Catches::All) {
+            2
+        } else {
+            1
+        });
+        for catches in may {
+            let options = Options {
+                catches: *catches,
+                delivery: Delivery::Read,
+                writes: Writes::Fault,
+            };
+            let memory = Arc::new(AnonymousMemory::shareable(1).unwrap());
+            let view = View::new(memory, None, Engine::Userfault(options), Costs::TYPICAL).unwrap();
+            let (reader, writer) = std::io::pipe().unwrap();
+            rustix::io::write(&writer, b"ab").unwrap();
+            let address = view.mapping().address();
+            let read_into_view = || {
+                // SAFETY: one byte at the address lies inside of the view, which lives until the thread has ended, and no reference is to it.
+                let read = unsafe { libc::read(reader.as_raw_fd(), address as *mut libc::c_void, 1) };
+                (read >= 0).then_some(read).ok_or_else(last_errno)
+            };
+            std::thread::scope(|scope| {
+                let call = scope.spawn(read_into_view);
+                if *catches == Catches::Threads {
+                    assert_eq!(call.join().unwrap(), Err(Errno::FAULT));
+                    return;
+                }
+                let mut faults = Vec::new();
+                view.userfault().unwrap().read(&mut faults).unwrap();
+                let expected = Fault {
+                    address,
+                    access: Access::Write,
+                    kind: Kind::Missing,
+                };
+                assert_eq!(faults, [expected]);
+                assert!(view.change(0, Change::Install(Access::Write)).unwrap());
+                assert_eq!(call.join().unwrap(), Ok(1));
+                assert_eq!(view.alias().load_u8(0), b'a');
+            });
+        }
+    }
+
+    #[test]
+    fn parse__messages_of_other_events_are_none() {
+        let message = |event: u8, flags: u64, address: u64| {
+            let mut bytes = [0; MESSAGE_BYTES];
+            bytes[0] = event;
+            bytes[8..16].copy_from_slice(&flags.to_ne_bytes());
+            bytes[16..24].copy_from_slice(&address.to_ne_bytes());
+            bytes
+        };
+        let page = rustix::param::page_size() as u64;
+        for (flags, access, kind) in [
+            (4, Access::Read, Kind::Absent),
+            (5, Access::Write, Kind::Absent),
+            (3, Access::Write, Kind::Protected),
+            (0, Access::Read, Kind::Missing),
+            (1, Access::Write, Kind::Missing),
+        ] {
+            let fault = Fault::parse(&message(EVENT_PAGEFAULT, flags, 5 * page + 7));
+            let address = 5 * page;
+            assert_eq!(
+                fault,
+                Some(Fault {
+                    address,
+                    access,
+                    kind
+                })
+            );
+        }
+        assert_eq!(Fault::parse(&message(0x15, 0, page)), None);
+    }
+}

@@ -270,7 +270,7 @@ impl View {
             costs.install.call_ns = u32::MAX;
         }
         if self.userfault.is_none() {
-            // mprotect(2) would give pages in between that are absent the right to read.
+            // Pages in between may be absent, and mprotect(2) would give them the right to read: it takes a call for each range without any.
             costs.protect.call_ns = 0;
         }
         costs

@@ -155,6 +155,22 @@ mod tests {
         assert_eq!(view.mapping().load(page()), 7);
     }
 
+    /// A child would touch the pages without anybody's knowledge.
+    #[test]
+    fn map_again__is_neither_for_children_nor_of_huge_pages() {
+        let memory = AnonymousMemory::shareable(page()).unwrap();
+        let view = memory.map_again(None).unwrap();
+        let start = format!("{:x}-", view.mapping().address());
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let (_, own) = maps.split_once(&format!("\n{start}")).unwrap();
+        let flags = own.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+        let has = |flag: &str| flags.split_whitespace().any(|has| has == flag);
+        assert!(has("dc"), "{flags}");
+        // A kernel without huge pages has no such flag.
+        let has_huge = std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists();
+        assert_eq!(has("nh"), has_huge, "{flags}");
+    }
+
     #[test]
     fn map_again__refuses_an_address_that_is_taken() {
         let memory = AnonymousMemory::shareable(page()).unwrap();
