@@ -59,7 +59,7 @@ pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs
         })
     });
 
-    // What was in the way, and what is new.
+    // Pages that were in the way, and new ones.
     let in_drops = drops
         .iter()
         .flat_map(Clone::clone)

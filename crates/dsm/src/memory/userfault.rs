@@ -131,7 +131,7 @@ pub enum Delivery {
 pub enum Writes {
     /// It is a fault.
     Fault,
-    /// The kernel lets it pass, and [`Userfault::take_written`] returns the page.
+    /// The kernel lets it pass, and [`Userfault::take_written`] returns the page. Take it before it is made absent, which ends the record.
     Record,
 }
 
@@ -194,7 +194,7 @@ impl Fault {
     }
 }
 
-/// What the running kernel offers to this user.
+/// Parts of userfaultfd(2) that the running kernel offers to this user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Abilities {
     /// Faults that can be caught; `None`: userfaultfd(2) is not to be had.
@@ -250,9 +250,7 @@ fn try_install(options: Options) -> Result<bool, Error> {
     let _ = memory.load_u8(0);
     match userfault.install(page.clone(), Access::Read) {
         Ok(()) => Ok(true),
-        Err(Error::Call {
-            errno: Errno::INVAL, ..
-        }) => userfault.install(page, Access::Write).map(|()| false),
+        Err(Error::Lacks(_)) => userfault.install(page, Access::Write).map(|()| false),
         Err(error) => Err(error),
     }
 }
@@ -316,7 +314,8 @@ impl Userfault {
     /// so, and stay as they are otherwise.
     ///
     /// # Errors
-    /// [`Error::NoFrame`] if the file has no frame for a page: those before it are installed.
+    /// [`Error::NoFrame`] if the file has no frame for a page: those before it are installed. [`Error::Lacks`] if the kernel cannot install a page
+    /// for reading in one step.
     pub fn install(&self, pages: Range<u64>, access: Access) -> Result<(), Error> {
         let page = rustix::param::page_size() as u64;
         let mode = match access {
@@ -341,6 +340,10 @@ impl Userfault {
                     at += page;
                 }
                 Err(Errno::FAULT) => return Err(Error::NoFrame(at)),
+                // The kernel does not know the mode.
+                Err(Errno::INVAL) if access == Access::Read => {
+                    return Err(Error::Lacks("pages that are installed for reading (Linux 6.4)"));
+                }
                 Err(errno) => return Err(CONTINUE.error(errno)),
             }
         }

@@ -1,4 +1,4 @@
-//! What the program sees of a region, and the engines that change it.
+//! The program's view of a region, and the engines that change it.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -34,13 +34,21 @@ fn random_changes(random: &mut ChaCha8Rng, pages: impl Iterator<Item = u32>) -> 
     changes
 }
 
-/// Returns what threads may really do with the pages now, by the entries of the kernel's page table (pagemap of proc(5)).
-fn rights(view: &View, pages: u32) -> Vec<PageState> {
+/// Returns what threads may really do with the pages now.
+fn rights(view: &View) -> Vec<PageState> {
+    match view.userfault() {
+        Some(_) => rights_of_pages(view),
+        None => rights_of_mappings(view),
+    }
+}
+
+/// Reads the entries of the kernel's page table (pagemap of proc(5)).
+fn rights_of_pages(view: &View) -> Vec<PageState> {
     use std::os::unix::fs::FileExt;
     const PRESENT: u64 = 1 << 63;
     const PROTECTED: u64 = 1 << 57;
     let file = std::fs::File::open("/proc/self/pagemap").unwrap();
-    let mut entries = vec![0; 8 * pages as usize];
+    let mut entries = vec![0; 8 * view.pages() as usize];
     let first = view.mapping().address() / page_bytes() as u64;
     file.read_exact_at(&mut entries, 8 * first).unwrap();
     let (entries, _) = entries.as_chunks::<8>();
@@ -50,6 +58,27 @@ fn rights(view: &View, pages: u32) -> Vec<PageState> {
         _ => Modified,
     });
     states.collect()
+}
+
+/// Reads the kernel's list of mappings (maps of proc(5)).
+fn rights_of_mappings(view: &View) -> Vec<PageState> {
+    let start = view.mapping().address();
+    let end = start + view.mapping().len() as u64;
+    let mut states = vec![Invalid; view.pages() as usize];
+    for line in std::fs::read_to_string("/proc/self/maps").unwrap().lines() {
+        let (range, rest) = line.split_once(' ').unwrap();
+        let (from, to) = range.split_once('-').unwrap();
+        let [from, to] = [from, to].map(|address| {
+            let address = u64::from_str_radix(address, 16).unwrap();
+            (address.clamp(start, end) - start) as usize / page_bytes()
+        });
+        states[from..to].fill(match &rest[..2] {
+            "rw" => Modified,
+            "r-" => Shared,
+            _ => Invalid,
+        });
+    }
+    states
 }
 
 fn states(view: &View) -> Vec<PageState> {
@@ -80,8 +109,8 @@ fn apply__gives_what_page_by_page_gives() {
                 batched.apply(&mut batch).unwrap();
                 assert!(batch.is_empty());
                 assert_eq!(states(&batched), states(&single), "seed {seed}");
-                assert_eq!(rights(&batched, PAGES), states(&batched), "seed {seed}");
-                assert_eq!(rights(&single, PAGES), states(&single), "seed {seed}");
+                assert_eq!(rights(&batched), states(&batched), "seed {seed}");
+                assert_eq!(rights(&single), states(&single), "seed {seed}");
             }
         }
     }
@@ -151,7 +180,7 @@ fn change_alternating(view: &View, seed: u64, odd: u32) {
             .filter(|page| view.state(*page) != Modified)
             .map(|page| (page, value(page)))
             .collect();
-        let rights = rights(view, PAGES);
+        let rights = rights(view);
         for page in pages() {
             let state = view.state(page);
             let has = rights[page as usize];
@@ -228,7 +257,7 @@ fn apply__by_mprotect() {
         }
         view.apply(&mut batch).unwrap();
         assert_eq!(states(&view), expected);
-        assert_eq!(mapped_rights(&view), expected);
+        assert_eq!(rights(&view), expected);
         for page in 0..PAGES {
             match view.state(page) {
                 Invalid => {}
@@ -239,25 +268,20 @@ fn apply__by_mprotect() {
     }
 }
 
-/// Returns the rights of the view's mappings (maps of proc(5)).
-fn mapped_rights(view: &View) -> Vec<PageState> {
-    let start = view.mapping().address();
-    let end = start + view.mapping().len() as u64;
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let mut states = Vec::new();
-    for line in maps.lines() {
-        let (range, rest) = line.split_once(' ').unwrap();
-        let (from, to) = range.split_once('-').unwrap();
-        let [from, to] = [from, to].map(|address| u64::from_str_radix(address, 16).unwrap());
-        let state = match &rest[..2] {
-            "rw" => Modified,
-            "r-" => Shared,
-            _ => Invalid,
-        };
-        let pages = to.min(end).saturating_sub(from.max(start)) / page_bytes() as u64;
-        states.extend((0..pages).map(|_| state));
+/// Two threads change pages that alternate, so that each range has pages of the other next to it.
+#[test]
+fn apply__by_mprotect_in_two_threads() {
+    for seed in seeds(6) {
+        println!("seed {seed}");
+        let view = new_view(PAGES, Engine::Mprotect, Costs::TYPICAL);
+        std::thread::scope(|scope| {
+            for odd in [0, 1] {
+                let view = &view;
+                scope.spawn(move || change_alternating(view, seed, odd));
+            }
+        });
+        assert_eq!(rights(&view), states(&view));
     }
-    states
 }
 
 #[test]

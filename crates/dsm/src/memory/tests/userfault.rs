@@ -1,4 +1,4 @@
-//! What is left of userfaultfd(2) beside the transitions, and signals, which end a process of their own.
+//! The rest of userfaultfd(2) beside the transitions, and signals, which end a process of their own.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;

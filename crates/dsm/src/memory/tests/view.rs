@@ -37,7 +37,7 @@ fn change__invalid_to_shared_and_modified() {
         let reader = touch(view, 1, Access::Read);
         let (fault, wanted) = handler.next();
         assert_eq!((fault.kind, wanted), (Kind::Absent, want(1, Access::Read)));
-        // What lands meanwhile is what the thread reads.
+        // The thread reads bytes that land meanwhile.
         alias_word(view, 1).store(7, Ordering::Release);
         assert!(view.change(1, Change::Install(Access::Read)).unwrap());
         assert_eq!(reader.join().unwrap(), 7);
