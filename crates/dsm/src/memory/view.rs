@@ -13,9 +13,6 @@ use super::table::{PageState, PageTable};
 use super::userfault::{Fault, Options, Userfault, Writes};
 use super::{Access, Error};
 
-/// Entries that are held at most while rights are given, so that others wait for a short time only.
-const HELD_MAX: u32 = 512;
-
 /// Means by which pages are changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
@@ -63,7 +60,7 @@ pub struct Wanted {
 
 /// The program's view of a region: a second mapping of its file, with a state for each page. All pages are `Invalid` at first.
 ///
-/// Any thread may change pages and answer faults at any time: see `PageTable` for the rule that makes that right. Who changes one page twice
+/// Any thread may change pages and answer faults at any time: rights are given only while the page's state is kept, and taken after it has changed. Who changes one page twice
 /// at the same time gets one of both orders. The state is as the table says when a call returns; only after a call that has failed threads may
 /// still have more rights, and the view is of no use any more.
 ///
@@ -295,25 +292,11 @@ impl View {
 
     /// Gives the rights of a state to the pages that have it. Returns whether there was one.
     fn give(&self, pages: Range<u32>, state: PageState, are_absent: bool) -> Result<bool, Error> {
-        let mut has_given = false;
-        let mut at = pages.start;
-        while at < pages.end {
-            let end = pages.end.min(at.saturating_add(HELD_MAX));
-            let held = self.table.hold(at, end, state);
-            if held.pages().is_empty() {
-                // Somebody has changed it meanwhile, who sees to the rest.
-                at += 1;
-                continue;
-            }
-            match state {
-                PageState::Modified if !are_absent => self.unprotect(held.pages())?,
-                PageState::Modified => self.install(held.pages(), Access::Write)?,
-                _ => self.install(held.pages(), Access::Read)?,
-            }
-            has_given = true;
-            at = held.pages().end;
-        }
-        Ok(has_given)
+        self.table.give(pages, state, |pages| match state {
+            PageState::Modified if !are_absent => self.unprotect(pages),
+            PageState::Modified => self.install(pages, Access::Write),
+            _ => self.install(pages, Access::Read),
+        })
     }
 
     /// Makes pages absent.

@@ -284,6 +284,41 @@ fn apply__by_mprotect_in_two_threads() {
     }
 }
 
+/// Both orders of two changes of a page are right; more rights than the state has are not.
+#[test]
+fn apply__of_the_same_pages_in_two_threads() {
+    for engine in engines(Writes::Fault).into_iter().chain([Engine::Mprotect]) {
+        let seed = seeds(1).next().unwrap();
+        println!("seed {seed}");
+        let view = new_view(PAGES, engine, Costs::TYPICAL);
+        for round in 0..500 {
+            std::thread::scope(|scope| {
+                for thread in [0, 1] {
+                    let mut random = ChaCha8Rng::seed_from_u64(seed << 16 | round << 1 | thread);
+                    let view = &view;
+                    scope.spawn(move || {
+                        let mut batch = PageBatch::new();
+                        // As many as both threads have time for at once.
+                        for _ in 0..20 {
+                            for (page, change) in random_changes(&mut random, 0..8) {
+                                batch.add(page..page + 1, change);
+                            }
+                            view.apply(&mut batch).unwrap();
+                        }
+                    });
+                }
+            });
+            let both = rights(&view).into_iter().zip(states(&view)).zip(0..);
+            for ((has, state), page) in both {
+                assert!(
+                    has <= state,
+                    "seed {seed} round {round} page {page}: {has:?}, not {state:?}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn measure__finds_that_ranges_are_cheaper() {
     for engine in engines(Writes::Fault) {
