@@ -216,7 +216,7 @@ impl Mapping {
 
     /// Makes the pages of a range present and writable. A condition that would raise a signal when the range is touched, such as a
     /// lack of blocks or a failing medium, is an error here. Linux 5.14.
-    pub(crate) fn populate(&self, offset: u64, len: usize) -> io::Result<()> {
+    pub fn populate(&self, offset: u64, len: usize) -> io::Result<()> {
         let at = self
             .at_writable(offset, len as u64)
             .map_err(|_| io::ErrorKind::InvalidInput)?;

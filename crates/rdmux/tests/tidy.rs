@@ -50,7 +50,7 @@ const MAY_USE: [(&str, &[&str]); 25] = [
     (
         "crates/bench",
         &[
-            "accel", "drive", "memory", "nvmf", "runtime", "share", "sim", "soft", "verbs", "wire",
+            "accel", "drive", "dsm", "memory", "nvmf", "runtime", "share", "sim", "soft", "verbs", "wire",
         ],
     ),
     (

@@ -80,7 +80,6 @@ impl Costs {
     };
 
     fn of(view: &View) -> Result<Costs, Error> {
-        view.make_frames(0..PAGES)?;
         // For each of the four calls, the times of one page and of all.
         let mut times: [[Vec<u64>; 2]; 4] = Default::default();
         for _ in 0..ROUNDS {

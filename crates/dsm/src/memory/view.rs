@@ -60,9 +60,9 @@ pub struct Wanted {
 
 /// The program's view of a region: a second mapping of its file, with a state for each page. All pages are `Invalid` at first.
 ///
-/// Any thread may change pages and answer faults at any time: rights are given only while the page's state is kept, and taken after it has changed. Who changes one page twice
-/// at the same time gets one of both orders. The state is as the table says when a call returns; only after a call that has failed threads may
-/// still have more rights, and the view is of no use any more.
+/// Any thread may change pages and answer faults at any time: rights are given only while the state of a page is kept, and taken after it has
+/// changed. Of two changes of one page at the same time either may be the first. Threads have no more rights than the table says when a call
+/// returns; only after a call that has failed they may, and then the view is of no use any more.
 ///
 /// A thread that changes pages or answers faults must not touch the view meanwhile, nor may a signal handler that interrupts it.
 #[derive(Debug)]
@@ -342,7 +342,7 @@ impl View {
         match userfault.install(addresses.clone(), access) {
             Err(Error::NoFrame(at)) => {
                 let first = (at - self.app.mapping().address()) / self.page_bytes;
-                self.make_frames(first as u32..pages.end)?;
+                self.make_frames(&(first as u32..pages.end))?;
                 userfault.install(at..addresses.end, access)
             }
             result => result,
@@ -350,14 +350,10 @@ impl View {
     }
 
     /// Makes frames, of zeros, for pages of the file that have none.
-    pub(super) fn make_frames(&self, pages: Range<u32>) -> Result<(), Error> {
-        let outside = |_| Error::Outside(self.app.mapping().address());
-        for page in pages {
-            // A read makes the frame.
-            let offset = u64::from(page) * self.page_bytes;
-            self.alias.mapping().read(offset, &mut [0]).map_err(outside)?;
-        }
-        Ok(())
+    fn make_frames(&self, pages: &Range<u32>) -> Result<(), Error> {
+        let (offset, len) = self.bytes(pages);
+        let made = self.alias.mapping().populate(offset, len);
+        made.map_err(|error| Error::of("making frames", &error))
     }
 
     fn set_rights(&self, pages: Range<u32>, rights: Rights) -> Result<(), Error> {
