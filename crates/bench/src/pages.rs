@@ -10,6 +10,7 @@ use rdmux_dsm::memory::userfault::{Abilities, Delivery, Options, Writes};
 use rdmux_dsm::memory::{Access, Change, Costs, Engine, PageBatch, View};
 use rdmux_memory::AnonymousMemory;
 
+use super::CPUS;
 use super::table::{Column, Line, Ratio, Suite, Table};
 
 const COLUMNS: [Column; 6] = [
@@ -99,17 +100,22 @@ fn run(way: Way, column: usize) -> Result<f64> {
     std::thread::scope(|scope| {
         if shape.has_second_thread {
             scope.spawn(|| {
+                let _ = super::pin(CPUS[1]);
                 while !is_over.load(Ordering::Relaxed) {
                     std::hint::spin_loop();
                 }
             });
         }
-        let times = (0..shape.repeats).map(|_| measure(way, &shape, &view));
-        let times: Result<Vec<f64>> = times.collect();
+        let measuring = scope.spawn(|| {
+            super::pin(CPUS[0])?;
+            let times = (0..shape.repeats).map(|_| measure(way, &shape, &view));
+            let mut times = times.collect::<Result<Vec<f64>>>()?;
+            times.sort_by(f64::total_cmp);
+            Ok(times[times.len() / 2])
+        });
+        let median = measuring.join();
         is_over.store(true, Ordering::Relaxed);
-        let mut times = times?;
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
+        median.expect("no panic")
     })
 }
 
