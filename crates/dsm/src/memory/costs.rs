@@ -54,6 +54,9 @@ impl Costs {
                     turns.fetch_add(1, Ordering::Relaxed);
                 }
             });
+            while turns.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
             let measured = Costs::of(&view, &turns);
             stop.store(true, Ordering::Relaxed);
             measured

@@ -9,6 +9,10 @@ use std::ops::Range;
 use super::costs::{Costs, Price};
 use super::{Access, PageState};
 
+/// Part of the price of a call that pages in between may cost: a cold page costs several times what prices say, and a process in which no other
+/// thread runs at the moment saves the call alone, without an interruption.
+const MARGIN: u64 = 4;
+
 /// A page whose state has changed in the table, and not yet for the threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Changed {
@@ -105,14 +109,14 @@ fn spans(pages: impl Iterator<Item = u32>, bridges: impl Fn(Range<u32>) -> bool)
     spans
 }
 
-/// Returns whether it costs less to take rights from the pages of a gap, too, and to put them back, than to call once more. `put_back` returns
-/// the state and the price of what a page needs afterwards.
+/// Returns whether it costs so much less to take rights from the pages of a gap, too, and to put them back, than to call once more, as
+/// [`MARGIN`] says. `put_back` returns the state and the price of what a page needs afterwards.
 fn is_cheaper(
     mut gap: Range<u32>,
     taking: Price,
     put_back: impl Fn(u32) -> Option<(PageState, Price)>,
 ) -> bool {
-    let mut left = u64::from(taking.call_ns);
+    let mut left = u64::from(taking.call_ns) / MARGIN;
     let mut run = None;
     gap.all(|page| {
         let back = put_back(page);
@@ -153,10 +157,10 @@ mod tests {
     use super::PageState::{Invalid, Modified, Shared};
     use super::*;
 
-    /// Prices with which bridging up to nine pages pays that are put back one by one.
+    /// Prices with which pages in between may cost 1,000.
     const COSTS: Costs = Costs {
-        drop: price(1000, 10),
-        protect: price(1000, 10),
+        drop: price(MARGIN as u32 * 1000, 10),
+        protect: price(MARGIN as u32 * 1000, 10),
         install: price(80, 10),
         unprotect: price(80, 10),
     };
@@ -247,7 +251,7 @@ mod tests {
 
     #[test]
     fn plan__calls_once_more_where_that_is_cheaper() {
-        // 99 pages at 10, or 47 at 20 and a call at 80, are less than a call; one more is not.
+        // 99 pages at 10, or 47 at 20 and a call at 80, are less than 1,000; with one more they are not.
         for (others, gap) in [(Invalid, 99), (Modified, 45)] {
             for over in [0, 1] {
                 let ends = changed(Modified, Invalid, [0, gap + over + 1]);
