@@ -12,6 +12,7 @@ mod interrupts;
 mod load;
 mod nvme;
 mod offload;
+mod pages;
 mod pair;
 mod plot;
 mod scale;
@@ -86,6 +87,8 @@ enum Which {
     Accel,
     /// An NVMe drive behind a target, by each path of the data.
     Offload,
+    /// Changing what threads may do with pages, beside mprotect.
+    DsmPages,
     /// The first four. The others take as long again.
     All,
 }
@@ -146,6 +149,9 @@ fn main() -> Result<()> {
     }
     if args.table == Which::Offload {
         suites.push(offload::suite());
+    }
+    if args.table == Which::DsmPages {
+        suites.push(pages::suite());
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));

@@ -1,10 +1,15 @@
-//! A distributed shared memory: one address space for processes of one host or many.
+//! Distributed shared memory: one address space for processes of one host or many.
 //!
-//! [`protocol`] decides which node may access what, and has no I/O and no clock.
-#![deny(unsafe_code)]
+//! [`protocol`] decides which node may access what, and has no I/O and no clock. [`memory`] changes what the threads of a process may do with
+//! the pages of a region, and knows no other process. Nothing joins the two yet.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 #[macro_use]
 pub mod mutant;
 
+pub mod memory;
 pub mod protocol;
+
+#[cfg(test)]
+#[path = "../../skip.rs"]
+mod skip;

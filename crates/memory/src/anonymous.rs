@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement, Sharing};
 
-use crate::mapping::{Mapping, sealed_file, whole_pages};
+use crate::mapping::{Mapping, PlaceError, PlacedMapping, Unmappable, sealed_file, whole_pages};
 
 /// Pages of the process's own, zero at first.
 #[derive(Debug)]
@@ -70,6 +70,15 @@ impl AnonymousMemory {
     #[inline]
     pub fn mapping(&self) -> &Mapping {
         &self.mapping
+    }
+
+    /// Maps all of it once more in this process, at an address that is free. Without one the system chooses.
+    ///
+    /// # Errors
+    /// Also fails for memory that peers cannot map, which is in no file.
+    pub fn map_again(&self, address: Option<u64>) -> Result<PlacedMapping, PlaceError> {
+        let file = self.file.as_ref().ok_or(Unmappable::NotSealed)?;
+        PlacedMapping::new(file, address, self.mapping.len())
     }
 
     /// The file that peers may map.

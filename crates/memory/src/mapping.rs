@@ -26,6 +26,10 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 use crate::persist::{self, Cpu, place_cached};
 
+mod placed;
+
+pub use placed::{PlaceError, PlacedMapping, Rights};
+
 /// A mapping, until it is dropped.
 #[derive(Debug)]
 pub struct Mapping {
@@ -212,7 +216,7 @@ impl Mapping {
 
     /// Makes the pages of a range present and writable. A condition that would raise a signal when the range is touched, such as a
     /// lack of blocks or a failing medium, is an error here. Linux 5.14.
-    pub(crate) fn populate(&self, offset: u64, len: usize) -> io::Result<()> {
+    pub fn populate(&self, offset: u64, len: usize) -> io::Result<()> {
         let at = self
             .at_writable(offset, len as u64)
             .map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -224,6 +228,15 @@ impl Mapping {
     pub fn keep_from_children(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping's own, and the advice changes nothing of it in this process.
         Ok(unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxDontFork) }?)
+    }
+
+    /// Keeps huge pages out of the mapping. A kernel that has none says nothing.
+    pub fn refuse_huge_pages(&self) -> io::Result<()> {
+        // SAFETY: the range is this mapping's own, and the advice changes no byte of it.
+        match unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxNoHugepage) } {
+            Err(Errno::INVAL) => Ok(()),
+            result => Ok(result?),
+        }
     }
 
     /// Removes the pages and keeps the addresses: from then on the kernel answers accesses from other processes with an error, and

@@ -50,7 +50,7 @@ const MAY_USE: [(&str, &[&str]); 25] = [
     (
         "crates/bench",
         &[
-            "accel", "drive", "memory", "nvmf", "runtime", "share", "sim", "soft", "verbs", "wire",
+            "accel", "drive", "dsm", "memory", "nvmf", "runtime", "share", "sim", "soft", "verbs", "wire",
         ],
     ),
     (
@@ -73,10 +73,11 @@ const PROGRAMS: [&str; 5] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 31] = [
+const UNSAFE_FILES: [&str; 33] = [
     "crates/drive/src/dma.rs",
     "crates/drive/src/passthru.rs",
     "crates/drive/src/vfio.rs",
+    "crates/dsm/src/memory/userfault.rs",
     "crates/hw/src/cma.rs",
     "crates/hw/src/library.rs",
     "crates/hw/src/objects.rs",
@@ -91,6 +92,7 @@ const UNSAFE_FILES: [&str; 31] = [
     "crates/memory/src/convert/userfault.rs",
     "crates/memory/src/lease.rs",
     "crates/memory/src/mapping.rs",
+    "crates/memory/src/mapping/placed.rs",
     "crates/memory/src/persist.rs",
     "crates/nvmf/src/tls/session.rs",
     "crates/runtime/src/file_ring.rs",

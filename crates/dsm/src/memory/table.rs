@@ -1,0 +1,204 @@
+//! States of the pages of a view: what threads may do, whatever is installed at the moment.
+//!
+//! Rights are given to threads only while the entry is held, and only those of its state. They are taken after the state has changed, and a
+//! state changes only while the entry is not held. So once a call that takes rights has returned, no thread has more than the table says, and
+//! one that has less is given the rest when it faults.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rdmux_memory::mapping::Mapping;
+
+use super::Access;
+
+/// Bit of an entry: somebody gives the rights of the state to threads, and the state does not change meanwhile.
+const HELD: u32 = 1 << 31;
+/// Bits of an entry that are the state.
+const STATE: u32 = 3;
+/// Entries that are held at most at a time, so that others wait for a short time only.
+const HELD_MAX: u32 = 512;
+/// Looks at a held entry before the CPU is left to others: a holder makes one system call.
+const SPINS: u32 = 200;
+
+/// State of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PageState {
+    /// Threads may not touch it.
+    Invalid,
+    /// Threads may read it.
+    Shared,
+    /// Threads may read and write it.
+    Modified,
+}
+
+impl PageState {
+    /// Returns whether threads may access the page so.
+    pub fn allows(self, access: Access) -> bool {
+        match access {
+            Access::Read => self >= PageState::Shared,
+            Access::Write => self == PageState::Modified,
+        }
+    }
+
+    fn of(entry: u32) -> PageState {
+        match entry & STATE {
+            0 => PageState::Invalid,
+            1 => PageState::Shared,
+            _ => PageState::Modified,
+        }
+    }
+}
+
+/// Words of the entries, `Invalid` at first. Tests implement them with other memory.
+pub(super) trait Words {
+    /// Loads a word.
+    fn load(&self, page: u32, order: Ordering) -> u32;
+    /// Replaces a word if it is `old`, `AcqRel`. Returns whether it was.
+    fn replace(&self, page: u32, old: u32, new: u32) -> bool;
+    /// Stores a word that nobody else changes, `Release`.
+    fn store(&self, page: u32, value: u32);
+    /// Waits before another look.
+    fn pause(&self, looks: u32);
+}
+
+/// Words in memory that the kernel provides as they are touched: regions may be large and sparse.
+#[derive(Debug)]
+pub(super) struct MappedWords(Mapping);
+
+impl MappedWords {
+    fn word(&self, page: u32) -> &AtomicU32 {
+        self.0.word(size_of::<u32>() * page as usize)
+    }
+}
+
+impl Words for MappedWords {
+    fn load(&self, page: u32, order: Ordering) -> u32 {
+        self.word(page).load(order)
+    }
+
+    fn replace(&self, page: u32, old: u32, new: u32) -> bool {
+        let replaced = self
+            .word(page)
+            .compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed);
+        replaced.is_ok()
+    }
+
+    fn store(&self, page: u32, value: u32) {
+        self.word(page).store(value, Ordering::Release);
+    }
+
+    fn pause(&self, looks: u32) {
+        match looks % SPINS {
+            0 => std::thread::yield_now(),
+            _ => std::hint::spin_loop(),
+        }
+    }
+}
+
+/// An entry a page.
+#[derive(Debug)]
+pub(super) struct PageTable<W = MappedWords> {
+    words: W,
+    pages: u32,
+}
+
+impl PageTable {
+    pub(super) fn new(pages: u32) -> std::io::Result<PageTable> {
+        let words = MappedWords(Mapping::anonymous(size_of::<u32>() * pages as usize)?);
+        Ok(PageTable { words, pages })
+    }
+}
+
+impl<W: Words> PageTable<W> {
+    /// Returns the number of pages.
+    pub(super) fn pages(&self) -> u32 {
+        self.pages
+    }
+
+    pub(super) fn state(&self, page: u32) -> PageState {
+        PageState::of(self.words.load(page, Ordering::Acquire))
+    }
+
+    /// Changes a state once its entry is not held, as `f` says. Returns the state before and after if it did.
+    pub(super) fn change(
+        &self,
+        page: u32,
+        f: impl Fn(PageState) -> Option<PageState>,
+    ) -> Option<(PageState, PageState)> {
+        let before = self.update(page, |before| f(before).map(|after| after as u32))?;
+        Some((before, f(before)?))
+    }
+
+    /// Calls `give` with ranges of those pages that have a state, which keep it until `give` has returned. Returns whether there was one.
+    pub(super) fn give<E>(
+        &self,
+        pages: Range<u32>,
+        state: PageState,
+        mut give: impl FnMut(Range<u32>) -> Result<(), E>,
+    ) -> Result<bool, E> {
+        let mut has_given = false;
+        let mut at = pages.start;
+        while at < pages.end {
+            let end = pages.end.min(at.saturating_add(HELD_MAX));
+            let held = self.hold(at..end, state);
+            if held.pages.is_empty() {
+                // Somebody has changed it meanwhile, who sees to the rest.
+                at += 1;
+                continue;
+            }
+            give(held.pages.clone())?;
+            has_given = true;
+            at = held.pages.end;
+        }
+        Ok(has_given)
+    }
+
+    /// Holds the first of some pages, up to one that has another state.
+    fn hold(&self, pages: Range<u32>, state: PageState) -> Held<'_, W> {
+        let mut held = Held {
+            words: &self.words,
+            state,
+            pages: pages.start..pages.start,
+        };
+        let holds = |page| self.update(page, |found| (found == state).then_some(state as u32 | HELD));
+        while held.pages.end < pages.end && holds(held.pages.end).is_some() {
+            held.pages.end += 1;
+        }
+        held
+    }
+
+    /// Replaces an entry once it is not held, as `f` says. Returns the state before if it did.
+    fn update(&self, page: u32, f: impl Fn(PageState) -> Option<u32>) -> Option<PageState> {
+        let mut looks = 0;
+        loop {
+            let found = self.words.load(page, Ordering::Relaxed);
+            if found & HELD == 0 {
+                let before = PageState::of(found);
+                if self.words.replace(page, found, f(before)?) {
+                    return Some(before);
+                }
+            } else {
+                looks += 1;
+                self.words.pause(looks);
+            }
+        }
+    }
+}
+
+/// Entries that are held, until it is dropped.
+struct Held<'a, W: Words> {
+    words: &'a W,
+    state: PageState,
+    pages: Range<u32>,
+}
+
+impl<W: Words> Drop for Held<'_, W> {
+    fn drop(&mut self) {
+        for page in self.pages.clone() {
+            self.words.store(page, self.state as u32);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,377 @@
+//! The program's view of a region, and the engines that change it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use rdmux_memory::AnonymousMemory;
+use rdmux_memory::mapping::{Mapping, PlacedMapping, Rights};
+
+use super::batch::{Applied, PageBatch};
+use super::costs::Costs;
+use super::plan::{Call, Changed, plan};
+use super::table::{PageState, PageTable};
+use super::userfault::{Fault, Options, Userfault, Writes};
+use super::{Access, Error};
+
+/// Means by which pages are changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// userfaultfd(2).
+    Userfault(Options),
+    /// mprotect(2): slower, and each range of rights of its own counts against `vm.max_map_count`. A touch that is not allowed raises `SIGSEGV`.
+    Mprotect,
+}
+
+/// A change of a page's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// `Modified` to `Shared`.
+    Protect,
+    /// `Shared` to `Modified`.
+    Unprotect,
+    /// `Shared` or `Modified` to `Invalid`.
+    Invalidate,
+    /// `Invalid` to `Shared` or `Modified`.
+    Install(Access),
+}
+
+impl Change {
+    /// Returns the state that follows; `None` if the change does not fit.
+    pub(super) fn of(self, state: PageState) -> Option<PageState> {
+        match (self, state) {
+            (Change::Protect, PageState::Modified) => Some(PageState::Shared),
+            (Change::Unprotect, PageState::Shared) => Some(PageState::Modified),
+            (Change::Invalidate, PageState::Shared | PageState::Modified) => Some(PageState::Invalid),
+            (Change::Install(Access::Read), PageState::Invalid) => Some(PageState::Shared),
+            (Change::Install(Access::Write), PageState::Invalid) => Some(PageState::Modified),
+            _ => None,
+        }
+    }
+}
+
+/// An access that the state of a page does not allow: its thread waits until the state has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Index of the page.
+    pub page: u32,
+    /// Access that is wanted.
+    pub access: Access,
+}
+
+/// The program's view of a region: a second mapping of its file, with a state for each page. All pages are `Invalid` at first.
+///
+/// Any thread may change pages and answer faults at any time: rights are given only while the state of a page is kept, and taken after it has
+/// changed. Of two changes of one page at the same time either may be the first. Threads have no more rights than the table says when a call
+/// returns; only after a call that has failed they may, and then the view is of no use any more.
+///
+/// A thread that changes pages or answers faults must not touch the view meanwhile, nor may a signal handler that interrupts it.
+#[derive(Debug)]
+pub struct View {
+    // Unmapped first: without its userfaultfd a touch would raise no fault.
+    app: PlacedMapping,
+    /// `None`: mprotect(2).
+    userfault: Option<Userfault>,
+    writes: Writes,
+    table: PageTable,
+    alias: Arc<AnonymousMemory>,
+    costs: Costs,
+    page_bytes: u64,
+}
+
+impl View {
+    /// Maps a region at an address, or where the system wishes.
+    ///
+    /// # Errors
+    /// Also fails for memory that peers cannot map, which is in no file.
+    pub fn new(
+        alias: Arc<AnonymousMemory>,
+        address: Option<u64>,
+        engine: Engine,
+        costs: Costs,
+    ) -> Result<View, Error> {
+        let app = alias.map_again(address)?;
+        let advised = alias.mapping().refuse_huge_pages();
+        advised.map_err(|error| Error::of("madvise", &error))?;
+        let page_bytes = rustix::param::page_size() as u64;
+        let len = app.mapping().len();
+        let pages = u32::try_from(len as u64 / page_bytes).map_err(|_| Error::TooLarge)?;
+        let mut writes = Writes::Fault;
+        let userfault = match engine {
+            Engine::Userfault(options) => {
+                writes = options.writes;
+                let userfault = Userfault::open(options)?;
+                userfault.register(&app)?;
+                Some(userfault)
+            }
+            Engine::Mprotect => {
+                let taken = app.set_rights(0, len, Rights::None);
+                taken.map_err(|error| Error::of("mprotect", &error))?;
+                None
+            }
+        };
+        Ok(View {
+            app,
+            userfault,
+            writes,
+            table: PageTable::new(pages).map_err(|error| Error::of("mmap", &error))?,
+            alias,
+            costs,
+            page_bytes,
+        })
+    }
+
+    /// Makes the changes of a batch, and empties it: they are first noted in the table, then rights are taken, and then given. Where it is cheaper,
+    /// pages that are in between lose their rights for a moment; who touches one then faults, which [`View::resolve`] answers.
+    ///
+    /// # Errors
+    /// Fails if the system refuses a call.
+    ///
+    /// # Panics
+    /// If a page is outside of the region; if one is to be protected in a view that records writes.
+    pub fn apply(&self, batch: &mut PageBatch) -> Result<Applied, Error> {
+        let changed: Vec<Changed> = batch
+            .take()
+            .filter_map(|(page, change)| self.note(page, change))
+            .collect();
+        let calls = plan(&changed, |page| self.table.state(page), &self.prices());
+        let mut applied = Applied {
+            pages: changed.len(),
+            ..Applied::default()
+        };
+        for call in calls {
+            match call {
+                Call::Drop(_) | Call::Protect(_) => applied.takes += 1,
+                Call::Install(..) | Call::Unprotect(_) => applied.gives += 1,
+            }
+            self.carry_out(call)?;
+        }
+        Ok(applied)
+    }
+
+    /// Changes one page by one system call. Returns whether the change fits its state.
+    ///
+    /// # Errors
+    /// As [`View::apply`].
+    ///
+    /// # Panics
+    /// As [`View::apply`].
+    pub fn change(&self, page: u32, change: Change) -> Result<bool, Error> {
+        if self.note(page, change).is_none() {
+            return Ok(false);
+        }
+        let pages = page..page + 1;
+        self.carry_out(match change {
+            Change::Protect => Call::Protect(pages),
+            Change::Unprotect => Call::Unprotect(pages),
+            Change::Invalidate => Call::Drop(pages),
+            Change::Install(access) => Call::Install(pages, access),
+        })?;
+        Ok(true)
+    }
+
+    /// Answers a fault if the state of the page allows the access: the page was absent for a moment only. Else returns what is wanted; the
+    /// thread waits until a change allows it.
+    ///
+    /// # Errors
+    /// [`Error::Outside`] if the fault is in no page of the view.
+    pub fn resolve(&self, fault: Fault) -> Result<Option<Wanted>, Error> {
+        let start = self.app.mapping().address();
+        let page = fault.address.checked_sub(start).map(|at| at / self.page_bytes);
+        let page = page.and_then(|page| u32::try_from(page).ok());
+        let page = page.filter(|page| *page < self.pages());
+        let page = page.ok_or(Error::Outside(fault.address))?;
+        let access = fault.access;
+        loop {
+            let state = self.state(page);
+            if !state.allows(access) {
+                return Ok(Some(Wanted { page, access }));
+            }
+            // The state may have changed just now.
+            if self.give(page..page + 1, state, true)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Finds the pages that were written since they were installed or last taken, and protects them. Returns ranges of them in ascending order.
+    ///
+    /// # Errors
+    /// [`Error::Lacks`] if the view does not record writes.
+    pub fn take_written(&self, pages: Range<u32>) -> Result<Vec<Range<u32>>, Error> {
+        const LACKS: Error = Error::Lacks("recorded writes (Linux 6.7)");
+        let userfault = self.userfault.as_ref().ok_or(LACKS)?;
+        let start = self.app.mapping().address();
+        let mut written: Vec<Range<u32>> = Vec::new();
+        let mut add = |page: u32| {
+            // The kernel counts absent pages as written.
+            if self.table.state(page) == PageState::Invalid {
+                return;
+            }
+            self.table.change(page, |state| Change::Protect.of(state));
+            match written.last_mut() {
+                Some(last) if last.end == page => last.end += 1,
+                _ => written.push(page..page + 1),
+            }
+        };
+        userfault.take_written(self.addresses(&pages), |found| {
+            let page_of = |address: u64| ((address - start) / self.page_bytes) as u32;
+            (page_of(found.start)..page_of(found.end)).for_each(&mut add);
+        })?;
+        Ok(written)
+    }
+
+    /// Returns the number of pages.
+    pub fn pages(&self) -> u32 {
+        self.table.pages()
+    }
+
+    /// Returns the state of a page.
+    ///
+    /// # Panics
+    /// If it is outside of the region.
+    pub fn state(&self, page: u32) -> PageState {
+        self.table.state(page)
+    }
+
+    /// Returns the bytes as the program sees them: a touch that is not allowed waits.
+    pub fn mapping(&self) -> &Mapping {
+        self.app.mapping()
+    }
+
+    /// Returns the region, all of whose bytes can be accessed.
+    pub fn alias(&self) -> &Arc<AnonymousMemory> {
+        &self.alias
+    }
+
+    /// Returns the userfaultfd, from which faults are read.
+    pub fn userfault(&self) -> Option<&Userfault> {
+        self.userfault.as_ref()
+    }
+
+    /// Notes a change in the table.
+    fn note(&self, page: u32, change: Change) -> Option<Changed> {
+        assert!(page < self.pages(), "page {page} of {}", self.pages());
+        assert!(
+            change != Change::Protect || self.writes == Writes::Fault,
+            "recorded writes are taken, which protects"
+        );
+        let (before, after) = self.table.change(page, |state| change.of(state))?;
+        Some(Changed { page, before, after })
+    }
+
+    /// Returns the prices for a plan.
+    fn prices(&self) -> Costs {
+        let mut costs = self.costs;
+        if self.writes == Writes::Record {
+            // A page that is dropped and put back would count as not written.
+            costs.install.call_ns = u32::MAX;
+        }
+        if self.userfault.is_none() {
+            // Pages in between may be absent, and mprotect(2) would give them the right to read: it takes a call for each range without any.
+            costs.protect.call_ns = 0;
+        }
+        costs
+    }
+
+    fn carry_out(&self, call: Call) -> Result<(), Error> {
+        match call {
+            Call::Drop(pages) => self.drop_pages(pages),
+            Call::Protect(pages) if self.userfault.is_some() => self.protect(pages),
+            // By mprotect(2) it is given to pages, since some may have become absent meanwhile.
+            Call::Protect(pages) => self.give(pages, PageState::Shared, true).map(drop),
+            Call::Install(pages, access) => {
+                let state = match access {
+                    Access::Read => PageState::Shared,
+                    Access::Write => PageState::Modified,
+                };
+                self.give(pages, state, true).map(drop)
+            }
+            Call::Unprotect(pages) => self.give(pages, PageState::Modified, false).map(drop),
+        }
+    }
+
+    /// Gives the rights of a state to the pages that have it. Returns whether there was one.
+    fn give(&self, pages: Range<u32>, state: PageState, are_absent: bool) -> Result<bool, Error> {
+        self.table.give(pages, state, |pages| match state {
+            PageState::Modified if !are_absent => self.unprotect(pages),
+            PageState::Modified => self.install(pages, Access::Write),
+            _ => self.install(pages, Access::Read),
+        })
+    }
+
+    /// Makes pages absent.
+    pub(super) fn drop_pages(&self, pages: Range<u32>) -> Result<(), Error> {
+        match &self.userfault {
+            Some(_) => {
+                let (offset, len) = self.bytes(&pages);
+                let dropped = self.app.drop_pages(offset, len);
+                dropped.map_err(|error| Error::of("madvise", &error))
+            }
+            None => self.set_rights(pages, Rights::None),
+        }
+    }
+
+    /// Takes the right to write.
+    pub(super) fn protect(&self, pages: Range<u32>) -> Result<(), Error> {
+        match &self.userfault {
+            Some(userfault) => userfault.protect(self.addresses(&pages)),
+            None => self.set_rights(pages, Rights::Read),
+        }
+    }
+
+    /// Gives the right to write.
+    pub(super) fn unprotect(&self, pages: Range<u32>) -> Result<(), Error> {
+        match &self.userfault {
+            Some(userfault) => userfault.unprotect(self.addresses(&pages)),
+            None => self.set_rights(pages, Rights::ReadWrite),
+        }
+    }
+
+    /// Installs pages.
+    pub(super) fn install(&self, pages: Range<u32>, access: Access) -> Result<(), Error> {
+        let Some(userfault) = &self.userfault else {
+            return self.set_rights(
+                pages,
+                match access {
+                    Access::Read => Rights::Read,
+                    Access::Write => Rights::ReadWrite,
+                },
+            );
+        };
+        let addresses = self.addresses(&pages);
+        match userfault.install(addresses.clone(), access) {
+            Err(Error::NoFrame(at)) => {
+                let first = (at - self.app.mapping().address()) / self.page_bytes;
+                self.make_frames(&(first as u32..pages.end))?;
+                userfault.install(at..addresses.end, access)
+            }
+            result => result,
+        }
+    }
+
+    /// Makes frames, of zeros, for pages of the file that have none.
+    fn make_frames(&self, pages: &Range<u32>) -> Result<(), Error> {
+        let (offset, len) = self.bytes(pages);
+        let made = self.alias.mapping().populate(offset, len);
+        made.map_err(|error| Error::of("making frames", &error))
+    }
+
+    fn set_rights(&self, pages: Range<u32>, rights: Rights) -> Result<(), Error> {
+        let (offset, len) = self.bytes(&pages);
+        let set = self.app.set_rights(offset, len, rights);
+        set.map_err(|error| Error::of("mprotect", &error))
+    }
+
+    /// Returns the offset and length in bytes of pages.
+    fn bytes(&self, pages: &Range<u32>) -> (u64, usize) {
+        let offset = u64::from(pages.start) * self.page_bytes;
+        let len = u64::from(pages.end - pages.start) * self.page_bytes;
+        (offset, len as usize)
+    }
+
+    fn addresses(&self, pages: &Range<u32>) -> Range<u64> {
+        let (offset, len) = self.bytes(pages);
+        let start = self.app.mapping().address() + offset;
+        start..start + len as u64
+    }
+}
