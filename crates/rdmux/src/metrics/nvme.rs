@@ -2,11 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use rdmux_nvmf::backend::offload::OffloadCounter;
 use rdmux_nvmf::control::Control;
 use rdmux_verbs::ledger::Entries;
 use rdmux_wire::nvme::HealthLog;
-use strum::VariantArray;
 
 use super::text::{Kind, Text};
 
@@ -26,6 +24,9 @@ pub(super) struct Figures {
 impl Figures {
     #[cfg(test)]
     pub(super) fn with_all() -> Figures {
+        use rdmux_nvmf::backend::offload::OffloadCounter;
+        use strum::VariantArray as _;
+
         Figures {
             ledger: Some(Entries::default()),
             offload: Some(
