@@ -13,7 +13,7 @@ use std::time::Duration;
 use rdmux_memory::AnonymousMemory;
 use rdmux_runtime::{Direction, Pages};
 use rdmux_verbs::Memory;
-use rdmux_verbs::sync::Mutex;
+use rdmux_verbs::sync::{Condvar, Mutex};
 use rdmux_wire::nvme::Status;
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, fcntl_getfl, fcntl_setfl, flock};
 use rustix::io::Errno;
@@ -104,12 +104,36 @@ pub trait Backend: fmt::Debug + Send + Sync {
 }
 
 /// Flushes of a storage, of which a failed one is final: the system reports the failure once, and forgets what it has not written. Nothing that is
-/// written after it would be sure.
+/// written after it would be sure. Only one runs at a time: the kernel, or a drive, reports a failure to one of several, and the others must not succeed
+/// before that is known.
 #[derive(Debug, Default)]
-pub struct Flushes {
+pub struct Flushes(Arc<FlushState>);
+
+#[derive(Debug, Default)]
+struct FlushState {
     has_failed: AtomicBool,
-    /// The kernel reports a failure to one of several flushes at a time: the others must not succeed before that is known.
-    flushing: Mutex<()>,
+    is_running: Mutex<bool>,
+    ended: Condvar,
+}
+
+/// A flush that runs, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Flushing(Arc<FlushState>);
+
+impl Flushing {
+    /// Has it, and all later ones, fail.
+    pub(crate) fn fail(&self) {
+        self.0
+            .has_failed
+            .store(!mutant!(FailedFlushForgotten), Ordering::Release);
+    }
+}
+
+impl Drop for Flushing {
+    fn drop(&mut self) {
+        *self.0.is_running.lock() = false;
+        self.0.ended.notify_one();
+    }
 }
 
 impl Flushes {
@@ -118,22 +142,34 @@ impl Flushes {
     /// # Errors
     /// One has.
     pub fn check(&self) -> Result<(), Status> {
-        match self.has_failed.load(Ordering::Acquire) {
+        match self.0.has_failed.load(Ordering::Acquire) {
             true => Err(Status::WRITE_FAULT.do_not_retry()),
             false => Ok(()),
         }
     }
 
-    /// Runs one.
+    /// Begins one, if none runs.
+    pub(crate) fn try_begin(&self) -> Option<Flushing> {
+        let mut is_running = self.0.is_running.lock();
+        let is_first = !std::mem::replace(&mut *is_running, true);
+        is_first.then(|| Flushing(self.0.clone()))
+    }
+
+    fn begin(&self) -> Flushing {
+        let others = self.0.is_running.lock();
+        *self.0.ended.wait_while(others, |is_running| *is_running) = true;
+        Flushing(self.0.clone())
+    }
+
+    /// Runs one, after those that run.
     ///
     /// # Errors
     /// It has failed, or one before it.
     pub fn run(&self, sync: impl FnOnce() -> io::Result<()>) -> Result<(), Status> {
-        let _alone = self.flushing.lock();
+        let flushing = self.begin();
         self.check()?;
         sync().map_err(|_| {
-            self.has_failed
-                .store(!mutant!(FailedFlushForgotten), Ordering::Release);
+            flushing.fail();
             Status::WRITE_FAULT.do_not_retry()
         })
     }

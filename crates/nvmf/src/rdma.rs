@@ -443,14 +443,11 @@ impl Connection {
             None if length > 0 && !receives => return Err(refused(Status::INVALID_FIELD)),
             None if length > 0 => {
                 // They are in the target's memory already.
-                if let Some(peer) = peer {
-                    let is_of_drive = peer.pool().kind() != MemoryKind::Dram;
-                    match peer.p2p() {
-                        PeerToPeer::Require if is_of_drive => return Err(refused(Status::SGL_TYPE_INVALID)),
-                        // The offload engine copies them.
-                        _ if peer.offload().is_some() => {}
-                        _ => peer.peers().count_copied(),
-                    }
+                if let Some(peer) = peer
+                    && peer.p2p() == PeerToPeer::Require
+                    && peer.pool().kind() != MemoryKind::Dram
+                {
+                    return Err(refused(Status::SGL_TYPE_INVALID));
                 }
                 slot.memory = Memory::Capsule(std::mem::take(capsule));
                 Data::InCapsule
@@ -566,6 +563,7 @@ impl Connection {
             memory,
             counted: counted as u32,
             length: length as usize,
+            is_inline: false,
             running: None,
         };
         self.actions.push_back(Action::Run(work));
@@ -646,6 +644,7 @@ impl Connection {
                 memory: Memory::None,
                 counted: 0,
                 length: 0,
+                is_inline: false,
                 running: None,
             }));
         }
@@ -705,6 +704,7 @@ pub struct Work {
     /// Bytes of the buffer of [`Connection::granted`] that it has.
     counted: u32,
     length: usize,
+    is_inline: bool,
     /// Set while an io_uring or the offload engine carries it out.
     running: Option<Running>,
 }
@@ -752,16 +752,30 @@ impl Work {
         Some(capsule)
     }
 
-    /// Copies data in the capsule into memory of the drive, if the offload engine is to write them from there, and there is room. Returns the capsule.
-    pub(crate) fn stage(&mut self) -> Option<Vec<u8>> {
+    /// Copies data in the capsule into memory that a drive reaches, if an offload engine is to write them from there and there is room. Returns the capsule.
+    pub(crate) fn stage(&mut self, has_engine: bool) -> Option<Vec<u8>> {
         let Memory::Capsule(capsule) = &mut self.memory else {
             return None;
         };
-        let drive = self.io.offloading()?;
-        let staged = drive.stage(&capsule[SQE_LEN..SQE_LEN + self.length])?;
+        let drive = self.io.peer()?;
+        let bytes = &capsule[SQE_LEN..SQE_LEN + self.length];
+        let staged = match has_engine && drive.offload().is_some() {
+            true => drive.stage(bytes),
+            false => None,
+        };
+        let Some(staged) = staged else {
+            drive.peers().count_copied();
+            return None;
+        };
         let capsule = std::mem::take(capsule);
         self.memory = Memory::Peer(staged);
+        self.is_inline = true;
         Some(capsule)
+    }
+
+    /// Returns true if its data came in the capsule, and are staged.
+    pub(crate) fn is_inline(&self) -> bool {
+        self.is_inline
     }
 
     /// Begins it for the offload engine. Returns the memory of its data, none for a Flush, with the drive's action; `None`: [`Work::execute`] carries it out, or

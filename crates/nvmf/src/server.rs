@@ -42,7 +42,7 @@ pub struct Config {
     pub listen: Vec<Listen>,
     /// Number of reactors, each a thread.
     pub reactors: usize,
-    /// Another one, on a thread of its own, is the offload engine, and has all connections by RDMA.
+    /// Has one more reactor, on a thread of its own, which is the offload engine and has all connections by RDMA.
     pub offload: bool,
     /// Pins how reactors wait.
     pub waiting: Option<WaitMode>,

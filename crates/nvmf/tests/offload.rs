@@ -3,9 +3,13 @@
 
 mod peered;
 
-use std::sync::Arc;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{OsRng, RngCore, SeedableRng, TryRngCore};
 use rdmux_drive::MemoryKind;
 use rdmux_nvmf::backend::Backend;
 use rdmux_nvmf::backend::drive::{DriveBackend, DriveSettings};
@@ -31,6 +35,19 @@ fn offloaded(buffers: MemoryKind) -> DriveSettings {
 
 fn target(buffers: MemoryKind) -> Peered {
     Peered::with_settings(Bytes::new(64 << 10), offloaded(buffers), |backend| backend)
+}
+
+/// Has the drive stand still. Returns the begin of its time, with which another mover goes on.
+fn stop_drive(target: &Peered) -> Instant {
+    target.mover.take().map(Mover::stop).unwrap()
+}
+
+fn wait_for(holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !holds() {
+        assert!(Instant::now() < deadline, "it does not come");
+        std::thread::yield_now();
+    }
 }
 
 fn counter(target: &Peered, counter: OffloadCounter) -> u64 {
@@ -190,7 +207,8 @@ fn commands__that_the_drive_fails_are_tried_by_the_software_target() {
     });
     let (mut done, mut failed) = (0, 0);
     for cid in 0..200 {
-        let (cqe, _) = io.run(rw(Opcode::READ, cid, 0, 2), &[], 2 * BLOCK);
+        let opcode = if cid % 2 == 0 { Opcode::READ } else { Opcode::WRITE };
+        let (cqe, _) = io.run(rw(opcode, cid, 0, 2), &[5; 2 * BLOCK as usize], 2 * BLOCK);
         match cqe.status.is_success() {
             true => done += 1,
             false => failed += 1,
@@ -209,18 +227,116 @@ fn commands__that_the_drive_fails_are_tried_by_the_software_target() {
 }
 
 #[test]
-fn drive__that_is_reset_loses_no_command_of_a_host() {
+fn drive__that_is_reset_fails_commands_for_now() {
     let target = target(MemoryKind::Dram);
-    let session = target.server.session(&device(), 1);
-    let mut queue = session.queue(1, 64).unwrap();
-    for round in 0..5u8 {
-        let write = |slba: u64| command::write(NsId(1), slba, 1, BLOCK, vec![round; BLOCK as usize]);
-        if round > 0 {
-            target.drive.fail();
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    let data = |round: u16| vec![round as u8; BLOCK as usize];
+    let mut repeated = 0;
+    for round in 1..6 {
+        // The drive stands still with commands, of which some are the engine's.
+        let began = stop_drive(&target);
+        (0..8).for_each(|cid| io.command(rw(Opcode::WRITE, cid, cid.into(), 1), &data(round), BLOCK));
+        target.drive.fail();
+        *target.mover.borrow_mut() = Some(Mover::new(&target.drive, began));
+        for cid in 0..8 {
+            let mut status = io.completion(Cid(cid)).status;
+            while status == Status::INTERNAL_ERROR {
+                repeated += 1;
+                status = io
+                    .run(rw(Opcode::WRITE, cid, cid.into(), 1), &data(round), BLOCK)
+                    .0
+                    .status;
+            }
+            assert_eq!(status, Status::SUCCESS);
         }
-        run_all(&mut queue, (0..40).map(write));
-        write_and_read(&mut queue, round);
+        for cid in 0..8 {
+            let (cqe, read) = io.run(rw(Opcode::READ, cid, cid.into(), 1), &[], BLOCK);
+            assert_eq!((cqe.status, read), (Status::SUCCESS, data(round)));
+        }
     }
+    assert!(repeated > 0);
+}
+
+#[test]
+fn flush__that_fails_is_final_for_those_that_wait_and_come() {
+    let target = target(MemoryKind::Dram);
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    let data = [7; BLOCK as usize];
+    let write = |cid| rw(Opcode::WRITE, cid, 0, 1);
+    assert_eq!(io.run(write(1), &data, BLOCK).0.status, Status::SUCCESS);
+    let began = stop_drive(&target);
+    for cid in [2, 3] {
+        io.command(Sqe::new(Opcode::FLUSH, Cid(cid), NsId(1)), &[], 0);
+    }
+    wait_for(|| counter(&target, OffloadCounter::QueueDepth) == 2);
+    // The drive fails the one that it has, and would carry out the other.
+    let fails = |fails| Faults {
+        fails,
+        ..Faults::default()
+    };
+    target.drive.set_faults(fails(1));
+    *target.mover.borrow_mut() = Some(Mover::new(&target.drive, began));
+    let lost = Status::WRITE_FAULT.do_not_retry();
+    assert_eq!([2, 3].map(|cid| io.completion(Cid(cid)).status), [lost; 2]);
+    target.drive.set_faults(fails(0));
+    assert_eq!(io.run(write(4), &data, BLOCK).0.status, lost);
+    let read = io.run(rw(Opcode::READ, 5, 0, 1), &[], BLOCK);
+    assert_eq!((read.0.status, read.1), (Status::SUCCESS, data.to_vec()));
+    assert_eq!(counter(&target, OffloadCounter::NumFlushCmd), 0);
+}
+
+#[test]
+fn buffers__are_free_once_a_dead_queue_pair_has_let_go() {
+    for kind in [MemoryKind::Dram, MemoryKind::Cmb] {
+        let target = target(kind);
+        let device = device();
+        for round in 0..20u16 {
+            let (admin, cntlid) = target.server.admin(&device);
+            let io = target.server.io(&device, cntlid, 1);
+            for cid in 0..4 {
+                let (opcode, data) = match cid % 2 {
+                    0 => (Opcode::WRITE, vec![round as u8; 128 << 10]),
+                    _ => (Opcode::READ, Vec::new()),
+                };
+                io.command(rw(opcode, cid, u64::from(cid) * 32, 32), &data, 128 << 10);
+            }
+            // Its data are on their way, in one direction or the other.
+            drop(io);
+            drop(admin);
+            target.wait_until_free();
+        }
+        let session = target.server.session(&device, 1);
+        write_and_read(&mut session.queue(1, 16).unwrap(), 1);
+    }
+}
+
+#[test]
+fn listener__that_comes_later_is_the_engines_too() {
+    let target = target(MemoryKind::Dram);
+    let listener = Listener {
+        transport: TransportKind::Rdma,
+        address: (address(), PORT).into(),
+    };
+    let handle = &target.server.handle;
+    assert_eq!(handle.listen(Listen::from(listener)).unwrap(), listener);
+    let settings = Listen {
+        in_capsule_bytes: 0,
+        ..Listen::from(listener)
+    };
+    handle.set(handle.prepare(settings).unwrap()).unwrap();
+    let options = Options {
+        transport: Transport::Rdma,
+        ..Options::new(vec![listener.address], nqn(SUBSYSTEM))
+    };
+    let session = Session::connect(options, 1).unwrap();
+    write_and_read(&mut session.queue(1, 16).unwrap(), 1);
+    let counted = [OffloadCounter::NumWriteCmd, OffloadCounter::NumWriteInlineCmd];
+    assert_eq!(counted.map(|name| counter(&target, name)), [7, 0]);
+    assert!(handle.stop_listening(&listener) && !handle.stop_listening(&listener));
 }
 
 #[test]
@@ -235,7 +351,11 @@ fn drive__that_is_pulled_fails_commands_and_keeps_no_connection() {
     }
     target.drive.vanish();
     for cid in 0..8 {
-        io.completion(Cid(cid));
+        let status = io.completion(Cid(cid)).status;
+        assert!(
+            status.is_success() || status == Status::NAMESPACE_NOT_READY.do_not_retry(),
+            "{status}"
+        );
     }
     let (cqe, _) = io.run(rw(Opcode::READ, 9, 0, 1), &[], BLOCK);
     assert_eq!(cqe.status, Status::NAMESPACE_NOT_READY.do_not_retry());
@@ -250,8 +370,7 @@ fn room__of_a_full_memory_is_not_needed_if_only_preferred() {
     let all = target.take_all();
     write_and_read(&mut queue, 7);
     let peers = target.backend.peers();
-    // The write that has come in its capsule needs no memory of a host's queue pair.
-    assert_eq!((peers.direct(), peers.copied()), (0, 13));
+    assert_eq!((peers.direct(), peers.copied()), (0, 14));
     drop(all);
     write_and_read(&mut queue, 9);
     assert!(peers.direct() > 0);
@@ -282,11 +401,7 @@ fn namespace__that_is_removed_leaves_its_drive_with_its_last_command() {
     write_and_read(&mut queue, 1);
     target.server.subsystem.remove_namespace(NsId(1)).unwrap();
     target.server.handle.tell_of_change();
-    let deadline = std::time::Instant::now() + LONG;
-    while Arc::strong_count(&target.backend) > 1 {
-        assert!(std::time::Instant::now() < deadline, "somebody has the drive");
-        std::thread::yield_now();
-    }
+    wait_for(|| Arc::strong_count(&target.backend) == 1);
 }
 
 /// A drive with which the engine panics, once it is to.
@@ -338,7 +453,7 @@ impl Backend for Panicking {
 #[test]
 fn engine__that_panics_ends_its_commands_once_the_drive_has_none_and_all_others_go_on() {
     let mut made = None;
-    let mut target = Peered::with_settings(Bytes::new(64 << 10), offloaded(MemoryKind::Dram), |drive| {
+    let target = Peered::with_settings(Bytes::new(64 << 10), offloaded(MemoryKind::Dram), |drive| {
         let panicking = Arc::new(Panicking {
             drive,
             panics: AtomicBool::new(false),
@@ -354,18 +469,16 @@ fn engine__that_panics_ends_its_commands_once_the_drive_has_none_and_all_others_
     let data = |byte: u8| vec![byte; 2 * BLOCK as usize];
     assert_eq!(io.run(write(1, 0), &data(1), 2 * BLOCK).0.status, Status::SUCCESS);
     // The drive stands still with a command of the engine.
-    let began = target.mover.take().map(Mover::stop).unwrap();
+    let began = stop_drive(&target);
     io.command(write(2, 0), &data(2), 2 * BLOCK);
-    while counter(&target, OffloadCounter::QueueDepth) == 0 {
-        std::thread::yield_now();
-    }
+    wait_for(|| counter(&target, OffloadCounter::QueueDepth) > 0);
     panicking.panics.store(true, Ordering::Relaxed);
     io.command(write(3, 2), &data(3), 2 * BLOCK);
     // Admin commands, and those of other queues, go on meanwhile.
     let (_other, _) = target.server.admin(&device);
     let depth = || counter(&target, OffloadCounter::QueueDepth);
     assert_eq!(depth(), 1, "the drive has it still");
-    target.mover = Some(Mover::new(&target.drive, began));
+    *target.mover.borrow_mut() = Some(Mover::new(&target.drive, began));
     for cid in [2, 3] {
         let status = io.completion(Cid(cid)).status;
         assert_eq!(status, Status::INTERNAL_ERROR);
@@ -436,4 +549,115 @@ fn fua__is_durable_when_the_write_is_done() {
         assert_eq!(cqe.status, Status::SUCCESS);
         assert_eq!(media.flushes() - before, u64::from(fua));
     }
+}
+
+/// Media with a volatile cache.
+#[derive(Debug, Default)]
+struct Cached(Mutex<(HashMap<u64, Vec<u8>>, HashMap<u64, Vec<u8>>)>);
+
+impl Cached {
+    fn cut_power(&self) {
+        self.0.lock().unwrap().1.clear();
+    }
+}
+
+impl Media for Cached {
+    fn block_shift(&self) -> u8 {
+        12
+    }
+
+    fn blocks(&self) -> u64 {
+        1 << 10
+    }
+
+    fn read(&self, block: u64, out: &mut [u8]) {
+        let (stable, cache) = &*self.0.lock().unwrap();
+        for (block, out) in (block..).zip(out.chunks_mut(4096)) {
+            match cache.get(&block).or(stable.get(&block)) {
+                Some(bytes) => out.copy_from_slice(bytes),
+                None => out.fill(0),
+            }
+        }
+    }
+
+    fn write(&self, block: u64, bytes: &[u8], _: bool) {
+        let (_, cache) = &mut *self.0.lock().unwrap();
+        cache.extend((block..).zip(bytes.chunks(4096).map(<[u8]>::to_vec)));
+    }
+
+    fn tear(&self, _: u64, _: &[u8]) {}
+
+    fn flush(&self) {
+        let (stable, cache) = &mut *self.0.lock().unwrap();
+        stable.extend(cache.drain());
+    }
+}
+
+#[test]
+fn power__that_is_cut_loses_nothing_that_was_acknowledged_as_durable() {
+    const BLOCKS: u64 = 8;
+    let seed = OsRng.try_next_u64().unwrap();
+    println!("seed {seed}");
+    let mut dice = ChaCha8Rng::seed_from_u64(seed);
+    let media = Arc::new(Cached::default());
+    let target = Peered::with_settings(media.clone(), offloaded(MemoryKind::Dram), |backend| backend);
+    let device = device();
+    let (_admin, cntlid) = target.server.admin(&device);
+    let mut io = target.server.io(&device, cntlid, 1);
+    // By block, the values that it may have after a loss of power.
+    let mut may_be = vec![BTreeSet::from([0u8]); BLOCKS as usize];
+    let mut durable = 0;
+    for round in 1..=60u8 {
+        let began = stop_drive(&target);
+        let mut written = Vec::new();
+        for block in 0..BLOCKS {
+            let fua = dice.next_u32().is_multiple_of(2);
+            let mut write = Sqe::new(Opcode::WRITE, Cid(block as u16), NsId(1));
+            let blocks = 1;
+            Rw {
+                slba: block,
+                blocks,
+                fua,
+            }
+            .emit(&mut write);
+            io.command(write, &[round; BLOCK as usize], BLOCK);
+            written.push(fua);
+            may_be[block as usize].insert(round);
+        }
+        io.command(Sqe::new(Opcode::FLUSH, Cid(BLOCKS as u16), NsId(1)), &[], 0);
+        // Some of the commands are carried out before the power is cut.
+        let steps = dice.next_u32() % 120;
+        for _ in 0..steps {
+            target.drive.set_now(began.elapsed().as_nanos() as u64);
+            target.drive.step();
+            std::thread::yield_now();
+        }
+        media.cut_power();
+        target.drive.fail();
+        *target.mover.borrow_mut() = Some(Mover::new(&target.drive, began));
+        for (block, fua) in written.into_iter().enumerate() {
+            if io.completion(Cid(block as u16)).status.is_success() && fua {
+                may_be[block] = BTreeSet::from([round]);
+                durable += 1;
+            }
+        }
+        io.completion(Cid(BLOCKS as u16));
+        for (block, may_be) in may_be.iter().enumerate() {
+            let mut read = || io.run(rw(Opcode::READ, 20, block as u64, 1), &[], BLOCK);
+            let data = loop {
+                match read() {
+                    (cqe, data) if cqe.status.is_success() => break data,
+                    // The reset has ended it.
+                    (cqe, _) => assert_eq!(cqe.status, Status::INTERNAL_ERROR),
+                }
+            };
+            let whole = data.iter().all(|byte| *byte == data[0]);
+            assert!(
+                whole && may_be.contains(&data[0]),
+                "block {block} has {}, not of {may_be:?}",
+                data[0]
+            );
+        }
+    }
+    assert!(durable > 0);
 }

@@ -21,12 +21,12 @@ use rdmux_wire::nvme::{NsId, Status};
 use super::ending::Endings;
 use super::offload::OffloadCounts;
 use super::peer::{PeerCounts, PeerData, PeerToPeer};
-use super::{Backend, Flushes};
+use super::{Backend, Flushes, Flushing};
 
 /// Polls of the drive before its waiter sleeps between two.
-const POLLS: u32 = 50;
+pub(crate) const POLLS: u32 = 50;
 /// Sleep between two polls.
-const SLEEP: Duration = Duration::from_micros(50);
+pub(crate) const SLEEP: Duration = Duration::from_micros(50);
 /// Longest wait for a drive that starts anew, before a command fails for now.
 const RESTART_WAIT: Duration = Duration::from_secs(20);
 /// Longest wait for a drive to shut down.
@@ -215,6 +215,8 @@ pub(super) struct Shared {
     ended: HashMap<u64, Completion>,
     /// Those of the offload engine.
     pub(super) offloaded: VecDeque<Completion>,
+    /// A Flush of the engine that the drive has, by its token.
+    pub(super) flushing: Option<(u64, Flushing)>,
     next_token: u64,
 }
 
@@ -223,10 +225,17 @@ impl Shared {
     pub(super) fn poll(&mut self) {
         let now = Instant::now();
         while let Some(completion) = self.drive.poll(now) {
-            match completion.token & OFFLOAD_TOKEN {
-                0 => drop(self.ended.insert(completion.token, completion)),
-                _ => self.offloaded.push_back(completion),
+            if completion.token & OFFLOAD_TOKEN == 0 {
+                self.ended.insert(completion.token, completion);
+                continue;
             }
+            let flushing = self.flushing.take_if(|(token, _)| *token == completion.token);
+            if let (Some((_, flushing)), Outcome::Done(status)) = (flushing, completion.outcome)
+                && has_lost(status.of_drive())
+            {
+                flushing.fail();
+            }
+            self.offloaded.push_back(completion);
         }
     }
 }
@@ -313,6 +322,7 @@ impl DriveBackend {
             drive,
             ended: HashMap::new(),
             offloaded: VecDeque::new(),
+            flushing: None,
             next_token: 0,
         };
         let mut turn = 0;
@@ -496,11 +506,9 @@ impl DriveBackend {
             pause(turn);
             turn += 1;
         };
-        match completion.outcome {
-            Outcome::Done(status) if status.is_success() => Ok(completion.data),
-            Outcome::Done(status) => Err(status.of_drive()),
-            Outcome::Reset => Err(Status::INTERNAL_ERROR),
-            Outcome::Gone => Err(Status::NAMESPACE_NOT_READY.do_not_retry()),
+        match status_of(completion.outcome) {
+            Status::SUCCESS => Ok(completion.data),
+            status => Err(status),
         }
     }
 
@@ -575,9 +583,19 @@ impl DriveBackend {
     }
 }
 
-/// Returns true if a Flush with this status has lost what was written.
-pub(super) fn has_lost(status: Status) -> bool {
-    status.is_final() || status.is(Status::WRITE_FAULT)
+/// Returns the end of a command as the host gets it.
+pub(crate) fn status_of(outcome: Outcome) -> Status {
+    match outcome {
+        Outcome::Done(status) if status.is_success() => Status::SUCCESS,
+        Outcome::Done(status) => status.of_drive(),
+        Outcome::Reset => Status::INTERNAL_ERROR,
+        Outcome::Gone => Status::NAMESPACE_NOT_READY.do_not_retry(),
+    }
+}
+
+/// Returns true if a Flush with this status has lost data that were written.
+fn has_lost(status: Status) -> bool {
+    !status.is_success() && (status.is_final() || status.is(Status::WRITE_FAULT))
 }
 
 /// Data in memory that a drive moves to or from blocks, a part with each of its commands.

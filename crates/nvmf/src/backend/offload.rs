@@ -1,14 +1,12 @@
 //! The offload engine's part of a drive: a queue pair that no thread has, and its counters.
 
-use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_drive::{Action, Buffer, Command, Completion, Refused, RefusedReason};
-use rdmux_wire::nvme::Status;
 use strum::{IntoStaticStr, VariantArray};
 
-use super::drive::{DriveBackend, OFFLOAD_QUEUE, OFFLOAD_TOKEN, has_lost};
+use super::drive::{DriveBackend, OFFLOAD_QUEUE, OFFLOAD_TOKEN};
 use super::peer::PeerData;
 
 /// A counter of a namespace whose commands the offload engine carries out. Their names, and what they count, are those of the offload of ConnectX: of
@@ -71,7 +69,7 @@ impl OffloadCounts {
         counters.map(|counter| (*counter, self.get(*counter)))
     }
 
-    pub(crate) fn count(&self, counter: OffloadCounter) {
+    fn count(&self, counter: OffloadCounter) {
         self.add(counter, 1);
     }
 
@@ -83,8 +81,8 @@ impl OffloadCounts {
         self.0[counter as usize].store(value, Ordering::Relaxed);
     }
 
-    /// Counts a command that the drive has carried out.
-    pub(crate) fn count_done(&self, action: Action, blocks: u64, took: Duration) {
+    /// Counts a command that the drive has carried out; `is_inline`: its data came in the capsule.
+    pub(crate) fn count_done(&self, action: Action, blocks: u64, is_inline: bool, took: Duration) {
         let (commands, all_blocks, latency) = match action {
             Action::Read => (
                 OffloadCounter::NumReadCmd,
@@ -99,6 +97,7 @@ impl OffloadCounts {
             _ => return self.count(OffloadCounter::NumFlushCmd),
         };
         self.count(commands);
+        self.add(OffloadCounter::NumWriteInlineCmd, is_inline.into());
         self.add(all_blocks, blocks);
         self.set(latency, took.as_micros() as u64);
     }
@@ -111,16 +110,16 @@ impl DriveBackend {
         self.offload.as_ref()
     }
 
-    /// Copies data of a write into memory that the drive reaches. `None`: there is no room, or it is out of reach.
+    /// Copies data of a write into memory that the drive reaches. `None`: there is no room.
     pub(crate) fn stage(&self, bytes: &[u8]) -> Option<PeerData> {
         let buffer = self.pool().allocate(bytes.len())?;
         buffer.write(0, bytes).ok()?;
         self.book_copy(&buffer, bytes);
-        self.offload.as_ref()?.count(OffloadCounter::NumWriteInlineCmd);
         Some(PeerData(vec![buffer]))
     }
 
-    /// Submits a command to the engine's queue pair, by a token of the engine's own.
+    /// Submits a command to the engine's queue pair, by a token of the engine's own. Only one Flush of the drive runs at a time: another one is refused as by a
+    /// full queue.
     ///
     /// # Errors
     /// The queue pair does not take it; the buffers are in the error.
@@ -130,17 +129,27 @@ impl DriveBackend {
         data: Vec<Buffer>,
         token: u64,
     ) -> Result<(), Refused> {
+        let refused = |reason, data| Err(Refused { reason, data });
+        let token = token | OFFLOAD_TOKEN;
+        let flushing = match command.action {
+            Action::Flush => match self.flushes.try_begin() {
+                None => return refused(RefusedReason::Full, data),
+                flushing => flushing,
+            },
+            _ => None,
+        };
         let mut shared = self.shared();
         // After a reset the drive may have other blocks, and after a failed Flush it is not written. The software target tells the host.
         let writes = command.action != Action::Read;
         if !self.has_same_blocks(&shared.drive) || (writes && self.flushes.check().is_err()) {
-            let reason = RefusedReason::NoNamespace;
-            return Err(Refused { reason, data });
+            return refused(RefusedReason::NoNamespace, data);
         }
         let now = Instant::now();
-        shared
-            .drive
-            .submit(now, OFFLOAD_QUEUE, command, data, token | OFFLOAD_TOKEN)
+        shared.drive.submit(now, OFFLOAD_QUEUE, command, data, token)?;
+        if let Some(flushing) = flushing {
+            shared.flushing = Some((token, flushing));
+        }
+        Ok(())
     }
 
     /// Returns the end of a command of the engine, with its token, if one has ended.
@@ -162,11 +171,8 @@ impl DriveBackend {
         shared.drive.outstanding(OFFLOAD_QUEUE) == 0
     }
 
-    /// Takes note of a Flush that the drive has failed, as [`Backend::flush`](super::Backend::flush) does.
-    pub(crate) fn flush_failed(&self, status: Status) {
-        if has_lost(status.of_drive()) {
-            // All others fail from now on, so this one does for its host.
-            let _ = self.flushes.run(|| Err(io::ErrorKind::Other.into()));
-        }
+    /// Counts at the engine.
+    pub(crate) fn count_offloaded(&self, counter: OffloadCounter) {
+        self.offload.iter().for_each(|counts| counts.count(counter));
     }
 }

@@ -183,7 +183,7 @@ impl Handle {
     /// Listens no more on an address. Connections that were accepted stay. Returns false if it did not listen there.
     pub fn stop_listening(&self, listener: &Listener) -> bool {
         let mut has_stopped = false;
-        // The first reactor has the listeners for TCP, and those for RDMA that pass requests on to others.
+        // The first reactor has the listeners for TCP; the first with connections by RDMA has those that pass requests on to others.
         for reactor in &self.reactors {
             has_stopped |= ask(reactor, |reply| Ask::StopListening(*listener, reply)) == Some(true);
         }

@@ -78,6 +78,14 @@ impl Job {
         }
     }
 
+    /// Returns true if the data of a write came in its capsule.
+    pub(super) fn is_inline(&self) -> bool {
+        match self {
+            Job::Tcp(..) => false,
+            Job::Rdma(_, work) => work.is_inline(),
+        }
+    }
+
     pub(super) fn end_offloaded(&mut self, data: PeerData) {
         if let Job::Rdma(_, work) = self {
             work.end_offloaded(data);
@@ -143,14 +151,9 @@ impl Media {
         self.ring.as_ref().is_some_and(|(_, own)| *own == id)
     }
 
-    /// Returns true if the reactor's thread is the offload engine's.
+    /// Returns true if the offload engine works on the reactor's thread.
     pub(super) fn has_offload(&self) -> bool {
-        self.offload.is_some()
-    }
-
-    /// Returns true if the offload engine may carry an I/O out.
-    pub(super) fn offloads(&self, io: &Io) -> bool {
-        self.offload.is_some() && io.offloading().is_some()
+        self.offload.as_ref().is_some_and(Offload::works)
     }
 
     /// Begins an I/O: by the offload engine, by the ring, once [`Media::submit`] is called, or on a thread.
@@ -240,13 +243,12 @@ impl Media {
         let namespaces = subsystems.iter().flat_map(|subsystem| subsystem.list());
         let keys: HashSet<usize> = namespaces.map(|namespace| namespace.key()).collect();
         self.workers.retain(|(namespace, _)| keys.contains(namespace));
-        self.offload.iter_mut().for_each(|offload| offload.retain(&keys));
         self.in_ring
             .retain(|namespace, number| *number > 0 || keys.contains(namespace));
     }
 
-    /// Returns the report of an I/O that the ring or the offload engine has ended. One that has moved fewer bytes, or none, is given to a thread, which repeats it and
-    /// learns why.
+    /// Returns the report of an I/O that the ring or the offload engine has ended. One that the ring has moved fewer bytes of, or none, and one that the engine gives
+    /// up, go to a thread, which repeats them and learns why.
     pub(super) fn pop(&mut self) -> Option<Mail> {
         if let Some(job) = self.failed.pop() {
             return Some(job.end(Status::INTERRUPTED));

@@ -1,8 +1,8 @@
-//! The offload engine: on a thread of its own, it has reads, writes and flushes go between the queue pairs of hosts and a queue pair of each drive.
+//! The offload engine: a thread that carries out reads, writes and flushes of drives between the queue pairs of hosts and a queue pair of each drive.
 //!
 //! It stands where ConnectX has its NVMe over Fabrics offload: the data go by static memory of the host or by the drive's own, and no other thread of the
 //! target has work with a command. All other commands are the software target's: the threads of the media. So is each command that a drive has failed, which is
-//! carried out once more there, and all of them once the engine has panicked.
+//! carried out once more there, and so are all of them once the engine has panicked.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,17 +14,15 @@ use rdmux_wire::nvme::Status;
 
 use super::media::Job;
 use crate::backend::Backend;
-use crate::backend::drive::{DriveBackend, Moving};
+use crate::backend::drive::{DriveBackend, Moving, POLLS, SLEEP, status_of};
 use crate::backend::offload::OffloadCounter;
 use crate::backend::peer::PeerData;
 use crate::target::Operation;
 
-/// Polls that find nothing before the engine sleeps between two.
-const IDLE_POLLS: u32 = 50;
 /// Polls of the reactor after which it looks at its timers.
 const POLLS_MAX: u32 = 64;
-/// Longest sleep while a drive has commands: it tells nobody that it is done.
-const SLEEP: Duration = Duration::from_micros(50);
+/// Longest time of a command that the software target tries once more: one that took longer to fail would, with the second time, take longer than its host waits.
+const TRIED_AGAIN_WITHIN: Duration = Duration::from_secs(1);
 
 /// End of a command for the engine.
 #[derive(Debug)]
@@ -37,21 +35,29 @@ enum Ended {
     Failed(Status),
 }
 
+/// Commands that have ended, by token.
+type Ends = VecDeque<(u64, Ended)>;
+
 /// The engine, with the I/Os of its commands.
 #[derive(Debug, Default)]
 pub(super) struct Offload {
-    /// By token. The engine does not have them: they are here whatever becomes of it.
+    /// By token. They are kept apart from the engine, so that a panic of it loses none.
     jobs: HashMap<u64, Job>,
     next_token: u64,
     engine: Engine,
     has_panicked: bool,
-    ended: VecDeque<(u64, Ended)>,
+    ended: Ends,
     /// Polls since the reactor has looked at its timers, and those that found nothing.
     polls: u32,
     idle_polls: u32,
 }
 
 impl Offload {
+    /// Returns true if the engine has not panicked.
+    pub(super) fn works(&self) -> bool {
+        !self.has_panicked
+    }
+
     /// Begins an I/O.
     ///
     /// # Errors
@@ -64,25 +70,26 @@ impl Offload {
             return Err(job);
         };
         let io = job.io();
-        let fua = matches!(io.operation, Operation::Write { fua: true });
         let asked = Asked {
             action,
             offset: io.offset,
             length: io.length.into(),
-            fua,
+            fua: matches!(io.operation, Operation::Write { fua: true }),
+            is_inline: job.is_inline(),
         };
-        let (namespace, backend) = (io.namespace.key(), io.namespace.backend.clone());
+        let backend = io.namespace.backend.clone();
         let token = self.next_token;
         self.next_token += 1;
+        self.idle_polls = 0;
         self.jobs.insert(token, job);
-        self.run(|engine, ended| engine.begin(namespace, backend, token, asked, data, ended));
+        self.run(|engine, ended| engine.begin(backend, token, asked, data, ended));
         Ok(())
     }
 
     /// Has the engine work. Its panic ends the engine, and nothing else.
-    fn run(&mut self, work: impl FnOnce(&mut Engine, &mut VecDeque<(u64, Ended)>)) {
+    fn run(&mut self, work: impl FnOnce(&mut Engine, &mut Ends)) {
         let (engine, ended) = (&mut self.engine, &mut self.ended);
-        // What it has done is not looked at afterwards, but for the ends of commands, each of which is one push.
+        // After a panic nothing of the engine is looked at but the ends of commands, each of which is one push.
         let ran = catch_unwind(AssertUnwindSafe(|| work(engine, ended)));
         if ran.is_err() {
             self.has_panicked = true;
@@ -113,17 +120,16 @@ impl Offload {
         let known: HashSet<u64> = self.ended.iter().map(|(token, _)| *token).collect();
         let mut drained = HashMap::new();
         for (token, job) in self.jobs.iter().filter(|(token, _)| !known.contains(token)) {
-            let namespace = &job.io().namespace;
-            let is_drained = drained.entry(namespace.key()).or_insert_with(|| {
-                let drive = namespace.backend.peer();
-                drive.is_none_or(DriveBackend::drain_offloaded)
-            });
+            let backend = &job.io().namespace.backend;
+            let Some(drive) = backend.peer() else {
+                continue;
+            };
+            let is_drained = drained
+                .entry(key(drive))
+                .or_insert_with(|| drive.drain_offloaded());
             if *is_drained {
-                let drive = namespace.backend.peer().and_then(DriveBackend::offload);
-                drive.into_iter().for_each(|counts| {
-                    counts.count(OffloadCounter::NumErrorCmd);
-                    counts.set(OffloadCounter::QueueDepth, 0);
-                });
+                drive.count_offloaded(OffloadCounter::NumErrorCmd);
+                set_depth(drive, 0);
                 self.ended
                     .push_back((*token, Ended::Failed(Status::INTERNAL_ERROR)));
             }
@@ -149,7 +155,7 @@ impl Offload {
 
     /// Returns true if the reactor is to poll, and not to sleep: a drive has commands, and tells nobody that it has carried them out.
     pub(super) fn polls(&mut self) -> bool {
-        if self.jobs.is_empty() || self.polls >= POLLS_MAX || self.idle_polls >= IDLE_POLLS {
+        if self.jobs.is_empty() || self.polls >= POLLS_MAX || self.idle_polls >= POLLS {
             self.polls = 0;
             return false;
         }
@@ -160,21 +166,24 @@ impl Offload {
         true
     }
 
-    /// Returns when to look at drives again, whatever else happens.
+    /// Returns the time of the next look at drives, whatever else happens.
     pub(super) fn next_look(&self, now: Instant) -> Option<Instant> {
         match self.jobs.is_empty() {
             true => None,
-            false if self.idle_polls < IDLE_POLLS => Some(now),
+            false if self.idle_polls < POLLS => Some(now),
             false => Some(now + SLEEP),
         }
     }
+}
 
-    /// Lets the drives go of namespaces that are no more, each with its last command.
-    pub(super) fn retain(&mut self, keys: &HashSet<usize>) {
-        let drives = self.engine.drives.iter_mut();
-        drives.for_each(|(key, lane)| lane.is_leaving = !keys.contains(key));
-        self.engine.drop_unused();
-    }
+/// Returns the number that tells a drive from all others that somebody has.
+fn key(drive: &DriveBackend) -> usize {
+    std::ptr::from_ref(drive).addr()
+}
+
+fn set_depth(drive: &DriveBackend, commands: usize) {
+    let counts = drive.offload().into_iter();
+    counts.for_each(|counts| counts.set(OffloadCounter::QueueDepth, commands as u64));
 }
 
 /// Work of a command.
@@ -186,94 +195,81 @@ struct Asked {
     length: u64,
     /// A Flush follows.
     fua: bool,
+    /// Its data came in its capsule.
+    is_inline: bool,
 }
 
 /// The engine: commands without their hosts.
 #[derive(Debug, Default)]
 struct Engine {
-    /// By namespace.
+    /// Drives that have commands.
     drives: HashMap<usize, Lane>,
 }
 
-/// A drive with the commands of one of its namespaces.
+/// A drive with its commands.
 #[derive(Debug)]
 struct Lane {
+    /// It is here as long as the lane, so no other drive has its key.
     backend: Arc<dyn Backend>,
     commands: HashMap<u64, InFlight>,
-    /// Those of which a part is to be submitted, in their order.
+    /// Those of which data are to be submitted, in their order.
     waiting: VecDeque<u64>,
-    /// Its namespace is no more.
-    is_leaving: bool,
+    /// Those of which a Flush is. A drive has one of them at a time.
+    flushing: VecDeque<u64>,
 }
 
 #[derive(Debug)]
 struct InFlight {
     asked: Asked,
     moving: Moving,
-    /// What the drive's queue pair has not taken.
+    /// A command that the drive's queue pair has not taken.
     next: Option<(Command, Vec<Buffer>)>,
     /// A Flush is left, after the data.
     flushes: bool,
-    /// The drive has no more of it than that Flush.
-    is_flushing: bool,
     began: Instant,
 }
 
 impl Engine {
     fn begin(
         &mut self,
-        namespace: usize,
         backend: Arc<dyn Backend>,
         token: u64,
         asked: Asked,
         data: PeerData,
-        ended: &mut VecDeque<(u64, Ended)>,
+        ended: &mut Ends,
     ) {
-        let lane = self.drives.entry(namespace).or_insert_with(|| Lane {
+        let known = backend.clone();
+        let Some(drive) = known.peer() else {
+            return ended.push_back((token, Ended::HandedUp(data)));
+        };
+        let lane = self.drives.entry(key(drive)).or_insert_with(|| Lane {
             backend,
             commands: HashMap::new(),
             waiting: VecDeque::new(),
-            is_leaving: false,
+            flushing: VecDeque::new(),
         });
-        lane.begin(token, asked, data, ended);
-    }
-
-    fn poll(&mut self, ended: &mut VecDeque<(u64, Ended)>) {
-        for lane in self.drives.values_mut() {
-            lane.poll(ended);
-        }
-        self.drop_unused();
-    }
-
-    fn drop_unused(&mut self) {
-        self.drives
-            .retain(|_, lane| !lane.is_leaving || !lane.commands.is_empty());
-    }
-}
-
-impl Lane {
-    fn begin(&mut self, token: u64, asked: Asked, data: PeerData, ended: &mut VecDeque<(u64, Ended)>) {
-        let backend = self.backend.clone();
-        let Some(drive) = backend.peer() else {
-            return ended.push_back((token, Ended::HandedUp(data)));
-        };
         let in_flight = InFlight {
             asked,
             moving: Moving::new(drive, asked.action, asked.offset, asked.length, data),
             next: None,
-            flushes: backend.has_write_cache() && (asked.fua || asked.action == Action::Flush),
-            is_flushing: false,
+            flushes: known.has_write_cache() && (asked.fua || asked.action == Action::Flush),
             began: Instant::now(),
         };
-        self.commands.insert(token, in_flight);
-        self.waiting.push_back(token);
-        self.submit(drive, ended);
+        lane.commands.insert(token, in_flight);
+        lane.waiting.push_back(token);
+        lane.submit(drive, ended);
     }
 
-    fn poll(&mut self, ended: &mut VecDeque<(u64, Ended)>) {
-        if self.commands.is_empty() {
-            return;
-        }
+    fn poll(&mut self, ended: &mut Ends) {
+        self.drives.retain(|_, lane| {
+            lane.poll(ended);
+            !lane.commands.is_empty()
+        });
+    }
+}
+
+impl Lane {
+    fn poll(&mut self, ended: &mut Ends) {
         let backend = self.backend.clone();
         let Some(drive) = backend.peer() else {
             return;
@@ -285,105 +281,125 @@ impl Lane {
     }
 
     /// Submits what is next of the commands that wait, as far as the drive's queue pair takes it.
-    fn submit(&mut self, drive: &DriveBackend, ended: &mut VecDeque<(u64, Ended)>) {
+    fn submit(&mut self, drive: &DriveBackend, ended: &mut Ends) {
         while let Some(&token) = self.waiting.front() {
-            let Some(command) = self.commands.get_mut(&token) else {
-                self.waiting.pop_front();
-                continue;
-            };
-            let Some((next, data)) = command.next(drive) else {
-                self.waiting.pop_front();
-                self.end(drive, token, ended);
-                continue;
-            };
-            match drive.submit_offloaded(next, data, token) {
-                Ok(()) => {}
-                Err(refused) if refused.reason == RefusedReason::Full => {
-                    command.next = Some((next, refused.data));
-                    break;
+            let command = self.commands.get_mut(&token);
+            let is_taken = match command.and_then(|command| command.next_data(drive)) {
+                Some(next) => self.submit_one(drive, token, next, ended),
+                None => {
+                    self.go_on(drive, token, ended);
+                    true
                 }
-                Err(refused) => {
-                    command.moving.moved(refused.data);
-                    self.hand_up(drive, token, ended);
-                }
+            };
+            if !is_taken {
+                break;
             }
             self.waiting.pop_front();
         }
-        self.count_depth(drive);
+        while let Some(&token) = self.flushing.front() {
+            let flush = (drive.command(Action::Flush, 0, 0), Vec::new());
+            if !self.submit_one(drive, token, flush, ended) {
+                break;
+            }
+            self.flushing.pop_front();
+        }
+        set_depth(drive, self.commands.len());
     }
 
-    fn completed(
+    /// Submits a command. Returns false if the queue pair is full.
+    fn submit_one(
         &mut self,
         drive: &DriveBackend,
-        completion: Completion,
-        ended: &mut VecDeque<(u64, Ended)>,
-    ) {
-        let token = completion.token;
+        token: u64,
+        (next, data): (Command, Vec<Buffer>),
+        ended: &mut Ends,
+    ) -> bool {
+        let Err(refused) = drive.submit_offloaded(next, data, token) else {
+            return true;
+        };
+        let Some(command) = self.commands.get_mut(&token) else {
+            return true;
+        };
+        if refused.reason != RefusedReason::Full {
+            command.moving.moved(refused.data);
+            self.hand_up(drive, token, ended);
+            return true;
+        }
+        if next.action != Action::Flush {
+            command.next = Some((next, refused.data));
+        }
+        false
+    }
+
+    /// Flushes after a command whose data have moved, or ends it.
+    fn go_on(&mut self, drive: &DriveBackend, token: u64, ended: &mut Ends) {
         let Some(command) = self.commands.get_mut(&token) else {
             return;
         };
-        command.moving.moved(completion.data);
-        match completion.outcome {
-            Outcome::Done(status) if status.is_success() => {
-                self.waiting.push_back(token);
-                return;
-            }
-            Outcome::Done(status) if command.is_flushing => drive.flush_failed(status),
-            _ => {}
+        if std::mem::take(&mut command.flushes) {
+            return self.flushing.push_back(token);
         }
-        let counts = drive.offload().into_iter();
-        counts.for_each(|counts| counts.count(OffloadCounter::NumBackendErrorCmd));
-        self.hand_up(drive, token, ended);
-    }
-
-    /// Ends a command that the drive has carried out.
-    fn end(&mut self, drive: &DriveBackend, token: u64, ended: &mut VecDeque<(u64, Ended)>) {
         let Some(command) = self.commands.remove(&token) else {
             return;
         };
-        let Asked { action, length, .. } = command.asked;
-        let blocks = length >> drive.block_shift();
+        let Asked {
+            action,
+            length,
+            is_inline,
+            ..
+        } = command.asked;
         if let Some(counts) = drive.offload() {
-            counts.count_done(action, blocks, command.began.elapsed());
+            let blocks = length >> drive.block_shift();
+            counts.count_done(action, blocks, is_inline, command.began.elapsed());
         }
-        if action != Action::Flush {
+        if action != Action::Flush && !is_inline {
             drive.peers().count_direct();
         }
         ended.push_back((token, Ended::Done(command.moving.into_data())));
     }
 
+    fn completed(&mut self, drive: &DriveBackend, completion: Completion, ended: &mut Ends) {
+        let token = completion.token;
+        let Some(command) = self.commands.get_mut(&token) else {
+            return;
+        };
+        command.moving.moved(completion.data);
+        let status = status_of(completion.outcome);
+        if status.is_success() {
+            return self.waiting.push_back(token);
+        }
+        drive.count_offloaded(OffloadCounter::NumBackendErrorCmd);
+        let is_told = matches!(completion.outcome, Outcome::Done(_));
+        if is_told && command.began.elapsed() < TRIED_AGAIN_WITHIN {
+            return self.hand_up(drive, token, ended);
+        }
+        self.commands.remove(&token);
+        drive.count_offloaded(OffloadCounter::NumErrorCmd);
+        ended.push_back((token, Ended::Failed(status)));
+    }
+
     /// Has the software target carry a command out, from its begin.
-    fn hand_up(&mut self, drive: &DriveBackend, token: u64, ended: &mut VecDeque<(u64, Ended)>) {
+    fn hand_up(&mut self, drive: &DriveBackend, token: u64, ended: &mut Ends) {
         let Some(command) = self.commands.remove(&token) else {
             return;
         };
-        let counts = drive.offload().into_iter();
-        counts.for_each(|counts| counts.count(OffloadCounter::NumErrorCmd));
+        drive.count_offloaded(OffloadCounter::NumErrorCmd);
         let data = command.moving.into_data();
+        // A drive that did not stop has kept the memory, or a part of it.
+        let is_whole = data.bytes() as u64 >= command.asked.length;
         ended.push_back((
             token,
-            // A drive that did not stop has kept the memory, or a part of it.
-            match (data.bytes() as u64) < command.asked.length {
-                true => Ended::Failed(Status::NAMESPACE_NOT_READY.do_not_retry()),
-                false => Ended::HandedUp(data),
+            match is_whole {
+                true => Ended::HandedUp(data),
+                false => Ended::Failed(Status::NAMESPACE_NOT_READY.do_not_retry()),
             },
         ));
-    }
-
-    fn count_depth(&self, drive: &DriveBackend) {
-        let counts = drive.offload().into_iter();
-        counts.for_each(|counts| counts.set(OffloadCounter::QueueDepth, self.commands.len() as u64));
     }
 }
 
 impl InFlight {
-    /// Returns what the drive is to do next, with the memory of its data. `None`: nothing is left.
-    fn next(&mut self, drive: &DriveBackend) -> Option<(Command, Vec<Buffer>)> {
-        if let Some(next) = self.next.take().or_else(|| self.moving.next(drive)) {
-            return Some(next);
-        }
-        self.is_flushing = std::mem::take(&mut self.flushes);
-        let flush = || (drive.command(Action::Flush, 0, 0), Vec::new());
-        self.is_flushing.then(flush)
+    /// Returns the next command that moves data, with their memory. `None`: all have moved.
+    fn next_data(&mut self, drive: &DriveBackend) -> Option<(Command, Vec<Buffer>)> {
+        self.next.take().or_else(|| self.moving.next(drive))
     }
 }

@@ -854,9 +854,7 @@ impl Served {
             self.connection.complete(work, status);
             return bytes;
         }
-        if media.offloads(work.io())
-            && let Some(capsule) = work.stage()
-        {
+        if let Some(capsule) = work.stage(media.has_offload()) {
             link.reuse(capsule);
         }
         // At most as much as its receives may carry.

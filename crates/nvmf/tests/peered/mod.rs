@@ -4,6 +4,7 @@
 #[path = "../rdma_host/mod.rs"]
 pub(crate) mod rdma_host;
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -76,7 +77,7 @@ pub(crate) struct Peered {
     pub(crate) room: usize,
     pub(crate) ledger: Arc<Ledger>,
     /// Ends last: the drive is shut down before.
-    pub(crate) mover: Option<Mover>,
+    pub(crate) mover: RefCell<Option<Mover>>,
 }
 
 impl Peered {
@@ -116,7 +117,7 @@ impl Peered {
             room: backend.pool().room(),
             backend,
             ledger,
-            mover: Some(mover),
+            mover: RefCell::new(Some(mover)),
         }
     }
 

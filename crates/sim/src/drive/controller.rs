@@ -273,7 +273,7 @@ impl Controller {
         } else if is_io && dice.one_in_or_never(fails) {
             let status = match command.sqe.opcode() {
                 Opcode::READ => Status::READ_ERROR,
-                Opcode::WRITE | Opcode::WRITE_ZEROES => Status::WRITE_FAULT,
+                Opcode::WRITE | Opcode::WRITE_ZEROES | Opcode::FLUSH => Status::WRITE_FAULT,
                 _ => Status::INTERNAL_ERROR,
             };
             command.fails = Some(status);
