@@ -562,7 +562,7 @@ impl Connection {
             io,
             memory,
             counted: counted as u32,
-            length: length as usize,
+            length,
             is_inline: false,
             running: None,
         };
@@ -703,7 +703,7 @@ pub struct Work {
     memory: Memory,
     /// Bytes of the buffer of [`Connection::granted`] that it has.
     counted: u32,
-    length: usize,
+    length: u32,
     is_inline: bool,
     /// Set while an io_uring or the offload engine carries it out.
     running: Option<Running>,
@@ -717,14 +717,14 @@ impl Work {
 
     /// Carries it out on a reactor's thread, if that is quick. `None`: [`Work::execute`] does what is left, on another thread.
     pub fn execute_quick(&mut self) -> Option<Status> {
-        self.io.execute_quick(data(&mut self.memory, self.length))
+        self.io.execute_quick(data(&mut self.memory, self.length as usize))
     }
 
     /// Carries it out.
     pub fn execute(&mut self) -> Status {
         match &mut self.memory {
             Memory::Peer(data) => self.io.execute_on_peer(data),
-            memory => self.io.execute(data(memory, self.length)),
+            memory => self.io.execute(data(memory, self.length as usize)),
         }
     }
 
@@ -736,7 +736,7 @@ impl Work {
     /// Returns the bytes of its data in the capsule, 0 if they are elsewhere.
     pub fn in_capsule(&self) -> usize {
         match self.memory {
-            Memory::Capsule(_) => self.length,
+            Memory::Capsule(_) => self.length as usize,
             _ => 0,
         }
     }
@@ -746,7 +746,7 @@ impl Work {
         let Memory::Capsule(capsule) = &mut self.memory else {
             return None;
         };
-        buffer[..self.length].copy_from_slice(&capsule[SQE_LEN..SQE_LEN + self.length]);
+        buffer[..self.length as usize].copy_from_slice(&capsule[SQE_LEN..SQE_LEN + self.length as usize]);
         let capsule = std::mem::take(capsule);
         self.memory = Memory::Buffer(buffer);
         Some(capsule)
@@ -758,7 +758,7 @@ impl Work {
             return None;
         };
         let drive = self.io.peer()?;
-        let bytes = &capsule[SQE_LEN..SQE_LEN + self.length];
+        let bytes = &capsule[SQE_LEN..SQE_LEN + self.length as usize];
         let staged = match has_engine && drive.offload().is_some() {
             true => drive.stage(bytes),
             false => None,

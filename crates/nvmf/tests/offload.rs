@@ -551,9 +551,11 @@ fn fua__is_durable_when_the_write_is_done() {
     }
 }
 
-/// Media with a volatile cache.
+type Blocks = HashMap<u64, Vec<u8>>;
+
+/// Media with stable blocks, and a volatile cache of others.
 #[derive(Debug, Default)]
-struct Cached(Mutex<(HashMap<u64, Vec<u8>>, HashMap<u64, Vec<u8>>)>);
+struct Cached(Mutex<(Blocks, Blocks)>);
 
 impl Cached {
     fn cut_power(&self) {
