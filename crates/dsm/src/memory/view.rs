@@ -172,6 +172,9 @@ impl View {
     /// Answers a fault if the state of the page allows the access: the page was absent for a moment only. Else returns what is wanted; the
     /// thread waits until a change allows it.
     ///
+    /// In a view that records writes, a valid page allows both accesses. One that was absent becomes `Modified`: no record tells whether it was
+    /// written, so it counts as written.
+    ///
     /// # Errors
     /// [`Error::Outside`] if the fault is in no page of the view.
     pub fn resolve(&self, fault: Fault) -> Result<Option<Wanted>, Error> {
@@ -181,10 +184,18 @@ impl View {
         let page = page.filter(|page| *page < self.pages());
         let page = page.ok_or(Error::Outside(fault.address))?;
         let access = fault.access;
+        let needed = match self.writes {
+            Writes::Fault => access,
+            Writes::Record => Access::Read,
+        };
         loop {
-            let state = self.state(page);
-            if !state.allows(access) {
+            let mut state = self.state(page);
+            if !state.allows(needed) {
                 return Ok(Some(Wanted { page, access }));
+            }
+            if self.writes == Writes::Record {
+                self.table.change(page, |state| Change::Unprotect.of(state));
+                state = PageState::Modified;
             }
             // The state may have changed just now.
             if self.give(page..page + 1, state, true)? {
@@ -263,8 +274,8 @@ impl View {
     fn prices(&self) -> Costs {
         let mut costs = self.costs;
         if self.writes == Writes::Record {
-            // A page that is dropped and put back would count as not written.
-            costs.install.call_ns = u32::MAX;
+            // The record of a page ends when it becomes absent, and pages in between may become valid, and be written, before the call.
+            costs.drop.call_ns = 0;
         }
         if self.userfault.is_none() {
             // Pages in between may be absent, and mprotect(2) would give them the right to read: it takes a call for each range without any.

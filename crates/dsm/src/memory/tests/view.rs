@@ -291,6 +291,43 @@ fn take_written__pages_between_those_of_a_batch() {
     }
 }
 
+/// The kernel makes pages absent when memory is short, and their record ends: such a page counts as written.
+#[test]
+fn take_written__page_that_was_absent_for_a_moment() {
+    for engine in engines(Writes::Record) {
+        let view = new_view(PAGES, engine, Costs::TYPICAL);
+        let handler = Handler::new(&view);
+        let mut batch = PageBatch::new();
+        batch.install(0..PAGES, Access::Read);
+        view.apply(&mut batch).unwrap();
+        assert_eq!(view.take_written(0..PAGES).unwrap(), []);
+        word(&view, 1).store(5, Ordering::Release);
+        view.drop_pages(1..3).unwrap();
+        assert_eq!(word(&view, 1).load(Ordering::Acquire), 5);
+        // A write to one that is valid passes without a change.
+        assert_eq!(word(&view, 2).fetch_add(1, Ordering::AcqRel), 0);
+        assert!(handler.wanted.try_recv().is_err());
+        assert_eq!(view.take_written(0..PAGES).unwrap(), vec![1..3; 1]);
+        assert_eq!(view.take_written(0..PAGES).unwrap(), []);
+        assert_eq!(view.state(1), PageState::Shared);
+    }
+}
+
+/// Pages that are absent when a batch is planned may be valid and written when it takes rights.
+#[test]
+fn apply__takes_no_page_in_between_that_may_be_recorded() {
+    for engine in engines(Writes::Record) {
+        let view = new_view(8, engine, Costs::TYPICAL);
+        let mut batch = PageBatch::new();
+        batch.install(0..1, Access::Read);
+        batch.install(6..7, Access::Read);
+        view.apply(&mut batch).unwrap();
+        batch.invalidate(0..1);
+        batch.invalidate(6..7);
+        assert_eq!(view.apply(&mut batch).unwrap().takes, 2);
+    }
+}
+
 #[test]
 fn take_written__refuses_a_view_that_records_none() {
     for engine in engines(Writes::Fault).into_iter().chain([Engine::Mprotect]) {
