@@ -10,7 +10,7 @@ use super::batch::{Applied, PageBatch};
 use super::costs::Costs;
 use super::plan::{Call, Changed, plan};
 use super::table::{PageState, PageTable};
-use super::userfault::{Fault, Options, Userfault, Writes};
+use super::userfault::{Catches, Delivery, Fault, Options, Userfault, Writes};
 use super::{Access, Error};
 
 /// Means by which pages are changed.
@@ -64,6 +64,9 @@ pub struct Wanted {
 /// changed. Of two changes of one page at the same time either may be the first. Threads have no more rights than the table says when a call
 /// returns; only after a call that has failed they may, and then the view is of no use any more.
 ///
+/// The kernel makes valid pages absent, too, when memory is short: with userfaultfd(2) their touch is a fault. So with [`Catches::Threads`] or
+/// [`Delivery::Signal`] a system call that touches a valid page may still fail with `EFAULT`.
+///
 /// A thread that changes pages or answers faults must not touch the view meanwhile, nor may a signal handler that interrupts it.
 #[derive(Debug)]
 pub struct View {
@@ -72,6 +75,8 @@ pub struct View {
     /// `None`: mprotect(2).
     userfault: Option<Userfault>,
     writes: Writes,
+    /// Pages between those of a batch may lose their rights for a moment.
+    bridges: bool,
     table: PageTable,
     alias: Arc<AnonymousMemory>,
     costs: Costs,
@@ -96,9 +101,16 @@ impl View {
         let len = app.mapping().len();
         let pages = u32::try_from(len as u64 / page_bytes).map_err(|_| Error::TooLarge)?;
         let mut writes = Writes::Fault;
+        // By mprotect(2) no thread can wait until a page in between is given back.
+        let mut bridges = false;
         let userfault = match engine {
             Engine::Userfault(options) => {
                 writes = options.writes;
+                // System calls that touch such a page must wait, too. A record would end: pages in between may become valid, and be written,
+                // after the plan.
+                bridges = options.catches == Catches::All
+                    && options.delivery != Delivery::Signal
+                    && writes == Writes::Fault;
                 let userfault = Userfault::open(options)?;
                 userfault.register(&app)?;
                 Some(userfault)
@@ -113,6 +125,7 @@ impl View {
             app,
             userfault,
             writes,
+            bridges,
             table: PageTable::new(pages).map_err(|error| Error::of("mmap", &error))?,
             alias,
             costs,
@@ -121,7 +134,8 @@ impl View {
     }
 
     /// Makes the changes of a batch, and empties it: they are first noted in the table, then rights are taken, and then given. Where it is cheaper,
-    /// pages that are in between lose their rights for a moment; who touches one then faults, which [`View::resolve`] answers.
+    /// pages that are in between lose their rights for a moment; a thread that touches one then faults, which [`View::resolve`] answers. This is
+    /// done only with [`Catches::All`], [`Writes::Fault`] and without [`Delivery::Signal`].
     ///
     /// # Errors
     /// Fails if the system refuses a call.
@@ -273,12 +287,9 @@ impl View {
     /// Returns the prices for a plan.
     fn prices(&self) -> Costs {
         let mut costs = self.costs;
-        if self.writes == Writes::Record {
-            // The record of a page ends when it becomes absent, and pages in between may become valid, and be written, before the call.
+        if !self.bridges {
+            // A call that costs nothing takes no page in between.
             costs.drop.call_ns = 0;
-        }
-        if self.userfault.is_none() {
-            // Pages in between may be absent, and mprotect(2) would give them the right to read: it takes a call for each range without any.
             costs.protect.call_ns = 0;
         }
         costs

@@ -196,10 +196,44 @@ fn change_alternating(view: &View, seed: u64, odd: u32) {
     }
 }
 
+/// A system call that touches a page in between fails where it cannot wait.
+#[test]
+fn apply__takes_no_page_in_between_where_system_calls_cannot_wait() {
+    let mut all = vec![Engine::Mprotect];
+    for engine in engines(Writes::Fault) {
+        let Engine::Userfault(options) = engine else {
+            continue;
+        };
+        let delivery = Delivery::Signal;
+        all.push(Engine::Userfault(Options { delivery, ..options }));
+        if options.catches == Catches::Threads {
+            all.push(engine);
+        }
+    }
+    for engine in all {
+        let view = new_view(9, engine, Costs::TYPICAL);
+        let mut batch = PageBatch::new();
+        batch.install(0..9, Access::Write);
+        view.apply(&mut batch).unwrap();
+        for change in [Change::Protect, Change::Invalidate] {
+            (0..9)
+                .step_by(3)
+                .for_each(|page| batch.add(page..page + 1, change));
+            let applied = view.apply(&mut batch).unwrap();
+            assert_eq!((applied.pages, applied.takes), (3, 3), "{engine:?}");
+        }
+    }
+}
+
 /// A thread that runs over valid pages never waits for anybody, whatever is taken around it.
 #[test]
 fn apply__leaves_no_page_of_others_unanswered() {
     for engine in engines(Writes::Fault) {
+        let takes = if engine == options(Catches::All, Writes::Fault) {
+            1
+        } else {
+            32
+        };
         let view = new_view(PAGES, engine, Costs::TYPICAL);
         let handler = Handler::new(&view);
         let mut batch = PageBatch::new();
@@ -219,7 +253,7 @@ fn apply__leaves_no_page_of_others_unanswered() {
                     .step_by(3)
                     .for_each(|page| batch.invalidate(page..page + 1));
                 let applied = view.apply(&mut batch).unwrap();
-                assert_eq!((applied.pages, applied.takes), (32, 1));
+                assert_eq!((applied.pages, applied.takes), (32, takes));
                 (0..PAGES)
                     .step_by(3)
                     .for_each(|page| batch.install(page..page + 1, Access::Write));
@@ -227,7 +261,7 @@ fn apply__leaves_no_page_of_others_unanswered() {
                 (0..PAGES)
                     .step_by(3)
                     .for_each(|page| batch.protect(page..page + 1));
-                assert_eq!(view.apply(&mut batch).unwrap().takes, 1);
+                assert_eq!(view.apply(&mut batch).unwrap().takes, takes);
                 (0..PAGES)
                     .step_by(3)
                     .for_each(|page| batch.unprotect(page..page + 1));
