@@ -129,12 +129,14 @@ impl<W: Words> PageTable<W> {
         Some((before, f(before)?))
     }
 
-    /// Calls `give` with ranges of those pages that have a state, which keep it until `give` has returned. Returns whether there was one.
+    /// Calls `give` with ranges of those pages that have a state, which keep it until `give` has returned. Returns whether there was one. Calls
+    /// `wake` with each of the other pages: a thread that waits for it must look again.
     pub(super) fn give<E>(
         &self,
         pages: Range<u32>,
         state: PageState,
         mut give: impl FnMut(Range<u32>) -> Result<(), E>,
+        mut wake: impl FnMut(u32) -> Result<(), E>,
     ) -> Result<bool, E> {
         let mut has_given = false;
         let mut at = pages.start;
@@ -142,7 +144,8 @@ impl<W: Words> PageTable<W> {
             let end = pages.end.min(at.saturating_add(HELD_MAX));
             let held = self.hold(at..end, state);
             if held.pages.is_empty() {
-                // Somebody has changed it meanwhile, who sees to the rest.
+                // Another thread has changed it meanwhile. It wakes no waiter if it takes rights.
+                wake(at)?;
                 at += 1;
                 continue;
             }

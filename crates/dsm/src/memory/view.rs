@@ -312,13 +312,18 @@ impl View {
         }
     }
 
-    /// Gives the rights of a state to the pages that have it. Returns whether there was one.
-    fn give(&self, pages: Range<u32>, state: PageState, are_absent: bool) -> Result<bool, Error> {
-        self.table.give(pages, state, |pages| match state {
+    /// Gives the rights of a state to the pages that have it, and wakes the waiters of all. Returns whether there was one.
+    pub(super) fn give(&self, pages: Range<u32>, state: PageState, are_absent: bool) -> Result<bool, Error> {
+        let give = |pages| match state {
             PageState::Modified if !are_absent => self.unprotect(pages),
             PageState::Modified => self.install(pages, Access::Write),
             _ => self.install(pages, Access::Read),
-        })
+        };
+        let wake = |page| match &self.userfault {
+            Some(userfault) => userfault.wake(self.addresses(&(page..page + 1))),
+            None => Ok(()),
+        };
+        self.table.give(pages, state, give, wake)
     }
 
     /// Makes pages absent.

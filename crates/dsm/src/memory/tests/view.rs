@@ -195,6 +195,19 @@ fn change__wakes_all_who_wait() {
     });
 }
 
+/// A page whose state another thread has changed is given no rights, and its waiter looks again.
+#[test]
+fn give__wakes_who_waits_for_a_page_that_has_another_state() {
+    with_each(|view, handler| {
+        let reader = touch(view, 0, Access::Read);
+        assert_eq!(handler.next().1, want(0, Access::Read));
+        assert!(!view.give(0..1, PageState::Shared, true).unwrap());
+        assert_eq!(handler.next().1, want(0, Access::Read));
+        assert!(view.change(0, Change::Install(Access::Read)).unwrap());
+        assert_eq!(reader.join().unwrap(), 100);
+    });
+}
+
 #[test]
 fn resolve__answers_what_the_table_allows() {
     with_each(|view, handler| {
