@@ -46,8 +46,10 @@ pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs
     let mut calls = Vec::new();
 
     let dropped = changed.iter().filter(|c| c.after == PageState::Invalid);
+    // A poisoned page stays so: the mark would be gone.
+    let is_poisoned = |page| state(page) == PageState::Poisoned;
     let drops = spans(dropped.map(|c| c.page), |gap| {
-        is_cheaper(gap, costs.drop, |page| match state(page) {
+        !gap.clone().any(is_poisoned) && is_cheaper(gap, costs.drop, |page| match state(page) {
             PageState::Invalid => None,
             valid => Some((valid, costs.install)),
         })
@@ -70,7 +72,7 @@ pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs
         .map(|page| (page, state(page)));
     let installed = changed.iter().filter(|c| c.before == PageState::Invalid);
     let mut installs: Vec<(u32, PageState)> = in_drops
-        .filter(|(_, state)| *state != PageState::Invalid)
+        .filter(|(_, state)| state.allows(Access::Read))
         .chain(installed.map(|c| (c.page, c.after)))
         .collect();
     let in_protects = protects.iter().flat_map(Clone::clone);
@@ -237,6 +239,13 @@ mod tests {
         assert_eq!(plan_among(Shared, &every_third), expected);
         // Pages that are absent anyway cost nothing afterwards.
         assert_eq!(plan_among(Invalid, &every_third), [Call::Drop(0..7)]);
+    }
+
+    #[test]
+    fn plan__drops_no_page_that_is_poisoned() {
+        let ends = changed(Modified, Invalid, [0, 2]);
+        let expected = [Call::Drop(0..1), Call::Drop(2..3)];
+        assert_eq!(plan_among(PageState::Poisoned, &ends), expected);
     }
 
     #[test]

@@ -29,13 +29,15 @@ pub enum PageState {
     Shared,
     /// Threads may read and write it.
     Modified,
+    /// Its bytes are lost: a touch raises `SIGBUS`. It stays so.
+    Poisoned,
 }
 
 impl PageState {
     /// Returns whether threads may access the page so.
     pub fn allows(self, access: Access) -> bool {
         match access {
-            Access::Read => self >= PageState::Shared,
+            Access::Read => matches!(self, PageState::Shared | PageState::Modified),
             Access::Write => self == PageState::Modified,
         }
     }
@@ -44,7 +46,8 @@ impl PageState {
         match entry & STATE {
             0 => PageState::Invalid,
             1 => PageState::Shared,
-            _ => PageState::Modified,
+            2 => PageState::Modified,
+            _ => PageState::Poisoned,
         }
     }
 }

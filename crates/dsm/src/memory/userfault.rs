@@ -106,6 +106,9 @@ const WRITTEN: u64 = 2;
 /// Results that one scan returns at most.
 const SCAN_RESULTS: usize = 256;
 
+/// Answer where pages cannot be poisoned.
+pub(super) const POISON_LACKS: Error = Error::Lacks("poisoned pages (userfaultfd of Linux 6.6)");
+
 /// Faults that can be caught.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Catches {
@@ -270,6 +273,8 @@ pub struct Userfault {
     fd: OwnedFd,
     /// `/proc/self/pagemap`, by which recorded writes are found.
     pagemap: Option<File>,
+    /// The kernel can poison pages.
+    poisons: bool,
 }
 
 impl Userfault {
@@ -289,7 +294,11 @@ impl Userfault {
             pagemap = Some(file.map_err(|error| Error::of("opening /proc/self/pagemap", &error))?);
         }
         match negotiate(&fd, features) {
-            Ok(_) => Ok(Userfault { fd, pagemap }),
+            Ok(offered) => Ok(Userfault {
+                fd,
+                pagemap,
+                poisons: offered & FEATURE_POISON != 0,
+            }),
             Err(Errno::INVAL) if options.writes == Writes::Record => {
                 Err(Error::Lacks("recorded writes (Linux 6.7)"))
             }
@@ -377,9 +386,13 @@ impl Userfault {
             .map_err(|errno| WAKE.error(errno))
     }
 
-    /// Poisons pages that are absent: who touches one gets `SIGBUS`, and who waits for one wakes to it. Pages that are poisoned or installed
-    /// stay as they are. Linux 6.6.
+    /// Poisons pages that are absent: who touches one gets `SIGBUS`, and who waits for one wakes to it. Pages that are poisoned or installed, and
+    /// absent ones that were protected, stay as they are: [`Userfault::unprotect`] ends a protection.
+    ///
+    /// # Errors
+    /// [`Error::Lacks`] if the kernel cannot poison pages.
     pub fn poison(&self, pages: Range<u64>) -> Result<(), Error> {
+        self.check_poison()?;
         let page = rustix::param::page_size() as u64;
         let mut at = pages.start;
         while at < pages.end {
@@ -391,11 +404,18 @@ impl Userfault {
                     Ok(_) => at += argument[3],
                 },
                 Err(Errno::EXIST) => at += page,
-                Err(Errno::INVAL) => return Err(Error::Lacks("poisoned pages (Linux 6.6)")),
                 Err(errno) => return Err(POISON.error(errno)),
             }
         }
         Ok(())
+    }
+
+    /// Checks that the kernel can poison pages.
+    pub(super) fn check_poison(&self) -> Result<(), Error> {
+        match self.poisons {
+            true => Ok(()),
+            false => Err(POISON_LACKS),
+        }
     }
 
     /// Finds pages that were written since they were protected, and protects them. Calls `f` with ranges of them in ascending order. Pages that

@@ -10,7 +10,7 @@ use super::batch::{Applied, PageBatch};
 use super::costs::Costs;
 use super::plan::{Call, Changed, plan};
 use super::table::{PageState, PageTable};
-use super::userfault::{Catches, Delivery, Fault, Options, Userfault, Writes};
+use super::userfault::{Catches, Delivery, Fault, Options, POISON_LACKS, Userfault, Writes};
 use super::{Access, Error};
 
 /// Means by which pages are changed.
@@ -183,6 +183,29 @@ impl View {
         Ok(true)
     }
 
+    /// Poisons pages, whatever their states: a thread that touches one, or waits for one, gets `SIGBUS`, and a system call fails with `EFAULT`. The
+    /// alias still has their bytes.
+    ///
+    /// # Errors
+    /// [`Error::Lacks`] without userfaultfd(2) or before Linux 6.6. Then no page has changed: make the pages `Invalid` and end the threads that wait.
+    ///
+    /// # Panics
+    /// If a page is outside of the region.
+    pub fn poison(&self, pages: Range<u32>) -> Result<(), Error> {
+        self.userfault
+            .as_ref()
+            .map_or(Err(POISON_LACKS), Userfault::check_poison)?;
+        self.check(&pages);
+        if pages.is_empty() {
+            return Ok(());
+        }
+        for page in pages.clone() {
+            self.table.change(page, |_| Some(PageState::Poisoned));
+        }
+        self.drop_pages(pages.clone())?;
+        self.set_poison(pages)
+    }
+
     /// Answers a fault if the state of the page allows the access: the page was absent for a moment only. Else returns what is wanted; the
     /// thread waits until a change allows it.
     ///
@@ -204,6 +227,11 @@ impl View {
         };
         loop {
             let mut state = self.state(page);
+            if state == PageState::Poisoned {
+                // A batch that was planned before has removed the mark.
+                self.set_poison(page..page + 1)?;
+                return Ok(None);
+            }
             if !state.allows(needed) {
                 return Ok(Some(Wanted { page, access }));
             }
@@ -229,7 +257,7 @@ impl View {
         let mut written: Vec<Range<u32>> = Vec::new();
         let mut add = |page: u32| {
             // The kernel counts absent pages as written.
-            if self.table.state(page) == PageState::Invalid {
+            if !self.table.state(page).allows(Access::Read) {
                 return;
             }
             self.table.change(page, |state| Change::Protect.of(state));
@@ -271,6 +299,22 @@ impl View {
     /// Returns the userfaultfd, from which faults are read.
     pub fn userfault(&self) -> Option<&Userfault> {
         self.userfault.as_ref()
+    }
+
+    /// Checks that pages are in the region.
+    fn check(&self, pages: &Range<u32>) {
+        let all = self.pages();
+        assert!(pages.start <= pages.end && pages.end <= all, "pages {pages:?} of {all}");
+    }
+
+    /// Poisons pages that are absent, and wakes the threads that wait for them.
+    fn set_poison(&self, pages: Range<u32>) -> Result<(), Error> {
+        let Some(userfault) = &self.userfault else {
+            return Err(POISON_LACKS);
+        };
+        // The kernel keeps the protection of an absent page, and poisons none that has it.
+        userfault.unprotect(self.addresses(&pages))?;
+        userfault.poison(self.addresses(&pages))
     }
 
     /// Notes a change in the table.
