@@ -8,8 +8,8 @@ use rdmux_memory::mapping::{Mapping, PlacedMapping, Rights};
 
 use super::batch::{Applied, PageBatch};
 use super::costs::Costs;
-use super::plan::{Call, Changed, plan};
-use super::table::{PageState, PageTable};
+use super::plan::{Call, plan};
+use super::table::{MappedWords, PageState, PageTable, Pending};
 use super::userfault::{Catches, Delivery, Fault, Options, POISON_LACKS, Userfault, Writes};
 use super::{Access, Error};
 
@@ -61,8 +61,8 @@ pub struct Wanted {
 /// The program's view of a region: a second mapping of its file, with a state for each page. All pages are `Invalid` at first.
 ///
 /// Any thread may change pages and answer faults at any time: rights are given only while the state of a page is kept, and taken after it has
-/// changed. Of two changes of one page at the same time either may be the first. Threads have no more rights than the table says when a call
-/// returns; only after a call that has failed they may, and then the view is of no use any more.
+/// changed. Of two changes of one page at the same time either may be the first: the other waits until the call of the first returns. Threads have
+/// no more rights than the table says when a call returns; only after a call that has failed they may, and then the view is of no use any more.
 ///
 /// The kernel makes valid pages absent, too, when memory is short: with userfaultfd(2) their touch is a fault. So with [`Catches::Threads`] or
 /// [`Delivery::Signal`] a system call that touches a valid page may still fail with `EFAULT`.
@@ -143,13 +143,13 @@ impl View {
     /// # Panics
     /// If a page is outside of the region; if one is to be protected in a view that records writes.
     pub fn apply(&self, batch: &mut PageBatch) -> Result<Applied, Error> {
-        let changed: Vec<Changed> = batch
-            .take()
-            .filter_map(|(page, change)| self.note(page, change))
-            .collect();
-        let calls = plan(&changed, |page| self.table.state(page), &self.prices());
+        let mut pending = self.table.pending();
+        for (page, change) in batch.take() {
+            self.note(&mut pending, page, change);
+        }
+        let calls = plan(pending.changed(), |page| self.table.state(page), &self.prices());
         let mut applied = Applied {
-            pages: changed.len(),
+            pages: pending.changed().len(),
             ..Applied::default()
         };
         for call in calls {
@@ -170,7 +170,8 @@ impl View {
     /// # Panics
     /// As [`View::apply`].
     pub fn change(&self, page: u32, change: Change) -> Result<bool, Error> {
-        if self.note(page, change).is_none() {
+        let mut pending = self.table.pending();
+        if !self.note(&mut pending, page, change) {
             return Ok(false);
         }
         let pages = page..page + 1;
@@ -199,8 +200,9 @@ impl View {
         if pages.is_empty() {
             return Ok(());
         }
+        let mut pending = self.table.pending();
         for page in pages.clone() {
-            self.table.change(page, |_| Some(PageState::Poisoned));
+            pending.add(page, |_| Some(PageState::Poisoned));
         }
         self.drop_pages(pages.clone())?;
         self.set_poison(pages)
@@ -317,15 +319,14 @@ impl View {
         userfault.poison(self.addresses(&pages))
     }
 
-    /// Notes a change in the table.
-    fn note(&self, page: u32, change: Change) -> Option<Changed> {
+    /// Notes a change in the table. Returns whether it fits.
+    fn note(&self, pending: &mut Pending<'_, MappedWords>, page: u32, change: Change) -> bool {
         assert!(page < self.pages(), "page {page} of {}", self.pages());
         assert!(
             change != Change::Protect || self.writes == Writes::Fault,
             "recorded writes are taken, which protects"
         );
-        let (before, after) = self.table.change(page, |state| change.of(state))?;
-        Some(Changed { page, before, after })
+        pending.add(page, |state| change.of(state))
     }
 
     /// Returns the prices for a plan.
@@ -342,9 +343,7 @@ impl View {
     fn carry_out(&self, call: Call) -> Result<(), Error> {
         match call {
             Call::Drop(pages) => self.drop_pages(pages),
-            Call::Protect(pages) if self.userfault.is_some() => self.protect(pages),
-            // By mprotect(2) it is given to pages, since some may have become absent meanwhile.
-            Call::Protect(pages) => self.give(pages, PageState::Shared, true).map(drop),
+            Call::Protect(pages) => self.protect(pages),
             Call::Install(pages, access) => {
                 let state = match access {
                     Access::Read => PageState::Shared,

@@ -25,6 +25,8 @@ enum Without {
     Look,
     /// Nothing is done for pages that have another state than the one planned.
     Wake,
+    /// A state changes before the call for an earlier change has returned.
+    Pending,
 }
 
 #[derive(Debug, Default)]
@@ -105,17 +107,20 @@ impl Model {
         if self.without == Without::Order {
             take();
         }
-        self.table.change(page, |_| Some(Invalid));
-        if self.without != Without::Order {
+        let mut pending = self.table.pending();
+        let is_valid = |state| (state != Invalid).then_some(Invalid);
+        let is_changed = match self.without {
+            Without::Pending => self.table.change(page, is_valid),
+            _ => pending.add(page, is_valid),
+        };
+        if is_changed && self.without != Without::Order {
             take();
         }
     }
 
     fn protect(&self, page: u32) {
-        let protected = self
-            .table
-            .change(page, |state| (state == Modified).then_some(Shared));
-        if protected.is_some() {
+        let mut pending = self.table.pending();
+        if pending.add(page, |state| (state == Modified).then_some(Shared)) {
             self.set(page..page + 1, |has| has.min(Shared));
         }
     }
@@ -198,17 +203,30 @@ fn put_back_twice(without: Without) {
 /// A page for which a thread waits is installed, and becomes invalid at once. The thread has been woken afterwards.
 fn invalidate_while_installed(without: Without) {
     let model = Model::new(Invalid, true, without);
-    let install = thread::spawn({
+    let invalidate = thread::spawn({
+        let model = model.clone();
+        move || model.invalidate(0, 0..1)
+    });
+    model.table.change(0, |_| Some(Shared));
+    model.give(0..1, Shared);
+    invalidate.join().unwrap();
+    model.check(0);
+    assert!(*model.has_woken[0].lock().unwrap());
+}
+
+/// Two threads make a page invalid. No thread has a right when either has returned.
+fn invalidate_twice(without: Without) {
+    let model = Model::new(Modified, false, without);
+    let other = thread::spawn({
         let model = model.clone();
         move || {
-            model.table.change(0, |_| Some(Shared));
-            model.give(0..1, Shared);
+            model.invalidate(0, 0..1);
+            model.check(0);
         }
     });
     model.invalidate(0, 0..1);
-    install.join().unwrap();
     model.check(0);
-    assert!(*model.has_woken[0].lock().unwrap());
+    other.join().unwrap();
 }
 
 fn holds(model: fn(Without), without: Without) -> bool {
@@ -224,6 +242,7 @@ fn give__and_change_at_the_same_time() {
         change_while_put_back,
         put_back_twice,
         invalidate_while_installed,
+        invalidate_twice,
     ] {
         assert!(holds(model, Without::Nothing));
     }
@@ -238,4 +257,5 @@ fn give__and_change_without_any_part_of_the_rule() {
         assert!(!holds(change_while_put_back, without), "{without:?}");
     }
     assert!(!holds(invalidate_while_installed, Without::Wake));
+    assert!(!holds(invalidate_twice, Without::Pending));
 }
