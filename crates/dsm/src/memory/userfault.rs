@@ -598,6 +598,46 @@ mod tests {
         }
     }
 
+    const UNREGISTER: Request<2> = Request::new(READ, 0xaa, 1, "UFFDIO_UNREGISTER");
+
+    /// A scan fails after its first results.
+    #[test]
+    fn take_written__that_fails_keeps_the_writes() {
+        let abilities = Abilities::probe();
+        let (true, Some(catches)) = (abilities.is_enough() && abilities.record, abilities.catches) else {
+            return skip(format!("userfaultfd is not as this test needs it: {abilities:?}"));
+        };
+        let options = Options {
+            catches,
+            delivery: Delivery::Poll,
+            writes: Writes::Record,
+        };
+        let page_bytes = rustix::param::page_size();
+        let memory = Arc::new(AnonymousMemory::shareable(602 * page_bytes).unwrap());
+        let view = View::new(memory, None, Engine::Userfault(options), Costs::TYPICAL).unwrap();
+        for page in 0..600 {
+            assert!(view.change(page, Change::Install(Access::Read)).unwrap());
+        }
+        assert_eq!(view.take_written(0..600).unwrap(), []);
+        // One that the failing scan finds, and that is `Modified` in the table.
+        assert!(view.change(590, Change::Unprotect).unwrap());
+        let written: Vec<u32> = (0..600).step_by(2).collect();
+        for page in &written {
+            let word = view.mapping().word(*page as usize * page_bytes);
+            word.store(1, std::sync::atomic::Ordering::Release);
+        }
+        let mut end = [
+            view.mapping().address() + 600 * page_bytes as u64,
+            2 * page_bytes as u64,
+        ];
+        UNREGISTER.call(view.userfault().unwrap(), &mut end).unwrap();
+        assert!(matches!(view.take_written(0..602), Err(Error::Lacks(_))));
+        let found = view.take_written(0..600).unwrap();
+        for page in written {
+            assert!(found.iter().any(|range| range.contains(&page)), "page {page}");
+        }
+    }
+
     #[test]
     fn parse__messages_of_other_events_are_none() {
         let message = |event: u8, flags: u64, address: u64| {

@@ -248,13 +248,21 @@ impl View {
         }
     }
 
-    /// Finds the pages that were written since they were installed or last taken, and protects them. Returns ranges of them in ascending order.
+    /// Finds the pages that were written since they were installed or last taken, and protects them. Returns ranges of them in ascending order. A
+    /// page that another thread makes absent meanwhile may be missing.
     ///
     /// # Errors
-    /// [`Error::Lacks`] if the view does not record writes.
+    /// [`Error::Lacks`] if the view does not record writes. If the system refuses a call, all valid pages of the range count as written.
+    ///
+    /// # Panics
+    /// If a page is outside of the region.
     pub fn take_written(&self, pages: Range<u32>) -> Result<Vec<Range<u32>>, Error> {
         const LACKS: Error = Error::Lacks("recorded writes (Linux 6.7)");
         let userfault = self.userfault.as_ref().ok_or(LACKS)?;
+        self.check(&pages);
+        if pages.is_empty() {
+            return Ok(Vec::new());
+        }
         let start = self.app.mapping().address();
         let mut written: Vec<Range<u32>> = Vec::new();
         let mut add = |page: u32| {
@@ -268,11 +276,18 @@ impl View {
                 _ => written.push(page..page + 1),
             }
         };
-        userfault.take_written(self.addresses(&pages), |found| {
+        let taken = userfault.take_written(self.addresses(&pages), |found| {
             let page_of = |address: u64| ((address - start) / self.page_bytes) as u32;
             (page_of(found.start)..page_of(found.end)).for_each(&mut add);
-        })?;
-        Ok(written)
+        });
+        if taken.is_err() && self.writes == Writes::Record {
+            // The scan may have protected more pages than it has returned. The first error is the one to report.
+            for page in pages {
+                self.table.change(page, |state| Change::Unprotect.of(state));
+                let _ = self.give(page..page + 1, PageState::Modified, false);
+            }
+        }
+        taken.map(|()| written)
     }
 
     /// Returns the number of pages.

@@ -1,5 +1,7 @@
 //! The transitions of a page, one by one.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use super::super::userfault::Kind;
 use super::super::{Change, PageBatch};
 use super::*;
@@ -301,6 +303,17 @@ fn take_written__pages_between_those_of_a_batch() {
             .map(|r| r.end - r.start)
             .sum();
         assert_eq!(left, 64 - 22);
+    }
+}
+
+#[test]
+fn take_written__range_that_is_empty_or_outside() {
+    for engine in engines(Writes::Record) {
+        let view = new_view(PAGES, engine, Costs::TYPICAL);
+        assert_eq!(view.take_written(PAGES..PAGES).unwrap(), []);
+        let outside = catch_unwind(AssertUnwindSafe(|| view.take_written(2..PAGES + 1)));
+        let said = outside.unwrap_err().downcast::<String>().unwrap();
+        assert_eq!(*said, "pages 2..5 of 4");
     }
 }
 
