@@ -13,6 +13,9 @@ use super::{Access, PageState};
 /// thread runs at the moment saves the call alone, without an interruption.
 const MARGIN: u64 = 4;
 
+/// Pages in between at most: what their absence costs the threads that touch them is in no price.
+const GAP_MAX: u32 = 64;
+
 /// A page whose state has changed in the table, and not yet for the threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Changed {
@@ -118,6 +121,9 @@ fn is_cheaper(
     taking: Price,
     put_back: impl Fn(u32) -> Option<(PageState, Price)>,
 ) -> bool {
+    if gap.end - gap.start > GAP_MAX {
+        return false;
+    }
     let mut left = u64::from(taking.call_ns) / MARGIN;
     let mut run = None;
     gap.all(|page| {
@@ -260,8 +266,8 @@ mod tests {
 
     #[test]
     fn plan__calls_once_more_where_that_is_cheaper() {
-        // 99 pages at 10, or 47 at 20 and a call at 80, are less than 1,000; with one more they are not.
-        for (others, gap) in [(Invalid, 99), (Modified, 45)] {
+        // 45 pages at 20 and a call at 80 are less than 1,000; with one more they are not. 64 at 10 are the most.
+        for (others, gap) in [(Invalid, GAP_MAX), (Modified, 45)] {
             for over in [0, 1] {
                 let ends = changed(Modified, Invalid, [0, gap + over + 1]);
                 let drops = plan_among(others, &ends)

@@ -358,11 +358,15 @@ fn apply__of_the_same_pages_in_two_threads() {
 }
 
 #[test]
-fn measure__finds_that_ranges_are_cheaper() {
+fn measure__prices_no_page_far_below_the_typical_price() {
     for engine in engines(Writes::Fault) {
         let costs = Costs::measure(engine).unwrap();
-        for price in [costs.drop, costs.protect, costs.install, costs.unprotect] {
-            assert!(price.page_ns > 0 && price.call_ns > 0, "{costs:?}");
+        let pages = |costs: Costs| {
+            let prices = [costs.drop, costs.protect, costs.install, costs.unprotect];
+            prices.map(|price| price.page_ns)
+        };
+        for (page_ns, typical_ns) in pages(costs).into_iter().zip(pages(Costs::TYPICAL)) {
+            assert!(page_ns >= typical_ns / 4, "{costs:?}");
         }
     }
 }
