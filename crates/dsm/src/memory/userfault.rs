@@ -106,6 +106,8 @@ const WRITTEN: u64 = 2;
 /// Results that one scan returns at most.
 const SCAN_RESULTS: usize = 256;
 
+/// Answer where pages cannot be installed for reading.
+const INSTALL_LACKS: Error = Error::Lacks("pages that are installed for reading (Linux 6.4)");
 /// Answer where pages cannot be poisoned.
 pub(super) const POISON_LACKS: Error = Error::Lacks("poisoned pages (userfaultfd of Linux 6.6)");
 
@@ -258,6 +260,14 @@ fn try_install(options: Options) -> Result<bool, Error> {
     }
 }
 
+/// Checks that the kernel can install a page for reading alone.
+pub(super) fn check_install_for_reading(options: Options) -> Result<(), Error> {
+    match try_install(options)? {
+        true => Ok(()),
+        false => Err(INSTALL_LACKS),
+    }
+}
+
 /// Scans a page of a file.
 fn try_record(options: Options) -> Result<(), Error> {
     let memory = AnonymousMemory::shareable(1).map_err(|error| Error::of("memfd_create", &error))?;
@@ -351,7 +361,7 @@ impl Userfault {
                 Err(Errno::FAULT) => return Err(Error::NoFrame(at)),
                 // The kernel does not know the mode.
                 Err(Errno::INVAL) if access == Access::Read => {
-                    return Err(Error::Lacks("pages that are installed for reading (Linux 6.4)"));
+                    return Err(INSTALL_LACKS);
                 }
                 Err(errno) => return Err(CONTINUE.error(errno)),
             }

@@ -10,7 +10,9 @@ use super::batch::{Applied, PageBatch};
 use super::costs::Costs;
 use super::plan::{Call, plan};
 use super::table::{MappedWords, PageState, PageTable, Pending};
-use super::userfault::{Catches, Delivery, Fault, Options, POISON_LACKS, Userfault, Writes};
+use super::userfault::{
+    Catches, Delivery, Fault, Options, POISON_LACKS, Userfault, Writes, check_install_for_reading,
+};
 use super::{Access, Error};
 
 /// Means by which pages are changed.
@@ -87,6 +89,7 @@ impl View {
     /// Maps a region at an address, or where the system wishes.
     ///
     /// # Errors
+    /// [`Error::Lacks`] or [`Error::NotPermitted`] where userfaultfd(2) does not serve, as before Linux 6.4: [`Engine::Mprotect`] does.
     /// Also fails for memory that peers cannot map, which is in no file.
     pub fn new(
         alias: Arc<AnonymousMemory>,
@@ -111,6 +114,8 @@ impl View {
                 bridges = options.catches == Catches::All
                     && options.delivery != Delivery::Signal
                     && writes == Writes::Fault;
+                // Found at the first fault, it would be too late for another engine.
+                check_install_for_reading(options)?;
                 let userfault = Userfault::open(options)?;
                 userfault.register(&app)?;
                 Some(userfault)
