@@ -47,7 +47,7 @@ pub enum Error {
     #[error("this kernel lacks {0}")]
     Lacks(&'static str),
     /// Another userfaultfd has the addresses.
-    #[error("page faults at {0:#x} are already caught by somebody else")]
+    #[error("page faults at {0:#x} are already caught by another userfaultfd")]
     Busy(u64),
     /// The file has no frame for the page at an address, so it cannot be installed.
     #[error("the page at {0:#x} has no frame in its file")]

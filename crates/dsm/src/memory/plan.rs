@@ -1,7 +1,7 @@
 //! The choice of system calls for a group of changes: a function of pages, states and prices.
 //!
 //! A call that takes rights from threads interrupts every CPU on which another thread of the process runs, once a call and not once a page, and
-//! that is most of its price. So it may pay to take the rights of pages in between, too, and to give them back: giving interrupts nobody. A
+//! that is most of its price. So it may pay to take the rights of pages in between, too, and to give them back: giving interrupts no CPU. A
 //! thread that touches such a page meanwhile faults, and is given the page by the table of states.
 
 use std::ops::Range;
@@ -43,8 +43,8 @@ pub enum Call {
 /// Returns the calls, to be carried out in this order, that bring the threads' rights to the states of the table.
 ///
 /// `changed` is in ascending order, a page at most once. `state` returns the table's state of any page between the first and the last of them,
-/// with the changes. A state that another thread changes meanwhile makes a call needless, never wrong: whoever carries out `Install` or
-/// `Unprotect` looks at the table again.
+/// with the changes. A state that another thread changes meanwhile makes a call needless, never wrong: the table is looked at again
+/// before `Install` and `Unprotect`.
 pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs) -> Vec<Call> {
     let mut calls = Vec::new();
 
@@ -52,10 +52,11 @@ pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs
     // A poisoned page stays so: the mark would be gone.
     let is_poisoned = |page| state(page) == PageState::Poisoned;
     let drops = spans(dropped.map(|c| c.page), |gap| {
-        !gap.clone().any(is_poisoned) && is_cheaper(gap, costs.drop, |page| match state(page) {
-            PageState::Invalid => None,
-            valid => Some((valid, costs.install)),
-        })
+        !gap.clone().any(is_poisoned)
+            && is_cheaper(gap, costs.drop, |page| match state(page) {
+                PageState::Invalid => None,
+                valid => Some((valid, costs.install)),
+            })
     });
     let is_dropped = |page| is_within(&drops, page);
 
@@ -206,7 +207,7 @@ mod tests {
         assert_eq!(plan_among(Modified, &[]), []);
     }
 
-    /// Rights are given to nobody in between.
+    /// Rights are given to no page in between.
     #[test]
     fn plan__gives_to_the_pages_alone() {
         let pages = || [1, 3];

@@ -62,7 +62,7 @@ pub(super) trait Words {
     fn load(&self, page: u32, order: Ordering) -> u32;
     /// Replaces a word if it is `old`, `AcqRel`. Returns whether it was.
     fn replace(&self, page: u32, old: u32, new: u32) -> bool;
-    /// Stores a word that nobody else changes, `Release`.
+    /// Stores a word that no other thread changes, `Release`.
     fn store(&self, page: u32, value: u32);
     /// Waits before another look.
     fn pause(&self, looks: u32);

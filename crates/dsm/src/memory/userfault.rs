@@ -174,7 +174,7 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// Parses `struct uffd_msg`. Returns `None` for other events, which nobody asked for.
+    /// Parses `struct uffd_msg`. Returns `None` for other events, which are not enabled.
     fn parse(message: &[u8; MESSAGE_BYTES]) -> Option<Fault> {
         let (words, _) = message.as_chunks::<8>();
         let [event, flags, address] = [0, 1, 2].map(|word| u64::from_ne_bytes(words[word]));
@@ -329,7 +329,7 @@ impl Userfault {
         }
     }
 
-    /// Installs pages whose bytes are in the file, and wakes who waits for them. Those that are installed already can be written if `access` says
+    /// Installs pages whose bytes are in the file, and wakes the threads that wait for them. Those that are installed already can be written if `access` says
     /// so, and stay as they are otherwise.
     ///
     /// # Errors
@@ -374,7 +374,7 @@ impl Userfault {
         self.write_protect(pages, PROTECT)
     }
 
-    /// Gives the right to write to pages that are installed, and wakes who waits for them. Absent pages stay absent.
+    /// Gives the right to write to pages that are installed, and wakes the threads that wait for them. Absent pages stay absent.
     pub fn unprotect(&self, pages: Range<u64>) -> Result<(), Error> {
         self.write_protect(pages, 0)
     }
@@ -389,14 +389,14 @@ impl Userfault {
         }
     }
 
-    /// Wakes who waits for pages: they touch them once more.
+    /// Wakes the threads that wait for pages: they touch them once more.
     pub fn wake(&self, pages: Range<u64>) -> Result<(), Error> {
         let mut argument = [pages.start, pages.end - pages.start];
         WAKE.call(&self.fd, &mut argument)
             .map_err(|errno| WAKE.error(errno))
     }
 
-    /// Poisons pages that are absent: who touches one gets `SIGBUS`, and who waits for one wakes to it. Pages that are poisoned or installed, and
+    /// Poisons pages that are absent: a thread that touches one, or waits for one, gets `SIGBUS`. Pages that are poisoned or installed, and
     /// absent ones that were protected, stay as they are: [`Userfault::unprotect`] ends a protection.
     ///
     /// # Errors

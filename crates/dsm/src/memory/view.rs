@@ -66,6 +66,10 @@ pub struct Wanted {
 /// changed. Of two changes of one page at the same time either may be the first: the other waits until the call of the first returns. Threads have
 /// no more rights than the table says when a call returns; only after a call that has failed they may, and then the view is of no use any more.
 ///
+/// Rights are those of threads and of their system calls. A device, or the kernel on its behalf, that has got the memory of a page before keeps
+/// writing to it after its rights were taken: `O_DIRECT` reads, buffers of io_uring and memory regions (MRs) on the view. Let them end first, or
+/// let them use the alias.
+///
 /// The kernel makes valid pages absent, too, when memory is short: with userfaultfd(2) their touch is a fault. So with [`Catches::Threads`] or
 /// [`Delivery::Signal`] a system call that touches a valid page may still fail with `EFAULT`.
 ///
@@ -326,7 +330,10 @@ impl View {
     /// Checks that pages are in the region.
     fn check(&self, pages: &Range<u32>) {
         let all = self.pages();
-        assert!(pages.start <= pages.end && pages.end <= all, "pages {pages:?} of {all}");
+        assert!(
+            pages.start <= pages.end && pages.end <= all,
+            "pages {pages:?} of {all}"
+        );
     }
 
     /// Poisons pages that are absent, and wakes the threads that wait for them.

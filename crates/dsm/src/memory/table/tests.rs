@@ -152,7 +152,7 @@ impl Model {
     }
 }
 
-/// A page becomes invalid while a fault at it is answered. Nobody has a right when that has returned.
+/// A page becomes invalid while a fault at it is answered. No thread has a right when that has returned.
 fn invalidate_while_answered(without: Without) {
     let model = Model::new(Modified, true, without);
     let handler = thread::spawn({

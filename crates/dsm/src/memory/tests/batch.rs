@@ -117,7 +117,7 @@ fn apply__gives_what_page_by_page_gives() {
 }
 
 /// Threads write to all pages, and wait where they may not, while two threads change pages that alternate: each batch has pages of the other in
-/// between. Once rights are taken, nobody writes until they are given again.
+/// between. Once rights are taken, no thread writes until they are given again.
 #[test]
 fn apply__takes_rights_from_threads_that_touch_meanwhile() {
     for engine in engines(Writes::Fault) {
@@ -147,7 +147,7 @@ fn apply__takes_rights_from_threads_that_touch_meanwhile() {
                     scope.spawn(move || change_alternating(view, seed, odd))
                 });
                 let results = changers.map(|changer| changer.join());
-                // Whoever waits goes on.
+                // Threads that wait go on.
                 stop.store(true, Ordering::Relaxed);
                 let mut batch = PageBatch::new();
                 batch.install(0..PAGES, Access::Write);
@@ -225,7 +225,7 @@ fn apply__takes_no_page_in_between_where_system_calls_cannot_wait() {
     }
 }
 
-/// A thread that runs over valid pages never waits for anybody, whatever is taken around it.
+/// A thread that runs over valid pages never waits for another, whatever is taken around it.
 #[test]
 fn apply__leaves_no_page_of_others_unanswered() {
     for engine in engines(Writes::Fault) {

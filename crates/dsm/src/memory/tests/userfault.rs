@@ -3,8 +3,8 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use super::super::{Change, PageBatch};
 use super::super::userfault::Userfault;
+use super::super::{Change, PageBatch};
 use super::*;
 
 /// Names the test whose program is the child.
@@ -118,7 +118,11 @@ fn poison__page_that_was_valid() {
         }
         view.poison(1..2).unwrap();
         assert_eq!(view.state(1), PageState::Poisoned);
-        for change in [Change::Invalidate, Change::Unprotect, Change::Install(Access::Write)] {
+        for change in [
+            Change::Invalidate,
+            Change::Unprotect,
+            Change::Install(Access::Write),
+        ] {
             assert!(!view.change(1, change).unwrap());
         }
         let mut batch = PageBatch::new();
