@@ -1,7 +1,7 @@
 //! Pages of a region, as the threads of this process see them.
 //!
 //! A region is a file in memory with two mappings. The *alias* has all of it, always: devices and the protocol read and write there. A
-//! [`View`] is what the program sees: each page of it is in one of three states ([`PageState`]), and a touch that the state does not allow is
+//! [`View`] is what the program sees: each page of it is in one of a few states ([`PageState`]), and a touch that the state does not allow is
 //! a [`Fault`](userfault::Fault), which a thread reads. [`PageBatch`] collects changes of state of any group of pages and carries them out with
 //! few system calls.
 //!
@@ -47,7 +47,7 @@ pub enum Error {
     #[error("this kernel lacks {0}")]
     Lacks(&'static str),
     /// Another userfaultfd has the addresses.
-    #[error("page faults at {0:#x} are already caught by somebody else")]
+    #[error("page faults at {0:#x} are already caught by another userfaultfd")]
     Busy(u64),
     /// The file has no frame for the page at an address, so it cannot be installed.
     #[error("the page at {0:#x} has no frame in its file")]

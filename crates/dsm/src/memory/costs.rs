@@ -14,6 +14,8 @@ use super::{Access, Error};
 const PAGES: u32 = 64;
 /// Measurements of each call, whose median counts.
 const ROUNDS: usize = 61;
+/// Parts of the typical price of a page, one of which is the lowest price of a page.
+const PAGE_PART_MAX: u32 = 4;
 /// Samples beside the other thread that suffice.
 const BESIDE_MIN: usize = 9;
 
@@ -40,20 +42,23 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Measures them on pages of its own, while a thread of its own runs: some milliseconds.
+    /// Measures them on pages of its own, while a thread of its own runs: some milliseconds. Returns [`Costs::TYPICAL`] if the system has no thread.
     pub fn measure(engine: Engine) -> Result<Costs, Error> {
         let len = PAGES as usize * rustix::param::page_size();
         let memory = AnonymousMemory::shareable(len).map_err(|error| Error::of("memfd_create", &error))?;
         let view = View::new(Arc::new(memory), None, engine, Costs::TYPICAL)?;
         let (stop, turns) = (AtomicBool::new(false), AtomicU64::new(0));
         let here = sched_getcpu();
+        let run = || {
+            keep_off(here);
+            while !stop.load(Ordering::Relaxed) {
+                turns.fetch_add(1, Ordering::Relaxed);
+            }
+        };
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                keep_off(here);
-                while !stop.load(Ordering::Relaxed) {
-                    turns.fetch_add(1, Ordering::Relaxed);
-                }
-            });
+            if std::thread::Builder::new().spawn_scoped(scope, run).is_err() {
+                return Ok(Costs::TYPICAL);
+            }
             while turns.load(Ordering::Relaxed) == 0 {
                 std::thread::yield_now();
             }
@@ -105,12 +110,13 @@ impl Costs {
                 }
             }
         }
-        let [install, protect, unprotect, drop] = times.map(|[one, all]| price(&one, &all));
+        let times = times.map(|sizes| sizes.map(|samples| median(&samples)));
+        let [install, protect, unprotect, drop] = times;
         Ok(Costs {
-            drop,
-            protect,
-            install,
-            unprotect,
+            drop: price(drop, Costs::TYPICAL.drop),
+            protect: price(protect, Costs::TYPICAL.protect),
+            install: price(install, Costs::TYPICAL.install),
+            unprotect: price(unprotect, Costs::TYPICAL.unprotect),
         })
     }
 }
@@ -145,14 +151,43 @@ fn median(samples: &[Sample]) -> u64 {
     *times.select_nth_unstable(middle).1
 }
 
-/// Returns a price by the times of one page and of [`PAGES`].
-fn price(one: &[Sample], all: &[Sample]) -> Price {
-    let (one, all) = (median(one), median(all));
-    let page = (all.saturating_sub(one) / u64::from(PAGES - 1)).max(1);
-    let call = one.saturating_sub(page).max(1);
+/// Returns a price by the nanoseconds of one page and of [`PAGES`]; the typical one if they contradict each other.
+fn price([one, all]: [u64; 2], typical: Price) -> Price {
+    let page = all.checked_sub(one).map(|more| more / u64::from(PAGES - 1));
+    // The measured pages are in the caches; those of a program seldom are.
+    let page = page.map(|page| page.max(u64::from(typical.page_ns / PAGE_PART_MAX)));
+    let Some(page) = page.filter(|page| *page < one) else {
+        return typical;
+    };
     let nanoseconds = |value| u32::try_from(value).unwrap_or(u32::MAX);
     Price {
-        call_ns: nanoseconds(call),
+        call_ns: nanoseconds(one - page),
         page_ns: nanoseconds(page),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn price__by_the_times_of_one_page_and_of_all() {
+        let typical = Price {
+            call_ns: 18_000,
+            page_ns: 60,
+        };
+        let expect = |times, call_ns, page_ns| {
+            let expected = Price { call_ns, page_ns };
+            assert_eq!(price(times, typical), expected, "{times:?}");
+        };
+        expect([1_000, 1_000 + 63 * 100], 900, 100);
+        // A page costs a quarter of the typical price at least.
+        expect([1_000, 1_000 + 63 * 2], 985, 15);
+        expect([1_000, 1_000], 985, 15);
+        // All pages cost less than one, or one less than a page.
+        expect([1_000, 999], 18_000, 60);
+        expect([100, 100 + 63 * 100], 18_000, 60);
+        expect([0, 0], 18_000, 60);
+        expect([u64::MAX - 1, u64::MAX], u32::MAX, 15);
     }
 }

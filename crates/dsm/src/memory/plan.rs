@@ -1,7 +1,7 @@
 //! The choice of system calls for a group of changes: a function of pages, states and prices.
 //!
 //! A call that takes rights from threads interrupts every CPU on which another thread of the process runs, once a call and not once a page, and
-//! that is most of its price. So it may pay to take the rights of pages in between, too, and to give them back: giving interrupts nobody. A
+//! that is most of its price. So it may pay to take the rights of pages in between, too, and to give them back: giving interrupts no CPU. A
 //! thread that touches such a page meanwhile faults, and is given the page by the table of states.
 
 use std::ops::Range;
@@ -12,6 +12,9 @@ use super::{Access, PageState};
 /// Part of the price of a call that pages in between may cost: a cold page costs several times what prices say, and a process in which no other
 /// thread runs at the moment saves the call alone, without an interruption.
 const MARGIN: u64 = 4;
+
+/// Pages in between at most: what their absence costs the threads that touch them is in no price.
+const GAP_MAX: u32 = 64;
 
 /// A page whose state has changed in the table, and not yet for the threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,17 +43,20 @@ pub enum Call {
 /// Returns the calls, to be carried out in this order, that bring the threads' rights to the states of the table.
 ///
 /// `changed` is in ascending order, a page at most once. `state` returns the table's state of any page between the first and the last of them,
-/// with the changes. A state that another thread changes meanwhile makes a call needless, never wrong: whoever carries out `Install` or
-/// `Unprotect` looks at the table again.
+/// with the changes. A state that another thread changes meanwhile makes a call needless, never wrong: the table is looked at again
+/// before `Install` and `Unprotect`.
 pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs) -> Vec<Call> {
     let mut calls = Vec::new();
 
     let dropped = changed.iter().filter(|c| c.after == PageState::Invalid);
+    // A poisoned page stays so: the mark would be gone.
+    let is_poisoned = |page| state(page) == PageState::Poisoned;
     let drops = spans(dropped.map(|c| c.page), |gap| {
-        is_cheaper(gap, costs.drop, |page| match state(page) {
-            PageState::Invalid => None,
-            valid => Some((valid, costs.install)),
-        })
+        !gap.clone().any(is_poisoned)
+            && is_cheaper(gap, costs.drop, |page| match state(page) {
+                PageState::Invalid => None,
+                valid => Some((valid, costs.install)),
+            })
     });
     let is_dropped = |page| is_within(&drops, page);
 
@@ -70,7 +76,7 @@ pub fn plan(changed: &[Changed], state: impl Fn(u32) -> PageState, costs: &Costs
         .map(|page| (page, state(page)));
     let installed = changed.iter().filter(|c| c.before == PageState::Invalid);
     let mut installs: Vec<(u32, PageState)> = in_drops
-        .filter(|(_, state)| *state != PageState::Invalid)
+        .filter(|(_, state)| state.allows(Access::Read))
         .chain(installed.map(|c| (c.page, c.after)))
         .collect();
     let in_protects = protects.iter().flat_map(Clone::clone);
@@ -116,6 +122,9 @@ fn is_cheaper(
     taking: Price,
     put_back: impl Fn(u32) -> Option<(PageState, Price)>,
 ) -> bool {
+    if gap.end - gap.start > GAP_MAX {
+        return false;
+    }
     let mut left = u64::from(taking.call_ns) / MARGIN;
     let mut run = None;
     gap.all(|page| {
@@ -198,7 +207,7 @@ mod tests {
         assert_eq!(plan_among(Modified, &[]), []);
     }
 
-    /// Rights are given to nobody in between.
+    /// Rights are given to no page in between.
     #[test]
     fn plan__gives_to_the_pages_alone() {
         let pages = || [1, 3];
@@ -240,6 +249,13 @@ mod tests {
     }
 
     #[test]
+    fn plan__drops_no_page_that_is_poisoned() {
+        let ends = changed(Modified, Invalid, [0, 2]);
+        let expected = [Call::Drop(0..1), Call::Drop(2..3)];
+        assert_eq!(plan_among(PageState::Poisoned, &ends), expected);
+    }
+
+    #[test]
     fn plan__protects_a_span_and_puts_back() {
         let every_third = changed(Modified, Shared, (0..9).step_by(3));
         let expected = [Call::Protect(0..7), Call::Unprotect(1..3), Call::Unprotect(4..6)];
@@ -251,8 +267,8 @@ mod tests {
 
     #[test]
     fn plan__calls_once_more_where_that_is_cheaper() {
-        // 99 pages at 10, or 47 at 20 and a call at 80, are less than 1,000; with one more they are not.
-        for (others, gap) in [(Invalid, 99), (Modified, 45)] {
+        // 45 pages at 20 and a call at 80 are less than 1,000; with one more they are not. 64 at 10 are the most.
+        for (others, gap) in [(Invalid, GAP_MAX), (Modified, 45)] {
             for over in [0, 1] {
                 let ends = changed(Modified, Invalid, [0, gap + over + 1]);
                 let drops = plan_among(others, &ends)

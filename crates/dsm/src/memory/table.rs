@@ -1,7 +1,8 @@
 //! States of the pages of a view: what threads may do, whatever is installed at the moment.
 //!
 //! Rights are given to threads only while the entry is held, and only those of its state. They are taken after the state has changed, and a
-//! state changes only while the entry is not held. So once a call that takes rights has returned, no thread has more than the table says, and
+//! state changes only while the entry is not held. A state that has changed changes no more until the calls have returned that bring the threads'
+//! rights to it ([`Pending`]). So once a call that takes rights has returned, no thread has more than the table says, and
 //! one that has less is given the rest when it faults.
 
 use std::ops::Range;
@@ -10,9 +11,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rdmux_memory::mapping::Mapping;
 
 use super::Access;
+use super::plan::Changed;
 
-/// Bit of an entry: somebody gives the rights of the state to threads, and the state does not change meanwhile.
+/// Bit of an entry: a thread gives the rights of the state to threads, and the state does not change meanwhile.
 const HELD: u32 = 1 << 31;
+/// Bit of an entry: the state has changed, and not yet the rights of threads.
+const PENDING: u32 = 1 << 30;
 /// Bits of an entry that are the state.
 const STATE: u32 = 3;
 /// Entries that are held at most at a time, so that others wait for a short time only.
@@ -29,13 +33,15 @@ pub enum PageState {
     Shared,
     /// Threads may read and write it.
     Modified,
+    /// Its bytes are lost: a touch raises `SIGBUS`. It stays so.
+    Poisoned,
 }
 
 impl PageState {
     /// Returns whether threads may access the page so.
     pub fn allows(self, access: Access) -> bool {
         match access {
-            Access::Read => self >= PageState::Shared,
+            Access::Read => matches!(self, PageState::Shared | PageState::Modified),
             Access::Write => self == PageState::Modified,
         }
     }
@@ -44,7 +50,8 @@ impl PageState {
         match entry & STATE {
             0 => PageState::Invalid,
             1 => PageState::Shared,
-            _ => PageState::Modified,
+            2 => PageState::Modified,
+            _ => PageState::Poisoned,
         }
     }
 }
@@ -55,7 +62,7 @@ pub(super) trait Words {
     fn load(&self, page: u32, order: Ordering) -> u32;
     /// Replaces a word if it is `old`, `AcqRel`. Returns whether it was.
     fn replace(&self, page: u32, old: u32, new: u32) -> bool;
-    /// Stores a word that nobody else changes, `Release`.
+    /// Stores a word that no other thread changes, `Release`.
     fn store(&self, page: u32, value: u32);
     /// Waits before another look.
     fn pause(&self, looks: u32);
@@ -119,22 +126,28 @@ impl<W: Words> PageTable<W> {
         PageState::of(self.words.load(page, Ordering::Acquire))
     }
 
-    /// Changes a state once its entry is not held, as `f` says. Returns the state before and after if it did.
-    pub(super) fn change(
-        &self,
-        page: u32,
-        f: impl Fn(PageState) -> Option<PageState>,
-    ) -> Option<(PageState, PageState)> {
-        let before = self.update(page, |before| f(before).map(|after| after as u32))?;
-        Some((before, f(before)?))
+    /// Changes a state, for which rights need not be taken, as `f` says. Returns whether it did. Waits for a change that is pending.
+    pub(super) fn change(&self, page: u32, f: impl Fn(PageState) -> Option<PageState>) -> bool {
+        let changed = |entry| f(PageState::of(entry)).map(|after| after as u32);
+        self.update(page, HELD | PENDING, changed).is_some()
     }
 
-    /// Calls `give` with ranges of those pages that have a state, which keep it until `give` has returned. Returns whether there was one.
+    /// Makes a set of pages whose changes are pending.
+    pub(super) fn pending(&self) -> Pending<'_, W> {
+        Pending {
+            table: self,
+            changed: Vec::new(),
+        }
+    }
+
+    /// Calls `give` with ranges of those pages that have a state, which keep it until `give` has returned. Returns whether there was one. Calls
+    /// `wake` with each of the other pages: a thread that waits for it must look again.
     pub(super) fn give<E>(
         &self,
         pages: Range<u32>,
         state: PageState,
         mut give: impl FnMut(Range<u32>) -> Result<(), E>,
+        mut wake: impl FnMut(u32) -> Result<(), E>,
     ) -> Result<bool, E> {
         let mut has_given = false;
         let mut at = pages.start;
@@ -142,7 +155,8 @@ impl<W: Words> PageTable<W> {
             let end = pages.end.min(at.saturating_add(HELD_MAX));
             let held = self.hold(at..end, state);
             if held.pages.is_empty() {
-                // Somebody has changed it meanwhile, who sees to the rest.
+                // Another thread has changed it meanwhile. It wakes no waiter if it takes rights.
+                wake(at)?;
                 at += 1;
                 continue;
             }
@@ -157,25 +171,25 @@ impl<W: Words> PageTable<W> {
     fn hold(&self, pages: Range<u32>, state: PageState) -> Held<'_, W> {
         let mut held = Held {
             words: &self.words,
-            state,
             pages: pages.start..pages.start,
         };
-        let holds = |page| self.update(page, |found| (found == state).then_some(state as u32 | HELD));
+        let held_entry = |entry| (PageState::of(entry) == state).then_some(entry | HELD);
+        let holds = |page| self.update(page, HELD, held_entry);
         while held.pages.end < pages.end && holds(held.pages.end).is_some() {
             held.pages.end += 1;
         }
         held
     }
 
-    /// Replaces an entry once it is not held, as `f` says. Returns the state before if it did.
-    fn update(&self, page: u32, f: impl Fn(PageState) -> Option<u32>) -> Option<PageState> {
+    /// Replaces an entry once it has none of some bits, as `f` says. Returns the one before and the new one if it did.
+    fn update(&self, page: u32, without: u32, f: impl Fn(u32) -> Option<u32>) -> Option<(u32, u32)> {
         let mut looks = 0;
         loop {
             let found = self.words.load(page, Ordering::Relaxed);
-            if found & HELD == 0 {
-                let before = PageState::of(found);
-                if self.words.replace(page, found, f(before)?) {
-                    return Some(before);
+            if found & without == 0 {
+                let new = f(found)?;
+                if self.words.replace(page, found, new) {
+                    return Some((found, new));
                 }
             } else {
                 looks += 1;
@@ -188,14 +202,50 @@ impl<W: Words> PageTable<W> {
 /// Entries that are held, until it is dropped.
 struct Held<'a, W: Words> {
     words: &'a W,
-    state: PageState,
     pages: Range<u32>,
 }
 
 impl<W: Words> Drop for Held<'_, W> {
     fn drop(&mut self) {
         for page in self.pages.clone() {
-            self.words.store(page, self.state as u32);
+            // No other thread changes it meanwhile.
+            let entry = self.words.load(page, Ordering::Relaxed);
+            self.words.store(page, entry & !HELD);
+        }
+    }
+}
+
+/// Pages whose state has changed, and not yet the rights of threads, until it is dropped. Others that change a state wait for that: add pages in
+/// ascending order, lest two wait for each other.
+pub(super) struct Pending<'a, W: Words> {
+    table: &'a PageTable<W>,
+    changed: Vec<Changed>,
+}
+
+impl<W: Words> Pending<'_, W> {
+    /// Changes the state of a page, once no other change of it is pending, as `f` says. Returns whether it did.
+    pub(super) fn add(&mut self, page: u32, f: impl Fn(PageState) -> Option<PageState>) -> bool {
+        assert!(self.changed.last().is_none_or(|last| last.page < page));
+        let changed = |entry| f(PageState::of(entry)).map(|after| after as u32 | PENDING);
+        let Some((before, after)) = self.table.update(page, HELD | PENDING, changed) else {
+            return false;
+        };
+        let [before, after] = [before, after].map(PageState::of);
+        self.changed.push(Changed { page, before, after });
+        true
+    }
+
+    /// Returns the changes.
+    pub(super) fn changed(&self) -> &[Changed] {
+        &self.changed
+    }
+}
+
+impl<W: Words> Drop for Pending<'_, W> {
+    fn drop(&mut self) {
+        for changed in &self.changed {
+            self.table
+                .update(changed.page, HELD, |entry| Some(entry & !PENDING));
         }
     }
 }

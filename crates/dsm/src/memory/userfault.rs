@@ -106,6 +106,11 @@ const WRITTEN: u64 = 2;
 /// Results that one scan returns at most.
 const SCAN_RESULTS: usize = 256;
 
+/// Answer where pages cannot be installed for reading.
+const INSTALL_LACKS: Error = Error::Lacks("pages that are installed for reading (Linux 6.4)");
+/// Answer where pages cannot be poisoned.
+pub(super) const POISON_LACKS: Error = Error::Lacks("poisoned pages (userfaultfd of Linux 6.6)");
+
 /// Faults that can be caught.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Catches {
@@ -169,7 +174,7 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// Parses `struct uffd_msg`. Returns `None` for other events, which nobody asked for.
+    /// Parses `struct uffd_msg`. Returns `None` for other events, which are not enabled.
     fn parse(message: &[u8; MESSAGE_BYTES]) -> Option<Fault> {
         let (words, _) = message.as_chunks::<8>();
         let [event, flags, address] = [0, 1, 2].map(|word| u64::from_ne_bytes(words[word]));
@@ -255,6 +260,14 @@ fn try_install(options: Options) -> Result<bool, Error> {
     }
 }
 
+/// Checks that the kernel can install a page for reading alone.
+pub(super) fn check_install_for_reading(options: Options) -> Result<(), Error> {
+    match try_install(options)? {
+        true => Ok(()),
+        false => Err(INSTALL_LACKS),
+    }
+}
+
 /// Scans a page of a file.
 fn try_record(options: Options) -> Result<(), Error> {
     let memory = AnonymousMemory::shareable(1).map_err(|error| Error::of("memfd_create", &error))?;
@@ -270,6 +283,8 @@ pub struct Userfault {
     fd: OwnedFd,
     /// `/proc/self/pagemap`, by which recorded writes are found.
     pagemap: Option<File>,
+    /// The kernel can poison pages.
+    poisons: bool,
 }
 
 impl Userfault {
@@ -289,7 +304,11 @@ impl Userfault {
             pagemap = Some(file.map_err(|error| Error::of("opening /proc/self/pagemap", &error))?);
         }
         match negotiate(&fd, features) {
-            Ok(_) => Ok(Userfault { fd, pagemap }),
+            Ok(offered) => Ok(Userfault {
+                fd,
+                pagemap,
+                poisons: offered & FEATURE_POISON != 0,
+            }),
             Err(Errno::INVAL) if options.writes == Writes::Record => {
                 Err(Error::Lacks("recorded writes (Linux 6.7)"))
             }
@@ -310,7 +329,7 @@ impl Userfault {
         }
     }
 
-    /// Installs pages whose bytes are in the file, and wakes who waits for them. Those that are installed already can be written if `access` says
+    /// Installs pages whose bytes are in the file, and wakes the threads that wait for them. Those that are installed already can be written if `access` says
     /// so, and stay as they are otherwise.
     ///
     /// # Errors
@@ -342,7 +361,7 @@ impl Userfault {
                 Err(Errno::FAULT) => return Err(Error::NoFrame(at)),
                 // The kernel does not know the mode.
                 Err(Errno::INVAL) if access == Access::Read => {
-                    return Err(Error::Lacks("pages that are installed for reading (Linux 6.4)"));
+                    return Err(INSTALL_LACKS);
                 }
                 Err(errno) => return Err(CONTINUE.error(errno)),
             }
@@ -355,7 +374,7 @@ impl Userfault {
         self.write_protect(pages, PROTECT)
     }
 
-    /// Gives the right to write to pages that are installed, and wakes who waits for them. Absent pages stay absent.
+    /// Gives the right to write to pages that are installed, and wakes the threads that wait for them. Absent pages stay absent.
     pub fn unprotect(&self, pages: Range<u64>) -> Result<(), Error> {
         self.write_protect(pages, 0)
     }
@@ -370,16 +389,20 @@ impl Userfault {
         }
     }
 
-    /// Wakes who waits for pages: they touch them once more.
+    /// Wakes the threads that wait for pages: they touch them once more.
     pub fn wake(&self, pages: Range<u64>) -> Result<(), Error> {
         let mut argument = [pages.start, pages.end - pages.start];
         WAKE.call(&self.fd, &mut argument)
             .map_err(|errno| WAKE.error(errno))
     }
 
-    /// Poisons pages that are absent: who touches one gets `SIGBUS`, and who waits for one wakes to it. Pages that are poisoned or installed
-    /// stay as they are. Linux 6.6.
+    /// Poisons pages that are absent: a thread that touches one, or waits for one, gets `SIGBUS`. Pages that are poisoned or installed, and
+    /// absent ones that were protected, stay as they are: [`Userfault::unprotect`] ends a protection.
+    ///
+    /// # Errors
+    /// [`Error::Lacks`] if the kernel cannot poison pages.
     pub fn poison(&self, pages: Range<u64>) -> Result<(), Error> {
+        self.check_poison()?;
         let page = rustix::param::page_size() as u64;
         let mut at = pages.start;
         while at < pages.end {
@@ -391,11 +414,18 @@ impl Userfault {
                     Ok(_) => at += argument[3],
                 },
                 Err(Errno::EXIST) => at += page,
-                Err(Errno::INVAL) => return Err(Error::Lacks("poisoned pages (Linux 6.6)")),
                 Err(errno) => return Err(POISON.error(errno)),
             }
         }
         Ok(())
+    }
+
+    /// Checks that the kernel can poison pages.
+    pub(super) fn check_poison(&self) -> Result<(), Error> {
+        match self.poisons {
+            true => Ok(()),
+            false => Err(POISON_LACKS),
+        }
     }
 
     /// Finds pages that were written since they were protected, and protects them. Calls `f` with ranges of them in ascending order. Pages that
@@ -575,6 +605,46 @@ mod tests {
                 assert_eq!(call.join().unwrap(), Ok(1));
                 assert_eq!(view.alias().load_u8(0), b'a');
             });
+        }
+    }
+
+    const UNREGISTER: Request<2> = Request::new(READ, 0xaa, 1, "UFFDIO_UNREGISTER");
+
+    /// A scan fails after its first results.
+    #[test]
+    fn take_written__that_fails_keeps_the_writes() {
+        let abilities = Abilities::probe();
+        let (true, Some(catches)) = (abilities.is_enough() && abilities.record, abilities.catches) else {
+            return skip(format!("userfaultfd is not as this test needs it: {abilities:?}"));
+        };
+        let options = Options {
+            catches,
+            delivery: Delivery::Poll,
+            writes: Writes::Record,
+        };
+        let page_bytes = rustix::param::page_size();
+        let memory = Arc::new(AnonymousMemory::shareable(602 * page_bytes).unwrap());
+        let view = View::new(memory, None, Engine::Userfault(options), Costs::TYPICAL).unwrap();
+        for page in 0..600 {
+            assert!(view.change(page, Change::Install(Access::Read)).unwrap());
+        }
+        assert_eq!(view.take_written(0..600).unwrap(), []);
+        // One that the failing scan finds, and that is `Modified` in the table.
+        assert!(view.change(590, Change::Unprotect).unwrap());
+        let written: Vec<u32> = (0..600).step_by(2).collect();
+        for page in &written {
+            let word = view.mapping().word(*page as usize * page_bytes);
+            word.store(1, std::sync::atomic::Ordering::Release);
+        }
+        let mut end = [
+            view.mapping().address() + 600 * page_bytes as u64,
+            2 * page_bytes as u64,
+        ];
+        UNREGISTER.call(view.userfault().unwrap(), &mut end).unwrap();
+        assert!(matches!(view.take_written(0..602), Err(Error::Lacks(_))));
+        let found = view.take_written(0..600).unwrap();
+        for page in written {
+            assert!(found.iter().any(|range| range.contains(&page)), "page {page}");
         }
     }
 

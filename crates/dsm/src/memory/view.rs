@@ -8,9 +8,11 @@ use rdmux_memory::mapping::{Mapping, PlacedMapping, Rights};
 
 use super::batch::{Applied, PageBatch};
 use super::costs::Costs;
-use super::plan::{Call, Changed, plan};
-use super::table::{PageState, PageTable};
-use super::userfault::{Fault, Options, Userfault, Writes};
+use super::plan::{Call, plan};
+use super::table::{MappedWords, PageState, PageTable, Pending};
+use super::userfault::{
+    Catches, Delivery, Fault, Options, POISON_LACKS, Userfault, Writes, check_install_for_reading,
+};
 use super::{Access, Error};
 
 /// Means by which pages are changed.
@@ -61,8 +63,15 @@ pub struct Wanted {
 /// The program's view of a region: a second mapping of its file, with a state for each page. All pages are `Invalid` at first.
 ///
 /// Any thread may change pages and answer faults at any time: rights are given only while the state of a page is kept, and taken after it has
-/// changed. Of two changes of one page at the same time either may be the first. Threads have no more rights than the table says when a call
-/// returns; only after a call that has failed they may, and then the view is of no use any more.
+/// changed. Of two changes of one page at the same time either may be the first: the other waits until the call of the first returns. Threads have
+/// no more rights than the table says when a call returns; only after a call that has failed they may, and then the view is of no use any more.
+///
+/// Rights are those of threads and of their system calls. A device, or the kernel on its behalf, that has got the memory of a page before keeps
+/// writing to it after its rights were taken: `O_DIRECT` reads, buffers of io_uring and memory regions (MRs) on the view. Let them end first, or
+/// let them use the alias.
+///
+/// The kernel makes valid pages absent, too, when memory is short: with userfaultfd(2) their touch is a fault. So with [`Catches::Threads`] or
+/// [`Delivery::Signal`] a system call that touches a valid page may still fail with `EFAULT`.
 ///
 /// A thread that changes pages or answers faults must not touch the view meanwhile, nor may a signal handler that interrupts it.
 #[derive(Debug)]
@@ -72,6 +81,8 @@ pub struct View {
     /// `None`: mprotect(2).
     userfault: Option<Userfault>,
     writes: Writes,
+    /// Pages between those of a batch may lose their rights for a moment.
+    bridges: bool,
     table: PageTable,
     alias: Arc<AnonymousMemory>,
     costs: Costs,
@@ -82,6 +93,7 @@ impl View {
     /// Maps a region at an address, or where the system wishes.
     ///
     /// # Errors
+    /// [`Error::Lacks`] or [`Error::NotPermitted`] where userfaultfd(2) does not serve, as before Linux 6.4: [`Engine::Mprotect`] does.
     /// Also fails for memory that peers cannot map, which is in no file.
     pub fn new(
         alias: Arc<AnonymousMemory>,
@@ -96,9 +108,18 @@ impl View {
         let len = app.mapping().len();
         let pages = u32::try_from(len as u64 / page_bytes).map_err(|_| Error::TooLarge)?;
         let mut writes = Writes::Fault;
+        // By mprotect(2) no thread can wait until a page in between is given back.
+        let mut bridges = false;
         let userfault = match engine {
             Engine::Userfault(options) => {
                 writes = options.writes;
+                // System calls that touch such a page must wait, too. A record would end: pages in between may become valid, and be written,
+                // after the plan.
+                bridges = options.catches == Catches::All
+                    && options.delivery != Delivery::Signal
+                    && writes == Writes::Fault;
+                // Found at the first fault, it would be too late for another engine.
+                check_install_for_reading(options)?;
                 let userfault = Userfault::open(options)?;
                 userfault.register(&app)?;
                 Some(userfault)
@@ -113,6 +134,7 @@ impl View {
             app,
             userfault,
             writes,
+            bridges,
             table: PageTable::new(pages).map_err(|error| Error::of("mmap", &error))?,
             alias,
             costs,
@@ -121,7 +143,8 @@ impl View {
     }
 
     /// Makes the changes of a batch, and empties it: they are first noted in the table, then rights are taken, and then given. Where it is cheaper,
-    /// pages that are in between lose their rights for a moment; who touches one then faults, which [`View::resolve`] answers.
+    /// pages that are in between lose their rights for a moment; a thread that touches one then faults, which [`View::resolve`] answers. This is
+    /// done only with [`Catches::All`], [`Writes::Fault`] and without [`Delivery::Signal`].
     ///
     /// # Errors
     /// Fails if the system refuses a call.
@@ -129,13 +152,13 @@ impl View {
     /// # Panics
     /// If a page is outside of the region; if one is to be protected in a view that records writes.
     pub fn apply(&self, batch: &mut PageBatch) -> Result<Applied, Error> {
-        let changed: Vec<Changed> = batch
-            .take()
-            .filter_map(|(page, change)| self.note(page, change))
-            .collect();
-        let calls = plan(&changed, |page| self.table.state(page), &self.prices());
+        let mut pending = self.table.pending();
+        for (page, change) in batch.take() {
+            self.note(&mut pending, page, change);
+        }
+        let calls = plan(pending.changed(), |page| self.table.state(page), &self.prices());
         let mut applied = Applied {
-            pages: changed.len(),
+            pages: pending.changed().len(),
             ..Applied::default()
         };
         for call in calls {
@@ -156,7 +179,8 @@ impl View {
     /// # Panics
     /// As [`View::apply`].
     pub fn change(&self, page: u32, change: Change) -> Result<bool, Error> {
-        if self.note(page, change).is_none() {
+        let mut pending = self.table.pending();
+        if !self.note(&mut pending, page, change) {
             return Ok(false);
         }
         let pages = page..page + 1;
@@ -169,8 +193,35 @@ impl View {
         Ok(true)
     }
 
+    /// Poisons pages, whatever their states: a thread that touches one, or waits for one, gets `SIGBUS`, and a system call fails with `EFAULT`. The
+    /// alias still has their bytes.
+    ///
+    /// # Errors
+    /// [`Error::Lacks`] without userfaultfd(2) or before Linux 6.6. Then no page has changed: make the pages `Invalid` and end the threads that wait.
+    ///
+    /// # Panics
+    /// If a page is outside of the region.
+    pub fn poison(&self, pages: Range<u32>) -> Result<(), Error> {
+        self.userfault
+            .as_ref()
+            .map_or(Err(POISON_LACKS), Userfault::check_poison)?;
+        self.check(&pages);
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let mut pending = self.table.pending();
+        for page in pages.clone() {
+            pending.add(page, |_| Some(PageState::Poisoned));
+        }
+        self.drop_pages(pages.clone())?;
+        self.set_poison(pages)
+    }
+
     /// Answers a fault if the state of the page allows the access: the page was absent for a moment only. Else returns what is wanted; the
     /// thread waits until a change allows it.
+    ///
+    /// In a view that records writes, a valid page allows both accesses. One that was absent becomes `Modified`: no record tells whether it was
+    /// written, so it counts as written.
     ///
     /// # Errors
     /// [`Error::Outside`] if the fault is in no page of the view.
@@ -181,10 +232,23 @@ impl View {
         let page = page.filter(|page| *page < self.pages());
         let page = page.ok_or(Error::Outside(fault.address))?;
         let access = fault.access;
+        let needed = match self.writes {
+            Writes::Fault => access,
+            Writes::Record => Access::Read,
+        };
         loop {
-            let state = self.state(page);
-            if !state.allows(access) {
+            let mut state = self.state(page);
+            if state == PageState::Poisoned {
+                // A batch that was planned before has removed the mark.
+                self.set_poison(page..page + 1)?;
+                return Ok(None);
+            }
+            if !state.allows(needed) {
                 return Ok(Some(Wanted { page, access }));
+            }
+            if self.writes == Writes::Record {
+                self.table.change(page, |state| Change::Unprotect.of(state));
+                state = PageState::Modified;
             }
             // The state may have changed just now.
             if self.give(page..page + 1, state, true)? {
@@ -193,18 +257,26 @@ impl View {
         }
     }
 
-    /// Finds the pages that were written since they were installed or last taken, and protects them. Returns ranges of them in ascending order.
+    /// Finds the pages that were written since they were installed or last taken, and protects them. Returns ranges of them in ascending order. A
+    /// page that another thread makes absent meanwhile may be missing.
     ///
     /// # Errors
-    /// [`Error::Lacks`] if the view does not record writes.
+    /// [`Error::Lacks`] if the view does not record writes. If the system refuses a call, all valid pages of the range count as written.
+    ///
+    /// # Panics
+    /// If a page is outside of the region.
     pub fn take_written(&self, pages: Range<u32>) -> Result<Vec<Range<u32>>, Error> {
         const LACKS: Error = Error::Lacks("recorded writes (Linux 6.7)");
         let userfault = self.userfault.as_ref().ok_or(LACKS)?;
+        self.check(&pages);
+        if pages.is_empty() {
+            return Ok(Vec::new());
+        }
         let start = self.app.mapping().address();
         let mut written: Vec<Range<u32>> = Vec::new();
         let mut add = |page: u32| {
             // The kernel counts absent pages as written.
-            if self.table.state(page) == PageState::Invalid {
+            if !self.table.state(page).allows(Access::Read) {
                 return;
             }
             self.table.change(page, |state| Change::Protect.of(state));
@@ -213,11 +285,18 @@ impl View {
                 _ => written.push(page..page + 1),
             }
         };
-        userfault.take_written(self.addresses(&pages), |found| {
+        let taken = userfault.take_written(self.addresses(&pages), |found| {
             let page_of = |address: u64| ((address - start) / self.page_bytes) as u32;
             (page_of(found.start)..page_of(found.end)).for_each(&mut add);
-        })?;
-        Ok(written)
+        });
+        if taken.is_err() && self.writes == Writes::Record {
+            // The scan may have protected more pages than it has returned. The first error is the one to report.
+            for page in pages {
+                self.table.change(page, |state| Change::Unprotect.of(state));
+                let _ = self.give(page..page + 1, PageState::Modified, false);
+            }
+        }
+        taken.map(|()| written)
     }
 
     /// Returns the number of pages.
@@ -248,26 +327,41 @@ impl View {
         self.userfault.as_ref()
     }
 
-    /// Notes a change in the table.
-    fn note(&self, page: u32, change: Change) -> Option<Changed> {
+    /// Checks that pages are in the region.
+    fn check(&self, pages: &Range<u32>) {
+        let all = self.pages();
+        assert!(
+            pages.start <= pages.end && pages.end <= all,
+            "pages {pages:?} of {all}"
+        );
+    }
+
+    /// Poisons pages that are absent, and wakes the threads that wait for them.
+    fn set_poison(&self, pages: Range<u32>) -> Result<(), Error> {
+        let Some(userfault) = &self.userfault else {
+            return Err(POISON_LACKS);
+        };
+        // The kernel keeps the protection of an absent page, and poisons none that has it.
+        userfault.unprotect(self.addresses(&pages))?;
+        userfault.poison(self.addresses(&pages))
+    }
+
+    /// Notes a change in the table. Returns whether it fits.
+    fn note(&self, pending: &mut Pending<'_, MappedWords>, page: u32, change: Change) -> bool {
         assert!(page < self.pages(), "page {page} of {}", self.pages());
         assert!(
             change != Change::Protect || self.writes == Writes::Fault,
             "recorded writes are taken, which protects"
         );
-        let (before, after) = self.table.change(page, |state| change.of(state))?;
-        Some(Changed { page, before, after })
+        pending.add(page, |state| change.of(state))
     }
 
     /// Returns the prices for a plan.
     fn prices(&self) -> Costs {
         let mut costs = self.costs;
-        if self.writes == Writes::Record {
-            // A page that is dropped and put back would count as not written.
-            costs.install.call_ns = u32::MAX;
-        }
-        if self.userfault.is_none() {
-            // Pages in between may be absent, and mprotect(2) would give them the right to read: it takes a call for each range without any.
+        if !self.bridges {
+            // A call that costs nothing takes no page in between.
+            costs.drop.call_ns = 0;
             costs.protect.call_ns = 0;
         }
         costs
@@ -276,9 +370,7 @@ impl View {
     fn carry_out(&self, call: Call) -> Result<(), Error> {
         match call {
             Call::Drop(pages) => self.drop_pages(pages),
-            Call::Protect(pages) if self.userfault.is_some() => self.protect(pages),
-            // By mprotect(2) it is given to pages, since some may have become absent meanwhile.
-            Call::Protect(pages) => self.give(pages, PageState::Shared, true).map(drop),
+            Call::Protect(pages) => self.protect(pages),
             Call::Install(pages, access) => {
                 let state = match access {
                     Access::Read => PageState::Shared,
@@ -290,13 +382,18 @@ impl View {
         }
     }
 
-    /// Gives the rights of a state to the pages that have it. Returns whether there was one.
-    fn give(&self, pages: Range<u32>, state: PageState, are_absent: bool) -> Result<bool, Error> {
-        self.table.give(pages, state, |pages| match state {
+    /// Gives the rights of a state to the pages that have it, and wakes the waiters of all. Returns whether there was one.
+    pub(super) fn give(&self, pages: Range<u32>, state: PageState, are_absent: bool) -> Result<bool, Error> {
+        let give = |pages| match state {
             PageState::Modified if !are_absent => self.unprotect(pages),
             PageState::Modified => self.install(pages, Access::Write),
             _ => self.install(pages, Access::Read),
-        })
+        };
+        let wake = |page| match &self.userfault {
+            Some(userfault) => userfault.wake(self.addresses(&(page..page + 1))),
+            None => Ok(()),
+        };
+        self.table.give(pages, state, give, wake)
     }
 
     /// Makes pages absent.

@@ -23,6 +23,10 @@ enum Without {
     Order,
     /// Rights are given by the state that was planned.
     Look,
+    /// Nothing is done for pages that have another state than the one planned.
+    Wake,
+    /// A state changes before the call for an earlier change has returned.
+    Pending,
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +65,8 @@ impl Words for ModelWords {
 struct Model {
     table: Rc<PageTable<ModelWords>>,
     rights: Rc<[Mutex<PageState>; PAGES]>,
+    /// A thread that waits for a page has been woken.
+    has_woken: Rc<[Mutex<bool>; PAGES]>,
     without: Without,
 }
 
@@ -79,8 +85,13 @@ impl Model {
         Model {
             table: Rc::new(table),
             rights: Rc::new([(); PAGES].map(|()| Mutex::new(has))),
+            has_woken: Rc::new([(); PAGES].map(|()| Mutex::new(false))),
             without,
         }
+    }
+
+    fn wake(&self, page: u32) {
+        *self.has_woken[page as usize].lock().unwrap() = true;
     }
 
     fn set(&self, pages: Range<u32>, f: impl Fn(PageState) -> PageState) {
@@ -96,17 +107,20 @@ impl Model {
         if self.without == Without::Order {
             take();
         }
-        self.table.change(page, |_| Some(Invalid));
-        if self.without != Without::Order {
+        let mut pending = self.table.pending();
+        let is_valid = |state| (state != Invalid).then_some(Invalid);
+        let is_changed = match self.without {
+            Without::Pending => self.table.change(page, is_valid),
+            _ => pending.add(page, is_valid),
+        };
+        if is_changed && self.without != Without::Order {
             take();
         }
     }
 
     fn protect(&self, page: u32) {
-        let protected = self
-            .table
-            .change(page, |state| (state == Modified).then_some(Shared));
-        if protected.is_some() {
+        let mut pending = self.table.pending();
+        if pending.add(page, |state| (state == Modified).then_some(Shared)) {
             self.set(page..page + 1, |has| has.min(Shared));
         }
     }
@@ -116,11 +130,18 @@ impl Model {
         if self.without == Without::Look {
             return self.set(pages, |has| has.max(state));
         }
-        let given = self.table.give(pages, state, |pages| {
-            self.set(pages, |has| has.max(state));
+        let give = |pages: Range<u32>| {
+            self.set(pages.clone(), |has| has.max(state));
+            pages.for_each(|page| self.wake(page));
             Ok::<(), Infallible>(())
-        });
-        given.unwrap();
+        };
+        let wake = |page| {
+            if self.without != Without::Wake {
+                self.wake(page);
+            }
+            Ok(())
+        };
+        self.table.give(pages, state, give, wake).unwrap();
     }
 
     /// Checks that no thread has more than the table says.
@@ -131,7 +152,7 @@ impl Model {
     }
 }
 
-/// A page becomes invalid while a fault at it is answered. Nobody has a right when that has returned.
+/// A page becomes invalid while a fault at it is answered. No thread has a right when that has returned.
 fn invalidate_while_answered(without: Without) {
     let model = Model::new(Modified, true, without);
     let handler = thread::spawn({
@@ -179,6 +200,35 @@ fn put_back_twice(without: Without) {
     (0..2).for_each(|page| model.check(page));
 }
 
+/// A page for which a thread waits is installed, and becomes invalid at once. The thread has been woken afterwards.
+fn invalidate_while_installed(without: Without) {
+    let model = Model::new(Invalid, true, without);
+    let invalidate = thread::spawn({
+        let model = model.clone();
+        move || model.invalidate(0, 0..1)
+    });
+    model.table.change(0, |_| Some(Shared));
+    model.give(0..1, Shared);
+    invalidate.join().unwrap();
+    model.check(0);
+    assert!(*model.has_woken[0].lock().unwrap());
+}
+
+/// Two threads make a page invalid. No thread has a right when either has returned.
+fn invalidate_twice(without: Without) {
+    let model = Model::new(Modified, false, without);
+    let other = thread::spawn({
+        let model = model.clone();
+        move || {
+            model.invalidate(0, 0..1);
+            model.check(0);
+        }
+    });
+    model.invalidate(0, 0..1);
+    model.check(0);
+    other.join().unwrap();
+}
+
 fn holds(model: fn(Without), without: Without) -> bool {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
@@ -187,7 +237,13 @@ fn holds(model: fn(Without), without: Without) -> bool {
 
 #[test]
 fn give__and_change_at_the_same_time() {
-    for model in [invalidate_while_answered, change_while_put_back, put_back_twice] {
+    for model in [
+        invalidate_while_answered,
+        change_while_put_back,
+        put_back_twice,
+        invalidate_while_installed,
+        invalidate_twice,
+    ] {
         assert!(holds(model, Without::Nothing));
     }
 }
@@ -200,4 +256,6 @@ fn give__and_change_without_any_part_of_the_rule() {
     for without in [Without::Waiting, Without::Look] {
         assert!(!holds(change_while_put_back, without), "{without:?}");
     }
+    assert!(!holds(invalidate_while_installed, Without::Wake));
+    assert!(!holds(invalidate_twice, Without::Pending));
 }

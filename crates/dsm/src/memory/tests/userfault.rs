@@ -3,8 +3,8 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use super::super::Change;
 use super::super::userfault::Userfault;
+use super::super::{Change, PageBatch};
 use super::*;
 
 /// Names the test whose program is the child.
@@ -91,6 +91,74 @@ fn poison__raises_a_signal_at_a_touch() {
         word(&view, 2).load(Ordering::Acquire);
     });
     assert_eq!(signal, Some(SIGBUS));
+}
+
+/// Calls `f` in a child, with a view whose faults are answered. Checks that `SIGBUS` ends it.
+fn is_ended_by_poison(f: impl FnOnce(&Arc<View>, &Handler)) {
+    let Some(engine) = engines(Writes::Fault).pop() else {
+        return;
+    };
+    if !Abilities::probe().poison {
+        return skip("the kernel poisons no pages: Linux 6.6 does");
+    }
+    let signal = signal_of(|| {
+        let view = new_view(3, engine, Costs::TYPICAL);
+        let handler = Handler::new(&view);
+        f(&view, &handler);
+    });
+    assert_eq!(signal, Some(SIGBUS));
+}
+
+/// Protected pages leave a mark when they become absent. A batch around the page leaves it as it is.
+#[test]
+fn poison__page_that_was_valid() {
+    is_ended_by_poison(|view, _| {
+        for (page, access) in [(0, Access::Write), (1, Access::Read), (2, Access::Write)] {
+            assert!(view.change(page, Change::Install(access)).unwrap());
+        }
+        view.poison(1..2).unwrap();
+        assert_eq!(view.state(1), PageState::Poisoned);
+        for change in [
+            Change::Invalidate,
+            Change::Unprotect,
+            Change::Install(Access::Write),
+        ] {
+            assert!(!view.change(1, change).unwrap());
+        }
+        let mut batch = PageBatch::new();
+        batch.invalidate(0..3);
+        assert_eq!(view.apply(&mut batch).unwrap().takes, 2);
+        word(view, 1).load(Ordering::Acquire);
+    });
+}
+
+#[test]
+fn poison__ends_waits() {
+    is_ended_by_poison(|view, handler| {
+        std::thread::scope(|scope| {
+            scope.spawn(|| word(view, 2).load(Ordering::Acquire));
+            handler.next();
+            view.poison(0..3).unwrap();
+        });
+    });
+}
+
+/// A batch that was planned before a page is poisoned may remove the mark.
+#[test]
+fn resolve__poisons_once_more() {
+    is_ended_by_poison(|view, _| {
+        view.poison(0..3).unwrap();
+        view.drop_pages(0..3).unwrap();
+        view.protect(0..3).unwrap();
+        word(view, 2).load(Ordering::Acquire);
+    });
+}
+
+#[test]
+fn poison__by_mprotect_is_lacking() {
+    let view = new_view(1, Engine::Mprotect, Costs::TYPICAL);
+    assert!(matches!(view.poison(0..1), Err(Error::Lacks(_))));
+    assert_eq!(view.state(0), PageState::Invalid);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The transitions of a page, one by one.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use super::super::userfault::Kind;
 use super::super::{Change, PageBatch};
 use super::*;
@@ -195,6 +197,19 @@ fn change__wakes_all_who_wait() {
     });
 }
 
+/// A page whose state another thread has changed is given no rights, and its waiter looks again.
+#[test]
+fn give__wakes_who_waits_for_a_page_that_has_another_state() {
+    with_each(|view, handler| {
+        let reader = touch(view, 0, Access::Read);
+        assert_eq!(handler.next().1, want(0, Access::Read));
+        assert!(!view.give(0..1, PageState::Shared, true).unwrap());
+        assert_eq!(handler.next().1, want(0, Access::Read));
+        assert!(view.change(0, Change::Install(Access::Read)).unwrap());
+        assert_eq!(reader.join().unwrap(), 100);
+    });
+}
+
 #[test]
 fn resolve__answers_what_the_table_allows() {
     with_each(|view, handler| {
@@ -288,6 +303,54 @@ fn take_written__pages_between_those_of_a_batch() {
             .map(|r| r.end - r.start)
             .sum();
         assert_eq!(left, 64 - 22);
+    }
+}
+
+#[test]
+fn take_written__range_that_is_empty_or_outside() {
+    for engine in engines(Writes::Record) {
+        let view = new_view(PAGES, engine, Costs::TYPICAL);
+        assert_eq!(view.take_written(PAGES..PAGES).unwrap(), []);
+        let outside = catch_unwind(AssertUnwindSafe(|| view.take_written(2..PAGES + 1)));
+        let said = outside.unwrap_err().downcast::<String>().unwrap();
+        assert_eq!(*said, "pages 2..5 of 4");
+    }
+}
+
+/// The kernel makes pages absent when memory is short, and their record ends: such a page counts as written.
+#[test]
+fn take_written__page_that_was_absent_for_a_moment() {
+    for engine in engines(Writes::Record) {
+        let view = new_view(PAGES, engine, Costs::TYPICAL);
+        let handler = Handler::new(&view);
+        let mut batch = PageBatch::new();
+        batch.install(0..PAGES, Access::Read);
+        view.apply(&mut batch).unwrap();
+        assert_eq!(view.take_written(0..PAGES).unwrap(), []);
+        word(&view, 1).store(5, Ordering::Release);
+        view.drop_pages(1..3).unwrap();
+        assert_eq!(word(&view, 1).load(Ordering::Acquire), 5);
+        // A write to one that is valid passes without a change.
+        assert_eq!(word(&view, 2).fetch_add(1, Ordering::AcqRel), 0);
+        assert!(handler.wanted.try_recv().is_err());
+        assert_eq!(view.take_written(0..PAGES).unwrap(), vec![1..3; 1]);
+        assert_eq!(view.take_written(0..PAGES).unwrap(), []);
+        assert_eq!(view.state(1), PageState::Shared);
+    }
+}
+
+/// Pages that are absent when a batch is planned may be valid and written when it takes rights.
+#[test]
+fn apply__takes_no_page_in_between_that_may_be_recorded() {
+    for engine in engines(Writes::Record) {
+        let view = new_view(8, engine, Costs::TYPICAL);
+        let mut batch = PageBatch::new();
+        batch.install(0..1, Access::Read);
+        batch.install(6..7, Access::Read);
+        view.apply(&mut batch).unwrap();
+        batch.invalidate(0..1);
+        batch.invalidate(6..7);
+        assert_eq!(view.apply(&mut batch).unwrap().takes, 2);
     }
 }
 
