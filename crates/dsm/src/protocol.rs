@@ -165,7 +165,7 @@ pub struct Settings {
     pub members: Vec<NodeId>,
 }
 
-/// A task of the driver. It carries out those of one unit in their order.
+/// A task of the driver. It carries out those of one unit in their order: one begins when the one before has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Send a message.
@@ -179,6 +179,8 @@ pub enum Action {
     Pull {
         /// The unit.
         unit: u64,
+        /// Number of the task among those of the unit.
+        task: u64,
         /// The node that has the contents.
         from: NodeId,
     },
@@ -186,6 +188,8 @@ pub enum Action {
     Protect {
         /// The unit.
         unit: u64,
+        /// Number of the task among those of the unit.
+        task: u64,
         /// What the program may do with it from now on.
         right: Right,
     },
@@ -194,7 +198,8 @@ pub enum Action {
         /// The unit.
         unit: u64,
     },
-    /// End the waits for the unit, and all later uses of it, with an error that names a node. Ends the tasks that are in progress for the unit.
+    /// End the waits for the unit, and all later uses of it, with an error that names a node. As any other task, it begins when the unit's task in
+    /// progress has ended: a protection that ended later would let the program use the unit again.
     Poison {
         /// The unit.
         unit: u64,
@@ -293,16 +298,20 @@ impl Node {
         self.settle();
     }
 
-    /// Takes the end of [`Action::Pull`]: whether the contents have landed. Reads from a node that is a member should fail only if one of the two
+    /// Takes the end of [`Action::Pull`]: whether the contents have landed. The end of a task that is not in progress is ignored.
+    ///
+    /// The driver reports a failure only when nothing can land any more: when the queue pair of the read is in the error state, and the read has
+    /// completed. A later read may have the same frame for its target. Reads from a node that is a member should fail only if one of the two
     /// nodes is about to leave.
-    pub fn handle_pulled(&mut self, unit: u64, has_landed: bool) {
-        self.pages.pulled(unit, has_landed, &self.peers, &mut self.out);
+    pub fn handle_pulled(&mut self, unit: u64, task: u64, has_landed: bool) {
+        self.pages
+            .pulled(unit, task, has_landed, &self.peers, &mut self.out);
         self.settle();
     }
 
-    /// Takes the end of [`Action::Protect`].
-    pub fn handle_protected(&mut self, unit: u64) {
-        self.pages.protected(unit, &mut self.out);
+    /// Takes the end of [`Action::Protect`]. The end of a task that is not in progress is ignored.
+    pub fn handle_protected(&mut self, unit: u64, task: u64) {
+        self.pages.protected(unit, task, &mut self.out);
         self.settle();
     }
 

@@ -74,6 +74,7 @@ fn run(seed: u64) -> (usize, usize) {
         duplicates: below(dice, 50) as u8,
         crashes: if is_calm { 0 } else { below(dice, 3) as u8 },
         expulsions: if is_calm { 0 } else { below(dice, 2) as u8 },
+        repeats: below(dice, 20) as u8,
         leaver: None,
         reorders: below(dice, 2) == 1,
         hostile: None,
@@ -84,9 +85,8 @@ fn run(seed: u64) -> (usize, usize) {
     for count in 0.. {
         steps.clear();
         world.steps(&mut steps);
-        let is_rare = |it: &Step| matches!(it, Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. });
         if below(dice, 1000) >= 5 {
-            steps.retain(|it| !is_rare(it));
+            steps.retain(|it| !it.is_mishap());
         }
         if steps.is_empty() {
             assert_eq!(world.stuck(), None, "seed {seed}");

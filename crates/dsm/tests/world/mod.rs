@@ -24,6 +24,8 @@ pub(crate) struct Mishaps {
     pub(crate) crashes: u8,
     /// Nodes that are expelled but go on until they are told.
     pub(crate) expulsions: u8,
+    /// Tasks of drivers whose end is reported a second time.
+    pub(crate) repeats: u8,
     /// The only node that may stop or be expelled; otherwise any one may.
     pub(crate) leaver: Option<Place>,
     /// Messages of a pair of nodes overtake each other.
@@ -59,8 +61,27 @@ struct Site {
     frames: Vec<u32>,
     views: Vec<Right>,
     /// Tasks of the driver that are in progress.
-    pulls: Vec<(usize, Place)>,
-    protects: Vec<(usize, Right)>,
+    pulls: Vec<Task<Place>>,
+    protects: Vec<Task<Right>>,
+    /// Whether the unit is to be poisoned, when its task in progress has ended.
+    is_poisoned: Vec<bool>,
+    /// The last tasks that have ended, whose end may be reported again.
+    ended: Vec<Ended>,
+}
+
+/// A task of the driver, with the node to read from or the right to set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Task<T> {
+    unit: usize,
+    number: u64,
+    what: T,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Ended {
+    unit: usize,
+    number: u64,
+    is_pull: bool,
 }
 
 /// A thread of a program.
@@ -99,6 +120,11 @@ pub(crate) enum Step {
         at: Place,
         index: usize,
     },
+    /// The end of a task is reported again.
+    Repeat {
+        at: Place,
+        index: usize,
+    },
     Crash(Place),
     Expel(Place),
     /// A node hears of an epoch, and of all who have left until then.
@@ -110,6 +136,8 @@ pub(crate) enum Step {
 
 /// Value of a frame that holds no contents.
 const NOTHING: u32 = u32::MAX;
+/// A node reports the end of one of its last few tasks again.
+const REPEATABLE: usize = 4;
 /// A message is overtaken by fewer later ones than this.
 const OVERTAKEN: u64 = 64;
 
@@ -151,6 +179,8 @@ impl World {
             views: vec![Right::Invalid; homes.len()],
             pulls: vec![],
             protects: vec![],
+            is_poisoned: vec![false; homes.len()],
+            ended: vec![],
         };
         let thread = |(at, program): &(Place, Arc<[Operation]>)| Thread {
             at: *at,
@@ -183,11 +213,11 @@ impl World {
             }
         }
         for (at, site) in self.sites.iter().enumerate().filter(|(_, it)| it.is_running) {
-            for (index, (_, from)) in site.pulls.iter().enumerate() {
-                let source = &self.sites[*from];
+            for (index, pull) in site.pulls.iter().enumerate() {
+                let source = &self.sites[pull.what];
                 let (is_open, is_sound) = (
-                    self.lets_read(*from, at),
-                    source.is_running && !self.has_left(*from),
+                    self.lets_read(pull.what, at),
+                    source.is_running && !self.has_left(pull.what),
                 );
                 if is_open {
                     steps.push(Step::Pulled {
@@ -205,6 +235,7 @@ impl World {
                 }
             }
             steps.extend((0..site.protects.len()).map(|index| Step::Protected { at, index }));
+            steps.extend((0..site.ended.len()).map(|index| Step::Repeat { at, index }));
             if site.node.is_member(id(at)) {
                 let epochs = site.node.epoch() + 1..=self.gone.len() as u64;
                 steps.extend(epochs.map(|epoch| Step::Tell { at, epoch }));
@@ -241,9 +272,7 @@ impl World {
         }
         let mut steps = vec![];
         self.steps(&mut steps);
-        steps
-            .iter()
-            .all(|it| matches!(it, Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. }))
+        steps.iter().all(|it| it.is_mishap())
     }
 
     /// Returns the rule that is broken, if any.
@@ -318,21 +347,46 @@ impl World {
                 index,
                 has_landed,
             } => {
-                let (unit, from) = self.sites[at].pulls.remove(index);
+                let Task { unit, number, what } = self.sites[at].pulls.remove(index);
                 self.sites[at].frames[unit] = match has_landed {
-                    true => self.sites[from].frames[unit],
+                    true => self.sites[what].frames[unit],
                     false => NOTHING,
                 };
-                self.sites[at].node.handle_pulled(unit as u64, has_landed);
-                self.carry_out(at);
+                let is_pull = true;
+                self.end_task(
+                    at,
+                    Ended {
+                        unit,
+                        number,
+                        is_pull,
+                    },
+                    has_landed,
+                );
                 Some(unit)
             }
             Step::Protected { at, index } => {
-                let (unit, right) = self.sites[at].protects.remove(index);
-                self.sites[at].views[unit] = right;
-                self.sites[at].node.handle_protected(unit as u64);
-                self.carry_out(at);
+                let Task { unit, number, what } = self.sites[at].protects.remove(index);
+                self.sites[at].views[unit] = what;
+                let is_pull = false;
+                self.end_task(
+                    at,
+                    Ended {
+                        unit,
+                        number,
+                        is_pull,
+                    },
+                    true,
+                );
                 Some(unit)
+            }
+            Step::Repeat { at, index } => {
+                self.mishaps.repeats -= 1;
+                let ended = self.sites[at].ended.remove(index);
+                self.report(at, ended, true);
+                if self.mishaps.repeats == 0 {
+                    self.sites.iter_mut().for_each(|it| it.ended.clear());
+                }
+                Some(ended.unit)
             }
             Step::Crash(at) => {
                 self.mishaps.crashes -= 1;
@@ -390,6 +444,37 @@ impl World {
         unit
     }
 
+    /// Ends a task, and begins what waits for its end.
+    fn end_task(&mut self, at: Place, ended: Ended, has_landed: bool) {
+        self.report(at, ended, has_landed);
+        self.poison(at, ended.unit);
+        if self.mishaps.repeats > 0 {
+            let repeatable = &mut self.sites[at].ended;
+            repeatable.push(ended);
+            if repeatable.len() > REPEATABLE {
+                repeatable.remove(0);
+            }
+        }
+    }
+
+    fn report(&mut self, at: Place, ended: Ended, has_landed: bool) {
+        let (node, unit) = (&mut self.sites[at].node, ended.unit as u64);
+        match ended.is_pull {
+            true => node.handle_pulled(unit, ended.number, has_landed),
+            false => node.handle_protected(unit, ended.number),
+        }
+        self.carry_out(at);
+    }
+
+    /// Poisons a unit if that is to be done and no task is in progress.
+    fn poison(&mut self, at: Place, unit: usize) {
+        let site = &mut self.sites[at];
+        if site.is_poisoned[unit] && !site.has_task(unit) {
+            site.views[unit] = Right::Invalid;
+            self.end_waits(at, unit, |thread| thread.end(None));
+        }
+    }
+
     /// Does what a node's driver does.
     fn carry_out(&mut self, at: Place) {
         while let Some(action) = self.sites[at].node.poll_action() {
@@ -402,15 +487,20 @@ impl World {
                         self.sort(at, to);
                     }
                 }
-                Action::Pull { unit, from } => site.pulls.push((unit as usize, place(from))),
-                Action::Protect { unit, right } => site.protects.push((unit as usize, right)),
+                Action::Pull { unit, task, from } => {
+                    let what = place(from);
+                    site.pulls.push(Task::new(unit, task, what));
+                    self.check_order(at, unit as usize);
+                }
+                Action::Protect { unit, task, right } => {
+                    site.protects.push(Task::new(unit, task, right));
+                    self.check_order(at, unit as usize);
+                }
                 Action::Wake { unit } => self.end_waits(at, unit as usize, |_| {}),
                 Action::Poison { unit, node } => {
                     let unit = unit as usize;
-                    site.views[unit] = Right::Invalid;
-                    site.pulls.retain(|it| it.0 != unit);
-                    site.protects.retain(|it| it.0 != unit);
-                    self.end_waits(at, unit, |thread| thread.end(None));
+                    site.is_poisoned[unit] = true;
+                    self.poison(at, unit);
                     if !self.has_left(place(node)) {
                         self.complain(format!("a unit is lost with {node:?}, which has not left"));
                     }
@@ -419,6 +509,15 @@ impl World {
                     self.complain(format!("{node:?} is accused: {violation}"));
                 }
             }
+        }
+    }
+
+    /// Complains if a task of a unit begins that has been poisoned.
+    fn check_order(&mut self, at: Place, unit: usize) {
+        if self.sites[at].is_poisoned[unit] {
+            self.complain(format!(
+                "node {at} goes on with unit {unit}, which it has poisoned"
+            ));
         }
     }
 
@@ -449,8 +548,8 @@ impl World {
             return Some(format!("{holders:?} have unit {unit}, and {writer} writes it"));
         }
         for (at, site) in members() {
-            for (_, from) in site.pulls.iter().filter(|it| it.0 == unit) {
-                let is_written = writer.is_some_and(|it| it.0 == *from);
+            for from in site.pulls.iter().filter(|it| it.unit == unit).map(|it| it.what) {
+                let is_written = writer.is_some_and(|it| it.0 == from);
                 if is_written || site.views[unit] != Right::Invalid {
                     return Some(format!("unit {unit} is used while {at} reads it from {from}"));
                 }
@@ -492,7 +591,28 @@ impl World {
     }
 }
 
+impl<T> Task<T> {
+    fn new(unit: u64, number: u64, what: T) -> Task<T> {
+        let unit = unit as usize;
+        Task { unit, number, what }
+    }
+}
+
+impl Step {
+    /// Returns whether the step is none of the protocol, so that a run may end before it.
+    pub(crate) fn is_mishap(&self) -> bool {
+        matches!(
+            self,
+            Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. } | Step::Repeat { .. }
+        )
+    }
+}
+
 impl Site {
+    fn has_task(&self, unit: usize) -> bool {
+        self.pulls.iter().any(|it| it.unit == unit) || self.protects.iter().any(|it| it.unit == unit)
+    }
+
     fn holds(&self, unit: usize) -> bool {
         self.views[unit] != Right::Invalid || self.node.right(unit as u64) != Right::Invalid
     }
