@@ -68,7 +68,7 @@
 //!
 //! - A message of a node that is gone is dropped. That makes all its messages of old epochs void. Those of members are true in whatever epoch
 //!   they were sent, and no message is lost with an epoch.
-//! - A message of a newer epoch waits until its receiver has heard of that epoch. So whoever learns anything from a node that knows of an
+//! - A message of a newer epoch waits at the driver until its receiver has heard of that epoch ([`Ahead`]). So whoever learns anything from a node that knows of an
 //!   expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is expelled and goes on
 //!   may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together with that.
 //! - The driver must make the frames unreadable for a node (revoke its keys) before it tells that the node is gone.
@@ -97,7 +97,7 @@ pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
 use self::directory::Directory;
 use self::pages::Pages;
-use self::peers::{Arrival, Peers};
+use self::peers::Peers;
 
 /// An access that a program attempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -227,9 +227,14 @@ pub enum Violation {
     /// The unit is in no state in which the message could come.
     #[error("a message that nothing has asked for")]
     Unexpected,
-    /// Too many messages wait for a membership of which this node has not heard.
-    #[error("too many messages of a newer membership")]
-    Flood,
+}
+
+/// A message cannot be taken yet: its sender knows of an epoch of which this node has not heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[error("a message of epoch {epoch}, of which this node has not heard")]
+pub struct Ahead {
+    /// The epoch.
+    pub epoch: u64,
 }
 
 /// What the parts of a node give out.
@@ -253,7 +258,7 @@ impl Output {
 /// One node's part of a region: its copies, and the entries of the units whose home it is.
 ///
 /// Each `handle_` method takes an event; afterwards the driver takes actions from [`Node::poll_action`] until there is none. Nothing here waits,
-/// and nothing grows but by units that are used and by messages of a newer epoch, which are bounded.
+/// and nothing grows but by units that are used.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Node {
     region: u32,
@@ -288,14 +293,17 @@ impl Node {
     }
 
     /// Takes a message of another node.
-    pub fn handle_message(&mut self, from: NodeId, message: &Message) {
-        let outcome = match self.peers.arrived(from, message) {
-            Arrival::Handle => self.dispatch(from, message),
-            Arrival::Done => Ok(()),
-            Arrival::Flood => Err(Violation::Flood),
-        };
-        self.accuse(from, outcome);
-        self.settle();
+    ///
+    /// # Errors
+    /// The message has to wait, and nothing has changed. The driver keeps it where it has come, takes no later one of this node, and tries again
+    /// after [`Node::handle_gone`]. So the receive buffers bound the messages that wait, and none is lost.
+    pub fn handle_message(&mut self, from: NodeId, message: &Message) -> Result<(), Ahead> {
+        if self.peers.arrived(from, message)? {
+            let outcome = self.dispatch(from, message);
+            self.accuse(from, outcome);
+            self.settle();
+        }
+        Ok(())
     }
 
     /// Takes the end of [`Action::Pull`]: whether the contents have landed. The end of a task that is not in progress is ignored.
@@ -316,7 +324,7 @@ impl Node {
     }
 
     /// Takes the news that an epoch has begun, with the nodes that have left since the one before which this node has heard of; maybe this one.
-    /// An epoch that is not newer is ignored.
+    /// An epoch that is not newer is ignored. The driver offers again the messages that wait ([`Ahead`]).
     pub fn handle_gone(&mut self, epoch: u64, gone: &[NodeId]) {
         if epoch <= self.peers.epoch() {
             return;
@@ -330,11 +338,6 @@ impl Node {
             self.directory = Directory::default();
         }
         self.settle();
-        for (from, message) in self.peers.release() {
-            let outcome = self.dispatch(from, &message);
-            self.accuse(from, outcome);
-            self.settle();
-        }
     }
 
     /// Returns the next task of the driver.

@@ -307,7 +307,8 @@ impl World {
             unit,
             body,
         };
-        self.sites[to].node.handle_message(id(from), &message);
+        let taken = self.sites[to].node.handle_message(id(from), &message);
+        assert_eq!(taken, Ok(()), "no newer epoch has begun");
         self.carry_out(to);
     }
 
@@ -327,11 +328,15 @@ impl World {
             Step::Access(index) => Some(self.access(index)),
             Step::Deliver { from, to, index } => {
                 let messages = self.network.get_mut(&(from, to)).unwrap();
-                let message = messages.remove(index);
+                let message = messages[index];
+                if self.sites[to].node.handle_message(id(from), &message).is_err() {
+                    // It waits where it is.
+                    return;
+                }
+                messages.remove(index);
                 if messages.is_empty() {
                     self.network.remove(&(from, to));
                 }
-                self.sites[to].node.handle_message(id(from), &message);
                 self.carry_out(to);
                 Some(message.unit as usize)
             }

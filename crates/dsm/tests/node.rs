@@ -1,0 +1,84 @@
+//! Answers of one node to single events.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use rdmux_dsm::protocol::{Access, Action, Ahead, Body, Homes, Message, Node, NodeId, Right, Settings};
+
+const fn id(number: u32) -> NodeId {
+    NodeId::new(number).unwrap()
+}
+
+/// Makes node 0, of the members 0, 1 and 2. Node 0 is the home of unit 0, node 1 that of unit 1.
+fn node() -> Node {
+    let settings = Settings {
+        region: 7,
+        units: 2,
+        homes: Homes::Cyclic {
+            nodes: [id(0), id(1)].into(),
+            run: 1,
+        },
+        epoch: 0,
+        members: (0..3).map(id).collect(),
+    };
+    Node::new(id(0), &settings)
+}
+
+fn message(sequence: u64, unit: u64, body: Body) -> Message {
+    Message {
+        region: 7,
+        epoch: 0,
+        sequence,
+        request: 0,
+        unit,
+        body,
+    }
+}
+
+fn actions(node: &mut Node) -> Vec<Action> {
+    std::iter::from_fn(|| node.poll_action()).collect()
+}
+
+#[test]
+fn handle_message__of_a_newer_epoch_changes_nothing_until_that_has_begun() {
+    let mut node = node();
+    let before = node.clone();
+    let ask = Message {
+        epoch: 1,
+        ..message(0, 0, Body::Ask(Right::Shared))
+    };
+    assert_eq!(node.handle_message(id(1), &ask), Err(Ahead { epoch: 1 }));
+    assert_eq!(node, before);
+    node.handle_gone(1, &[id(2)]);
+    assert_eq!(actions(&mut node), []);
+    assert_eq!(node.handle_message(id(1), &ask), Ok(()));
+    assert!(matches!(
+        actions(&mut node)[..],
+        [Action::Send { to, message }] if to == id(1) && matches!(message.body, Body::Grant { .. })
+    ));
+}
+
+/// The first read is given up, its source has left, and the read from the next source is in progress.
+#[test]
+fn handle_pulled__of_an_earlier_read_is_ignored() {
+    let mut node = node();
+    let grant = |sequence, source| {
+        let (right, source) = (Right::Shared, Some(id(source)));
+        message(sequence, 1, Body::Grant { right, source })
+    };
+    let pull = |node: &mut Node| match actions(node)[..] {
+        [Action::Pull { task, .. }] => task,
+        ref other => panic!("{other:?}"),
+    };
+    node.handle_fault(1, Access::Read);
+    actions(&mut node);
+    node.handle_message(id(1), &grant(0, 2)).unwrap();
+    let first = pull(&mut node);
+    node.handle_gone(1, &[id(2)]);
+    node.handle_pulled(1, first, false);
+    actions(&mut node);
+    node.handle_message(id(1), &grant(1, 1)).unwrap();
+    let second = pull(&mut node);
+    node.handle_pulled(1, first, true);
+    assert_eq!(actions(&mut node), []);
+    node.handle_pulled(1, second, true);
+    assert!(matches!(actions(&mut node)[..], [Action::Protect { .. }]));
+}
