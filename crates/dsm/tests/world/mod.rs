@@ -30,7 +30,7 @@ pub(crate) struct Mishaps {
     pub(crate) leaver: Option<Place>,
     /// Messages of a pair of nodes overtake each other.
     pub(crate) reorders: bool,
-    /// A node sends what it likes: the others may break rules with each other, until it has left and as to what it had a part in.
+    /// A node sends what it likes. Units in which it has a part need not keep the rules.
     pub(crate) hostile: Option<Place>,
 }
 
@@ -43,6 +43,10 @@ pub(crate) struct World {
     homes: Arc<[Place]>,
     /// Value written last, by unit.
     last: Vec<u32>,
+    /// Whether the hostile node has a part in a unit: as its home, or by a message about it for which it was not accused.
+    has_part: Vec<bool>,
+    /// Messages that the hostile node has sent, by receiver.
+    numbers: BTreeMap<Place, u64>,
     /// Nodes that have left, in the order of the epochs.
     gone: Vec<Place>,
     mishaps: Mishaps,
@@ -195,6 +199,8 @@ impl World {
             homes: homes.into(),
             network: BTreeMap::new(),
             last: vec![0; homes.len()],
+            has_part: homes.iter().map(|it| mishaps.hostile == Some(*it)).collect(),
+            numbers: BTreeMap::new(),
             gone: vec![],
             mishaps,
             faults_max,
@@ -297,19 +303,36 @@ impl World {
     }
 
     /// Has the hostile node send a message.
-    pub(crate) fn forge(&mut self, to: Place, unit: u64, request: u64, sequence: u64, body: Body) {
+    pub(crate) fn forge(&mut self, to: Place, unit: u64, request: u64, body: Body) {
         let from = self.mishaps.hostile.unwrap();
         let message = Message {
             region: 7,
             epoch: self.sites[from].node.epoch(),
-            sequence,
+            sequence: 0,
             request,
             unit,
             body,
         };
-        let taken = self.sites[to].node.handle_message(id(from), &message);
-        assert_eq!(taken, Ok(()), "no newer epoch has begun");
-        self.carry_out(to);
+        self.send(from, to, message);
+    }
+
+    fn send(&mut self, from: Place, to: Place, mut message: Message) {
+        if self.is_hostile(from) {
+            // Its own messages and the forged ones are numbered together.
+            let number = self.numbers.entry(to).or_default();
+            message.sequence = *number;
+            *number += 1;
+        }
+        if self.sites[to].is_running {
+            self.network.entry((from, to)).or_default().push(message);
+            self.sort(from, to);
+        }
+    }
+
+    /// Returns how many accesses took place to units in which the hostile node has no part.
+    pub(crate) fn untouched(&self) -> usize {
+        let histories = self.threads.iter().flat_map(Thread::history);
+        histories.filter(|((_, unit), _)| !self.has_part[*unit]).count()
     }
 
     fn is_hostile(&self, at: Place) -> bool {
@@ -337,7 +360,10 @@ impl World {
                 if messages.is_empty() {
                     self.network.remove(&(from, to));
                 }
-                self.carry_out(to);
+                let is_accused = self.carry_out(to);
+                if self.is_hostile(from) && self.sites[to].node.is_member(id(from)) && !is_accused {
+                    self.has_part[message.unit as usize] = true;
+                }
                 Some(message.unit as usize)
             }
             Step::Duplicate { from, to, index } => {
@@ -416,8 +442,10 @@ impl World {
         };
         // What happens to one unit changes no other one.
         let units = unit.map_or(0..self.homes.len(), |unit| unit..unit + 1);
-        if let Some(flaw) = units.into_iter().find_map(|unit| self.flaw_of_unit(unit)) {
-            self.complain(flaw);
+        for unit in units {
+            if let Some(flaw) = self.flaw_of_unit(unit) {
+                self.complain(unit, flaw);
+            }
         }
     }
 
@@ -436,7 +464,7 @@ impl World {
             let value = site.frames[unit];
             thread.end(Some(value));
             if value != self.last[unit] && !self.has_left(at) {
-                self.complain(format!("node {at} reads {value} from {unit}"));
+                self.complain(unit, format!("node {at} reads {value} from {unit}"));
             }
         } else if thread.faults == self.faults_max {
             thread.end(None);
@@ -480,17 +508,14 @@ impl World {
         }
     }
 
-    /// Does what a node's driver does.
-    fn carry_out(&mut self, at: Place) {
+    /// Does what a node's driver does, and returns whether the hostile node is accused.
+    fn carry_out(&mut self, at: Place) -> bool {
+        let mut is_accused = false;
         while let Some(action) = self.sites[at].node.poll_action() {
             let site = &mut self.sites[at];
             match action {
                 Action::Send { to, message } => {
-                    let to = place(to);
-                    if self.sites[to].is_running {
-                        self.network.entry((at, to)).or_default().push(message);
-                        self.sort(at, to);
-                    }
+                    self.send(at, place(to), message);
                 }
                 Action::Pull { unit, task, from } => {
                     let what = place(from);
@@ -507,22 +532,28 @@ impl World {
                     site.is_poisoned[unit] = true;
                     self.poison(at, unit);
                     if !self.has_left(place(node)) {
-                        self.complain(format!("a unit is lost with {node:?}, which has not left"));
+                        self.complain(unit, format!("a unit is lost with {node:?}, which has not left"));
                     }
                 }
                 Action::Accuse { node, violation } => {
-                    self.complain(format!("{node:?} is accused: {violation}"));
+                    is_accused |= self.is_hostile(place(node));
+                    if !self.is_hostile(at) && !self.is_hostile(place(node)) {
+                        let flaw = format!("{node:?} is accused: {violation}");
+                        self.flaw.get_or_insert(flaw);
+                    }
                 }
             }
         }
+        is_accused
     }
 
     /// Complains if a task of a unit begins that has been poisoned.
     fn check_order(&mut self, at: Place, unit: usize) {
         if self.sites[at].is_poisoned[unit] {
-            self.complain(format!(
-                "node {at} goes on with unit {unit}, which it has poisoned"
-            ));
+            self.complain(
+                unit,
+                format!("node {at} goes on with unit {unit}, which it has poisoned"),
+            );
         }
     }
 
@@ -582,8 +613,9 @@ impl World {
         self.gone.contains(&at)
     }
 
-    fn complain(&mut self, flaw: String) {
-        if self.mishaps.hostile.is_none() {
+    /// Records a broken rule of a unit.
+    fn complain(&mut self, unit: usize, flaw: String) {
+        if !self.has_part[unit] {
             self.flaw.get_or_insert(flaw);
         }
     }
