@@ -117,6 +117,13 @@ const ENDS_TWICE: Worlds = Worlds {
     mutant: None,
 };
 
+/// Two nodes share a unit and write it, and their home has no part.
+const UPGRADES: Programs = Programs::These(&[
+    (0, &[]),
+    (1, &[(Access::Read, 0), (Access::Write, 0)]),
+    (2, &[(Access::Read, 0), (Access::Write, 0)]),
+]);
+
 /// Nodes of the threads.
 const TWO: &[Place] = &[0, 1];
 const TWO_AND_ONE: &[Place] = &[0, 1, 1];
@@ -138,7 +145,7 @@ const fn worlds(name: &'static str, homes: &'static [Place], programs: Programs,
     }
 }
 
-/// Sets that are checked in every run of the tests: 2.4 million states, 35 s of a processor. The last one has 780,000.
+/// Sets that are checked in every run of the tests: 2.5 million states, 36 s of a processor. The last one has 780,000.
 pub(crate) const SMALL: &[Worlds] = &[
     worlds(
         "2 nodes, 1 unit, 1 access, expulsion",
@@ -188,6 +195,13 @@ pub(crate) const SMALL: &[Worlds] = &[
     ),
     TWO_LEAVE,
     ENDS_TWICE,
+    worlds("3 nodes, 1 unit, two upgrades, crash", &[0], UPGRADES, CRASH),
+    worlds(
+        "3 nodes, 1 unit, two upgrades, expulsion",
+        &[0],
+        UPGRADES,
+        EXPULSION,
+    ),
     STOPPED_READER,
     worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
 ];
