@@ -91,6 +91,7 @@ mod pages;
 mod peers;
 
 use std::collections::{BTreeSet, VecDeque};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
@@ -120,33 +121,56 @@ impl Access {
 
 /// Homes of the units of a region. All nodes of a region have the same.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Homes {
-    /// Runs of consecutive units go to the nodes in turn.
-    Cyclic {
-        /// The nodes; at least one.
-        nodes: Arc<[NodeId]>,
-        /// Units of a run; at least 1.
-        run: u64,
-    },
-    /// A hash of the unit's number chooses the node.
-    Hash {
-        /// The nodes; at least one.
-        nodes: Arc<[NodeId]>,
-    },
+pub struct Homes {
+    nodes: Arc<[NodeId]>,
+    /// Units of a run of consecutive ones, which go to the nodes in turn. Without it a hash of the unit's number chooses the node.
+    run: Option<NonZeroU64>,
+}
+
+/// Units cannot be given homes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum HomesError {
+    /// There are no nodes.
+    #[error("no nodes to be the homes of units")]
+    NoNodes,
+    /// A run has no units.
+    #[error("a run of no units")]
+    EmptyRun,
 }
 
 impl Homes {
-    /// Returns the home of a unit.
+    /// Gives runs of `run` consecutive units to the nodes in turn.
     ///
-    /// # Panics
-    /// If there are no nodes, or a run has no units.
+    /// # Errors
+    /// There are no nodes, or a run has no units.
+    pub fn cyclic(nodes: impl Into<Arc<[NodeId]>>, run: u64) -> Result<Homes, HomesError> {
+        let run = NonZeroU64::new(run).ok_or(HomesError::EmptyRun)?;
+        Homes::new(nodes.into(), Some(run))
+    }
+
+    /// Gives each unit to the node that a hash of its number chooses.
+    ///
+    /// # Errors
+    /// There are no nodes.
+    pub fn hash(nodes: impl Into<Arc<[NodeId]>>) -> Result<Homes, HomesError> {
+        Homes::new(nodes.into(), None)
+    }
+
+    fn new(nodes: Arc<[NodeId]>, run: Option<NonZeroU64>) -> Result<Homes, HomesError> {
+        match nodes.is_empty() {
+            true => Err(HomesError::NoNodes),
+            false => Ok(Homes { nodes, run }),
+        }
+    }
+
+    /// Returns the home of a unit.
     pub fn of(&self, unit: u64) -> NodeId {
-        let (nodes, turn) = match self {
-            Homes::Cyclic { nodes, run } => (nodes, unit / run),
+        let turn = match self.run {
+            Some(run) => unit / run,
             // The multiplier is 2^64 divided by the golden ratio; the upper half depends on all bits.
-            Homes::Hash { nodes } => (nodes, unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32),
+            None => unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32,
         };
-        nodes[(turn % nodes.len() as u64) as usize]
+        self.nodes[(turn % self.nodes.len() as u64) as usize]
     }
 }
 
@@ -224,6 +248,9 @@ pub enum Violation {
     /// It is for or from the home of the unit, but that is another node.
     #[error("a message for another home")]
     NotHome,
+    /// It names a node that never was a member, or says that a unit was lost with a member.
+    #[error("a message that names a wrong node")]
+    WrongNode,
     /// The unit is in no state in which the message could come.
     #[error("a message that nothing has asked for")]
     Unexpected,
@@ -275,7 +302,7 @@ impl Node {
         Node {
             region: settings.region,
             units: settings.units,
-            peers: Peers::new(own, settings.epoch, settings.members.iter().copied()),
+            peers: Peers::new(own, settings.epoch, &settings.members),
             pages: Pages::new(settings.homes.clone()),
             directory: Directory::default(),
             out: Output::default(),
@@ -402,6 +429,15 @@ impl Node {
         );
         if home != if is_for_home { own } else { from } {
             return Err(Violation::NotHome);
+        }
+        let is_wrong = match body {
+            Body::Grant { source, .. } => source.is_some_and(|it| !peers.was_member(it)),
+            // The home has heard of no newer epoch than this node.
+            Body::Refuse(node) => !peers.was_member(node) || peers.is_member(node),
+            _ => false,
+        };
+        if is_wrong {
+            return Err(Violation::WrongNode);
         }
         match body {
             Body::Ask(right) => directory.ask(unit, (from, request), right, home, out),

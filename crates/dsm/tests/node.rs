@@ -1,7 +1,9 @@
 //! Answers of one node to single events.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use rdmux_dsm::protocol::{Access, Action, Ahead, Body, Homes, Message, Node, NodeId, Right, Settings};
+use rdmux_dsm::protocol::{
+    Access, Action, Ahead, Body, Homes, HomesError, Message, Node, NodeId, Right, Settings, Violation,
+};
 
 const fn id(number: u32) -> NodeId {
     NodeId::new(number).unwrap()
@@ -12,10 +14,7 @@ fn node() -> Node {
     let settings = Settings {
         region: 7,
         units: 2,
-        homes: Homes::Cyclic {
-            nodes: [id(0), id(1)].into(),
-            run: 1,
-        },
+        homes: Homes::cyclic([id(0), id(1)], 1).unwrap(),
         epoch: 0,
         members: (0..3).map(id).collect(),
     };
@@ -81,4 +80,45 @@ fn handle_pulled__of_an_earlier_read_is_ignored() {
     assert_eq!(actions(&mut node), []);
     node.handle_pulled(1, second, true);
     assert!(matches!(actions(&mut node)[..], [Action::Protect { .. }]));
+}
+
+#[test]
+fn handle_message__that_names_a_wrong_node_changes_nothing() {
+    let grant = |source| Body::Grant {
+        right: Right::Shared,
+        source: Some(id(source)),
+    };
+    let (stranger, member) = (3, 2);
+    for body in [
+        grant(stranger),
+        Body::Refuse(id(stranger)),
+        Body::Refuse(id(member)),
+    ] {
+        let mut node = node();
+        node.handle_fault(1, Access::Read);
+        actions(&mut node);
+        node.handle_message(id(1), &message(0, 1, body)).unwrap();
+
+        let accusation = Action::Accuse {
+            node: id(1),
+            violation: Violation::WrongNode,
+        };
+        assert_eq!(actions(&mut node), [accusation]);
+        // The answer of the home still counts.
+        node.handle_message(id(1), &message(1, 1, grant(member))).unwrap();
+        assert!(matches!(actions(&mut node)[..], [Action::Pull { .. }]));
+    }
+}
+
+#[test]
+fn homes__need_a_node_and_a_unit_of_a_run() {
+    assert_eq!(Homes::cyclic([], 1), Err(HomesError::NoNodes));
+    assert_eq!(Homes::hash([]), Err(HomesError::NoNodes));
+    assert_eq!(Homes::cyclic([id(0)], 0), Err(HomesError::EmptyRun));
+    let homes = Homes::cyclic([id(0), id(1)], 2).unwrap();
+    assert_eq!(
+        [0, 1, 2, 3, 4].map(|unit| homes.of(unit).number()),
+        [0, 0, 1, 1, 0]
+    );
+    assert_eq!(Homes::hash([id(5)]).unwrap().of(u64::MAX), id(5));
 }

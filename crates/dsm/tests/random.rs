@@ -116,7 +116,8 @@ fn run(seed: u64) -> (usize, usize) {
 }
 
 fn body(dice: &mut ChaCha8Rng) -> Body {
-    let node = id(below(dice, NODES));
+    // The last one never was a member.
+    let node = id(below(dice, NODES + 1));
     let right = [Right::Shared, Right::Exclusive][below(dice, 2)];
     match below(dice, 8) {
         0 => Body::Ask(right),

@@ -1,6 +1,7 @@
 //! The membership as this node knows it, and which messages of the others are handled when.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use rdmux_wire::dsm::{Message, NodeId};
 
@@ -13,6 +14,8 @@ pub(super) struct Peers {
     epoch: u64,
     is_expelled: bool,
     members: BTreeMap<NodeId, Peer>,
+    /// All that were members when the region began, this node included.
+    first: Arc<BTreeSet<NodeId>>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -32,15 +35,14 @@ struct Received {
 }
 
 impl Peers {
-    pub(super) fn new(own: NodeId, epoch: u64, members: impl Iterator<Item = NodeId>) -> Peers {
+    pub(super) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
+        let others = members.iter().filter(|it| **it != own);
         Peers {
             own,
             epoch,
             is_expelled: false,
-            members: members
-                .filter(|it| *it != own)
-                .map(|it| (it, Peer::default()))
-                .collect(),
+            members: others.map(|it| (*it, Peer::default())).collect(),
+            first: Arc::new(members.iter().copied().chain([own]).collect()),
         }
     }
 
@@ -58,6 +60,11 @@ impl Peers {
             true => !self.is_expelled,
             false => self.members.contains_key(&node),
         }
+    }
+
+    /// Returns whether a node, this one included, is or was a member.
+    pub(super) fn was_member(&self, node: NodeId) -> bool {
+        self.first.contains(&node)
     }
 
     /// Returns the number of the next message to another member.

@@ -165,10 +165,7 @@ impl World {
         let settings = Settings {
             region: 7,
             units: homes.len() as u64,
-            homes: Homes::Cyclic {
-                nodes: homes.iter().map(|it| id(*it)).collect(),
-                run: 1,
-            },
+            homes: Homes::cyclic(homes.iter().map(|it| id(*it)).collect::<Vec<_>>(), 1).unwrap(),
             epoch: 0,
             members: (0..nodes).map(id).collect(),
         };
