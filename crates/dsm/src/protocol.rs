@@ -397,6 +397,12 @@ impl Node {
         self.pages.is_awaited(unit)
     }
 
+    /// Returns the nodes whose messages, or whose end, the request waits for that this node carries out as the unit's home. A node that stays among
+    /// them longer than the driver allows for, such as its lease, is to be expelled. Empty if there is no such request.
+    pub fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
+        self.directory.waits_for(unit)
+    }
+
     /// Returns the nodes that have a right to a unit, or are being granted one, as its home has recorded them. Empty if this node is not its home.
     pub fn holders(&self, unit: u64) -> BTreeSet<NodeId> {
         self.directory.holders(unit)

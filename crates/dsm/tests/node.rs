@@ -98,7 +98,6 @@ fn handle_message__that_names_a_wrong_node_changes_nothing() {
         node.handle_fault(1, Access::Read);
         actions(&mut node);
         node.handle_message(id(1), &message(0, 1, body)).unwrap();
-
         let accusation = Action::Accuse {
             node: id(1),
             violation: Violation::WrongNode,
@@ -121,4 +120,33 @@ fn homes__need_a_node_and_a_unit_of_a_run() {
         [0, 0, 1, 1, 0]
     );
     assert_eq!(Homes::hash([id(5)]).unwrap().of(u64::MAX), id(5));
+}
+
+#[test]
+fn waits_for__names_the_nodes_that_have_not_answered() {
+    let mut node = node();
+    let waits_for = |node: &Node| -> Vec<u32> { node.waits_for(0).map(NodeId::number).collect() };
+    let mut numbers = [0; 3];
+    let mut take = |node: &mut Node, from: u32, request, body| {
+        let sequence = &mut numbers[from as usize];
+        let message = Message {
+            request,
+            ..message(*sequence, 0, body)
+        };
+        *sequence += 1;
+        node.handle_message(id(from), &message).unwrap();
+        assert!(!actions(node).iter().any(|it| matches!(it, Action::Accuse { .. })));
+    };
+    assert_eq!(waits_for(&node), []);
+    take(&mut node, 1, 0, Body::Ask(Right::Exclusive));
+    assert_eq!(waits_for(&node), [1]);
+    take(&mut node, 1, 0, Body::Installed);
+    assert_eq!(waits_for(&node), []);
+    take(&mut node, 2, 5, Body::Ask(Right::Shared));
+    assert_eq!(waits_for(&node), [1]);
+    take(&mut node, 1, 5, Body::Yielded);
+    assert_eq!(waits_for(&node), [2]);
+    // Node 2 cannot read from node 1.
+    take(&mut node, 2, 5, Body::Failed);
+    assert_eq!(waits_for(&node), [1]);
 }

@@ -352,6 +352,26 @@ impl Directory {
         }
     }
 
+    /// Returns the nodes that a unit's turn waits for.
+    pub(super) fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
+        let turn = self.entries.get(&unit).and_then(|entry| entry.turn.as_ref());
+        let recalled = turn.and_then(|turn| match &turn.step {
+            Step::Recalling(rest) => Some(rest),
+            Step::Granting { .. } => None,
+        });
+        let other = turn.and_then(|turn| match turn.step {
+            Step::Recalling(_) => None,
+            // It can be granted again when the source has left.
+            Step::Granting {
+                source,
+                has_failed: true,
+                ..
+            } => source,
+            Step::Granting { .. } => Some(turn.ask.node),
+        });
+        recalled.into_iter().flatten().copied().chain(other)
+    }
+
     /// Returns the nodes that may have a right to a unit, as recorded.
     pub(super) fn holders(&self, unit: u64) -> BTreeSet<NodeId> {
         let Some(entry) = self.entries.get(&unit) else {
