@@ -214,7 +214,7 @@ pub enum Action {
         unit: u64,
         /// Number of the task among those of the unit.
         task: u64,
-        /// What the program may do with it from now on.
+        /// The program's right from now on.
         right: Right,
     },
     /// Let the threads go on that wait for the unit. They may fault again.
@@ -234,7 +234,7 @@ pub enum Action {
     Accuse {
         /// The node.
         node: NodeId,
-        /// What it did.
+        /// The message that it sent.
         violation: Violation,
     },
 }
@@ -264,7 +264,7 @@ pub struct Ahead {
     pub epoch: u64,
 }
 
-/// What the parts of a node give out.
+/// Tasks and messages that the parts of a node give out.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Output {
     actions: VecDeque<Action>,

@@ -150,3 +150,23 @@ fn waits_for__names_the_nodes_that_have_not_answered() {
     take(&mut node, 2, 5, Body::Failed);
     assert_eq!(waits_for(&node), [1]);
 }
+
+/// Node 2 reads the only contents from node 1, and both leave in one epoch.
+#[test]
+fn handle_gone__of_a_reader_and_its_source_names_the_source() {
+    for gone in [[id(1), id(2)], [id(2), id(1)]] {
+        let mut node = node();
+        for (from, sequence, body) in [
+            (1, 0, Body::Ask(Right::Exclusive)),
+            (1, 1, Body::Installed),
+            (2, 0, Body::Ask(Right::Shared)),
+            (1, 2, Body::Yielded),
+        ] {
+            node.handle_message(id(from), &message(sequence, 0, body))
+                .unwrap();
+        }
+        assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2)]);
+        node.handle_gone(1, &gone);
+        assert_eq!(node.lost(0), Some(id(1)));
+    }
+}

@@ -346,7 +346,11 @@ impl Directory {
 
     /// Repairs all entries after nodes have left, and goes on.
     pub(super) fn gone(&mut self, gone: &[NodeId], home: NodeId, out: &mut Output) {
+        let mut gone = gone.to_vec();
         for (unit, entry) in &mut self.entries {
+            // The node that asked is first: contents that it was reading from another one are lost with that one.
+            let asker = entry.turn.as_ref().map(|turn| turn.ask.node);
+            gone.sort_by_key(|node| asker != Some(*node));
             gone.iter().for_each(|node| entry.gone(*node, home));
             entry.advance(*unit, out);
         }

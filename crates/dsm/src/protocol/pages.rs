@@ -121,7 +121,7 @@ impl Pages {
         } else if page.right_kept() >= needed {
             out.act(Action::Wake { unit });
         } else if page.ask.is_some() {
-            // Who needs more than the request brings faults again.
+            // A thread that needs more than the request brings faults again.
         } else if !peers.is_member(peers.own()) {
             page.poison(unit, peers.own(), out);
         } else if !peers.is_member(home) && !mutant!(HomeGoneAwaited) {

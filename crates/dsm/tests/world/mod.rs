@@ -15,7 +15,7 @@ pub(crate) type Operation = (Access, usize);
 /// Number of a node, as an index.
 pub(crate) type Place = usize;
 
-/// What may happen besides the protocol.
+/// Events that may happen besides the protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Mishaps {
     /// Messages that come twice.
@@ -43,7 +43,7 @@ pub(crate) struct World {
     homes: Arc<[Place]>,
     /// Value written last, by unit.
     last: Vec<u32>,
-    /// Whether the hostile node has a part in a unit: as its home, or by a message about it for which it was not accused.
+    /// By unit: the hostile node has a part in it, as its home or by a message about it for which it was not accused.
     has_part: Vec<bool>,
     /// Messages that the hostile node has sent, by receiver.
     numbers: BTreeMap<Place, u64>,
@@ -67,7 +67,7 @@ struct Site {
     /// Tasks of the driver that are in progress.
     pulls: Vec<Task<Place>>,
     protects: Vec<Task<Right>>,
-    /// Whether the unit is to be poisoned, when its task in progress has ended.
+    /// By unit: it is to be poisoned when its task in progress has ended.
     is_poisoned: Vec<bool>,
     /// The last tasks that have ended, whose end may be reported again.
     ended: Vec<Ended>,
@@ -99,7 +99,7 @@ pub(crate) struct Thread {
     faults: u8,
 }
 
-/// What can happen next.
+/// The next event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// A thread attempts its next access.
@@ -437,7 +437,7 @@ impl World {
                 None
             }
         };
-        // What happens to one unit changes no other one.
+        // A step about one unit changes no other one.
         let units = unit.map_or(0..self.homes.len(), |unit| unit..unit + 1);
         for unit in units {
             if let Some(flaw) = self.flaw_of_unit(unit) {
