@@ -68,10 +68,12 @@
 //!
 //! - A message of a node that is gone is dropped. That makes all its messages of old epochs void. Those of members are true in whatever epoch
 //!   they were sent, and no message is lost with an epoch.
-//! - A message of a newer epoch waits at the driver until its receiver has heard of that epoch ([`Ahead`]). So whoever learns anything from a node that knows of an
-//!   expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is expelled and goes on
-//!   may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together with that.
+//! - A message of a newer epoch waits at the driver until its receiver has heard of that epoch ([`Ahead`]). So whoever learns anything from a
+//!   node that knows of an expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is
+//!   expelled and goes on may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together
+//!   with that.
 //! - The driver must make the frames unreadable for a node (revoke its keys) before it tells that the node is gone.
+//! - A node that a home waits for ([`Node::waits_for`]) and that does not answer within its lease has to leave.
 //! - The home removes the node from its entries. A unit is lost if the node could write it, or was being granted that, or had the only fresh
 //!   frame: requests for it are refused, by the name of the node. (A node that reads a unit alone can write it, too.) For other units, another
 //!   fresh frame serves.
