@@ -43,6 +43,8 @@ mutants! {
     TakenEarly,
     /// A read of the contents that failed counts as one that has landed.
     FailureTaken,
+    /// The end of an earlier task counts as the end of the one in progress.
+    EarlierTaskTaken,
     /// A read that failed before its source is known to be gone is not tried again.
     FailureForgotten,
     /// A unit is lost although a node may have read its contents from the one that is gone.

@@ -68,10 +68,12 @@
 //!
 //! - A message of a node that is gone is dropped. That makes all its messages of old epochs void. Those of members are true in whatever epoch
 //!   they were sent, and no message is lost with an epoch.
-//! - A message of a newer epoch waits until its receiver has heard of that epoch. So whoever learns anything from a node that knows of an
-//!   expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is expelled and goes on
-//!   may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together with that.
+//! - A message of a newer epoch waits at the driver until its receiver has heard of that epoch ([`Ahead`]). So whoever learns anything from a
+//!   node that knows of an expulsion knows of it too, and nothing of the node that is expelled reaches it any more. A node that was stopped, is
+//!   expelled and goes on may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together
+//!   with that.
 //! - The driver must make the frames unreadable for a node (revoke its keys) before it tells that the node is gone.
+//! - A node that a home waits for ([`Node::waits_for`]) and that does not answer within its lease has to leave.
 //! - The home removes the node from its entries. A unit is lost if the node could write it, or was being granted that, or had the only fresh
 //!   frame: requests for it are refused, by the name of the node. (A node that reads a unit alone can write it, too.) For other units, another
 //!   fresh frame serves.
@@ -91,13 +93,14 @@ mod pages;
 mod peers;
 
 use std::collections::{BTreeSet, VecDeque};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
 use self::directory::Directory;
 use self::pages::Pages;
-use self::peers::{Arrival, Peers};
+use self::peers::Peers;
 
 /// An access that a program attempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -120,33 +123,56 @@ impl Access {
 
 /// Homes of the units of a region. All nodes of a region have the same.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Homes {
-    /// Runs of consecutive units go to the nodes in turn.
-    Cyclic {
-        /// The nodes; at least one.
-        nodes: Arc<[NodeId]>,
-        /// Units of a run; at least 1.
-        run: u64,
-    },
-    /// A hash of the unit's number chooses the node.
-    Hash {
-        /// The nodes; at least one.
-        nodes: Arc<[NodeId]>,
-    },
+pub struct Homes {
+    nodes: Arc<[NodeId]>,
+    /// Units of a run of consecutive ones, which go to the nodes in turn. Without it a hash of the unit's number chooses the node.
+    run: Option<NonZeroU64>,
+}
+
+/// Units cannot be given homes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum HomesError {
+    /// There are no nodes.
+    #[error("no nodes to be the homes of units")]
+    NoNodes,
+    /// A run has no units.
+    #[error("a run of no units")]
+    EmptyRun,
 }
 
 impl Homes {
-    /// Returns the home of a unit.
+    /// Gives runs of `run` consecutive units to the nodes in turn.
     ///
-    /// # Panics
-    /// If there are no nodes, or a run has no units.
+    /// # Errors
+    /// There are no nodes, or a run has no units.
+    pub fn cyclic(nodes: impl Into<Arc<[NodeId]>>, run: u64) -> Result<Homes, HomesError> {
+        let run = NonZeroU64::new(run).ok_or(HomesError::EmptyRun)?;
+        Homes::new(nodes.into(), Some(run))
+    }
+
+    /// Gives each unit to the node that a hash of its number chooses.
+    ///
+    /// # Errors
+    /// There are no nodes.
+    pub fn hash(nodes: impl Into<Arc<[NodeId]>>) -> Result<Homes, HomesError> {
+        Homes::new(nodes.into(), None)
+    }
+
+    fn new(nodes: Arc<[NodeId]>, run: Option<NonZeroU64>) -> Result<Homes, HomesError> {
+        match nodes.is_empty() {
+            true => Err(HomesError::NoNodes),
+            false => Ok(Homes { nodes, run }),
+        }
+    }
+
+    /// Returns the home of a unit.
     pub fn of(&self, unit: u64) -> NodeId {
-        let (nodes, turn) = match self {
-            Homes::Cyclic { nodes, run } => (nodes, unit / run),
+        let turn = match self.run {
+            Some(run) => unit / run,
             // The multiplier is 2^64 divided by the golden ratio; the upper half depends on all bits.
-            Homes::Hash { nodes } => (nodes, unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32),
+            None => unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32,
         };
-        nodes[(turn % nodes.len() as u64) as usize]
+        self.nodes[(turn % self.nodes.len() as u64) as usize]
     }
 }
 
@@ -165,7 +191,7 @@ pub struct Settings {
     pub members: Vec<NodeId>,
 }
 
-/// A task of the driver. It carries out those of one unit in their order.
+/// A task of the driver. It carries out those of one unit in their order: one begins when the one before has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Send a message.
@@ -179,6 +205,8 @@ pub enum Action {
     Pull {
         /// The unit.
         unit: u64,
+        /// Number of the task among those of the unit.
+        task: u64,
         /// The node that has the contents.
         from: NodeId,
     },
@@ -186,7 +214,9 @@ pub enum Action {
     Protect {
         /// The unit.
         unit: u64,
-        /// What the program may do with it from now on.
+        /// Number of the task among those of the unit.
+        task: u64,
+        /// The program's right from now on.
         right: Right,
     },
     /// Let the threads go on that wait for the unit. They may fault again.
@@ -194,7 +224,8 @@ pub enum Action {
         /// The unit.
         unit: u64,
     },
-    /// End the waits for the unit, and all later uses of it, with an error that names a node. Ends the tasks that are in progress for the unit.
+    /// End the waits for the unit, and all later uses of it, with an error that names a node. As any other task, it begins when the unit's task in
+    /// progress has ended: a protection that ended later would let the program use the unit again.
     Poison {
         /// The unit.
         unit: u64,
@@ -205,7 +236,7 @@ pub enum Action {
     Accuse {
         /// The node.
         node: NodeId,
-        /// What it did.
+        /// The message that it sent.
         violation: Violation,
     },
 }
@@ -219,15 +250,23 @@ pub enum Violation {
     /// It is for or from the home of the unit, but that is another node.
     #[error("a message for another home")]
     NotHome,
+    /// It names a node that never was a member, or says that a unit was lost with a member.
+    #[error("a message that names a wrong node")]
+    WrongNode,
     /// The unit is in no state in which the message could come.
     #[error("a message that nothing has asked for")]
     Unexpected,
-    /// Too many messages wait for a membership of which this node has not heard.
-    #[error("too many messages of a newer membership")]
-    Flood,
 }
 
-/// What the parts of a node give out.
+/// A message cannot be taken yet: its sender knows of an epoch of which this node has not heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[error("a message of epoch {epoch}, of which this node has not heard")]
+pub struct Ahead {
+    /// The epoch.
+    pub epoch: u64,
+}
+
+/// Tasks and messages that the parts of a node give out.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Output {
     actions: VecDeque<Action>,
@@ -248,7 +287,7 @@ impl Output {
 /// One node's part of a region: its copies, and the entries of the units whose home it is.
 ///
 /// Each `handle_` method takes an event; afterwards the driver takes actions from [`Node::poll_action`] until there is none. Nothing here waits,
-/// and nothing grows but by units that are used and by messages of a newer epoch, which are bounded.
+/// and nothing grows but by units that are used.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Node {
     region: u32,
@@ -265,7 +304,7 @@ impl Node {
         Node {
             region: settings.region,
             units: settings.units,
-            peers: Peers::new(own, settings.epoch, settings.members.iter().copied()),
+            peers: Peers::new(own, settings.epoch, &settings.members),
             pages: Pages::new(settings.homes.clone()),
             directory: Directory::default(),
             out: Output::default(),
@@ -283,31 +322,38 @@ impl Node {
     }
 
     /// Takes a message of another node.
-    pub fn handle_message(&mut self, from: NodeId, message: &Message) {
-        let outcome = match self.peers.arrived(from, message) {
-            Arrival::Handle => self.dispatch(from, message),
-            Arrival::Done => Ok(()),
-            Arrival::Flood => Err(Violation::Flood),
-        };
-        self.accuse(from, outcome);
-        self.settle();
+    ///
+    /// # Errors
+    /// The message has to wait, and nothing has changed. The driver keeps it where it has come, takes no later one of this node, and tries again
+    /// after [`Node::handle_gone`]. So the receive buffers bound the messages that wait, and none is lost.
+    pub fn handle_message(&mut self, from: NodeId, message: &Message) -> Result<(), Ahead> {
+        if self.peers.arrived(from, message)? {
+            let outcome = self.dispatch(from, message);
+            self.accuse(from, outcome);
+            self.settle();
+        }
+        Ok(())
     }
 
-    /// Takes the end of [`Action::Pull`]: whether the contents have landed. Reads from a node that is a member should fail only if one of the two
+    /// Takes the end of [`Action::Pull`]: whether the contents have landed. The end of a task that is not in progress is ignored.
+    ///
+    /// The driver reports a failure only when nothing can land any more: when the queue pair of the read is in the error state, and the read has
+    /// completed. A later read may have the same frame for its target. Reads from a node that is a member should fail only if one of the two
     /// nodes is about to leave.
-    pub fn handle_pulled(&mut self, unit: u64, has_landed: bool) {
-        self.pages.pulled(unit, has_landed, &self.peers, &mut self.out);
+    pub fn handle_pulled(&mut self, unit: u64, task: u64, has_landed: bool) {
+        self.pages
+            .pulled(unit, task, has_landed, &self.peers, &mut self.out);
         self.settle();
     }
 
-    /// Takes the end of [`Action::Protect`].
-    pub fn handle_protected(&mut self, unit: u64) {
-        self.pages.protected(unit, &mut self.out);
+    /// Takes the end of [`Action::Protect`]. The end of a task that is not in progress is ignored.
+    pub fn handle_protected(&mut self, unit: u64, task: u64) {
+        self.pages.protected(unit, task, &mut self.out);
         self.settle();
     }
 
     /// Takes the news that an epoch has begun, with the nodes that have left since the one before which this node has heard of; maybe this one.
-    /// An epoch that is not newer is ignored.
+    /// An epoch that is not newer is ignored. The driver offers again the messages that wait ([`Ahead`]).
     pub fn handle_gone(&mut self, epoch: u64, gone: &[NodeId]) {
         if epoch <= self.peers.epoch() {
             return;
@@ -321,11 +367,6 @@ impl Node {
             self.directory = Directory::default();
         }
         self.settle();
-        for (from, message) in self.peers.release() {
-            let outcome = self.dispatch(from, &message);
-            self.accuse(from, outcome);
-            self.settle();
-        }
     }
 
     /// Returns the next task of the driver.
@@ -356,6 +397,12 @@ impl Node {
     /// Returns whether a request of this node for the unit has not ended.
     pub fn is_awaited(&self, unit: u64) -> bool {
         self.pages.is_awaited(unit)
+    }
+
+    /// Returns the nodes whose messages, or whose end, the request waits for that this node carries out as the unit's home. A node that stays among
+    /// them longer than the driver allows for, such as its lease, is to be expelled. Empty if there is no such request.
+    pub fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
+        self.directory.waits_for(unit)
     }
 
     /// Returns the nodes that have a right to a unit, or are being granted one, as its home has recorded them. Empty if this node is not its home.
@@ -390,6 +437,15 @@ impl Node {
         );
         if home != if is_for_home { own } else { from } {
             return Err(Violation::NotHome);
+        }
+        let is_wrong = match body {
+            Body::Grant { source, .. } => source.is_some_and(|it| !peers.was_member(it)),
+            // The home has heard of no newer epoch than this node.
+            Body::Refuse(node) => !peers.was_member(node) || peers.is_member(node),
+            _ => false,
+        };
+        if is_wrong {
+            return Err(Violation::WrongNode);
         }
         match body {
             Body::Ask(right) => directory.ask(unit, (from, request), right, home, out),

@@ -9,7 +9,7 @@ use world::model::{SMALL, Worlds};
 const TWO_NODES: &str = "2 nodes, 1 unit, 1 access, expulsion";
 
 /// The smallest set in which each defect breaks a rule.
-const CAUGHT: [(Mutant, &str); 21] = [
+const CAUGHT: [(Mutant, &str); 22] = [
     (Mutant::RecallNotAwaited, TWO_NODES),
     (Mutant::YieldedEarly, TWO_NODES),
     (Mutant::OneSharerRecalled, "3 nodes, 1 unit, 1 access"),
@@ -34,6 +34,10 @@ const CAUGHT: [(Mutant, &str); 21] = [
     (Mutant::FreshKept, TWO_NODES),
     (Mutant::TakenEarly, TWO_NODES),
     (Mutant::FailureTaken, TWO_NODES),
+    (
+        Mutant::EarlierTaskTaken,
+        "3 nodes, 1 unit, a failed read that ends twice",
+    ),
     (Mutant::FailureForgotten, TWO_NODES),
     (Mutant::ReadNotAwaited, "4 nodes, 1 unit, 2 crashes"),
     (Mutant::SharedLost, TWO_NODES),

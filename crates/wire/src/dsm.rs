@@ -54,7 +54,7 @@ impl NodeId {
     }
 }
 
-/// What a node may do with its copy of a unit. Greater rights include smaller ones.
+/// Permission of a node to use its copy of a unit. Greater rights include smaller ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, VariantArray)]
 #[repr(u8)]
 pub enum Right {
@@ -67,7 +67,7 @@ pub enum Right {
     Exclusive = 2,
 }
 
-/// What a message says.
+/// Kind of a message, with its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Body {
     /// The sender wants this right, which is not [`Right::Invalid`].
@@ -104,7 +104,7 @@ pub struct Message {
     pub request: u64,
     /// Unit of the region.
     pub unit: u64,
-    /// What it says.
+    /// Kind and content.
     pub body: Body,
 }
 
@@ -118,8 +118,9 @@ impl Message {
         if bytes.len() > MESSAGE_LEN {
             return undefined("length of a message", bytes.len() as u64);
         }
-        if le16(bytes, 2) != 0 || le32(bytes, 44) != 0 {
-            return undefined("reserved bytes of a message", le32(bytes, 44).into());
+        let reserved = [le16(bytes, 2).into(), le32(bytes, 44)];
+        if let Some(value) = reserved.into_iter().find(|it| *it != 0) {
+            return undefined("reserved bytes of a message", value.into());
         }
         Ok(Message {
             region: le32(bytes, 4),
@@ -245,6 +246,16 @@ mod tests {
         let (_, bytes) = emitted(Body::Yielded);
         assert!(Message::parse(&bytes[1..]).is_err());
         assert!(Message::parse(&[&bytes[..], &[0]].concat()).is_err());
+    }
+
+    #[test]
+    fn message__with_reserved_bytes_is_refused_with_their_value() {
+        for at in [2, 44] {
+            let (_, mut bytes) = emitted(Body::Yielded);
+            bytes[at] = 9;
+            let (what, value) = ("reserved bytes of a message", 9);
+            assert_eq!(Message::parse(&bytes), Err(Malformed::Undefined { what, value }));
+        }
     }
 
     /// Tries all values of each byte that does not hold a plain number: what is read is written again as it was.

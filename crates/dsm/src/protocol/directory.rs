@@ -346,10 +346,34 @@ impl Directory {
 
     /// Repairs all entries after nodes have left, and goes on.
     pub(super) fn gone(&mut self, gone: &[NodeId], home: NodeId, out: &mut Output) {
+        let mut gone = gone.to_vec();
         for (unit, entry) in &mut self.entries {
+            // The node that asked is first: contents that it was reading from another one are lost with that one.
+            let asker = entry.turn.as_ref().map(|turn| turn.ask.node);
+            gone.sort_by_key(|node| asker != Some(*node));
             gone.iter().for_each(|node| entry.gone(*node, home));
             entry.advance(*unit, out);
         }
+    }
+
+    /// Returns the nodes that a unit's turn waits for.
+    pub(super) fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
+        let turn = self.entries.get(&unit).and_then(|entry| entry.turn.as_ref());
+        let recalled = turn.and_then(|turn| match &turn.step {
+            Step::Recalling(rest) => Some(rest),
+            Step::Granting { .. } => None,
+        });
+        let other = turn.and_then(|turn| match turn.step {
+            Step::Recalling(_) => None,
+            // It can be granted again when the source has left.
+            Step::Granting {
+                source,
+                has_failed: true,
+                ..
+            } => source,
+            Step::Granting { .. } => Some(turn.ask.node),
+        });
+        recalled.into_iter().flatten().copied().chain(other)
     }
 
     /// Returns the nodes that may have a right to a unit, as recorded.

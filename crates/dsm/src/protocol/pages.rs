@@ -26,6 +26,8 @@ struct Page {
     recall: Option<Recall>,
     /// The node with which the unit was lost.
     lost: Option<NodeId>,
+    /// Number of the task that was begun last. No other one is in progress.
+    task: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -60,6 +62,23 @@ impl Page {
     fn waits_for(&self, request: u64) -> bool {
         let step = Step::Asked;
         self.ask == Some(Ask { request, step })
+    }
+
+    /// Begins a task of the driver, and returns its number.
+    fn begin(&mut self) -> u64 {
+        self.task += 1;
+        self.task
+    }
+
+    /// Protects the view.
+    fn protect(&mut self, unit: u64, right: Right, out: &mut Output) {
+        let task = self.begin();
+        out.act(Action::Protect { unit, task, right });
+    }
+
+    /// Returns whether a task that has ended is the one in progress, if there is one.
+    fn is_last(&self, task: u64) -> bool {
+        self.task == task || mutant!(EarlierTaskTaken)
     }
 
     /// Ends all use of the copy.
@@ -102,7 +121,7 @@ impl Pages {
         } else if page.right_kept() >= needed {
             out.act(Action::Wake { unit });
         } else if page.ask.is_some() {
-            // Who needs more than the request brings faults again.
+            // A thread that needs more than the request brings faults again.
         } else if !peers.is_member(peers.own()) {
             page.poison(unit, peers.own(), out);
         } else if !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
@@ -134,7 +153,7 @@ impl Pages {
             return Ok(());
         }
         page.recall = Some(Recall { request, right });
-        out.act(Action::Protect { unit, right });
+        page.protect(unit, right, out);
         if mutant!(YieldedEarly) {
             page.recall = None;
             page.right = right;
@@ -156,16 +175,17 @@ impl Pages {
         let Some(ask) = page.ask.as_mut().filter(|_| is_expected) else {
             return Err(Violation::Unexpected);
         };
-        match source {
-            Some(from) if !mutant!(TakenEarly) => {
-                ask.step = Step::Pulling(right);
-                out.act(Action::Pull { unit, from });
-            }
-            source => {
-                source.inspect(|from| out.act(Action::Pull { unit, from: *from }));
-                ask.step = Step::Installing(right);
-                out.act(Action::Protect { unit, right });
-            }
+        let is_pulled = source.is_some() && !mutant!(TakenEarly);
+        ask.step = match is_pulled {
+            true => Step::Pulling(right),
+            false => Step::Installing(right),
+        };
+        if let Some(from) = source {
+            let task = page.begin();
+            out.act(Action::Pull { unit, task, from });
+        }
+        if !is_pulled {
+            page.protect(unit, right, out);
         }
         Ok(())
     }
@@ -185,16 +205,16 @@ impl Pages {
         Ok(())
     }
 
-    pub(super) fn pulled(&mut self, unit: u64, has_landed: bool, peers: &Peers, out: &mut Output) {
+    pub(super) fn pulled(&mut self, unit: u64, task: u64, has_landed: bool, peers: &Peers, out: &mut Output) {
         let home = self.homes.of(unit);
-        let Some(page) = self.pages.get_mut(&unit) else {
+        let Some(page) = self.pages.get_mut(&unit).filter(|it| it.is_last(task)) else {
             return;
         };
         let Some(ask) = &mut page.ask else { return };
         let Step::Pulling(right) = ask.step else { return };
         if has_landed || mutant!(FailureTaken) {
             ask.step = Step::Installing(right);
-            out.act(Action::Protect { unit, right });
+            page.protect(unit, right, out);
         } else if peers.is_member(home) {
             ask.step = Step::Asked;
             out.post(home, unit, ask.request, Body::Failed);
@@ -203,9 +223,9 @@ impl Pages {
         }
     }
 
-    pub(super) fn protected(&mut self, unit: u64, out: &mut Output) {
+    pub(super) fn protected(&mut self, unit: u64, task: u64, out: &mut Output) {
         let home = self.homes.of(unit);
-        let Some(page) = self.pages.get_mut(&unit) else {
+        let Some(page) = self.pages.get_mut(&unit).filter(|it| it.is_last(task)) else {
             return;
         };
         if let Some(recall) = page.recall.take() {

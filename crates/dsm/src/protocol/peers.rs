@@ -1,11 +1,11 @@
 //! The membership as this node knows it, and which messages of the others are handled when.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use rdmux_wire::dsm::{Message, NodeId};
 
-/// Most messages of one node that wait for a newer membership.
-const HELD_MAX: usize = 1 << 16;
+use super::Ahead;
 
 /// The other members.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -14,6 +14,8 @@ pub(super) struct Peers {
     epoch: u64,
     is_expelled: bool,
     members: BTreeMap<NodeId, Peer>,
+    /// All that were members when the region began, this node included.
+    first: Arc<BTreeSet<NodeId>>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -21,8 +23,6 @@ struct Peer {
     /// Messages sent to it.
     sent: u64,
     received: Received,
-    /// Messages of a newer epoch than this node's, in the order of their arrival.
-    held: Vec<Message>,
 }
 
 /// Numbers of the messages received from a node.
@@ -34,27 +34,15 @@ struct Received {
     last: u64,
 }
 
-/// Treatment of a message that has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Arrival {
-    /// To be handled now.
-    Handle,
-    /// Held or dropped.
-    Done,
-    /// One more than a node may have held.
-    Flood,
-}
-
 impl Peers {
-    pub(super) fn new(own: NodeId, epoch: u64, members: impl Iterator<Item = NodeId>) -> Peers {
+    pub(super) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
+        let others = members.iter().filter(|it| **it != own);
         Peers {
             own,
             epoch,
             is_expelled: false,
-            members: members
-                .filter(|it| *it != own)
-                .map(|it| (it, Peer::default()))
-                .collect(),
+            members: others.map(|it| (*it, Peer::default())).collect(),
+            first: Arc::new(members.iter().copied().chain([own]).collect()),
         }
     }
 
@@ -74,6 +62,11 @@ impl Peers {
         }
     }
 
+    /// Returns whether a node, this one included, is or was a member.
+    pub(super) fn was_member(&self, node: NodeId) -> bool {
+        self.first.contains(&node)
+    }
+
     /// Returns the number of the next message to another member.
     pub(super) fn number(&mut self, to: NodeId) -> Option<u64> {
         let peer = self.members.get_mut(&to)?;
@@ -81,22 +74,16 @@ impl Peers {
         Some(peer.sent - 1)
     }
 
-    /// Takes note of a message.
-    pub(super) fn arrived(&mut self, from: NodeId, message: &Message) -> Arrival {
+    /// Takes note of a message, and returns whether it is to be handled. Messages of a node that is gone and duplicates are not.
+    pub(super) fn arrived(&mut self, from: NodeId, message: &Message) -> Result<bool, Ahead> {
         let Some(peer) = self.members.get_mut(&from) else {
-            let is_heard = mutant!(GoneHeard) && from != self.own && !self.is_expelled;
-            return if is_heard { Arrival::Handle } else { Arrival::Done };
+            return Ok(mutant!(GoneHeard) && from != self.own && !self.is_expelled);
         };
-        if !peer.received.is_new(message.sequence) && !mutant!(DuplicateTaken) {
-            Arrival::Done
-        } else if message.epoch <= self.epoch || mutant!(NewerNotHeld) {
-            Arrival::Handle
-        } else if peer.held.len() < HELD_MAX {
-            peer.held.push(*message);
-            Arrival::Done
-        } else {
-            Arrival::Flood
+        let epoch = message.epoch;
+        if epoch > self.epoch && !mutant!(NewerNotHeld) {
+            return Err(Ahead { epoch });
         }
+        Ok(peer.received.is_new(message.sequence) || mutant!(DuplicateTaken))
     }
 
     /// Ends the membership of nodes with a new epoch.
@@ -107,16 +94,6 @@ impl Peers {
             self.is_expelled = true;
             self.members.clear();
         }
-    }
-
-    /// Takes the messages that waited for the epoch which has begun, those of a node in the order of their arrival.
-    pub(super) fn release(&mut self) -> Vec<(NodeId, Message)> {
-        let mut released = Vec::new();
-        for (node, peer) in &mut self.members {
-            let ready = peer.held.extract_if(.., |it| it.epoch <= self.epoch);
-            released.extend(ready.map(|message| (*node, message)));
-        }
-        released
     }
 }
 

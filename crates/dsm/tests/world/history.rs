@@ -1,4 +1,4 @@
-//! Whether there is an order of all accesses that explains what each node has read.
+//! Search for an order of all accesses that explains what each node has read.
 
 use std::collections::{BTreeMap, HashSet};
 

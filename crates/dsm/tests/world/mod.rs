@@ -15,7 +15,7 @@ pub(crate) type Operation = (Access, usize);
 /// Number of a node, as an index.
 pub(crate) type Place = usize;
 
-/// What may happen besides the protocol.
+/// Events that may happen besides the protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Mishaps {
     /// Messages that come twice.
@@ -24,11 +24,13 @@ pub(crate) struct Mishaps {
     pub(crate) crashes: u8,
     /// Nodes that are expelled but go on until they are told.
     pub(crate) expulsions: u8,
+    /// Tasks of drivers whose end is reported a second time.
+    pub(crate) repeats: u8,
     /// The only node that may stop or be expelled; otherwise any one may.
     pub(crate) leaver: Option<Place>,
     /// Messages of a pair of nodes overtake each other.
     pub(crate) reorders: bool,
-    /// A node sends what it likes: the others may break rules with each other, until it has left and as to what it had a part in.
+    /// A node sends what it likes. Units in which it has a part need not keep the rules.
     pub(crate) hostile: Option<Place>,
 }
 
@@ -41,6 +43,10 @@ pub(crate) struct World {
     homes: Arc<[Place]>,
     /// Value written last, by unit.
     last: Vec<u32>,
+    /// By unit: the hostile node has a part in it, as its home or by a message about it for which it was not accused.
+    has_part: Vec<bool>,
+    /// Messages that the hostile node has sent, by receiver.
+    numbers: BTreeMap<Place, u64>,
     /// Nodes that have left, in the order of the epochs.
     gone: Vec<Place>,
     mishaps: Mishaps,
@@ -59,8 +65,27 @@ struct Site {
     frames: Vec<u32>,
     views: Vec<Right>,
     /// Tasks of the driver that are in progress.
-    pulls: Vec<(usize, Place)>,
-    protects: Vec<(usize, Right)>,
+    pulls: Vec<Task<Place>>,
+    protects: Vec<Task<Right>>,
+    /// By unit: it is to be poisoned when its task in progress has ended.
+    is_poisoned: Vec<bool>,
+    /// The last tasks that have ended, whose end may be reported again.
+    ended: Vec<Ended>,
+}
+
+/// A task of the driver, with the node to read from or the right to set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Task<T> {
+    unit: usize,
+    number: u64,
+    what: T,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Ended {
+    unit: usize,
+    number: u64,
+    is_pull: bool,
 }
 
 /// A thread of a program.
@@ -74,7 +99,7 @@ pub(crate) struct Thread {
     faults: u8,
 }
 
-/// What can happen next.
+/// The next event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// A thread attempts its next access.
@@ -99,6 +124,11 @@ pub(crate) enum Step {
         at: Place,
         index: usize,
     },
+    /// The end of a task is reported again.
+    Repeat {
+        at: Place,
+        index: usize,
+    },
     Crash(Place),
     Expel(Place),
     /// A node hears of an epoch, and of all who have left until then.
@@ -110,6 +140,8 @@ pub(crate) enum Step {
 
 /// Value of a frame that holds no contents.
 const NOTHING: u32 = u32::MAX;
+/// A node reports the end of one of its last few tasks again.
+const REPEATABLE: usize = 4;
 /// A message is overtaken by fewer later ones than this.
 const OVERTAKEN: u64 = 64;
 
@@ -133,10 +165,7 @@ impl World {
         let settings = Settings {
             region: 7,
             units: homes.len() as u64,
-            homes: Homes::Cyclic {
-                nodes: homes.iter().map(|it| id(*it)).collect(),
-                run: 1,
-            },
+            homes: Homes::cyclic(homes.iter().map(|it| id(*it)).collect::<Vec<_>>(), 1).unwrap(),
             epoch: 0,
             members: (0..nodes).map(id).collect(),
         };
@@ -151,6 +180,8 @@ impl World {
             views: vec![Right::Invalid; homes.len()],
             pulls: vec![],
             protects: vec![],
+            is_poisoned: vec![false; homes.len()],
+            ended: vec![],
         };
         let thread = |(at, program): &(Place, Arc<[Operation]>)| Thread {
             at: *at,
@@ -165,6 +196,8 @@ impl World {
             homes: homes.into(),
             network: BTreeMap::new(),
             last: vec![0; homes.len()],
+            has_part: homes.iter().map(|it| mishaps.hostile == Some(*it)).collect(),
+            numbers: BTreeMap::new(),
             gone: vec![],
             mishaps,
             faults_max,
@@ -183,11 +216,11 @@ impl World {
             }
         }
         for (at, site) in self.sites.iter().enumerate().filter(|(_, it)| it.is_running) {
-            for (index, (_, from)) in site.pulls.iter().enumerate() {
-                let source = &self.sites[*from];
+            for (index, pull) in site.pulls.iter().enumerate() {
+                let source = &self.sites[pull.what];
                 let (is_open, is_sound) = (
-                    self.lets_read(*from, at),
-                    source.is_running && !self.has_left(*from),
+                    self.lets_read(pull.what, at),
+                    source.is_running && !self.has_left(pull.what),
                 );
                 if is_open {
                     steps.push(Step::Pulled {
@@ -205,6 +238,7 @@ impl World {
                 }
             }
             steps.extend((0..site.protects.len()).map(|index| Step::Protected { at, index }));
+            steps.extend((0..site.ended.len()).map(|index| Step::Repeat { at, index }));
             if site.node.is_member(id(at)) {
                 let epochs = site.node.epoch() + 1..=self.gone.len() as u64;
                 steps.extend(epochs.map(|epoch| Step::Tell { at, epoch }));
@@ -241,9 +275,7 @@ impl World {
         }
         let mut steps = vec![];
         self.steps(&mut steps);
-        steps
-            .iter()
-            .all(|it| matches!(it, Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. }))
+        steps.iter().all(|it| it.is_mishap())
     }
 
     /// Returns the rule that is broken, if any.
@@ -268,18 +300,36 @@ impl World {
     }
 
     /// Has the hostile node send a message.
-    pub(crate) fn forge(&mut self, to: Place, unit: u64, request: u64, sequence: u64, body: Body) {
+    pub(crate) fn forge(&mut self, to: Place, unit: u64, request: u64, body: Body) {
         let from = self.mishaps.hostile.unwrap();
         let message = Message {
             region: 7,
             epoch: self.sites[from].node.epoch(),
-            sequence,
+            sequence: 0,
             request,
             unit,
             body,
         };
-        self.sites[to].node.handle_message(id(from), &message);
-        self.carry_out(to);
+        self.send(from, to, message);
+    }
+
+    fn send(&mut self, from: Place, to: Place, mut message: Message) {
+        if self.is_hostile(from) {
+            // Its own messages and the forged ones are numbered together.
+            let number = self.numbers.entry(to).or_default();
+            message.sequence = *number;
+            *number += 1;
+        }
+        if self.sites[to].is_running {
+            self.network.entry((from, to)).or_default().push(message);
+            self.sort(from, to);
+        }
+    }
+
+    /// Returns how many accesses took place to units in which the hostile node has no part.
+    pub(crate) fn untouched(&self) -> usize {
+        let histories = self.threads.iter().flat_map(Thread::history);
+        histories.filter(|((_, unit), _)| !self.has_part[*unit]).count()
     }
 
     fn is_hostile(&self, at: Place) -> bool {
@@ -298,12 +348,19 @@ impl World {
             Step::Access(index) => Some(self.access(index)),
             Step::Deliver { from, to, index } => {
                 let messages = self.network.get_mut(&(from, to)).unwrap();
-                let message = messages.remove(index);
+                let message = messages[index];
+                if self.sites[to].node.handle_message(id(from), &message).is_err() {
+                    // It waits where it is.
+                    return;
+                }
+                messages.remove(index);
                 if messages.is_empty() {
                     self.network.remove(&(from, to));
                 }
-                self.sites[to].node.handle_message(id(from), &message);
-                self.carry_out(to);
+                let is_accused = self.carry_out(to);
+                if self.is_hostile(from) && self.sites[to].node.is_member(id(from)) && !is_accused {
+                    self.has_part[message.unit as usize] = true;
+                }
                 Some(message.unit as usize)
             }
             Step::Duplicate { from, to, index } => {
@@ -318,21 +375,46 @@ impl World {
                 index,
                 has_landed,
             } => {
-                let (unit, from) = self.sites[at].pulls.remove(index);
+                let Task { unit, number, what } = self.sites[at].pulls.remove(index);
                 self.sites[at].frames[unit] = match has_landed {
-                    true => self.sites[from].frames[unit],
+                    true => self.sites[what].frames[unit],
                     false => NOTHING,
                 };
-                self.sites[at].node.handle_pulled(unit as u64, has_landed);
-                self.carry_out(at);
+                let is_pull = true;
+                self.end_task(
+                    at,
+                    Ended {
+                        unit,
+                        number,
+                        is_pull,
+                    },
+                    has_landed,
+                );
                 Some(unit)
             }
             Step::Protected { at, index } => {
-                let (unit, right) = self.sites[at].protects.remove(index);
-                self.sites[at].views[unit] = right;
-                self.sites[at].node.handle_protected(unit as u64);
-                self.carry_out(at);
+                let Task { unit, number, what } = self.sites[at].protects.remove(index);
+                self.sites[at].views[unit] = what;
+                let is_pull = false;
+                self.end_task(
+                    at,
+                    Ended {
+                        unit,
+                        number,
+                        is_pull,
+                    },
+                    true,
+                );
                 Some(unit)
+            }
+            Step::Repeat { at, index } => {
+                self.mishaps.repeats -= 1;
+                let ended = self.sites[at].ended.remove(index);
+                self.report(at, ended, true);
+                if self.mishaps.repeats == 0 {
+                    self.sites.iter_mut().for_each(|it| it.ended.clear());
+                }
+                Some(ended.unit)
             }
             Step::Crash(at) => {
                 self.mishaps.crashes -= 1;
@@ -355,10 +437,12 @@ impl World {
                 None
             }
         };
-        // What happens to one unit changes no other one.
+        // A step about one unit changes no other one.
         let units = unit.map_or(0..self.homes.len(), |unit| unit..unit + 1);
-        if let Some(flaw) = units.into_iter().find_map(|unit| self.flaw_of_unit(unit)) {
-            self.complain(flaw);
+        for unit in units {
+            if let Some(flaw) = self.flaw_of_unit(unit) {
+                self.complain(unit, flaw);
+            }
         }
     }
 
@@ -377,7 +461,7 @@ impl World {
             let value = site.frames[unit];
             thread.end(Some(value));
             if value != self.last[unit] && !self.has_left(at) {
-                self.complain(format!("node {at} reads {value} from {unit}"));
+                self.complain(unit, format!("node {at} reads {value} from {unit}"));
             }
         } else if thread.faults == self.faults_max {
             thread.end(None);
@@ -390,35 +474,83 @@ impl World {
         unit
     }
 
-    /// Does what a node's driver does.
-    fn carry_out(&mut self, at: Place) {
+    /// Ends a task, and begins what waits for its end.
+    fn end_task(&mut self, at: Place, ended: Ended, has_landed: bool) {
+        self.report(at, ended, has_landed);
+        self.poison(at, ended.unit);
+        if self.mishaps.repeats > 0 {
+            let repeatable = &mut self.sites[at].ended;
+            repeatable.push(ended);
+            if repeatable.len() > REPEATABLE {
+                repeatable.remove(0);
+            }
+        }
+    }
+
+    fn report(&mut self, at: Place, ended: Ended, has_landed: bool) {
+        let (node, unit) = (&mut self.sites[at].node, ended.unit as u64);
+        match ended.is_pull {
+            true => node.handle_pulled(unit, ended.number, has_landed),
+            false => node.handle_protected(unit, ended.number),
+        }
+        self.carry_out(at);
+    }
+
+    /// Poisons a unit if that is to be done and no task is in progress.
+    fn poison(&mut self, at: Place, unit: usize) {
+        let site = &mut self.sites[at];
+        if site.is_poisoned[unit] && !site.has_task(unit) {
+            site.views[unit] = Right::Invalid;
+            self.end_waits(at, unit, |thread| thread.end(None));
+        }
+    }
+
+    /// Does what a node's driver does, and returns whether the hostile node is accused.
+    fn carry_out(&mut self, at: Place) -> bool {
+        let mut is_accused = false;
         while let Some(action) = self.sites[at].node.poll_action() {
             let site = &mut self.sites[at];
             match action {
                 Action::Send { to, message } => {
-                    let to = place(to);
-                    if self.sites[to].is_running {
-                        self.network.entry((at, to)).or_default().push(message);
-                        self.sort(at, to);
-                    }
+                    self.send(at, place(to), message);
                 }
-                Action::Pull { unit, from } => site.pulls.push((unit as usize, place(from))),
-                Action::Protect { unit, right } => site.protects.push((unit as usize, right)),
+                Action::Pull { unit, task, from } => {
+                    let what = place(from);
+                    site.pulls.push(Task::new(unit, task, what));
+                    self.check_order(at, unit as usize);
+                }
+                Action::Protect { unit, task, right } => {
+                    site.protects.push(Task::new(unit, task, right));
+                    self.check_order(at, unit as usize);
+                }
                 Action::Wake { unit } => self.end_waits(at, unit as usize, |_| {}),
                 Action::Poison { unit, node } => {
                     let unit = unit as usize;
-                    site.views[unit] = Right::Invalid;
-                    site.pulls.retain(|it| it.0 != unit);
-                    site.protects.retain(|it| it.0 != unit);
-                    self.end_waits(at, unit, |thread| thread.end(None));
+                    site.is_poisoned[unit] = true;
+                    self.poison(at, unit);
                     if !self.has_left(place(node)) {
-                        self.complain(format!("a unit is lost with {node:?}, which has not left"));
+                        self.complain(unit, format!("a unit is lost with {node:?}, which has not left"));
                     }
                 }
                 Action::Accuse { node, violation } => {
-                    self.complain(format!("{node:?} is accused: {violation}"));
+                    is_accused |= self.is_hostile(place(node));
+                    if !self.is_hostile(at) && !self.is_hostile(place(node)) {
+                        let flaw = format!("{node:?} is accused: {violation}");
+                        self.flaw.get_or_insert(flaw);
+                    }
                 }
             }
+        }
+        is_accused
+    }
+
+    /// Complains if a task of a unit begins that has been poisoned.
+    fn check_order(&mut self, at: Place, unit: usize) {
+        if self.sites[at].is_poisoned[unit] {
+            self.complain(
+                unit,
+                format!("node {at} goes on with unit {unit}, which it has poisoned"),
+            );
         }
     }
 
@@ -449,8 +581,8 @@ impl World {
             return Some(format!("{holders:?} have unit {unit}, and {writer} writes it"));
         }
         for (at, site) in members() {
-            for (_, from) in site.pulls.iter().filter(|it| it.0 == unit) {
-                let is_written = writer.is_some_and(|it| it.0 == *from);
+            for from in site.pulls.iter().filter(|it| it.unit == unit).map(|it| it.what) {
+                let is_written = writer.is_some_and(|it| it.0 == from);
                 if is_written || site.views[unit] != Right::Invalid {
                     return Some(format!("unit {unit} is used while {at} reads it from {from}"));
                 }
@@ -478,8 +610,9 @@ impl World {
         self.gone.contains(&at)
     }
 
-    fn complain(&mut self, flaw: String) {
-        if self.mishaps.hostile.is_none() {
+    /// Records a broken rule of a unit.
+    fn complain(&mut self, unit: usize, flaw: String) {
+        if !self.has_part[unit] {
             self.flaw.get_or_insert(flaw);
         }
     }
@@ -492,7 +625,28 @@ impl World {
     }
 }
 
+impl<T> Task<T> {
+    fn new(unit: u64, number: u64, what: T) -> Task<T> {
+        let unit = unit as usize;
+        Task { unit, number, what }
+    }
+}
+
+impl Step {
+    /// Returns whether the step is none of the protocol, so that a run may end before it.
+    pub(crate) fn is_mishap(&self) -> bool {
+        matches!(
+            self,
+            Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. } | Step::Repeat { .. }
+        )
+    }
+}
+
 impl Site {
+    fn has_task(&self, unit: usize) -> bool {
+        self.pulls.iter().any(|it| it.unit == unit) || self.protects.iter().any(|it| it.unit == unit)
+    }
+
     fn holds(&self, unit: usize) -> bool {
         self.views[unit] != Right::Invalid || self.node.right(unit as u64) != Right::Invalid
     }

@@ -1,0 +1,172 @@
+//! Answers of one node to single events.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use rdmux_dsm::protocol::{
+    Access, Action, Ahead, Body, Homes, HomesError, Message, Node, NodeId, Right, Settings, Violation,
+};
+
+const fn id(number: u32) -> NodeId {
+    NodeId::new(number).unwrap()
+}
+
+/// Makes node 0, of the members 0, 1 and 2. Node 0 is the home of unit 0, node 1 that of unit 1.
+fn node() -> Node {
+    let settings = Settings {
+        region: 7,
+        units: 2,
+        homes: Homes::cyclic([id(0), id(1)], 1).unwrap(),
+        epoch: 0,
+        members: (0..3).map(id).collect(),
+    };
+    Node::new(id(0), &settings)
+}
+
+fn message(sequence: u64, unit: u64, body: Body) -> Message {
+    Message {
+        region: 7,
+        epoch: 0,
+        sequence,
+        request: 0,
+        unit,
+        body,
+    }
+}
+
+fn actions(node: &mut Node) -> Vec<Action> {
+    std::iter::from_fn(|| node.poll_action()).collect()
+}
+
+#[test]
+fn handle_message__of_a_newer_epoch_changes_nothing_until_that_has_begun() {
+    let mut node = node();
+    let before = node.clone();
+    let ask = Message {
+        epoch: 1,
+        ..message(0, 0, Body::Ask(Right::Shared))
+    };
+    assert_eq!(node.handle_message(id(1), &ask), Err(Ahead { epoch: 1 }));
+    assert_eq!(node, before);
+    node.handle_gone(1, &[id(2)]);
+    assert_eq!(actions(&mut node), []);
+    assert_eq!(node.handle_message(id(1), &ask), Ok(()));
+    assert!(matches!(
+        actions(&mut node)[..],
+        [Action::Send { to, message }] if to == id(1) && matches!(message.body, Body::Grant { .. })
+    ));
+}
+
+/// The first read is given up, its source has left, and the read from the next source is in progress.
+#[test]
+fn handle_pulled__of_an_earlier_read_is_ignored() {
+    let mut node = node();
+    let grant = |sequence, source| {
+        let (right, source) = (Right::Shared, Some(id(source)));
+        message(sequence, 1, Body::Grant { right, source })
+    };
+    let pull = |node: &mut Node| match actions(node)[..] {
+        [Action::Pull { task, .. }] => task,
+        ref other => panic!("{other:?}"),
+    };
+    node.handle_fault(1, Access::Read);
+    actions(&mut node);
+    node.handle_message(id(1), &grant(0, 2)).unwrap();
+    let first = pull(&mut node);
+    node.handle_gone(1, &[id(2)]);
+    node.handle_pulled(1, first, false);
+    actions(&mut node);
+    node.handle_message(id(1), &grant(1, 1)).unwrap();
+    let second = pull(&mut node);
+    node.handle_pulled(1, first, true);
+    assert_eq!(actions(&mut node), []);
+    node.handle_pulled(1, second, true);
+    assert!(matches!(actions(&mut node)[..], [Action::Protect { .. }]));
+}
+
+#[test]
+fn handle_message__that_names_a_wrong_node_changes_nothing() {
+    let grant = |source| Body::Grant {
+        right: Right::Shared,
+        source: Some(id(source)),
+    };
+    let (stranger, member) = (3, 2);
+    for body in [
+        grant(stranger),
+        Body::Refuse(id(stranger)),
+        Body::Refuse(id(member)),
+    ] {
+        let mut node = node();
+        node.handle_fault(1, Access::Read);
+        actions(&mut node);
+        node.handle_message(id(1), &message(0, 1, body)).unwrap();
+        let accusation = Action::Accuse {
+            node: id(1),
+            violation: Violation::WrongNode,
+        };
+        assert_eq!(actions(&mut node), [accusation]);
+        // The answer of the home still counts.
+        node.handle_message(id(1), &message(1, 1, grant(member))).unwrap();
+        assert!(matches!(actions(&mut node)[..], [Action::Pull { .. }]));
+    }
+}
+
+#[test]
+fn homes__need_a_node_and_a_unit_of_a_run() {
+    assert_eq!(Homes::cyclic([], 1), Err(HomesError::NoNodes));
+    assert_eq!(Homes::hash([]), Err(HomesError::NoNodes));
+    assert_eq!(Homes::cyclic([id(0)], 0), Err(HomesError::EmptyRun));
+    let homes = Homes::cyclic([id(0), id(1)], 2).unwrap();
+    assert_eq!(
+        [0, 1, 2, 3, 4].map(|unit| homes.of(unit).number()),
+        [0, 0, 1, 1, 0]
+    );
+    assert_eq!(Homes::hash([id(5)]).unwrap().of(u64::MAX), id(5));
+}
+
+#[test]
+fn waits_for__names_the_nodes_that_have_not_answered() {
+    let mut node = node();
+    let waits_for = |node: &Node| -> Vec<u32> { node.waits_for(0).map(NodeId::number).collect() };
+    let mut numbers = [0; 3];
+    let mut take = |node: &mut Node, from: u32, request, body| {
+        let sequence = &mut numbers[from as usize];
+        let message = Message {
+            request,
+            ..message(*sequence, 0, body)
+        };
+        *sequence += 1;
+        node.handle_message(id(from), &message).unwrap();
+        assert!(!actions(node).iter().any(|it| matches!(it, Action::Accuse { .. })));
+    };
+    assert_eq!(waits_for(&node), []);
+    take(&mut node, 1, 0, Body::Ask(Right::Exclusive));
+    assert_eq!(waits_for(&node), [1]);
+    take(&mut node, 1, 0, Body::Installed);
+    assert_eq!(waits_for(&node), []);
+    take(&mut node, 2, 5, Body::Ask(Right::Shared));
+    assert_eq!(waits_for(&node), [1]);
+    take(&mut node, 1, 5, Body::Yielded);
+    assert_eq!(waits_for(&node), [2]);
+    // Node 2 cannot read from node 1.
+    take(&mut node, 2, 5, Body::Failed);
+    assert_eq!(waits_for(&node), [1]);
+}
+
+/// Node 2 reads the only contents from node 1, and both leave in one epoch.
+#[test]
+fn handle_gone__of_a_reader_and_its_source_names_the_source() {
+    for gone in [[id(1), id(2)], [id(2), id(1)]] {
+        let mut node = node();
+        for (from, sequence, body) in [
+            (1, 0, Body::Ask(Right::Exclusive)),
+            (1, 1, Body::Installed),
+            (2, 0, Body::Ask(Right::Shared)),
+            (1, 2, Body::Yielded),
+        ] {
+            node.handle_message(id(from), &message(sequence, 0, body))
+                .unwrap();
+        }
+        assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2)]);
+        node.handle_gone(1, &gone);
+        assert_eq!(node.lost(0), Some(id(1)));
+    }
+}
