@@ -717,7 +717,8 @@ impl Work {
 
     /// Carries it out on a reactor's thread, if that is quick. `None`: [`Work::execute`] does what is left, on another thread.
     pub fn execute_quick(&mut self) -> Option<Status> {
-        self.io.execute_quick(data(&mut self.memory, self.length as usize))
+        self.io
+            .execute_quick(data(&mut self.memory, self.length as usize))
     }
 
     /// Carries it out.
