@@ -1,8 +1,6 @@
 //! All states of small worlds keep the rules.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-#[path = "../../skip.rs"]
-mod skip;
 mod world;
 
 use rdmux_dsm::protocol::Access;
@@ -27,16 +25,11 @@ fn check(worlds: &Worlds) {
 }
 
 #[test]
-fn protocol__keeps_the_rules_in_all_states_of_small_worlds() {
+fn protocol__keeps_the_rules_in_all_states() {
     SMALL.iter().for_each(check);
-}
-
-#[test]
-fn protocol__keeps_the_rules_in_all_states_of_larger_worlds() {
-    if std::env::var_os(ALL).is_none() {
-        return skip::skip(format!("it takes minutes; set {ALL} to run it"));
+    if std::env::var_os(ALL).is_some() {
+        LARGE.iter().for_each(check);
     }
-    LARGE.iter().for_each(check);
 }
 
 #[test]
