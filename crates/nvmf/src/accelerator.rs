@@ -12,6 +12,12 @@ use rdmux_wire::nvme::{HostId, Nqn, Status};
 
 use crate::backend::Backend;
 
+#[cfg(test)]
+thread_local! {
+    /// The next core that runs a job on this thread panics.
+    pub(crate) static PANICS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
 /// A host: its windows are nobody else's. Its name alone may be proved by a secret, so a wrong id of another host finds nothing.
 pub(crate) type Owner<'a> = (&'a Nqn, &'a HostId);
 
@@ -264,7 +270,11 @@ impl Accelerator {
             };
         };
         // A defect of a codec must not end the target. Nothing of the core is used again after one.
-        let ran = catch_unwind(AssertUnwindSafe(|| core.run(started)));
+        let ran = catch_unwind(AssertUnwindSafe(|| {
+            #[cfg(test)]
+            assert!(!PANICS.take(), "a deliberate panic");
+            core.run(started)
+        }));
         match ran {
             Ok(ran) => {
                 drop(core);

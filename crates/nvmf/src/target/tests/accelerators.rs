@@ -7,7 +7,7 @@ use rdmux_wire::accel::{
 };
 
 use super::*;
-use crate::accelerator::Accelerator;
+use crate::accelerator::{Accelerator, PANICS};
 
 const WINDOW: u64 = 1 << 18;
 const BLOCKS: u64 = WINDOW / 512;
@@ -86,6 +86,28 @@ fn accelerator__passes_what_a_host_writes() {
     assert_eq!((done.status, done.length), (JobStatus::Done, 10_000));
     assert_eq!(window[4096..14_096], data);
     assert!(window[14_096..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn core__that_panics_fails_its_job_and_nothing_else() {
+    let (target, ..) = accelerators();
+    let [mut host, mut other] = [1, 2].map(|cntlid| Host::new(&target, cntlid, Instant::now()));
+    let data = vec![b'a'; 10_000];
+    let bytes = image(job(Algorithm::Zstd, JobKind::Compress, data.len()), &data);
+    assert!(write(&mut other, 3, 0, bytes.clone()).is_success());
+    let own = read(&mut other, 3, 0, 4096);
+    PANICS.set(true);
+    let failed = write(&mut host, 3, 0, bytes.clone());
+    assert_eq!(failed, Status::INTERNAL_ERROR.do_not_retry());
+    let done = outcome(&read(&mut host, 3, 0, 4096)).unwrap();
+    assert_eq!((done.status, done.length), (JobStatus::Failed, 0));
+    assert_eq!(read(&mut other, 3, 0, 4096), own);
+    // Other namespaces, and the same core, go on.
+    assert!(write(&mut host, 1, 0, vec![1; 512]).is_success());
+    assert!(write(&mut host, 3, 0, bytes).is_success());
+    let again = read(&mut host, 3, 0, 4096);
+    assert_eq!(outcome(&again).unwrap().status, JobStatus::Done);
+    assert_eq!(again, own);
 }
 
 #[test]
