@@ -567,6 +567,24 @@ fn stat__shows_the_bytes_that_an_rnic_has_moved() {
 }
 
 #[test]
+fn stat__says_that_an_offload_engine_needs_a_drive() {
+    let home = tempfile::tempdir().unwrap();
+    let socket = home.path().join("socket");
+    let socket = ["--socket", socket.to_str().unwrap()];
+    let options = [&["--ns", "mem:1M", "--offload"], &socket[..]].concat();
+    let target = Target::start(&home, "rdma", 42, &options);
+    // It serves what is no drive, too.
+    let data = pattern(64 << 10, 3);
+    run(&home, &["nvme", "write", &target.url, "--nsid", "1"], &data);
+    let error = error(
+        &home,
+        &[&["nvme", "stat", "--offload"], &socket[..]].concat(),
+        &[],
+    );
+    assert!(error.contains("--offload and --ns pcie:ADDR"), "{error}");
+}
+
+#[test]
 fn perf__warns_of_a_path_that_leads_nowhere() {
     let home = tempfile::tempdir().unwrap();
     let target = Target::start(&home, "tcp", 8, &["--ns", "null:1M"]);

@@ -570,8 +570,11 @@ fn reload__changes_what_is_other_and_nothing_if_it_fails() {
     let blocks = format!("nsid = 1\npath = \"{}\"\nblock = 4096;", paths[0]);
     let error = running.reload(&description("reload", &blocks)).unwrap_err();
     assert!(error.contains("changes its blocks: remove it first"), "{error}");
-    let reactors = format!("reactors = 2\n{}", description("reload", &next));
-    assert!(running.reload(&reactors).unwrap_err().contains("restart"));
+    for of_start in ["reactors = 2", "ledger = true", "offload = true"] {
+        let changed = format!("{of_start}\n{}", description("reload", &next));
+        let error = running.reload(&changed).unwrap_err();
+        assert!(error.contains("changes only with a restart"), "{error}");
+    }
     let twice = description("reload", "") + description("reload", "").split_once('\n').unwrap().1;
     assert!(
         running
