@@ -99,6 +99,7 @@ impl Running {
             target: target.clone(),
             listen: vec![secure, listener.into()],
             reactors,
+            offload: false,
             waiting: None,
         })
         .unwrap();
