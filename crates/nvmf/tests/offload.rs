@@ -42,14 +42,6 @@ fn stop_drive(target: &Peered) -> Instant {
     target.mover.take().map(Mover::stop).unwrap()
 }
 
-fn wait_for(holds: impl Fn() -> bool) {
-    let deadline = Instant::now() + LONG;
-    while !holds() {
-        assert!(Instant::now() < deadline, "it does not come");
-        std::thread::yield_now();
-    }
-}
-
 fn counter(target: &Peered, counter: OffloadCounter) -> u64 {
     target.backend.offload().unwrap().get(counter)
 }
@@ -294,21 +286,7 @@ fn buffers__are_free_once_a_dead_queue_pair_has_let_go() {
     for kind in [MemoryKind::Dram, MemoryKind::Cmb] {
         let target = target(kind);
         let device = device();
-        for round in 0..20u16 {
-            let (admin, cntlid) = target.server.admin(&device);
-            let io = target.server.io(&device, cntlid, 1);
-            for cid in 0..4 {
-                let (opcode, data) = match cid % 2 {
-                    0 => (Opcode::WRITE, vec![round as u8; 128 << 10]),
-                    _ => (Opcode::READ, Vec::new()),
-                };
-                io.command(rw(opcode, cid, u64::from(cid) * 32, 32), &data, 128 << 10);
-            }
-            // Its data are on their way, in one direction or the other.
-            drop(io);
-            drop(admin);
-            target.wait_until_free();
-        }
+        target.lose_queue_pairs(&device);
         let session = target.server.session(&device, 1);
         write_and_read(&mut session.queue(1, 16).unwrap(), 1);
     }

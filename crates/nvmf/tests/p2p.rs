@@ -106,21 +106,7 @@ fn room__of_a_full_drive_is_waited_for_if_required() {
 fn buffers__are_free_once_a_dead_queue_pair_has_let_go() {
     let target = Peered::new(MemoryKind::Cmb, PeerToPeer::Require);
     let device = device();
-    for round in 0..20u16 {
-        let (admin, cntlid) = target.server.admin(&device);
-        let io = target.server.io(&device, cntlid, 1);
-        for cid in 0..4 {
-            let (opcode, data) = match cid % 2 {
-                0 => (Opcode::WRITE, vec![round as u8; 128 << 10]),
-                _ => (Opcode::READ, Vec::new()),
-            };
-            io.command(rw(opcode, cid, u64::from(cid) * 32, 32), &data, 128 << 10);
-        }
-        // Its data are on their way, in one direction or the other.
-        drop(io);
-        drop(admin);
-        target.wait_until_free();
-    }
+    target.lose_queue_pairs(&device);
     let all = target.take_all();
     let pattern = vec![0xa5; all.bytes()];
     all.write(0, &pattern).unwrap();

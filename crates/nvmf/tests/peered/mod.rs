@@ -17,8 +17,9 @@ use rdmux_nvmf::backend::peer::PeerToPeer;
 use rdmux_nvmf::host::{IoQueue, command};
 use rdmux_nvmf::target::Target;
 use rdmux_sim::drive::{Bytes, Drive, Media, Shape};
+use rdmux_verbs::Device;
 use rdmux_verbs::ledger::{Entries, Ledger};
-use rdmux_wire::nvme::NsId;
+use rdmux_wire::nvme::{NsId, Opcode};
 
 pub(crate) use rdma_host::*;
 
@@ -132,12 +133,34 @@ impl Peered {
     }
 
     pub(crate) fn wait_until_free(&self) {
-        let deadline = Instant::now() + LONG;
-        while self.backend.pool().room() < self.room {
-            assert!(Instant::now() < deadline, "buffers are not free");
-            // Nobody tells when a buffer is free.
-            std::thread::sleep(Duration::from_millis(1));
+        wait_for(|| self.backend.pool().room() == self.room);
+    }
+
+    /// Has queue pairs die, one after the other, with data of reads and writes on their way, and waits each time until the buffers are free.
+    pub(crate) fn lose_queue_pairs(&self, device: &Device) {
+        for round in 0..20u16 {
+            let (admin, cntlid) = self.server.admin(device);
+            let io = self.server.io(device, cntlid, 1);
+            for cid in 0..4 {
+                let (opcode, data) = match cid % 2 {
+                    0 => (Opcode::WRITE, vec![round as u8; 128 << 10]),
+                    _ => (Opcode::READ, Vec::new()),
+                };
+                io.command(rw(opcode, cid, u64::from(cid) * 32, 32), &data, 128 << 10);
+            }
+            drop(io);
+            drop(admin);
+            self.wait_until_free();
         }
+    }
+}
+
+/// Waits until something holds, which nobody tells.
+pub(crate) fn wait_for(holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !holds() {
+        assert!(Instant::now() < deadline, "it does not come");
+        std::thread::yield_now();
     }
 }
 
