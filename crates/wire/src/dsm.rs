@@ -2,7 +2,7 @@
 //!
 //! A *unit* is what nodes share as a whole: a page, or a group of pages. Each unit has a *home*, the node that decides about it. Messages go
 //! between the home and another node; the contents of a unit travel as RDMA READ, and have no message. Each message has [`MESSAGE_LEN`]
-//! bytes. Numbers are little-endian.
+//! bytes. Numbers are little-endian. [`frame`] has what a message is sent in, and [`joining`] the messages before any of these.
 //!
 //! | bytes | field |
 //! |---|---|
@@ -26,6 +26,9 @@
 //! | 5 Installed | node | the answer to Grant: it has the right |
 //! | 6 Failed | node | the answer to Grant: the unit could not be read from the node |
 //! | 7 Refuse | home | the unit was lost with the node |
+
+pub mod frame;
+pub mod joining;
 
 use strum::VariantArray;
 
