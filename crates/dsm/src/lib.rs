@@ -1,14 +1,26 @@
 //! Distributed shared memory: one address space for processes of one host or many.
 //!
 //! [`protocol`] decides which node may access what, and has no I/O and no clock. [`memory`] changes what the threads of a process may do with
-//! the pages of a region, and knows no other process. Nothing joins the two yet.
+//! the pages of a region, and knows no other process. A [`Session`] joins the two with other nodes' over RDMA.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 #[macro_use]
 pub mod mutant;
 
+mod cluster;
+mod driver;
+mod link;
 pub mod memory;
 pub mod protocol;
+mod region;
+mod session;
+mod signal;
+mod window;
+
+pub use cluster::{Cluster, ClusterError, NODES_MAX};
+pub use driver::{REGIONS_MAX, Stat};
+pub use region::Region;
+pub use session::{Error, FaultMode, RegionOptions, Session};
 
 #[cfg(test)]
 #[path = "../../skip.rs"]

@@ -1,0 +1,452 @@
+//! Driver of the state machines of one node: takes completions, and carries out what the state machines decide.
+//!
+//! Whoever holds the [`Driver`] takes a [turn](Driver::turn), one at a time: the node's service thread, or a thread of the program that waits for
+//! something. It never waits, and touches no view.
+
+mod making;
+
+use std::collections::VecDeque;
+
+use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Status, WorkCompletion};
+use rdmux_wire::dsm::joining::Joining;
+use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId};
+
+use self::making::Making;
+pub(crate) use self::making::{Answer, Offer};
+use crate::link::{Link, LinkError, WorkId};
+use crate::memory::{self, Access, Change, PageState};
+use crate::protocol::{self, Action, Right, Violation};
+use crate::region::Pages;
+
+/// Completions that are taken at once.
+const BATCH: usize = 32;
+
+/// Most regions of a cluster.
+pub const REGIONS_MAX: usize = 64;
+
+/// Reason why another node has no part in the memory any more.
+#[derive(Debug, thiserror::Error)]
+pub enum Loss {
+    /// The connection to it has failed.
+    #[error("{0}")]
+    Link(#[from] LinkError),
+    /// It has disconnected.
+    #[error("it has left")]
+    Left,
+    /// Its message is none that a correct node sends.
+    #[error("it does not keep to the protocol: {0}")]
+    Violation(#[from] Violation),
+    /// Its message is of no kind, or about no region.
+    #[error("it does not keep to the protocol: a message of kind {0} that nothing has asked for")]
+    Message(u8),
+}
+
+/// A node, as this one knows it.
+#[derive(Debug, Default)]
+struct Peer {
+    /// `None`: it is this node, or gone.
+    link: Option<Link>,
+    /// Set once it is gone.
+    loss: Option<Loss>,
+    /// Messages that wait for news of the membership.
+    held: VecDeque<[u8; MESSAGE_LEN]>,
+}
+
+/// A region, as its nodes have agreed on it.
+#[derive(Debug)]
+pub(crate) struct Region {
+    pages: Pages,
+    protocol: protocol::Node,
+    /// The region of the alias. Others read it.
+    mr: MemoryRegion,
+    /// Keys of the others' aliases, by the numbers of the nodes.
+    keys: Vec<Option<RemoteBuffer>>,
+    stat: Stat,
+}
+
+/// Counts of a region at one node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stat {
+    /// Faults of reads.
+    pub read_faults: u64,
+    /// Faults of writes.
+    pub write_faults: u64,
+    /// Pages that were read from other nodes.
+    pub fetches: u64,
+    /// Rights that others have taken.
+    pub invalidations: u64,
+    /// Messages sent.
+    pub messages: u64,
+}
+
+/// A read of another node's page that is in progress.
+#[derive(Clone, Copy, Debug)]
+struct Pull {
+    region: u32,
+    unit: u64,
+    task: u64,
+}
+
+/// State of one node.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    own: NodeId,
+    cq: CompletionQueue,
+    peers: Vec<Peer>,
+    epoch: u64,
+    regions: Vec<Option<Region>>,
+    making: Vec<Making>,
+    pulls: Vec<Option<Pull>>,
+    free_pulls: Vec<u32>,
+    /// Grows with all that a waiting thread may look at.
+    changes: u64,
+    /// The first error of the system, after which the memory is of no use.
+    failure: Option<memory::Error>,
+}
+
+impl Driver {
+    pub(crate) fn new(own: NodeId, cq: CompletionQueue, links: Vec<Option<Link>>) -> Driver {
+        let peers = links.into_iter().map(|link| Peer {
+            link,
+            ..Peer::default()
+        });
+        Driver {
+            own,
+            cq,
+            peers: peers.collect(),
+            epoch: 0,
+            regions: Vec::new(),
+            making: Vec::new(),
+            pulls: Vec::new(),
+            free_pulls: Vec::new(),
+            changes: 0,
+            failure: None,
+        }
+    }
+
+    pub(crate) fn own(&self) -> NodeId {
+        self.own
+    }
+
+    /// Returns the number of nodes at the beginning.
+    pub(crate) fn nodes(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Returns a number that has grown if a thread that waits should look again.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Returns the nodes that are gone, each with the reason.
+    pub(crate) fn gone(&self) -> impl Iterator<Item = (NodeId, &Loss)> {
+        let peers = (0..).zip(&self.peers);
+        peers.filter_map(|(number, peer)| Some((NodeId::new(number)?, peer.loss.as_ref()?)))
+    }
+
+    /// Returns the members.
+    pub(crate) fn members(&self) -> Vec<NodeId> {
+        let peers = (0..).map_while(NodeId::new).zip(&self.peers);
+        let members = peers.filter(|(_, peer)| peer.loss.is_none());
+        members.map(|(node, _)| node).collect()
+    }
+
+    /// Returns the epoch of the membership.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Returns whether a page has been asked for, and has not come.
+    pub(crate) fn is_asked(&mut self, region: u32, page: u32) -> bool {
+        let region = self.region(region);
+        region.is_some_and(|region| region.protocol.is_awaited(page.into()))
+    }
+
+    /// Notes an error of the system.
+    pub(crate) fn fail(&mut self, error: memory::Error) {
+        self.note_failure(Err(error));
+    }
+
+    pub(crate) fn failure(&self) -> Option<&memory::Error> {
+        self.failure.as_ref()
+    }
+
+    /// Takes all completions, and carries out what follows. Returns whether there were any.
+    pub(crate) fn turn(&mut self) -> bool {
+        let mut completions = [WorkCompletion::default(); BATCH];
+        let mut any = false;
+        loop {
+            let found = self.cq.poll_into(&mut completions);
+            for completion in &completions[..found] {
+                self.completed(completion);
+            }
+            if found == 0 {
+                break;
+            }
+            any = true;
+        }
+        if any {
+            self.tell();
+        }
+        any
+    }
+
+    /// Notices connections that have ended without a completion.
+    pub(crate) fn look_at_links(&mut self) {
+        for number in 0..self.peers.len() as u32 {
+            let has_ended = |peer: &Peer| peer.link.as_ref().is_some_and(Link::is_ended);
+            if self.peer(number).is_some_and(|peer| has_ended(peer)) {
+                self.lose(number, Loss::Left);
+            }
+        }
+    }
+
+    fn tell(&mut self) {
+        for number in 0..self.peers.len() as u32 {
+            if let Some(link) = self.link(number)
+                && let Err(error) = link.tell()
+            {
+                self.lose(number, error.into());
+            }
+        }
+    }
+
+    fn peer(&mut self, number: u32) -> Option<&mut Peer> {
+        self.peers.get_mut(number as usize)
+    }
+
+    fn link(&mut self, number: u32) -> Option<&mut Link> {
+        self.peer(number)?.link.as_mut()
+    }
+
+    fn completed(&mut self, completion: &WorkCompletion) {
+        let (number, id) = WorkId::parse(completion.wr_id);
+        let has_succeeded = completion.status == Status::Success;
+        if let WorkId::Read(pull) = id {
+            self.pulled(number, pull, has_succeeded);
+        }
+        let Some(link) = self.link(number) else {
+            return;
+        };
+        let outcome = match id {
+            _ if !has_succeeded => Err(LinkError::Status(completion.status)),
+            WorkId::Receive(buffer) => link.received(buffer),
+            WorkId::Send(count) => link.has_sent(count).map(|()| None),
+            WorkId::Read(_) => link.has_read().map(|()| None),
+        };
+        match outcome {
+            Ok(Some(message)) => self.arrived(number, message),
+            Ok(None) => {}
+            Err(error) => self.lose(number, error.into()),
+        }
+    }
+
+    /// Takes a message of a node, unless earlier ones of it wait.
+    fn arrived(&mut self, number: u32, message: [u8; MESSAGE_LEN]) {
+        let Some(peer) = self.peer(number) else { return };
+        if !peer.held.is_empty() {
+            peer.held.push_back(message);
+            return;
+        }
+        self.dispatch(number, message);
+    }
+
+    fn dispatch(&mut self, number: u32, bytes: [u8; MESSAGE_LEN]) {
+        let kind = bytes[0];
+        let Some(from) = NodeId::new(number) else { return };
+        if Joining::has_kind(kind) {
+            let joining = Joining::parse(&bytes);
+            if !joining.is_ok_and(|joining| self.joined(number, &joining)) {
+                self.lose(number, Loss::Message(kind));
+            }
+            self.changes += 1;
+            return;
+        }
+        let Ok(message) = Message::parse(&bytes) else {
+            self.lose(number, Loss::Message(kind));
+            return;
+        };
+        let Some(region) = self.region(message.region) else {
+            self.lose(number, Loss::Message(kind));
+            return;
+        };
+        let taken = region.protocol.handle_message(from, &message);
+        if taken.is_err()
+            && let Some(peer) = self.peer(number)
+        {
+            peer.held.push_back(bytes);
+        }
+        self.carry_out(message.region);
+    }
+
+    fn region(&mut self, number: u32) -> Option<&mut Region> {
+        self.regions.get_mut(number as usize)?.as_mut()
+    }
+
+    /// Takes a fault of the program, or its wish for a right.
+    pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
+        let Some(region) = self.region(number) else { return };
+        let wanted = match access {
+            Access::Read => {
+                region.stat.read_faults += 1;
+                protocol::Access::Read
+            }
+            Access::Write => {
+                region.stat.write_faults += 1;
+                protocol::Access::Write
+            }
+        };
+        region.protocol.handle_fault(page.into(), wanted);
+        self.carry_out(number);
+    }
+
+    /// Returns the counts of a region.
+    pub(crate) fn stat(&mut self, number: u32) -> Stat {
+        self.region(number).map_or(Stat::default(), |region| region.stat)
+    }
+
+    /// Carries out what a region's state machine has decided.
+    fn carry_out(&mut self, number: u32) {
+        while let Some(region) = self.region(number)
+            && let Some(action) = region.protocol.poll_action()
+        {
+            match action {
+                Action::Send { to, message } => {
+                    region.stat.messages += 1;
+                    let mut bytes = [0; MESSAGE_LEN];
+                    message.emit(&mut bytes);
+                    self.send(to.number(), bytes);
+                }
+                Action::Pull { unit, task, from } => {
+                    let region = number;
+                    self.pull(Pull { region, unit, task }, from.number());
+                }
+                Action::Protect { unit, task, right } => {
+                    let changed = region.protect(unit, right);
+                    region.protocol.handle_protected(unit, task);
+                    self.note_failure(changed);
+                }
+                Action::Wake { unit } => {
+                    let woken = region.pages.wake(unit as u32);
+                    self.changes += 1;
+                    self.note_failure(woken);
+                }
+                Action::Poison { unit, node } => {
+                    let poisoned = region.pages.poison(unit as u32, node);
+                    self.changes += 1;
+                    self.note_failure(poisoned);
+                }
+                Action::Accuse { node, violation } => self.lose(node.number(), violation.into()),
+            }
+        }
+    }
+
+    fn note_failure(&mut self, outcome: Result<(), memory::Error>) {
+        if let Err(error) = outcome {
+            self.failure.get_or_insert(error);
+            self.changes += 1;
+        }
+    }
+
+    fn send(&mut self, to: u32, message: [u8; MESSAGE_LEN]) {
+        if let Some(link) = self.link(to)
+            && let Err(error) = link.send(message)
+        {
+            self.lose(to, error.into());
+        }
+    }
+
+    fn send_to_all(&mut self, message: [u8; MESSAGE_LEN]) {
+        (0..self.peers.len() as u32).for_each(|to| self.send(to, message));
+    }
+
+    fn pull(&mut self, pull: Pull, from: u32) {
+        let index = self.free_pulls.pop().unwrap_or_else(|| {
+            self.pulls.push(None);
+            self.pulls.len() as u32 - 1
+        });
+        self.pulls[index as usize] = Some(pull);
+        let page_bytes = rustix::param::page_size() as u64;
+        let at = pull.unit * page_bytes;
+        let buffers = self.region(pull.region).and_then(|region| {
+            let key = region.keys.get(from as usize).copied().flatten()?;
+            let into = region.mr.sge(at, page_bytes as u32);
+            Some((into, key.slice(at..at + page_bytes)?))
+        });
+        let posted = match (buffers, self.link(from)) {
+            (Some((into, from)), Some(link)) => link.read(into, from, index).map_err(Some),
+            _ => Err(None),
+        };
+        if let Err(error) = posted {
+            if let Some(error) = error {
+                self.lose(from, error.into());
+            }
+            self.pulled(from, index, false);
+        }
+    }
+
+    fn pulled(&mut self, _from: u32, index: u32, has_landed: bool) {
+        let Some(pull) = self.pulls.get_mut(index as usize).and_then(Option::take) else {
+            return;
+        };
+        self.free_pulls.push(index);
+        if let Some(region) = self.region(pull.region) {
+            region.stat.fetches += u64::from(has_landed);
+            region.protocol.handle_pulled(pull.unit, pull.task, has_landed);
+        }
+        self.carry_out(pull.region);
+    }
+
+    /// Ends the part of a node in all regions.
+    fn lose(&mut self, number: u32, loss: Loss) {
+        let (Some(node), Some(peer)) = (NodeId::new(number), self.peers.get_mut(number as usize)) else {
+            return;
+        };
+        if peer.loss.is_some() {
+            return;
+        }
+        peer.loss = Some(loss);
+        // Nothing of this node can be read by it from now on.
+        peer.link = None;
+        peer.held.clear();
+        self.epoch += 1;
+        let epoch = self.epoch;
+        self.changes += 1;
+        for number in 0..self.regions.len() as u32 {
+            if let Some(region) = self.region(number) {
+                region.protocol.handle_gone(epoch, &[node]);
+            }
+            self.carry_out(number);
+        }
+        self.take_held();
+    }
+
+    /// Takes the messages that wait, as far as that is possible now.
+    fn take_held(&mut self) {
+        for number in 0..self.peers.len() as u32 {
+            let Some(peer) = self.peer(number) else { continue };
+            for message in std::mem::take(&mut peer.held) {
+                self.arrived(number, message);
+            }
+        }
+    }
+}
+
+impl Region {
+    /// Protects the view of a page as the protocol says.
+    fn protect(&mut self, unit: u64, right: Right) -> Result<(), memory::Error> {
+        let page = unit as u32;
+        let change = match (self.pages.view().state(page), right) {
+            (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
+            (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),
+            (PageState::Shared, Right::Exclusive) => Change::Unprotect,
+            (PageState::Modified, Right::Shared) => Change::Protect,
+            (PageState::Shared | PageState::Modified, Right::Invalid) => Change::Invalidate,
+            _ => return Ok(()),
+        };
+        if matches!(change, Change::Protect | Change::Invalidate) {
+            self.stat.invalidations += 1;
+        }
+        self.pages.view().change(page, change).map(|_| ())
+    }
+}
