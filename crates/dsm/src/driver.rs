@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Status, WorkCompletion};
 use rdmux_wire::dsm::joining::Joining;
-use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId};
+use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 
 use self::making::Making;
 pub(crate) use self::making::{Answer, Offer};
@@ -17,6 +17,7 @@ use crate::link::{Link, LinkError, WorkId};
 use crate::memory::{self, Access, Change, PageState};
 use crate::protocol::{self, Action, Right, Violation};
 use crate::region::Pages;
+use crate::sync;
 
 /// Completions that are taken at once.
 const BATCH: usize = 32;
@@ -26,7 +27,7 @@ pub const REGIONS_MAX: usize = 64;
 
 /// Reason why another node has no part in the memory any more.
 #[derive(Debug, thiserror::Error)]
-pub enum Loss {
+pub(crate) enum Loss {
     /// The connection to it has failed.
     #[error("{0}")]
     Link(#[from] LinkError),
@@ -36,6 +37,9 @@ pub enum Loss {
     /// Its message is none that a correct node sends.
     #[error("it does not keep to the protocol: {0}")]
     Violation(#[from] Violation),
+    /// Its message about threads is none that a correct node sends.
+    #[error("it does not keep to the protocol: {0}")]
+    Synchronisation(#[from] sync::Violation),
     /// Its message is of no kind, or about no region.
     #[error("it does not keep to the protocol: a message of kind {0} that nothing has asked for")]
     Message(u8),
@@ -96,6 +100,9 @@ pub(crate) struct Driver {
     epoch: u64,
     regions: Vec<Option<Region>>,
     making: Vec<Making>,
+    sync: sync::Node,
+    /// Ends of calls that their threads have not taken, by the numbers of the threads.
+    outcomes: Vec<Option<sync::Outcome>>,
     pulls: Vec<Option<Pull>>,
     free_pulls: Vec<u32>,
     /// Grows with all that a waiting thread may look at.
@@ -105,7 +112,13 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    pub(crate) fn new(own: NodeId, cq: CompletionQueue, links: Vec<Option<Link>>) -> Driver {
+    pub(crate) fn new(
+        own: NodeId,
+        cq: CompletionQueue,
+        links: Vec<Option<Link>>,
+        homes: protocol::Homes,
+    ) -> Driver {
+        let members: Vec<NodeId> = (0..links.len() as u32).filter_map(NodeId::new).collect();
         let peers = links.into_iter().map(|link| Peer {
             link,
             ..Peer::default()
@@ -117,6 +130,8 @@ impl Driver {
             epoch: 0,
             regions: Vec::new(),
             making: Vec::new(),
+            sync: sync::Node::new(own, 0, 0, &members, homes),
+            outcomes: vec![None; sync::THREADS_MAX.into()],
             pulls: Vec::new(),
             free_pulls: Vec::new(),
             changes: 0,
@@ -126,11 +141,6 @@ impl Driver {
 
     pub(crate) fn own(&self) -> NodeId {
         self.own
-    }
-
-    /// Returns the number of nodes at the beginning.
-    pub(crate) fn nodes(&self) -> usize {
-        self.peers.len()
     }
 
     /// Returns a number that has grown if a thread that waits should look again.
@@ -262,6 +272,16 @@ impl Driver {
             self.changes += 1;
             return;
         }
+        if kind >= wire_sync::KIND_FIRST {
+            let Ok(message) = wire_sync::Message::parse(&bytes) else {
+                self.lose(number, Loss::Message(kind));
+                return;
+            };
+            let taken = self.sync.handle_message(from, &message);
+            self.hold_if(taken.is_err(), number, bytes);
+            self.synchronise();
+            return;
+        }
         let Ok(message) = Message::parse(&bytes) else {
             self.lose(number, Loss::Message(kind));
             return;
@@ -271,12 +291,46 @@ impl Driver {
             return;
         };
         let taken = region.protocol.handle_message(from, &message);
-        if taken.is_err()
-            && let Some(peer) = self.peer(number)
-        {
-            peer.held.push_back(bytes);
-        }
+        self.hold_if(taken.is_err(), number, bytes);
         self.carry_out(message.region);
+    }
+
+    /// Keeps a message if it has to wait for news of the membership.
+    fn hold_if(&mut self, waits: bool, number: u32, message: [u8; MESSAGE_LEN]) {
+        if waits && let Some(peer) = self.peer(number) {
+            peer.held.push_back(message);
+        }
+    }
+
+    /// Begins a call of a thread that waits for none.
+    pub(crate) fn call(&mut self, thread: u16, call: sync::Call) {
+        self.sync.handle_call(call, thread.into());
+        self.synchronise();
+    }
+
+    /// Takes the end of a thread's call, if it has ended.
+    pub(crate) fn take_outcome(&mut self, thread: u16) -> Option<sync::Outcome> {
+        self.outcomes.get_mut(usize::from(thread))?.take()
+    }
+
+    /// Carries out what the synchronisation's state machine has decided.
+    fn synchronise(&mut self) {
+        while let Some(action) = self.sync.poll_action() {
+            match action {
+                sync::Action::Send { to, message } => {
+                    let mut bytes = [0; MESSAGE_LEN];
+                    message.emit(&mut bytes);
+                    self.send(to.number(), bytes);
+                }
+                sync::Action::Done { ticket, outcome } => {
+                    if let Some(place) = self.outcomes.get_mut(ticket as usize) {
+                        *place = Some(outcome);
+                    }
+                    self.changes += 1;
+                }
+                sync::Action::Accuse { node, violation } => self.lose(node.number(), violation.into()),
+            }
+        }
     }
 
     fn region(&mut self, number: u32) -> Option<&mut Region> {
@@ -418,6 +472,8 @@ impl Driver {
             }
             self.carry_out(number);
         }
+        self.sync.handle_gone(epoch, &[node]);
+        self.synchronise();
         self.take_held();
     }
 

@@ -23,7 +23,7 @@ pub(crate) const COMPLETIONS: u32 = 2 * RECEIVES + READS;
 
 /// Reason why a link has no use any more.
 #[derive(Debug, thiserror::Error)]
-pub enum LinkError {
+pub(crate) enum LinkError {
     /// A request failed, or the other has disconnected.
     #[error("the connection failed: {0}")]
     Status(Status),

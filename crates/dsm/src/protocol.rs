@@ -90,7 +90,6 @@
 
 mod directory;
 mod pages;
-mod peers;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU64;
@@ -100,7 +99,8 @@ pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
 use self::directory::Directory;
 use self::pages::Pages;
-use self::peers::Peers;
+pub use crate::peers::Ahead;
+use crate::peers::Peers;
 
 /// An access that a program attempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -258,14 +258,6 @@ pub enum Violation {
     Unexpected,
 }
 
-/// A message cannot be taken yet: its sender knows of an epoch of which this node has not heard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-#[error("a message of epoch {epoch}, of which this node has not heard")]
-pub struct Ahead {
-    /// The epoch.
-    pub epoch: u64,
-}
-
 /// Tasks and messages that the parts of a node give out.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Output {
@@ -327,7 +319,7 @@ impl Node {
     /// The message has to wait, and nothing has changed. The driver keeps it where it has come, takes no later one of this node, and tries again
     /// after [`Node::handle_gone`]. So the receive buffers bound the messages that wait, and none is lost.
     pub fn handle_message(&mut self, from: NodeId, message: &Message) -> Result<(), Ahead> {
-        if self.peers.arrived(from, message)? {
+        if self.peers.arrived(from, message.epoch, message.sequence)? {
             let outcome = self.dispatch(from, message);
             self.accuse(from, outcome);
             self.settle();

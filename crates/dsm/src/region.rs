@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rdmux_memory::mapping::Mapping;
 use rdmux_wire::dsm::NodeId;
 
+use crate::array::{Array, Number};
 use crate::driver::Stat;
 use crate::memory::userfault::Delivery;
 use crate::memory::{self, Access, Change, PageState, View};
@@ -138,6 +139,23 @@ impl Region {
                 .acquire(self.number, &self.pages, page as u32, access)?;
         }
         Ok(())
+    }
+
+    /// Returns an array of `len` numbers, the first at a byte of the region.
+    ///
+    /// # Panics
+    /// If the offset is no multiple of 8, or the numbers are not in the region.
+    pub fn array<T: Number>(&self, offset: u64, len: usize) -> Array<'_, T> {
+        let all = self.mapping().len() as u64;
+        let end = (len as u64)
+            .checked_mul(8)
+            .and_then(|bytes| bytes.checked_add(offset));
+        let is_inside = end.is_some_and(|end| end <= all);
+        assert!(
+            is_inside && offset.is_multiple_of(8),
+            "{len} numbers at {offset} of {all} bytes"
+        );
+        Array::new(self, offset, len)
     }
 
     /// Returns the counts of this region at this node.

@@ -4,6 +4,7 @@ mod join;
 mod service;
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -12,8 +13,7 @@ use std::time::{Duration, Instant};
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{
-    CompletionQueue, ConnectError, CreateError, Device, ListenError, OpenError, ProtectionDomain,
-    RegisterError,
+    CompletionQueue, ConnectError, CreateError, ListenError, OpenError, ProtectionDomain, RegisterError,
 };
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step, VERSION};
@@ -26,6 +26,8 @@ use crate::memory::{self, Access, Costs, Engine, View};
 use crate::protocol::{Homes, HomesError, Settings};
 use crate::region::{Pages, Region};
 use crate::signal;
+use crate::sync::{Failure, THREADS_MAX};
+use crate::thread::Thread;
 
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
@@ -155,6 +157,12 @@ pub enum Error {
         /// The node.
         node: u32,
     },
+    /// A thread cannot have a number.
+    #[error("thread {0} is in use, or its number is not below {THREADS_MAX}")]
+    ThreadNumber(u16),
+    /// A thread's call was not carried out.
+    #[error(transparent)]
+    Call(#[from] Failure),
     /// The memory cannot be had.
     #[error("no memory for a region of {bytes} bytes: {error}")]
     NoMemory {
@@ -200,6 +208,8 @@ pub struct Session {
     pd: ProtectionDomain,
     cluster: Cluster,
     regions: Mutex<u32>,
+    /// Numbers of threads that are in use.
+    threads: Mutex<BTreeSet<u16>>,
 }
 
 /// All that the threads of a node share.
@@ -209,7 +219,6 @@ pub(crate) struct Shared {
     /// Notified when [`Driver::changes`] has grown, if threads sleep.
     changed: Condvar,
     cq: CompletionQueue,
-    device: Device,
     waker: Waker,
     stops: AtomicBool,
     /// Regions whose faults the service thread reads.
@@ -223,11 +232,12 @@ impl Session {
     /// The device cannot be opened, or a node does not join within `timeout`, or is another one.
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
         let joined = join::join(&cluster, timeout)?;
+        let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
+        let driver = Driver::new(cluster.own(), joined.cq.clone(), joined.links, homes);
         let shared = Arc::new(Shared {
-            driver: Mutex::new(Driver::new(cluster.own(), joined.cq.clone(), joined.links)),
+            driver: Mutex::new(driver),
             changed: Condvar::new(),
             cq: joined.cq,
-            device: joined.device,
             waker: Waker::new()?,
             stops: AtomicBool::new(false),
             readers: Mutex::default(),
@@ -242,7 +252,30 @@ impl Session {
             pd: joined.pd,
             cluster,
             regions: Mutex::new(0),
+            threads: Mutex::default(),
         })
+    }
+
+    /// Makes a thread of this node known under a number below [`THREADS_MAX`](crate::sync::THREADS_MAX), which no other thread of it has.
+    ///
+    /// # Errors
+    /// The number is in use, or too high.
+    pub fn thread(&self, number: u16) -> Result<Thread<'_>, Error> {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        match number < THREADS_MAX && threads.insert(number) {
+            true => Ok(Thread::new(self, number)),
+            false => Err(Error::ThreadNumber(number)),
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// Takes back the number of a thread.
+    pub(crate) fn end_thread(&self, number: u16) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.remove(&number);
     }
 
     /// Returns the number of this node.

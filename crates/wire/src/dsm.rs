@@ -26,6 +26,10 @@
 //! | 5 Installed | node | the answer to Grant: it has the right |
 //! | 6 Failed | node | the answer to Grant: the unit could not be read from the node |
 //! | 7 Refuse | home | the unit was lost with the node |
+//!
+//! Kinds from 32 on are those of [`sync`], whose messages are as long.
+
+pub mod sync;
 
 pub mod frame;
 pub mod joining;

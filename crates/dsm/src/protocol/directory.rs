@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rdmux_wire::dsm::{Body, NodeId, Right};
 
-use super::peers::Peers;
 use super::{Output, Violation};
+use crate::peers::Peers;
 
 /// The directory. A unit that nobody has asked for is [`Entry::new`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]

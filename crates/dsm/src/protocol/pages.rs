@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use rdmux_wire::dsm::{Body, NodeId, Right};
 
-use super::peers::Peers;
 use super::{Action, Homes, Output, Violation};
+use crate::peers::Peers;
 
 /// The copies, by unit. One that was never used is [`Page::default`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -20,7 +20,6 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// The connections of a node to all others, by their numbers.
 #[derive(Debug)]
 pub(super) struct Joined {
-    pub device: Device,
     pub pd: ProtectionDomain,
     pub cq: CompletionQueue,
     pub links: Vec<Option<Link>>,
@@ -53,19 +52,8 @@ pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error
         joining.connect(node)?;
     }
     joining.accept(&listener)?;
-    let Join {
-        device,
-        pd,
-        cq,
-        links,
-        ..
-    } = joining;
-    Ok(Joined {
-        device,
-        pd,
-        cq,
-        links,
-    })
+    let Join { pd, cq, links, .. } = joining;
+    Ok(Joined { pd, cq, links })
 }
 
 fn address_of(cluster: &Cluster, node: NodeId) -> SocketAddr {

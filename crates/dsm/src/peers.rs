@@ -3,16 +3,24 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use rdmux_wire::dsm::{Message, NodeId};
+use rdmux_wire::dsm::NodeId;
 
-use super::Ahead;
+/// A message cannot be taken yet: its sender knows of an epoch of which this node has not heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[error("a message of epoch {epoch}, of which this node has not heard")]
+pub struct Ahead {
+    /// The epoch.
+    pub epoch: u64,
+}
 
 /// The other members.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Peers {
+pub(crate) struct Peers {
     own: NodeId,
     epoch: u64,
     is_expelled: bool,
+    /// The node that has left last, and the epoch of which this node heard with it.
+    departed: Option<(u64, NodeId)>,
     members: BTreeMap<NodeId, Peer>,
     /// All that were members when the region began, this node included.
     first: Arc<BTreeSet<NodeId>>,
@@ -35,27 +43,28 @@ struct Received {
 }
 
 impl Peers {
-    pub(super) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
+    pub(crate) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
         let others = members.iter().filter(|it| **it != own);
         Peers {
             own,
             epoch,
             is_expelled: false,
+            departed: None,
             members: others.map(|it| (*it, Peer::default())).collect(),
             first: Arc::new(members.iter().copied().chain([own]).collect()),
         }
     }
 
-    pub(super) fn own(&self) -> NodeId {
+    pub(crate) fn own(&self) -> NodeId {
         self.own
     }
 
-    pub(super) fn epoch(&self) -> u64 {
+    pub(crate) fn epoch(&self) -> u64 {
         self.epoch
     }
 
     /// Returns whether a node, this one included, is a member.
-    pub(super) fn is_member(&self, node: NodeId) -> bool {
+    pub(crate) fn is_member(&self, node: NodeId) -> bool {
         match node == self.own {
             true => !self.is_expelled,
             false => self.members.contains_key(&node),
@@ -63,32 +72,38 @@ impl Peers {
     }
 
     /// Returns whether a node, this one included, is or was a member.
-    pub(super) fn was_member(&self, node: NodeId) -> bool {
+    pub(crate) fn was_member(&self, node: NodeId) -> bool {
         self.first.contains(&node)
     }
 
+    /// Returns the node that has left last, and the epoch of which this node heard with it.
+    pub(crate) fn departed(&self) -> Option<(u64, NodeId)> {
+        self.departed
+    }
+
     /// Returns the number of the next message to another member.
-    pub(super) fn number(&mut self, to: NodeId) -> Option<u64> {
+    pub(crate) fn number(&mut self, to: NodeId) -> Option<u64> {
         let peer = self.members.get_mut(&to)?;
         peer.sent += 1;
         Some(peer.sent - 1)
     }
 
-    /// Takes note of a message, and returns whether it is to be handled. Messages of a node that is gone and duplicates are not.
-    pub(super) fn arrived(&mut self, from: NodeId, message: &Message) -> Result<bool, Ahead> {
+    /// Takes note of a message by its epoch and its number, and returns whether it is to be handled. Messages of a node that is gone and duplicates
+    /// are not.
+    pub(crate) fn arrived(&mut self, from: NodeId, epoch: u64, sequence: u64) -> Result<bool, Ahead> {
         let Some(peer) = self.members.get_mut(&from) else {
             return Ok(mutant!(GoneHeard) && from != self.own && !self.is_expelled);
         };
-        let epoch = message.epoch;
         if epoch > self.epoch && !mutant!(NewerNotHeld) {
             return Err(Ahead { epoch });
         }
-        Ok(peer.received.is_new(message.sequence) || mutant!(DuplicateTaken))
+        Ok(peer.received.is_new(sequence) || mutant!(DuplicateTaken))
     }
 
     /// Ends the membership of nodes with a new epoch.
-    pub(super) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
+    pub(crate) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
         self.epoch = epoch;
+        self.departed = gone.last().map(|node| (epoch, *node)).or(self.departed);
         self.members.retain(|node, _| !gone.contains(node));
         if gone.contains(&self.own) {
             self.is_expelled = true;
