@@ -10,7 +10,7 @@ use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use rdmux_dsm::{Array, Cluster, FaultMode, RegionOptions, Session};
+use rdmux_dsm::{Array, Cluster, RegionOptions, Session};
 
 /// Factor of over-relaxation.
 const OMEGA: f64 = 1.25;
@@ -88,12 +88,10 @@ fn run(session: &Session, edge: usize, iterations: usize) -> Result<()> {
     let rows = first(node)..first(node + 1);
     let bytes = (width * width * 8) as u64;
     let row = (bytes / 4096).div_ceil(nodes as u64);
-    let mode = match std::env::var("RDMUX_DSM_FAULTS").as_deref() {
-        Ok("inline") => FaultMode::Inline,
-        Ok("mprotect") => FaultMode::Mprotect,
-        _ => FaultMode::Thread,
-    };
-    let region = session.region(&RegionOptions { bytes, row, mode })?;
+    let region = session.region(&RegionOptions {
+        row,
+        ..RegionOptions::new(bytes)?
+    })?;
     let mut grid = region.array::<f64>(0, width * width);
     let mut thread = session.thread(0)?;
     let parties = NonZeroU32::new(nodes as u32).unwrap_or(NonZeroU32::MIN);

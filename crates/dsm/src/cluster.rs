@@ -1,10 +1,14 @@
 //! The nodes that share memory, as each of them is told.
 
+mod file;
+
 use std::env;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use rdmux_wire::dsm::NodeId;
+
+pub use self::file::FileError;
 
 /// Number of this node.
 const NODE: &str = "RDMUX_DSM_NODE";
@@ -137,6 +141,12 @@ impl Cluster {
     pub fn address(&self, node: NodeId) -> Option<SocketAddr> {
         self.members.get(node.number() as usize).copied()
     }
+}
+
+/// Returns a lease of so many seconds, if it may be so long.
+fn parse_lease(seconds: f64) -> Option<Duration> {
+    let may_be = (0.1..=3600.0).contains(&seconds);
+    may_be.then(|| Duration::from_secs_f64(seconds))
 }
 
 #[cfg(test)]

@@ -5,15 +5,17 @@
 
 mod making;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Status, WorkCompletion};
 use rdmux_wire::dsm::joining::Joining;
+use rdmux_wire::dsm::membership::Membership as MembershipMessage;
 use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 
 use self::making::Making;
 pub(crate) use self::making::{Answer, Offer};
 use crate::link::{Link, LinkError, WorkId};
+use crate::membership::{self, Membership};
 use crate::memory::{self, Access, Change, PageState};
 use crate::protocol::{self, Action, Right, Violation};
 use crate::region::Pages;
@@ -34,6 +36,9 @@ pub(crate) enum Loss {
     /// It has disconnected.
     #[error("it has left")]
     Left,
+    /// Another node has lost it.
+    #[error("another node has lost its connection to it")]
+    LostByOthers,
     /// Its message is none that a correct node sends.
     #[error("it does not keep to the protocol: {0}")]
     Violation(#[from] Violation),
@@ -48,9 +53,9 @@ pub(crate) enum Loss {
 /// A node, as this one knows it.
 #[derive(Debug, Default)]
 struct Peer {
-    /// `None`: it is this node, or gone.
+    /// `None`: it is this node, or the connection has ended.
     link: Option<Link>,
-    /// Set once it is gone.
+    /// Set once the connection has ended.
     loss: Option<Loss>,
     /// Messages that wait for news of the membership.
     held: VecDeque<[u8; MESSAGE_LEN]>,
@@ -97,7 +102,7 @@ pub(crate) struct Driver {
     own: NodeId,
     cq: CompletionQueue,
     peers: Vec<Peer>,
-    epoch: u64,
+    membership: Membership,
     regions: Vec<Option<Region>>,
     making: Vec<Making>,
     sync: sync::Node,
@@ -127,7 +132,7 @@ impl Driver {
             own,
             cq,
             peers: peers.collect(),
-            epoch: 0,
+            membership: Membership::new(own, members.iter().copied()),
             regions: Vec::new(),
             making: Vec::new(),
             sync: sync::Node::new(own, 0, 0, &members, homes),
@@ -148,22 +153,30 @@ impl Driver {
         self.changes
     }
 
-    /// Returns the nodes that are gone, each with the reason.
-    pub(crate) fn gone(&self) -> impl Iterator<Item = (NodeId, &Loss)> {
-        let peers = (0..).zip(&self.peers);
-        peers.filter_map(|(number, peer)| Some((NodeId::new(number)?, peer.loss.as_ref()?)))
+    /// Returns the first node that is gone, with the reason: this one if it was expelled.
+    pub(crate) fn gone(&self) -> Option<(NodeId, String)> {
+        let members: BTreeSet<NodeId> = self.membership.members().collect();
+        let mut nodes = (0..self.peers.len() as u32).filter_map(NodeId::new);
+        let node = match members.is_empty() {
+            true => self.own,
+            false => nodes.find(|node| !members.contains(node))?,
+        };
+        let loss = self
+            .peers
+            .get(node.number() as usize)
+            .and_then(|peer| peer.loss.as_ref());
+        let reason = loss.map_or_else(|| "the others have expelled it".to_owned(), Loss::to_string);
+        Some((node, reason))
     }
 
     /// Returns the members.
     pub(crate) fn members(&self) -> Vec<NodeId> {
-        let peers = (0..).map_while(NodeId::new).zip(&self.peers);
-        let members = peers.filter(|(_, peer)| peer.loss.is_none());
-        members.map(|(node, _)| node).collect()
+        self.membership.members().collect()
     }
 
     /// Returns the epoch of the membership.
     pub(crate) fn epoch(&self) -> u64 {
-        self.epoch
+        self.membership.epoch()
     }
 
     /// Returns whether a page has been asked for, and has not come.
@@ -254,7 +267,8 @@ impl Driver {
     /// Takes a message of a node, unless earlier ones of it wait.
     fn arrived(&mut self, number: u32, message: [u8; MESSAGE_LEN]) {
         let Some(peer) = self.peer(number) else { return };
-        if !peer.held.is_empty() {
+        // News of the membership ends the waits of the others.
+        if !peer.held.is_empty() && !MembershipMessage::has_kind(message[0]) {
             peer.held.push_back(message);
             return;
         }
@@ -270,6 +284,14 @@ impl Driver {
                 self.lose(number, Loss::Message(kind));
             }
             self.changes += 1;
+            return;
+        }
+        if MembershipMessage::has_kind(kind) {
+            let message = MembershipMessage::parse(&bytes);
+            if !message.is_ok_and(|message| self.membership.handle_message(from, message)) {
+                self.lose(number, Loss::Message(kind));
+            }
+            self.follow_membership();
             return;
         }
         if kind >= wire_sync::KIND_FIRST {
@@ -451,20 +473,39 @@ impl Driver {
         self.carry_out(pull.region);
     }
 
-    /// Ends the part of a node in all regions.
+    /// Ends the connection to a node, which will have to leave.
     fn lose(&mut self, number: u32, loss: Loss) {
         let (Some(node), Some(peer)) = (NodeId::new(number), self.peers.get_mut(number as usize)) else {
             return;
         };
-        if peer.loss.is_some() {
-            return;
+        if peer.loss.is_none() {
+            peer.loss = Some(loss);
+            self.membership.handle_failed(node);
+            self.follow_membership();
         }
-        peer.loss = Some(loss);
-        // Nothing of this node can be read by it from now on.
-        peer.link = None;
-        peer.held.clear();
-        self.epoch += 1;
-        let epoch = self.epoch;
+    }
+
+    /// Carries out what the membership's state machine has decided.
+    fn follow_membership(&mut self) {
+        while let Some(action) = self.membership.poll_action() {
+            match action {
+                membership::Action::Send { to, message } => self.send(to.number(), message.emit()),
+                membership::Action::Drop(node) => {
+                    if let Some(peer) = self.peer(node.number()) {
+                        // Nothing of this node can be read by it from now on.
+                        peer.link = None;
+                        peer.held.clear();
+                        peer.loss.get_or_insert(Loss::LostByOthers);
+                    }
+                    self.changes += 1;
+                }
+                membership::Action::Gone { epoch, node } => self.end(epoch, node),
+            }
+        }
+    }
+
+    /// Ends the part of a node in all regions, with an epoch.
+    fn end(&mut self, epoch: u64, node: NodeId) {
         self.changes += 1;
         for number in 0..self.regions.len() as u32 {
             if let Some(region) = self.region(number) {

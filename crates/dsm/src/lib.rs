@@ -11,6 +11,7 @@ mod array;
 mod cluster;
 mod driver;
 mod link;
+mod membership;
 pub mod memory;
 mod peers;
 pub mod protocol;
@@ -22,7 +23,7 @@ mod thread;
 mod window;
 
 pub use array::{Array, Number};
-pub use cluster::{Cluster, ClusterError, NODES_MAX};
+pub use cluster::{Cluster, ClusterError, FileError, NODES_MAX};
 pub use driver::{REGIONS_MAX, Stat};
 pub use region::Region;
 pub use session::{Error, FaultMode, RegionOptions, Session};

@@ -1,5 +1,6 @@
 //! A node's part in a cluster: its connections, its service thread, and the waits of the program's threads.
 
+mod error;
 mod join;
 mod service;
 
@@ -12,21 +13,19 @@ use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
-use rdmux_verbs::{
-    CompletionQueue, ConnectError, CreateError, ListenError, OpenError, ProtectionDomain, RegisterError,
-};
+use rdmux_verbs::{CompletionQueue, ProtectionDomain};
 use rdmux_wire::dsm::NodeId;
-use rdmux_wire::dsm::joining::{Joining, Step, VERSION};
+use rdmux_wire::dsm::joining::{Joining, Step};
 
+pub use self::error::Error;
 use crate::cluster::Cluster;
 use crate::driver::{Answer, Driver, Offer, REGIONS_MAX};
-use crate::link;
 use crate::memory::userfault::{Abilities, Delivery, Options, Writes};
 use crate::memory::{self, Access, Costs, Engine, View};
-use crate::protocol::{Homes, HomesError, Settings};
+use crate::protocol::{Homes, Settings};
 use crate::region::{Pages, Region};
 use crate::signal;
-use crate::sync::{Failure, THREADS_MAX};
+use crate::sync::THREADS_MAX;
 use crate::thread::Thread;
 
 /// Longest sleep of a waiting thread before it looks at the connections.
@@ -35,149 +34,9 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Addresses that are tried for a region before it is given up.
 const ATTEMPTS: u32 = 16;
 
-/// Reason why there is no shared memory, or not any more.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The device cannot be opened.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// This node cannot listen.
-    #[error("node {node} cannot listen at {address}: {error}")]
-    Listen {
-        /// This node.
-        node: u32,
-        /// Its address.
-        address: std::net::SocketAddr,
-        /// The reason.
-        error: ListenError,
-    },
-    /// An object cannot be made.
-    #[error(transparent)]
-    Create(#[from] CreateError),
-    /// Memory cannot be registered.
-    #[error(transparent)]
-    Register(#[from] RegisterError),
-    /// A connection cannot be prepared.
-    #[error(transparent)]
-    Prepare(#[from] link::OpenError),
-    /// A node has not answered in time.
-    #[error("node {node} at {address} has not joined within {seconds} seconds: {error}")]
-    Absent {
-        /// The node.
-        node: u32,
-        /// Its address.
-        address: std::net::SocketAddr,
-        /// The time that it had.
-        seconds: u64,
-        /// The last error.
-        error: ConnectError,
-    },
-    /// Nodes have not connected in time.
-    #[error("nodes {nodes} have not joined within {seconds} seconds")]
-    Missing {
-        /// The nodes, separated by commas.
-        nodes: String,
-        /// The time that they had.
-        seconds: u64,
-    },
-    /// A node is of another version.
-    #[error(
-        "node {node} speaks version {version} of the shared memory, and this one version {VERSION}: use the same rdmux on all nodes"
-    )]
-    Version {
-        /// The node.
-        node: u32,
-        /// Its version.
-        version: u16,
-    },
-    /// A node is of another cluster, or describes it otherwise.
-    #[error("node {node} at {address} is of another cluster: give all nodes the same list and session")]
-    Stranger {
-        /// The node that was expected.
-        node: u32,
-        /// Its address.
-        address: std::net::SocketAddr,
-    },
-    /// A node's pages have another size.
-    #[error("pages of node {node} have {theirs} bytes, those of this one {ours}")]
-    PageSize {
-        /// The node.
-        node: u32,
-        /// Bytes of its pages.
-        theirs: u32,
-        /// Bytes of pages here.
-        ours: u32,
-    },
-    /// A node has left or failed.
-    #[error("node {node} is gone: {reason}")]
-    Gone {
-        /// The node.
-        node: u32,
-        /// The reason.
-        reason: String,
-    },
-    /// The programs do not make the same regions.
-    #[error(
-        "node {node} makes region {region} with other settings: let all nodes make the same regions in the same order"
-    )]
-    Differs {
-        /// The node.
-        node: u32,
-        /// Number of the region.
-        region: u32,
-    },
-    /// No address suits all nodes.
-    #[error(
-        "no address of {ATTEMPTS} is free on all nodes for a region of {bytes} bytes: limit the memory that other libraries map"
-    )]
-    NoAddress {
-        /// Bytes of the region.
-        bytes: u64,
-    },
-    /// There are too many regions.
-    #[error("there are already {REGIONS_MAX} regions")]
-    TooManyRegions,
-    /// The region has no bytes, or more than the system can map.
-    #[error("a region of {0} bytes cannot be made")]
-    Size(u64),
-    /// The homes of the pages cannot be given.
-    #[error(transparent)]
-    Homes(#[from] HomesError),
-    /// Pages cannot be had or changed.
-    #[error(transparent)]
-    Memory(#[from] memory::Error),
-    /// The system refused a change of pages, after which the memory is of no use.
-    #[error("the shared memory is of no use any more: {0}")]
-    Failed(String),
-    /// A page was lost with a node.
-    #[error("the page at {address:#x} was lost with node {node}")]
-    Lost {
-        /// Address of the page.
-        address: u64,
-        /// The node.
-        node: u32,
-    },
-    /// A thread cannot have a number.
-    #[error("thread {0} is in use, or its number is not below {THREADS_MAX}")]
-    ThreadNumber(u16),
-    /// A thread's call was not carried out.
-    #[error(transparent)]
-    Call(#[from] Failure),
-    /// The memory cannot be had.
-    #[error("no memory for a region of {bytes} bytes: {error}")]
-    NoMemory {
-        /// Bytes of the region.
-        bytes: u64,
-        /// The reason.
-        error: std::io::Error,
-    },
-    /// The system refuses a thread or a descriptor.
-    #[error(transparent)]
-    Io(#[from] std::io::Error),
-}
-
 /// Ways by which the faults of the program are answered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString)]
+#[strum(serialize_all = "lowercase")]
 pub enum FaultMode {
     /// A service thread answers them. System calls on the memory work where the system lets this user catch their faults.
     #[default]
@@ -189,6 +48,22 @@ pub enum FaultMode {
     Mprotect,
 }
 
+impl FaultMode {
+    /// The environment variable with the mode.
+    pub const VARIABLE: &str = "RDMUX_DSM_FAULTS";
+
+    /// Returns the mode of the environment, or [`FaultMode::Thread`].
+    ///
+    /// # Errors
+    /// The variable has another value than `thread`, `inline` or `mprotect`.
+    pub fn of_environment() -> Result<FaultMode, Error> {
+        match std::env::var(FaultMode::VARIABLE) {
+            Ok(text) => text.parse().map_err(|_| Error::FaultMode(text)),
+            Err(_) => Ok(FaultMode::default()),
+        }
+    }
+}
+
 /// Settings of a region, the same on all nodes but for the mode.
 #[derive(Clone, Debug)]
 pub struct RegionOptions {
@@ -198,6 +73,18 @@ pub struct RegionOptions {
     pub row: u64,
     /// The way by which faults are answered at this node.
     pub mode: FaultMode,
+}
+
+impl RegionOptions {
+    /// Describes a region whose pages have homes in turn, and whose faults are answered as the environment says.
+    ///
+    /// # Errors
+    /// [`Error::FaultMode`].
+    pub fn new(bytes: u64) -> Result<RegionOptions, Error> {
+        let mode = FaultMode::of_environment()?;
+        let row = 1;
+        Ok(RegionOptions { bytes, row, mode })
+    }
 }
 
 /// A node's part in a cluster. Dropping it leaves the cluster: what the others need of this node is lost to them then.
@@ -493,10 +380,10 @@ impl Agreement<'_> {
 
 /// Checks that all nodes are there.
 fn check(driver: &Driver) -> Result<(), Error> {
-    match driver.gone().next() {
-        Some((node, loss)) => Err(Error::Gone {
+    match driver.gone() {
+        Some((node, reason)) => Err(Error::Gone {
             node: node.number(),
-            reason: loss.to_string(),
+            reason,
         }),
         None => Ok(()),
     }

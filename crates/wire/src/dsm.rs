@@ -33,6 +33,7 @@ pub mod sync;
 
 pub mod frame;
 pub mod joining;
+pub mod membership;
 
 use strum::VariantArray;
 
