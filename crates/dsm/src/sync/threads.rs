@@ -98,6 +98,7 @@ impl Thread {
             Call::Wait { .. } => {
                 if let Some((epoch, node)) = peers.departed()
                     && self.told < epoch
+                    && !mutant!(DepartureNotTold)
                 {
                     self.told = epoch;
                     return Err(Failure::Gone(node));
@@ -166,6 +167,7 @@ impl Thread {
             (Step::Queueing(None), Body::Refused(Refusal::Gone(node))) => {
                 Next::Done(Err(Failure::Gone(node)))
             }
+            (Step::Queueing(None), Body::Woken { .. }) if mutant!(EarlySignalLost) => Next::Step(step, None),
             (Step::Queueing(None), Body::Woken { gone }) => {
                 Next::Step(Step::Queueing(Some(Woken { gone })), None)
             }
@@ -198,7 +200,10 @@ impl Thread {
     /// Returns the next step of a call after nodes have left, if it does not go on as before.
     fn gone(&self, homes: &Homes, peers: &Peers) -> Option<Next> {
         let (call, step) = self.wait?;
-        let lost = |object| Some(homes.of(object)).filter(|it| !peers.is_member(*it));
+        let lost = |object| {
+            let home = Some(homes.of(object));
+            home.filter(|it| !peers.is_member(*it) && !mutant!(LostHomeAwaited))
+        };
         let fail = |node| Next::Done(Err(Failure::Gone(node)));
         if !peers.is_member(peers.own()) {
             return Some(fail(peers.own()));

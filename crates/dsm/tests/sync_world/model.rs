@@ -14,15 +14,15 @@ use super::{Act, Mishaps, Place, Step, World};
 pub(crate) struct Worlds {
     pub(crate) name: &'static str,
     /// Homes of the objects in turn.
-    homes: &'static [Place],
+    pub(crate) homes: &'static [Place],
     /// Returns the programs of the threads of each world.
-    programs: fn() -> Vec<Threads>,
-    mishaps: Mishaps,
+    pub(crate) programs: fn() -> Vec<Threads>,
+    pub(crate) mishaps: Mishaps,
     #[cfg(feature = "mutants")]
     pub(crate) mutant: Option<rdmux_dsm::mutant::Mutant>,
 }
 
-type Threads = Vec<(Place, Vec<Act>)>;
+pub(crate) type Threads = Vec<(Place, Vec<Act>)>;
 
 /// Kinds of mishaps.
 const NONE: Mishaps = Mishaps {
@@ -160,6 +160,12 @@ const fn worlds(
 pub(crate) const SMALL: &[Worlds] = &[
     worlds("lock, 2 nodes, crash", &[0], || locks(&[0, 1]), CRASH),
     worlds(
+        "lock, 2 of 3 threads at the home, crash",
+        &[0],
+        || locks(&[0, 0, 1]),
+        CRASH,
+    ),
+    worlds(
         "lock, 2 of 3 threads at one node, crash",
         &[0],
         || locks(&[0, 1, 1]),
@@ -229,6 +235,12 @@ pub(crate) const SMALL: &[Worlds] = &[
         &[0, 1],
         || conditions(&[1, 1, 0], BROADCAST),
         REORDERS,
+    ),
+    worlds(
+        "condition, 3 nodes, reordered, duplicate, crash",
+        &[0, 1],
+        || conditions(&[1, 2], SIGNAL),
+        ALL_BUT_EXPULSION,
     ),
     worlds(
         "condition, 2 nodes, reordered, duplicate",
