@@ -24,7 +24,7 @@ pub(crate) enum Act {
     Call(Call),
     /// Set a flag that a lock protects.
     Set { flag: usize, lock: u64 },
-    /// Wait for the condition until the flag is set, unless a node leaves.
+    /// Wait for the condition until the flag is set, or the thread is told that a node has left.
     Until { flag: usize, condition: u64, lock: u64 },
 }
 
@@ -88,6 +88,8 @@ pub(crate) struct Thread {
     holds: Vec<(u64, Mode)>,
     /// Times that it has passed each barrier.
     passed: BTreeMap<u64, usize>,
+    /// It was told that a node has left, so it waits for no more conditions.
+    is_warned: bool,
     /// Calls that were carried out.
     pub(crate) successes: usize,
 }
@@ -136,6 +138,7 @@ impl World {
             waits: None,
             holds: vec![],
             passed: BTreeMap::new(),
+            is_warned: false,
             successes: 0,
         };
         let flags = threads.iter().flat_map(|it| it.1.iter()).map(|act| match act {
@@ -287,7 +290,7 @@ impl World {
                 self.flags[flag] |= thread.holds.contains(&(lock, Mode::Exclusive));
                 thread.ended += 1;
             }
-            Act::Until { flag, .. } if self.flags[flag] => thread.ended += 1,
+            Act::Until { flag, .. } if self.flags[flag] || thread.is_warned => thread.ended += 1,
             Act::Until { condition, lock, .. } => self.call(index, Call::Wait { condition, lock }),
         }
     }
@@ -346,6 +349,10 @@ impl World {
             matches!(call, Call::Wait { .. }) && matches!(outcome, Ok(Success::Woken { gone: None, .. }));
         thread.ended += usize::from(!is_again);
         thread.successes += usize::from(outcome.is_ok());
+        thread.is_warned |= matches!(
+            outcome,
+            Err(Failure::Gone(_)) | Ok(Success::Woken { gone: Some(_), .. })
+        );
         if call.object() >= SPOILT || self.mishaps.hostile == Some(thread.at) {
             return None;
         }
@@ -438,6 +445,7 @@ impl World {
         parties.sort_by_key(|it| (it.at, it.ticket));
         let values = parties.into_iter().filter_map(|thread| {
             let own = thread.program.iter().filter_map(|act| match act {
+                Act::Call(Call::Barrier { object: of, .. }) if *of == object => Some(0),
                 Act::Call(Call::Reduce {
                     object: of, value, ..
                 }) if *of == object => Some(*value),
