@@ -87,4 +87,6 @@ mutants! {
     EarlySignalLost,
     /// A call to a home that is gone is kept.
     LostHomeAwaited,
+    /// A thread waits until a home that is gone has taken a lock back.
+    LostUnlockAwaited,
 }

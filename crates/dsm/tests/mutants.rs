@@ -50,7 +50,7 @@ const BARRIER: &str = "barrier, 3 nodes, crash";
 const CONDITION: &str = "condition, 3 nodes, crash";
 
 /// The smallest set in which each defect of the synchronisation breaks a rule.
-const SYNC_CAUGHT: [(Mutant, &str); 17] = [
+const SYNC_CAUGHT: [(Mutant, &str); 18] = [
     (Mutant::WriterAmongReaders, LOCK),
     (Mutant::ReaderBesideWriter, LOCK),
     (Mutant::ReaderTakesMark, HOME),
@@ -71,6 +71,10 @@ const SYNC_CAUGHT: [(Mutant, &str); 17] = [
         "condition, 3 nodes, reordered, duplicate, crash",
     ),
     (Mutant::LostHomeAwaited, LOCK),
+    (
+        Mutant::LostUnlockAwaited,
+        "condition, 3 nodes, a lock at a third one, crash",
+    ),
 ];
 
 #[test]

@@ -178,8 +178,11 @@ impl Thread {
             })),
             (Step::Queueing(None), Body::Queued) => {
                 self.release(lock);
-                let unlock = Body::Unlock(Mode::Exclusive);
-                Next::Step(Step::Releasing(None), Some((lock, unlock)))
+                match peers.is_member(homes.of(lock)) || mutant!(LostUnlockAwaited) {
+                    true => Next::Step(Step::Releasing(None), Some((lock, Body::Unlock(Mode::Exclusive)))),
+                    // As this is known, the condition's home wakes the thread.
+                    false => Next::Step(Step::Waiting, None),
+                }
             }
             (Step::Releasing(None), Body::Woken { gone }) => {
                 Next::Step(Step::Releasing(Some(Woken { gone })), None)

@@ -225,6 +225,18 @@ pub(crate) const SMALL: &[Worlds] = &[
         CRASH,
     ),
     worlds(
+        "condition, 3 nodes, a lock at a third one, crash",
+        &[2, 0],
+        || conditions(&[1, 2], SIGNAL),
+        CRASH,
+    ),
+    worlds(
+        "condition, 3 nodes, both at a third one, crash",
+        &[0],
+        || conditions(&[1, 2], SIGNAL),
+        CRASH,
+    ),
+    worlds(
         "condition, 3 nodes, expulsion",
         &[0, 1],
         || conditions(&[1, 2], SIGNAL),
