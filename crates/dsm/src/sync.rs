@@ -8,7 +8,8 @@
 //!
 //! Each object has a home, which carries out one request at a time. All messages go between the home and the node of a thread; they are those of
 //! [`rdmux_wire::dsm::sync`]. A thread waits for at most one call, so its number stands for the request, and a home keeps at most one request of
-//! each thread. The home answers as soon as the request is carried out, and nobody asks twice.
+//! each thread. The home answers as soon as the request is carried out, and nobody asks twice. A thread that unlocks or signals goes on at once; its
+//! next call begins when the home has answered.
 //!
 //! - **Lock**: the requests wait in a queue, in the order of their arrival. A lock is given to the first of them when nobody has it, or with
 //!   others that share it if the first wants to share it too. So readers that follow each other share, and a writer is overtaken by nobody.
@@ -30,7 +31,8 @@
 //!   afterwards. Before a barrier was passed for the first time, nobody knows the parties, and each node counts that was a member at the
 //!   beginning. So a barrier that is first used after a node has left is refused. (To go on without the node, a later version can let programs say
 //!   whose departure they have taken note of.)
-//! - Waits for conditions end, with its name, as it may have been the one to signal. A thread that did not wait then learns it from its next wait.
+//! - Waits for conditions end, with its name, as it may have been the one to signal. A thread that did not wait then, and was told by no other
+//!   call, learns it from its next wait.
 //! - Objects whose *home* it was are gone: all calls end with its name.
 //! - A signal that a thread of the node had got is lost.
 //! - A node that is told that it is gone itself ends all calls with its own name.
@@ -278,6 +280,8 @@ struct Post {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Output {
     actions: VecDeque<Action>,
+    /// Ends of calls, which come after the other actions.
+    ends: VecDeque<Action>,
     /// Messages to other nodes and to this one.
     posts: VecDeque<Post>,
 }
@@ -285,7 +289,7 @@ struct Output {
 impl Output {
     fn done(&mut self, thread: u16, outcome: Outcome) {
         let ticket = thread.into();
-        self.actions.push_back(Action::Done { ticket, outcome });
+        self.ends.push_back(Action::Done { ticket, outcome });
     }
 }
 
@@ -360,9 +364,10 @@ impl Node {
         self.settle();
     }
 
-    /// Returns the next task of the driver.
+    /// Returns the next task of the driver. Messages come before ends of calls, since threads of other nodes may wait for them.
     pub fn poll_action(&mut self) -> Option<Action> {
-        self.out.actions.pop_front()
+        let Output { actions, ends, .. } = &mut self.out;
+        actions.pop_front().or_else(|| ends.pop_front())
     }
 
     /// Returns the number of this node.

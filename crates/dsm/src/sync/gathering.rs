@@ -52,14 +52,16 @@ impl Gathering {
         }
         self.operation = operation;
         self.arrived.push((party, value));
-        if self.arrived.len() == parties.get() as usize {
+        if self.arrived.len() + usize::from(mutant!(BarrierShort)) == parties.get() as usize {
             self.pass(object, answers);
         }
     }
 
     /// Lets all parties go on.
     fn pass(&mut self, object: u64, answers: &mut Answers<'_>) {
-        self.arrived.sort_unstable();
+        if !mutant!(ReductionUnordered) {
+            self.arrived.sort_unstable();
+        }
         let values = self.arrived.iter().map(|it| it.1);
         let result = self
             .operation
@@ -74,11 +76,16 @@ impl Gathering {
 
     /// Ends all waits if a node has left that is a party, or may be one.
     pub(super) fn gone(&mut self, object: u64, gone: &[NodeId], answers: &mut Answers<'_>) {
-        let is_party = |node: &&NodeId| self.nodes.as_ref().is_none_or(|it| it.contains(node));
+        let is_party = |node: &&NodeId| {
+            let nodes = self.nodes.as_ref();
+            nodes.map_or(!mutant!(StrangerAwaited), |it| it.contains(node))
+        };
         let Some(node) = gone.iter().find(is_party).filter(|_| self.gone.is_none()) else {
             return;
         };
-        self.gone = Some(*node);
+        if !mutant!(BreakForgotten) {
+            self.gone = Some(*node);
+        }
         for (party, _) in self.arrived.drain(..) {
             answers.end(party, object, Body::Refused(Refusal::Gone(*node)));
         }

@@ -220,7 +220,7 @@ impl Home {
         let answers = &mut answers(&mut self.accounts, out);
         if let Some(gathering) = self.gatherings.get_mut(&object) {
             gathering.come(object, party, arrival, answers);
-        } else if let Some((_, node)) = peers.departed() {
+        } else if let Some((_, node)) = peers.departed().filter(|_| !mutant!(LateBarrierAwaited)) {
             // It may be a party.
             answers.end(party, object, Body::Refused(Refusal::Gone(node)));
         } else if answers.charge(party, object) {
@@ -241,6 +241,7 @@ impl Home {
         let answers = &mut answers(&mut self.accounts, out);
         if let Some((departed, node)) = peers.departed()
             && departed > epoch
+            && !mutant!(LateWaitAwaited)
         {
             // Those that waited before were told.
             answers.end(party, object, Body::Refused(Refusal::Gone(node)));
@@ -281,6 +282,7 @@ impl Home {
                 self.words.remove(&object);
                 answers.credit(word.maker);
             }
+            _ if mutant!(WordNotWritten) => {}
             _ => {
                 let maker = before.map_or(party.0, |it| it.maker);
                 self.words.insert(object, Word { value, maker });
@@ -302,6 +304,9 @@ impl Home {
             gathering.gone(*object, gone, answers);
         }
         let Some(node) = gone.last() else { return };
+        if mutant!(GoneSignalAwaited) {
+            return;
+        }
         for (object, queue) in std::mem::take(&mut self.conditions) {
             for party in queue {
                 answers.wake(party, object, Some(*node));

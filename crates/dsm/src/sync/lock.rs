@@ -39,14 +39,15 @@ impl Lock {
     /// Gives the lock to all that can have it now.
     pub(super) fn give(&mut self, object: u64, answers: &mut Answers<'_>) {
         while let Some((party, mode)) = self.queue.front().copied() {
-            let is_shared = mode == Mode::Shared && self.holders.iter().all(|it| it.1 == Mode::Shared);
+            let is_shared = (mode == Mode::Shared || mutant!(WriterAmongReaders))
+                && (self.holders.iter().all(|it| it.1 == Mode::Shared) || mutant!(ReaderBesideWriter));
             if !self.holders.is_empty() && !is_shared {
                 return;
             }
             self.queue.pop_front();
             self.holders.push((party, mode));
             let recovered = self.recovered;
-            if mode == Mode::Exclusive {
+            if mode == Mode::Exclusive || mutant!(ReaderTakesMark) {
                 self.recovered = None;
             }
             answers.end(party, object, Body::Granted { recovered });
@@ -55,12 +56,14 @@ impl Lock {
 
     /// Forgets nodes that have left.
     pub(super) fn gone(&mut self, gone: &[NodeId]) {
-        self.queue.retain(|it| !gone.contains(&it.0.0));
+        self.queue
+            .retain(|it| !gone.contains(&it.0.0) || mutant!(GoneLocks));
         for (party, mode) in &self.holders {
-            if gone.contains(&party.0) && *mode == Mode::Exclusive {
+            if gone.contains(&party.0) && *mode == Mode::Exclusive && !mutant!(RecoveryUnmarked) {
                 self.recovered = Some(party.0);
             }
         }
-        self.holders.retain(|it| !gone.contains(&it.0.0));
+        self.holders
+            .retain(|it| !gone.contains(&it.0.0) || mutant!(GoneKeepsLock));
     }
 }

@@ -15,8 +15,10 @@ pub(super) struct Threads {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Thread {
-    /// The call that has not ended.
+    /// The call that the home has not answered.
     wait: Option<(Call, Step)>,
+    /// The call that begins when that one, which is [`Step::Posted`], is answered.
+    next: Option<Call>,
     /// Locks that the thread has.
     held: Vec<(u64, Mode)>,
     /// Epoch up to which it was told which nodes have left.
@@ -25,8 +27,10 @@ struct Thread {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Step {
-    /// The home has not answered. This is the only step of a call other than [`Call::Wait`].
+    /// The home has not answered.
     Asked,
+    /// The home has not answered, but the thread has gone on.
+    Posted,
     /// The condition's home has not said that the thread is in the queue. It may already have been woken.
     Queueing(Option<Woken>),
     /// The lock's home has not taken the lock back. The thread may already have been woken.
@@ -98,6 +102,7 @@ impl Thread {
             Call::Wait { .. } => {
                 if let Some((epoch, node)) = peers.departed()
                     && self.told < epoch
+                    && !mutant!(DepartureNotTold)
                 {
                     self.told = epoch;
                     return Err(Failure::Gone(node));
@@ -117,6 +122,7 @@ impl Thread {
     fn answer(&mut self, object: u64, body: Body, homes: &Homes, peers: &Peers) -> Result<Next, Violation> {
         let (call, step) = self.wait.ok_or(Violation::Unexpected)?;
         let next = match call {
+            _ if step == Step::Posted && body != Body::Done(0) => return Err(Violation::Unexpected),
             Call::Wait { condition, lock } => {
                 self.step(step, (condition, lock), object, body, homes, peers)?
             }
@@ -166,6 +172,7 @@ impl Thread {
             (Step::Queueing(None), Body::Refused(Refusal::Gone(node))) => {
                 Next::Done(Err(Failure::Gone(node)))
             }
+            (Step::Queueing(None), Body::Woken { .. }) if mutant!(EarlySignalLost) => Next::Step(step, None),
             (Step::Queueing(None), Body::Woken { gone }) => {
                 Next::Step(Step::Queueing(Some(Woken { gone })), None)
             }
@@ -176,8 +183,11 @@ impl Thread {
             })),
             (Step::Queueing(None), Body::Queued) => {
                 self.release(lock);
-                let unlock = Body::Unlock(Mode::Exclusive);
-                Next::Step(Step::Releasing(None), Some((lock, unlock)))
+                match peers.is_member(homes.of(lock)) || mutant!(LostUnlockAwaited) {
+                    true => Next::Step(Step::Releasing(None), Some((lock, Body::Unlock(Mode::Exclusive)))),
+                    // As this is known, the condition's home wakes the thread.
+                    false => Next::Step(Step::Waiting, None),
+                }
             }
             (Step::Releasing(None), Body::Woken { gone }) => {
                 Next::Step(Step::Releasing(Some(Woken { gone })), None)
@@ -198,7 +208,10 @@ impl Thread {
     /// Returns the next step of a call after nodes have left, if it does not go on as before.
     fn gone(&self, homes: &Homes, peers: &Peers) -> Option<Next> {
         let (call, step) = self.wait?;
-        let lost = |object| Some(homes.of(object)).filter(|it| !peers.is_member(*it));
+        let lost = |object| {
+            let home = Some(homes.of(object));
+            home.filter(|it| !peers.is_member(*it) && !mutant!(LostHomeAwaited))
+        };
         let fail = |node| Next::Done(Err(Failure::Gone(node)));
         if !peers.is_member(peers.own()) {
             return Some(fail(peers.own()));
@@ -209,7 +222,7 @@ impl Thread {
         };
         let woken = lost_home.map(|node| Woken { gone: Some(node) });
         match step {
-            Step::Asked | Step::Queueing(_) => lost_home.map(fail),
+            Step::Asked | Step::Posted | Step::Queueing(_) => lost_home.map(fail),
             Step::Releasing(before) => {
                 let woken = before.or(woken);
                 match (lost(lock), woken) {
@@ -240,18 +253,9 @@ impl Threads {
             self.threads.resize_with(place + 1, Thread::default);
         }
         let thread = &mut self.threads[place];
-        assert!(thread.wait.is_none(), "thread {number} waits already");
-        match thread.request(call, homes, peers) {
-            Err(failure) => out.done(number, Err(failure)),
-            Ok(body) => {
-                let step = match call {
-                    Call::Wait { .. } => Step::Queueing(None),
-                    _ => Step::Asked,
-                };
-                let next = Next::Step(step, Some((call.object(), body)));
-                thread.go_on(number, call, next, homes, out);
-            }
-        }
+        assert!(!thread.is_waiting(), "thread {number} waits already");
+        thread.next = Some(call);
+        thread.begin(number, homes, peers, out);
     }
 
     pub(super) fn answer(
@@ -268,6 +272,7 @@ impl Threads {
         let next = thread.answer(object, body, homes, peers)?;
         if let Some((call, _)) = thread.wait {
             thread.go_on(number, call, next, homes, out);
+            thread.begin(number, homes, peers, out);
         }
         Ok(())
     }
@@ -280,22 +285,53 @@ impl Threads {
                 && let Some(next) = thread.gone(homes, peers)
             {
                 thread.go_on(number, call, next, homes, out);
+                thread.begin(number, homes, peers, out);
             }
         }
     }
 
     pub(super) fn is_waiting(&self, ticket: u64) -> bool {
         let place = usize::try_from(ticket).unwrap_or(usize::MAX);
-        self.threads.get(place).is_some_and(|it| it.wait.is_some())
+        self.threads.get(place).is_some_and(Thread::is_waiting)
     }
 }
 
 impl Thread {
+    /// Returns whether the thread has made a call that has not ended.
+    fn is_waiting(&self) -> bool {
+        self.next.is_some() || self.wait.is_some_and(|it| it.1 != Step::Posted)
+    }
+
+    /// Begins the next call, unless the home has to answer one before.
+    fn begin(&mut self, number: u16, homes: &Homes, peers: &Peers, out: &mut Output) {
+        let Some(call) = self.next.take_if(|_| self.wait.is_none()) else {
+            return;
+        };
+        match self.request(call, homes, peers) {
+            Err(failure) => out.done(number, Err(failure)),
+            Ok(body) => {
+                let step = match call {
+                    Call::Wait { .. } => Step::Queueing(None),
+                    Call::Unlock { .. } | Call::Signal { .. } | Call::Broadcast { .. } => {
+                        out.done(number, Ok(Success::Done));
+                        Step::Posted
+                    }
+                    _ => Step::Asked,
+                };
+                let next = Next::Step(step, Some((call.object(), body)));
+                self.go_on(number, call, next, homes, out);
+            }
+        }
+    }
+
+    /// Takes the result of an event for the call that the home had not answered.
     fn go_on(&mut self, number: u16, call: Call, next: Next, homes: &Homes, out: &mut Output) {
         match next {
             Next::Done(outcome) => {
-                self.wait = None;
-                out.done(number, outcome);
+                let wait = self.wait.take();
+                if wait.is_some_and(|it| it.1 != Step::Posted) {
+                    out.done(number, outcome);
+                }
             }
             Next::Step(step, request) => {
                 self.wait = Some((call, step));

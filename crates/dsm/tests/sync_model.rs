@@ -1,0 +1,16 @@
+//! All states of small worlds of synchronisation keep the rules.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod sync_world;
+
+use sync_world::model::SMALL;
+
+#[test]
+fn sync__keeps_the_rules_in_all_states() {
+    for worlds in SMALL {
+        let checked = worlds.clone().check();
+        let (name, states) = (worlds.name, checked.states);
+        println!("{name}: {states} states in {:.1?}", checked.time);
+        assert!(checked.broken.is_none(), "{name}: {}", checked.broken.unwrap());
+    }
+}
