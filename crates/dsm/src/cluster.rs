@@ -3,9 +3,12 @@
 mod file;
 
 use std::env;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::time::Duration;
 
+use rdmux_key::random_nonce;
+use rdmux_verbs::{Device, Listener, OpenError};
 use rdmux_wire::dsm::NodeId;
 
 pub use self::file::FileError;
@@ -18,6 +21,9 @@ const MEMBERS: &str = "RDMUX_DSM_MEMBERS";
 const SESSION: &str = "RDMUX_DSM_SESSION";
 /// Lease in seconds.
 const LEASE: &str = "RDMUX_DSM_LEASE";
+
+/// Ports of nodes that are all on one host.
+const PORTS: Range<u16> = 20000..60000;
 
 /// Most nodes of a cluster. Each has a connection to each other one.
 pub const NODES_MAX: usize = 1024;
@@ -59,6 +65,28 @@ pub enum ClusterError {
     },
 }
 
+/// This host cannot have all nodes of a cluster.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// The device cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// The system has no random bytes.
+    #[error("random bytes for the session: {0}")]
+    Random(std::io::Error),
+    /// There are too few free ports.
+    #[error("{address} has no free ports for {nodes} nodes")]
+    NoPorts {
+        /// The address.
+        address: IpAddr,
+        /// Number of nodes.
+        nodes: u32,
+    },
+    /// There are no nodes or too many.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+}
+
 impl Cluster {
     /// Lease where none is given.
     pub const LEASE: Duration = Duration::from_secs(5);
@@ -78,6 +106,27 @@ impl Cluster {
             session,
             lease: Cluster::LEASE,
         })
+    }
+
+    /// Describes a cluster whose nodes are all on this host, at an address of it: that of each node, in their order. Their ports are free now.
+    ///
+    /// # Errors
+    /// There are too many nodes, the device cannot be opened, or it has no free ports.
+    pub fn on_this_host(address: IpAddr, nodes: u32) -> Result<Vec<Cluster>, HostError> {
+        let device = Device::open(address)?;
+        let nonce = random_nonce().map_err(HostError::Random)?;
+        let start = u16::from_le_bytes([nonce[0], nonce[1]]) % PORTS.len() as u16;
+        let ports = (0..PORTS.len() as u16).map(|n| PORTS.start + (start + n) % PORTS.len() as u16);
+        // All of them are held until all are found.
+        let listen = |port| Some((SocketAddr::new(address, port), device.listen(port).ok()?));
+        let found: Vec<(SocketAddr, Listener)> = ports.filter_map(listen).take(nodes as usize).collect();
+        if found.len() < nodes as usize {
+            return Err(HostError::NoPorts { address, nodes });
+        }
+        let members: Vec<SocketAddr> = found.into_iter().map(|(address, _)| address).collect();
+        let session = *nonce.last_chunk().unwrap_or(&[0; 16]);
+        let cluster = |node| Ok(Cluster::new(node, members.clone(), session)?);
+        (0..nodes).map(cluster).collect()
     }
 
     /// Returns the cluster of the environment, as `rdmux dsm run` sets it.

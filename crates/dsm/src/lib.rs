@@ -23,7 +23,7 @@ mod thread;
 mod window;
 
 pub use array::{Array, Number};
-pub use cluster::{Cluster, ClusterError, FileError, NODES_MAX};
+pub use cluster::{Cluster, ClusterError, FileError, HostError, NODES_MAX};
 pub use driver::{REGIONS_MAX, Stat};
 pub use region::Region;
 pub use session::{Error, FaultMode, RegionOptions, Session};

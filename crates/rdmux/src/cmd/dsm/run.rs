@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{self, Child, Command, ExitStatus};
@@ -10,9 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmux_dsm::{Cluster, FaultMode, NODES_MAX};
-use rdmux_key::random_nonce;
 use rdmux_verbs::faults::Spec;
-use rdmux_verbs::{Device, Listener};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
@@ -22,9 +20,6 @@ use crate::{output, signals};
 /// Exit statuses where there is no such program, and where it could not be started: POSIX, env.
 const NO_PROGRAM: i32 = 127;
 const NOT_STARTED: i32 = 126;
-
-/// The range of ports of nodes that are all on this host.
-const PORTS: std::ops::Range<u16> = 20000..60000;
 
 #[derive(clap::Args, Debug)]
 #[command(after_long_help = "\
@@ -84,15 +79,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if nodes == 0 || nodes as usize > NODES_MAX {
         bail!("-n {nodes}: there are 1 to {NODES_MAX} nodes");
     }
-    let members = free_addresses(args.device, nodes)?;
-    let nonce = random_nonce().context("random bytes for the session")?;
-    let session = *nonce.first_chunk().unwrap_or(&[0; 16]);
+    let clusters =
+        Cluster::on_this_host(args.device, nodes).with_context(|| format!("--device {}", args.device))?;
     let children = Arc::new(Children::default());
     let stopped = children.clone();
     signals::handle(move || stopped.stop(), None::<fn()>)?;
-    for node in 0..nodes {
-        let cluster = Cluster::new(node, members.clone(), session)?;
-        match command(&cluster).spawn() {
+    for cluster in &clusters {
+        match command(cluster).spawn() {
             Ok(child) => children.add(child),
             Err(error) => {
                 children.stop();
@@ -105,21 +98,6 @@ pub(crate) fn run(args: Args) -> Result<()> {
         0 => Ok(()),
         status => process::exit(status),
     }
-}
-
-/// Returns addresses of this host at which nodes can listen.
-fn free_addresses(address: IpAddr, nodes: u32) -> Result<Vec<SocketAddr>> {
-    let device = Device::open(address).with_context(|| format!("--device {address}"))?;
-    let nonce = random_nonce().context("random bytes for the ports")?;
-    let start = u16::from_le_bytes([nonce[0], nonce[1]]) % PORTS.len() as u16;
-    let ports = (0..PORTS.len() as u16).map(|n| PORTS.start + (start + n) % PORTS.len() as u16);
-    // All of them are held until all are found.
-    let listen = |port: u16| Some((SocketAddr::new(address, port), device.listen(port).ok()?));
-    let found: Vec<(SocketAddr, Listener)> = ports.filter_map(listen).take(nodes as usize).collect();
-    if found.len() < nodes as usize {
-        bail!("{address} has no free ports for {nodes} nodes");
-    }
-    Ok(found.into_iter().map(|(address, _)| address).collect())
 }
 
 /// Reports that the program could not be started, and ends.
