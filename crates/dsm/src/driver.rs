@@ -6,6 +6,7 @@
 mod making;
 
 use std::collections::{BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
 
 use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Status, WorkCompletion};
 use rdmux_wire::dsm::joining::Joining;
@@ -36,6 +37,9 @@ pub(crate) enum Loss {
     /// It has disconnected.
     #[error("it has left")]
     Left,
+    /// It has not answered.
+    #[error("it has not answered for {:.1} seconds", .0.as_secs_f64())]
+    Silent(Duration),
     /// Another node has lost it.
     #[error("another node has lost its connection to it")]
     LostByOthers,
@@ -214,12 +218,19 @@ impl Driver {
         any
     }
 
-    /// Notices connections that have ended without a completion.
-    pub(crate) fn look_at_links(&mut self) {
+    /// Asks all nodes whether they are there, and notices those that have disconnected, or not answered for so long.
+    pub(crate) fn probe(&mut self, patience: Duration) {
+        let now = Instant::now();
         for number in 0..self.peers.len() as u32 {
-            let has_ended = |peer: &Peer| peer.link.as_ref().is_some_and(Link::is_ended);
-            if self.peer(number).is_some_and(|peer| has_ended(peer)) {
+            let Some(link) = self.link(number) else { continue };
+            if link.is_ended() {
                 self.lose(number, Loss::Left);
+                continue;
+            }
+            match link.probe(now) {
+                Ok(Some(since)) if now - since >= patience => self.lose(number, Loss::Silent(now - since)),
+                Ok(_) => {}
+                Err(error) => self.lose(number, error.into()),
             }
         }
     }
@@ -256,6 +267,10 @@ impl Driver {
             WorkId::Receive(buffer) => link.received(buffer),
             WorkId::Send(count) => link.has_sent(count).map(|()| None),
             WorkId::Read(_) => link.has_read().map(|()| None),
+            WorkId::Probe => {
+                link.has_probed();
+                Ok(None)
+            }
         };
         match outcome {
             Ok(Some(message)) => self.arrived(number, message),

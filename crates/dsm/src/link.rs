@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, Connection, CreateError, Memory, MemoryRegion, PostError,
-    ProtectionDomain, QpOptions, QueuePair, RecvRequest, RegisterError, RemoteBuffer, SendRequest, Sge,
-    Status,
+    ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, RemoteBuffer, SendRequest, Sge,
+    SgeList, Status,
 };
 use rdmux_wire::Malformed;
 use rdmux_wire::dsm::MESSAGE_LEN;
@@ -19,7 +20,7 @@ use crate::window::{RECEIVES, Slot, Window};
 pub(crate) const READS: u32 = 32;
 
 /// Completions that the queue of all links must hold for one link.
-pub(crate) const COMPLETIONS: u32 = 2 * RECEIVES + READS;
+pub(crate) const COMPLETIONS: u32 = 2 * RECEIVES + READS + 1;
 
 /// Reason why a link has no use any more.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +68,7 @@ pub(crate) enum WorkId {
     Receive(u32),
     Send(u32),
     Read(u32),
+    Probe,
 }
 
 impl WorkId {
@@ -76,6 +78,7 @@ impl WorkId {
             WorkId::Receive(number) => (0, number),
             WorkId::Send(number) => (1, number),
             WorkId::Read(number) => (2, number),
+            WorkId::Probe => (3, 0),
         };
         kind << 62 | u64::from(node & 0x3fff_ffff) << 32 | u64::from(number)
     }
@@ -86,7 +89,8 @@ impl WorkId {
         let id = match wr_id >> 62 {
             0 => WorkId::Receive(number),
             1 => WorkId::Send(number),
-            _ => WorkId::Read(number),
+            2 => WorkId::Read(number),
+            _ => WorkId::Probe,
         };
         ((wr_id >> 32) as u32 & 0x3fff_ffff, id)
     }
@@ -105,7 +109,7 @@ impl Prepared {
     /// Prepares the link to a node.
     pub(crate) fn new(node: u32, pd: &ProtectionDomain, cq: &CompletionQueue) -> Result<Prepared, OpenError> {
         let mut options = QpOptions::new(cq);
-        options.max_send_wr = RECEIVES + READS;
+        options.max_send_wr = RECEIVES + READS + 1;
         options.max_recv_wr = RECEIVES;
         let qp = pd.create_qp(&options)?;
         // Receives, then sends.
@@ -139,6 +143,7 @@ impl Prepared {
             waiting: VecDeque::new(),
             reads: 0,
             waiting_reads: VecDeque::new(),
+            probed: None,
         }
     }
 }
@@ -161,6 +166,8 @@ pub(crate) struct Link {
     waiting: VecDeque<[u8; MESSAGE_LEN]>,
     reads: u32,
     waiting_reads: VecDeque<(Sge, RemoteBuffer, u32)>,
+    /// Time of the question that was not answered yet.
+    probed: Option<Instant>,
 }
 
 impl Link {
@@ -249,6 +256,28 @@ impl Link {
             false => request,
         })?;
         Ok(())
+    }
+
+    /// Asks whether the node is there, unless it has not answered the question before. Returns since when it has not. The question is a WRITE of no
+    /// bytes, which the node's device acknowledges.
+    pub(crate) fn probe(&mut self, now: Instant) -> Result<Option<Instant>, LinkError> {
+        if self.probed.is_none() {
+            self.probed = Some(now);
+            let nothing = RemoteBuffer {
+                address: 0,
+                length: 0,
+                rkey: RKey(0),
+            };
+            let request = SendRequest::write(SgeList::EMPTY, nothing).signaled();
+            self.qp.post_send(request.wr_id(WorkId::Probe.of(self.node)))?;
+            return Ok(None);
+        }
+        Ok(self.probed)
+    }
+
+    /// Takes the completion of a probe.
+    pub(crate) fn has_probed(&mut self) {
+        self.probed = None;
     }
 
     /// Returns whether the node has disconnected, or the connection has failed.

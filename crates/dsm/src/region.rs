@@ -141,6 +141,66 @@ impl Region {
         Ok(())
     }
 
+    /// Copies bytes of the region. The bytes of one page are those of one moment.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if a page was lost with a node.
+    ///
+    /// # Panics
+    /// If the bytes are not in the region.
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+        let alias = self.pages.view().alias();
+        self.by_page(offset, out.len(), |page, bytes, at| {
+            // The frame is up to date as long as the driver takes no right.
+            self.shared
+                .access(self.number, &self.pages, page, Access::Read, || {
+                    alias.mapping().read(at, &mut out[bytes.clone()])
+                })
+        })
+    }
+
+    /// Writes bytes of the region. Those of one page are written at one moment.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if a page was lost with a node. Those before are written.
+    ///
+    /// # Panics
+    /// If the bytes are not in the region.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        let alias = self.pages.view().alias();
+        self.by_page(offset, bytes.len(), |page, part, at| {
+            self.shared
+                .access(self.number, &self.pages, page, Access::Write, || {
+                    alias.mapping().write(at, &bytes[part.clone()])
+                })
+        })
+    }
+
+    /// Calls a function for the part of some bytes that is in each page: with the page, the part, and its offset in the region.
+    fn by_page(
+        &self,
+        offset: u64,
+        len: usize,
+        mut f: impl FnMut(u32, Range<usize>, u64) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let all = self.mapping().len() as u64;
+        let end = offset.checked_add(len as u64);
+        assert!(
+            end.is_some_and(|end| end <= all),
+            "{len} bytes at {offset} of {all}"
+        );
+        let page_bytes = rustix::param::page_size() as u64;
+        let mut done = 0;
+        while done < len {
+            let at = offset + done as u64;
+            let left = (page_bytes - at % page_bytes) as usize;
+            let part = done..len.min(done + left);
+            done = part.end;
+            f((at / page_bytes) as u32, part, at)?;
+        }
+        Ok(())
+    }
+
     /// Returns an array of `len` numbers, the first at a byte of the region.
     ///
     /// # Panics

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
-use rdmux_verbs::{CompletionQueue, ProtectionDomain};
+use rdmux_verbs::{CompletionQueue, Fault, ProtectionDomain};
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
@@ -108,6 +108,8 @@ pub(crate) struct Shared {
     cq: CompletionQueue,
     waker: Waker,
     stops: AtomicBool,
+    /// A node that does not answer for so long has to leave.
+    lease: Duration,
     /// Regions whose faults the service thread reads.
     readers: Mutex<Vec<(u32, Pages)>>,
 }
@@ -127,6 +129,7 @@ impl Session {
             cq: joined.cq,
             waker: Waker::new()?,
             stops: AtomicBool::new(false),
+            lease: cluster.lease,
             readers: Mutex::default(),
         });
         let service = {
@@ -441,6 +444,21 @@ impl Shared {
     /// # Errors
     /// [`Error::Lost`] if the page was lost with a node.
     pub(crate) fn acquire(&self, region: u32, pages: &Pages, page: u32, access: Access) -> Result<(), Error> {
+        self.access(region, pages, page, access, || Ok(()))
+    }
+
+    /// Waits until this node has a right to a page, and calls a function before any other node can take it.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the page was lost with a node.
+    pub(crate) fn access(
+        &self,
+        region: u32,
+        pages: &Pages,
+        page: u32,
+        access: Access,
+        mut f: impl FnMut() -> Result<(), Fault>,
+    ) -> Result<(), Error> {
         let mut has_asked = false;
         self.wait(|driver| {
             if let Some(error) = driver.failure() {
@@ -453,15 +471,15 @@ impl Shared {
                     node: node.number(),
                 });
             }
-            if pages.allow(page, access) {
-                return Ok(Some(()));
-            }
-            if !has_asked || !driver.is_asked(region, page) {
+            if !pages.allow(page, access) && (!has_asked || !driver.is_asked(region, page)) {
                 has_asked = true;
                 driver.fault(region, page, access);
             }
-            // A right that is there already, or that this node may give itself, comes at once.
-            Ok(pages.allow(page, access).then_some(()))
+            // A right that this node may give itself comes at once.
+            match pages.allow(page, access) {
+                true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
+                false => Ok(None),
+            }
         })
     }
 

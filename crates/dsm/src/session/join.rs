@@ -40,7 +40,7 @@ pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error
     })?;
     let mut joining = Join {
         cluster,
-        params: params(cluster.lease),
+        params: params(),
         deadline: Instant::now() + timeout,
         timeout,
         device,
@@ -61,16 +61,10 @@ fn address_of(cluster: &Cluster, node: NodeId) -> SocketAddr {
     cluster.address(node).unwrap_or(unspecified)
 }
 
-/// Returns parameters of connections that fail when the peer does not acknowledge for the time of a lease.
-fn params(lease: Duration) -> ConnectParams {
-    let retry_count = 7;
-    // The first transmission and all retries wait for the timeout each: 4.096 us x 2^code, and up to four times that.
-    let each_us = lease.as_secs_f64() * 1e6 / f64::from(retry_count + 1) / 4.096;
-    let code = each_us.log2().floor().clamp(8.0, 21.0);
+/// Rights of the peer: it reads frames, and asks by empty WRITEs whether this node is there.
+fn params() -> ConnectParams {
     ConnectParams {
-        access: Access::LOCAL_WRITE | Access::REMOTE_READ,
-        ack_timeout: Some(code as u8),
-        retry_count: retry_count as u8,
+        access: Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ,
         ..ConnectParams::default()
     }
 }

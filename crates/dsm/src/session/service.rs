@@ -12,10 +12,14 @@ use super::{LOOK, Shared};
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
 
+/// Questions whether a node is there, in the time of a lease.
+const PROBES: u32 = 8;
+
 /// Serves until the node leaves.
 pub(super) fn serve(shared: &Shared) {
     let mut waiting = Waiting::new(None);
     let mut faults = Vec::new();
+    let mut probed = Instant::now();
     while !shared.stops.load(Ordering::Acquire) {
         let readers = {
             let readers = shared.readers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -24,6 +28,14 @@ pub(super) fn serve(shared: &Shared) {
         let began = Instant::now();
         while !turn(shared, &readers, &mut faults) && waiting.pause(began) {}
         waiting.came(began);
+        if probed.elapsed() >= shared.lease / PROBES {
+            probed = Instant::now();
+            let mut driver = shared.lock();
+            // A node that fell silent just after an answer is noticed before its lease is over.
+            driver.probe(shared.lease / PROBES * (PROBES - 2));
+            // Nodes may have left.
+            shared.changed.notify_all();
+        }
         sleep(shared, &readers);
     }
 }
@@ -67,11 +79,8 @@ fn sleep(shared: &Shared, readers: &[(u32, Pages)]) {
     ];
     let userfaults = readers.iter().filter_map(|(_, pages)| pages.view().userfault());
     fds.extend(userfaults.map(|userfault| PollFd::new(userfault, PollFlags::IN)));
-    let woken = poll(&mut fds, Some(&timespec(LOOK)));
-    if matches!(woken, Ok(0)) {
-        shared.lock().look_at_links();
-        shared.changed.notify_all();
-    }
+    // Its end tells nothing: all is looked at.
+    let _ = poll(&mut fds, Some(&timespec((shared.lease / PROBES).min(LOOK))));
     shared.waker.reset_if_woken();
     shared.cq.take_event();
 }

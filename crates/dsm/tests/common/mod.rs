@@ -14,15 +14,15 @@ use rustix::process::{Pid, Signal, kill_process};
 /// Set to what a node does.
 const PART: &str = "RDMUX_DSM_TEST_PART";
 
-pub const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-pub const MODES: [FaultMode; 3] = [FaultMode::Thread, FaultMode::Inline, FaultMode::Mprotect];
+pub(crate) const MODES: [FaultMode; 3] = [FaultMode::Thread, FaultMode::Inline, FaultMode::Mprotect];
 
 /// What the nodes of a test do.
-pub type Part = (&'static str, fn(&Session));
+pub(crate) type Part = (&'static str, fn(&Session));
 
 /// Runs the part of this process, if it is a node: called by the test `node`, which does nothing else.
-pub fn run_as_node(parts: &[Part]) {
+pub(crate) fn run_as_node(parts: &[Part]) {
     let Ok(name) = std::env::var(PART) else { return };
     rdmux_soft::register();
     let (_, part) = parts.iter().find(|(part, _)| *part == name).expect("a part");
@@ -31,13 +31,13 @@ pub fn run_as_node(parts: &[Part]) {
 }
 
 /// A node that runs. Dropping it kills the process.
-pub struct Node {
+pub(crate) struct Node {
     child: Child,
     output: File,
 }
 
 /// Starts the nodes of a cluster on this host.
-pub fn start(part: &str, nodes: u32, mode: FaultMode, lease: Duration) -> Vec<Node> {
+pub(crate) fn start(part: &str, nodes: u32, mode: FaultMode, lease: Duration) -> Vec<Node> {
     rdmux_soft::register();
     let clusters = Cluster::on_this_host(Ipv4Addr::LOCALHOST.into(), nodes).unwrap();
     let start = |mut cluster: Cluster| {
@@ -59,25 +59,25 @@ pub fn start(part: &str, nodes: u32, mode: FaultMode, lease: Duration) -> Vec<No
 }
 
 /// Starts nodes, waits for them, and checks that all succeed. Returns what each has printed.
-pub fn run(part: &str, nodes: u32, mode: FaultMode) -> Vec<String> {
+pub(crate) fn run(part: &str, nodes: u32, mode: FaultMode) -> Vec<String> {
     let nodes = start(part, nodes, mode, Cluster::LEASE);
     nodes.into_iter().map(Node::succeed).collect()
 }
 
 impl Node {
-    pub fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
     /// Waits for its end. Returns its exit status, or the negative number of the signal that has ended it, and what it has printed.
-    pub fn wait(mut self) -> (i32, String) {
+    pub(crate) fn wait(mut self) -> (i32, String) {
         let status = self.child.wait().unwrap();
         let code = status.code().or(status.signal().map(|signal| -signal));
         (code.unwrap(), self.printed())
     }
 
     /// Returns what it has printed so far.
-    pub fn printed(&mut self) -> String {
+    pub(crate) fn printed(&mut self) -> String {
         let mut text = String::new();
         self.output.rewind().unwrap();
         self.output.read_to_string(&mut text).unwrap();
@@ -85,7 +85,7 @@ impl Node {
     }
 
     /// Waits until it has succeeded. Returns what it has printed.
-    pub fn succeed(self) -> String {
+    pub(crate) fn succeed(self) -> String {
         let (status, text) = self.wait();
         assert_eq!(status, 0, "{text}");
         text
