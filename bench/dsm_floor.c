@@ -11,7 +11,8 @@
  *         pull     the same, but the home copies them
  * HOME    polling    looks for requests all the time
  *         computing  looks each BUSY_US (20); faults come at random times
- *         asleep     sleeps in a futex, a millisecond before the next fault
+ *         asleep     sleeps in a futex; a millisecond passes before each fault
+ *         none       is not asked: the fault alone; not for push and pull
  *
  * The numbers of userfaultfd are defined here, since headers of older systems lack the newer ones. Needs Linux 6.4, no privilege. */
 #include "measure.h"
@@ -67,8 +68,8 @@ struct installation {
 
 enum fault { READ, WRITE, UPGRADE, PUSH, PULL, FAULTS };
 static const char *const FAULT_NAMES[] = {"read", "write", "upgrade", "push", "pull"};
-enum home { POLLING, COMPUTING, ASLEEP, HOMES };
-static const char *const HOME_NAMES[] = {"polling", "computing", "asleep"};
+enum home { POLLING, COMPUTING, ASLEEP, NONE, HOMES };
+static const char *const HOME_NAMES[] = {"polling", "computing", "asleep", "none"};
 
 /* Requests: a number, which differs from the one before, and a page to copy or one of these. */
 enum { NO_PAGE = 0xffff, ALL_PAGES = 0xfffe, END = 0xfffd };
@@ -139,7 +140,8 @@ static void on_fault(int signal, siginfo_t *info, void *context)
 	(void)signal, (void)context;
 	size_t at = (uintptr_t)info->si_addr / PAGE * PAGE - (uintptr_t)view;
 	CHECK(at < BYTES);
-	ask(fault == UPGRADE ? NO_PAGE : at / PAGE);
+	if (home != NONE)
+		ask(fault == UPGRADE ? NO_PAGE : at / PAGE);
 	if (fault == UPGRADE) {
 		struct protection protection = {(uintptr_t)view + at, PAGE, WRITEPROTECT_DONTWAKE};
 		CHECK(!ioctl(uffd, WRITEPROTECT, &protection));
@@ -220,8 +222,8 @@ static void measure(void)
 {
 	static double us[PAGES * 22];
 	bool copies = fault == PUSH || fault == PULL;
-	/* A fault takes much longer with the other homes. */
-	size_t rounds = copies ? 200 : home == POLLING ? 20 : home == COMPUTING ? 4 : 1;
+	/* Faults of a home that computes or sleeps take much longer. */
+	size_t rounds = copies ? 200 : home == COMPUTING ? 4 : home == ASLEEP ? 1 : 20;
 	size_t count = 0, warm_up = 0;
 	for (size_t round = 0; round < rounds + rounds / 10; round++) {
 		if (round == rounds / 10)
