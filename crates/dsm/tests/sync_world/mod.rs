@@ -413,14 +413,16 @@ impl World {
         if recovered.is_some_and(|it| !self.has_left(place(it))) {
             return Some("a lock is recovered from a member");
         }
+        let is_unmarked = self.owed.contains(&object) && recovered.is_none();
+        // A node that is expelled may get the mark, and give the lock back, before the lock's home hears of that.
+        if mode == Mode::Exclusive {
+            self.owed.remove(&object);
+        }
         if self.has_left(self.threads[index].at) {
             return None;
         }
-        if self.owed.contains(&object) && recovered.is_none() {
+        if is_unmarked {
             return Some("a lock is recovered without a mark");
-        }
-        if mode == Mode::Exclusive {
-            self.owed.remove(&object);
         }
         let members = self.threads.iter().filter(|it| !self.has_left(it.at));
         let holds = members.flat_map(|it| it.holds.iter()).filter(|it| it.0 == object);
