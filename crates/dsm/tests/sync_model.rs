@@ -1,6 +1,7 @@
 //! All states of small worlds of synchronisation keep the rules.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod network;
 mod sync_world;
 
 use sync_world::model::{LARGE, SMALL, Worlds};

@@ -2,8 +2,6 @@
 #![allow(dead_code, reason = "each test uses a part")]
 
 pub(crate) mod model;
-#[path = "../world/network.rs"]
-mod network;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -14,8 +12,8 @@ use rdmux_dsm::sync::{
     Action, Body, Call, Failure, Message, Mode, Node, NodeId, Operation, Outcome, Success,
 };
 
-pub(crate) use network::Place;
-use network::{Network, Underway};
+pub(crate) use crate::network::Place;
+use crate::network::{Network, Underway};
 
 /// A step of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
