@@ -1,6 +1,7 @@
 //! Each deliberate defect is caught by the model checkers.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod network;
 mod sync_world;
 mod world;
 

@@ -1,6 +1,7 @@
 //! Random runs of synchronisation with more nodes, threads and objects than the model checker can do.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod network;
 mod sync_world;
 
 use std::num::NonZeroU32;

@@ -39,9 +39,10 @@ impl Lock {
     /// Gives the lock to all that can have it now.
     pub(super) fn give(&mut self, object: u64, answers: &mut Answers<'_>) {
         while let Some((party, mode)) = self.queue.front().copied() {
-            let is_shared = (mode == Mode::Shared || mutant!(WriterAmongReaders))
-                && (self.holders.iter().all(|it| it.1 == Mode::Shared) || mutant!(ReaderBesideWriter));
-            if !self.holders.is_empty() && !is_shared {
+            let wants_alone = mode == Mode::Exclusive && !mutant!(WriterAmongReaders);
+            let is_alone =
+                self.holders.iter().any(|it| it.1 == Mode::Exclusive) && !mutant!(ReaderBesideWriter);
+            if is_alone || (wants_alone && !self.holders.is_empty()) {
                 return;
             }
             self.queue.pop_front();

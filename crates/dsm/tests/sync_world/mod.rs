@@ -2,8 +2,6 @@
 #![allow(dead_code, reason = "each test uses a part")]
 
 pub(crate) mod model;
-#[path = "../world/network.rs"]
-mod network;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -14,8 +12,8 @@ use rdmux_dsm::sync::{
     Action, Body, Call, Failure, Message, Mode, Node, NodeId, Operation, Outcome, Success,
 };
 
-pub(crate) use network::Place;
-use network::{Network, Underway};
+pub(crate) use crate::network::Place;
+use crate::network::{Network, Underway};
 
 /// A step of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -413,14 +411,16 @@ impl World {
         if recovered.is_some_and(|it| !self.has_left(place(it))) {
             return Some("a lock is recovered from a member");
         }
+        let is_unmarked = self.owed.contains(&object) && recovered.is_none();
+        // A node that is expelled may get the mark, and give the lock back, before the lock's home hears of that.
+        if mode == Mode::Exclusive {
+            self.owed.remove(&object);
+        }
         if self.has_left(self.threads[index].at) {
             return None;
         }
-        if self.owed.contains(&object) && recovered.is_none() {
+        if is_unmarked {
             return Some("a lock is recovered without a mark");
-        }
-        if mode == Mode::Exclusive {
-            self.owed.remove(&object);
         }
         let members = self.threads.iter().filter(|it| !self.has_left(it.at));
         let holds = members.flat_map(|it| it.holds.iter()).filter(|it| it.0 == object);

@@ -46,6 +46,10 @@ const EXPULSION: Mishaps = Mishaps {
     expulsions: 1,
     ..NONE
 };
+const CRASH_AND_EXPULSION: Mishaps = Mishaps {
+    expulsions: 1,
+    ..CRASH
+};
 const ALL_BUT_EXPULSION: Mishaps = Mishaps {
     crashes: 1,
     ..DUPLICATES
@@ -171,6 +175,7 @@ pub(crate) const SMALL: &[Worlds] = &[
         || locks(&[0, 1, 1]),
         CRASH,
     ),
+    worlds("lock, 3 nodes, crash", &[0], || locks(&[0, 1, 2]), CRASH),
     worlds("lock, 3 nodes, expulsion", &[0], || locks(&[0, 1, 2]), EXPULSION),
     worlds(
         "lock, 3 nodes, reordered, duplicate",
@@ -237,6 +242,12 @@ pub(crate) const SMALL: &[Worlds] = &[
         CRASH,
     ),
     worlds(
+        "condition, 3 nodes, a lock at a third one, crash and expulsion",
+        &[2, 0],
+        || conditions(&[1, 2], SIGNAL),
+        CRASH_AND_EXPULSION,
+    ),
+    worlds(
         "condition, 3 nodes, expulsion",
         &[0, 1],
         || conditions(&[1, 2], SIGNAL),
@@ -266,6 +277,73 @@ pub(crate) const SMALL: &[Worlds] = &[
         &[0],
         || additions(&[0, 1]),
         DUPLICATES,
+    ),
+];
+
+/// Sets that take longer.
+pub(crate) const LARGE: &[Worlds] = &[
+    worlds(
+        "lock, 3 nodes, reordered, duplicate, crash",
+        &[0],
+        || locks(&[0, 1, 2]),
+        ALL_BUT_EXPULSION,
+    ),
+    worlds(
+        "lock, 3 nodes, 2 crashes",
+        &[0],
+        || locks(&[0, 1, 2]),
+        TWO_CRASHES,
+    ),
+    worlds(
+        "lock, 4 threads of 3 nodes, crash",
+        &[0],
+        || locks(&[0, 1, 2, 2]),
+        CRASH,
+    ),
+    worlds(
+        "lock, 3 nodes, crash and expulsion",
+        &[0],
+        || locks(&[0, 1, 2]),
+        CRASH_AND_EXPULSION,
+    ),
+    worlds(
+        "barrier, 3 nodes, reordered, duplicate, crash",
+        &[0],
+        || barriers(&[0, 1, 2]),
+        ALL_BUT_EXPULSION,
+    ),
+    worlds(
+        "barrier, 4 threads, crash and expulsion",
+        &[0],
+        || barriers(&[0, 1, 1, 2]),
+        CRASH_AND_EXPULSION,
+    ),
+    worlds(
+        "condition, 2 waiters, crash and expulsion",
+        &[0, 1],
+        || conditions(&[1, 2, 0], BROADCAST),
+        CRASH_AND_EXPULSION,
+    ),
+    worlds(
+        "condition, 2 waiters at one node, reordered, duplicate, crash",
+        &[0, 1],
+        || conditions(&[2, 2, 0], BROADCAST),
+        ALL_BUT_EXPULSION,
+    ),
+    worlds(
+        "condition, reordered, duplicate, 2 crashes",
+        &[0, 0, 2],
+        || conditions(&[1, 2], SIGNAL),
+        Mishaps {
+            crashes: 2,
+            ..DUPLICATES
+        },
+    ),
+    worlds(
+        "word, 3 nodes, reordered, duplicate, crash",
+        &[0],
+        || additions(&[0, 1, 2]),
+        ALL_BUT_EXPULSION,
     ),
 ];
 

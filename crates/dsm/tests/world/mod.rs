@@ -3,15 +3,14 @@
 
 pub(crate) mod history;
 pub(crate) mod model;
-mod network;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rdmux_dsm::protocol::{Access, Action, Body, Homes, Message, Node, NodeId, Right, Settings};
 
-pub(crate) use network::Place;
-use network::{Network, Underway};
+pub(crate) use crate::network::Place;
+use crate::network::{Network, Underway};
 
 /// An access of a program: the kind and the unit.
 pub(crate) type Operation = (Access, usize);
