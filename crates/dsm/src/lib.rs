@@ -25,6 +25,7 @@ mod window;
 pub use array::{Array, Number};
 pub use cluster::{Cluster, ClusterError, FileError, HostError, NODES_MAX};
 pub use driver::{REGIONS_MAX, Stat};
+pub use rdmux_wire::dsm::joining::VERSION;
 pub use region::Region;
 pub use session::{Error, FaultMode, RegionOptions, Session};
 pub use thread::{LockGuard, Thread};

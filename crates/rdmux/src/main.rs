@@ -85,6 +85,7 @@ fn long_version() -> &'static str {
         let protocols = [
             ("push", rdmux_push::VERSION),
             ("log", rdmux_log::VERSION),
+            ("dsm", rdmux_dsm::VERSION),
             ("perf", cmd::perf::VERSION.into()),
             ("node", rdmux_wire::node::control::VERSION),
         ];
