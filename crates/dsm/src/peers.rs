@@ -19,8 +19,8 @@ pub(crate) struct Peers {
     own: NodeId,
     epoch: u64,
     is_expelled: bool,
-    /// The node that has left last, and the epoch of which this node heard with it.
-    departed: Option<(u64, NodeId)>,
+    /// Nodes that have left, in this order, and the epochs with which this node heard of that.
+    departed: Vec<(u64, NodeId)>,
     members: BTreeMap<NodeId, Peer>,
     /// All that were members when the region began, this node included.
     first: Arc<BTreeSet<NodeId>>,
@@ -49,7 +49,7 @@ impl Peers {
             own,
             epoch,
             is_expelled: false,
-            departed: None,
+            departed: Vec::new(),
             members: others.map(|it| (*it, Peer::default())).collect(),
             first: Arc::new(members.iter().copied().chain([own]).collect()),
         }
@@ -76,9 +76,9 @@ impl Peers {
         self.first.contains(&node)
     }
 
-    /// Returns the node that has left last, and the epoch of which this node heard with it.
-    pub(crate) fn departed(&self) -> Option<(u64, NodeId)> {
-        self.departed
+    /// Returns the nodes that have left, in this order, and the epochs with which this node heard of that.
+    pub(crate) fn departed(&self) -> &[(u64, NodeId)] {
+        &self.departed
     }
 
     /// Returns the number of the next message to another member.
@@ -103,7 +103,7 @@ impl Peers {
     /// Ends the membership of nodes with a new epoch.
     pub(crate) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
         self.epoch = epoch;
-        self.departed = gone.last().map(|node| (epoch, *node)).or(self.departed);
+        self.departed.extend(gone.iter().map(|node| (epoch, *node)));
         self.members.retain(|node, _| !gone.contains(node));
         if gone.contains(&self.own) {
             self.is_expelled = true;

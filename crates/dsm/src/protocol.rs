@@ -121,7 +121,7 @@ impl Access {
     }
 }
 
-/// Homes of the units of a region. All nodes of a region have the same.
+/// Homes of the units of a region, or of its objects of [synchronisation](crate::sync). All nodes of a region have the same.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Homes {
     nodes: Arc<[NodeId]>,
