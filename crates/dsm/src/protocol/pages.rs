@@ -1,16 +1,18 @@
 //! The copies of units that this node has: the side of the protocol that asks, yields and installs.
 
-use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 
 use rdmux_wire::dsm::{Body, NodeId, Right};
 
 use super::peers::Peers;
+use super::table::Table;
 use super::{Action, Homes, Output, Violation};
 
-/// The copies, by unit. One that was never used is [`Page::default`].
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// The copies, by unit. One that was never used is [`Page::default`]. Only faults of this node's program add any, and none is removed: the numbers
+/// of tasks go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pages {
-    pages: BTreeMap<u64, Page>,
+    pages: Table<Page>,
     homes: Homes,
     /// Requests so far.
     requests: u64,
@@ -52,6 +54,17 @@ struct Recall {
     right: Right,
 }
 
+/// The module's text says how much memory it takes.
+const _: () = assert!(size_of::<Page>() <= 56);
+
+/// What never changes is left out.
+impl Hash for Pages {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.pages.hash(state);
+        self.requests.hash(state);
+    }
+}
+
 impl Page {
     /// Returns the right that is left when the protection in progress is in place, unless it is a greater one.
     fn right_kept(&self) -> Right {
@@ -91,9 +104,9 @@ impl Page {
 }
 
 impl Pages {
-    pub(super) fn new(homes: Homes) -> Pages {
+    pub(super) fn new(homes: Homes, units: u64) -> Pages {
         Pages {
-            pages: BTreeMap::new(),
+            pages: Table::new(units),
             homes,
             requests: 0,
         }
@@ -105,17 +118,17 @@ impl Pages {
 
     /// Returns the right of a copy.
     pub(super) fn right(&self, unit: u64) -> Right {
-        self.pages.get(&unit).map_or(Right::Invalid, |page| page.right)
+        self.pages.get(unit).map_or(Right::Invalid, |page| page.right)
     }
 
     /// Returns whether threads wait for a unit.
     pub(super) fn is_awaited(&self, unit: u64) -> bool {
-        self.pages.get(&unit).is_some_and(|page| page.ask.is_some())
+        self.pages.get(unit).is_some_and(|page| page.ask.is_some())
     }
 
     pub(super) fn fault(&mut self, unit: u64, needed: Right, peers: &Peers, out: &mut Output) {
         let home = self.homes.of(unit);
-        let page = self.pages.entry(unit).or_default();
+        let page = self.pages.get_or_insert(unit, Page::default);
         if let Some(node) = page.lost {
             out.act(Action::Poison { unit, node });
         } else if page.right_kept() >= needed {
@@ -143,7 +156,7 @@ impl Pages {
         out: &mut Output,
     ) -> Result<(), Violation> {
         let home = self.homes.of(unit);
-        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
         let is_changing = page.ask.as_ref().is_some_and(|it| it.step != Step::Asked);
         if is_changing || page.recall.is_some() || page.right <= right {
             return Err(Violation::Unexpected);
@@ -170,7 +183,7 @@ impl Pages {
         peers: &Peers,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
         let is_expected = page.waits_for(request) && page.recall.is_none() && source != Some(peers.own());
         let Some(ask) = page.ask.as_mut().filter(|_| is_expected) else {
             return Err(Violation::Unexpected);
@@ -197,7 +210,7 @@ impl Pages {
         node: NodeId,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
         if !page.waits_for(request) {
             return Err(Violation::Unexpected);
         }
@@ -207,7 +220,7 @@ impl Pages {
 
     pub(super) fn pulled(&mut self, unit: u64, task: u64, has_landed: bool, peers: &Peers, out: &mut Output) {
         let home = self.homes.of(unit);
-        let Some(page) = self.pages.get_mut(&unit).filter(|it| it.is_last(task)) else {
+        let Some(page) = self.pages.get_mut(unit).filter(|it| it.is_last(task)) else {
             return;
         };
         let Some(ask) = &mut page.ask else { return };
@@ -225,7 +238,7 @@ impl Pages {
 
     pub(super) fn protected(&mut self, unit: u64, task: u64, out: &mut Output) {
         let home = self.homes.of(unit);
-        let Some(page) = self.pages.get_mut(&unit).filter(|it| it.is_last(task)) else {
+        let Some(page) = self.pages.get_mut(unit).filter(|it| it.is_last(task)) else {
             return;
         };
         if let Some(recall) = page.recall.take() {
@@ -244,20 +257,18 @@ impl Pages {
     /// Ends the requests that nobody answers any more. Copies whose home is gone stay.
     pub(super) fn gone(&mut self, peers: &Peers, out: &mut Output) {
         let own = peers.own();
-        if !peers.is_member(own) {
-            for (unit, page) in &mut self.pages {
+        let mut from = 0;
+        while let Some((unit, page)) = self.pages.next_mut(from) {
+            from = unit + 1;
+            let home = self.homes.of(unit);
+            let waits = page.ask.as_ref().is_some_and(|it| it.step == Step::Asked);
+            if !peers.is_member(own) {
                 page.recall = None;
                 if page.lost.is_none() {
-                    page.poison(*unit, own, out);
+                    page.poison(unit, own, out);
                 }
-            }
-            return;
-        }
-        for (unit, page) in &mut self.pages {
-            let home = self.homes.of(*unit);
-            let waits = page.ask.as_ref().is_some_and(|it| it.step == Step::Asked);
-            if waits && !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
-                page.poison(*unit, home, out);
+            } else if waits && !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
+                page.poison(unit, home, out);
             }
         }
     }

@@ -36,7 +36,8 @@ pub(crate) struct Mishaps {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct World {
-    sites: Vec<Site>,
+    /// Worlds that differ in one step share most of them.
+    sites: Vec<Arc<Site>>,
     pub(crate) threads: Vec<Thread>,
     /// Messages underway, by sender and receiver, in their order if that counts, sorted otherwise.
     network: BTreeMap<(Place, Place), Vec<Message>>,
@@ -191,7 +192,7 @@ impl World {
             faults: 0,
         };
         World {
-            sites: (0..nodes).map(site).collect(),
+            sites: (0..nodes).map(site).map(Arc::new).collect(),
             threads: threads.iter().map(thread).collect(),
             homes: homes.into(),
             network: BTreeMap::new(),
@@ -294,6 +295,11 @@ impl World {
         (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
     }
 
+    /// Returns a site, which no other world shares from now on.
+    fn site(&mut self, at: Place) -> &mut Site {
+        Arc::make_mut(&mut self.sites[at])
+    }
+
     /// Expels a node.
     pub(crate) fn expel(&mut self, at: Place) {
         self.gone.push(at);
@@ -349,7 +355,8 @@ impl World {
             Step::Deliver { from, to, index } => {
                 let messages = self.network.get_mut(&(from, to)).unwrap();
                 let message = messages[index];
-                if self.sites[to].node.handle_message(id(from), &message).is_err() {
+                let site = Arc::make_mut(&mut self.sites[to]);
+                if site.node.handle_message(id(from), &message).is_err() {
                     // It waits where it is.
                     return;
                 }
@@ -375,8 +382,8 @@ impl World {
                 index,
                 has_landed,
             } => {
-                let Task { unit, number, what } = self.sites[at].pulls.remove(index);
-                self.sites[at].frames[unit] = match has_landed {
+                let Task { unit, number, what } = self.site(at).pulls.remove(index);
+                self.site(at).frames[unit] = match has_landed {
                     true => self.sites[what].frames[unit],
                     false => NOTHING,
                 };
@@ -393,8 +400,8 @@ impl World {
                 Some(unit)
             }
             Step::Protected { at, index } => {
-                let Task { unit, number, what } = self.sites[at].protects.remove(index);
-                self.sites[at].views[unit] = what;
+                let Task { unit, number, what } = self.site(at).protects.remove(index);
+                self.site(at).views[unit] = what;
                 let is_pull = false;
                 self.end_task(
                     at,
@@ -409,17 +416,19 @@ impl World {
             }
             Step::Repeat { at, index } => {
                 self.mishaps.repeats -= 1;
-                let ended = self.sites[at].ended.remove(index);
+                let ended = self.site(at).ended.remove(index);
                 self.report(at, ended, true);
                 if self.mishaps.repeats == 0 {
-                    self.sites.iter_mut().for_each(|it| it.ended.clear());
+                    self.sites
+                        .iter_mut()
+                        .for_each(|it| Arc::make_mut(it).ended.clear());
                 }
                 Some(ended.unit)
             }
             Step::Crash(at) => {
                 self.mishaps.crashes -= 1;
                 self.gone.push(at);
-                self.sites[at].is_running = false;
+                self.site(at).is_running = false;
                 self.network.retain(|(_, to), _| *to != at);
                 None
             }
@@ -429,7 +438,7 @@ impl World {
                 None
             }
             Step::Tell { at, epoch } => {
-                let node = &mut self.sites[at].node;
+                let node = &mut Arc::make_mut(&mut self.sites[at]).node;
                 let gone = &self.gone[node.epoch() as usize..epoch as usize];
                 let gone: Vec<_> = gone.iter().map(|it| id(*it)).collect();
                 node.handle_gone(epoch, &gone);
@@ -450,7 +459,7 @@ impl World {
     fn access(&mut self, index: usize) -> usize {
         let thread = &mut self.threads[index];
         let (at, (access, unit)) = (thread.at, thread.next().unwrap());
-        let site = &mut self.sites[at];
+        let site = Arc::make_mut(&mut self.sites[at]);
         if site.views[unit] >= access.needs() {
             if access == Access::Write {
                 // Each write has a value of its own.
@@ -479,7 +488,7 @@ impl World {
         self.report(at, ended, has_landed);
         self.poison(at, ended.unit);
         if self.mishaps.repeats > 0 {
-            let repeatable = &mut self.sites[at].ended;
+            let repeatable = &mut self.site(at).ended;
             repeatable.push(ended);
             if repeatable.len() > REPEATABLE {
                 repeatable.remove(0);
@@ -488,7 +497,7 @@ impl World {
     }
 
     fn report(&mut self, at: Place, ended: Ended, has_landed: bool) {
-        let (node, unit) = (&mut self.sites[at].node, ended.unit as u64);
+        let (node, unit) = (&mut self.site(at).node, ended.unit as u64);
         match ended.is_pull {
             true => node.handle_pulled(unit, ended.number, has_landed),
             false => node.handle_protected(unit, ended.number),
@@ -498,7 +507,7 @@ impl World {
 
     /// Poisons a unit if that is to be done and no task is in progress.
     fn poison(&mut self, at: Place, unit: usize) {
-        let site = &mut self.sites[at];
+        let site = self.site(at);
         if site.is_poisoned[unit] && !site.has_task(unit) {
             site.views[unit] = Right::Invalid;
             self.end_waits(at, unit, |thread| thread.end(None));
@@ -508,8 +517,8 @@ impl World {
     /// Does what a node's driver does, and returns whether the hostile node is accused.
     fn carry_out(&mut self, at: Place) -> bool {
         let mut is_accused = false;
-        while let Some(action) = self.sites[at].node.poll_action() {
-            let site = &mut self.sites[at];
+        while let Some(action) = self.site(at).node.poll_action() {
+            let site = self.site(at);
             match action {
                 Action::Send { to, message } => {
                     self.send(at, place(to), message);
