@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::VecDeque;
 
-use rdmux_dsm::protocol::{Access, Action, Homes, Message, Node, NodeId, Settings};
+use rdmux_dsm::protocol::{Access, Action, Body, Homes, Message, Node, NodeId, Right, Settings};
 
 /// The system's allocator, which counts what each thread does.
 struct Counting;
@@ -43,6 +43,7 @@ static ALLOCATOR: Counting = Counting;
 /// Bytes of the parts, as the module's text says.
 const COPY_MAX: usize = 80;
 const ENTRY_MAX: usize = 120;
+const REQUEST_MAX: usize = 48;
 const TREE_NODE: usize = 72;
 
 const fn id(number: u32) -> NodeId {
@@ -185,4 +186,109 @@ fn large_region__takes_memory_for_units_that_are_used_only() {
     assert!(dense < count * (COPY_MAX + ENTRY_MAX));
     // 2^32 units are 8 levels.
     assert!(sparse < count * (COPY_MAX + ENTRY_MAX + 2 * 8 * TREE_NODE));
+}
+
+/// Makes node 0, home of all units, of the members 0 and 1.
+fn home(units: u64) -> Node {
+    let settings = Settings {
+        members: vec![id(0), id(1)],
+        ..settings(1, units)
+    };
+    Node::new(id(0), &settings)
+}
+
+/// Makes a message of the request that has the number of its unit.
+fn message(sequence: u64, unit: u64, body: Body) -> Message {
+    Message {
+        region: 1,
+        epoch: 0,
+        sequence,
+        request: unit,
+        unit,
+        body,
+    }
+}
+
+/// A member asks for every unit whose home a node is, and never answers. Then it leaves.
+#[test]
+fn hostile_member__costs_its_home_a_bounded_number_of_bytes_a_unit() {
+    const UNITS: u64 = 1 << 14;
+    let mut node = home(UNITS);
+    let mut sequence = 0;
+    let mut send = |node: &mut Node, unit, body| {
+        node.handle_message(id(1), &message(sequence, unit, body))
+            .unwrap();
+        sequence += 1;
+        while node.poll_action().is_some() {}
+    };
+    let count = usize::try_from(UNITS).unwrap();
+    // Messages that nothing has asked for make no entry.
+    let bytes = taken(|| {
+        for body in [
+            Body::Yielded,
+            Body::Installed,
+            Body::Failed,
+            Body::Recall(Right::Invalid),
+        ] {
+            (0..UNITS).for_each(|unit| send(&mut node, unit, body));
+        }
+    });
+    assert!(bytes < 4096, "{bytes} bytes for messages that are wrong");
+    let bytes = taken(|| {
+        for body in [
+            Body::Ask(Right::Shared),
+            Body::Ask(Right::Exclusive),
+            Body::Ask(Right::Shared),
+        ] {
+            (0..UNITS).for_each(|unit| send(&mut node, unit, body));
+        }
+    });
+    println!("bytes of a unit: {}", bytes / count);
+    // A request is carried out, another one waits, and more are refused.
+    assert!(bytes < count * (ENTRY_MAX + 2 * REQUEST_MAX));
+    let bytes = taken(|| node.handle_gone(1, &[id(1)]));
+    assert!(
+        bytes == 0 || bytes > usize::MAX / 2,
+        "the end of a member takes {bytes} bytes"
+    );
+}
+
+/// The home has a unit, a member asks to write it, and leaves before the home has yielded.
+#[test]
+fn entry__that_is_as_at_the_beginning_makes_room_for_another() {
+    const UNITS: u64 = 1 << 12;
+    let mut node = home(2 * UNITS);
+    let mut protects = vec![];
+    for unit in 0..UNITS {
+        node.handle_fault(unit, Access::Write);
+        while let Some(action) = node.poll_action() {
+            if let Action::Protect { unit, task, .. } = action {
+                node.handle_protected(unit, task);
+            }
+        }
+        let ask = message(unit, unit, Body::Ask(Right::Exclusive));
+        node.handle_message(id(1), &ask).unwrap();
+        let recall = std::iter::from_fn(|| node.poll_action());
+        protects.extend(recall.filter_map(|it| match it {
+            Action::Protect { unit, task, .. } => Some((unit, task)),
+            _ => None,
+        }));
+    }
+    assert_eq!(protects.len() as u64, UNITS);
+    node.handle_gone(1, &[id(1)]);
+    for (unit, task) in protects {
+        node.handle_protected(unit, task);
+        assert_eq!(node.lost(unit), None);
+        assert!(node.holders(unit).is_empty());
+    }
+    // The other units have entries, too, but only the copies take more memory.
+    let bytes = taken(|| {
+        for unit in UNITS..2 * UNITS {
+            node.handle_fault(unit, Access::Write);
+            while node.poll_action().is_some() {}
+        }
+    });
+    let count = usize::try_from(UNITS).unwrap();
+    println!("bytes of a unit: {}", bytes / count);
+    assert!(bytes < count * COPY_MAX);
 }
