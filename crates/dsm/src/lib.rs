@@ -10,6 +10,15 @@ pub mod mutant;
 pub mod memory;
 pub mod protocol;
 
+/// Access to a unit or a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Access {
+    /// Reading.
+    Read,
+    /// Writing, and reading.
+    Write,
+}
+
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;

@@ -117,21 +117,14 @@ use std::sync::Arc;
 
 pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
+pub use crate::Access;
+
 use self::directory::Directory;
 use self::pages::Pages;
 use self::peers::Peers;
 
-/// An access that a program attempted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Access {
-    /// Read.
-    Read,
-    /// Write.
-    Write,
-}
-
 impl Access {
-    /// Returns the right that the access needs.
+    /// Returns the right that a program needs for the access.
     pub fn needs(self) -> Right {
         match self {
             Access::Read => Right::Shared,
