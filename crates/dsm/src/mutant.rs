@@ -51,4 +51,12 @@ mutants! {
     ReadNotAwaited,
     /// The contents of a unit that is shared are lost with the first node that had them.
     SharedLost,
+    /// A registrar makes each node that asks the home.
+    RegistrationForgotten,
+    /// A node acts as the home before it knows that it is.
+    EarlyTaken,
+    /// A request that comes before its receiver knows that it is the home is forgotten.
+    EarlyForgotten,
+    /// Requests that wait for the news of the home are kept when the registrar is gone.
+    EarlyNotRefused,
 }

@@ -6,7 +6,7 @@
 //!
 //! # Protocol
 //!
-//! Each unit has a home. The home has an entry for the unit, and carries out one request at a time; the others wait there, in the order of
+//! Each unit has a home ([`Homes`]). The home has an entry for the unit, and carries out one request at a time; the others wait there, in the order of
 //! their arrival. All messages go between the home and one other node. (A home that is itself the node sends itself the same messages, which
 //! are handled at once.) They are those of [`rdmux_wire::dsm`]:
 //!
@@ -28,6 +28,8 @@
 //! | state | event | next | output |
 //! |---|---|---|---|
 //! | right below the need, no request | fault | Asked | Ask |
+//! | the same, home not known | fault | Locating | Locate |
+//! | Locating | Home | Asked; poisoned if the home is gone | Ask; Poison |
 //! | any, request | fault | as before | none: the wake-up wakes all; who needs more faults again |
 //! | right enough | fault | as before | Wake |
 //! | no recall; no request or Asked | Recall to a right below | recall | Protect |
@@ -35,6 +37,7 @@
 //! | Asked, no recall | Grant with a source | Pulling | Pull |
 //! | Asked, no recall | Grant without source | Installing | Protect |
 //! | Asked | Refuse, or the home is gone | poisoned | Poison |
+//! | Locating | the registrar is gone | poisoned | Poison |
 //! | Pulling | the contents have landed | Installing | Protect |
 //! | Pulling | they could not be read | Asked; poisoned if the home is gone | Failed; Poison |
 //! | Installing | protected | right as granted, no request | Installed, Wake |
@@ -51,6 +54,23 @@
 //! | Granting | Installed | the holder is recorded; the next request |
 //! | Granting | Failed, the source is gone | Granting again, with another fresh source; Refuse if there is none |
 //! | Granting | Failed, the source is a member | as before, until the source is gone |
+//!
+//! ## Homes by first touch
+//!
+//! In such a region ([`Homes::first_touch`]) each unit has a *registrar*, which all nodes know. A node that lacks a right and does not know the home
+//! sends *Locate* to the registrar, and its Ask to the home that *Home* names. The registrar makes the first node that sends Locate the home, for
+//! good, and tells all who send it. So a node becomes the home of a unit only by its own request, and knows it when Home comes; a request of
+//! another node that has heard of it before waits until then:
+//!
+//! | the receiver of Ask | the request |
+//! |---|---|
+//! | knows that it is the home | is carried out in its turn |
+//! | is Locating | waits; is carried out if Home names the receiver; otherwise its sender is accused |
+//! | is Locating or not, and the registrar is gone | is refused, by the name of the registrar: nobody has got the unit |
+//! | neither, or knows another home | its sender is accused |
+//!
+//! Nodes that know the home do not need the registrar any more. For the others its end is that of the unit. A home that leaves stays the home, so
+//! its units are poisoned as everywhere.
 //!
 //! ## Races
 //!
@@ -99,12 +119,15 @@
 //! | a copy | 80 |
 //! | an entry | 120, and if the region has more than 64 nodes, another 3/8 a node |
 //! | a request at its home | 48 |
-//! | a used unit without neighbours: additionally for its copy, and for its entry | 72 for each factor of 16 in the number of units |
+//! | a home that a registrar knows | 24 |
+//! | a used unit without neighbours: additionally for each of these but requests | 72 for each factor of 16 in the number of units |
 //!
 //! A node has at most two requests for a unit at its home: one that is being carried out or has been, and one that waits. So a member
-//! that asks for all that there is makes the home of `n` units spend `n` entries and `2 n` requests; what else it sends costs nothing.
+//! that asks for all that there is makes the home of `n` units spend `n` entries and `2 n` requests, and a registrar `n` homes; what else it sends
+//! costs nothing.
 
 mod directory;
+mod homes;
 mod nodes;
 mod pages;
 mod peers;
@@ -112,16 +135,17 @@ mod slab;
 mod table;
 
 use std::collections::{BTreeSet, VecDeque};
-use std::num::NonZeroU64;
-use std::sync::Arc;
 
 pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
+pub use self::homes::{Homes, HomesError};
 pub use crate::Access;
 
 use self::directory::Directory;
+use self::nodes::Place;
 use self::pages::Pages;
 use self::peers::Peers;
+use self::table::Table;
 
 impl Access {
     /// Returns the right that a program needs for the access.
@@ -130,61 +154,6 @@ impl Access {
             Access::Read => Right::Shared,
             Access::Write => Right::Exclusive,
         }
-    }
-}
-
-/// Homes of the units of a region. All nodes of a region have the same.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Homes {
-    nodes: Arc<[NodeId]>,
-    /// Units of a run of consecutive ones, which go to the nodes in turn. Without it a hash of the unit's number chooses the node.
-    run: Option<NonZeroU64>,
-}
-
-/// Units cannot be given homes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-pub enum HomesError {
-    /// There are no nodes.
-    #[error("no nodes to be the homes of units")]
-    NoNodes,
-    /// A run has no units.
-    #[error("a run of no units")]
-    EmptyRun,
-}
-
-impl Homes {
-    /// Gives runs of `run` consecutive units to the nodes in turn.
-    ///
-    /// # Errors
-    /// There are no nodes, or a run has no units.
-    pub fn cyclic(nodes: impl Into<Arc<[NodeId]>>, run: u64) -> Result<Homes, HomesError> {
-        let run = NonZeroU64::new(run).ok_or(HomesError::EmptyRun)?;
-        Homes::new(nodes.into(), Some(run))
-    }
-
-    /// Gives each unit to the node that a hash of its number chooses.
-    ///
-    /// # Errors
-    /// There are no nodes.
-    pub fn hash(nodes: impl Into<Arc<[NodeId]>>) -> Result<Homes, HomesError> {
-        Homes::new(nodes.into(), None)
-    }
-
-    fn new(nodes: Arc<[NodeId]>, run: Option<NonZeroU64>) -> Result<Homes, HomesError> {
-        match nodes.is_empty() {
-            true => Err(HomesError::NoNodes),
-            false => Ok(Homes { nodes, run }),
-        }
-    }
-
-    /// Returns the home of a unit.
-    pub fn of(&self, unit: u64) -> NodeId {
-        let turn = match self.run {
-            Some(run) => unit / run,
-            // The multiplier is 2^64 divided by the golden ratio; the upper half depends on all bits.
-            None => unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32,
-        };
-        self.nodes[(turn % self.nodes.len() as u64) as usize]
     }
 }
 
@@ -307,6 +276,8 @@ pub struct Node {
     peers: Peers,
     pages: Pages,
     directory: Directory,
+    /// Homes of the units whose registrar this node is.
+    registered: Table<Place>,
     out: Output,
 }
 
@@ -319,6 +290,7 @@ impl Node {
             peers: Peers::new(own, settings.epoch, &settings.members),
             pages: Pages::new(settings.homes.clone(), settings.units),
             directory: Directory::new(settings.units),
+            registered: Table::new(settings.units),
             out: Output::default(),
         }
     }
@@ -374,7 +346,8 @@ impl Node {
         self.pages.gone(&self.peers, &mut self.out);
         let own = self.peers.own();
         if self.peers.is_member(own) {
-            self.directory.gone(gone, &self.peers, &mut self.out);
+            self.directory
+                .gone(gone, self.pages.homes(), &self.peers, &mut self.out);
         } else {
             self.directory = Directory::new(self.units);
         }
@@ -399,6 +372,11 @@ impl Node {
     /// Returns whether a node, maybe this one, is a member as far as this node has heard.
     pub fn is_member(&self, node: NodeId) -> bool {
         self.peers.is_member(node)
+    }
+
+    /// Returns the home of a unit. If the first use makes the home, this node knows it when the registrar has answered its first request.
+    pub fn home(&self, unit: u64) -> Option<NodeId> {
+        self.pages.home(unit)
     }
 
     /// Returns the right of this node's copy. While [`Action::Protect`] is in progress it is the one before.
@@ -439,18 +417,27 @@ impl Node {
             peers,
             pages,
             directory,
+            registered,
             out,
             ..
         } = self;
         let (home, own) = (pages.home(unit), peers.own());
-        let is_for_home = matches!(
-            body,
-            Body::Ask(_) | Body::Yielded | Body::Installed | Body::Failed
-        );
-        if home != if is_for_home { own } else { from } {
+        let registrar = pages.homes().of(unit);
+        // A node may hear of a home before that hears of itself.
+        let is_early = home.is_none() && matches!(body, Body::Ask(_));
+        let is_late = is_early && !peers.is_member(registrar);
+        let is_right = match body {
+            Body::Ask(_) if is_early => is_late || pages.is_locating(unit),
+            Body::Ask(_) | Body::Yielded | Body::Installed | Body::Failed => home == Some(own),
+            Body::Recall(_) | Body::Grant { .. } | Body::Refuse(_) => home == Some(from),
+            Body::Locate => pages.homes().is_first_touch() && registrar == own,
+            Body::Home(_) => pages.homes().is_first_touch() && registrar == from,
+        };
+        if !is_right {
             return Err(Violation::NotHome);
         }
         let is_wrong = match body {
+            Body::Home(node) => !peers.was_member(node),
             Body::Grant { source, .. } => source.is_some_and(|it| !peers.was_member(it)),
             // The home has heard of no newer epoch than this node.
             Body::Refuse(node) => !peers.was_member(node) || peers.is_member(node),
@@ -460,13 +447,33 @@ impl Node {
             return Err(Violation::WrongNode);
         };
         match body {
-            Body::Ask(right) => directory.ask(unit, (place, request), right, (peers, out)),
+            Body::Ask(right) => {
+                let registrar = peers.place(registrar).filter(|_| is_late);
+                match registrar {
+                    Some(it) => directory.ask_late(unit, (place, request), right, it, (peers, out)),
+                    None if is_early => directory.ask_early(unit, (place, request), right, (peers, out)),
+                    None => directory.ask(unit, (place, request), right, (peers, out)),
+                }
+            }
             Body::Yielded => directory.yielded(unit, place, (peers, out)),
             Body::Installed => directory.installed(unit, (place, request), (peers, out)),
             Body::Failed => directory.failed(unit, (place, request), (peers, out)),
             Body::Recall(right) => pages.recall(unit, request, right, out),
             Body::Grant { right, source } => pages.grant(unit, request, (right, source), peers, out),
             Body::Refuse(node) => pages.refuse(unit, request, node, out),
+            Body::Locate => {
+                let mut home = *registered.get_or_insert(unit, || place);
+                if mutant!(RegistrationForgotten) {
+                    home = place;
+                }
+                out.post(from, unit, request, Body::Home(peers.node(home)));
+                Ok(())
+            }
+            Body::Home(node) => {
+                pages.located(unit, request, node, peers, out)?;
+                directory.located(unit, node == own, (peers, out));
+                Ok(())
+            }
         }
     }
 

@@ -11,10 +11,14 @@ const fn id(number: u32) -> NodeId {
 
 /// Makes node 0, of the members 0, 1 and 2. Node 0 is the home of unit 0, node 1 that of unit 1.
 fn node() -> Node {
+    node_with(Homes::cyclic([id(0), id(1)], 1).unwrap())
+}
+
+fn node_with(homes: Homes) -> Node {
     let settings = Settings {
         region: 7,
         units: 2,
-        homes: Homes::cyclic([id(0), id(1)], 1).unwrap(),
+        homes,
         epoch: 0,
         members: (0..3).map(id).collect(),
     };
@@ -123,6 +127,21 @@ fn homes__need_a_node_and_a_unit_of_a_run() {
 }
 
 #[test]
+fn homes__by_name_have_each_unit_in_one_range() {
+    let explicit = |ranges: &[(u64, u32)]| {
+        let ranges = ranges.iter().map(|(first, node)| (*first, id(*node)));
+        Homes::explicit(ranges.collect::<Vec<_>>())
+    };
+    assert_eq!(explicit(&[]), Err(HomesError::NoNodes));
+    assert_eq!(explicit(&[(1, 0)]), Err(HomesError::Uncovered(1)));
+    assert_eq!(explicit(&[(0, 0), (5, 1), (5, 2)]), Err(HomesError::Unsorted(5)));
+    assert_eq!(explicit(&[(0, 0), (5, 1), (4, 2)]), Err(HomesError::Unsorted(4)));
+    let homes = explicit(&[(0, 7), (5, 1), (6, 7)]).unwrap();
+    let units = [0, 4, 5, 6, u64::MAX];
+    assert_eq!(units.map(|unit| homes.of(unit).number()), [7, 7, 1, 7, 7]);
+}
+
+#[test]
 fn waits_for__names_the_nodes_that_have_not_answered() {
     let mut node = node();
     let waits_for = |node: &Node| -> Vec<u32> { node.waits_for(0).map(NodeId::number).collect() };
@@ -149,6 +168,91 @@ fn waits_for__names_the_nodes_that_have_not_answered() {
     // Node 2 cannot read from node 1.
     take(&mut node, 2, 5, Body::Failed);
     assert_eq!(waits_for(&node), [1]);
+}
+
+/// Makes node 0 as in [`node`], where the first touch makes the home and node 1 is the registrar. Its program has touched unit 0, and node 2 asks for
+/// it.
+fn toucher() -> Node {
+    let mut node = node_with(Homes::first_touch([id(1)]).unwrap());
+    node.handle_fault(0, Access::Write);
+    let sent = actions(&mut node);
+    assert!(
+        matches!(&sent[..], [Action::Send { to, message }] if *to == id(1) && message.body == Body::Locate)
+    );
+    let ask = message(0, 0, Body::Ask(Right::Shared));
+    node.handle_message(id(2), &ask).unwrap();
+    assert_eq!(actions(&mut node), []);
+    assert_eq!(node.home(0), None);
+    node
+}
+
+/// Returns the messages that a node sends.
+fn sent(node: &mut Node) -> Vec<(u32, Body)> {
+    let actions = actions(node).into_iter();
+    let message = |it| match it {
+        Action::Send { to, message } => Some((to.number(), message.body)),
+        _ => None,
+    };
+    actions.filter_map(message).collect()
+}
+
+#[test]
+fn handle_message__that_asks_early_is_answered_when_the_home_is_known() {
+    let mut node = toucher();
+    node.handle_message(id(1), &message(0, 0, Body::Home(id(0))))
+        .unwrap();
+    assert_eq!(node.home(0), Some(id(0)));
+    let (right, source) = (Right::Exclusive, Some(id(0)));
+    assert_eq!(sent(&mut node), [(2, Body::Grant { right, source })]);
+    assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2)]);
+}
+
+#[test]
+fn handle_message__that_asks_early_a_node_that_is_not_the_home_is_a_violation() {
+    let mut node = toucher();
+    node.handle_message(id(1), &message(0, 0, Body::Home(id(1))))
+        .unwrap();
+    let all = actions(&mut node);
+    let accusation = Action::Accuse {
+        node: id(2),
+        violation: Violation::NotHome,
+    };
+    assert!(all.contains(&accusation), "{all:?}");
+    assert_eq!(node.waits_for(0).count(), 0);
+    // A second answer, which would make the node the home, too.
+    node.handle_message(id(1), &message(1, 0, Body::Home(id(0))))
+        .unwrap();
+    assert!(matches!(actions(&mut node)[..], [Action::Accuse { node, .. }] if node == id(1)));
+    assert_eq!(node.home(0), Some(id(1)));
+}
+
+#[test]
+fn handle_message__that_asks_early_or_late_is_refused_if_the_registrar_is_gone() {
+    let mut node = toucher();
+    node.handle_gone(1, &[id(1)]);
+    let refuse = (2, Body::Refuse(id(1)));
+    let all = actions(&mut node);
+    let (unit, lost) = (0, id(1));
+    assert!(all.contains(&Action::Poison { unit, node: lost }), "{all:?}");
+    let refused =
+        |it: &Action| matches!(it, Action::Send { to, message } if (to.number(), message.body) == refuse);
+    assert!(all.iter().any(refused), "{all:?}");
+    let late = message(1, 0, Body::Ask(Right::Exclusive));
+    node.handle_message(id(2), &late).unwrap();
+    assert_eq!(sent(&mut node), [refuse]);
+}
+
+/// Node 0 is the registrar.
+#[test]
+fn handle_message__that_locates_gets_the_first_that_did() {
+    let mut node = node_with(Homes::first_touch([id(0)]).unwrap());
+    for from in [2, 1] {
+        node.handle_message(id(from), &message(0, 1, Body::Locate))
+            .unwrap();
+        assert_eq!(sent(&mut node), [(from, Body::Home(id(2)))]);
+    }
+    node.handle_fault(1, Access::Read);
+    assert_eq!(sent(&mut node), [(2, Body::Ask(Right::Shared))]);
 }
 
 /// Node 2 reads the only contents from node 1, and both leave in one epoch.

@@ -44,6 +44,7 @@ static ALLOCATOR: Counting = Counting;
 const COPY_MAX: usize = 80;
 const ENTRY_MAX: usize = 120;
 const REQUEST_MAX: usize = 48;
+const HOME_MAX: usize = 24;
 const TREE_NODE: usize = 72;
 
 const fn id(number: u32) -> NodeId {
@@ -190,7 +191,12 @@ fn large_region__takes_memory_for_units_that_are_used_only() {
 
 /// Makes node 0, home of all units, of the members 0 and 1.
 fn home(units: u64) -> Node {
+    node_with(units, Homes::hash([id(0)]).unwrap())
+}
+
+fn node_with(units: u64, homes: Homes) -> Node {
     let settings = Settings {
+        homes,
         members: vec![id(0), id(1)],
         ..settings(1, units)
     };
@@ -251,6 +257,22 @@ fn hostile_member__costs_its_home_a_bounded_number_of_bytes_a_unit() {
         bytes == 0 || bytes > usize::MAX / 2,
         "the end of a member takes {bytes} bytes"
     );
+}
+
+#[test]
+fn hostile_member__costs_a_registrar_a_bounded_number_of_bytes_a_unit() {
+    const UNITS: u64 = 1 << 14;
+    let mut node = node_with(UNITS, Homes::first_touch([id(0)]).unwrap());
+    let bytes = taken(|| {
+        for sequence in 0..2 * UNITS {
+            let locate = message(sequence, sequence % UNITS, Body::Locate);
+            node.handle_message(id(1), &locate).unwrap();
+            while node.poll_action().is_some() {}
+        }
+    });
+    let count = usize::try_from(UNITS).unwrap();
+    println!("bytes of a unit: {}", bytes / count);
+    assert!(bytes < count * HOME_MAX);
 }
 
 /// The home has a unit, a member asks to write it, and leaves before the home has yielded.

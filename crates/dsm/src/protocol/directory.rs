@@ -9,7 +9,7 @@ use super::nodes::{NodeSet, Place};
 use super::peers::Peers;
 use super::slab::{List, Lists};
 use super::table::Table;
-use super::{Output, Violation};
+use super::{Action, Homes, Output, Violation};
 
 /// The directory. A unit without an entry is as [`Entry::new`]; an entry that has become so again is removed.
 #[derive(Clone, Debug)]
@@ -43,6 +43,8 @@ enum Holders {
     Exclusive(Place),
     /// The contents are lost with a node.
     Lost(Place),
+    /// The registrar has not said whether this node is the home. Requests wait.
+    Unknown,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -162,6 +164,9 @@ impl Change<'_> {
 
     /// Goes on as far as that is possible without a message.
     fn advance(&mut self) {
+        if self.entry.holders == Holders::Unknown && !mutant!(EarlyTaken) {
+            return;
+        }
         loop {
             let Some(turn) = self.turn().copied() else {
                 let Some(request) = self.requests.pop(&mut self.entry.queue) else {
@@ -224,7 +229,7 @@ impl Change<'_> {
         let is_alone = match self.entry.holders {
             Holders::Shared => self.entry.sharers.iter().all(|it| it == node),
             Holders::Exclusive(owner) => owner == node,
-            Holders::Lost(_) => false,
+            Holders::Lost(_) | Holders::Unknown => false,
         };
         let right = if is_alone { Right::Exclusive } else { request.right };
         let source = match self.entry.fresh.contains(node) {
@@ -380,6 +385,54 @@ impl Directory {
         })
     }
 
+    /// Takes a request that comes before the registrar has said which node is the home.
+    pub(super) fn ask_early(
+        &mut self,
+        unit: u64,
+        from: (Place, u64),
+        right: Right,
+        (peers, out): (&Peers, &mut Output),
+    ) -> Result<(), Violation> {
+        if mutant!(EarlyForgotten) {
+            return Ok(());
+        }
+        let home = peers.own_place();
+        let entry = self.entries.get_or_insert(unit, || Entry::new(home));
+        entry.holders = Holders::Unknown;
+        self.ask(unit, from, right, (peers, out))
+    }
+
+    /// Takes a request for a unit whose home nobody can know any more, since its registrar is gone.
+    pub(super) fn ask_late(
+        &mut self,
+        unit: u64,
+        from: (Place, u64),
+        right: Right,
+        registrar: Place,
+        (peers, out): (&Peers, &mut Output),
+    ) -> Result<(), Violation> {
+        self.entries.get_or_insert(unit, Entry::default).lose(registrar);
+        self.ask(unit, from, right, (peers, out))
+    }
+
+    /// Takes the registrar's news of which node is the home, and begins with the requests that wait. If it is another one, no correct node has sent
+    /// them.
+    pub(super) fn located(&mut self, unit: u64, is_home: bool, parts: (&Peers, &mut Output)) {
+        let outcome = self.change(unit, false, parts, |it| {
+            if it.entry.holders == Holders::Unknown {
+                it.entry.holders = Holders::Shared;
+            }
+            while !is_home && let Some(request) = it.requests.pop(&mut it.entry.queue) {
+                let (node, violation) = (it.peers.node(request.node), Violation::NotHome);
+                it.out.act(Action::Accuse { node, violation });
+            }
+            it.advance();
+            Ok(())
+        });
+        // Mostly there is no entry.
+        outcome.unwrap_or_default();
+    }
+
     pub(super) fn yielded(
         &mut self,
         unit: u64,
@@ -457,7 +510,7 @@ impl Directory {
     }
 
     /// Repairs all entries after nodes have left, and goes on.
-    pub(super) fn gone(&mut self, gone: &[NodeId], peers: &Peers, out: &mut Output) {
+    pub(super) fn gone(&mut self, gone: &[NodeId], homes: &Homes, peers: &Peers, out: &mut Output) {
         let mut gone: Vec<Place> = gone.iter().filter_map(|it| peers.place(*it)).collect();
         let mut from = 0;
         while let Some((unit, entry)) = self.entries.next_mut(from) {
@@ -474,6 +527,13 @@ impl Directory {
                 out,
             };
             gone.iter().for_each(|node| it.gone(*node));
+            if it.entry.holders == Holders::Unknown
+                && let Some(registrar) = peers.place(homes.of(unit))
+                && !peers.is_member(homes.of(unit))
+                && !mutant!(EarlyNotRefused)
+            {
+                it.entry.lose(registrar);
+            }
             it.advance();
             if it.entry.is_new(peers.own_place()) {
                 self.entries.remove(unit);
@@ -511,7 +571,7 @@ impl Directory {
         };
         let owner = match entry.holders {
             Holders::Exclusive(owner) => Some(owner),
-            Holders::Shared | Holders::Lost(_) => None,
+            Holders::Shared | Holders::Lost(_) | Holders::Unknown => None,
         };
         let granted = self.requests.iter(entry.turn);
         let granted = granted.filter(|it| matches!(it.step, Step::Granting { .. }));

@@ -41,6 +41,7 @@ pub(crate) struct World {
     pub(crate) threads: Vec<Thread>,
     /// Messages underway, by sender and receiver, in their order if that counts, sorted otherwise.
     network: BTreeMap<(Place, Place), Vec<Message>>,
+    /// Homes of the units, or their registrars.
     homes: Arc<[Place]>,
     /// Value written last, by unit.
     last: Vec<u32>,
@@ -155,28 +156,35 @@ fn place(node: NodeId) -> Place {
 }
 
 impl World {
-    /// Makes a world of threads, each at a node. `homes` are those of the units.
+    /// Makes a world of threads, each at a node. `homes` are those of the units, or their registrars if the first touch makes the home.
     pub(crate) fn new(
         threads: &[(Place, Arc<[Operation]>)],
-        homes: &[Place],
+        (homes, is_first_touch): (&[Place], bool),
         mishaps: Mishaps,
         faults_max: u8,
     ) -> World {
         let nodes = 1 + threads.iter().map(|it| it.0).max().unwrap();
+        let ids: Vec<_> = homes.iter().map(|it| id(*it)).collect();
         let settings = Settings {
             region: 7,
             units: homes.len() as u64,
-            homes: Homes::cyclic(homes.iter().map(|it| id(*it)).collect::<Vec<_>>(), 1).unwrap(),
+            homes: match is_first_touch {
+                // The hash of a unit below 2 is the unit; others get any of the nodes.
+                true => Homes::first_touch(ids).unwrap(),
+                false => Homes::cyclic(ids, 1).unwrap(),
+            },
             epoch: 0,
             members: (0..nodes).map(id).collect(),
         };
+        let deciders = (0..settings.units).map(|it| place(settings.homes.of(it)));
+        let homes: &[Place] = &deciders.collect::<Vec<_>>();
         let site = |at: Place| Site {
             node: Node::new(id(at), &settings),
             is_running: true,
-            // Only the frame of the home holds the contents, which are 0.
+            // Only the frame of the home holds the contents, which are 0, if it is known.
             frames: homes
                 .iter()
-                .map(|it| if *it == at { 0 } else { NOTHING })
+                .map(|it| if is_first_touch || *it == at { 0 } else { NOTHING })
                 .collect(),
             views: vec![Right::Invalid; homes.len()],
             pulls: vec![],
@@ -597,7 +605,12 @@ impl World {
                 }
             }
         }
-        let home = self.homes[unit];
+        let is_home = |at: &Place| self.sites[*at].node.home(unit as u64) == Some(id(*at));
+        let mut homes = (0..self.sites.len()).filter(is_home);
+        let home = homes.next()?;
+        if let Some(other) = homes.next() {
+            return Some(format!("unit {unit} has the homes {home} and {other}"));
+        }
         if self.has_left(home) || holders().next().is_none() {
             return None;
         }
