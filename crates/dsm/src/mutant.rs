@@ -59,4 +59,8 @@ mutants! {
     EarlyForgotten,
     /// Requests that wait for the news of the home are kept when the registrar is gone.
     EarlyNotRefused,
+    /// A node gets to write while others get to read.
+    WriterJoins,
+    /// A node gets to read while another one gets to write.
+    WriterJoined,
 }

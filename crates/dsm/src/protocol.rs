@@ -6,16 +6,17 @@
 //!
 //! # Protocol
 //!
-//! Each unit has a home ([`Homes`]). The home has an entry for the unit, and carries out one request at a time; the others wait there, in the order of
-//! their arrival. All messages go between the home and one other node. (A home that is itself the node sends itself the same messages, which
-//! are handled at once.) They are those of [`rdmux_wire::dsm`]:
+//! Each unit has a home ([`Homes`]). The home has an entry for the unit, and carries out one request at a time, or several to read; the others
+//! wait there, in the order of their arrival. All messages go between the home and one other node. (A home that is itself the node sends itself
+//! the same messages, which are handled at once.) They are those of [`rdmux_wire::dsm`]:
 //!
 //! 1. A node whose program lacks a right sends *Ask*.
 //! 2. The home sends *Recall* to each node whose right does not go with the request: to all others for a write, to a node that may write for a
 //!    read. Such a node protects its view, and sends *Yielded* when that is done. Its frame keeps the contents.
 //! 3. When all have yielded, the home sends *Grant*. It names a node to read the contents from, unless the frame of the node that asks has
 //!    them. If nobody else has a right, a read is granted the right to write too (the E of MESI), and a later write costs nothing.
-//! 4. The node reads the contents, changes its view, and sends *Installed*. The home begins the next request.
+//! 4. The node reads the contents, changes its view, and sends *Installed*. The home begins the next request. Reads that follow each other do not
+//!    wait for each other's Installed, unless one of them is granted the right to write.
 //!
 //! So a read, an upgrade and a cold write are one request each. A frame is read only while the home waits for Installed, in which time nobody
 //! gets a right to write it. A request between three nodes takes four messages before the read of the contents. If the owner sent the grant, it
@@ -43,16 +44,18 @@
 //! | Installing | protected | right as granted, no request | Installed, Wake |
 //! | poisoned | fault | poisoned | Poison |
 //!
-//! A home's entry has *holders* (shared by some, exclusive to one, or lost with a node), the nodes whose frames are *fresh*, and at most one
-//! turn:
+//! A home's entry has *holders* (shared by some, exclusive to one, or lost with a node), the nodes whose frames are *fresh*, and *turns*, each a
+//! request that is carried out. There are several only if all of them are granted the right to read. Each is in a state of its own:
 //!
 //! | state | event | next |
 //! |---|---|---|
 //! | no turn | Ask | Recalling those in the way; Granting if there are none; Refuse if the unit is lost |
-//! | turn | Ask | the request waits in the queue |
+//! | all turns get to read | Ask to read, no request waits | Granting besides them |
+//! | other turns | Ask | the request waits in the queue |
 //! | Recalling | Yielded | the holder is lowered; Granting after the last one |
-//! | Granting | Installed | the holder is recorded; the next request |
-//! | Granting | Failed, the source is gone | Granting again, with another fresh source; Refuse if there is none |
+//! | Granting | Installed | the holder is recorded; the next requests |
+//! | Granting | Failed, the source is gone | Granting again, with another fresh source; if there is none, as the next row says |
+//! | to be granted again, no fresh source | others read | waits for the first Installed, then Granting; if all of them fail, Refuse |
 //! | Granting | Failed, the source is a member | as before, until the source is gone |
 //!
 //! ## Homes by first touch
@@ -122,7 +125,7 @@
 //! | a home that a registrar knows | 24 |
 //! | a used unit without neighbours: additionally for each of these but requests | 72 for each factor of 16 in the number of units |
 //!
-//! A node has at most two requests for a unit at its home: one that is being carried out or has been, and one that waits. So a member
+//! A node has at most two requests for a unit at its home: one that is being carried out, and one that waits. So a member
 //! that asks for all that there is makes the home of `n` units spend `n` entries and `2 n` requests, and a registrar `n` homes; what else it sends
 //! costs nothing.
 
@@ -389,7 +392,7 @@ impl Node {
         self.pages.is_awaited(unit)
     }
 
-    /// Returns the nodes whose messages, or whose end, the request waits for that this node carries out as the unit's home. A node that stays among
+    /// Returns the nodes whose messages, or whose end, the requests wait for that this node carries out as the unit's home. A node that stays among
     /// them longer than the driver allows for, such as its lease, is to be expelled. Empty if there is no such request.
     pub fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
         self.directory.waits_for(unit, &self.peers)

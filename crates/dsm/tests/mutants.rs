@@ -10,7 +10,7 @@ const TOUCHES: &str = "3 nodes, 1 unit, first touches, crash";
 const TWO_NODES: &str = "2 nodes, 1 unit, 1 access, expulsion";
 
 /// The smallest set in which each defect breaks a rule.
-const CAUGHT: [(Mutant, &str); 26] = [
+const CAUGHT: [(Mutant, &str); 28] = [
     (Mutant::RecallNotAwaited, TWO_NODES),
     (Mutant::YieldedEarly, TWO_NODES),
     (Mutant::OneSharerRecalled, "3 nodes, 1 unit, 1 access"),
@@ -46,6 +46,8 @@ const CAUGHT: [(Mutant, &str); 26] = [
     (Mutant::EarlyTaken, TOUCHES),
     (Mutant::EarlyForgotten, TOUCHES),
     (Mutant::EarlyNotRefused, TOUCHES),
+    (Mutant::WriterJoins, "3 nodes, 1 unit, 1 access"),
+    (Mutant::WriterJoined, TWO_NODES),
 ];
 
 #[test]

@@ -170,6 +170,90 @@ fn waits_for__names_the_nodes_that_have_not_answered() {
     assert_eq!(waits_for(&node), [1]);
 }
 
+/// Has node 0, the home of unit 0, take messages, in turn with their numbers from their senders. Returns what it sends for the last one.
+fn take(node: &mut Node, messages: &[(u32, Body)]) -> Vec<(u32, Body)> {
+    let mut numbers = [0; 5];
+    let mut last = vec![];
+    for (from, body) in messages {
+        let sequence = &mut numbers[*from as usize];
+        node.handle_message(id(*from), &message(*sequence, 0, *body))
+            .unwrap();
+        *sequence += 1;
+        last = sent(node);
+    }
+    last
+}
+
+const READ: Body = Body::Ask(Right::Shared);
+const WRITE: Body = Body::Ask(Right::Exclusive);
+
+fn grant(from: u32) -> Body {
+    let (right, source) = (Right::Shared, Some(id(from)));
+    Body::Grant { right, source }
+}
+
+/// Makes node 0, of 5 members. Node 1 has written unit 0, and the nodes 2 and 3 are getting to read it from there.
+fn two_readers() -> Node {
+    let settings = Settings {
+        region: 7,
+        units: 1,
+        homes: Homes::hash([id(0)]).unwrap(),
+        epoch: 0,
+        members: (0..5).map(id).collect(),
+    };
+    let mut node = Node::new(id(0), &settings);
+    let before = [(1, WRITE), (1, Body::Installed), (2, READ), (1, Body::Yielded)];
+    assert_eq!(take(&mut node, &before), [(2, grant(1))]);
+    let ask = message(0, 0, READ);
+    node.handle_message(id(3), &ask).unwrap();
+    assert_eq!(sent(&mut node), [(3, grant(1))]);
+    assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2), id(3)]);
+    node
+}
+
+/// Hands a message to a node, and returns what it sends.
+fn answers(node: &mut Node, (from, sequence): (u32, u64), body: Body) -> Vec<(u32, Body)> {
+    let epoch = node.epoch();
+    let message = Message {
+        epoch,
+        ..message(sequence, 0, body)
+    };
+    node.handle_message(id(from), &message).unwrap();
+    sent(node)
+}
+
+#[test]
+fn handle_message__that_asks_to_read_does_not_wait_for_other_reads() {
+    let mut node = two_readers();
+    // A write waits for all, and a read behind it for the write.
+    assert_eq!(answers(&mut node, (4, 0), WRITE), []);
+    assert_eq!(answers(&mut node, (1, 3), READ), []);
+    assert_eq!(answers(&mut node, (3, 1), Body::Installed), []);
+    let recall = |to| (to, Body::Recall(Right::Invalid));
+    assert_eq!(answers(&mut node, (2, 1), Body::Installed), [1, 2, 3].map(recall));
+}
+
+/// Node 1 leaves while both read from it.
+#[test]
+fn handle_message__that_a_read_failed_waits_for_another_read_of_the_same_contents() {
+    let mut node = two_readers();
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(answers(&mut node, (2, 1), Body::Failed), []);
+    assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(3)]);
+    assert_eq!(answers(&mut node, (3, 1), Body::Installed), [(2, grant(3))]);
+    assert_eq!(node.lost(0), None);
+}
+
+#[test]
+fn handle_message__that_the_last_read_failed_has_all_refused() {
+    let mut node = two_readers();
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(answers(&mut node, (2, 1), Body::Failed), []);
+    let refuse = |to| (to, Body::Refuse(id(1)));
+    assert_eq!(answers(&mut node, (3, 1), Body::Failed), [2, 3].map(refuse));
+    assert_eq!(node.lost(0), Some(id(1)));
+}
+
 /// Makes node 0 as in [`node`], where the first touch makes the home and node 1 is the registrar. Its program has touched unit 0, and node 2 asks for
 /// it.
 fn toucher() -> Node {

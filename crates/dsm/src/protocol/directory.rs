@@ -22,20 +22,20 @@ pub(super) struct Directory {
 #[derive(Clone, Debug, Default)]
 struct Entry {
     holders: Holders,
-    /// Nodes that share the unit, besides the one that is being granted a right. None if it is not shared.
+    /// Nodes that share the unit, besides those that are being granted a right. None if it is not shared.
     sharers: NodeSet,
     /// Nodes whose memory has the contents as last written, whether they have a right or not. Those with a right are among them. None if the
     /// contents are lost.
     fresh: NodeSet,
     /// Nodes that are recalled and have not yielded.
     rest: NodeSet,
-    /// The request that is being carried out.
-    turn: List,
-    /// The requests behind it, one a node.
+    /// The requests that are being carried out: one, or several to read while no node can write, one a node.
+    turns: List,
+    /// The requests behind them, one a node.
     queue: List,
 }
 
-/// Nodes that have a right to a unit, besides the one that is being granted one.
+/// Nodes that have a right to a unit, besides those that are being granted one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 enum Holders {
     #[default]
@@ -61,7 +61,7 @@ enum Step {
     /// Others come first.
     #[default]
     Waiting,
-    /// Those that are in the way are recalled. `is_void`: the node that asked is gone.
+    /// Those that are in the way are recalled; or no frame is fresh before another read has ended. `is_void`: the node that asked is gone.
     Recalling { is_void: bool },
     /// The node that asked has not answered the grant. `has_failed`: it could not read from the source, which is a member all the same.
     Granting {
@@ -94,7 +94,7 @@ impl Entry {
     /// Returns whether the entry is [`Entry::new`].
     fn is_new(&self, home: Place) -> bool {
         self.holders == Holders::Shared
-            && self.turn.is_empty()
+            && self.turns.is_empty()
             && self.queue.is_empty()
             && self.sharers.is_empty()
             && self.fresh.iter().eq([home])
@@ -148,13 +148,9 @@ struct Change<'a> {
 }
 
 impl Change<'_> {
-    /// Returns the request that is being carried out.
-    fn turn(&mut self) -> Option<&mut Request> {
-        self.requests.find(self.entry.turn, |_| true)
-    }
-
-    fn end_turn(&mut self) {
-        self.requests.pop(&mut self.entry.turn);
+    /// Ends the turn of a node.
+    fn end_turn(&mut self, node: Place) {
+        self.requests.retain(&mut self.entry.turns, |it| it.node != node);
     }
 
     fn answer(&mut self, request: Request, body: Body) {
@@ -168,29 +164,60 @@ impl Change<'_> {
             return;
         }
         loop {
-            let Some(turn) = self.turn().copied() else {
+            let is_ready = |it: &Request| matches!(it.step, Step::Recalling { .. });
+            if let Some(&mut turn) = self.requests.find(self.entry.turns, is_ready) {
+                if !self.settle(turn) {
+                    return;
+                }
+            } else if self.entry.turns.is_empty() || self.is_joined() {
                 let Some(request) = self.requests.pop(&mut self.entry.queue) else {
                     return;
                 };
                 self.begin(request);
-                continue;
-            };
-            let Step::Recalling { is_void } = turn.step else {
-                return;
-            };
-            if !self.entry.rest.is_empty() && !mutant!(RecallNotAwaited) {
-                return;
-            }
-            if let Holders::Lost(node) = self.entry.holders {
-                self.answer(turn, Body::Refuse(self.peers.node(node)));
-                self.end_turn();
-            } else if is_void {
-                self.end_turn();
             } else {
-                self.grant(turn);
                 return;
             }
         }
+    }
+
+    /// Ends a turn or grants it, and returns whether that is possible.
+    fn settle(&mut self, turn: Request) -> bool {
+        if !self.entry.rest.is_empty() && !mutant!(RecallNotAwaited) {
+            return false;
+        }
+        let is_void = turn.step == Step::Recalling { is_void: true };
+        if let Holders::Lost(node) = self.entry.holders {
+            self.answer(turn, Body::Refuse(self.peers.node(node)));
+            self.end_turn(turn.node);
+        } else if is_void {
+            self.end_turn(turn.node);
+        } else if self.entry.fresh.is_empty() {
+            return false;
+        } else {
+            self.grant(turn);
+        }
+        true
+    }
+
+    /// Returns whether the first request in the queue can be carried out together with those that are: all of them read, and no node gets to
+    /// write.
+    fn is_joined(&self) -> bool {
+        let Some(next) = self.requests.iter(self.entry.queue).next() else {
+            return false;
+        };
+        let goes_with = |it: &Request| {
+            let is_exclusive = matches!(
+                it.step,
+                Step::Granting {
+                    right: Right::Exclusive,
+                    ..
+                }
+            );
+            it.node != next.node && (!is_exclusive || mutant!(WriterJoined))
+        };
+        (next.right == Right::Shared || mutant!(WriterJoins))
+            && self.entry.holders == Holders::Shared
+            && self.requests.iter(self.entry.turns).all(goes_with)
     }
 
     /// Begins a turn: recalls what does not go together with the request.
@@ -221,7 +248,7 @@ impl Change<'_> {
         }
         let step = Step::Recalling { is_void: false };
         self.requests
-            .push(&mut self.entry.turn, Request { step, ..request });
+            .push(&mut self.entry.turns, Request { step, ..request });
     }
 
     fn grant(&mut self, request: Request) {
@@ -231,6 +258,7 @@ impl Change<'_> {
             Holders::Exclusive(owner) => owner == node,
             Holders::Lost(_) | Holders::Unknown => false,
         };
+        let is_alone = is_alone && self.requests.iter(self.entry.turns).all(|it| it.node == node);
         let right = if is_alone { Right::Exclusive } else { request.right };
         let source = match self.entry.fresh.contains(node) {
             true => None,
@@ -238,7 +266,8 @@ impl Change<'_> {
         };
         let named = source.map(|it| self.peers.node(it));
         self.answer(request, Body::Grant { right, source: named });
-        if let Some(turn) = self.turn() {
+        let turn = self.requests.find(self.entry.turns, |it| it.node == node);
+        if let Some(turn) = turn {
             turn.step = Step::Granting {
                 right,
                 source,
@@ -253,14 +282,23 @@ impl Change<'_> {
     /// Ends the turn, since the node has the right, and goes on.
     fn install(&mut self, node: Place, right: Right) {
         self.entry.install(node, right);
-        self.end_turn();
+        self.end_turn(node);
         self.advance();
     }
 
-    /// Has the grant be given again, with another source.
-    fn grant_again(turn: &mut Request, rest: &mut NodeSet) {
-        turn.step = Step::Recalling { is_void: false };
-        rest.clear();
+    /// Returns whether a node may have read the contents, and is going to say it.
+    fn is_read(&self) -> bool {
+        let is_read = |it: &Request| {
+            matches!(
+                it.step,
+                Step::Granting {
+                    source: Some(_),
+                    has_failed: false,
+                    ..
+                }
+            )
+        };
+        self.requests.iter(self.entry.turns).any(is_read)
     }
 
     /// Repairs the entry after a node has left.
@@ -273,50 +311,37 @@ impl Change<'_> {
             entry.fresh.set_only(self.peers.own_place());
         }
         let was_shared = entry.fresh.remove(node);
-        let mut is_ended = false;
-        if let Some(turn) = requests.find(entry.turn, |_| true) {
+        if !mutant!(GoneAwaited) {
+            entry.rest.remove(node);
+        }
+        requests.retain(&mut entry.turns, |turn| {
             let is_asker = turn.node == node && !mutant!(GoneGranted);
             match &mut turn.step {
-                Step::Recalling { is_void } => {
-                    *is_void |= is_asker;
-                    if !mutant!(GoneAwaited) {
-                        entry.rest.remove(node);
-                    }
-                }
+                Step::Recalling { is_void } => *is_void |= is_asker,
                 Step::Granting { right, .. } if is_asker => {
                     is_lost |= *right == Right::Exclusive && !mutant!(GrantNotLost);
-                    is_ended = true;
+                    return false;
                 }
                 Step::Granting {
                     source: Some(source),
                     has_failed: true,
                     ..
                 } if *source == node && !mutant!(FailureForgotten) => {
-                    Self::grant_again(turn, &mut entry.rest);
+                    turn.step = Step::Recalling { is_void: false };
                 }
                 Step::Granting { .. } | Step::Waiting => {}
             }
-        }
-        if is_ended {
-            requests.pop(&mut entry.turn);
-        }
+            true
+        });
         is_lost |= was_shared && mutant!(SharedLost);
         // The node that reads from one that is gone, this one or an earlier one, is going to say whether it has read.
-        let is_read = requests.iter(entry.turn).any(|turn| {
-            matches!(
-                turn.step,
-                Step::Granting {
-                    source: Some(_),
-                    has_failed: false,
-                    ..
-                }
-            )
-        }) && !mutant!(ReadNotAwaited);
-        let is_kept = is_read || !entry.fresh.is_empty() || matches!(entry.holders, Holders::Lost(_));
+        let is_read = self.is_read() && !mutant!(ReadNotAwaited);
+        let is_kept =
+            is_read || !self.entry.fresh.is_empty() || matches!(self.entry.holders, Holders::Lost(_));
         if is_lost || !is_kept {
-            entry.lose(node);
+            self.entry.lose(node);
         } else {
-            entry.lower(node, Right::Invalid);
+            self.entry.lower(node, Right::Invalid);
         }
     }
 }
@@ -369,7 +394,7 @@ impl Directory {
             if it.requests.iter(it.entry.queue).any(|it| it.node == node) {
                 return Err(Violation::Unexpected);
             }
-            if !it.entry.turn.is_empty() && mutant!(BusyForgotten) {
+            if !it.entry.turns.is_empty() && mutant!(BusyForgotten) {
                 return Ok(());
             }
             let step = Step::Waiting;
@@ -440,9 +465,10 @@ impl Directory {
         parts: (&Peers, &mut Output),
     ) -> Result<(), Violation> {
         self.change(unit, false, parts, |it| {
-            let turn = it.turn().copied().ok_or(Violation::Unexpected)?;
-            let is_recalling = matches!(turn.step, Step::Recalling { .. });
-            if !is_recalling || !it.entry.rest.remove(node) {
+            let is_recalling = |it: &Request| matches!(it.step, Step::Recalling { .. });
+            let turn = it.requests.find(it.entry.turns, is_recalling).copied();
+            let turn = turn.ok_or(Violation::Unexpected)?;
+            if !it.entry.rest.remove(node) {
                 return Err(Violation::Unexpected);
             }
             it.entry.lower(node, turn.kept());
@@ -458,11 +484,11 @@ impl Directory {
         parts: (&Peers, &mut Output),
     ) -> Result<(), Violation> {
         self.change(unit, false, parts, |it| {
-            let turn = it.turn().filter(|it| (it.node, it.number) == from);
+            let is_its = |it: &Request| (it.node, it.number) == from;
             let Some(&mut Request {
                 step: Step::Granting { right, .. },
                 ..
-            }) = turn
+            }) = it.requests.find(it.entry.turns, is_its)
             else {
                 return Err(Violation::Unexpected);
             };
@@ -478,14 +504,8 @@ impl Directory {
         parts: (&Peers, &mut Output),
     ) -> Result<(), Violation> {
         self.change(unit, false, parts, |it| {
-            let Change {
-                entry,
-                requests,
-                peers,
-                ..
-            } = it;
-            let turn = requests.find(entry.turn, |it| (it.node, it.number) == from);
-            let Some(turn) = turn else {
+            let is_its = |it: &Request| (it.node, it.number) == from;
+            let Some(turn) = it.requests.find(it.entry.turns, is_its) else {
                 return Err(Violation::Unexpected);
             };
             let Step::Granting {
@@ -496,14 +516,15 @@ impl Directory {
             else {
                 return Err(Violation::Unexpected);
             };
-            if peers.is_member(peers.node(*source)) {
+            let source = *source;
+            if it.peers.is_member(it.peers.node(source)) {
                 *has_failed = true;
                 return Ok(());
             }
-            if entry.fresh.is_empty() {
-                entry.lose(*source);
+            turn.step = Step::Recalling { is_void: false };
+            if it.entry.fresh.is_empty() && !it.is_read() {
+                it.entry.lose(source);
             }
-            Change::grant_again(turn, &mut entry.rest);
             it.advance();
             Ok(())
         })
@@ -515,9 +536,8 @@ impl Directory {
         let mut from = 0;
         while let Some((unit, entry)) = self.entries.next_mut(from) {
             from = unit + 1;
-            // The node that asked is first: contents that it was reading from another one are lost with that one.
-            let asker = self.requests.iter(entry.turn).next().map(|turn| turn.node);
-            gone.sort_by_key(|node| asker != Some(*node));
+            // The nodes that asked are first: contents that they were reading from another one are lost with that one.
+            gone.sort_by_key(|node| !self.requests.iter(entry.turns).any(|it| it.node == *node));
             let requests = &mut self.requests;
             let mut it = Change {
                 unit,
@@ -541,13 +561,11 @@ impl Directory {
         }
     }
 
-    /// Returns the nodes that a unit's turn waits for.
+    /// Returns the nodes that a unit's turns wait for.
     pub(super) fn waits_for<'a>(&'a self, unit: u64, peers: &'a Peers) -> impl Iterator<Item = NodeId> {
         let entry = self.entries.get(unit);
-        let turn = entry.and_then(|entry| self.requests.iter(entry.turn).next());
-        let is_recalling = turn.is_some_and(|turn| matches!(turn.step, Step::Recalling { .. }));
-        let recalled = entry.filter(|_| is_recalling).map(|entry| entry.rest.iter());
-        let other = turn.and_then(|turn| match turn.step {
+        let turns = entry.into_iter().flat_map(|it| self.requests.iter(it.turns));
+        let granted = turns.filter_map(|turn| match turn.step {
             Step::Recalling { .. } | Step::Waiting => None,
             // It can be granted again when the source has left.
             Step::Granting {
@@ -557,11 +575,8 @@ impl Directory {
             } => source,
             Step::Granting { .. } => Some(turn.node),
         });
-        recalled
-            .into_iter()
-            .flatten()
-            .chain(other)
-            .map(|it| peers.node(it))
+        let recalled = entry.into_iter().flat_map(|it| it.rest.iter());
+        recalled.chain(granted).map(|it| peers.node(it))
     }
 
     /// Returns the nodes that may have a right to a unit, as recorded.
@@ -573,7 +588,7 @@ impl Directory {
             Holders::Exclusive(owner) => Some(owner),
             Holders::Shared | Holders::Lost(_) | Holders::Unknown => None,
         };
-        let granted = self.requests.iter(entry.turn);
+        let granted = self.requests.iter(entry.turns);
         let granted = granted.filter(|it| matches!(it.step, Step::Granting { .. }));
         let places = entry.sharers.iter().chain(owner).chain(granted.map(|it| it.node));
         places.map(|it| peers.node(it)).collect()
@@ -596,7 +611,7 @@ impl Directory {
     /// Returns the requests, by unit, in their order.
     fn requests(&self) -> impl Iterator<Item = (u64, &Request)> {
         self.entries.iter().flat_map(move |(unit, entry)| {
-            let lists = [entry.turn, entry.queue].into_iter();
+            let lists = [entry.turns, entry.queue].into_iter();
             lists.flat_map(move |it| self.requests.iter(it).map(move |request| (unit, request)))
         })
     }

@@ -148,11 +148,11 @@ impl<T: Default> Lists<T> {
         (at != 0).then(|| &mut self.links[at].item)
     }
 
-    /// Removes the items of a list for which a condition does not hold.
-    pub(super) fn retain(&mut self, list: &mut List, mut is_kept: impl FnMut(&T) -> bool) {
+    /// Changes the items of a list, and removes those for which `is_kept` returns false.
+    pub(super) fn retain(&mut self, list: &mut List, mut is_kept: impl FnMut(&mut T) -> bool) {
         let mut all = std::mem::take(list);
-        while let Some(item) = self.pop(&mut all) {
-            if is_kept(&item) {
+        while let Some(mut item) = self.pop(&mut all) {
+            if is_kept(&mut item) {
                 self.push(list, item);
             }
         }
@@ -188,7 +188,7 @@ mod tests {
             lists.push(&mut all, item);
             lists.push(&mut odd, item);
         }
-        lists.retain(&mut odd, |it| it % 2 == 1);
+        lists.retain(&mut odd, |it| *it % 2 == 1);
         assert!(lists.iter(odd).eq(&[1, 3, 5]));
         *lists.find(odd, |it| *it == 3).unwrap() = 7;
         assert_eq!(lists.find(odd, |it| *it == 3), None);
