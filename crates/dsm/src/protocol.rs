@@ -62,15 +62,16 @@
 //!
 //! In such a region ([`Homes::first_touch`]) each unit has a *registrar*, which all nodes know. A node that lacks a right and does not know the home
 //! sends *Locate* to the registrar, and its Ask to the home that *Home* names. The registrar makes the first node that sends Locate the home, for
-//! good, and tells all who send it. So a node becomes the home of a unit only by its own request, and knows it when Home comes; a request of
+//! good, and tells all who send it. So a node becomes the home of a unit only by its own request, and knows it when Home comes; the request of
 //! another node that has heard of it before waits until then:
 //!
 //! | the receiver of Ask | the request |
 //! |---|---|
 //! | knows that it is the home | is carried out in its turn |
-//! | is Locating | waits; is carried out if Home names the receiver; otherwise its sender is accused |
-//! | is Locating or not, and the registrar is gone | is refused, by the name of the registrar: nobody has got the unit |
-//! | neither, or knows another home | its sender is accused |
+//! | does not know that | waits, and is carried out when Home names the receiver |
+//! | does not know that, and the registrar is or gets gone | is refused, by the name of the registrar: the receiver has given the unit to nobody |
+//!
+//! If another node is the home, either the registrar or the sender has lied. The receiver cannot tell, and accuses nobody.
 //!
 //! Nodes that know the home do not need the registrar any more. For the others its end is that of the unit. A home that leaves stays the home, so
 //! its units are poisoned as everywhere.
@@ -121,13 +122,13 @@
 //! |---|---|
 //! | a copy | 80 |
 //! | an entry | 120, and if the region has more than 64 nodes, another 3/8 a node |
-//! | a request at its home | 48 |
+//! | a request at its home | 52 |
 //! | a home that a registrar knows | 24 |
-//! | a used unit without neighbours: additionally for each of these but requests | 72 for each factor of 16 in the number of units |
+//! | a used unit without neighbours: additionally for each of these but requests | 76 for each factor of 16 in the number of units |
 //!
 //! A node has at most two requests for a unit at its home: one that is being carried out, and one that waits. So a member
-//! that asks for all that there is makes the home of `n` units spend `n` entries and `2 n` requests, and a registrar `n` homes; what else it sends
-//! costs nothing.
+//! that asks for all that there is makes the home of `n` units spend `n` entries and `2 n` requests, and a registrar `n` homes. If the first touch
+//! makes the home, it can ask each node for each unit, which then costs an entry and a request. What else it sends costs nothing.
 
 mod directory;
 mod homes;
@@ -427,11 +428,11 @@ impl Node {
         let (home, own) = (pages.home(unit), peers.own());
         let registrar = pages.homes().of(unit);
         // A node may hear of a home before that hears of itself.
-        let is_early = home.is_none() && matches!(body, Body::Ask(_));
+        let is_early = pages.homes().is_first_touch() && home != Some(own);
         let is_late = is_early && !peers.is_member(registrar);
         let is_right = match body {
-            Body::Ask(_) if is_early => is_late || pages.is_locating(unit),
-            Body::Ask(_) | Body::Yielded | Body::Installed | Body::Failed => home == Some(own),
+            Body::Ask(_) => is_early || home == Some(own),
+            Body::Yielded | Body::Installed | Body::Failed => home == Some(own),
             Body::Recall(_) | Body::Grant { .. } | Body::Refuse(_) => home == Some(from),
             Body::Locate => pages.homes().is_first_touch() && registrar == own,
             Body::Home(_) => pages.homes().is_first_touch() && registrar == from,
@@ -474,7 +475,9 @@ impl Node {
             }
             Body::Home(node) => {
                 pages.located(unit, request, node, peers, out)?;
-                directory.located(unit, node == own, (peers, out));
+                if node == own {
+                    directory.confirm(unit, (peers, out));
+                }
                 Ok(())
             }
         }

@@ -291,23 +291,20 @@ fn handle_message__that_asks_early_is_answered_when_the_home_is_known() {
     assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2)]);
 }
 
+/// The registrar has told node 2 another home than node 0.
 #[test]
-fn handle_message__that_asks_early_a_node_that_is_not_the_home_is_a_violation() {
+fn handle_message__that_asks_a_node_that_is_not_the_home_waits_for_the_end_of_the_registrar() {
     let mut node = toucher();
     node.handle_message(id(1), &message(0, 0, Body::Home(id(1))))
         .unwrap();
-    let all = actions(&mut node);
-    let accusation = Action::Accuse {
-        node: id(2),
-        violation: Violation::NotHome,
-    };
-    assert!(all.contains(&accusation), "{all:?}");
-    assert_eq!(node.waits_for(0).count(), 0);
+    assert_eq!(sent(&mut node), [(1, Body::Ask(Right::Exclusive))]);
     // A second answer, which would make the node the home, too.
     node.handle_message(id(1), &message(1, 0, Body::Home(id(0))))
         .unwrap();
     assert!(matches!(actions(&mut node)[..], [Action::Accuse { node, .. }] if node == id(1)));
     assert_eq!(node.home(0), Some(id(1)));
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(sent(&mut node), [(2, Body::Refuse(id(1)))]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::nodes::{NodeSet, Place};
 use super::peers::Peers;
 use super::slab::{List, Lists};
 use super::table::Table;
-use super::{Action, Homes, Output, Violation};
+use super::{Homes, Output, Violation};
 
 /// The directory. A unit without an entry is as [`Entry::new`]; an entry that has become so again is removed.
 #[derive(Clone, Debug)]
@@ -43,7 +43,7 @@ enum Holders {
     Exclusive(Place),
     /// The contents are lost with a node.
     Lost(Place),
-    /// The registrar has not said whether this node is the home. Requests wait.
+    /// The registrar has not said that this node is the home. Requests wait.
     Unknown,
 }
 
@@ -410,7 +410,7 @@ impl Directory {
         })
     }
 
-    /// Takes a request that comes before the registrar has said which node is the home.
+    /// Takes a request for a unit whose home this node is not, as far as it knows.
     pub(super) fn ask_early(
         &mut self,
         unit: u64,
@@ -427,7 +427,7 @@ impl Directory {
         self.ask(unit, from, right, (peers, out))
     }
 
-    /// Takes a request for a unit whose home nobody can know any more, since its registrar is gone.
+    /// Takes a request as [`Directory::ask_early`], when the registrar is gone, so that this node does not become the home any more.
     pub(super) fn ask_late(
         &mut self,
         unit: u64,
@@ -440,17 +440,10 @@ impl Directory {
         self.ask(unit, from, right, (peers, out))
     }
 
-    /// Takes the registrar's news of which node is the home, and begins with the requests that wait. If it is another one, no correct node has sent
-    /// them.
-    pub(super) fn located(&mut self, unit: u64, is_home: bool, parts: (&Peers, &mut Output)) {
+    /// Takes the registrar's news that this node is the home, and begins with the requests that wait.
+    pub(super) fn confirm(&mut self, unit: u64, parts: (&Peers, &mut Output)) {
         let outcome = self.change(unit, false, parts, |it| {
-            if it.entry.holders == Holders::Unknown {
-                it.entry.holders = Holders::Shared;
-            }
-            while !is_home && let Some(request) = it.requests.pop(&mut it.entry.queue) {
-                let (node, violation) = (it.peers.node(request.node), Violation::NotHome);
-                it.out.act(Action::Accuse { node, violation });
-            }
+            it.entry.holders = Holders::Shared;
             it.advance();
             Ok(())
         });

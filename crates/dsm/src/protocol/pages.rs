@@ -139,12 +139,6 @@ impl Pages {
         }
     }
 
-    /// Returns whether the registrar is to say which node is the home of a unit.
-    pub(super) fn is_locating(&self, unit: u64) -> bool {
-        let ask = self.pages.get(unit).and_then(|page| page.ask.as_ref());
-        ask.is_some_and(|it| matches!(it.step, Step::Locating(_)))
-    }
-
     /// Returns the right of a copy.
     pub(super) fn right(&self, unit: u64) -> Right {
         self.pages.get(unit).map_or(Right::Invalid, |page| page.right)

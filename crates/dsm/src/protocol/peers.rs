@@ -117,10 +117,9 @@ impl Peers {
 
     /// Takes note of a message, and returns whether it is to be handled. Messages of a node that is gone and duplicates are not.
     pub(super) fn arrived(&mut self, from: NodeId, message: &Message) -> Result<bool, Ahead> {
-        let (known, is_member) = (self.epoch, self.is_member(self.own()));
-        let is_other = from != self.own();
+        let known = self.epoch;
         let Some(peer) = self.member(from) else {
-            return Ok(mutant!(GoneHeard) && is_other && is_member);
+            return Ok(mutant!(GoneHeard) && from != self.own() && self.is_member(self.own()));
         };
         let epoch = message.epoch;
         if epoch > known && !mutant!(NewerNotHeld) {
