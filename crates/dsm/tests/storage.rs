@@ -313,3 +313,21 @@ fn entry__that_is_as_at_the_beginning_makes_room_for_another() {
     println!("bytes of a unit: {}", bytes / count);
     assert!(bytes < count * COPY_MAX);
 }
+
+/// The first touch makes the home, node 1 knows it, and two members ask a node that is none, the first of which leaves.
+#[test]
+fn entry__without_requests_for_a_home_that_is_not_known_makes_room_for_another() {
+    const UNITS: u64 = 1 << 12;
+    let mut node = node_with(2 * UNITS, 3, Homes::first_touch([id(1)]).unwrap());
+    let ask = |node: &mut Node, from, units: std::ops::Range<u64>| {
+        for unit in units {
+            let ask = message(unit, unit, Body::Ask(Right::Shared));
+            node.handle_message(id(from), &ask).unwrap();
+            assert_eq!(node.poll_action(), None);
+        }
+    };
+    ask(&mut node, 2, 0..UNITS);
+    node.handle_gone(1, &[id(2)]);
+    let bytes = taken(|| ask(&mut node, 1, UNITS..2 * UNITS));
+    assert!(bytes < 4096, "{bytes} bytes for {UNITS} units");
+}

@@ -91,9 +91,9 @@ impl Entry {
         entry
     }
 
-    /// Returns whether the entry is [`Entry::new`].
+    /// Returns whether the entry tells no more than [`Entry::new`].
     fn is_new(&self, home: Place) -> bool {
-        self.holders == Holders::Shared
+        matches!(self.holders, Holders::Shared | Holders::Unknown)
             && self.turns.is_empty()
             && self.queue.is_empty()
             && self.sharers.is_empty()
@@ -169,7 +169,7 @@ impl Change<'_> {
                 if !self.settle(turn) {
                     return;
                 }
-            } else if self.entry.turns.is_empty() || self.is_joined() {
+            } else if self.entry.turns.is_empty() || self.can_join() {
                 let Some(request) = self.requests.pop(&mut self.entry.queue) else {
                     return;
                 };
@@ -201,7 +201,7 @@ impl Change<'_> {
 
     /// Returns whether the first request in the queue can be carried out together with those that are: all of them read, and no node gets to
     /// write.
-    fn is_joined(&self) -> bool {
+    fn can_join(&self) -> bool {
         let Some(next) = self.requests.iter(self.entry.queue).next() else {
             return false;
         };
