@@ -1,18 +1,10 @@
 /* MPI ping-pong between two ranks, on CPU 0 and 1. `mpi_ping_pong BYTES ROUNDS` prints the median half round trip, in microseconds. */
-#define _GNU_SOURCE
+#include "measure.h"
+
 #include <mpi.h>
-#include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 /* Round trips timed together: reading the clock takes as long as a part of one. */
 enum { GROUP = 2 };
-
-static int order(const void *a, const void *b)
-{
-	double difference = *(const double *)a - *(const double *)b;
-	return (difference > 0) - (difference < 0);
-}
 
 int main(int argc, char **argv)
 {
@@ -22,10 +14,7 @@ int main(int argc, char **argv)
 	if (argc != 3)
 		MPI_Abort(MPI_COMM_WORLD, 2);
 	int bytes = atoi(argv[1]), groups = atoi(argv[2]) / GROUP, warm_up = groups / 10;
-	cpu_set_t cpu;
-	CPU_ZERO(&cpu);
-	CPU_SET(rank, &cpu);
-	sched_setaffinity(0, sizeof cpu, &cpu);
+	pin(rank);
 	char *message = calloc(bytes, 1);
 	double *us = calloc(groups + warm_up + 1, sizeof *us);
 	for (int i = 0; i < groups + warm_up; i++) {
@@ -39,10 +28,8 @@ int main(int argc, char **argv)
 		}
 		us[i] = (MPI_Wtime() - begin) * 1e6 / GROUP / 2;
 	}
-	if (rank == 0) {
-		qsort(us + warm_up, groups, sizeof *us, order);
-		printf("%.4f\n", us[warm_up + groups / 2]);
-	}
+	if (rank == 0)
+		printf("%.4f\n", percentile(us + warm_up, groups, 50));
 	MPI_Finalize();
 	return 0;
 }

@@ -7,6 +7,7 @@ mod accel;
 mod child;
 mod crowd;
 mod drop_in;
+mod dsm;
 mod floor;
 mod interrupts;
 mod load;
@@ -89,6 +90,10 @@ enum Which {
     Offload,
     /// Changing what threads may do with pages, beside mprotect.
     DsmPages,
+    /// Page faults of a distributed shared memory, and the release of pages that were written.
+    DsmFaults,
+    /// The round trip of a short message, by the context that handles it.
+    DsmLadder,
     /// The first four. The others take as long again.
     All,
 }
@@ -152,6 +157,12 @@ fn main() -> Result<()> {
     }
     if args.table == Which::DsmPages {
         suites.push(pages::suite());
+    }
+    if args.table == Which::DsmFaults {
+        suites.push(dsm::faults());
+    }
+    if args.table == Which::DsmLadder {
+        suites.push(dsm::ladder());
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));

@@ -300,9 +300,15 @@ pub(super) fn exchange(
 }
 
 /// Runs a command, which `program` names in the error; returns its output.
-fn stdout(program: &str, command: &mut Command) -> Result<String> {
+pub(super) fn stdout(program: &str, command: &mut Command) -> Result<String> {
     let output = command.output()?;
-    ensure!(output.status.success(), "{program} failed: {}", output.status);
+    let why = String::from_utf8_lossy(&output.stderr);
+    let why = why.lines().last().unwrap_or_default();
+    ensure!(
+        output.status.success(),
+        "{program} failed: {} {why}",
+        output.status
+    );
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
@@ -440,14 +446,18 @@ fn fabric_figure(text: &str, column: usize) -> Result<f64> {
         .context("fi_pingpong printed no figure")
 }
 
+/// Options of `mpirun` and `oshrun`: two ranks, which choose their CPUs.
+pub(super) const TWO_RANKS: &str = "-n 2 --oversubscribe --allow-run-as-root --bind-to none";
+
 /// Runs the MPI program of `bench/mpi_ping_pong.c` over UCX; returns the median half round trip, in microseconds.
 pub(super) fn mpi(tls: &str, size: usize, iterations: u32) -> Result<f64> {
     installed("mpirun")?;
     let program = super::beside("rdmux-mpi-ping-pong", "mpicc is not installed")?;
     let program = program.to_string_lossy();
     let (size, iterations) = (size.to_string(), iterations.to_string());
-    let options = "-n 2 --oversubscribe --allow-run-as-root --bind-to none --mca pml ucx --mca pml_ucx_tls any --mca pml_ucx_devices any --mca osc ucx --mca btl ^openib";
-    let mut args: Vec<&str> = options.split(' ').collect();
+    let options =
+        "--mca pml ucx --mca pml_ucx_tls any --mca pml_ucx_devices any --mca osc ucx --mca btl ^openib";
+    let mut args: Vec<&str> = TWO_RANKS.split(' ').chain(options.split(' ')).collect();
     args.extend([&*program, &size, &iterations]);
     let mut command = match tls {
         RC => on_rdmux("0,1", "mpirun", &args)?,

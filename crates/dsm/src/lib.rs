@@ -1,14 +1,34 @@
 //! Distributed shared memory: one address space for processes of one host or many.
 //!
-//! [`protocol`] decides which node may access what, and has no I/O and no clock. [`memory`] changes what the threads of a process may do with
-//! the pages of a region, and knows no other process. Nothing joins the two yet.
+//! [`protocol`] decides which node may access what, and [`sync`] which thread goes on: neither has I/O or a clock. [`memory`] changes what the
+//! threads of a process may do with the pages of a region, and knows no other process. A [`Session`] joins them with other nodes' over RDMA.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 #[macro_use]
 pub mod mutant;
 
+mod array;
+mod cluster;
+mod driver;
+mod link;
+mod membership;
 pub mod memory;
+mod peers;
 pub mod protocol;
+mod region;
+mod session;
+mod signal;
+pub mod sync;
+mod thread;
+mod window;
+
+pub use array::{Array, Number};
+pub use cluster::{Cluster, ClusterError, FileError, HostError, NODES_MAX};
+pub use driver::{REGIONS_MAX, Stat};
+pub use rdmux_wire::dsm::joining::VERSION;
+pub use region::Region;
+pub use session::{Error, FaultMode, RegionOptions, Session};
+pub use thread::{LockGuard, Thread};
 
 /// Access to a unit or a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -63,4 +63,42 @@ mutants! {
     WriterJoins,
     /// A node gets to read while another one gets to write.
     WriterJoined,
+
+    // Those of synchronisation.
+    /// A lock that others share is given to one for itself.
+    WriterAmongReaders,
+    /// A lock that one has for itself is shared with others.
+    ReaderBesideWriter,
+    /// The mark of a recovered lock is taken off by one that only shares it.
+    ReaderTakesMark,
+    /// A node that is gone still gets a lock.
+    GoneLocks,
+    /// A lock that was recovered has no mark.
+    RecoveryUnmarked,
+    /// A lock is not taken from a node that is gone.
+    GoneKeepsLock,
+    /// A barrier is passed although one party has not come.
+    BarrierShort,
+    /// A reduction takes the values in the order of their arrival.
+    ReductionUnordered,
+    /// A barrier that a party has left waits for it the next time.
+    BreakForgotten,
+    /// A barrier that was never passed waits for a party that is gone before it has come.
+    StrangerAwaited,
+    /// A barrier that is first used after a party has left waits for it.
+    LateBarrierAwaited,
+    /// A thread that has not heard that a node is gone is put into a condition's queue by a home that has.
+    LateWaitAwaited,
+    /// A word keeps its value.
+    WordNotWritten,
+    /// The waits for a condition go on after a node has left.
+    GoneSignalAwaited,
+    /// A thread that was not told that a node is gone waits for a condition.
+    DepartureNotTold,
+    /// A signal that overtakes the message that the thread is in the queue is lost.
+    EarlySignalLost,
+    /// A call to a home that is gone is kept.
+    LostHomeAwaited,
+    /// A thread waits until a home that is gone has taken a lock back.
+    LostUnlockAwaited,
 }

@@ -134,7 +134,6 @@ mod directory;
 mod homes;
 mod nodes;
 mod pages;
-mod peers;
 mod slab;
 mod table;
 
@@ -144,13 +143,12 @@ pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
 pub use self::homes::{Homes, HomesError};
 pub use crate::Access;
+pub use crate::peers::Ahead;
 
 use self::directory::Directory;
-use self::nodes::Place;
 use self::pages::Pages;
-use self::peers::Peers;
 use self::table::Table;
-
+use crate::peers::{Peers, Place};
 impl Access {
     /// Returns the right that a program needs for the access.
     pub fn needs(self) -> Right {
@@ -243,14 +241,6 @@ pub enum Violation {
     Unexpected,
 }
 
-/// A message cannot be taken yet: its sender knows of an epoch of which this node has not heard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-#[error("a message of epoch {epoch}, of which this node has not heard")]
-pub struct Ahead {
-    /// The epoch.
-    pub epoch: u64,
-}
-
 /// Tasks and messages that the parts of a node give out.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Output {
@@ -315,7 +305,7 @@ impl Node {
     /// The message has to wait, and nothing has changed. The driver keeps it where it has come, takes no later one of this node, and tries again
     /// after [`Node::handle_gone`]. So the receive buffers bound the messages that wait, and none is lost.
     pub fn handle_message(&mut self, from: NodeId, message: &Message) -> Result<(), Ahead> {
-        if self.peers.arrived(from, message)? {
+        if self.peers.arrived(from, message.epoch, message.sequence)? {
             let outcome = self.dispatch(from, message);
             self.accuse(from, outcome);
             self.settle();

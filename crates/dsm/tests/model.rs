@@ -1,6 +1,7 @@
 //! All states of small worlds keep the rules.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod network;
 mod world;
 
 use rdmux_dsm::protocol::Access;

@@ -1,6 +1,8 @@
-//! Each deliberate defect is caught by the model checker.
+//! Each deliberate defect is caught by the model checkers.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod network;
+mod sync_world;
 mod world;
 
 use rdmux_dsm::mutant::Mutant;
@@ -9,7 +11,7 @@ use world::model::{SMALL, Worlds};
 const TOUCHES: &str = "3 nodes, 1 unit, first touches, crash";
 const TWO_NODES: &str = "2 nodes, 1 unit, 1 access, expulsion";
 
-/// The smallest set in which each defect breaks a rule.
+/// The smallest set in which each defect of the coherence protocol breaks a rule.
 const CAUGHT: [(Mutant, &str); 28] = [
     (Mutant::RecallNotAwaited, TWO_NODES),
     (Mutant::YieldedEarly, TWO_NODES),
@@ -50,18 +52,72 @@ const CAUGHT: [(Mutant, &str); 28] = [
     (Mutant::WriterJoined, TWO_NODES),
 ];
 
+const LOCK: &str = "lock, 2 nodes, crash";
+const HOME: &str = "lock, 2 of 3 threads at the home, crash";
+const BARRIER: &str = "barrier, 3 nodes, crash";
+const CONDITION: &str = "condition, 3 nodes, crash";
+
+/// The smallest set in which each defect of the synchronisation breaks a rule.
+const SYNC_CAUGHT: [(Mutant, &str); 18] = [
+    (Mutant::WriterAmongReaders, LOCK),
+    (Mutant::ReaderBesideWriter, LOCK),
+    (Mutant::ReaderTakesMark, HOME),
+    (Mutant::GoneLocks, HOME),
+    (Mutant::RecoveryUnmarked, LOCK),
+    (Mutant::GoneKeepsLock, LOCK),
+    (Mutant::BarrierShort, BARRIER),
+    (Mutant::ReductionUnordered, "reduction, 3 threads, reordered"),
+    (Mutant::BreakForgotten, BARRIER),
+    (Mutant::StrangerAwaited, BARRIER),
+    (Mutant::LateBarrierAwaited, BARRIER),
+    (Mutant::LateWaitAwaited, CONDITION),
+    (Mutant::WordNotWritten, "word, 3 nodes, crash"),
+    (Mutant::GoneSignalAwaited, CONDITION),
+    (Mutant::DepartureNotTold, CONDITION),
+    (
+        Mutant::EarlySignalLost,
+        "condition, 3 nodes, reordered, duplicate, crash",
+    ),
+    (Mutant::LostHomeAwaited, LOCK),
+    (
+        Mutant::LostUnlockAwaited,
+        "condition, 3 nodes, a lock at a third one, crash",
+    ),
+];
+
+#[test]
+fn defects__are_all_checked() {
+    let checked = CAUGHT.iter().chain(&SYNC_CAUGHT).map(|it| it.0);
+    assert!(checked.eq(Mutant::ALL.iter().copied()));
+}
+
+fn print(mutant: Mutant, name: &str, broken: Option<String>) {
+    let Some(broken) = broken else {
+        panic!("{mutant:?} breaks no rule in: {name}");
+    };
+    println!("{mutant:?}: {}", broken.split(" after ").next().unwrap());
+}
+
 #[test]
 fn model__catches_each_defect() {
-    assert_eq!(CAUGHT.map(|it| it.0), Mutant::ALL);
     for (mutant, name) in CAUGHT {
         let worlds = SMALL.iter().find(|it| it.name == name).unwrap();
         let worlds = Worlds {
             mutant: Some(mutant),
             ..worlds.clone()
         };
-        let Some(broken) = worlds.check().broken else {
-            panic!("{mutant:?} breaks no rule in: {name}");
+        print(mutant, name, worlds.check().broken);
+    }
+}
+
+#[test]
+fn sync_model__catches_each_defect() {
+    for (mutant, name) in SYNC_CAUGHT {
+        let worlds = sync_world::model::SMALL.iter().find(|it| it.name == name);
+        let worlds = sync_world::model::Worlds {
+            mutant: Some(mutant),
+            ..worlds.unwrap().clone()
         };
-        println!("{mutant:?}: {}", broken.split(" after ").next().unwrap());
+        print(mutant, name, worlds.check().broken);
     }
 }

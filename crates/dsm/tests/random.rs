@@ -1,6 +1,7 @@
 //! Random runs of more nodes and units than the model checker can do.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod network;
 mod world;
 
 use std::collections::BTreeMap;

@@ -40,6 +40,8 @@ enum Command {
     Nvme(cmd::nvme::Args),
     /// Compress and checksum files by accelerators of a target.
     Accel(cmd::accel::Args),
+    /// Run a program on several nodes that share memory.
+    Dsm(cmd::dsm::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
     /// Run an unmodified RDMA program on a host without an RNIC.
@@ -83,6 +85,7 @@ fn long_version() -> &'static str {
         let protocols = [
             ("push", rdmux_push::VERSION),
             ("log", rdmux_log::VERSION),
+            ("dsm", rdmux_dsm::VERSION),
             ("perf", cmd::perf::VERSION.into()),
             ("node", rdmux_wire::node::control::VERSION),
         ];
@@ -119,6 +122,7 @@ fn main() -> ExitCode {
         Command::Node(args) => cmd::node::run(&args),
         Command::Nvme(args) => cmd::nvme::run(args),
         Command::Accel(args) => cmd::accel::run(args),
+        Command::Dsm(args) => cmd::dsm::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
         Command::Run(args) => cmd::run::run(args),
         Command::Dev(args) => cmd::dev::run_dev(&args, before),

@@ -72,7 +72,7 @@ const OUTPUTS: [&str; 45] = [
 const CHANGES: &str = "it reports one value; cli_nvme_change looks at what it changes";
 
 /// Commands whose output has no files, and why.
-const WITHOUT: [(&str, &str); 22] = [
+const WITHOUT: [(&str, &str); 23] = [
     (
         "accel header",
         "it writes bytes; cli_accel has a target read them",
@@ -85,6 +85,7 @@ const WITHOUT: [(&str, &str); 22] = [
         "demo fair",
         "its figures are of the host; cli_demo looks at what it reports",
     ),
+    ("dsm run", "its output is that of its program; cli_dsm runs one"),
     (
         "demo push",
         "it measures for long; cli_push looks at what it reports",

@@ -27,7 +27,7 @@ const MAY_USE: [(&str, &[&str]); 25] = [
         &["key", "memory", "rnic", "runtime", "shm", "verbs", "wire"],
     ),
     ("crates/push", &["key", "memory", "runtime", "verbs", "wire"]),
-    ("crates/dsm", &["memory", "runtime", "verbs", "wire"]),
+    ("crates/dsm", &["key", "memory", "runtime", "verbs", "wire"]),
     ("crates/log", &["push", "runtime", "verbs"]),
     (
         "crates/nvmf",
@@ -42,8 +42,8 @@ const MAY_USE: [(&str, &[&str]); 25] = [
     (
         "crates/rdmux",
         &[
-            "accel", "capture", "drive", "hw", "key", "log", "memory", "nvmf", "push", "runtime", "share",
-            "sim", "soft", "verbs", "wire",
+            "accel", "capture", "drive", "dsm", "hw", "key", "log", "memory", "nvmf", "push", "runtime",
+            "share", "sim", "soft", "verbs", "wire",
         ],
     ),
     ("crates/lab-peer", &["hw", "memory", "soft", "verbs", "wire"]),
@@ -59,7 +59,7 @@ const MAY_USE: [(&str, &[&str]); 25] = [
     ),
     ("capi/sysfs", &[]),
     ("xtask", &[]),
-    ("examples", &["hw", "memory", "push", "soft", "verbs"]),
+    ("examples", &["dsm", "hw", "memory", "push", "soft", "verbs"]),
 ];
 
 /// Providers of devices, and the programs, which alone choose among them.
@@ -73,11 +73,12 @@ const PROGRAMS: [&str; 5] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 33] = [
+const UNSAFE_FILES: [&str; 34] = [
     "crates/drive/src/dma.rs",
     "crates/drive/src/passthru.rs",
     "crates/drive/src/vfio.rs",
     "crates/dsm/src/memory/userfault.rs",
+    "crates/dsm/src/signal.rs",
     "crates/hw/src/cma.rs",
     "crates/hw/src/library.rs",
     "crates/hw/src/objects.rs",

@@ -1,8 +1,9 @@
 //! Messages of the distributed shared memory: how the nodes of a region agree on who may access which unit.
 //!
 //! A *unit* is what nodes share as a whole: a page, or a group of pages. Each unit has a *home*, the node that decides about it. Messages go
-//! between the home (or the node that knows it, the *registrar*) and another node; the contents of a unit travel as RDMA READ, and have no message. Each message has [`MESSAGE_LEN`]
-//! bytes. Numbers are little-endian.
+//! between the home, or the node that knows it (the *registrar*), and another node; the contents of a unit travel as RDMA READ, and have no
+//! message. Each message has [`MESSAGE_LEN`] bytes. Numbers are little-endian. [`frame`] has what a message is sent in, and [`joining`] the
+//! messages before any of these.
 //!
 //! | bytes | field |
 //! |---|---|
@@ -28,6 +29,14 @@
 //! | 7 Refuse | home | the unit was lost with the node |
 //! | 8 Locate | node | it wants to know the home, and to be it if there is none (to the unit's registrar, of regions with homes by first touch) |
 //! | 9 Home | registrar | the answer to Locate: the node is the home |
+//!
+//! Kinds from 32 on are those of [`sync`], whose messages are as long.
+
+pub mod sync;
+
+pub mod frame;
+pub mod joining;
+pub mod membership;
 
 use strum::VariantArray;
 

@@ -5,11 +5,11 @@ use std::hash::{Hash, Hasher};
 
 use rdmux_wire::dsm::{Body, NodeId, Right};
 
-use super::nodes::{NodeSet, Place};
-use super::peers::Peers;
+use super::nodes::NodeSet;
 use super::slab::{List, Lists};
 use super::table::Table;
 use super::{Homes, Output, Violation};
+use crate::peers::{Peers, Place};
 
 /// The directory. A unit without an entry is as [`Entry::new`]; an entry that has become so again is removed.
 #[derive(Clone, Debug)]

@@ -2,9 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-/// A node's position among the first members of the region, in the order of their numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Place(pub(super) u32);
+use crate::peers::Place;
 
 /// A set of nodes, a bit each. It allocates only when it gets a member beyond the first 64 that is greater than all it has ever had.
 #[derive(Clone, Debug, Default)]

@@ -4,9 +4,9 @@ use std::hash::{Hash, Hasher};
 
 use rdmux_wire::dsm::{Body, NodeId, Right};
 
-use super::peers::Peers;
 use super::table::Table;
 use super::{Action, Homes, Output, Violation};
+use crate::peers::Peers;
 
 /// The copies, by unit. One that was never used is [`Page::default`]. Only faults of this node's program add any, and none is removed: the numbers
 /// of tasks go on.

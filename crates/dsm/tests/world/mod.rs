@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use rdmux_dsm::protocol::{Access, Action, Body, Homes, Message, Node, NodeId, Right, Settings};
 
+pub(crate) use crate::network::Place;
+use crate::network::{Network, Underway};
+
 /// An access of a program: the kind and the unit.
 pub(crate) type Operation = (Access, usize);
-
-/// Number of a node, as an index.
-pub(crate) type Place = usize;
 
 /// Events that may happen besides the protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -39,8 +39,7 @@ pub(crate) struct World {
     /// Worlds that differ in one step share most of them.
     sites: Vec<Arc<Site>>,
     pub(crate) threads: Vec<Thread>,
-    /// Messages underway, by sender and receiver, in their order if that counts, sorted otherwise.
-    network: BTreeMap<(Place, Place), Vec<Message>>,
+    network: Network<Message>,
     /// Homes of the units, or their registrars.
     homes: Arc<[Place]>,
     /// Value written last, by unit.
@@ -106,16 +105,8 @@ pub(crate) struct Thread {
 pub(crate) enum Step {
     /// A thread attempts its next access.
     Access(usize),
-    Deliver {
-        from: Place,
-        to: Place,
-        index: usize,
-    },
-    Duplicate {
-        from: Place,
-        to: Place,
-        index: usize,
-    },
+    Deliver(Underway),
+    Duplicate(Underway),
     /// A read of contents ends.
     Pulled {
         at: Place,
@@ -144,8 +135,6 @@ pub(crate) enum Step {
 const NOTHING: u32 = u32::MAX;
 /// A node reports the end of one of its last few tasks again.
 const REPEATABLE: usize = 4;
-/// A message is overtaken by fewer later ones than this.
-const OVERTAKEN: u64 = 64;
 
 pub(crate) fn id(place: Place) -> NodeId {
     NodeId::new(place as u32).unwrap()
@@ -203,7 +192,7 @@ impl World {
             sites: (0..nodes).map(site).map(Arc::new).collect(),
             threads: threads.iter().map(thread).collect(),
             homes: homes.into(),
-            network: BTreeMap::new(),
+            network: Network::new(mishaps.reorders),
             last: vec![0; homes.len()],
             has_part: homes.iter().map(|it| mishaps.hostile == Some(*it)).collect(),
             numbers: BTreeMap::new(),
@@ -261,19 +250,9 @@ impl World {
                 }
             }
         }
-        for ((from, to), messages) in &self.network {
-            let (from, to) = (*from, *to);
-            let ready = if self.mishaps.reorders { messages.len() } else { 1 };
-            let oldest = messages.iter().map(|it| it.sequence).min().unwrap();
-            for index in 0..ready {
-                let is_first = index == 0 || messages[index - 1] != messages[index];
-                if is_first && messages[index].sequence < oldest + OVERTAKEN {
-                    steps.push(Step::Deliver { from, to, index });
-                }
-            }
-            if self.mishaps.duplicates > 0 {
-                steps.extend((0..messages.len()).map(|index| Step::Duplicate { from, to, index }));
-            }
+        steps.extend(self.network.ready().map(Step::Deliver));
+        if self.mishaps.duplicates > 0 {
+            steps.extend(self.network.all().map(Step::Duplicate));
         }
     }
 
@@ -335,8 +314,7 @@ impl World {
             *number += 1;
         }
         if self.sites[to].is_running {
-            self.network.entry((from, to)).or_default().push(message);
-            self.sort(from, to);
+            self.network.send(from, to, message.sequence, message);
         }
     }
 
@@ -360,29 +338,23 @@ impl World {
     pub(crate) fn take(&mut self, step: Step) {
         let unit = match step {
             Step::Access(index) => Some(self.access(index)),
-            Step::Deliver { from, to, index } => {
-                let messages = self.network.get_mut(&(from, to)).unwrap();
-                let message = messages[index];
-                let site = Arc::make_mut(&mut self.sites[to]);
-                if site.node.handle_message(id(from), &message).is_err() {
+            Step::Deliver(underway) => {
+                let Underway { from, to, .. } = underway;
+                let message = self.network.get(underway);
+                if self.site(to).node.handle_message(id(from), &message).is_err() {
                     // It waits where it is.
                     return;
                 }
-                messages.remove(index);
-                if messages.is_empty() {
-                    self.network.remove(&(from, to));
-                }
+                self.network.remove(underway);
                 let is_accused = self.carry_out(to);
                 if self.is_hostile(from) && self.sites[to].node.is_member(id(from)) && !is_accused {
                     self.has_part[message.unit as usize] = true;
                 }
                 Some(message.unit as usize)
             }
-            Step::Duplicate { from, to, index } => {
+            Step::Duplicate(underway) => {
                 self.mishaps.duplicates -= 1;
-                let messages = self.network.get_mut(&(from, to)).unwrap();
-                messages.push(messages[index]);
-                self.sort(from, to);
+                self.network.duplicate(underway);
                 return;
             }
             Step::Pulled {
@@ -437,7 +409,7 @@ impl World {
                 self.mishaps.crashes -= 1;
                 self.gone.push(at);
                 self.site(at).is_running = false;
-                self.network.retain(|(_, to), _| *to != at);
+                self.network.stop(at);
                 None
             }
             Step::Expel(at) => {
@@ -638,13 +610,6 @@ impl World {
             self.flaw.get_or_insert(flaw);
         }
     }
-
-    /// Sorts what has no order, so that equal worlds are equal.
-    fn sort(&mut self, from: Place, to: Place) {
-        if self.mishaps.reorders {
-            self.network.get_mut(&(from, to)).unwrap().sort_unstable();
-        }
-    }
 }
 
 impl<T> Task<T> {
@@ -659,7 +624,7 @@ impl Step {
     pub(crate) fn is_mishap(&self) -> bool {
         matches!(
             self,
-            Step::Crash(_) | Step::Expel(_) | Step::Duplicate { .. } | Step::Repeat { .. }
+            Step::Crash(_) | Step::Expel(_) | Step::Duplicate(_) | Step::Repeat { .. }
         )
     }
 }

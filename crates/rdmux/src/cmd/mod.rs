@@ -7,6 +7,7 @@ pub(crate) mod demo;
 pub(crate) mod dev;
 pub(crate) mod device;
 pub(crate) mod doctor;
+pub(crate) mod dsm;
 pub(crate) mod explain;
 pub(crate) mod generate;
 pub(crate) mod log;

@@ -3,16 +3,27 @@
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use rdmux_wire::dsm::{Message, NodeId};
+use rdmux_wire::dsm::NodeId;
 
-use super::Ahead;
-use super::nodes::Place;
+/// A message cannot be taken yet: its sender knows of an epoch of which this node has not heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[error("a message of epoch {epoch}, of which this node has not heard")]
+pub struct Ahead {
+    /// The epoch.
+    pub epoch: u64,
+}
+
+/// A node's position among the first members of the region, in the order of their numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Place(pub(crate) u32);
 
 /// The nodes of the region.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Peers {
+pub(crate) struct Peers {
     own: Place,
     epoch: u64,
+    /// The node that has left last, and the epoch of which this node heard with it.
+    departed: Option<(u64, NodeId)>,
     /// By place.
     peers: Vec<Peer>,
     /// All that were members when the region began, this node included, in the order of their numbers.
@@ -40,6 +51,7 @@ struct Received {
 impl Hash for Peers {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.epoch.hash(state);
+        self.departed.hash(state);
         self.peers.hash(state);
     }
 }
@@ -50,7 +62,7 @@ fn place(nodes: &[NodeId], node: NodeId) -> Option<Place> {
 }
 
 impl Peers {
-    pub(super) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
+    pub(crate) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
         let mut first = [members, &[own]].concat();
         first.sort_unstable();
         first.dedup();
@@ -62,44 +74,50 @@ impl Peers {
         Peers {
             own: place(&first, own).expect("fewer than 2^32 nodes, this one among them"),
             epoch,
+            departed: None,
             peers: first.iter().map(peer).collect(),
             first: first.into(),
         }
     }
 
     /// Returns the number of this node.
-    pub(super) fn own(&self) -> NodeId {
+    pub(crate) fn own(&self) -> NodeId {
         self.node(self.own)
     }
 
     /// Returns the place of this node.
-    pub(super) fn own_place(&self) -> Place {
+    pub(crate) fn own_place(&self) -> Place {
         self.own
     }
 
     /// Returns the node of a place.
-    pub(super) fn node(&self, place: Place) -> NodeId {
+    pub(crate) fn node(&self, place: Place) -> NodeId {
         self.first[place.0 as usize]
     }
 
     /// Returns the place of a node that is or was a member.
-    pub(super) fn place(&self, node: NodeId) -> Option<Place> {
+    pub(crate) fn place(&self, node: NodeId) -> Option<Place> {
         place(&self.first, node)
     }
 
-    pub(super) fn epoch(&self) -> u64 {
+    pub(crate) fn epoch(&self) -> u64 {
         self.epoch
     }
 
     /// Returns whether a node, this one included, is a member.
-    pub(super) fn is_member(&self, node: NodeId) -> bool {
+    pub(crate) fn is_member(&self, node: NodeId) -> bool {
         self.place(node)
             .is_some_and(|it| self.peers[it.0 as usize].is_member)
     }
 
     /// Returns whether a node, this one included, is or was a member.
-    pub(super) fn was_member(&self, node: NodeId) -> bool {
+    pub(crate) fn was_member(&self, node: NodeId) -> bool {
         self.place(node).is_some()
+    }
+
+    /// Returns the node that has left last, and the epoch of which this node heard with it.
+    pub(crate) fn departed(&self) -> Option<(u64, NodeId)> {
+        self.departed
     }
 
     /// Returns another member.
@@ -109,28 +127,29 @@ impl Peers {
     }
 
     /// Returns the number of the next message to another member.
-    pub(super) fn number(&mut self, to: NodeId) -> Option<u64> {
+    pub(crate) fn number(&mut self, to: NodeId) -> Option<u64> {
         let peer = self.member(to)?;
         peer.sent += 1;
         Some(peer.sent - 1)
     }
 
-    /// Takes note of a message, and returns whether it is to be handled. Messages of a node that is gone and duplicates are not.
-    pub(super) fn arrived(&mut self, from: NodeId, message: &Message) -> Result<bool, Ahead> {
+    /// Takes note of a message by its epoch and its number, and returns whether it is to be handled. Messages of a node that is gone and duplicates
+    /// are not.
+    pub(crate) fn arrived(&mut self, from: NodeId, epoch: u64, sequence: u64) -> Result<bool, Ahead> {
         let known = self.epoch;
         let Some(peer) = self.member(from) else {
             return Ok(mutant!(GoneHeard) && from != self.own() && self.is_member(self.own()));
         };
-        let epoch = message.epoch;
         if epoch > known && !mutant!(NewerNotHeld) {
             return Err(Ahead { epoch });
         }
-        Ok(peer.received.is_new(message.sequence) || mutant!(DuplicateTaken))
+        Ok(peer.received.is_new(sequence) || mutant!(DuplicateTaken))
     }
 
     /// Ends the membership of nodes with a new epoch. For this node, its own end is that of all.
-    pub(super) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
+    pub(crate) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
         self.epoch = epoch;
+        self.departed = gone.last().map(|node| (epoch, *node)).or(self.departed);
         let is_expelled = gone.contains(&self.own());
         for (peer, node) in self.peers.iter_mut().zip(&*self.first) {
             peer.is_member &= !is_expelled && !gone.contains(node);

@@ -1,0 +1,198 @@
+//! Page faults of a distributed shared memory, beside what the machine takes for them without a protocol, and beside library calls that fetch as
+//! much; and the round trip of a short message by the context that handles it. The floors and peers are the C programs of `bench/`.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::pair::{TWO_RANKS, installed, peer, stdout, ucx_transport};
+use super::table::{Column, Line, Suite, Table};
+
+/// Kinds of faults, and their names for `dsm_floor`.
+const FAULTS: [Column; 3] = [(0, "read"), (1, "upgrade"), (2, "cold write")];
+const FAULT_NAMES: [&str; 3] = ["read", "upgrade", "write"];
+const READ: usize = 0;
+/// Pages of a release.
+const RELEASE: usize = 1024;
+
+/// Quantities of [`faults`], each a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    /// A fault without another process.
+    Alone,
+    /// A fault whose page's home is so.
+    Polling,
+    Computing,
+    Asleep,
+    /// A fetch through the network.
+    Network,
+    /// Copying the pages that were written.
+    Release,
+}
+
+impl Part {
+    /// Returns the rows of a table: the floor, and all that is compared with it.
+    fn lines(self) -> Vec<Line> {
+        match self {
+            Part::Alone => vec![floor("userfaultfd, SIGBUS", "none")],
+            Part::Polling => vec![
+                floor("two bare processes", "polling"),
+                get(&MPI_MEMORY),
+                get(&SHMEM_MEMORY),
+            ],
+            Part::Computing => vec![floor("two bare processes", "computing")],
+            Part::Asleep => vec![floor("two bare processes", "asleep")],
+            Part::Network => vec![get(&MPI_TCP), get(&SHMEM_TCP)],
+            Part::Release => vec![copy("the home copies", "pull"), copy("the writer copies", "push")],
+        }
+    }
+
+    fn table(self) -> Table {
+        let (key, title) = match self {
+            Part::Alone => ("alone_us", "Without a home, p50, us"),
+            Part::Polling => ("polling_us", "Home polls, p50, us"),
+            Part::Computing => ("computing_us", "Home looks each 20 us, p50, us"),
+            Part::Asleep => ("asleep_us", "Home sleeps, p50, us"),
+            Part::Network => ("network_us", "Over loopback, p50, us"),
+            Part::Release => ("release_us", "Release, p50, us"),
+        };
+        let columns = match self {
+            Part::Release => vec![(RELEASE, "1,024 pages")],
+            _ => FAULTS.to_vec(),
+        };
+        Table {
+            key,
+            title,
+            digits: 2,
+            columns,
+            lines: self.lines(),
+            compares: true,
+        }
+    }
+}
+
+/// Returns what `--table dsm-faults` measures.
+pub(super) fn faults() -> Suite {
+    Suite {
+        key: "dsm-faults",
+        conditions: "pages of 4 KiB, 1,024 in turn, two processes on CPU 0 and 1; upgrade: a write to a page that may be read; cold write: to one that is absent; \
+                     a process that waits spins, except a home that sleeps; MPI and OpenSHMEM fetch by a call, without a fault",
+        claim: None,
+        tables: vec![
+            Part::Alone.table(),
+            Part::Polling.table(),
+            Part::Computing.table(),
+            Part::Asleep.table(),
+            Part::Network.table(),
+            Part::Release.table(),
+        ],
+        ratios: |_| Vec::new(),
+    }
+}
+
+/// Returns the row of faults that the home in one of its states answers.
+fn floor(name: &'static str, home: &'static str) -> Line {
+    let columns = FAULTS.map(|(column, _)| column);
+    Line::new(name, &columns, move |column| {
+        bare("rdmux-dsm-floor", &[FAULT_NAMES[column], home])
+    })
+}
+
+fn copy(name: &'static str, by: &'static str) -> Line {
+    Line::new(name, &[RELEASE], move |_| {
+        bare("rdmux-dsm-floor", &[by, "polling"])
+    })
+}
+
+/// A library that fetches memory of another process.
+struct Get {
+    name: &'static str,
+    /// The program that starts the processes, and its options.
+    launcher: &'static str,
+    options: &'static str,
+    /// Transport of UCX, where it carries the data.
+    tls: Option<&'static str>,
+    program: &'static str,
+}
+
+const MPI_MEMORY: Get = Get {
+    name: "MPI_Get, shared memory",
+    launcher: "mpirun",
+    options: "--mca btl ^openib --mca osc sm",
+    tls: None,
+    program: "rdmux-mpi-get",
+};
+const MPI_TCP: Get = Get {
+    name: "MPI_Get, TCP",
+    options: "--mca btl tcp,self --mca pml ob1 --mca osc pt2pt",
+    ..MPI_MEMORY
+};
+const SHMEM_MEMORY: Get = Get {
+    name: "shmem_getmem, shared memory",
+    launcher: "oshrun",
+    options: "--mca btl ^openib",
+    tls: Some("posix"),
+    program: "rdmux-shmem-get",
+};
+const SHMEM_TCP: Get = Get {
+    name: "shmem_getmem, TCP",
+    tls: Some("tcp"),
+    ..SHMEM_MEMORY
+};
+
+fn get(way: &'static Get) -> Line {
+    Line::new(way.name, &[READ], |_| {
+        installed(way.launcher)?;
+        let program = super::beside(way.program, "mpicc or oshcc is not installed")?;
+        let program = program.to_string_lossy();
+        let mut args: Vec<&str> = TWO_RANKS.split(' ').chain(way.options.split(' ')).collect();
+        args.push(&program);
+        let mut command = peer("0,1", way.launcher, &args);
+        if let Some(tls) = way.tls {
+            ucx_transport(&mut command, tls);
+        }
+        figure(way.program, &mut command)
+    })
+}
+
+/// Returns what `--table dsm-ladder` measures.
+pub(super) fn ladder() -> Suite {
+    let rung = |name, rung: &'static str| Line::new(name, &[4], move |_| bare("rdmux-dsm-ladder", &[rung]));
+    Suite {
+        key: "dsm-ladder",
+        conditions: "a word in shared memory between two processes; those that sleep are woken by an eventfd",
+        claim: Some(
+            "The talk (Mellanox and Technion, 2003): a short message is answered in 45 us by polling, in 60 us by the interrupt, in 90 us by a process.",
+        ),
+        tables: vec![Table {
+            key: "round_trip_us",
+            title: "Round trip, p50, us",
+            digits: 2,
+            columns: vec![(4, "4 B")],
+            lines: vec![
+                rung("inline, both poll", "inline"),
+                rung("woken on the same CPU", "same-cpu"),
+                rung("woken on another CPU", "other-cpu"),
+                rung("on another, idle for 1 ms", "idle-cpu"),
+            ],
+            compares: true,
+        }],
+        ratios: |_| Vec::new(),
+    }
+}
+
+/// Runs a program of two bare processes, which pin themselves; returns its figure.
+fn bare(name: &'static str, args: &[&str]) -> Result<f64> {
+    let program = super::beside(name, "bench/run compiles it")?;
+    figure(name, &mut peer("0,1", &program.to_string_lossy(), args))
+}
+
+/// Returns the median that a program prints.
+fn figure(program: &str, command: &mut Command) -> Result<f64> {
+    let text = stdout(program, command.stderr(Stdio::piped()))?;
+    let line: Value = serde_json::from_str(&text).with_context(|| format!("{program} printed {text:?}"))?;
+    line["p50"]
+        .as_f64()
+        .with_context(|| format!("{program} printed no median"))
+}

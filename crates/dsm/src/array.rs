@@ -1,0 +1,122 @@
+//! Numbers in a region, which other nodes write at any time.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use crate::memory::Access;
+use crate::region::Region;
+use crate::session::Error;
+
+/// A number of 64 bits.
+pub trait Number: Copy + sealed::Sealed {
+    /// Returns its bits.
+    fn to_bits(self) -> u64;
+    /// Returns the number of these bits.
+    fn of_bits(bits: u64) -> Self;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for u64 {}
+    impl Sealed for i64 {}
+    impl Sealed for f64 {}
+}
+
+impl Number for u64 {
+    fn to_bits(self) -> u64 {
+        self
+    }
+    fn of_bits(bits: u64) -> u64 {
+        bits
+    }
+}
+
+impl Number for i64 {
+    fn to_bits(self) -> u64 {
+        self.cast_unsigned()
+    }
+    fn of_bits(bits: u64) -> i64 {
+        bits.cast_signed()
+    }
+}
+
+impl Number for f64 {
+    fn to_bits(self) -> u64 {
+        f64::to_bits(self)
+    }
+    fn of_bits(bits: u64) -> f64 {
+        f64::from_bits(bits)
+    }
+}
+
+/// An array of numbers in a region. Each access is one of an atomic of relaxed order: barriers and locks order them between threads.
+#[derive(Clone, Copy, Debug)]
+pub struct Array<'a, T> {
+    region: &'a Region,
+    /// Offset of the first number in the region, in bytes.
+    offset: u64,
+    len: usize,
+    numbers: PhantomData<T>,
+}
+
+impl<'a, T: Number> Array<'a, T> {
+    pub(crate) fn new(region: &'a Region, offset: u64, len: usize) -> Array<'a, T> {
+        Array {
+            region,
+            offset,
+            len,
+            numbers: PhantomData,
+        }
+    }
+
+    /// Returns the number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Returns an element.
+    ///
+    /// # Panics
+    /// If there is no such element.
+    #[inline]
+    pub fn get(&self, index: usize) -> T {
+        T::of_bits(self.word(index).load(Ordering::Relaxed))
+    }
+
+    /// Sets an element.
+    ///
+    /// # Panics
+    /// If there is no such element.
+    #[inline]
+    pub fn set(&self, index: usize, value: T) {
+        self.word(index).store(value.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Gets a right to elements, which other nodes may take again at once: their accesses that follow take no fault until then.
+    ///
+    /// # Errors
+    /// A page was lost with a node.
+    ///
+    /// # Panics
+    /// If there are no such elements.
+    pub fn acquire(&self, elements: Range<usize>, access: Access) -> Result<(), Error> {
+        assert!(elements.end <= self.len, "elements {elements:?} of {}", self.len);
+        let byte = |element: usize| self.offset + 8 * element as u64;
+        self.region
+            .acquire(byte(elements.start)..byte(elements.end), access)
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> &'a std::sync::atomic::AtomicU64 {
+        assert!(index < self.len, "element {index} of {}", self.len);
+        self.region
+            .mapping()
+            .double_word(self.offset as usize + 8 * index)
+    }
+}

@@ -1,0 +1,558 @@
+//! Driver of the state machines of one node: takes completions, and carries out what the state machines decide.
+//!
+//! Whoever holds the [`Driver`] takes a [turn](Driver::turn), one at a time: the node's service thread, or a thread of the program that waits for
+//! something. It never waits, and touches no view.
+
+mod making;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Status, WorkCompletion};
+use rdmux_wire::dsm::joining::Joining;
+use rdmux_wire::dsm::membership::Membership as MembershipMessage;
+use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
+
+use self::making::Making;
+pub(crate) use self::making::{Answer, Offer};
+use crate::link::{Link, LinkError, WorkId};
+use crate::membership::{self, Membership};
+use crate::memory::{self, Access, Change, PageState};
+use crate::protocol::{self, Action, Right, Violation};
+use crate::region::Pages;
+use crate::sync;
+
+/// Completions that are taken at once.
+const BATCH: usize = 32;
+
+/// Most regions of a cluster.
+pub const REGIONS_MAX: usize = 64;
+
+/// Reason why another node has no part in the memory any more.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Loss {
+    /// The connection to it has failed.
+    #[error("{0}")]
+    Link(#[from] LinkError),
+    /// It has disconnected.
+    #[error("it has left")]
+    Left,
+    /// It has not answered.
+    #[error("it has not answered for {:.1} seconds", .0.as_secs_f64())]
+    Silent(Duration),
+    /// Another node has lost it.
+    #[error("another node has lost its connection to it")]
+    LostByOthers,
+    /// Its message is none that a correct node sends.
+    #[error("it does not keep to the protocol: {0}")]
+    Violation(#[from] Violation),
+    /// Its message about threads is none that a correct node sends.
+    #[error("it does not keep to the protocol: {0}")]
+    Synchronisation(#[from] sync::Violation),
+    /// Its message is of no kind, or about no region.
+    #[error("it does not keep to the protocol: a message of kind {0} that nothing has asked for")]
+    Message(u8),
+}
+
+/// A node, as this one knows it.
+#[derive(Debug, Default)]
+struct Peer {
+    /// `None`: it is this node, or the connection has ended.
+    link: Option<Link>,
+    /// Set once the connection has ended.
+    loss: Option<Loss>,
+    /// Messages that wait for news of the membership.
+    held: VecDeque<[u8; MESSAGE_LEN]>,
+}
+
+/// A region, as its nodes have agreed on it.
+#[derive(Debug)]
+pub(crate) struct Region {
+    pages: Pages,
+    protocol: protocol::Node,
+    /// The region of the alias. Others read it.
+    mr: MemoryRegion,
+    /// Keys of the others' aliases, by the numbers of the nodes.
+    keys: Vec<Option<RemoteBuffer>>,
+    stat: Stat,
+}
+
+/// Counts of a region at one node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stat {
+    /// Faults of reads.
+    pub read_faults: u64,
+    /// Faults of writes.
+    pub write_faults: u64,
+    /// Pages that were read from other nodes.
+    pub fetches: u64,
+    /// Rights that others have taken.
+    pub invalidations: u64,
+    /// Messages sent.
+    pub messages: u64,
+}
+
+/// A read of another node's page that is in progress.
+#[derive(Clone, Copy, Debug)]
+struct Pull {
+    region: u32,
+    unit: u64,
+    task: u64,
+}
+
+/// State of one node.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    own: NodeId,
+    cq: CompletionQueue,
+    peers: Vec<Peer>,
+    membership: Membership,
+    regions: Vec<Option<Region>>,
+    making: Vec<Making>,
+    sync: sync::Node,
+    /// Ends of calls that their threads have not taken, by the numbers of the threads.
+    outcomes: Vec<Option<sync::Outcome>>,
+    pulls: Vec<Option<Pull>>,
+    free_pulls: Vec<u32>,
+    /// Grows with all that a waiting thread may look at.
+    changes: u64,
+    /// The first error of the system, after which the memory is of no use.
+    failure: Option<memory::Error>,
+}
+
+impl Driver {
+    pub(crate) fn new(
+        own: NodeId,
+        cq: CompletionQueue,
+        links: Vec<Option<Link>>,
+        homes: protocol::Homes,
+    ) -> Driver {
+        let members: Vec<NodeId> = (0..links.len() as u32).filter_map(NodeId::new).collect();
+        let peers = links.into_iter().map(|link| Peer {
+            link,
+            ..Peer::default()
+        });
+        Driver {
+            own,
+            cq,
+            peers: peers.collect(),
+            membership: Membership::new(own, members.iter().copied()),
+            regions: Vec::new(),
+            making: Vec::new(),
+            sync: sync::Node::new(own, 0, 0, &members, homes),
+            outcomes: vec![None; sync::THREADS_MAX.into()],
+            pulls: Vec::new(),
+            free_pulls: Vec::new(),
+            changes: 0,
+            failure: None,
+        }
+    }
+
+    pub(crate) fn own(&self) -> NodeId {
+        self.own
+    }
+
+    /// Returns a number that has grown if a thread that waits should look again.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Returns the first node that is gone, with the reason: this one if it was expelled.
+    pub(crate) fn gone(&self) -> Option<(NodeId, String)> {
+        let members: BTreeSet<NodeId> = self.membership.members().collect();
+        let mut nodes = (0..self.peers.len() as u32).filter_map(NodeId::new);
+        let node = match members.is_empty() {
+            true => self.own,
+            false => nodes.find(|node| !members.contains(node))?,
+        };
+        let loss = self
+            .peers
+            .get(node.number() as usize)
+            .and_then(|peer| peer.loss.as_ref());
+        let reason = loss.map_or_else(|| "the others have expelled it".to_owned(), Loss::to_string);
+        Some((node, reason))
+    }
+
+    /// Returns the members.
+    pub(crate) fn members(&self) -> Vec<NodeId> {
+        self.membership.members().collect()
+    }
+
+    /// Returns the epoch of the membership.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.membership.epoch()
+    }
+
+    /// Returns whether a page has been asked for, and has not come.
+    pub(crate) fn is_asked(&mut self, region: u32, page: u32) -> bool {
+        let region = self.region(region);
+        region.is_some_and(|region| region.protocol.is_awaited(page.into()))
+    }
+
+    /// Notes an error of the system.
+    pub(crate) fn fail(&mut self, error: memory::Error) {
+        self.note_failure(Err(error));
+    }
+
+    pub(crate) fn failure(&self) -> Option<&memory::Error> {
+        self.failure.as_ref()
+    }
+
+    /// Takes all completions, and carries out what follows. Returns whether there were any.
+    pub(crate) fn turn(&mut self) -> bool {
+        let mut completions = [WorkCompletion::default(); BATCH];
+        let mut any = false;
+        loop {
+            let found = self.cq.poll_into(&mut completions);
+            for completion in &completions[..found] {
+                self.completed(completion);
+            }
+            if found == 0 {
+                break;
+            }
+            any = true;
+        }
+        if any {
+            self.tell();
+        }
+        any
+    }
+
+    /// Asks all nodes whether they are there, and notices those that have disconnected, or not answered for so long.
+    pub(crate) fn probe(&mut self, patience: Duration) {
+        let now = Instant::now();
+        for number in 0..self.peers.len() as u32 {
+            let Some(link) = self.link(number) else { continue };
+            if link.is_ended() {
+                self.lose(number, Loss::Left);
+                continue;
+            }
+            match link.probe(now) {
+                Ok(Some(since)) if now - since >= patience => self.lose(number, Loss::Silent(now - since)),
+                Ok(_) => {}
+                Err(error) => self.lose(number, error.into()),
+            }
+        }
+    }
+
+    fn tell(&mut self) {
+        for number in 0..self.peers.len() as u32 {
+            if let Some(link) = self.link(number)
+                && let Err(error) = link.tell()
+            {
+                self.lose(number, error.into());
+            }
+        }
+    }
+
+    fn peer(&mut self, number: u32) -> Option<&mut Peer> {
+        self.peers.get_mut(number as usize)
+    }
+
+    fn link(&mut self, number: u32) -> Option<&mut Link> {
+        self.peer(number)?.link.as_mut()
+    }
+
+    fn completed(&mut self, completion: &WorkCompletion) {
+        let (number, id) = WorkId::parse(completion.wr_id);
+        let has_succeeded = completion.status == Status::Success;
+        if let WorkId::Read(pull) = id {
+            self.pulled(number, pull, has_succeeded);
+        }
+        let Some(link) = self.link(number) else {
+            return;
+        };
+        let outcome = match id {
+            _ if !has_succeeded => Err(LinkError::Status(completion.status)),
+            WorkId::Receive(buffer) => link.received(buffer),
+            WorkId::Send(count) => link.has_sent(count).map(|()| None),
+            WorkId::Read(_) => link.has_read().map(|()| None),
+            WorkId::Probe => {
+                link.has_probed();
+                Ok(None)
+            }
+        };
+        match outcome {
+            Ok(Some(message)) => self.arrived(number, message),
+            Ok(None) => {}
+            Err(error) => self.lose(number, error.into()),
+        }
+    }
+
+    /// Takes a message of a node, unless earlier ones of it wait.
+    fn arrived(&mut self, number: u32, message: [u8; MESSAGE_LEN]) {
+        let Some(peer) = self.peer(number) else { return };
+        // News of the membership ends the waits of the others.
+        if !peer.held.is_empty() && !MembershipMessage::has_kind(message[0]) {
+            peer.held.push_back(message);
+            return;
+        }
+        self.dispatch(number, message);
+    }
+
+    fn dispatch(&mut self, number: u32, bytes: [u8; MESSAGE_LEN]) {
+        let kind = bytes[0];
+        let Some(from) = NodeId::new(number) else { return };
+        if Joining::has_kind(kind) {
+            let joining = Joining::parse(&bytes);
+            if !joining.is_ok_and(|joining| self.joined(number, &joining)) {
+                self.lose(number, Loss::Message(kind));
+            }
+            self.changes += 1;
+            return;
+        }
+        if MembershipMessage::has_kind(kind) {
+            let message = MembershipMessage::parse(&bytes);
+            if !message.is_ok_and(|message| self.membership.handle_message(from, message)) {
+                self.lose(number, Loss::Message(kind));
+            }
+            self.follow_membership();
+            return;
+        }
+        if kind >= wire_sync::KIND_FIRST {
+            let Ok(message) = wire_sync::Message::parse(&bytes) else {
+                self.lose(number, Loss::Message(kind));
+                return;
+            };
+            let taken = self.sync.handle_message(from, &message);
+            self.hold_if(taken.is_err(), number, bytes);
+            self.synchronise();
+            return;
+        }
+        let Ok(message) = Message::parse(&bytes) else {
+            self.lose(number, Loss::Message(kind));
+            return;
+        };
+        let Some(region) = self.region(message.region) else {
+            self.lose(number, Loss::Message(kind));
+            return;
+        };
+        let taken = region.protocol.handle_message(from, &message);
+        self.hold_if(taken.is_err(), number, bytes);
+        self.carry_out(message.region);
+    }
+
+    /// Keeps a message if it has to wait for news of the membership.
+    fn hold_if(&mut self, waits: bool, number: u32, message: [u8; MESSAGE_LEN]) {
+        if waits && let Some(peer) = self.peer(number) {
+            peer.held.push_back(message);
+        }
+    }
+
+    /// Begins a call of a thread that waits for none.
+    pub(crate) fn call(&mut self, thread: u16, call: sync::Call) {
+        self.sync.handle_call(call, thread.into());
+        self.synchronise();
+    }
+
+    /// Takes the end of a thread's call, if it has ended.
+    pub(crate) fn take_outcome(&mut self, thread: u16) -> Option<sync::Outcome> {
+        self.outcomes.get_mut(usize::from(thread))?.take()
+    }
+
+    /// Carries out what the synchronisation's state machine has decided.
+    fn synchronise(&mut self) {
+        while let Some(action) = self.sync.poll_action() {
+            match action {
+                sync::Action::Send { to, message } => {
+                    let mut bytes = [0; MESSAGE_LEN];
+                    message.emit(&mut bytes);
+                    self.send(to.number(), bytes);
+                }
+                sync::Action::Done { ticket, outcome } => {
+                    if let Some(place) = self.outcomes.get_mut(ticket as usize) {
+                        *place = Some(outcome);
+                    }
+                    self.changes += 1;
+                }
+                sync::Action::Accuse { node, violation } => self.lose(node.number(), violation.into()),
+            }
+        }
+    }
+
+    fn region(&mut self, number: u32) -> Option<&mut Region> {
+        self.regions.get_mut(number as usize)?.as_mut()
+    }
+
+    /// Takes a fault of the program, or its wish for a right.
+    pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
+        let Some(region) = self.region(number) else { return };
+        match access {
+            Access::Read => region.stat.read_faults += 1,
+            Access::Write => region.stat.write_faults += 1,
+        }
+        region.protocol.handle_fault(page.into(), access);
+        self.carry_out(number);
+    }
+
+    /// Returns the counts of a region.
+    pub(crate) fn stat(&mut self, number: u32) -> Stat {
+        self.region(number).map_or(Stat::default(), |region| region.stat)
+    }
+
+    /// Carries out what a region's state machine has decided.
+    fn carry_out(&mut self, number: u32) {
+        while let Some(region) = self.region(number)
+            && let Some(action) = region.protocol.poll_action()
+        {
+            match action {
+                Action::Send { to, message } => {
+                    region.stat.messages += 1;
+                    let mut bytes = [0; MESSAGE_LEN];
+                    message.emit(&mut bytes);
+                    self.send(to.number(), bytes);
+                }
+                Action::Pull { unit, task, from } => {
+                    let region = number;
+                    self.pull(Pull { region, unit, task }, from.number());
+                }
+                Action::Protect { unit, task, right } => {
+                    let changed = region.protect(unit, right);
+                    region.protocol.handle_protected(unit, task);
+                    self.note_failure(changed);
+                }
+                Action::Wake { unit } => {
+                    let woken = region.pages.wake(unit as u32);
+                    self.changes += 1;
+                    self.note_failure(woken);
+                }
+                Action::Poison { unit, node } => {
+                    let poisoned = region.pages.poison(unit as u32, node);
+                    self.changes += 1;
+                    self.note_failure(poisoned);
+                }
+                Action::Accuse { node, violation } => self.lose(node.number(), violation.into()),
+            }
+        }
+    }
+
+    fn note_failure(&mut self, outcome: Result<(), memory::Error>) {
+        if let Err(error) = outcome {
+            self.failure.get_or_insert(error);
+            self.changes += 1;
+        }
+    }
+
+    fn send(&mut self, to: u32, message: [u8; MESSAGE_LEN]) {
+        if let Some(link) = self.link(to)
+            && let Err(error) = link.send(message)
+        {
+            self.lose(to, error.into());
+        }
+    }
+
+    fn send_to_all(&mut self, message: [u8; MESSAGE_LEN]) {
+        (0..self.peers.len() as u32).for_each(|to| self.send(to, message));
+    }
+
+    fn pull(&mut self, pull: Pull, from: u32) {
+        let index = self.free_pulls.pop().unwrap_or_else(|| {
+            self.pulls.push(None);
+            self.pulls.len() as u32 - 1
+        });
+        self.pulls[index as usize] = Some(pull);
+        let page_bytes = rustix::param::page_size() as u64;
+        let at = pull.unit * page_bytes;
+        let buffers = self.region(pull.region).and_then(|region| {
+            let key = region.keys.get(from as usize).copied().flatten()?;
+            let into = region.mr.sge(at, page_bytes as u32);
+            Some((into, key.slice(at..at + page_bytes)?))
+        });
+        let posted = match (buffers, self.link(from)) {
+            (Some((into, from)), Some(link)) => link.read(into, from, index).map_err(Some),
+            _ => Err(None),
+        };
+        if let Err(error) = posted {
+            if let Some(error) = error {
+                self.lose(from, error.into());
+            }
+            self.pulled(from, index, false);
+        }
+    }
+
+    fn pulled(&mut self, _from: u32, index: u32, has_landed: bool) {
+        let Some(pull) = self.pulls.get_mut(index as usize).and_then(Option::take) else {
+            return;
+        };
+        self.free_pulls.push(index);
+        if let Some(region) = self.region(pull.region) {
+            region.stat.fetches += u64::from(has_landed);
+            region.protocol.handle_pulled(pull.unit, pull.task, has_landed);
+        }
+        self.carry_out(pull.region);
+    }
+
+    /// Ends the connection to a node, which will have to leave.
+    fn lose(&mut self, number: u32, loss: Loss) {
+        let (Some(node), Some(peer)) = (NodeId::new(number), self.peers.get_mut(number as usize)) else {
+            return;
+        };
+        if peer.loss.is_none() {
+            peer.loss = Some(loss);
+            self.membership.handle_failed(node);
+            self.follow_membership();
+        }
+    }
+
+    /// Carries out what the membership's state machine has decided.
+    fn follow_membership(&mut self) {
+        while let Some(action) = self.membership.poll_action() {
+            match action {
+                membership::Action::Send { to, message } => self.send(to.number(), message.emit()),
+                membership::Action::Drop(node) => {
+                    if let Some(peer) = self.peer(node.number()) {
+                        // Nothing of this node can be read by it from now on.
+                        peer.link = None;
+                        peer.held.clear();
+                        peer.loss.get_or_insert(Loss::LostByOthers);
+                    }
+                    self.changes += 1;
+                }
+                membership::Action::Gone { epoch, node } => self.end(epoch, node),
+            }
+        }
+    }
+
+    /// Ends the part of a node in all regions, with an epoch.
+    fn end(&mut self, epoch: u64, node: NodeId) {
+        self.changes += 1;
+        for number in 0..self.regions.len() as u32 {
+            if let Some(region) = self.region(number) {
+                region.protocol.handle_gone(epoch, &[node]);
+            }
+            self.carry_out(number);
+        }
+        self.sync.handle_gone(epoch, &[node]);
+        self.synchronise();
+        self.take_held();
+    }
+
+    /// Takes the messages that wait, as far as that is possible now.
+    fn take_held(&mut self) {
+        for number in 0..self.peers.len() as u32 {
+            let Some(peer) = self.peer(number) else { continue };
+            for message in std::mem::take(&mut peer.held) {
+                self.arrived(number, message);
+            }
+        }
+    }
+}
+
+impl Region {
+    /// Protects the view of a page as the protocol says.
+    fn protect(&mut self, unit: u64, right: Right) -> Result<(), memory::Error> {
+        let page = unit as u32;
+        let change = match (self.pages.view().state(page), right) {
+            (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
+            (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),
+            (PageState::Shared, Right::Exclusive) => Change::Unprotect,
+            (PageState::Modified, Right::Shared) => Change::Protect,
+            (PageState::Shared | PageState::Modified, Right::Invalid) => Change::Invalidate,
+            _ => return Ok(()),
+        };
+        if matches!(change, Change::Protect | Change::Invalidate) {
+            self.stat.invalidations += 1;
+        }
+        self.pages.view().change(page, change).map(|_| ())
+    }
+}

@@ -1,0 +1,152 @@
+//! Regions that are being made: the nodes agree on an address, and learn each other's keys.
+
+use rdmux_verbs::{MemoryRegion, RKey, RemoteBuffer};
+use rdmux_wire::dsm::NodeId;
+use rdmux_wire::dsm::joining::{Joining, Step};
+
+use super::{Driver, REGIONS_MAX, Region, Stat};
+use crate::protocol;
+use crate::region::Pages;
+
+/// An offer of an address by node 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Offer {
+    pub attempt: u32,
+    pub address: u64,
+    pub pages: u64,
+    pub digest: u64,
+}
+
+/// Answer of a node to an [`Offer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Mapped(u32),
+    Taken,
+    Differs,
+}
+
+/// All that the others have said about a region that is being made.
+#[derive(Clone, Debug)]
+pub(crate) struct Making {
+    /// The last offer.
+    pub offer: Option<Offer>,
+    /// Answers with their attempts, by the numbers of the nodes.
+    answers: Vec<Option<(u32, Answer)>>,
+    /// The attempt that all have agreed to.
+    pub agreed: Option<u32>,
+}
+
+impl Making {
+    fn new(nodes: usize) -> Making {
+        Making {
+            offer: None,
+            answers: vec![None; nodes],
+            agreed: None,
+        }
+    }
+
+    /// Returns the answers of all but one node to an attempt, as far as they have come.
+    pub(crate) fn answers(
+        &self,
+        attempt: u32,
+        but: NodeId,
+    ) -> impl Iterator<Item = (NodeId, Option<Answer>)> {
+        let of_attempt = move |answer: &Option<(u32, Answer)>| {
+            answer.filter(|(of, _)| *of == attempt).map(|(_, answer)| answer)
+        };
+        let nodes = (0..).map_while(NodeId::new).zip(&self.answers);
+        nodes
+            .map(move |(node, answer)| (node, of_attempt(answer)))
+            .filter(move |(node, _)| *node != but)
+    }
+}
+
+impl Driver {
+    /// Takes a message about a region that is being made. Returns false if no correct node sends it.
+    pub(super) fn joined(&mut self, from: u32, message: &Joining) -> bool {
+        let Joining { region, attempt, .. } = *message;
+        let is_first = from == 0;
+        let Some(making) = self.making(region) else {
+            return false;
+        };
+        let answer = match message.step {
+            Step::Propose {
+                address,
+                pages,
+                digest,
+            } => {
+                making.offer = Some(Offer {
+                    attempt,
+                    address,
+                    pages,
+                    digest,
+                });
+                return is_first;
+            }
+            Step::Agreed => {
+                making.agreed = Some(attempt);
+                return is_first;
+            }
+            Step::Mapped { key } => Answer::Mapped(key),
+            Step::Taken => Answer::Taken,
+            Step::Differs => Answer::Differs,
+        };
+        making.answers[from as usize] = Some((attempt, answer));
+        self.learn_key(region, from, answer);
+        true
+    }
+
+    /// Returns what the others have said about a region; `None` if there cannot be one of this number.
+    pub(crate) fn making(&mut self, region: u32) -> Option<&mut Making> {
+        let index = region as usize;
+        if index >= REGIONS_MAX {
+            return None;
+        }
+        let nodes = self.peers.len();
+        while self.making.len() <= index {
+            self.making.push(Making::new(nodes));
+        }
+        self.making.get_mut(index)
+    }
+
+    /// Tells all nodes a step of making a region.
+    pub(crate) fn tell_all(&mut self, joining: &Joining) {
+        self.send_to_all(joining.emit());
+    }
+
+    /// Tells node 0 a step of making a region.
+    pub(crate) fn tell_first(&mut self, joining: &Joining) {
+        self.send(0, joining.emit());
+    }
+
+    /// Adds a region, whose pages this node has mapped: the others may use it from now on.
+    pub(crate) fn add(&mut self, pages: Pages, mr: MemoryRegion, settings: &protocol::Settings) {
+        let index = settings.region as usize;
+        self.regions.resize_with(index, || None);
+        self.regions.push(Some(Region {
+            protocol: protocol::Node::new(self.own, settings),
+            pages,
+            mr,
+            keys: vec![None; self.peers.len()],
+            stat: Stat::default(),
+        }));
+        for from in 0..self.peers.len() as u32 {
+            let making = self.making(settings.region);
+            if let Some((_, answer)) = making.and_then(|it| it.answers[from as usize]) {
+                self.learn_key(settings.region, from, answer);
+            }
+        }
+    }
+
+    fn learn_key(&mut self, region: u32, from: u32, answer: Answer) {
+        if let Some(region) = self.region(region)
+            && let Answer::Mapped(key) = answer
+        {
+            region.keys[from as usize] = Some(RemoteBuffer {
+                address: 0,
+                length: region.mr.length(),
+                rkey: RKey(key),
+            });
+        }
+    }
+}

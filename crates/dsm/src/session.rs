@@ -1,0 +1,494 @@
+//! A node's part in a cluster: its connections, its service thread, and the waits of the program's threads.
+
+mod error;
+mod join;
+mod service;
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_runtime::Waiting;
+use rdmux_verbs::provider::Waker;
+use rdmux_verbs::{CompletionQueue, Fault, ProtectionDomain};
+use rdmux_wire::dsm::NodeId;
+use rdmux_wire::dsm::joining::{Joining, Step};
+
+pub use self::error::Error;
+use crate::cluster::Cluster;
+use crate::driver::{Answer, Driver, Offer, REGIONS_MAX};
+use crate::memory::userfault::{Abilities, Delivery, Options, Writes};
+use crate::memory::{self, Access, Costs, Engine, View};
+use crate::protocol::{Homes, Settings};
+use crate::region::{Pages, Region};
+use crate::signal;
+use crate::sync::THREADS_MAX;
+use crate::thread::Thread;
+
+/// Longest sleep of a waiting thread before it looks at the connections.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Addresses that are tried for a region before it is given up.
+const ATTEMPTS: u32 = 16;
+
+/// Ways by which the faults of the program are answered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString)]
+#[strum(serialize_all = "lowercase")]
+pub enum FaultMode {
+    /// A service thread answers them. System calls on the memory work where the system lets this user catch their faults.
+    #[default]
+    Thread,
+    /// The thread that faults answers them itself, in a handler of `SIGBUS`, which is faster. System calls on pages that are away fail with `EFAULT`:
+    /// [`Region::acquire`] first.
+    Inline,
+    /// The thread that faults answers them itself, in a handler of `SIGSEGV`, by mprotect(2): where userfaultfd(2) is missing.
+    Mprotect,
+}
+
+impl FaultMode {
+    /// The environment variable with the mode.
+    pub const VARIABLE: &str = "RDMUX_DSM_FAULTS";
+
+    /// Returns the mode of the environment, or [`FaultMode::Thread`].
+    ///
+    /// # Errors
+    /// The variable has another value than `thread`, `inline` or `mprotect`.
+    pub fn of_environment() -> Result<FaultMode, Error> {
+        match std::env::var(FaultMode::VARIABLE) {
+            Ok(text) => text.parse().map_err(|_| Error::FaultMode(text)),
+            Err(_) => Ok(FaultMode::default()),
+        }
+    }
+}
+
+/// Settings of a region, the same on all nodes but for the mode.
+#[derive(Clone, Debug)]
+pub struct RegionOptions {
+    /// Bytes, rounded up to whole pages.
+    pub bytes: u64,
+    /// Pages in a row whose home is one node; those of the next row have the next node.
+    pub row: u64,
+    /// The way by which faults are answered at this node.
+    pub mode: FaultMode,
+}
+
+impl RegionOptions {
+    /// Describes a region whose pages have homes in turn, and whose faults are answered as the environment says.
+    ///
+    /// # Errors
+    /// [`Error::FaultMode`].
+    pub fn new(bytes: u64) -> Result<RegionOptions, Error> {
+        let mode = FaultMode::of_environment()?;
+        let row = 1;
+        Ok(RegionOptions { bytes, row, mode })
+    }
+}
+
+/// A node's part in a cluster. Dropping it leaves the cluster: what the others need of this node is lost to them then.
+#[derive(Debug)]
+pub struct Session {
+    shared: Arc<Shared>,
+    service: Option<JoinHandle<()>>,
+    pd: ProtectionDomain,
+    cluster: Cluster,
+    regions: Mutex<u32>,
+    /// Numbers of threads that are in use.
+    threads: Mutex<BTreeSet<u16>>,
+}
+
+/// All that the threads of a node share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    driver: Mutex<Driver>,
+    /// Notified when [`Driver::changes`] has grown, if threads sleep.
+    changed: Condvar,
+    cq: CompletionQueue,
+    waker: Waker,
+    stops: AtomicBool,
+    /// A node that does not answer for so long has to leave.
+    lease: Duration,
+    /// Regions whose faults the service thread reads.
+    readers: Mutex<Vec<(u32, Pages)>>,
+}
+
+impl Session {
+    /// Joins a cluster: connects to all other nodes, and waits until they have connected.
+    ///
+    /// # Errors
+    /// The device cannot be opened, or a node does not join within `timeout`, or is another one.
+    pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
+        let joined = join::join(&cluster, timeout)?;
+        let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
+        let driver = Driver::new(cluster.own(), joined.cq.clone(), joined.links, homes);
+        let shared = Arc::new(Shared {
+            driver: Mutex::new(driver),
+            changed: Condvar::new(),
+            cq: joined.cq,
+            waker: Waker::new()?,
+            stops: AtomicBool::new(false),
+            lease: cluster.lease,
+            readers: Mutex::default(),
+        });
+        let service = {
+            let shared = shared.clone();
+            rdmux_verbs::thread::spawn("dsm", move || service::serve(&shared))?
+        };
+        Ok(Session {
+            shared,
+            service: Some(service),
+            pd: joined.pd,
+            cluster,
+            regions: Mutex::new(0),
+            threads: Mutex::default(),
+        })
+    }
+
+    /// Makes a thread of this node known under a number below [`THREADS_MAX`](crate::sync::THREADS_MAX), which no other thread of it has.
+    ///
+    /// # Errors
+    /// The number is in use, or too high.
+    pub fn thread(&self, number: u16) -> Result<Thread<'_>, Error> {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        match number < THREADS_MAX && threads.insert(number) {
+            true => Ok(Thread::new(self, number)),
+            false => Err(Error::ThreadNumber(number)),
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// Takes back the number of a thread.
+    pub(crate) fn end_thread(&self, number: u16) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.remove(&number);
+    }
+
+    /// Returns the number of this node.
+    pub fn node(&self) -> u32 {
+        self.cluster.own().number()
+    }
+
+    /// Returns the number of nodes at the beginning.
+    pub fn nodes(&self) -> u32 {
+        self.cluster.nodes().count() as u32
+    }
+
+    /// Makes a region. All nodes call it, in the same order with the same settings; it returns when all have.
+    ///
+    /// # Errors
+    /// The nodes do not agree, a node is gone, or this one lacks memory or rights.
+    pub fn region(&self, options: &RegionOptions) -> Result<Region, Error> {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = *regions;
+        if number as usize >= REGIONS_MAX {
+            return Err(Error::TooManyRegions);
+        }
+        let region = Agreement {
+            session: self,
+            number,
+            options,
+        }
+        .reach()?;
+        *regions += 1;
+        Ok(region)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.shared.stops.store(true, Ordering::Release);
+        self.shared.waker.wake();
+        if let Some(service) = self.service.take() {
+            // It panics only with a defect, of which the panic has told.
+            let _ = service.join();
+        }
+    }
+}
+
+/// A region that is being agreed on.
+struct Agreement<'a> {
+    session: &'a Session,
+    number: u32,
+    options: &'a RegionOptions,
+}
+
+impl Agreement<'_> {
+    fn reach(&self) -> Result<Region, Error> {
+        let own = self.session.cluster.own();
+        // Earlier views stay mapped, so that the system gives other addresses.
+        let mut earlier = Vec::new();
+        for attempt in 0..ATTEMPTS {
+            let mut address = None;
+            if own.number() > 0 {
+                let offer = self.wait_for_offer(attempt)?;
+                if offer.pages != self.pages()? || offer.digest != self.digest() {
+                    self.tell_first(attempt, Step::Differs);
+                    let (node, region) = (0, self.number);
+                    return Err(Error::Differs { node, region });
+                }
+                address = Some(offer.address);
+            }
+            let view = match self.map(address) {
+                Err(Error::Memory(memory::Error::Place(_))) if address.is_some() => {
+                    self.tell_first(attempt, Step::Taken);
+                    continue;
+                }
+                view => view?,
+            };
+            let pages = self.publish(attempt, view)?;
+            if self.has_agreed(attempt)? {
+                let region = Region::new(self.session.shared.clone(), self.number, pages.clone());
+                self.session.shared.read_faults(self.number, &pages);
+                signal::catch(self.session.shared.clone(), self.number, &pages)?;
+                return Ok(region);
+            }
+            earlier.push(pages);
+        }
+        let bytes = self.options.bytes;
+        Err(Error::NoAddress { bytes })
+    }
+
+    fn pages(&self) -> Result<u64, Error> {
+        let bytes = self.options.bytes;
+        let pages = bytes.div_ceil(rustix::param::page_size() as u64);
+        match pages > 0 && pages < u64::from(u32::MAX) {
+            true => Ok(pages),
+            false => Err(Error::Size(bytes)),
+        }
+    }
+
+    fn digest(&self) -> u64 {
+        self.options.row
+    }
+
+    fn map(&self, address: Option<u64>) -> Result<View, Error> {
+        let bytes = self.pages()? * rustix::param::page_size() as u64;
+        let len = usize::try_from(bytes).map_err(|_| Error::Size(bytes))?;
+        let alias = rdmux_memory::AnonymousMemory::shareable(len);
+        let alias = alias.map_err(|error| Error::NoMemory { bytes, error })?;
+        let engine = self.engine()?;
+        Ok(View::new(Arc::new(alias), address, engine, Costs::TYPICAL)?)
+    }
+
+    fn engine(&self) -> Result<Engine, Error> {
+        let delivery = match self.options.mode {
+            FaultMode::Thread => Delivery::Poll,
+            FaultMode::Inline => Delivery::Signal,
+            FaultMode::Mprotect => return Ok(Engine::Mprotect),
+        };
+        let catches = Abilities::probe().catches.ok_or(memory::Error::NotPermitted)?;
+        Ok(Engine::Userfault(Options {
+            catches,
+            delivery,
+            writes: Writes::Fault,
+        }))
+    }
+
+    /// Registers the pages, has the others read them, and tells all of it.
+    fn publish(&self, attempt: u32, view: View) -> Result<Pages, Error> {
+        let rights = rdmux_verbs::Access::LOCAL_WRITE | rdmux_verbs::Access::REMOTE_READ;
+        let mr = self.session.pd.reg_mr_all(view.alias().clone(), 0, rights)?;
+        let key = mr.rkey().0;
+        let delivery = match self.options.mode {
+            FaultMode::Thread => Delivery::Poll,
+            FaultMode::Inline | FaultMode::Mprotect => Delivery::Signal,
+        };
+        let pages = Pages::new(view, delivery);
+        let nodes: Vec<NodeId> = self.session.cluster.nodes().collect();
+        let homes = Homes::cyclic(nodes, self.options.row)?;
+        let mut driver = self.session.shared.lock();
+        let settings = Settings {
+            region: self.number,
+            units: self.pages()?,
+            homes,
+            epoch: driver.epoch(),
+            members: driver.members(),
+        };
+        driver.add(pages.clone(), mr, &settings);
+        if driver.own().number() == 0 {
+            let address = pages.addresses().start;
+            let (pages, digest) = (self.pages()?, self.digest());
+            driver.tell_all(&self.joining(
+                attempt,
+                Step::Propose {
+                    address,
+                    pages,
+                    digest,
+                },
+            ));
+        }
+        driver.tell_all(&self.joining(attempt, Step::Mapped { key }));
+        Ok(pages)
+    }
+
+    /// Waits until all have mapped the region. Returns false if another address is to be tried.
+    fn has_agreed(&self, attempt: u32) -> Result<bool, Error> {
+        let shared = &self.session.shared;
+        let own = self.session.cluster.own();
+        let is_first = own.number() == 0;
+        let number = self.number;
+        let agreed = shared.wait(|driver| {
+            check(driver)?;
+            let making = driver.making(number).ok_or(Error::TooManyRegions)?;
+            if !is_first && making.offer.is_some_and(|offer| offer.attempt > attempt) {
+                return Ok(Some(false));
+            }
+            let mut answers = making.answers(attempt, own);
+            if let Some((node, _)) = answers.find(|(_, it)| *it == Some(Answer::Differs)) {
+                let (node, region) = (node.number(), number);
+                return Err(Error::Differs { node, region });
+            }
+            let answers = || making.answers(attempt, own);
+            if is_first && answers().all(|(_, it)| it.is_some()) {
+                return Ok(Some(answers().all(|(_, it)| it != Some(Answer::Taken))));
+            }
+            let all_mapped = answers().all(|(_, it)| matches!(it, Some(Answer::Mapped(_))));
+            Ok((making.agreed == Some(attempt) && all_mapped).then_some(true))
+        })?;
+        if is_first && agreed {
+            let message = self.joining(attempt, Step::Agreed);
+            shared.lock().tell_all(&message);
+        }
+        Ok(agreed)
+    }
+
+    fn wait_for_offer(&self, attempt: u32) -> Result<Offer, Error> {
+        let number = self.number;
+        self.session.shared.wait(|driver| {
+            check(driver)?;
+            let making = driver.making(number).ok_or(Error::TooManyRegions)?;
+            Ok(making.offer.filter(|offer| offer.attempt >= attempt))
+        })
+    }
+
+    fn tell_first(&self, attempt: u32, step: Step) {
+        let message = self.joining(attempt, step);
+        self.session.shared.lock().tell_first(&message);
+    }
+
+    fn joining(&self, attempt: u32, step: Step) -> Joining {
+        let region = self.number;
+        Joining {
+            region,
+            attempt,
+            step,
+        }
+    }
+}
+
+/// Checks that all nodes are there.
+fn check(driver: &Driver) -> Result<(), Error> {
+    match driver.gone() {
+        Some((node, reason)) => Err(Error::Gone {
+            node: node.number(),
+            reason,
+        }),
+        None => Ok(()),
+    }
+}
+
+thread_local! {
+    /// The waiting policy of this thread.
+    static WAITING: RefCell<Option<Waiting>> = const { RefCell::new(None) };
+}
+
+impl Shared {
+    /// Holds the driver. A thread that does so touches no view.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Driver> {
+        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `done` returns a result or an error, and drives meanwhile.
+    pub(crate) fn wait<R, E>(
+        &self,
+        mut done: impl FnMut(&mut Driver) -> Result<Option<R>, E>,
+    ) -> Result<R, E> {
+        let began = Instant::now();
+        // In a thread that ends, there may be none any more.
+        let waiting = WAITING.try_with(RefCell::take).ok().flatten();
+        let mut waiting = waiting.unwrap_or_else(|| Waiting::new(None));
+        let mut has_slept = false;
+        let result = loop {
+            let mut driver = self.lock();
+            if driver.turn() {
+                self.changed.notify_all();
+            }
+            if let Some(result) = done(&mut driver).transpose() {
+                break result;
+            }
+            if waiting.pause(began) {
+                continue;
+            }
+            has_slept = true;
+            // The service thread drives now.
+            let changes = driver.changes();
+            let is_as_before = |driver: &mut Driver| driver.changes() == changes;
+            let waited = self.changed.wait_timeout_while(driver, LOOK, is_as_before);
+            drop(waited);
+        };
+        match has_slept {
+            true => waiting.slept(began, true),
+            false => waiting.came(began),
+        }
+        let _ = WAITING.try_with(|kept| kept.replace(Some(waiting)));
+        result
+    }
+
+    /// Waits until this node has a right to a page.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the page was lost with a node.
+    pub(crate) fn acquire(&self, region: u32, pages: &Pages, page: u32, access: Access) -> Result<(), Error> {
+        self.access(region, pages, page, access, || Ok(()))
+    }
+
+    /// Waits until this node has a right to a page, and calls a function before any other node can take it.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the page was lost with a node.
+    pub(crate) fn access(
+        &self,
+        region: u32,
+        pages: &Pages,
+        page: u32,
+        access: Access,
+        mut f: impl FnMut() -> Result<(), Fault>,
+    ) -> Result<(), Error> {
+        let mut has_asked = false;
+        self.wait(|driver| {
+            if let Some(error) = driver.failure() {
+                return Err(Error::Failed(error.to_string()));
+            }
+            if let Some(node) = pages.lost(page) {
+                let page_bytes = rustix::param::page_size() as u64;
+                return Err(Error::Lost {
+                    address: pages.addresses().start + u64::from(page) * page_bytes,
+                    node: node.number(),
+                });
+            }
+            if !pages.allow(page, access) && (!has_asked || !driver.is_asked(region, page)) {
+                has_asked = true;
+                driver.fault(region, page, access);
+            }
+            // A right that this node may give itself comes at once.
+            match pages.allow(page, access) {
+                true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
+                false => Ok(None),
+            }
+        })
+    }
+
+    /// Has the service thread read the faults of a region, unless they raise signals.
+    fn read_faults(&self, region: u32, pages: &Pages) {
+        if pages.delivery() != Delivery::Signal {
+            let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
+            readers.push((region, pages.clone()));
+            self.waker.wake();
+        }
+    }
+}

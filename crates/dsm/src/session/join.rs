@@ -1,0 +1,216 @@
+//! Connecting all nodes with each other.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::{
+    Access, CompletionQueue, ConnectError, ConnectParams, ConnectionRequest, Device, Listener,
+    ProtectionDomain, RejReason,
+};
+use rdmux_wire::dsm::NodeId;
+use rdmux_wire::dsm::joining::{Hello, VERSION};
+
+use super::Error;
+use crate::cluster::Cluster;
+use crate::link::{COMPLETIONS, Link, Prepared};
+
+/// Pause before a node is asked again that is not there yet.
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// The connections of a node to all others, by their numbers.
+#[derive(Debug)]
+pub(super) struct Joined {
+    pub pd: ProtectionDomain,
+    pub cq: CompletionQueue,
+    pub links: Vec<Option<Link>>,
+}
+
+/// Connects to the nodes of lower numbers, and waits for those of higher ones.
+pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error> {
+    let nodes = cluster.nodes().count();
+    let own = cluster.own();
+    let address = address_of(cluster, own);
+    let device = Device::open(address.ip())?;
+    let pd = device.alloc_pd()?;
+    let cq = device.create_cq(COMPLETIONS * nodes as u32)?;
+    let listener = device.listen(address.port()).map_err(|error| Error::Listen {
+        node: own.number(),
+        address,
+        error,
+    })?;
+    let mut joining = Join {
+        cluster,
+        params: params(),
+        deadline: Instant::now() + timeout,
+        timeout,
+        device,
+        pd,
+        cq,
+        links: (0..nodes).map(|_| None).collect(),
+    };
+    for node in cluster.nodes().filter(|node| *node < own) {
+        joining.connect(node)?;
+    }
+    joining.accept(&listener)?;
+    let Join { pd, cq, links, .. } = joining;
+    Ok(Joined { pd, cq, links })
+}
+
+fn address_of(cluster: &Cluster, node: NodeId) -> SocketAddr {
+    let unspecified = SocketAddr::from(([0; 4], 0));
+    cluster.address(node).unwrap_or(unspecified)
+}
+
+/// Rights of the peer: it reads frames, and asks by empty WRITEs whether this node is there.
+fn params() -> ConnectParams {
+    ConnectParams {
+        access: Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ,
+        ..ConnectParams::default()
+    }
+}
+
+struct Join<'a> {
+    cluster: &'a Cluster,
+    params: ConnectParams,
+    deadline: Instant,
+    timeout: Duration,
+    device: Device,
+    pd: ProtectionDomain,
+    cq: CompletionQueue,
+    links: Vec<Option<Link>>,
+}
+
+impl Join<'_> {
+    fn hello(&self) -> Hello {
+        Hello {
+            version: VERSION,
+            node: self.cluster.own().number(),
+            nodes: self.links.len() as u32,
+            page_bytes: rustix::param::page_size() as u32,
+            session: self.cluster.session,
+        }
+    }
+
+    /// Connects to a node, again and again until it listens.
+    fn connect(&mut self, node: NodeId) -> Result<(), Error> {
+        let address = address_of(self.cluster, node);
+        let hello = self.hello().emit();
+        loop {
+            let prepared = Prepared::new(node.number(), &self.pd, &self.cq)?;
+            let error = match self.device.connect(prepared.qp(), address, &self.params, &hello) {
+                Ok(connection) => {
+                    let answer = Hello::parse(connection.private_data()).ok();
+                    self.check(node, answer)?;
+                    self.links[node.number() as usize] = Some(prepared.connected(connection));
+                    return Ok(());
+                }
+                Err(error) => error,
+            };
+            if let ConnectError::Rejected {
+                reason: RejReason::CONSUMER,
+                private_data,
+            } = &error
+            {
+                self.check(node, Hello::parse(private_data).ok())?;
+                return Err(Error::Stranger {
+                    node: node.number(),
+                    address,
+                });
+            }
+            if Instant::now() >= self.deadline {
+                return Err(Error::Absent {
+                    node: node.number(),
+                    address,
+                    seconds: self.timeout.as_secs(),
+                    error,
+                });
+            }
+            // Time is meant: the node may not listen yet, and nothing tells when it does.
+            std::thread::sleep(AGAIN);
+        }
+    }
+
+    /// Waits until all nodes of higher numbers have connected.
+    fn accept(&mut self, listener: &Listener) -> Result<(), Error> {
+        loop {
+            let own = self.cluster.own();
+            let links = &self.links;
+            let is_missing = |node: &NodeId| *node > own && links[node.number() as usize].is_none();
+            let missing: Vec<String> = self
+                .cluster
+                .nodes()
+                .filter(is_missing)
+                .map(|node| node.number().to_string())
+                .collect();
+            if missing.is_empty() {
+                return Ok(());
+            }
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            let Some(request) = listener.accept(left) else {
+                return Err(Error::Missing {
+                    nodes: missing.join(", "),
+                    seconds: self.timeout.as_secs(),
+                });
+            };
+            self.answer(request)?;
+        }
+    }
+
+    /// Accepts a node that is missing, and refuses anybody else.
+    fn answer(&mut self, request: ConnectionRequest) -> Result<(), Error> {
+        let own = self.hello();
+        let hello = Hello::parse(request.private_data()).ok();
+        let node = hello.and_then(|hello| NodeId::new(hello.node));
+        let is_missing = |node: &NodeId| {
+            *node > self.cluster.own() && matches!(self.links.get(node.number() as usize), Some(None))
+        };
+        let known = hello.filter(|hello| {
+            Hello {
+                node: own.node,
+                ..*hello
+            } == own
+        });
+        let Some(node) = node.filter(is_missing).filter(|_| known.is_some()) else {
+            request.reject(&own.emit());
+            // A node of this session that is of another version never joins.
+            return match (hello, node) {
+                (Some(hello), Some(node)) if hello.session == own.session => self.check(node, Some(hello)),
+                _ => Ok(()),
+            };
+        };
+        let prepared = Prepared::new(node.number(), &self.pd, &self.cq)?;
+        // A node whose answer is lost asks again.
+        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own.emit()) {
+            self.links[node.number() as usize] = Some(prepared.connected(connection));
+        }
+        Ok(())
+    }
+
+    /// Checks a node's greeting.
+    fn check(&self, node: NodeId, hello: Option<Hello>) -> Result<(), Error> {
+        let own = self.hello();
+        let number = node.number();
+        let stranger = Error::Stranger {
+            node: number,
+            address: address_of(self.cluster, node),
+        };
+        let Some(hello) = hello else { return Err(stranger) };
+        if hello.version != VERSION {
+            return Err(Error::Version {
+                node: number,
+                version: hello.version,
+            });
+        }
+        if hello.page_bytes != own.page_bytes {
+            return Err(Error::PageSize {
+                node: number,
+                theirs: hello.page_bytes,
+                ours: own.page_bytes,
+            });
+        }
+        match hello == (Hello { node: number, ..own }) {
+            true => Ok(()),
+            false => Err(stranger),
+        }
+    }
+}

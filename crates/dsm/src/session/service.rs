@@ -1,0 +1,93 @@
+//! The service thread of a node: answers the others and the program's faults, while no thread of the program does.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rdmux_runtime::Waiting;
+use rdmux_verbs::Arm;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{LOOK, Shared};
+use crate::memory::userfault::Fault;
+use crate::region::Pages;
+
+/// Questions whether a node is there, in the time of a lease.
+const PROBES: u32 = 8;
+
+/// Serves until the node leaves.
+pub(super) fn serve(shared: &Shared) {
+    let mut waiting = Waiting::new(None);
+    let mut faults = Vec::new();
+    let mut probed = Instant::now();
+    while !shared.stops.load(Ordering::Acquire) {
+        let readers = {
+            let readers = shared.readers.lock().unwrap_or_else(PoisonError::into_inner);
+            readers.clone()
+        };
+        let began = Instant::now();
+        while !turn(shared, &readers, &mut faults) && waiting.pause(began) {}
+        waiting.came(began);
+        if probed.elapsed() >= shared.lease / PROBES {
+            probed = Instant::now();
+            let mut driver = shared.lock();
+            // A node that fell silent just after an answer is noticed before its lease is over.
+            driver.probe(shared.lease / PROBES * (PROBES - 2));
+            // Nodes may have left.
+            shared.changed.notify_all();
+        }
+        sleep(shared, &readers);
+    }
+}
+
+/// Answers all that has come. Returns whether there was anything.
+fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> bool {
+    let mut driver = shared.lock();
+    let mut any = driver.turn();
+    for (region, pages) in readers {
+        let Some(userfault) = pages.view().userfault() else {
+            continue;
+        };
+        faults.clear();
+        // A later look finds the fault if this one fails.
+        let _ = userfault.read(faults);
+        for fault in faults.iter() {
+            any = true;
+            match pages.view().resolve(*fault) {
+                Ok(None) => {}
+                Ok(Some(wanted)) => driver.fault(*region, wanted.page, wanted.access),
+                Err(error) => driver.fail(error),
+            }
+        }
+    }
+    if any {
+        shared.changed.notify_all();
+    }
+    any
+}
+
+/// Sleeps until something has come.
+fn sleep(shared: &Shared, readers: &[(u32, Pages)]) {
+    shared.cq.arm(Arm::Next);
+    if shared.lock().turn() {
+        shared.changed.notify_all();
+        return;
+    }
+    let mut fds = vec![
+        PollFd::new(shared.waker.fd(), PollFlags::IN),
+        PollFd::new(&shared.cq, PollFlags::IN),
+    ];
+    let userfaults = readers.iter().filter_map(|(_, pages)| pages.view().userfault());
+    fds.extend(userfaults.map(|userfault| PollFd::new(userfault, PollFlags::IN)));
+    // Its end tells nothing: all is looked at.
+    let _ = poll(&mut fds, Some(&timespec((shared.lease / PROBES).min(LOOK))));
+    shared.waker.reset_if_woken();
+    shared.cq.take_event();
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec {
+        tv_sec: time.as_secs() as i64,
+        tv_nsec: time.subsec_nanos().into(),
+    }
+}

@@ -1,0 +1,193 @@
+//! Nodes as processes that share memory.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod common;
+
+use std::num::NonZeroU32;
+use std::sync::atomic::Ordering;
+
+use common::{MODES, run, run_as_node};
+use rdmux_dsm::sync::Operation;
+use rdmux_dsm::{Region, RegionOptions, Session};
+
+const PAGE: usize = 4096;
+
+#[test]
+fn node() {
+    run_as_node(&[
+        ("locked", locked),
+        ("exchanged", exchanged),
+        ("atomic", atomic),
+        ("gathered", gathered),
+        ("queue", queue),
+    ]);
+}
+
+fn region(session: &Session, pages: usize) -> Region {
+    let bytes = (pages * PAGE) as u64;
+    session.region(&RegionOptions::new(bytes).unwrap()).unwrap()
+}
+
+fn all(session: &Session, threads: u32) -> NonZeroU32 {
+    NonZeroU32::new(session.nodes() * threads).unwrap()
+}
+
+/// Two threads of each node add to words of several pages under a lock.
+fn locked(session: &Session) {
+    const ROUNDS: usize = 100;
+    let region = region(session, 4);
+    let words = region.array::<u64>(0, 4 * PAGE / 8);
+    let add = |number| {
+        let mut thread = session.thread(number).unwrap();
+        for round in 0..ROUNDS {
+            let guard = thread.lock(7).unwrap();
+            let at = round % 4 * PAGE / 8;
+            words.set(at, words.get(at) + 1);
+            drop(guard);
+        }
+        thread.barrier(1, all(session, 2)).unwrap();
+        let sum: u64 = (0..4).map(|page| words.get(page * PAGE / 8)).sum();
+        assert_eq!(sum, u64::from(2 * session.nodes()) * ROUNDS as u64);
+        thread.barrier(1, all(session, 2)).unwrap();
+    };
+    std::thread::scope(|scope| (0..2).for_each(|number| drop(scope.spawn(move || add(number)))));
+}
+
+#[test]
+fn lock__lets_one_thread_of_all_nodes_write_at_a_time() {
+    for mode in MODES {
+        run("locked", 3, mode);
+    }
+}
+
+/// In each round one node writes all pages, and all nodes read them.
+fn exchanged(session: &Session) {
+    const PAGES: usize = 33;
+    let region = region(session, PAGES);
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let mut thread = session.thread(0).unwrap();
+    let mut before = 0;
+    for round in 0..12 {
+        // Until then, each node has read the pages whose homes are others.
+        if round == 2 {
+            before = region.stat().fetches;
+        }
+        if round % session.nodes() == session.node() {
+            (0..words.len()).for_each(|at| words.set(at, at as u64 * u64::from(round + 1)));
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+        for at in 0..words.len() {
+            assert_eq!(
+                words.get(at),
+                at as u64 * u64::from(round + 1),
+                "word {at} of round {round}"
+            );
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+    }
+    let stat = region.stat();
+    // Of two nodes, each reads each page that the other has written, once.
+    if session.nodes() == 2 {
+        assert_eq!(stat.fetches - before, 5 * PAGES as u64, "{stat:?}");
+    }
+}
+
+#[test]
+fn barrier__all_see_what_one_has_written_before_it() {
+    for mode in MODES {
+        for nodes in 1..=3 {
+            run("exchanged", nodes, mode);
+        }
+    }
+}
+
+/// Threads of all nodes add to a word by the processor's instruction.
+fn atomic(session: &Session) {
+    const ROUNDS: u64 = 500;
+    let region = region(session, 1);
+    let word = region.mapping().double_word(8);
+    let mut thread = session.thread(0).unwrap();
+    for _ in 0..ROUNDS {
+        word.fetch_add(1, Ordering::SeqCst);
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+    assert_eq!(word.load(Ordering::SeqCst), ROUNDS * u64::from(session.nodes()));
+    thread.barrier(0, all(session, 1)).unwrap();
+}
+
+#[test]
+fn double_word__of_all_nodes_is_one_atomic() {
+    for mode in MODES {
+        run("atomic", 3, mode);
+    }
+}
+
+/// Words at their homes, and reductions.
+fn gathered(session: &Session) {
+    let mut thread = session.thread(5).unwrap();
+    let nodes = u64::from(session.nodes());
+    for object in 0..20 {
+        thread.fetch_add(object, 3).unwrap();
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+    for object in 0..20 {
+        assert_eq!(thread.load(object).unwrap(), 3 * nodes);
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+    let swapped = thread.compare_swap(0, 3 * nodes, 1).unwrap();
+    assert!(swapped == 3 * nodes || swapped == 1);
+    let node = session.node();
+    let sum = thread.sum(1, all(session, 1), f64::from(node)).unwrap();
+    assert_eq!(sum, (0..session.nodes()).map(f64::from).sum::<f64>());
+    let least = thread
+        .reduce(2, all(session, 1), Operation::MinU64, u64::from(node) + 9)
+        .unwrap();
+    assert_eq!(least, 9);
+}
+
+#[test]
+fn reduce__of_all_nodes_values() {
+    for nodes in 1..=3 {
+        run("gathered", nodes, MODES[0]);
+    }
+}
+
+/// The first node takes what the others put into a queue of one place.
+fn queue(session: &Session) {
+    const ITEMS: u64 = 50;
+    const EMPTY: u64 = 0;
+    let (lock, is_full, is_free) = (1, 2, 3);
+    let region = region(session, 1);
+    let place = region.array::<u64>(0, 1);
+    let mut thread = session.thread(0).unwrap();
+    if session.node() == 0 {
+        let mut sum = 0;
+        for _ in 0..ITEMS * u64::from(session.nodes() - 1) {
+            let mut guard = thread.lock(lock).unwrap();
+            while place.get(0) == EMPTY {
+                guard.wait(is_full).unwrap();
+            }
+            sum += place.get(0);
+            place.set(0, EMPTY);
+            drop(guard);
+            thread.signal(is_free).unwrap();
+        }
+        assert_eq!(sum, u64::from(session.nodes() - 1) * (1..=ITEMS).sum::<u64>());
+    } else {
+        for item in 1..=ITEMS {
+            let mut guard = thread.lock(lock).unwrap();
+            while place.get(0) != EMPTY {
+                guard.wait(is_free).unwrap();
+            }
+            place.set(0, item);
+            drop(guard);
+            thread.signal(is_full).unwrap();
+        }
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+}
+
+#[test]
+fn wait__of_a_queue_between_nodes() {
+    run("queue", 3, MODES[0]);
+}

@@ -1,0 +1,168 @@
+//! `rdmux dsm run`: starts the nodes.
+
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
+use std::process::{self, Child, Command, ExitStatus};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context, Result, anyhow, bail};
+use rdmux_dsm::{Cluster, FaultMode, NODES_MAX};
+use rdmux_verbs::faults::Spec;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+
+use crate::cmd::serve::load_key;
+use crate::{output, signals};
+
+/// Exit statuses where there is no such program, and where it could not be started: POSIX, env.
+const NO_PROGRAM: i32 = 127;
+const NOT_STARTED: i32 = 126;
+
+#[derive(clap::Args, Debug)]
+#[command(after_long_help = "\
+A cluster file lists all nodes, in TOML: nodes = [\"192.0.2.1:7180\", \"192.0.2.2:7180\"]. Start each node on its host with the same file. Nodes join \
+only if their keys are the same, too.
+
+Exit status: that of the first node that has failed, 128 and the signal's number if a signal ended it; 127 if there is no such program, 126 if \
+it cannot be started, 2 for a wrong option, 1 for another error.")]
+pub(crate) struct Args {
+    /// Number of nodes, all on this host.
+    #[arg(short = 'n', long, value_name = "N", conflicts_with_all = ["cluster", "node"], required_unless_present = "cluster")]
+    nodes: Option<u32>,
+    /// Address of this host's nodes.
+    #[arg(long, value_name = "ADDRESS", default_value_t = Ipv4Addr::LOCALHOST.into(), conflicts_with = "cluster")]
+    device: IpAddr,
+    /// File with the addresses of all nodes.
+    #[arg(long, value_name = "FILE", requires = "node")]
+    cluster: Option<PathBuf>,
+    /// Number of the node to run, from 0 on, in the order of the file.
+    #[arg(long, value_name = "K", requires = "cluster")]
+    node: Option<u32>,
+    /// File with the cluster's key [default: your own, made on first use].
+    #[arg(long, value_name = "FILE", requires = "cluster")]
+    key: Option<PathBuf>,
+    /// Who answers page faults: a service thread, the faulting thread itself in a handler of SIGBUS, or the same by mprotect(2) and SIGSEGV.
+    #[arg(long, value_name = "HOW", default_value_t = FaultMode::Thread)]
+    faults: FaultMode,
+    /// Inject faults at the nodes' ports, in both directions, such as loss=1%,delay=5ms,seed=7 (docs/bad-network.md).
+    #[arg(long, value_name = "SPEC")]
+    fault: Option<Spec>,
+    /// The program and its arguments.
+    #[arg(trailing_var_arg = true, required = true)]
+    command: Vec<OsString>,
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    // Otherwise all nodes would report it.
+    rdmux_verbs::check_environment()?;
+    let Some((program, arguments)) = args.command.split_first() else {
+        bail!("no program given: use rdmux dsm run -n N -- PROGRAM")
+    };
+    let command = |cluster: &Cluster| {
+        let mut command = Command::new(program);
+        command.args(arguments).envs(cluster.environment());
+        command.env(FaultMode::VARIABLE, args.faults.to_string());
+        command.envs(args.fault.as_ref().map(|spec| ("RDMUX_FAULT", spec.to_string())));
+        command
+    };
+    if let (Some(file), Some(node)) = (&args.cluster, args.node) {
+        let key = load_key(args.key.as_deref())?;
+        let cluster = Cluster::of_file(file, node, &key)?;
+        // The program replaces this process, so that nothing has to pass on signals and its exit status.
+        let error = command(&cluster).exec();
+        fail_to_start(program, &error);
+    }
+    let nodes = args.nodes.unwrap_or(1);
+    if nodes == 0 || nodes as usize > NODES_MAX {
+        bail!("-n {nodes}: there are 1 to {NODES_MAX} nodes");
+    }
+    let clusters =
+        Cluster::on_this_host(args.device, nodes).with_context(|| format!("--device {}", args.device))?;
+    let children = Arc::new(Children::default());
+    let stopped = children.clone();
+    signals::handle(move || stopped.stop(), None::<fn()>)?;
+    for cluster in &clusters {
+        match command(cluster).spawn() {
+            Ok(child) => children.add(child),
+            Err(error) => {
+                children.stop();
+                children.wait();
+                fail_to_start(program, &error);
+            }
+        }
+    }
+    match children.wait() {
+        0 => Ok(()),
+        status => process::exit(status),
+    }
+}
+
+/// Reports that the program could not be started, and ends.
+fn fail_to_start(program: &OsString, error: &std::io::Error) -> ! {
+    let program = program.to_string_lossy();
+    let is_missing = error.kind() == ErrorKind::NotFound;
+    output::error(&match is_missing {
+        true => anyhow!("{program}: program not found"),
+        false => anyhow!("starting {program}: {error}"),
+    });
+    process::exit(if is_missing { NO_PROGRAM } else { NOT_STARTED })
+}
+
+/// The nodes, in their order.
+#[derive(Default)]
+struct Children(Mutex<Vec<Option<Child>>>);
+
+impl Children {
+    fn add(&self, child: Child) {
+        let mut children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        children.push(Some(child));
+    }
+
+    /// Asks all nodes that run to end.
+    fn stop(&self) {
+        let children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for child in children.iter().flatten() {
+            let _ = kill_process(Pid::from_child(child), Signal::TERM);
+        }
+    }
+
+    /// Waits for all nodes. Reports those that a signal has ended, and returns the exit status of the first that failed, or 0.
+    fn wait(&self) -> i32 {
+        let mut first = 0;
+        for node in 0.. {
+            let pid = {
+                let children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+                match children.get(node) {
+                    Some(child) => child.as_ref().map(Pid::from_child),
+                    None => break,
+                }
+            };
+            // The child stays a zombie until it is removed from the list: nobody signals another process instead.
+            let ended = pid.map(|pid| {
+                let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+                while matches!(waitid(WaitId::Pid(pid), options), Err(Errno::INTR)) {}
+            });
+            let mut children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let child = ended.and_then(|()| children.get_mut(node)?.take());
+            drop(children);
+            let Some(Ok(status)) = child.map(|mut child| child.wait()) else {
+                continue;
+            };
+            if let Some(signal) = status.signal() {
+                output::error(&anyhow!("node {node}: ended by signal {signal}"));
+            }
+            if first == 0 {
+                first = status_of(status);
+            }
+        }
+        first
+    }
+}
+
+fn status_of(status: ExitStatus) -> i32 {
+    let of_signal = status.signal().map(|signal| 128 + signal);
+    status.code().or(of_signal).unwrap_or(1)
+}

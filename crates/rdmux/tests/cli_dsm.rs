@@ -1,0 +1,119 @@
+//! `rdmux dsm run`: the nodes' environment, exit statuses, signals and wrong input.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+fn dsm(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    command.args(["dsm", "run"]).args(args);
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    dsm(args).output().unwrap()
+}
+
+fn lines(bytes: &[u8]) -> Vec<String> {
+    let text = String::from_utf8(bytes.to_vec()).unwrap();
+    text.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn run__each_node_has_its_number_and_the_same_cluster() {
+    let print = "echo $RDMUX_DSM_NODE $RDMUX_DSM_MEMBERS $RDMUX_DSM_SESSION $RDMUX_DSM_FAULTS";
+    let output = run(&["-n", "3", "--faults", "inline", "--", "sh", "-c", print]);
+    assert!(output.status.success());
+    let mut lines = lines(&output.stdout);
+    lines.sort();
+    let (numbers, rest): (Vec<&str>, Vec<&str>) =
+        lines.iter().filter_map(|line| line.split_once(' ')).unzip();
+    assert_eq!(numbers, ["0", "1", "2"]);
+    assert!(rest.iter().all(|it| *it == rest[0]), "{rest:?}");
+    assert_eq!(rest[0].matches("127.0.0.1:").count(), 3);
+    assert!(rest[0].ends_with(" inline"));
+}
+
+#[test]
+fn run__ends_as_the_first_node_that_fails() {
+    let exit = "exit $((RDMUX_DSM_NODE * 3))";
+    assert_eq!(run(&["-n", "3", "--", "sh", "-c", exit]).status.code(), Some(3));
+    let kill = "test $RDMUX_DSM_NODE = 1 && kill -9 $$; exit 0";
+    let output = run(&["-n", "2", "--", "sh", "-c", kill]);
+    assert_eq!(output.status.code(), Some(128 + 9));
+    assert_eq!(lines(&output.stderr), ["rdmux: node 1: ended by signal 9"]);
+}
+
+#[test]
+fn run__of_a_program_that_is_missing() {
+    let output = run(&["-n", "2", "--", "/does/not/exist"]);
+    assert_eq!(output.status.code(), Some(127));
+    assert_eq!(
+        lines(&output.stderr),
+        ["rdmux: /does/not/exist: program not found"]
+    );
+}
+
+#[test]
+fn run__passes_a_signal_on_to_all_nodes() {
+    let mut launcher = dsm(&["-n", "2", "--", "sh", "-c", "echo begins; exec sleep 60"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let stdout = BufReader::new(launcher.stdout.take().unwrap());
+    let begun = stdout.lines().take(2).collect::<Result<Vec<_>, _>>().unwrap();
+    assert_eq!(begun, ["begins", "begins"]);
+    kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
+    assert_eq!(launcher.wait().unwrap().code(), Some(128 + 15));
+}
+
+#[test]
+fn run__wrong_input_has_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let one = file("one", "nodes = ['127.0.0.1:7180']");
+    let wrong = file("wrong", "nodes = ['127.0.0.1:7180']\nlease = 'long'");
+    let missing = folder.path().join("missing").to_str().unwrap().to_owned();
+    let key = folder.path().join("key").to_str().unwrap().to_owned();
+    rdmux_key::Key::load_or_create_at(key.as_ref()).unwrap();
+    let cases: [(&[&str], &str); 6] = [
+        (&["-n", "0", "--", "true"], "-n 0"),
+        (&["-n", "5000", "--", "true"], "-n 5000"),
+        (
+            &["-n", "1", "--device", "203.0.113.1", "--", "true"],
+            "203.0.113.1",
+        ),
+        (
+            &["--cluster", &one, "--node", "1", "--key", &key, "--", "true"],
+            "node 1 of 1",
+        ),
+        (
+            &["--cluster", &wrong, "--node", "0", "--key", &key, "--", "true"],
+            "lease",
+        ),
+        (
+            &["--cluster", &missing, "--node", "0", "--key", &key, "--", "true"],
+            "missing",
+        ),
+    ];
+    for (args, word) in cases {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        let lines = lines(&output.stderr);
+        assert!(lines[0].contains(word), "{args:?}: {lines:?}");
+    }
+    for args in [
+        &["--", "true"][..],
+        &["-n", "1"],
+        &["-n", "1", "--node", "0", "--", "true"],
+    ] {
+        assert_eq!(run(args).status.code(), Some(2), "{args:?}");
+    }
+}
