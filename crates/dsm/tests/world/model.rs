@@ -277,7 +277,7 @@ pub(crate) const SMALL: &[Worlds] = &[
     worlds("3 nodes, 1 unit, 1 access, crash", &[0], all(THREE, 1), CRASH),
 ];
 
-/// Sets that take minutes in a release build, with the numbers of their states in millions: 0.3, 0.7, 1.9, 3.0, 1.1, 3.2, 2.6 and 6.7.
+/// Sets that take minutes in a release build, with about so many millions of states: 0.3, 0.8, 2.4, 3.9, 1.3, 3.9, 3.1, 8.4, 1.5, 3.8 and 1.2.
 pub(crate) const LARGE: &[Worlds] = &[
     worlds(
         "2 nodes, 1 unit, 2 accesses, expulsion",
