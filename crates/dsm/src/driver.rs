@@ -488,17 +488,11 @@ impl Driver {
     /// Takes a fault of the program, or its wish for a right.
     pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
         let Some(region) = self.region(number) else { return };
-        let wanted = match access {
-            Access::Read => {
-                region.stat.read_faults += 1;
-                protocol::Access::Read
-            }
-            Access::Write => {
-                region.stat.write_faults += 1;
-                protocol::Access::Write
-            }
-        };
-        region.protocol.handle_fault(page.into(), wanted);
+        match access {
+            Access::Read => region.stat.read_faults += 1,
+            Access::Write => region.stat.write_faults += 1,
+        }
+        region.protocol.handle_fault(page.into(), access);
         self.carry_out(number);
     }
 
