@@ -1,11 +1,16 @@
 //! Page faults of a distributed shared memory, beside what the machine takes for them without a protocol, and beside library calls that fetch as
 //! much; and the round trip of a short message by the context that handles it. The floors and peers are the C programs of `bench/`.
 
+mod node;
+
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
+use rdmux_dsm::FaultMode;
 use serde_json::Value;
 
+use self::node::Fault;
+pub(super) use self::node::{COMMAND, child};
 use super::pair::{TWO_RANKS, installed, peer, stdout, ucx_transport};
 use super::table::{Column, Line, Suite, Table};
 
@@ -38,12 +43,22 @@ impl Part {
             Part::Alone => vec![floor("userfaultfd, SIGBUS", "none")],
             Part::Polling => vec![
                 floor("two bare processes", "polling"),
+                ours("rdmux, faulting thread", &INLINE),
+                ours("rdmux, service thread", &THREAD),
+                ours("rdmux, mprotect", &MPROTECT),
                 get(&MPI_MEMORY),
                 get(&SHMEM_MEMORY),
             ],
             Part::Computing => vec![floor("two bare processes", "computing")],
-            Part::Asleep => vec![floor("two bare processes", "asleep")],
-            Part::Network => vec![get(&MPI_TCP), get(&SHMEM_TCP)],
+            Part::Asleep => vec![
+                floor("two bare processes", "asleep"),
+                ours("rdmux, faulting thread", &INLINE_ASLEEP),
+            ],
+            Part::Network => vec![
+                ours("rdmux, faulting thread, UDP", &INLINE_UDP),
+                get(&MPI_TCP),
+                get(&SHMEM_TCP),
+            ],
             Part::Release => vec![copy("the home copies", "pull"), copy("the writer copies", "push")],
         }
     }
@@ -97,6 +112,34 @@ fn floor(name: &'static str, home: &'static str) -> Line {
     Line::new(name, &columns, move |column| {
         bare("rdmux-dsm-floor", &[FAULT_NAMES[column], home])
     })
+}
+
+const INLINE: Fault = Fault {
+    mode: FaultMode::Inline,
+    home: "running",
+    over_udp: false,
+};
+const THREAD: Fault = Fault {
+    mode: FaultMode::Thread,
+    ..INLINE
+};
+const MPROTECT: Fault = Fault {
+    mode: FaultMode::Mprotect,
+    ..INLINE
+};
+const INLINE_ASLEEP: Fault = Fault {
+    home: "blocked",
+    ..INLINE
+};
+const INLINE_UDP: Fault = Fault {
+    over_udp: true,
+    ..INLINE
+};
+
+/// Returns a row of faults of the shared memory.
+fn ours(name: &'static str, fault: &'static Fault) -> Line {
+    let columns = FAULTS.map(|(column, _)| column);
+    Line::new(name, &columns, move |column| node::measure(*fault, column))
 }
 
 fn copy(name: &'static str, by: &'static str) -> Line {

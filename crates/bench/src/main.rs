@@ -119,6 +119,7 @@ fn main() -> Result<()> {
         Some((nvme::COMMAND, args)) => return nvme::child(args),
         Some((accel::COMMAND, args)) => return accel::child(args),
         Some((offload::COMMAND, args)) => return offload::child(args),
+        Some((dsm::COMMAND, args)) => return dsm::child(args),
         _ => (),
     }
     let args = Args::parse();

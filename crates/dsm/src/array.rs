@@ -53,7 +53,7 @@ impl Number for f64 {
 /// An array of numbers in a region. Each access is one of an atomic of relaxed order: barriers and locks order them between threads.
 #[derive(Clone, Copy, Debug)]
 pub struct Array<'a, T> {
-    region: &'a Region,
+    region: &'a Region<'a>,
     /// Offset of the first number in the region, in bytes.
     offset: u64,
     len: usize,
@@ -61,7 +61,7 @@ pub struct Array<'a, T> {
 }
 
 impl<'a, T: Number> Array<'a, T> {
-    pub(crate) fn new(region: &'a Region, offset: u64, len: usize) -> Array<'a, T> {
+    pub(crate) fn new(region: &'a Region<'a>, offset: u64, len: usize) -> Array<'a, T> {
         Array {
             region,
             offset,

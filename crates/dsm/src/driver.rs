@@ -15,8 +15,7 @@ use rdmux_wire::dsm::joining::Joining;
 use rdmux_wire::dsm::membership::Membership as MembershipMessage;
 use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 
-use self::making::Making;
-pub(crate) use self::making::{Answer, Offer};
+pub(crate) use self::making::{Answer, Making, Offer};
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
 use crate::memory::{self, Access, Change, PageState};
@@ -26,6 +25,12 @@ use crate::sync;
 
 /// Completions that are taken at once.
 const BATCH: usize = 32;
+
+/// Rounds of a turn. What comes during the last one waits for the next turn.
+const ROUNDS: u32 = 16;
+
+/// Messages of a node that may wait for news of the membership.
+const HELD_MAX: usize = 65536;
 
 /// Most regions of a cluster.
 pub const REGIONS_MAX: usize = 64;
@@ -51,6 +56,9 @@ pub(crate) enum Loss {
     /// Its message about threads is none that a correct node sends.
     #[error("it does not keep to the protocol: {0}")]
     Synchronisation(#[from] sync::Violation),
+    /// It sends too many messages of an epoch of which nobody has told.
+    #[error("it does not keep to the protocol: too many messages of an epoch that has not begun")]
+    Held,
     /// Its message is of no kind, or about no region.
     #[error("it does not keep to the protocol: a message of kind {0} that nothing has asked for")]
     Message(u8),
@@ -63,6 +71,8 @@ struct Peer {
     link: Option<Link>,
     /// Set once the connection has ended.
     loss: Option<Loss>,
+    /// The connection ends: its last frames are taken.
+    is_ending: bool,
     /// Messages that wait for news of the membership.
     held: VecDeque<[u8; MESSAGE_LEN]>,
 }
@@ -100,6 +110,8 @@ struct Pull {
     region: u32,
     unit: u64,
     task: u64,
+    /// The node that is read from.
+    from: u32,
 }
 
 /// Queues of the completions of all links.
@@ -116,8 +128,6 @@ pub(crate) struct Queues {
 pub(crate) struct Driver {
     own: NodeId,
     queues: Queues,
-    /// The queue of bells is armed, no bell was taken since, and the device was not driven.
-    is_armed: bool,
     peers: Vec<Peer>,
     membership: Membership,
     regions: Vec<Option<Region>>,
@@ -148,7 +158,6 @@ impl Driver {
         Driver {
             own,
             queues,
-            is_armed: false,
             peers: peers.collect(),
             membership: Membership::new(own, members.iter().copied()),
             regions: Vec::new(),
@@ -216,7 +225,10 @@ impl Driver {
     /// system call and no packet to notice.
     pub(crate) fn turn(&mut self, thoroughly: bool) -> bool {
         let mut any = false;
-        while self.receive() | self.poll_work() | (thoroughly && self.poll_bells()) {
+        for _ in 0..ROUNDS {
+            if !(self.receive() | self.poll_work() | (thoroughly && self.poll_bells())) {
+                break;
+            }
             any = true;
         }
         if any {
@@ -240,11 +252,7 @@ impl Driver {
         self.poll_work();
         // The nodes write frames, and then look whether this one sleeps: one of the two sees the other.
         fence(Ordering::SeqCst);
-        let arms = !self.is_armed;
-        if arms {
-            self.is_armed = true;
-            self.queues.bells.arm(Arm::Next);
-        }
+        self.queues.bells.arm(Arm::Next);
         let is_busy = self
             .peers
             .iter()
@@ -253,7 +261,7 @@ impl Driver {
         if is_busy {
             self.queues.work.arm(Arm::Next);
         }
-        !self.turn(arms || is_busy)
+        !self.turn(true)
     }
 
     /// Takes the frames that have come.
@@ -303,15 +311,7 @@ impl Driver {
         let mut completions = [WorkCompletion::default(); BATCH];
         let found = self.queues.work.poll_into(&mut completions);
         completions[..found].iter().for_each(|it| self.completed(it));
-        if found == 0 {
-            self.has_driven();
-        }
         found > 0
-    }
-
-    /// Notes that the device was driven: its own thread rests then for a while, unless a queue is armed after that.
-    fn has_driven(&mut self) {
-        self.is_armed = false;
     }
 
     /// Takes the bells that have rung. Drives the device.
@@ -319,8 +319,6 @@ impl Driver {
         let mut completions = [WorkCompletion::default(); BATCH];
         let found = self.queues.bells.poll_into(&mut completions);
         completions[..found].iter().for_each(|it| self.completed(it));
-        // A bell has ended what the queue was armed for, too.
-        self.has_driven();
         found > 0
     }
 
@@ -379,10 +377,7 @@ impl Driver {
             _ if !has_succeeded => Err(LinkError::Status(completion.status)),
             WorkId::Bell if completion.opcode == WcOpcode::Recv => link.has_rung(),
             WorkId::Bell => Ok(()),
-            WorkId::Frame(count) => {
-                link.has_written(count);
-                Ok(())
-            }
+            WorkId::Frame(count) => link.has_written(count),
             WorkId::Read(_) => link.has_read(),
             WorkId::Probe => {
                 link.has_probed();
@@ -404,6 +399,7 @@ impl Driver {
         // News of the membership ends the waits of the others.
         if !peer.held.is_empty() && !MembershipMessage::has_kind(message[0]) {
             peer.held.push_back(message);
+            self.check_held(number);
             return;
         }
         self.dispatch(number, message);
@@ -455,6 +451,13 @@ impl Driver {
     fn hold_if(&mut self, waits: bool, number: u32, message: [u8; MESSAGE_LEN]) {
         if waits && let Some(peer) = self.peer(number) {
             peer.held.push_back(message);
+            self.check_held(number);
+        }
+    }
+
+    fn check_held(&mut self, number: u32) {
+        if self.peer(number).is_some_and(|peer| peer.held.len() > HELD_MAX) {
+            self.lose(number, Loss::Held);
         }
     }
 
@@ -523,7 +526,13 @@ impl Driver {
                 }
                 Action::Pull { unit, task, from } => {
                     let region = number;
-                    self.pull(Pull { region, unit, task }, from.number());
+                    let from = from.number();
+                    self.pull(Pull {
+                        region,
+                        unit,
+                        task,
+                        from,
+                    });
                 }
                 Action::Protect { unit, task, right } => {
                     let changed = region.protect(unit, right);
@@ -564,7 +573,8 @@ impl Driver {
         (0..self.peers.len() as u32).for_each(|to| self.send(to, message));
     }
 
-    fn pull(&mut self, pull: Pull, from: u32) {
+    fn pull(&mut self, pull: Pull) {
+        let from = pull.from;
         let index = self.free_pulls.pop().unwrap_or_else(|| {
             self.pulls.push(None);
             self.pulls.len() as u32 - 1
@@ -589,8 +599,11 @@ impl Driver {
         }
     }
 
-    fn pulled(&mut self, _from: u32, index: u32, has_landed: bool) {
-        let Some(pull) = self.pulls.get_mut(index as usize).and_then(Option::take) else {
+    /// Ends a read from a node. A completion that comes after the connection has ended is ignored: its number may be that of another read.
+    fn pulled(&mut self, from: u32, index: u32, has_landed: bool) {
+        let place = self.pulls.get_mut(index as usize);
+        let of_node = place.filter(|pull| pull.is_some_and(|pull| pull.from == from));
+        let Some(pull) = of_node.and_then(Option::take) else {
             return;
         };
         self.free_pulls.push(index);
@@ -603,10 +616,13 @@ impl Driver {
 
     /// Ends the connection to a node, which will have to leave.
     fn lose(&mut self, number: u32, loss: Loss) {
-        if matches!(
+        let has_only_left = matches!(
             loss,
             Loss::Left | Loss::Link(LinkError::Status(_) | LinkError::Post(_))
-        ) {
+        );
+        let peer = self.peer(number);
+        let is_ending = peer.is_none_or(|peer| std::mem::replace(&mut peer.is_ending, true));
+        if has_only_left && !is_ending {
             // What it has written before counts.
             self.receive_from(number);
         }
@@ -632,10 +648,18 @@ impl Driver {
                         peer.held.clear();
                         peer.loss.get_or_insert(Loss::LostByOthers);
                     }
+                    self.end_pulls(node.number());
                     self.changes += 1;
                 }
                 membership::Action::Gone { epoch, node } => self.end(epoch, node),
             }
+        }
+    }
+
+    /// Ends the reads from a node, which have no completions any more.
+    fn end_pulls(&mut self, from: u32) {
+        for index in 0..self.pulls.len() as u32 {
+            self.pulled(from, index, false);
         }
     }
 
@@ -658,7 +682,9 @@ impl Driver {
         for number in 0..self.peers.len() as u32 {
             let Some(peer) = self.peer(number) else { continue };
             for message in std::mem::take(&mut peer.held) {
-                self.arrived(number, message);
+                if self.link(number).is_some() {
+                    self.arrived(number, message);
+                }
             }
         }
     }

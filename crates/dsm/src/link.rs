@@ -26,6 +26,12 @@ const BELLS: u32 = 2 * SLOTS;
 /// Send requests of a link: frames, as many bells, reads, a probe, and the word.
 const SENDS: u32 = 2 * SLOTS + READS + 2;
 
+/// Requests without a completion, from which on messages wait.
+const CROWDED: u32 = SENDS - READS - 8;
+
+/// Messages that may wait for room in the ring of a node.
+const WAITING_MAX: usize = 65536;
+
 /// Completions that the queue of all links must hold for one link.
 pub(crate) const COMPLETIONS: u32 = BELLS + SENDS;
 
@@ -47,6 +53,9 @@ pub(crate) enum LinkError {
     /// The other tells that it has handled more frames than were sent.
     #[error("it does not keep to the protocol: a wrong number of handled frames")]
     Handled,
+    /// The other does not handle what it is sent.
+    #[error("it does not take its messages")]
+    Stuck,
     /// The connection's buffers cannot be read or written.
     #[error("the connection's buffers failed")]
     Buffers,
@@ -241,13 +250,12 @@ pub(crate) struct Link {
 impl Link {
     /// Sends a message, now or when there is room.
     pub(crate) fn send(&mut self, message: [u8; MESSAGE_LEN]) -> Result<(), LinkError> {
-        if self.waiting.is_empty()
-            && let Some(slot) = self.window.take()
-        {
-            return self.post(slot, Some(message));
-        }
         self.waiting.push_back(message);
-        Ok(())
+        self.send_waiting()?;
+        match self.waiting.len() > WAITING_MAX {
+            true => Err(LinkError::Stuck),
+            false => Ok(()),
+        }
     }
 
     /// Reads memory of the node into memory of this one. The completion has [`WorkId::Read`] with the number.
@@ -285,8 +293,9 @@ impl Link {
     }
 
     /// Takes the completion of a frame.
-    pub(crate) fn has_written(&mut self, count: u32) {
+    pub(crate) fn has_written(&mut self, count: u32) -> Result<(), LinkError> {
         self.done = count;
+        self.send_waiting()
     }
 
     /// Takes a bell.
@@ -329,9 +338,10 @@ impl Link {
 
     /// Rings the bell if the node may not see the frames that were posted: they are on their way, or it sleeps.
     pub(crate) fn ring(&mut self) -> Result<(), LinkError> {
-        if !std::mem::take(&mut self.owes_bell) {
+        if !self.owes_bell || self.outstanding >= SENDS - READS - 2 {
             return Ok(());
         }
+        self.owes_bell = false;
         self.is_direct = self.done == self.posted;
         // The node writes its word, and then looks at its ring for the last time: one of the two sees the other.
         fence(Ordering::SeqCst);
@@ -376,11 +386,16 @@ impl Link {
 
     /// Returns whether requests are in progress whose completions matter.
     pub(crate) fn is_busy(&self) -> bool {
-        self.reads > 0 || self.sleep == Sleep::Writing || self.probed.is_some()
+        self.reads > 0
+            || self.sleep == Sleep::Writing
+            || self.probed.is_some()
+            || self.owes_bell
+            || !self.waiting.is_empty()
     }
 
     fn send_waiting(&mut self) -> Result<(), LinkError> {
         while !self.waiting.is_empty()
+            && self.outstanding < CROWDED
             && let Some(slot) = self.window.take()
         {
             let message = self.waiting.pop_front();

@@ -11,7 +11,7 @@ use crate::array::{Array, Number};
 use crate::driver::Stat;
 use crate::memory::userfault::Delivery;
 use crate::memory::{self, Access, Change, PageState, View};
-use crate::session::{Error, Shared};
+use crate::session::{Error, Session};
 use crate::signal;
 
 /// The pages of a region in this process. Clones are the same pages.
@@ -92,16 +92,16 @@ impl Pages {
 
 /// A region: memory that all nodes read and write at the same address. Its bytes are 0 at first.
 #[derive(Debug)]
-pub struct Region {
-    shared: Arc<Shared>,
+pub struct Region<'a> {
+    session: &'a Session,
     number: u32,
     pages: Pages,
 }
 
-impl Region {
-    pub(crate) fn new(shared: Arc<Shared>, number: u32, pages: Pages) -> Region {
+impl<'a> Region<'a> {
+    pub(crate) fn new(session: &'a Session, number: u32, pages: Pages) -> Region<'a> {
         Region {
-            shared,
+            session,
             number,
             pages,
         }
@@ -135,13 +135,14 @@ impl Region {
         let page_bytes = rustix::param::page_size() as u64;
         let pages = bytes.start / page_bytes..bytes.end.div_ceil(page_bytes);
         for page in pages {
-            self.shared
+            self.session
+                .shared()
                 .acquire(self.number, &self.pages, page as u32, access)?;
         }
         Ok(())
     }
 
-    /// Copies bytes of the region. The bytes of one page are those of one moment.
+    /// Copies bytes of the region. Those of one page are what it had at one moment, but for writes of this node's own threads. `out` is in no region.
     ///
     /// # Errors
     /// [`Error::Lost`] if a page was lost with a node.
@@ -152,14 +153,15 @@ impl Region {
         let alias = self.pages.view().alias();
         self.by_page(offset, out.len(), |page, bytes, at| {
             // The frame is up to date as long as the driver takes no right.
-            self.shared
+            self.session
+                .shared()
                 .access(self.number, &self.pages, page, Access::Read, || {
                     alias.mapping().read(at, &mut out[bytes.clone()])
                 })
         })
     }
 
-    /// Writes bytes of the region. Those of one page are written at one moment.
+    /// Writes bytes of the region. Other nodes see those of one page at once. `bytes` are in no region.
     ///
     /// # Errors
     /// [`Error::Lost`] if a page was lost with a node. Those before are written.
@@ -169,7 +171,8 @@ impl Region {
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         let alias = self.pages.view().alias();
         self.by_page(offset, bytes.len(), |page, part, at| {
-            self.shared
+            self.session
+                .shared()
                 .access(self.number, &self.pages, page, Access::Write, || {
                     alias.mapping().write(at, &bytes[part.clone()])
                 })
@@ -220,11 +223,11 @@ impl Region {
 
     /// Returns the counts of this region at this node.
     pub fn stat(&self) -> Stat {
-        self.shared.lock().stat(self.number)
+        self.session.shared().lock().stat(self.number)
     }
 }
 
-impl Drop for Region {
+impl Drop for Region<'_> {
     fn drop(&mut self) {
         signal::release(&self.pages);
     }

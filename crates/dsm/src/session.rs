@@ -21,7 +21,7 @@ use rdmux_wire::dsm::joining::{Joining, Step};
 
 pub use self::error::Error;
 use crate::cluster::Cluster;
-use crate::driver::{Answer, Driver, Offer, Queues, REGIONS_MAX};
+use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX};
 use crate::memory::userfault::{Abilities, Delivery, Options, Writes};
 use crate::memory::{self, Access, Costs, Engine, View};
 use crate::protocol::{Homes, Settings};
@@ -193,20 +193,25 @@ impl Session {
     ///
     /// # Errors
     /// The nodes do not agree, a node is gone, or this one lacks memory or rights.
-    pub fn region(&self, options: &RegionOptions) -> Result<Region, Error> {
+    pub fn region(&self, options: &RegionOptions) -> Result<Region<'_>, Error> {
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         let number = *regions;
         if number as usize >= REGIONS_MAX {
             return Err(Error::TooManyRegions);
         }
-        let region = Agreement {
+        let agreement = Agreement {
             session: self,
             number,
             options,
-        }
-        .reach()?;
+        };
+        let region = agreement.reach();
         *regions += 1;
-        Ok(region)
+        if region.is_err() {
+            // The others wait for this node.
+            let refusal = agreement.joining(0, Step::Differs);
+            self.shared.act(|driver| driver.tell_all(&refusal));
+        }
+        region
     }
 }
 
@@ -228,14 +233,14 @@ impl Drop for Session {
 }
 
 /// A region that is being agreed on.
-struct Agreement<'a> {
+struct Agreement<'a, 'o> {
     session: &'a Session,
     number: u32,
-    options: &'a RegionOptions,
+    options: &'o RegionOptions,
 }
 
-impl Agreement<'_> {
-    fn reach(&self) -> Result<Region, Error> {
+impl<'a> Agreement<'a, '_> {
+    fn reach(&self) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
         // Earlier views stay mapped, so that the system gives other addresses.
         let mut earlier = Vec::new();
@@ -244,7 +249,6 @@ impl Agreement<'_> {
             if own.number() > 0 {
                 let offer = self.wait_for_offer(attempt)?;
                 if offer.pages != self.pages()? || offer.digest != self.digest() {
-                    self.tell_first(attempt, Step::Differs);
                     let (node, region) = (0, self.number);
                     return Err(Error::Differs { node, region });
                 }
@@ -259,7 +263,7 @@ impl Agreement<'_> {
             };
             let pages = self.publish(attempt, view)?;
             if self.has_agreed(attempt)? {
-                let region = Region::new(self.session.shared.clone(), self.number, pages.clone());
+                let region = Region::new(self.session, self.number, pages.clone());
                 self.session.shared.read_faults(self.number, &pages);
                 signal::catch(self.session.shared.clone(), self.number, &pages)?;
                 return Ok(region);
@@ -298,7 +302,13 @@ impl Agreement<'_> {
             FaultMode::Inline => Delivery::Signal,
             FaultMode::Mprotect => return Ok(Engine::Mprotect),
         };
-        let catches = Abilities::probe().catches.ok_or(memory::Error::NotPermitted)?;
+        let abilities = Abilities::probe();
+        let catches = abilities.catches.ok_or(memory::Error::NotPermitted)?;
+        if delivery == Delivery::Poll && !abilities.poison {
+            // A thread in the kernel that waits for a lost page could not be ended.
+            const LACKS: &str = "poisoned pages (Linux 6.6), which mode thread needs: use mode inline";
+            return Err(memory::Error::Lacks(LACKS).into());
+        }
         Ok(Engine::Userfault(Options {
             catches,
             delivery,
@@ -348,44 +358,48 @@ impl Agreement<'_> {
         let shared = &self.session.shared;
         let own = self.session.cluster.own();
         let is_first = own.number() == 0;
-        let number = self.number;
-        let agreed = shared.wait(|driver| {
-            check(driver)?;
-            let making = driver.making(number).ok_or(Error::TooManyRegions)?;
+        shared.wait(|driver| {
+            let making = self.making(driver)?;
             if !is_first && making.offer.is_some_and(|offer| offer.attempt > attempt) {
                 return Ok(Some(false));
             }
-            let mut answers = making.answers(attempt, own);
-            if let Some((node, _)) = answers.find(|(_, it)| *it == Some(Answer::Differs)) {
-                let (node, region) = (node.number(), number);
-                return Err(Error::Differs { node, region });
-            }
             let answers = || making.answers(attempt, own);
             if is_first && answers().all(|(_, it)| it.is_some()) {
-                return Ok(Some(answers().all(|(_, it)| it != Some(Answer::Taken))));
+                let is_agreed = answers().all(|(_, it)| it != Some(Answer::Taken));
+                if is_agreed {
+                    driver.tell_all(&self.joining(attempt, Step::Agreed));
+                }
+                return Ok(Some(is_agreed));
             }
             let all_mapped = answers().all(|(_, it)| matches!(it, Some(Answer::Mapped(_))));
             Ok((making.agreed == Some(attempt) && all_mapped).then_some(true))
-        })?;
-        if is_first && agreed {
-            let message = self.joining(attempt, Step::Agreed);
-            shared.lock().tell_all(&message);
+        })
+    }
+
+    /// Returns what the others have said.
+    ///
+    /// # Errors
+    /// A node is gone, or cannot make the region.
+    fn making<'d>(&self, driver: &'d mut Driver) -> Result<&'d Making, Error> {
+        check(driver)?;
+        let region = self.number;
+        let making = driver.making(region).ok_or(Error::TooManyRegions)?;
+        match making.refused {
+            Some(node) => Err(Error::Differs { node, region }),
+            None => Ok(making),
         }
-        Ok(agreed)
     }
 
     fn wait_for_offer(&self, attempt: u32) -> Result<Offer, Error> {
-        let number = self.number;
         self.session.shared.wait(|driver| {
-            check(driver)?;
-            let making = driver.making(number).ok_or(Error::TooManyRegions)?;
+            let making = self.making(driver)?;
             Ok(making.offer.filter(|offer| offer.attempt >= attempt))
         })
     }
 
     fn tell_first(&self, attempt: u32, step: Step) {
         let message = self.joining(attempt, step);
-        self.session.shared.lock().tell_first(&message);
+        self.session.shared.act(|driver| driver.tell_first(&message));
     }
 
     fn joining(&self, attempt: u32, step: Step) -> Joining {
@@ -523,6 +537,14 @@ impl Shared {
         }
         let _ = WAITING.try_with(|kept| kept.replace(Some(waiting)));
         result
+    }
+
+    /// Changes the driver for a thread that does not wait for anything.
+    fn act(&self, f: impl FnOnce(&mut Driver)) {
+        self.pollers.fetch_add(1, Ordering::Relaxed);
+        let mut driver = self.lock();
+        f(&mut driver);
+        self.stop_polling(&mut driver);
     }
 
     /// Ends the turns of a thread of the program. The service thread follows if it was the last one.

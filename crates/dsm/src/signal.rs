@@ -47,7 +47,7 @@ pub(crate) fn catch(shared: Arc<Shared>, region: u32, pages: &Pages) -> std::io:
         region,
         pages: pages.clone(),
     });
-    drop(caught);
+    // Under the lock: of two threads the second would take this handler for the one before.
     install()
 }
 
@@ -97,7 +97,7 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     unsafe { *libc::__errno_location() = errno };
     if !is_answered {
         // SAFETY: the arguments are those of this handler.
-        unsafe { pass_on(signal, info, context) };
+        unsafe { pass_on(signal, code > 0, info, context) };
     }
 }
 
@@ -162,7 +162,12 @@ impl Caught {
 ///
 /// # Safety
 /// The arguments are those of a signal handler.
-unsafe fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+unsafe fn pass_on(
+    signal: libc::c_int,
+    is_fault: bool,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
     let before = BEFORE.get().map(|before| match signal {
         libc::SIGBUS => before[0],
         _ => before[1],
@@ -180,12 +185,17 @@ unsafe fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut
                 handler(signal);
             }
         }
+        Some(before) if before.sa_sigaction == libc::SIG_IGN && !is_fault => {}
         _ => {
-            // The instruction faults again, and ends the process.
+            // A fault comes again, and ends the process.
             // SAFETY: all fields of a sigaction may be zero, which is the default action.
             let default: libc::sigaction = unsafe { std::mem::zeroed() };
             // SAFETY: it points to a sigaction.
             unsafe { libc::sigaction(signal, &raw const default, ptr::null_mut()) };
+            if !is_fault {
+                // SAFETY: the number of a signal.
+                unsafe { libc::raise(signal) };
+            }
         }
     }
 }

@@ -23,7 +23,7 @@ fn node() {
     ]);
 }
 
-fn region(session: &Session, pages: usize) -> Region {
+fn region(session: &Session, pages: usize) -> Region<'_> {
     let bytes = (pages * PAGE) as u64;
     session.region(&RegionOptions::new(bytes).unwrap()).unwrap()
 }

@@ -22,7 +22,6 @@ pub(crate) struct Offer {
 pub(crate) enum Answer {
     Mapped(u32),
     Taken,
-    Differs,
 }
 
 /// All that the others have said about a region that is being made.
@@ -34,6 +33,8 @@ pub(crate) struct Making {
     answers: Vec<Option<(u32, Answer)>>,
     /// The attempt that all have agreed to.
     pub agreed: Option<u32>,
+    /// The node that cannot make the region.
+    pub refused: Option<u32>,
 }
 
 impl Making {
@@ -42,6 +43,7 @@ impl Making {
             offer: None,
             answers: vec![None; nodes],
             agreed: None,
+            refused: None,
         }
     }
 
@@ -75,21 +77,28 @@ impl Driver {
                 pages,
                 digest,
             } => {
-                making.offer = Some(Offer {
-                    attempt,
-                    address,
-                    pages,
-                    digest,
-                });
+                if is_first {
+                    making.offer = Some(Offer {
+                        attempt,
+                        address,
+                        pages,
+                        digest,
+                    });
+                }
                 return is_first;
             }
             Step::Agreed => {
-                making.agreed = Some(attempt);
+                if is_first {
+                    making.agreed = Some(attempt);
+                }
                 return is_first;
             }
             Step::Mapped { key } => Answer::Mapped(key),
             Step::Taken => Answer::Taken,
-            Step::Differs => Answer::Differs,
+            Step::Differs => {
+                making.refused.get_or_insert(from);
+                return true;
+            }
         };
         making.answers[from as usize] = Some((attempt, answer));
         self.learn_key(region, from, answer);

@@ -94,9 +94,9 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
-    /// The programs do not make the same regions.
+    /// A node cannot make the region, or the programs do not make the same ones. No region can be made after that.
     #[error(
-        "node {node} makes region {region} with other settings: let all nodes make the same regions in the same order"
+        "node {node} cannot make region {region}, or makes it with other settings: see its error, and let all nodes make the same regions in the same order"
     )]
     Differs {
         /// The node.

@@ -177,7 +177,10 @@ impl Join<'_> {
             Hello { node, ring, ..*hello } == own
         });
         let (Some(node), Some(hello)) = (node.filter(is_missing), known) else {
-            request.reject(&own.emit());
+            // Only a node of this session may learn it.
+            let session = hello.map(|hello| hello.session).filter(|it| *it == own.session);
+            let session = session.unwrap_or_default();
+            request.reject(&Hello { session, ..own }.emit());
             // A node of this session that is of another version never joins.
             return match (hello, node) {
                 (Some(hello), Some(node)) if hello.session == own.session => {

@@ -35,7 +35,7 @@
 //! | 16 Propose | node 0 | map the region at the address |
 //! | 17 Mapped | each node | it is mapped |
 //! | 18 Taken | a node | the address is in use there |
-//! | 19 Differs | a node | its program wants a region of other settings |
+//! | 19 Differs | a node, to all | it cannot make the region, or its program wants one of other settings |
 //! | 20 Agreed | node 0 | all have mapped it |
 
 use super::{MESSAGE_LEN, undefined};
@@ -131,7 +131,7 @@ pub enum Step {
     },
     /// The address is in use at the sender.
     Taken,
-    /// The sender's program wants a region of other settings.
+    /// The sender cannot make the region, or its program wants one of other settings.
     Differs,
     /// All have mapped it.
     Agreed,

@@ -26,7 +26,7 @@ const NOT_STARTED: i32 = 126;
 A cluster file lists all nodes, in TOML: nodes = [\"192.0.2.1:7180\", \"192.0.2.2:7180\"]. Start each node on its host with the same file. Nodes join \
 only if their keys are the same, too.
 
-Exit status: that of the first node that has failed, 128 and the signal's number if a signal ended it; 127 if there is no such program, 126 if \
+Exit status: that of the node of the lowest number that has failed, 128 and the signal's number if a signal ended it; 127 if there is no such program, 126 if \
 it cannot be started, 2 for a wrong option, 1 for another error.")]
 pub(crate) struct Args {
     /// Number of nodes, all on this host.
@@ -44,7 +44,8 @@ pub(crate) struct Args {
     /// File with the cluster's key [default: your own, made on first use].
     #[arg(long, value_name = "FILE", requires = "cluster")]
     key: Option<PathBuf>,
-    /// Who answers page faults: a service thread, the faulting thread itself in a handler of SIGBUS, or the same by mprotect(2) and SIGSEGV.
+    /// Way by which page faults are answered: by a service thread, by the faulting thread itself in a handler of SIGBUS, or the same by mprotect(2)
+    /// and SIGSEGV.
     #[arg(long, value_name = "HOW", default_value_t = FaultMode::Thread)]
     faults: FaultMode,
     /// Inject faults at the nodes' ports, in both directions, such as loss=1%,delay=5ms,seed=7 (docs/bad-network.md).
@@ -142,7 +143,7 @@ impl Children {
         list.nodes.iter().flatten().for_each(terminate);
     }
 
-    /// Waits for all nodes. Reports those that a signal has ended, and returns the exit status of the first that failed, or 0.
+    /// Waits for all nodes. Reports those that a signal has ended, and returns the exit status of the one of the lowest number that failed, or 0.
     fn wait(&self) -> i32 {
         let mut first = 0;
         for node in 0.. {
@@ -159,7 +160,10 @@ impl Children {
                 while matches!(waitid(WaitId::Pid(pid), options), Err(Errno::INTR)) {}
             });
             let child = ended.and_then(|()| self.lock().nodes.get_mut(node)?.take());
-            let Some(Ok(status)) = child.map(|mut child| child.wait()) else {
+            let Some(mut child) = child else { continue };
+            let Ok(status) = child.wait() else {
+                // The system has kept no status of it.
+                first = if first == 0 { 1 } else { first };
                 continue;
             };
             if let Some(signal) = status.signal() {

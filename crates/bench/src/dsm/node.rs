@@ -1,0 +1,102 @@
+//! Page faults of the distributed shared memory itself: two nodes, one of which touches pages whose home is the other.
+
+use std::hint::black_box;
+use std::num::NonZeroU32;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use hdrhistogram::Histogram;
+use rdmux_dsm::{Cluster, FaultMode, RegionOptions, Session};
+use serde_json::{Value, json};
+
+use super::FAULT_NAMES;
+use crate::child::say;
+use crate::pair::{Server, stdout};
+use crate::{CPUS, LOOPBACK};
+
+/// First argument of this program as a node.
+pub(crate) const COMMAND: &str = "dsm-node";
+
+/// Pages that are touched, in turn.
+const PAGES: u64 = 1024;
+const PAGE: u64 = 4096;
+const JOINING: Duration = Duration::from_secs(10);
+
+/// Conditions of a measurement.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fault {
+    /// Who answers the fault.
+    pub mode: FaultMode,
+    /// Value of `RDMUX_WAIT` of the home.
+    pub home: &'static str,
+    /// The nodes have no shared memory: packets go through UDP.
+    pub over_udp: bool,
+}
+
+/// Measures one kind of fault. Returns the median in microseconds.
+pub(super) fn measure(fault: Fault, kind: usize) -> Result<f64> {
+    let clusters = Cluster::on_this_host(LOOPBACK, 2)?;
+    let command = |node: usize| -> Result<Command> {
+        let mut command = Command::new("taskset");
+        command
+            .args(["-c", &CPUS[node].to_string()])
+            .arg(std::env::current_exe()?)
+            .args([COMMAND, FAULT_NAMES[kind]])
+            .envs(clusters[node].environment())
+            .env(FaultMode::VARIABLE, fault.mode.to_string())
+            .env("RDMUX_WAIT", if node == 0 { "running" } else { fault.home })
+            .env("RDMUX_SHM", if fault.over_udp { "off" } else { "on" });
+        Ok(command)
+    };
+    let _home = Server::start(command(1)?.stdout(Stdio::null()))?;
+    let text = stdout(COMMAND, command(0)?.stdin(Stdio::null()).stderr(Stdio::piped()))?;
+    let line: Value = serde_json::from_str(&text).with_context(|| format!("a node printed {text:?}"))?;
+    line["p50"].as_f64().context("a node printed no median")
+}
+
+fn touch(word: &AtomicU64) {
+    black_box(word.load(Ordering::Relaxed));
+}
+
+/// Runs as a node.
+pub(crate) fn child(args: &[String]) -> Result<()> {
+    let [kind] = args else {
+        bail!("{COMMAND} KIND");
+    };
+    let kind = FAULT_NAMES.iter().position(|name| name == kind);
+    let kind = kind.context("no such kind of fault")?;
+    let session = Session::join(Cluster::of_environment()?, JOINING)?;
+    let mut options = RegionOptions::new(2 * PAGES * PAGE)?;
+    // The second half of the pages has its home at node 1.
+    options.row = PAGES;
+    let region = session.region(&options)?;
+    let mut thread = session.thread(0)?;
+    let all = NonZeroU32::MIN.saturating_add(1);
+    let words = || (PAGES..2 * PAGES).map(|page| region.mapping().double_word((page * PAGE) as usize));
+    // Both nodes may read pages that are to be upgraded.
+    let is_shared = FAULT_NAMES[kind] == "upgrade";
+    for node in [1, 0] {
+        if is_shared && session.node() == node {
+            words().for_each(touch);
+        }
+        thread.barrier(0, all)?;
+    }
+    if session.node() == 0 {
+        let mut times = Histogram::<u64>::new(3)?;
+        for word in words() {
+            let began = Instant::now();
+            match FAULT_NAMES[kind] {
+                "read" => touch(word),
+                _ => word.store(1, Ordering::Relaxed),
+            }
+            times.record(began.elapsed().as_nanos() as u64)?;
+        }
+        let stat = region.stat();
+        ensure!(stat.read_faults + stat.write_faults >= PAGES, "{stat:?}");
+        say(&json!({ "p50": times.value_at_quantile(0.5) as f64 / 1000.0 }).to_string())?;
+    }
+    thread.barrier(0, all)?;
+    Ok(())
+}
