@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "not every program needs all of it")]
 
 use std::cell::Cell;
+use std::io::Write;
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -189,28 +190,27 @@ impl Node {
         } = report;
         let Timed { seconds, stat } = shared;
         let (node, (name, value)) = (self.number(), result);
-        match self.options.json {
-            true => {
-                let report = serde_json::json!({
-                    "node": node,
-                    "nodes": self.nodes(),
-                    "threads": self.threads(),
-                    "seconds": seconds,
-                    "alone_seconds": alone,
-                    "read_faults": stat.read_faults,
-                    "write_faults": stat.write_faults,
-                    "pages_read": stat.fetches,
-                    "invalidations": stat.invalidations,
-                    "messages": stat.messages,
-                    *name: value,
-                });
-                println!("{report}");
-            }
-            false => println!(
+        let text = match self.options.json {
+            true => serde_json::json!({
+                "node": node,
+                "nodes": self.nodes(),
+                "threads": self.threads(),
+                "seconds": seconds,
+                "alone_seconds": alone,
+                "read_faults": stat.read_faults,
+                "write_faults": stat.write_faults,
+                "pages_read": stat.fetches,
+                "invalidations": stat.invalidations,
+                "messages": stat.messages,
+                *name: value,
+            })
+            .to_string(),
+            false => format!(
                 "node {node}: {seconds:.3} s, alone {alone:.3} s, {} pages read, {} invalidations, {} messages, {name} {value}: correct",
                 stat.fetches, stat.invalidations, stat.messages
             ),
-        }
+        };
+        writeln!(std::io::stdout(), "{text}")?;
         let mut thread = self.session.thread(0)?;
         thread.barrier(END, count(self.nodes()))?;
         Ok(())
