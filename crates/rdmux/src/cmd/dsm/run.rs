@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{self, Child, Command, ExitStatus};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmux_dsm::{Cluster, FaultMode, NODES_MAX};
@@ -111,22 +111,35 @@ fn fail_to_start(program: &OsString, error: &std::io::Error) -> ! {
     process::exit(if is_missing { NO_PROGRAM } else { NOT_STARTED })
 }
 
-/// The nodes, in their order.
+/// The nodes.
 #[derive(Default)]
-struct Children(Mutex<Vec<Option<Child>>>);
+struct Children(Mutex<List>);
+
+#[derive(Default)]
+struct List {
+    /// In their order, those that have not ended.
+    nodes: Vec<Option<Child>>,
+    is_stopping: bool,
+}
 
 impl Children {
-    fn add(&self, child: Child) {
-        let mut children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        children.push(Some(child));
+    fn lock(&self) -> MutexGuard<'_, List> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks all nodes that run to end.
-    fn stop(&self) {
-        let children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for child in children.iter().flatten() {
-            let _ = kill_process(Pid::from_child(child), Signal::TERM);
+    fn add(&self, child: Child) {
+        let mut list = self.lock();
+        if list.is_stopping {
+            terminate(&child);
         }
+        list.nodes.push(Some(child));
+    }
+
+    /// Asks all nodes to end, those that are started later too.
+    fn stop(&self) {
+        let mut list = self.lock();
+        list.is_stopping = true;
+        list.nodes.iter().flatten().for_each(terminate);
     }
 
     /// Waits for all nodes. Reports those that a signal has ended, and returns the exit status of the first that failed, or 0.
@@ -134,8 +147,8 @@ impl Children {
         let mut first = 0;
         for node in 0.. {
             let pid = {
-                let children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-                match children.get(node) {
+                let list = self.lock();
+                match list.nodes.get(node) {
                     Some(child) => child.as_ref().map(Pid::from_child),
                     None => break,
                 }
@@ -145,9 +158,7 @@ impl Children {
                 let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
                 while matches!(waitid(WaitId::Pid(pid), options), Err(Errno::INTR)) {}
             });
-            let mut children = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let child = ended.and_then(|()| children.get_mut(node)?.take());
-            drop(children);
+            let child = ended.and_then(|()| self.lock().nodes.get_mut(node)?.take());
             let Some(Ok(status)) = child.map(|mut child| child.wait()) else {
                 continue;
             };
@@ -160,6 +171,11 @@ impl Children {
         }
         first
     }
+}
+
+fn terminate(child: &Child) {
+    // It fails if the node has ended.
+    let _ = kill_process(Pid::from_child(child), Signal::TERM);
 }
 
 fn status_of(status: ExitStatus) -> i32 {
