@@ -174,10 +174,11 @@ fn programs__refuse_what_they_cannot_divide() {
         ),
         ("kv", ["10", "0"], "Error: no keys\n"),
     ] {
-        for output in run(name, 2, FaultMode::Thread, &arguments) {
-            assert!(!output.status.success());
-            assert_eq!(String::from_utf8_lossy(&output.stderr), expected);
-        }
+        let outputs = run(name, 2, FaultMode::Thread, &arguments);
+        assert!(outputs.iter().all(|output| !output.status.success()));
+        // To a node that still joins, the other one may have left.
+        let says = |output: &Output| String::from_utf8_lossy(&output.stderr) == expected;
+        assert!(outputs.iter().any(says), "{outputs:#?}");
     }
 }
 
